@@ -1,0 +1,42 @@
+# Everything sets itself up: a fresh machine needs Python 3.10-3.13 and make.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: help test lint types unit demo bench format clean
+
+help:
+	@echo "make demo    train a small network that starves, and see what is seen (90 s)"
+	@echo "make test    ruff, mypy and the tests"
+	@echo "make bench   what the agent costs, side by side with others (minutes)"
+
+$(READY): pyproject.toml constraints.txt telemetry/_version.py
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+test: lint types unit
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY)
+	$(BIN)/mypy
+
+unit: $(READY)
+	$(BIN)/python -m pytest
+
+demo: $(READY)
+	$(BIN)/telemetry demo
+
+bench: $(READY)
+	$(BIN)/python -m benchmarks.overhead
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build

@@ -1,0 +1,208 @@
+"""The public face: `start`, `stop`, `watch`, `step`, `phase`.
+
+All of it works, and does nothing, while no agent runs: a script may keep its calls with ``TELEMETRY_DISABLED=1``.
+"""
+
+from __future__ import annotations
+
+import multiprocessing.process
+import os
+import sys
+import threading
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from telemetry import config as settings_module
+from telemetry.clock import now_ns
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from types import TracebackType
+
+    from telemetry.agent import Agent
+
+T = TypeVar("T")
+
+_agent: Agent | None = None
+_starting = threading.Lock()
+_fork_handler_registered = False
+
+
+class InactiveAgent:
+    """What `start` returns where nothing is to run: TELEMETRY_DISABLED, or a DataLoader worker."""
+
+    running = False
+    run_dir = None
+    identity = None
+    metrics_url = None
+
+    def stop(self) -> None:
+        """Nothing to stop."""
+
+
+def start(run_dir: str | os.PathLike[str] | None = None, **settings: Any) -> Agent | InactiveAgent:
+    """Start the agent of this process. A second call returns the one that runs.
+
+    The calling thread is taken to be the one that trains; should the first optimizer step happen on another, that
+    one is followed.
+
+    Args:
+        run_dir: folder for this run's logs; ``telemetry-runs/RUN`` by default.
+        settings: see `Config`; each can also be set as ``TELEMETRY_<NAME>``.
+
+    Raises:
+        SettingError: a setting has a value that is not allowed. Nothing was started.
+    """
+    global _agent  # noqa: PLW0603 - one agent a process is the contract
+    if settings_module.disabled() or _in_worker():
+        return InactiveAgent()
+    with _starting:
+        if _agent is not None and _agent.running:
+            return _agent
+        if run_dir is not None:
+            settings["run_dir"] = run_dir
+        config = settings_module.Config.load(settings)
+        try:
+            from telemetry.agent import Agent
+
+            _register_fork_handler()
+            agent = Agent(config)
+            for variable in settings_module.unknown_variables():
+                agent.faults.tell("config", f"{variable} is no setting of ours and was ignored")
+            agent.start()
+        except Exception as error:
+            _say(f"telemetry: cannot start ({type(error).__name__}: {error}); the run goes on without it")
+            return InactiveAgent()
+        _agent = agent
+        return agent
+
+
+def stop() -> None:
+    """Stop the agent: every patch is undone, the log ended, threads and sockets are gone. Harmless when none runs."""
+    global _agent
+    agent, _agent = _agent, None
+    if agent is not None:
+        agent.stop()
+
+
+def watch(iterable: Iterable[T]) -> Iterable[T]:
+    """Time an iterable as a data source: each ``next`` is a wait, each item a step.
+
+    A DataLoader needs none of it and is returned as it is, as everything is while no agent runs.
+
+    Raises:
+        TypeError: the argument cannot be iterated.
+    """
+    agent = _running()
+    if agent is None or _is_patched_loader(agent, iterable):
+        return iterable
+    if not hasattr(iterable, "__iter__") and not hasattr(iterable, "__getitem__"):
+        raise TypeError(f"telemetry.watch needs something to iterate over, not {type(iterable).__name__}")
+    from telemetry.attach.loader import Watched
+
+    return Watched(iterable, agent.tracker)
+
+
+class step(AbstractContextManager[None]):  # noqa: N801 - reads as the statement it is
+    """``with telemetry.step():`` one training step, said by the user.
+
+    From the first one on, only these open and close steps. A batch requested since the last one belongs to it.
+    """
+
+    def __enter__(self) -> None:
+        agent = self._agent = _running()
+        if agent is not None:
+            try:
+                agent.tracker.enter_step()
+            except Exception as error:
+                agent.tracker.fault(error)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        agent = self._agent
+        if agent is not None:
+            try:
+                agent.tracker.exit_step()
+            except Exception as ours:
+                agent.tracker.fault(ours)
+
+
+class phase(AbstractContextManager[None]):  # noqa: N801 - reads as the statement it is
+    """``with telemetry.phase("evaluation"):`` a part of the run that is not training.
+
+    Args:
+        name: ``"evaluation"`` and ``"checkpoint"`` have categories of their own in the ledger; the time of any other
+            phase, unless training goes on inside it, is ``other``. The name stands in the log.
+
+    Raises:
+        TypeError: the name is no text.
+    """
+
+    def __init__(self, name: str) -> None:
+        if not isinstance(name, str):
+            raise TypeError(f"the name of a phase is a text, not {type(name).__name__}")
+        self._name = name[:200]
+
+    def __enter__(self) -> None:
+        agent = self._agent = _running()
+        self._start, self._before = now_ns(), None
+        if agent is not None:
+            try:
+                self._before = agent.tracker.enter_phase(self._name)
+            except Exception as error:
+                agent.tracker.fault(error)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        agent = self._agent
+        if agent is not None:
+            try:
+                agent.tracker.exit_phase(self._name, self._before, self._start)
+            except Exception as ours:
+                agent.tracker.fault(ours)
+
+
+def _say(line: str) -> None:
+    try:
+        sys.stderr.write(f"{line}\n")
+    except Exception:
+        pass  # no stderr: nobody to tell
+
+
+def _running() -> Agent | None:
+    agent = _agent
+    return agent if agent is not None and agent.running else None
+
+
+def _is_patched_loader(agent: Agent, iterable: object) -> bool:
+    torch = sys.modules.get("torch")
+    return agent.config.patch and torch is not None and isinstance(iterable, torch.utils.data.DataLoader)
+
+
+def _in_worker() -> bool:
+    """Whether this process is no training process: a DataLoader worker, or a spawned child importing its main module.
+
+    A spawned child runs the script's top level once more, where an unguarded ``telemetry.start()`` may stand.
+    """
+    if getattr(multiprocessing.process.current_process(), "_inheriting", False):
+        return True
+    worker = sys.modules.get("torch.utils.data._utils.worker")
+    return worker is not None and worker.get_worker_info() is not None
+
+
+def _register_fork_handler() -> None:
+    global _fork_handler_registered  # noqa: PLW0603
+    if not _fork_handler_registered:
+        os.register_at_fork(after_in_child=_after_fork_in_child)
+        _fork_handler_registered = True
+
+
+def _after_fork_in_child() -> None:
+    """A forked child is inert: no hook, no thread, no socket, no line of ours. It may start an agent of its own."""
+    global _agent, _starting  # noqa: PLW0603
+    agent, _agent = _agent, None
+    _starting = threading.Lock()  # the parent's may have been held
+    if agent is not None:
+        agent.after_fork_in_child()

@@ -1,0 +1,1 @@
+"""The only code that runs on the training thread."""

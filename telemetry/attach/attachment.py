@@ -1,0 +1,95 @@
+"""Everything that is hooked into torch, as one thing that can be undone."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from telemetry.attach import checkpoints, loader
+from telemetry.attach.gpu_clock import GpuClock
+from telemetry.attach.imports import ImportWatch
+from telemetry.attach.patches import Patches
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import ModuleType
+
+    from telemetry.attach.steps import StepTracker
+
+
+class Attachment:
+    """The hooks of one tracker: patched when torch is there, or as soon as it is.
+
+    Args:
+        tracker: what the hooks tell.
+        on_error: told of a hook that could not be placed; the others are not affected.
+        gpu_events: whether to time waits with CUDA events, where CUDA comes into use.
+    """
+
+    def __init__(
+        self, tracker: StepTracker, on_error: Callable[[BaseException], None], *, gpu_events: bool = True
+    ) -> None:
+        self._gpu_events = gpu_events
+        self._tracker = tracker
+        self._on_error = on_error
+        self._patches = Patches()
+        self._watch = ImportWatch(on_error)
+
+    def attach(self) -> None:
+        """Place the hooks. Imports nothing."""
+        self._watch.when_imported("torch", self._torch)
+        self._watch.when_imported("torch.distributed.checkpoint", self._distributed_checkpoint)
+        self._watch.when_imported("safetensors.torch", self._saving)
+
+    def detach(self) -> list[str]:
+        """Remove every hook. Returns the names of patches that others have patched over and that stay, inert."""
+        self._watch.close()
+        self._tracker.detach()
+        return self._patches.undo()
+
+    def _torch(self, torch: ModuleType) -> None:
+        tracker = self._tracker
+        places: tuple[Callable[[], None], ...] = (
+            lambda: loader.patch_loader(
+                sys.modules["torch.utils.data.dataloader"], tracker, torch.is_grad_enabled, self._patches
+            ),
+            lambda: self._optimizer(sys.modules["torch.optim.optimizer"]),
+            lambda: self._saving(torch.serialization),
+            lambda: self._saving(torch),
+        )
+        for place in places:
+            try:
+                place()
+            except Exception as error:
+                self._on_error(error)
+        tracker.use_torch(torch.is_grad_enabled, lambda: current_device(torch))
+        if self._gpu_events and (torch.version.cuda or torch.version.hip):
+            tracker.gpu = GpuClock(lambda: torch.cuda.Event(enable_timing=True), lambda: _events_usable(torch))
+
+    def _optimizer(self, module: Any) -> None:
+        tracker = self._tracker
+
+        def stepped(optimizer: object, args: object, kwargs: object) -> None:
+            del args, kwargs
+            try:
+                tracker.optimizer_stepped(optimizer)
+            except Exception as error:
+                tracker.fault(error)
+
+        self._patches.on_undo(module.register_optimizer_step_post_hook(stepped).remove)
+
+    def _saving(self, module: ModuleType) -> None:
+        checkpoints.patch_saving(module, self._tracker, self._patches)
+
+    def _distributed_checkpoint(self, package: ModuleType) -> None:
+        self._saving(package)
+        self._saving(sys.modules["torch.distributed.checkpoint.state_dict_saver"])
+
+
+def current_device(torch: ModuleType) -> int | None:
+    """The calling thread's CUDA device; None while CUDA is not in use. Does not initialise it."""
+    return torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+
+def _events_usable(torch: ModuleType) -> bool:
+    return torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,189 @@
+"""The DataLoader's two seams: the request for a batch, and the start of an iteration.
+
+`_BaseDataLoaderIter.__next__` is the one place every iterator passes through, single- or multi-process, made before
+or after the agent; `StopIteration` leaves through it too. `DataLoader.__iter__` starts the workers.
+"""
+
+from __future__ import annotations
+
+import functools
+from threading import get_ident
+from typing import TYPE_CHECKING, Any
+
+from telemetry.attach.frames import forget_frame
+from telemetry.attach.ring import MASK, STEP, STRIDE, WORDS
+from telemetry.attach.steps import OVERHEAD_EVERY, OVERHEAD_MASK, StepTracker
+from telemetry.clock import now_ns
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+    from types import ModuleType
+
+    from telemetry.attach.patches import Patches
+
+
+def patch_loader(module: ModuleType, tracker: StepTracker, grad_enabled: Callable[[], bool], patches: Patches) -> None:
+    """Patch ``torch.utils.data.dataloader``."""
+    patches.replace(
+        module._BaseDataLoaderIter, "__next__", lambda original: timed_next(original, tracker, grad_enabled)
+    )
+    patches.replace(module.DataLoader, "__iter__", lambda original: timed_iter(original, tracker))
+
+
+def timed_next(
+    original: Callable[[Any], Any], tracker: StepTracker, grad_enabled: Callable[[], bool]
+) -> Callable[[Any], Any]:
+    """``__next__`` with its wait written into the ring.
+
+    The common case is inlined: a call costs more than all the stores together. Between the arrival of the batch and
+    the last store there is no call, so neither a signal nor a switch of threads can come in between.
+    """
+    ring = tracker.ring
+    words = ring.words
+
+    @functools.wraps(original)
+    def __next__(self: Any) -> Any:  # noqa: N807
+        if get_ident() != tracker.thread or tracker.waiting_since:
+            try:
+                return original(self)
+            except BaseException as error:
+                forget_frame(error)
+                raise
+        try:
+            entry = STEP if id(self) == tracker.key and grad_enabled() else tracker.request(self)
+            if tracker.gpu is not None:
+                tracker.mark_request(entry)
+            start = now_ns()
+            tracker.waiting_since = start if entry & 7 == 1 else -start
+        except Exception as error:
+            tracker.fault(error)
+            return original(self)
+        try:
+            batch = original(self)
+            end = now_ns()
+        except BaseException as error:
+            _failed(tracker, self, start, entry, error)
+            forget_frame(error)
+            raise
+        try:
+            if id(self) == tracker.key and entry == STEP:
+                head = ring.head
+                if head - ring.tail < WORDS:
+                    slot = head & MASK
+                    words[slot] = start
+                    words[slot + 1] = end
+                    ring.head = head + STRIDE
+                else:
+                    ring.drop(start, end, STEP)
+                tracker.waiting_since = 0
+                if not head & OVERHEAD_MASK:
+                    tracker.overhead_ns += (now_ns() - end) * OVERHEAD_EVERY
+            else:
+                tracker.delivered(self, start, end, entry)
+                tracker.overhead_ns += now_ns() - end
+            if tracker.gpu is not None:
+                tracker.gpu.batch_arrived(start, end)
+        except Exception as error:
+            tracker.fault(error)
+        return batch
+
+    return __next__
+
+
+def _failed(tracker: StepTracker, iterator: object, start: int, entry: int, error: BaseException) -> None:
+    try:
+        tracker.failed(iterator, start, entry, error)
+        if tracker.gpu is not None:
+            tracker.gpu.batch_arrived(start, now_ns())
+    except Exception as ours:
+        tracker.fault(ours)
+
+
+def timed_iter(original: Callable[[Any], Any], tracker: StepTracker) -> Callable[[Any], Any]:
+    """``DataLoader.__iter__`` with the start of the workers written into the ring."""
+
+    @functools.wraps(original)
+    def __iter__(self: Any) -> Any:  # noqa: N807
+        if get_ident() != tracker.thread or tracker.waiting_since:
+            try:
+                return original(self)
+            except BaseException as error:
+                forget_frame(error)
+                raise
+        try:
+            entry = tracker.iteration(self)
+            if tracker.gpu is not None:
+                tracker.mark_request(entry)
+            start = now_ns()
+            tracker.waiting_since = start if entry & 7 == 1 else -start
+        except Exception as error:
+            tracker.fault(error)
+            return original(self)
+        iterator = None
+        try:
+            iterator = original(self)
+        except BaseException as error:
+            forget_frame(error)
+            raise
+        finally:
+            try:
+                end = now_ns()
+                tracker.iterated(start, end, entry, iterator)
+                if tracker.gpu is not None:
+                    tracker.gpu.batch_arrived(start, end)
+            except Exception as error:
+                tracker.fault(error)
+        return iterator
+
+    return __iter__
+
+
+class Watched:
+    """A watched iterable: iterates, measures and otherwise behaves as the one it holds.
+
+    Args:
+        iterable: what to iterate over.
+        tracker: told of each wait.
+    """
+
+    def __init__(self, iterable: Iterable[Any], tracker: StepTracker) -> None:
+        self._telemetry_iterable = iterable
+        self._telemetry_tracker = tracker
+
+    def __iter__(self) -> WatchedIterator:
+        timed = timed_iter(lambda watched: iter(watched._telemetry_iterable), self._telemetry_tracker)
+        return WatchedIterator(timed(self), self._telemetry_tracker)
+
+    def __len__(self) -> int:
+        return len(self._telemetry_iterable)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._telemetry_iterable[index]  # type: ignore[index]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_telemetry"):
+            raise AttributeError(name)  # not there yet: a copy or an unpickle in progress
+        return getattr(self._telemetry_iterable, name)
+
+
+class WatchedIterator:
+    """The iterator of a watched iterable: every ``next`` is timed like a DataLoader's."""
+
+    def __init__(self, iterator: Iterator[Any], tracker: StepTracker) -> None:
+        self._telemetry_iterator = iterator
+        self._telemetry_next = timed_next(_pull, tracker, tracker.gradients_on)
+
+    def __iter__(self) -> WatchedIterator:
+        return self
+
+    def __next__(self) -> Any:
+        return self._telemetry_next(self)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_telemetry"):
+            raise AttributeError(name)
+        return getattr(self._telemetry_iterator, name)
+
+
+def _pull(watched: WatchedIterator) -> Any:
+    return next(watched._telemetry_iterator)

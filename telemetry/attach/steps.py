@@ -1,0 +1,348 @@
+"""What the training thread is doing: the state machine behind the hooks.
+
+The hooks of `loader`, `optimizers` and `checkpoints` tell it what happens; it writes spans into the ring. It runs on
+the training thread, so it only compares and stores. The rules:
+
+* A step opens with the request for a batch and closes with the next request. A second loader that is asked before
+  the first one again (or before the optimizer steps) adds to the same step.
+* A loader iterated with gradients off is evaluation, until it ends or training goes on.
+* A checkpoint, or a phase the user names, is a span of its own; what was going on before goes on after it.
+* Where no batch is ever requested on this thread (a prefetching thread does it), the optimizer's steps are the steps.
+* `step()` says it explicitly, and from then on only it opens and closes steps.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from typing import TYPE_CHECKING, Any, Final
+
+from telemetry.attach import ring as r
+from telemetry.clock import now_ns
+from telemetry.records import CHECKPOINT, EVALUATION, OTHER, PhaseSpan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from telemetry.attach.gpu_clock import GpuClock
+
+_SAME_STEP: Final = r.code(r.S_DATA_WAIT, r.S_COMPUTE)
+_EVALUATION: Final = r.code(r.S_EVALUATION, r.S_EVALUATION)
+_BOUNDARY: Final = r.code(r.S_COMPUTE, r.S_COMPUTE, r.CLOSES | r.OPENS | r.BATCH)
+
+_NO_THREAD: Final = -1
+_MAX_PHASES: Final = 4096
+_MAX_ITERATORS: Final = 64
+
+OVERHEAD_EVERY: Final = 64
+"""Every so many steps the hook takes one stamp more, to measure itself where it runs."""
+
+OVERHEAD_MASK: Final = OVERHEAD_EVERY * r.STRIDE - 1
+
+
+class LoaderHandle:
+    """What the agent may know of a live multi-worker iterator without keeping it alive."""
+
+    __slots__ = ("pids", "queue")
+
+    def __init__(self, pids: tuple[int, ...], queue: Any) -> None:
+        self.pids = pids
+        self.queue = queue
+
+
+class StepTracker:
+    """State of the training thread.
+
+    Attributes:
+        thread: ident of the training thread; hooks on any other thread pass straight through.
+        waiting_since: stamp of the request now in progress; negative when it is not a wait for training data, 0 when
+            there is none. Also what tells an inner fetch (a dataset that reads another loader) from an outer one.
+        key: id of the iterator for which the short path of the hook holds, 0 when it does not hold.
+        device: the CUDA device of the training thread, as of the newest first batch; None for none.
+        gpu: the clock that times waits on the GPU, None where there is none.
+        overhead_ns: time the hooks took, from one call in `OVERHEAD_EVERY`.
+    """
+
+    __slots__ = (
+        "_current_device",
+        "_explicit",
+        "_fetched",
+        "_grad_enabled",
+        "_held",
+        "_loader",
+        "_members",
+        "_open",
+        "_open_head",
+        "_optimizer",
+        "_state",
+        "_stepped_head",
+        "device",
+        "errors",
+        "gpu",
+        "key",
+        "last_error",
+        "loaders",
+        "optimizer_steps",
+        "overhead_ns",
+        "phases",
+        "ring",
+        "thread",
+        "waiting_since",
+    )
+
+    def __init__(self, ring: r.Ring) -> None:
+        self.ring = ring
+        self.thread = threading.get_ident()
+        self.waiting_since = 0
+        self.key = 0
+        self.gpu: GpuClock | None = None
+        self.optimizer_steps = 0
+        self.overhead_ns = 0
+        self.errors = 0
+        self.last_error: BaseException | None = None
+        self.phases: deque[PhaseSpan] = deque(maxlen=_MAX_PHASES)
+        self.loaders: dict[int, tuple[weakref.ref[Any], LoaderHandle]] = {}
+        self.device: int | None = None
+        self._current_device: Callable[[], int | None] = lambda: None
+        self._grad_enabled: Callable[[], bool] = lambda: True  # until torch is there
+        self._state = r.S_STARTUP
+        self._held = False  # inside a checkpoint or an evaluation phase: batches do not change the state
+        self._open = False  # a step is open
+        self._open_head = 0  # ring position just after the entry that opened it
+        self._stepped_head = -1  # ring position at the newest optimizer step
+        self._members: set[int] = set()  # iterators that gave a batch to the open step
+        self._loader = 0  # id of the loader whose iteration the steps follow
+        self._explicit = False  # the user says step()
+        self._fetched = False  # a batch was requested on this thread
+        self._optimizer = 0  # id of the optimizer whose steps are the steps where no batch is requested
+
+    def use_torch(self, grad_enabled: Callable[[], bool], current_device: Callable[[], int | None]) -> None:
+        """Torch is there: ask it whether gradients are on, and which CUDA device (None for none) is current."""
+        self._grad_enabled = grad_enabled
+        self._current_device = current_device
+
+    def gradients_on(self) -> bool:
+        """Whether gradients are on, as far as torch is loaded."""
+        return self._grad_enabled()
+
+    @property
+    def checkpointing(self) -> bool:
+        """Whether a checkpoint is in progress on the training thread."""
+        return self._held and self._state == r.S_CHECKPOINT
+
+    # -- batches -----------------------------------------------------------------------------------------------
+
+    def request(self, iterator: object) -> int:
+        """A batch is about to be requested, and the short path does not hold. Returns the code of its span."""
+        if self._held:
+            return r.code(self._state, self._state)
+        if not self._grad_enabled():
+            self._enter_evaluation()
+            return _EVALUATION
+        if self._explicit:
+            after = r.S_COMPUTE if self._open and self._state == r.S_COMPUTE else r.S_OTHER
+            return r.code(r.S_DATA_WAIT, after, r.BATCH if self._open else r.OPENS | r.BATCH)
+        if not self._open or id(iterator) in self._members or self._stepped_since_open():
+            return r.STEP
+        return _SAME_STEP
+
+    def delivered(self, iterator: object, start: int, end: int, entry: int) -> None:
+        """A batch has come whose span is not the ordinary one."""
+        self.ring.push(start, end, entry)
+        self.waiting_since = 0
+        state = entry >> 3 & 7
+        if self._held or state == r.S_EVALUATION:
+            return
+        self._state = state
+        self._fetched = True
+        self.device = self._current_device()
+        if id(iterator) not in self.loaders:
+            self.register(iterator)
+        if self._explicit:
+            self._open = True
+            return
+        alone = len(self._members) <= 1
+        if entry == r.STEP:
+            self._members = {id(iterator)}
+            self._open, self._open_head = True, self.ring.head
+        else:
+            self._members.add(id(iterator))
+            alone = False
+        self.key = id(iterator) if alone else 0
+
+    def failed(self, iterator: object, start: int, entry: int, error: BaseException) -> None:
+        """The request raised: the end of an epoch, or an error that is the user's to see."""
+        end = now_ns()
+        self.waiting_since = 0
+        if self._held:
+            return
+        during = entry & 7
+        if during == r.S_EVALUATION:
+            self._state = r.S_COMPUTE if self._open else r.S_OTHER
+            self.ring.push(start, end, r.code(during, self._state))
+        elif self._explicit or (isinstance(error, StopIteration) and entry == _SAME_STEP):
+            self.ring.push(start, end, r.code(during, self._state))
+            self._members.discard(id(iterator))
+        else:
+            self.ring.push(start, end, r.code(during, r.S_OTHER, r.CLOSES if self._open or self.key else 0))
+            self._state, self._open, self.key = r.S_OTHER, False, 0
+            self._members.clear()
+
+    def iteration(self, loader: object) -> int:
+        """``iter(loader)`` is about to be called. Returns the code of its span, in which workers are started."""
+        if self._held:
+            return r.code(self._state, self._state)
+        if not self._grad_enabled():
+            self._enter_evaluation()
+            return _EVALUATION
+        flags = 0
+        if self._state == r.S_EVALUATION:  # an evaluation loop was left with break
+            self._state = r.S_COMPUTE if self._open else r.S_OTHER
+        if not self._explicit:
+            if not self._open:
+                self._loader = id(loader)
+            elif self._loader == id(loader):  # the epoch was left with break
+                flags = r.CLOSES
+                self._open, self._state = False, r.S_OTHER
+                self._members.clear()
+        self.key = 0
+        return r.code(r.S_DATA_WAIT, self._state, flags)
+
+    def iterated(self, start: int, end: int, entry: int, iterator: object | None) -> None:
+        """``iter(loader)`` has returned, or raised (iterator None)."""
+        self.ring.push(start, end, entry)
+        self.waiting_since = 0
+        if iterator is not None:
+            self.register(iterator)
+
+    def register(self, iterator: object) -> None:
+        """Note the workers of an iterator, without keeping it alive.
+
+        Only its pids and its queue are kept: a strong reference on the agent thread could make that thread the one
+        that shuts the workers down.
+        """
+        workers = getattr(iterator, "_workers", None)
+        if not workers or len(self.loaders) >= _MAX_ITERATORS:
+            return
+        key, loaders = id(iterator), self.loaders
+        handle = LoaderHandle(tuple(w.pid for w in workers), getattr(iterator, "_data_queue", None))
+        loaders[key] = (weakref.ref(iterator, lambda _: loaders.pop(key, None)), handle)
+
+    def mark_request(self, entry: int) -> None:
+        """Mark the request on the GPU's clock, where the span will be booked as waiting for data."""
+        if self.gpu is None or entry & 7 != r.S_DATA_WAIT:
+            return
+        if entry == r.STEP and self.key:
+            self.gpu.step_ended()
+        else:
+            self.gpu.edge()
+
+    def _enter_evaluation(self) -> None:
+        if self._state != r.S_EVALUATION:
+            stamp = now_ns()
+            self.ring.push(stamp, stamp, _EVALUATION)
+            self._state, self.key = r.S_EVALUATION, 0
+
+    def _stepped_since_open(self) -> bool:
+        # While the short path holds, the newest entry is the one that opened the step.
+        opened = self.ring.head if self.key else self._open_head
+        return self._stepped_head >= opened
+
+    # -- optimizer ---------------------------------------------------------------------------------------------
+
+    def optimizer_stepped(self, optimizer: object) -> None:
+        """An optimizer has stepped."""
+        self.optimizer_steps += 1
+        self._stepped_head = self.ring.head
+        if not self.key:
+            self._optimizer_stepped_slow(optimizer)
+
+    def _optimizer_stepped_slow(self, optimizer: object) -> None:
+        here = threading.get_ident()
+        if here != self.thread:
+            if self.thread == _NO_THREAD or self._fetched or self._optimizer:
+                return
+            self.thread = here  # start() was called on another thread than the one that trains
+        if self._held or self._explicit:
+            return
+        if not self._fetched:
+            self._optimizer = self._optimizer or id(optimizer)
+            if self._optimizer == id(optimizer):
+                stamp = now_ns()
+                self.ring.push(stamp, stamp, _BOUNDARY)
+                self._state = r.S_COMPUTE
+        elif self._state == r.S_EVALUATION:  # an evaluation loop was left with break
+            self._switch(r.S_COMPUTE if self._open else r.S_OTHER)
+
+    # -- spans the user or a patch names -----------------------------------------------------------------------
+
+    def enter_phase(self, name: str) -> tuple[int, bool, int, int] | None:
+        """A phase begins. Returns what `exit_phase` needs, or None off the training thread."""
+        if threading.get_ident() != self.thread:
+            return None
+        before = (self._state, self._held, self.key, now_ns())
+        if name in {EVALUATION, CHECKPOINT}:
+            self._held = True
+            self.key = 0
+            self._switch(r.S_EVALUATION if name == EVALUATION else r.S_CHECKPOINT, before[3])
+        elif not self._held:
+            self.key = 0
+            self._switch(r.S_OTHER, before[3])
+        return before
+
+    def exit_phase(self, name: str, before: tuple[int, bool, int, int] | None, start: int) -> None:
+        """The phase has ended; what was going on before goes on."""
+        end = now_ns()
+        category = name if name in {EVALUATION, CHECKPOINT} else OTHER
+        if category == OTHER or before is None:  # the others show in the ring
+            self.phases.append(PhaseSpan(name, category, start, (end - start) / 1e9))
+        if before is None:
+            return
+        state, held, key, _ = before
+        self._held = held
+        if category != OTHER or self._state == r.S_OTHER:
+            if self._fetched and not self._open and state in {r.S_STARTUP, r.S_COMPUTE}:
+                state, key = r.S_OTHER, 0  # the loop it was in has ended inside the phase
+            self.key = key
+            self._switch(state, end)
+
+    def enter_step(self) -> None:
+        """The user's step begins. A batch requested since the last one belongs to it."""
+        if threading.get_ident() != self.thread or self._held:
+            return
+        stamp = now_ns()
+        flags = 0 if self._open else r.OPENS
+        self._explicit, self._open, self._fetched = True, True, True
+        self.key = 0
+        self._state = r.S_COMPUTE
+        self.ring.push(stamp, stamp, r.code(r.S_COMPUTE, r.S_COMPUTE, flags))
+
+    def exit_step(self) -> None:
+        """The user's step has ended."""
+        if threading.get_ident() != self.thread or self._held or not self._open:
+            return
+        stamp = now_ns()
+        self._open = False
+        self._state = r.S_OTHER
+        self.ring.push(stamp, stamp, r.code(r.S_OTHER, r.S_OTHER, r.CLOSES))
+
+    def _switch(self, state: int, stamp: int | None = None) -> None:
+        stamp = now_ns() if stamp is None else stamp
+        self._state = state
+        self.ring.push(stamp, stamp, r.code(state, state))
+
+    # -- life --------------------------------------------------------------------------------------------------
+
+    def fault(self, error: BaseException) -> None:
+        """Something of ours failed on the training thread: count it, keep it for the log, go on."""
+        self.waiting_since = 0
+        self.errors += 1
+        self.last_error = error
+
+    def detach(self) -> None:
+        """Make every hook pass straight through: after ``stop()``, and in a forked child."""
+        self.thread = _NO_THREAD
+        self.waiting_since = 0
+        self.key = 0
+        self.gpu = None

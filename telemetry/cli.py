@@ -1,0 +1,116 @@
+"""The command line: run · report · demo · doctor."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import traceback
+from typing import TYPE_CHECKING, Final
+
+from telemetry import api, launch
+from telemetry._version import __version__
+from telemetry.config import Config, SettingError, disabled
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+USAGE_ERROR: Final = 2
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one command. Returns the exit status; a script under ``run`` may leave by its own ``sys.exit``."""
+    options = _parser().parse_args(arguments)
+    command: int = options.command(options)
+    return command
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="telemetry", description="An always-on agent inside a PyTorch training process."
+    )
+    parser.add_argument("--version", action="version", version=f"telemetry {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    run = commands.add_parser(
+        "run",
+        help="run a training script, unchanged, with the agent on",
+        usage="telemetry run [OPTIONS] SCRIPT [ARGS...]\n       telemetry run [OPTIONS] -m MODULE [ARGS...]",
+        description="Runs a script as Python would. Options of ours stand before the script, its own after it.",
+    )
+    run.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's dotted name")
+    settings = run.add_argument_group("settings", "each also as the variable TELEMETRY_<NAME>")
+    for spec in dataclasses.fields(Config):
+        option = "--" + spec.name.replace("_", "-")
+        settings.add_argument(option, dest=f"setting_{spec.name}", metavar="VALUE", help=_help_of(spec))
+    run.add_argument("target", metavar="SCRIPT", help="the script")
+    run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="its arguments")
+    run.set_defaults(command=_run)
+
+    report = commands.add_parser("report", help="where the time of a run went, from its run folder")
+    report.add_argument("run_dir", metavar="RUN_DIR")
+    report.add_argument("--json", action="store_true", help="as one JSON object, for programs")
+    report.set_defaults(command=_report)
+
+    demo = commands.add_parser("demo", help="train a small network that starves, and show what is seen (90 s)")
+    demo.add_argument("--run-dir", metavar="DIR", default="demo-run", help="default: %(default)s")
+    demo.set_defaults(command=_demo)
+
+    doctor = commands.add_parser("doctor", help="what would work on this machine, and why not")
+    doctor.add_argument("--run-dir", metavar="DIR", default=None, help="the run folder you mean to use")
+    doctor.set_defaults(command=_doctor)
+    return parser
+
+
+def _help_of(spec: dataclasses.Field[object]) -> str:
+    default = spec.default
+    shown = "auto" if spec.name == "stuck_seconds" else default
+    text = str(spec.metadata["help"]).replace("%", "%%")
+    hide = default is None and spec.name != "stuck_seconds" or isinstance(default, tuple)  # noqa: RUF021
+    return text if hide else f"{text} (default: {shown})"
+
+
+def _run(options: argparse.Namespace) -> int:
+    settings = {
+        name.removeprefix("setting_"): value
+        for name, value in vars(options).items()
+        if name.startswith("setting_") and value is not None
+    }
+    try:
+        Config.load(settings) if not disabled() else None
+        program = launch.find(options.target, module=options.module)
+    except (SettingError, launch.LaunchError) as error:
+        return _usage_error(str(error))
+    except SyntaxError as error:
+        sys.stderr.write("".join(traceback.format_exception_only(error)))
+        return 1
+    sys.argv = [
+        program.file,
+        *options.arguments,
+    ]  # before the start: a run without a name is named by its script
+    api.start(**settings)
+    launch.run(program, options.arguments)
+    return 0
+
+
+def _report(options: argparse.Namespace) -> int:
+    from telemetry.report import command
+
+    return command.report(options.run_dir, as_json=options.json)
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from telemetry.demo import command
+
+    return command.demo(options.run_dir)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from telemetry import doctor
+
+    return doctor.doctor(options.run_dir)
+
+
+def _usage_error(message: str) -> int:
+    sys.stderr.write(f"telemetry: {message}\n")
+    return USAGE_ERROR

@@ -1,0 +1,1 @@
+"""Polled sources: one file each, one importer per third-party library."""

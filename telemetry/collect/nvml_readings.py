@@ -1,0 +1,212 @@
+"""The readings of one GPU, each of them optional.
+
+A reading that this GPU, driver or permission does not give is None by itself; the others go on. Units are
+NVML's on the way in (percent, milliwatts, megahertz) and ours on the way out (ratios, watts, hertz).
+
+Like ``nvml_device`` this imports no third-party library: it is handed the ``Driver``.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from telemetry.collect.nvml_activity import (
+    NO_GPM_VALUES,
+    GpmReader,
+    GpmValues,
+    ProcessReader,
+    gpm_supported,
+    ratio,
+)
+from telemetry.collect.nvml_device import (
+    FATAL,
+    FUNCTION_NOT_FOUND,
+    NO_PERMISSION,
+    NOT_SUPPORTED,
+    Device,
+    Driver,
+    NvmlError,
+)
+from telemetry.records import GpuSample
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+T = TypeVar("T")
+
+THROTTLE_REASONS: Final[Mapping[str, int]] = MappingProxyType(
+    {
+        "applications_clocks": 0x002,
+        "sw_power_cap": 0x004,
+        "hw_slowdown": 0x008,
+        "sync_boost": 0x010,
+        "sw_thermal": 0x020,
+        "hw_thermal": 0x040,
+        "hw_power_brake": 0x080,
+        "display_clocks": 0x100,
+    }
+)
+"""Every value of the ``reason`` label, with NVML's bit. An idle GPU (0x001) lowers its clocks too, but is not
+held back by anything; bits that later drivers add are left out until they have a name here."""
+
+_NOT_OFFERED: Final = frozenset({NOT_SUPPORTED, NO_PERMISSION, FUNCTION_NOT_FOUND})
+"""A feature that answers so will answer so again."""
+
+
+class DeviceReader:
+    """Reads one device, tick after tick. Holds the GPM sample buffers: ``close`` gives them back.
+
+    Args:
+        driver: an initialised NVML.
+        device: what to read.
+        clock: monotonic nanoseconds.
+        window_ns: over how long the hardware counters may be averaged and still be called the present.
+        pids: the numbers by which the driver may know this process.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        device: Device,
+        *,
+        clock: Callable[[], int],
+        window_ns: int,
+        pids: frozenset[int],
+    ) -> None:
+        self.device = device
+        self._driver = driver
+        self._failures: list[NvmlError] = []
+        self._gpm = (
+            GpmReader(driver, device, clock=clock, window_ns=window_ns)
+            if gpm_supported(driver, device.parent)
+            else None
+        )
+        self._process = ProcessReader(driver, device.handle, pids=pids)
+
+    def sample(self) -> GpuSample:
+        """Everything that can be read now.
+
+        Raises:
+            NvmlError: the GPU or the driver is gone, or not one reading was given.
+        """
+        self._failures.clear()
+        gpm = self._read_gpm()
+        active, source = gpm.sm_active, "gpm"
+        if self._gpm is None:
+            active, source = self._optional(self._process.read), "process"
+        used, total = self._optional(self._memory) or (None, None)
+        sample = GpuSample(
+            index=self.device.index,
+            uuid=self.device.uuid,
+            name=self.device.name,
+            utilization_ratio=self._optional(self._utilization),
+            sm_active_ratio=active,
+            sm_active_source=None if active is None else source,
+            sm_occupancy_ratio=gpm.sm_occupancy,
+            tensor_active_ratio=gpm.tensor_active,
+            memory_bandwidth_ratio=gpm.memory_bandwidth,
+            memory_used_bytes=used,
+            memory_total_bytes=total,
+            power_watts=self._optional(self._power),
+            temperature_celsius=self._optional(self._temperature),
+            sm_clock_hertz=self._optional(self._sm_clock),
+            throttled=self._optional(self._throttled),
+        )
+        if self._failures and not _measured(sample):
+            raise self._failures[0]
+        return sample
+
+    def close(self) -> None:
+        """Free the GPM buffers."""
+        if self._gpm is not None:
+            self._gpm.close()
+            self._gpm = None
+
+    def _optional(self, read: Callable[[], T]) -> T | None:
+        """One reading, or None where it is not to be had. Remembers the failures of the sample."""
+        try:
+            return read()
+        except NvmlError as error:
+            if error.code in FATAL:
+                raise
+            self._failures.append(error)
+            return None
+
+    def _read_gpm(self) -> GpmValues:
+        """The hardware counters. A refusal that will not change (virtual GPU, permission) ends their use."""
+        if self._gpm is None:
+            return NO_GPM_VALUES
+        try:
+            return self._gpm.read()
+        except NvmlError as error:
+            if error.code in FATAL:
+                raise
+            self._failures.append(error)
+            if error.code in _NOT_OFFERED:
+                self.close()
+            return NO_GPM_VALUES
+
+    def _utilization(self) -> float | None:
+        """The share of time any kernel ran. There is none of a MIG device, nor of a partitioned GPU."""
+        return ratio(self._driver.call("nvmlDeviceGetUtilizationRates", self.device.handle).gpu)
+
+    def _memory(self) -> tuple[int, int]:
+        """Bytes used and total.
+
+        Version 1 counts what the driver reserves (hundreds of MiB) as used, so it only serves drivers too old
+        for version 2, which knows the difference.
+        """
+        handle = self.device.handle
+        try:
+            memory = self._driver.call("nvmlDeviceGetMemoryInfo", handle, self._driver.binding.nvmlMemory_v2)
+        except NvmlError as error:
+            if error.code not in _NOT_OFFERED:
+                raise
+            memory = self._driver.call("nvmlDeviceGetMemoryInfo", handle)
+        return int(memory.used), int(memory.total)
+
+    def _power(self) -> float:
+        return float(self._driver.call("nvmlDeviceGetPowerUsage", self.device.parent)) / 1e3
+
+    def _temperature(self) -> float:
+        sensor = self._driver.binding.NVML_TEMPERATURE_GPU
+        # The first is in every driver of today but will go; its heir is only in recent ones.
+        names = ("nvmlDeviceGetTemperature", "nvmlDeviceGetTemperatureV")
+        return float(self._first_offered(names, self.device.parent, sensor))
+
+    def _sm_clock(self) -> float:
+        megahertz = self._driver.call(
+            "nvmlDeviceGetClockInfo", self.device.parent, self._driver.binding.NVML_CLOCK_SM
+        )
+        return float(megahertz) * 1e6
+
+    def _throttled(self) -> tuple[str, ...]:
+        names = ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons")
+        bits = int(self._first_offered(names, self.device.parent))
+        return tuple(reason for reason, bit in THROTTLE_REASONS.items() if bits & bit)
+
+    def _first_offered(self, functions: tuple[str, str], *args: Any) -> Any:
+        """NVML renames functions over the years: the first, or where the driver lacks it the second."""
+        try:
+            return self._driver.call(functions[0], *args)
+        except NvmlError as error:
+            if error.code != FUNCTION_NOT_FOUND:
+                raise
+            return self._driver.call(functions[1], *args)
+
+
+def _measured(sample: GpuSample) -> bool:
+    readings = (
+        sample.utilization_ratio,
+        sample.sm_active_ratio,
+        sample.sm_occupancy_ratio,
+        sample.tensor_active_ratio,
+        sample.memory_bandwidth_ratio,
+        sample.memory_used_bytes,
+        sample.power_watts,
+        sample.temperature_celsius,
+        sample.sm_clock_hertz,
+        sample.throttled,
+    )
+    return any(reading is not None for reading in readings)

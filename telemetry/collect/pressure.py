@@ -1,0 +1,132 @@
+"""What the kernel says of scarcity: pressure stall information, and the limits of our cgroup (v2, or v1)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from telemetry.clock import now_ns
+from telemetry.collect.source import SourceError
+from telemetry.records import PressureSample
+
+_RESOURCES: Final = ("cpu", "io", "memory")
+_NO_LIMIT: Final = 1 << 60  # cgroup v1 writes a number near 2**63 for "no limit"
+
+
+class PressureSource:
+    """PSI and cgroup limits.
+
+    Args:
+        proc: where /proc is mounted.
+        cgroups: where the cgroup hierarchies are mounted.
+    """
+
+    name = "pressure"
+
+    def __init__(self, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> None:
+        self._proc = proc
+        self._groups = _cgroup_folders(proc, cgroups)
+        self._before: dict[str, int] = {}
+        self._before_ns = 0
+        self._throttled_before: tuple[int, int] | None = None
+
+    def read(self) -> PressureSample:
+        """Pressure and throttling since the previous reading (absent at the first), and the limits now.
+
+        Raises:
+            SourceError: the kernel offers neither pressure files nor cgroup limits.
+        """
+        totals = {name: total for name in _RESOURCES if (total := self._stalled_us(name)) is not None}
+        now = now_ns()
+        passed_us = (now - self._before_ns) / 1e3
+        ratios = {
+            name: min(1.0, max(0.0, (total - self._before[name]) / passed_us))
+            for name, total in totals.items()
+            if name in self._before and passed_us > 0
+        }
+        self._before, self._before_ns = totals, now
+        if not totals and not self._groups:
+            raise SourceError("neither /proc/pressure nor a cgroup of ours can be read")
+        return PressureSample(
+            pressure_ratio=ratios,
+            cgroup_cpu_limit=self._cpu_limit(),
+            cgroup_throttled_ratio=self._throttled(),
+            cgroup_memory_limit_bytes=self._memory("memory.max", "memory.limit_in_bytes"),
+            cgroup_memory_used_bytes=self._memory("memory.current", "memory.usage_in_bytes"),
+        )
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _stalled_us(self, resource: str) -> int | None:
+        """Microseconds in which some task waited for the resource, since boot."""
+        text = _read(self._proc / "pressure" / resource)
+        for line in (text or "").splitlines():
+            if line.startswith("some") and "total=" in line:
+                return int(line.rpartition("total=")[2])
+        return None
+
+    def _cpu_limit(self) -> float | None:
+        text = self._first("cpu", "cpu.max")
+        if text is not None:
+            quota, _, period = text.partition(" ")
+            return None if quota == "max" else int(quota) / int(period)
+        quota, period = (
+            self._first("cpu", "cpu.cfs_quota_us") or "-1",
+            self._first("cpu", "cpu.cfs_period_us") or "0",
+        )
+        return int(quota) / int(period) if int(quota) > 0 and int(period) > 0 else None
+
+    def _throttled(self) -> float | None:
+        text = self._first("cpu", "cpu.stat") or ""
+        pairs = dict(line.split(maxsplit=1) for line in text.splitlines() if " " in line)
+        if "nr_periods" not in pairs or "nr_throttled" not in pairs:
+            return None
+        now = (int(pairs["nr_periods"]), int(pairs["nr_throttled"]))
+        before, self._throttled_before = self._throttled_before, now
+        if before is None:
+            return None
+        periods = now[0] - before[0]
+        return (now[1] - before[1]) / periods if periods > 0 else 0.0
+
+    def _memory(self, v2: str, v1: str) -> int | None:
+        text = self._first("memory", v2) or self._first("memory", v1)
+        if text is None or text == "max":
+            return None
+        amount = int(text)
+        return amount if amount < _NO_LIMIT else None
+
+    def _first(self, controller: str, file: str) -> str | None:
+        """The file in our cgroup, or in the nearest group above that has it."""
+        for folder in self._groups.get(controller, ()):
+            text = _read(folder / file)
+            if text is not None:
+                return text
+        return None
+
+
+def _cgroup_folders(proc: Path, mount: Path) -> dict[str, tuple[Path, ...]]:
+    """For each controller the folders of our cgroup, innermost first."""
+    found: dict[str, tuple[Path, ...]] = {}
+    for line in (_read(proc / "self/cgroup") or "").splitlines():
+        _, controllers, path = line.split(":", 2)
+        for controller in ("cpu", "memory"):
+            if controllers == "":
+                root = mount
+            elif controller in controllers.split(","):
+                root = mount / controllers if (mount / controllers).is_dir() else mount / controller
+            else:
+                continue
+            inner = root / path.lstrip("/")
+            # Inside a container the path is the host's and the mount is our own group already.
+            folders = tuple(f for f in (inner, *inner.parents) if f == root or root in f.parents)
+            if any(f.is_dir() for f in folders) and (controllers or controller not in found):
+                found[controller] = tuple(f for f in folders if f.is_dir())
+    return found
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="ascii", errors="replace").strip()
+    except OSError:
+        return None

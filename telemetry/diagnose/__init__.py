@@ -1,0 +1,1 @@
+"""Pure functions over records: no clock, no I/O, no torch."""

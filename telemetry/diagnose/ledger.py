@@ -1,0 +1,116 @@
+"""Where every second went: spans of the training thread folded into a ledger, steps and phases.
+
+The ledger has one running category and moves forward only: each instant is booked once, so at every moment the
+categories add up to the time since the start, whatever the spans are.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from telemetry.records import CATEGORIES, CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, STARTUP, PhaseSpan, Step
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+_NS: Final = 1e9
+_PHASES: Final = frozenset({EVALUATION, CHECKPOINT})
+
+Span = tuple[int, int, str, str, bool, bool, bool]
+"""start, end (monotonic ns), category during, category after, closes a step, opens a step, delivered a batch."""
+
+
+class Ledger:
+    """Folds spans into seconds by category, closed steps and closed phases.
+
+    Args:
+        start_ns: monotonic stamp from which the time is counted.
+    """
+
+    def __init__(self, start_ns: int) -> None:
+        self.start_ns = start_ns
+        self.at_ns = start_ns
+        self.category = STARTUP
+        self.ns: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
+        self.batches = 0
+        self.last_step_ns: int | None = None
+        self._open = False
+        self._wait_ns = 0
+        self._compute_ns = 0
+        self._phase_start_ns: int | None = None
+        self._phases: list[PhaseSpan] = []
+        self._steps: list[Step] = []
+
+    def fold(self, spans: Iterable[Span]) -> None:
+        """Book spans, in the order in which they happened."""
+        for start, end, during, after, closes, opens, batch in spans:
+            self._advance(start)
+            if closes and self._open:
+                self._close(start)
+            if opens:
+                self._open, self._wait_ns, self._compute_ns = True, 0, 0
+            self._enter(during)
+            self._advance(end)
+            self._enter(after)
+            self.batches += batch
+
+    def advance(self, now_ns: int, waiting_since_ns: int = 0) -> None:
+        """Book the time up to now: as waiting for data from ``waiting_since_ns`` on, where a request is in progress."""
+        if waiting_since_ns > 0 and waiting_since_ns >= self.at_ns:
+            self._advance(waiting_since_ns)
+            self._enter(DATA_WAIT)
+        self._advance(now_ns)
+
+    def rebook(self, dropped_ns: Iterable[int]) -> None:
+        """Move time from compute to the categories of spans that were dropped, in the order of `CATEGORIES`.
+
+        Nothing was booked for them, so the time ran on as compute.
+        """
+        for category, amount in zip(CATEGORIES, dropped_ns, strict=True):
+            moved = min(amount, self.ns[COMPUTE])
+            self.ns[COMPUTE] -= moved
+            self.ns[category] += moved
+
+    def take_steps(self) -> list[Step]:
+        """The steps closed since the last call."""
+        steps, self._steps = self._steps, []
+        return steps
+
+    def take_phases(self) -> list[PhaseSpan]:
+        """The evaluations and checkpoints closed since the last call."""
+        phases, self._phases = self._phases, []
+        return phases
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds by category. Their sum is `wall_seconds`."""
+        return {category: amount / _NS for category, amount in self.ns.items()}
+
+    @property
+    def wall_seconds(self) -> float:
+        """Seconds booked since the start."""
+        return (self.at_ns - self.start_ns) / _NS
+
+    def _advance(self, stamp: int) -> None:
+        passed = stamp - self.at_ns
+        if passed <= 0:
+            return
+        self.at_ns = stamp
+        self.ns[self.category] += passed
+        if self.category == DATA_WAIT:
+            self._wait_ns += passed
+        elif self.category == COMPUTE:
+            self._compute_ns += passed
+
+    def _enter(self, category: str) -> None:
+        if category == self.category:
+            return
+        if self.category in _PHASES and self._phase_start_ns is not None:
+            seconds = (self.at_ns - self._phase_start_ns) / _NS
+            self._phases.append(PhaseSpan(self.category, self.category, self._phase_start_ns, seconds))
+        self._phase_start_ns = self.at_ns if category in _PHASES else None
+        self.category = category
+
+    def _close(self, stamp: int) -> None:
+        self._open = False
+        self.last_step_ns = stamp
+        self._steps.append(Step((self._wait_ns + self._compute_ns) / _NS, self._wait_ns / _NS))

@@ -1,0 +1,105 @@
+"""Steps into distributions: the histogram of the run, and the sketches of a window."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from telemetry.records import Histogram, Step
+from telemetry.sketch import Sketch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+@dataclass(frozen=True, slots=True)
+class StepWindow:
+    """The steps of one window."""
+
+    steps: int
+    step: Sketch
+    wait: Sketch
+
+
+class StepStats:
+    """Adds steps to the run's histogram and to the window in progress.
+
+    Args:
+        bounds: upper bounds of the histogram's buckets, seconds.
+    """
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+        self.steps = 0
+        self.run_step = Sketch()
+        self.run_wait = Sketch()
+        self._step = Sketch()
+        self._wait = Sketch()
+
+    def add(self, steps: Iterable[Step]) -> None:
+        """Count closed steps."""
+        for step in steps:
+            self._counts[bisect_left(self._bounds, step.seconds)] += 1
+            self._sum += step.seconds
+            self.steps += 1
+            self._step.add(step.seconds)
+            self._wait.add(step.wait_seconds)
+
+    def histogram(self) -> Histogram:
+        """The run's step durations so far."""
+        return Histogram(self._bounds, tuple(self._counts), self._sum)
+
+    def take_window(self) -> StepWindow:
+        """Close the window in progress and begin the next."""
+        window = StepWindow(self._step.total, self._step, self._wait)
+        self._step, self._wait = Sketch(), Sketch()
+        return window
+
+    def commit(self, window: StepWindow) -> None:
+        """Add a window that is in the log to the sketches of the run."""
+        self.run_step.merge(window.step.counts.items(), window.step.largest)
+        self.run_wait.merge(window.wait.counts.items(), window.wait.largest)
+
+
+class ExposedWait:
+    """The run's exposed wait, from the host's clock or from the GPU's.
+
+    On the GPU only every so many waits are timed. The waits between two readings are taken to have been exposed in
+    the proportion of those that were timed; waits at the edge of an epoch are each timed and counted as they are.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: float | None = 0.0
+        self._wait = 0.0
+        self._pending = 0.0
+        self._seen = (0.0, 0.0, 0.0, 0.0)
+
+    def host(self, data_wait_seconds: float) -> None:
+        """CPU-only: every second of waiting is exposed. ``data_wait_seconds`` is the ledger's, so far."""
+        self.seconds = (self.seconds or 0.0) + max(0.0, data_wait_seconds - self._wait)
+        self._wait = data_wait_seconds
+
+    def absent(self, data_wait_seconds: float) -> None:
+        """Nothing can tell: from now on the run has no figure, since part of it would be missing."""
+        self.seconds = None
+        self._wait = data_wait_seconds
+
+    def gpu(self, data_wait_seconds: float, sampled: tuple[float, float], exact: tuple[float, float]) -> None:
+        """On CUDA. ``sampled`` and ``exact`` are (exposed, host wait) seconds so far, of thinned and of all edges."""
+        exposed, waited, exact_exposed, exact_waited = (*sampled, *exact)
+        seen_exposed, seen_waited, seen_exact_exposed, seen_exact_waited = self._seen
+        self._pending += max(0.0, data_wait_seconds - self._wait)
+        self._wait = data_wait_seconds
+        if self.seconds is None or (waited <= seen_waited and exact_waited <= seen_exact_waited):
+            return
+        rest = max(0.0, self._pending - (exact_waited - seen_exact_waited))
+        added = exact_exposed - seen_exact_exposed
+        if waited > seen_waited:
+            added += rest * (exposed - seen_exposed) / (waited - seen_waited)
+            rest = 0.0
+        self.seconds += max(0.0, added)
+        self._pending = rest
+        self._seen = (exposed, waited, exact_exposed, exact_waited)

@@ -1,0 +1,106 @@
+"""Run a script or module as Python itself would, in this process.
+
+The script sees what it would see without us: its own ``__main__``, ``sys.argv`` and ``sys.path``, its exit code, and
+tracebacks without a frame of ours.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, ModuleType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
+
+
+class LaunchError(Exception):
+    """There is nothing to run; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What to run, compiled."""
+
+    code: CodeType
+    file: str
+    path0: str
+    spec: ModuleSpec | None
+
+
+def find(target: str, *, module: bool) -> Program:
+    """Find and compile a script, or with ``module`` a module by its dotted name.
+
+    Raises:
+        LaunchError: it is not there, or cannot be read.
+        SyntaxError: it cannot be compiled; the error names file and line, as Python's own.
+    """
+    return _find_module(target) if module else _find_script(target)
+
+
+def run(program: Program, arguments: list[str]) -> None:
+    """Run a program in a fresh ``__main__``. Whatever it raises, it raises."""
+    main = ModuleType("__main__")
+    vars(main).update(
+        __file__=program.file,
+        __builtins__=__builtins__,
+        __spec__=program.spec,
+        __loader__=program.spec.loader if program.spec else None,
+        __package__=program.spec.parent if program.spec else None,
+        __cached__=program.spec.cached if program.spec else None,
+    )
+    sys.modules["__main__"] = main
+    sys.argv = [program.file, *arguments]
+    sys.path[0] = program.path0
+    try:
+        exec(program.code, vars(main))  # noqa: S102 - this is what the command is for
+    except SystemExit:
+        raise
+    except BaseException:
+        _hide_our_frames()
+        raise
+
+
+def _find_script(target: str) -> Program:
+    path = Path(target)
+    if path.is_dir() or path.suffix in {".zip", ".pyz"}:
+        raise LaunchError(f"{target} is not a Python script; for a package use -m")
+    try:
+        with io.open_code(str(path.absolute())) as file:
+            source = file.read()
+    except OSError as error:
+        raise LaunchError(f"cannot open {target}: {error.strerror or error}") from None
+    return Program(compile(source, target, "exec", dont_inherit=True), target, str(path.resolve().parent), None)
+
+
+def _find_module(target: str) -> Program:
+    sys.path[0] = str(Path.cwd())
+    try:
+        spec = importlib.util.find_spec(target)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{target}.__main__")
+    except (ImportError, ValueError, AttributeError) as error:
+        raise LaunchError(f"cannot find the module {target}: {error}") from None
+    loader: Any = spec.loader if spec is not None else None
+    code = loader.get_code(spec.name) if spec is not None and hasattr(loader, "get_code") else None
+    if spec is None or code is None:
+        raise LaunchError(f"there is no module {target} that can be run")
+    return Program(code, spec.origin or target, sys.path[0], spec)
+
+
+def _hide_our_frames() -> None:
+    """Let the traceback that Python prints begin in the script. Called with an exception on its way out."""
+    hook = sys.excepthook
+
+    def without_ours(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        inner = trace
+        while inner is not None and inner.tb_frame.f_code.co_filename != __file__:
+            inner = inner.tb_next
+        shown = inner.tb_next if inner is not None and inner.tb_next is not None else trace
+        hook(kind, error.with_traceback(shown), shown)
+
+    sys.excepthook = without_ours

@@ -1,0 +1,1 @@
+"""Sinks: each isolated, none can stop another."""

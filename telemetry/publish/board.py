@@ -1,0 +1,226 @@
+"""The board: a node-local folder where each rank publishes its newest state, and the lock that names the server.
+
+It lies in memory (/dev/shm) where there is one, belongs to one user and one run, and holds per rank one small file
+that is replaced whole. The server's lock is a POSIX record lock: the kernel frees it the moment its holder dies, and
+a forked DataLoader worker does not inherit it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import stat
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from telemetry.identity import slug
+
+_SEPARATOR: Final = b"\0"
+_STALE_SECONDS: Final = 3600.0
+_PREFIX: Final = "torch-telemetry"
+_MAX_FILE_BYTES: Final = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class RankState:
+    """What one rank has published: who it is, and its families as (header, samples)."""
+
+    rank: int
+    pid: int
+    families: tuple[tuple[bytes, bytes], ...]
+
+
+def start_ticks(pid: int) -> int | None:
+    """When a process began, in clock ticks since boot; with its pid that names it for good. None if it is gone."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123 - every tick
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    if fields[0] in {b"Z", b"X"}:
+        return None
+    return int(fields[19])
+
+
+def board_root() -> Path:
+    """The folder of all boards of this user on this machine."""
+    shared = Path("/dev/shm")  # noqa: S108 - a folder of our own, mode 0700, is made below it
+    base = shared if os.access(shared, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
+    return base / f"{_PREFIX}-{os.getuid()}"
+
+
+class Board:
+    """The board of one run on this node.
+
+    Args:
+        run: name of the run.
+        scope: what tells two runs of the same name apart, the same on all ranks: the run folder.
+        root: folder of all boards; `board_root` by default.
+
+    Raises:
+        OSError: the folder cannot be made, or is not ours alone.
+    """
+
+    def __init__(self, run: str, scope: str, root: Path | None = None) -> None:
+        self._root = root or board_root()
+        # Containers started with --ipc=host share /dev/shm but not their process ids: each has boards of its own.
+        where = f"{run}\0{scope}\0{_pid_namespace()}"
+        digest = hashlib.sha256(where.encode("utf-8", "surrogateescape")).hexdigest()[:12]
+        self.path = self._root / f"{slug(run)[:48]}-{digest}"
+        _own_folder(self._root)
+        _own_folder(self.path)
+        self._lock: int | None = None
+        self._mine: Path | None = None
+        self._ticks = start_ticks(os.getpid())
+
+    # -- a rank's state ----------------------------------------------------------------------------------------
+
+    def publish(self, rank: int, families: list[tuple[bytes, bytes]]) -> None:
+        """Replace this rank's state."""
+        pid = os.getpid()
+        meta = json.dumps({"rank": rank, "pid": pid, "ticks": self._ticks}).encode()
+        parts = [meta]
+        for header, samples in families:
+            parts += (header, samples)
+        path = self.path / f"rank-{rank}.{pid}"
+        temporary = f"{path}.tmp"
+        file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            os.write(file, _SEPARATOR.join(parts))
+        finally:
+            os.close(file)
+        os.replace(temporary, path)  # noqa: PTH105 - every tick
+        self._mine = path
+
+    def states(self) -> list[RankState]:
+        """The state of every rank that is alive, by rank. A dead rank's file is removed.
+
+        Should two processes claim one rank, the younger is shown: the same series twice would fail the scrape.
+        """
+        states: dict[int, tuple[int, RankState]] = {}
+        for entry in self._entries():
+            try:
+                with open(entry, "rb") as file:  # noqa: PTH123 - at every scrape
+                    parts = file.read(_MAX_FILE_BYTES).split(_SEPARATOR)
+                meta = json.loads(parts[0])
+                rank, pid, ticks = int(meta["rank"]), int(meta["pid"]), meta["ticks"]
+            except (OSError, ValueError, KeyError, TypeError):
+                continue
+            if start_ticks(pid) != ticks:
+                _unlink(entry)
+                continue
+            families = tuple(zip(parts[1::2], parts[2::2], strict=False))
+            if rank not in states or states[rank][0] < ticks:
+                states[rank] = (ticks, RankState(rank, pid, families))
+        return [states[rank][1] for rank in sorted(states)]
+
+    def live_ranks(self) -> int:
+        """How many processes publish here and are alive."""
+        return sum(1 for entry in self._entries() if _alive(entry))
+
+    def _entries(self) -> list[str]:
+        try:
+            with os.scandir(self.path) as entries:
+                return [e.path for e in entries if e.name.startswith("rank-") and not e.name.endswith(".tmp")]
+        except OSError:
+            return []
+
+    # -- who serves --------------------------------------------------------------------------------------------
+
+    def try_lead(self) -> bool:
+        """Become the one that serves this node, if nobody is. Never blocks."""
+        if self._lock is None:
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            self._lock = os.open(self.path / "endpoint.lock", flags, 0o600)
+        try:
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        return True
+
+    def announce(self, port: int) -> None:
+        """Say at which port the leader serves, so that its successor serves at the same."""
+        temporary = self.path / f"endpoint.{os.getpid()}.tmp"
+        temporary.write_text(json.dumps({"port": port, "pid": os.getpid()}))
+        temporary.replace(self.path / "endpoint.json")
+
+    def announced_port(self) -> int | None:
+        """The port at which this run was last served on this node."""
+        try:
+            port: Any = json.loads((self.path / "endpoint.json").read_text())["port"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return port if isinstance(port, int) and 0 < port < 65536 else None
+
+    # -- the end -----------------------------------------------------------------------------------------------
+
+    def leave(self) -> bool:
+        """Take this rank's state away. Returns whether it was the last one here; then the board is gone too."""
+        if self._mine is not None:
+            _unlink(self._mine)
+        last = self.live_ranks() == 0
+        if last:
+            shutil.rmtree(self.path, ignore_errors=True)
+        self.forget()
+        return last
+
+    def forget(self) -> None:
+        """Close the lock file: in ``leave``, and in a forked child, whose copy it is."""
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            os.close(lock)
+
+    def sweep(self) -> int:
+        """Remove boards of this user that no living process has written to for an hour. Returns how many."""
+        removed = 0
+        with os.scandir(self._root) as boards:
+            for board in boards:
+                try:
+                    if board.path == str(self.path) or not board.is_dir(follow_symlinks=False):
+                        continue
+                    old = time.time() - board.stat(follow_symlinks=False).st_mtime > _STALE_SECONDS
+                    if old and not any(_alive(e.path) for e in os.scandir(board.path) if e.name.startswith("rank-")):
+                        shutil.rmtree(board.path, ignore_errors=True)
+                        removed += 1
+                except OSError:
+                    continue
+        return removed
+
+
+def _pid_namespace() -> int:
+    try:
+        return Path("/proc/self/ns/pid").stat().st_ino
+    except OSError:
+        return 0
+
+
+def _own_folder(path: Path) -> None:
+    try:
+        path.mkdir(mode=0o700)
+    except FileExistsError:
+        pass
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise OSError(f"{path} is not a folder of this user alone; remove it")
+
+
+def _alive(entry: str | os.PathLike[str]) -> bool:
+    try:
+        with open(entry, "rb") as file:  # noqa: PTH123
+            meta = json.loads(file.read(512).split(_SEPARATOR)[0])
+        return bool(start_ticks(int(meta["pid"])) == meta["ticks"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _unlink(path: str | os.PathLike[str]) -> None:
+    try:
+        Path(path).unlink()
+    except OSError:
+        pass

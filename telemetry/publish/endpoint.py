@@ -1,0 +1,234 @@
+"""The node's endpoint: joins what the ranks have rendered, and serves it.
+
+A few threads and no more, a deadline on every connection, loopback unless told otherwise, and nothing that can be
+triggered from outside: GET /metrics and GET /healthz are all there is.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler
+from socketserver import TCPServer, ThreadingMixIn
+from typing import TYPE_CHECKING, Any, Final
+
+from telemetry.clock import NS, now_ns
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from telemetry.publish.board import RankState
+
+CONNECTION_SECONDS: Final = 5.0
+"""A connection, request and answer together, may last so long."""
+
+MAX_CONNECTIONS: Final = 8
+"""More than these at a time are closed at once."""
+
+_POLL_SECONDS: Final = 0.5
+_PLAIN: Final = "text/plain; charset=utf-8"
+
+
+def join(states: Iterable[RankState]) -> bytes:
+    """One exposition of the families of several ranks: each family once, the samples of all ranks below it."""
+    families: dict[bytes, list[bytes]] = {}
+    for state in states:
+        for header, samples in state.families:
+            families.setdefault(header, [header]).append(samples)
+    return b"".join(part for family in families.values() for part in family)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a request gets."""
+
+    status: int
+    content_type: str
+    body: bytes
+
+
+class Endpoint:
+    """The HTTP server of this node.
+
+    Args:
+        host: address to listen on.
+        ports: ports to try, in order; 0 is any free one.
+        states: reads the board.
+        node: this machine's name, which a request may name as its host.
+        content_type: of the metrics.
+
+    Attributes:
+        port: where it listens.
+        failures: requests that failed because of us.
+
+    Raises:
+        OSError: none of the ports can be had.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        ports: Iterable[int],
+        states: Callable[[], Iterable[RankState]],
+        node: str,
+        content_type: str,
+    ) -> None:
+        self._states = states
+        self._content_type = content_type
+        self._names = {"localhost", host.lower(), node.lower()}
+        self._node = node.lower()
+        self.failures = 0
+        self._cpu_ns = 0
+        self._server = self._bind(host, ports)
+        self.port: int = self._server.server_address[1]
+        self._server.answer = self.answer
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(_POLL_SECONDS,), name="telemetry-endpoint", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def cpu_seconds(self) -> float:
+        """CPU time the answers took."""
+        return self._cpu_ns / NS
+
+    def close(self) -> None:
+        """Stop serving, at once: the shut socket wakes the thread that polls it."""
+        try:
+            self._server.socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+        self._server.shutdown()
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Close the sockets and nothing else: in a forked child, whose copies they are."""
+        self._server.close_sockets()
+
+    def _bind(self, host: str, ports: Iterable[int]) -> _Server:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        error: OSError | None = None
+        for port in ports:
+            try:
+                return _Server((host, port), family)
+            except OSError as taken:
+                error = taken
+        raise error or OSError("no port to try")
+
+    def answer(self, method: str, path: str, host: str) -> Answer:
+        """The answer to one request. Never raises."""
+        began = time.thread_time_ns()
+        try:
+            return self._respond(method, path, host)
+        except Exception:
+            self.failures += 1
+            return Answer(500, _PLAIN, b"the metrics could not be joined\n")
+        finally:
+            self._cpu_ns += time.thread_time_ns() - began
+
+    def _respond(self, method: str, path: str, host: str) -> Answer:
+        if not self._knows(host):
+            return Answer(403, _PLAIN, b"unknown host: ask by IP address, by localhost or by the name of the node\n")
+        if method not in {"GET", "HEAD"}:
+            return Answer(405, _PLAIN, b"only GET is served here\n")
+        if path == "/metrics":
+            return Answer(200, self._content_type, join(self._states()))
+        if path == "/healthz":
+            return Answer(200, _PLAIN, b"ok\n")
+        return Answer(404, _PLAIN, b"see /metrics and /healthz\n")
+
+    def _knows(self, header: str) -> bool:
+        """Whether the Host header is one of ours: a page elsewhere that rebinds its name to us is not answered."""
+        name = header.strip().lower()
+        if name.startswith("["):
+            name = name[1:].partition("]")[0]
+        elif name.count(":") <= 1:
+            name = name.partition(":")[0]
+        if name in self._names or name.startswith(f"{self._node}."):
+            return True
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return True
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """One request: HTTP/1.0, so one to a connection. Nothing of it reaches the training's stderr."""
+
+    timeout = CONNECTION_SECONDS
+    server: _Server
+
+    def do_GET(self) -> None:
+        answer = self.server.answer(self.command, self.path.partition("?")[0], self.headers.get("Host", ""))
+        self.send_response(answer.status)
+        self.send_header("Content-Type", answer.content_type)
+        self.send_header("Content-Length", str(len(answer.body)))
+        self.send_header("X-Content-Type-Options", "nosniff")
+        if answer.status == 405:
+            self.send_header("Allow", "GET, HEAD")
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(answer.body)
+
+    do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = do_GET  # noqa: N815 - the base class's names
+
+    def version_string(self) -> str:
+        return "telemetry"
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base class's name
+        del format, args
+
+
+class _Server(ThreadingMixIn, TCPServer):
+    """Threads per connection, capped in number and in time."""
+
+    daemon_threads = True
+    allow_reuse_address = True
+    request_queue_size = 16
+
+    def __init__(self, address: tuple[str, int], family: int) -> None:
+        self.address_family = family
+        self.answer: Callable[[str, str, str], Answer] = lambda *_: Answer(503, _PLAIN, b"not ready\n")
+        self._open: dict[socket.socket, int] = {}
+        self._guard = threading.Lock()
+        super().__init__(address, _Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._guard:
+            full = len(self._open) >= MAX_CONNECTIONS
+            if not full:
+                self._open[request] = now_ns()
+        if full:
+            self.shutdown_request(request)
+            return
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._guard:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """Twice a second: end the connections that have lasted too long, however busy they keep."""
+        limit = now_ns() - int(CONNECTION_SECONDS * NS)
+        with self._guard:
+            late = [request for request, since in self._open.items() if since < limit]
+        for request in late:
+            try:
+                request.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that went away, mostly; nothing for the training's stderr."""
+
+    def close_sockets(self) -> None:
+        for each in (self.socket, *list(self._open)):
+            try:
+                each.close()
+            except OSError:
+                pass

@@ -1,0 +1,52 @@
+"""Records as the fields of a log line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from telemetry.records import Percentiles, PhaseSpan
+
+
+def rounded(value: Any, digits: int = 6) -> Any:
+    """Floats to microseconds: what is finer is noise, and a log of weeks is read by its size."""
+    if isinstance(value, float):
+        return round(value, digits)
+    if isinstance(value, Mapping):
+        return {key: rounded(item, digits) for key, item in value.items()}
+    return value
+
+
+def percentiles(value: Percentiles | None) -> dict[str, float] | None:
+    """``{"p50", "p95", "p99", "max"}``, or null where nothing was counted."""
+    return None if value is None else rounded(asdict(value))
+
+
+def mean_of(samples: Sequence[Any]) -> dict[str, Any]:
+    """One set of fields for the samples of an interval: numbers averaged, the rest as it was last.
+
+    A number that no sample has is null; one that some have is the mean of those.
+    """
+    newest = samples[-1]
+    merged: dict[str, Any] = {}
+    for spec in fields(newest):
+        values = [v for s in samples if (v := getattr(s, spec.name)) is not None]
+        last = getattr(newest, spec.name)
+        if values and all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in values):
+            mean = sum(values) / len(values)
+            merged[spec.name] = round(mean) if isinstance(values[-1], int) else rounded(mean)
+        else:
+            merged[spec.name] = list(last) if isinstance(last, tuple) else rounded(last)
+    return merged
+
+
+def phase(span: PhaseSpan, started: str) -> dict[str, Any]:
+    """An evaluation, checkpoint or named phase that has ended."""
+    return {
+        "name": span.name,
+        "category": span.category,
+        "started": started,
+        "seconds": rounded(span.seconds),
+    }

@@ -1,0 +1,221 @@
+"""The log: one JSON object a line, one file per rank and process, through structlog.
+
+Each line is one ``write`` to the kernel, so a SIGKILL loses nothing that was logged and a reader sees at most one
+torn line. Files are rotated by size and capped in number.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import threading
+from typing import TYPE_CHECKING, Any, Final
+
+import orjson
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+    from types import ModuleType
+
+    from telemetry.records import Identity
+
+_HEAVY: Final = ("rich", "twisted", "better_exceptions", "colorama")
+_MAX_TEXT: Final = 8192
+
+
+def _structlog() -> ModuleType:
+    """Import structlog without what it would pull into the training process for its console.
+
+    It imports rich and twisted where they are installed (structlog 26.1: dev.py, twisted.py). The copy made here is
+    taken out of ``sys.modules`` again, so that a script which uses structlog itself gets a complete one.
+    """
+    loaded = sys.modules.get("structlog")
+    if loaded is not None:
+        return loaded
+    blocked = [name for name in _HEAVY if name not in sys.modules]
+    for name in blocked:
+        sys.modules[name] = None  # type: ignore[assignment]
+    try:
+        import structlog
+    finally:
+        for name in blocked:
+            sys.modules.pop(name, None)
+        for name in [n for n in sys.modules if n == "structlog" or n.startswith("structlog.")]:
+            del sys.modules[name]
+    return structlog
+
+
+class LogFile:
+    """Appends lines; rotates ``NAME`` to ``NAME.1``, ``NAME.1`` to ``NAME.2`` and so on.
+
+    Args:
+        path: the newest file.
+        max_bytes: size at which it is rotated.
+        max_files: files kept, the newest included.
+        head: makes the line that a file begins with which is not the first.
+
+    Attributes:
+        dropped: lines that could not be written.
+    """
+
+    def __init__(self, path: Path, max_bytes: int, max_files: int, head: Callable[[], bytes]) -> None:
+        self.path = path
+        self._head = head
+        self._max_bytes = max_bytes
+        self._max_files = max_files
+        self._file: int | None = None
+        self._size = 0
+        self.dropped = 0
+        self.last_error: OSError | None = None
+
+    def write(self, line: bytes) -> bool:
+        """Append one line. Returns whether it is in the file; an error is kept, not raised."""
+        try:
+            if self._file is None:
+                self._open()
+            elif self._size + len(line) > self._max_bytes and self._size:
+                self._rotate()
+            self._append(line)
+        except OSError as error:
+            self.dropped += 1
+            self.last_error = error
+            self.forget()
+            return False
+        return True
+
+    def _append(self, line: bytes) -> None:
+        assert self._file is not None  # noqa: S101 - _open has raised otherwise
+        written = os.write(self._file, line)
+        self._size += written
+        if written < len(line):  # the disk is full; _open ends the torn line, so that the next one is whole
+            raise OSError(errno.ENOSPC, "only a part of the line was written")
+
+    def forget(self) -> None:
+        """Close the file; the next line opens it again. In a forked child, whose copy it is, there is no next line."""
+        file, self._file = self._file, None
+        if file is not None:
+            try:
+                os.close(file)
+            except OSError:
+                pass
+
+    def _open(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._file = os.open(self.path, flags, 0o644)
+        self._size = os.fstat(self._file).st_size
+        if self._size and os.pread(self._file, 1, self._size - 1) != b"\n":
+            self._size += os.write(self._file, b"\n")
+
+    def _rotate(self) -> None:
+        self.forget()
+        for number in range(self._max_files - 1, 0, -1):
+            older = self._numbered(number)
+            if number == self._max_files - 1:
+                older.unlink(missing_ok=True)
+            newer = self._numbered(number - 1)
+            if newer.exists():
+                newer.replace(older)
+        if self._max_files == 1:
+            self.path.unlink(missing_ok=True)
+        self._open()
+        self._append(self._head())
+
+    def _numbered(self, number: int) -> Path:
+        return self.path if number == 0 else self.path.with_name(f"{self.path.name}.{number}")
+
+
+class JsonLog:
+    """The log of this process.
+
+    Args:
+        folder: ``RUN_DIR/logs``.
+        identity: stands in every line.
+        timestamp: the time of a line, ISO-8601 in UTC.
+        step: the number of steps ended, which stands in every line.
+        head: fields of the ``run_start`` that a rotated file begins with, so that each file can be read by itself.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        identity: Identity,
+        *,
+        timestamp: Callable[[], str],
+        step: Callable[[], int],
+        head: Callable[[], dict[str, Any]],
+        max_bytes: int,
+        max_files: int,
+    ) -> None:
+        structlog = _structlog()
+        path = folder / f"rank-{identity.rank}.{identity.pid}.jsonl"
+        self.file = LogFile(path, max_bytes, max_files, self._head_line)
+        self._heading = False
+        self._timestamp = timestamp
+        self._step = step
+        self._head = head
+        self._logger: Any = structlog.wrap_logger(
+            self,
+            processors=[self._stamp, _order, structlog.processors.JSONRenderer(serializer=_dumps)],
+            wrapper_class=structlog.BoundLogger,
+            context_class=dict,
+            cache_logger_on_first_use=True,
+            run=identity.run,
+            rank=identity.rank,
+            local_rank=identity.local_rank,
+            node=identity.node,
+            pid=identity.pid,
+        )
+
+    def emit(self, event: str, fields: dict[str, Any]) -> bool:
+        """Write one line. Returns whether it is in the file."""
+        written: bool = self._logger.msg(event, **fields)
+        return written
+
+    def msg(self, line: bytes) -> bytes | bool:
+        """Structlog's way out: into the file, or back to `_head_line`, which asked for it."""
+        return line + b"\n" if self._heading else self.file.write(line + b"\n")
+
+    def _head_line(self) -> bytes:
+        self._heading = True
+        try:
+            line: bytes = self._logger.msg("run_start", **self._head(), continued=True)
+        finally:
+            self._heading = False
+        return line
+
+    def _stamp(self, logger: Any, method: str, fields: dict[str, Any]) -> dict[str, Any]:
+        del logger, method
+        fields.setdefault("time", self._timestamp())
+        fields.setdefault("tid", threading.get_native_id())
+        fields.setdefault("step", self._step())
+        return fields
+
+
+_FIRST: Final = ("time", "event", "run", "rank", "local_rank", "node", "pid", "tid", "step")
+
+
+def _order(logger: Any, method: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """Put the fields every line has first, in the order of the contract."""
+    del logger, method
+    return {name: fields[name] for name in _FIRST} | fields
+
+
+def _dumps(fields: dict[str, Any], **kwargs: Any) -> bytes:
+    del kwargs
+    try:
+        return orjson.dumps(fields, option=orjson.OPT_NON_STR_KEYS)
+    except TypeError:  # a lone surrogate, or a type orjson does not know: say what can be said
+        return orjson.dumps(_plain(fields), option=orjson.OPT_NON_STR_KEYS, default=repr)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, str):
+        return value[:_MAX_TEXT].encode("utf-8", "backslashreplace").decode("utf-8")
+    if isinstance(value, dict):
+        return {_plain(str(key)): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value

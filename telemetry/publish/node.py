@@ -1,0 +1,102 @@
+"""One port per node: the ranks of a run agree through the board on who serves, and the next takes over."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from telemetry.publish.endpoint import Endpoint
+from telemetry.publish.exposition import CONTENT_TYPE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from telemetry.publish.board import Board
+    from telemetry.publish.discovery import TargetFile
+
+PORTS_TRIED: Final = 64
+"""A job that finds the port taken tries so many above it."""
+
+
+class NodeService:
+    """This rank's part in serving its node.
+
+    Args:
+        board: of this run on this node.
+        targets: the file that names the endpoint; None for none.
+        host: address to listen on.
+        port: the setting; None for off, 0 for any.
+        node: this machine's name.
+        notice: told, in words, of what a person should know.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        targets: TargetFile | None,
+        *,
+        host: str,
+        port: int | None,
+        node: str,
+        notice: Callable[[str], None],
+    ) -> None:
+        self._board = board
+        self._targets = targets
+        self._host = host
+        self._port = port
+        self._node = node
+        self._notice = notice
+        self.endpoint: Endpoint | None = None
+
+    def publish(self, rank: int, families: list[tuple[bytes, bytes]]) -> None:
+        """Put this rank's families on the board.
+
+        Raises:
+            OSError: the board cannot be written.
+        """
+        self._board.publish(rank, families)
+
+    def lead_if_vacant(self) -> None:
+        """Serve, if nobody does. Cheap enough for every tick; called at least once a second.
+
+        Raises:
+            OSError: no port can be had, or the target file cannot be written (the endpoint then serves all the same).
+        """
+        if self._port is None or self.endpoint is not None or not self._board.try_lead():
+            return
+        endpoint = Endpoint(self._host, self._ports(), self._board.states, self._node, CONTENT_TYPE)
+        self.endpoint = endpoint
+        self._board.announce(endpoint.port)
+        if self._port not in {0, endpoint.port}:
+            self._notice(f"port {self._port} is taken; the metrics of this run are at port {endpoint.port}")
+        if self._targets is not None:
+            self._targets.write(self._reachable_host(), endpoint.port)
+
+    @property
+    def port(self) -> int | None:
+        """The port at which this node's metrics are served, by whichever rank; None if by none."""
+        return self.endpoint.port if self.endpoint is not None else self._board.announced_port()
+
+    def leave(self) -> None:
+        """Take this rank off the board. The last one takes the target file along."""
+        endpoint, self.endpoint = self.endpoint, None
+        if endpoint is not None:
+            endpoint.close()
+        if self._board.leave() and self._targets is not None:
+            self._targets.remove()
+
+    def after_fork_in_child(self) -> None:
+        """Close what is the parent's."""
+        if self.endpoint is not None:
+            self.endpoint.abandon()
+        self._board.forget()
+
+    def _ports(self) -> list[int]:
+        if not self._port:
+            return [0]
+        last = min(65536, self._port + PORTS_TRIED)
+        ports = list(range(self._port, last))
+        before = self._board.announced_port()  # where the one before us served: the scrape goes on there
+        return [before, *(p for p in ports if p != before)] if before is not None else ports
+
+    def _reachable_host(self) -> str:
+        return self._node if self._host in {"0.0.0.0", "::", ""} else self._host  # noqa: S104 - a comparison

@@ -1,0 +1,232 @@
+"""The vocabulary: what the parts of the agent hand to one another.
+
+Frozen, slotted and free of behaviour; this module imports nothing of ours. A field that was not measured is
+``None``, never 0. Units stand in the names: ``_seconds``, ``_bytes``, ``_ratio`` (0..1), ``_ns``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+STARTUP: Final = "startup"
+DATA_WAIT: Final = "data_wait"
+COMPUTE: Final = "compute"
+EVALUATION: Final = "evaluation"
+CHECKPOINT: Final = "checkpoint"
+OTHER: Final = "other"
+
+CATEGORIES: Final = (STARTUP, DATA_WAIT, COMPUTE, EVALUATION, CHECKPOINT, OTHER)
+"""The categories of the ledger. Every second of a rank is in exactly one of them."""
+
+EVENTS: Final = (
+    "run_start",
+    "window",
+    "gpu",
+    "host",
+    "workers",
+    "phase",
+    "stall_open",
+    "stall_close",
+    "snapshot",
+    "error",
+    "run_end",
+)
+"""The values of ``event`` in a log line."""
+
+
+THROTTLE_REASONS: Final = (
+    "sw_power_cap",
+    "hw_slowdown",
+    "sw_thermal",
+    "hw_thermal",
+    "hw_power_brake",
+    "sync_boost",
+    "applications_clocks",
+    "display_clocks",
+)
+"""Why a GPU's clocks can be held back: the values of the ``reason`` label. An idle GPU's low clock is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who this process is in its job.
+
+    Attributes:
+        run: name of the training job, the same on all of its ranks.
+        rank: global rank, 0 for a single process.
+        local_rank: rank on this node.
+        world_size: number of ranks of the job.
+        node: name of the machine.
+        pid: process id.
+        launcher: what the above was read from: ``torchrun``, ``slurm``, ``kubernetes`` or ``plain``.
+    """
+
+    run: str
+    rank: int
+    local_rank: int
+    world_size: int
+    node: str
+    pid: int
+    launcher: str
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One closed training step. ``seconds`` = wait + compute; evaluation and checkpoints in it are not counted."""
+
+    seconds: float
+    wait_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseSpan:
+    """One closed evaluation, checkpoint or named phase, with its start on the monotonic clock."""
+
+    name: str
+    category: str
+    start_ns: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Percentiles:
+    """Seconds; ``max`` is exact, the others within 1 % of the true value."""
+
+    p50: float
+    p95: float
+    p99: float
+    max: float
+
+
+@dataclass(frozen=True, slots=True)
+class GpuSample:
+    """One reading of this rank's GPU.
+
+    Attributes:
+        sm_active_source: where ``sm_active_ratio`` comes from: ``gpm`` (hardware counters), ``process`` (the share of
+            time this process ran a kernel) or None when there is no reading.
+        throttled: the reasons the clocks are held back right now, from `THROTTLE_REASONS`.
+    """
+
+    index: int
+    uuid: str
+    name: str
+    utilization_ratio: float | None = None
+    sm_active_ratio: float | None = None
+    sm_active_source: str | None = None
+    sm_occupancy_ratio: float | None = None
+    tensor_active_ratio: float | None = None
+    memory_bandwidth_ratio: float | None = None
+    memory_used_bytes: int | None = None
+    memory_total_bytes: int | None = None
+    power_watts: float | None = None
+    temperature_celsius: float | None = None
+    sm_clock_hertz: float | None = None
+    throttled: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HostSample:
+    """CPU and memory of the machine. ``cpu_ratio`` is over all cores, since the previous sample."""
+
+    cpu_ratio: float | None
+    cpu_count: int
+    memory_used_bytes: int
+    memory_total_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSample:
+    """This process. ``cpu_seconds`` is user + system time since it began."""
+
+    cpu_seconds: float
+    resident_memory_bytes: int
+    threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkersSample:
+    """The live DataLoader workers of this rank, summed.
+
+    Attributes:
+        cpu_ratio: cores kept busy since the previous sample over the number of workers; None on the first sample.
+        ready_batches: batches that lie ready in the result queues; None where the queue cannot tell.
+    """
+
+    workers: int
+    cpu_ratio: float | None
+    resident_memory_bytes: int
+    ready_batches: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class PressureSample:
+    """Pressure stall information and cgroup limits.
+
+    Attributes:
+        pressure_ratio: by resource (``cpu``, ``io``, ``memory``), the share of time some task waited for it.
+        cgroup_cpu_limit: cores the cgroup may use, None without a limit.
+        cgroup_throttled_ratio: share of the enforcement periods in which the cgroup was throttled.
+    """
+
+    pressure_ratio: dict[str, float] = field(default_factory=dict)
+    cgroup_cpu_limit: float | None = None
+    cgroup_throttled_ratio: float | None = None
+    cgroup_memory_limit_bytes: int | None = None
+    cgroup_memory_used_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TorchMemorySample:
+    """The CUDA caching allocator on the training thread's device."""
+
+    allocated_bytes: int
+    reserved_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SourceHealth:
+    """How one collector fares. ``up`` is None before its first attempt."""
+
+    name: str
+    up: bool | None
+    duration_seconds: float | None
+    reason: str | None
+
+
+LogFields = dict[str, Any]
+"""The event's own fields of a log line: JSON values only."""
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """Cumulative-free counts: one per bound of ``bounds``, and one more for what lies above the last."""
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    total: float
+
+
+@dataclass(frozen=True, slots=True)
+class RunView:
+    """Everything the endpoint shows of one rank at one moment. None: not measured, so not shown."""
+
+    info: dict[str, str]
+    ended: bool
+    steps: int
+    step_duration: Histogram
+    ledger_seconds: dict[str, float]
+    exposed_wait_seconds: float | None
+    last_step_unix_seconds: float | None
+    optimizer_steps: int
+    overhead_seconds: dict[str, float]
+    dropped_steps: int
+    errors: dict[str, int]
+    collectors: tuple[SourceHealth, ...] = ()
+    gpu: GpuSample | None = None
+    host: HostSample | None = None
+    process: ProcessSample | None = None
+    workers: WorkersSample | None = None
+    pressure: PressureSample | None = None
+    torch_memory: TorchMemorySample | None = None

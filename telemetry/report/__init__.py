@@ -1,0 +1,1 @@
+"""Offline: reads the log files of a run; never imports torch."""

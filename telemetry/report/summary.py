@@ -1,0 +1,152 @@
+"""From the logs of a run to the report: the contract of ``report --json``, and the verdict."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Final
+
+from telemetry.records import CATEGORIES, CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, STARTUP
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from telemetry.report.load import ProcessLog
+    from telemetry.sketch import Sketch
+
+STARVED_RATIO: Final = 0.20
+"""From this share of the training loop on, a rank is said to starve: the default of ``stall_enter_ratio``."""
+
+_MARKED_RATIO: Final = 0.20
+"""A category outside of the training loop is mentioned from this share of the wall clock on."""
+
+
+def summarize(processes: Sequence[ProcessLog]) -> dict[str, Any]:
+    """The report of a run, as ``report --json`` prints it.
+
+    A rank that was restarted has an entry for each of its processes, the newest last.
+    """
+    ranks = [_rank(process) for process in processes]
+    stalls = [stall for process in processes for stall in _stalls(process)]
+    return {
+        "run": str(processes[-1].run) if processes else "",
+        "verdict": verdict(ranks, stalls),
+        "ranks": ranks,
+        "stalls": stalls,
+        "snapshots": [_snapshot(process.rank, line) for process in processes for line in process.snapshots],
+    }
+
+
+def verdict(ranks: Sequence[dict[str, Any]], stalls: Sequence[dict[str, Any]]) -> str:
+    """One sentence for a person: what this run lost most to."""
+    newest = list({rank["rank"]: rank for rank in ranks}.values())
+    stepping = [rank for rank in newest if rank["steps"]]
+    if not stepping:
+        return "No training step has ended yet."
+    open_stalls = [stall for stall in stalls if stall["closed"] is None]
+    if open_stalls:
+        stall = open_stalls[-1]
+        return f"Rank {stall['rank']} is stalled since {stall['opened']}: {stall['cause']}."
+    measured = [rank for rank in stepping if rank["exposed_wait_ratio"] is not None]
+    if not measured:
+        worst = max(stepping, key=_wait_ratio)
+        return (
+            f"Rank {worst['rank']} spent {_percent(_wait_ratio(worst))} of its training loop waiting for data; "
+            "how much of that the GPU felt was not measured."
+        )
+    worst = max(measured, key=lambda rank: rank["exposed_wait_ratio"])
+    ratio = worst["exposed_wait_ratio"]
+    if ratio >= STARVED_RATIO:
+        return _starved(worst, measured, ratio)
+    return f"Healthy: no rank lost more than {_percent(ratio)} of its training loop waiting for data.{_beside(newest)}"
+
+
+def _starved(worst: dict[str, Any], measured: Sequence[dict[str, Any]], ratio: float) -> str:
+    starving = [rank for rank in measured if rank["exposed_wait_ratio"] >= STARVED_RATIO]
+    lost = f"{_percent(ratio)} of its training loop waiting for data"
+    bound = 1 / (1 - ratio) if ratio < 0.99 else None
+    gain = f"; without that wait its steps would be up to {bound:.1f} times faster" if bound else ""
+    if len(measured) == 1:
+        return f"Starved: rank {worst['rank']} spent {lost}{gain}."
+    if len(starving) == len(measured):
+        return f"Starved: every rank waits for data; the worst, rank {worst['rank']}, spent {lost}{gain}."
+    others = "the other ranks wait for it inside their compute" if len(starving) == 1 else "the rest wait for them"
+    return f"Starved: rank {worst['rank']} spent {lost}{gain}; {others}."
+
+
+def _beside(ranks: Sequence[dict[str, Any]]) -> str:
+    """What else took long, of the wall clock of all ranks."""
+    wall = sum(rank["wall_seconds"] for rank in ranks)
+    words = {STARTUP: "starting up", EVALUATION: "evaluating", CHECKPOINT: "writing checkpoints"}
+    shares = {c: sum(rank["ledger"][c] for rank in ranks) / wall for c in words} if wall > 0 else {}
+    large = [f"{_percent(share)} {words[c]}" for c, share in shares.items() if share >= _MARKED_RATIO]
+    return f" Of its wall clock the run spent {' and '.join(large)}." if large else ""
+
+
+def _rank(process: ProcessLog) -> dict[str, Any]:
+    totals = process.totals
+    spent = totals.get("ledger_total_seconds")
+    ledger = {c: _number(spent.get(c)) if isinstance(spent, dict) else 0.0 for c in CATEGORIES}
+    loop = ledger[DATA_WAIT] + ledger[COMPUTE]
+    exposed = totals.get("exposed_wait_total_seconds")
+    overhead = totals.get("overhead_seconds")
+    overhead = overhead if isinstance(overhead, dict) else {}
+    return {
+        "rank": process.rank,
+        "local_rank": process.head.get("local_rank"),
+        "node": process.head.get("node"),
+        "pid": process.pid,
+        "steps": int(_number(totals.get("steps_total"))),
+        "wall_seconds": _number(totals.get("wall_seconds")),
+        "ledger": ledger,
+        "step_seconds": _percentiles(process.step),
+        "data_wait_seconds": _percentiles(process.wait),
+        "exposed_wait_ratio": exposed / loop if isinstance(exposed, (int, float)) and loop > 0 else None,
+        "overhead_seconds": {name: _number(overhead.get(name)) for name in ("training", "agent")},
+    }
+
+
+def _percentiles(sketch: Sketch) -> dict[str, float | None]:
+    values = sketch.percentiles()
+    if values is None:
+        return dict.fromkeys(("p50", "p95", "p99", "max"))
+    return {name: round(value, 6) for name, value in asdict(values).items()}
+
+
+def _stalls(process: ProcessLog) -> list[dict[str, Any]]:
+    """Opened stalls, each with what its close added."""
+    stalls: list[dict[str, Any]] = []
+    for line in process.stalls:
+        if line.get("event") == "stall_open":
+            stalls.append(_stall(process.rank, line))
+        elif stalls and stalls[-1]["closed"] is None:
+            stalls[-1] |= {k: v for k, v in _stall(process.rank, line).items() if v is not None and k != "opened"}
+            stalls[-1]["closed"] = line.get("closed") or line.get("time")
+    return stalls
+
+
+def _stall(rank: int, line: dict[str, Any]) -> dict[str, Any]:
+    names = ("cause", "opened", "first_step", "last_step", "exposed_wait_ratio")
+    stall: dict[str, Any] = {"rank": rank} | {name: line.get(name) for name in names}
+    stall["closed"] = None
+    stall["opened"] = line.get("opened") or line.get("time")
+    stall["evidence"] = line.get("evidence") or {}
+    stall["advice"] = line.get("advice") or []
+    return stall
+
+
+def _snapshot(rank: int, line: dict[str, Any]) -> dict[str, Any]:
+    names = ("first_step", "last_step", "path", "reason")
+    return {"rank": rank} | {name: line.get(name) for name in names} | {"breakdown": line.get("breakdown") or {}}
+
+
+def _wait_ratio(rank: dict[str, Any]) -> float:
+    loop = rank["ledger"][DATA_WAIT] + rank["ledger"][COMPUTE]
+    return float(rank["ledger"][DATA_WAIT] / loop) if loop > 0 else 0.0
+
+
+def _percent(ratio: float) -> str:
+    return f"{100 * ratio:.0f} %" if ratio >= 0.0995 or ratio == 0 else f"{100 * ratio:.1f} %"
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, (int, float)) else 0.0

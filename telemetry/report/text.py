@@ -1,0 +1,80 @@
+"""The report as a person reads it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from telemetry.records import CATEGORIES
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_MOST_ROWS: Final = 64
+_HEADINGS: Final = {c: c.replace("_", " ") for c in CATEGORIES}
+
+
+def render(report: dict[str, Any], notes: Sequence[str] = ()) -> str:
+    """Verdict, a table per rank, and where the seconds went."""
+    ranks = report["ranks"]
+    lines = [f"run {report['run']}", "", report["verdict"], ""]
+    shown = _worst_first(ranks)[:_MOST_ROWS] if len(ranks) > _MOST_ROWS else ranks
+    lines += _table(_STEP_COLUMNS, [_step_row(rank) for rank in shown])
+    lines.append("")
+    lines += _table(["rank", "wall", *_HEADINGS.values()], [_ledger_row(rank) for rank in shown])
+    if len(shown) < len(ranks):
+        lines += ["", f"the {len(shown)} of {len(ranks)} that waited most; --json has all"]
+    for stall in report["stalls"]:
+        until = f"until {stall['closed']}" if stall["closed"] else "still open"
+        lines += ["", f"stall on rank {stall['rank']}: {stall['cause']}, since {stall['opened']}, {until}"]
+        lines += [f"  try: {advice.get('action')} ({advice.get('because')})" for advice in stall["advice"]]
+    if notes:
+        lines += ["", *notes]
+    return "\n".join(lines) + "\n"
+
+
+_STEP_COLUMNS: Final = [
+    "rank", "node", "pid", "steps", "step p50", "p95", "p99", "wait p50", "p95", "p99", "exposed",
+    "agent/step", "agent cpu",
+]  # fmt: skip
+
+
+def _step_row(rank: dict[str, Any]) -> list[str]:
+    steps, waits = rank["step_seconds"], rank["data_wait_seconds"]
+    overhead, exposed = rank["overhead_seconds"], rank["exposed_wait_ratio"]
+    return [
+        str(rank["rank"]),
+        str(rank["node"]),
+        str(rank["pid"]),
+        str(rank["steps"]),
+        *(duration(steps[p]) for p in ("p50", "p95", "p99")),
+        *(duration(waits[p]) for p in ("p50", "p95", "p99")),
+        "-" if exposed is None else f"{100 * exposed:.1f} %",
+        duration(overhead["training"] / rank["steps"]) if rank["steps"] else "-",
+        f"{100 * overhead['agent'] / rank['wall_seconds']:.2f} %" if rank["wall_seconds"] else "-",
+    ]
+
+
+def _ledger_row(rank: dict[str, Any]) -> list[str]:
+    wall = rank["wall_seconds"]
+    cells = [f"{s:.1f} s {100 * s / wall:5.1f} %" if wall else "-" for s in rank["ledger"].values()]
+    return [str(rank["rank"]), f"{wall:.1f} s", *cells]
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds in the unit a person would use."""
+    if seconds is None:
+        return "-"
+    if seconds < 1e-3:
+        return f"{1e6 * seconds:.1f} us"
+    if seconds < 1:
+        return f"{1e3 * seconds:.1f} ms"
+    return f"{seconds:.2f} s"
+
+
+def _worst_first(ranks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return sorted(ranks, key=lambda rank: -(rank["exposed_wait_ratio"] or 0.0))
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in (headings, *rows)]

@@ -1,0 +1,132 @@
+"""The collectors of one agent: polled, contained, and gathered for the log and the endpoint."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+from telemetry.collect.host import HostSource, ProcessSource, WorkersSource
+from telemetry.collect.nvml import NvmlSource
+from telemetry.collect.pressure import PressureSource
+from telemetry.collect.source import Poller, Source, SourceError
+from telemetry.collect.torch_memory import TorchMemorySource, cuda
+from telemetry.publish import fields
+
+if TYPE_CHECKING:
+    from telemetry.attach.steps import StepTracker
+    from telemetry.faults import Faults
+    from telemetry.records import SourceHealth
+
+_LOGGED_AS: Final = {
+    "nvml": "gpu",
+    "torch_memory": "gpu",
+    "host": "host",
+    "pressure": "host",
+    "process": "host",
+    "workers": "workers",
+}
+"""Which log event a collector's samples go into."""
+
+
+class Sampler:
+    """Polls every source once a tick.
+
+    Args:
+        tracker: knows the device and the workers of the training thread.
+        interval_seconds: between two samples.
+        faults: told when a source goes down.
+    """
+
+    def __init__(self, tracker: StepTracker, interval_seconds: float, faults: Faults) -> None:
+        self._tracker = tracker
+        self._faults = faults
+        self._nvml = NvmlSource(self._device_uuid, interval_seconds=interval_seconds)
+        sources: list[Source[Any]] = [
+            self._nvml,
+            HostSource(),
+            ProcessSource(),
+            WorkersSource(self._worker_pids, self._ready_batches),
+            PressureSource(),
+            TorchMemorySource(self._device),
+        ]
+        self._pollers: dict[str, Poller[Any]] = {source.name: Poller(source) for source in sources}
+        self._gathered: dict[str, list[Any]] = {name: [] for name in self._pollers}
+
+    def poll(self) -> None:
+        """Read every source that is due."""
+        for name, poller in self._pollers.items():
+            sample = poller.poll()
+            if sample is not None:
+                self._gathered[name].append(sample)
+            if poller.news and poller.health.up is False:
+                self._faults.note(name, poller.health.reason or "no reading")
+            time.sleep(0)  # let the training thread in
+
+    def newest(self, name: str) -> Any:
+        """The newest sample of a source; None while it is down."""
+        return self._pollers[name].newest
+
+    def health(self) -> tuple[SourceHealth, ...]:
+        """How each source fares. One that has nothing to read (no CUDA in use) is left out."""
+        return tuple(
+            poller.health for poller in self._pollers.values() if not (poller.health.up and poller.newest is None)
+        )
+
+    def take_log_fields(self) -> dict[str, dict[str, Any]]:
+        """By log event, the means over the samples since the last call; an event without samples is left out."""
+        events: dict[str, dict[str, Any]] = {}
+        for name, samples in self._gathered.items():
+            if samples:
+                prefix = "process_" if name == "process" else ""
+                merged = {f"{prefix}{key}": value for key, value in fields.mean_of(samples).items()}
+                if name == "workers" and not samples[-1].workers and not any(s.workers for s in samples):
+                    merged = {}
+                if merged:
+                    events.setdefault(_LOGGED_AS[name], {}).update(merged)
+                self._gathered[name] = []
+        return events
+
+    @property
+    def cpu_seconds(self) -> float:
+        """CPU time of threads of the sources' own."""
+        return self._nvml.cpu_seconds()
+
+    def close(self) -> None:
+        """Close every source."""
+        for poller in self._pollers.values():
+            poller.close()
+
+    def after_fork_in_child(self) -> None:
+        """Forget the threads that did not come along."""
+        self._nvml.after_fork_in_child()
+
+    def _worker_pids(self) -> list[int]:
+        return [pid for _, handle in list(self._tracker.loaders.values()) for pid in handle.pids]
+
+    def _ready_batches(self) -> int | None:
+        ready = None
+        for _, handle in list(self._tracker.loaders.values()):
+            try:
+                ready = (ready or 0) + handle.queue.qsize()
+            except Exception:  # a queue that cannot tell, or is closed
+                continue
+        return ready
+
+    def _device(self) -> int:
+        device = self._tracker.device
+        if device is None:
+            module = cuda()
+            if module is not None and module.device_count() == 1:
+                return 0
+            raise SourceError("the training thread's device is not known before its first batch")
+        return device
+
+    def _device_uuid(self) -> str | None:
+        """The UUID of the training thread's device; None before it is known."""
+        module = cuda()
+        if module is None:
+            return None
+        try:
+            return str(module.get_device_properties(self._device()).uuid)
+        except (SourceError, AttributeError):
+            return None
