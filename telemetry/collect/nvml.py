@@ -28,7 +28,7 @@ from telemetry.collect.nvml_device import (
     find_device,
     mig_enabled,
 )
-from telemetry.collect.nvml_readings import THROTTLE_REASONS, DeviceReader
+from telemetry.collect.nvml_readings import THROTTLE_BITS, DeviceReader
 from telemetry.collect.source import SourceError
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from telemetry.records import GpuSample
 
-__all__ = ["THROTTLE_REASONS", "NvmlSource", "device_summary"]
+__all__ = ["THROTTLE_BITS", "NvmlSource", "device_summary"]
 
 _FRESH_INTERVALS: Final = 3
 _FRESH_AT_LEAST_SECONDS: Final = 1.0
@@ -180,9 +180,7 @@ class NvmlSource:
         call = self._driver.under_way
         # The text does not grow with the wait: the same reason is the same news.
         if call is not None and now - call[1] > self._deadline_seconds * NS:
-            raise SourceError(
-                f"an NVML call has not returned for over {self._deadline_seconds:g} s ({call[0]})"
-            )
+            raise SourceError(f"an NVML call has not returned for over {self._deadline_seconds:g} s ({call[0]})")
         self._ensure_thread()
         outcome = self._outcome
         if outcome.sample is None:
@@ -252,9 +250,8 @@ class NvmlSource:
             self._failed(str(error))
             return self._interval
         except Exception as error:
+            self._failed(str(error) if isinstance(error, NvmlError) else f"{type(error).__name__}: {error}")
             sampler.close()
-            text = str(error) if isinstance(error, NvmlError) else f"{type(error).__name__}: {error}"
-            self._failed(text)
             return max(self._interval, min(2 * max(waited, self._interval), _LAST_RETRY_SECONDS))
         # Stamped with the start: after a call that hung for a minute the first readings are a minute old.
         self._outcome = _Outcome(sample, None, started)
@@ -287,8 +284,8 @@ class _Sampler:
     def sample(self) -> GpuSample:
         """One sample of this rank's device, which is looked for first when it is not known or has changed."""
         self._driver.open()
-        uuid = self._device_uuid()
-        if uuid is not None and uuid != self._uuid:
+        uuid = self._device_uuid() or self._uuid
+        if uuid != self._uuid:
             self._forget_device()
         if self._reader is None:
             self._reader = self._open_reader(find_device(self._driver, uuid, self._environ))
@@ -301,9 +298,7 @@ class _Sampler:
         self._driver.close()
 
     def _open_reader(self, device: Device) -> DeviceReader:
-        return DeviceReader(
-            self._driver, device, clock=self._clock, window_ns=self._window_ns, pids=self._pids
-        )
+        return DeviceReader(self._driver, device, clock=self._clock, window_ns=self._window_ns, pids=self._pids)
 
     def _forget_device(self) -> None:
         if self._reader is not None:

@@ -32,9 +32,7 @@ RESET_REQUIRED: Final = 16
 LIB_RM_VERSION_MISMATCH: Final = 18
 """NVML's return codes. They are its binary interface: the numbers never change."""
 
-FATAL: Final = frozenset(
-    {UNINITIALIZED, DRIVER_NOT_LOADED, GPU_IS_LOST, RESET_REQUIRED, LIB_RM_VERSION_MISMATCH}
-)
+FATAL: Final = frozenset({UNINITIALIZED, DRIVER_NOT_LOADED, GPU_IS_LOST, RESET_REQUIRED, LIB_RM_VERSION_MISMATCH})
 """After these the GPU or the library itself is gone, and with it whatever else was read."""
 
 _UNKNOWN: Final = "the GPU of this rank is not known before CUDA is initialised"

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-THROTTLE_REASONS: Final[Mapping[str, int]] = MappingProxyType(
+THROTTLE_BITS: Final[Mapping[str, int]] = MappingProxyType(
     {
         "applications_clocks": 0x002,
         "sw_power_cap": 0x004,
@@ -176,15 +176,13 @@ class DeviceReader:
         return float(self._first_offered(names, self.device.parent, sensor))
 
     def _sm_clock(self) -> float:
-        megahertz = self._driver.call(
-            "nvmlDeviceGetClockInfo", self.device.parent, self._driver.binding.NVML_CLOCK_SM
-        )
+        megahertz = self._driver.call("nvmlDeviceGetClockInfo", self.device.parent, self._driver.binding.NVML_CLOCK_SM)
         return float(megahertz) * 1e6
 
     def _throttled(self) -> tuple[str, ...]:
         names = ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons")
         bits = int(self._first_offered(names, self.device.parent))
-        return tuple(reason for reason, bit in THROTTLE_REASONS.items() if bits & bit)
+        return tuple(reason for reason, bit in THROTTLE_BITS.items() if bits & bit)
 
     def _first_offered(self, functions: tuple[str, str], *args: Any) -> Any:
         """NVML renames functions over the years: the first, or where the driver lacks it the second."""

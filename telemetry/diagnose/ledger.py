@@ -34,6 +34,8 @@ class Ledger:
         self.ns: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
         self.batches = 0
         self.last_step_ns: int | None = None
+        self._span_at_ns = start_ns
+        self._span_category = STARTUP
         self._open = False
         self._wait_ns = 0
         self._compute_ns = 0
@@ -44,22 +46,22 @@ class Ledger:
     def fold(self, spans: Iterable[Span]) -> None:
         """Book spans, in the order in which they happened."""
         for start, end, during, after, closes, opens, batch in spans:
-            self._advance(start)
+            self._pass(start)
             if closes and self._open:
                 self._close(start)
             if opens:
                 self._open, self._wait_ns, self._compute_ns = True, 0, 0
-            self._enter(during)
-            self._advance(end)
-            self._enter(after)
+            self._enter(during, start)
+            self._pass(end)
+            self._enter(after, end)
             self.batches += batch
 
     def advance(self, now_ns: int, waiting_since_ns: int = 0) -> None:
         """Book the time up to now: as waiting for data from ``waiting_since_ns`` on, where a request is in progress."""
         if waiting_since_ns > 0 and waiting_since_ns >= self.at_ns:
-            self._advance(waiting_since_ns)
-            self._enter(DATA_WAIT)
-        self._advance(now_ns)
+            self._book(waiting_since_ns)
+            self.category = DATA_WAIT
+        self._book(now_ns)
 
     def rebook(self, dropped_ns: Iterable[int]) -> None:
         """Move time from compute to the categories of spans that were dropped, in the order of `CATEGORIES`.
@@ -90,25 +92,39 @@ class Ledger:
         """Seconds booked since the start."""
         return (self.at_ns - self.start_ns) / _NS
 
-    def _advance(self, stamp: int) -> None:
+    def _book(self, stamp: int) -> None:
+        """Give the time up to a stamp to the running category. Earlier stamps find it given already."""
         passed = stamp - self.at_ns
+        if passed > 0:
+            self.at_ns = stamp
+            self.ns[self.category] += passed
+
+    def _pass(self, stamp: int) -> None:
+        """Go on to a stamp of a span: in the ledger, and in the step that is open.
+
+        The step has a cursor of its own. `advance` may have booked the first part of a wait already, before anybody
+        knew that a new step begins with it.
+        """
+        self._book(stamp)
+        passed = stamp - self._span_at_ns
         if passed <= 0:
             return
-        self.at_ns = stamp
-        self.ns[self.category] += passed
-        if self.category == DATA_WAIT:
+        self._span_at_ns = stamp
+        if self._span_category == DATA_WAIT:
             self._wait_ns += passed
-        elif self.category == COMPUTE:
+        elif self._span_category == COMPUTE:
             self._compute_ns += passed
 
-    def _enter(self, category: str) -> None:
-        if category == self.category:
-            return
-        if self.category in _PHASES and self._phase_start_ns is not None:
-            seconds = (self.at_ns - self._phase_start_ns) / _NS
-            self._phases.append(PhaseSpan(self.category, self.category, self._phase_start_ns, seconds))
-        self._phase_start_ns = self.at_ns if category in _PHASES else None
+    def _enter(self, category: str, stamp: int) -> None:
         self.category = category
+        if category == self._span_category:
+            return
+        if self._phase_start_ns is not None:
+            seconds = max(0, stamp - self._phase_start_ns) / _NS
+            name = self._span_category
+            self._phases.append(PhaseSpan(name, name, self._phase_start_ns, seconds))
+        self._phase_start_ns = stamp if category in _PHASES else None
+        self._span_category = category
 
     def _close(self, stamp: int) -> None:
         self._open = False

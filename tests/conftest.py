@@ -1,0 +1,73 @@
+"""What the tests share: an attached tracker whose ledger can be read at any moment, and a running agent."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import telemetry
+from telemetry.agent import _spans
+from telemetry.attach.attachment import Attachment
+from telemetry.attach.ring import Ring
+from telemetry.attach.steps import StepTracker
+from telemetry.clock import now_ns
+from telemetry.diagnose.ledger import Ledger
+from telemetry.records import PhaseSpan, Step
+
+
+@dataclass
+class Observed:
+    """A tracker attached to the real torch, and the ledger of what it has seen."""
+
+    tracker: StepTracker
+    attachment: Attachment
+    ledger: Ledger
+    errors: list
+
+    def __post_init__(self) -> None:
+        self.steps: list[Step] = []
+        self.phases: list[PhaseSpan] = []
+
+    def read(self) -> Ledger:
+        """Bring the ledger up to now, as the agent thread does once a second."""
+        waiting = self.tracker.waiting_since
+        self.ledger.fold(_spans(self.tracker.ring.drain(1 << 20)))
+        self.ledger.advance(now_ns(), waiting)
+        self.steps += self.ledger.take_steps()
+        self.phases += self.ledger.take_phases()
+        self.check_sum()
+        return self.ledger
+
+    def check_sum(self) -> None:
+        assert sum(self.ledger.ns.values()) == self.ledger.at_ns - self.ledger.start_ns
+        assert not self.errors
+        assert self.tracker.errors == 0, self.tracker.last_error
+
+
+@pytest.fixture
+def observed():
+    errors: list = []
+    tracker = StepTracker(Ring())
+    attachment = Attachment(tracker, errors.append)
+    ledger = Ledger(now_ns())
+    attachment.attach()
+    yield Observed(tracker, attachment, ledger, errors)
+    attachment.detach()
+
+
+@pytest.fixture
+def agent(tmp_path: Path):
+    running = telemetry.start(tmp_path / "run", port=0, interval_seconds=0.1, log_interval_seconds=0.2, start_line=False)
+    yield running
+    telemetry.stop()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind():
+    yield
+    telemetry.stop()
+    ours = [t.name for t in threading.enumerate() if t.name.startswith("telemetry-")]
+    assert ours in ([], ["telemetry-nvml"]), ours

@@ -1,0 +1,88 @@
+"""Settings: from keywords and variables, checked once, with errors that help."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from telemetry.config import Config, SettingError, disabled, unknown_variables
+
+
+def test_defaults_are_those_of_the_contract():
+    config = Config.load({}, {})
+    assert (config.interval_seconds, config.log_interval_seconds, config.port, config.host) == (1.0, 10.0, 9464, "127.0.0.1")
+    assert (config.stall_enter_ratio, config.stall_exit_ratio, config.stall_window_seconds) == (0.20, 0.10, 30.0)
+    assert (config.stuck_seconds, config.snapshot_steps, config.snapshot_cooldown_seconds) == (None, 5, 600.0)
+    assert (config.max_snapshots, config.gpu_events, config.patch) == (10, "auto", True)
+
+
+def test_keywords_win_over_variables():
+    environ = {"TELEMETRY_INTERVAL_SECONDS": "5", "TELEMETRY_PORT": "off", "TELEMETRY_PATCH": "no", "TELEMETRY_RUN": "r"}
+    config = Config.load({"interval_seconds": 2}, environ)
+    assert (config.interval_seconds, config.port, config.patch, config.run) == (2.0, None, False, "r")
+
+
+BAD = [
+    ("interval_seconds", 0, "from 0.1 to 3600"),
+    ("interval_seconds", "soon", "from 0.1 to 3600"),
+    ("interval_seconds", float("nan"), "from 0.1 to 3600"),
+    ("interval_seconds", True, "from 0.1 to 3600"),
+    ("port", 70000, "a port from 1 to 65535"),
+    ("port", "http", "0 for any free port, or off"),
+    ("port", 9464.5, "a port"),
+    ("host", "a b", "the address to listen on"),
+    ("run", "  ", "not empty"),
+    ("run_dir", "", "the path of a folder"),
+    ("run_dir", "a\0b", "the path of a folder"),
+    ("stall_enter_ratio", 2, "from 0.01 to 1"),
+    ("stuck_seconds", "never", "auto, or seconds"),
+    ("gpu_events", "maybe", "auto | on | off"),
+    ("patch", "perhaps", "true or false"),
+    ("max_snapshots", 1.5, "a number of traces"),
+    ("step_buckets", "3,2,1", "rising numbers"),
+    ("step_buckets", [], "rising numbers"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "allowed"), BAD, ids=lambda v: repr(v)[:30])
+def test_a_bad_value_is_named_with_what_is_allowed(name, value, allowed):
+    with pytest.raises(SettingError) as caught:
+        Config.load({name: value}, {})
+    text = str(caught.value)
+    assert name in text
+    assert repr(value)[:70] in text
+    assert allowed in text
+    assert "\n" not in text
+
+
+def test_a_bad_variable_is_named():
+    with pytest.raises(SettingError, match=r"port \(from TELEMETRY_PORT\) = 'x'"):
+        Config.load({}, {"TELEMETRY_PORT": "x"})
+
+
+def test_an_unknown_setting_has_a_near_one():
+    with pytest.raises(SettingError, match="did you mean interval_seconds"):
+        Config.load({"interval_second": 1}, {})
+
+
+def test_settings_that_contradict_each_other():
+    with pytest.raises(SettingError, match=r"less than stall_enter_ratio \(0.1\)"):
+        Config.load({"stall_enter_ratio": 0.1, "stall_exit_ratio": 0.1}, {})
+
+
+def test_paths_and_switches():
+    config = Config.load({"run_dir": "~/x", "start_line": "off", "step_buckets": "0.1, 1"}, {})
+    assert config.run_dir == Path("~/x").expanduser()
+    assert config.start_line is False
+    assert config.step_buckets == (0.1, 1.0)
+
+
+@pytest.mark.parametrize(("value", "off"), [("1", True), ("true", True), ("0", False), ("", False), ("no", False)])
+def test_disabled(value, off):
+    assert disabled({"TELEMETRY_DISABLED": value}) is off
+
+
+def test_unknown_variables_are_listed():
+    environ = {"TELEMETRY_PROT": "1", "TELEMETRY_PORT": "1", "TELEMETRY_DISABLED": "0", "PATH": ""}
+    assert unknown_variables(environ) == ["TELEMETRY_PROT"]

@@ -1,0 +1,149 @@
+"""The ledger adds up, whatever happens; sketches and histograms count what they are given."""
+
+from __future__ import annotations
+
+import math
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from telemetry.diagnose.ledger import Ledger
+from telemetry.diagnose.stats import ExposedWait, StepStats
+from telemetry.records import CATEGORIES, COMPUTE, DATA_WAIT, EVALUATION, STARTUP, Step
+from telemetry.sketch import Sketch, parse_counts
+
+stamps = st.integers(min_value=0, max_value=10**12)
+spans = st.tuples(
+    stamps, stamps, st.sampled_from(CATEGORIES), st.sampled_from(CATEGORIES), st.booleans(), st.booleans(), st.booleans()
+)
+
+
+@given(st.lists(st.one_of(spans, stamps), max_size=60), stamps)
+def test_every_instant_is_booked_once(events, waiting_since):
+    """Spans in any order, overlapping, backwards, mixed with readings: the sum is the time since the start."""
+    ledger = Ledger(0)
+    seen = dict.fromkeys(CATEGORIES, 0)
+    for event in events:
+        if isinstance(event, int):
+            ledger.advance(event, waiting_since)
+        else:
+            ledger.fold([event])
+        assert sum(ledger.ns.values()) == ledger.at_ns - ledger.start_ns
+        assert all(ledger.ns[c] >= seen[c] for c in CATEGORIES)  # counters never fall
+        seen = dict(ledger.ns)
+    assert all(step.seconds >= step.wait_seconds >= 0 for step in ledger.take_steps())
+
+
+@given(st.lists(st.tuples(st.integers(1, 10**9), st.integers(1, 10**9)), min_size=1, max_size=50))
+def test_steps_are_wait_and_compute_wherever_the_agent_looks(pairs):
+    ledger, looked_at = Ledger(1), Ledger(1)
+    at, wanted = 1, []  # 0 is "no request in progress"
+    for wait, compute in pairs:
+        span = (at, at + wait, DATA_WAIT, COMPUTE, True, True, True)
+        looked_at.advance(at + wait // 2, at)  # in the middle of the wait
+        looked_at.fold([span])
+        looked_at.advance(at + wait + compute // 2)
+        ledger.fold([span])
+        wanted.append(Step((wait + compute) / 1e9, wait / 1e9))
+        at += wait + compute
+    end = (at, at, DATA_WAIT, "other", True, False, False)
+    for each in (ledger, looked_at):
+        each.fold([end])
+        assert each.take_steps() == wanted
+        assert each.ns[DATA_WAIT] == sum(wait for wait, _ in pairs)
+    assert ledger.ns == looked_at.ns
+
+
+def test_a_request_in_progress_is_booked_before_its_batch_comes():
+    ledger = Ledger(0)
+    ledger.fold([(10, 20, DATA_WAIT, COMPUTE, True, True, True)])
+    ledger.advance(50, 30)
+    assert ledger.ns == {**dict.fromkeys(CATEGORIES, 0), STARTUP: 10, DATA_WAIT: 10 + 20, COMPUTE: 10}
+    ledger.fold([(30, 60, DATA_WAIT, COMPUTE, True, True, True)])
+    assert ledger.ns[DATA_WAIT] == 40
+
+
+def test_a_phase_that_is_looked_at_stays_one_phase():
+    ledger = Ledger(0)
+    ledger.fold([(10, 10, EVALUATION, EVALUATION, False, False, False)])
+    for now in (100, 200):
+        ledger.advance(now)
+    ledger.fold([(300, 310, EVALUATION, COMPUTE, False, False, False)])
+    (phase,) = ledger.take_phases()
+    assert (phase.name, phase.start_ns, phase.seconds) == (EVALUATION, 10, 300e-9)
+
+
+def test_dropped_spans_are_rebooked():
+    ledger = Ledger(0)
+    ledger.fold([(0, 10, DATA_WAIT, COMPUTE, True, True, True)])
+    ledger.advance(1000)
+    ledger.rebook([300 if c == DATA_WAIT else 0 for c in CATEGORIES])
+    assert ledger.ns[DATA_WAIT] == 310
+    assert ledger.ns[COMPUTE] == 690
+    ledger.rebook([10**9 for c in CATEGORIES])
+    assert sum(ledger.ns.values()) == 1000
+
+
+@given(st.lists(st.floats(1e-6, 1e5), min_size=1, max_size=200), st.floats(0, 1))
+def test_a_quantile_is_within_one_percent(values, share):
+    sketch = Sketch()
+    for value in values:
+        sketch.add(value)
+    true = sorted(values)[math.floor(share * (len(values) - 1))]
+    assert abs(sketch.quantile(share) - true) <= 0.0101 * true
+    assert sketch.percentiles().max == max(values)
+
+
+@given(st.lists(st.floats(0, 1e4), max_size=50), st.lists(st.floats(0, 1e4), max_size=50))
+def test_sketches_of_windows_add_up(first, second):
+    whole, parts = Sketch(), Sketch()
+    for values in (first, second):
+        part = Sketch()
+        for value in values:
+            part.add(value)
+            whole.add(value)
+        parts.merge(parse_counts(part.as_log_field()), part.largest)
+    assert parts.counts == whole.counts
+    assert parts.percentiles() == whole.percentiles()
+
+
+@given(st.recursive(st.none() | st.integers() | st.text() | st.floats(), lambda c: st.dictionaries(st.text(), c)))
+@settings(max_examples=50)
+def test_no_field_of_a_log_breaks_the_reader(field):
+    Sketch().merge(parse_counts(field), 0.0)
+
+
+def test_the_histogram_counts_each_step_once():
+    stats = StepStats((0.1, 1.0))
+    stats.add([Step(s, 0.0) for s in (0.05, 0.1, 0.5, 2.0)])
+    assert stats.histogram().counts == (2, 1, 1)
+    assert stats.histogram().total == 2.65
+    assert (stats.take_window().steps, stats.take_window().steps) == (4, 0)
+
+
+def test_exposed_wait_on_the_host_is_all_of_it():
+    exposed = ExposedWait()
+    exposed.host(1.5)
+    exposed.host(4.0)
+    assert exposed.seconds == 4.0
+
+
+def test_exposed_wait_on_the_gpu_scales_what_was_timed():
+    exposed = ExposedWait()
+    exposed.host(1.0)  # before CUDA came into use
+    exposed.gpu(11.0, (0.0, 0.0), (0.0, 0.0))  # nothing read yet: nothing guessed
+    assert exposed.seconds == 1.0
+    exposed.gpu(11.0, (0.5, 2.0), (0.0, 0.0))  # a quarter of what was timed
+    assert exposed.seconds == 1.0 + 10.0 / 4
+    exposed.gpu(15.0, (0.5, 2.0), (1.0, 3.0))  # an edge of an epoch: as it is, the rest waits for a reading
+    assert exposed.seconds == 3.5 + 1.0
+    exposed.gpu(15.0, (1.5, 3.0), (1.0, 3.0))  # the second of the rest, all of it exposed
+    assert exposed.seconds == 4.5 + 1.0
+
+
+def test_exposed_wait_that_cannot_be_told_is_absent():
+    exposed = ExposedWait()
+    exposed.host(1.0)
+    exposed.absent(2.0)
+    exposed.gpu(5.0, (1.0, 2.0), (0.0, 0.0))
+    assert exposed.seconds is None
