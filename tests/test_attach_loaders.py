@@ -106,8 +106,16 @@ def test_an_iterator_alive_before_the_start_counts():
         telemetry.stop()
 
 
+class SlowToBegin:
+    """A batch sampler whose iteration is slow to begin."""
+
+    def __iter__(self):
+        time.sleep(0.03)
+        return iter([[index] for index in range(8)])
+
+
 def test_an_epoch_left_with_break_closes_its_step(observed):
-    loader = DataLoader(Numbers(8), batch_size=1)
+    loader = DataLoader(Numbers(8), batch_sampler=SlowToBegin())
     for _ in range(3):
         for index, _ in enumerate(loader):
             if index == 1:
@@ -115,6 +123,8 @@ def test_an_epoch_left_with_break_closes_its_step(observed):
     observed.read()
     assert observed.ledger.batches == 6
     assert len(observed.steps) == 5  # the last one is still open
+    assert max(step.seconds for step in observed.steps) < 0.03  # the next epoch's beginning is in none of them
+    assert observed.ledger.ns[DATA_WAIT] >= 3 * 0.03e9
 
 
 def test_an_exception_in_the_loop_leaves_the_state_right(observed):

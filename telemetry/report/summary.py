@@ -119,7 +119,8 @@ def _stalls(process: ProcessLog) -> list[dict[str, Any]]:
         if line.get("event") == "stall_open":
             stalls.append(_stall(process.rank, line))
         elif stalls and stalls[-1]["closed"] is None:
-            stalls[-1] |= {k: v for k, v in _stall(process.rank, line).items() if v is not None and k != "opened"}
+            said = {k: v for k, v in _stall(process.rank, line).items() if v not in (None, {}, [])}
+            stalls[-1] |= said | {"opened": stalls[-1]["opened"]}
             stalls[-1]["closed"] = line.get("closed") or line.get("time")
     return stalls
 

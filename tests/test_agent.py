@@ -1,0 +1,172 @@
+"""The agent as a whole: what it publishes and logs of a run, and that it ends."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import urllib.request
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from torch.utils.data import DataLoader
+
+import telemetry
+from telemetry.config import SettingError
+from telemetry.report.load import load
+from telemetry.report.summary import summarize
+from tests.test_attach_loaders import Numbers
+
+
+def wait_for(condition, seconds: float = 20.0):
+    """Poll until a condition holds; what it returned."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        found = condition()
+        if found:
+            return found
+        time.sleep(0.02)
+    raise AssertionError("it did not come to be in time")
+
+
+def scrape(agent) -> dict:
+    """By sample name and the labels that are not run and rank."""
+    with urllib.request.urlopen(agent.metrics_url, timeout=10) as answer:
+        text = answer.read().decode()
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            rest = tuple(v for k, v in sorted(sample.labels.items()) if k not in {"run", "rank"})
+            assert {"run", "rank"} <= set(sample.labels)
+            assert (sample.name, *rest) not in found
+            found[sample.name, *rest] = sample.value
+    return found
+
+
+def log_lines(agent) -> list[dict]:
+    (path,) = (agent.run_dir / "logs").iterdir()
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_run_from_start_to_end(agent):
+    for _ in DataLoader(Numbers(20, seconds=0.02), batch_size=1, num_workers=1):
+        time.sleep(0.01)
+    metrics = wait_for(lambda: (m := scrape(agent)).get(("training_steps_total",)) == 20 and m)
+    ledger = {k[1]: v for k, v in metrics.items() if k[0] == "training_time_seconds_total"}
+    assert set(ledger) == {"startup", "data_wait", "compute", "evaluation", "checkpoint", "other"}
+    assert ledger["compute"] >= 0.2
+    assert metrics["training_exposed_wait_seconds_total",] == pytest.approx(ledger["data_wait"])
+    assert metrics["training_step_duration_seconds_count",] == 20
+    assert metrics["telemetry_overhead_seconds_total", "training"] > 0
+    assert metrics["telemetry_collector_up", "host"] == 1
+    assert metrics["telemetry_collector_up", "nvml"] == 0
+    assert not any("gpu" in name or "cuda" in name for name, *_ in metrics)  # not measured: absent, never 0
+    assert metrics["training_run_ended",] == 0
+    wait_for(lambda: any(line["event"] == "workers" for line in log_lines(agent)))
+
+    telemetry.stop()
+    lines = log_lines(agent)
+    assert (lines[0]["event"], lines[-1]["event"]) == ("run_start", "run_end")
+    assert {line["event"] for line in lines} <= {"run_start", "window", "host", "workers", "error", "run_end"}
+    for line in lines:
+        if "ledger_total_seconds" in line:
+            assert sum(line["ledger_total_seconds"].values()) == pytest.approx(line["wall_seconds"], abs=1e-4)
+    windows = [line for line in lines if line["event"] == "window"]
+    assert sum(line["steps"] for line in windows) == 20
+    assert all(0 <= line["exposed_wait_ratio"] <= 1 for line in windows if line["exposed_wait_ratio"] is not None)
+    (rank,) = summarize(load(agent.run_dir))["ranks"]
+    assert rank["steps"] == 20
+    assert 0.01 <= rank["step_seconds"]["p50"]
+
+
+def test_the_ledger_is_whole_at_every_moment_also_in_a_wait_that_lasts(agent):
+    release = threading.Event()
+
+    class Stuck(Numbers):
+        def __getitem__(self, index):
+            if index == 2:
+                release.wait(30)
+            return index
+
+    def look():
+        waited = wait_for(lambda: (v := data_wait()) > 0.3 and v)
+        assert data_wait() >= waited
+        release.set()
+
+    def data_wait() -> float:
+        return scrape(agent)["training_time_seconds_total", "data_wait"]
+
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    list(DataLoader(Stuck(4), batch_size=1))
+    watcher.join()
+    assert release.is_set()
+
+
+def test_start_twice_is_one_agent(agent, tmp_path):
+    assert telemetry.start(tmp_path / "other") is agent
+
+
+def test_a_bad_setting_starts_nothing(tmp_path):
+    before = threading.active_count()
+    with pytest.raises(SettingError, match="interval_seconds"):
+        telemetry.start(tmp_path / "run", interval_seconds=-1)
+    assert threading.active_count() == before
+    assert not (tmp_path / "run").exists()
+
+
+def test_stop_and_start_again(tmp_path):
+    for number in range(3):
+        agent = telemetry.start(tmp_path / str(number), port=0, start_line=False)
+        list(DataLoader(Numbers(3), batch_size=1))
+        telemetry.stop()
+        telemetry.stop()
+        assert summarize(load(agent.run_dir))["ranks"][0]["steps"] == 3
+        assert not [t.name for t in threading.enumerate() if t.name.startswith("telemetry-")]
+
+
+def test_port_off_serves_nothing(tmp_path):
+    agent = telemetry.start(tmp_path / "run", port="off", start_line=False)
+    assert agent.metrics_url is None
+    assert "telemetry-endpoint" not in [t.name for t in threading.enumerate()]
+
+
+def test_the_start_line(tmp_path, capfd):
+    agent = telemetry.start(tmp_path / "run", port=0)
+    telemetry.stop()
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert f"metrics at http://127.0.0.1:{agent.config.port or ''}"[:25] in err
+    assert str(tmp_path / "run") in err
+
+
+def test_the_start_line_can_be_turned_off(tmp_path, capfd):
+    telemetry.start(tmp_path / "run", port=0, start_line=False)
+    telemetry.stop()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_patch_off_leaves_torch_alone_and_watch_still_works(tmp_path):
+    original = DataLoader.__iter__
+    agent = telemetry.start(tmp_path / "run", port="off", patch=False, start_line=False)
+    assert DataLoader.__iter__ is original
+    loader = DataLoader(Numbers(4), batch_size=1)
+    assert len(list(telemetry.watch(loader))) == 4
+    agent._account()
+    assert agent._stats.steps == 4
+
+
+def test_a_million_steps_a_second_are_counted_if_not_kept(agent):
+    """A ring that overflows drops steps, counts them, and keeps the ledger whole."""
+    from telemetry.attach.ring import CAPACITY
+
+    with agent.faults.contained("test"):
+        ring = agent.tracker.ring
+        for _ in range(CAPACITY + 500):
+            ring.push(*(agent._ledger.at_ns,) * 2, 1 | 2 << 3 | 1 << 8)
+        assert ring.dropped >= 1
+    telemetry.stop()
+    (end,) = [line for line in log_lines(agent) if line["event"] == "run_end"]
+    assert end["dropped_steps_total"] == ring.dropped
+    assert sum(end["ledger_total_seconds"].values()) == pytest.approx(end["wall_seconds"], abs=1e-4)

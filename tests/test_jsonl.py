@@ -1,0 +1,109 @@
+"""The log: one JSON object a line, whole or not at all, rotated and capped."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from telemetry.publish.jsonl import JsonLog, LogFile
+from telemetry.records import Identity
+
+ME = Identity(run="r", rank=3, local_rank=1, world_size=4, node="n", pid=77, launcher="torchrun")
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> JsonLog:
+    return make(tmp_path)
+
+
+def make(folder: Path, **settings) -> JsonLog:
+    defaults = dict(max_bytes=1 << 20, max_files=3)
+    return JsonLog(
+        folder / "logs",
+        ME,
+        timestamp=lambda: "2026-01-02T03:04:05.678Z",
+        step=lambda: 9,
+        head=lambda: {"started": "2026-01-01T00:00:00.000Z"},
+        **defaults | settings,
+    )
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_line_is_that_of_the_contract(log):
+    assert log.emit("window", {"steps": 3, "wait_ratio": 0.5})
+    (line,) = lines(log.file.path)
+    assert list(line)[:9] == ["time", "event", "run", "rank", "local_rank", "node", "pid", "tid", "step"]
+    assert line["event"] == "window"
+    assert (line["time"], line["run"], line["rank"], line["local_rank"]) == ("2026-01-02T03:04:05.678Z", "r", 3, 1)
+    assert (line["node"], line["pid"], line["step"], line["steps"]) == ("n", 77, 9, 3)
+    assert log.file.path.name == "rank-3.77.jsonl"
+
+
+def test_a_line_is_on_its_way_at_once(log):
+    log.emit("window", {})
+    assert len(lines(log.file.path)) == 1  # not closed, not flushed: written
+
+
+def test_files_are_rotated_capped_and_each_has_a_head(tmp_path):
+    log = make(tmp_path, max_bytes=2000)
+    for number in range(60):
+        log.emit("window", {"number": number})
+    files = sorted(p.name for p in (tmp_path / "logs").iterdir())
+    assert files == ["rank-3.77.jsonl", "rank-3.77.jsonl.1", "rank-3.77.jsonl.2"]
+    seen = []
+    for name in reversed(files):
+        path = tmp_path / "logs" / name
+        assert path.stat().st_size <= 2000
+        content = lines(path)
+        assert content[0]["event"] == "run_start"
+        assert content[0]["continued"] is True
+        seen += [line["number"] for line in content[1:]]
+    assert seen == list(range(60 - len(seen), 60))  # the newest, in order, none lost
+
+
+def test_one_file_only(tmp_path):
+    log = make(tmp_path, max_bytes=1000, max_files=1)
+    for number in range(20):
+        log.emit("window", {"number": number})
+    assert [p.name for p in (tmp_path / "logs").iterdir()] == ["rank-3.77.jsonl"]
+    assert lines(log.file.path)[-1]["number"] == 19
+
+
+def test_what_json_cannot_say_is_said_as_well_as_can_be(log):
+    log.emit("error", {"message": "lone \udc80 surrogate", "thing": {"path": Path("/x")}, "number": float("nan")})
+    (line,) = lines(log.file.path)
+    assert line["message"] == "lone \\udc80 surrogate"
+    assert line["number"] is None
+
+
+def test_what_cannot_be_written_is_counted_and_the_log_goes_on(tmp_path):
+    (tmp_path / "logs").write_text("a file where the folder should be")
+    log = make(tmp_path)
+    assert not log.emit("window", {})
+    assert log.file.dropped == 1
+    assert isinstance(log.file.last_error, OSError)
+    (tmp_path / "logs").unlink()
+    assert log.emit("window", {})
+
+
+def test_a_torn_line_is_ended_before_the_next(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b'{"torn": ')
+    file = LogFile(path, 1 << 20, 3, lambda: b"")
+    file.write(b"{}\n")
+    assert path.read_bytes() == b'{"torn": \n{}\n'
+
+
+def test_a_link_planted_in_place_of_the_log_is_not_followed(tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    path = tmp_path / "x.jsonl"
+    os.symlink(victim, path)
+    assert not LogFile(path, 1 << 20, 3, lambda: b"").write(b"{}\n")
+    assert victim.read_text() == "precious"
