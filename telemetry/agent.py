@@ -29,6 +29,7 @@ from telemetry.publish.jsonl import JsonLog
 from telemetry.publish.node import NodeService
 from telemetry.records import CATEGORIES, DATA_WAIT, RunView
 from telemetry.sampling import Sampler
+from telemetry.signals import signals_blocked
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -66,7 +67,8 @@ class Agent:
         self._start_ns = now_ns()
         self.config = config
         self.identity = identify(config.run, config.run_dir)
-        self.run_dir = config.run_dir or Path("telemetry-runs") / slug(self.identity.run)
+        # Absolute: the script may change its folder, and a rotated log must not follow it.
+        self.run_dir = (config.run_dir or Path("telemetry-runs") / slug(self.identity.run)).absolute()
         self.running = False
         self.faults = Faults()
         self._wall = WallClock()
@@ -85,7 +87,6 @@ class Agent:
         self._dropped_seen = [0] * len(CATEGORIES)
         self._hook_errors_seen = 0
 
-        self._sampler = Sampler(self.tracker, config.interval_seconds, self.faults)
         self._families = Families(self.identity.run, self.identity.rank)
         self._log = JsonLog(
             self.run_dir / "logs",
@@ -96,6 +97,7 @@ class Agent:
             max_bytes=config.log_max_bytes,
             max_files=config.log_max_files,
         )
+        self._sampler = Sampler(self.tracker, config.interval_seconds, self.faults)
         self._node: NodeService | None = None
         self._thread = threading.Thread(target=self._main, name="telemetry-agent", daemon=True)
         self._wake = threading.Event()
@@ -116,9 +118,11 @@ class Agent:
             with self.faults.contained("attach"):
                 self.attachment.attach()
         with self.faults.contained("board"):
-            board = Board(self.identity.run, str(self.run_dir.absolute()))
+            board = Board(self.identity.run, str(self.run_dir))
             targets = TargetFile(
-                self.config.targets_dir or self.run_dir / "targets", self.identity.run, self.identity.node
+                (self.config.targets_dir or self.run_dir / "targets").absolute(),
+                self.identity.run,
+                self.identity.node,
             )
             self._node = NodeService(
                 board,
@@ -134,7 +138,8 @@ class Agent:
             self._lead()
         logged = self._emit("run_start", self._head_fields() | {"settings": self.config.as_log_fields()})
         atexit.register(self.stop)
-        self._thread.start()
+        with signals_blocked():
+            self._thread.start()
         if self.config.start_line and self.identity.local_rank == 0:
             self._say_start(logged=logged)
 
@@ -148,14 +153,16 @@ class Agent:
                 self.faults.tell("attach", f"{name} was patched by others after us; ours stays below it, inert")
         self._ended = True
         self._wake.set()
-        if threading.current_thread() is not self._thread:
+        if self._thread.ident is None:  # it could not be started
+            self._finish()
+        elif threading.current_thread() is not self._thread:
             self._thread.join(_STOP_SECONDS)
         atexit.unregister(self.stop)
 
     def after_fork_in_child(self) -> None:
         """Make this copy inert: no hook, no thread, no socket, no line. Takes no lock."""
         self.running = False
-        self.tracker.detach()
+        self.attachment.after_fork_in_child()
         self._log.file.forget()
         if self._node is not None:
             self._node.after_fork_in_child()
@@ -206,11 +213,12 @@ class Agent:
         with self.faults.contained("jsonl"):
             self._log_window(self._ledger.at_ns)
         self._emit("run_end", self._end_fields())
-        with self.faults.contained("board"):
-            if self._node is not None:
-                self._node.leave()
         with self.faults.contained("collect"):
             self._sampler.close()
+        with self.faults.contained("board"):
+            self._publish()
+            if self._node is not None:
+                self._node.leave()
 
     def _account(self) -> None:
         """Bring the ledger, the steps and the exposed wait up to now."""
@@ -259,7 +267,7 @@ class Agent:
         for family in self._families.of(self._view()):
             rendered.append(render(family))
             time.sleep(0)  # a family takes some 50 us; the training thread may have the interpreter in between
-        self._node.publish(self.identity.rank, rendered)
+        self._node.publish(self.identity.rank, rendered, ended=self._ended)
 
     def _view(self) -> RunView:
         sampler, last = self._sampler, self._ledger.last_step_ns
@@ -397,9 +405,9 @@ class Agent:
         logs = f"logs in {self.run_dir / 'logs'}" if logged else f"no logs ({self._log.file.last_error})"
         metrics = self.metrics_url
         where = f"metrics at {metrics}" if metrics else "no metrics endpoint"
-        text = f"telemetry: run {self.identity.run}, rank {self.identity.rank}: {where}, {logs}\n"
+        text = f"telemetry: run {self.identity.run}, rank {self.identity.rank}: {where}, {logs}"
         try:
-            sys.stderr.write(text)
+            sys.stderr.write("".join(c if c.isprintable() else "?" for c in text) + "\n")
         except Exception:
             self.faults.note("start_line", "stderr cannot be written")
 

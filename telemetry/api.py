@@ -56,6 +56,7 @@ def start(run_dir: str | os.PathLike[str] | None = None, **settings: Any) -> Age
     global _agent  # noqa: PLW0603 - one agent a process is the contract
     if settings_module.disabled() or _in_worker():
         return InactiveAgent()
+    _register_fork_handler()
     with _starting:
         if _agent is not None and _agent.running:
             return _agent
@@ -65,15 +66,15 @@ def start(run_dir: str | os.PathLike[str] | None = None, **settings: Any) -> Age
         try:
             from telemetry.agent import Agent
 
-            _register_fork_handler()
-            agent = Agent(config)
+            agent = _agent = Agent(config)  # known before it starts: a child may be forked at any moment
             for variable in settings_module.unknown_variables():
                 agent.faults.tell("config", f"{variable} is no setting of ours and was ignored")
             agent.start()
         except Exception as error:
-            _say(f"telemetry: cannot start ({type(error).__name__}: {error}); the run goes on without it")
+            stop()
+            if config.start_line:
+                _say(f"telemetry: cannot start ({type(error).__name__}: {error}); the run goes on without it")
             return InactiveAgent()
-        _agent = agent
         return agent
 
 
@@ -98,8 +99,10 @@ def watch(iterable: Iterable[T]) -> Iterable[T]:
         return iterable
     if not hasattr(iterable, "__iter__") and not hasattr(iterable, "__getitem__"):
         raise TypeError(f"telemetry.watch needs something to iterate over, not {type(iterable).__name__}")
-    from telemetry.attach.loader import Watched
+    from telemetry.attach.loader import Watched, WatchedIterator
 
+    if hasattr(iterable, "__next__"):  # an iterator may be asked for its next item without ``iter``
+        return WatchedIterator(iterable, agent.tracker)  # type: ignore[arg-type]
     return Watched(iterable, agent.tracker)
 
 
@@ -205,4 +208,7 @@ def _after_fork_in_child() -> None:
     agent, _agent = _agent, None
     _starting = threading.Lock()  # the parent's may have been held
     if agent is not None:
-        agent.after_fork_in_child()
+        try:
+            agent.after_fork_in_child()
+        except Exception:
+            pass  # Python would print it

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-import traceback
 from typing import TYPE_CHECKING, Final
 
 from telemetry import api, launch
@@ -82,10 +81,10 @@ def _run(options: argparse.Namespace) -> int:
     except (SettingError, launch.LaunchError) as error:
         return _usage_error(str(error))
     except SyntaxError as error:
-        sys.stderr.write("".join(traceback.format_exception_only(error)))
+        sys.excepthook(type(error), error.with_traceback(None), None)
         return 1
     sys.argv = [
-        program.file,
+        program.argv0,
         *options.arguments,
     ]  # before the start: a run without a name is named by its script
     api.start(**settings)

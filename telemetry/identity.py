@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _MAX_NAME: Final = 200
 _MAX_SLUG: Final = 64
+_UUID: Final = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
 def identify(run: str | None, run_dir: Path | None, environ: Mapping[str, str] | None = None) -> Identity:
@@ -44,7 +45,9 @@ def identify(run: str | None, run_dir: Path | None, environ: Mapping[str, str] |
     else:
         launcher = "kubernetes" if "KUBERNETES_SERVICE_HOST" in env else "plain"
         rank, world, local_rank = 0, 1, 0
-    name = run or _job_name(env, launcher) or (run_dir.resolve().name if run_dir else "") or _made_up_name()
+    job, folder = _job_name(env, launcher), run_dir.resolve().name if run_dir else ""
+    # A single-node torchrun draws a random id, which tells nobody anything: the folder's name is the better one.
+    name = run or (folder if _UUID.fullmatch(job) else job) or folder or job or _made_up_name()
     return Identity(
         run=clean_name(name),
         rank=rank,

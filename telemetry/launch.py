@@ -6,10 +6,13 @@ tracebacks without a frame of ours.
 
 from __future__ import annotations
 
+import builtins
 import importlib.util
 import io
+import os
 import sys
 from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
@@ -24,11 +27,13 @@ class LaunchError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What to run, compiled."""
+    """What to run, compiled. ``path0`` is None where Python is told to leave ``sys.path`` alone."""
 
     code: CodeType
+    argv0: str
     file: str
-    path0: str
+    path0: str | None
+    loader: Any
     spec: ModuleSpec | None
 
 
@@ -47,15 +52,18 @@ def run(program: Program, arguments: list[str]) -> None:
     main = ModuleType("__main__")
     vars(main).update(
         __file__=program.file,
-        __builtins__=__builtins__,
+        __builtins__=builtins,
         __spec__=program.spec,
-        __loader__=program.spec.loader if program.spec else None,
+        __loader__=program.loader,
         __package__=program.spec.parent if program.spec else None,
         __cached__=program.spec.cached if program.spec else None,
     )
     sys.modules["__main__"] = main
-    sys.argv = [program.file, *arguments]
-    sys.path[0] = program.path0
+    if "__mp_main__" in sys.modules:  # multiprocessing's second name for it, by which spawned workers send objects
+        sys.modules["__mp_main__"] = main
+    sys.argv = [program.argv0, *arguments]
+    if program.path0 is not None:
+        sys.path[0] = program.path0
     try:
         exec(program.code, vars(main))  # noqa: S102 - this is what the command is for
     except SystemExit:
@@ -67,18 +75,26 @@ def run(program: Program, arguments: list[str]) -> None:
 
 def _find_script(target: str) -> Program:
     path = Path(target)
-    if path.is_dir() or path.suffix in {".zip", ".pyz"}:
+    if path.is_dir() or path.suffix in {".zip", ".pyz", ".pyc"}:
         raise LaunchError(f"{target} is not a Python script; for a package use -m")
     try:
-        with io.open_code(str(path.absolute())) as file:
+        full = os.path.join(os.getcwd(), target)  # noqa: PTH109, PTH118 - as Python names it: absolute, not tidied up
+        with io.open_code(full) as file:
             source = file.read()
     except OSError as error:
         raise LaunchError(f"cannot open {target}: {error.strerror or error}") from None
-    return Program(compile(source, target, "exec", dont_inherit=True), target, str(path.resolve().parent), None)
+    try:
+        code = compile(source, full, "exec", dont_inherit=True)
+    except ValueError as error:
+        raise LaunchError(f"{target} is not a Python script: {error}") from None
+    path0 = None if _safe_path() else str(path.resolve().parent)
+    return Program(code, target, full, path0, SourceFileLoader("__main__", full), None)
 
 
 def _find_module(target: str) -> Program:
-    sys.path[0] = str(Path.cwd())
+    path0 = None if _safe_path() else str(Path.cwd())
+    if path0 is not None:
+        sys.path[0] = path0
     try:
         spec = importlib.util.find_spec(target)
         if spec is not None and spec.submodule_search_locations is not None:
@@ -89,7 +105,13 @@ def _find_module(target: str) -> Program:
     code = loader.get_code(spec.name) if spec is not None and hasattr(loader, "get_code") else None
     if spec is None or code is None:
         raise LaunchError(f"there is no module {target} that can be run")
-    return Program(code, spec.origin or target, sys.path[0], spec)
+    file = spec.origin or target
+    return Program(code, file, file, path0, loader, spec)
+
+
+def _safe_path() -> bool:
+    """Whether Python puts no folder of the program's in front of ``sys.path`` (-P, -I, from Python 3.11 on)."""
+    return bool(getattr(sys.flags, "safe_path", sys.flags.isolated))
 
 
 def _hide_our_frames() -> None:

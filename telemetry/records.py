@@ -145,6 +145,36 @@ class ProcessSample:
     threads: int
 
 
+FETCH_BUCKETS: Final = tuple((1 << 20 + power) / 1e9 for power in range(17))
+"""Upper bounds, seconds, of the fetch histogram: 1.05 ms doubling up to 68.7 s, so that a worker finds the bucket
+from the highest bit of the nanoseconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerCounters:
+    """What one DataLoader worker has written down of itself. Stamps are monotonic nanoseconds, 0 for none.
+
+    Attributes:
+        wall_ns, cpu_ns: of the fetches that have ended; ``fetching_since_ns`` is the start of the one in progress.
+        epoch: how many epochs it has begun; ``epoch_fetches``: fetches ended in the newest.
+        recent_finished_ns: when the newest fetches of the epoch ended; number ``n`` is at ``n % len``.
+    """
+
+    worker: int
+    pid: int
+    tid: int
+    fetches: int
+    wall_ns: int
+    cpu_ns: int
+    fetching_since_ns: int
+    finished_ns: int
+    longest_ns: int
+    epoch: int
+    epoch_fetches: int
+    histogram: tuple[int, ...]
+    recent_finished_ns: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class WorkersSample:
     """The live DataLoader workers of this rank, summed.

@@ -11,6 +11,7 @@ from telemetry.collect.pressure import PressureSource
 from telemetry.collect.source import Poller, Source, SourceError
 from telemetry.collect.torch_memory import TorchMemorySource, cuda
 from telemetry.publish import fields
+from telemetry.signals import signals_blocked
 
 if TYPE_CHECKING:
     from telemetry.attach.steps import StepTracker
@@ -40,7 +41,8 @@ class Sampler:
     def __init__(self, tracker: StepTracker, interval_seconds: float, faults: Faults) -> None:
         self._tracker = tracker
         self._faults = faults
-        self._nvml = NvmlSource(self._device_uuid, interval_seconds=interval_seconds)
+        with signals_blocked():
+            self._nvml = NvmlSource(self._device_uuid, interval_seconds=interval_seconds)
         sources: list[Source[Any]] = [
             self._nvml,
             HostSource(),
@@ -92,9 +94,10 @@ class Sampler:
         return self._nvml.cpu_seconds()
 
     def close(self) -> None:
-        """Close every source."""
+        """Close every source. From now on there are no newest samples: what has ended uses nothing any more."""
         for poller in self._pollers.values():
             poller.close()
+            poller.newest = None
 
     def after_fork_in_child(self) -> None:
         """Forget the threads that did not come along."""

@@ -170,3 +170,20 @@ def test_a_million_steps_a_second_are_counted_if_not_kept(agent):
     (end,) = [line for line in log_lines(agent) if line["event"] == "run_end"]
     assert end["dropped_steps_total"] == ring.dropped
     assert sum(end["ledger_total_seconds"].values()) == pytest.approx(end["wall_seconds"], abs=1e-4)
+
+
+def test_a_rank_that_has_ended_is_shown_as_ended_while_others_run(tmp_path):
+    """Two ranks of one run in two processes; the second ends, the first serves on."""
+    import os
+    import subprocess
+    import sys
+
+    env = dict(os.environ, RANK="1", WORLD_SIZE="2", LOCAL_RANK="1")
+    agent = telemetry.start(tmp_path / "run", port=0, interval_seconds=0.1, start_line=False)
+    code = "import sys, telemetry; telemetry.start(sys.argv[1], port=0, start_line=False)"
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "run")], env=env, check=True)
+    with urllib.request.urlopen(agent.metrics_url, timeout=10) as answer:
+        text = answer.read().decode()
+    assert 'training_run_ended{rank="0",run="run"} 0.0' in text
+    assert 'training_run_ended{rank="1",run="run"} 1.0' in text
+    assert 'training_process_threads{rank="1"' not in text  # a process that is gone has no threads

@@ -9,7 +9,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "telemetry"
 
-BASE = {"records", "clock", "config", "identity", "faults", "sketch", "_version"}
+BASE = {"records", "clock", "config", "identity", "faults", "signals", "sketch", "_version"}
 ROOMS = {"attach", "collect", "diagnose", "publish", "snapshot"}
 TOP = {"agent", "sampling", "api", "cli", "launch", "doctor", "demo", "__main__", "__init__"}
 REPORT_MAY = {"records", "sketch", "report", "snapshot.trace"}
@@ -19,7 +19,7 @@ OWNERS = {
     "psutil": {"collect/host.py"},
     "structlog": {"publish/jsonl.py"},
     "prometheus_client": {"publish/exposition.py", "publish/endpoint.py"},
-    "torch": {"demo/train.py", "doctor.py"},  # attach/ works on the modules that the script has imported
+    "torch": {"attach/workers.py", "demo/train.py", "doctor.py"},  # else attach/ works on the modules that the script has imported
     "PIL": {"demo/pictures.py", "demo/train.py", "demo/command.py"},
     "orjson": {"publish/jsonl.py", "report/load.py", "report/command.py"},
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from telemetry.attach import checkpoints, loader
+from telemetry.attach import checkpoints, loader, workers
 from telemetry.attach.gpu_clock import GpuClock
 from telemetry.attach.imports import ImportWatch
 from telemetry.attach.patches import Patches
@@ -47,12 +47,17 @@ class Attachment:
         self._tracker.detach()
         return self._patches.undo()
 
+    def after_fork_in_child(self) -> None:
+        """Let the hooks pass straight through. Takes no lock."""
+        self._watch.close()
+        self._tracker.detach()
+
     def _torch(self, torch: ModuleType) -> None:
         tracker = self._tracker
+        dataloader = sys.modules["torch.utils.data.dataloader"]
         places: tuple[Callable[[], None], ...] = (
-            lambda: loader.patch_loader(
-                sys.modules["torch.utils.data.dataloader"], tracker, torch.is_grad_enabled, self._patches
-            ),
+            lambda: loader.patch_loader(dataloader, tracker, torch.is_grad_enabled, self._patches),
+            lambda: workers.patch_workers(dataloader, tracker, self._patches),
             lambda: self._optimizer(sys.modules["torch.optim.optimizer"]),
             lambda: self._saving(torch.serialization),
             lambda: self._saving(torch),
@@ -76,6 +81,8 @@ class Attachment:
             except Exception as error:
                 tracker.fault(error)
 
+        # As torch.compiler.disable marks a function, which would import Dynamo: a compiled step is not to trace it.
+        stepped._torchdynamo_disable = True  # type: ignore[attr-defined]
         self._patches.on_undo(module.register_optimizer_step_post_hook(stepped).remove)
 
     def _saving(self, module: ModuleType) -> None:

@@ -60,12 +60,14 @@ class ImportWatch(MetaPathFinder):
             self._searching = False
         if spec is None or spec.loader is None:
             return None
-        then = self._waiting.pop(fullname)
-        spec.loader = _Announcing(spec.loader, lambda module: self._imported(then, module))
+        # Still waiting for it: who asks for a spec may only want to know whether there is such a module.
+        spec.loader = _Announcing(spec.loader, lambda module: self._imported(fullname, module))
         return spec
 
-    def _imported(self, then: Callable[[ModuleType], None], module: ModuleType) -> None:
-        self._call(then, module)
+    def _imported(self, name: str, module: ModuleType) -> None:
+        then = self._waiting.pop(name, None)
+        if then is not None:
+            self._call(then, module)
         if not self._waiting:
             self.close()
 

@@ -52,7 +52,7 @@ def timed_next(
         try:
             entry = STEP if id(self) == tracker.key and grad_enabled() else tracker.request(self)
             if tracker.gpu is not None:
-                tracker.mark_request(entry)
+                _mark(tracker, entry)
             start = now_ns()
             tracker.waiting_since = start if entry & 7 == 1 else -start
         except Exception as error:
@@ -82,9 +82,9 @@ def timed_next(
                 tracker.delivered(self, start, end, entry)
                 tracker.overhead_ns += now_ns() - end
             if tracker.gpu is not None:
-                tracker.gpu.batch_arrived(start, end)
-        except Exception as error:
-            tracker.fault(error)
+                _arrived(tracker, start, end)
+        except BaseException as error:
+            _contain(tracker, error)
         return batch
 
     return __next__
@@ -94,9 +94,39 @@ def _failed(tracker: StepTracker, iterator: object, start: int, entry: int, erro
     try:
         tracker.failed(iterator, start, entry, error)
         if tracker.gpu is not None:
-            tracker.gpu.batch_arrived(start, now_ns())
-    except Exception as ours:
-        tracker.fault(ours)
+            _arrived(tracker, start, now_ns())
+    except BaseException as ours:
+        _contain(tracker, ours)
+
+
+def _contain(tracker: StepTracker, error: BaseException) -> None:
+    """Count a failure of ours. Ctrl-C while we were at it is none and goes on; the next request is measured again."""
+    if not isinstance(error, Exception):
+        tracker.waiting_since = 0
+        raise error
+    tracker.fault(error)
+
+
+def _mark(tracker: StepTracker, entry: int) -> None:
+    try:
+        tracker.mark_request(entry)
+    except Exception as error:
+        _without_gpu(tracker, error)
+
+
+def _arrived(tracker: StepTracker, start: int, end: int) -> None:
+    try:
+        if tracker.gpu is not None:
+            tracker.gpu.batch_arrived(start, end)
+    except Exception as error:
+        _without_gpu(tracker, error)
+
+
+def _without_gpu(tracker: StepTracker, error: Exception) -> None:
+    """What failed once may fail at every step: the steps go on, and the GPU's part of their waits is not known."""
+    tracker.gpu = None
+    tracker.errors += 1
+    tracker.last_error = error
 
 
 def timed_iter(original: Callable[[Any], Any], tracker: StepTracker) -> Callable[[Any], Any]:
@@ -113,7 +143,7 @@ def timed_iter(original: Callable[[Any], Any], tracker: StepTracker) -> Callable
         try:
             entry = tracker.iteration(self)
             if tracker.gpu is not None:
-                tracker.mark_request(entry)
+                _mark(tracker, entry)
             start = now_ns()
             tracker.waiting_since = start if entry & 7 == 1 else -start
         except Exception as error:
@@ -130,9 +160,9 @@ def timed_iter(original: Callable[[Any], Any], tracker: StepTracker) -> Callable
                 end = now_ns()
                 tracker.iterated(start, end, entry, iterator)
                 if tracker.gpu is not None:
-                    tracker.gpu.batch_arrived(start, end)
-            except Exception as error:
-                tracker.fault(error)
+                    _arrived(tracker, start, end)
+            except BaseException as error:
+                _contain(tracker, error)
         return iterator
 
     return __iter__
@@ -156,6 +186,9 @@ class Watched:
 
     def __len__(self) -> int:
         return len(self._telemetry_iterable)  # type: ignore[arg-type]
+
+    def __bool__(self) -> bool:
+        return bool(self._telemetry_iterable)
 
     def __getitem__(self, index: Any) -> Any:
         return self._telemetry_iterable[index]  # type: ignore[index]

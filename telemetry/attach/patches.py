@@ -26,7 +26,9 @@ class Patches:
         original = vars(owner).get(name, _MISSING)
         if original is _MISSING:
             raise AttributeError(f"{getattr(owner, '__name__', owner)!s} has no {name} of its own to patch")
-        replacement = wrap(original)
+        # A function known under two names has one wrapper, or it could not be pickled by its name any more.
+        same = [ours for _, _, theirs, ours in self._undo if theirs is original]
+        replacement = same[0] if same else wrap(original)
         setattr(owner, name, replacement)
         self._undo.append((owner, name, original, replacement))
 

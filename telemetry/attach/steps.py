@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from telemetry.attach.gpu_clock import GpuClock
+    from telemetry.attach.workers import WorkerBlock
 
 _SAME_STEP: Final = r.code(r.S_DATA_WAIT, r.S_COMPUTE)
 _EVALUATION: Final = r.code(r.S_EVALUATION, r.S_EVALUATION)
@@ -42,13 +43,27 @@ OVERHEAD_MASK: Final = OVERHEAD_EVERY * r.STRIDE - 1
 
 
 class LoaderHandle:
-    """What the agent may know of a live multi-worker iterator without keeping it alive."""
+    """What the agent may know of a live multi-worker iterator without keeping it alive.
 
-    __slots__ = ("pids", "queue")
+    Attributes:
+        pids: of its workers.
+        queue: where finished batches lie.
+        block: what the workers write down of themselves; None where they were started before the agent.
+        settings: of the loader, by the names of DataLoader's arguments.
+    """
 
-    def __init__(self, pids: tuple[int, ...], queue: Any) -> None:
-        self.pids = pids
-        self.queue = queue
+    __slots__ = ("block", "pids", "queue", "settings")
+
+    def __init__(self, iterator: Any, block: WorkerBlock | None) -> None:
+        self.pids = tuple(worker.pid for worker in iterator._workers)
+        self.queue = getattr(iterator, "_data_queue", None)
+        self.block = block
+        self.settings = {
+            "num_workers": len(self.pids),
+            "prefetch_factor": getattr(iterator, "_prefetch_factor", None),
+            "persistent_workers": bool(getattr(iterator, "_persistent_workers", False)),
+            "pin_memory": bool(getattr(iterator, "_pin_memory", False)),
+        }
 
 
 class StepTracker:
@@ -60,6 +75,7 @@ class StepTracker:
             there is none. Also what tells an inner fetch (a dataset that reads another loader) from an outer one.
         key: id of the iterator for which the short path of the hook holds, 0 when it does not hold.
         device: the CUDA device of the training thread, as of the newest first batch; None for none.
+        loaders: live multi-worker iterators, by id; ``retired``: those that are gone and whose block is still unread.
         gpu: the clock that times waits on the GPU, None where there is none.
         overhead_ns: time the hooks took, from one call in `OVERHEAD_EVERY`.
     """
@@ -86,6 +102,7 @@ class StepTracker:
         "optimizer_steps",
         "overhead_ns",
         "phases",
+        "retired",
         "ring",
         "thread",
         "waiting_since",
@@ -103,6 +120,7 @@ class StepTracker:
         self.last_error: BaseException | None = None
         self.phases: deque[PhaseSpan] = deque(maxlen=_MAX_PHASES)
         self.loaders: dict[int, tuple[weakref.ref[Any], LoaderHandle]] = {}
+        self.retired: deque[LoaderHandle] = deque(maxlen=_MAX_ITERATORS)
         self.device: int | None = None
         self._current_device: Callable[[], int | None] = lambda: None
         self._grad_enabled: Callable[[], bool] = lambda: True  # until torch is there
@@ -125,6 +143,11 @@ class StepTracker:
     def gradients_on(self) -> bool:
         """Whether gradients are on, as far as torch is loaded."""
         return self._grad_enabled()
+
+    @property
+    def active(self) -> bool:
+        """Whether the hooks are to do anything: not after ``stop()``, and not in a forked child."""
+        return self.thread != _NO_THREAD
 
     @property
     def checkpointing(self) -> bool:
@@ -158,7 +181,7 @@ class StepTracker:
         self._fetched = True
         self.device = self._current_device()
         if id(iterator) not in self.loaders:
-            self.register(iterator)
+            self.register(iterator)  # begun before the agent
         if self._explicit:
             self._open = True
             return
@@ -216,18 +239,25 @@ class StepTracker:
         if iterator is not None:
             self.register(iterator)
 
-    def register(self, iterator: object) -> None:
+    def register(self, iterator: object, block: WorkerBlock | None = None) -> None:
         """Note the workers of an iterator, without keeping it alive.
 
         Only its pids and its queue are kept: a strong reference on the agent thread could make that thread the one
         that shuts the workers down.
         """
-        workers = getattr(iterator, "_workers", None)
-        if not workers or len(self.loaders) >= _MAX_ITERATORS:
+        if not getattr(iterator, "_workers", None) or len(self.loaders) >= _MAX_ITERATORS:
             return
-        key, loaders = id(iterator), self.loaders
-        handle = LoaderHandle(tuple(w.pid for w in workers), getattr(iterator, "_data_queue", None))
-        loaders[key] = (weakref.ref(iterator, lambda _: loaders.pop(key, None)), handle)
+        key, loaders, retired = id(iterator), self.loaders, self.retired
+        if key in loaders:
+            return
+
+        def gone(reference: object) -> None:
+            del reference
+            entry = loaders.pop(key, None)
+            if entry is not None:
+                retired.append(entry[1])
+
+        loaders[key] = (weakref.ref(iterator, gone), LoaderHandle(iterator, block))
 
     def mark_request(self, entry: int) -> None:
         """Mark the request on the GPU's clock, where the span will be booked as waiting for data."""

@@ -7,6 +7,7 @@ a forked DataLoader worker does not inherit it.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -73,37 +74,50 @@ class Board:
         where = f"{run}\0{scope}\0{_pid_namespace()}"
         digest = hashlib.sha256(where.encode("utf-8", "surrogateescape")).hexdigest()[:12]
         self.path = self._root / f"{slug(run)[:48]}-{digest}"
-        _own_folder(self._root)
-        _own_folder(self.path)
+        self._make()
         self._lock: int | None = None
         self._mine: Path | None = None
         self._ticks = start_ticks(os.getpid())
 
+    def _make(self) -> None:
+        _own_folder(self._root)
+        _own_folder(self.path)
+
     # -- a rank's state ----------------------------------------------------------------------------------------
 
-    def publish(self, rank: int, families: list[tuple[bytes, bytes]]) -> None:
-        """Replace this rank's state."""
+    def publish(self, rank: int, families: list[tuple[bytes, bytes]], *, ended: bool = False) -> None:
+        """Replace this rank's state. What has ended by itself is shown on, as long as others of the run are there."""
         pid = os.getpid()
-        meta = json.dumps({"rank": rank, "pid": pid, "ticks": self._ticks}).encode()
+        meta = json.dumps({"rank": rank, "pid": pid, "ticks": self._ticks, "ended": ended}).encode()
         parts = [meta]
         for header, samples in families:
             parts += (header, samples)
         path = self.path / f"rank-{rank}.{pid}"
         temporary = f"{path}.tmp"
-        file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
-            os.write(file, _SEPARATOR.join(parts))
+            file = os.open(temporary, flags, 0o600)
+        except FileNotFoundError:  # swept away, as systemd's RemoveIPC does at a logout
+            self._make()
+            file = os.open(temporary, flags, 0o600)
+        content = _SEPARATOR.join(parts)
+        try:
+            _write_whole(file, content)
+            os.replace(temporary, path)  # noqa: PTH105 - every tick
+        except OSError:
+            _unlink(temporary)
+            raise
         finally:
             os.close(file)
-        os.replace(temporary, path)  # noqa: PTH105 - every tick
         self._mine = path
 
     def states(self) -> list[RankState]:
         """The state of every rank that is alive, by rank. A dead rank's file is removed.
 
-        Should two processes claim one rank, the younger is shown: the same series twice would fail the scrape.
+        Should two processes claim one rank, the younger is shown, of those that have not ended if there is one: the
+        same series twice would fail the scrape.
         """
-        states: dict[int, tuple[int, RankState]] = {}
+        states: dict[int, tuple[tuple[bool, int], RankState]] = {}
         for entry in self._entries():
             try:
                 with open(entry, "rb") as file:  # noqa: PTH123 - at every scrape
@@ -112,17 +126,18 @@ class Board:
                 rank, pid, ticks = int(meta["rank"]), int(meta["pid"]), meta["ticks"]
             except (OSError, ValueError, KeyError, TypeError):
                 continue
-            if start_ticks(pid) != ticks:
+            if not meta.get("ended") and start_ticks(pid) != ticks:
                 _unlink(entry)
                 continue
             families = tuple(zip(parts[1::2], parts[2::2], strict=False))
-            if rank not in states or states[rank][0] < ticks:
-                states[rank] = (ticks, RankState(rank, pid, families))
+            order = (not meta.get("ended"), ticks)
+            if rank not in states or states[rank][0] < order:
+                states[rank] = (order, RankState(rank, pid, families))
         return [states[rank][1] for rank in sorted(states)]
 
-    def live_ranks(self) -> int:
-        """How many processes publish here and are alive."""
-        return sum(1 for entry in self._entries() if _alive(entry))
+    def live_ranks(self, but: Path | None = None) -> int:
+        """How many processes publish here and are alive, one's own file left out."""
+        return sum(1 for entry in self._entries() if entry != str(but) and _alive(entry))
 
     def _entries(self) -> list[str]:
         try:
@@ -161,10 +176,8 @@ class Board:
     # -- the end -----------------------------------------------------------------------------------------------
 
     def leave(self) -> bool:
-        """Take this rank's state away. Returns whether it was the last one here; then the board is gone too."""
-        if self._mine is not None:
-            _unlink(self._mine)
-        last = self.live_ranks() == 0
+        """Leave what was published last, as ended. Returns whether this was the last rank; then the board is gone."""
+        last = self.live_ranks(but=self._mine) == 0
         if last:
             shutil.rmtree(self.path, ignore_errors=True)
         self.forget()
@@ -210,11 +223,17 @@ def _own_folder(path: Path) -> None:
         raise OSError(f"{path} is not a folder of this user alone; remove it")
 
 
+def _write_whole(file: int, content: bytes) -> None:
+    if os.write(file, content) < len(content):  # half of it would spoil the scrape of the whole node
+        raise OSError(errno.ENOSPC, "no room for the state of this rank")
+
+
 def _alive(entry: str | os.PathLike[str]) -> bool:
+    """Whether the process that wrote a file still runs and has not ended its part."""
     try:
         with open(entry, "rb") as file:  # noqa: PTH123
-            meta = json.loads(file.read(512).split(_SEPARATOR)[0])
-        return bool(start_ticks(int(meta["pid"])) == meta["ticks"])
+            meta: dict[str, Any] = json.loads(file.read(512).split(_SEPARATOR)[0])
+        return not meta.get("ended") and start_ticks(int(meta["pid"])) == meta["ticks"]
     except (OSError, ValueError, KeyError, TypeError):
         return False
 

@@ -7,15 +7,18 @@ triggered from outside: GET /metrics and GET /healthz are all there is.
 from __future__ import annotations
 
 import ipaddress
+import os
 import socket
 import threading
 import time
+import weakref
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler
 from socketserver import TCPServer, ThreadingMixIn
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.clock import NS, now_ns
+from telemetry.signals import signals_blocked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -88,7 +91,8 @@ class Endpoint:
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(_POLL_SECONDS,), name="telemetry-endpoint", daemon=True
         )
-        self._thread.start()
+        with signals_blocked():
+            self._thread.start()
 
     @property
     def cpu_seconds(self) -> float:
@@ -102,10 +106,6 @@ class Endpoint:
         except OSError:
             pass
         self._server.shutdown()
-        self.abandon()
-
-    def abandon(self) -> None:
-        """Close the sockets and nothing else: in a forked child, whose copies they are."""
         self._server.close_sockets()
 
     def _bind(self, host: str, ports: Iterable[int]) -> _Server:
@@ -195,6 +195,7 @@ class _Server(ThreadingMixIn, TCPServer):
         self.answer: Callable[[str, str, str], Answer] = lambda *_: Answer(503, _PLAIN, b"not ready\n")
         self._open: dict[socket.socket, int] = {}
         self._guard = threading.Lock()
+        _servers.add(self)  # before there is a socket: a child may be forked at any moment
         super().__init__(address, _Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -232,3 +233,21 @@ class _Server(ThreadingMixIn, TCPServer):
                 each.close()
             except OSError:
                 pass
+
+    def abandon(self) -> None:
+        """Close this process's copies, in a forked child. Not `socket.close`: it waits for a file on the socket."""
+        for each in (getattr(self, "socket", None), *list(self._open)):
+            try:
+                if each is not None:
+                    os.close(each.detach())
+            except OSError:
+                pass
+
+
+_servers: Final[weakref.WeakSet[_Server]] = weakref.WeakSet()
+
+
+def abandon_all() -> None:
+    """In a forked child: close the sockets, which are the parent's: of every server, one that is only being made included."""
+    for server in list(_servers):
+        server.abandon()

@@ -10,12 +10,13 @@ import errno
 import os
 import sys
 import threading
+from importlib.abc import MetaPathFinder
 from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
     from types import ModuleType
 
@@ -23,6 +24,18 @@ if TYPE_CHECKING:
 
 _HEAVY: Final = ("rich", "twisted", "better_exceptions", "colorama")
 _MAX_TEXT: Final = 8192
+
+
+class _Absent(MetaPathFinder):
+    """Packages that are not there, for the thread that made this: another one may be importing them right now."""
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
+        del path, target
+        if fullname.partition(".")[0] in _HEAVY and threading.get_ident() == self._thread:
+            raise ModuleNotFoundError(f"No module named {fullname!r}", name=fullname)
 
 
 def _structlog() -> ModuleType:
@@ -34,14 +47,12 @@ def _structlog() -> ModuleType:
     loaded = sys.modules.get("structlog")
     if loaded is not None:
         return loaded
-    blocked = [name for name in _HEAVY if name not in sys.modules]
-    for name in blocked:
-        sys.modules[name] = None  # type: ignore[assignment]
+    absent = _Absent()
+    sys.meta_path.insert(0, absent)
     try:
         import structlog
     finally:
-        for name in blocked:
-            sys.modules.pop(name, None)
+        sys.meta_path.remove(absent)
         for name in [n for n in sys.modules if n == "structlog" or n.startswith("structlog.")]:
             del sys.modules[name]
     return structlog

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Final
 
-from telemetry.publish.endpoint import Endpoint
+from telemetry.clock import NS, now_ns
+from telemetry.publish.endpoint import Endpoint, abandon_all
 from telemetry.publish.exposition import CONTENT_TYPE
 
 if TYPE_CHECKING:
@@ -15,6 +17,9 @@ if TYPE_CHECKING:
 
 PORTS_TRIED: Final = 64
 """A job that finds the port taken tries so many above it."""
+
+_ANNOUNCED_SECONDS: Final = 0.2
+"""Ranks start together: one that does not serve waits so long for the one that does to say where."""
 
 
 class NodeService:
@@ -45,15 +50,18 @@ class NodeService:
         self._port = port
         self._node = node
         self._notice = notice
+        self._settled_ns = now_ns() + int(_ANNOUNCED_SECONDS * NS)
+        self._ended = False
         self.endpoint: Endpoint | None = None
 
-    def publish(self, rank: int, families: list[tuple[bytes, bytes]]) -> None:
+    def publish(self, rank: int, families: list[tuple[bytes, bytes]], *, ended: bool) -> None:
         """Put this rank's families on the board.
 
         Raises:
             OSError: the board cannot be written.
         """
-        self._board.publish(rank, families)
+        self._ended = ended
+        self._board.publish(rank, families, ended=ended)
 
     def lead_if_vacant(self) -> None:
         """Serve, if nobody does. Cheap enough for every tick; called at least once a second.
@@ -61,7 +69,10 @@ class NodeService:
         Raises:
             OSError: no port can be had, or the target file cannot be written (the endpoint then serves all the same).
         """
-        if self._port is None or self.endpoint is not None or not self._board.try_lead():
+        if self._port is None or self.endpoint is not None or self._ended:
+            return  # and who has ended is no more waited for: the board may be gone
+        if not self._board.try_lead():
+            self._wait_for_announcement()
             return
         endpoint = Endpoint(self._host, self._ports(), self._board.states, self._node, CONTENT_TYPE)
         self.endpoint = endpoint
@@ -86,9 +97,12 @@ class NodeService:
 
     def after_fork_in_child(self) -> None:
         """Close what is the parent's."""
-        if self.endpoint is not None:
-            self.endpoint.abandon()
+        abandon_all()
         self._board.forget()
+
+    def _wait_for_announcement(self) -> None:
+        while now_ns() < self._settled_ns and self._board.announced_port() is None:
+            time.sleep(0.002)
 
     def _ports(self) -> list[int]:
         if not self._port:

@@ -1,0 +1,167 @@
+"""Inside the workers: every fetch is counted, and nothing else changes."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import signal
+import time
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from telemetry.attach.workers import WorkerBlock, WorkerProbe
+from telemetry.records import FETCH_BUCKETS
+from tests.test_attach_loaders import Numbers, Stream, _trace
+
+
+def note_worker(path, worker_id: int) -> None:
+    with open(path, "a") as file:
+        file.write(f"{worker_id} {torch.utils.data.get_worker_info().num_workers}\n")
+
+
+def fail(worker_id: int) -> None:
+    raise KeyError(f"worker {worker_id} cannot begin")
+
+
+class Spinning(Numbers):
+    """Half of the time of a sample is CPU, the other half sleep."""
+
+    def __getitem__(self, index):
+        until = time.thread_time() + self.seconds
+        while time.thread_time() < until:
+            pass
+        time.sleep(self.seconds)
+        return index
+
+
+def counters(observed):
+    (entry,) = observed.tracker.loaders.values()
+    return entry[1].block.read()
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
+def test_fetches_are_counted_whatever_the_start_method(observed, context):
+    iterator = iter(DataLoader(Spinning(12, 0.005), batch_size=2, num_workers=2, multiprocessing_context=context))
+    assert [next(iterator).tolist() for _ in range(6)] == [[i, i + 1] for i in range(0, 12, 2)]
+    read = counters(observed)
+    assert [c.worker for c in read] == [0, 1]
+    assert [c.pid for c in read] == [w.pid for w in iterator._workers]
+    assert sum(c.fetches for c in read) == 6
+    for c in read:
+        assert c.fetches == c.epoch_fetches == 3
+        assert c.epoch == 1
+        assert c.wall_ns >= 3 * 2 * 0.010e9
+        assert 3 * 2 * 0.005e9 <= c.cpu_ns < 0.8 * c.wall_ns
+        assert sum(c.histogram) == 3
+        assert c.fetching_since_ns == 0
+        assert c.longest_ns <= c.wall_ns
+        assert max(c.recent_finished_ns) == c.finished_ns <= time.perf_counter_ns()
+    observed.check_sum()
+
+
+def test_a_fetch_in_progress_is_seen(observed, tmp_path):
+    pipe = tmp_path / "go"
+    os.mkfifo(pipe)
+
+    class Waiting(Numbers):
+        def __getitem__(self, index):
+            with open(pipe) as file:
+                return len(file.read())
+
+    iterator = iter(DataLoader(Waiting(1), batch_size=None, num_workers=1))
+    before = time.perf_counter_ns()
+    with open(pipe, "w") as file:  # opens when the worker does
+        (c,) = counters(observed)
+        assert 0 < c.fetching_since_ns <= time.perf_counter_ns()
+        assert c.fetches == 0
+        file.write("abc")
+    assert next(iterator) == 3
+    (c,) = counters(observed)
+    assert (c.fetches, c.fetching_since_ns) == (1, 0)
+    assert c.finished_ns > before
+
+
+def test_persistent_workers_count_on_over_their_epochs(observed):
+    loader = DataLoader(Numbers(8), batch_size=1, num_workers=2, persistent_workers=True)
+    for epoch in (1, 2, 3):
+        list(loader)
+        read = counters(observed)
+        assert [c.epoch for c in read] == [epoch, epoch]
+        assert [c.epoch_fetches for c in read] == [4, 4]
+        assert sum(c.fetches for c in read) == 8 * epoch
+
+
+def test_iterable_datasets_count_what_they_delivered(observed):
+    iterator = iter(DataLoader(Stream(), batch_size=2, num_workers=2))
+    assert len([*iterator]) == 6
+    assert sum(c.fetches for c in counters(observed)) == 6
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_the_users_own_init_function_runs(observed, tmp_path, context):
+    init = functools.partial(note_worker, tmp_path / "seen")
+    loader = DataLoader(Numbers(4), num_workers=2, worker_init_fn=init, multiprocessing_context=context)
+    iterator = iter(loader)
+    list(iterator)
+    assert sorted((tmp_path / "seen").read_text().splitlines()) == ["0 2", "1 2"]
+    assert loader.worker_init_fn is init
+    assert iterator._worker_init_fn is init
+    assert sum(c.fetches for c in counters(observed)) == 4
+
+
+FAILING = {
+    "init": lambda: list(DataLoader(Numbers(2), num_workers=1, worker_init_fn=fail)),
+    "fetch": lambda: list(DataLoader(Numbers(2, fail_at=1), num_workers=1)),
+    "pickle": lambda: iter(DataLoader(Numbers(2), num_workers=1, worker_init_fn=lambda _: 0, multiprocessing_context="spawn")),
+    "start": lambda: iter(DataLoader(Numbers(2), num_workers=1, multiprocessing_context="fork", prefetch_factor=-1)),
+}
+
+
+@pytest.mark.parametrize("what", FAILING)
+def test_what_fails_in_a_worker_says_what_it_always_said(observed, what):
+    attached = _trace(FAILING[what])
+    observed.attachment.detach()
+    assert attached == _trace(FAILING[what])
+
+
+def test_a_killed_worker_leaves_its_last_counts_and_nothing_else(observed):
+    before = set(os.listdir("/proc/self/fd"))
+    iterator = iter(DataLoader(Numbers(100), batch_size=1, num_workers=1, prefetch_factor=2))
+    next(iterator)
+    (worker,) = iterator._workers
+    os.kill(worker.pid, signal.SIGKILL)
+    worker.join()
+    with pytest.raises(RuntimeError, match="exited unexpectedly"):
+        list(iterator)
+    assert counters(observed)[0].fetches >= 1
+    del iterator, worker
+    gc.collect()
+    assert not observed.tracker.loaders
+    observed.tracker.retired.clear()
+    gc.collect()
+    left = {os.readlink(f"/proc/self/fd/{fd}") for fd in set(os.listdir("/proc/self/fd")) - before if os.path.exists(f"/proc/self/fd/{fd}")}
+    assert not [name for name in left if "telemetry" in name]
+
+
+def test_a_block_that_is_another_process_s_is_not_touched(tmp_path):
+    """The descriptor number of a spawned worker's block may by then be another file of the owner's."""
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"precious")
+    block = WorkerBlock(2)
+    with victim.open("r+b") as file:
+        probe = WorkerProbe.__new__(WorkerProbe)
+        probe.__setstate__((None, (2, os.getpid(), file.fileno())))
+        probe(0)
+        probe.__setstate__((None, (2, 2**22 + 5, 3)))
+        probe(0)
+    assert victim.read_bytes() == b"precious"
+    assert block.read() == ()
+
+
+def test_the_bucket_is_found_from_the_highest_bit():
+    for seconds in (0.0, 0.0005, 0.00104, 0.0011, 0.5, 1.0, 60.0, 1000.0):
+        bucket = min((int(seconds * 1e9) >> 20).bit_length(), len(FETCH_BUCKETS))
+        assert bucket == sum(seconds > bound for bound in FETCH_BUCKETS)
