@@ -209,10 +209,12 @@ class Agent:
 
     def _finish(self) -> None:
         """The last things: what is left goes to the log, and this rank leaves the board."""
-        self._account()
+        with self.faults.contained("agent"):
+            self._account()
         with self.faults.contained("jsonl"):
             self._log_window(self._ledger.at_ns)
-        self._emit("run_end", self._end_fields())
+        with self.faults.contained("jsonl"):
+            self._emit("run_end", self._end_fields())
         with self.faults.contained("collect"):
             self._sampler.close()
         with self.faults.contained("board"):

@@ -176,18 +176,42 @@ class WorkerCounters:
 
 
 @dataclass(frozen=True, slots=True)
+class Histogram:
+    """Cumulative-free counts: one per bound of ``bounds``, and one more for what lies above the last."""
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    total: float
+
+
+@dataclass(frozen=True, slots=True)
 class WorkersSample:
-    """The live DataLoader workers of this rank, summed.
+    """The live DataLoader workers of this rank.
+
+    Ratios are means over the workers, of the wall clock since the last sample; None at the first, and where the
+    kernel or the workers do not tell.
 
     Attributes:
-        cpu_ratio: cores kept busy since the previous sample over the number of workers; None on the first sample.
+        busy_ratio: in a fetch; it is the sum of the next three.
+        cpu_ratio: running. ``runnable_ratio``: ready to run, without a core. ``blocked_ratio``: waiting for
+            something else, mostly storage or network.
         ready_batches: batches that lie ready in the result queues; None where the queue cannot tell.
+        fetching_seconds: how long the longest fetch in progress has taken.
+        fetches_total, fetch_duration: of all workers of the run so far.
+        read_bytes_per_second: read from storage by all workers.
     """
 
     workers: int
-    cpu_ratio: float | None
     resident_memory_bytes: int
     ready_batches: int | None
+    fetching_seconds: float
+    fetches_total: int
+    fetch_duration: Histogram | None
+    cpu_ratio: float | None
+    busy_ratio: float | None
+    runnable_ratio: float | None
+    blocked_ratio: float | None
+    read_bytes_per_second: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,15 +251,6 @@ class SourceHealth:
 
 LogFields = dict[str, Any]
 """The event's own fields of a log line: JSON values only."""
-
-
-@dataclass(frozen=True, slots=True)
-class Histogram:
-    """Cumulative-free counts: one per bound of ``bounds``, and one more for what lies above the last."""
-
-    bounds: tuple[float, ...]
-    counts: tuple[int, ...]
-    total: float
 
 
 @dataclass(frozen=True, slots=True)

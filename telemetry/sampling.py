@@ -5,16 +5,19 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.collect.host import HostSource, ProcessSource, WorkersSource
+from telemetry.collect.host import HostSource, ProcessSource
 from telemetry.collect.nvml import NvmlSource
 from telemetry.collect.pressure import PressureSource
 from telemetry.collect.source import Poller, Source, SourceError
 from telemetry.collect.torch_memory import TorchMemorySource, cuda
+from telemetry.collect.workers import WorkersSource
 from telemetry.publish import fields
 from telemetry.signals import signals_blocked
 
 if TYPE_CHECKING:
-    from telemetry.attach.steps import StepTracker
+    from collections.abc import Iterator
+
+    from telemetry.attach.steps import LoaderHandle, StepTracker
     from telemetry.faults import Faults
     from telemetry.records import SourceHealth
 
@@ -47,7 +50,7 @@ class Sampler:
             self._nvml,
             HostSource(),
             ProcessSource(),
-            WorkersSource(self._worker_pids, self._ready_batches),
+            WorkersSource(self._live_loaders, self._retired_loaders),
             PressureSource(),
             TorchMemorySource(self._device),
         ]
@@ -103,17 +106,12 @@ class Sampler:
         """Forget the threads that did not come along."""
         self._nvml.after_fork_in_child()
 
-    def _worker_pids(self) -> list[int]:
-        return [pid for _, handle in list(self._tracker.loaders.values()) for pid in handle.pids]
+    def _live_loaders(self) -> list[LoaderHandle]:
+        return [handle for _, handle in list(self._tracker.loaders.values())]
 
-    def _ready_batches(self) -> int | None:
-        ready = None
-        for _, handle in list(self._tracker.loaders.values()):
-            try:
-                ready = (ready or 0) + handle.queue.qsize()
-            except Exception:  # a queue that cannot tell, or is closed
-                continue
-        return ready
+    def _retired_loaders(self) -> Iterator[LoaderHandle]:
+        while self._tracker.retired:
+            yield self._tracker.retired.popleft()
 
     def _device(self) -> int:
         device = self._tracker.device

@@ -141,6 +141,7 @@ class WorkerProbe:
             self.block = None
 
     def __call__(self, worker_id: int) -> None:
+        """Run in the worker, by the DataLoader."""
         try:
             if self.block is not None:
                 _time_fetches(self.block, worker_id)
@@ -197,8 +198,7 @@ def _timed(original: Callable[[Any, Any], Any], words: memoryview) -> Callable[[
         words[_SINCE] = 0
         words[_FINISHED] = end
         words[_HISTOGRAM + min((took >> 20).bit_length(), last_bucket)] += 1
-        if took > words[_LONGEST]:
-            words[_LONGEST] = took
+        words[_LONGEST] = max(words[_LONGEST], took)
         return data
 
     return fetch
@@ -212,7 +212,7 @@ def patch_workers(module: ModuleType, tracker: StepTracker, patches: Patches) ->
 def _probed(original: Callable[[Any], Any], tracker: StepTracker) -> Callable[[Any], Any]:
     @functools.wraps(original)
     def _get_iterator(self: Any) -> Any:
-        probe = _plant(self, tracker) if tracker.active else None
+        probe: WorkerProbe | None = _plant(self, tracker) if tracker.active else None
         try:
             iterator = original(self)
         except BaseException as error:
@@ -222,10 +222,10 @@ def _probed(original: Callable[[Any], Any], tracker: StepTracker) -> Callable[[A
             if probe is not None:
                 self.worker_init_fn = probe.user
         try:
-            if probe is not None and getattr(iterator, "_worker_init_fn", None) is probe:
-                iterator._worker_init_fn = probe.user
             if tracker.active:
                 tracker.register(iterator, probe.block if probe is not None else None)
+            if isinstance(getattr(iterator, "_worker_init_fn", None), WorkerProbe):
+                iterator._worker_init_fn = self.worker_init_fn
         except Exception as error:
             tracker.fault(error)
         return iterator

@@ -68,9 +68,7 @@ class Poller(Generic[T]):
             self._failed(started, error)
             return None
         self.news = self.health.up is not True
-        self.health = SourceHealth(
-            self.source.name, up=True, duration_seconds=(now_ns() - started) / NS, reason=None
-        )
+        self.health = SourceHealth(self.source.name, up=True, duration_seconds=(now_ns() - started) / NS, reason=None)
         self._retry_at_ns, self._retry_seconds = 0, _FIRST_RETRY_SECONDS
         self.newest = reading
         return reading

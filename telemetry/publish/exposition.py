@@ -216,11 +216,19 @@ class Families:
             "Resident memory of the workers.",
             workers.resident_memory_bytes,
         )
-        if workers.cpu_ratio is not None:
-            yield self._gauge(
-                "training_loader_worker_cpu_ratio",
-                "CPU time of the workers, of their wall clock.",
-                workers.cpu_ratio,
+        ratios = (
+            ("busy", "in a fetch", workers.busy_ratio),
+            ("cpu", "running", workers.cpu_ratio),
+            ("runnable", "ready to run, without a core", workers.runnable_ratio),
+            ("blocked", "blocked in a fetch: storage, network, locks", workers.blocked_ratio),
+        )
+        for name, doing, ratio in ratios:
+            if ratio is not None:
+                text = f"Share of time the workers were {doing}."
+                yield self._gauge(f"training_loader_worker_{name}_ratio", text, ratio)
+        if workers.fetch_duration is not None:
+            yield self._histogram(
+                "training_loader_fetch_duration_seconds", "What a worker took for one batch.", workers.fetch_duration
             )
         if workers.ready_batches is not None:
             yield self._gauge(

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
+
+from telemetry.records import Histogram
 
 if TYPE_CHECKING:
     from telemetry.records import Percentiles, PhaseSpan
+
+
+_RUNNING_TOTALS: Final = frozenset({"cpu_seconds", "fetches_total"})
+"""Counted up over the run: the newest value is the one that tells."""
 
 
 def rounded(value: Any, digits: int = 6) -> Any:
@@ -34,7 +40,11 @@ def mean_of(samples: Sequence[Any]) -> dict[str, Any]:
     for spec in fields(newest):
         values = [v for s in samples if (v := getattr(s, spec.name)) is not None]
         last = getattr(newest, spec.name)
-        if values and all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in values):
+        if isinstance(last, Histogram):
+            continue  # the endpoint's: a log line would grow by it every time
+        if spec.name in _RUNNING_TOTALS:
+            merged[spec.name] = rounded(last)
+        elif values and all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in values):
             mean = sum(values) / len(values)
             merged[spec.name] = round(mean) if isinstance(values[-1], int) else rounded(mean)
         else:

@@ -1,0 +1,192 @@
+"""The DataLoader workers of this process: what they do, and where their time goes.
+
+What they have written down of their fetches tells how busy they are; the kernel's schedstat of the same threads
+splits that time into running, runnable (there was no core) and the rest, blocked. Between fetches a worker sleeps, so
+what it runs, it runs for its fetches.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from telemetry.clock import NS, now_ns
+from telemetry.collect.proc import Schedule, read_io_bytes, read_schedule, read_stat
+from telemetry.records import FETCH_BUCKETS, Histogram, WorkerCounters, WorkersSample
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+_NONE_YET: Final = Histogram(FETCH_BUCKETS, (0,) * (len(FETCH_BUCKETS) + 1), 0.0)
+
+
+class Block(Protocol):
+    """Where workers write down what they do."""
+
+    def read(self) -> tuple[WorkerCounters, ...]:
+        """The counters of the workers that have begun."""
+
+
+class Loader(Protocol):
+    """A live iterator with workers, as the training thread has noted it."""
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Of its workers."""
+
+    @property
+    def queue(self) -> Any:
+        """Where finished batches lie."""
+
+    @property
+    def block(self) -> Block | None:
+        """None where the workers were started before the agent."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """One worker at one moment. ``busy_ns`` includes the fetch in progress."""
+
+    cpu_seconds: float
+    busy_ns: int | None
+    schedule: Schedule | None
+    read_bytes: int | None
+
+
+class WorkersSource:
+    """All workers of all live iterators.
+
+    Args:
+        live: iterators that are there.
+        retired: iterators that went since the last call, whose counts are still to be read; each is given once.
+    """
+
+    name = "workers"
+
+    def __init__(self, live: Callable[[], Iterable[Loader]], retired: Callable[[], Iterable[Loader]]) -> None:
+        self._live = live
+        self._retired = retired
+        self._before: dict[tuple[int, int], _Seen] = {}
+        self._before_ns = 0
+        self._counted: dict[tuple[int, int], WorkerCounters] = {}
+        self._histogram = _NONE_YET
+
+    def read(self) -> WorkersSample:
+        """Workers that are alive and still ours; zero of them is a reading too."""
+        for loader in self._retired():
+            self._count(loader.block)
+        now, here = now_ns(), os.getpid()
+        seen: dict[tuple[int, int], _Seen] = {}
+        resident, ready, longest = 0, None, 0.0
+        live = list(self._live())
+        for loader in live:
+            counters = {c.pid: c for c in self._count(loader.block)}
+            ready = _ready(loader.queue, ready)
+            for pid in loader.pids:
+                stat = read_stat(pid)
+                if stat is None or (stat.parent != here and not _forkserver_child(stat.parent, here)):
+                    continue  # gone; or the pid is another process's by now
+                resident += stat.resident_bytes
+                seen[pid, stat.start_ticks] = _see(pid, stat.cpu_seconds, counters.get(pid), now)
+                longest = max(longest, _fetching_seconds(counters.get(pid), now))
+        sample = WorkersSample(
+            workers=len(seen),
+            resident_memory_bytes=resident,
+            ready_batches=ready if seen else None,
+            fetching_seconds=longest,
+            fetches_total=sum(self._histogram.counts),
+            fetch_duration=self._histogram if sum(self._histogram.counts) else None,
+            **self._shares(seen, now),
+        )
+        self._before, self._before_ns = seen, now
+        blocks = {id(loader.block) for loader in live}
+        self._counted = {key: counters for key, counters in self._counted.items() if key[0] in blocks}
+        return sample
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _count(self, block: Block | None) -> tuple[WorkerCounters, ...]:
+        """Read a block and add what is new in it to the histogram."""
+        if block is None:
+            return ()
+        counters = block.read()
+        for worker in counters:
+            key = (id(block), worker.pid)
+            before = self._counted.get(key)
+            seen = before.histogram if before else _NONE_YET.counts
+            counts = tuple(
+                total + now - then
+                for total, now, then in zip(self._histogram.counts, worker.histogram, seen, strict=True)
+            )
+            took = (worker.wall_ns - (before.wall_ns if before else 0)) / NS
+            self._histogram = Histogram(FETCH_BUCKETS, counts, self._histogram.total + took)
+            self._counted[key] = worker
+        return counters
+
+    def _shares(self, seen: dict[tuple[int, int], _Seen], now: int) -> dict[str, float | None]:
+        """Means over the workers that were there at the last reading too, as shares of the wall clock between."""
+        wall = now - self._before_ns
+        both = [(self._before[worker], after) for worker, after in seen.items() if worker in self._before]
+        shares: dict[str, float | None] = dict.fromkeys(
+            ("cpu_ratio", "busy_ratio", "runnable_ratio", "blocked_ratio", "read_bytes_per_second")
+        )
+        if not both or wall <= 0:
+            return shares
+        shares["cpu_ratio"] = _mean(after.cpu_seconds - before.cpu_seconds for before, after in both) / (wall / NS)
+        known = [(b, a) for b, a in both if a.busy_ns is not None and b.busy_ns is not None]
+        if known and len(known) == len(both):
+            busy = _mean(max(0, (a.busy_ns or 0) - (b.busy_ns or 0)) for b, a in known) / wall
+            shares["busy_ratio"] = min(1.0, busy)
+            run, runnable = _scheduled(known, wall)
+            if run is not None and runnable is not None:
+                shares["cpu_ratio"] = run
+                shares["runnable_ratio"] = runnable
+                shares["blocked_ratio"] = min(1.0, max(0.0, busy - run - runnable))
+        if all(a.read_bytes is not None and b.read_bytes is not None for b, a in both):
+            total = sum((a.read_bytes or 0) - (b.read_bytes or 0) for b, a in both)
+            shares["read_bytes_per_second"] = total / (wall / NS)
+        return shares
+
+
+def _see(pid: int, cpu_seconds: float, counters: WorkerCounters | None, now: int) -> _Seen:
+    if counters is None:
+        return _Seen(cpu_seconds, None, None, read_io_bytes(pid))
+    busy = counters.wall_ns + int(_fetching_seconds(counters, now) * NS)
+    return _Seen(cpu_seconds, busy, read_schedule(pid, counters.tid), read_io_bytes(pid))
+
+
+def _fetching_seconds(counters: WorkerCounters | None, now: int) -> float:
+    """How long the fetch in progress has taken; 0.0 where there is none."""
+    if counters is None or not counters.fetching_since_ns:
+        return 0.0
+    return max(0, now - counters.fetching_since_ns) / NS
+
+
+def _scheduled(pairs: list[tuple[_Seen, _Seen]], wall: int) -> tuple[float | None, float | None]:
+    """Shares of the wall clock the workers ran, and waited for a core; None where the kernel does not tell."""
+    known = [(b.schedule, a.schedule) for b, a in pairs if b.schedule is not None and a.schedule is not None]
+    if len(known) < len(pairs):
+        return None, None
+    run = _mean(a.run_ns - b.run_ns for b, a in known) / wall
+    runnable = _mean(a.runnable_ns - b.runnable_ns for b, a in known) / wall
+    return min(1.0, run), min(1.0, runnable)
+
+
+def _mean(values: Iterable[float]) -> float:
+    numbers = list(values)
+    return sum(numbers) / len(numbers)
+
+
+def _ready(queue: Any, before: int | None) -> int | None:
+    try:
+        return (before or 0) + int(queue.qsize())
+    except Exception:  # a queue that cannot tell, or is closed
+        return before
+
+
+def _forkserver_child(parent: int, here: int) -> bool:
+    """Whether a worker's parent is our fork server, which is our child."""
+    stat = read_stat(parent)
+    return stat is not None and stat.parent == here

@@ -1,0 +1,109 @@
+"""What is said of the workers: how busy, on what, and how many fetches took how long."""
+
+from __future__ import annotations
+
+import gc
+import time
+
+import pytest
+from torch.utils.data import DataLoader
+
+from telemetry.collect.workers import WorkersSource
+from tests.test_agent import wait_for
+from tests.test_attach_loaders import Numbers
+
+
+class Sleeping(Numbers):
+    def __getitem__(self, index):
+        time.sleep(0.02)
+        return index
+
+
+class Spinning(Numbers):
+    def __getitem__(self, index):
+        until = time.thread_time() + 0.02
+        while time.thread_time() < until:
+            pass
+        return index
+
+
+@pytest.fixture
+def source(observed):
+    def retired():
+        while observed.tracker.retired:
+            yield observed.tracker.retired.popleft()
+
+    return WorkersSource(lambda: [handle for _, handle in list(observed.tracker.loaders.values())], retired)
+
+
+def fetch_on(source, iterator, batches: int):
+    source.read()
+    for _ in range(batches):
+        next(iterator)
+    return source.read()
+
+
+def test_no_workers_is_a_reading(source):
+    sample = source.read()
+    assert (sample.workers, sample.fetches_total, sample.fetch_duration, sample.busy_ratio) == (0, 0, None, None)
+
+
+@pytest.mark.parametrize(("dataset", "what"), [(Sleeping(400), "blocked"), (Spinning(400), "running")])
+def test_where_the_time_of_the_workers_goes(source, dataset, what):
+    iterator = iter(DataLoader(dataset, batch_size=1, num_workers=1, prefetch_factor=8))
+    next(iterator)
+    sample = fetch_on(source, iterator, 30)
+    assert sample.workers == 1
+    assert sample.busy_ratio > 0.5  # nobody takes the batches slower than they come
+    on_a_core = sample.cpu_ratio + sample.runnable_ratio
+    assert (sample.blocked_ratio > on_a_core) == (what == "blocked")
+    assert sample.busy_ratio == pytest.approx(on_a_core + sample.blocked_ratio, abs=0.1)
+    assert sample.resident_memory_bytes > 10 << 20
+
+
+def test_workers_with_nothing_to_do_are_idle(source):
+    iterator = iter(DataLoader(Numbers(100), batch_size=1, num_workers=1, prefetch_factor=2))
+    next(iterator)
+    handle_ready = wait_for(lambda: (s := source.read()).ready_batches == 2 and s)
+    time.sleep(0.3)
+    sample = source.read()
+    assert sample.busy_ratio < 0.1
+    assert sample.ready_batches == handle_ready.ready_batches == 2
+    assert sample.fetching_seconds == 0
+
+
+def test_a_fetch_in_progress_counts_as_busy(source):
+    class Stuck(Numbers):
+        def __getitem__(self, index):
+            time.sleep(60)
+
+    iterator = iter(DataLoader(Stuck(4), num_workers=1))
+    wait_for(lambda: source.read().fetching_seconds > 0.2)
+    time.sleep(0.2)
+    sample = source.read()
+    assert sample.fetches_total == 0
+    assert sample.busy_ratio > 0.8
+    del iterator
+
+
+def test_fetches_are_counted_over_epochs_also_of_workers_that_are_gone(source, observed):
+    loader = DataLoader(Numbers(6), batch_size=2, num_workers=2)
+    for epoch in (1, 2, 3):
+        list(loader)
+        gc.collect()
+        sample = source.read()
+        assert sample.fetches_total == 3 * epoch
+        assert sum(sample.fetch_duration.counts) == 3 * epoch
+    assert sample.workers == 0
+    assert not source._counted  # nothing is kept of what is gone
+
+
+def test_workers_begun_before_the_agent_are_seen_from_outside():
+    import telemetry
+
+    iterator = iter(DataLoader(Sleeping(40), batch_size=1, num_workers=1))
+    agent = telemetry.start(port="off", start_line=False, interval_seconds=0.1)
+    next(iterator)
+    sample = wait_for(lambda: (s := agent._sampler.newest("workers")) and s.cpu_ratio is not None and s)
+    assert sample.workers == 1
+    assert (sample.busy_ratio, sample.blocked_ratio, sample.fetch_duration) == (None, None, None)  # not known: not said
