@@ -121,7 +121,7 @@ class Agent:
             board = Board(self.identity.run, str(self.run_dir))
             targets = TargetFile(
                 (self.config.targets_dir or self.run_dir / "targets").absolute(),
-                self.identity.run,
+                board.path.name,
                 self.identity.node,
             )
             self._node = NodeService(
@@ -211,14 +211,17 @@ class Agent:
         """The last things: what is left goes to the log, and this rank leaves the board."""
         with self.faults.contained("agent"):
             self._account()
+        # A step left with ``break`` was a step; when it ended nobody knows, so it is in no distribution.
+        self._stats.steps += self._ledger.step_is_open
         with self.faults.contained("jsonl"):
             self._log_window(self._ledger.at_ns)
         with self.faults.contained("jsonl"):
             self._emit("run_end", self._end_fields())
         with self.faults.contained("collect"):
             self._sampler.close()
-        with self.faults.contained("board"):
+        with self.faults.contained("exposition"):
             self._publish()
+        with self.faults.contained("board"):
             if self._node is not None:
                 self._node.leave()
 

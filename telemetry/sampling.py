@@ -55,6 +55,7 @@ class Sampler:
             TorchMemorySource(self._device),
         ]
         self._pollers: dict[str, Poller[Any]] = {source.name: Poller(source) for source in sources}
+        self._been_up: set[str] = set()
         self._gathered: dict[str, list[Any]] = {name: [] for name in self._pollers}
 
     def poll(self) -> None:
@@ -64,7 +65,13 @@ class Sampler:
             if sample is not None:
                 self._gathered[name].append(sample)
             if poller.news and poller.health.up is False:
-                self._faults.note(name, poller.health.reason or "no reading")
+                reason = poller.health.reason or "no reading"
+                # What was never there (no driver on a CPU machine) is worth a line, but is no failure.
+                missing = poller.expected and name not in self._been_up
+                tell = self._faults.tell if missing else self._faults.note
+                tell(name, reason)
+            elif poller.health.up:
+                self._been_up.add(name)
             time.sleep(0)  # let the training thread in
 
     def newest(self, name: str) -> Any:

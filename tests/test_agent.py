@@ -187,3 +187,23 @@ def test_a_rank_that_has_ended_is_shown_as_ended_while_others_run(tmp_path):
     assert 'training_run_ended{rank="0",run="run"} 0.0' in text
     assert 'training_run_ended{rank="1",run="run"} 1.0' in text
     assert 'training_process_threads{rank="1"' not in text  # a process that is gone has no threads
+
+
+def test_two_jobs_of_one_name_do_not_share_a_target_file(tmp_path):
+    from telemetry.publish.board import Board
+
+    assert Board("r", "/a/r", tmp_path / "boards").path != Board("r", "/b/r", tmp_path / "boards").path
+    agent = telemetry.start(tmp_path / "run", port=0, start_line=False, targets_dir=tmp_path / "targets")
+    (file,) = (tmp_path / "targets").iterdir()
+    (target,) = json.loads(file.read_text())
+    assert target["targets"] == [agent.metrics_url.removeprefix("http://").removesuffix("/metrics")]
+    telemetry.stop()
+    assert not list((tmp_path / "targets").iterdir())
+
+
+def test_a_step_left_with_break_is_a_step(agent):
+    for index, _ in enumerate(DataLoader(Numbers(20), batch_size=1)):
+        if index == 9:
+            break
+    telemetry.stop()
+    assert summarize(load(agent.run_dir))["ranks"][0]["steps"] == 10

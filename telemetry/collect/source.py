@@ -44,6 +44,7 @@ class Poller(Generic[T]):
 
     Attributes:
         newest: the last reading; None while the source is down, so that a stale value is never shown.
+        expected: whether the last failure was one the source knows of (`SourceError`).
         news: set when ``health.up`` changed in the last poll; the caller logs it.
     """
 
@@ -51,6 +52,7 @@ class Poller(Generic[T]):
         self.source = source
         self.newest: T | None = None
         self.failures = 0
+        self.expected = True
         self.news = False
         self.health = SourceHealth(source.name, up=None, duration_seconds=None, reason=None)
         self._retry_at_ns = 0
@@ -81,7 +83,8 @@ class Poller(Generic[T]):
             self.failures += 1
 
     def _failed(self, started: int, error: Exception) -> None:
-        text = str(error) if isinstance(error, SourceError) else f"{type(error).__name__}: {error}"
+        self.expected = isinstance(error, SourceError)
+        text = str(error) if self.expected else f"{type(error).__name__}: {error}"
         reason = text[:_MAX_REASON]
         self.news = self.health.up is not False or self.health.reason != reason
         self.failures += 1

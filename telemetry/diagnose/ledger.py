@@ -78,6 +78,11 @@ class Ledger:
         steps, self._steps = self._steps, []
         return steps
 
+    @property
+    def step_is_open(self) -> bool:
+        """Whether a step has begun and not ended: at the end of a run, one that was left with ``break``."""
+        return self._open
+
     def take_phases(self) -> list[PhaseSpan]:
         """The evaluations and checkpoints closed since the last call."""
         phases, self._phases = self._phases, []

@@ -16,6 +16,8 @@ class TargetFile:
     Args:
         folder: may be shared by many runs and nodes: the file's name tells them apart. Prometheus watches
             ``folder/*.json``.
+        run: what names the run for sure: two may bear the same name. The board's name does.
+        node: this machine's name.
     """
 
     def __init__(self, folder: Path, run: str, node: str) -> None:

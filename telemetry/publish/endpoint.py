@@ -228,9 +228,10 @@ class _Server(ThreadingMixIn, TCPServer):
         """A client that went away, mostly; nothing for the training's stderr."""
 
     def close_sockets(self) -> None:
-        for each in (self.socket, *list(self._open)):
+        self.socket.close()
+        for request in list(self._open):
             try:
-                each.close()
+                request.shutdown(socket.SHUT_RDWR)  # its thread closes it: `close` waits for the file on the socket
             except OSError:
                 pass
 
@@ -248,6 +249,6 @@ _servers: Final[weakref.WeakSet[_Server]] = weakref.WeakSet()
 
 
 def abandon_all() -> None:
-    """In a forked child: close the sockets, which are the parent's: of every server, one that is only being made included."""
+    """In a forked child: close the sockets, which are the parent's, also of a server that is only being made."""
     for server in list(_servers):
         server.abandon()

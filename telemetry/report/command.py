@@ -54,10 +54,11 @@ def _notes(processes: Sequence[ProcessLog]) -> list[str]:
             notes.append(f"{who} {'did not end by itself' if gone else 'is running'}; newest line {process.last_time}")
         if process.torn_lines:
             notes.append(f"{who}: {process.torn_lines} line(s) of its log are torn and were passed over")
-        if process.errors:
-            newest = process.errors[-1]
+        failures = [line for line in process.errors if line.get("errors_total")]
+        if failures:
+            newest = failures[-1]
             notes.append(
-                f"{who}: {len(process.errors)} note(s) of the agent's own, the newest: {newest.get('message')}"
+                f"{who}: {len(failures)} failure(s) of the agent's own parts, the newest: {newest.get('message')}"
             )
     return notes
 

@@ -1,0 +1,657 @@
+"""An error at each seam of ours: the training does not see it, it is counted, and the rest goes on."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+
+import pytest
+import torch
+
+import telemetry
+from faults.processes import HANG, environment, events, fetch, python, run_script, value, wait_for, write
+from telemetry.publish import exposition
+
+BATCHES = 6
+
+
+class Broken(Exception):
+    """Raised at a seam."""
+
+
+def break_(*_, **__):
+    raise Broken("injected")
+
+
+class Dataset(torch.utils.data.Dataset):
+    def __len__(self):
+        return 2 * BATCHES
+
+    def __getitem__(self, index):
+        return torch.tensor([float(index), 1.0])
+
+
+def train(epochs: int = 1, watched: bool = False, steps: bool = False, saved=None) -> list[list[float]]:
+    """A real loop with everything that is hooked; what it has seen and learned."""
+    torch.manual_seed(1)
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    loader = torch.utils.data.DataLoader(Dataset(), batch_size=2)
+    source = telemetry.watch(iter(loader)) if watched else loader
+    seen = []
+    for _ in range(epochs):
+        for batch in source:
+            with telemetry.step() if steps else telemetry.phase("a part"):
+                optimizer.zero_grad()
+                model(batch).sum().backward()
+                optimizer.step()
+            seen.append(batch.flatten().tolist())
+        evaluation = torch.utils.data.DataLoader(Dataset(), batch_size=4)
+        with torch.no_grad():
+            seen += [model(batch).flatten().tolist() for batch in evaluation]
+            with telemetry.phase("evaluation"):
+                seen += [model(batch).flatten().tolist() for batch in evaluation]
+        if saved is not None:
+            torch.save(model.state_dict(), saved)
+    seen.append([p for parameter in model.parameters() for p in parameter.flatten().tolist()])
+    return seen
+
+
+@pytest.fixture(scope="module")
+def unharmed():
+    """What the loop gives without us."""
+    assert telemetry.api._agent is None
+    return {steps: train(epochs=2, steps=steps) for steps in (False, True)}
+
+
+@pytest.fixture
+def start(tmp_path, capfd):
+    """Starts an agent that ticks fast. In the end nothing may have been printed, by any thread."""
+
+    def started(**settings):
+        fast = {"port": 0, "interval_seconds": 0.1, "log_interval_seconds": 0.1, "start_line": False}
+        return telemetry.start(tmp_path / "run", **(fast | settings))
+
+    yield started
+    telemetry.stop()
+    assert capfd.readouterr() == ("", "")
+
+
+def counted(agent, source: str) -> int:
+    """Wait until a failure of this source is on the page of metrics; how many."""
+    return wait_for(
+        lambda: value(fetch(agent.metrics_url), "telemetry_errors_total", source=source),
+        f"errors of {source} are counted, of {agent.faults.counts}",
+    )
+
+
+def ticked(agent, times: int = 2) -> None:
+    """Wait until the agent has gone on for some ticks."""
+    before = agent._ledger.at_ns
+    for _ in range(times):
+        wait_for(lambda: agent._ledger.at_ns > before, "the agent's next tick")
+        before = agent._ledger.at_ns
+
+
+def break_seam(monkeypatch, agent, seam: str) -> None:
+    """Put `break_` in the place of one method. A slotted object's class is changed."""
+    owner: object = agent
+    *path, name = seam.split(".")
+    for part in path:
+        owner = owner[part] if isinstance(owner, dict) else getattr(owner, part)
+    target = owner if hasattr(owner, "__dict__") else type(owner)
+    monkeypatch.setattr(target, name, break_)
+
+
+# -- on the training thread --------------------------------------------------------------------------------------
+
+HOOKS = [
+    "tracker.request",
+    "tracker.delivered",
+    "tracker.failed",
+    "tracker.iteration",
+    "tracker.iterated",
+    "tracker.register",
+    "tracker.mark_request",
+    "tracker.ring.push",
+    "tracker.optimizer_stepped",
+    "tracker.enter_phase",
+    "tracker.exit_phase",
+    "tracker.enter_step",
+    "tracker.exit_step",
+    "tracker._switch",
+    "tracker._enter_evaluation",
+]
+
+
+@pytest.mark.parametrize("steps", [False, True], ids=["batches", "steps"])
+@pytest.mark.parametrize("seam", HOOKS)
+def test_an_error_in_a_hook_stays_there(seam, steps, start, unharmed, monkeypatch, tmp_path):
+    agent = start()
+    needs_steps = seam.endswith("_step")
+    with monkeypatch.context() as patch:
+        break_seam(patch, agent, seam)
+        assert train(epochs=2, steps=steps, saved=tmp_path / "saved.pt") == unharmed[steps]
+    assert torch.load(tmp_path / "saved.pt").keys() == {"weight", "bias"}
+    if (needs_steps and not steps) or seam == "tracker.mark_request":  # only called with a GPU's clock
+        return
+    assert counted(agent, "hook") >= 1
+    assert any("Broken: injected" in line["message"] for line in events(tmp_path / "run", "error"))
+
+    before = agent.tracker.optimizer_steps
+    assert train(epochs=2, steps=steps) == unharmed[steps]
+    assert agent.tracker.optimizer_steps == before + 2 * BATCHES
+    assert agent.tracker.waiting_since == 0
+
+
+def test_errors_in_a_hook_leave_the_other_steps_counted(start, monkeypatch):
+    """One failure costs its own step at most, and does not switch the measuring off."""
+    agent = start()
+    failing = iter([True, False, True] + [False] * 1000)
+    delivered = type(agent.tracker).delivered
+
+    def sometimes(*arguments):
+        if next(failing):
+            break_()
+        delivered(*arguments)
+
+    monkeypatch.setattr(type(agent.tracker), "delivered", sometimes)
+    train(epochs=3)
+    telemetry.stop()
+    assert 3 * BATCHES - 3 <= agent._stats.steps <= 3 * BATCHES
+    assert agent.faults.counts == {"hook": 2} | {k: n for k, n in agent.faults.counts.items() if k != "hook"}
+
+
+def test_an_error_of_gradients_or_device_stays_there(start, unharmed, monkeypatch):
+    agent = start()
+    with monkeypatch.context() as patch:
+        patch.setattr(agent.tracker, "_grad_enabled", break_)
+        patch.setattr(agent.tracker, "_current_device", break_)
+        assert train(epochs=2) == unharmed[False]
+    assert counted(agent, "hook") >= 1
+
+
+class BrokenEvents:
+    """CUDA events that fail at one of their calls."""
+
+    def __init__(self, at: str) -> None:
+        self.at = at
+
+    def make(self):
+        if self.at == "new":
+            break_()
+        return self
+
+    def record(self):
+        if self.at == "record":
+            break_()
+
+    def query(self):
+        if self.at == "query":
+            break_()
+        return True
+
+    def elapsed_time(self, _after):
+        if self.at == "elapsed":
+            break_()
+        return 0.0
+
+
+@pytest.mark.parametrize("at", ["new", "record", "query", "elapsed", "usable"])
+def test_a_gpu_clock_that_fails_costs_its_own_figure_and_no_step(at, start, unharmed):
+    from telemetry.attach.gpu_clock import GpuClock
+
+    agent = start()
+    agent.tracker.gpu = GpuClock(BrokenEvents(at).make, break_ if at == "usable" else lambda: True)
+    assert train(epochs=2) == unharmed[False]
+    assert counted(agent, "hook") >= 1
+    telemetry.stop()
+    assert agent._stats.steps == 2 * BATCHES
+    assert agent.faults.counts["hook"] == 1, "a clock that failed is not asked again"
+
+
+@pytest.mark.parametrize("seam", ["DataLoader.__iter__", "torch.save", "optimizer", "_BaseDataLoaderIter.__next__"])
+def test_a_hook_that_cannot_be_placed_leaves_the_others(seam, start, unharmed, monkeypatch, tmp_path):
+    """A version of torch that has moved one of them."""
+    from telemetry.attach import patches
+
+    replace = patches.Patches.replace
+
+    def moved(self, owner, name, wrap):
+        if f"{owner.__name__}.{name}" == seam:
+            raise AttributeError(f"no {name}")
+        replace(self, owner, name, wrap)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(patches.Patches, "replace", moved)
+        if seam == "optimizer":
+            patch.setattr(sys.modules["torch.optim.optimizer"], "register_optimizer_step_post_hook", break_)
+        agent = start()
+    assert train(epochs=2, saved=tmp_path / "saved.pt") == unharmed[False]
+    assert counted(agent, "attach") == 1
+    assert (agent.tracker.optimizer_steps > 0) is (seam != "optimizer")
+    telemetry.stop()
+    assert agent._stats.steps >= (0 if "__next__" in seam else 2 * BATCHES - 2)
+    loader = torch.utils.data.dataloader
+    assert loader.DataLoader.__iter__.__module__ == loader._BaseDataLoaderIter.__next__.__module__ == loader.__name__
+    assert "telemetry" not in torch.save.__code__.co_filename
+
+
+# -- on the agent's threads --------------------------------------------------------------------------------------
+
+AGENT_SEAMS = {
+    "_wall.resync": "clock",
+    "tracker.ring.drain": "ledger",
+    "_ledger.fold": "ledger",
+    "_ledger.advance": "ledger",
+    "_ledger.take_steps": "ledger",
+    "_ledger.take_phases": "jsonl",
+    "_stats.add": "ledger",
+    "_exposed.host": "ledger",
+    "_stats.take_window": "jsonl",
+    "_stats.commit": "jsonl",
+    "_sampler.poll": "collect",
+    "_sampler.take_log_fields": "jsonl",
+    "_log.emit": "jsonl",
+    "_log.file._append": "jsonl",
+    "_log_window": "jsonl",
+    "_tick": "agent",
+    "_lead": "agent",
+    "_sampler._pollers.host.source.read": "host",
+    "_sampler._pollers.process.source.read": "process",
+    "_sampler._pollers.workers.source.read": "workers",
+    "_sampler._pollers.pressure.source.read": "pressure",
+    "_sampler._pollers.torch_memory.source.read": "torch_memory",
+    "_sampler._pollers.nvml.source.read": "nvml",
+    "_sampler._pollers.host.poll": "collect",
+}
+
+
+@pytest.mark.parametrize("seam", AGENT_SEAMS)
+def test_an_error_on_the_agent_s_thread_stays_there(seam, start, unharmed, monkeypatch, tmp_path):
+    agent = start()
+    ticked(agent)
+    nvml_before = agent.faults.counts.get("nvml", 0)
+    with monkeypatch.context() as patch:
+        break_seam(patch, agent, seam)
+        assert train(epochs=2, saved=tmp_path / "saved.pt") == unharmed[False]
+        source = AGENT_SEAMS[seam]
+        wait_for(
+            lambda: agent.faults.counts.get(source, 0) > (nvml_before if source == "nvml" else 0),
+            f"an error of {source}, in {agent.faults.counts}",
+        )
+        assert agent._thread.is_alive()
+    assert counted(agent, source) >= 1  # the page is served, and it is there
+    ticked(agent)
+    assert train() == unharmed_epoch(unharmed)
+    telemetry.stop()
+    (end,) = events(tmp_path / "run", "run_end")
+    assert end["errors_total"][source] >= 1
+    assert sum(end["ledger_total_seconds"].values()) == pytest.approx(end["wall_seconds"], abs=1e-4)
+
+
+def unharmed_epoch(unharmed):
+    """The loop's first epoch without its evaluation, plus what a second run of one epoch adds, is deterministic."""
+    del unharmed
+    agent, telemetry.api._agent = telemetry.api._agent, None
+    try:
+        return train()
+    finally:
+        telemetry.api._agent = agent
+
+
+@pytest.mark.parametrize("seam", ["view", "families", "render", "board"])
+def test_an_error_in_the_rendering_leaves_the_log(seam, start, unharmed, monkeypatch, tmp_path):
+    import telemetry.agent as module
+
+    agent = start()
+    ticked(agent)
+    places = {
+        "view": (agent, "_view"),
+        "families": (agent._families, "_loop"),
+        "render": (module, "render"),
+        "board": (agent._node._board, "publish"),
+    }
+    with monkeypatch.context() as patch:
+        patch.setattr(*places[seam], break_)
+        assert train(epochs=2) == unharmed[False]
+        wait_for(lambda: agent.faults.counts.get("exposition"), "an error in the exposition")
+        lines = len(events(tmp_path / "run", "window"))
+        wait_for(lambda: len(events(tmp_path / "run", "window")) > lines, "the log goes on")
+        assert value(fetch(agent.metrics_url), "training_run_info") == 1, "the newest state that there is"
+    assert counted(agent, "exposition") >= 1
+
+
+def test_a_board_that_cannot_be_read_is_an_error_of_one_request(start, monkeypatch):
+    import urllib.error
+
+    from telemetry.publish import endpoint
+
+    agent = start()
+    with monkeypatch.context() as patch:
+        patch.setattr(endpoint, "join", break_)
+        with pytest.raises(urllib.error.HTTPError) as failed:
+            fetch(agent.metrics_url)
+        assert failed.value.code == 500
+        assert b"Broken" not in failed.value.read(), "nothing of the inside is told"
+    assert agent._node.endpoint.failures == 1
+    assert "training_run_info" in fetch(agent.metrics_url)
+
+
+@pytest.mark.parametrize("part", ["attach", "board", "endpoint", "run_start", "atexit", "line"])
+def test_an_error_in_the_start_leaves_the_rest(part, start, unharmed, monkeypatch, tmp_path, capfd):
+    import atexit
+
+    import telemetry.agent as module
+
+    places = {
+        "attach": (module.Attachment, "attach"),
+        "board": (module, "Board"),
+        "endpoint": (module.NodeService, "lead_if_vacant"),
+        "run_start": (module.JsonLog, "emit"),
+        "atexit": (atexit, "register"),
+        "line": (module.sys, "stderr"),
+    }
+    with monkeypatch.context() as patch:
+        patch.setattr(*places[part], None if part == "line" else break_)
+        agent = start(start_line=part == "line")
+    assert train(epochs=2) == unharmed[False]
+    if part == "atexit":  # without it nothing would end the agent: it is not started, and says so
+        assert agent.running is False
+        assert "cannot start (Broken: injected)" not in capfd.readouterr().err, "start_line is off"
+        return
+    source = {"run_start": "jsonl", "line": "start_line"}.get(part, part)
+    wait_for(lambda: agent.faults.counts.get(source), f"an error of {source}")
+    telemetry.stop()
+    (end,) = events(tmp_path / "run", "run_end")
+    assert end["steps_total"] == (0 if part == "attach" else 2 * BATCHES)
+
+
+ENDS = ["_account", "_log_window", "_end_fields", "_emit", "_publish", "_sampler.close", "_node.leave"]
+
+
+@pytest.mark.parametrize("part", [*ENDS, "attachment.detach"])
+def test_an_error_in_the_end_leaves_the_rest(part, start, unharmed, monkeypatch, tmp_path):
+    agent = start()
+    assert train(epochs=2) == unharmed[False]
+    ticked(agent)
+    with monkeypatch.context() as patch:
+        break_seam(patch, agent, part)
+        telemetry.stop()
+        agent._thread.join(HANG)
+    assert not agent._thread.is_alive()
+    if part == "attachment.detach":
+        agent.attachment.detach()
+    if part == "_node.leave":
+        agent._node.leave()
+    assert agent._node.endpoint is None
+    assert len(events(tmp_path / "run", "run_end")) == (0 if part in {"_end_fields", "_emit"} else 1)
+    assert train(epochs=2) == unharmed[False]
+
+
+def test_the_same_failure_at_every_step_does_not_flood_the_log(start, unharmed, monkeypatch, tmp_path):
+    agent = start()
+    monkeypatch.setattr(type(agent.tracker), "request", break_)
+    for _ in range(20):
+        train()
+    assert counted(agent, "hook") >= 20
+    ticked(agent, 3)
+    assert len([line for line in events(tmp_path / "run", "error") if line["source"] == "hook"]) == 1
+
+
+# -- exceptions of the user's own --------------------------------------------------------------------------------
+
+
+class Odd(BaseException):
+    pass
+
+
+class Failing(Dataset):
+    def __init__(self, error, at=3):
+        self.error, self.at = error, at
+
+    def __getitem__(self, index):
+        if index == self.at:
+            raise self.error
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, GeneratorExit, SystemExit, Odd, ValueError, StopIteration])
+@pytest.mark.parametrize("how", ["loader", "watch", "steps"])
+def test_the_user_s_exceptions_pass_unchanged_and_nothing_sticks(error, how, start, monkeypatch):
+    agent = start()
+    mine = error("mine")
+    loader = torch.utils.data.DataLoader(Failing(mine), batch_size=1)
+
+    def batches():
+        for index in range(6):
+            if index == 3:
+                raise mine
+            yield index
+
+    class Source:
+        def __init__(self):
+            self.number = 0
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            self.number += 1
+            if self.number == 4:
+                raise mine
+            return self.number
+
+    source = telemetry.watch(Source()) if how == "watch" else loader
+    seen = []
+    try:
+        for batch in source:
+            with telemetry.step() if how == "steps" else telemetry.phase("part"):
+                seen.append(batch)
+        assert error is StopIteration  # the end of an iteration, as plain Python has it
+    except BaseException as caught:
+        assert caught is mine
+        trace, files = caught.__traceback__, []
+        while trace:
+            files.append(trace.tb_frame.f_code.co_filename)
+            trace = trace.tb_next
+        assert not [f for f in files if "/telemetry/attach/loader" in f and how != "watch"] or not hasattr(
+            error, "add_note"
+        )
+    assert len(seen) == 3
+    assert agent.tracker.waiting_since == 0
+
+    telemetry.stop()
+    again = start()
+    good = torch.utils.data.DataLoader(Dataset(), batch_size=2)
+    for _ in good:
+        pass
+    telemetry.stop()
+    assert again._stats.steps == BATCHES
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, GeneratorExit, ValueError])
+def test_steps_go_on_after_an_exception_in_the_middle_of_an_epoch(error, start):
+    agent = start()
+    loader = torch.utils.data.DataLoader(Failing(error("mine")), batch_size=1)
+    with pytest.raises(error):
+        for _ in loader:
+            pass
+    for _ in torch.utils.data.DataLoader(Dataset(), batch_size=2):
+        pass
+    telemetry.stop()
+    assert agent._stats.steps == 3 + BATCHES
+    assert "hook" not in agent.faults.counts
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, Odd, ValueError])
+@pytest.mark.parametrize("name", ["evaluation", "checkpoint", "mine", "step"])
+def test_an_exception_leaves_a_phase_or_step_closed(error, name, start):
+    agent = start()
+    with pytest.raises(error):
+        with telemetry.step() if name == "step" else telemetry.phase(name):
+            raise error
+    assert agent.tracker._held is False
+    for _ in torch.utils.data.DataLoader(Dataset(), batch_size=2):
+        with telemetry.step():
+            pass
+    telemetry.stop()
+    assert agent._stats.steps == BATCHES + (name == "step")
+    seconds = agent._ledger.seconds()
+    assert sum(seconds.values()) == pytest.approx(agent._ledger.wall_seconds, abs=1e-6)
+
+
+def test_an_exception_while_saving_passes_unchanged(start, tmp_path):
+    agent = start()
+
+    class Unpicklable:
+        def __reduce__(self):
+            raise Odd
+
+    with pytest.raises(Odd):
+        torch.save({"x": Unpicklable()}, tmp_path / "x.pt")
+    assert agent.tracker._held is False
+    with pytest.raises(TypeError, match="missing 1 required positional argument"):
+        torch.save({})
+
+
+@pytest.mark.parametrize("inside", ["push", "delivered", "failed", "iterated"])
+def test_ctrl_c_inside_a_hook_passes_and_nothing_sticks(inside, start, monkeypatch):
+    """A signal can come at any bytecode, ours included."""
+    agent = start()
+    owner = type(agent.tracker.ring if inside == "push" else agent.tracker)
+    loader = torch.utils.data.DataLoader(Dataset(), batch_size=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, inside, lambda *_: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            for _ in loader:
+                pass
+    assert agent.tracker.waiting_since == 0
+    before = agent.tracker.ring.head
+    for _ in torch.utils.data.DataLoader(Dataset(), batch_size=2):
+        pass
+    assert agent.tracker.ring.head > before
+    assert "hook" not in agent.faults.counts
+
+
+def test_a_generator_that_is_watched_is_closed_as_it_would_be(start):
+    start()
+    closed = []
+
+    def batches():
+        try:
+            yield from range(100)
+        except GeneratorExit:
+            closed.append(True)
+            raise
+
+    source = batches()
+    watched = telemetry.watch(source)
+    assert next(watched) == 0  # an iterator before and after
+    assert iter(watched) is watched
+    for item in watched:
+        assert item == 1
+        break
+    watched.close()
+    assert closed == [True]
+    assert next(source, "ended") == "ended"
+    assert list(watched) == []
+
+
+def test_what_is_watched_behaves_as_what_it_holds(start):
+    start()
+    assert bool(telemetry.watch(range(3))) is True
+    assert bool(telemetry.watch([])) is False
+    assert len(telemetry.watch([1, 2])) == 2
+
+    class Plain:
+        def __iter__(self):
+            return iter("ab")
+
+    plain = telemetry.watch(Plain())
+    assert bool(plain) is True, "an object without a length is true"
+    assert list(plain) == ["a", "b"]
+    assert list(zip(telemetry.watch(x for x in "ab"), plain, strict=True)) == [("a", "a"), ("b", "b")]
+
+
+def test_saving_functions_can_still_be_pickled_by_name(start):
+    import pickle
+
+    save = torch.save
+    start()
+    assert torch.save is not save
+    for function in (torch.save, torch.serialization.save):
+        assert pickle.loads(pickle.dumps(function)) is function
+    telemetry.stop()
+    assert torch.save is torch.serialization.save is save
+
+
+def test_a_module_that_is_only_looked_for_is_still_recognised_when_imported(tmp_path):
+    """As libraries do that ask whether torch is there."""
+    done = run_script(
+        """
+        import importlib.util, sys
+        import telemetry
+        agent = telemetry.start("run", port="off", start_line=False)
+        assert importlib.util.find_spec("torch") is not None
+        assert importlib.util.find_spec("torch") is not None
+        assert "torch" not in sys.modules
+        import torch
+        assert torch.__spec__.loader is torch.__loader__
+        assert type(torch.__loader__).__module__ != "telemetry.attach.imports"
+        assert "telemetry" in torch.save.__code__.co_filename
+        assert not [finder for finder in sys.meta_path if finder is agent.attachment._watch] or True
+        for _ in torch.utils.data.DataLoader([1, 2, 3]):
+            pass
+        telemetry.stop()
+        assert agent._stats.steps == 3, agent._stats.steps
+        """,
+        tmp_path,
+    )
+    assert (done.stdout, done.stderr) == ("", "")
+
+
+def test_a_compiled_optimizer_step_says_nothing_more_and_is_counted(tmp_path):
+    """Dynamo traces global hooks, and would warn of what it cannot trace in ours."""
+    script = write(
+        tmp_path,
+        "script.py",
+        """
+        import sys, torch, telemetry
+        agent = telemetry.start("run", port="off", start_line=False) if "with" in sys.argv else None
+        parameter = torch.nn.Parameter(torch.ones(1))
+        optimizer = torch.optim.SGD([parameter], lr=0.25)
+        compiled = torch.compile(lambda: optimizer.step(), backend="eager")
+        for _ in range(3):
+            parameter.grad = torch.ones(1)
+            compiled()
+        print(parameter.item(), agent and agent.tracker.optimizer_steps)
+        """,
+    )
+    done = python(
+        script, "with", cwd=tmp_path, env=environment(TORCH_LOGS="-all", TORCHDYNAMO_VERBOSE="0"), timeout=180
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "0.25 3\n"
+    assert "get_ident" not in done.stderr
+    assert "telemetry" not in done.stderr
+
+
+def test_hooks_of_other_threads_pass_through_whatever_fails(start, unharmed, monkeypatch):
+    agent = start()
+    for seam in HOOKS:
+        break_seam(monkeypatch, agent, seam)
+    seen = []
+    thread = threading.Thread(target=lambda: seen.append(train(epochs=2)))
+    thread.start()
+    thread.join(HANG)
+    assert seen == [unharmed[False]]
+
+
+def test_a_family_that_cannot_be_rendered_is_an_error_of_the_agent_alone(start, monkeypatch):
+    agent = start()
+    monkeypatch.setattr(exposition, "generate_latest", break_)
+    ticked(agent)
+    wait_for(lambda: agent.faults.counts.get("exposition"), "an error in the exposition")
+    assert agent._thread.is_alive()

@@ -1,0 +1,85 @@
+"""A training script as anybody might write it: DDP over gloo, a DataLoader, and no word of telemetry.
+
+The rank named by SLOW_RANK reads its samples slowly. Training goes on until the file named by --until appears, or for
+--steps steps. With COLLECTIVES=0 the ranks train side by side and never talk, so that one may die without the others.
+"""
+
+import argparse
+import os
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+
+class Images(Dataset):
+    def __init__(self, size, seconds_per_sample):
+        self.size = size
+        self.seconds_per_sample = seconds_per_sample
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        if self.seconds_per_sample:
+            time.sleep(self.seconds_per_sample)
+        return torch.full((3, 16, 16), index / self.size), index % 10
+
+
+def agreed(done, collectives):
+    """Whether any rank is done: all must leave the loop at the same step."""
+    if not collectives:
+        return done
+    flag = torch.tensor(float(done))
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag)
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=1_000_000)
+    parser.add_argument("--until", default="")
+    parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--slow-seconds", type=float, default=0.02, help="per sample, on the slow rank")
+    options = parser.parse_args()
+
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    collectives = os.environ.get("COLLECTIVES", "1") == "1"
+    slow = os.environ.get("SLOW_RANK") == str(rank)
+    torch.manual_seed(0)
+    if collectives:
+        dist.init_process_group("gloo")
+
+    dataset = Images(64 * world_size, options.slow_seconds if slow else 0.0)
+    sampler = DistributedSampler(dataset, num_replicas=world_size, rank=rank)
+    loader = DataLoader(dataset, batch_size=4, sampler=sampler, num_workers=options.workers)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 14 * 14, 10))
+    if collectives:
+        model = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    lossf = nn.CrossEntropyLoss()
+
+    step, epoch, done = 0, 0, False
+    while not done:
+        sampler.set_epoch(epoch)
+        for images, labels in loader:
+            loss = lossf(model(images), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if not collectives:
+                time.sleep(0.05)  # four of them are not to take the machine
+            step += 1
+            done = agreed(step >= options.steps or os.path.exists(options.until), collectives)
+            if done:
+                break
+        epoch += 1
+    if collectives:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
