@@ -21,6 +21,7 @@ from telemetry.diagnose.ledger import Ledger
 from telemetry.diagnose.stats import ExposedWait, StepStats
 from telemetry.faults import Faults
 from telemetry.identity import identify, slug
+from telemetry.judge import Judge
 from telemetry.publish import fields
 from telemetry.publish.board import Board
 from telemetry.publish.discovery import TargetFile
@@ -98,6 +99,7 @@ class Agent:
             max_files=config.log_max_files,
         )
         self._sampler = Sampler(self.tracker, config.interval_seconds, self.faults)
+        self._judge = Judge(config, self.tracker, self._sampler, self._emit, self._wall.iso)
         self._node: NodeService | None = None
         self._thread = threading.Thread(target=self._main, name="telemetry-agent", daemon=True)
         self._wake = threading.Event()
@@ -202,6 +204,8 @@ class Agent:
         self._account()
         with self.faults.contained("collect"):
             self._sampler.poll()
+        with self.faults.contained("diagnose"):
+            self._judge.tick(self._ledger, self._exposed.seconds, self._stats.steps)
         self._agent_cpu_seconds = time.thread_time()
         with self.faults.contained("exposition"):
             self._publish()
@@ -214,6 +218,7 @@ class Agent:
         # A step left with ``break`` was a step; when it ended nobody knows, so it is in no distribution.
         self._stats.steps += self._ledger.step_is_open
         with self.faults.contained("jsonl"):
+            self._judge.end(self._stats.steps)
             self._log_window(self._ledger.at_ns)
         with self.faults.contained("jsonl"):
             self._emit("run_end", self._end_fields())
@@ -230,16 +235,16 @@ class Agent:
         tracker, ring = self.tracker, self.tracker.ring
         with self.faults.contained("ledger"):
             # Before the ring is emptied: a request seen in progress here is either still so, or its span is there.
-            waiting_since = tracker.waiting_since
-            while taken := ring.drain(_CHUNK):
+            waiting_since, head = tracker.waiting_since, ring.head
+            while taken := ring.drain(_CHUNK, head):
                 self._ledger.fold(_spans(taken))
+                self._stats.add(self._ledger.take_steps())
                 time.sleep(0)
             self._ledger.advance(now_ns(), waiting_since)
             dropped = list(ring.dropped_ns)
             if dropped != self._dropped_seen:
                 self._ledger.rebook(now - seen for now, seen in zip(dropped, self._dropped_seen, strict=True))
                 self._dropped_seen = dropped
-            self._stats.add(self._ledger.take_steps())
             self._account_exposed()
         if tracker.errors != self._hook_errors_seen:
             new, self._hook_errors_seen = tracker.errors - self._hook_errors_seen, tracker.errors
@@ -247,10 +252,12 @@ class Agent:
 
     def _account_exposed(self) -> None:
         waited = self._ledger.ns[DATA_WAIT] / NS
-        clock = self.tracker.gpu
         if cuda() is None:
             self._exposed.host(waited)
-        elif clock is None:
+            return
+        self.attachment.watch_gpu()
+        clock = self.tracker.gpu
+        if clock is None:
             self._exposed_source = None
             self._exposed.absent(waited)
         else:
@@ -288,6 +295,7 @@ class Agent:
             overhead_seconds=self._overhead(),
             dropped_steps=self.tracker.ring.dropped,
             errors=dict(self.faults.counts),
+            stalls=self._judge.view(),
             collectors=sampler.health(),
             gpu=sampler.newest("nvml"),
             host=sampler.newest("host"),

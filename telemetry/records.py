@@ -19,6 +19,25 @@ OTHER: Final = "other"
 CATEGORIES: Final = (STARTUP, DATA_WAIT, COMPUTE, EVALUATION, CHECKPOINT, OTHER)
 """The categories of the ledger. Every second of a rank is in exactly one of them."""
 
+CAUSES: Final = (
+    "loader_on_training_thread",
+    "workers_cpu_bound",
+    "workers_io_bound",
+    "workers_throttled",
+    "worker_startup",
+    "uneven_batches",
+    "batch_transfer",
+    "worker_stuck",
+    "source_slow",
+    "straggler",
+    "checkpoint",
+    "gc_pause",
+    "host_bound",
+    "gpu_throttled",
+    "unknown",
+)
+"""Why a run loses time: the values of the ``cause`` label."""
+
 EVENTS: Final = (
     "run_start",
     "window",
@@ -254,6 +273,15 @@ LogFields = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
+class StallView:
+    """Stalls so far: the cause of the one that is open (None for none), and by cause their number and seconds lost."""
+
+    active: str | None
+    opened: dict[str, int]
+    lost_seconds: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
 class RunView:
     """Everything the endpoint shows of one rank at one moment. None: not measured, so not shown."""
 
@@ -268,6 +296,7 @@ class RunView:
     overhead_seconds: dict[str, float]
     dropped_steps: int
     errors: dict[str, int]
+    stalls: StallView | None = None
     collectors: tuple[SourceHealth, ...] = ()
     gpu: GpuSample | None = None
     host: HostSample | None = None
@@ -275,3 +304,57 @@ class RunView:
     workers: WorkersSample | None = None
     pressure: PressureSample | None = None
     torch_memory: TorchMemorySample | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """What happened between two ticks: the unit that windows of evidence are made of. Seconds, unless said.
+
+    Attributes:
+        exposed: of ``wait``; None where nothing can tell.
+        edge_wait: of ``wait``, at the edges of epochs: starting and ending an iteration, and its first batch.
+        edges: iterations that were begun.
+        source: where batches come from: ``training_thread`` (a DataLoader without workers), ``workers``, ``watched``
+            (an iterable that is no DataLoader), None before the first batch.
+        process_cpu: CPU time of the training process, its workers not included.
+        fetches, fetch_busy: batches the workers finished, and their time in fetches; None where they do not tell.
+        settings: of the loader in use, by the names of DataLoader's arguments.
+    """
+
+    seconds: float
+    wait: float
+    exposed: float | None
+    edge_wait: float
+    edges: int
+    compute: float
+    evaluation: float
+    checkpoint: float
+    garbage: float
+    steps: int
+    source: str | None = None
+    process_cpu: float | None = None
+    fetches: int | None = None
+    fetch_busy: float | None = None
+    workers: WorkersSample | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+    cores: float = 1.0
+    throttled_ratio: float | None = None
+    gpu_utilization_ratio: float | None = None
+    gpu_throttled: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """One change to make.
+
+    Attributes:
+        action: what to do, in words; ``setting`` and ``value`` as a person types them, None where it is no setting.
+        predicted_speedup: factor on the run's steps per second; None where nothing predicts it.
+        because: the reason, with its figures.
+    """
+
+    action: str
+    setting: str | None
+    value: str | None
+    predicted_speedup: float | None
+    because: str

@@ -182,11 +182,14 @@ def test_a_rank_that_has_ended_is_shown_as_ended_while_others_run(tmp_path):
     agent = telemetry.start(tmp_path / "run", port=0, interval_seconds=0.1, start_line=False)
     code = "import sys, telemetry; telemetry.start(sys.argv[1], port=0, start_line=False)"
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "run")], env=env, check=True)
-    with urllib.request.urlopen(agent.metrics_url, timeout=10) as answer:
-        text = answer.read().decode()
-    assert 'training_run_ended{rank="0",run="run"} 0.0' in text
-    assert 'training_run_ended{rank="1",run="run"} 1.0' in text
-    assert 'training_process_threads{rank="1"' not in text  # a process that is gone has no threads
+
+    def text() -> str:
+        with urllib.request.urlopen(agent.metrics_url, timeout=10) as answer:
+            return answer.read().decode()
+
+    wait_for(lambda: 'training_run_ended{rank="1",run="run"} 1.0' in text())
+    assert 'training_run_ended{rank="0",run="run"} 0.0' in text()
+    assert 'training_process_threads{rank="1"' not in text()  # a process that is gone has no threads
 
 
 def test_two_jobs_of_one_name_do_not_share_a_target_file(tmp_path):

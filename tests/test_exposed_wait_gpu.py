@@ -62,6 +62,7 @@ def test_exposed_wait_is_what_a_trace_shows(observed, monkeypatch, wait_ms, work
     monkeypatch.setattr(gpu_clock, "BUDGET_RATIO", 1.0)  # time every step
     matrix = torch.randn(2048, 2048, device="cuda")
     rounds = rounds_for(work_ms, matrix)
+    observed.attachment.watch_gpu()
     loader = DataLoader(Numbers(30, seconds=wait_ms / 1e3), batch_size=1)
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
@@ -78,6 +79,7 @@ def test_exposed_wait_is_what_a_trace_shows(observed, monkeypatch, wait_ms, work
 
 def test_a_capture_in_progress_is_not_disturbed(observed):
     matrix = torch.randn(256, 256, device="cuda")
+    observed.attachment.watch_gpu()
     iterator = iter(DataLoader(Numbers(20), batch_size=1))
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):

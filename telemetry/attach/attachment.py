@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from telemetry.attach import checkpoints, loader, workers
+from telemetry.attach import checkpoints, garbage, loader, workers
 from telemetry.attach.gpu_clock import GpuClock
 from telemetry.attach.imports import ImportWatch
 from telemetry.attach.patches import Patches
@@ -30,6 +30,7 @@ class Attachment:
         self, tracker: StepTracker, on_error: Callable[[BaseException], None], *, gpu_events: bool = True
     ) -> None:
         self._gpu_events = gpu_events
+        self._gpu_watched = False
         self._tracker = tracker
         self._on_error = on_error
         self._patches = Patches()
@@ -37,9 +38,20 @@ class Attachment:
 
     def attach(self) -> None:
         """Place the hooks. Imports nothing."""
+        garbage.time_garbage(self._tracker, self._patches)
         self._watch.when_imported("torch", self._torch)
         self._watch.when_imported("torch.distributed.checkpoint", self._distributed_checkpoint)
         self._watch.when_imported("safetensors.torch", self._saving)
+
+    def watch_gpu(self) -> None:
+        """CUDA has come into use: time waits on its clock, if that is wanted. Called again and again, on any thread."""
+        tracker = self._tracker
+        if self._gpu_events and not self._gpu_watched:
+            self._gpu_watched = True  # once: a clock that failed is not tried again
+            torch = sys.modules["torch"]
+            tracker.gpu = GpuClock(lambda: torch.cuda.Event(enable_timing=True), lambda: _events_usable(torch))
+        if tracker.gpu is not None:
+            tracker.key = 0  # off the short path, which knows nothing of the clock
 
     def detach(self) -> list[str]:
         """Remove every hook. Returns the names of patches that others have patched over and that stay, inert."""
@@ -68,18 +80,21 @@ class Attachment:
             except Exception as error:
                 self._on_error(error)
         tracker.use_torch(torch.is_grad_enabled, lambda: current_device(torch))
-        if self._gpu_events and (torch.version.cuda or torch.version.hip):
-            tracker.gpu = GpuClock(lambda: torch.cuda.Event(enable_timing=True), lambda: _events_usable(torch))
 
     def _optimizer(self, module: Any) -> None:
         tracker = self._tracker
 
+        ring = tracker.ring
+
         def stepped(optimizer: object, args: object, kwargs: object) -> None:
             del args, kwargs
-            try:
-                tracker.optimizer_stepped(optimizer)
-            except Exception as error:
-                tracker.fault(error)
+            tracker.optimizer_steps += 1
+            tracker.stepped_head = ring.head
+            if not tracker.key:
+                try:
+                    tracker.optimizer_stepped(optimizer)
+                except Exception as error:
+                    tracker.fault(error)
 
         # As torch.compiler.disable marks a function, which would import Dynamo: a compiled step is not to trace it.
         stepped._torchdynamo_disable = True  # type: ignore[attr-defined]

@@ -11,7 +11,7 @@ from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 from telemetry.attach.frames import forget_frame
-from telemetry.attach.ring import MASK, STEP, STRIDE, WORDS
+from telemetry.attach.ring import MASK, S_DATA_WAIT, STEP, STRIDE
 from telemetry.attach.steps import OVERHEAD_EVERY, OVERHEAD_MASK, StepTracker
 from telemetry.clock import now_ns
 
@@ -35,13 +35,54 @@ def timed_next(
 ) -> Callable[[Any], Any]:
     """``__next__`` with its wait written into the ring.
 
-    The common case is inlined: a call costs more than all the stores together. Between the arrival of the batch and
-    the last store there is no call, so neither a signal nor a switch of threads can come in between.
+    The common case, the next batch of the loader that is being trained on, is inlined: a call costs more than all the
+    stores together, and a name that is not a local one costs a cache line. Between the arrival of the batch and the
+    last store there is no call, so neither a signal nor a switch of threads can come in between.
     """
     ring = tracker.ring
-    words = ring.words
+    words, mask, stride, sampled = ring.words, MASK, STRIDE, OVERHEAD_MASK
+    now, thread = now_ns, get_ident
+    uncommon = _timed_uncommon(original, tracker)
 
     @functools.wraps(original)
+    def __next__(self: Any) -> Any:  # noqa: N807
+        if id(self) != tracker.key or thread() != tracker.thread or not grad_enabled():
+            try:
+                return uncommon(self)
+            except BaseException as error:
+                forget_frame(error)
+                raise
+        start = now()
+        tracker.waiting_since = start
+        try:
+            batch = original(self)
+            end = now()
+        except BaseException as error:
+            _failed(tracker, self, start, STEP, error)
+            forget_frame(error)
+            raise
+        try:
+            head = ring.head
+            if head < ring.limit:
+                slot = head & mask
+                words[slot] = start
+                words[slot + 1] = end
+                ring.head = head + stride
+            else:
+                ring.drop(start, end, STEP)
+            tracker.waiting_since = 0
+            if not head & sampled:
+                tracker.overhead_ns += (now() - end) * OVERHEAD_EVERY
+        except BaseException as error:
+            _contain(tracker, error)
+        return batch
+
+    return __next__
+
+
+def _timed_uncommon(original: Callable[[Any], Any], tracker: StepTracker) -> Callable[[Any], Any]:
+    """All the other cases: another thread, another loader, evaluation, a phase, a GPU whose clock is read."""
+
     def __next__(self: Any) -> Any:  # noqa: N807
         if get_ident() != tracker.thread or tracker.waiting_since:
             try:
@@ -50,11 +91,11 @@ def timed_next(
                 forget_frame(error)
                 raise
         try:
-            entry = STEP if id(self) == tracker.key and grad_enabled() else tracker.request(self)
+            entry = tracker.request(self)
             if tracker.gpu is not None:
-                _mark(tracker, entry)
+                _mark(tracker, self, entry)
             start = now_ns()
-            tracker.waiting_since = start if entry & 7 == 1 else -start
+            tracker.waiting_since = start if entry & 7 == S_DATA_WAIT else -start
         except Exception as error:
             tracker.fault(error)
             return original(self)
@@ -66,21 +107,8 @@ def timed_next(
             forget_frame(error)
             raise
         try:
-            if id(self) == tracker.key and entry == STEP:
-                head = ring.head
-                if head - ring.tail < WORDS:
-                    slot = head & MASK
-                    words[slot] = start
-                    words[slot + 1] = end
-                    ring.head = head + STRIDE
-                else:
-                    ring.drop(start, end, STEP)
-                tracker.waiting_since = 0
-                if not head & OVERHEAD_MASK:
-                    tracker.overhead_ns += (now_ns() - end) * OVERHEAD_EVERY
-            else:
-                tracker.delivered(self, start, end, entry)
-                tracker.overhead_ns += now_ns() - end
+            tracker.delivered(self, start, end, entry)
+            tracker.overhead_ns += now_ns() - end
             if tracker.gpu is not None:
                 _arrived(tracker, start, end)
         except BaseException as error:
@@ -107,9 +135,9 @@ def _contain(tracker: StepTracker, error: BaseException) -> None:
     tracker.fault(error)
 
 
-def _mark(tracker: StepTracker, entry: int) -> None:
+def _mark(tracker: StepTracker, iterator: object, entry: int) -> None:
     try:
-        tracker.mark_request(entry)
+        tracker.mark_request(iterator, entry)
     except Exception as error:
         _without_gpu(tracker, error)
 
@@ -143,9 +171,9 @@ def timed_iter(original: Callable[[Any], Any], tracker: StepTracker) -> Callable
         try:
             entry = tracker.iteration(self)
             if tracker.gpu is not None:
-                _mark(tracker, entry)
+                _mark(tracker, None, entry)
             start = now_ns()
-            tracker.waiting_since = start if entry & 7 == 1 else -start
+            tracker.waiting_since = start if entry & 7 == S_DATA_WAIT else -start
         except Exception as error:
             tracker.fault(error)
             return original(self)

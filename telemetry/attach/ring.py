@@ -2,19 +2,19 @@
 
 One entry is a span of the training thread's time: two monotonic stamps and a code that says which category of the
 ledger the thread was in between them, which one it is in afterwards, and whether a step closes or opens at its
-start. Preallocated and lock-free: one writer, one reader, and every operation the two share is atomic under the GIL.
+start. Preallocated and without a lock: one writer, one reader, and every operation the two share is atomic under the GIL.
 A full ring drops the entry and never waits.
 """
 
 from __future__ import annotations
 
-from array import array
 from typing import Final
 
 from telemetry.records import CATEGORIES, CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, OTHER, STARTUP
 
-CAPACITY: Final = 1 << 13
-"""Entries. At one drain a second this is a step of 122 µs; faster loops than that lose entries, counted."""
+CAPACITY: Final = 1 << 12
+"""Entries. At one drain a second this is a step of 244 µs; faster loops than that lose entries, counted. The garbage
+collector looks through the list in a full collection, so it is no longer than it has to be."""
 
 STRIDE: Final = 4
 WORDS: Final = CAPACITY * STRIDE
@@ -46,22 +46,23 @@ STEP: Final = code(S_DATA_WAIT, S_COMPUTE, CLOSES | OPENS | BATCH)
 
 
 class Ring:
-    """Spans of the training thread, in one array: start, end, code and a spare word to an entry.
+    """Spans of the training thread, in one list: start, end, code and a spare word to an entry.
 
-    One array, because a cold store is paid by the page: three arrays of one word each made the hook cost 7 µs inside
-    a real step where this one costs 1.3 (medians, ``benchmarks/overhead.py``). For the same reason the code of an
-    ordinary batch is not stored but stands there already; the reader puts it back.
+    A list, because a store into it is one pointer: into an ``array`` it goes through the C library's argument parsing,
+    which a real step has evicted from the caches, and costs 5 µs there where a list costs 2 (`benchmarks/`, cold). For
+    the same reason the code of an ordinary batch is not stored but stands there already; the reader puts it back.
 
     The hot path writes ``words`` and ``head`` itself: a method call would double its cost. Everything else goes
-    through `push`. ``head`` and ``tail`` count words and only ever grow.
+    through `push`. ``head`` and ``tail`` count words and only ever grow; ``limit`` is where the ring is full.
     """
 
-    __slots__ = ("dropped", "dropped_ns", "head", "tail", "words")
+    __slots__ = ("dropped", "dropped_ns", "head", "limit", "tail", "words")
 
     def __init__(self) -> None:
-        self.words = array("q", [0, 0, STEP, 0] * CAPACITY)
+        self.words = [0, 0, STEP, 0] * CAPACITY
         self.head = 0
         self.tail = 0
+        self.limit = WORDS
         self.dropped = 0
         # What dropped spans took, by category: the ledger stays right where steps could not be kept.
         self.dropped_ns = [0] * len(CATEGORIES)
@@ -69,7 +70,7 @@ class Ring:
     def push(self, start: int, end: int, entry: int) -> None:
         """Write one span, or count it as dropped."""
         head = self.head
-        if head - self.tail >= WORDS:
+        if head >= self.limit:
             self.drop(start, end, entry)
             return
         slot = head & MASK
@@ -84,15 +85,17 @@ class Ring:
             self.dropped += 1
         self.dropped_ns[entry & 7] += end - start
 
-    def drain(self, limit: int) -> list[tuple[int, int, int]]:
-        """Take up to ``limit`` entries out, oldest first: (start, end, code). The reader's side."""
+    def drain(self, limit: int, head: int | None = None) -> list[tuple[int, int, int]]:
+        """Take up to ``limit`` entries out, oldest first and none from ``head`` on: (start, end, code)."""
         tail = self.tail
-        stop = min(self.head, tail + limit * STRIDE)
+        stop = min(self.head if head is None else head, tail + limit * STRIDE)
         words, taken = self.words, []
         while tail < stop:
             slot = tail & MASK
             taken.append((words[slot], words[slot + 1], words[slot + 2]))
+            words[slot] = words[slot + 1] = 0  # not to keep the numbers alive
             words[slot + 2] = STEP
             tail += STRIDE
         self.tail = tail
+        self.limit = tail + WORDS
         return taken

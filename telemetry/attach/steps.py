@@ -77,6 +77,8 @@ class StepTracker:
         device: the CUDA device of the training thread, as of the newest first batch; None for none.
         loaders: live multi-worker iterators, by id; ``retired``: those that are gone and whose block is still unread.
         gpu: the clock that times waits on the GPU, None where there is none.
+        source: where the newest epoch's batches come from (see `records.Slice`), and the settings of its loader.
+        garbage_ns: time garbage collection stopped the training thread.
         overhead_ns: time the hooks took, from one call in `OVERHEAD_EVERY`.
     """
 
@@ -92,9 +94,10 @@ class StepTracker:
         "_open_head",
         "_optimizer",
         "_state",
-        "_stepped_head",
+        "_steady",
         "device",
         "errors",
+        "garbage_ns",
         "gpu",
         "key",
         "last_error",
@@ -104,6 +107,8 @@ class StepTracker:
         "phases",
         "retired",
         "ring",
+        "source",
+        "stepped_head",
         "thread",
         "waiting_since",
     )
@@ -116,6 +121,8 @@ class StepTracker:
         self.gpu: GpuClock | None = None
         self.optimizer_steps = 0
         self.overhead_ns = 0
+        self.garbage_ns = 0
+        self.source: tuple[str | None, dict[str, Any]] = (None, {})
         self.errors = 0
         self.last_error: BaseException | None = None
         self.phases: deque[PhaseSpan] = deque(maxlen=_MAX_PHASES)
@@ -126,9 +133,10 @@ class StepTracker:
         self._grad_enabled: Callable[[], bool] = lambda: True  # until torch is there
         self._state = r.S_STARTUP
         self._held = False  # inside a checkpoint or an evaluation phase: batches do not change the state
+        self._steady = 0  # the iterator of the ordinary batches, also where the GPU's clock keeps off the short path
         self._open = False  # a step is open
         self._open_head = 0  # ring position just after the entry that opened it
-        self._stepped_head = -1  # ring position at the newest optimizer step
+        self.stepped_head = -1  # ring position at the newest optimizer step
         self._members: set[int] = set()  # iterators that gave a batch to the open step
         self._loader = 0  # id of the loader whose iteration the steps follow
         self._explicit = False  # the user says step()
@@ -182,6 +190,7 @@ class StepTracker:
         self.device = self._current_device()
         if id(iterator) not in self.loaders:
             self.register(iterator)  # begun before the agent
+        self.source = self._source_of(iterator)
         if self._explicit:
             self._open = True
             return
@@ -192,7 +201,12 @@ class StepTracker:
         else:
             self._members.add(id(iterator))
             alone = False
-        self.key = id(iterator) if alone else 0
+        self._settle(id(iterator) if alone else 0)
+
+    def _settle(self, iterator: int) -> None:
+        """The next batches are ordinary ones if this iterator (its id; 0 for none) gives them."""
+        self._steady = iterator
+        self.key = iterator if self.gpu is None else 0
 
     def failed(self, iterator: object, start: int, entry: int, error: BaseException) -> None:
         """The request raised: the end of an epoch, or an error that is the user's to see."""
@@ -208,8 +222,9 @@ class StepTracker:
             self.ring.push(start, end, r.code(during, self._state))
             self._members.discard(id(iterator))
         else:
-            self.ring.push(start, end, r.code(during, r.S_OTHER, r.CLOSES if self._open or self.key else 0))
-            self._state, self._open, self.key = r.S_OTHER, False, 0
+            self.ring.push(start, end, r.code(during, r.S_OTHER, r.CLOSES if self._open else 0))
+            self._state, self._open = r.S_OTHER, False
+            self._settle(0)
             self._members.clear()
 
     def iteration(self, loader: object) -> int:
@@ -229,7 +244,7 @@ class StepTracker:
                 flags = r.CLOSES
                 self._open, self._state = False, r.S_OTHER
                 self._members.clear()
-        self.key = 0
+        self._settle(0)
         return r.code(r.S_DATA_WAIT, self._state, flags)
 
     def iterated(self, start: int, end: int, entry: int, iterator: object | None) -> None:
@@ -259,11 +274,24 @@ class StepTracker:
 
         loaders[key] = (weakref.ref(iterator, gone), LoaderHandle(iterator, block))
 
-    def mark_request(self, entry: int) -> None:
-        """Mark the request on the GPU's clock, where the span will be booked as waiting for data."""
+    def _source_of(self, iterator: object) -> tuple[str, dict[str, Any]]:
+        """Where batches come from, in the words of `records.Slice`, and the settings of the loader."""
+        entry = self.loaders.get(id(iterator))
+        if entry is not None:
+            return "workers", entry[1].settings
+        workers = getattr(iterator, "_num_workers", None)
+        if workers is None:
+            return "watched", {}
+        return ("workers" if workers else "training_thread"), {"num_workers": workers}
+
+    def mark_request(self, iterator: object, entry: int) -> None:
+        """Mark the request on the GPU's clock, where the span will be booked as waiting for data.
+
+        An ordinary step's is thinned out; what is no ordinary step's (iterator None: an iteration begins) is not.
+        """
         if self.gpu is None or entry & 7 != r.S_DATA_WAIT:
             return
-        if entry == r.STEP and self.key:
+        if entry == r.STEP and id(iterator) == self._steady:
             self.gpu.step_ended()
         else:
             self.gpu.edge()
@@ -272,23 +300,21 @@ class StepTracker:
         if self._state != r.S_EVALUATION:
             stamp = now_ns()
             self.ring.push(stamp, stamp, _EVALUATION)
-            self._state, self.key = r.S_EVALUATION, 0
+            self._state = r.S_EVALUATION
+            self._settle(0)
 
     def _stepped_since_open(self) -> bool:
         # While the short path holds, the newest entry is the one that opened the step.
         opened = self.ring.head if self.key else self._open_head
-        return self._stepped_head >= opened
+        return self.stepped_head >= opened
 
     # -- optimizer ---------------------------------------------------------------------------------------------
 
     def optimizer_stepped(self, optimizer: object) -> None:
-        """An optimizer has stepped."""
-        self.optimizer_steps += 1
-        self._stepped_head = self.ring.head
-        if not self.key:
-            self._optimizer_stepped_slow(optimizer)
+        """An optimizer has stepped, and it matters: the short path does not hold.
 
-    def _optimizer_stepped_slow(self, optimizer: object) -> None:
+        ``optimizer_steps`` and ``stepped_head`` the hook has stored itself.
+        """
         here = threading.get_ident()
         if here != self.thread:
             if self.thread == _NO_THREAD or self._fetched or self._optimizer:
@@ -311,13 +337,13 @@ class StepTracker:
         """A phase begins. Returns what `exit_phase` needs, or None off the training thread."""
         if threading.get_ident() != self.thread:
             return None
-        before = (self._state, self._held, self.key, now_ns())
+        before = (self._state, self._held, self._steady, now_ns())
         if name in {EVALUATION, CHECKPOINT}:
             self._held = True
-            self.key = 0
+            self._settle(0)
             self._switch(r.S_EVALUATION if name == EVALUATION else r.S_CHECKPOINT, before[3])
         elif not self._held:
-            self.key = 0
+            self._settle(0)
             self._switch(r.S_OTHER, before[3])
         return before
 
@@ -334,7 +360,7 @@ class StepTracker:
         if category != OTHER or self._state == r.S_OTHER:
             if self._fetched and not self._open and state in {r.S_STARTUP, r.S_COMPUTE}:
                 state, key = r.S_OTHER, 0  # the loop it was in has ended inside the phase
-            self.key = key
+            self._settle(key)
             self._switch(state, end)
 
     def enter_step(self) -> None:
@@ -344,7 +370,7 @@ class StepTracker:
         stamp = now_ns()
         flags = 0 if self._open else r.OPENS
         self._explicit, self._open, self._fetched = True, True, True
-        self.key = 0
+        self._settle(0)
         self._state = r.S_COMPUTE
         self.ring.push(stamp, stamp, r.code(r.S_COMPUTE, r.S_COMPUTE, flags))
 
@@ -374,5 +400,5 @@ class StepTracker:
         """Make every hook pass straight through: after ``stop()``, and in a forked child."""
         self.thread = _NO_THREAD
         self.waiting_since = 0
-        self.key = 0
+        self._settle(0)
         self.gpu = None

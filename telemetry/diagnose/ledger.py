@@ -34,6 +34,10 @@ class Ledger:
         self.ns: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
         self.batches = 0
         self.last_step_ns: int | None = None
+        # Waits at the edges of epochs: an iteration that ends, one that begins, and its first batch.
+        self.edge_wait_ns = 0
+        self.edges = 0
+        self._at_edge = False
         self._span_at_ns = start_ns
         self._span_category = STARTUP
         self._open = False
@@ -53,6 +57,10 @@ class Ledger:
                 self._open, self._wait_ns, self._compute_ns = True, 0, 0
             self._enter(during, start)
             self._pass(end)
+            if during == DATA_WAIT and (self._at_edge or not batch):
+                self.edge_wait_ns += max(0, end - start)
+                self.edges += not self._at_edge
+                self._at_edge = not batch
             self._enter(after, end)
             self.batches += batch
 

@@ -120,8 +120,7 @@ class Board:
         states: dict[int, tuple[tuple[bool, int], RankState]] = {}
         for entry in self._entries():
             try:
-                with open(entry, "rb") as file:  # noqa: PTH123 - at every scrape
-                    parts = file.read(_MAX_FILE_BYTES).split(_SEPARATOR)
+                parts = _read(entry).split(_SEPARATOR)
                 meta = json.loads(parts[0])
                 rank, pid, ticks = int(meta["rank"]), int(meta["pid"]), meta["ticks"]
             except (OSError, ValueError, KeyError, TypeError):
@@ -204,6 +203,15 @@ class Board:
                 except OSError:
                     continue
         return removed
+
+
+def _read(entry: str) -> bytes:
+    """A rank's file, in three calls: `open` and its buffers take three times as long."""
+    file = os.open(entry, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        return os.read(file, _MAX_FILE_BYTES)
+    finally:
+        os.close(file)
 
 
 def _pid_namespace() -> int:

@@ -16,7 +16,7 @@ from prometheus_client.core import (
     Metric,
 )
 
-from telemetry.records import THROTTLE_REASONS, GpuSample, Histogram, RunView
+from telemetry.records import CAUSES, THROTTLE_REASONS, GpuSample, Histogram, RunView, StallView
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -57,6 +57,8 @@ class Families:
         yield self._info("training_run", "What this rank runs on; join on run and rank.", view.info)
         yield self._gauge("training_run_ended", "1 once the run has ended by itself.", float(view.ended))
         yield from self._loop(view)
+        if view.stalls is not None:
+            yield from self._stalls(view.stalls)
         yield from self._agent(view)
         if view.gpu is not None:
             yield from self._gpu(view.gpu)
@@ -101,6 +103,22 @@ class Families:
                 "Unix time at which the newest step ended.",
                 view.last_step_unix_seconds,
             )
+
+    def _stalls(self, stalls: StallView) -> Iterator[Metric]:
+        yield self._by(
+            "training_stall_active",
+            "1 for the cause of the stall that is open.",
+            "cause",
+            {cause: float(cause == stalls.active) for cause in CAUSES},
+        )
+        yield self._by("training_stalls", "Stalls that have opened.", "cause", stalls.opened, counter=True)
+        yield self._by(
+            "training_stall_lost_seconds",
+            "Time of this rank lost in stalls.",
+            "cause",
+            stalls.lost_seconds,
+            counter=True,
+        )
 
     def _agent(self, view: RunView) -> Iterator[Metric]:
         yield self._by(

@@ -64,12 +64,17 @@ class NodeService:
         self._board.publish(rank, families, ended=ended)
 
     def lead_if_vacant(self) -> None:
-        """Serve, if nobody does. Cheap enough for every tick; called at least once a second.
+        """Serve, if nobody does; and if it is this rank that does, join what the others have published by now.
+
+        Cheap enough for every tick; called at least once a second.
 
         Raises:
             OSError: no port can be had, or the target file cannot be written (the endpoint then serves all the same).
         """
-        if self._port is None or self.endpoint is not None or self._ended:
+        if self.endpoint is not None:
+            self.endpoint.refresh()
+            return
+        if self._port is None or self._ended:
             return  # and who has ended is no more waited for: the board may be gone
         if not self._board.try_lead():
             self._wait_for_announcement()

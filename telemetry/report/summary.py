@@ -42,10 +42,6 @@ def verdict(ranks: Sequence[dict[str, Any]], stalls: Sequence[dict[str, Any]]) -
     stepping = [rank for rank in newest if rank["steps"]]
     if not stepping:
         return "No training step has ended yet."
-    open_stalls = [stall for stall in stalls if stall["closed"] is None]
-    if open_stalls:
-        stall = open_stalls[-1]
-        return f"Rank {stall['rank']} is stalled since {stall['opened']}: {stall['cause']}."
     measured = [rank for rank in stepping if rank["exposed_wait_ratio"] is not None]
     if not measured:
         worst = max(stepping, key=_wait_ratio)
@@ -56,7 +52,7 @@ def verdict(ranks: Sequence[dict[str, Any]], stalls: Sequence[dict[str, Any]]) -
     worst = max(measured, key=lambda rank: rank["exposed_wait_ratio"])
     ratio = worst["exposed_wait_ratio"]
     if ratio >= STARVED_RATIO:
-        return _starved(worst, measured, ratio)
+        return _starved(worst, measured, ratio) + _why(worst["rank"], stalls)
     return f"Healthy: no rank lost more than {_percent(ratio)} of its training loop waiting for data.{_beside(newest)}"
 
 
@@ -71,6 +67,25 @@ def _starved(worst: dict[str, Any], measured: Sequence[dict[str, Any]], ratio: f
         return f"Starved: every rank waits for data; the worst, rank {worst['rank']}, spent {lost}{gain}."
     others = "the other ranks wait for it inside their compute" if len(starving) == 1 else "the rest wait for them"
     return f"Starved: rank {worst['rank']} spent {lost}{gain}; {others}."
+
+
+def _why(rank: int, stalls: Sequence[dict[str, Any]]) -> str:
+    """The cause of the rank's longest-lasting stall, and the change to make first."""
+    own = [stall for stall in stalls if stall["rank"] == rank and stall["cause"]]
+    if not own:
+        return ""
+    stall = max(own, key=_lost)
+    text = f" Cause: {stall['cause']}"
+    for advice in stall["advice"][:1]:
+        setting, value, gain = (advice.get(name) for name in ("setting", "value", "predicted_speedup"))
+        text += f"; try {f'{setting}={value}' if setting and value else advice.get('action')}"
+        text += f", predicted {gain:g} times the steps per second" if isinstance(gain, (int, float)) else ""
+    return f"{text}."
+
+
+def _lost(stall: dict[str, Any]) -> float:
+    lost = stall["evidence"].get("lost_seconds") if isinstance(stall["evidence"], dict) else None
+    return _number(lost.get(stall["cause"])) if isinstance(lost, dict) else 0.0
 
 
 def _beside(ranks: Sequence[dict[str, Any]]) -> str:

@@ -24,9 +24,7 @@ def render(report: dict[str, Any], notes: Sequence[str] = ()) -> str:
     if len(shown) < len(ranks):
         lines += ["", f"the {len(shown)} of {len(ranks)} that waited most; --json has all"]
     for stall in report["stalls"]:
-        until = f"until {stall['closed']}" if stall["closed"] else "still open"
-        lines += ["", f"stall on rank {stall['rank']}: {stall['cause']}, since {stall['opened']}, {until}"]
-        lines += [f"  try: {advice.get('action')} ({advice.get('because')})" for advice in stall["advice"]]
+        lines += ["", *_stall(stall)]
     if notes:
         lines += ["", *notes]
     return "\n".join(lines) + "\n"
@@ -36,6 +34,17 @@ _STEP_COLUMNS: Final = [
     "rank", "node", "pid", "steps", "step p50", "p95", "p99", "wait p50", "p95", "p99", "exposed",
     "agent/step", "agent cpu",
 ]  # fmt: skip
+
+
+def _stall(stall: dict[str, Any]) -> list[str]:
+    until = f"until {stall['closed']}" if stall["closed"] else "still open"
+    lines = [f"stall on rank {stall['rank']}: {stall['cause']}, since {stall['opened']}, {until}"]
+    for advice in stall["advice"]:
+        setting, gain = advice.get("setting"), advice.get("predicted_speedup")
+        typed = "" if not setting else f"{setting}={advice['value']}: " if advice.get("value") else f"{setting}: "
+        worth = f", predicted {gain:g} times the steps per second" if isinstance(gain, (int, float)) else ""
+        lines.append(f"  try {typed}{advice.get('action')}{worth} ({advice.get('because')})")
+    return lines
 
 
 def _step_row(rank: dict[str, Any]) -> list[str]:

@@ -369,6 +369,7 @@ def test_a_signal_awaited_with_sigwait_is_not_taken_by_a_thread_of_ours(tmp_path
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1, signal.SIGTERM])
         for _ in range(2):
             print("ready", flush=True)
+            sys.stdin.readline()  # the signal comes now, and is pending
             print(signal.Signals(signal.sigwait([signal.SIGUSR1, signal.SIGTERM])).name, flush=True)
         """
     fake = nvml.subprocess_environment(tmp_path)  # with a driver there is a third thread
@@ -378,37 +379,66 @@ def test_a_signal_awaited_with_sigwait_is_not_taken_by_a_thread_of_ours(tmp_path
         for signum in (signal.SIGUSR1, signal.SIGTERM):
             assert child.line() == "ready"
             os.kill(child.pid, signum)
+            child.tell()
             assert child.line() == signum.name
         assert child.wait() == 0
         assert child.stderr == ""
 
 
+def test_every_thread_of_ours_has_the_signals_blocked(tmp_path):
+    source = """
+        import os, sys, telemetry
+        telemetry.start("run", start_line=False)
+        import fakes.nvml, pynvml, threading
+        while not pynvml.nvmlLib.state.calls["nvmlInitWithFlags"]:
+            threading.Event().wait(0.01)
+        for task in os.listdir("/proc/self/task"):
+            if int(task) != os.getpid():
+                with open(f"/proc/self/task/{task}/status") as status:
+                    print(next(line.split()[1] for line in status if line.startswith("SigBlk:")))
+        """
+    fake = nvml.subprocess_environment(tmp_path)
+    env = environment() | {"FAKE_NVML_STATE": fake["FAKE_NVML_STATE"]}
+    env["PYTHONPATH"] = os.pathsep.join([str(tmp_path), env["PYTHONPATH"]])
+    done = python(write(tmp_path, "script.py", source), cwd=tmp_path, env=env)
+    assert done.returncode == 0, done.stderr
+    masks = [int(mask, 16) for mask in done.stdout.split()]
+    assert len(masks) == 3
+    for mask in masks:
+        for signum in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGPIPE", "SIGALRM", "SIGCHLD", "SIGPROF"):
+            assert mask >> (getattr(signal, signum) - 1) & 1, signum
+        assert not mask >> (signal.SIGSEGV - 1) & 1, "faulthandler is to see it"
+
+
 def test_a_scraper_that_hangs_up_does_not_end_a_run_with_the_default_sigpipe(tmp_path):
     source = """
-        import signal, sys, telemetry
+        import os, signal, sys, threading, telemetry
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         agent = telemetry.start("run", start_line=False)
         from telemetry.publish import endpoint
-        join = endpoint.join
-        reached = open("reached", "wb", buffering=0)
+        join, written = endpoint.join, endpoint._Handler.handle
         def slow(states):
-            answer = join(states) + b"#" * (8 << 20)  # more than the buffers between us take
-            reached.write(b".")
-            return answer
-        endpoint.join = slow
+            print("asked", flush=True)
+            while not os.path.exists("gone"):
+                threading.Event().wait(0.01)
+            return join(states) + b"#" * (8 << 20)  # more than the buffers between us take
+        def handle(self):
+            try:
+                written(self)
+            except BrokenPipeError as error:
+                print(error.strerror, flush=True)
+        endpoint.join, endpoint._Handler.handle = slow, handle
         print(agent.metrics_url, flush=True)
         sys.stdin.readline()
         """
     with Child(write(tmp_path, "script.py", source), cwd=tmp_path) as child:
-        url = child.line()
-        port = int(url.split(":")[2].split("/")[0])
-        for number in range(1, 4):
-            client = socket.create_connection(("127.0.0.1", port), timeout=HANG)
+        port = int(child.line().split(":")[2].split("/")[0])
+        with socket.create_connection(("127.0.0.1", port), timeout=HANG) as client:
             client.sendall(b"GET /metrics HTTP/1.0\r\nHost: localhost\r\n\r\n")
-            client.recv(10)
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # reset, at once
-            client.close()
-            wait_for(lambda n=number: (tmp_path / "reached").stat().st_size >= n, "the answer")
+            assert child.line() == "asked"
+        (tmp_path / "gone").touch()
+        while child.line() != "Broken pipe":
+            pass  # another client may have asked meanwhile
         child.tell()
         assert child.wait() == 0
         assert child.stderr == ""

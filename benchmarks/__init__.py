@@ -1,0 +1,1 @@
+"""What the agent costs, measured side by side with others: ``make bench``."""

@@ -1,0 +1,159 @@
+"""What is compared in our own environment: the bare loop, the floor, telemetry, and a naive prometheus_client."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from array import array
+from time import perf_counter_ns
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch.optim import optimizer as torch_optimizer
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from benchmarks import child
+from benchmarks.loops import (
+    ColdLoop,
+    EndlessLoader,
+    Idle,
+    IdleOptimizer,
+    Instrument,
+    hot_block,
+    iterator_with,
+    take_turns,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, MutableSequence
+
+    from telemetry.agent import Agent
+
+BARE: Final = "bare"
+FLOOR: Final = "floor, array"
+FLOOR_LIST: Final = "floor, list"
+TELEMETRY: Final = "telemetry"
+NEXT_ONLY: Final = "telemetry, next() only"
+PROMETHEUS: Final = "prometheus_client"
+
+_WORDS: Final = 4 * 8192
+
+_STEPS_A_SECOND: Final = 4000
+"""Hot steps are paced to this: half of what the agent's ring holds between two ticks."""
+
+
+def measure(
+    *, hot_rounds: int, hot_steps: int, cold_rounds: int, cold_steps: int, device: str = "cpu"
+) -> dict[str, Any]:
+    """Measure all instruments of this environment, with the agent of this process running.
+
+    On a GPU the figures are means: events are recorded on every so many steps only, which a median would not see.
+    """
+    import telemetry
+
+    torch.set_num_threads(1)
+    original = _BaseDataLoaderIter.__next__
+    before = set(torch_optimizer._global_optimizer_post_hooks)
+    cpu = device == "cpu"
+    loop = ColdLoop(device, sites=("next", "optimizer"), reduce=statistics.median if cpu else statistics.fmean)
+    loader = EndlessLoader(loop.images)
+    with tempfile.TemporaryDirectory(prefix="telemetry-bench-") as run_dir:
+        agent = telemetry.start(run_dir, port=0, start_line=False)
+        try:
+            ours = _telemetry(
+                loader, [h for k, h in torch_optimizer._global_optimizer_post_hooks.items() if k not in before]
+            )
+            bare = Instrument(BARE, iterator_with(loader, original))
+            result: dict[str, Any] = {}
+            if cpu:
+                array_floor = floor(original, array("q", [0] * _WORDS))
+                others = [Instrument(FLOOR, iterator_with(loader, array_floor)), *ours]
+                others.append(Instrument(FLOOR_LIST, iterator_with(loader, floor(original, [0] * _WORDS))))
+                others.append(Instrument(PROMETHEUS, iterator_with(loader, prometheus(original))))
+                result["hot"] = _hot([bare, *others], hot_rounds, hot_steps)
+                others.remove(ours[1])
+            else:
+                others = ours[:1]
+            result["cold"] = take_turns([bare, *others], lambda each: loop.block(each, cold_steps), rounds=cold_rounds)
+            return result | _health(agent)
+        finally:
+            telemetry.stop()
+
+
+def floor(original: Callable[[Any], Any], words: MutableSequence[int]) -> Callable[[Any], Any]:
+    """The least a step can be noted with: two stamps and a store into one preallocated array or list.
+
+    The array takes less room; a store into a list is no call of a function that the step has driven out of the caches.
+    """
+    mask = len(words) - 1
+    head = 0
+
+    def __next__(self: Any) -> Any:  # noqa: N807
+        nonlocal head
+        start = perf_counter_ns()
+        batch = original(self)
+        end = perf_counter_ns()
+        slot = head & mask
+        words[slot] = start
+        words[slot + 1] = end
+        head += 4
+        return batch
+
+    return __next__
+
+
+def prometheus(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """What a first attempt looks like: a counter and two histograms, labels bound beforehand, on every step."""
+    from prometheus_client import CollectorRegistry, Counter, Histogram
+
+    registry = CollectorRegistry()
+    labels = {"run": "benchmark", "rank": "0"}
+    steps = Counter("steps", "Steps.", list(labels), registry=registry).labels(**labels)
+    wait = Histogram("wait_seconds", "Wait.", list(labels), registry=registry).labels(**labels)
+    step = Histogram("step_seconds", "Step.", list(labels), registry=registry).labels(**labels)
+    last = perf_counter_ns()
+
+    def __next__(self: Any) -> Any:  # noqa: N807
+        nonlocal last
+        start = perf_counter_ns()
+        batch = original(self)
+        end = perf_counter_ns()
+        steps.inc()
+        wait.observe((end - start) / 1e9)
+        step.observe((start - last) / 1e9)
+        last = start
+        return batch
+
+    return __next__
+
+
+def _telemetry(loader: EndlessLoader, hooks: list[Any]) -> list[Instrument]:
+    """The agent as it is, and the same without its optimizer hook. One iterator: the hook's short path follows one."""
+    iterator = iter(loader)
+    return [Instrument(TELEMETRY, iterator, post_hooks=hooks), Instrument(NEXT_ONLY, iterator)]
+
+
+def _hot(instruments: list[Instrument], rounds: int, steps: int) -> dict[str, list[dict[str, float]]]:
+    model, optimizer = Idle(), IdleOptimizer()
+    noted = sum(each.name in {TELEMETRY, NEXT_ONLY} for each in instruments) * steps
+    return take_turns(
+        instruments,
+        lambda each: hot_block(each, model, optimizer, steps),
+        rounds=rounds,
+        pause_seconds=noted / _STEPS_A_SECOND,
+    )
+
+
+def _health(agent: Agent | Any) -> dict[str, Any]:
+    """Whether the agent did its work meanwhile: a broken or overrun one would be cheap."""
+    return {
+        "running": bool(agent.running),
+        "dropped_steps": agent.tracker.ring.dropped,
+        "hook_errors": agent.tracker.errors,
+        "steps": agent._stats.steps,
+        "gpu_pairs": agent.tracker.gpu.pairs if agent.tracker.gpu is not None else None,
+    }
+
+
+if __name__ == "__main__":
+    child.answer(measure)

@@ -1,0 +1,98 @@
+"""Resident memory: what the agent adds at its start, and what a million steps add to that."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import re
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from benchmarks import child
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_TICKS: Final = 3
+_CHUNK: Final = 500  # steps between two looks at how full the ring is
+_INTERVAL_SECONDS: Final = 0.1  # ten ticks a second, so that a million steps pass in half a minute without a loss
+
+
+def measure(*, agent: bool, steps: int = 0, warm_up: int = 0) -> dict[str, Any]:
+    """Memory of this process, with the agent or without, in MiB.
+
+    Args:
+        agent: whether the agent runs.
+        steps: how many steps to take; 0 for none: the memory after a few ticks is then the result.
+        warm_up: how many to take before the growth is counted. They come as fast as they can and fill the ring, so
+            that what its size bounds has been allocated by then.
+    """
+    import torch
+
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(prefix="telemetry-bench-") as run_dir, _agent(run_dir, agent, steps) as ring:
+        if not steps:
+            time.sleep(_TICKS + 0.5)
+            return resident()
+        loop = _Loop(ring)
+        loop.run(warm_up, paced=False)
+        dropped = ring.dropped if ring else 0
+        before = resident()["rss"]
+        loop.run(steps)
+        return {"growth": resident()["rss"] - before, "dropped": ring.dropped - dropped if ring else 0}
+
+
+def resident() -> dict[str, float]:
+    """Resident and proportional set size of this process, MiB."""
+    gc.collect()
+    text = Path("/proc/self/smaps_rollup").read_text(encoding="ascii")
+    return {kind.lower(): int(_line(kind, text)) / 1024 for kind in ("Rss", "Pss")}
+
+
+def _line(kind: str, text: str) -> str:
+    found = re.search(rf"^{kind}:\s+(\d+) kB", text, re.MULTILINE)
+    if found is None:
+        raise OSError(f"smaps_rollup has no {kind}")
+    return found[1]
+
+
+@contextlib.contextmanager
+def _agent(run_dir: str, wanted: bool, steps: int) -> Iterator[Any]:  # noqa: FBT001
+    """The agent, if it is wanted; gives its ring."""
+    if not wanted:
+        yield None
+        return
+    import telemetry
+
+    interval = {"interval_seconds": _INTERVAL_SECONDS} if steps else {}
+    agent: Any = telemetry.start(run_dir, port=0, start_line=False, **interval)
+    try:
+        yield agent.tracker.ring
+    finally:
+        telemetry.stop()
+
+
+class _Loop:
+    """Steps through torch's own (patched) iterator and optimizer hooks, no faster than the agent takes them in."""
+
+    def __init__(self, ring: Any) -> None:
+        from benchmarks.loops import EndlessLoader, IdleOptimizer
+
+        self._ring = ring
+        self._iterator = iter(EndlessLoader(None))
+        self._optimizer = IdleOptimizer()
+
+    def run(self, steps: int, *, paced: bool = True) -> None:
+        iterator, optimizer = self._iterator, self._optimizer
+        for _ in range(0, steps, _CHUNK):
+            for _ in range(min(_CHUNK, steps)):
+                next(iterator)
+                optimizer.step()
+            while paced and self._ring is not None and self._ring.head - self._ring.tail > len(self._ring.words) // 2:
+                time.sleep(0.001)
+
+
+if __name__ == "__main__":
+    child.answer(measure)

@@ -1,0 +1,344 @@
+"""``python -m benchmarks.overhead``: all of it in one run, side by side, in a random order.
+
+Each figure is a median with the spread from the 10th to the 90th percentile. "Added" is the median of differences to
+the bare loop that ran right beside. A target is judged by the median; what cannot be measured here says why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import random
+import statistics
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from benchmarks import child, machine, report, rival
+from benchmarks.instruments import BARE, FLOOR, FLOOR_LIST, NEXT_ONLY, PROMETHEUS, TELEMETRY
+from benchmarks.report import AT_LEAST, AT_MOST, BELOW, Row, Target
+from benchmarks.spread import (
+    Spread,
+    differences,
+    of_groups,
+    of_percentile,
+    paired,
+    percentile,
+    ratio_of_medians,
+    spread,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+RESULTS: Final = Path(__file__).resolve().parent / "results"
+
+_US: Final = 1e-3
+_MS: Final = 1e-6
+_HOT: Final = "Per step on the training thread, hot (a tight loop that does nothing else)"
+_COLD: Final = "Per step on the training thread, cold (in place inside a real training step)"
+_GPU: Final = "Per step on the training thread, with CUDA events on a GPU"
+_THREADS: Final = "The agent's own threads"
+_MEMORY: Final = "Memory"
+_SCRAPE: Final = "A scrape of a node of 8 ranks, at 5 Hz, in a process that trains"
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much is measured."""
+
+    name: str
+    processes: int
+    hot_rounds: int
+    hot_steps: int
+    cold_rounds: int
+    cold_steps: int
+    cpu_seconds: float
+    memory_pairs: int
+    growth_warm_up: int
+    growth_steps: int
+    growth_pairs: int
+    scrape_pairs: int
+    segment_seconds: float
+    install_rival: bool
+
+    def loops(self) -> dict[str, Any]:
+        """The part that concerns the loops."""
+        return {key: getattr(self, key) for key in ("hot_rounds", "hot_steps", "cold_rounds", "cold_steps")}
+
+
+FULL: Final = Effort(
+    name="full",
+    processes=3,
+    hot_rounds=60,
+    hot_steps=240,
+    cold_rounds=50,
+    cold_steps=12,
+    cpu_seconds=25.0,
+    memory_pairs=3,
+    growth_warm_up=100_000,
+    growth_steps=1_000_000,
+    growth_pairs=1,
+    scrape_pairs=5,
+    segment_seconds=5.0,
+    install_rival=True,
+)
+
+QUICK: Final = Effort(
+    name="quick: a smoke test, too short for its figures to be quoted",
+    processes=1,
+    hot_rounds=10,
+    hot_steps=80,
+    cold_rounds=4,
+    cold_steps=6,
+    cpu_seconds=3.0,
+    memory_pairs=1,
+    growth_warm_up=20_000,
+    growth_steps=20_000,
+    growth_pairs=1,
+    scrape_pairs=1,
+    segment_seconds=1.5,
+    install_rival=False,
+)
+
+
+# -- (a) the training thread ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class Pool:
+    """Readings of several processes, and why there are none where there are none."""
+
+    answers: list[dict[str, Any]] = field(default_factory=list)
+    missing: str = ""
+
+    def add(self, measure: Callable[[], dict[str, Any]]) -> None:
+        """Take a measurement in, or note why it could not be taken."""
+        try:
+            self.answers.append(measure())
+        except (child.ChildError, rival.RivalError) as error:
+            self.missing = str(error)
+
+    def values(self, loop: str, name: str, site: str = "cost") -> list[float]:
+        """All readings of an instrument at a site, in the order they were taken."""
+        return [reading[site] for answer in self.answers for reading in answer[loop][name]]
+
+    def added(self, loop: str, name: str, site: str = "cost") -> Spread | None:
+        """What an instrument adds to the bare loop beside it, in microseconds."""
+        added = self.differences(loop, name, site)
+        return spread(added).scaled(_US) if added else None
+
+    def differences(self, loop: str, name: str, site: str = "cost") -> list[float]:
+        """The single differences to the bare loop, in nanoseconds."""
+        return differences(self.values(loop, name, site), self.values(loop, BARE, site))
+
+    def plain(self, loop: str, name: str, site: str = "cost") -> Spread | None:
+        """What a loop takes, in microseconds."""
+        return spread(self.values(loop, name, site)).scaled(_US) if self.answers else None
+
+
+def training_thread(effort: Effort) -> list[Row]:
+    """Everything side by side on a CPU step: processes with ours and with the rival take turns."""
+    ours, theirs = Pool(), Pool()
+    try:
+        interpreter = rival.python(install=effort.install_rival)
+    except rival.RivalError as error:
+        interpreter, theirs.missing = None, str(error)
+    for _ in range(effort.processes):
+        for pool in random.sample((ours, theirs), 2):
+            if pool is ours:
+                pool.add(lambda: child.run("benchmarks.instruments", effort.loops()))
+            elif interpreter is not None:
+                pool.add(lambda: rival.run(interpreter, effort.loops()))
+    return [
+        *_loop_rows(_HOT, "hot", ours, theirs, limit=0.8),
+        *_loop_rows(_COLD, "cold", ours, theirs, limit=6.0),
+        *_whole_rows(ours, theirs),
+    ]
+
+
+def _loop_rows(section: str, loop: str, ours: Pool, theirs: Pool, *, limit: float) -> list[Row]:
+    where = "the whole loop" if loop == "hot" else "next() and an optimizer's hooks"
+    rows = [
+        Row(section, f"bare: {where}", "us", ours.plain(loop, BARE), note=ours.missing),
+        Row(section, "floor adds: two stamps, stored in an array", "us", ours.added(loop, FLOOR)),
+        Row(section, "floor adds: two stamps, stored in a list", "us", ours.added(loop, FLOOR_LIST)),
+        Row(section, "telemetry adds", "us", ours.added(loop, TELEMETRY), Target(AT_MOST, limit), _health(ours)),
+    ]
+    if loop == "hot":
+        rows.append(Row(section, "  of which in next()", "us", ours.added(loop, NEXT_ONLY)))
+    else:
+        rows += [
+            Row(section, "  of which in next()", "us", ours.added(loop, TELEMETRY, "next")),
+            Row(section, "  of which in the optimizer hook", "us", ours.added(loop, TELEMETRY, "optimizer")),
+        ]
+    note = "a counter and two histograms"
+    rows.append(Row(section, "prometheus_client on every step adds", "us", ours.added(loop, PROMETHEUS), note=note))
+    added = theirs.added(loop, rival.TRACEML)
+    name = f"TraceML {rival.VERSION}"
+    rows.append(Row(section, f"{name} adds", "us", added, note=theirs.missing))
+    ratio = _ratio(theirs.differences(loop, rival.TRACEML), ours.differences(loop, TELEMETRY))
+    rows.append(Row(section, f"{name} / telemetry", "x", ratio, Target(AT_LEAST, 30.0), theirs.missing))
+    return rows
+
+
+def _whole_rows(ours: Pool, theirs: Pool) -> list[Row]:
+    """The same steps from end to end: noisier, and nothing is left out."""
+    note = "noise of the whole step included"
+    rows = [Row(_COLD, "bare: the whole step", "us", ours.plain("cold", BARE, "whole"))]
+    rows.append(Row(_COLD, "telemetry adds to the whole step", "us", ours.added("cold", TELEMETRY, "whole"), note=note))
+    whole = theirs.added("cold", rival.TRACEML, "whole")
+    rows.append(Row(_COLD, f"TraceML {rival.VERSION} adds to the whole step", "us", whole, note=theirs.missing or note))
+    return rows
+
+
+def _ratio(above: Sequence[float], below: Sequence[float]) -> Spread | None:
+    if not above or not below or statistics.median(below) <= 0:
+        return None
+    return ratio_of_medians(above, below)
+
+
+def _health(pool: Pool) -> str:
+    """Whether the agent did its work while it was measured."""
+    if not pool.answers:
+        return pool.missing
+    broken = [a for a in pool.answers if not a["running"] or a["hook_errors"] or not a["steps"]]
+    dropped = sum(answer["dropped_steps"] for answer in pool.answers)
+    state = "AGENT DID NOT WORK" if broken else f"{sum(a['steps'] for a in pool.answers)} steps seen by the agent"
+    return f"{state}, {dropped} dropped" if dropped else state
+
+
+def gpu(effort: Effort) -> list[Row]:
+    """The same on a GPU, where waits are timed with events. Means: an event falls on every so many steps."""
+    import torch
+
+    name, target = "telemetry adds (mean of all steps)", Target(AT_MOST, 15.0)
+    if not torch.cuda.is_available():
+        return [Row(_GPU, name, "us", None, target, "no CUDA device here")]
+    pool = Pool()
+    for _ in range(effort.processes):
+        pool.add(lambda: child.run("benchmarks.instruments", effort.loops() | {"device": "cuda", "hot_rounds": 0}))
+    pairs = sum(answer["gpu_pairs"] or 0 for answer in pool.answers)
+    note = f"{pairs} pairs of events read" if pool.answers else pool.missing
+    return [
+        Row(_GPU, "bare: next() and an optimizer's hooks", "us", pool.plain("cold", BARE)),
+        Row(_GPU, name, "us", pool.added("cold", TELEMETRY), target, note),
+        Row(_GPU, "telemetry adds to the dearest step of a block", "us", pool.added("cold", TELEMETRY, "peak")),
+    ]
+
+
+# -- (b) threads, (c) memory, (d) scrapes --------------------------------------------------------------------------
+
+
+def agent_threads(effort: Effort) -> list[Row]:
+    """CPU of the agent's threads."""
+    pool = Pool()
+    workers = 8
+    pool.add(lambda: child.run("benchmarks.agent_cpu", {"seconds": effort.cpu_seconds, "workers": workers}))
+    name, target = f"CPU at 1 Hz with {workers} DataLoader workers", Target(AT_MOST, 0.5)
+    if not pool.answers:
+        return [Row(_THREADS, name, "% of a core", None, target, pool.missing)]
+    answer = pool.answers[0]
+    figure = spread([100 * answer["share"]])
+    parts = ", ".join(f"{thread} {100 * share:.2f} %" for thread, share in sorted(answer["by_thread"].items()))
+    return [Row(_THREADS, name, "% of a core", figure, target, f"over {answer['wall_seconds']:.0f} s: {parts}")]
+
+
+def memory(effort: Effort) -> list[Row]:
+    """Resident memory added at the start, and by a million steps."""
+    rows, starts = [], _pairs("benchmarks.memory", effort.memory_pairs, {})
+    for kind, target in (("rss", Target(AT_MOST, 20.0)), ("pss", None)):
+        rows.append(_memory_row(f"added to torch at the start, {kind.upper()}", kind, starts, target))
+    parameters = {"steps": effort.growth_steps, "warm_up": effort.growth_warm_up}
+    growth = _pairs("benchmarks.memory", effort.growth_pairs, parameters)
+    name = f"growth over {effort.growth_steps:,} steps, RSS, less that without the agent"
+    note = "half a byte a step is what the readings can tell from none"
+    rows.append(_memory_row(name, "growth", growth, Target(BELOW, 0.5), note))
+    return rows
+
+
+def _pairs(module: str, count: int, parameters: dict[str, Any]) -> tuple[Pool, Pool]:
+    """The same process with the agent and without, by turns."""
+    pools = (Pool(), Pool())
+    for _ in range(count):
+        for agent in random.sample((True, False), 2):
+            pools[not agent].add(functools.partial(child.run, module, parameters | {"agent": agent}))
+    return pools
+
+
+def _memory_row(name: str, kind: str, pools: tuple[Pool, Pool], target: Target | None, note: str = "") -> Row:
+    with_agent, without = ([answer[kind] for answer in pool.answers] for pool in pools)
+    if not with_agent or len(with_agent) != len(without):
+        return Row(_MEMORY, name, "MiB", None, target, pools[0].missing or pools[1].missing)
+    return Row(_MEMORY, name, "MiB", paired(with_agent, without), target, note)
+
+
+def scrapes(effort: Effort) -> list[Row]:
+    """What a scrape takes, and what it does to the steps."""
+    pool = Pool()
+    parameters = {"pairs": effort.scrape_pairs, "segment_seconds": effort.segment_seconds, "hertz": 5.0}
+    pool.add(lambda: child.run("benchmarks.scrape", parameters))
+    if not pool.answers:
+        return [Row(_SCRAPE, "GET /metrics", "ms", None, Target(BELOW, 5.0), pool.missing)]
+    answer = pool.answers[0]
+    latencies = answer["latencies"]
+    size = f"{answer['samples']} samples, {answer['bytes'] / 1024:.0f} KiB, {answer['failed']} failed"
+    during = [percentile(each["during"], 0.5) for each in answer["met"] if each["during"]]
+    between = [percentile(each["between"], 0.5) for each in answer["met"] if each["during"]]
+    under, above = Target(BELOW, 5.0), Target(BELOW, 1.0)
+    return [
+        Row(_SCRAPE, "GET /metrics", "ms", spread(latencies).scaled(_MS), under, size),
+        Row(_SCRAPE, "GET /metrics, 99th percentile", "ms", of_percentile(latencies, 0.99).scaled(_MS), under),
+        Row(_SCRAPE, "bare: a step, median", "ms", _reduced(answer["quiet"], statistics.median)),
+        Row(_SCRAPE, "step longer by, 99.9th percentile", "ms", _longer(answer, lambda s: percentile(s, 0.999)), above),
+        Row(_SCRAPE, "step longer by, worst of a segment", "ms", _longer(answer, max), above),
+        Row(_SCRAPE, "steps met by a scrape longer by, median", "ms", paired(during, between).scaled(_MS), above),
+    ]
+
+
+def _reduced(groups: Sequence[Sequence[float]], reduce: Callable[[Sequence[float]], float]) -> Spread:
+    return spread(of_groups(groups, reduce)).scaled(_MS)
+
+
+def _longer(answer: dict[str, Any], reduce: Callable[[Sequence[float]], float]) -> Spread:
+    """How much longer, by some measure, the steps of a scraped segment are than those of the quiet one beside it."""
+    return paired(of_groups(answer["scraped"], reduce), of_groups(answer["quiet"], reduce)).scaled(_MS)
+
+
+# -- all of it -----------------------------------------------------------------------------------------------------
+
+PARTS: Final[dict[str, Callable[[Effort], list[Row]]]] = {
+    "steps": training_thread,
+    "gpu": gpu,
+    "threads": agent_threads,
+    "memory": memory,
+    "scrape": scrapes,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print and write. Returns the exit code: 0 also where a target is missed, which is a result."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.overhead", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a smoke test in under a minute")
+    parser.add_argument("--only", choices=PARTS, action="append", help="only this part (may be repeated)")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
+    options = parser.parse_args(argv)
+    effort = QUICK if options.quick else FULL
+    about = machine.describe()
+    rows: list[Row] = []
+    started = time.monotonic()
+    for name in options.only or PARTS:
+        print(f"measuring: {name}", file=sys.stderr, flush=True)
+        rows += PARTS[name](effort)
+    about["effort"] = f"{effort.name}, {time.monotonic() - started:.0f} s"
+    print(report.text(about, rows))
+    partial = "quick-" if options.quick else "part-" if options.only else ""
+    for path in report.write(options.output, partial + machine.slug(about), about, rows):
+        print(f"written: {path.name}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,221 @@
+"""What a scrape costs: the scraper's wait, and the steps of the training that serves it.
+
+The training process is rank 0 of a node of eight, with the real agent; it leads the node and so serves all ranks. The
+other seven have their states put on the same board, once a second, by one helper process that renders real families.
+Another process scrapes. Quiet and scraped segments of the same loop alternate.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import http.client
+import json
+import subprocess
+import sys
+import tempfile
+import time
+import types
+import typing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from benchmarks import child
+
+if TYPE_CHECKING:
+    from telemetry.records import RunView
+
+RANKS: Final = 8
+_STEP_MS: Final = 3.0
+_SETTLE_SECONDS: Final = 2.0
+_WAIT_SECONDS: Final = 10.0
+
+
+# -- the training process --------------------------------------------------------------------------------------------
+
+
+def measure(*, pairs: int, segment_seconds: float, hertz: float) -> dict[str, Any]:
+    """Steps of quiet and of scraped segments, and what each scrape took; all in nanoseconds."""
+    import torch
+
+    import telemetry
+
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(prefix="telemetry-bench-") as run_dir:
+        agent: Any = telemetry.start(run_dir, port=0, start_line=False)
+        helper = _spawn("ranks", agent.identity.run, str(Path(run_dir).absolute()))
+        try:
+            _wait_for_ranks(agent.metrics_url)
+            train = _Training()
+            train.run(_SETTLE_SECONDS)
+            quiet, scraped, gets = [], [], []
+            for pair in range(pairs):
+                for scrape in (False, True) if pair % 2 else (True, False):
+                    if scrape:
+                        scraper = _spawn("scrape", agent.metrics_url, str(hertz), str(segment_seconds))
+                        scraped.append(train.run(segment_seconds))
+                        gets.append(json.loads(scraper.communicate(timeout=_WAIT_SECONDS)[0]))
+                    else:
+                        quiet.append(train.run(segment_seconds))
+        finally:
+            telemetry.stop()
+            helper.terminate()
+            helper.wait(_WAIT_SECONDS)
+    return {
+        "quiet": [[end - start for start, end in steps] for steps in quiet],
+        "scraped": [[end - start for start, end in steps] for steps in scraped],
+        "met": [_met(steps, each["gets"]) for steps, each in zip(scraped, gets, strict=True)],
+        "latencies": [end - start for each in gets for start, end in each["gets"]],
+        "failed": sum(each["failed"] for each in gets),
+        "bytes": gets[-1]["bytes"],
+        "samples": gets[-1]["samples"],
+    }
+
+
+class _Training:
+    """A small real training loop, over an iterator the agent follows."""
+
+    def __init__(self) -> None:
+        from benchmarks import loops
+
+        self._loop = loops.ColdLoop("cpu", sites=("next",), step_ms=_STEP_MS)
+        self._iterator = iter(loops.EndlessLoader(self._loop.images))
+
+    def run(self, seconds: float) -> list[tuple[int, int]]:
+        """Train for so long; when each step began and ended."""
+        net, optimizer, iterator = self._loop.net, self._loop.optimizer, self._iterator
+        steps = []
+        start = time.perf_counter_ns()
+        stop = start + int(seconds * 1e9)
+        while start < stop:
+            images = next(iterator)
+            optimizer.zero_grad()
+            net(images).backward()
+            optimizer.step()
+            end = time.perf_counter_ns()
+            steps.append((start, end))
+            start = end
+        return steps
+
+
+def _met(steps: list[tuple[int, int]], gets: list[list[int]]) -> dict[str, list[int]]:
+    """The steps during which a scrape was in progress, and the others. The clocks of the processes are one."""
+    met: dict[str, list[int]] = {"during": [], "between": []}
+    for start, end in steps:
+        hit = any(asked < end and start < answered for asked, answered in gets)
+        met["during" if hit else "between"].append(end - start)
+    return met
+
+
+def _spawn(role: str, *arguments: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "benchmarks.scrape", role, *arguments]
+    return subprocess.Popen(command, env=child.environment(), stdout=subprocess.PIPE)
+
+
+def _wait_for_ranks(url: str) -> None:
+    end = time.monotonic() + _WAIT_SECONDS
+    wanted = f'rank="{RANKS - 1}"'.encode()
+    while wanted not in _get(url):
+        if time.monotonic() > end:
+            raise TimeoutError("the other ranks' states did not appear on the board")
+        time.sleep(0.1)
+
+
+# -- the scraping process --------------------------------------------------------------------------------------------
+
+
+def scrape(url: str, hertz: float, seconds: float) -> dict[str, Any]:
+    """Get the metrics at an even pace, each time by a connection of its own."""
+    gets: list[tuple[int, int]] = []
+    failed, body = 0, b""
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        asked = time.perf_counter_ns()
+        try:
+            body = _get(url)
+            gets.append((asked, time.perf_counter_ns()))
+        except OSError:
+            failed += 1
+        time.sleep(max(0.0, 1 / hertz - (time.perf_counter_ns() - asked) / 1e9))
+    lines = [line for line in body.splitlines() if line and not line.startswith(b"#")]
+    return {"gets": gets, "failed": failed, "bytes": len(body), "samples": len(lines)}
+
+
+def _get(url: str) -> bytes:
+    """The body at an address.
+
+    Raises:
+        OSError: it cannot be had.
+    """
+    address, _, path = url.removeprefix("http://").partition("/")
+    connection = http.client.HTTPConnection(address, timeout=_WAIT_SECONDS)
+    try:
+        connection.request("GET", f"/{path}")
+        response = connection.getresponse()
+        body = response.read()
+    except http.client.HTTPException as error:
+        raise OSError(str(error)) from None
+    finally:
+        connection.close()
+    if response.status != http.client.OK:
+        raise OSError(f"status {response.status}")
+    return body
+
+
+# -- the other ranks -------------------------------------------------------------------------------------------------
+
+
+def publish_ranks(run: str, scope: str) -> None:
+    """Put the states of ranks 1 to 7 on a board, once a second, until terminated."""
+    from telemetry.publish.board import Board
+    from telemetry.publish.exposition import Families, render
+
+    board = Board(run, scope)
+    families = {rank: Families(run, rank) for rank in range(1, RANKS)}
+    while True:
+        view = full_view()
+        for rank, of_rank in families.items():
+            board.publish(rank, [render(family) for family in of_rank.of(view)])
+        time.sleep(1.0)
+
+
+def full_view() -> RunView:
+    """A view in which everything is measured: no rank publishes more."""
+    from telemetry.records import RunView
+
+    view: RunView = _filled(RunView, "view")
+    return view
+
+
+def _filled(hint: Any, name: str) -> Any:
+    """A value of an annotated type with every field filled: fields that are added later are there too."""
+    from telemetry.config import STEP_BUCKETS
+    from telemetry.records import CATEGORIES, Histogram
+
+    if hint is Histogram:
+        return Histogram(STEP_BUCKETS, tuple(range(1000, 1001 + len(STEP_BUCKETS))), 123456.789)
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        hints = typing.get_type_hints(hint)
+        return hint(**{field.name: _filled(hints[field.name], field.name) for field in dataclasses.fields(hint)})
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in {typing.Union, types.UnionType}:
+        return _filled(next(each for each in arguments if each is not type(None)), name)
+    if origin is dict:
+        keys = CATEGORIES if "ledger" in name else [f"{name}_{index}" for index in range(4)]
+        return {key: _filled(arguments[1], key) for key in keys}
+    if origin is tuple:
+        return tuple(_filled(arguments[0], f"{name}_{index}") for index in range(6))
+    return {bool: False, int: 123456789, float: 0.123456789, str: name}[hint]
+
+
+def main(argv: list[str]) -> None:
+    """The roles of the processes that this benchmark starts, beside its own."""
+    if argv[0] == "ranks":
+        publish_ranks(argv[1], argv[2])
+    elif argv[0] == "scrape":
+        print(json.dumps(scrape(argv[1], float(argv[2]), float(argv[3]))))
+    else:
+        child.answer(measure, argv)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,125 @@
+"""Decide: a stall opens when one avoidable cause has cost its share of a window, and closes when it costs less.
+
+A state machine over slices of time, and nothing else: no clock, no threads. The first batch of a run, an epoch that
+ends and a machine that slept are no stalls; there must be enough steps, and enough of a window, to mean it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from telemetry.diagnose.causes import costs
+from telemetry.diagnose.evidence import Evidence, gather
+
+if TYPE_CHECKING:
+    from telemetry.records import Slice
+
+LEAST_STEPS: Final = 5
+"""Steps a window must have before its waits mean something; a stuck worker is named without."""
+
+LEAST_SHARE: Final = 0.5
+"""Share of the window that must have been seen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """A stall as far as it has come.
+
+    Attributes:
+        cause: what has cost most of it; ``lost`` has the seconds of every cause.
+        opened_step: steps that had ended when it opened.
+        exposed_ratio: exposed wait over training-loop seconds, since it opened; None where exposure is not known.
+        evidence: of the newest window.
+    """
+
+    cause: str
+    opened_step: int
+    lost: dict[str, float]
+    loop: float
+    exposed: float | None
+    evidence: Evidence
+
+    @property
+    def exposed_ratio(self) -> float | None:
+        """Exposed wait over training-loop seconds of the stall."""
+        return None if self.exposed is None or self.loop <= 0 else min(1.0, self.exposed / self.loop)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What an update has changed: ``opened``, ``closed``, or a stall whose cause is now another (``renamed``)."""
+
+    kind: str
+    stall: Stall
+
+
+class StallMachine:
+    """Follows one rank.
+
+    Args:
+        window_seconds: length of the window that is judged.
+        enter_ratio: share of it lost to one cause that opens a stall; ``exit_ratio`` closes it.
+    """
+
+    def __init__(self, window_seconds: float, enter_ratio: float, exit_ratio: float) -> None:
+        self._window = window_seconds
+        self._enter = enter_ratio
+        self._exit = exit_ratio
+        self._slices: deque[Slice] = deque()
+        self._held = 0.0
+        self._steps = 0
+        self.stall: Stall | None = None
+
+    def update(self, piece: Slice) -> Change | None:
+        """Take in what happened since the last tick. Returns what that changed."""
+        if piece.seconds > self._window:  # a machine that slept, a debugger's pause: nothing can be said of it
+            self._slices.clear()
+            self._held = 0.0
+            return None
+        self._steps += piece.steps
+        self._slices.append(piece)
+        self._held += piece.seconds
+        while self._held - self._slices[0].seconds >= self._window:
+            self._held -= self._slices.popleft().seconds
+        evidence = gather(tuple(self._slices))
+        if evidence.loop + evidence.checkpoint <= 0:
+            return None  # an evaluation, a start-up: no training to judge
+        lost = costs(evidence)
+        cause, ratio = _worst(lost, evidence)
+        if self.stall is None:
+            return self._open(cause, lost, evidence) if ratio >= self._enter else None
+        return self._go_on(piece, lost, ratio, evidence)
+
+    def _open(self, cause: str, lost: dict[str, float], evidence: Evidence) -> Change | None:
+        seen = evidence.loop + evidence.checkpoint
+        if cause != "worker_stuck" and (evidence.steps < LEAST_STEPS or seen < LEAST_SHARE * self._window):
+            return None
+        self.stall = Stall(cause, self._steps - evidence.steps, dict(lost), evidence.loop, evidence.exposed, evidence)
+        return Change("opened", self.stall)
+
+    def _go_on(self, piece: Slice, lost: dict[str, float], ratio: float, evidence: Evidence) -> Change:
+        before = self.stall
+        assert before is not None  # noqa: S101 - update has looked
+        share = min(1.0, piece.seconds / evidence.seconds) if evidence.seconds > 0 else 0.0
+        total = dict(before.lost)
+        for cause, seconds in lost.items():
+            total[cause] = total.get(cause, 0.0) + seconds * share
+        exposed = None if before.exposed is None or piece.exposed is None else before.exposed + piece.exposed
+        cause = max(total, key=lambda name: total[name])
+        loop = before.loop + piece.wait + piece.compute
+        self.stall = Stall(cause, before.opened_step, total, loop, exposed, evidence)
+        if ratio < self._exit:
+            closed, self.stall = self.stall, None
+            return Change("closed", closed)
+        return Change("renamed" if cause != before.cause else "held", self.stall)
+
+
+def _worst(lost: dict[str, float], evidence: Evidence) -> tuple[str, float]:
+    """The cause that cost most, and the share of the window it cost."""
+    if not lost:
+        return "unknown", 0.0
+    cause = max(lost, key=lambda name: lost[name])
+    whole = evidence.loop + (evidence.checkpoint if cause == "checkpoint" else 0.0)
+    return cause, min(1.0, lost[cause] / whole) if whole > 0 else 0.0

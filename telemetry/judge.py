@@ -1,0 +1,143 @@
+"""Whether this rank stalls, and why: slices of time in, stalls with a cause and advice out."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from telemetry.diagnose.advice import advise
+from telemetry.diagnose.stall import StallMachine
+from telemetry.records import CAUSES, CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, Slice, StallView
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from telemetry.attach.steps import StepTracker
+    from telemetry.config import Config
+    from telemetry.diagnose.ledger import Ledger
+    from telemetry.diagnose.stall import Stall
+    from telemetry.sampling import Sampler
+
+
+class Judge:
+    """Follows one rank through its stalls.
+
+    Args:
+        config: window and ratios.
+        tracker: knows where batches come from, and what garbage collection took.
+        sampler: has the newest samples.
+        emit: writes a line of the log.
+        timestamp: of now, ISO-8601.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        tracker: StepTracker,
+        sampler: Sampler,
+        emit: Callable[[str, dict[str, Any]], Any],
+        timestamp: Callable[[], str],
+    ) -> None:
+        self._machine = StallMachine(config.stall_window_seconds, config.stall_enter_ratio, config.stall_exit_ratio)
+        self._tracker = tracker
+        self._sampler = sampler
+        self._emit = emit
+        self._timestamp = timestamp
+        self._before: dict[str, float] = {}
+        self._exposed_before: float | None = 0.0
+        self._opened = ""
+        self._stalls = dict.fromkeys(CAUSES, 0)
+        self._lost = dict.fromkeys(CAUSES, 0.0)
+
+    def tick(self, ledger: Ledger, exposed_seconds: float | None, steps: int) -> None:
+        """Take in what happened since the last tick; log a stall that opens or closes."""
+        before = self._machine.stall
+        change = self._machine.update(self._slice(ledger, exposed_seconds, steps))
+        if change is None:
+            return
+        stall = change.stall
+        for cause, seconds in stall.lost.items():
+            self._lost[cause] += seconds - (before.lost.get(cause, 0.0) if before is not None else 0.0)
+        if change.kind == "opened":
+            self._opened = self._timestamp()
+            self._stalls[stall.cause] += 1
+            self._emit("stall_open", self._fields(stall) | {"opened": self._opened})
+        elif change.kind == "closed":
+            self._close(stall, steps)
+
+    def end(self, steps: int) -> None:
+        """The run ends, and with it the stall that is open."""
+        stall = self._machine.stall
+        if stall is not None:
+            self._close(stall, steps)
+
+    def view(self) -> StallView:
+        """For the endpoint."""
+        stall = self._machine.stall
+        return StallView(None if stall is None else stall.cause, dict(self._stalls), dict(self._lost))
+
+    def _close(self, stall: Stall, steps: int) -> None:
+        when = {"opened": self._opened, "closed": self._timestamp()}
+        self._emit("stall_close", self._fields(stall) | when | {"last_step": steps})
+
+    def _fields(self, stall: Stall) -> dict[str, Any]:
+        lost = {f"{cause}": round(seconds, 3) for cause, seconds in stall.lost.items()}
+        ratio = stall.exposed_ratio
+        return {
+            "cause": stall.cause,
+            "first_step": stall.opened_step,
+            "exposed_wait_ratio": None if ratio is None else round(ratio, 4),
+            "evidence": stall.evidence.as_log_field() | {"lost_seconds": lost},
+            "advice": [
+                {
+                    "action": a.action,
+                    "setting": a.setting,
+                    "value": a.value,
+                    "predicted_speedup": a.predicted_speedup,
+                    "because": a.because,
+                }
+                for a in advise(stall.cause, stall.evidence)
+            ],
+        }
+
+    def _slice(self, ledger: Ledger, exposed: float | None, steps: int) -> Slice:
+        spent = ledger.seconds()
+        process, workers = self._sampler.newest("process"), self._sampler.newest("workers")
+        pressure, gpu = self._sampler.newest("pressure"), self._sampler.newest("nvml")
+        seconds = self._since("wall", ledger.wall_seconds)
+        counted = workers is not None and workers.busy_ratio is not None
+        source, settings = self._tracker.source
+        exposed_before, self._exposed_before = self._exposed_before, exposed
+        return Slice(
+            seconds=seconds,
+            wait=self._since("wait", spent[DATA_WAIT]),
+            exposed=None if exposed is None or exposed_before is None else exposed - exposed_before,
+            edge_wait=self._since("edge_wait", ledger.edge_wait_ns / 1e9),
+            edges=int(self._since("edges", ledger.edges)),
+            compute=self._since("compute", spent[COMPUTE]),
+            evaluation=self._since("evaluation", spent[EVALUATION]),
+            checkpoint=self._since("checkpoint", spent[CHECKPOINT]),
+            garbage=self._since("garbage", self._tracker.garbage_ns / 1e9),
+            steps=int(self._since("steps", steps)),
+            source=source,
+            process_cpu=None if process is None else self._since("process_cpu", process.cpu_seconds),
+            fetches=int(self._since("fetches", workers.fetches_total)) if counted else None,
+            fetch_busy=workers.busy_ratio * workers.workers * seconds if counted else None,
+            workers=workers,
+            settings=settings,
+            cores=_cores(pressure.cgroup_cpu_limit if pressure is not None else None),
+            throttled_ratio=None if pressure is None else pressure.cgroup_throttled_ratio,
+            gpu_utilization_ratio=None if gpu is None else gpu.utilization_ratio,
+            gpu_throttled=(gpu.throttled or ()) if gpu is not None else (),
+        )
+
+    def _since(self, name: str, value: float) -> float:
+        before = self._before.get(name, 0.0)
+        self._before[name] = value
+        return max(0.0, value - before)
+
+
+def _cores(limit: float | None) -> float:
+    """Cores this process may use: its affinity, and its cgroup's limit."""
+    allowed = float(len(os.sched_getaffinity(0)))
+    return min(allowed, limit) if limit is not None else allowed

@@ -1,0 +1,95 @@
+"""The benchmarks' parts run and give what the report needs. Nothing here judges a time."""
+
+import json
+
+import pytest
+
+from benchmarks import agent_cpu, instruments, loops, machine, memory, overhead, report, scrape, spread
+
+TINY = {"hot_rounds": 1, "hot_steps": 40, "cold_rounds": 1, "cold_steps": 2}
+
+
+def test_side_by_side_loops():
+    answer = instruments.measure(**TINY)
+    names = {instruments.BARE, instruments.FLOOR, instruments.FLOOR_LIST, instruments.TELEMETRY, instruments.PROMETHEUS}
+    assert set(answer["hot"]) == names | {instruments.NEXT_ONLY}
+    assert set(answer["cold"]) == names
+    for samples in answer["cold"].values():
+        assert set(samples[0]) >= {"next", "optimizer", "whole", "cost", "peak"}
+    assert answer["running"]
+    assert answer["hook_errors"] == 0
+
+
+def test_hooks_are_put_back():
+    from torch.optim import optimizer as torch_optimizer
+
+    before = dict(torch_optimizer._global_optimizer_post_hooks)
+    instrument = loops.Instrument("x", iter(()), post_hooks=[lambda *_: None])
+    with loops.installed(instrument, loops.HookStamps()):
+        assert len(torch_optimizer._global_optimizer_post_hooks) == 3
+    assert dict(torch_optimizer._global_optimizer_post_hooks) == before
+
+
+def test_the_agents_threads():
+    answer = agent_cpu.measure(seconds=0.3, workers=1)
+    assert answer["steps"] > 0
+    assert "telemetry-agent" in answer["by_thread"]
+    assert answer["share"] >= 0
+
+
+@pytest.mark.parametrize("agent", [True, False])
+def test_growth_of_memory(agent):
+    answer = memory.measure(agent=agent, steps=1000, warm_up=500)
+    assert "growth" in answer
+    assert answer["dropped"] == 0
+
+
+def test_a_scraped_node():
+    answer = scrape.measure(pairs=1, segment_seconds=0.4, hertz=10.0)
+    assert answer["latencies"]
+    assert answer["failed"] == 0
+    assert answer["samples"] > 8 * 20
+    assert answer["quiet"][0]
+    assert answer["met"][0]["during"]
+
+
+def test_a_full_view_shows_every_family():
+    from telemetry.publish.exposition import Families
+
+    names = [family.name for family in Families("run", 1).of(scrape.full_view())]
+    assert len(names) == len(set(names))
+    assert "training_gpu_sm_active_ratio" in names
+    assert "training_loader_workers" in names
+
+
+def test_a_spread_is_what_it_says():
+    values = [float(value) for value in range(101)]
+    assert spread.spread(values) == spread.Spread(50.0, 10.0, 90.0, 101)
+    assert spread.paired([3.0, 4.0], [1.0, 1.0]).median == 2.5
+    assert spread.ratio_of_medians([60.0] * 5, [2.0] * 5).median == 30.0
+
+
+def test_a_miss_is_shown_as_a_miss(tmp_path):
+    figure = spread.Spread(1.2, 1.0, 1.4, 9)
+    rows = [
+        report.Row("s", "missed", "us", figure, report.Target(report.AT_MOST, 0.8)),
+        report.Row("s", "met", "us", figure, report.Target(report.AT_MOST, 2.0)),
+        report.Row("s", "absent", "us", None, report.Target(report.AT_MOST, 2.0), "no such thing here"),
+    ]
+    about = machine.describe()
+    assert [row.met for row in rows] == [False, True, None]
+    for text in (report.text(about, rows), report.markdown(about, rows)):
+        assert "1 met, 1 not met, 1 not measured" in text
+        assert "NOT MET" in text
+        assert "no such thing here" in text
+    as_json, as_markdown = report.write(tmp_path, machine.slug(about), about, rows)
+    assert [row["met"] for row in json.loads(as_json.read_text())["rows"]] == [False, True, None]
+    assert as_markdown.exists()
+
+
+def test_what_cannot_be_measured_says_why():
+    pool = overhead.Pool()
+    pool.add(lambda: (_ for _ in ()).throw(overhead.child.ChildError("no such machine")))
+    rows = overhead._loop_rows("hot", "hot", pool, pool, limit=0.8)
+    assert all(row.figure is None for row in rows)
+    assert any(row.note == "no such machine" for row in rows)

@@ -1,0 +1,239 @@
+"""Stalls open and close as they should, and their causes are named by their own evidence."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from telemetry.diagnose.advice import WORTH_IT, advise, step_seconds
+from telemetry.diagnose.causes import costs, steady_cause
+from telemetry.diagnose.evidence import gather
+from telemetry.diagnose.stall import LEAST_STEPS, StallMachine
+from telemetry.records import CAUSES, Slice, WorkersSample
+
+IDLE = WorkersSample(
+    workers=4, resident_memory_bytes=1, ready_batches=0, fetching_seconds=0.0, fetches_total=0, fetch_duration=None,
+    cpu_ratio=0.0, busy_ratio=0.0, runnable_ratio=0.0, blocked_ratio=0.0, read_bytes_per_second=0.0,
+)  # fmt: skip
+
+
+def a_slice(*, wait=0.0, compute=1.0, steps=10, seconds=None, **fields) -> Slice:
+    whole = wait + compute + fields.get("checkpoint", 0.0) + fields.get("evaluation", 0.0)
+    base = dict(
+        seconds=whole if seconds is None else seconds, wait=wait, exposed=wait, edge_wait=0.0, edges=0, compute=compute,
+        evaluation=0.0, checkpoint=0.0, garbage=0.0, steps=steps, source="workers", process_cpu=compute, cores=8.0,
+    )  # fmt: skip
+    return Slice(**base | fields)
+
+
+def with_workers(*, busy, cpu=0.0, runnable=0.0, blocked=0.0, ready=0, fetches=10, stuck=0.0, workers=4, **fields) -> Slice:
+    sample = dataclasses.replace(
+        IDLE, workers=workers, busy_ratio=busy, cpu_ratio=cpu, runnable_ratio=runnable, blocked_ratio=blocked,
+        ready_batches=ready, fetching_seconds=stuck,
+    )  # fmt: skip
+    seconds = fields.get("wait", 0.0) + fields.get("compute", 1.0)
+    return a_slice(workers=sample, fetches=fetches, fetch_busy=busy * workers * seconds, **fields)
+
+
+STARVED = dict(wait=0.6, compute=0.4)
+CASES = {
+    "loader_on_training_thread": a_slice(source="training_thread", **STARVED),
+    "source_slow": a_slice(source="watched", **STARVED),
+    "workers_cpu_bound": with_workers(busy=0.99, cpu=0.90, blocked=0.09, **STARVED),
+    "workers_io_bound": with_workers(busy=0.99, cpu=0.10, blocked=0.89, **STARVED),
+    "workers_throttled": with_workers(busy=0.99, cpu=0.45, runnable=0.50, blocked=0.04, **STARVED),
+    "uneven_batches": with_workers(busy=0.4, cpu=0.3, blocked=0.1, wait=0.3, compute=0.7, workers=4, fetches=10),
+    "batch_transfer": with_workers(busy=0.2, cpu=0.2, ready=3, **STARVED),
+    "worker_stuck": with_workers(busy=0.9, cpu=0.1, blocked=0.8, stuck=40.0, fetches=100, **STARVED),
+    "worker_startup": with_workers(busy=0.3, cpu=0.3, edge_wait=0.55, edges=2, **STARVED),
+    "checkpoint": a_slice(compute=0.5, checkpoint=0.5),
+    "gc_pause": a_slice(compute=1.0, garbage=0.4),
+    "unknown": a_slice(source="workers", workers=None, **STARVED),
+}
+
+
+@pytest.mark.parametrize("cause", CASES)
+def test_each_cause_is_named_by_its_evidence(cause):
+    lost = costs(gather([CASES[cause]]))
+    assert max(lost, key=lost.get) == cause
+    assert cause in CAUSES
+
+
+@pytest.mark.parametrize("cause", CASES)
+def test_a_stall_opens_and_closes_with_its_cause(cause):
+    machine = StallMachine(30, 0.2, 0.1)
+    opened = None
+    for _ in range(40):
+        change = machine.update(CASES[cause])
+        if change is not None and change.kind == "opened":
+            opened = change
+    assert opened is not None
+    assert machine.stall.cause == cause
+    changes = [machine.update(a_slice()) for _ in range(40)]
+    assert [c.kind for c in changes if c is not None and c.kind == "closed"] == ["closed"]
+    assert machine.stall is None
+
+
+QUIET = {
+    "healthy": a_slice(wait=0.05, compute=0.95),
+    "hidden wait": a_slice(wait=0.5, compute=0.5, exposed=0.01),
+    "evaluation": a_slice(wait=0.0, compute=0.05, evaluation=0.95, steps=0),
+    "no steps": a_slice(**STARVED, steps=0),
+    "exposure not known": a_slice(**STARVED, exposed=None),
+    "one start of workers": a_slice(wait=0.05, compute=0.95, edge_wait=0.05, edges=0),
+    "start-up": a_slice(wait=0.0, compute=0.0, seconds=1.0, steps=0),
+}
+
+
+@pytest.mark.parametrize("what", QUIET)
+def test_what_is_no_stall(what):
+    machine = StallMachine(30, 0.2, 0.1)
+    assert [machine.update(QUIET[what]) for _ in range(100)] == [None] * 100
+
+
+def test_the_first_batch_and_the_end_of_an_epoch_are_no_stall():
+    machine = StallMachine(30, 0.2, 0.1)
+    first = a_slice(wait=12.0, compute=0.2, steps=1, edge_wait=12.0, edges=1)
+    changes = [machine.update(piece) for piece in (first, *[a_slice() for _ in range(60)])]
+    assert [c for c in changes if c is not None] == []
+    end = a_slice(wait=4.0, compute=0.0, steps=0, edge_wait=4.0, edges=1)
+    changes = [machine.update(piece) for piece in (end, *[a_slice() for _ in range(60)])]
+    assert [c for c in changes if c is not None] == []
+
+
+def test_a_machine_that_slept_is_no_stall():
+    machine = StallMachine(30, 0.2, 0.1)
+    for _ in range(40):
+        machine.update(a_slice())
+    assert machine.update(a_slice(wait=4000.0, compute=0.1)) is None
+    assert [machine.update(a_slice()) for _ in range(40)] == [None] * 40
+
+
+def test_it_takes_enough_of_a_window():
+    machine = StallMachine(30, 0.2, 0.1)
+    for number in range(14):
+        assert machine.update(a_slice(**STARVED)) is None, number
+    assert machine.update(a_slice(**STARVED)).kind == "opened"
+
+
+def test_the_ratio_is_that_of_the_stall():
+    machine = StallMachine(10, 0.2, 0.1)
+    for _ in range(50):
+        machine.update(CASES["workers_io_bound"])
+    assert machine.stall.exposed_ratio == pytest.approx(0.6)
+    assert machine.stall.opened_step == 0
+    assert machine.stall.lost["workers_io_bound"] == pytest.approx(0.6 * 50, rel=0.1)
+
+
+# -- properties ---------------------------------------------------------------------------------------------------
+
+amount = st.floats(0, 1e6) | st.sampled_from([0.0, 1e-9])
+ratio = st.floats(0, 1) | st.none()
+samples = st.builds(
+    WorkersSample, workers=st.integers(0, 64), resident_memory_bytes=st.integers(0, 1 << 40),
+    ready_batches=st.none() | st.integers(0, 1000), fetching_seconds=amount, fetches_total=st.integers(0, 1 << 40),
+    fetch_duration=st.none(), cpu_ratio=ratio, busy_ratio=ratio, runnable_ratio=ratio, blocked_ratio=ratio,
+    read_bytes_per_second=st.none() | amount,
+)  # fmt: skip
+slices = st.builds(
+    Slice, seconds=amount, wait=amount, exposed=st.none() | amount, edge_wait=amount, edges=st.integers(0, 100),
+    compute=amount, evaluation=amount, checkpoint=amount, garbage=amount, steps=st.integers(0, 10**6),
+    source=st.sampled_from([None, "workers", "training_thread", "watched", "of a newer version"]),
+    process_cpu=st.none() | amount, fetches=st.none() | st.integers(0, 10**6), fetch_busy=st.none() | amount,
+    workers=st.none() | samples, cores=st.floats(0.05, 512), throttled_ratio=ratio, gpu_utilization_ratio=ratio,
+)  # fmt: skip
+
+
+@given(st.lists(slices, min_size=1, max_size=20))
+@settings(max_examples=300, deadline=None)
+def test_no_input_crashes_anything(pieces):
+    machine = StallMachine(30, 0.2, 0.1)
+    for piece in pieces:
+        change = machine.update(piece)
+        if change is not None:
+            assert change.stall.cause in CAUSES
+            assert change.stall.exposed_ratio is None or 0 <= change.stall.exposed_ratio <= 1
+    evidence = gather(pieces)
+    assert set(costs(evidence)) <= set(CAUSES)
+    for cause in CAUSES:
+        for advice in advise(cause, evidence):
+            gain = advice.predicted_speedup
+            assert gain is None or (gain >= WORTH_IT and not math.isnan(gain))
+
+
+@given(
+    st.floats(0.85, 1.0), st.floats(0, 1), st.floats(0, 1), st.floats(0, 1), st.floats(0, 1),
+    st.sampled_from(["cpu_ratio", "blocked_ratio", "runnable_ratio"]),
+)  # fmt: skip
+def test_more_of_a_cause_s_evidence_never_turns_the_verdict_away_from_it(busy, cpu, runnable, blocked, more, which):
+    cause = {"cpu_ratio": "workers_cpu_bound", "blocked_ratio": "workers_io_bound", "runnable_ratio": "workers_throttled"}[which]
+    piece = with_workers(busy=busy, cpu=cpu, runnable=runnable, blocked=blocked, **STARVED)
+    if steady_cause(gather([piece])) != cause:
+        return
+    grown = dataclasses.replace(piece.workers, **{which: getattr(piece.workers, which) + more})
+    assert steady_cause(gather([dataclasses.replace(piece, workers=grown)])) == cause
+
+
+@given(st.floats(0.01, 0.99), st.floats(0.0, 0.5))
+def test_more_waiting_never_closes_a_stall(share, more):
+    machine = StallMachine(30, 0.2, 0.1)
+    for _ in range(40):
+        machine.update(a_slice(source="training_thread", wait=share, compute=1 - share))
+    was_open = machine.stall is not None
+    worse = min(0.99, share + more)
+    for _ in range(40):
+        machine.update(a_slice(source="training_thread", wait=worse, compute=1 - worse))
+    assert not was_open or machine.stall is not None
+
+
+# -- advice -------------------------------------------------------------------------------------------------------
+
+
+def first(cause: str, piece: Slice):
+    return advise(cause, gather([piece]))[0]
+
+
+def test_workers_are_advised_as_many_as_the_compute_hides():
+    piece = a_slice(source="training_thread", wait=0.6, compute=0.4, steps=10, process_cpu=0.5, cores=8.0)
+    advice = first("loader_on_training_thread", piece)
+    assert (advice.setting, advice.value) == ("num_workers", "2")
+    assert advice.predicted_speedup == pytest.approx(1.0 / 0.4, rel=0.01)
+
+
+def test_no_more_workers_than_the_cores_can_run():
+    piece = a_slice(source="training_thread", wait=0.6, compute=0.4, steps=10, process_cpu=1.0, cores=2.0)
+    advice = first("loader_on_training_thread", piece)
+    # 100 ms of CPU time a step on two cores: 50 ms, whatever the number of workers.
+    assert advice.value == "2"
+    assert advice.predicted_speedup == pytest.approx(2.0, rel=0.01)
+    starved = a_slice(source="training_thread", wait=0.6, compute=0.4, steps=10, process_cpu=1.0, cores=1.0)
+    assert advise("loader_on_training_thread", gather([starved])) == ()  # one core: workers would gain nothing
+
+
+def test_throttled_workers_are_not_told_to_be_more():
+    piece = CASES["workers_throttled"]
+    settings_advised = [(a.setting, a.value) for a in advise("workers_throttled", gather([dataclasses.replace(piece, cores=2.0)]))]
+    assert ("num_workers", "2") in settings_advised  # fewer
+    assert all(int(value) < 4 for name, value in settings_advised if name == "num_workers")
+
+
+def test_persistent_workers_are_not_advised_to_who_has_them():
+    piece = dataclasses.replace(CASES["worker_startup"], settings={"persistent_workers": True})
+    assert advise("worker_startup", gather([piece])) == ()
+    advice = first("worker_startup", CASES["worker_startup"])
+    assert (advice.setting, advice.value) == ("persistent_workers", "True")
+    assert advice.predicted_speedup > 1.4
+
+
+def test_an_unknown_cause_has_no_advice():
+    assert advise("unknown", gather([CASES["unknown"]])) == ()
+    assert advise("of_a_newer_version", gather([CASES["unknown"]])) == ()
+
+
+def test_a_step_is_wait_and_compute():
+    assert step_seconds(gather([a_slice(wait=0.5, compute=0.5, steps=10)])) == pytest.approx(0.1)
+    assert LEAST_STEPS > 1
