@@ -84,12 +84,8 @@ class Attachment:
     def _optimizer(self, module: Any) -> None:
         tracker = self._tracker
 
-        ring = tracker.ring
-
-        def stepped(optimizer: object, args: object, kwargs: object) -> None:
-            del args, kwargs
+        def stepped(optimizer: object, _args: object, _kwargs: object) -> None:
             tracker.optimizer_steps += 1
-            tracker.stepped_head = ring.head
             if not tracker.key:
                 try:
                     tracker.optimizer_stepped(optimizer)

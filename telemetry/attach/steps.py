@@ -91,7 +91,7 @@ class StepTracker:
         "_loader",
         "_members",
         "_open",
-        "_open_head",
+        "_optimizer_steps_at_open",
         "_optimizer",
         "_state",
         "_steady",
@@ -108,7 +108,6 @@ class StepTracker:
         "retired",
         "ring",
         "source",
-        "stepped_head",
         "thread",
         "waiting_since",
     )
@@ -135,8 +134,7 @@ class StepTracker:
         self._held = False  # inside a checkpoint or an evaluation phase: batches do not change the state
         self._steady = 0  # the iterator of the ordinary batches, also where the GPU's clock keeps off the short path
         self._open = False  # a step is open
-        self._open_head = 0  # ring position just after the entry that opened it
-        self.stepped_head = -1  # ring position at the newest optimizer step
+        self._optimizer_steps_at_open = 0
         self._members: set[int] = set()  # iterators that gave a batch to the open step
         self._loader = 0  # id of the loader whose iteration the steps follow
         self._explicit = False  # the user says step()
@@ -194,13 +192,12 @@ class StepTracker:
         if self._explicit:
             self._open = True
             return
-        alone = len(self._members) <= 1
+        alone = entry == r.STEP and self._members == {id(iterator)}  # the second batch in a row from this loader alone
         if entry == r.STEP:
             self._members = {id(iterator)}
-            self._open, self._open_head = True, self.ring.head
+            self._open, self._optimizer_steps_at_open = True, self.optimizer_steps
         else:
             self._members.add(id(iterator))
-            alone = False
         self._settle(id(iterator) if alone else 0)
 
     def _settle(self, iterator: int) -> None:
@@ -304,16 +301,16 @@ class StepTracker:
             self._settle(0)
 
     def _stepped_since_open(self) -> bool:
-        # While the short path holds, the newest entry is the one that opened the step.
-        opened = self.ring.head if self.key else self._open_head
-        return self.stepped_head >= opened
+        # On the short path nobody has noted how many there were when the step opened. A loader that joins in the
+        # middle of a step is then taken to add to it, once; from there on it is known.
+        return not self.key and self.optimizer_steps > self._optimizer_steps_at_open
 
     # -- optimizer ---------------------------------------------------------------------------------------------
 
     def optimizer_stepped(self, optimizer: object) -> None:
         """An optimizer has stepped, and it matters: the short path does not hold.
 
-        ``optimizer_steps`` and ``stepped_head`` the hook has stored itself.
+        The hook has counted it already.
         """
         here = threading.get_ident()
         if here != self.thread:
