@@ -205,7 +205,7 @@ class Agent:
         with self.faults.contained("collect"):
             self._sampler.poll()
         with self.faults.contained("diagnose"):
-            self._judge.tick(self._ledger, self._exposed.seconds, self._stats.steps)
+            self._judge.tick(self._ledger, self._exposed.seconds, self._stats)
         self._agent_cpu_seconds = time.thread_time()
         with self.faults.contained("exposition"):
             self._publish()

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from telemetry.config import Config
     from telemetry.diagnose.ledger import Ledger
     from telemetry.diagnose.stall import Stall
+    from telemetry.diagnose.stats import StepStats
     from telemetry.sampling import Sampler
 
 
@@ -49,10 +50,10 @@ class Judge:
         self._stalls = dict.fromkeys(CAUSES, 0)
         self._lost = dict.fromkeys(CAUSES, 0.0)
 
-    def tick(self, ledger: Ledger, exposed_seconds: float | None, steps: int) -> None:
+    def tick(self, ledger: Ledger, exposed_seconds: float | None, stats: StepStats) -> None:
         """Take in what happened since the last tick; log a stall that opens or closes."""
         before = self._machine.stall
-        change = self._machine.update(self._slice(ledger, exposed_seconds, steps))
+        change = self._machine.update(self._slice(ledger, exposed_seconds, stats))
         if change is None:
             return
         stall = change.stall
@@ -63,7 +64,7 @@ class Judge:
             self._stalls[stall.cause] += 1
             self._emit("stall_open", self._fields(stall) | {"opened": self._opened})
         elif change.kind == "closed":
-            self._close(stall, steps)
+            self._close(stall, stats.steps)
 
     def end(self, steps: int) -> None:
         """The run ends, and with it the stall that is open."""
@@ -100,7 +101,7 @@ class Judge:
             ],
         }
 
-    def _slice(self, ledger: Ledger, exposed: float | None, steps: int) -> Slice:
+    def _slice(self, ledger: Ledger, exposed: float | None, stats: StepStats) -> Slice:
         spent = ledger.seconds()
         process, workers = self._sampler.newest("process"), self._sampler.newest("workers")
         pressure, gpu = self._sampler.newest("pressure"), self._sampler.newest("nvml")
@@ -118,7 +119,8 @@ class Judge:
             evaluation=self._since("evaluation", spent[EVALUATION]),
             checkpoint=self._since("checkpoint", spent[CHECKPOINT]),
             garbage=self._since("garbage", self._tracker.garbage_ns / 1e9),
-            steps=int(self._since("steps", steps)),
+            steps=int(self._since("steps", stats.steps)),
+            late_wait=self._since("late_wait", stats.late_wait_seconds),
             source=source,
             process_cpu=None if process is None else self._since("process_cpu", process.cpu_seconds),
             fetches=int(self._since("fetches", workers.fetches_total)) if counted else None,

@@ -314,6 +314,7 @@ class Slice:
         exposed: of ``wait``; None where nothing can tell.
         edge_wait: of ``wait``, at the edges of epochs: starting and ending an iteration, and its first batch.
         edges: iterations that were begun.
+        late_wait: of ``wait``, in single steps that waited much longer than those around them.
         source: where batches come from: ``training_thread`` (a DataLoader without workers), ``workers``, ``watched``
             (an iterable that is no DataLoader), None before the first batch.
         process_cpu: CPU time of the training process, its workers not included.
@@ -331,6 +332,7 @@ class Slice:
     checkpoint: float
     garbage: float
     steps: int
+    late_wait: float = 0.0
     source: str | None = None
     process_cpu: float | None = None
     fetches: int | None = None

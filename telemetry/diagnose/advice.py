@@ -194,9 +194,7 @@ def _slow_source(evidence: Evidence) -> list[Advice]:
         return []
     because = f"the watched iterable takes {_ms(now - compute)} of every {_ms(now)}"
     return [
-        Advice(
-            "read ahead on another thread, or in a DataLoader's workers", None, None, _gain(now, compute), because
-        )
+        Advice("read ahead on another thread, or in a DataLoader's workers", None, None, _gain(now, compute), because)
     ]
 
 

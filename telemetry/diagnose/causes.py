@@ -22,6 +22,7 @@ class Thresholds:
         busy: ... or they are in fetches for at least this share of their time.
         runnable: this share of the workers' fetch time without a core: more workers would not help.
         ready: this many batches ready on average while the training thread waits: they wait to be moved.
+        late: single late batches make at least this share of the waiting: they are the trouble, not all of them.
         edges: so many iterations begun in the window before their waits are a pattern, and no single start.
         stuck_fetches: a fetch in progress that lasts this many times the mean ...
         stuck_seconds: ... and at least so long is stuck.
@@ -31,6 +32,7 @@ class Thresholds:
     busy: float = 0.85
     runnable: float = 0.35
     ready: float = 0.5
+    late: float = 0.5
     edges: int = 2
     stuck_fetches: float = 20.0
     stuck_seconds: float = 5.0
@@ -67,7 +69,12 @@ def steady_cause(evidence: Evidence, at: Thresholds = THRESHOLDS) -> str:
     if _workers_are_the_limit(evidence, at):
         return _what_limits_them(evidence, at)
     lying_ready = evidence.ready_batches is not None and evidence.ready_batches >= at.ready
-    return "batch_transfer" if lying_ready else "uneven_batches"
+    return "batch_transfer" if lying_ready and not _late(evidence, at) else "uneven_batches"
+
+
+def _late(evidence: Evidence, at: Thresholds) -> bool:
+    """Whether single late batches make most of the waiting in mid-epoch. Moving a batch takes every batch its time."""
+    return evidence.late_wait >= at.late * max(evidence.wait - evidence.edge_wait, 1e-9)
 
 
 def supply_seconds(evidence: Evidence) -> float | None:

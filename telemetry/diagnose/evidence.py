@@ -30,6 +30,7 @@ class Evidence:
     exposed: float | None
     edge_wait: float
     edges: int
+    late_wait: float
     compute: float
     evaluation: float
     checkpoint: float
@@ -59,7 +60,7 @@ class Evidence:
 
     def as_log_field(self) -> dict[str, Any]:
         """The figures that are there, with unit suffixes, for the log."""
-        seconds = ("wait", "exposed", "edge_wait", "compute", "checkpoint", "garbage")
+        seconds = ("wait", "exposed", "edge_wait", "late_wait", "compute", "checkpoint", "garbage")
         plain = (
             "steps", "source", "workers", "edges", "fetch_seconds", "fetch_cpu_seconds", "ready_batches",
             "stuck_seconds", "cores", "settings",
@@ -90,6 +91,7 @@ def gather(slices: Sequence[Slice]) -> Evidence:
         exposed=_sum([s.exposed for s in slices]),
         edge_wait=sum(s.edge_wait for s in slices),
         edges=sum(s.edges for s in slices),
+        late_wait=sum(s.late_wait for s in slices),
         compute=sum(s.compute for s in slices),
         evaluation=sum(s.evaluation for s in slices),
         checkpoint=sum(s.checkpoint for s in slices),

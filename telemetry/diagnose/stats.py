@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from statistics import median
+from typing import TYPE_CHECKING, Final
 
 from telemetry.records import Histogram, Step
 from telemetry.sketch import Sketch
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+
+_LATE: Final = 3.0
+"""A wait is late from this many times the median of the steps it was read with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +39,8 @@ class StepStats:
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
         self.steps = 0
+        # Waits much longer than those around them: single batches that are late, where the others are not.
+        self.late_wait_seconds = 0.0
         self.run_step = Sketch()
         self.run_wait = Sketch()
         self._step = Sketch()
@@ -41,12 +48,17 @@ class StepStats:
 
     def add(self, steps: Iterable[Step]) -> None:
         """Count closed steps."""
+        waits = []
         for step in steps:
             self._counts[bisect_left(self._bounds, step.seconds)] += 1
             self._sum += step.seconds
             self.steps += 1
             self._step.add(step.seconds)
             self._wait.add(step.wait_seconds)
+            waits.append(step.wait_seconds)
+        if waits:
+            late = _LATE * median(waits)
+            self.late_wait_seconds += sum(wait for wait in waits if wait > late)
 
     def histogram(self) -> Histogram:
         """The run's step durations so far."""
