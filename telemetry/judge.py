@@ -124,7 +124,7 @@ class Judge:
             source=source,
             process_cpu=None if process is None else self._since("process_cpu", process.cpu_seconds),
             fetches=int(self._since("fetches", workers.fetches_total)) if counted else None,
-            fetch_busy=workers.busy_ratio * workers.workers * seconds if counted else None,
+            fetch_busy=workers.busy_ratio * workers.training_workers * seconds if counted else None,
             workers=workers,
             settings=settings,
             cores=_cores(pressure.cgroup_cpu_limit if pressure is not None else None),

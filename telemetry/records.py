@@ -207,10 +207,12 @@ class Histogram:
 class WorkersSample:
     """The live DataLoader workers of this rank.
 
-    Ratios are means over the workers, of the wall clock since the last sample; None at the first, and where the
-    kernel or the workers do not tell.
+    Ratios are means over the training workers, of the wall clock since the last sample; None at the first, and where
+    the kernel or the workers do not tell.
 
     Attributes:
+        workers: all of them. ``training_workers``: those of loaders that give training batches (of all, while none
+            has), without the idle ones of an evaluation.
         busy_ratio: in a fetch; it is the sum of the next three.
         cpu_ratio: running. ``runnable_ratio``: ready to run, without a core. ``blocked_ratio``: waiting for
             something else, mostly storage or network.
@@ -221,6 +223,7 @@ class WorkersSample:
     """
 
     workers: int
+    training_workers: int
     resident_memory_bytes: int
     ready_batches: int | None
     fetching_seconds: float

@@ -60,7 +60,9 @@ def observed():
 
 @pytest.fixture
 def agent(tmp_path: Path):
-    running = telemetry.start(tmp_path / "run", port=0, interval_seconds=0.1, log_interval_seconds=0.2, start_line=False)
+    running = telemetry.start(
+        tmp_path / "run", port=0, interval_seconds=0.1, log_interval_seconds=0.2, start_line=False
+    )
     yield running
     telemetry.stop()
 

@@ -38,8 +38,9 @@ def scrape(agent) -> dict:
         for sample in family.samples:
             rest = tuple(v for k, v in sorted(sample.labels.items()) if k not in {"run", "rank"})
             assert {"run", "rank"} <= set(sample.labels)
-            assert (sample.name, *rest) not in found
-            found[sample.name, *rest] = sample.value
+            key = (sample.name, *rest)
+            assert key not in found
+            found[key] = sample.value
     return found
 
 

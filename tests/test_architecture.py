@@ -19,7 +19,11 @@ OWNERS = {
     "psutil": {"collect/host.py"},
     "structlog": {"publish/jsonl.py"},
     "prometheus_client": {"publish/exposition.py", "publish/endpoint.py"},
-    "torch": {"attach/workers.py", "demo/train.py", "doctor.py"},  # else attach/ works on the modules that the script has imported
+    "torch": {
+        "attach/workers.py",
+        "demo/train.py",
+        "doctor.py",
+    },  # else attach/ works on the modules that the script has imported
     "PIL": {"demo/pictures.py", "demo/train.py", "demo/command.py"},
     "orjson": {"publish/jsonl.py", "report/load.py", "report/command.py"},
 }
@@ -70,9 +74,7 @@ def test_imports_go_one_way(path):
 @pytest.mark.parametrize("library", OWNERS)
 def test_each_library_has_its_importers(library):
     users = {
-        str(path.relative_to(PACKAGE))
-        for path in FILES
-        if any(name.split(".")[0] == library for name in imports(path))
+        str(path.relative_to(PACKAGE)) for path in FILES if any(name.split(".")[0] == library for name in imports(path))
     }
     assert users <= OWNERS[library]
 
@@ -90,4 +92,7 @@ def test_nothing_is_printed_or_registered_where_training_runs():
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.Call):
                     name = ast.unparse(node.func)
-                    assert name not in {"print", "signal.signal", "signal.set_wakeup_fd", "sys.stdout.write"}, (path, name)
+                    assert name not in {"print", "signal.signal", "signal.set_wakeup_fd", "sys.stdout.write"}, (
+                        path,
+                        name,
+                    )

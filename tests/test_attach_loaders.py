@@ -139,7 +139,10 @@ def test_an_exception_in_the_loop_leaves_the_state_right(observed):
 
 
 def test_two_loaders_zipped_are_one_step(observed):
-    first, second = DataLoader(Numbers(5, seconds=0.002), batch_size=1), DataLoader(Numbers(5, seconds=0.002), batch_size=1)
+    first, second = (
+        DataLoader(Numbers(5, seconds=0.002), batch_size=1),
+        DataLoader(Numbers(5, seconds=0.002), batch_size=1),
+    )
     for _ in zip(first, second):
         pass
     observed.read()

@@ -115,7 +115,9 @@ def test_the_users_own_init_function_runs(observed, tmp_path, context):
 FAILING = {
     "init": lambda: list(DataLoader(Numbers(2), num_workers=1, worker_init_fn=fail)),
     "fetch": lambda: list(DataLoader(Numbers(2, fail_at=1), num_workers=1)),
-    "pickle": lambda: iter(DataLoader(Numbers(2), num_workers=1, worker_init_fn=lambda _: 0, multiprocessing_context="spawn")),
+    "pickle": lambda: iter(
+        DataLoader(Numbers(2), num_workers=1, worker_init_fn=lambda _: 0, multiprocessing_context="spawn")
+    ),
     "start": lambda: iter(DataLoader(Numbers(2), num_workers=1, multiprocessing_context="fork", prefetch_factor=-1)),
 }
 
@@ -142,7 +144,11 @@ def test_a_killed_worker_leaves_its_last_counts_and_nothing_else(observed):
     assert not observed.tracker.loaders
     observed.tracker.retired.clear()
     gc.collect()
-    left = {os.readlink(f"/proc/self/fd/{fd}") for fd in set(os.listdir("/proc/self/fd")) - before if os.path.exists(f"/proc/self/fd/{fd}")}
+    left = {
+        os.readlink(f"/proc/self/fd/{fd}")
+        for fd in set(os.listdir("/proc/self/fd")) - before
+        if os.path.exists(f"/proc/self/fd/{fd}")
+    }
     assert not [name for name in left if "telemetry" in name]
 
 

@@ -107,3 +107,17 @@ def test_workers_begun_before_the_agent_are_seen_from_outside():
     sample = wait_for(lambda: (s := agent._sampler.newest("workers")) and s.cpu_ratio is not None and s)
     assert sample.workers == 1
     assert (sample.busy_ratio, sample.blocked_ratio, sample.fetch_duration) == (None, None, None)  # not known: not said
+
+
+def test_idle_workers_of_an_evaluation_do_not_dilute_those_of_the_training(source):
+    import torch
+
+    training = DataLoader(Sleeping(400), batch_size=1, num_workers=1, persistent_workers=True, prefetch_factor=8)
+    evaluation = DataLoader(Numbers(4), batch_size=1, num_workers=2, persistent_workers=True)
+    iterator = iter(training)
+    next(iterator)
+    with torch.no_grad():
+        list(evaluation)
+    sample = fetch_on(source, iterator, 20)
+    assert (sample.workers, sample.training_workers) == (3, 1)
+    assert sample.busy_ratio > 0.5

@@ -11,14 +11,24 @@ from telemetry.config import Config, SettingError, disabled, unknown_variables
 
 def test_defaults_are_those_of_the_contract():
     config = Config.load({}, {})
-    assert (config.interval_seconds, config.log_interval_seconds, config.port, config.host) == (1.0, 10.0, 9464, "127.0.0.1")
+    assert (config.interval_seconds, config.log_interval_seconds, config.port, config.host) == (
+        1.0,
+        10.0,
+        9464,
+        "127.0.0.1",
+    )
     assert (config.stall_enter_ratio, config.stall_exit_ratio, config.stall_window_seconds) == (0.20, 0.10, 30.0)
     assert (config.stuck_seconds, config.snapshot_steps, config.snapshot_cooldown_seconds) == (None, 5, 600.0)
     assert (config.max_snapshots, config.gpu_events, config.patch) == (10, "auto", True)
 
 
 def test_keywords_win_over_variables():
-    environ = {"TELEMETRY_INTERVAL_SECONDS": "5", "TELEMETRY_PORT": "off", "TELEMETRY_PATCH": "no", "TELEMETRY_RUN": "r"}
+    environ = {
+        "TELEMETRY_INTERVAL_SECONDS": "5",
+        "TELEMETRY_PORT": "off",
+        "TELEMETRY_PATCH": "no",
+        "TELEMETRY_RUN": "r",
+    }
     config = Config.load({"interval_seconds": 2}, environ)
     assert (config.interval_seconds, config.port, config.patch, config.run) == (2.0, None, False, "r")
 

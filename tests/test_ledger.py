@@ -14,7 +14,13 @@ from telemetry.sketch import Sketch, parse_counts
 
 stamps = st.integers(min_value=0, max_value=10**12)
 spans = st.tuples(
-    stamps, stamps, st.sampled_from(CATEGORIES), st.sampled_from(CATEGORIES), st.booleans(), st.booleans(), st.booleans()
+    stamps,
+    stamps,
+    st.sampled_from(CATEGORIES),
+    st.sampled_from(CATEGORIES),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
 )
 
 

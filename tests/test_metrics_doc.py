@@ -45,8 +45,6 @@ CONTRACT = set(
 """The names that dashboards and alerts rely on."""
 
 NOT_YET = {
-    "training_stall_active",
-    "training_stalls_total",
     "training_snapshots_total",
     "training_loader_slack_seconds",
 }
@@ -81,6 +79,7 @@ def full_view():
         overhead_seconds={"training": 1e-6, "agent": 1e-3},
         dropped_steps=1,
         errors={"nvml": 1},
+        stalls=records.StallView("checkpoint", dict.fromkeys(records.CAUSES, 0), dict.fromkeys(records.CAUSES, 0.0)),
         collectors=tuple(records.SourceHealth(name, True, 0.001, "why") for name in COLLECTORS),
         gpu=records.GpuSample(
             index=0, uuid="GPU-1", name="a GPU", utilization_ratio=0.5, sm_active_ratio=0.5, sm_active_source="gpm",
@@ -91,7 +90,7 @@ def full_view():
         host=records.HostSample(cpu_ratio=0.5, cpu_count=2, memory_used_bytes=1, memory_total_bytes=2),
         process=records.ProcessSample(cpu_seconds=1.0, resident_memory_bytes=1, threads=3),
         workers=records.WorkersSample(
-            workers=2, resident_memory_bytes=1, ready_batches=4, fetching_seconds=0.0, fetches_total=3,
+            workers=2, training_workers=2, resident_memory_bytes=1, ready_batches=4, fetching_seconds=0.0, fetches_total=3,
             fetch_duration=records.Histogram(bounds=(0.1, 1.0), counts=(1, 1, 1), total=3.0), cpu_ratio=0.5,
             busy_ratio=0.5, runnable_ratio=0.1, blocked_ratio=0.1, read_bytes_per_second=1.0,
         ),

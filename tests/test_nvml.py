@@ -14,8 +14,8 @@ from fakes import nvml as fake
 from fakes.nvml import Gpu, Mig, Process, State
 
 from telemetry.collect.nvml import THROTTLE_BITS, NvmlSource, device_summary
-from telemetry.records import THROTTLE_REASONS
 from telemetry.collect.source import Poller, SourceError
+from telemetry.records import THROTTLE_REASONS
 
 A = "GPU-aaaaaaaa-0000-0000-0000-000000000000"
 B = "GPU-bbbbbbbb-0000-0000-0000-000000000000"

@@ -19,7 +19,9 @@ from telemetry.sketch import Sketch
 
 
 def line(event: str, rank: int = 0, **fields) -> dict:
-    base = dict(time="2026-01-01T00:00:10.000Z", event=event, run="r", rank=rank, local_rank=rank, node="n", pid=10 + rank)
+    base = dict(
+        time="2026-01-01T00:00:10.000Z", event=event, run="r", rank=rank, local_rank=rank, node="n", pid=10 + rank
+    )
     return base | dict(tid=1, step=0) | fields
 
 
@@ -38,7 +40,9 @@ def window(rank: int = 0, *, seconds=(), **kwargs) -> dict:
     sketch = Sketch()
     for value in seconds:
         sketch.add(value)
-    return line("window", rank, step_sketch=sketch.as_log_field(), step_seconds={"max": sketch.largest}) | totals(**kwargs)
+    return line("window", rank, step_sketch=sketch.as_log_field(), step_seconds={"max": sketch.largest}) | totals(
+        **kwargs
+    )
 
 
 def write(folder: Path, rank: int, *lines: dict, pid: int | None = None, suffix: str = "") -> Path:
@@ -52,8 +56,13 @@ START = dict(started="2026-01-01T00:00:00.000Z")
 
 
 def test_the_json_is_that_of_the_contract(tmp_path):
-    write(tmp_path, 0, line("run_start", **START), window(seconds=[0.1] * 99 + [5.0], wait=5, compute=5, steps=100),
-          line("run_end", **totals(wait=6, compute=6, steps=120)))
+    write(
+        tmp_path,
+        0,
+        line("run_start", **START),
+        window(seconds=[0.1] * 99 + [5.0], wait=5, compute=5, steps=100),
+        line("run_end", **totals(wait=6, compute=6, steps=120)),
+    )
     summary = summarize(load(tmp_path))
     assert set(summary) == {"run", "verdict", "ranks", "stalls", "snapshots"}
     (rank,) = summary["ranks"]
@@ -72,7 +81,10 @@ def test_the_json_is_that_of_the_contract(tmp_path):
 
 
 def test_percentiles_are_of_the_whole_run(tmp_path):
-    lines = [window(seconds=[0.1] * 100, wait=1, compute=1, steps=100), window(seconds=[1.0] * 10, wait=1, compute=1, steps=110)]
+    lines = [
+        window(seconds=[0.1] * 100, wait=1, compute=1, steps=100),
+        window(seconds=[1.0] * 10, wait=1, compute=1, steps=110),
+    ]
     write(tmp_path, 0, line("run_start", **START), *lines)
     (rank,) = summarize(load(tmp_path))["ranks"]
     assert rank["step_seconds"]["p50"] == pytest.approx(0.1, rel=0.01)
@@ -108,7 +120,14 @@ def test_a_run_that_has_only_begun(tmp_path, capsys):
 
 
 def test_fields_of_the_wrong_type_break_nothing(tmp_path, capsys):
-    odd = line("window", ledger_total_seconds=[1], steps_total="many", overhead_seconds=3, step_sketch={"a": 1}, wall_seconds={})
+    odd = line(
+        "window",
+        ledger_total_seconds=[1],
+        steps_total="many",
+        overhead_seconds=3,
+        step_sketch={"a": 1},
+        wall_seconds={},
+    )
     write(tmp_path, 0, odd, line("stall_close"), line("stall_open", cause="of_a_newer_version", advice=None))
     for as_json in (True, False):
         assert report(str(tmp_path), as_json=as_json) == 0
@@ -129,8 +148,16 @@ def test_a_restarted_rank_keeps_both_its_processes_the_newest_last(tmp_path):
 
 VERDICTS = {
     "starved alone": ([dict(wait=8, compute=2)], "Starved: rank 0 spent 80 %", "5.0 times"),
-    "one of four": ([dict(wait=1, compute=9)] * 3 + [dict(wait=6, compute=4)], "Starved: rank 3", "the other ranks wait for it"),
-    "all of them": ([dict(wait=6, compute=4), dict(wait=7, compute=3)], "every rank waits for data; the worst, rank 1", ""),
+    "one of four": (
+        [dict(wait=1, compute=9)] * 3 + [dict(wait=6, compute=4)],
+        "Starved: rank 3",
+        "the other ranks wait for it",
+    ),
+    "all of them": (
+        [dict(wait=6, compute=4), dict(wait=7, compute=3)],
+        "every rank waits for data; the worst, rank 1",
+        "",
+    ),
     "healthy": ([dict(wait=0.3, compute=9.7)], "Healthy: no rank lost more than 3.0 %", ""),
     "not measured": ([dict(wait=5, compute=5, exposed=None)], "Rank 0 spent 50 %", "was not measured"),
     "hidden": ([dict(wait=5, compute=5, exposed=0.1)], "Healthy", ""),
@@ -147,7 +174,9 @@ def test_the_verdict(tmp_path, name):
 
 
 def test_a_stall_has_its_close(tmp_path):
-    opened = line("stall_open", cause="workers_cpu_bound", opened="t1", first_step=5, evidence={"a": 1}, advice=[{"action": "x"}])
+    opened = line(
+        "stall_open", cause="workers_cpu_bound", opened="t1", first_step=5, evidence={"a": 1}, advice=[{"action": "x"}]
+    )
     write(tmp_path, 0, opened, line("stall_close", closed="t2", last_step=50, exposed_wait_ratio=0.4))
     (stall,) = summarize(load(tmp_path))["stalls"]
     assert (stall["opened"], stall["closed"], stall["first_step"], stall["last_step"]) == ("t1", "t2", 5, 50)
@@ -172,7 +201,13 @@ def test_no_run_is_said_clearly(tmp_path, capsys, what):
 def test_the_table_has_a_row_per_rank(tmp_path, capsys):
     for rank in range(3):
         done = line("run_end", rank, **totals(wait=rank, compute=10 - rank, steps=100))
-        write(tmp_path, rank, line("run_start", rank, **START), window(rank, seconds=[0.1], wait=1, compute=9, steps=50), done)
+        write(
+            tmp_path,
+            rank,
+            line("run_start", rank, **START),
+            window(rank, seconds=[0.1], wait=1, compute=9, steps=50),
+            done,
+        )
     assert report(str(tmp_path), as_json=False) == 0
     text = capsys.readouterr().out
     assert text.splitlines()[0] == "run r"
@@ -186,7 +221,9 @@ def test_the_report_never_imports_torch(tmp_path):
         "import sys; from telemetry.cli import main; main(['report', sys.argv[1], '--json']);"
         "sys.exit(any(m in sys.modules for m in ('torch', 'structlog', 'prometheus_client', 'psutil')))"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, check=False, env=dict(os.environ))
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, check=False, env=dict(os.environ)
+    )
     assert (done.returncode, done.stderr) == (0, b"")
     assert json.loads(done.stdout)["run"] == "r"
 

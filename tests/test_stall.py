@@ -16,7 +16,7 @@ from telemetry.diagnose.stall import LEAST_STEPS, StallMachine
 from telemetry.records import CAUSES, Slice, WorkersSample
 
 IDLE = WorkersSample(
-    workers=4, resident_memory_bytes=1, ready_batches=0, fetching_seconds=0.0, fetches_total=0, fetch_duration=None,
+    workers=4, training_workers=4, resident_memory_bytes=1, ready_batches=0, fetching_seconds=0.0, fetches_total=0, fetch_duration=None,
     cpu_ratio=0.0, busy_ratio=0.0, runnable_ratio=0.0, blocked_ratio=0.0, read_bytes_per_second=0.0,
 )  # fmt: skip
 
@@ -30,9 +30,11 @@ def a_slice(*, wait=0.0, compute=1.0, steps=10, seconds=None, **fields) -> Slice
     return Slice(**base | fields)
 
 
-def with_workers(*, busy, cpu=0.0, runnable=0.0, blocked=0.0, ready=0, fetches=10, stuck=0.0, workers=4, **fields) -> Slice:
+def with_workers(
+    *, busy, cpu=0.0, runnable=0.0, blocked=0.0, ready=0, fetches=10, stuck=0.0, workers=4, **fields
+) -> Slice:
     sample = dataclasses.replace(
-        IDLE, workers=workers, busy_ratio=busy, cpu_ratio=cpu, runnable_ratio=runnable, blocked_ratio=blocked,
+        IDLE, workers=workers, training_workers=workers, busy_ratio=busy, cpu_ratio=cpu, runnable_ratio=runnable, blocked_ratio=blocked,
         ready_batches=ready, fetching_seconds=stuck,
     )  # fmt: skip
     seconds = fields.get("wait", 0.0) + fields.get("compute", 1.0)
@@ -137,7 +139,7 @@ def test_the_ratio_is_that_of_the_stall():
 amount = st.floats(0, 1e6) | st.sampled_from([0.0, 1e-9])
 ratio = st.floats(0, 1) | st.none()
 samples = st.builds(
-    WorkersSample, workers=st.integers(0, 64), resident_memory_bytes=st.integers(0, 1 << 40),
+    WorkersSample, workers=st.integers(0, 64), training_workers=st.integers(0, 64), resident_memory_bytes=st.integers(0, 1 << 40),
     ready_batches=st.none() | st.integers(0, 1000), fetching_seconds=amount, fetches_total=st.integers(0, 1 << 40),
     fetch_duration=st.none(), cpu_ratio=ratio, busy_ratio=ratio, runnable_ratio=ratio, blocked_ratio=ratio,
     read_bytes_per_second=st.none() | amount,
@@ -173,7 +175,11 @@ def test_no_input_crashes_anything(pieces):
     st.sampled_from(["cpu_ratio", "blocked_ratio", "runnable_ratio"]),
 )  # fmt: skip
 def test_more_of_a_cause_s_evidence_never_turns_the_verdict_away_from_it(busy, cpu, runnable, blocked, more, which):
-    cause = {"cpu_ratio": "workers_cpu_bound", "blocked_ratio": "workers_io_bound", "runnable_ratio": "workers_throttled"}[which]
+    cause = {
+        "cpu_ratio": "workers_cpu_bound",
+        "blocked_ratio": "workers_io_bound",
+        "runnable_ratio": "workers_throttled",
+    }[which]
     piece = with_workers(busy=busy, cpu=cpu, runnable=runnable, blocked=blocked, **STARVED)
     if steady_cause(gather([piece])) != cause:
         return
@@ -219,7 +225,9 @@ def test_no_more_workers_than_the_cores_can_run():
 
 def test_throttled_workers_are_not_told_to_be_more():
     piece = CASES["workers_throttled"]
-    settings_advised = [(a.setting, a.value) for a in advise("workers_throttled", gather([dataclasses.replace(piece, cores=2.0)]))]
+    settings_advised = [
+        (a.setting, a.value) for a in advise("workers_throttled", gather([dataclasses.replace(piece, cores=2.0)]))
+    ]
     assert ("num_workers", "2") in settings_advised  # fewer
     assert all(int(value) < 4 for name, value in settings_advised if name == "num_workers")
 

@@ -2,8 +2,8 @@
 
 One entry is a span of the training thread's time: two monotonic stamps and a code that says which category of the
 ledger the thread was in between them, which one it is in afterwards, and whether a step closes or opens at its
-start. Preallocated and without a lock: one writer, one reader, and every operation the two share is atomic under the GIL.
-A full ring drops the entry and never waits.
+start. Preallocated and without a lock: one writer, one reader, and every operation the two share is atomic under the
+GIL. A full ring drops the entry and never waits.
 """
 
 from __future__ import annotations

@@ -50,14 +50,16 @@ class LoaderHandle:
         queue: where finished batches lie.
         block: what the workers write down of themselves; None where they were started before the agent.
         settings: of the loader, by the names of DataLoader's arguments.
+        training: whether it has given a training batch.
     """
 
-    __slots__ = ("block", "pids", "queue", "settings")
+    __slots__ = ("block", "pids", "queue", "settings", "training")
 
     def __init__(self, iterator: Any, block: WorkerBlock | None) -> None:
         self.pids = tuple(worker.pid for worker in iterator._workers)
         self.queue = getattr(iterator, "_data_queue", None)
         self.block = block
+        self.training = False
         self.settings = {
             "num_workers": len(self.pids),
             "prefetch_factor": getattr(iterator, "_prefetch_factor", None),
@@ -275,6 +277,7 @@ class StepTracker:
         """Where batches come from, in the words of `records.Slice`, and the settings of the loader."""
         entry = self.loaders.get(id(iterator))
         if entry is not None:
+            entry[1].training = True
             return "workers", entry[1].settings
         workers = getattr(iterator, "_num_workers", None)
         if workers is None:

@@ -43,6 +43,10 @@ class Loader(Protocol):
     def block(self) -> Block | None:
         """None where the workers were started before the agent."""
 
+    @property
+    def training(self) -> bool:
+        """Whether it has given a training batch."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
@@ -80,18 +84,25 @@ class WorkersSource:
         seen: dict[tuple[int, int], _Seen] = {}
         resident, ready, longest = 0, None, 0.0
         live = list(self._live())
+        trained = any(loader.training for loader in live)
+        everyone = 0
         for loader in live:
             counters = {c.pid: c for c in self._count(loader.block)}
-            ready = _ready(loader.queue, ready)
+            if loader.training or not trained:
+                ready = _ready(loader.queue, ready)
             for pid in loader.pids:
                 stat = read_stat(pid)
                 if stat is None or (stat.parent != here and not _forkserver_child(stat.parent, here)):
                     continue  # gone; or the pid is another process's by now
                 resident += stat.resident_bytes
+                everyone += 1
+                if trained and not loader.training:
+                    continue
                 seen[pid, stat.start_ticks] = _see(pid, stat.cpu_seconds, counters.get(pid), now)
                 longest = max(longest, _fetching_seconds(counters.get(pid), now))
         sample = WorkersSample(
-            workers=len(seen),
+            workers=everyone,
+            training_workers=len(seen),
             resident_memory_bytes=resident,
             ready_batches=ready if seen else None,
             fetching_seconds=longest,

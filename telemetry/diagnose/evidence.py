@@ -78,17 +78,17 @@ def gather(slices: Sequence[Slice]) -> Evidence:
     """Add up a window. ``slices`` must not be empty."""
     newest = slices[-1]
     steps = sum(s.steps for s in slices)
-    fetches = _sum([s.fetches for s in slices])
-    busy = _sum([s.fetch_busy for s in slices])
-    fetch = busy / fetches if busy is not None and fetches else None
+    told = [s for s in slices if s.fetches is not None and s.fetch_busy is not None]  # not before the workers began
+    fetches = sum(s.fetches or 0 for s in told)
+    fetch = sum(s.fetch_busy or 0.0 for s in told) / fetches if fetches else None
     shares = _shares(slices)
-    process_cpu = _sum([s.process_cpu for s in slices])
+    process_cpu = _all([s.process_cpu for s in slices])
     cpu_share = shares.get("cpu")
     return Evidence(
         seconds=sum(s.seconds for s in slices),
         steps=steps,
         wait=sum(s.wait for s in slices),
-        exposed=_sum([s.exposed for s in slices]),
+        exposed=_all([s.exposed for s in slices]),
         edge_wait=sum(s.edge_wait for s in slices),
         edges=sum(s.edges for s in slices),
         late_wait=sum(s.late_wait for s in slices),
@@ -97,8 +97,8 @@ def gather(slices: Sequence[Slice]) -> Evidence:
         checkpoint=sum(s.checkpoint for s in slices),
         garbage=sum(s.garbage for s in slices),
         source=newest.source,
-        workers=max((s.workers.workers for s in slices if s.workers is not None), default=0),
-        fetches=None if fetches is None else int(fetches),
+        workers=max((s.workers.training_workers for s in slices if s.workers is not None), default=0),
+        fetches=fetches if told else None,
         fetch_seconds=fetch,
         fetch_cpu_seconds=fetch * cpu_share if fetch is not None and cpu_share is not None else None,
         busy_ratio=_mean([s.workers.busy_ratio for s in slices if s.workers is not None]),
@@ -128,7 +128,7 @@ def _shares(slices: Sequence[Slice]) -> dict[str, float]:
     return {name: part / total for name, part in parts.items()} if total > 0 else {}
 
 
-def _sum(values: Sequence[float | None]) -> float | None:
+def _all(values: Sequence[float | None]) -> float | None:
     """The sum, None if any part of it is not known."""
     known = [v for v in values if v is not None]
     return sum(known) if len(known) == len(values) else None

@@ -1,0 +1,128 @@
+"""Reads a metrics endpoint the way Prometheus does: over HTTP, and from nothing but the text that it answers."""
+
+from __future__ import annotations
+
+import http.client
+import re
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final
+from urllib.parse import urlsplit
+
+_TIMEOUT_SECONDS: Final = 2.0
+_SAMPLE: Final = re.compile(r"(\w+)(?:\{(.*)\})? (\S+)")
+_LABEL: Final = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+
+
+class ScrapeError(Exception):
+    """The endpoint gave no metrics; the text says why."""
+
+
+def fetch(url: str) -> str:
+    """The exposition at a URL. Goes there directly, whatever proxy the environment names.
+
+    Raises:
+        ScrapeError: nobody answers, or not with metrics.
+    """
+    where = urlsplit(url)
+    connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=_TIMEOUT_SECONDS)
+    try:
+        connection.request("GET", where.path)
+        answer = connection.getresponse()
+        text = answer.read().decode("utf-8", "replace")
+    except (OSError, http.client.HTTPException) as error:
+        raise ScrapeError(f"{url} does not answer: {error}") from error
+    finally:
+        connection.close()
+    if answer.status != http.HTTPStatus.OK:
+        raise ScrapeError(f"{url} answers {answer.status}: {text.strip()[:200]}")
+    return text
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What the demo follows, in one exposition of one rank.
+
+    Attributes:
+        steps: that have ended.
+        ledger_seconds: by category; their sum is the wall clock of the run.
+        buckets: of the step duration: the upper bound in seconds, and how many steps took no longer.
+        stall: the cause of the stall that is open, None where none is.
+    """
+
+    steps: float
+    ledger_seconds: dict[str, float]
+    buckets: tuple[tuple[float, float], ...]
+    stall: str | None
+
+    @classmethod
+    def of(cls, text: str) -> Reading:
+        """Read an exposition."""
+        steps, ledger, buckets, stall = 0.0, {}, [], None
+        for line in text.splitlines():
+            match = _SAMPLE.fullmatch(line)
+            if match is None:
+                continue
+            name, value = match[1], float(match[3])
+            labels = dict(_LABEL.findall(match[2] or ""))
+            if name == "training_steps_total":
+                steps = value
+            elif name == "training_time_seconds_total":
+                ledger[labels["category"]] = value
+            elif name == "training_step_duration_seconds_bucket":
+                buckets.append((float(labels["le"]), value))
+            elif name == "training_stall_active" and value:
+                stall = labels["cause"]
+        return cls(steps, ledger, tuple(buckets), stall)
+
+    def since(self, before: Reading) -> Reading:
+        """What has come between two readings."""
+        spent = before.ledger_seconds
+        earlier = dict(before.buckets)
+        return Reading(
+            self.steps - before.steps,
+            {category: seconds - spent.get(category, 0.0) for category, seconds in self.ledger_seconds.items()},
+            tuple((bound, count - earlier.get(bound, 0.0)) for bound, count in self.buckets),
+            self.stall,
+        )
+
+    @property
+    def wall_seconds(self) -> float:
+        """The wall clock."""
+        return sum(self.ledger_seconds.values())
+
+    @property
+    def waiting_ratio(self) -> float | None:
+        """The share of the training loop that waits for data; None where there was no training."""
+        waited = self.ledger_seconds.get("data_wait", 0.0)
+        loop = waited + self.ledger_seconds.get("compute", 0.0)
+        return waited / loop if loop > 0 else None
+
+    @property
+    def median_step_seconds(self) -> float | None:
+        """The p50 of the step duration as PromQL's ``histogram_quantile`` has it: on a line through its bucket."""
+        half = self.buckets[-1][1] / 2 if self.buckets else 0.0
+        if half <= 0:
+            return None
+        for (low, below), (high, up_to) in pairwise(((0.0, 0.0), *self.buckets)):
+            if up_to >= half:
+                # The last bucket has no upper bound: all that is known is that the step is longer than the one before.
+                return low if high == float("inf") else low + (high - low) * (half - below) / (up_to - below)
+        return None
+
+
+_MATTER: Final = re.compile(
+    r"training_(time_seconds_total|steps_total|exposed_wait_seconds_total|process_\w+|stall_active"
+    r"|gpu_(utilization|sm_active)_ratio)|telemetry_overhead_seconds_total"
+)
+
+
+def lines_that_matter(text: str) -> list[str]:
+    """The samples of an exposition that a person should see first, as they were served."""
+    shown = []
+    for line in text.splitlines():
+        match = _SAMPLE.fullmatch(line)
+        quiet = match is not None and match[1] == "training_stall_active" and float(match[3]) == 0
+        if match is not None and _MATTER.fullmatch(match[1]) and not quiet:
+            shown.append(line)
+    return shown
