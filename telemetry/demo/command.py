@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from telemetry.config import disabled
+from telemetry.demo.outcome import Outcome, outcome
 from telemetry.demo.scrape import Reading, ScrapeError, fetch, lines_that_matter
 
 if TYPE_CHECKING:
@@ -42,6 +43,9 @@ _INTERRUPTED: Final = 130
 """What a shell reports of a command that Ctrl-C ended."""
 
 _MOST_STDERR_LINES: Final = 100
+
+_SECOND_RUN_SHARE: Final = 0.7
+"""How long the run with the advice taken is trained, of the time of the first."""
 
 
 class DemoError(Exception):
@@ -124,7 +128,8 @@ def _show(base: Path, plan: Plan) -> int:
     from telemetry.report.command import report
 
     status = report(str(run), as_json=False)
-    _suggest(run, training)
+    applied = _take_the_advice(run, training, plan)
+    _suggest(run, training, applied)
     return status
 
 
@@ -311,14 +316,52 @@ class _Watch:
 # -- the end ---------------------------------------------------------------------------------------------------
 
 
-def _suggest(run: Path, training: list[object]) -> None:
-    second = run.with_name(f"{run.name}-two-workers")
+def _take_the_advice(run: Path, training: list[object], plan: Plan) -> Path | None:
+    """Train again with the number of workers advised, and compare. Returns the folder of that run, None without one."""
+    first = outcome(run)
+    if first.workers is None or first.predicted_speedup is None or not first.steps_per_second:
+        _say("", "5. No stall has asked for workers in so short a run, so there is no prediction to try.")
+        return None
+    second = run.with_name(f"{run.name}-{first.workers}-workers")
+    seconds = max(1.0, _SECOND_RUN_SHARE * plan.seconds)
+    again: list[object] = [*training, "--num-workers", first.workers, "--seconds", f"{seconds:g}", *plan.arguments]
+    _say("", f"5. Taking the advice, num_workers={first.workers}, for {seconds:.0f} s:", "")
+    arguments = ["run", "--run-dir", second, *again]
+    _say(f"   $ {_command(*arguments)}", "")
+    second.mkdir()
+    with _running([sys.executable, "-m", "telemetry", *map(str, arguments)], second) as child:
+        try:
+            child.wait(seconds + _PATIENCE_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise DemoError(f"the second training has not ended, and was ended; see {second}") from None
+    if child.returncode:
+        _tell_failure(child.returncode, second / "train.err")
+        return None
+    _compare(first, outcome(second))
+    return second
+
+
+def _compare(first: Outcome, second: Outcome) -> None:
+    if not first.steps_per_second or not second.steps_per_second:
+        return
+    _say(
+        "                 steps per second of the training loop",
+        f"   no workers                 {first.steps_per_second:6.1f}",
+        f"   {first.workers} workers                  {second.steps_per_second:6.1f}",
+        f"   speed-up: predicted {first.predicted_speedup:.2f}, "
+        f"realised {second.steps_per_second / first.steps_per_second:.2f}",
+    )
+
+
+def _suggest(run: Path, training: list[object], applied: Path | None) -> None:
+    second = applied or run.with_name(f"{run.name}-two-workers")
+    tried = [f"   $ {_command('run', '--run-dir', second, *training, '--num-workers', 2)}"] if applied is None else []
     _say(
         "",
-        "5. What to try now",
+        "6. What to try now",
         "",
-        "   two processes that decode, and then compare the reports:",
-        f"   $ {_command('run', '--run-dir', second, *training, '--num-workers', 2)}",
+        "   the report of a run with workers:",
+        *tried,
         f"   $ {_command('report', second)}",
         "   a script of your own, unchanged:",
         f"   $ {_command('run', '--run-dir', 'runs/first', 'SCRIPT.py', 'ARGS...')}",

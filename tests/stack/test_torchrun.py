@@ -72,7 +72,9 @@ def test_report_of_a_running_job(job):
     assert report["run"] == job.run_dir.name
     check_report(report, range(4))
     check_verdict(report)
-    assert report["stalls"] == report["snapshots"] == []
+    # Long enough under way, the starved rank has stalled; no other rank is accused.
+    assert {(stall["rank"], stall["cause"]) for stall in report["stalls"]} <= {(2, "loader_on_training_thread")}
+    assert report["snapshots"] == []
     assert job.report_text().count("is running") == 4
 
 

@@ -1,0 +1,44 @@
+"""What a run's report says, in the two figures the demo compares: what was predicted, and what came of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from telemetry.report.load import load
+from telemetry.report.summary import summarize
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One run.
+
+    Attributes:
+        steps_per_second: of the training loop (wait and compute); None without a step.
+        workers: the number of workers that the newest stall's first advice asks for; None if it asks for none.
+        predicted_speedup: what it promises.
+    """
+
+    steps_per_second: float | None
+    workers: int | None
+    predicted_speedup: float | None
+
+
+def outcome(run: Path) -> Outcome:
+    """Read a run's log.
+
+    Raises:
+        telemetry.report.load.NoRunError: there is none.
+    """
+    report = summarize(load(run))
+    rank = report["ranks"][-1]
+    loop = rank["ledger"]["data_wait"] + rank["ledger"]["compute"]
+    rate = rank["steps"] / loop if rank["steps"] and loop > 0 else None
+    first = [stall["advice"][0] for stall in report["stalls"] if stall["advice"]]
+    advice = first[-1] if first else {}
+    if advice.get("setting") != "num_workers":
+        return Outcome(rate, None, None)
+    return Outcome(rate, int(advice["value"]), advice.get("predicted_speedup"))
