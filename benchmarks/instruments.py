@@ -150,7 +150,7 @@ def _health(agent: Agent | Any) -> dict[str, Any]:
         "running": bool(agent.running),
         "dropped_steps": agent.tracker.ring.dropped,
         "hook_errors": agent.tracker.errors,
-        "steps": agent._stats.steps,
+        "steps": agent.accounts.stats.steps,
         "gpu_pairs": agent.tracker.gpu.pairs if agent.tracker.gpu is not None else None,
     }
 

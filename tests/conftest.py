@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import telemetry
-from telemetry.agent import _spans
+from telemetry.accounts import spans
 from telemetry.attach.attachment import Attachment
 from telemetry.attach.ring import Ring
 from telemetry.attach.steps import StepTracker
@@ -34,7 +34,7 @@ class Observed:
     def read(self) -> Ledger:
         """Bring the ledger up to now, as the agent thread does once a second."""
         waiting = self.tracker.waiting_since
-        self.ledger.fold(_spans(self.tracker.ring.drain(1 << 20)))
+        self.ledger.fold(spans(self.tracker.ring.drain(1 << 20)))
         self.ledger.advance(now_ns(), waiting)
         self.steps += self.ledger.take_steps()
         self.phases += self.ledger.take_phases()

@@ -154,8 +154,8 @@ def test_patch_off_leaves_torch_alone_and_watch_still_works(tmp_path):
     assert DataLoader.__iter__ is original
     loader = DataLoader(Numbers(4), batch_size=1)
     assert len(list(telemetry.watch(loader))) == 4
-    agent._account()
-    assert agent._stats.steps == 4
+    agent.accounts.update()
+    assert agent.accounts.stats.steps == 4
 
 
 def test_a_million_steps_a_second_are_counted_if_not_kept(agent):
@@ -165,7 +165,7 @@ def test_a_million_steps_a_second_are_counted_if_not_kept(agent):
     with agent.faults.contained("test"):
         ring = agent.tracker.ring
         for _ in range(CAPACITY + 500):
-            ring.push(*(agent._ledger.at_ns,) * 2, 1 | 2 << 3 | 1 << 8)
+            ring.push(*(agent.accounts.ledger.at_ns,) * 2, 1 | 2 << 3 | 1 << 8)
         assert ring.dropped >= 1
     telemetry.stop()
     (end,) = [line for line in log_lines(agent) if line["event"] == "run_end"]

@@ -11,7 +11,20 @@ PACKAGE = Path(__file__).parents[1] / "telemetry"
 
 BASE = {"records", "clock", "config", "identity", "faults", "signals", "sketch", "_version"}
 ROOMS = {"attach", "collect", "diagnose", "publish", "snapshot"}
-TOP = {"agent", "judge", "sampling", "api", "cli", "launch", "doctor", "demo", "__main__", "__init__"}
+TOP = {
+    "accounts",
+    "agent",
+    "judge",
+    "logbook",
+    "sampling",
+    "api",
+    "cli",
+    "launch",
+    "doctor",
+    "demo",
+    "__main__",
+    "__init__",
+}
 REPORT_MAY = {"records", "sketch", "report", "snapshot.trace"}
 
 OWNERS = {

@@ -99,9 +99,9 @@ def test_an_iterator_alive_before_the_start_counts():
     agent = telemetry.start(port="off", start_line=False, run_dir=None)
     try:
         rest = list(iterator)
-        agent._account()
+        agent.accounts.update()
         assert len(rest) == 5
-        assert agent._stats.steps == 5
+        assert agent.accounts.stats.steps == 5
     finally:
         telemetry.stop()
 
@@ -410,9 +410,9 @@ def test_watch_times_any_iterable(agent):
             yield index
 
     assert list(telemetry.watch(source())) == list(range(5))
-    agent._account()
-    assert agent._stats.steps == 5
-    assert agent._ledger.ns[DATA_WAIT] >= 5 * 0.005e9
+    agent.accounts.update()
+    assert agent.accounts.stats.steps == 5
+    assert agent.accounts.ledger.ns[DATA_WAIT] >= 5 * 0.005e9
 
 
 def test_a_watched_iterable_behaves_as_itself(agent):
@@ -436,8 +436,8 @@ def test_watching_a_loader_does_not_count_twice(agent):
         yield from DataLoader(Numbers(4), batch_size=1)
 
     list(telemetry.watch(outer()))
-    agent._account()
-    assert agent._stats.steps == 4
+    agent.accounts.update()
+    assert agent.accounts.stats.steps == 4
 
 
 def test_watch_without_an_agent_is_the_iterable_itself():

@@ -66,8 +66,8 @@ def test_phases_have_their_categories(agent):
     for name in ("evaluation", "checkpoint", "warm-up"):
         with telemetry.phase(name):
             time.sleep(0.01)
-    agent._account()
-    ledger = agent._ledger.seconds()
+    agent.accounts.update()
+    ledger = agent.accounts.ledger.seconds()
     assert ledger[EVALUATION] >= 0.01
     assert ledger[CHECKPOINT] >= 0.01
     assert ledger[OTHER] >= 0.01
@@ -76,38 +76,38 @@ def test_phases_have_their_categories(agent):
 def test_batches_in_an_evaluation_phase_are_evaluation(agent):
     with telemetry.phase("evaluation"):
         list(DataLoader(Numbers(4, seconds=0.005), batch_size=1))
-    agent._account()
-    assert agent._stats.steps == 0
-    assert agent._ledger.ns[EVALUATION] >= 4 * 0.005e9
-    assert agent._ledger.ns[DATA_WAIT] == 0
+    agent.accounts.update()
+    assert agent.accounts.stats.steps == 0
+    assert agent.accounts.ledger.ns[EVALUATION] >= 4 * 0.005e9
+    assert agent.accounts.ledger.ns[DATA_WAIT] == 0
 
 
 def test_training_inside_a_named_phase_is_training(agent):
     with telemetry.phase("epoch"):
         for _ in DataLoader(Numbers(4, seconds=0.005), batch_size=1):
             time.sleep(0.005)
-    agent._account()
-    assert agent._stats.steps == 4
-    assert agent._ledger.ns[DATA_WAIT] >= 4 * 0.005e9
-    assert agent._ledger.ns[COMPUTE] >= 4 * 0.005e9
-    assert agent._ledger.category == OTHER
+    agent.accounts.update()
+    assert agent.accounts.stats.steps == 4
+    assert agent.accounts.ledger.ns[DATA_WAIT] >= 4 * 0.005e9
+    assert agent.accounts.ledger.ns[COMPUTE] >= 4 * 0.005e9
+    assert agent.accounts.ledger.category == OTHER
 
 
 def test_a_phase_in_a_step_is_no_part_of_it(agent):
     for _ in DataLoader(Numbers(3), batch_size=1):
         with telemetry.phase("logging"), telemetry.phase("checkpoint"):
             time.sleep(0.01)
-    agent._account()
-    assert agent._stats.steps == 3
-    assert agent._stats.histogram().total < 0.01
-    assert agent._ledger.ns[CHECKPOINT] >= 3 * 0.01e9
+    agent.accounts.update()
+    assert agent.accounts.stats.steps == 3
+    assert agent.accounts.stats.histogram().total < 0.01
+    assert agent.accounts.ledger.ns[CHECKPOINT] >= 3 * 0.01e9
 
 
 def test_a_phase_lets_an_exception_through(agent):
     with pytest.raises(KeyError), telemetry.phase("checkpoint"):
         raise KeyError("mine")
-    agent._account()
-    assert agent._ledger.category == STARTUP
+    agent.accounts.update()
+    assert agent.accounts.ledger.category == STARTUP
 
 
 def test_a_phase_must_have_a_name(agent):
@@ -120,12 +120,12 @@ def test_a_step_that_is_said(agent):
         with telemetry.step():
             time.sleep(0.005)
         time.sleep(0.01)  # between two steps
-    agent._account()
-    histogram = agent._stats.histogram()
-    assert agent._stats.steps == 4
+    agent.accounts.update()
+    histogram = agent.accounts.stats.histogram()
+    assert agent.accounts.stats.steps == 4
     assert 4 * 0.010 <= histogram.total < 4 * 0.015
-    assert agent._ledger.ns[DATA_WAIT] >= 4 * 0.005e9
-    assert agent._ledger.ns[OTHER] >= 4 * 0.01e9
+    assert agent.accounts.ledger.ns[DATA_WAIT] >= 4 * 0.005e9
+    assert agent.accounts.ledger.ns[OTHER] >= 4 * 0.01e9
 
 
 def test_a_step_that_is_said_may_fetch_inside(agent):
@@ -134,18 +134,18 @@ def test_a_step_that_is_said_may_fetch_inside(agent):
         with telemetry.step():
             next(iterator)
             next(iterator)
-    agent._account()
-    assert agent._stats.steps == 3
+    agent.accounts.update()
+    assert agent.accounts.stats.steps == 3
 
 
 def test_a_step_without_any_loader(agent):
     for _ in range(3):
         with telemetry.step():
             time.sleep(0.005)
-    agent._account()
-    assert agent._stats.steps == 3
-    assert agent._ledger.ns[COMPUTE] >= 3 * 0.005e9
-    assert agent._ledger.ns[DATA_WAIT] == 0
+    agent.accounts.update()
+    assert agent.accounts.stats.steps == 3
+    assert agent.accounts.ledger.ns[COMPUTE] >= 3 * 0.005e9
+    assert agent.accounts.ledger.ns[DATA_WAIT] == 0
 
 
 def test_all_of_it_does_nothing_without_an_agent():

@@ -47,7 +47,7 @@ TRAINING = """
         with telemetry.phase("checkpoint"):
             pass
     telemetry.stop()
-    print(json.dumps([len(seen), agent.faults.counts, agent._log.file.dropped]), flush=True)
+    print(json.dumps([len(seen), agent.faults.counts, agent.logbook.log.file.dropped]), flush=True)
 """
 
 
@@ -85,23 +85,23 @@ def test_a_full_disk_costs_log_lines_and_nothing_else(tmp_path):
                 agent._wake.wait(0.01)
             raise SystemExit("not within the deadline")
         seen = list(telemetry.watch(list(range(100))))
-        until(lambda: agent._stats.steps == 100)
+        until(lambda: agent.accounts.stats.steps == 100)
         with open("disk/filler", "wb", buffering=0) as filler:
             try:
                 while filler.write(b"x" * 512):
                     pass
             except OSError:
                 pass
-        until(lambda: agent._log.file.dropped > 3)
+        until(lambda: agent.logbook.log.file.dropped > 3)
         seen += telemetry.watch(list(range(50)))
         os.unlink("disk/filler")
-        dropped = agent._log.file.dropped
-        size = agent._log.file.path.stat().st_size
-        until(lambda: agent._log.file.path.stat().st_size > size + 2000)
+        dropped = agent.logbook.log.file.dropped
+        size = agent.logbook.log.file.path.stat().st_size
+        until(lambda: agent.logbook.log.file.path.stat().st_size > size + 2000)
         telemetry.stop()
         with open("results.json", "w") as file:
-            log = agent._log.file.path.read_text()
-            json.dump([len(seen), agent.faults.counts, agent._log.file.dropped, log], file)
+            log = agent.logbook.log.file.path.read_text()
+            json.dump([len(seen), agent.faults.counts, agent.logbook.log.file.dropped, log], file)
         """
     script = write(tmp_path, "script.py", source)
     mount = "mount -t tmpfs -o size=64k none disk"
@@ -183,7 +183,7 @@ def test_a_file_may_not_grow_any_more(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (2048, resource.RLIM_INFINITY))
         seen = list(telemetry.watch(list(range(100))))
         for _ in range(6000):
-            if agent._log.file.dropped > 2:
+            if agent.logbook.log.file.dropped > 2:
                 break
             agent._wake.wait(0.01)
         telemetry.stop()
@@ -234,7 +234,7 @@ def test_a_file_system_that_is_read_only(what, tmp_path):
         seen = list(telemetry.watch(list(range(100))))
         page, url = "", agent.metrics_url
         for _ in range(6000):
-            if agent._stats.steps == 100 and (url is None or ' 100.0' in page):
+            if agent.accounts.stats.steps == 100 and (url is None or ' 100.0' in page):
                 break
             threading.Event().wait(0.01)
             page = urllib.request.urlopen(url).read().decode() if url else ""
@@ -324,15 +324,15 @@ def test_the_ledger_and_the_report_of_a_run_whose_clock_jumps(hours, tmp_path):
         def until(condition):
             while not condition():
                 threading.Event().wait(0.01)
-        until(lambda: agent._stats.steps == 10)
+        until(lambda: agent.accounts.stats.steps == 10)
         shift[0] = {hours} * 3600 * 10**9
         until(lambda: any("wall clock was stepped" in line["message"] for line in [{{"message": read()}}]))
         list(telemetry.watch(list(range(10))))
         telemetry.stop()
         with open("results.json", "w") as file:
-            json.dump([time.perf_counter() - began, agent._ledger.wall_seconds], file)
+            json.dump([time.perf_counter() - began, agent.accounts.ledger.wall_seconds], file)
         """.replace(
-            "import telemetry\n", "import telemetry\n        read = lambda: agent._log.file.path.read_text()\n"
+            "import telemetry\n", "import telemetry\n        read = lambda: agent.logbook.log.file.path.read_text()\n"
         ),
         tmp_path,
         env=environment(**QUIET),
@@ -392,7 +392,7 @@ def named(tmp_path_factory):
             with telemetry.phase(name):
                 agent._wake.wait(0.002)
             agent.faults.note("config", name)
-            while agent._ledger.at_ns < agent.tracker.ring.words[0] or agent._stats.steps < 3:
+            while agent.accounts.ledger.at_ns < agent.tracker.ring.words[0] or agent.accounts.stats.steps < 3:
                 agent._wake.wait(0.01)
             with urllib.request.urlopen(agent.metrics_url) as page:
                 page = page.read().decode()
@@ -490,11 +490,11 @@ def test_a_script_that_changes_its_folder_does_not_take_our_files_along(tmp_path
         import os, telemetry
         agent = telemetry.start("run", run="r", log_max_bytes=65536, targets_dir="targets")
         os.chdir("elsewhere")
-        agent._log.file.forget()  # as after a full disk: the next line opens it again
-        while not (agent._log.file.path.exists() and agent._log.file._file):
+        agent.logbook.log.file.forget()  # as after a full disk: the next line opens it again
+        while not (agent.logbook.log.file.path.exists() and agent.logbook.log.file._file):
             agent._wake.wait(0.01)
         for _ in range(200):
-            agent._emit("error", {"source": "test", "message": "x" * 1000})
+            agent.logbook.emit("error", {"source": "test", "message": "x" * 1000})
         telemetry.stop()
         assert os.getcwd().endswith("elsewhere")
         """,
@@ -513,7 +513,7 @@ def test_a_run_folder_that_is_removed_comes_back_with_the_next_file(tmp_path):
         agent = telemetry.start("run", run="r", log_max_bytes=65536)
         shutil.rmtree("run")
         for _ in range(100):
-            agent._emit("error", {"source": "test", "message": "x" * 1000})
+            agent.logbook.emit("error", {"source": "test", "message": "x" * 1000})
         assert list(telemetry.watch([1])) == [1]
         telemetry.stop()
         """,
@@ -670,7 +670,7 @@ def test_no_file_descriptor_is_left(tmp_path):
         assert list(telemetry.watch(list(range(10)))) == list(range(10))
         for each in opened:
             os.close(each)
-        while agent._stats.steps < 10:
+        while agent.accounts.stats.steps < 10:
             agent._wake.wait(0.01)
         telemetry.stop()
         """

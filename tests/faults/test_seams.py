@@ -88,10 +88,10 @@ def counted(agent, source: str) -> int:
 
 def ticked(agent, times: int = 2) -> None:
     """Wait until the agent has gone on for some ticks."""
-    before = agent._ledger.at_ns
+    before = agent.accounts.ledger.at_ns
     for _ in range(times):
-        wait_for(lambda: agent._ledger.at_ns > before, "the agent's next tick")
-        before = agent._ledger.at_ns
+        wait_for(lambda: agent.accounts.ledger.at_ns > before, "the agent's next tick")
+        before = agent.accounts.ledger.at_ns
 
 
 def break_seam(monkeypatch, agent, seam: str) -> None:
@@ -159,7 +159,7 @@ def test_errors_in_a_hook_leave_the_other_steps_counted(start, monkeypatch):
     monkeypatch.setattr(type(agent.tracker), "delivered", sometimes)
     train(epochs=3)
     telemetry.stop()
-    assert 3 * BATCHES - 3 <= agent._stats.steps <= 3 * BATCHES
+    assert 3 * BATCHES - 3 <= agent.accounts.stats.steps <= 3 * BATCHES
     assert agent.faults.counts == {"hook": 2} | {k: n for k, n in agent.faults.counts.items() if k != "hook"}
 
 
@@ -207,7 +207,7 @@ def test_a_gpu_clock_that_fails_costs_its_own_figure_and_no_step(at, start, unha
     assert train(epochs=2) == unharmed[False]
     assert counted(agent, "hook") >= 1
     telemetry.stop()
-    assert agent._stats.steps == 2 * BATCHES
+    assert agent.accounts.stats.steps == 2 * BATCHES
     assert agent.faults.counts["hook"] == 1, "a clock that failed is not asked again"
 
 
@@ -232,7 +232,7 @@ def test_a_hook_that_cannot_be_placed_leaves_the_others(seam, start, unharmed, m
     assert counted(agent, "attach") == 1
     assert (agent.tracker.optimizer_steps > 0) is (seam != "optimizer")
     telemetry.stop()
-    assert agent._stats.steps >= (0 if "__next__" in seam else 2 * BATCHES - 2)
+    assert agent.accounts.stats.steps >= (0 if "__next__" in seam else 2 * BATCHES - 2)
     loader = torch.utils.data.dataloader
     assert loader.DataLoader.__iter__.__module__ == loader._BaseDataLoaderIter.__next__.__module__ == loader.__name__
     assert "telemetry" not in torch.save.__code__.co_filename
@@ -243,19 +243,19 @@ def test_a_hook_that_cannot_be_placed_leaves_the_others(seam, start, unharmed, m
 AGENT_SEAMS = {
     "_wall.resync": "clock",
     "tracker.ring.drain": "ledger",
-    "_ledger.fold": "ledger",
-    "_ledger.advance": "ledger",
-    "_ledger.take_steps": "ledger",
-    "_ledger.take_phases": "jsonl",
-    "_stats.add": "ledger",
-    "_exposed.host": "ledger",
-    "_stats.take_window": "jsonl",
-    "_stats.commit": "jsonl",
+    "accounts.ledger.fold": "ledger",
+    "accounts.ledger.advance": "ledger",
+    "accounts.ledger.take_steps": "ledger",
+    "accounts.ledger.take_phases": "jsonl",
+    "accounts.stats.add": "ledger",
+    "accounts.exposed.host": "ledger",
+    "accounts.stats.take_window": "jsonl",
+    "accounts.stats.commit": "jsonl",
     "_sampler.poll": "collect",
     "_sampler.take_log_fields": "jsonl",
-    "_log.emit": "jsonl",
-    "_log.file._append": "jsonl",
-    "_log_window": "jsonl",
+    "logbook.log.emit": "jsonl",
+    "logbook.log.file._append": "jsonl",
+    "logbook.window": "jsonl",
     "_tick": "agent",
     "_lead": "agent",
     "_sampler._pollers.host.source.read": "host",
@@ -344,12 +344,13 @@ def test_an_error_in_the_start_leaves_the_rest(part, start, unharmed, monkeypatc
     import atexit
 
     import telemetry.agent as module
+    from telemetry import logbook
 
     places = {
         "attach": (module.Attachment, "attach"),
         "board": (module, "Board"),
         "endpoint": (module.NodeService, "lead_if_vacant"),
-        "run_start": (module.JsonLog, "emit"),
+        "run_start": (logbook.JsonLog, "emit"),
         "atexit": (atexit, "register"),
         "line": (module.sys, "stderr"),
     }
@@ -368,7 +369,15 @@ def test_an_error_in_the_start_leaves_the_rest(part, start, unharmed, monkeypatc
     assert end["steps_total"] == (0 if part == "attach" else 2 * BATCHES)
 
 
-ENDS = ["_account", "_log_window", "_end_fields", "_emit", "_publish", "_sampler.close", "_node.leave"]
+ENDS = [
+    "accounts.update",
+    "logbook.window",
+    "logbook.end_fields",
+    "logbook.emit",
+    "_publish",
+    "_sampler.close",
+    "_node.leave",
+]
 
 
 @pytest.mark.parametrize("part", [*ENDS, "attachment.detach"])
@@ -386,7 +395,7 @@ def test_an_error_in_the_end_leaves_the_rest(part, start, unharmed, monkeypatch,
     if part == "_node.leave":
         agent._node.leave()
     assert agent._node.endpoint is None
-    assert len(events(tmp_path / "run", "run_end")) == (0 if part in {"_end_fields", "_emit"} else 1)
+    assert len(events(tmp_path / "run", "run_end")) == (0 if part in {"logbook.end_fields", "logbook.emit"} else 1)
     assert train(epochs=2) == unharmed[False]
 
 
@@ -468,7 +477,7 @@ def test_the_user_s_exceptions_pass_unchanged_and_nothing_sticks(error, how, sta
     for _ in good:
         pass
     telemetry.stop()
-    assert again._stats.steps == BATCHES
+    assert again.accounts.stats.steps == BATCHES
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, GeneratorExit, ValueError])
@@ -481,7 +490,7 @@ def test_steps_go_on_after_an_exception_in_the_middle_of_an_epoch(error, start):
     for _ in torch.utils.data.DataLoader(Dataset(), batch_size=2):
         pass
     telemetry.stop()
-    assert agent._stats.steps == 3 + BATCHES
+    assert agent.accounts.stats.steps == 3 + BATCHES
     assert "hook" not in agent.faults.counts
 
 
@@ -497,9 +506,9 @@ def test_an_exception_leaves_a_phase_or_step_closed(error, name, start):
         with telemetry.step():
             pass
     telemetry.stop()
-    assert agent._stats.steps == BATCHES + (name == "step")
-    seconds = agent._ledger.seconds()
-    assert sum(seconds.values()) == pytest.approx(agent._ledger.wall_seconds, abs=1e-6)
+    assert agent.accounts.stats.steps == BATCHES + (name == "step")
+    seconds = agent.accounts.ledger.seconds()
+    assert sum(seconds.values()) == pytest.approx(agent.accounts.ledger.wall_seconds, abs=1e-6)
 
 
 def test_an_exception_while_saving_passes_unchanged(start, tmp_path):
@@ -605,7 +614,7 @@ def test_a_module_that_is_only_looked_for_is_still_recognised_when_imported(tmp_
         for _ in torch.utils.data.DataLoader([1, 2, 3]):
             pass
         telemetry.stop()
-        assert agent._stats.steps == 3, agent._stats.steps
+        assert agent.accounts.stats.steps == 3, agent.accounts.stats.steps
         """,
         tmp_path,
     )

@@ -1,0 +1,167 @@
+"""What is written into the log, and when."""
+
+from __future__ import annotations
+
+import os
+import platform
+from typing import TYPE_CHECKING, Any, Final
+
+from telemetry._version import __version__
+from telemetry.clock import NS, WallClock
+from telemetry.publish import fields
+from telemetry.publish.jsonl import JsonLog
+from telemetry.records import CATEGORIES, COMPUTE, DATA_WAIT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from telemetry.accounts import Accounts
+    from telemetry.config import Config
+    from telemetry.faults import Faults
+    from telemetry.records import Identity
+    from telemetry.sampling import Sampler
+
+_FIRST_WINDOW_SECONDS: Final = 1.0
+"""The first window of a run; each following one is twice as long, up to the log interval, so that young runs show."""
+
+_SHORTEST_PHASE_SECONDS: Final = 0.001
+"""Shorter ones are in the ledger, but no line of the log."""
+
+
+class Logbook:
+    """Turns the books and the samples of one rank into lines.
+
+    Args:
+        run_dir: the log goes into its ``logs``.
+        status: where the metrics are, and what the agent has cost.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        identity: Identity,
+        config: Config,
+        *,
+        accounts: Accounts,
+        sampler: Sampler,
+        faults: Faults,
+        wall: WallClock,
+        status: Callable[[], tuple[str | None, dict[str, float]]],
+    ) -> None:
+        self._identity = identity
+        self._config = config
+        self._accounts = accounts
+        self._sampler = sampler
+        self._faults = faults
+        self._wall = wall
+        self._status = status
+        self.log = JsonLog(
+            run_dir / "logs",
+            identity,
+            timestamp=wall.iso,
+            step=lambda: accounts.stats.steps,
+            head=self.head_fields,
+            max_bytes=config.log_max_bytes,
+            max_files=config.log_max_files,
+        )
+        self._seconds = min(_FIRST_WINDOW_SECONDS, config.log_interval_seconds)
+        self._started_ns = accounts.ledger.start_ns
+        self._spent_before: dict[str, float] = dict.fromkeys(CATEGORIES, 0.0)
+        self._exposed_before: float | None = 0.0
+        self._optimizer_before = 0
+
+    def emit(self, event: str, values: dict[str, Any]) -> bool:
+        """Write a line; what cannot be written is counted. Returns whether it is in the file."""
+        try:
+            if self.log.emit(event, values):
+                return True
+            self._faults.note("jsonl", self.log.file.last_error or "the log cannot be written")
+        except Exception as error:
+            self._faults.note("jsonl", error)
+        return False
+
+    def start(self) -> bool:
+        """The first line of the run."""
+        return self.emit("run_start", self.head_fields() | {"settings": self._config.as_log_fields()})
+
+    def write_what_is_due(self) -> None:
+        """Phases and errors as they come; a window, and the samples of it, when its time is over."""
+        for span in (*self._accounts.ledger.take_phases(), *self._accounts.take_named_phases()):
+            if span.seconds >= _SHORTEST_PHASE_SECONDS:
+                self.emit("phase", fields.phase(span, self._wall.iso(span.start_ns)))
+        now = self._accounts.ledger.at_ns
+        if now - self._started_ns >= self._seconds * NS:
+            self._seconds = min(2 * self._seconds, self._config.log_interval_seconds)
+            self.window(now)
+            for event, values in self._sampler.take_log_fields().items():
+                self.emit(event, values)
+        for line in self._faults.take_lines():
+            self.emit("error", line)
+
+    def window(self, now: int) -> None:
+        """The window that ends now, and the run so far."""
+        accounts = self._accounts
+        ledger, window = accounts.ledger.seconds(), accounts.stats.take_window()
+        spent = {category: ledger[category] - self._spent_before[category] for category in CATEGORIES}
+        exposed, before = accounts.exposed.seconds, self._exposed_before
+        in_window = None if exposed is None or before is None else exposed - before
+        loop = spent[DATA_WAIT] + spent[COMPUTE]
+        optimizer = accounts.optimizer_steps
+        line = {
+            "window_seconds": (now - self._started_ns) / NS,
+            "steps": window.steps,
+            "optimizer_steps": optimizer - self._optimizer_before,
+            "ledger_seconds": spent,
+            "exposed_wait_seconds": in_window,
+            "exposed_wait_ratio": in_window / loop if in_window is not None and loop > 0 else None,
+            "exposed_wait_source": accounts.exposed_source,
+            "step_seconds": fields.percentiles(window.step.percentiles()),
+            "data_wait_seconds": fields.percentiles(window.wait.percentiles()),
+            "step_sketch": window.step.as_log_field(),
+            "data_wait_sketch": window.wait.as_log_field(),
+        }
+        self.emit("window", fields.rounded(line) | self._totals())
+        accounts.stats.commit(
+            window
+        )  # after the line: should it begin a new file, that file's head has what was before
+        self._started_ns, self._spent_before = now, ledger
+        self._exposed_before, self._optimizer_before = exposed, optimizer
+
+    def head_fields(self) -> dict[str, Any]:
+        """What a log file begins with; after a rotation also the run so far, whose windows may be gone by then."""
+        head: dict[str, Any] = {
+            "started": self._wall.iso(self._accounts.ledger.start_ns),
+            "world_size": self._identity.world_size,
+            "launcher": self._identity.launcher,
+            "telemetry_version": __version__,
+            "python_version": platform.python_version(),
+            "cpu_count": os.cpu_count(),
+            "metrics_url": self._status()[0],
+        }
+        stats = self._accounts.stats
+        for name, sketch in (("step", stats.run_step), ("data_wait", stats.run_wait)):
+            if sketch.total:
+                head[f"{name}_sketch"] = sketch.as_log_field()
+                head[f"{name}_max_seconds"] = fields.rounded(sketch.largest)
+        return head
+
+    def end_fields(self) -> dict[str, Any]:
+        """The last line of the run."""
+        return self._totals() | {
+            "errors_total": dict(self._faults.counts),
+            "log_lines_dropped": self.log.file.dropped,
+        }
+
+    def _totals(self) -> dict[str, Any]:
+        """The run so far: in every window line, so that the newest line alone tells where the time went."""
+        accounts = self._accounts
+        totals = {
+            "steps_total": accounts.steps_total,
+            "wall_seconds": accounts.ledger.wall_seconds,
+            "ledger_total_seconds": accounts.ledger.seconds(),
+            "exposed_wait_total_seconds": accounts.exposed.seconds,
+            "overhead_seconds": self._status()[1],
+            "dropped_steps_total": accounts.dropped_steps,
+        }
+        return {key: fields.rounded(value) for key, value in totals.items()}
