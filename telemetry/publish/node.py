@@ -110,12 +110,9 @@ class NodeService:
             time.sleep(0.002)
 
     def _ports(self) -> list[int]:
-        if not self._port:
-            return [0]
-        last = min(65536, self._port + PORTS_TRIED)
-        ports = list(range(self._port, last))
+        ports = list(range(self._port, min(65536, self._port + PORTS_TRIED))) if self._port else [0]
         before = self._board.announced_port()  # where the one before us served: the scrape goes on there
-        return [before, *(p for p in ports if p != before)] if before is not None else ports
+        return [before, *(port for port in ports if port != before)] if before is not None else ports
 
     def _reachable_host(self) -> str:
         return self._node if self._host in {"0.0.0.0", "::", ""} else self._host  # noqa: S104 - a comparison
