@@ -49,8 +49,8 @@ class Ring:
     """Spans of the training thread, in one list: start, end, code and a spare word to an entry.
 
     A list, because a store into it is one pointer: into an ``array`` it goes through the C library's argument parsing,
-    which a real step has evicted from the caches, and costs twice as much there (`benchmarks/`, the floor, cold). For the
-    same reason the code of an ordinary batch is not stored but stands there already; the reader puts it back.
+    which a real step has evicted from the caches, and costs twice as much there (`benchmarks/`: the floor, cold). For
+    the same reason the code of an ordinary batch is not stored but stands there already; the reader puts it back.
 
     The hot path writes ``words`` and ``head`` itself: a method call would double its cost. Everything else goes
     through `push`. ``head`` and ``tail`` count words and only ever grow; ``limit`` is where the ring is full.
