@@ -234,3 +234,21 @@ def test_a_reader_that_goes_away_is_no_error(tmp_path):
         f"{sys.executable} -m telemetry report {tmp_path} | true", shell=True, capture_output=True, check=False
     )
     assert done.stderr == b""
+
+
+def test_a_stall_that_is_no_starvation_is_in_the_verdict(tmp_path):
+    evidence = {"lost_seconds": {"checkpoint": 30.0}}
+    advice = [
+        {
+            "action": "write checkpoints less often",
+            "setting": None,
+            "value": None,
+            "predicted_speedup": 1.4,
+            "because": "x",
+        }
+    ]
+    opened = line("stall_open", cause="checkpoint", opened="t1", first_step=5, evidence=evidence, advice=advice)
+    write(tmp_path, 0, line("run_start", **START), opened, line("run_end", **totals(wait=0.1, compute=10, steps=100)))
+    verdict = summarize(load(tmp_path))["verdict"]
+    assert verdict.startswith("Not starved, but rank 0 stalled. Cause: checkpoint; try write checkpoints less often")
+    assert "predicted 1.4 times" in verdict

@@ -20,7 +20,8 @@ def time_garbage(tracker: StepTracker, patches: Patches) -> None:
     def collected(phase: str, info: dict[str, Any]) -> None:
         nonlocal began
         del info
-        if get_ident() != tracker.thread:
+        if get_ident() != tracker.thread or not tracker.stepping:
+            began = 0  # what it costs the start-up or an evaluation is no step's loss
             return
         if phase == "start":
             began = now_ns()

@@ -158,6 +158,11 @@ class StepTracker:
         return self.thread != _NO_THREAD
 
     @property
+    def stepping(self) -> bool:
+        """Whether the training thread is in a step: not starting up, evaluating or writing a checkpoint."""
+        return self._state == r.S_COMPUTE
+
+    @property
     def checkpointing(self) -> bool:
         """Whether a checkpoint is in progress on the training thread."""
         return self._held and self._state == r.S_CHECKPOINT

@@ -53,6 +53,9 @@ def verdict(ranks: Sequence[dict[str, Any]], stalls: Sequence[dict[str, Any]]) -
     ratio = worst["exposed_wait_ratio"]
     if ratio >= STARVED_RATIO:
         return _starved(worst, measured, ratio) + _why(worst["rank"], stalls)
+    if stalls:
+        stall = max(stalls, key=_lost)
+        return f"Not starved, but rank {stall['rank']} stalled.{_why(stall['rank'], stalls)}"
     return f"Healthy: no rank lost more than {_percent(ratio)} of its training loop waiting for data.{_beside(newest)}"
 
 
