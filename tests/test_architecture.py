@@ -33,7 +33,7 @@ OWNERS = {
     "structlog": {"publish/jsonl.py"},
     "prometheus_client": {"publish/exposition.py", "publish/endpoint.py"},
     "torch": {
-        "attach/workers.py",
+        "attach/worker_probe.py",
         "demo/train.py",
         "doctor.py",
     },  # else attach/ works on the modules that the script has imported

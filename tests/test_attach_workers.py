@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from telemetry.attach.workers import WorkerBlock, WorkerProbe
+from telemetry.attach.worker_probe import WorkerBlock, WorkerProbe
 from telemetry.records import FETCH_BUCKETS
 from tests.test_attach_loaders import Numbers, Stream, _trace
 

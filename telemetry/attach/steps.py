@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from telemetry.attach.gpu_clock import GpuClock
-    from telemetry.attach.workers import WorkerBlock
+    from telemetry.attach.worker_probe import WorkerBlock
 
 _SAME_STEP: Final = r.code(r.S_DATA_WAIT, r.S_COMPUTE)
 _EVALUATION: Final = r.code(r.S_EVALUATION, r.S_EVALUATION)

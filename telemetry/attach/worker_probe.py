@@ -1,0 +1,201 @@
+"""Inside the DataLoader workers: each fetch is timed into a block of shared memory that the agent reads.
+
+The probe travels as the loader's ``worker_init_fn``, which runs in every worker, whatever its start method, before
+its fetcher is made. The block is an anonymous file in memory (memfd): a forked worker inherits it, a spawned one
+opens it through /proc, and when the last process that has it open is gone, so is it. The agent asks no worker
+anything; a worker that is killed in mid-write leaves at worst one count that is one fetch behind.
+"""
+
+from __future__ import annotations
+
+import functools
+import mmap
+import os
+import threading
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+from telemetry.attach.frames import forget_frame
+from telemetry.clock import now_ns
+from telemetry.records import FETCH_BUCKETS, WorkerCounters
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_SLOT_WORDS: Final = 128
+"""One KiB a worker: no two workers share a cache line."""
+
+_PID, _TID, _FETCHES, _WALL, _CPU, _SINCE, _FINISHED, _LONGEST, _EPOCH, _EPOCH_FETCHES = range(10)
+_HISTOGRAM: Final = 16
+_RECENT: Final = 64
+RECENT: Final = 64
+"""Finish times kept of a worker: of its newest fetches in the epoch, by number."""
+
+MAX_WORKERS: Final = 4096
+"""A loader with more is not probed."""
+
+
+class WorkerBlock:
+    """Counters of the workers of one iterator, in shared memory.
+
+    Args:
+        workers: how many.
+
+    Raises:
+        OSError: the kernel gives no such memory.
+    """
+
+    _file = -1
+
+    def __init__(self, workers: int) -> None:
+        self.workers = workers
+        self._owner = os.getpid()
+        self._file = os.memfd_create("telemetry-workers", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(self._file, workers * _SLOT_WORDS * 8)
+            self._map(self._file)
+        except OSError:
+            self.close()
+            raise
+
+    def _map(self, file: int) -> None:
+        self._memory = mmap.mmap(file, self.workers * _SLOT_WORDS * 8)
+        self.words = memoryview(self._memory).cast("q")
+
+    def __getstate__(self) -> tuple[int, int, int]:
+        return (self.workers, self._owner, self._file)
+
+    def __setstate__(self, state: tuple[int, int, int]) -> None:
+        """In a spawned worker: open the owner's file. One that cannot be opened raises, and nothing is timed."""
+        self.workers, self._owner, number = state
+        if not 0 < self.workers <= MAX_WORKERS:
+            raise ValueError("not a block of ours")
+        file = os.open(f"/proc/{self._owner}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            if os.fstat(file).st_size != self.workers * _SLOT_WORDS * 8:
+                raise ValueError("another file of the owner's, by now")
+            self._map(file)
+        finally:
+            os.close(file)
+
+    def read(self) -> tuple[WorkerCounters, ...]:
+        """The counters of the workers that have begun."""
+        counters = []
+        for worker in range(self.workers):
+            slot = self.words[worker * _SLOT_WORDS : (worker + 1) * _SLOT_WORDS].tolist()
+            if not slot[_PID]:
+                continue
+            counters.append(
+                WorkerCounters(
+                    worker=worker,
+                    pid=slot[_PID],
+                    tid=slot[_TID],
+                    fetches=slot[_FETCHES],
+                    wall_ns=slot[_WALL],
+                    cpu_ns=slot[_CPU],
+                    fetching_since_ns=slot[_SINCE],
+                    finished_ns=slot[_FINISHED],
+                    longest_ns=slot[_LONGEST],
+                    epoch=slot[_EPOCH],
+                    epoch_fetches=slot[_EPOCH_FETCHES],
+                    histogram=tuple(slot[_HISTOGRAM : _HISTOGRAM + len(FETCH_BUCKETS) + 1]),
+                    recent_finished_ns=tuple(slot[_RECENT : _RECENT + RECENT]),
+                )
+            )
+        return tuple(counters)
+
+    def close(self) -> None:
+        """Give the descriptor back; the memory goes with the last process that has it mapped."""
+        file, self._file = self._file, -1
+        if file >= 0 and os.getpid() == self._owner:
+            os.close(file)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class WorkerProbe:
+    """A ``worker_init_fn`` that times the fetches of its worker, and then runs the user's own.
+
+    Args:
+        user: the loader's ``worker_init_fn``, None where it has none.
+        block: where the counts go.
+    """
+
+    def __init__(self, user: Callable[[int], None] | None, block: WorkerBlock) -> None:
+        self.user = user
+        self.block: WorkerBlock | None = block
+
+    def __getstate__(self) -> tuple[Any, Any]:
+        return (self.user, self.block.__getstate__() if self.block is not None else None)
+
+    def __setstate__(self, state: tuple[Any, Any]) -> None:
+        self.user, block = state
+        try:
+            self.block = WorkerBlock.__new__(WorkerBlock)
+            self.block.__setstate__(block)
+        except Exception:  # no /proc, another user's process: the worker works, untimed
+            self.block = None
+
+    def __call__(self, worker_id: int) -> None:
+        """Run in the worker, by the DataLoader."""
+        try:
+            if self.block is not None:
+                _time_fetches(self.block, worker_id)
+        except Exception:
+            pass  # nowhere to tell it from here; the agent sees a worker that does not report
+        if self.user is None:
+            return
+        try:
+            self.user(worker_id)
+        except BaseException as error:
+            forget_frame(error)
+            raise
+
+
+def _time_fetches(block: WorkerBlock, worker: int) -> None:
+    """Patch the fetchers of this worker process."""
+    from torch.utils.data._utils import fetch
+
+    base = worker * _SLOT_WORDS
+    words = block.words[base : base + _SLOT_WORDS]
+    words[_TID] = threading.get_native_id()
+    words[_PID] = os.getpid()
+    for kind in (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher):
+        kind.fetch = _timed(kind.fetch, words)
+
+
+def _timed(original: Callable[[Any, Any], Any], words: memoryview) -> Callable[[Any, Any], Any]:
+    """``fetch``, counted. About 3 µs a call (``benchmarks/overhead.py``)."""
+    thread_time_ns, last_bucket = time.thread_time_ns, len(FETCH_BUCKETS)
+    current: list[Any] = [None]
+
+    @functools.wraps(original)
+    def fetch(self: Any, possibly_batched_index: Any) -> Any:
+        if current[0] is not self:  # a fetcher is made anew for every epoch
+            current[0] = self
+            words[_EPOCH_FETCHES] = 0
+            words[_EPOCH] += 1
+        cpu = thread_time_ns()
+        words[_SINCE] = start = now_ns()
+        try:
+            data = original(self, possibly_batched_index)
+        except BaseException as error:
+            words[_SINCE] = 0
+            forget_frame(error)
+            raise
+        end = now_ns()
+        took = end - start
+        number = words[_EPOCH_FETCHES]
+        words[_RECENT + number % RECENT] = end
+        words[_EPOCH_FETCHES] = number + 1
+        words[_FETCHES] += 1
+        words[_WALL] += took
+        words[_CPU] += thread_time_ns() - cpu
+        words[_SINCE] = 0
+        words[_FINISHED] = end
+        words[_HISTOGRAM + min((took >> 20).bit_length(), last_bucket)] += 1
+        words[_LONGEST] = max(words[_LONGEST], took)
+        return data
+
+    return fetch
