@@ -78,7 +78,9 @@ class Agent:
             wall=self._wall,
             status=self._status,
         )
-        self._judge = Judge(config, self.tracker, self._sampler, self.logbook.emit, self._wall.iso)
+        self._judge = Judge(
+            config, self.tracker, self._sampler, faults=self.faults, emit=self.logbook.emit, timestamp=self._wall.iso
+        )
         self._node: NodeService | None = None
         self._thread = threading.Thread(target=self._main, name="telemetry-agent", daemon=True)
         self._wake = threading.Event()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 import os
+import re
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path
@@ -149,6 +150,17 @@ def _buckets(name: str, value: Any) -> tuple[float, ...]:
     return numbers
 
 
+_DOTTED: Final = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
+
+
+def _callback(name: str, value: Any) -> Any:
+    if value is None or callable(value):
+        return value
+    if isinstance(value, str) and _DOTTED.fullmatch(value.strip()):
+        return value.strip()
+    raise SettingError(name, value, "a function, or the dotted name of one, such as mypackage.alerts.tell")
+
+
 # 10 ms to 60 s; each bound about 1.55 times the one before, rounded to what a person would type.
 STEP_BUCKETS: Final = (
     0.01, 0.016, 0.025, 0.04, 0.06, 0.1, 0.16, 0.25, 0.4, 0.6, 1.0, 1.6, 2.5, 4.0, 6.0, 10.0, 16.0, 25.0, 40.0, 60.0,
@@ -177,6 +189,9 @@ class Config:
     stall_exit_ratio: float = _setting(0.10, _number(0, 1, "a ratio"), "share of a window lost that closes a stall")
     stall_window_seconds: float = _setting(
         30.0, _number(1, 86400, "seconds"), "length of the window a stall is judged over"
+    )
+    on_stall: Any = _setting(
+        None, _callback, "function (or its dotted name) called with the fields of every stall that opens"
     )
     stuck_seconds: float | None = _setting(
         None,
@@ -232,10 +247,16 @@ class Config:
         shown: dict[str, Any] = {}
         for spec in fields(self):
             value = getattr(self, spec.name)
-            shown[spec.name] = (
-                str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value
-            )
+            shown[spec.name] = _shown(value)
         return shown
+
+
+def _shown(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, tuple):
+        return list(value)
+    return getattr(value, "__qualname__", repr(value)) if callable(value) else value
 
 
 def disabled(environ: Mapping[str, str] | None = None) -> bool:

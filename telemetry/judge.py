@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from telemetry.diagnose.ledger import Ledger
     from telemetry.diagnose.stall import Stall
     from telemetry.diagnose.stats import StepStats
+    from telemetry.faults import Faults
     from telemetry.sampling import Sampler
 
 
@@ -27,6 +29,7 @@ class Judge:
         config: window and ratios.
         tracker: knows where batches come from, and what garbage collection took.
         sampler: has the newest samples.
+        faults: told when the user's callback fails.
         emit: writes a line of the log.
         timestamp: of now, ISO-8601.
     """
@@ -36,12 +39,16 @@ class Judge:
         config: Config,
         tracker: StepTracker,
         sampler: Sampler,
+        *,
+        faults: Faults,
         emit: Callable[[str, dict[str, Any]], Any],
         timestamp: Callable[[], str],
     ) -> None:
         self._machine = StallMachine(config.stall_window_seconds, config.stall_enter_ratio, config.stall_exit_ratio)
         self._tracker = tracker
         self._sampler = sampler
+        self._faults = faults
+        self._on_stall: Callable[[dict[str, Any]], Any] | str | None = config.on_stall
         self._emit = emit
         self._timestamp = timestamp
         self._before: dict[str, float] = {}
@@ -62,7 +69,11 @@ class Judge:
         if change.kind == "opened":
             self._opened = self._timestamp()
             self._stalls[stall.cause] += 1
-            self._emit("stall_open", self._fields(stall) | {"opened": self._opened})
+            fields = self._fields(stall) | {"opened": self._opened}
+            self._emit("stall_open", fields)
+            if self._on_stall is not None:
+                with self._faults.contained("on_stall"):
+                    _resolve(self._on_stall)(dict(fields))
         elif change.kind == "closed":
             self._close(stall, stats.steps)
 
@@ -137,6 +148,15 @@ class Judge:
         before = self._before.get(name, 0.0)
         self._before[name] = value
         return max(0.0, value - before)
+
+
+def _resolve(callback: Callable[[dict[str, Any]], Any] | str) -> Callable[[dict[str, Any]], Any]:
+    """Look up a callback given by its dotted name: not before a stall, when its module has long been imported."""
+    if not isinstance(callback, str):
+        return callback
+    module, _, name = callback.rpartition(".")
+    found: Callable[[dict[str, Any]], Any] = getattr(importlib.import_module(module), name)
+    return found
 
 
 def _cores(limit: float | None) -> float:

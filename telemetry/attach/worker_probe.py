@@ -166,7 +166,7 @@ def _time_fetches(block: WorkerBlock, worker: int) -> None:
 
 
 def _timed(original: Callable[[Any, Any], Any], words: memoryview) -> Callable[[Any, Any], Any]:
-    """``fetch``, counted. About 3 µs a call (``benchmarks/overhead.py``)."""
+    """``fetch``, counted."""
     thread_time_ns, last_bucket = time.thread_time_ns, len(FETCH_BUCKETS)
     current: list[Any] = [None]
 

@@ -344,12 +344,12 @@ def test_a_thread_that_imports_meanwhile_gets_the_real_thing(tmp_path):
                 errors.append(error)
             done.set()
         real = builtins.__import__
-        def spying(name, *arguments):
+        def spying(name, *arguments, **named):
             if name == "rich" and not done.is_set() and threading.current_thread() is threading.main_thread():
                 thread = threading.Thread(target=theirs)
                 thread.start()
                 thread.join()
-            return real(name, *arguments)
+            return real(name, *arguments, **named)
         builtins.__import__ = spying
         telemetry.start("run", start_line=False)
         builtins.__import__ = real

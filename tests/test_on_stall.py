@@ -1,0 +1,66 @@
+"""A stall of a real loop: in the log, at the endpoint, and told to whoever wants to hear of it."""
+
+from __future__ import annotations
+
+import pytest
+from torch.utils.data import DataLoader
+
+import telemetry
+from telemetry.config import Config, SettingError
+from tests.test_agent import log_lines, scrape, wait_for
+from tests.test_attach_loaders import Numbers
+
+HEARD: list[dict] = []
+
+
+def hear(stall: dict) -> None:
+    HEARD.append(stall)
+
+
+def starve(agent, until) -> None:
+    for _ in DataLoader(Numbers(10_000, seconds=0.01), batch_size=1):
+        if until():
+            return
+    raise AssertionError("no stall opened")
+
+
+def start(tmp_path, **settings):
+    defaults = dict(port=0, interval_seconds=0.1, log_interval_seconds=0.2, stall_window_seconds=1, start_line=False)
+    return telemetry.start(tmp_path / "run", **defaults | settings)
+
+
+@pytest.mark.parametrize("callback", [hear, "tests.test_on_stall.hear"], ids=["function", "dotted name"])
+def test_a_stall_is_told(tmp_path, callback):
+    import tests.test_on_stall as this
+
+    this.HEARD.clear()
+    HEARD.clear()
+    agent = start(tmp_path, on_stall=callback)
+    starve(agent, lambda: HEARD or this.HEARD)
+    (stall,) = HEARD or this.HEARD
+    assert stall["cause"] == "loader_on_training_thread"
+    assert stall["exposed_wait_ratio"] > 0.9
+    wait_for(lambda: scrape(agent)["training_stall_active", "loader_on_training_thread"] == 1)
+    assert scrape(agent)["training_stalls_total", "loader_on_training_thread"] == 1
+    telemetry.stop()
+    opened, closed = [line for line in log_lines(agent) if line["event"].startswith("stall")]
+    assert (opened["event"], closed["event"]) == ("stall_open", "stall_close")
+    assert opened["opened"] == closed["opened"] < closed["closed"]
+    assert closed["evidence"]["source"] == "training_thread"
+
+
+def test_a_callback_that_fails_is_counted_and_nothing_else(tmp_path):
+    def fail(stall):
+        raise RuntimeError("mine")
+
+    agent = start(tmp_path, on_stall=fail)
+    starve(agent, lambda: agent.faults.counts.get("on_stall"))
+    assert agent.faults.counts["on_stall"] == 1
+    telemetry.stop()
+    assert [line["event"] for line in log_lines(agent)].count("stall_open") == 1
+
+
+@pytest.mark.parametrize("value", ["notdotted", "a b.c", 3, "", "a.b()"])
+def test_what_is_no_callback_is_refused(value):
+    with pytest.raises(SettingError, match="on_stall"):
+        Config.load({"on_stall": value}, {})
