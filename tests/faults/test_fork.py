@@ -309,6 +309,24 @@ def test_a_child_forked_in_the_middle_of_the_start_is_inert_too(moment, tmp_path
     assert len({line["pid"] for line in log_lines(tmp_path / "child")}) == 1
 
 
+def test_a_child_that_exits_in_the_ordinary_way_ends_nothing_of_its_parent(tmp_path):
+    done = run_script(
+        """
+        import os, sys, telemetry, urllib.request
+        agent = telemetry.start("run", start_line=False)
+        pid = os.fork()
+        if pid == 0:
+            sys.exit(9)  # atexit is run, in the child too
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
+        assert urllib.request.urlopen(agent.metrics_url).status == 200
+        """,
+        tmp_path,
+    )
+    assert (done.stdout, done.stderr) == ("", "")
+    assert len(events(tmp_path / "run", "run_start")) == 1
+    assert len(events(tmp_path / "run", "run_end")) == 1
+
+
 # -- the real DataLoader -----------------------------------------------------------------------------------------
 
 
