@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Final
 
+from telemetry.attach.handle import Numbering
 from telemetry.attach.ring import BATCH, CLOSES, OPENS
 from telemetry.clock import NS, now_ns
 from telemetry.collect.torch_memory import cuda
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from telemetry.attach.attachment import Attachment
+    from telemetry.attach.ring import Entry
     from telemetry.attach.steps import StepTracker
     from telemetry.config import Config
     from telemetry.diagnose.ledger import Span
@@ -46,6 +48,7 @@ class Accounts:
         self.exposed_source: str | None = "host"
         self._dropped_seen = [0] * len(CATEGORIES)
         self._hook_errors_seen = 0
+        self._numbering = Numbering()
 
     def update(self) -> None:
         """Bring everything up to now."""
@@ -56,12 +59,14 @@ class Accounts:
             while taken := ring.drain(_CHUNK, head):
                 self.ledger.fold(spans(taken))
                 self.stats.add(self.ledger.take_steps())
+                self._numbering.fold(taken)
                 time.sleep(0)
             self.ledger.advance(now_ns(), waiting_since)
             dropped = list(ring.dropped_ns)
             if dropped != self._dropped_seen:
                 self.ledger.rebook(now - seen for now, seen in zip(dropped, self._dropped_seen, strict=True))
                 self._dropped_seen = dropped
+                self._numbering.lost()
             self._update_exposed()
         if tracker.errors != self._hook_errors_seen:
             new, self._hook_errors_seen = tracker.errors - self._hook_errors_seen, tracker.errors
@@ -108,8 +113,8 @@ class Accounts:
             self.exposed.gpu(waited, (sampled / NS, sampled_wait / NS), (edge / NS, edge_wait / NS))
 
 
-def spans(entries: Iterable[tuple[int, int, int]]) -> Iterator[Span]:
+def spans(entries: Iterable[Entry]) -> Iterator[Span]:
     """Ring entries in the words of the ledger."""
-    for start, end, code in entries:
+    for start, end, code, _ in entries:
         flags = bool(code & CLOSES), bool(code & OPENS), bool(code & BATCH)
         yield (start, end, CATEGORIES[code & 7], CATEGORIES[code >> 3 & 7], *flags)

@@ -175,8 +175,9 @@ class WorkerCounters:
 
     Attributes:
         wall_ns, cpu_ns: of the fetches that have ended; ``fetching_since_ns`` is the start of the one in progress.
-        epoch: how many epochs it has begun; ``epoch_fetches``: fetches ended in the newest.
-        recent_finished_ns: when the newest fetches of the epoch ended; number ``n`` is at ``n % len``.
+        ended: fetches that have ended, those that raised included; the first is number 0.
+        epoch: how many epochs it has begun; epoch ``e`` began with fetch number ``epoch_began[e % len]``.
+        recent_finished_ns: when the newest fetches ended; number ``n`` is at ``n % len``.
     """
 
     worker: int
@@ -189,9 +190,43 @@ class WorkerCounters:
     finished_ns: int
     longest_ns: int
     epoch: int
-    epoch_fetches: int
+    ended: int
+    epoch_began: tuple[int, ...]
     histogram: tuple[int, ...]
     recent_finished_ns: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A batch the training thread has taken from its workers.
+
+    Attributes:
+        epoch: of its loader's iterator, the first is 1; ``number``: of the batch in the epoch, the first is 0.
+        requested_ns, arrived_ns: begin and end of the wait, monotonic.
+    """
+
+    epoch: int
+    number: int
+    requested_ns: int
+    arrived_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Deliveries:
+    """Batches that were taken, by what they had behind them. Sums over the batches, seconds.
+
+    Attributes:
+        slack: how long they had lain ready when they were asked for.
+        late: waits until their fetch had ended. ``moved``: waits from then on (pickling, sending, pinning).
+        head_of_line: of ``late``, while a later batch lay finished; ``worker`` is the one waited for most.
+    """
+
+    batches: int
+    slack: float
+    late: float
+    moved: float
+    head_of_line: float
+    worker: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +254,11 @@ class WorkersSample:
         ready_batches: batches that lie ready in the result queues; None where the queue cannot tell.
         fetching_seconds: how long the longest fetch in progress has taken.
         fetches_total, fetch_duration: of all workers of the run so far.
+        slack_seconds: how long a batch had lain ready when it was asked for, the mean since the last sample.
+        late_seconds_total, moved_seconds_total, head_of_line_seconds_total: of the run so far, see `Deliveries`; of the
+            batches that could be matched with their fetches.
+        head_of_line_batches: finished batches that wait right now behind one that is not, in ``head_of_line_worker``,
+            whose fetch has taken ``head_of_line_since_seconds``.
         read_bytes_per_second: read from storage by all workers.
     """
 
@@ -234,6 +274,13 @@ class WorkersSample:
     runnable_ratio: float | None
     blocked_ratio: float | None
     read_bytes_per_second: float | None
+    slack_seconds: float | None = None
+    late_seconds_total: float = 0.0
+    moved_seconds_total: float = 0.0
+    head_of_line_seconds_total: float = 0.0
+    head_of_line_batches: int = 0
+    head_of_line_worker: int | None = None
+    head_of_line_since_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

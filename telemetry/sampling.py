@@ -17,7 +17,8 @@ from telemetry.signals import signals_blocked
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from telemetry.attach.steps import LoaderHandle, StepTracker
+    from telemetry.attach.handle import LoaderHandle
+    from telemetry.attach.steps import StepTracker
     from telemetry.faults import Faults
     from telemetry.records import SourceHealth
 

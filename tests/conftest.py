@@ -11,6 +11,7 @@ import pytest
 import telemetry
 from telemetry.accounts import spans
 from telemetry.attach.attachment import Attachment
+from telemetry.attach.handle import Numbering
 from telemetry.attach.ring import Ring
 from telemetry.attach.steps import StepTracker
 from telemetry.clock import now_ns
@@ -30,11 +31,14 @@ class Observed:
     def __post_init__(self) -> None:
         self.steps: list[Step] = []
         self.phases: list[PhaseSpan] = []
+        self.numbering = Numbering()
 
     def read(self) -> Ledger:
         """Bring the ledger up to now, as the agent thread does once a second."""
         waiting = self.tracker.waiting_since
-        self.ledger.fold(spans(self.tracker.ring.drain(1 << 20)))
+        taken = self.tracker.ring.drain(1 << 20)
+        self.ledger.fold(spans(taken))
+        self.numbering.fold(taken)
         self.ledger.advance(now_ns(), waiting)
         self.steps += self.ledger.take_steps()
         self.phases += self.ledger.take_phases()

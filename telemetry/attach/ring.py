@@ -8,9 +8,15 @@ GIL. A full ring drops the entry and never waits.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.records import CATEGORIES, CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, OTHER, STARTUP
+
+if TYPE_CHECKING:
+    from telemetry.attach.handle import LoaderHandle
+
+Entry = tuple[int, int, int, "LoaderHandle | None"]
+"""start, end (monotonic ns), code, and the loader the batch is from; None for the one of the entry before."""
 
 CAPACITY: Final = 1 << 12
 """Entries. At one drain a second this is a step of 244 µs; faster loops than that lose entries, counted. The garbage
@@ -34,6 +40,8 @@ OPENS: Final = 1 << 7
 """A step begins at the entry's start."""
 BATCH: Final = 1 << 8
 """A training batch was delivered at the entry's end."""
+BEGINS: Final = 1 << 9
+"""An iteration of the loader began: its batches are numbered from 0 again."""
 
 
 def code(during: int, after: int, flags: int = 0) -> int:
@@ -46,11 +54,12 @@ STEP: Final = code(S_DATA_WAIT, S_COMPUTE, CLOSES | OPENS | BATCH)
 
 
 class Ring:
-    """Spans of the training thread, in one list: start, end, code and a spare word to an entry.
+    """Spans of the training thread, in one list: start, end, code and loader to an entry.
 
     A list, because a store into it is one pointer: into an ``array`` it goes through the C library's argument parsing,
     which a real step has evicted from the caches, and costs twice as much there (`benchmarks/`: the floor, cold). For
-    the same reason the code of an ordinary batch is not stored but stands there already; the reader puts it back.
+    the same reason the code of an ordinary batch, and the None of a loader that is the same as before, are not stored
+    but stand there already; the reader puts them back.
 
     The hot path writes ``words`` and ``head`` itself: a method call would double its cost. Everything else goes
     through `push`. ``head`` and ``tail`` count words and only ever grow; ``limit`` is where the ring is full.
@@ -59,7 +68,7 @@ class Ring:
     __slots__ = ("dropped", "dropped_ns", "head", "limit", "tail", "words")
 
     def __init__(self) -> None:
-        self.words = [0, 0, STEP, 0] * CAPACITY
+        self.words: list[Any] = [0, 0, STEP, None] * CAPACITY
         self.head = 0
         self.tail = 0
         self.limit = WORDS
@@ -67,7 +76,7 @@ class Ring:
         # What dropped spans took, by category: the ledger stays right where steps could not be kept.
         self.dropped_ns = [0] * len(CATEGORIES)
 
-    def push(self, start: int, end: int, entry: int) -> None:
+    def push(self, start: int, end: int, entry: int, loader: LoaderHandle | None = None) -> None:
         """Write one span, or count it as dropped."""
         head = self.head
         if head >= self.limit:
@@ -77,6 +86,7 @@ class Ring:
         self.words[slot] = start
         self.words[slot + 1] = end
         self.words[slot + 2] = entry
+        self.words[slot + 3] = loader
         self.head = head + STRIDE
 
     def drop(self, start: int, end: int, entry: int) -> None:
@@ -85,16 +95,17 @@ class Ring:
             self.dropped += 1
         self.dropped_ns[entry & 7] += end - start
 
-    def drain(self, limit: int, head: int | None = None) -> list[tuple[int, int, int]]:
-        """Take up to ``limit`` entries out, oldest first and none from ``head`` on: (start, end, code)."""
+    def drain(self, limit: int, head: int | None = None) -> list[Entry]:
+        """Take up to ``limit`` entries out, oldest first and none from ``head`` on."""
         tail = self.tail
         stop = min(self.head if head is None else head, tail + limit * STRIDE)
         words, taken = self.words, []
         while tail < stop:
             slot = tail & MASK
-            taken.append((words[slot], words[slot + 1], words[slot + 2]))
+            taken.append((words[slot], words[slot + 1], words[slot + 2], words[slot + 3]))
             words[slot] = words[slot + 1] = 0  # not to keep the numbers alive
             words[slot + 2] = STEP
+            words[slot + 3] = None
             tail += STRIDE
         self.tail = tail
         self.limit = tail + WORDS

@@ -19,6 +19,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.attach import ring as r
+from telemetry.attach.handle import LoaderHandle
 from telemetry.clock import now_ns
 from telemetry.records import CHECKPOINT, EVALUATION, OTHER, PhaseSpan
 
@@ -40,32 +41,6 @@ OVERHEAD_EVERY: Final = 64
 """Every so many steps the hook takes one stamp more, to measure itself where it runs."""
 
 OVERHEAD_MASK: Final = OVERHEAD_EVERY * r.STRIDE - 1
-
-
-class LoaderHandle:
-    """What the agent may know of a live multi-worker iterator without keeping it alive.
-
-    Attributes:
-        pids: of its workers.
-        queue: where finished batches lie.
-        block: what the workers write down of themselves; None where they were started before the agent.
-        settings: of the loader, by the names of DataLoader's arguments.
-        training: whether it has given a training batch.
-    """
-
-    __slots__ = ("block", "pids", "queue", "settings", "training")
-
-    def __init__(self, iterator: Any, block: WorkerBlock | None) -> None:
-        self.pids = tuple(worker.pid for worker in iterator._workers)
-        self.queue = getattr(iterator, "_data_queue", None)
-        self.block = block
-        self.training = False
-        self.settings = {
-            "num_workers": len(self.pids),
-            "prefetch_factor": getattr(iterator, "_prefetch_factor", None),
-            "persistent_workers": bool(getattr(iterator, "_persistent_workers", False)),
-            "pin_memory": bool(getattr(iterator, "_pin_memory", False)),
-        }
 
 
 class StepTracker:
@@ -185,7 +160,8 @@ class StepTracker:
 
     def delivered(self, iterator: object, start: int, end: int, entry: int) -> None:
         """A batch has come whose span is not the ordinary one."""
-        self.ring.push(start, end, entry)
+        loader = self.loaders.get(id(iterator))
+        self.ring.push(start, end, entry, loader[1] if loader is not None else None)
         self.waiting_since = 0
         state = entry >> 3 & 7
         if self._held or state == r.S_EVALUATION:
@@ -193,7 +169,7 @@ class StepTracker:
         self._state = state
         self._fetched = True
         self.device = self._current_device()
-        if id(iterator) not in self.loaders:
+        if loader is None:
             self.register(iterator)  # begun before the agent
         self.source = self._source_of(iterator)
         if self._explicit:
@@ -218,15 +194,17 @@ class StepTracker:
         self.waiting_since = 0
         if self._held:
             return
-        during = entry & 7
+        during, ended = entry & 7, isinstance(error, StopIteration)
+        known = None if ended else self.loaders.get(id(iterator))
+        loader = None if known is None else known[1]  # a batch that raised has its number too
         if during == r.S_EVALUATION:
             self._state = r.S_COMPUTE if self._open else r.S_OTHER
-            self.ring.push(start, end, r.code(during, self._state))
-        elif self._explicit or (isinstance(error, StopIteration) and entry == _SAME_STEP):
-            self.ring.push(start, end, r.code(during, self._state))
+            self.ring.push(start, end, r.code(during, self._state), loader)
+        elif self._explicit or (ended and entry == _SAME_STEP):
+            self.ring.push(start, end, r.code(during, self._state), loader)
             self._members.discard(id(iterator))
         else:
-            self.ring.push(start, end, r.code(during, r.S_OTHER, r.CLOSES if self._open else 0))
+            self.ring.push(start, end, r.code(during, r.S_OTHER, r.CLOSES if self._open else 0), loader)
             self._state, self._open = r.S_OTHER, False
             self._settle(0)
             self._members.clear()
@@ -253,10 +231,14 @@ class StepTracker:
 
     def iterated(self, start: int, end: int, entry: int, iterator: object | None) -> None:
         """``iter(loader)`` has returned, or raised (iterator None)."""
-        self.ring.push(start, end, entry)
-        self.waiting_since = 0
         if iterator is not None:
             self.register(iterator)
+        loader = self.loaders.get(id(iterator))
+        if loader is None:
+            self.ring.push(start, end, entry)
+        else:
+            self.ring.push(start, end, entry | r.BEGINS, loader[1])
+        self.waiting_since = 0
 
     def register(self, iterator: object, block: WorkerBlock | None = None) -> None:
         """Note the workers of an iterator, without keeping it alive.

@@ -25,11 +25,14 @@ if TYPE_CHECKING:
 _SLOT_WORDS: Final = 128
 """One KiB a worker: no two workers share a cache line."""
 
-_PID, _TID, _FETCHES, _WALL, _CPU, _SINCE, _FINISHED, _LONGEST, _EPOCH, _EPOCH_FETCHES = range(10)
+_PID, _TID, _FETCHES, _WALL, _CPU, _SINCE, _FINISHED, _LONGEST, _EPOCH, _ENDED = range(10)
 _HISTOGRAM: Final = 16
+_EPOCHS: Final = 40
+EPOCHS: Final = 8
+"""Epochs of which it is kept with which fetch they began."""
 _RECENT: Final = 64
 RECENT: Final = 64
-"""Finish times kept of a worker: of its newest fetches in the epoch, by number."""
+"""Fetches of a worker whose end is kept: its newest, by number."""
 
 MAX_WORKERS: Final = 4096
 """A loader with more is not probed."""
@@ -97,7 +100,8 @@ class WorkerBlock:
                     finished_ns=slot[_FINISHED],
                     longest_ns=slot[_LONGEST],
                     epoch=slot[_EPOCH],
-                    epoch_fetches=slot[_EPOCH_FETCHES],
+                    ended=slot[_ENDED],
+                    epoch_began=tuple(slot[_EPOCHS : _EPOCHS + EPOCHS]),
                     histogram=tuple(slot[_HISTOGRAM : _HISTOGRAM + len(FETCH_BUCKETS) + 1]),
                     recent_finished_ns=tuple(slot[_RECENT : _RECENT + RECENT]),
                 )
@@ -174,21 +178,26 @@ def _timed(original: Callable[[Any, Any], Any], words: memoryview) -> Callable[[
     def fetch(self: Any, possibly_batched_index: Any) -> Any:
         if current[0] is not self:  # a fetcher is made anew for every epoch
             current[0] = self
-            words[_EPOCH_FETCHES] = 0
-            words[_EPOCH] += 1
+            epoch = words[_EPOCH] + 1
+            words[_EPOCHS + epoch % EPOCHS] = words[_ENDED]
+            words[_EPOCH] = epoch
         cpu = thread_time_ns()
         words[_SINCE] = start = now_ns()
         try:
             data = original(self, possibly_batched_index)
         except BaseException as error:
             words[_SINCE] = 0
+            if not isinstance(error, StopIteration):  # the end of an iterable data set is no batch
+                ended = words[_ENDED]
+                words[_RECENT + ended % RECENT] = now_ns()
+                words[_ENDED] = ended + 1
             forget_frame(error)
             raise
         end = now_ns()
         took = end - start
-        number = words[_EPOCH_FETCHES]
-        words[_RECENT + number % RECENT] = end
-        words[_EPOCH_FETCHES] = number + 1
+        ended = words[_ENDED]
+        words[_RECENT + ended % RECENT] = end
+        words[_ENDED] = ended + 1
         words[_FETCHES] += 1
         words[_WALL] += took
         words[_CPU] += thread_time_ns() - cpu

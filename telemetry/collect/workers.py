@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from telemetry.clock import NS, now_ns
+from telemetry.collect.delivery import Blocked, Fetches
 from telemetry.collect.proc import Schedule, read_io_bytes, read_schedule, read_stat
-from telemetry.records import FETCH_BUCKETS, Histogram, WorkerCounters, WorkersSample
+from telemetry.records import FETCH_BUCKETS, Arrival, Histogram, WorkerCounters, WorkersSample
 
 if TYPE_CHECKING:
+    from collections import deque
     from collections.abc import Callable, Iterable
 
 _NONE_YET: Final = Histogram(FETCH_BUCKETS, (0,) * (len(FETCH_BUCKETS) + 1), 0.0)
@@ -47,6 +49,22 @@ class Loader(Protocol):
     def training(self) -> bool:
         """Whether it has given a training batch."""
 
+    @property
+    def in_order(self) -> bool:
+        """Whether its workers are dealt the batches in turn."""
+
+    @property
+    def epoch(self) -> int:
+        """Iterations begun."""
+
+    @property
+    def delivered(self) -> int | None:
+        """Batches taken in the newest iteration; None where they were not counted."""
+
+    @property
+    def arrivals(self) -> deque[Arrival]:
+        """Training batches taken since the last reading, which takes them out."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
@@ -75,19 +93,25 @@ class WorkersSource:
         self._before_ns = 0
         self._counted: dict[tuple[int, int], WorkerCounters] = {}
         self._histogram = _NONE_YET
+        self._late = self._moved = self._head_of_line = 0.0
+        self._batches, self._slack = 0, 0.0  # since the last reading
 
     def read(self) -> WorkersSample:
         """Workers that are alive and still ours; zero of them is a reading too."""
+        self._batches, self._slack = 0, 0.0
         for loader in self._retired():
-            self._count(loader.block)
+            self._deliver(loader, self._count(loader.block), now_ns())
         now, here = now_ns(), os.getpid()
+        blocked: Blocked | None = None
         seen: dict[tuple[int, int], _Seen] = {}
         resident, ready, longest = 0, None, 0.0
         live = list(self._live())
         trained = any(loader.training for loader in live)
         everyone = 0
         for loader in live:
-            counters = {c.pid: c for c in self._count(loader.block)}
+            counted = self._count(loader.block)
+            counters = {c.pid: c for c in counted}
+            blocked = self._deliver(loader, counted, now) or blocked
             if loader.training or not trained:
                 ready = _ready(loader.queue, ready)
             for pid in loader.pids:
@@ -108,6 +132,13 @@ class WorkersSource:
             fetching_seconds=longest,
             fetches_total=sum(self._histogram.counts),
             fetch_duration=self._histogram if sum(self._histogram.counts) else None,
+            slack_seconds=self._slack / self._batches if self._batches else None,
+            late_seconds_total=self._late,
+            moved_seconds_total=self._moved,
+            head_of_line_seconds_total=self._head_of_line,
+            head_of_line_batches=blocked.batches if blocked is not None else 0,
+            head_of_line_worker=blocked.worker if blocked is not None else None,
+            head_of_line_since_seconds=blocked.seconds if blocked is not None else None,
             **self._shares(seen, now),
         )
         self._before, self._before_ns = seen, now
@@ -135,6 +166,23 @@ class WorkersSource:
             self._histogram = Histogram(FETCH_BUCKETS, counts, self._histogram.total + took)
             self._counted[key] = worker
         return counters
+
+    def _deliver(self, loader: Loader, counters: tuple[WorkerCounters, ...], now: int) -> Blocked | None:
+        """Match what the training thread has taken with the fetches behind it."""
+        arrivals = loader.arrivals
+        taken = [arrivals.popleft() for _ in range(len(arrivals))]
+        if not counters or not loader.in_order:
+            return None
+        fetches = Fetches(counters, len(loader.pids))
+        found = fetches.deliveries(taken)
+        self._batches += found.batches
+        self._slack += found.slack
+        self._late += found.late
+        self._moved += found.moved
+        self._head_of_line += found.head_of_line
+        if loader.delivered is None or not loader.training:
+            return None
+        return fetches.blocked(loader.epoch, loader.delivered, now)
 
     def _shares(self, seen: dict[tuple[int, int], _Seen], now: int) -> dict[str, float | None]:
         """Means over the workers that were there at the last reading too, as shares of the wall clock between."""

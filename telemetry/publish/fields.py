@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     from telemetry.records import Percentiles, PhaseSpan
 
 
-_RUNNING_TOTALS: Final = frozenset({"cpu_seconds", "fetches_total"})
+_RUNNING_TOTALS: Final = frozenset(
+    {"cpu_seconds", "fetches_total", "late_seconds_total", "moved_seconds_total", "head_of_line_seconds_total"}
+)
 """Counted up over the run: the newest value is the one that tells."""
 
 

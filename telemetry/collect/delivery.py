@@ -1,0 +1,125 @@
+"""Each batch that was taken, matched with the fetch that made it: how long it lay ready, or what it was waited for.
+
+In an epoch the DataLoader gives batch number ``n`` to worker ``n % workers``, whose fetch number ``n // workers`` it
+is; the stamps of both processes are of one clock. A wait for a batch is then split where its fetch ended: before, it
+was *late*; after, it was *moved* (pickled, sent, pinned, unpickled). While one is late, those behind it may lie
+finished: head-of-line blocking.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from telemetry.clock import NS
+from telemetry.records import Deliveries
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from telemetry.records import Arrival, WorkerCounters
+
+
+@dataclass(frozen=True, slots=True)
+class Blocked:
+    """Finished batches that wait behind one that is not.
+
+    Attributes:
+        batches: how many. ``worker``: the number of the worker they wait for.
+        seconds: how long its fetch has taken; 0.0 while it has not begun.
+    """
+
+    batches: int
+    worker: int
+    seconds: float
+
+
+class Fetches:
+    """When the newest fetches of a loader's workers ended.
+
+    Args:
+        counters: of its workers.
+        workers: how many it has.
+    """
+
+    def __init__(self, counters: Iterable[WorkerCounters], workers: int) -> None:
+        self._counters: Mapping[int, WorkerCounters] = {c.worker: c for c in counters}
+        self._workers = workers
+
+    def finished_ns(self, epoch: int, batch: int) -> int | None:
+        """When the fetch of a batch ended; None where it has not, or is no longer kept."""
+        worker = self._counters.get(batch % self._workers)
+        if worker is None:
+            return None
+        began = _began(worker, epoch)
+        if began is None:
+            return None
+        number = began + batch // self._workers
+        after = _began(worker, epoch + 1)
+        newest, kept = worker.ended - 1, len(worker.recent_finished_ns)
+        if number > newest or (after is not None and number >= after):
+            return None
+        if number <= newest - (kept - 1):  # the oldest may be overwritten as it is read
+            return None
+        return worker.recent_finished_ns[number % kept]
+
+    def deliveries(self, arrivals: Iterable[Arrival]) -> Deliveries:
+        """What the batches had behind them when they were taken. The first of an epoch has nothing to say."""
+        batches, slack, late, moved, blocked = 0, 0, 0, 0, 0
+        guilty: Counter[int] = Counter()
+        not_in_turn: set[int] = set()
+        for arrival in arrivals:
+            finished = self.finished_ns(arrival.epoch, arrival.number)
+            if self._impossible(arrival, finished):
+                not_in_turn.add(arrival.epoch)
+            if finished is None or not arrival.number or arrival.epoch in not_in_turn:
+                continue
+            batches += 1
+            slack += max(0, arrival.requested_ns - finished)
+            moved += arrival.arrived_ns - max(arrival.requested_ns, finished)
+            if finished > arrival.requested_ns:
+                late += finished - arrival.requested_ns
+                behind = self._earliest_behind(arrival)
+                if behind is not None and behind < finished:
+                    held = finished - max(behind, arrival.requested_ns)
+                    blocked += held
+                    guilty[arrival.number % self._workers] += held
+        worst = guilty.most_common(1)
+        return Deliveries(batches, slack / NS, late / NS, moved / NS, blocked / NS, worst[0][0] if worst else None)
+
+    def blocked(self, epoch: int, next_batch: int, now_ns: int) -> Blocked | None:
+        """Finished batches behind ``next_batch``, which is not; None where there is no such thing."""
+        worker = self._counters.get(next_batch % self._workers)
+        if worker is None or self.finished_ns(epoch, next_batch) is not None:
+            return None
+        began = [_began(c, epoch) for c in self._counters.values()]
+        if None in began:
+            return None
+        finished = sum(c.ended - (b or 0) for c, b in zip(self._counters.values(), began, strict=True))
+        if finished <= next_batch:
+            return None
+        since = worker.fetching_since_ns
+        return Blocked(finished - next_batch, worker.worker, max(0, now_ns - since) / NS if since else 0.0)
+
+    def _impossible(self, arrival: Arrival, finished: int | None) -> bool:
+        """Whether a batch has arrived whose fetch has not ended: the workers of an iterable data set have ended one by
+        one, and those left are dealt more."""
+        if finished is not None:
+            return finished > arrival.arrived_ns
+        worker = self._counters.get(arrival.number % self._workers)
+        began = None if worker is None else _began(worker, arrival.epoch)
+        return worker is not None and began is not None and began + arrival.number // self._workers >= worker.ended
+
+    def _earliest_behind(self, arrival: Arrival) -> int | None:
+        """When the first of the batches behind one, each the next of another worker, was finished."""
+        after = range(arrival.number + 1, arrival.number + self._workers)
+        ends = [end for batch in after if (end := self.finished_ns(arrival.epoch, batch)) is not None]
+        return min(ends, default=None)
+
+
+def _began(worker: WorkerCounters, epoch: int) -> int | None:
+    """The number of a worker's first fetch of an epoch; None where it has not come to it, or has forgotten."""
+    if not worker.epoch - len(worker.epoch_began) < epoch <= worker.epoch or epoch <= 0:
+        return None
+    return worker.epoch_began[epoch % len(worker.epoch_began)]

@@ -1,0 +1,204 @@
+"""Batches matched with their fetches: slack, late or moved, and what waits behind a slow worker."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from telemetry.clock import now_ns
+from telemetry.collect.delivery import Fetches
+from telemetry.records import FETCH_BUCKETS, Arrival, WorkerCounters
+from tests.test_attach_loaders import Numbers
+
+
+class Uneven(Numbers):
+    """Every fourth sample is slow: with two workers all of them are worker 0's."""
+
+    def __getitem__(self, index):
+        if index and index % 4 == 0:
+            time.sleep(self.seconds)
+        return index
+
+
+class Heavy(Numbers):
+    """Nothing to fetch and much to move: half a million objects that the training thread has to unpickle."""
+
+    def __getitem__(self, index):
+        return self.ready
+
+    def __init__(self, count):
+        super().__init__(count)
+        self.ready = [str(i) for i in range(200_000)]
+
+
+def handle(observed):
+    (loader,) = [live for _, live in observed.tracker.loaders.values()] or [observed.tracker.retired[-1]]
+    return loader
+
+
+def deliveries(observed):
+    loader = handle(observed)
+    observed.read()
+    return Fetches(loader.block.read(), len(loader.pids)).deliveries(loader.arrivals)
+
+
+def test_a_batch_that_lay_ready_has_slack_and_is_not_waited_for(observed):
+    iterator = iter(DataLoader(Numbers(4), batch_size=1, num_workers=2, prefetch_factor=2))
+    next(iterator)
+    while sum(c.ended for c in handle(observed).block.read()) < 4:
+        time.sleep(0.001)
+    ready = now_ns()
+    time.sleep(0.05)
+    asked = now_ns()
+    assert len(list(iterator)) == 3
+    found = deliveries(observed)
+    assert found.batches == 3  # the first of the epoch has nothing to say
+    assert found.slack >= 3 * (asked - ready) / 1e9
+    assert (found.late, found.head_of_line, found.worker) == (0, 0, None)
+
+
+def test_a_slow_fetch_is_late_and_blocks_those_behind_it(observed):
+    for _ in DataLoader(Uneven(16, 0.1), batch_size=1, num_workers=2, prefetch_factor=2):
+        pass
+    found = deliveries(observed)
+    assert found.batches == 15
+    assert 0.2 < found.late
+    assert found.late > found.moved
+    assert 0.6 * found.late < found.head_of_line <= found.late
+    assert found.worker == 0
+
+
+def test_what_takes_long_to_move_is_not_late(observed):
+    for _ in DataLoader(Heavy(8), batch_size=1, num_workers=1, prefetch_factor=4, collate_fn=lambda batch: batch[0]):
+        pass
+    found = deliveries(observed)
+    assert found.batches == 7
+    assert found.moved > 2 * found.late
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_epochs_are_told_apart(observed, persistent):
+    loader = DataLoader(Numbers(6), batch_size=1, num_workers=2, persistent_workers=persistent)
+    for _ in range(3):
+        for _ in loader:
+            pass
+        if not persistent:
+            assert deliveries(observed).batches == 5
+    if persistent:
+        assert deliveries(observed).batches == 15
+
+
+def test_an_epoch_left_early_does_not_shift_the_numbers(observed):
+    loader = DataLoader(Numbers(64), batch_size=1, num_workers=2, persistent_workers=True)
+    for _, _ in zip(range(3), loader):
+        pass
+    for _, _ in zip(range(3), loader):
+        pass
+    loader = handle(observed)
+    observed.read()
+    fetches = Fetches(loader.block.read(), 2)
+    arrivals = [a for a in loader.arrivals if a.epoch == 2]
+    assert [a.number for a in arrivals] == [0, 1, 2]
+    first = [a for a in loader.arrivals if a.epoch == 1]
+    for arrival in arrivals:  # each was fetched after the first epoch had been left
+        assert first[-1].arrived_ns < fetches.finished_ns(2, arrival.number) <= arrival.arrived_ns
+
+
+def test_a_batch_that_raised_has_its_number(observed):
+    class Faulty(Numbers):
+        def __getitem__(self, index):
+            if index == 3:
+                raise KeyError(index)
+            return index
+
+    iterator = iter(DataLoader(Faulty(8), batch_size=1, num_workers=2))
+    taken = 0
+    while taken < 8:
+        try:
+            next(iterator)
+        except KeyError:
+            pass
+        taken += 1
+    assert deliveries(observed).batches == 7
+    del iterator
+    gc.collect()  # torch's own cycle of a traceback and its frames keeps it
+
+
+def test_workers_that_end_one_by_one_are_not_mistaken(observed):
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(range((3, 30)[get_worker_info().id]))
+
+    for _ in DataLoader(Stream(), batch_size=1, num_workers=2):
+        pass
+    assert deliveries(observed).batches == 5  # 0 to 5 were dealt in turn, without the first
+
+
+def test_what_waits_behind_a_worker_is_seen_as_it_waits(observed, tmp_path):
+    pipe = tmp_path / "go"
+    os.mkfifo(pipe)
+
+    class Waiting(Numbers):
+        def __getitem__(self, index):
+            if index == 2:  # the second of worker 0
+                with open(pipe) as file:
+                    file.read()
+            return index
+
+    iterator = iter(DataLoader(Waiting(8), batch_size=1, num_workers=2, prefetch_factor=2))
+    next(iterator), next(iterator)
+    loader = handle(observed)
+    with open(pipe, "w"):
+        while (counters := loader.block.read())[1].ended < 3:
+            time.sleep(0.001)
+        observed.read()
+        blocked = Fetches(counters, 2).blocked(loader.epoch, loader.delivered, now_ns())
+        assert (blocked.batches, blocked.worker) == (2, 0)
+        assert blocked.seconds > 0
+    next(iterator)
+    observed.read()
+    assert Fetches(loader.block.read(), 2).blocked(loader.epoch, loader.delivered, now_ns()) is None
+
+
+stamps = st.integers(0, 1 << 62)
+counts = st.integers(0, 200)
+
+
+@given(
+    st.lists(
+        st.builds(
+            WorkerCounters,
+            worker=st.integers(0, 3),
+            pid=counts,
+            tid=counts,
+            fetches=counts,
+            wall_ns=stamps,
+            cpu_ns=stamps,
+            fetching_since_ns=stamps,
+            finished_ns=stamps,
+            longest_ns=stamps,
+            epoch=st.integers(0, 20),
+            ended=counts,
+            epoch_began=st.tuples(*[counts] * 8),
+            histogram=st.just((0,) * (len(FETCH_BUCKETS) + 1)),
+            recent_finished_ns=st.tuples(*[stamps] * 64),
+        ),
+        max_size=4,
+    ),
+    st.lists(st.builds(Arrival, epoch=st.integers(0, 20), number=counts, requested_ns=stamps, arrived_ns=stamps)),
+)
+def test_whatever_the_workers_have_written_down_nothing_is_negative(counters, arrivals):
+    arrivals = [a for a in arrivals if a.requested_ns <= a.arrived_ns]
+    fetches = Fetches(counters, 4)
+    found = fetches.deliveries(arrivals)
+    assert min(found.slack, found.late, found.moved, found.head_of_line) >= 0
+    assert found.head_of_line <= found.late + 1e-9
+    waited = sum(a.arrived_ns - a.requested_ns for a in arrivals) / 1e9
+    assert found.late + found.moved <= waited * (1 + 1e-9)
+    fetches.blocked(3, 7, 1 << 62)
