@@ -103,8 +103,10 @@ class Fetches:
         return Blocked(finished - next_batch, worker.worker, max(0, now_ns - since) / NS if since else 0.0)
 
     def _impossible(self, arrival: Arrival, finished: int | None) -> bool:
-        """Whether a batch has arrived whose fetch has not ended: the workers of an iterable data set have ended one by
-        one, and those left are dealt more."""
+        """Whether a batch has arrived whose fetch has not ended.
+
+        The workers of an iterable data set have ended one by one then, and those left are dealt more.
+        """
         if finished is not None:
             return finished > arrival.arrived_ns
         worker = self._counters.get(arrival.number % self._workers)
