@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import platform
+import random
 import sys
 import threading
 import time
@@ -31,9 +32,13 @@ from telemetry.signals import signals_blocked
 
 if TYPE_CHECKING:
     from telemetry.config import Config
+    from telemetry.records import RankPace
 
 _LEAD_SECONDS: Final = 1.0
 """How often a rank looks whether somebody serves, whatever the sampling interval: a dead one is replaced in 3 s."""
+
+_LOOK_SECONDS: Final = 0.25
+"""How often the training thread is looked at, on average, in a job of several ranks."""
 
 _STOP_SECONDS: Final = 2.0
 """How long ``stop`` waits for the agent thread at most."""
@@ -79,7 +84,14 @@ class Agent:
             status=self._status,
         )
         self._judge = Judge(
-            config, self.tracker, self._sampler, faults=self.faults, emit=self.logbook.emit, timestamp=self._wall.iso
+            config,
+            self.tracker,
+            self._sampler,
+            faults=self.faults,
+            emit=self.logbook.emit,
+            timestamp=self._wall.iso,
+            rank=self.identity.rank,
+            peers=self._paces_of_others,
         )
         self._node: NodeService | None = None
         self._thread = threading.Thread(target=self._main, name="telemetry-agent", daemon=True)
@@ -169,8 +181,23 @@ class Agent:
                 self._lead()
             if due:  # after a suspended machine or a long stop, go on from now
                 next_tick = max(next_tick + int(interval * NS), now_ns())
-            self._wake.wait(max(0.0, min((next_tick - now_ns()) / NS, _LEAD_SECONDS)))
+            self._wait_until(min(next_tick, now_ns() + int(_LEAD_SECONDS * NS)))
         self._finish()
+
+    def _wait_until(self, stamp: int) -> None:
+        """Sleep; in a job of several ranks, look up now and then to see where the training thread is."""
+        alone = self.identity.world_size < 2
+        while not self._ended and (left := (stamp - now_ns()) / NS) > 0:
+            # Not evenly: the steps of the training may come as evenly.
+            self._wake.wait(left if alone else min(left, _LOOK_SECONDS * (0.5 + random.random())))  # noqa: S311
+            if not alone:
+                with self.faults.contained("diagnose"):
+                    self._judge.look()
+
+    def _paces_of_others(self) -> tuple[RankPace, ...]:
+        if self._node is None or self.identity.world_size < 2:
+            return ()
+        return self._node.paces(self.identity.rank)
 
     def _tick(self) -> None:
         with self.faults.contained("clock"):
@@ -220,7 +247,8 @@ class Agent:
         for family in self._families.of(self._view()):
             rendered.append(render(family))
             time.sleep(0)  # a family takes some 50 us; the training thread may have the interpreter in between
-        self._node.publish(self.identity.rank, rendered, ended=self._ended)
+        pace = self._judge.pace() if self.identity.world_size > 1 else None
+        self._node.publish(self.identity.rank, rendered, pace=pace, ended=self._ended)
 
     def _view(self) -> RunView:
         accounts, sampler, last = self.accounts, self._sampler, self.accounts.ledger.last_step_ns

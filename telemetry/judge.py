@@ -6,9 +6,10 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
+from telemetry.collect.whereabouts import Whereabouts
 from telemetry.diagnose.advice import advise
 from telemetry.diagnose.stall import StallMachine
-from telemetry.records import CAUSES, CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, Slice, StallView
+from telemetry.records import CAUSES, CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, STARTUP, Slice, StallView
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from telemetry.diagnose.stall import Stall
     from telemetry.diagnose.stats import StepStats
     from telemetry.faults import Faults
+    from telemetry.records import GpuSample, RankPace
     from telemetry.sampling import Sampler
 
 
@@ -32,6 +34,8 @@ class Judge:
         faults: told when the user's callback fails.
         emit: writes a line of the log.
         timestamp: of now, ISO-8601.
+        rank: whose stalls these are.
+        peers: the newest of the other ranks of this node.
     """
 
     def __init__(
@@ -43,8 +47,14 @@ class Judge:
         faults: Faults,
         emit: Callable[[str, dict[str, Any]], Any],
         timestamp: Callable[[], str],
+        rank: int = 0,
+        peers: Callable[[], tuple[RankPace, ...]] = tuple,
     ) -> None:
-        self._machine = StallMachine(config.stall_window_seconds, config.stall_enter_ratio, config.stall_exit_ratio)
+        self._machine = StallMachine(
+            config.stall_window_seconds, config.stall_enter_ratio, config.stall_exit_ratio, rank
+        )
+        self._peers = peers
+        self._whereabouts = Whereabouts(lambda: tracker.thread, lambda: tracker.stepping and not tracker.waiting_since)
         self._tracker = tracker
         self._sampler = sampler
         self._faults = faults
@@ -64,29 +74,47 @@ class Judge:
         if change is None:
             return
         stall = change.stall
-        for cause, seconds in stall.lost.items():
-            self._lost[cause] += seconds - (before.lost.get(cause, 0.0) if before is not None else 0.0)
+        self._count_lost(stall, before)
         if change.kind == "opened":
-            self._opened = self._timestamp()
-            self._stalls[stall.cause] += 1
-            fields = self._fields(stall) | {"opened": self._opened}
-            self._emit("stall_open", fields)
-            if self._on_stall is not None:
-                with self._faults.contained("on_stall"):
-                    _resolve(self._on_stall)(dict(fields))
+            self._opened_now(stall)
         elif change.kind == "closed":
             self._close(stall, stats.steps)
 
     def end(self, steps: int) -> None:
         """The run ends, and with it the stall that is open."""
+        change = self._machine.last()
+        if change is not None:
+            self._count_lost(change.stall, None)
+            self._opened_now(change.stall)
         stall = self._machine.stall
         if stall is not None:
             self._close(stall, steps)
+
+    def look(self) -> None:
+        """See where the training thread is: some times a second, where there are other ranks to compare with."""
+        self._whereabouts.look()
+
+    def pace(self) -> RankPace | None:
+        """What the other ranks of this node may know of this one."""
+        return self._machine.pace()
 
     def view(self) -> StallView:
         """For the endpoint."""
         stall = self._machine.stall
         return StallView(None if stall is None else stall.cause, dict(self._stalls), dict(self._lost))
+
+    def _count_lost(self, stall: Stall, before: Stall | None) -> None:
+        for cause, seconds in stall.lost.items():
+            self._lost[cause] += seconds - (before.lost.get(cause, 0.0) if before is not None else 0.0)
+
+    def _opened_now(self, stall: Stall) -> None:
+        self._opened = self._timestamp()
+        self._stalls[stall.cause] += 1
+        fields = self._fields(stall) | {"opened": self._opened}
+        self._emit("stall_open", fields)
+        if self._on_stall is not None:
+            with self._faults.contained("on_stall"):
+                _resolve(self._on_stall)(dict(fields))
 
     def _close(self, stall: Stall, steps: int) -> None:
         when = {"opened": self._opened, "closed": self._timestamp()}
@@ -116,10 +144,13 @@ class Judge:
         spent = ledger.seconds()
         process, workers = self._sampler.newest("process"), self._sampler.newest("workers")
         pressure, gpu = self._sampler.newest("pressure"), self._sampler.newest("nvml")
+        runnable = None if process is None else process.runnable_seconds
+        host, looks = self._sampler.newest("host"), self._whereabouts.take()
         seconds = self._since("wall", ledger.wall_seconds)
         counted = workers is not None and workers.busy_ratio is not None
         source, settings = self._tracker.source
         exposed_before, self._exposed_before = self._exposed_before, exposed
+        self._tracker.time_next_fetch()
         return Slice(
             seconds=seconds,
             wait=self._since("wait", spent[DATA_WAIT]),
@@ -136,11 +167,24 @@ class Judge:
             process_cpu=None if process is None else self._since("process_cpu", process.cpu_seconds),
             fetches=int(self._since("fetches", workers.fetches_total)) if counted else None,
             fetch_busy=workers.busy_ratio * workers.training_workers * seconds if counted else None,
+            startup=self._since("startup", spent[STARTUP]),
+            own_runnable=None if runnable is None else self._since("runnable", runnable),
+            late=0.0 if workers is None else self._since("late", workers.late_seconds_total),
+            moved=0.0 if workers is None else self._since("moved", workers.moved_seconds_total),
+            head_of_line=0.0 if workers is None else self._since("hol", workers.head_of_line_seconds_total),
+            timed_fetch=self._since("timed_fetch", self._tracker.timed_fetch_ns / 1e9),
+            timed_fetch_cpu=self._since("timed_fetch_cpu", self._tracker.timed_fetch_cpu_ns / 1e9),
+            samples=looks.samples,
+            in_sync=looks.in_sync,
+            where=looks.where,
+            peers=self._peers(),
             workers=workers,
             settings=settings,
             cores=_cores(pressure.cgroup_cpu_limit if pressure is not None else None),
+            host_cpu_ratio=None if host is None else host.cpu_ratio,
             throttled_ratio=None if pressure is None else pressure.cgroup_throttled_ratio,
             gpu_utilization_ratio=None if gpu is None else gpu.utilization_ratio,
+            gpu_clock_ratio=_clock_ratio(gpu),
             gpu_throttled=(gpu.throttled or ()) if gpu is not None else (),
         )
 
@@ -157,6 +201,12 @@ def _resolve(callback: Callable[[dict[str, Any]], Any] | str) -> Callable[[dict[
     module, _, name = callback.rpartition(".")
     found: Callable[[dict[str, Any]], Any] = getattr(importlib.import_module(module), name)
     return found
+
+
+def _clock_ratio(gpu: GpuSample | None) -> float | None:
+    if gpu is None or gpu.sm_clock_hertz is None or not gpu.sm_clock_max_hertz:
+        return None
+    return gpu.sm_clock_hertz / gpu.sm_clock_max_hertz
 
 
 def _cores(limit: float | None) -> float:

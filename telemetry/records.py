@@ -142,6 +142,7 @@ class GpuSample:
     power_watts: float | None = None
     temperature_celsius: float | None = None
     sm_clock_hertz: float | None = None
+    sm_clock_max_hertz: float | None = None
     throttled: tuple[str, ...] | None = None
 
 
@@ -157,11 +158,18 @@ class HostSample:
 
 @dataclass(frozen=True, slots=True)
 class ProcessSample:
-    """This process. ``cpu_seconds`` is user + system time since it began."""
+    """This process.
+
+    Attributes:
+        cpu_seconds: user + system time since it began.
+        runnable_seconds: how long its training thread could have run, and had no core; None where the kernel does not
+            tell.
+    """
 
     cpu_seconds: float
     resident_memory_bytes: int
     threads: int
+    runnable_seconds: float | None = None
 
 
 FETCH_BUCKETS: Final = tuple((1 << 20 + power) / 1e9 for power in range(17))
@@ -357,6 +365,30 @@ class RunView:
 
 
 @dataclass(frozen=True, slots=True)
+class RankPace:
+    """One rank over its newest window, as its peers see it. Sums are seconds.
+
+    Attributes:
+        steps: that ended in ``seconds``, which includes everything but the start of the run.
+        compute: of it. ``exposed``: exposed wait, None where it is not known. ``away``: neither waiting nor computing.
+        samples: how often the training thread was looked at while it computed; ``in_sync``: of them, in calls in which
+            ranks wait for one another.
+        cause: of the rank's open stall. ``where``: the line of its own code it was seen in most, outside of such calls.
+    """
+
+    rank: int
+    seconds: float
+    steps: int
+    compute: float
+    exposed: float | None
+    away: float
+    samples: int = 0
+    in_sync: int = 0
+    cause: str | None = None
+    where: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Slice:
     """What happened between two ticks: the unit that windows of evidence are made of. Seconds, unless said.
 
@@ -364,11 +396,17 @@ class Slice:
         exposed: of ``wait``; None where nothing can tell.
         edge_wait: of ``wait``, at the edges of epochs: starting and ending an iteration, and its first batch.
         edges: iterations that were begun.
+        startup: of ``seconds``, before the first step.
         late_wait: of ``wait``, in single steps that waited much longer than those around them.
         source: where batches come from: ``training_thread`` (a DataLoader without workers), ``workers``, ``watched``
             (an iterable that is no DataLoader), None before the first batch.
         process_cpu: CPU time of the training process, its workers not included.
         fetches, fetch_busy: batches the workers finished, and their time in fetches; None where they do not tell.
+        late, moved, head_of_line: waits for workers' batches, taken apart, see `Deliveries`.
+        timed_fetch, timed_fetch_cpu: fetches of the training thread's own that were timed, and their CPU time.
+        own_runnable: how long the training thread could have run, and had no core.
+        samples, in_sync, where: of where the training thread is, see `RankPace`; ``peers``: the node's other ranks.
+        gpu_clock_ratio: clock of the SMs, of the highest they have.
         settings: of the loader in use, by the names of DataLoader's arguments.
     """
 
@@ -387,11 +425,24 @@ class Slice:
     process_cpu: float | None = None
     fetches: int | None = None
     fetch_busy: float | None = None
+    late: float = 0.0
+    moved: float = 0.0
+    head_of_line: float = 0.0
+    timed_fetch: float = 0.0
+    timed_fetch_cpu: float = 0.0
+    startup: float = 0.0
+    own_runnable: float | None = None
+    samples: int = 0
+    in_sync: int = 0
+    where: str | None = None
+    peers: tuple[RankPace, ...] = ()
     workers: WorkersSample | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     cores: float = 1.0
+    host_cpu_ratio: float | None = None
     throttled_ratio: float | None = None
     gpu_utilization_ratio: float | None = None
+    gpu_clock_ratio: float | None = None
     gpu_throttled: tuple[str, ...] = ()
 
 

@@ -50,7 +50,7 @@ class Sampler:
         sources: list[Source[Any]] = [
             self._nvml,
             HostSource(),
-            ProcessSource(),
+            ProcessSource(lambda: tracker.thread),
             WorkersSource(self._live_loaders, self._retired_loaders),
             PressureSource(),
             TorchMemorySource(self._device),

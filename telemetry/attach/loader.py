@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from threading import get_ident
+from time import thread_time_ns
 from typing import TYPE_CHECKING, Any
 
 from telemetry.attach.frames import forget_frame
@@ -94,6 +95,7 @@ def _timed_uncommon(original: Callable[[Any], Any], tracker: StepTracker) -> Cal
             entry = tracker.request(self)
             if tracker.gpu is not None:
                 _mark(tracker, self, entry)
+            cpu = thread_time_ns() if tracker.time_fetch and entry & 7 == S_DATA_WAIT else 0
             start = now_ns()
             tracker.waiting_since = start if entry & 7 == S_DATA_WAIT else -start
         except Exception as error:
@@ -107,6 +109,8 @@ def _timed_uncommon(original: Callable[[Any], Any], tracker: StepTracker) -> Cal
             forget_frame(error)
             raise
         try:
+            if cpu:
+                tracker.fetch_timed(end - start, thread_time_ns() - cpu)
             tracker.delivered(self, start, end, entry)
             tracker.overhead_ns += now_ns() - end
             if tracker.gpu is not None:

@@ -56,6 +56,8 @@ class StepTracker:
         gpu: the clock that times waits on the GPU, None where there is none.
         source: where the newest epoch's batches come from (see `records.Slice`), and the settings of its loader.
         garbage_ns: time garbage collection stopped the training thread.
+        time_fetch: the next fetch of this thread's own is to be timed on the CPU's clock too; ``timed_fetch_ns`` and
+            ``timed_fetch_cpu_ns`` are the sums of those that were.
         overhead_ns: time the hooks took, from one call in `OVERHEAD_EVERY`.
     """
 
@@ -86,6 +88,9 @@ class StepTracker:
         "ring",
         "source",
         "thread",
+        "time_fetch",
+        "timed_fetch_cpu_ns",
+        "timed_fetch_ns",
         "waiting_since",
     )
 
@@ -98,6 +103,9 @@ class StepTracker:
         self.optimizer_steps = 0
         self.overhead_ns = 0
         self.garbage_ns = 0
+        self.time_fetch = False
+        self.timed_fetch_ns = 0
+        self.timed_fetch_cpu_ns = 0
         self.source: tuple[str | None, dict[str, Any]] = (None, {})
         self.errors = 0
         self.last_error: BaseException | None = None
@@ -270,6 +278,21 @@ class StepTracker:
         if workers is None:
             return "watched", {}
         return ("workers" if workers else "training_thread"), {"num_workers": workers}
+
+    def time_next_fetch(self) -> None:
+        """Where this thread fetches its batches itself, have one timed on the CPU's clock. Called on the agent thread.
+
+        The clock of a thread costs a system call, so it is not read at every step.
+        """
+        if self.active and self.source[0] in {"training_thread", "watched"}:
+            self.time_fetch = True
+            self.key = 0  # off the short path, for one batch
+
+    def fetch_timed(self, wall_ns: int, cpu_ns: int) -> None:
+        """A fetch on this thread took so long, and so much of it on the CPU."""
+        self.time_fetch = False
+        self.timed_fetch_ns += wall_ns
+        self.timed_fetch_cpu_ns += cpu_ns
 
     def mark_request(self, iterator: object, entry: int) -> None:
         """Mark the request on the GPU's clock, where the span will be booked as waiting for data.

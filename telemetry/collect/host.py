@@ -6,11 +6,16 @@ calls take milliseconds.
 
 from __future__ import annotations
 
-from typing import Any
+import threading
+from typing import TYPE_CHECKING, Any
 
-from telemetry.collect.proc import read_stat
+from telemetry.clock import NS
+from telemetry.collect.proc import read_schedule, read_stat
 from telemetry.collect.source import SourceError
 from telemetry.records import HostSample, ProcessSample
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 class HostSource:
@@ -48,12 +53,20 @@ def _cpu_times(times: Any) -> tuple[float, float]:
 
 
 class ProcessSource:
-    """This process."""
+    """This process.
+
+    Args:
+        training_thread: its ident.
+    """
 
     name = "process"
 
+    def __init__(self, training_thread: Callable[[], int]) -> None:
+        self._training_thread = training_thread
+        self._known: tuple[int, int] | None = None  # ident and the kernel's number of the thread
+
     def read(self) -> ProcessSample:
-        """CPU time, resident memory and threads.
+        """CPU time, resident memory and threads, and the training thread's waits for a core.
 
         Raises:
             SourceError: there is no /proc.
@@ -61,7 +74,16 @@ class ProcessSource:
         stat = read_stat("self")
         if stat is None:
             raise SourceError("/proc/self/stat cannot be read")
-        return ProcessSample(stat.cpu_seconds, stat.resident_bytes, stat.threads)
+        schedule = read_schedule("self", self._thread_number())
+        runnable = schedule.runnable_ns / NS if schedule is not None else None
+        return ProcessSample(stat.cpu_seconds, stat.resident_bytes, stat.threads, runnable)
+
+    def _thread_number(self) -> int:
+        ident = self._training_thread()
+        if self._known is None or self._known[0] != ident:
+            numbers = {thread.ident: thread.native_id for thread in threading.enumerate()}
+            self._known = (ident, numbers.get(ident) or 0)
+        return self._known[1]
 
     def close(self) -> None:
         """Nothing is held."""

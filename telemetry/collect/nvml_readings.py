@@ -83,6 +83,7 @@ class DeviceReader:
             else None
         )
         self._process = ProcessReader(driver, device.handle, pids=pids)
+        self._clock_max: float | None = None
 
     def sample(self) -> GpuSample:
         """Everything that can be read now.
@@ -111,6 +112,7 @@ class DeviceReader:
             power_watts=self._optional(self._power),
             temperature_celsius=self._optional(self._temperature),
             sm_clock_hertz=self._optional(self._sm_clock),
+            sm_clock_max_hertz=self._optional(self._sm_clock_max),
             throttled=self._optional(self._throttled),
         )
         if self._failures and not _measured(sample):
@@ -178,6 +180,12 @@ class DeviceReader:
     def _sm_clock(self) -> float:
         megahertz = self._driver.call("nvmlDeviceGetClockInfo", self.device.parent, self._driver.binding.NVML_CLOCK_SM)
         return float(megahertz) * 1e6
+
+    def _sm_clock_max(self) -> float:
+        if self._clock_max is None:
+            arguments = (self.device.parent, self._driver.binding.NVML_CLOCK_SM)
+            self._clock_max = float(self._driver.call("nvmlDeviceGetMaxClockInfo", *arguments)) * 1e6
+        return self._clock_max
 
     def _throttled(self) -> tuple[str, ...]:
         names = ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons")

@@ -44,7 +44,7 @@ class Schedule:
     runnable_ns: int
 
 
-def read_schedule(pid: int, tid: int) -> Schedule | None:
+def read_schedule(pid: int | str, tid: int) -> Schedule | None:
     """From `/proc/PID/task/TID/schedstat`; None if the thread is gone or the kernel keeps no such figures."""
     try:
         with open(f"/proc/{pid}/task/{tid}/schedstat", "rb") as file:  # noqa: PTH123 - every tick

@@ -1,7 +1,8 @@
 """What to change, and what it is worth.
 
 The model of a step is stated once, in `predicted_step`: the largest of what computing takes, what fetching takes with
-so many workers, and what the cores can do at all. A change that this model does not make faster is not advised.
+so many workers, and what the cores can do at all; and in a job whose ranks keep pace, no less than what the slowest
+of the others needs. A change that this model does not make faster is not advised.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from telemetry.diagnose.causes import compute_seconds, supply_seconds
+from telemetry.diagnose.straggler import abreast, own_compute, straggler
 from telemetry.records import Advice
 
 if TYPE_CHECKING:
@@ -24,6 +26,9 @@ _HEADROOM: Final = 0.8
 
 _MOST_WORKERS_PER_CORE: Final = 4.0
 _MOST_ADVICE: Final = 3
+_MOST_PREFETCH: Final = 64
+_SPARE: Final = 1.25
+"""Batches are prefetched for so many times the longest fetch that was seen."""
 
 
 def advise(cause: str, evidence: Evidence) -> tuple[Advice, ...]:
@@ -62,28 +67,38 @@ def predicted_step(
 
 
 def _no_workers(evidence: Evidence) -> list[Advice]:
-    steps = evidence.steps
-    if not steps:
-        return []
-    fetch = evidence.wait / steps
-    own_cpu = evidence.process_cpu_per_step
-    # What the process ran beyond its compute, it ran for the fetches it does itself.
-    compute = compute_seconds(evidence) or 0.0
-    fetch_cpu = fetch if own_cpu is None else min(fetch, max(0.0, own_cpu - compute))
-    moved = replace(evidence, process_cpu_per_step=None if own_cpu is None else max(compute, own_cpu - fetch_cpu))
-    workers, step = _best_workers(moved, fetch, fetch_cpu, edge=0.0)
+    return _fetch_in_workers(
+        evidence, "load batches in worker processes", "the training thread fetches each batch itself"
+    )
+
+
+def _fetch_in_workers(evidence: Evidence, action: str, why: str) -> list[Advice]:
     now = step_seconds(evidence)
-    if step is None or now is None:
+    if now is None:
         return []
-    return [
-        Advice(
-            "load batches in worker processes",
-            "num_workers",
-            str(workers),
-            _gain(now, step),
-            f"the training thread fetches each batch itself: {_ms(fetch)} of every {_ms(now)}",
-        )
-    ]
+    fetch = evidence.wait / evidence.steps
+    moved, fetch_cpu = _without_own_fetches(evidence, fetch)
+    workers, step = _best_workers(moved, fetch, fetch_cpu, edge=0.0)
+    if step is None:
+        return []
+    because = f"{why}: {_ms(fetch)} of every {_ms(now)}{_spent_on(evidence)}"
+    return [Advice(action, "num_workers", str(workers), _gain(evidence, step), because)]
+
+
+def _without_own_fetches(evidence: Evidence, fetch: float) -> tuple[Evidence, float]:
+    """The evidence as it were without the fetches of the training thread's own, and the CPU time of one of them."""
+    own_cpu, compute = evidence.process_cpu_per_step, compute_seconds(evidence) or 0.0
+    if evidence.own_fetch_cpu_share is not None:
+        fetch_cpu = fetch * evidence.own_fetch_cpu_share
+    else:  # what the process ran beyond its compute, it ran for them
+        fetch_cpu = fetch if own_cpu is None else min(fetch, max(0.0, own_cpu - compute))
+    rest = None if own_cpu is None else max(min(own_cpu, compute), own_cpu - fetch_cpu)
+    return replace(evidence, process_cpu_per_step=rest), fetch_cpu
+
+
+def _spent_on(evidence: Evidence) -> str:
+    share = evidence.own_fetch_cpu_share
+    return "" if share is None else f", {100 * share:.0f} % of it on the CPU"
 
 
 def _cpu_bound(evidence: Evidence) -> list[Advice]:
@@ -95,25 +110,20 @@ def _io_bound(evidence: Evidence) -> list[Advice]:
     advice = _more_workers(evidence)
     if fetch is not None and blocked is not None:
         because = f"workers are blocked for {100 * blocked:.0f} % of the {_ms(fetch)} a batch takes them"
+        if evidence.read_bytes and evidence.fetches:
+            because += f", and read {evidence.read_bytes / evidence.fetches / 1e6:.1f} MB from storage for it"
         advice.append(Advice("read from faster storage, or cache the data set locally", None, None, None, because))
     return advice
 
 
 def _throttled(evidence: Evidence) -> list[Advice]:
-    share = evidence.runnable_share or 0.0
+    share = evidence.runnable_share if evidence.runnable_share is not None else evidence.blocked_share or 0.0
     because = f"workers could run but have no core for {100 * share:.0f} % of their time in fetches"
     most = max(1, math.floor(evidence.cores))
     advice = [Advice("give the job more CPU cores; more workers would not help", None, None, None, because)]
     if evidence.workers > most:
-        advice.append(
-            Advice(
-                "use fewer workers",
-                "num_workers",
-                str(most),
-                None,
-                f"{evidence.workers} share {evidence.cores:g} cores",
-            )
-        )
+        because = f"{evidence.workers} share {evidence.cores:g} cores"
+        advice.append(Advice("use fewer workers", "num_workers", str(most), None, because))
     advice.append(_cheaper("on the core, each batch takes", evidence))
     return advice
 
@@ -126,39 +136,73 @@ def _startup(evidence: Evidence) -> list[Advice]:
     because = f"{evidence.edges} epochs began in the window and cost {evidence.edge_wait:.1f} s of starting workers"
     # What is left at an edge is one fetch that nobody prefetched.
     left = min(edge, (evidence.fetch_seconds or 0.0) * evidence.edges / evidence.steps)
-    return [
-        Advice(
-            "keep the workers between epochs",
-            "persistent_workers",
-            "True",
-            _gain(now, now - edge + left),
-            because,
-        )
-    ]
+    gain = _gain(evidence, now - edge + left)
+    return [Advice("keep the workers between epochs", "persistent_workers", "True", gain, because)]
 
 
 def _uneven(evidence: Evidence) -> list[Advice]:
-    now, compute = step_seconds(evidence), compute_seconds(evidence)
-    if now is None or compute is None:
+    compute, supply = compute_seconds(evidence), supply_seconds(evidence)
+    if compute is None or supply is None:
         return []
-    factor = int(evidence.settings.get("prefetch_factor") or 2)
-    supply = supply_seconds(evidence) or 0.0
     because = (
         f"{evidence.workers} workers would suffice on average (a batch every {_ms(supply)} against {_ms(compute)} of "
         "compute), but single batches are late"
     )
-    gain = _gain(now, compute + evidence.edge_wait / evidence.steps)
-    return [Advice("let workers run further ahead", "prefetch_factor", str(min(32, 4 * factor)), gain, because)]
+    if evidence.head_of_line > 0:
+        because += f"; for {evidence.head_of_line:.1f} s finished batches waited behind a slow one"
+    edge = evidence.edge_wait / evidence.steps
+    advice = []
+    factor = int(evidence.settings.get("prefetch_factor") or 2)
+    wanted = _prefetch(evidence, factor, compute)
+    if wanted > factor:
+        step = max(compute, supply) + edge + _still_late(evidence, factor, wanted, compute)
+        advice.append(
+            Advice("let workers run further ahead", "prefetch_factor", str(wanted), _gain(evidence, step), because)
+        )
+    if evidence.settings.get("in_order") and evidence.workers > 1:
+        action = "take batches as they are finished, where their order does not matter"
+        gain = _gain(evidence, max(compute, supply) + edge)
+        advice.append(Advice(action, "in_order", "False", gain, because))
+    return advice
+
+
+def _prefetch(evidence: Evidence, factor: int, compute: float) -> int:
+    """The prefetch factor that hides the longest fetch behind compute.
+
+    A worker begins with a batch when the training thread takes the one ``workers * factor`` before it.
+    """
+    if evidence.longest_fetch is None or compute <= 0:
+        return 4 * factor
+    wanted = math.ceil(_SPARE * evidence.longest_fetch / (evidence.workers * compute))
+    return min(_MOST_PREFETCH, max(2 * factor, wanted))
+
+
+def _still_late(evidence: Evidence, factor: int, wanted: int, compute: float) -> float:
+    """Seconds of a step for which late batches are still waited for with a larger prefetch factor."""
+    longest = evidence.longest_fetch
+    if longest is None:
+        return 0.0
+    hidden_now, hidden = (evidence.workers * f * compute for f in (factor, wanted))
+    if longest <= hidden_now:
+        return 0.0
+    late = max(0.0, evidence.wait - evidence.edge_wait) / evidence.steps
+    return late * max(0.0, longest - hidden) / (longest - hidden_now)
 
 
 def _transfer(evidence: Evidence) -> list[Advice]:
     now = step_seconds(evidence)
-    ready = evidence.ready_batches or 0.0
-    because = f"{ready:.1f} batches lie ready on average while the training thread waits for {_ms(now or 0.0)} steps"
-    advice = [
-        Advice("send less: smaller types (uint8), fewer and larger tensors in a batch", None, None, None, because)
-    ]
-    if not evidence.settings.get("pin_memory"):
+    if now is None:
+        return []
+    moved = evidence.moved / evidence.steps
+    if moved > 0:
+        because = f"a finished batch takes {_ms(moved)} of every {_ms(now)} to reach the training thread"
+    else:
+        ready = evidence.ready_batches or 0.0
+        because = f"{ready:.1f} batches lie ready on average while the training thread waits for {_ms(now)} steps"
+    gain = _gain(evidence, now - moved) if moved > 0 else None
+    action = "send less: few large tensors in a batch, not many small ones or Python objects; smaller types (uint8)"
+    advice = [Advice(action, None, None, gain, because)]
+    if evidence.on_gpu and not evidence.settings.get("pin_memory"):
         action = "pin batches in the background and copy them with non_blocking=True"
         advice.insert(0, Advice(action, "pin_memory", "True", None, because))
     return advice
@@ -166,41 +210,76 @@ def _transfer(evidence: Evidence) -> list[Advice]:
 
 def _checkpoint(evidence: Evidence) -> list[Advice]:
     whole = evidence.loop + evidence.checkpoint
-    gain = _gain(whole, evidence.loop)
     because = f"checkpoints took {evidence.checkpoint:.1f} s of {whole:.1f} s"
     action = "write checkpoints less often, or asynchronously (torch.distributed.checkpoint.async_save)"
-    return [Advice(action, None, None, gain, because)]
+    return [Advice(action, None, None, _factor(whole, evidence.loop), because)]
 
 
 def _garbage(evidence: Evidence) -> list[Advice]:
-    gain = _gain(evidence.loop, evidence.loop - evidence.garbage)
+    gain = _factor(evidence.loop, evidence.loop - evidence.garbage)
     because = f"garbage collection stopped the training thread for {evidence.garbage:.1f} s of {evidence.loop:.1f} s"
     return [Advice("call gc.freeze() once the model and the data set are built", "gc.freeze()", None, gain, because)]
 
 
 def _stuck(evidence: Evidence) -> list[Advice]:
     because = f"one fetch has been in progress for {evidence.stuck_seconds:.0f} s"
+    raising = "a DataLoader with a timeout fails instead of hanging"
     return [
         Advice("look at what that worker waits for: a lock, a mount, a remote store", None, None, None, because),
-        Advice(
-            "let a stuck worker raise", "timeout", "120", None, "a DataLoader with a timeout fails instead of hanging"
-        ),
+        Advice("let a stuck worker raise", "timeout", "120", None, raising),
     ]
 
 
 def _slow_source(evidence: Evidence) -> list[Advice]:
     now, compute = step_seconds(evidence), compute_seconds(evidence)
-    if now is None or not compute:
+    if now is None or compute is None:
         return []
-    because = f"the watched iterable takes {_ms(now - compute)} of every {_ms(now)}"
+    fetch = evidence.wait / evidence.steps
+    because = f"the watched iterable takes {_ms(fetch)} of every {_ms(now)}{_spent_on(evidence)}"
+    advice = _fetch_in_workers(
+        evidence, "read it in a DataLoader's workers, as an IterableDataset", "the watched iterable is read in the loop"
+    )
+    on_cpu = evidence.own_fetch_cpu_share or 0.0
+    # Python runs one thread at a time: what a thread that reads ahead runs itself, the training thread waits for.
+    step = max(compute, fetch) if on_cpu < 0.5 else compute + fetch * on_cpu
+    ahead = Advice("read ahead on another thread, some batches deep", None, None, _gain(evidence, step), because)
+    return sorted([ahead, *advice], key=lambda a: -(a.predicted_speedup or 0.0))
+
+
+def _straggler(evidence: Evidence) -> list[Advice]:
+    slow, now = straggler(evidence.pace, evidence.peers), step_seconds(evidence)
+    if slow is None or now is None:
+        return []
+    because = f"rank {slow.rank} {slow.why}; this rank waits {_ms(slow.lost)} of every {_ms(now)} for it"
+    action = f"look at rank {slow.rank}: it is the slowest, and all others have its pace"
+    others = replace(evidence, peers=tuple(peer for peer in evidence.peers if peer.rank != slow.rank))
+    return [Advice(action, None, None, _gain(others, now - slow.lost), because)]
+
+
+def _host_bound(evidence: Evidence) -> list[Advice]:
+    idle = evidence.gpu_idle or 0.0
+    because = f"no kernel ran for {idle:.1f} s of {evidence.loop:.1f} s, though no batch was waited for"
+    if evidence.pace.where is not None:
+        because += f"; the training thread was mostly in {evidence.pace.where}"
+    bound = _factor(evidence.loop, evidence.loop - idle)
     return [
-        Advice("read ahead on another thread, or in a DataLoader's workers", None, None, _gain(now, compute), because)
+        Advice("launch fewer, larger kernels: torch.compile, CUDA graphs, a larger batch", None, None, bound, because),
+        Advice(
+            "remove what makes the host wait for the GPU: .item(), .cpu(), print of a tensor", None, None, None, because
+        ),
     ]
 
 
+def _gpu_throttled(evidence: Evidence) -> list[Advice]:
+    slowed = evidence.gpu_slowed or 0.0
+    because = f"the GPU's clock is held back (heat or power supply), which cost {slowed:.1f} s of {evidence.loop:.1f} s"
+    gain = _factor(evidence.loop, evidence.loop - slowed)
+    return [Advice("have the node's cooling and power supply looked at, or move the job", None, None, gain, because)]
+
+
 def _more_workers(evidence: Evidence) -> list[Advice]:
-    fetch, now = evidence.fetch_seconds, step_seconds(evidence)
-    if fetch is None or now is None:
+    fetch = evidence.fetch_seconds
+    if fetch is None or not evidence.steps:
         return []
     fetch_cpu = evidence.fetch_cpu_seconds if evidence.fetch_cpu_seconds is not None else fetch
     workers, step = _best_workers(evidence, fetch * (1 - (evidence.runnable_share or 0.0)), fetch_cpu)
@@ -209,7 +288,7 @@ def _more_workers(evidence: Evidence) -> list[Advice]:
     because = (
         f"{evidence.workers} workers of {_ms(fetch)} a batch deliver one every {_ms(fetch / max(1, evidence.workers))}"
     )
-    return [Advice("use more workers", "num_workers", str(workers), _gain(now, step), because)]
+    return [Advice("use more workers", "num_workers", str(workers), _gain(evidence, step), because)]
 
 
 def _best_workers(
@@ -229,8 +308,18 @@ def _best_workers(
     return best, best_step
 
 
-def _gain(now: float, then: float) -> float | None:
-    """The factor on steps per second; None where there is nothing left to compare with."""
+def _gain(evidence: Evidence, then: float) -> float | None:
+    """The factor on steps per second, were a step to take ``then`` seconds on this rank; others may take longer."""
+    now = step_seconds(evidence)
+    if now is None:
+        return None
+    peers = abreast(evidence.pace, evidence.peers)
+    slowest = max((own_compute(peer, (evidence.pace, *peers)) for peer in peers), default=0.0)
+    return _factor(now, max(then, slowest))
+
+
+def _factor(now: float, then: float) -> float | None:
+    """How many times faster; None where there is nothing left to compare with."""
     return round(now / then, 2) if then > 1e-9 and now > 0 else None
 
 
@@ -254,6 +343,9 @@ _BY_CAUSE: Final = {
     "batch_transfer": _transfer,
     "worker_stuck": _stuck,
     "source_slow": _slow_source,
+    "straggler": _straggler,
     "checkpoint": _checkpoint,
     "gc_pause": _garbage,
+    "host_bound": _host_bound,
+    "gpu_throttled": _gpu_throttled,
 }

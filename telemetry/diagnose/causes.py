@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from telemetry.diagnose.straggler import straggler
+
 if TYPE_CHECKING:
     from telemetry.diagnose.evidence import Evidence
 
@@ -21,8 +23,12 @@ class Thresholds:
         starved_supply: workers deliver a batch in at least this share of a step's compute: they are the limit.
         busy: ... or they are in fetches for at least this share of their time.
         runnable: this share of the workers' fetch time without a core: more workers would not help.
-        ready: this many batches ready on average while the training thread waits: they wait to be moved.
-        late: single late batches make at least this share of the waiting: they are the trouble, not all of them.
+        cores_busy: where the kernel does not tell that share: all cores of the machine are busy to this degree.
+        no_core: a training thread that could have run, and had no core, for this share of the window: the batches it is
+            late to take are late for want of cores.
+        ready: where batches could not be matched with their fetches: this many lay ready on average while the
+            training thread waited, so they wait to be moved.
+        late: ... unless single late batches make at least this share of the waiting.
         edges: so many iterations begun in the window before their waits are a pattern, and no single start.
         stuck_fetches: a fetch in progress that lasts this many times the mean ...
         stuck_seconds: ... and at least so long is stuck.
@@ -31,6 +37,8 @@ class Thresholds:
     starved_supply: float = 0.85
     busy: float = 0.85
     runnable: float = 0.35
+    cores_busy: float = 0.95
+    no_core: float = 0.10
     ready: float = 0.5
     late: float = 0.5
     edges: int = 2
@@ -43,7 +51,15 @@ THRESHOLDS: Final = Thresholds()
 
 def costs(evidence: Evidence, at: Thresholds = THRESHOLDS) -> dict[str, float]:
     """Seconds of the window lost, by cause; causes that cost nothing are left out."""
-    lost = {"checkpoint": evidence.checkpoint, "gc_pause": evidence.garbage}
+    lost = {
+        "checkpoint": evidence.checkpoint,
+        "gc_pause": evidence.garbage,
+        "host_bound": evidence.gpu_idle or 0.0,
+        "gpu_throttled": evidence.gpu_slowed or 0.0,
+    }
+    slow = straggler(evidence.pace, evidence.peers)
+    if slow is not None:
+        lost["straggler"] = slow.lost * evidence.steps
     exposed = evidence.exposed
     if exposed is not None and exposed > 0 and evidence.wait > 0:
         edge = min(exposed, exposed * min(1.0, evidence.edge_wait / evidence.wait))
@@ -53,28 +69,46 @@ def costs(evidence: Evidence, at: Thresholds = THRESHOLDS) -> dict[str, float]:
             exposed, edge = exposed - edge, 0.0  # the start of one epoch is no pattern
         else:
             lost["worker_startup"] = edge
-        lost[steady_cause(evidence, at)] = exposed - edge
+        for cause, share in _steady(evidence, at).items():
+            lost[cause] = lost.get(cause, 0.0) + (exposed - edge) * share
     return {cause: seconds for cause, seconds in lost.items() if seconds > 0}
 
 
 def steady_cause(evidence: Evidence, at: Thresholds = THRESHOLDS) -> str:
-    """Why the training thread waits in mid-epoch."""
+    """Why the training thread waits in mid-epoch: what makes most of it."""
+    shares = _steady(evidence, at)
+    return max(shares, key=lambda cause: shares[cause])
+
+
+def _steady(evidence: Evidence, at: Thresholds) -> dict[str, float]:
+    """The causes of waiting in mid-epoch, and the share of each."""
     named = {"watched": "source_slow", "training_thread": "loader_on_training_thread"}.get(evidence.source or "")
     if named is not None:
-        return named
+        return {named: 1.0}
     if evidence.source != "workers" or evidence.busy_ratio is None:
-        return "unknown"
+        return {"unknown": 1.0}
     if _stuck(evidence, at):
-        return "worker_stuck"
+        return {"worker_stuck": 1.0}
+    limit = _what_limits_them(evidence, at) if _workers_are_the_limit(evidence, at) else "uneven_batches"
+    if limit == "workers_throttled":
+        return {limit: 1.0}  # moving a batch takes a core too
+    moved = _moved_share(evidence, at)
+    if moved > 0 and (evidence.own_runnable_ratio or 0.0) >= at.no_core:
+        return {cause: share for cause, share in ((limit, 1.0 - moved), ("workers_throttled", moved)) if share > 0}
+    return {cause: share for cause, share in ((limit, 1.0 - moved), ("batch_transfer", moved)) if share > 0}
+
+
+def _moved_share(evidence: Evidence, at: Thresholds) -> float:
+    """How much of the waiting was for batches that were made already."""
+    matched = evidence.late + evidence.moved
+    if matched > 0:
+        return evidence.moved / matched
     if _workers_are_the_limit(evidence, at):
-        return _what_limits_them(evidence, at)
+        return 0.0
     lying_ready = evidence.ready_batches is not None and evidence.ready_batches >= at.ready
-    return "batch_transfer" if lying_ready and not _late(evidence, at) else "uneven_batches"
-
-
-def _late(evidence: Evidence, at: Thresholds) -> bool:
-    """Whether single late batches make most of the waiting in mid-epoch. Moving a batch takes every batch its time."""
-    return evidence.late_wait >= at.late * max(evidence.wait - evidence.edge_wait, 1e-9)
+    # Moving a batch takes every batch its time; where single ones are late, they are waited for, and not moved.
+    single = evidence.late_wait >= at.late * max(evidence.wait - evidence.edge_wait, 1e-9)
+    return 1.0 if lying_ready and not single else 0.0
 
 
 def supply_seconds(evidence: Evidence) -> float | None:
@@ -102,8 +136,14 @@ def _workers_are_the_limit(evidence: Evidence, at: Thresholds) -> bool:
 
 
 def _what_limits_them(evidence: Evidence, at: Thresholds) -> str:
-    if evidence.cpu_share is None or evidence.runnable_share is None or evidence.blocked_share is None:
-        return "unknown"  # the kernel keeps no schedstat: busy, but nobody can tell with what
-    if evidence.runnable_share >= at.runnable:
+    cpu, blocked = evidence.cpu_share, evidence.blocked_share
+    if cpu is None or blocked is None:
+        return "unknown"  # busy, but nobody can tell with what
+    runnable = evidence.runnable_share
+    if runnable is None:  # not running, and nobody can tell whether for want of a core
+        without_core = blocked >= at.runnable and (evidence.host_cpu_ratio or 0.0) >= at.cores_busy
+    else:
+        without_core = runnable >= at.runnable
+    if without_core:
         return "workers_throttled"
-    return "workers_io_bound" if evidence.blocked_share > evidence.cpu_share else "workers_cpu_bound"
+    return "workers_io_bound" if blocked > cpu else "workers_cpu_bound"

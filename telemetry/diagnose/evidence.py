@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
+
+from telemetry.records import RankPace
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from telemetry.records import Slice
+    from telemetry.records import Slice, WorkersSample
+
+_IN_THE_LOOP: Final = 0.95
+"""Share of a slice in the training loop from which what the GPU did in it is the loop's doing."""
+
+_HELD_BACK: Final = frozenset({"hw_slowdown", "sw_thermal", "hw_thermal", "hw_power_brake"})
+"""Reasons for a low clock that are a fault. At its power cap a GPU runs whenever it is used well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,12 +25,21 @@ class Evidence:
     """One rank over one window. Sums are seconds; what nothing told is None.
 
     Attributes:
-        loop: wait and compute, the time of the training loop.
-        fetch_seconds: mean time of a worker for one batch; ``fetch_cpu_seconds`` of it on a core.
-        cpu_share, runnable_share, blocked_share: of the time the workers spent in fetches.
+        late, moved, head_of_line: waits for workers' batches, taken apart, see `Deliveries`; zeros where none could be
+            matched with its fetch.
+        own_fetch_cpu_share: of the training thread's own fetches, how much ran on a core.
+        fetch_seconds: mean time of a worker for one batch; ``fetch_cpu_seconds`` of it on a core. ``longest_fetch``:
+            none took longer. ``read_bytes``: read from storage by all workers in the window.
+        cpu_share, runnable_share, blocked_share: of the time the workers spent in fetches. Where the kernel does not
+            tell running from waiting for a core, ``runnable_share`` is None and the other two come from CPU time alone.
         ready_batches: mean number of batches that lay ready.
         stuck_seconds: the longest time a fetch was seen in progress.
         process_cpu_per_step: CPU time of the training process (without its workers) for one step.
+        own_runnable_ratio: share of the window in which the training thread could have run, and had no core.
+        host_cpu_ratio: of all cores of the machine.
+        gpu_idle: seconds of the loop without a kernel, though no batch was waited for. ``gpu_slowed``: what the lower
+            clock of a GPU that is held back has cost.
+        pace: of this rank; ``peers``: of the others on its node.
     """
 
     seconds: float
@@ -31,101 +49,207 @@ class Evidence:
     edge_wait: float
     edges: int
     late_wait: float
+    late: float
+    moved: float
+    head_of_line: float
     compute: float
     evaluation: float
     checkpoint: float
     garbage: float
     source: str | None
+    own_fetch_cpu_share: float | None
     workers: int
     fetches: int | None
     fetch_seconds: float | None
     fetch_cpu_seconds: float | None
+    longest_fetch: float | None
+    read_bytes: float | None
     busy_ratio: float | None
     cpu_share: float | None
     runnable_share: float | None
     blocked_share: float | None
     ready_batches: float | None
+    slack_seconds: float | None
+    head_of_line_worker: int | None
     stuck_seconds: float
     process_cpu_per_step: float | None
+    own_runnable_ratio: float | None
+    host_cpu_ratio: float | None
     cores: float
     throttled_ratio: float | None
     gpu_utilization_ratio: float | None
-    gpu_throttled_ratio: float
+    gpu_idle: float | None
+    gpu_slowed: float | None
     settings: dict[str, Any]
+    pace: RankPace
+    peers: tuple[RankPace, ...]
 
     @property
     def loop(self) -> float:
         """Seconds of the training loop."""
         return self.wait + self.compute
 
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the run uses a GPU, as far as is known."""
+        return self.gpu_utilization_ratio is not None
+
     def as_log_field(self) -> dict[str, Any]:
         """The figures that are there, with unit suffixes, for the log."""
-        seconds = ("wait", "exposed", "edge_wait", "late_wait", "compute", "checkpoint", "garbage")
+        seconds = (
+            "wait", "exposed", "edge_wait", "late_wait", "late", "moved", "head_of_line", "compute", "checkpoint",
+            "garbage", "gpu_idle", "gpu_slowed", "longest_fetch",
+        )  # fmt: skip
         plain = (
             "steps", "source", "workers", "edges", "fetch_seconds", "fetch_cpu_seconds", "ready_batches",
-            "stuck_seconds", "cores", "settings",
+            "slack_seconds", "head_of_line_worker", "stuck_seconds", "cores", "settings", "read_bytes",
         )  # fmt: skip
-        ratios = ("busy_ratio", "throttled_ratio", "gpu_utilization_ratio")
+        ratios = ("busy_ratio", "throttled_ratio", "gpu_utilization_ratio", "host_cpu_ratio", "own_runnable_ratio")
         shares = ("cpu_share", "runnable_share", "blocked_share")
         field = {f"{name}_seconds": getattr(self, name) for name in seconds}
         field |= {name: getattr(self, name) for name in (*plain, *ratios)}
         field |= {f"worker_{name.removesuffix('_share')}_ratio": getattr(self, name) for name in shares}
+        field["own_fetch_cpu_ratio"] = self.own_fetch_cpu_share
         field["window_seconds"] = self.seconds
+        field["where"] = self.pace.where
         return {name: round(v, 6) if isinstance(v, float) else v for name, v in field.items() if v is not None}
 
 
-def gather(slices: Sequence[Slice]) -> Evidence:
-    """Add up a window. ``slices`` must not be empty."""
+def gather(slices: Sequence[Slice], *, rank: int = 0, cause: str | None = None) -> Evidence:
+    """Add up a window.
+
+    Args:
+        slices: of the window; not empty.
+        rank: whose it is, for its `RankPace`.
+        cause: of its open stall, for the same.
+    """
     newest = slices[-1]
-    steps = sum(s.steps for s in slices)
+    steps = int(_sum(slices, lambda s: s.steps))
     told = [s for s in slices if s.fetches is not None and s.fetch_busy is not None]  # not before the workers began
     fetches = sum(s.fetches or 0 for s in told)
     fetch = sum(s.fetch_busy or 0.0 for s in told) / fetches if fetches else None
-    shares = _shares(slices)
-    process_cpu = _all([s.process_cpu for s in slices])
+    workers = [s.workers for s in slices if s.workers is not None]
+    shares = _shares(workers)
     cpu_share = shares.get("cpu")
+    process_cpu = _all([s.process_cpu for s in slices])
+    timed = _sum(slices, lambda s: s.timed_fetch)
     return Evidence(
-        seconds=sum(s.seconds for s in slices),
+        seconds=_sum(slices, lambda s: s.seconds),
         steps=steps,
-        wait=sum(s.wait for s in slices),
+        wait=_sum(slices, lambda s: s.wait),
         exposed=_all([s.exposed for s in slices]),
-        edge_wait=sum(s.edge_wait for s in slices),
-        edges=sum(s.edges for s in slices),
-        late_wait=sum(s.late_wait for s in slices),
-        compute=sum(s.compute for s in slices),
-        evaluation=sum(s.evaluation for s in slices),
-        checkpoint=sum(s.checkpoint for s in slices),
-        garbage=sum(s.garbage for s in slices),
+        edge_wait=_sum(slices, lambda s: s.edge_wait),
+        edges=int(_sum(slices, lambda s: s.edges)),
+        late_wait=_sum(slices, lambda s: s.late_wait),
+        late=_sum(slices, lambda s: s.late),
+        moved=_sum(slices, lambda s: s.moved),
+        head_of_line=_sum(slices, lambda s: s.head_of_line),
+        compute=_sum(slices, lambda s: s.compute),
+        evaluation=_sum(slices, lambda s: s.evaluation),
+        checkpoint=_sum(slices, lambda s: s.checkpoint),
+        garbage=_sum(slices, lambda s: s.garbage),
         source=newest.source,
-        workers=max((s.workers.training_workers for s in slices if s.workers is not None), default=0),
+        own_fetch_cpu_share=min(1.0, _sum(slices, lambda s: s.timed_fetch_cpu) / timed) if timed > 0 else None,
+        workers=max((w.training_workers for w in workers), default=0),
         fetches=fetches if told else None,
         fetch_seconds=fetch,
         fetch_cpu_seconds=fetch * cpu_share if fetch is not None and cpu_share is not None else None,
-        busy_ratio=_mean([s.workers.busy_ratio for s in slices if s.workers is not None]),
+        longest_fetch=_longest_fetch(workers),
+        read_bytes=_read_bytes(slices),
+        busy_ratio=_mean([w.busy_ratio for w in workers]),
         cpu_share=cpu_share,
         runnable_share=shares.get("runnable"),
         blocked_share=shares.get("blocked"),
-        ready_batches=_mean([s.workers.ready_batches for s in slices if s.workers is not None]),
-        stuck_seconds=max((s.workers.fetching_seconds for s in slices if s.workers is not None), default=0.0),
+        ready_batches=_mean([w.ready_batches for w in workers]),
+        slack_seconds=_mean([w.slack_seconds for w in workers]),
+        head_of_line_worker=_most_common([w.head_of_line_worker for w in workers]),
+        stuck_seconds=max((w.fetching_seconds for w in workers), default=0.0),
         process_cpu_per_step=process_cpu / steps if process_cpu is not None and steps else None,
+        own_runnable_ratio=_ratio(_all([s.own_runnable for s in slices]), _sum(slices, lambda s: s.seconds)),
+        host_cpu_ratio=_mean([s.host_cpu_ratio for s in slices]),
         cores=newest.cores,
         throttled_ratio=_mean([s.throttled_ratio for s in slices]),
         gpu_utilization_ratio=_mean([s.gpu_utilization_ratio for s in slices]),
-        gpu_throttled_ratio=sum(s.seconds for s in slices if s.gpu_throttled) / (sum(s.seconds for s in slices) or 1.0),
+        gpu_idle=_gpu_idle(slices),
+        gpu_slowed=_gpu_slowed(slices),
         settings=newest.settings,
+        pace=_pace(slices, rank, cause),
+        peers=next((s.peers for s in reversed(slices) if s.peers), ()),
     )
 
 
-def _shares(slices: Sequence[Slice]) -> dict[str, float]:
-    """Of the workers' time in fetches: running, runnable, blocked; empty where the kernel does not tell."""
-    samples = [s.workers for s in slices if s.workers is not None and s.workers.blocked_ratio is not None]
+def _pace(slices: Sequence[Slice], rank: int, cause: str | None) -> RankPace:
+    seconds, compute = _sum(slices, lambda s: s.seconds - s.startup), _sum(slices, lambda s: s.compute)
+    return RankPace(
+        rank=rank,
+        seconds=seconds,
+        steps=int(_sum(slices, lambda s: s.steps)),
+        compute=compute,
+        exposed=_all([s.exposed for s in slices]),
+        away=max(0.0, seconds - compute - _sum(slices, lambda s: s.wait)),
+        samples=int(_sum(slices, lambda s: s.samples)),
+        in_sync=int(_sum(slices, lambda s: s.in_sync)),
+        cause=cause,
+        where=_most_common([s.where for s in slices]),
+    )
+
+
+def _shares(samples: Sequence[WorkersSample]) -> dict[str, float]:
+    """Of the workers' time in fetches: running, runnable, blocked; empty where nothing tells."""
+    scheduled = [w for w in samples if w.blocked_ratio is not None]
+    if not scheduled:
+        timed = [w for w in samples if w.busy_ratio is not None and w.cpu_ratio is not None]
+        busy = sum(w.busy_ratio or 0.0 for w in timed)
+        cpu = min(1.0, sum(w.cpu_ratio or 0.0 for w in timed) / busy) if busy > 0 else None
+        return {} if cpu is None else {"cpu": cpu, "blocked": 1.0 - cpu}
     parts = {
-        "cpu": sum(w.cpu_ratio or 0.0 for w in samples),
-        "runnable": sum(w.runnable_ratio or 0.0 for w in samples),
-        "blocked": sum(w.blocked_ratio or 0.0 for w in samples),
+        "cpu": sum(w.cpu_ratio or 0.0 for w in scheduled),
+        "runnable": sum(w.runnable_ratio or 0.0 for w in scheduled),
+        "blocked": sum(w.blocked_ratio or 0.0 for w in scheduled),
     }
     total = sum(parts.values())
     return {name: part / total for name, part in parts.items()} if total > 0 else {}
+
+
+def _longest_fetch(samples: Sequence[WorkersSample]) -> float | None:
+    """The upper bound of the highest bucket to which the window has added; None where no fetch ended in it."""
+    histograms = [w.fetch_duration for w in samples if w.fetch_duration is not None]
+    if len(histograms) < 2:
+        return None
+    first, last = histograms[0], histograms[-1]
+    counts = zip(last.bounds, first.counts, last.counts, strict=False)
+    return max((bound for bound, before, after in counts if after > before), default=None)
+
+
+def _read_bytes(slices: Sequence[Slice]) -> float | None:
+    told = [
+        s.workers.read_bytes_per_second * s.seconds
+        for s in slices
+        if s.workers is not None and s.workers.read_bytes_per_second is not None
+    ]
+    return sum(told) if told else None
+
+
+def _gpu_idle(slices: Sequence[Slice]) -> float | None:
+    idle = [
+        max(0.0, (1.0 - s.gpu_utilization_ratio) * s.seconds - s.exposed - s.garbage)
+        for s in slices
+        if s.gpu_utilization_ratio is not None
+        and s.exposed is not None
+        and s.wait + s.compute >= _IN_THE_LOOP * s.seconds
+    ]
+    return sum(idle) if idle else None
+
+
+def _gpu_slowed(slices: Sequence[Slice]) -> float | None:
+    known = [s for s in slices if s.gpu_clock_ratio is not None]
+    if not known:
+        return None
+    return sum(s.compute * max(0.0, 1.0 - (s.gpu_clock_ratio or 0.0)) for s in known if _HELD_BACK & {*s.gpu_throttled})
+
+
+def _sum(slices: Sequence[Slice], of: Callable[[Slice], float]) -> float:
+    return sum(of(piece) for piece in slices)
 
 
 def _all(values: Sequence[float | None]) -> float | None:
@@ -134,6 +258,15 @@ def _all(values: Sequence[float | None]) -> float | None:
     return sum(known) if len(known) == len(values) else None
 
 
+def _ratio(part: float | None, whole: float) -> float | None:
+    return None if part is None or whole <= 0 else min(1.0, part / whole)
+
+
 def _mean(values: Sequence[float | None]) -> float | None:
     known = [v for v in values if v is not None]
     return sum(known) / len(known) if known else None
+
+
+def _most_common(values: Sequence[Any]) -> Any:
+    seen = Counter(v for v in values if v is not None).most_common(1)
+    return seen[0][0] if seen else None

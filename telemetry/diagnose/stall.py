@@ -14,10 +14,16 @@ from telemetry.diagnose.causes import costs
 from telemetry.diagnose.evidence import Evidence, gather
 
 if TYPE_CHECKING:
-    from telemetry.records import Slice
+    from telemetry.records import RankPace, Slice
 
 LEAST_STEPS: Final = 5
 """Steps a window must have before its waits mean something; a stuck worker is named without."""
+
+LEAST_STEPS_OF_A_RUN: Final = 20
+"""Steps of a run that ends before it has filled its window ..."""
+
+LEAST_SECONDS_OF_A_RUN: Final = 2.0
+"""... and seconds of its training loop, before it can have stalled."""
 
 LEAST_SHARE: Final = 0.5
 """Share of the window that must have been seen."""
@@ -61,15 +67,18 @@ class StallMachine:
     Args:
         window_seconds: length of the window that is judged.
         enter_ratio: share of it lost to one cause that opens a stall; ``exit_ratio`` closes it.
+        rank: whose stalls these are.
     """
 
-    def __init__(self, window_seconds: float, enter_ratio: float, exit_ratio: float) -> None:
+    def __init__(self, window_seconds: float, enter_ratio: float, exit_ratio: float, rank: int = 0) -> None:
+        self._rank = rank
         self._window = window_seconds
         self._enter = enter_ratio
         self._exit = exit_ratio
         self._slices: deque[Slice] = deque()
         self._held = 0.0
         self._steps = 0
+        self._ever_opened = False
         self.stall: Stall | None = None
 
     def update(self, piece: Slice) -> Change | None:
@@ -83,19 +92,40 @@ class StallMachine:
         self._held += piece.seconds
         while self._held - self._slices[0].seconds >= self._window:
             self._held -= self._slices.popleft().seconds
-        evidence = gather(tuple(self._slices))
+        evidence = self._gather()
         if evidence.loop + evidence.checkpoint <= 0:
             return None  # an evaluation, a start-up: no training to judge
         lost = costs(evidence)
         cause, ratio = _worst(lost, evidence)
-        if self.stall is None:
-            return self._open(cause, lost, evidence) if ratio >= self._enter else None
-        return self._go_on(piece, lost, ratio, evidence)
-
-    def _open(self, cause: str, lost: dict[str, float], evidence: Evidence) -> Change | None:
+        if self.stall is not None:
+            return self._go_on(piece, lost, ratio, evidence)
         seen = evidence.loop + evidence.checkpoint
-        if cause != "worker_stuck" and (evidence.steps < LEAST_STEPS or seen < LEAST_SHARE * self._window):
+        enough = evidence.steps >= LEAST_STEPS and seen >= LEAST_SHARE * self._window
+        if ratio < self._enter or not (enough or cause == "worker_stuck"):
             return None
+        return self._open(cause, lost, evidence)
+
+    def last(self) -> Change | None:
+        """The run ends: one that was too short for a window is judged by what there is of it."""
+        if self._ever_opened or not self._slices:
+            return None
+        evidence = self._gather()
+        lost = costs(evidence)
+        cause, ratio = _worst(lost, evidence)
+        seen = evidence.loop + evidence.checkpoint
+        if ratio < self._enter or evidence.steps < LEAST_STEPS_OF_A_RUN or seen < LEAST_SECONDS_OF_A_RUN:
+            return None
+        return self._open(cause, lost, evidence)
+
+    def pace(self) -> RankPace | None:
+        """What this rank's peers may know of its newest window."""
+        return self._gather().pace if self._slices else None
+
+    def _gather(self) -> Evidence:
+        return gather(tuple(self._slices), rank=self._rank, cause=self.stall.cause if self.stall is not None else None)
+
+    def _open(self, cause: str, lost: dict[str, float], evidence: Evidence) -> Change:
+        self._ever_opened = True
         self.stall = Stall(cause, self._steps - evidence.steps, dict(lost), evidence.loop, evidence.exposed, evidence)
         return Change("opened", self.stall)
 

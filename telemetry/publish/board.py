@@ -16,16 +16,19 @@ import shutil
 import stat
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from telemetry.identity import slug
+from telemetry.records import RankPace
 
 _SEPARATOR: Final = b"\0"
 _STALE_SECONDS: Final = 3600.0
 _PREFIX: Final = "torch-telemetry"
 _MAX_FILE_BYTES: Final = 4 << 20
+_MAX_HEAD_BYTES: Final = 4096
+"""What stands before the families: who it is, and its pace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +88,15 @@ class Board:
 
     # -- a rank's state ----------------------------------------------------------------------------------------
 
-    def publish(self, rank: int, families: list[tuple[bytes, bytes]], *, ended: bool = False) -> None:
+    def publish(
+        self, rank: int, families: list[tuple[bytes, bytes]], *, pace: RankPace | None = None, ended: bool = False
+    ) -> None:
         """Replace this rank's state. What has ended by itself is shown on, as long as others of the run are there."""
         pid = os.getpid()
-        meta = json.dumps({"rank": rank, "pid": pid, "ticks": self._ticks, "ended": ended}).encode()
-        parts = [meta]
+        meta: dict[str, Any] = {"rank": rank, "pid": pid, "ticks": self._ticks, "ended": ended}
+        if pace is not None:
+            meta["pace"] = asdict(pace)
+        parts = [json.dumps(meta).encode()]
         for header, samples in families:
             parts += (header, samples)
         path = self.path / f"rank-{rank}.{pid}"
@@ -133,6 +140,11 @@ class Board:
             if rank not in states or states[rank][0] < order:
                 states[rank] = (order, RankState(rank, pid, families))
         return [states[rank][1] for rank in sorted(states)]
+
+    def paces(self, but: int) -> tuple[RankPace, ...]:
+        """How the other ranks that are alive get on; ``but`` is one's own rank."""
+        paces = (_pace(head) for entry in self._entries() if (head := _head(entry)) is not None)
+        return tuple(pace for pace in paces if pace is not None and pace.rank != but)
 
     def live_ranks(self, but: Path | None = None) -> int:
         """How many processes publish here and are alive, one's own file left out."""
@@ -238,12 +250,25 @@ def _write_whole(file: int, content: bytes) -> None:
 
 def _alive(entry: str | os.PathLike[str]) -> bool:
     """Whether the process that wrote a file still runs and has not ended its part."""
+    return _head(entry) is not None
+
+
+def _head(entry: str | os.PathLike[str]) -> dict[str, Any] | None:
+    """What a process that still runs, and has not ended its part, says of itself; None of any other."""
     try:
         with open(entry, "rb") as file:  # noqa: PTH123
-            meta: dict[str, Any] = json.loads(file.read(512).split(_SEPARATOR)[0])
-        return not meta.get("ended") and start_ticks(int(meta["pid"])) == meta["ticks"]
+            meta: dict[str, Any] = json.loads(file.read(_MAX_HEAD_BYTES).split(_SEPARATOR)[0])
+        return meta if not meta.get("ended") and start_ticks(int(meta["pid"])) == meta["ticks"] else None
     except (OSError, ValueError, KeyError, TypeError):
-        return False
+        return None
+
+
+def _pace(head: dict[str, Any]) -> RankPace | None:
+    """None where there is none yet, or one of another version's."""
+    try:
+        return RankPace(**head["pace"])
+    except (KeyError, TypeError):
+        return None
 
 
 def _unlink(path: str | os.PathLike[str]) -> None:

@@ -16,7 +16,7 @@ from prometheus_client.core import (
     Metric,
 )
 
-from telemetry.records import CAUSES, THROTTLE_REASONS, GpuSample, Histogram, RunView, StallView
+from telemetry.records import CAUSES, THROTTLE_REASONS, GpuSample, Histogram, RunView, StallView, WorkersSample
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -165,6 +165,7 @@ class Families:
             ("power_watts", "Power draw.", gpu.power_watts),
             ("temperature_celsius", "Temperature of the GPU.", gpu.temperature_celsius),
             ("sm_clock_hertz", "Clock of the SMs.", gpu.sm_clock_hertz),
+            ("sm_clock_max_hertz", "The highest clock the SMs have.", gpu.sm_clock_max_hertz),
         )
         for name, text, value in readings:
             if value is not None:
@@ -254,6 +255,27 @@ class Families:
                 "Batches that lie ready for the training thread.",
                 workers.ready_batches,
             )
+        yield from self._deliveries(workers)
+
+    def _deliveries(self, workers: WorkersSample) -> Iterator[Metric]:
+        if workers.slack_seconds is not None:
+            yield self._gauge(
+                "training_loader_slack_seconds",
+                "How long a batch had lain ready when it was asked for.",
+                workers.slack_seconds,
+            )
+        yield self._gauge(
+            "training_loader_head_of_line_batches",
+            "Finished batches that wait behind one that is not.",
+            workers.head_of_line_batches,
+        )
+        waits = (
+            ("late", "Waits for batches whose fetch had not ended.", workers.late_seconds_total),
+            ("moved", "Waits for batches whose fetch had ended: sending, pinning.", workers.moved_seconds_total),
+            ("head_of_line", "Of the late waits, while a later batch was ready.", workers.head_of_line_seconds_total),
+        )
+        for name, text, seconds in waits:
+            yield self._counter(f"training_loader_{name}_seconds", text, seconds)
 
     def _gauge(self, name: str, text: str, value: float, labels: Mapping[str, str] | None = None) -> Metric:
         names = self._labels | dict(labels or {})

@@ -13,7 +13,14 @@ if TYPE_CHECKING:
 
 
 _RUNNING_TOTALS: Final = frozenset(
-    {"cpu_seconds", "fetches_total", "late_seconds_total", "moved_seconds_total", "head_of_line_seconds_total"}
+    {
+        "cpu_seconds",
+        "runnable_seconds",
+        "fetches_total",
+        "late_seconds_total",
+        "moved_seconds_total",
+        "head_of_line_seconds_total",
+    }
 )
 """Counted up over the run: the newest value is the one that tells."""
 

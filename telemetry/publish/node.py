@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from telemetry.publish.board import Board
     from telemetry.publish.discovery import TargetFile
+    from telemetry.records import RankPace
 
 PORTS_TRIED: Final = 64
 """A job that finds the port taken tries so many above it."""
@@ -54,14 +55,20 @@ class NodeService:
         self._ended = False
         self.endpoint: Endpoint | None = None
 
-    def publish(self, rank: int, families: list[tuple[bytes, bytes]], *, ended: bool) -> None:
-        """Put this rank's families on the board.
+    def publish(
+        self, rank: int, families: list[tuple[bytes, bytes]], *, pace: RankPace | None = None, ended: bool
+    ) -> None:
+        """Put this rank's families, and its pace, on the board.
 
         Raises:
             OSError: the board cannot be written.
         """
         self._ended = ended
-        self._board.publish(rank, families, ended=ended)
+        self._board.publish(rank, families, pace=pace, ended=ended)
+
+    def paces(self, but: int) -> tuple[RankPace, ...]:
+        """How the other ranks of this node get on; ``but`` is one's own rank."""
+        return self._board.paces(but)
 
     def lead_if_vacant(self) -> None:
         """Serve, if nobody does; and if it is this rank that does, join what the others have published by now.

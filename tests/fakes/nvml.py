@@ -76,6 +76,7 @@ class Gpu:
     power: int = 350_500
     temperature: int = 61
     sm_clock: int = 1_980
+    sm_clock_max: int = 1_980
     throttle: int = 0
     gpm: bool = False
     gpm_values: dict[int, float] = field(
@@ -258,6 +259,9 @@ class FakeLibrary:
 
     def _nvmlDeviceGetClockInfo(self, handle, _kind, megahertz):
         megahertz._obj.value = self._gpu(handle).sm_clock
+
+    def _nvmlDeviceGetMaxClockInfo(self, handle, _kind, megahertz):
+        megahertz._obj.value = self._gpu(handle).sm_clock_max
 
     def _nvmlDeviceGetCurrentClocksEventReasons(self, handle, bits):
         bits._obj.value = self._gpu(handle).throttle
