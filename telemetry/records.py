@@ -373,6 +373,7 @@ class RankPace:
         compute: of it. ``exposed``: exposed wait, None where it is not known. ``away``: neither waiting nor computing.
         samples: how often the training thread was looked at while it computed; ``in_sync``: of them, in calls in which
             ranks wait for one another.
+        on_gpu: whether it trains on a GPU: there ranks wait for one another wherever the host waits for the GPU.
         cause: of the rank's open stall. ``where``: the line of its own code it was seen in most, outside of such calls.
     """
 
@@ -384,6 +385,7 @@ class RankPace:
     away: float
     samples: int = 0
     in_sync: int = 0
+    on_gpu: bool = False
     cause: str | None = None
     where: str | None = None
 

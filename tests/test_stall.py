@@ -13,7 +13,7 @@ from telemetry.diagnose.advice import WORTH_IT, advise, step_seconds
 from telemetry.diagnose.causes import costs, steady_cause
 from telemetry.diagnose.evidence import gather
 from telemetry.diagnose.stall import LEAST_STEPS, StallMachine
-from telemetry.records import CAUSES, Slice, WorkersSample
+from telemetry.records import CAUSES, FETCH_BUCKETS, Histogram, RankPace, Slice, WorkersSample
 
 IDLE = WorkersSample(
     workers=4, training_workers=4, resident_memory_bytes=1, ready_batches=0, fetching_seconds=0.0, fetches_total=0, fetch_duration=None,
@@ -41,6 +41,11 @@ def with_workers(
     return a_slice(workers=sample, fetches=fetches, fetch_busy=busy * workers * seconds, **fields)
 
 
+def pace(rank: int, *, steps=10, compute=1.0, exposed=0.0, away=0.0, **fields) -> RankPace:
+    """Over one second, or as many as the window has: only what comes to a step counts."""
+    return RankPace(rank=rank, seconds=1.0, steps=steps, compute=compute, exposed=exposed, away=away, **fields)
+
+
 STARVED = dict(wait=0.6, compute=0.4)
 CASES = {
     "loader_on_training_thread": a_slice(source="training_thread", **STARVED),
@@ -53,6 +58,26 @@ CASES = {
     "batch_transfer": with_workers(busy=0.2, cpu=0.2, ready=3, **STARVED),
     "worker_stuck": with_workers(busy=0.9, cpu=0.1, blocked=0.8, stuck=40.0, fetches=100, **STARVED),
     "worker_startup": with_workers(busy=0.3, cpu=0.3, edge_wait=0.55, edges=2, **STARVED),
+    "batch_transfer, matched": with_workers(
+        busy=0.6, cpu=0.5, blocked=0.1, late=0.1, moved=0.4, late_wait=0.5, **STARVED
+    ),
+    "uneven_batches, matched": with_workers(
+        busy=0.4, cpu=0.4, ready=3, late=0.4, moved=0.1, head_of_line=0.3, **STARVED
+    ),
+    "workers_io_bound, matched": with_workers(busy=0.99, cpu=0.1, blocked=0.89, late=0.5, moved=0.1, **STARVED),
+    "workers_throttled, as the training thread is": with_workers(
+        busy=0.2, cpu=0.2, late=0.1, moved=0.5, own_runnable=0.2, **STARVED
+    ),
+    "workers_cpu_bound, no schedstat": with_workers(busy=0.99, cpu=0.9, runnable=None, blocked=None, **STARVED),
+    "workers_io_bound, no schedstat": with_workers(busy=0.99, cpu=0.1, runnable=None, blocked=None, **STARVED),
+    "workers_throttled, no schedstat": with_workers(
+        busy=0.99, cpu=0.4, runnable=None, blocked=None, host_cpu_ratio=0.99, **STARVED
+    ),
+    "straggler": a_slice(peers=(pace(1, compute=0.3, exposed=0.7), pace(2))),
+    "straggler, in its compute": a_slice(samples=50, in_sync=40, peers=(pace(1, samples=50, in_sync=2),)),
+    "straggler, out of its steps": a_slice(peers=(pace(1, compute=0.5, exposed=0.0, away=0.5),)),
+    "host_bound": a_slice(gpu_utilization_ratio=0.6),
+    "gpu_throttled": a_slice(gpu_utilization_ratio=1.0, gpu_clock_ratio=0.5, gpu_throttled=("hw_thermal",)),
     "checkpoint": a_slice(compute=0.5, checkpoint=0.5),
     "gc_pause": a_slice(compute=1.0, garbage=0.4),
     "unknown": a_slice(source="workers", workers=None, **STARVED),
@@ -86,6 +111,14 @@ def test_a_stall_opens_and_closes_with_its_cause(case):
 QUIET = {
     "healthy": a_slice(wait=0.05, compute=0.95),
     "hidden wait": a_slice(wait=0.5, compute=0.5, exposed=0.01),
+    "a peer that waits as long": a_slice(wait=0.1, compute=0.9, peers=(pace(1, compute=0.9, exposed=0.1),)),
+    "a peer whose wait nobody feels": a_slice(peers=(pace(1, compute=0.3, exposed=0.02),)),
+    "a peer with a pace of its own": a_slice(peers=(pace(1, steps=20, compute=0.3, exposed=0.7),)),
+    "a peer that is in sync as long": a_slice(samples=50, in_sync=30, peers=(pace(1, samples=50, in_sync=28),)),
+    "a peer that was hardly looked at": a_slice(samples=50, in_sync=40, peers=(pace(1, samples=3),)),
+    "a GPU that is waited for": a_slice(gpu_utilization_ratio=0.95),
+    "a GPU idle in an evaluation": a_slice(compute=0.5, evaluation=0.5, gpu_utilization_ratio=0.5),
+    "a GPU at its power cap": a_slice(gpu_utilization_ratio=1.0, gpu_clock_ratio=0.7, gpu_throttled=("sw_power_cap",)),
     "evaluation": a_slice(wait=0.0, compute=0.05, evaluation=0.95, steps=0),
     "no steps": a_slice(**STARVED, steps=0),
     "exposure not known": a_slice(**STARVED, exposed=None),
@@ -125,6 +158,34 @@ def test_it_takes_enough_of_a_window():
     assert machine.update(a_slice(**STARVED)).kind == "opened"
 
 
+def test_a_run_that_ends_early_is_judged_by_what_there_is_of_it():
+    machine = StallMachine(30, 0.2, 0.1)
+    for _ in range(5):
+        assert machine.update(CASES["workers_io_bound"]) is None
+    change = machine.last()
+    assert (change.kind, change.stall.cause) == ("opened", "workers_io_bound")
+    for healthy in (CASES["workers_io_bound"], *[a_slice() for _ in range(5)]), (a_slice(**STARVED, steps=40),):
+        machine = StallMachine(30, 0.2, 0.1)
+        for piece in healthy:
+            machine.update(piece)
+        assert machine.last() is None  # too little of it, or too short
+
+
+def test_a_run_whose_stall_has_closed_is_not_judged_again_at_its_end():
+    machine = StallMachine(10, 0.2, 0.1)
+    for piece in [*[CASES["workers_io_bound"]] * 12, *[a_slice()] * 12, *[CASES["workers_io_bound"]] * 3]:
+        machine.update(piece)
+    assert machine.stall is None
+    assert machine.last() is None
+
+
+def test_peers_that_cannot_be_read_for_a_moment_do_not_end_a_stall():
+    machine = StallMachine(10, 0.2, 0.1)
+    for _ in range(12):
+        machine.update(CASES["straggler"])
+    assert machine.update(a_slice()).kind == "held"
+
+
 def test_the_ratio_is_that_of_the_stall():
     machine = StallMachine(10, 0.2, 0.1)
     for _ in range(50):
@@ -144,12 +205,22 @@ samples = st.builds(
     fetch_duration=st.none(), cpu_ratio=ratio, busy_ratio=ratio, runnable_ratio=ratio, blocked_ratio=ratio,
     read_bytes_per_second=st.none() | amount,
 )  # fmt: skip
+paces = st.builds(
+    RankPace, rank=st.integers(0, 9), seconds=amount, steps=st.integers(0, 10**6), compute=amount, exposed=st.none() | amount,
+    away=amount, samples=st.integers(0, 100), in_sync=st.integers(0, 100), cause=st.none() | st.sampled_from(CAUSES),
+    where=st.none() | st.just("train.py:1 in f"),
+)  # fmt: skip
 slices = st.builds(
     Slice, seconds=amount, wait=amount, exposed=st.none() | amount, edge_wait=amount, edges=st.integers(0, 100),
     compute=amount, evaluation=amount, checkpoint=amount, garbage=amount, steps=st.integers(0, 10**6), late_wait=amount,
     source=st.sampled_from([None, "workers", "training_thread", "watched", "of a newer version"]),
     process_cpu=st.none() | amount, fetches=st.none() | st.integers(0, 10**6), fetch_busy=st.none() | amount,
     workers=st.none() | samples, cores=st.floats(0.05, 512), throttled_ratio=ratio, gpu_utilization_ratio=ratio,
+    late=amount, moved=amount, head_of_line=amount, timed_fetch=amount, timed_fetch_cpu=amount, startup=amount,
+    own_runnable=st.none() | amount, samples=st.integers(0, 100), in_sync=st.integers(0, 100), host_cpu_ratio=ratio,
+    where=st.none() | st.just("train.py:1 in f"), peers=st.lists(paces, max_size=3).map(tuple), gpu_clock_ratio=ratio,
+    gpu_throttled=st.lists(st.sampled_from(["hw_thermal", "sw_power_cap", "new"]), max_size=2).map(tuple),
+    settings=st.sampled_from([{}, {"prefetch_factor": None, "in_order": True}, {"prefetch_factor": 64}]),
 )  # fmt: skip
 
 
@@ -238,6 +309,62 @@ def test_persistent_workers_are_not_advised_to_who_has_them():
     advice = first("worker_startup", CASES["worker_startup"])
     assert (advice.setting, advice.value) == ("persistent_workers", "True")
     assert advice.predicted_speedup > 1.4
+
+
+def test_the_slow_rank_is_named_to_those_who_wait_for_it():
+    waiting = CASES["straggler"]
+    told = dataclasses.replace(waiting, peers=(pace(1, compute=0.3, exposed=0.7, cause="workers_io_bound"), pace(2)))
+    advice = first("straggler", told)
+    assert "rank 1 waits for data (workers_io_bound)" in advice.because
+    # 70 ms of 100 lost to rank 1; rank 2, which waits for it as this one does, would do a step in 30 ms too.
+    assert advice.predicted_speedup == pytest.approx(1 / 0.3, rel=0.01)
+    slow = dataclasses.replace(
+        CASES["straggler, in its compute"], peers=(pace(3, samples=50, in_sync=2, where="train.py:41 in augment"),)
+    )
+    assert "rank 3 takes longer to compute a step, mostly in train.py:41 in augment" in first("straggler", slow).because
+
+
+def test_the_slowest_rank_decides_what_a_change_is_worth():
+    alone = with_workers(busy=0.99, cpu=0.1, blocked=0.89, wait=0.8, compute=0.2, workers=1)
+    assert first("workers_io_bound", alone).predicted_speedup == pytest.approx(5.0, rel=0.1)
+    busy = pace(1, compute=1.0, exposed=0.0, samples=100, in_sync=40)  # half of it its own, whatever this rank does
+    own = dataclasses.replace(alone, peers=(busy,), samples=100, in_sync=5)
+    assert first("workers_io_bound", own).predicted_speedup < 2.5
+
+
+def test_a_source_that_is_read_ahead_is_still_as_fast_as_it_is():
+    slow = a_slice(source="watched", wait=0.8, compute=0.2, timed_fetch=1.0, timed_fetch_cpu=0.0)
+    ahead = [a for a in advise("source_slow", gather([slow])) if a.setting is None]
+    assert ahead[0].predicted_speedup == pytest.approx(1.0 / 0.8, rel=0.02)
+    workers = first("source_slow", slow)
+    assert (workers.setting, workers.predicted_speedup) == ("num_workers", pytest.approx(5.0, rel=0.3))
+    on_cpu = a_slice(source="watched", wait=0.5, compute=0.5, timed_fetch=1.0, timed_fetch_cpu=1.0)
+    assert all(a.setting for a in advise("source_slow", gather([on_cpu])))  # a thread would not help
+
+
+def test_prefetching_covers_the_longest_fetch():
+    def sample(counts):
+        return Histogram(FETCH_BUCKETS, (*counts, *(0,) * (len(FETCH_BUCKETS) + 1 - len(counts))), 1.0)
+
+    def uneven(counts):
+        piece = with_workers(
+            busy=0.4, cpu=0.1, blocked=0.3, late=0.4, moved=0.0, workers=2, fetches=50, steps=50, **STARVED
+        )
+        return dataclasses.replace(piece, workers=dataclasses.replace(piece.workers, fetch_duration=sample(counts)))
+
+    evidence = gather([uneven((1,)), uneven((40, 0, 0, 0, 0, 0, 0, 0, 1))])
+    assert evidence.longest_fetch == FETCH_BUCKETS[8]  # 268 ms, of steps of 8 ms: 34 batches of two workers ahead
+    advice = advise("uneven_batches", evidence)[0]
+    assert advice.setting == "prefetch_factor"
+    assert 16 <= int(advice.value) <= 32
+    assert advice.predicted_speedup == pytest.approx(2.5, rel=0.1)
+
+
+def test_pinning_is_not_advised_to_who_has_no_gpu():
+    piece = CASES["batch_transfer, matched"]
+    assert [a.setting for a in advise("batch_transfer", gather([piece]))] == [None]
+    on_gpu = dataclasses.replace(piece, gpu_utilization_ratio=0.5)
+    assert first("batch_transfer", on_gpu).setting == "pin_memory"
 
 
 def test_an_unknown_cause_has_no_advice():

@@ -252,8 +252,7 @@ def _straggler(evidence: Evidence) -> list[Advice]:
         return []
     because = f"rank {slow.rank} {slow.why}; this rank waits {_ms(slow.lost)} of every {_ms(now)} for it"
     action = f"look at rank {slow.rank}: it is the slowest, and all others have its pace"
-    others = replace(evidence, peers=tuple(peer for peer in evidence.peers if peer.rank != slow.rank))
-    return [Advice(action, None, None, _gain(others, now - slow.lost), because)]
+    return [Advice(action, None, None, _gain(evidence, now - slow.lost, but=slow.rank), because)]
 
 
 def _host_bound(evidence: Evidence) -> list[Advice]:
@@ -308,13 +307,17 @@ def _best_workers(
     return best, best_step
 
 
-def _gain(evidence: Evidence, then: float) -> float | None:
-    """The factor on steps per second, were a step to take ``then`` seconds on this rank; others may take longer."""
+def _gain(evidence: Evidence, then: float, but: int | None = None) -> float | None:
+    """The factor on steps per second, were a step to take ``then`` seconds on this rank.
+
+    Others may take longer; ``but`` is the rank that the change is made on, where it is not this one.
+    """
     now = step_seconds(evidence)
     if now is None:
         return None
     peers = abreast(evidence.pace, evidence.peers)
-    slowest = max((own_compute(peer, (evidence.pace, *peers)) for peer in peers), default=0.0)
+    others = [own_compute(peer, (evidence.pace, *peers)) for peer in peers if peer.rank != but]
+    slowest = max(others, default=0.0)
     return _factor(now, max(then, slowest))
 
 

@@ -189,6 +189,7 @@ def _pace(slices: Sequence[Slice], rank: int, cause: str | None) -> RankPace:
         away=max(0.0, seconds - compute - _sum(slices, lambda s: s.wait)),
         samples=int(_sum(slices, lambda s: s.samples)),
         in_sync=int(_sum(slices, lambda s: s.in_sync)),
+        on_gpu=slices[-1].gpu_utilization_ratio is not None,
         cause=cause,
         where=_most_common([s.where for s in slices]),
     )

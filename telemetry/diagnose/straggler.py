@@ -59,6 +59,8 @@ def _elsewhere(own: RankPace, other: RankPace) -> Straggler | None:
     waiting = other.exposed / other.steps - own.exposed / own.steps
     absent = other.away / other.steps - own.away / own.steps
     lost = min(own.compute / own.steps - other.compute / other.steps, waiting + absent)
+    if not own.on_gpu and own.samples >= _LEAST_SAMPLES:
+        lost = min(lost, _together(own))  # the rest of its compute it was seen to work
     if lost <= 0:
         return None
     cause = f" ({other.cause})" if other.cause is not None else ""

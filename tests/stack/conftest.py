@@ -262,13 +262,13 @@ def torchrun(launch):
         text = "torch has no torch.distributed.run"
         pytest.fail(text) if REQUIRED else pytest.skip(text)
 
-    def start(name, ranks, port, options=(), **variables):
+    def start(name, ranks, port, options=(), arguments=(), **variables):
         run_dir, until = launch.folder / name, launch.folder / f"{name}.stop"
         process = launch(
             [
                 sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks),
                 "-m", "telemetry", "run", "--run-dir", str(run_dir), "--port", str(port), *options,
-                str(SCRIPT), "--until", str(until),
+                str(SCRIPT), "--until", str(until), *arguments,
             ],
             name, **variables,
         )  # fmt: skip

@@ -72,10 +72,36 @@ def test_report_of_a_running_job(job):
     assert report["run"] == job.run_dir.name
     check_report(report, range(4))
     check_verdict(report)
-    # Long enough under way, the starved rank has stalled; no other rank is accused.
-    assert {(stall["rank"], stall["cause"]) for stall in report["stalls"]} <= {(2, "loader_on_training_thread")}
+    # Long enough under way, the starved rank has stalled; the others, if they have, for its sake.
+    own = {SLOW_RANK: "loader_on_training_thread"}
+    assert all(stall["cause"] == own.get(stall["rank"], "straggler") for stall in report["stalls"])
     assert report["snapshots"] == []
     assert job.report_text().count("is running") == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (("--slow-seconds", "0.02"), "rank 1 waits for data (loader_on_training_thread)"),
+        (("--slow-seconds", "0", "--think-seconds", "0.08"), "rank 1 takes longer to compute a step, mostly in train_ddp"),
+    ],
+    ids=["data", "compute"],
+)
+def test_the_slow_rank_is_named_to_its_peers(torchrun, arguments, why):
+    options = ("--stall-window-seconds", "8")
+    slow = torchrun(f"slow-{why.split()[2]}", 2, "off", options, arguments, SLOW_RANK="1")
+
+    def stalled():
+        assert slow.running(), slow.stderr
+        return [line for line in slow.logs() if line["event"] == "stall_open" and line["rank"] == 0]
+
+    opened = wait_for("a stall of rank 0", stalled, 60, every=0.2)[0]
+    assert opened["cause"] == "straggler"
+    slow.until.touch()
+    assert slow.wait() == [0]
+    (stall,) = [stall for stall in slow.report()["stalls"] if stall["rank"] == 0]
+    assert stall["cause"] == "straggler"
+    assert why in stall["advice"][0]["because"]
 
 
 @pytest.fixture(scope="module")

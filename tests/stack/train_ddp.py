@@ -29,6 +29,10 @@ class Images(Dataset):
         return torch.full((3, 16, 16), index / self.size), index % 10
 
 
+def think(seconds):
+    time.sleep(seconds)
+
+
 def agreed(done, collectives):
     """Whether any rank is done: all must leave the loop at the same step."""
     if not collectives:
@@ -44,6 +48,7 @@ def main():
     parser.add_argument("--until", default="")
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--slow-seconds", type=float, default=0.02, help="per sample, on the slow rank")
+    parser.add_argument("--think-seconds", type=float, default=0.0, help="per step, on the slow rank")
     options = parser.parse_args()
 
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -66,6 +71,8 @@ def main():
     while not done:
         sampler.set_epoch(epoch)
         for images, labels in loader:
+            if slow and options.think_seconds:
+                think(options.think_seconds)
             loss = lossf(model(images), labels)
             optimizer.zero_grad()
             loss.backward()
