@@ -15,6 +15,7 @@ from telemetry.records import CATEGORIES
 from telemetry.report.command import report
 from telemetry.report.load import NoRunError, load
 from telemetry.report.summary import summarize
+from telemetry.report.text import render
 from telemetry.sketch import Sketch
 
 
@@ -250,5 +251,25 @@ def test_a_stall_that_is_no_starvation_is_in_the_verdict(tmp_path):
     opened = line("stall_open", cause="checkpoint", opened="t1", first_step=5, evidence=evidence, advice=advice)
     write(tmp_path, 0, line("run_start", **START), opened, line("run_end", **totals(wait=0.1, compute=10, steps=100)))
     verdict = summarize(load(tmp_path))["verdict"]
-    assert verdict.startswith("Not starved, but rank 0 stalled. Cause: checkpoint; try write checkpoints less often")
+    assert verdict.startswith("Not starved, but rank 0 stalled. Cause: checkpoint; write checkpoints less often")
     assert "predicted 1.4 times" in verdict
+
+
+def test_a_rank_that_holds_the_others_up_is_named_before_those_that_wait(tmp_path):
+    def stalled(rank, cause, because):
+        evidence = {"lost_seconds": {cause: 40.0 - rank}}
+        advice = [
+            {"action": "look there", "setting": None, "value": None, "predicted_speedup": 2.0, "because": because}
+        ]
+        return line("stall_open", rank, cause=cause, opened="t1", first_step=5, evidence=evidence, advice=advice)
+
+    waits = stalled(0, "straggler", "rank 1 is busy outside of its steps")
+    busy = stalled(1, "checkpoint", "checkpoints took 8 s of 10 s")
+    end = line("run_end", **totals(wait=0.1, compute=10, steps=100))
+    write(tmp_path, 0, line("run_start", **START), waits, end)
+    alone = summarize(load(tmp_path))["verdict"]
+    assert "rank 0 stalled. Cause: straggler; look there (rank 1 is busy outside of its steps)" in alone
+    write(tmp_path, 1, line("run_start", 1, **START), busy, end | {"rank": 1})
+    report = summarize(load(tmp_path))
+    assert "rank 1 stalled. Cause: checkpoint" in report["verdict"]
+    assert "GPU-hours lost in stalls, over all ranks: straggler 0.011, checkpoint 0.011" in render(report)

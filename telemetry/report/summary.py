@@ -54,7 +54,8 @@ def verdict(ranks: Sequence[dict[str, Any]], stalls: Sequence[dict[str, Any]]) -
     if ratio >= STARVED_RATIO:
         return _starved(worst, measured, ratio) + _why(worst["rank"], stalls)
     if stalls:
-        stall = max(stalls, key=_lost)
+        # Who waits for a slow rank loses as much as it does; the slow rank's own stall, if it has one, says more.
+        stall = max(stalls, key=lambda stall: (stall["cause"] != "straggler", _lost(stall)))
         return f"Not starved, but rank {stall['rank']} stalled.{_why(stall['rank'], stalls)}"
     return f"Healthy: no rank lost more than {_percent(ratio)} of its training loop waiting for data.{_beside(newest)}"
 
@@ -81,7 +82,8 @@ def _why(rank: int, stalls: Sequence[dict[str, Any]]) -> str:
     text = f" Cause: {stall['cause']}"
     for advice in stall["advice"][:1]:
         setting, value, gain = (advice.get(name) for name in ("setting", "value", "predicted_speedup"))
-        text += f"; try {f'{setting}={value}' if setting and value else advice.get('action')}"
+        text += f"; try {setting}={value}" if setting and value else f"; {advice.get('action')}"
+        text += f" ({advice.get('because')})" if stall["cause"] == "straggler" else ""
         text += f", predicted {gain:g} times the steps per second" if isinstance(gain, (int, float)) else ""
     return f"{text}."
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.records import CATEGORIES
@@ -10,6 +11,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _MOST_ROWS: Final = 64
+_WORTH_A_WORD: Final = 1.8
+"""Seconds: half of the last digit of the hours that are shown."""
+
 _HEADINGS: Final = {c: c.replace("_", " ") for c in CATEGORIES}
 
 
@@ -25,6 +29,10 @@ def render(report: dict[str, Any], notes: Sequence[str] = ()) -> str:
         lines += ["", f"the {len(shown)} of {len(ranks)} that waited most; --json has all"]
     for stall in report["stalls"]:
         lines += ["", *_stall(stall)]
+    lost = _lost_by_cause(report["stalls"])
+    if lost:
+        shares = ", ".join(f"{cause} {seconds / 3600:.3f}" for cause, seconds in lost)
+        lines += ["", f"GPU-hours lost in stalls, over all ranks: {shares}"]
     if notes:
         lines += ["", *notes]
     return "\n".join(lines) + "\n"
@@ -43,8 +51,18 @@ def _stall(stall: dict[str, Any]) -> list[str]:
         setting, gain = advice.get("setting"), advice.get("predicted_speedup")
         typed = "" if not setting else f"{setting}={advice['value']}: " if advice.get("value") else f"{setting}: "
         worth = f", predicted {gain:g} times the steps per second" if isinstance(gain, (int, float)) else ""
-        lines.append(f"  try {typed}{advice.get('action')}{worth} ({advice.get('because')})")
+        lines.append(f"  {'try ' if typed else ''}{typed}{advice.get('action')}{worth} ({advice.get('because')})")
     return lines
+
+
+def _lost_by_cause(stalls: Sequence[dict[str, Any]]) -> list[tuple[str, float]]:
+    """Seconds by cause, the most expensive first."""
+    total: Counter[str] = Counter()
+    for stall in stalls:
+        lost = stall["evidence"].get("lost_seconds") if isinstance(stall["evidence"], dict) else None
+        for cause, seconds in lost.items() if isinstance(lost, dict) else ():
+            total[cause] += seconds if isinstance(seconds, (int, float)) else 0
+    return [(cause, seconds) for cause, seconds in total.most_common() if seconds >= _WORTH_A_WORD]
 
 
 def _step_row(rank: dict[str, Any]) -> list[str]:

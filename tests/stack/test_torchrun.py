@@ -83,7 +83,10 @@ def test_report_of_a_running_job(job):
     ("arguments", "why"),
     [
         (("--slow-seconds", "0.02"), "rank 1 waits for data (loader_on_training_thread)"),
-        (("--slow-seconds", "0", "--think-seconds", "0.08"), "rank 1 takes longer to compute a step, mostly in train_ddp"),
+        (
+            ("--slow-seconds", "0", "--think-seconds", "0.08"),
+            "rank 1 takes longer to compute a step, mostly in train_ddp",
+        ),
     ],
     ids=["data", "compute"],
 )
