@@ -40,6 +40,7 @@ _MS: Final = 1e-6
 _HOT: Final = "Per step on the training thread, hot (a tight loop that does nothing else)"
 _COLD: Final = "Per step on the training thread, cold (in place inside a real training step)"
 _GPU: Final = "Per step on the training thread, with CUDA events on a GPU"
+_FETCH: Final = "Per fetch in a DataLoader worker"
 _THREADS: Final = "The agent's own threads"
 _MEMORY: Final = "Memory"
 _SCRAPE: Final = "A scrape of a node of 8 ranks, at 5 Hz, in a process that trains"
@@ -229,6 +230,19 @@ def gpu(effort: Effort) -> list[Row]:
     ]
 
 
+def worker_fetches(effort: Effort) -> list[Row]:
+    """What the probe adds in a worker."""
+    pool = Pool()
+    rounds = {"hot_rounds": effort.hot_rounds, "cold_rounds": 4 * effort.cold_rounds}
+    pool.add(lambda: child.run("benchmarks.worker_fetch", rounds))
+    rows = []
+    for kind, name in (("hot", "hot: nothing else is done"), ("cold", "cold: after a convolution of an image")):
+        added = spread(pool.answers[0][kind]).scaled(_US) if pool.answers else None
+        note = f"{pool.answers[0]['fetches']} fetches counted" if pool.answers else pool.missing
+        rows.append(Row(_FETCH, name, "us", added, Target(BELOW, 5.0) if kind == "hot" else None, note))
+    return rows
+
+
 # -- (b) threads, (c) memory, (d) scrapes --------------------------------------------------------------------------
 
 
@@ -312,6 +326,7 @@ def _longer(answer: dict[str, Any], reduce: Callable[[Sequence[float]], float]) 
 PARTS: Final[dict[str, Callable[[Effort], list[Row]]]] = {
     "steps": training_thread,
     "gpu": gpu,
+    "fetch": worker_fetches,
     "threads": agent_threads,
     "memory": memory,
     "scrape": scrapes,

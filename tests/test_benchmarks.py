@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks import agent_cpu, instruments, loops, machine, memory, overhead, report, scrape, spread
+from benchmarks import agent_cpu, instruments, loops, machine, memory, overhead, report, scrape, spread, worker_fetch
 
 TINY = {"hot_rounds": 1, "hot_steps": 40, "cold_rounds": 1, "cold_steps": 2}
 
@@ -93,3 +93,9 @@ def test_what_cannot_be_measured_says_why():
     rows = overhead._loop_rows("hot", "hot", pool, pool, limit=0.8)
     assert all(row.figure is None for row in rows)
     assert any(row.note == "no such machine" for row in rows)
+
+
+def test_a_fetch_in_a_worker():
+    answer = worker_fetch.measure(hot_rounds=2, cold_rounds=2)
+    assert answer["fetches"] == 2 * 500 + 2 * 5
+    assert len(answer["hot"]) == len(answer["cold"]) == 2

@@ -166,11 +166,11 @@ def _time_fetches(block: WorkerBlock, worker: int) -> None:
     words[_TID] = threading.get_native_id()
     words[_PID] = os.getpid()
     for kind in (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher):
-        kind.fetch = _timed(kind.fetch, words)
+        kind.fetch = timed_fetch(kind.fetch, words)
 
 
-def _timed(original: Callable[[Any, Any], Any], words: memoryview) -> Callable[[Any, Any], Any]:
-    """``fetch``, counted."""
+def timed_fetch(original: Callable[[Any, Any], Any], words: memoryview) -> Callable[[Any, Any], Any]:
+    """``fetch``, counted in the words of one worker's slot."""
     thread_time_ns, last_bucket = time.thread_time_ns, len(FETCH_BUCKETS)
     current: list[Any] = [None]
 

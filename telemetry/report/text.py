@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.records import CATEGORIES
@@ -57,12 +56,13 @@ def _stall(stall: dict[str, Any]) -> list[str]:
 
 def _lost_by_cause(stalls: Sequence[dict[str, Any]]) -> list[tuple[str, float]]:
     """Seconds by cause, the most expensive first."""
-    total: Counter[str] = Counter()
+    total: dict[str, float] = {}
     for stall in stalls:
         lost = stall["evidence"].get("lost_seconds") if isinstance(stall["evidence"], dict) else None
         for cause, seconds in lost.items() if isinstance(lost, dict) else ():
-            total[cause] += seconds if isinstance(seconds, (int, float)) else 0
-    return [(cause, seconds) for cause, seconds in total.most_common() if seconds >= _WORTH_A_WORD]
+            total[cause] = total.get(cause, 0.0) + (seconds if isinstance(seconds, (int, float)) else 0.0)
+    worst_first = sorted(total.items(), key=lambda item: -item[1])
+    return [(cause, seconds) for cause, seconds in worst_first if seconds >= _WORTH_A_WORD]
 
 
 def _step_row(rank: dict[str, Any]) -> list[str]:

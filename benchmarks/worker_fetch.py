@@ -1,0 +1,70 @@
+"""What the probe adds to a fetch in a DataLoader worker: hot, and in place between the work of real fetches.
+
+The fetcher is the one of torch that a worker has, patched as the probe patches it; the data set hands out what is
+ready, so that what is added shows. Cold, an image-like transform runs before each fetch and takes the caches.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from time import perf_counter_ns
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch.utils.data._utils.fetch import _MapDatasetFetcher
+
+from benchmarks import child
+from telemetry.attach.worker_probe import WorkerBlock, timed_fetch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_HOT_CALLS: Final = 500
+
+
+class Ready:
+    """A data set of one ready batch."""
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def measure(hot_rounds: int, cold_rounds: int) -> dict[str, Any]:
+    """``{"hot": [...], "cold": [...], "fetches": ...}``: nanoseconds added to a fetch, one reading per round."""
+    torch.set_num_threads(1)
+    block = WorkerBlock(1)
+    block.words[0] = 1  # as a worker does that has begun
+    fetcher = _MapDatasetFetcher(Ready(), False, lambda batch: batch, False)
+    bare, timed = _MapDatasetFetcher.fetch, timed_fetch(_MapDatasetFetcher.fetch, block.words)
+    image, kernel = torch.rand(1, 3, 256, 256), torch.rand(8, 3, 5, 5)
+
+    def hot(fetch: Callable[[Any, int], Any]) -> float:
+        start = perf_counter_ns()
+        for _ in range(_HOT_CALLS):
+            fetch(fetcher, 0)
+        return (perf_counter_ns() - start) / _HOT_CALLS
+
+    def cold(fetch: Callable[[Any, int], Any]) -> float:
+        readings = []
+        for _ in range(5):
+            torch.nn.functional.conv2d(image, kernel).relu().sum()
+            start = perf_counter_ns()
+            fetch(fetcher, 0)
+            readings.append(perf_counter_ns() - start)
+        return statistics.median(readings)
+
+    answer: dict[str, Any] = {}
+    for name, loop, rounds in (("hot", hot, hot_rounds), ("cold", cold, cold_rounds)):
+        added = []
+        for _ in range(rounds):
+            taken = {}
+            for kind, fetch in random.sample((("bare", bare), ("timed", timed)), 2):
+                taken[kind] = loop(fetch)
+            added.append(taken["timed"] - taken["bare"])
+        answer[name] = added
+    return answer | {"fetches": sum(sum(c.histogram) for c in block.read())}
+
+
+if __name__ == "__main__":
+    child.answer(measure)
