@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from telemetry.attach.attachment import Attachment
+    from telemetry.attach.handle import Source
     from telemetry.attach.ring import Entry
     from telemetry.attach.steps import StepTracker
     from telemetry.config import Config
@@ -81,6 +82,10 @@ class Accounts:
         """The phases the user has named and that ended since the last call."""
         while self._tracker.phases:
             yield self._tracker.phases.popleft()
+
+    def take_source(self) -> Source | None:
+        """Where the batches came from that were waited for most since the last call."""
+        return self._numbering.take_source() or self._tracker.source
 
     @property
     def steps_total(self) -> int:

@@ -208,7 +208,7 @@ class Agent:
         with self.faults.contained("collect"):
             self._sampler.poll()
         with self.faults.contained("diagnose"):
-            self._judge.tick(self.accounts.ledger, self.accounts.exposed.seconds, self.accounts.stats)
+            self._judge.tick(self.accounts)
         self._agent_cpu_seconds = time.thread_time()
         with self.faults.contained("exposition"):
             self._publish()

@@ -14,11 +14,10 @@ from telemetry.records import CAUSES, CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from telemetry.accounts import Accounts
     from telemetry.attach.steps import StepTracker
     from telemetry.config import Config
-    from telemetry.diagnose.ledger import Ledger
     from telemetry.diagnose.stall import Stall
-    from telemetry.diagnose.stats import StepStats
     from telemetry.faults import Faults
     from telemetry.records import GpuSample, RankPace
     from telemetry.sampling import Sampler
@@ -67,10 +66,10 @@ class Judge:
         self._stalls = dict.fromkeys(CAUSES, 0)
         self._lost = dict.fromkeys(CAUSES, 0.0)
 
-    def tick(self, ledger: Ledger, exposed_seconds: float | None, stats: StepStats) -> None:
+    def tick(self, accounts: Accounts) -> None:
         """Take in what happened since the last tick; log a stall that opens or closes."""
         before = self._machine.stall
-        change = self._machine.update(self._slice(ledger, exposed_seconds, stats))
+        change = self._machine.update(self._slice(accounts))
         if change is None:
             return
         stall = change.stall
@@ -78,7 +77,7 @@ class Judge:
         if change.kind == "opened":
             self._opened_now(stall)
         elif change.kind == "closed":
-            self._close(stall, stats.steps)
+            self._close(stall, accounts.stats.steps)
 
     def end(self, steps: int) -> None:
         """The run ends, and with it the stall that is open."""
@@ -140,7 +139,8 @@ class Judge:
             ],
         }
 
-    def _slice(self, ledger: Ledger, exposed: float | None, stats: StepStats) -> Slice:
+    def _slice(self, accounts: Accounts) -> Slice:
+        ledger, stats, exposed = accounts.ledger, accounts.stats, accounts.exposed.seconds
         spent = ledger.seconds()
         process, workers = self._sampler.newest("process"), self._sampler.newest("workers")
         pressure, gpu = self._sampler.newest("pressure"), self._sampler.newest("nvml")
@@ -148,7 +148,7 @@ class Judge:
         host, looks = self._sampler.newest("host"), self._whereabouts.take()
         seconds = self._since("wall", ledger.wall_seconds)
         counted = workers is not None and workers.busy_ratio is not None
-        source, settings = self._tracker.source
+        source = accounts.take_source()
         exposed_before, self._exposed_before = self._exposed_before, exposed
         self._tracker.time_next_fetch()
         return Slice(
@@ -163,7 +163,7 @@ class Judge:
             garbage=self._since("garbage", self._tracker.garbage_ns / 1e9),
             steps=int(self._since("steps", stats.steps)),
             late_wait=self._since("late_wait", stats.late_wait_seconds),
-            source=source,
+            source=None if source is None else source.kind,
             process_cpu=None if process is None else self._since("process_cpu", process.cpu_seconds),
             fetches=int(self._since("fetches", workers.fetches_total)) if counted else None,
             fetch_busy=workers.busy_ratio * workers.training_workers * seconds if counted else None,
@@ -179,7 +179,7 @@ class Judge:
             where=looks.where,
             peers=self._peers(),
             workers=workers,
-            settings=settings,
+            settings={} if source is None else source.settings,
             cores=_cores(pressure.cgroup_cpu_limit if pressure is not None else None),
             host_cpu_ratio=None if host is None else host.cpu_ratio,
             throttled_ratio=None if pressure is None else pressure.cgroup_throttled_ratio,

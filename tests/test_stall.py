@@ -68,6 +68,9 @@ CASES = {
     "workers_throttled, as the training thread is": with_workers(
         busy=0.2, cpu=0.2, late=0.1, moved=0.5, own_runnable=0.2, **STARVED
     ),
+    "workers_throttled, crowding out the training thread": with_workers(
+        busy=0.9, cpu=0.3, runnable=0.6, wait=0.0, compute=1.0, own_runnable=0.5, process_cpu=0.5, cores=2.0
+    ),
     "workers_cpu_bound, no schedstat": with_workers(busy=0.99, cpu=0.9, runnable=None, blocked=None, **STARVED),
     "workers_io_bound, no schedstat": with_workers(busy=0.99, cpu=0.1, runnable=None, blocked=None, **STARVED),
     "workers_throttled, no schedstat": with_workers(
@@ -116,6 +119,9 @@ QUIET = {
     "a peer with a pace of its own": a_slice(peers=(pace(1, steps=20, compute=0.3, exposed=0.7),)),
     "a peer that is in sync as long": a_slice(samples=50, in_sync=30, peers=(pace(1, samples=50, in_sync=28),)),
     "a peer that was hardly looked at": a_slice(samples=50, in_sync=40, peers=(pace(1, samples=3),)),
+    "cores that others take": with_workers(
+        busy=0.1, cpu=0.05, runnable=0.05, wait=0.0, compute=1.0, own_runnable=0.5, cores=2.0
+    ),
     "a GPU that is waited for": a_slice(gpu_utilization_ratio=0.95),
     "a GPU idle in an evaluation": a_slice(compute=0.5, evaluation=0.5, gpu_utilization_ratio=0.5),
     "a GPU at its power cap": a_slice(gpu_utilization_ratio=1.0, gpu_clock_ratio=0.7, gpu_throttled=("sw_power_cap",)),
@@ -295,12 +301,18 @@ def test_no_more_workers_than_the_cores_can_run():
 
 
 def test_throttled_workers_are_not_told_to_be_more():
-    piece = CASES["workers_throttled"]
-    settings_advised = [
-        (a.setting, a.value) for a in advise("workers_throttled", gather([dataclasses.replace(piece, cores=2.0)]))
-    ]
-    assert ("num_workers", "2") in settings_advised  # fewer
-    assert all(int(value) < 4 for name, value in settings_advised if name == "num_workers")
+    on_two = gather([dataclasses.replace(CASES["workers_throttled"], cores=2.0)])
+    advice = advise("workers_throttled", on_two)
+    assert not [a for a in advice if a.setting == "num_workers"]
+    assert "more workers would not help" in advice[0].action
+
+
+def test_workers_that_crowd_out_the_training_thread_are_told_to_be_fewer():
+    piece = CASES["workers_throttled, crowding out the training thread"]
+    advice = first("workers_throttled", piece)
+    assert advice.setting == "num_workers"
+    # A step now takes 100 ms, half of it without a core; it needs 50 ms of CPU time, and a fetch 120, on two cores.
+    assert (advice.value, advice.predicted_speedup) == ("2", pytest.approx(100 / 85, rel=0.01))
 
 
 def test_persistent_workers_are_not_advised_to_who_has_them():

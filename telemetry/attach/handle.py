@@ -1,4 +1,4 @@
-"""What the agent may know of a live iterator with workers, without keeping it alive."""
+"""Where batches come from: what the agent may know of an iterator without keeping it alive."""
 
 from __future__ import annotations
 
@@ -19,14 +19,32 @@ _MOST_ARRIVALS: Final = 512
 """Kept from one reading to the next; of a loop with more steps a second the newest are looked at."""
 
 
-class LoaderHandle:
+class Source:
+    """Where batches come from.
+
+    Attributes:
+        kind: in the words of `records.Slice`.
+        settings: of the loader, by the names of DataLoader's arguments.
+    """
+
+    __slots__ = ("__weakref__", "kind", "settings")
+
+    def __init__(self, kind: str, settings: dict[str, Any]) -> None:
+        self.kind = kind
+        self.settings = settings
+
+
+ON_THREAD: Final = Source("training_thread", {"num_workers": 0})
+WATCHED: Final = Source("watched", {})
+
+
+class LoaderHandle(Source):
     """The outside of an iterator with workers.
 
     Attributes:
         pids: of its workers.
         queue: where finished batches lie.
         block: what the workers write down of themselves; None where they were started before the agent.
-        settings: of the loader, by the names of DataLoader's arguments.
         training: whether it has given a training batch.
         in_order: whether batch number ``n`` of an epoch comes from worker ``n % len(pids)``.
         epoch, delivered: iterations begun, and batches taken in the newest, None where the count was lost; the agent
@@ -34,18 +52,7 @@ class LoaderHandle:
         arrivals: training batches taken since they were last looked at; the agent thread's.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "arrivals",
-        "block",
-        "delivered",
-        "epoch",
-        "in_order",
-        "pids",
-        "queue",
-        "settings",
-        "training",
-    )
+    __slots__ = ("arrivals", "block", "delivered", "epoch", "in_order", "pids", "queue", "training")
 
     def __init__(self, iterator: Any, block: WorkerBlock | None) -> None:
         self.pids = tuple(worker.pid for worker in iterator._workers)
@@ -56,26 +63,28 @@ class LoaderHandle:
         self.epoch = 0
         self.delivered: int | None = 0
         self.arrivals: deque[Arrival] = deque(maxlen=_MOST_ARRIVALS)
-        self.settings = {
+        settings = {
             "num_workers": len(self.pids),
             "prefetch_factor": getattr(iterator, "_prefetch_factor", None),
             "persistent_workers": bool(getattr(iterator, "_persistent_workers", False)),
             "pin_memory": bool(getattr(iterator, "_pin_memory", False)),
         }
         if hasattr(iterator, "_in_order"):  # from torch 2.6 on
-            self.settings["in_order"] = self.in_order
+            settings["in_order"] = self.in_order
+        super().__init__("workers", settings)
 
 
 class Numbering:
-    """Gives the batches in the ring their numbers, by which a worker's fetches are told apart."""
+    """Gives the batches in the ring their numbers, which tell a worker's fetches apart, and adds up the waits."""
 
     def __init__(self) -> None:
-        self._current: Callable[[], LoaderHandle | None] = lambda: None  # not to keep one that is done with
+        self._current: Callable[[], Source | None] = lambda: None  # not to keep one that is done with
+        self._waits: dict[Source, int] = {}
 
     def fold(self, entries: Iterable[Entry]) -> None:
         """Number entries of the ring, in the order in which they happened."""
         for start, end, code, loader in entries:
-            if loader is not None and code & BEGINS:
+            if isinstance(loader, LoaderHandle) and code & BEGINS:
                 loader.epoch += 1
                 loader.delivered = 0
             elif loader is not None or code & BATCH:
@@ -84,7 +93,9 @@ class Numbering:
                     loader = self._current()  # noqa: PLW2901 - an ordinary batch does not say where it is from
                 elif waited:
                     self._current = weakref.ref(loader)
-                if loader is not None and loader.delivered is not None:
+                if loader is not None and waited:
+                    self._waits[loader] = self._waits.get(loader, 0) + end - start
+                if isinstance(loader, LoaderHandle) and loader.delivered is not None:
                     if waited:
                         loader.arrivals.append(Arrival(loader.epoch, loader.delivered, start, end))
                     loader.delivered += 1
@@ -92,5 +103,10 @@ class Numbering:
     def lost(self) -> None:
         """Entries were dropped: numbers mean nothing until the next iteration begins."""
         loader = self._current()
-        if loader is not None:
+        if isinstance(loader, LoaderHandle):
             loader.delivered = None
+
+    def take_source(self) -> Source | None:
+        """The source that was waited for most since the last call; None where nothing was waited for."""
+        waits, self._waits = self._waits, {}
+        return max(waits, key=lambda source: waits[source], default=None)

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, Final
 from telemetry.records import CATEGORIES, CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, OTHER, STARTUP
 
 if TYPE_CHECKING:
-    from telemetry.attach.handle import LoaderHandle
+    from telemetry.attach.handle import Source
 
-Entry = tuple[int, int, int, "LoaderHandle | None"]
-"""start, end (monotonic ns), code, and the loader the batch is from; None for the one of the entry before."""
+Entry = tuple[int, int, int, "Source | None"]
+"""start, end (monotonic ns), code, and where the batch is from; None for the source of the entry before."""
 
 CAPACITY: Final = 1 << 12
 """Entries. At one drain a second this is a step of 244 µs; faster loops than that lose entries, counted. The garbage
@@ -54,11 +54,11 @@ STEP: Final = code(S_DATA_WAIT, S_COMPUTE, CLOSES | OPENS | BATCH)
 
 
 class Ring:
-    """Spans of the training thread, in one list: start, end, code and loader to an entry.
+    """Spans of the training thread, in one list: start, end, code and source to an entry.
 
     A list, because a store into it is one pointer: into an ``array`` it goes through the C library's argument parsing,
     which a real step has evicted from the caches, and costs twice as much there (`benchmarks/`: the floor, cold). For
-    the same reason the code of an ordinary batch, and the None of a loader that is the same as before, are not stored
+    the same reason the code of an ordinary batch, and the None of a source that is the same as before, are not stored
     but stand there already; the reader puts them back.
 
     The hot path writes ``words`` and ``head`` itself: a method call would double its cost. Everything else goes
@@ -76,7 +76,7 @@ class Ring:
         # What dropped spans took, by category: the ledger stays right where steps could not be kept.
         self.dropped_ns = [0] * len(CATEGORIES)
 
-    def push(self, start: int, end: int, entry: int, loader: LoaderHandle | None = None) -> None:
+    def push(self, start: int, end: int, entry: int, source: Source | None = None) -> None:
         """Write one span, or count it as dropped."""
         head = self.head
         if head >= self.limit:
@@ -86,7 +86,7 @@ class Ring:
         self.words[slot] = start
         self.words[slot + 1] = end
         self.words[slot + 2] = entry
-        self.words[slot + 3] = loader
+        self.words[slot + 3] = source
         self.head = head + STRIDE
 
     def drop(self, start: int, end: int, entry: int) -> None:

@@ -19,7 +19,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.attach import ring as r
-from telemetry.attach.handle import LoaderHandle
+from telemetry.attach.handle import ON_THREAD, WATCHED, LoaderHandle, Source
 from telemetry.clock import now_ns
 from telemetry.records import CHECKPOINT, EVALUATION, OTHER, PhaseSpan
 
@@ -54,7 +54,7 @@ class StepTracker:
         device: the CUDA device of the training thread, as of the newest first batch; None for none.
         loaders: live multi-worker iterators, by id; ``retired``: those that are gone and whose block is still unread.
         gpu: the clock that times waits on the GPU, None where there is none.
-        source: where the newest epoch's batches come from (see `records.Slice`), and the settings of its loader.
+        source: where the newest batches come from; None before the first.
         garbage_ns: time garbage collection stopped the training thread.
         time_fetch: the next fetch of this thread's own is to be timed on the CPU's clock too; ``timed_fetch_ns`` and
             ``timed_fetch_cpu_ns`` are the sums of those that were.
@@ -106,7 +106,7 @@ class StepTracker:
         self.time_fetch = False
         self.timed_fetch_ns = 0
         self.timed_fetch_cpu_ns = 0
-        self.source: tuple[str | None, dict[str, Any]] = (None, {})
+        self.source: Source | None = None
         self.errors = 0
         self.last_error: BaseException | None = None
         self.phases: deque[PhaseSpan] = deque(maxlen=_MAX_PHASES)
@@ -168,8 +168,8 @@ class StepTracker:
 
     def delivered(self, iterator: object, start: int, end: int, entry: int) -> None:
         """A batch has come whose span is not the ordinary one."""
-        loader = self.loaders.get(id(iterator))
-        self.ring.push(start, end, entry, loader[1] if loader is not None else None)
+        source = self._source_of(iterator)
+        self.ring.push(start, end, entry, source)
         self.waiting_since = 0
         state = entry >> 3 & 7
         if self._held or state == r.S_EVALUATION:
@@ -177,9 +177,9 @@ class StepTracker:
         self._state = state
         self._fetched = True
         self.device = self._current_device()
-        if loader is None:
-            self.register(iterator)  # begun before the agent
-        self.source = self._source_of(iterator)
+        self.source = source
+        if isinstance(source, LoaderHandle):
+            source.training = True
         if self._explicit:
             self._open = True
             return
@@ -268,23 +268,24 @@ class StepTracker:
 
         loaders[key] = (weakref.ref(iterator, gone), LoaderHandle(iterator, block))
 
-    def _source_of(self, iterator: object) -> tuple[str, dict[str, Any]]:
-        """Where batches come from, in the words of `records.Slice`, and the settings of the loader."""
+    def _source_of(self, iterator: object) -> Source:
+        """Where a batch comes from."""
+        if id(iterator) not in self.loaders:
+            self.register(iterator)  # begun before the agent
         entry = self.loaders.get(id(iterator))
         if entry is not None:
-            entry[1].training = True
-            return "workers", entry[1].settings
+            return entry[1]
         workers = getattr(iterator, "_num_workers", None)
         if workers is None:
-            return "watched", {}
-        return ("workers" if workers else "training_thread"), {"num_workers": workers}
+            return WATCHED
+        return Source("workers", {"num_workers": workers}) if workers else ON_THREAD
 
     def time_next_fetch(self) -> None:
         """Where this thread fetches its batches itself, have one timed on the CPU's clock. Called on the agent thread.
 
         The clock of a thread costs a system call, so it is not read at every step.
         """
-        if self.active and self.source[0] in {"training_thread", "watched"}:
+        if self.active and self.source in {ON_THREAD, WATCHED}:
             self.time_fetch = True
             self.key = 0  # off the short path, for one batch
 

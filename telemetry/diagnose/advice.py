@@ -11,7 +11,7 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from telemetry.diagnose.causes import compute_seconds, supply_seconds
+from telemetry.diagnose.causes import compute_seconds, crowded_out, supply_seconds
 from telemetry.diagnose.straggler import abreast, own_compute, straggler
 from telemetry.records import Advice
 
@@ -119,13 +119,31 @@ def _io_bound(evidence: Evidence) -> list[Advice]:
 def _throttled(evidence: Evidence) -> list[Advice]:
     share = evidence.runnable_share if evidence.runnable_share is not None else evidence.blocked_share or 0.0
     because = f"workers could run but have no core for {100 * share:.0f} % of their time in fetches"
-    most = max(1, math.floor(evidence.cores))
-    advice = [Advice("give the job more CPU cores; more workers would not help", None, None, None, because)]
-    if evidence.workers > most:
-        because = f"{evidence.workers} share {evidence.cores:g} cores"
-        advice.append(Advice("use fewer workers", "num_workers", str(most), None, because))
-    advice.append(_cheaper("on the core, each batch takes", evidence))
-    return advice
+    more = Advice("give the job more CPU cores; more workers would not help", None, None, None, because)
+    return [*_fewer_workers(evidence), more, _cheaper("on the core, each batch takes", evidence)]
+
+
+def _fewer_workers(evidence: Evidence) -> list[Advice]:
+    """Where the workers crowd out the training thread: as many as leave it a core."""
+    fetch, fetch_cpu, crowded = evidence.fetch_seconds, evidence.fetch_cpu_seconds, crowded_out(evidence)
+    if fetch is None or fetch_cpu is None or not crowded:
+        return []
+    alone = replace(evidence, compute=max(0.0, evidence.compute - crowded))
+    on_its_own = fetch * (1 - (evidence.runnable_share or 0.0))
+    steps = {
+        workers: step
+        for workers in range(1, evidence.workers)
+        if (step := predicted_step(alone, fetch=on_its_own, fetch_cpu=fetch_cpu, workers=workers)) is not None
+    }
+    if not steps:
+        return []
+    best = min(steps.values())
+    fewest = min(workers for workers, step in steps.items() if step <= 1.01 * best)
+    because = (
+        f"{evidence.workers} workers and the training thread share {evidence.cores:g} cores, and it had none for "
+        f"{crowded:.1f} s of {evidence.loop:.1f} s"
+    )
+    return [Advice("use fewer workers", "num_workers", str(fewest), _gain(evidence, best), because)]
 
 
 def _startup(evidence: Evidence) -> list[Advice]:

@@ -26,6 +26,7 @@ class Thresholds:
         cores_busy: where the kernel does not tell that share: all cores of the machine are busy to this degree.
         no_core: a training thread that could have run, and had no core, for this share of the window: the batches it is
             late to take are late for want of cores.
+        own_load: workers that are short of cores and run on this share of them crowd out the training thread.
         ready: where batches could not be matched with their fetches: this many lay ready on average while the
             training thread waited, so they wait to be moved.
         late: ... unless single late batches make at least this share of the waiting.
@@ -39,6 +40,7 @@ class Thresholds:
     runnable: float = 0.35
     cores_busy: float = 0.95
     no_core: float = 0.10
+    own_load: float = 0.4
     ready: float = 0.5
     late: float = 0.5
     edges: int = 2
@@ -71,6 +73,9 @@ def costs(evidence: Evidence, at: Thresholds = THRESHOLDS) -> dict[str, float]:
             lost["worker_startup"] = edge
         for cause, share in _steady(evidence, at).items():
             lost[cause] = lost.get(cause, 0.0) + (exposed - edge) * share
+    crowded = crowded_out(evidence, at)
+    if crowded > 0:
+        lost["workers_throttled"] = lost.get("workers_throttled", 0.0) + crowded
     return {cause: seconds for cause, seconds in lost.items() if seconds > 0}
 
 
@@ -93,7 +98,7 @@ def _steady(evidence: Evidence, at: Thresholds) -> dict[str, float]:
     if limit == "workers_throttled":
         return {limit: 1.0}  # moving a batch takes a core too
     moved = _moved_share(evidence, at)
-    if moved > 0 and (evidence.own_runnable_ratio or 0.0) >= at.no_core:
+    if moved > 0 and (evidence.own_runnable or 0.0) >= at.no_core * evidence.seconds:
         return {cause: share for cause, share in ((limit, 1.0 - moved), ("workers_throttled", moved)) if share > 0}
     return {cause: share for cause, share in ((limit, 1.0 - moved), ("batch_transfer", moved)) if share > 0}
 
@@ -109,6 +114,20 @@ def _moved_share(evidence: Evidence, at: Thresholds) -> float:
     # Moving a batch takes every batch its time; where single ones are late, they are waited for, and not moved.
     single = evidence.late_wait >= at.late * max(evidence.wait - evidence.edge_wait, 1e-9)
     return 1.0 if lying_ready and not single else 0.0
+
+
+def crowded_out(evidence: Evidence, at: Thresholds = THRESHOLDS) -> float:
+    """Seconds of compute in which the training thread had no core because its own workers were on them.
+
+    They keep ahead of it, so it waits for no batch. Where the workers are not short of cores themselves, it is the
+    load of others, and none of this run's doing.
+    """
+    if evidence.own_runnable is None or evidence.runnable_share is None or evidence.runnable_share < at.runnable:
+        return 0.0
+    running = (evidence.busy_ratio or 0.0) * evidence.workers * (evidence.cpu_share or 0.0)
+    if running < at.own_load * evidence.cores:
+        return 0.0
+    return evidence.own_runnable * evidence.compute / max(evidence.seconds, evidence.loop, 1e-9)
 
 
 def supply_seconds(evidence: Evidence) -> float | None:

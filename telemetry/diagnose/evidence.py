@@ -35,7 +35,7 @@ class Evidence:
         ready_batches: mean number of batches that lay ready.
         stuck_seconds: the longest time a fetch was seen in progress.
         process_cpu_per_step: CPU time of the training process (without its workers) for one step.
-        own_runnable_ratio: share of the window in which the training thread could have run, and had no core.
+        own_runnable: how long the training thread could have run, and had no core.
         host_cpu_ratio: of all cores of the machine.
         gpu_idle: seconds of the loop without a kernel, though no batch was waited for. ``gpu_slowed``: what the lower
             clock of a GPU that is held back has cost.
@@ -73,7 +73,7 @@ class Evidence:
     head_of_line_worker: int | None
     stuck_seconds: float
     process_cpu_per_step: float | None
-    own_runnable_ratio: float | None
+    own_runnable: float | None
     host_cpu_ratio: float | None
     cores: float
     throttled_ratio: float | None
@@ -98,13 +98,13 @@ class Evidence:
         """The figures that are there, with unit suffixes, for the log."""
         seconds = (
             "wait", "exposed", "edge_wait", "late_wait", "late", "moved", "head_of_line", "compute", "checkpoint",
-            "garbage", "gpu_idle", "gpu_slowed", "longest_fetch",
+            "garbage", "own_runnable", "gpu_idle", "gpu_slowed", "longest_fetch",
         )  # fmt: skip
         plain = (
             "steps", "source", "workers", "edges", "fetch_seconds", "fetch_cpu_seconds", "ready_batches",
             "slack_seconds", "head_of_line_worker", "stuck_seconds", "cores", "settings", "read_bytes",
         )  # fmt: skip
-        ratios = ("busy_ratio", "throttled_ratio", "gpu_utilization_ratio", "host_cpu_ratio", "own_runnable_ratio")
+        ratios = ("busy_ratio", "throttled_ratio", "gpu_utilization_ratio", "host_cpu_ratio")
         shares = ("cpu_share", "runnable_share", "blocked_share")
         field = {f"{name}_seconds": getattr(self, name) for name in seconds}
         field |= {name: getattr(self, name) for name in (*plain, *ratios)}
@@ -123,7 +123,7 @@ def gather(slices: Sequence[Slice], *, rank: int = 0, cause: str | None = None) 
         rank: whose it is, for its `RankPace`.
         cause: of its open stall, for the same.
     """
-    newest = slices[-1]
+    newest, waited = slices[-1], _waited_for(slices)
     steps = int(_sum(slices, lambda s: s.steps))
     told = [s for s in slices if s.fetches is not None and s.fetch_busy is not None]  # not before the workers began
     fetches = sum(s.fetches or 0 for s in told)
@@ -148,7 +148,7 @@ def gather(slices: Sequence[Slice], *, rank: int = 0, cause: str | None = None) 
         evaluation=_sum(slices, lambda s: s.evaluation),
         checkpoint=_sum(slices, lambda s: s.checkpoint),
         garbage=_sum(slices, lambda s: s.garbage),
-        source=newest.source,
+        source=waited.source,
         own_fetch_cpu_share=min(1.0, _sum(slices, lambda s: s.timed_fetch_cpu) / timed) if timed > 0 else None,
         workers=max((w.training_workers for w in workers), default=0),
         fetches=fetches if told else None,
@@ -165,17 +165,26 @@ def gather(slices: Sequence[Slice], *, rank: int = 0, cause: str | None = None) 
         head_of_line_worker=_most_common([w.head_of_line_worker for w in workers]),
         stuck_seconds=max((w.fetching_seconds for w in workers), default=0.0),
         process_cpu_per_step=process_cpu / steps if process_cpu is not None and steps else None,
-        own_runnable_ratio=_ratio(_all([s.own_runnable for s in slices]), _sum(slices, lambda s: s.seconds)),
+        own_runnable=_all([s.own_runnable for s in slices]),
         host_cpu_ratio=_mean([s.host_cpu_ratio for s in slices]),
         cores=newest.cores,
         throttled_ratio=_mean([s.throttled_ratio for s in slices]),
         gpu_utilization_ratio=_mean([s.gpu_utilization_ratio for s in slices]),
         gpu_idle=_gpu_idle(slices),
         gpu_slowed=_gpu_slowed(slices),
-        settings=newest.settings,
+        settings=waited.settings,
         pace=_pace(slices, rank, cause),
         peers=next((s.peers for s in reversed(slices) if s.peers), ()),
     )
+
+
+def _waited_for(slices: Sequence[Slice]) -> Slice:
+    """The newest slice of the source that was waited for most: loops may read two loaders side by side."""
+    waits: dict[str | None, float] = {}
+    for piece in slices:
+        waits[piece.source] = waits.get(piece.source, 0.0) + piece.wait
+    source = max(waits, key=lambda name: (name is not None, waits[name]))
+    return next(piece for piece in reversed(slices) if piece.source == source)
 
 
 def _pace(slices: Sequence[Slice], rank: int, cause: str | None) -> RankPace:
@@ -257,10 +266,6 @@ def _all(values: Sequence[float | None]) -> float | None:
     """The sum, None if any part of it is not known."""
     known = [v for v in values if v is not None]
     return sum(known) if len(known) == len(values) else None
-
-
-def _ratio(part: float | None, whole: float) -> float | None:
-    return None if part is None or whole <= 0 else min(1.0, part / whole)
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
