@@ -182,7 +182,7 @@ class WorkerCounters:
     """What one DataLoader worker has written down of itself. Stamps are monotonic nanoseconds, 0 for none.
 
     Attributes:
-        wall_ns, cpu_ns: of the fetches that have ended; ``fetching_since_ns`` is the start of the one in progress.
+        wall_ns: of the fetches that have ended; ``fetching_since_ns`` is the start of the one in progress.
         ended: fetches that have ended, those that raised included; the first is number 0.
         epoch: how many epochs it has begun; epoch ``e`` began with fetch number ``epoch_began[e % len]``.
         recent_finished_ns: when the newest fetches ended; number ``n`` is at ``n % len``.
@@ -193,10 +193,7 @@ class WorkerCounters:
     tid: int
     fetches: int
     wall_ns: int
-    cpu_ns: int
     fetching_since_ns: int
-    finished_ns: int
-    longest_ns: int
     epoch: int
     ended: int
     epoch_began: tuple[int, ...]

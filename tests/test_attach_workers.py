@@ -54,11 +54,9 @@ def test_fetches_are_counted_whatever_the_start_method(observed, context):
         assert c.fetches == c.ended == 3
         assert c.epoch == 1
         assert c.wall_ns >= 3 * 2 * 0.010e9
-        assert 3 * 2 * 0.005e9 <= c.cpu_ns < 0.8 * c.wall_ns
         assert sum(c.histogram) == 3
         assert c.fetching_since_ns == 0
-        assert c.longest_ns <= c.wall_ns
-        assert max(c.recent_finished_ns) == c.finished_ns <= time.perf_counter_ns()
+        assert 0 < max(c.recent_finished_ns) <= time.perf_counter_ns()
     observed.check_sum()
 
 
@@ -81,7 +79,7 @@ def test_a_fetch_in_progress_is_seen(observed, tmp_path):
     assert next(iterator) == 3
     (c,) = counters(observed)
     assert (c.fetches, c.fetching_since_ns) == (1, 0)
-    assert c.finished_ns > before
+    assert max(c.recent_finished_ns) > before
 
 
 def test_persistent_workers_count_on_over_their_epochs(observed):

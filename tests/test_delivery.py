@@ -178,10 +178,7 @@ counts = st.integers(0, 200)
             tid=counts,
             fetches=counts,
             wall_ns=stamps,
-            cpu_ns=stamps,
             fetching_since_ns=stamps,
-            finished_ns=stamps,
-            longest_ns=stamps,
             epoch=st.integers(0, 20),
             ended=counts,
             epoch_began=st.tuples(*[counts] * 8),
@@ -201,3 +198,16 @@ def test_whatever_the_workers_have_written_down_nothing_is_negative(counters, ar
     waited = sum(a.arrived_ns - a.requested_ns for a in arrivals) / 1e9
     assert found.late + found.moved <= waited * (1 + 1e-9)
     fetches.blocked(3, 7, 1 << 62)
+
+
+def test_of_two_loaders_side_by_side_the_one_that_is_waited_for_is_the_source(observed):
+    fast = DataLoader(Numbers(12), batch_size=1)
+    slow = DataLoader(Numbers(12, 0.01), batch_size=1, num_workers=1)
+    for _ in zip(fast, slow):
+        pass
+    observed.read()
+    assert observed.waited_for.kind == "workers"
+    for _ in zip(DataLoader(Numbers(12, 0.01), batch_size=1), DataLoader(Numbers(12), batch_size=1, num_workers=1)):
+        pass
+    observed.read()
+    assert observed.waited_for.kind == "training_thread"

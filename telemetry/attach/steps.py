@@ -54,7 +54,6 @@ class StepTracker:
         device: the CUDA device of the training thread, as of the newest first batch; None for none.
         loaders: live multi-worker iterators, by id; ``retired``: those that are gone and whose block is still unread.
         gpu: the clock that times waits on the GPU, None where there is none.
-        source: where the newest batches come from; None before the first.
         garbage_ns: time garbage collection stopped the training thread.
         time_fetch: the next fetch of this thread's own is to be timed on the CPU's clock too; ``timed_fetch_ns`` and
             ``timed_fetch_cpu_ns`` are the sums of those that were.
@@ -72,6 +71,7 @@ class StepTracker:
         "_open",
         "_optimizer",
         "_optimizer_steps_at_open",
+        "_source",
         "_state",
         "_steady",
         "device",
@@ -86,7 +86,6 @@ class StepTracker:
         "phases",
         "retired",
         "ring",
-        "source",
         "thread",
         "time_fetch",
         "timed_fetch_cpu_ns",
@@ -106,7 +105,7 @@ class StepTracker:
         self.time_fetch = False
         self.timed_fetch_ns = 0
         self.timed_fetch_cpu_ns = 0
-        self.source: Source | None = None
+        self._source: Callable[[], Source | None] = lambda: None  # a reference that keeps nothing
         self.errors = 0
         self.last_error: BaseException | None = None
         self.phases: deque[PhaseSpan] = deque(maxlen=_MAX_PHASES)
@@ -134,6 +133,11 @@ class StepTracker:
     def gradients_on(self) -> bool:
         """Whether gradients are on, as far as torch is loaded."""
         return self._grad_enabled()
+
+    @property
+    def source(self) -> Source | None:
+        """Where the newest batches come from; None before the first, and when it is gone."""
+        return self._source()
 
     @property
     def active(self) -> bool:
@@ -177,7 +181,7 @@ class StepTracker:
         self._state = state
         self._fetched = True
         self.device = self._current_device()
-        self.source = source
+        self._source = weakref.ref(source)
         if isinstance(source, LoaderHandle):
             source.training = True
         if self._explicit:
