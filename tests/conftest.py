@@ -39,7 +39,8 @@ class Observed:
         taken = self.tracker.ring.drain(1 << 20)
         self.ledger.fold(spans(taken))
         self.numbering.fold(taken)
-        self.waited_for = self.numbering.take_source()
+        source = self.numbering.take_source()
+        self.waited_for = source and source.kind
         self.ledger.advance(now_ns(), waiting)
         self.steps += self.ledger.take_steps()
         self.phases += self.ledger.take_phases()
