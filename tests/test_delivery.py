@@ -207,7 +207,7 @@ def test_of_two_loaders_side_by_side_the_one_that_is_waited_for_is_the_source(ob
         pass
     observed.read()
     assert observed.waited_for == "workers"
-    for _ in zip(DataLoader(Numbers(12, 0.01), batch_size=1), DataLoader(Numbers(12), batch_size=1, num_workers=1)):
+    for _ in zip(DataLoader(Numbers(40, 0.02), batch_size=1), DataLoader(Numbers(40), batch_size=1, num_workers=1)):
         pass
     observed.read()
     assert observed.waited_for == "training_thread"
