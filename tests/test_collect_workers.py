@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import gc
+import hashlib
+import subprocess
+import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from torch.utils.data import DataLoader
@@ -121,3 +125,29 @@ def test_idle_workers_of_an_evaluation_do_not_dilute_those_of_the_training(sourc
     sample = fetch_on(source, iterator, 20)
     assert (sample.workers, sample.training_workers) == (3, 1)
     assert sample.busy_ratio > 0.5
+
+
+class OnThreads(Numbers):
+    """The worker waits for threads of its own, which hash with the interpreter released."""
+
+    def __getitem__(self, index):
+        with ThreadPoolExecutor(1) as pool:
+            return index if pool.submit(hashlib.sha256, bytes(20 << 20)).result() else None
+
+
+class InAProgram(Numbers):
+    """The worker waits for a program it has started."""
+
+    def __getitem__(self, index):
+        code = "import time\nwhile time.process_time() < 0.05: pass"
+        subprocess.run([sys.executable, "-S", "-E", "-c", code], check=True)
+        return index
+
+
+@pytest.mark.parametrize("dataset", [OnThreads(400), InAProgram(400)])
+def test_what_a_worker_has_others_compute_is_no_waiting(source, dataset):
+    iterator = iter(DataLoader(dataset, batch_size=1, num_workers=1, prefetch_factor=8))
+    next(iterator)
+    sample = fetch_on(source, iterator, 20)
+    assert sample.busy_ratio > 0.5
+    assert sample.cpu_ratio > 0.2  # of its own thread it would be some hundredths

@@ -12,9 +12,13 @@ _PAGE: Final = os.sysconf("SC_PAGE_SIZE")
 
 @dataclass(frozen=True, slots=True)
 class Stat:
-    """One process: CPU seconds since it began, resident bytes, threads, parent's pid, start in ticks since boot."""
+    """One process: resident bytes, threads, parent's pid, start in ticks since boot, and CPU seconds since it began.
+
+    ``children_cpu_seconds`` is that of its children that have ended and been waited for.
+    """
 
     cpu_seconds: float
+    children_cpu_seconds: float
     resident_bytes: int
     threads: int
     parent: int
@@ -33,7 +37,8 @@ def read_stat(pid: int | str) -> Stat | None:
     if fields[0] in {b"Z", b"X"}:
         return None
     cpu = (int(fields[11]) + int(fields[12])) / _TICKS
-    return Stat(cpu, resident, int(fields[17]), int(fields[1]), int(fields[19]))
+    children = (int(fields[13]) + int(fields[14])) / _TICKS
+    return Stat(cpu, children, resident, int(fields[17]), int(fields[1]), int(fields[19]))
 
 
 @dataclass(frozen=True, slots=True)

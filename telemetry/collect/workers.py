@@ -2,7 +2,7 @@
 
 What they have written down of their fetches tells how busy they are; the kernel's schedstat of the same threads
 splits that time into running, runnable (there was no core) and the rest, blocked. Between fetches a worker sleeps, so
-what it runs, it runs for its fetches.
+what it runs, it runs for its fetches, on other threads of its own and in programs it starts as well.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections import deque
     from collections.abc import Callable, Iterable
 
+_TICK_NS: Final = 10_000_000
 _NONE_YET: Final = Histogram(FETCH_BUCKETS, (0,) * (len(FETCH_BUCKETS) + 1), 0.0)
 
 
@@ -122,7 +123,9 @@ class WorkersSource:
                 everyone += 1
                 if trained and not loader.training:
                     continue
-                seen[pid, stat.start_ticks] = _see(pid, stat.cpu_seconds, counters.get(pid), now)
+                # With its threads, and the programs it has run: what they compute is no waiting of the worker's.
+                cpu = stat.cpu_seconds + stat.children_cpu_seconds
+                seen[pid, stat.start_ticks] = _see(pid, cpu, counters.get(pid), now)
                 longest = max(longest, _fetching_seconds(counters.get(pid), now))
         sample = WorkersSample(
             workers=everyone,
@@ -193,16 +196,20 @@ class WorkersSource:
         )
         if not both or wall <= 0:
             return shares
-        shares["cpu_ratio"] = _mean(after.cpu_seconds - before.cpu_seconds for before, after in both) / (wall / NS)
+        process_cpu = _mean(after.cpu_seconds - before.cpu_seconds for before, after in both) / (wall / NS)
+        shares["cpu_ratio"] = process_cpu
         known = [(b, a) for b, a in both if a.busy_ns is not None and b.busy_ns is not None]
         if known and len(known) == len(both):
             busy = _mean(max(0, (a.busy_ns or 0) - (b.busy_ns or 0)) for b, a in known) / wall
             shares["busy_ratio"] = min(1.0, busy)
             run, runnable = _scheduled(known, wall)
             if run is not None and runnable is not None:
-                shares["cpu_ratio"] = run
+                # The kernel counts the whole process in ticks of 10 ms, and the thread exactly.
+                elsewhere = process_cpu - run > _TICK_NS / wall
+                cpu = max(run, min(busy - runnable, process_cpu)) if elsewhere else run
+                shares["cpu_ratio"] = cpu
                 shares["runnable_ratio"] = runnable
-                shares["blocked_ratio"] = min(1.0, max(0.0, busy - run - runnable))
+                shares["blocked_ratio"] = min(1.0, max(0.0, busy - cpu - runnable))
         if all(a.read_bytes is not None and b.read_bytes is not None for b, a in both):
             total = sum((a.read_bytes or 0) - (b.read_bytes or 0) for b, a in both)
             shares["read_bytes_per_second"] = total / (wall / NS)
