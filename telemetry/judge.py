@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 from telemetry.collect.whereabouts import Whereabouts
 from telemetry.diagnose.advice import advise
 from telemetry.diagnose.stall import StallMachine
+from telemetry.diagnose.stuck import paused
 from telemetry.records import CAUSES, CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, STARTUP, Slice, StallView
+from telemetry.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from telemetry.faults import Faults
     from telemetry.records import GpuSample, RankPace
     from telemetry.sampling import Sampler
+    from telemetry.watchdog import Stuck
 
 
 class Judge:
@@ -54,6 +57,9 @@ class Judge:
         )
         self._peers = peers
         self._whereabouts = Whereabouts(lambda: tracker.thread, lambda: tracker.stepping and not tracker.waiting_since)
+        self._watchdog = Watchdog(config, tracker)
+        self._stuck: Stuck | None = None
+        self._interval = config.interval_seconds
         self._tracker = tracker
         self._sampler = sampler
         self._faults = faults
@@ -68,16 +74,37 @@ class Judge:
 
     def tick(self, accounts: Accounts) -> None:
         """Take in what happened since the last tick; log a stall that opens or closes."""
+        piece, stats = self._slice(accounts), accounts.stats
+        stood_still = paused(piece.seconds, self._interval, piece.process_cpu)
+        stuck = self._stuck = self._watchdog.tick(piece, accounts.ledger, stats, stood_still=stood_still)
+        if stuck is not None and stuck.kind != "held":
+            self._take_stuck(stuck, piece, stats.steps)
+        elif not stood_still:
+            self._take(piece, stats.steps)
+
+    def _take(self, piece: Slice, steps: int) -> None:
         before = self._machine.stall
-        change = self._machine.update(self._slice(accounts))
+        change = self._machine.update(piece)
         if change is None:
             return
-        stall = change.stall
-        self._count_lost(stall, before)
+        self._count_lost(change.stall, before)
         if change.kind == "opened":
-            self._opened_now(stall)
+            self._opened_now(change.stall)
         elif change.kind == "closed":
-            self._close(stall, accounts.stats.steps)
+            self._close(change.stall, steps)
+
+    def _take_stuck(self, stuck: Stuck, piece: Slice, steps: int) -> None:
+        """One stall at a time: a run that is stuck takes the place of what was open."""
+        before = self._machine.stall
+        if before is not None:
+            self._close(before, steps)
+        if stuck.kind == "closed":
+            self._machine.close_stuck()
+            return
+        stall = self._machine.open_stuck(stuck.cause, stuck.seconds, piece)
+        if before is None:  # else what has been lost so far is counted already
+            self._count_lost(stall, None)
+        self._opened_now(stall, with_stacks=True)
 
     def end(self, steps: int) -> None:
         """The run ends, and with it the stall that is open."""
@@ -106,10 +133,13 @@ class Judge:
         for cause, seconds in stall.lost.items():
             self._lost[cause] += seconds - (before.lost.get(cause, 0.0) if before is not None else 0.0)
 
-    def _opened_now(self, stall: Stall) -> None:
+    def _opened_now(self, stall: Stall, *, with_stacks: bool = False) -> None:
         self._opened = self._timestamp()
         self._stalls[stall.cause] += 1
         fields = self._fields(stall) | {"opened": self._opened}
+        if with_stacks:
+            with self._faults.contained("stacks"):
+                fields["evidence"]["stacks"] = self._watchdog.stacks()
         self._emit("stall_open", fields)
         if self._on_stall is not None:
             with self._faults.contained("on_stall"):
@@ -121,12 +151,17 @@ class Judge:
 
     def _fields(self, stall: Stall) -> dict[str, Any]:
         lost = {f"{cause}": round(seconds, 3) for cause, seconds in stall.lost.items()}
-        ratio = stall.exposed_ratio
+        ratio, stuck = stall.exposed_ratio, self._stuck if stall.stuck else None
+        evidence = stall.evidence.as_log_field() | {"lost_seconds": lost}
+        advice = advise(stall.cause, stall.evidence)
+        if stuck is not None:
+            evidence |= stuck.evidence()
+            advice = advice if stall.cause == "worker_stuck" else stuck.advice()
         return {
             "cause": stall.cause,
             "first_step": stall.opened_step,
             "exposed_wait_ratio": None if ratio is None else round(ratio, 4),
-            "evidence": stall.evidence.as_log_field() | {"lost_seconds": lost},
+            "evidence": evidence,
             "advice": [
                 {
                     "action": a.action,
@@ -135,7 +170,7 @@ class Judge:
                     "predicted_speedup": a.predicted_speedup,
                     "because": a.because,
                 }
-                for a in advise(stall.cause, stall.evidence)
+                for a in advice
             ],
         }
 

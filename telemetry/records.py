@@ -201,6 +201,25 @@ class WorkerCounters:
     recent_finished_ns: tuple[int, ...]
 
 
+STACK_END: Final = b"end of stacks\n"
+"""What a worker ends its answer with."""
+
+
+@dataclass(frozen=True, slots=True)
+class StackPort:
+    """How a DataLoader worker can be asked for its Python stacks (`attach.worker_stacks`).
+
+    Attributes:
+        ask: the signal that Python handles. ``force``: the one that is handled while no Python runs.
+        file, inode: the worker's descriptor that its stacks go to, and which file that has to be.
+    """
+
+    ask: int
+    force: int
+    file: int
+    inode: int
+
+
 @dataclass(frozen=True, slots=True)
 class Arrival:
     """A batch the training thread has taken from its workers.

@@ -66,6 +66,8 @@ class StepTracker:
         "_fetched",
         "_grad_enabled",
         "_held",
+        "_iterator",
+        "_iterator_alive",
         "_loader",
         "_members",
         "_open",
@@ -121,6 +123,8 @@ class StepTracker:
         self._optimizer_steps_at_open = 0
         self._members: set[int] = set()  # iterators that gave a batch to the open step
         self._loader = 0  # id of the loader whose iteration the steps follow
+        self._iterator = 0  # id of the iterator that gave the newest batch, 0 when it is gone
+        self._iterator_alive: weakref.ref[Any] | None = None
         self._explicit = False  # the user says step()
         self._fetched = False  # a batch was requested on this thread
         self._optimizer = 0  # id of the optimizer whose steps are the steps where no batch is requested
@@ -148,6 +152,16 @@ class StepTracker:
     def stepping(self) -> bool:
         """Whether the training thread is in a step: not starting up, evaluating or writing a checkpoint."""
         return self._state == r.S_COMPUTE
+
+    @property
+    def loop_left(self) -> bool:
+        """Whether what gave the newest batch is gone: a loop left with ``break``, after which no step is open."""
+        return self._fetched and not self._explicit and not self._iterator
+
+    @property
+    def progress(self) -> tuple[int, int, int]:
+        """Changes with whatever the hooks see of the training thread."""
+        return self.ring.head, self.optimizer_steps, self.waiting_since
 
     @property
     def checkpointing(self) -> bool:
@@ -184,6 +198,8 @@ class StepTracker:
         self._source = weakref.ref(source)
         if isinstance(source, LoaderHandle):
             source.training = True
+        if id(iterator) != self._iterator:
+            self._follow(iterator)
         if self._explicit:
             self._open = True
             return
@@ -298,6 +314,17 @@ class StepTracker:
         self.time_fetch = False
         self.timed_fetch_ns += wall_ns
         self.timed_fetch_cpu_ns += cpu_ns
+
+    def _follow(self, iterator: object) -> None:
+        """Note when the iterator goes, without keeping it alive and without ever holding it on another thread."""
+        key = self._iterator = id(iterator)
+
+        def gone(reference: object) -> None:
+            del reference
+            if self._iterator == key:
+                self._iterator = 0
+
+        self._iterator_alive = weakref.ref(iterator, gone)
 
     def mark_request(self, iterator: object, entry: int) -> None:
         """Mark the request on the GPU's clock, where the span will be booked as waiting for data.

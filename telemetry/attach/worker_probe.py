@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.attach.frames import forget_frame
 from telemetry.clock import now_ns
-from telemetry.records import FETCH_BUCKETS, WorkerCounters
+from telemetry.records import FETCH_BUCKETS, StackPort, WorkerCounters
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,6 +29,7 @@ _PID, _TID, _EPOCH, _FETCHES, _WALL, _SINCE, _ENDED = range(7)
 _COUNTS: Final = struct.Struct("=4q")
 """Fetches, wall, since and ended, which lie side by side."""
 _COUNTS_AT: Final = 8 * _FETCHES
+_STACK_FORCE, _STACK_FILE, _STACK_INODE, _STACK_ASK = range(10, 14)
 _HISTOGRAM: Final = 16
 _EPOCHS: Final = 40
 EPOCHS: Final = 8
@@ -108,6 +109,20 @@ class WorkerBlock:
             )
         return tuple(counters)
 
+    def stack_ports(self) -> dict[int, StackPort]:
+        """By pid, the workers that can be asked for their stacks."""
+        ports = {}
+        for worker in range(self.workers):
+            slot = self.words[worker * _SLOT_WORDS : (worker + 1) * _SLOT_WORDS]
+            if slot[_PID] and slot[_STACK_ASK]:
+                ports[slot[_PID]] = StackPort(
+                    ask=slot[_STACK_ASK],
+                    force=slot[_STACK_FORCE],
+                    file=slot[_STACK_FILE],
+                    inode=slot[_STACK_INODE],
+                )
+        return ports
+
     def close(self) -> None:
         """Give the descriptor back; the memory goes with the last process that has it mapped."""
         file, self._file = self._file, -1
@@ -146,6 +161,7 @@ class WorkerProbe:
         try:
             if self.block is not None:
                 _time_fetches(self.block, worker_id)
+                _offer_stacks(self.block, worker_id)
         except Exception:
             pass  # nowhere to tell it from here; the agent sees a worker that does not report
         if self.user is None:
@@ -167,6 +183,18 @@ def _time_fetches(block: WorkerBlock, worker: int) -> None:
     words[_PID] = os.getpid()
     for kind in (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher):
         kind.fetch = timed_fetch(kind.fetch, words)
+
+
+def _offer_stacks(block: WorkerBlock, worker: int) -> None:
+    """Make this worker ready to be asked for its stacks, and write down how."""
+    from telemetry.attach.worker_stacks import offer_stacks
+
+    port = offer_stacks()
+    base = worker * _SLOT_WORDS
+    block.words[base + _STACK_FORCE] = port.force
+    block.words[base + _STACK_FILE] = port.file
+    block.words[base + _STACK_INODE] = port.inode
+    block.words[base + _STACK_ASK] = port.ask  # last: it says that the others are there
 
 
 def timed_fetch(original: Callable[[Any, Any], Any], words: memoryview) -> Callable[[Any, Any], Any]:

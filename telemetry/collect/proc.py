@@ -59,6 +59,62 @@ def read_schedule(pid: int | str, tid: int) -> Schedule | None:
     return Schedule(int(run), int(runnable))
 
 
+@dataclass(frozen=True, slots=True)
+class Signals:
+    """A thread's state (`R`, `S`, `D`, `T` ... of proc(5)) and its signals, a bit each."""
+
+    state: str
+    pending: int
+    blocked: int
+    caught: int
+
+
+def read_signals(pid: int) -> Signals | None:
+    """Of the process's main thread, from `/proc/PID/status`; None if the process is gone."""
+    values = {b"SigPnd:": 0, b"ShdPnd:": 0, b"SigBlk:": 0, b"SigCgt:": 0}
+    state = ""
+    try:
+        with open(f"/proc/{pid}/status", "rb") as file:  # noqa: PTH123
+            for line in file:
+                name, _, rest = line.partition(b"\t")
+                if name == b"State:":
+                    state = rest[:1].decode()
+                elif name in values:
+                    values[name] = int(rest, 16)
+    except (OSError, ValueError):
+        return None
+    return Signals(state, values[b"SigPnd:"] | values[b"ShdPnd:"], values[b"SigBlk:"], values[b"SigCgt:"])
+
+
+_STATES: Final = {"R": "running", "S": "sleeping", "D": "in uninterruptible sleep", "T": "stopped", "t": "traced"}
+
+
+def thread_state(pid: int | str, tid: int) -> str:
+    """What a thread does, in words, and where in the kernel it sleeps; empty where that is not told."""
+    task = f"/proc/{pid}/task/{tid}"
+    try:
+        with open(f"{task}/stat", "rb") as file:  # noqa: PTH123
+            state = file.read().rpartition(b")")[2].split()[0].decode()
+    except (OSError, IndexError):
+        return ""
+    words = _STATES.get(state, f"in state {state}")
+    try:
+        with open(f"{task}/wchan", "rb") as file:  # noqa: PTH123
+            where = file.read(64).decode("ascii", "replace").partition(".")[0]  # what the compiler added
+    except OSError:
+        where = ""
+    return f"{words} in {where}" if where not in {"", "0"} and state in "SD" else words
+
+
+def is_worker_of_ours(parent: int) -> bool:
+    """Whether a process with this parent is our child, or that of our fork server, which is our child."""
+    here = os.getpid()
+    if parent == here:
+        return True
+    stat = read_stat(parent)
+    return stat is not None and stat.parent == here
+
+
 def read_io_bytes(pid: int) -> int | None:
     """Bytes the process has had read from storage (`read_bytes` of `/proc/PID/io`); None where that is not told."""
     try:

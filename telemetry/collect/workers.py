@@ -7,13 +7,12 @@ what it runs, it runs for its fetches, on other threads of its own and in progra
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from telemetry.clock import NS, now_ns
 from telemetry.collect.delivery import Blocked, Fetches
-from telemetry.collect.proc import Schedule, read_io_bytes, read_schedule, read_stat
+from telemetry.collect.proc import Schedule, is_worker_of_ours, read_io_bytes, read_schedule, read_stat
 from telemetry.records import FETCH_BUCKETS, Arrival, Histogram, WorkerCounters, WorkersSample
 
 if TYPE_CHECKING:
@@ -102,7 +101,7 @@ class WorkersSource:
         self._batches, self._slack = 0, 0.0
         for loader in self._retired():
             self._deliver(loader, self._count(loader.block), now_ns())
-        now, here = now_ns(), os.getpid()
+        now = now_ns()
         blocked: Blocked | None = None
         seen: dict[tuple[int, int], _Seen] = {}
         resident, ready, longest = 0, None, 0.0
@@ -117,7 +116,7 @@ class WorkersSource:
                 ready = _ready(loader.queue, ready)
             for pid in loader.pids:
                 stat = read_stat(pid)
-                if stat is None or (stat.parent != here and not _forkserver_child(stat.parent, here)):
+                if stat is None or not is_worker_of_ours(stat.parent):
                     continue  # gone; or the pid is another process's by now
                 resident += stat.resident_bytes
                 everyone += 1
@@ -250,9 +249,3 @@ def _ready(queue: Any, before: int | None) -> int | None:
         return (before or 0) + int(queue.qsize())
     except Exception:  # a queue that cannot tell, or is closed
         return before
-
-
-def _forkserver_child(parent: int, here: int) -> bool:
-    """Whether a worker's parent is our fork server, which is our child."""
-    stat = read_stat(parent)
-    return stat is not None and stat.parent == here

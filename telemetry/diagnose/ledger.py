@@ -91,6 +91,11 @@ class Ledger:
         """Whether a step has begun and not ended: at the end of a run, one that was left with ``break``."""
         return self._open
 
+    @property
+    def at_edge(self) -> bool:
+        """Whether an iteration has ended or begun, and no batch of the next has come yet."""
+        return self._at_edge
+
     def take_phases(self) -> list[PhaseSpan]:
         """The evaluations and checkpoints closed since the last call."""
         phases, self._phases = self._phases, []

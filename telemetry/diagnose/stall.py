@@ -38,6 +38,7 @@ class Stall:
         opened_step: steps that had ended when it opened.
         exposed_ratio: exposed wait over training-loop seconds, since it opened; None where exposure is not known.
         evidence: of the newest window.
+        stuck: whether it is a run that is stuck: it ends when the run goes on.
     """
 
     cause: str
@@ -46,6 +47,7 @@ class Stall:
     loop: float
     exposed: float | None
     evidence: Evidence
+    stuck: bool = False
 
     @property
     def exposed_ratio(self) -> float | None:
@@ -87,11 +89,9 @@ class StallMachine:
             self._slices.clear()
             self._held = 0.0
             return None
-        self._steps += piece.steps
-        self._slices.append(piece)
-        self._held += piece.seconds
-        while self._held - self._slices[0].seconds >= self._window:
-            self._held -= self._slices.popleft().seconds
+        self._add(piece)
+        if self.stall is not None and self.stall.stuck:
+            return self._hold_stuck(self.stall, piece)
         evidence = self._gather()
         if evidence.loop + evidence.checkpoint <= 0:
             return None  # an evaluation, a start-up: no training to judge
@@ -104,6 +104,37 @@ class StallMachine:
         if ratio < self._enter or not (enough or cause == "worker_stuck"):
             return None
         return self._open(cause, lost, evidence)
+
+    def open_stuck(self, cause: str, seconds: float, piece: Slice) -> Stall:
+        """The run is stuck, and has been for so many seconds. What was open is replaced."""
+        self._add(piece)
+        # On the GPU's clock a wait is exposed only once it is over: until then nobody has measured it.
+        known = piece.exposed is not None and piece.exposed >= piece.wait
+        exposed = (seconds if piece.wait > 0 else 0.0) if known else None
+        self._ever_opened = True
+        self.stall = Stall(cause, self._steps, {cause: seconds}, seconds, exposed, self._gather(), stuck=True)
+        return self.stall
+
+    def close_stuck(self) -> None:
+        """The run goes on. What the window holds has been told: the next stall is judged from now on."""
+        self.stall = None
+        self._slices.clear()
+        self._held = 0.0
+
+    def _hold_stuck(self, before: Stall, piece: Slice) -> Change:
+        spent = piece.wait + piece.compute
+        exposed = None if before.exposed is None or piece.exposed is None else before.exposed + piece.exposed
+        lost = {before.cause: before.lost[before.cause] + spent}
+        loop = before.loop + spent
+        self.stall = Stall(before.cause, before.opened_step, lost, loop, exposed, self._gather(), stuck=True)
+        return Change("held", self.stall)
+
+    def _add(self, piece: Slice) -> None:
+        self._steps += piece.steps
+        self._slices.append(piece)
+        self._held += piece.seconds
+        while self._held - self._slices[0].seconds >= self._window:
+            self._held -= self._slices.popleft().seconds
 
     def last(self) -> Change | None:
         """The run ends: one that was too short for a window is judged by what there is of it."""

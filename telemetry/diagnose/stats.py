@@ -64,6 +64,13 @@ class StepStats:
         """The run's step durations so far."""
         return Histogram(self._bounds, tuple(self._counts), self._sum)
 
+    def durations(self) -> Sketch:
+        """The steps of the run so far, those of the window in progress included."""
+        sketch = Sketch()
+        for part in (self.run_step, self._step):
+            sketch.merge(part.counts.items(), part.largest)
+        return sketch
+
     def take_window(self) -> StepWindow:
         """Close the window in progress and begin the next."""
         window = StepWindow(self._step.total, self._step, self._wait)

@@ -29,7 +29,7 @@ def summarize(processes: Sequence[ProcessLog]) -> dict[str, Any]:
     stalls = [stall for process in processes for stall in _stalls(process)]
     return {
         "run": str(processes[-1].run) if processes else "",
-        "verdict": verdict(ranks, stalls),
+        "verdict": _stuck(processes) or verdict(ranks, stalls),
         "ranks": ranks,
         "stalls": stalls,
         "snapshots": [_snapshot(process.rank, line) for process in processes for line in process.snapshots],
@@ -58,6 +58,29 @@ def verdict(ranks: Sequence[dict[str, Any]], stalls: Sequence[dict[str, Any]]) -
         stall = max(stalls, key=lambda stall: (stall["cause"] != "straggler", _lost(stall)))
         return f"Not starved, but rank {stall['rank']} stalled.{_why(stall['rank'], stalls)}"
     return f"Healthy: no rank lost more than {_percent(ratio)} of its training loop waiting for data.{_beside(newest)}"
+
+
+def _stuck(processes: Sequence[ProcessLog]) -> str:
+    """The verdict of a run that is stuck; empty for one that is not. What was restarted is not stuck any more."""
+    newest = {process.rank: process for process in processes}
+    stalls = [
+        stall
+        for process in newest.values()
+        for stall in _stalls(process)
+        if stall["closed"] is None and "stuck_in" in stall["evidence"]
+    ]
+    if not stalls:
+        return ""
+    # Ranks in compute mostly wait for one that is not.
+    stall = min(stalls, key=lambda stall: stall["evidence"]["stuck_in"] == COMPUTE)
+    others = {other["rank"] for other in stalls} - {stall["rank"]}
+    doing = "waits for a batch" if stall["evidence"]["stuck_in"] == DATA_WAIT else "is in the compute of a step"
+    more = f" So {'are' if len(others) > 1 else 'is'} {len(others)} more." if others else ""
+    at = stall["evidence"].get("stuck_at")
+    return (
+        f"Stuck: rank {stall['rank']} {doing} and has not gone on since before {stall['opened']}. "
+        f"Cause: {stall['cause']}{f'; it stands at {at}' if at else ''}.{more}"
+    )
 
 
 def _starved(worst: dict[str, Any], measured: Sequence[dict[str, Any]], ratio: float) -> str:
@@ -140,7 +163,9 @@ def _stalls(process: ProcessLog) -> list[dict[str, Any]]:
             stalls.append(_stall(process.rank, line))
         elif stalls and stalls[-1]["closed"] is None:
             said = {k: v for k, v in _stall(process.rank, line).items() if v not in (None, {}, [])}
-            stalls[-1] |= said | {"opened": stalls[-1]["opened"]}
+            # The stacks of a stuck run are in the line that opens it alone.
+            evidence = stalls[-1]["evidence"] | said.get("evidence", {})
+            stalls[-1] |= said | {"opened": stalls[-1]["opened"], "evidence": evidence}
             stalls[-1]["closed"] = line.get("closed") or line.get("time")
     return stalls
 
@@ -150,7 +175,8 @@ def _stall(rank: int, line: dict[str, Any]) -> dict[str, Any]:
     stall: dict[str, Any] = {"rank": rank} | {name: line.get(name) for name in names}
     stall["closed"] = None
     stall["opened"] = line.get("opened") or line.get("time")
-    stall["evidence"] = line.get("evidence") or {}
+    evidence = line.get("evidence")
+    stall["evidence"] = evidence if isinstance(evidence, dict) else {}
     stall["advice"] = line.get("advice") or []
     return stall
 

@@ -13,6 +13,8 @@ _MOST_ROWS: Final = 64
 _WORTH_A_WORD: Final = 1.8
 """Seconds: half of the last digit of the hours that are shown."""
 
+_MOST_FRAMES: Final = 4
+_MOST_TRAINING_FRAMES: Final = 12
 _HEADINGS: Final = {c: c.replace("_", " ") for c in CATEGORIES}
 
 
@@ -51,6 +53,19 @@ def _stall(stall: dict[str, Any]) -> list[str]:
         typed = "" if not setting else f"{setting}={advice['value']}: " if advice.get("value") else f"{setting}: "
         worth = f", predicted {gain:g} times the steps per second" if isinstance(gain, (int, float)) else ""
         lines.append(f"  {'try ' if typed else ''}{typed}{advice.get('action')}{worth} ({advice.get('because')})")
+    return [*lines, *_stacks(stall["evidence"].get("stacks"))]
+
+
+def _stacks(stacks: object) -> list[str]:
+    """The innermost frames of every stack of a stuck run, more of the training thread's, which comes first."""
+    lines: list[str] = []
+    most = _MOST_TRAINING_FRAMES
+    for stack in stacks if isinstance(stacks, list) else []:
+        heading, *frames = str(stack).splitlines() or [""]
+        lines += [f"  {line}" for line in (heading, *frames[:most])]
+        if len(frames) > most:
+            lines.append(f"    ... {len(frames) - most} more lines in the log")
+        most = _MOST_FRAMES
     return lines
 
 

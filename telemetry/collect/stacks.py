@@ -1,0 +1,135 @@
+"""Where everybody stands: the training thread, its workers and the other threads, as text for a person."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING, Final
+
+from telemetry.collect.proc import thread_state
+from telemetry.collect.worker_stacks import ask_workers
+from telemetry.stacks import python_threads, stack_text
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import FrameType
+
+    from telemetry.records import StackPort
+
+MOST_BYTES: Final = 1 << 16
+"""Of all stacks together."""
+
+_OURS: Final = "telemetry-"
+_LIBRARIES: Final = (os.path.dirname(os.__file__), os.path.dirname(os.path.dirname(__file__)))  # noqa: PTH120
+Places = frozenset[tuple[str, str]]
+"""Modules and functions."""
+
+DEBUGGER: Final[Places] = frozenset(
+    {("bdb", "trace_dispatch"), ("pdb", "_cmdloop"), ("pydevd", "do_wait_suspend"), ("pydevd", "_do_wait_suspend")}
+)
+"""On the stack of a thread that a debugger has paused."""
+
+EPOCH_END: Final[Places] = frozenset({("torch.utils.data.dataloader", "_shutdown_workers")})
+"""On the stack of a thread that waits for workers to end; for each up to five seconds (torch 2.13)."""
+
+
+def training_frame(ident: int) -> FrameType | None:
+    """The innermost frame of a thread; None if it has ended."""
+    return sys._current_frames().get(ident)
+
+
+def inside(frame: FrameType | None, places: Places) -> bool:
+    """Whether one of these is on the stack."""
+    while frame is not None:
+        if (frame.f_globals.get("__name__"), frame.f_code.co_name) in places:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def place(frame: FrameType | None) -> str:
+    """Where a stack stands, in a few words: its innermost frame and the innermost of the user's own code.
+
+    ``wait (threading.py:320) < ... < train (train.py:40)``
+    """
+    here = _words(frame) if frame is not None else ""
+    steps = 0
+    while frame is not None and _library(frame.f_code.co_filename):
+        frame = frame.f_back
+        steps += 1
+    if frame is None or not steps:
+        return here
+    return f"{here} < {'... < ' if steps > 1 else ''}{_words(frame)}"
+
+
+def _words(frame: FrameType) -> str:
+    return f"{frame.f_code.co_name} ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"  # noqa: PTH119
+
+
+def _library(file: str) -> bool:
+    """Whether a file is Python's, a package's or ours."""
+    return file.startswith((*_LIBRARIES, "<frozen ")) or "site-packages" in file or "dist-packages" in file
+
+
+def all_stacks(training: int, workers: Sequence[tuple[int, int, float | None, StackPort | None]]) -> list[str]:
+    """Every stack, a text each: the training thread's, the workers', those of the other threads but ours.
+
+    Those that stand at the same place are one text.
+
+    Args:
+        training: ident of the training thread.
+        workers: number, pid, seconds of the fetch in progress (None: not told, 0: none) and port of each worker.
+    """
+    first, *others = _threads(training) or [("training thread, which has ended", "")]
+    return _bounded(_grouped([first, *_workers(workers), *others]))
+
+
+def _threads(training: int) -> list[tuple[str, str]]:
+    """Heading and stack of every thread but ours, the training thread first."""
+    threads = sorted(python_threads(), key=lambda thread: thread.ident != training)
+    stacks = []
+    for thread in threads:
+        if not thread.name.startswith(_OURS):
+            kind = "training thread" if thread.ident == training else "thread"
+            stacks.append((f"{kind} {thread.name}{_state('self', thread.native)}", stack_text(thread.frame)))
+    return stacks
+
+
+def _state(process: str, native: int | None) -> str:
+    state = thread_state(process, native) if native is not None else ""
+    return f" ({state})" if state else ""
+
+
+def _workers(workers: Sequence[tuple[int, int, float | None, StackPort | None]]) -> list[tuple[str, str]]:
+    """Heading and stack of every worker, the one whose fetch is the oldest first."""
+    oldest = sorted(workers, key=lambda worker: -(worker[2] or 0.0))
+    answers = ask_workers([(pid, port) for _, pid, _, port in oldest])
+    return [
+        (_heading(number, pid, seconds, answer.state), answer.stack or f"  no stack: {answer.missing}\n")
+        for (number, pid, seconds, _), answer in zip(oldest, answers, strict=True)
+    ]
+
+
+def _heading(number: int, pid: int, seconds: float | None, state: str) -> str:
+    doing = "" if seconds is None else f"in a fetch for {seconds:.1f} s" if seconds else "in no fetch"
+    return f"worker {number} ({', '.join(part for part in (f'pid {pid}', doing, state) if part)})"
+
+
+def _grouped(stacks: Sequence[tuple[str, str]]) -> list[str]:
+    groups: dict[str, list[str]] = {}
+    for heading, stack in stacks:
+        groups.setdefault(stack, []).append(heading)
+    return [f"{', '.join(headings)}\n{stack}" for stack, headings in groups.items()]
+
+
+def _bounded(texts: Sequence[str]) -> list[str]:
+    kept: list[str] = []
+    left = MOST_BYTES
+    for number, text in enumerate(texts):
+        if left <= 0:
+            kept.append(f"{len(texts) - number} more are left out")
+            break
+        clean = text.encode("utf-8", "backslashreplace")[:left]
+        left -= len(clean)
+        kept.append(clean.decode("utf-8", "ignore").rstrip("\n"))
+    return kept

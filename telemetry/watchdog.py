@@ -1,0 +1,113 @@
+"""Whether this rank is stuck, and if so, where everybody stands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from telemetry.clock import NS, now_ns
+from telemetry.collect.stacks import DEBUGGER, EPOCH_END, all_stacks, inside, place, training_frame
+from telemetry.diagnose.stuck import MOST_EXCUSES, Moment, Steps, StuckWatch, stuck_advice, stuck_cause
+from telemetry.records import DATA_WAIT
+
+if TYPE_CHECKING:
+    from telemetry.attach.steps import StepTracker
+    from telemetry.config import Config
+    from telemetry.diagnose.ledger import Ledger
+    from telemetry.diagnose.stats import StepStats
+    from telemetry.records import Advice, Slice, StackPort, WorkersSample
+
+
+@dataclass(frozen=True, slots=True)
+class Stuck:
+    """A run that is stuck, as far as it has come.
+
+    Attributes:
+        kind: ``opened``, ``held`` or ``closed``.
+        cause: from `records.CAUSES`. ``category``: what the training thread does, in the words of the ledger.
+        seconds: how long nothing has been seen to go on.
+        at: the innermost frames of the training thread, in words.
+    """
+
+    kind: str
+    cause: str
+    category: str
+    seconds: float
+    at: str
+
+    def evidence(self) -> dict[str, Any]:
+        """For the log."""
+        return {"stuck_seconds": round(self.seconds, 3), "stuck_in": self.category, "stuck_at": self.at}
+
+    def advice(self) -> tuple[Advice, ...]:
+        """Where to look."""
+        return stuck_advice(self.category, self.seconds, self.at)
+
+
+class Watchdog:
+    """Follows one rank. Runs on the agent thread."""
+
+    def __init__(self, config: Config, tracker: StepTracker) -> None:
+        self._tracker = tracker
+        self._watch = StuckWatch(config.stuck_seconds, config.interval_seconds)
+        self._stuck: Stuck | None = None
+
+    def tick(self, piece: Slice, ledger: Ledger, stats: StepStats, *, stood_still: bool) -> Stuck | None:
+        """Take in what happened since the last tick. Returns a run that is stuck, or just was; None for no such.
+
+        Args:
+            piece: what happened.
+            ledger: knows what the training thread does now.
+            stats: knows how long steps take.
+            stood_still: whether the process did not run meanwhile.
+        """
+        tracker = self._tracker
+        waiting = ledger.category == DATA_WAIT
+        moment = Moment(
+            loop_seconds=0.0 if stood_still else piece.wait + piece.compute,
+            progress=tracker.progress,
+            steps=stats.steps,
+            loop_left=tracker.loop_left and not waiting,
+            at_edge=waiting and ledger.at_edge,
+        )
+        kind = self._watch.update(moment, lambda: _steps(stats))
+        if kind == "opened":
+            self._stuck = self._opened(ledger.category, piece)
+        elif kind is not None and self._stuck is not None:
+            before, seconds = self._stuck, max(self._stuck.seconds, self._watch.seconds)
+            self._stuck = Stuck(kind, before.cause, before.category, seconds, before.at)
+        else:
+            self._stuck = None
+        return self._stuck
+
+    def stacks(self) -> list[str]:
+        """Every stack there is to be had, a text each. Takes a second and a half at most."""
+        workers: list[tuple[int, int, float | None, StackPort | None]] = []
+        loaders = [handle for _, handle in list(self._tracker.loaders.values())]
+        for loader in sorted(loaders, key=lambda handle: not handle.training):
+            ports = loader.block.stack_ports() if loader.block is not None else {}
+            counters = {c.pid: c for c in loader.block.read()} if loader.block is not None else {}
+            for number, pid in enumerate(loader.pids):
+                since = counters[pid].fetching_since_ns if pid in counters else None
+                seconds = None if since is None else (now_ns() - since) / NS if since else 0.0
+                workers.append((number, pid, seconds, ports.get(pid)))
+        return all_stacks(self._tracker.thread, workers)
+
+    def _opened(self, category: str, piece: Slice) -> Stuck | None:
+        frame = training_frame(self._tracker.thread)
+        ending = inside(frame, EPOCH_END) and self._watch.excuses < MOST_EXCUSES
+        if frame is None or inside(frame, DEBUGGER) or ending:
+            self._watch.excuse()
+            return None
+        seconds, sample = self._watch.seconds, piece.workers
+        cause = stuck_cause(category, piece.source, _longest_fetch(sample), seconds)
+        return Stuck("opened", cause, category, seconds, place(frame))
+
+
+def _steps(stats: StepStats) -> Steps:
+    durations = stats.durations()
+    return Steps(p99=durations.quantile(0.99), longest=durations.largest if durations.total else None)
+
+
+def _longest_fetch(sample: WorkersSample | None) -> float:
+    return 0.0 if sample is None else sample.fetching_seconds
