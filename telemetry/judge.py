@@ -102,8 +102,7 @@ class Judge:
             self._machine.close_stuck()
             return
         stall = self._machine.open_stuck(stuck.cause, stuck.seconds, piece)
-        if before is None:  # else what has been lost so far is counted already
-            self._count_lost(stall, None)
+        self._count_lost(stall, None)
         self._opened_now(stall, with_stacks=True)
 
     def end(self, steps: int) -> None:

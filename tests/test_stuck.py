@@ -122,10 +122,17 @@ def test_a_stuck_run_takes_the_place_of_what_was_open_and_leaves_no_trace_in_the
     assert machine.open_stuck("worker_stuck", 30.0, piece).cause == "worker_stuck"
     for _ in range(10):
         assert machine.update(piece).kind == "held"
-    assert machine.stall.lost == {"worker_stuck": 40.0}
+    assert machine.stall.lost == {"worker_stuck": 10.0}  # the 30 s before stand in the other
     assert machine.stall.exposed_ratio == 1.0
     machine.close_stuck()
     assert [machine.update(a_slice()) for _ in range(40)] == [None] * 40
+
+
+def test_a_stuck_run_where_nothing_was_open_has_lost_all_of_it():
+    machine = StallMachine(30, 0.2, 0.1)
+    machine.open_stuck("unknown", 30.0, a_slice(steps=0))
+    assert machine.stall.lost == {"unknown": 30.0}
+    assert machine.stall.exposed_ratio == 0.0
 
 
 # -- properties ---------------------------------------------------------------------------------------------------

@@ -111,8 +111,10 @@ class StallMachine:
         # On the GPU's clock a wait is exposed only once it is over: until then nobody has measured it.
         known = piece.exposed is not None and piece.exposed >= piece.wait
         exposed = (seconds if piece.wait > 0 else 0.0) if known else None
+        # What has been lost so far stands in the stall that is replaced.
+        lost = 0.0 if self.stall is not None else seconds
         self._ever_opened = True
-        self.stall = Stall(cause, self._steps, {cause: seconds}, seconds, exposed, self._gather(), stuck=True)
+        self.stall = Stall(cause, self._steps, {cause: lost}, seconds, exposed, self._gather(), stuck=True)
         return self.stall
 
     def close_stuck(self) -> None:

@@ -676,7 +676,8 @@ def test_what_is_not_stuck(tmp_path, what):
     telemetry.stop()
     assert sum(line["steps"] for line in lines(agent, "window")) >= 1
     assert agent.accounts.ledger.wall_seconds > LONG
-    assert lines(agent, "stall_open") == []
+    # A run too short for a window is judged as it ends: the checkpoint may be a stall, but nobody was stuck.
+    assert [line for line in lines(agent, "stall_open") if "stuck_in" in line["evidence"]] == []
     assert agent.faults.counts == {}
 
 
@@ -709,7 +710,7 @@ def test_a_process_that_was_stopped_was_not_stuck(tmp_path, workers):
             wait_for(lambda: len(events(tmp_path / "run", "window")) > before + 3, "it goes on")
         (tmp_path / "end").write_text("now")
         assert child.wait() == 0
-    assert events(tmp_path / "run", "stall_open") == []
+    assert [line for line in events(tmp_path / "run", "stall_open") if "stuck_in" in line["evidence"]] == []
 
 
 COLLECTIVE = """
