@@ -33,8 +33,9 @@ LATE_TICKS: Final = 2.0
 MOST_EXCUSES: Final = 10
 """An epoch may take so many times as long to end, with workers that are slow to go."""
 
-AS_LONG: Final = 0.5
-"""A worker is stuck if its fetch has been in progress for this share of the time that the training thread waits."""
+AS_LONG: Final = 0.25
+"""A worker is stuck if its fetch has been in progress for this share of the time that the training thread waits. For
+the rest of it the worker may have been starting, or busy with the batch before."""
 
 
 @dataclass(frozen=True, slots=True)

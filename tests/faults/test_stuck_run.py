@@ -209,7 +209,7 @@ def test_whatever_the_start_method(tmp_path, context):
 def test_a_worker_that_hangs_at_the_start_of_an_epoch(tmp_path):
     path = tmp_path / "fifo"
     os.mkfifo(path)
-    agent = start(tmp_path)
+    agent = start(tmp_path, stuck_seconds=3)
     assert len(train(DataLoader(Numbers(30), batch_size=1, num_workers=1))) == 30
     watching = when_stuck(agent, lambda: path.write_text("go"))
     loader = DataLoader(Named(path), batch_size=1, num_workers=1, sampler=[AT, 1, 2])
