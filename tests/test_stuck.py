@@ -99,6 +99,8 @@ def test_what_is_excused_counts_anew():
         ("data_wait", "watched", 0.0, "source_slow"),
         ("data_wait", "training_thread", 0.0, "loader_on_training_thread"),
         ("data_wait", None, 0.0, "unknown"),
+        ("data_wait", None, 31.0, "worker_stuck"),
+        ("data_wait", "training_thread", 31.0, "loader_on_training_thread"),
         ("compute", "workers", 31.0, "unknown"),
     ],
 )

@@ -131,13 +131,13 @@ def stuck_cause(category: str, source: str | None, fetching_seconds: float, stuc
 
     Args:
         category: of the ledger: what the training thread does.
-        source: where its batches come from, see `records.Slice`.
+        source: where its batches come from, see `records.Slice`; None also before the first one of a new loader.
         fetching_seconds: how long the longest fetch in progress in a worker has taken.
         stuck_seconds: how long the run has been stuck.
     """
     if category != DATA_WAIT:
         return "unknown"
-    if source == "workers" and fetching_seconds >= AS_LONG * stuck_seconds:
+    if source in {"workers", None} and fetching_seconds >= AS_LONG * stuck_seconds:
         return "worker_stuck"
     return {"watched": "source_slow", "training_thread": "loader_on_training_thread"}.get(source or "", "unknown")
 
