@@ -1,4 +1,4 @@
-"""The command line: run · report · demo · doctor."""
+"""The command line: run · report · trace · demo · doctor."""
 
 from __future__ import annotations
 
@@ -51,6 +51,16 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--json", action="store_true", help="as one JSON object, for programs")
     report.set_defaults(command=_report)
 
+    trace = commands.add_parser(
+        "trace", help="what the steps in a trace of torch.profiler are made of, and what to change"
+    )
+    trace.add_argument("path", metavar="FILE_OR_DIR", help="a .json or .json.gz trace, or a folder of them")
+    trace.add_argument("--json", action="store_true", help="an object for a file, a list for a folder; for programs")
+    trace.add_argument(
+        "--max-bytes", metavar="N", type=_bytes, default=None, help="of a file, uncompressed (default: 4 GiB)"
+    )
+    trace.set_defaults(command=_trace)
+
     demo = commands.add_parser("demo", help="train a small network that starves, and show what is seen (90 s)")
     demo.add_argument("--run-dir", metavar="DIR", default="demo-run", help="default: %(default)s")
     demo.set_defaults(command=_demo)
@@ -96,6 +106,29 @@ def _report(options: argparse.Namespace) -> int:
     from telemetry.report import command
 
     return command.report(options.run_dir, as_json=options.json)
+
+
+def _trace(options: argparse.Namespace) -> int:
+    from telemetry.snapshot.reading import command, limits
+
+    caps = limits.Limits() if options.max_bytes is None else limits.Limits(max_bytes=options.max_bytes)
+    outcome = command.trace(options.path, as_json=options.json, limits=caps)
+    for problem in outcome.problems:
+        sys.stderr.write(f"telemetry: {problem}\n")
+    try:
+        encoding = sys.stdout.encoding or "utf-8"
+        sys.stdout.write(outcome.text.encode(encoding, "replace").decode(encoding))  # names are anybody's text
+        sys.stdout.flush()
+    except BrokenPipeError:
+        sys.stdout = None  # the reader has seen enough; and Python is not to flush it again at exit
+    return outcome.status
+
+
+def _bytes(text: str) -> int:
+    number = int(text)
+    if number <= 0:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return number
 
 
 def _demo(options: argparse.Namespace) -> int:

@@ -1,0 +1,1 @@
+"""Traces: arm, coordinate, capture, store, read."""
