@@ -39,7 +39,13 @@ OWNERS = {
         "doctor.py",
     },  # else attach/ works on the modules that the script has imported
     "PIL": {"demo/pictures.py", "demo/train.py", "demo/command.py"},
-    "orjson": {"publish/jsonl.py", "report/load.py", "report/command.py"},
+    "orjson": {
+        "publish/jsonl.py",
+        "report/load.py",
+        "report/command.py",
+        "snapshot/reading/scanner.py",
+        "snapshot/reading/command.py",
+    },
 }
 
 

@@ -116,7 +116,7 @@ class _Times:
         self.layout: list[Interval] = []
         self.eligible: list[Interval] = []
         self.copied_bytes = self.float_bytes = self.pageable_bytes = 0
-        copied: dict[int, bool] = {}
+        copied: dict[int, tuple[float, bool]] = {}
         names = events.names
         layout = [converts_layout(names[n]) for n in range(len(names))]
         tensor = [uses_tensor_cores(names[n]) for n in range(len(names))]
@@ -129,7 +129,7 @@ class _Times:
             if kind == MEMCPY:
                 direction, pageable = copy_kind(names[name])
                 if direction == "HtoD":
-                    copied[correlation] = bool(pageable)
+                    copied[correlation] = (start - took, bool(pageable))
                     self._copy(span, max(0, int(size)), events.input_types.get(external, ""), pageable)
             elif kind == KERNEL and layout[name]:
                 self.layout.append(span)
@@ -145,17 +145,20 @@ class _Times:
             self.pageable.append(span)
             self.pageable_bytes += size
 
-    def _calls(self, events: Events, steps: Steps, copied: dict[int, bool]) -> None:
+    def _calls(self, events: Events, steps: Steps, copied: dict[int, tuple[float, bool]]) -> None:
+        """The calls that copy: a pageable copy is staged in them. What they took long before it is not its price."""
         copied.pop(NOTHING, None)
         for start, took, correlation, *_ in events.runtimes():
             if correlation in copied:
-                self.copies.append((start, start + took))
-                if copied[correlation]:
-                    self.pageable.append((start, start + took))
+                earliest, pageable = copied[correlation]
+                span = (min(max(start, earliest), start + took), start + took)
+                self.copies.append(span)
+                if pageable:
+                    self.pageable.append(span)
         ids = copied_to_device(events)
         for start, took, _, external, _, _ in blocking_calls(events, steps):
             if external in ids:
-                (self.pageable if any(copied.values()) else self.waits).append((start, start + took))
+                (self.pageable if self.pageable_bytes else self.waits).append((start, start + took))
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ class Limits:
         max_depth: brackets within brackets, where events have to be read one by one; elsewhere the parser's own
             limit of 1,024 holds.
         max_event_bytes: of one event, and of one value of the file's head.
-        max_events: that are kept: about 60 bytes of memory each.
+        max_events: that are kept: a trace of 540,000 took 130 MiB to analyse.
         max_name_bytes: of all distinct names together.
     """
 
@@ -34,5 +34,5 @@ class Limits:
     max_ratio: float = 250.0
     max_depth: int = 64
     max_event_bytes: int = 16 * _MIB
-    max_events: int = 20_000_000
+    max_events: int = 5_000_000
     max_name_bytes: int = 64 * _MIB

@@ -136,9 +136,10 @@ class Scanner:
             held = len(self._buffer) - self._at
             if held > self._limits.max_event_bytes:
                 raise self._damaged(f"one event or value is longer than {self._limits.max_event_bytes} bytes")
-            while len(self._buffer) - self._at < 2 * held:  # twice as much each time: a long value is not read over
-                if not self._more():
-                    raise self._cut_off()
+            while len(self._buffer) - self._at < 2 * held and self._more():
+                pass  # twice as much each time, or a long value would be gone over again and again
+            if len(self._buffer) - self._at == held:
+                raise self._cut_off()
         value = self._buffer[self._at : end]
         self._at = end
         return value
