@@ -55,7 +55,9 @@ layouts = st.sampled_from([{"indent": None}, {"indent": 2}, {"indent": 0}, {"sep
 
 
 @settings(deadline=None, max_examples=300)
-@given(events, st.dictionaries(texts, values, max_size=3), layouts, st.lists(st.integers(1, 40), min_size=1, max_size=6))
+@given(
+    events, st.dictionaries(texts, values, max_size=3), layouts, st.lists(st.integers(1, 40), min_size=1, max_size=6)
+)
 def test_any_json_cut_anywhere_is_read_as_a_whole_would_be(trace, head, layout, sizes):
     head = {key: value for key, value in head.items() if key != "traceEvents"}
     document = {**head, "distributedInfo": {"rank": 3}, "traceEvents": trace, "deviceProperties": [{"id": 0}]}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from telemetry.snapshot.reading.events import KERNEL, MEMCPY, MEMSET, NOTHING
 from telemetry.snapshot.reading.intervals import Interval, Intervals, difference, holds, intersection, length, union
 from telemetry.snapshot.reading.names import ELIGIBLE, LOADER, ZERO_GRAD, converts_layout, uses_tensor_cores
-from telemetry.snapshot.reading.tables import blocking_calls, copied_to_device, copy_kind
+from telemetry.snapshot.reading.tables import blocking_calls, copied_to_device, copy_kind, origins
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -197,19 +197,18 @@ def _drains(events: Events, steps: Steps, parts: dict[str, Intervals]) -> tuple[
     idle = difference(difference(steps.intervals, device), parts["DataLoader"])
     to_device = copied_to_device(events)
     lost, calls, at = 0.0, 0, 0
-    origins: dict[str, float] = {}
-    for start, took, _, external, name, _ in blocking_calls(events, steps):
-        if external in to_device:
-            continue
+    by_origin: dict[str, float] = {}
+    waits = [call for call in blocking_calls(events, steps) if call[3] not in to_device]
+    for (start, took, _, _, name, _), (inner, _, site) in zip(waits, origins(events, waits), strict=True):
         while at < len(idle) and idle[at][1] <= start + took:
             at += 1
         if at < len(idle) and idle[at][0] <= start + took:
             dry = idle[at][1] - max(idle[at][0], start)
             lost, calls = lost + dry, calls + 1
-            site = events.call_sites.get(external) or events.names[name]
-            origins[site] = origins.get(site, 0.0) + dry
+            origin = " at ".join(filter(None, (inner or events.names[name], site)))
+            by_origin[origin] = by_origin.get(origin, 0.0) + dry
             at += 1  # an idle time is lost once
-    return lost, calls, max(origins, key=lambda site: origins[site]) if origins else None
+    return lost, calls, max(by_origin, key=lambda each: by_origin[each]) if by_origin else None
 
 
 def _single_process(events: Events) -> bool | None:

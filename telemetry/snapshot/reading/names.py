@@ -32,7 +32,7 @@ _TENSOR_CORE: Final = re.compile(
     # The names that NVIDIA's PyProf and torch-tb-profiler go by, and those of Hopper and newer.
     r"h884|s884|h1688|s1688|c1688|hmma|i8816|16816|16832|dgrad_1x1_stride_2x2|first_layer_wgrad_kernel|conv1x1|"
     r"conv2d_c1_k1|direct_group|xmma_(implicit_gemm|sparse_conv|warp_specialized_implicit_gemm|gemm|sparse_gemm)|"
-    r"tensorop|wgmma|gmma|nvjet|flash_(fwd|bwd)|flash::|fmha"
+    r"tensorop|tensor\d+x\d+|wgmma|gmma|nvjet|flash_(fwd|bwd)|flash::|fmha"
 )
 _LAYOUT: Final = re.compile(
     r"nchwto|nhwcto|nchw_?2_?nhwc|nhwc_?2_?nchw|convert_?tensor|batched_transpose", re.IGNORECASE

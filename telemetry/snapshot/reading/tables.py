@@ -169,20 +169,11 @@ def copy_kind(name: str) -> tuple[str, bool | None]:
 
 def synchronizations(events: Events, steps: Steps) -> list[Synchronization]:
     """By their time, the longest first."""
-    names = events.names
     calls = blocking_calls(events, steps)
-    moments = [(thread, start) for start, _, _, _, _, thread in calls]
-    around = enclosing(events.operators(), moments)
-    frames = enclosing(events.frames(), moments)
-    ids = {external for _, _, _, external, _, _ in calls if external > 0}
-    by_id = {external: name for _, _, external, name, _ in events.operators() if external in ids}
     to_device = copied_to_device(events)
     groups: dict[tuple[str, str | None, str | None, str | None, bool], tuple[int, float]] = {}
-    for (_, took, _, external, name, _), moment in zip(calls, moments, strict=True):
-        inner, outer = around.get(moment) or (by_id.get(external, NOTHING),) * 2
-        frame = frames.get(moment, (NOTHING, NOTHING))[0]
-        site = events.call_sites.get(external) if frame == NOTHING else names[frame]
-        key = (names[name], names.get(inner), names.get(outer), site, external in to_device)
+    for (_, took, _, external, name, _), origin in zip(calls, origins(events, calls), strict=True):
+        key = (events.names[name], *origin, external in to_device)
         count, seconds = groups.get(key, (0, 0.0))
         groups[key] = (count + 1, seconds + took * _S)
     found = [
@@ -190,6 +181,22 @@ def synchronizations(events: Events, steps: Steps) -> list[Synchronization]:
         for (name, inside, within, site, copying), (count, seconds) in groups.items()
     ]
     return sorted(found, key=lambda each: -each.seconds)[:_MOST_ROWS]
+
+
+def origins(events: Events, calls: Sequence[RuntimeRow]) -> list[tuple[str | None, str | None, str | None]]:
+    """The innermost operator around each call, the outermost, and the user's line; None where it is not known."""
+    names = events.names
+    moments = [(thread, start) for start, _, _, _, _, thread in calls]
+    around = enclosing(events.operators(), moments)
+    frames = enclosing(events.frames(), moments)
+    ids = {external for _, _, _, external, _, _ in calls if external > 0}
+    by_id = {external: name for _, _, external, name, _ in events.operators() if external in ids}
+    found = []
+    for (_, _, _, external, _, _), moment in zip(calls, moments, strict=True):
+        inner, outer = around.get(moment) or (by_id.get(external, NOTHING),) * 2
+        site = names.get(frames.get(moment, (NOTHING, NOTHING))[0])
+        found.append((names.get(inner), names.get(outer), site or events.call_sites.get(external)))
+    return found
 
 
 def blocking_calls(events: Events, steps: Steps) -> list[RuntimeRow]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from textwrap import wrap
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -9,6 +10,8 @@ if TYPE_CHECKING:
 
     from telemetry.snapshot.trace import Trace
 
+_WIDTH: Final = 110
+_INDENT: Final = 10 * " "
 _BAR: Final = 40
 _MOST_ADVICE: Final = 3
 _MOST_STREAMS: Final = 4
@@ -59,11 +62,9 @@ def _head(trace: Trace) -> list[str]:
         device += f", {_size(trace.device_memory_bytes)}"
         if trace.peak_memory_bytes:
             device += f" ({_size(trace.peak_memory_bytes)} reserved at most)"
-    count = len(trace.steps)
-    steps = (
-        f"{count} step{'s' if count > 1 else ''}, {_time(trace.average.seconds)} {'on average' if count > 1 else ''}"
-    )
-    return [trace.file, ", ".join(part for part in (rank, device, steps.strip()) if part)]
+    count, mean = len(trace.steps), _time(trace.average.seconds)
+    steps = f"{count} steps of {mean} on average" if count > 1 else f"1 step of {mean}"
+    return [trace.file, ", ".join(part for part in (rank, device, steps) if part)]
 
 
 def _categories(trace: Trace) -> list[str]:
@@ -103,7 +104,8 @@ def _advice(trace: Trace) -> list[str]:
         return ["Nothing in this trace asks for a change."]
     lines = ["What to change, and the share of the step it could win back:"]
     for each in trace.advice[:_MOST_ADVICE]:
-        lines += [f"  {_percent(each.share_ratio):>6}  {each.action}", f"          {each.because}"]
+        lines.append(f"  {_percent(each.share_ratio):>6}  {each.action}")
+        lines += wrap(each.because, _WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT)
     rest = trace.advice[_MOST_ADVICE:]
     return lines + [f"  {_percent(each.share_ratio):>6}  {each.action}" for each in rest]
 
