@@ -4,12 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help test lint types unit demo bench format clean
+.PHONY: help test lint types unit demo bench bench-trace format clean
 
 help:
 	@echo "make demo    train a small network that starves, and see what is seen (90 s)"
 	@echo "make test    ruff, mypy and the tests"
 	@echo "make bench   what the agent costs, side by side with others (minutes)"
+	@echo "make bench-trace   what reading a trace of 200 MB costs, side by side with Holistic Trace Analysis (minutes)"
 
 $(READY): pyproject.toml constraints.txt telemetry/_version.py
 	$(PYTHON) -m venv $(VENV)
@@ -33,6 +34,9 @@ demo: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks.overhead
+
+bench-trace: $(READY)
+	$(BIN)/python -m benchmarks.trace
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

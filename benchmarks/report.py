@@ -17,6 +17,7 @@ BELOW: Final = "<"
 AT_LEAST: Final = ">="
 
 NOT_MEASURED: Final = "not measured"
+_TITLE: Final = "What the agent costs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +125,9 @@ def text(machine: Mapping[str, Any], rows: Sequence[Row]) -> str:
     return "\n".join([*lines, summary(rows)])
 
 
-def markdown(machine: Mapping[str, Any], rows: Sequence[Row]) -> str:
+def markdown(machine: Mapping[str, Any], rows: Sequence[Row], title: str = _TITLE) -> str:
     """The tables for a page."""
-    lines = ["# What the agent costs", "", _about(machine), "", summary(rows), ""]
+    lines = [f"# {title}", "", _about(machine), "", summary(rows), ""]
     for section, members in sections(rows).items():
         lines += [f"## {section}", "", "| | median | p10 .. p90 | target | | |", "|---|---|---|---|---|---|"]
         lines += ["| " + " | ".join(row.cells()) + " |" for row in members]
@@ -143,13 +144,21 @@ def summary(rows: Sequence[Row]) -> str:
     return text + (f" Not met: {'; '.join(names)}." if names else "")
 
 
-def write(folder: Path, slug: str, machine: Mapping[str, Any], rows: Sequence[Row]) -> list[Path]:
+def write(
+    folder: Path,
+    slug: str,
+    machine: Mapping[str, Any],
+    rows: Sequence[Row],
+    *,
+    name: str = "overhead",
+    title: str = _TITLE,
+) -> list[Path]:
     """Write both files, replacing those of an earlier run on the same kind of machine."""
     folder.mkdir(parents=True, exist_ok=True)
-    as_json, as_markdown = folder / f"overhead-{slug}.json", folder / f"overhead-{slug}.md"
+    as_json, as_markdown = folder / f"{name}-{slug}.json", folder / f"{name}-{slug}.md"
     content = {"machine": dict(machine), "rows": [row.as_json() for row in rows]}
     as_json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    as_markdown.write_text(markdown(machine, rows), encoding="utf-8")
+    as_markdown.write_text(markdown(machine, rows, title), encoding="utf-8")
     return [as_json, as_markdown]
 
 
