@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from telemetry.snapshot.reading import device as devices
-from telemetry.snapshot.reading import facts, launches, owners, steps, streams, tables
+from telemetry.snapshot.reading import facts, launches, owners, steps, streams, tables, waits
 from telemetry.snapshot.reading.advice import Hardware, Suggestion, advise
 from telemetry.snapshot.reading.events import Events
 from telemetry.snapshot.reading.limits import Limits, NoTraceError, TraceError
@@ -111,6 +111,7 @@ def read_trace(path: str | os.PathLike[str], limits: Limits | None = None, *, fo
             try:
                 for batch in scanner.batches():
                     events.take(batch)
+                events.close()
             except MemoryError:
                 raise TraceError(f"{file} needs more memory than there is: record fewer steps") from None
         return _analyse(file, events, scanner)
@@ -131,7 +132,8 @@ def _analyse(file: Path, events: Events, scanner: Scanner) -> Trace:
     temporal, overlap, idle = streams.measure(events)
     owner = owners.owners(events)
     bound = launches.find(events, found)
-    gathered = facts.gather(events, found, parts, owner, bound.gaps)
+    waiting = waits.find(events, found)
+    gathered = facts.gather(events, found, parts=parts, owner=owner, waits=waiting, gaps=bound.gaps)
     number = devices.main_device(events)
     properties = _properties(scanner.metadata.get("deviceProperties"), number)
     hardware = Hardware(
@@ -162,7 +164,7 @@ def _analyse(file: Path, events: Events, scanner: Scanner) -> Trace:
         operators=tuple(tables.operators(events, owner)),
         kernels=tuple(kernels),
         memcpy=tuple(tables.copies(events)),
-        synchronizations=tuple(tables.synchronizations(events, found)),
+        synchronizations=tuple(tables.synchronizations(waiting)),
         launch_bound=bound.stretches[:_MOST_STRETCHES],
         layout_conversions=tuple(kernel for kernel in kernels if kernel.layout_conversion),
         advice=advise(gathered, average, hardware),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Final
 
 from telemetry.snapshot.reading.events import KERNEL
 from telemetry.snapshot.reading.intervals import length, union, within
@@ -12,11 +12,8 @@ from telemetry.snapshot.reading.names import uses_tensor_cores
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from telemetry.snapshot.reading.events import Events
+    from telemetry.snapshot.reading.events import Events, Work
     from telemetry.snapshot.reading.steps import Steps
-
-_Kernel: TypeAlias = tuple[float, float, float, float]
-"""Start, end, blocks per SM, achieved occupancy in percent; -1 for what the trace does not say."""
 
 _NO_BLOCKS: Final = 1e-9
 """Less is what rounding leaves of none."""
@@ -43,29 +40,26 @@ class Gpu:
 def measure(events: Events, steps: Steps) -> Gpu:
     """Figures of all devices of the trace."""
     start, end = steps.spans[0].start, steps.spans[-1].end
-    kernels: dict[int, list[_Kernel]] = {}
-    uses = [uses_tensor_cores(events.names[number]) for number in range(len(events.names))]
-    whole = tensor = 0.0
-    for begin, took, _, _, blocks, occupancy, name, _, device, kind in events.devices():
+    work = events.work
+    on_device: dict[int, list[int]] = {}
+    for place, (device, kind) in enumerate(zip(work.device, work.kind, strict=True)):
         if kind == KERNEL:
-            kernels.setdefault(device, []).append((begin, begin + took, blocks, occupancy))
-            whole += took
-            tensor += took if uses[name] else 0.0
-    if not kernels or end <= start:
+            on_device.setdefault(device, []).append(place)
+    if not on_device or end <= start:
         return Gpu(None, None, None, None)
-    each = kernels.values()
+    each = on_device.values()
     return Gpu(
-        _mean([_utilization(members, start, end) for members in each]),
-        _mean([_sm_efficiency(members, start, end) for members in each]),
-        _mean([_occupancy(members, start, end) for members in each]),
-        None if is_amd(events) or not whole else tensor / whole,
+        _mean([_utilization(work, places, start, end) for places in each]),
+        _mean([_sm_efficiency(work, places, start, end) for places in each]),
+        _mean([_occupancy(work, places, start, end) for places in each]),
+        None if is_amd(events) else _tensor_cores(events),
     )
 
 
 def main_device(events: Events) -> int | None:
     """The number of the device that most work ran on; None without any."""
     busy: dict[int, float] = {}
-    for _, took, _, _, _, _, _, _, device, _ in events.devices():
+    for took, device in zip(events.work.duration, events.work.device, strict=True):
         busy[device] = busy.get(device, 0.0) + took
     return max(busy, key=lambda number: busy[number]) if busy else None
 
@@ -75,16 +69,17 @@ def is_amd(events: Events) -> bool:
     return any(name.startswith("hip") for name in events.names.ids)
 
 
-def _utilization(kernels: Sequence[_Kernel], start: float, end: float) -> float:
-    busy = union((begin, stop) for begin, stop, *_ in kernels)
+def _utilization(work: Work, places: Sequence[int], start: float, end: float) -> float:
+    busy = union((work.start[place], work.start[place] + work.duration[place]) for place in places)
     return length(within(busy, start, end)) / (end - start)
 
 
-def _sm_efficiency(kernels: Sequence[_Kernel], start: float, end: float) -> float | None:
-    changes = [(begin, blocks) for begin, _, blocks, _ in kernels if blocks > 0]
-    if not changes:
+def _sm_efficiency(work: Work, places: Sequence[int], start: float, end: float) -> float | None:
+    known = [place for place in places if work.first[place] > 0]
+    if not known:
         return None
-    changes += [(stop, -blocks) for _, stop, blocks, _ in kernels if blocks > 0]
+    changes = [(work.start[place], work.first[place]) for place in known]
+    changes += [(work.start[place] + work.duration[place], -work.first[place]) for place in known]
     changes.sort()
     busy = blocks = 0.0
     last = changes[0][0]
@@ -95,14 +90,24 @@ def _sm_efficiency(kernels: Sequence[_Kernel], start: float, end: float) -> floa
     return busy / (end - start)
 
 
-def _occupancy(kernels: Sequence[_Kernel], start: float, end: float) -> float | None:
+def _occupancy(work: Work, places: Sequence[int], start: float, end: float) -> float | None:
     whole = weighted = 0.0
-    for begin, stop, _, occupancy in kernels:
-        inside = min(stop, end) - max(begin, start)
-        if occupancy >= 0 and inside > 0:
+    for place in places:
+        inside = min(work.start[place] + work.duration[place], end) - max(work.start[place], start)
+        if work.second[place] >= 0 and inside > 0:
             whole += inside
-            weighted += inside * occupancy
+            weighted += inside * work.second[place]
     return weighted / whole / 100 if whole else None
+
+
+def _tensor_cores(events: Events) -> float | None:
+    uses = [uses_tensor_cores(events.names[number]) for number in range(len(events.names))]
+    whole = tensor = 0.0
+    for took, name, kind in zip(events.work.duration, events.work.name, events.work.kind, strict=True):
+        if kind == KERNEL:
+            whole += took
+            tensor += took if uses[name] else 0.0
+    return tensor / whole if whole else None
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

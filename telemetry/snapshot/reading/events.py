@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import re
 import struct
+from array import array
+from dataclasses import dataclass
 from struct import Struct
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.snapshot.reading.limits import Limits, TraceError
 from telemetry.snapshot.reading.names import COPY, LIGHTNING, MARKS, STEP, SYNCHRONIZING, Names, user_frame
@@ -46,24 +48,58 @@ _LATEST_US: Final = 1e17
 
 _NO_ARGS: Final[dict[str, Any]] = {}
 
-_DEVICE: Final = Struct("<ddqqddiqqb")
-_RUNTIME_ROW: Final = Struct("<ddqqii")
-_HOST: Final = Struct("<ddqii")
+_WORK: Final = Struct("<ddqqddqqqq")
+_CALL: Final = Struct("<ddqqqq")
+_SPAN: Final = Struct("<ddqqq")
 
 
-DeviceRow: TypeAlias = tuple[float, float, int, int, float, float, int, int, int, int]
-"""Something that ran on a device: start, duration, correlation, external id, first, second, name, stream, device, kind.
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What ran on devices, a column for each field, in the order of the file; -1 for what the trace does not say.
 
-The correlation links it to the runtime call that launched it, the external id links both to the operator. First and
-second are a kernel's blocks per SM and achieved occupancy (percent), or a copy's bytes and nothing. -1 stands for what
-the trace does not say. A plain tuple: naming its fields would double the time of every pass over them.
-"""
+    Attributes:
+        start, duration: µs.
+        correlation: links it to the runtime call that launched it.
+        external: links both to the operator.
+        first, second: a kernel's blocks per SM and achieved occupancy (percent), or a copy's bytes and nothing.
+        name: id in the names.
+        stream, device: their numbers.
+        kind: KERNEL, MEMCPY, MEMSET, SYNC or OTHER.
+    """
 
-RuntimeRow: TypeAlias = tuple[float, float, int, int, int, int]
-"""A call of the CUDA (or other) runtime or driver: start, duration, correlation, external id, name, thread."""
+    start: array[float]
+    duration: array[float]
+    correlation: array[int]
+    external: array[int]
+    first: array[float]
+    second: array[float]
+    name: array[int]
+    stream: array[int]
+    device: array[int]
+    kind: array[int]
 
-HostRow: TypeAlias = tuple[float, float, int, int, int]
-"""An operator, a mark or a frame of the user's Python code on the host: start, duration, external id, name, thread."""
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """Calls of the CUDA (or other) runtime or driver on the host; columns as those of `Work`."""
+
+    start: array[float]
+    duration: array[float]
+    correlation: array[int]
+    external: array[int]
+    name: array[int]
+    thread: array[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """Operators, marks or frames of the user's Python code on the host; columns as those of `Work`."""
+
+    start: array[float]
+    duration: array[float]
+    external: array[int]
+    name: array[int]
+    thread: array[int]
 
 
 class Events:
@@ -76,8 +112,18 @@ class Events:
         input_types: of copying operators, by external id: as much as the trace says.
         call_sites: the user's line that called a synchronising operator, by external id.
         reserved_bytes: the most memory that the allocator had reserved, by device.
+        work, calls: on the devices, and of the runtime on the host.
+        operators: operators, in old traces annotations too, but no marks of steps.
+        marks: steps, waits for a batch, collectives and the clearing of gradients, whether operators or annotations.
+        frames: Python functions of the user's own code.
         malformed: events that were passed over because a field of theirs makes no sense.
     """
+
+    work: Work
+    calls: Calls
+    operators: Spans
+    marks: Spans
+    frames: Spans
 
     def __init__(self, limits: Limits) -> None:
         self.names = Names(limits.max_name_bytes)
@@ -90,11 +136,11 @@ class Events:
         self._limits = limits
         self._kinds: dict[Any, int] = {None: MEMORY}
         self._threads: dict[Any, int] = {}
-        self._device = bytearray()
-        self._runtime = bytearray()
-        self._operators = bytearray()
-        self._marks = bytearray()
-        self._frames = bytearray()
+        self._work_rows = bytearray()
+        self._call_rows = bytearray()
+        self._operator_rows = bytearray()
+        self._mark_rows = bytearray()
+        self._frame_rows = bytearray()
         self._keepers: dict[int, Callable[[dict[str, Any], float, float, int], None]] = {
             OPERATOR: self._host,
             ANNOTATION: self._host,
@@ -121,32 +167,20 @@ class Events:
         if self._count() > self._limits.max_events:
             raise TraceError(f"it holds more than {self._limits.max_events} events: record fewer steps")
 
-    def devices(self) -> Iterator[DeviceRow]:
-        """In the order of the file, as are all others."""
-        return cast("Iterator[DeviceRow]", _DEVICE.iter_unpack(self._device))
-
-    def runtimes(self) -> Iterator[RuntimeRow]:
-        """Calls of the runtime."""
-        return cast("Iterator[RuntimeRow]", _RUNTIME_ROW.iter_unpack(self._runtime))
-
-    def operators(self) -> Iterator[HostRow]:
-        """Operators, and in old traces annotations too; no marks of steps."""
-        return cast("Iterator[HostRow]", _HOST.iter_unpack(self._operators))
-
-    def marks(self) -> Iterator[HostRow]:
-        """Steps, waits for a batch, collectives and the clearing of gradients, whether operators or annotations."""
-        return cast("Iterator[HostRow]", _HOST.iter_unpack(self._marks))
-
-    def frames(self) -> Iterator[HostRow]:
-        """Python functions of the user's own code."""
-        return cast("Iterator[HostRow]", _HOST.iter_unpack(self._frames))
+    def close(self) -> None:
+        """No more events come: turn the rows into columns, of which each pass reads only those that it needs."""
+        self.work = Work(*_columns(_WORK, self._work_rows, "ddqqddiqqb"))
+        self.calls = Calls(*_columns(_CALL, self._call_rows, "ddqqii"))
+        self.operators = Spans(*_columns(_SPAN, self._operator_rows, "ddqii"))
+        self.marks = Spans(*_columns(_SPAN, self._mark_rows, "ddqii"))
+        self.frames = Spans(*_columns(_SPAN, self._frame_rows, "ddqii"))
 
     def __len__(self) -> int:
         return self._count()
 
     def _count(self) -> int:
-        host = len(self._operators) + len(self._marks) + len(self._frames)
-        return len(self._device) // _DEVICE.size + len(self._runtime) // _RUNTIME_ROW.size + host // _HOST.size
+        host = len(self._operator_rows) + len(self._mark_rows) + len(self._frame_rows)
+        return len(self._work_rows) // _WORK.size + len(self._call_rows) // _CALL.size + host // _SPAN.size
 
     def _take(self, events: Iterator[Any]) -> None:
         kinds, keep = self._kinds, self._keepers
@@ -172,18 +206,18 @@ class Events:
             return
         args = event.get("args") or _NO_ARGS
         external = _external(args)
-        row = _HOST.pack(start, duration, external, number, self._thread(event.get("tid")))
+        row = _SPAN.pack(start, duration, external, number, self._thread(event.get("tid")))
         if trait & MARKS:
-            self._marks += row
+            self._mark_rows += row
         if kind == OPERATOR and not trait & (STEP | LIGHTNING):
-            self._operators += row
+            self._operator_rows += row
             if trait & (COPY | SYNCHRONIZING):
                 self._about(external, args)
 
     def _call(self, event: dict[str, Any], start: float, duration: float, _kind: int) -> None:
         args = event.get("args") or _NO_ARGS
         correlation = args.get("correlation", NOTHING)
-        self._runtime += _RUNTIME_ROW.pack(
+        self._call_rows += _CALL.pack(
             start, duration, correlation, _external(args), self._name(event), self._thread(event.get("tid"))
         )
 
@@ -197,7 +231,7 @@ class Events:
         else:
             first, second = args.get("bytes", NOTHING), NOTHING
         self.fractional = self.fractional or type(start) is float
-        self._device += _DEVICE.pack(
+        self._work_rows += _WORK.pack(
             start,
             duration,
             args.get("correlation", NOTHING),
@@ -217,7 +251,7 @@ class Events:
     def _frame(self, event: dict[str, Any], start: float, duration: float, _kind: int) -> None:
         if user_frame(event["name"]):
             number = self._name(event)
-            self._frames += _HOST.pack(start, duration, NOTHING, number, self._thread(event.get("tid")))
+            self._frame_rows += _SPAN.pack(start, duration, NOTHING, number, self._thread(event.get("tid")))
 
     def _nothing(self, _event: dict[str, Any], _start: float, _duration: float, _kind: int) -> None:
         """What has a duration and no category is no event of the profiler."""
@@ -264,6 +298,22 @@ class Events:
         on_device = args.get("Device Type", 0) != 0
         if on_device and isinstance(reserved, int) and isinstance(device, int) and 0 <= device < 1024:
             self.reserved_bytes[device] = max(reserved, self.reserved_bytes.get(device, 0))
+
+
+def _columns(layout: Struct, rows: bytearray, types: str) -> list[array[Any]]:
+    """The columns of packed rows, all of whose fields are eight bytes; the rows are given up."""
+    width = layout.size // 8
+    reals, wholes = array("d"), array("q")
+    reals.frombytes(rows)
+    columns: dict[int, array[Any]] = {i: reals[i::width] for i, kind in enumerate(types) if kind == "d"}
+    del reals
+    wholes.frombytes(rows)
+    rows.clear()
+    for i, kind in enumerate(types):
+        if kind != "d":
+            column = wholes[i::width]
+            columns[i] = column if kind == "q" else array(kind, column)
+    return [columns[i] for i in range(width)]
 
 
 def _external(args: dict[str, Any]) -> Any:

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Final
 
 from telemetry.snapshot.reading.events import KERNEL, MEMCPY, MEMSET, NOTHING
 from telemetry.snapshot.reading.intervals import Interval, Intervals, difference, holds, intersection, length, union
-from telemetry.snapshot.reading.names import ELIGIBLE, LOADER, ZERO_GRAD, converts_layout, uses_tensor_cores
-from telemetry.snapshot.reading.tables import blocking_calls, copied_to_device, copy_kind, origins
+from telemetry.snapshot.reading.names import ELIGIBLE, LOADER, ZERO_GRAD, converts_layout, copy_kind, uses_tensor_cores
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from telemetry.snapshot.reading.events import Events
     from telemetry.snapshot.reading.steps import Steps
+    from telemetry.snapshot.reading.waits import Wait
 
 _SINGLE_PROCESS: Final = "_SingleProcessDataLoaderIter"
 _FLOATS: Final = ("['float'", "['double'")
@@ -62,7 +62,13 @@ class Facts:
 
 
 def gather(
-    events: Events, steps: Steps, parts: dict[str, Intervals], owner: Sequence[int], gaps: Sequence[Interval]
+    events: Events,
+    steps: Steps,
+    *,
+    parts: dict[str, Intervals],
+    owner: Sequence[int],
+    waits: Sequence[Wait],
+    gaps: Sequence[Interval],
 ) -> Facts:
     """The facts of a trace.
 
@@ -71,9 +77,10 @@ def gather(
         steps: of the trace.
         parts: the moments of each category, none in two.
         owner: the operator's name behind each device event.
+        waits: calls that wait for the device.
         gaps: in which the device waited for launches.
     """
-    times = _Times(events, steps, owner)
+    times = _Times(events, steps, owner, waits)
     busy = union([*parts["Kernel"], *parts["Communication"]])
     free = difference(steps.intervals, busy)
 
@@ -81,7 +88,7 @@ def gather(
         return length(intersection(union(moments), free))
 
     zero = _zero_grad(events)
-    drained, drain_calls, origin = _drains(events, steps, parts)
+    drained, drain_calls, origin = _drains(waits, steps, parts)
     return Facts(
         steps=steps.length,
         count=len(steps.spans),
@@ -109,7 +116,7 @@ def gather(
 class _Times:
     """The moments of copies to the device, of layout conversions, and of kernels that tensor cores could do."""
 
-    def __init__(self, events: Events, steps: Steps, owner: Sequence[int]) -> None:
+    def __init__(self, events: Events, steps: Steps, owner: Sequence[int], waits: Sequence[Wait]) -> None:
         self.copies: list[Interval] = []
         self.pageable: list[Interval] = []
         self.waits: list[Interval] = []
@@ -121,21 +128,27 @@ class _Times:
         layout = [converts_layout(names[n]) for n in range(len(names))]
         tensor = [uses_tensor_cores(names[n]) for n in range(len(names))]
         first, last = steps.spans[0].start, steps.spans[-1].end
-        for row, operator in zip(events.devices(), owner, strict=True):
-            start, took, correlation, external, size, _, name, _, _, kind = row
+        could = [bool(trait & ELIGIBLE) for trait in names.traits]
+        work = events.work
+        columns = zip(work.start, work.duration, work.name, work.kind, owner, range(len(owner)), strict=True)
+        for start, took, name, kind, operator, i in columns:
             if not first <= start < last:
                 continue
             span = (start, start + took)
             if kind == MEMCPY:
                 direction, pageable = copy_kind(names[name])
                 if direction == "HtoD":
-                    copied[correlation] = (start - took, bool(pageable))
-                    self._copy(span, max(0, int(size)), events.input_types.get(external, ""), pageable)
+                    copied[work.correlation[i]] = (start - took, bool(pageable))
+                    types = events.input_types.get(work.external[i], "")
+                    self._copy(span, max(0, int(work.first[i])), types, pageable)
             elif kind == KERNEL and layout[name]:
                 self.layout.append(span)
-            elif kind == KERNEL and operator != NOTHING and names.traits[operator] & ELIGIBLE and not tensor[name]:
+            elif kind == KERNEL and operator != NOTHING and could[operator] and not tensor[name]:
                 self.eligible.append(span)
-        self._calls(events, steps, copied)
+        self._calls(events, copied)
+        for wait in waits:
+            if wait.to_device:
+                (self.pageable if self.pageable_bytes else self.waits).append((wait.start, wait.end))
 
     def _copy(self, span: Interval, size: int, types: str, pageable: bool | None) -> None:  # noqa: FBT001
         self.copies.append(span)
@@ -145,20 +158,17 @@ class _Times:
             self.pageable.append(span)
             self.pageable_bytes += size
 
-    def _calls(self, events: Events, steps: Steps, copied: dict[int, tuple[float, bool]]) -> None:
+    def _calls(self, events: Events, copied: dict[int, tuple[float, bool]]) -> None:
         """The calls that copy: a pageable copy is staged in them. What they took long before it is not its price."""
         copied.pop(NOTHING, None)
-        for start, took, correlation, *_ in events.runtimes():
+        calls = events.calls
+        for start, took, correlation in zip(calls.start, calls.duration, calls.correlation, strict=True):
             if correlation in copied:
                 earliest, pageable = copied[correlation]
                 span = (min(max(start, earliest), start + took), start + took)
                 self.copies.append(span)
                 if pageable:
                     self.pageable.append(span)
-        ids = copied_to_device(events)
-        for start, took, _, external, _, _ in blocking_calls(events, steps):
-            if external in ids:
-                (self.pageable if self.pageable_bytes else self.waits).append((start, start + took))
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,40 +182,43 @@ def _zero_grad(events: Events) -> _ZeroGrad:
     """Clearing the gradients, on the host and on the device: nothing where it only drops them."""
     traits = events.names.traits
     ranges: dict[int, list[Interval]] = {}
-    for start, took, _, name, thread in events.marks():
+    marks, calls, work = events.marks, events.calls, events.work
+    for start, took, name, thread in zip(marks.start, marks.duration, marks.name, marks.thread, strict=True):
         if traits[name] & ZERO_GRAD:
             ranges.setdefault(thread, []).append((start, start + took))
+    if not ranges:
+        return _ZeroGrad([], [], 0)
     host = {thread: union(spans) for thread, spans in ranges.items()}
     inside = {
         correlation
-        for start, _, correlation, _, _, thread in (events.runtimes() if host else ())
-        if correlation >= 0 and thread in host and holds(host[thread], start)
+        for start, correlation, thread in zip(calls.start, calls.correlation, calls.thread, strict=True)
+        if thread in host and holds(host[thread], start)
     }
+    inside.discard(NOTHING)
+    columns = zip(work.start, work.duration, work.correlation, work.kind, strict=True)
     device = [
         (start, start + took)
-        for start, took, correlation, _, _, _, _, _, _, kind in (events.devices() if inside else ())
-        if kind in {KERNEL, MEMSET} and correlation in inside
+        for start, took, correlation, kind in columns
+        if correlation in inside and kind in {KERNEL, MEMSET}
     ]
     if not device:
         return _ZeroGrad([], [], 0)
     return _ZeroGrad(union(span for spans in host.values() for span in spans), union(device), len(device))
 
 
-def _drains(events: Events, steps: Steps, parts: dict[str, Intervals]) -> tuple[float, int, str | None]:
+def _drains(waits: Sequence[Wait], steps: Steps, parts: dict[str, Intervals]) -> tuple[float, int, str | None]:
     """Idle time of the device right after a call that waited for it: the host had nothing queued behind."""
     device = union(span for name in ("Kernel", "Memcpy", "Memset", "Communication") for span in parts[name])
     idle = difference(difference(steps.intervals, device), parts["DataLoader"])
-    to_device = copied_to_device(events)
     lost, calls, at = 0.0, 0, 0
     by_origin: dict[str, float] = {}
-    waits = [call for call in blocking_calls(events, steps) if call[3] not in to_device]
-    for (start, took, _, _, name, _), (inner, _, site) in zip(waits, origins(events, waits), strict=True):
-        while at < len(idle) and idle[at][1] <= start + took:
+    for wait in waits:
+        while at < len(idle) and idle[at][1] <= wait.end:
             at += 1
-        if at < len(idle) and idle[at][0] <= start + took:
-            dry = idle[at][1] - max(idle[at][0], start)
+        if at < len(idle) and idle[at][0] <= wait.end and not wait.to_device:
+            dry = idle[at][1] - max(idle[at][0], wait.start)
             lost, calls = lost + dry, calls + 1
-            origin = " at ".join(filter(None, (inner or events.names[name], site)))
+            origin = " at ".join(filter(None, (wait.operator or wait.name, wait.call_site)))
             by_origin[origin] = by_origin.get(origin, 0.0) + dry
             at += 1  # an idle time is lost once
     return lost, calls, max(by_origin, key=lambda each: by_origin[each]) if by_origin else None

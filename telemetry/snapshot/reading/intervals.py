@@ -28,19 +28,23 @@ def union(intervals: Iterable[Interval]) -> Intervals:
         portion += merged
         portion.sort()
         merged = _join(portion)
+        portion.clear()
     return merged
 
 
 def _join(intervals: Intervals) -> Intervals:
+    """Of sorted intervals. One that stays as it is stays the same object: there may be millions."""
     merged: Intervals = []
-    start, end = intervals[0]
-    for left, right in intervals:
-        if left > end:
-            merged.append((start, end))
-            start, end = left, right
-        elif right > end:
-            end = right
-    merged.append((start, end))
+    first = intervals[0]
+    end = first[1]
+    for span in intervals:
+        if span[0] > end:
+            merged.append(first if first[1] == end else (first[0], end))
+            first = span
+            end = span[1]
+        elif span[1] > end:
+            end = span[1]
+    merged.append((first[0], end))
     return merged
 
 
@@ -78,7 +82,7 @@ def split(one: Intervals, other: Intervals) -> tuple[Intervals, Intervals]:
                 common.append((start, end))
                 start = end
                 break
-            common.append((start, right))
+            common.append(other[at] if start == left else (start, right))
             start = right
             at += 1
         if start < end:

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from telemetry.snapshot.reading.events import KERNEL, MEMCPY, MEMSET
+from telemetry.snapshot.reading.events import KERNEL, MEMCPY, MEMSET, NOTHING
 from telemetry.snapshot.reading.intervals import Interval, length
 
 if TYPE_CHECKING:
@@ -57,16 +57,19 @@ class LaunchBound:
 def find(events: Events, steps: Steps) -> LaunchBound:
     """The launch-bound stretches of the steps."""
     first, last = steps.spans[0].start, steps.spans[-1].end
-    launched = {correlation: start for start, _, correlation, *_ in events.runtimes() if correlation >= 0}
-    work = sorted(
+    launched = dict(zip(events.calls.correlation, events.calls.start, strict=True))
+    launched.pop(NOTHING, None)
+    work = events.work
+    columns = zip(work.start, work.duration, work.correlation, work.kind, strict=True)
+    ordered = sorted(
         (start, start + took, launched.get(correlation, _UNKNOWN))
-        for start, took, correlation, _, _, _, _, _, _, kind in events.devices()
+        for start, took, correlation, kind in columns
         if kind in {KERNEL, MEMCPY, MEMSET} and first <= start < last
     )
     run: list[Interval] = []
     runs: list[list[Interval]] = []
     busy_until: float | None = None
-    for start, end, call in work:
+    for start, end, call in ordered:
         if busy_until is not None and start > busy_until:
             if start - busy_until <= _LONGEST_GAP_US and call > busy_until - _CALL_US:
                 run.append((busy_until, start))

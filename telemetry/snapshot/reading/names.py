@@ -41,6 +41,7 @@ _COMMUNICATION_KERNEL: Final = re.compile(r"nccl.*Kernel")
 _NO_COMPUTE: Final = re.compile(r"(nccl.*Kernel)|(.*(Memcpy)|(Memset))|(.*Sync)")
 _MEMORY_KERNEL: Final = re.compile(r"Memcpy|Memset|dma")
 _BLOCKING: Final = re.compile(r"(cuda|hip|cu|xpu)\w*Synchronize|cudaMemcpy|hipMemcpy(WithStream)?")
+_COPY: Final = re.compile(r"Memcpy (\w+)(?: \((\w+) -> (\w+)\))?")
 _USER_FRAME: Final = re.compile(r".+\.py\(\d+\): .+")
 _LIBRARY_FRAME: Final = re.compile(
     r"(^|/)(torch|site-packages|dist-packages|python\d[\d.]*)/|^(threading|contextlib)\.py\("
@@ -121,6 +122,15 @@ def converts_layout(name: str) -> bool:
 def is_blocking(name: str) -> bool:
     """Whether a call of the runtime returns only when the device is done."""
     return _BLOCKING.fullmatch(name) is not None
+
+
+def copy_kind(name: str) -> tuple[str, bool | None]:
+    """The direction of a copy, and whether the host's side of it is pageable: None where the name does not say."""
+    match = _COPY.match(name)
+    if match is None:
+        return ("other", None)
+    ends = {match[2], match[3]}
+    return match[1], True if "Pageable" in ends else False if "Pinned" in ends else None
 
 
 def user_frame(frame: str) -> bool:

@@ -11,7 +11,7 @@ from telemetry.snapshot.reading.events import NOTHING
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from telemetry.snapshot.reading.events import Events, HostRow
+    from telemetry.snapshot.reading.events import Events, Spans
 
 Moment: TypeAlias = tuple[int, float]
 """A thread and a time on it."""
@@ -24,31 +24,34 @@ _NONE: Final = (NOTHING, NOTHING)
 
 def owners(events: Events) -> array[int]:
     """The name of the operator behind each device event, in their order; -1 where there is none."""
-    wanted = {external for _, _, _, external, *_ in events.devices() if external != NOTHING}
-    by_id = {external: name for _, _, external, name, _ in events.operators() if external in wanted}
-    lost = {
-        correlation
-        for _, _, correlation, external, *_ in events.devices()
-        if external not in by_id and correlation != NOTHING
+    work, calls, operators = events.work, events.calls, events.operators
+    wanted = set(work.external)
+    wanted.discard(NOTHING)
+    columns = zip(operators.external, operators.name, strict=True)
+    by_id = {external: name for external, name in columns if external in wanted}
+    ids = zip(work.correlation, work.external, strict=True)
+    lost = {correlation for correlation, external in ids if external not in by_id}
+    lost.discard(NOTHING)
+    launches = {
+        correlation: (thread, start)
+        for correlation, thread, start in zip(calls.correlation, calls.thread, calls.start, strict=True)
+        if correlation in lost
     }
-    calls = {
-        correlation: (thread, start) for start, _, correlation, _, _, thread in events.runtimes() if correlation in lost
-    }
-    around = enclosing(events.operators(), calls.values()) if calls else {}
+    around = enclosing(operators, launches.values()) if launches else {}
     found = array("i")
-    for _, _, correlation, external, *_ in events.devices():
+    for correlation, external in zip(work.correlation, work.external, strict=True):
         name = by_id.get(external, NOTHING)
-        if name == NOTHING and correlation in calls:
-            name = around.get(calls[correlation], _NONE)[0]
+        if name == NOTHING and correlation in launches:
+            name = around.get(launches[correlation], _NONE)[0]
         found.append(name)
     return found
 
 
-def enclosing(rows: Iterable[HostRow], moments: Iterable[Moment]) -> dict[Moment, tuple[int, int]]:
+def enclosing(rows: Spans, moments: Iterable[Moment]) -> dict[Moment, tuple[int, int]]:
     """The innermost and the outermost of some host events around moments on their threads, as ids of names.
 
     Args:
-        rows: the host events, in any order.
+        rows: the host events.
         moments: any number, in any order.
     """
     times: dict[int, list[float]] = {}
@@ -57,7 +60,9 @@ def enclosing(rows: Iterable[HostRow], moments: Iterable[Moment]) -> dict[Moment
     for on_thread in times.values():
         on_thread.sort()
     candidates: dict[int, list[_Nested]] = {thread: [] for thread in times}
-    for start, took, _, name, thread in rows:
+    if not times:
+        return {}
+    for start, took, name, thread in zip(rows.start, rows.duration, rows.name, rows.thread, strict=True):
         inside = times.get(thread)
         if inside is not None:
             at = bisect_left(inside, start)
@@ -86,15 +91,15 @@ def _sweep(thread: int, times: Sequence[float], rows: Sequence[_Nested], found: 
             found[thread, time] = (stack[-1][1], stack[0][1])
 
 
-def self_times(rows: Iterable[HostRow], names: int) -> tuple[list[float], list[int]]:
+def self_times(rows: Spans, names: int) -> tuple[list[float], list[int]]:
     """Microseconds that host events took beyond those within them, and how many there were, by name.
 
     Args:
-        rows: of any threads, in any order.
+        rows: the host events.
         names: how many names there are.
     """
     by_thread: dict[int, list[_Nested]] = {}
-    for start, took, _, name, thread in rows:
+    for start, took, name, thread in zip(rows.start, rows.duration, rows.name, rows.thread, strict=True):
         by_thread.setdefault(thread, []).append((start, -start - took, name))
     own, calls = [0.0] * names, [0] * names
     while by_thread:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass
+from operator import add
 from typing import TYPE_CHECKING, Final
 
 from telemetry.snapshot.reading.events import KERNEL, MEMCPY, MEMSET, NOTHING
@@ -16,9 +17,9 @@ from telemetry.snapshot.reading.intervals import Interval, Intervals, length, sp
 from telemetry.snapshot.reading.names import COMMUNICATION, LOADER, STEP, is_communication, step_number
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
-    from telemetry.snapshot.reading.events import Events
+    from telemetry.snapshot.reading.events import Calls, Events, Spans, Work
 
 CATEGORIES: Final = (
     "Kernel",
@@ -75,12 +76,12 @@ class Steps:
 def find_steps(events: Events) -> Steps | None:
     """The steps, or all of the trace as one where none is marked; None where it has no events with a duration."""
     traits, names = events.names.traits, events.names
-    marks = sorted((start, took, name) for start, took, _, name, _ in events.marks() if traits[name] & STEP)
+    columns = zip(events.marks.start, events.marks.duration, events.marks.name, strict=True)
+    marks = sorted(mark for mark in columns if traits[mark[2]] & STEP)
     if marks:
         host = [Span(step_number(names[name]) or 0, start, start + took) for start, took, name in marks]
     else:
-        extent = _extent(events.operators()) or _extent(events.marks()) or _extent(events.runtimes())
-        extent = extent or _extent(events.devices())
+        extent = _extent(events.operators) or _extent(events.marks) or _extent(events.calls) or _extent(events.work)
         if extent is None:
             return None
         host = [Span(0, *extent)]
@@ -93,7 +94,8 @@ def find_categories(events: Events) -> dict[str, Intervals]:
     traits, names = events.names.traits, events.names
     found: dict[str, list[Interval]] = {category: [] for category in CATEGORIES[:-1]}
     collectives: set[int] = set()
-    for start, took, external, name, _ in events.marks():
+    marks, work, operators = events.marks, events.work, events.operators
+    for start, took, external, name in zip(marks.start, marks.duration, marks.external, marks.name, strict=True):
         if traits[name] & COMMUNICATION:
             found["Communication"].append((start, start + took))
             collectives.add(external)
@@ -101,29 +103,31 @@ def find_categories(events: Events) -> dict[str, Intervals]:
             found["DataLoader"].append((start, start + took))
     collectives.discard(NOTHING)
     by_name = [is_communication(names[number]) for number in range(len(names))]
-    by_kind = {MEMCPY: found["Memcpy"], MEMSET: found["Memset"]}
-    for start, took, _, external, _, _, name, _, _, kind in events.devices():
-        if kind == KERNEL:
-            category = "Communication" if by_name[name] or external in collectives else "Kernel"
-            found[category].append((start, start + took))
+    by_kind = {KERNEL: found["Kernel"], MEMCPY: found["Memcpy"], MEMSET: found["Memset"]}
+    communication = found["Communication"]
+    columns = zip(work.start, work.duration, work.external, work.name, work.kind, strict=True)
+    for start, took, external, name, kind in columns:
+        if kind == KERNEL and (by_name[name] or external in collectives):
+            communication.append((start, start + took))
         elif kind in by_kind:
             by_kind[kind].append((start, start + took))
-    merged = {category: union(intervals) for category, intervals in found.items()}
-    merged["Runtime"] = union((start, start + took) for start, took, *_ in events.runtimes())
+    host = [not trait & (COMMUNICATION | LOADER) for trait in traits]
+    merged = {category: union(found.pop(category)) for category in CATEGORIES[:-1]}
+    merged["Runtime"] = union(zip(events.calls.start, map(add, events.calls.start, events.calls.duration), strict=True))
     merged["CPU Exec"] = union(
         (start, start + took)
-        for start, took, _, name, _ in events.operators()
-        if not traits[name] & (COMMUNICATION | LOADER)
+        for start, took, name in zip(operators.start, operators.duration, operators.name, strict=True)
+        if host[name]
     )
     return merged
 
 
 def exclusive(steps: Steps, categories: dict[str, Intervals]) -> dict[str, Intervals]:
-    """The moments of the steps, each in one category."""
+    """The moments of the steps, each in one category. What was given is used up: it may be large."""
     left = steps.intervals
     parts: dict[str, Intervals] = {}
-    for category, intervals in categories.items():
-        parts[category], left = split(left, intervals)
+    for category in CATEGORIES[:-1]:
+        parts[category], left = split(left, categories.pop(category))
     return parts | {CATEGORIES[-1]: left}
 
 
@@ -135,12 +139,9 @@ def breakdown(steps: Steps, parts: dict[str, Intervals]) -> list[dict[str, float
     ]
 
 
-def _extent(rows: Iterable[tuple[float, ...]]) -> Interval | None:
-    """The first start and the last end; the first two fields of a row are its start and its duration."""
-    start, end = float("inf"), float("-inf")
-    for row in rows:
-        start, end = min(start, row[0]), max(end, row[0] + row[1])
-    return None if end < start else (start, end)
+def _extent(rows: Work | Calls | Spans) -> Interval | None:
+    """From the first start to the last end."""
+    return (min(rows.start), max(map(add, rows.start, rows.duration))) if rows.start else None
 
 
 def _with_device(events: Events, host: Sequence[Span]) -> tuple[list[Span], int]:
@@ -151,7 +152,8 @@ def _with_device(events: Events, host: Sequence[Span]) -> tuple[list[Span], int]
     """
     starts, ends = [span.start for span in host], [span.end for span in host]
     launched_in: dict[int, int] = {}
-    for start, took, correlation, *_ in events.runtimes():
+    calls, work = events.calls, events.work
+    for start, took, correlation in zip(calls.start, calls.duration, calls.correlation, strict=True):
         step = bisect_right(starts, start) - 1
         if correlation >= 0 and step >= 0 and start + took <= ends[step]:
             launched_in[correlation] = step
@@ -159,7 +161,7 @@ def _with_device(events: Events, host: Sequence[Span]) -> tuple[list[Span], int]
     last = [float("-inf")] * len(host)
     count = [0] * len(host)
     before: list[float] = []  # ends of what no step launched
-    for start, took, correlation, _, _, _, _, _, _, kind in events.devices():
+    for start, took, correlation, kind in zip(work.start, work.duration, work.correlation, work.kind, strict=True):
         if kind not in {KERNEL, MEMCPY, MEMSET}:
             continue
         at = launched_in.get(correlation)

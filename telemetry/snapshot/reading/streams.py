@@ -6,10 +6,11 @@ are rounded up and ends down, and kernels launched in the last marked step are l
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil, floor
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Final
 
 from telemetry.snapshot.reading.events import KERNEL, MEMCPY, MEMSET, NOTHING
 from telemetry.snapshot.reading.intervals import intersection, length, union
@@ -47,34 +48,47 @@ class Idle:
     other_ratio: float | None
 
 
-_Row: TypeAlias = tuple[float, float, int, int, int, int]
-"""Start, end, correlation, name, stream, kind."""
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """The device events that count: their places in the columns of the trace, their starts and their ends."""
+
+    places: array[int]
+    start: array[float]
+    end: array[float]
+
+    def of(self, chosen: Sequence[bool], names: Sequence[int]) -> list[Interval]:
+        """The sorted intervals of those whose names are chosen."""
+        columns = zip(self.places, self.start, self.end, strict=True)
+        return sorted((start, end) for place, start, end in columns if chosen[names[place]])
 
 
 def measure(events: Events) -> tuple[Temporal, float | None, tuple[Idle, ...]]:
     """The temporal breakdown, the share of communication that computation overlaps, and the idle time by stream."""
     launches = _launches(events)
     until = _last_step(events)
-    rows = _rows(events, launches, until)
-    names = events.names
-    computing = [is_compute(names[number]) for number in range(len(names))]
-    collective = [is_communication(names[number]) for number in range(len(names))]
-    whole = sorted((start, end) for start, end, _, _, stream, _ in rows if stream != NOTHING)
-    compute = sorted((start, end) for start, end, _, name, stream, _ in rows if stream != NOTHING and computing[name])
-    communication = [(start, end) for start, end, _, name, stream, _ in rows if stream != NOTHING and collective[name]]
-    return _temporal(whole, compute), _overlap(communication, compute), tuple(_idle(rows, launches, until))
+    kept = _kept(events, launches, until)
+    idle = _idle(events, kept, launches, until)
+    names, used = events.names, events.work.name
+    compute = kept.of([is_compute(names[number]) for number in range(len(names))], used)
+    temporal = _temporal(sorted(zip(kept.start, kept.end, strict=True)), compute)
+    communication = kept.of([is_communication(names[number]) for number in range(len(names))], used)
+    return temporal, _overlap(communication, compute), tuple(idle)
 
 
 def _launches(events: Events) -> dict[int, float]:
     """When the call that launched each correlated event began; of several with one number, the last in the file."""
     up = ceil if events.fractional else float
-    return {correlation: float(up(start)) for start, _, correlation, *_ in events.runtimes() if correlation != NOTHING}
+    starts = (float(up(start)) for start in events.calls.start)
+    launches = dict(zip(events.calls.correlation, starts, strict=True))
+    launches.pop(NOTHING, None)
+    return launches
 
 
 def _last_step(events: Events) -> float | None:
     """Where the last marked step begins; None with fewer than two different marks: then nothing is left out."""
     traits = events.names.traits
-    marks = [(start, name) for start, _, _, name, _ in events.marks() if traits[name] & STEP]
+    columns = zip(events.marks.start, events.marks.name, strict=True)
+    marks = [(start, name) for start, name in columns if traits[name] & STEP]
     if len({name for _, name in marks}) < 2:
         return None
     last = max(start for start, _ in marks)
@@ -82,22 +96,25 @@ def _last_step(events: Events) -> float | None:
     return float(ceil(last)) if events.fractional else last
 
 
-def _rows(events: Events, launches: dict[int, float], until: float | None) -> list[_Row]:
-    """Device events that a call launched before the last step; all of them where none is left out."""
+def _kept(events: Events, launches: dict[int, float], until: float | None) -> _Kept:
+    """Events on a stream that a call launched before the last step; all of them where none is left out."""
     host_side = {events.names.ids.get(name, NOTHING) for name in _HOST_SIDE_SYNC}
-    fractional = events.fractional
-    rows: list[_Row] = []
-    for start, took, correlation, _, _, _, name, stream, _, kind in events.devices():
-        begin, end = start, start + took
-        if fractional:
-            begin, end = float(ceil(begin)), float(floor(end))
+    fractional, work = events.fractional, events.work
+    kept = _Kept(array("q"), array("d"), array("d"))
+    columns = zip(work.start, work.duration, work.correlation, work.name, work.stream, strict=True)
+    for place, (start, took, correlation, name, stream) in enumerate(columns):
+        if stream == NOTHING:
+            continue
+        begin, end = (ceil(start), floor(start + took)) if fractional else (start, start + took)
         if until is not None:
             on_device = (stream >= 0 and correlation >= 0) or name in host_side
             launched = launches.get(correlation) if on_device else begin
             if launched is None or launched >= until:
                 continue
-        rows.append((begin, end, correlation, name, stream, kind))
-    return rows
+        kept.places.append(place)
+        kept.start.append(begin)
+        kept.end.append(end)
+    return kept
 
 
 def _merged(intervals: Sequence[Interval]) -> tuple[float, float, float] | None:
@@ -134,11 +151,12 @@ def _overlap(collectives: Sequence[Interval], compute: Sequence[Interval]) -> fl
     return length(intersection(communication, union(compute))) / whole if whole > 0 else None
 
 
-def _idle(rows: Sequence[_Row], launches: dict[int, float], until: float | None) -> list[Idle]:
+def _idle(events: Events, kept: _Kept, launches: dict[int, float], until: float | None) -> list[Idle]:
+    work = events.work
     streams: dict[int, list[tuple[float, float, int]]] = {}
-    for start, end, correlation, _, stream, kind in rows:
-        if stream != NOTHING and kind in {KERNEL, MEMCPY, MEMSET}:
-            streams.setdefault(stream, []).append((start, end, correlation))
+    for place, start, end in zip(kept.places, kept.start, kept.end, strict=True):
+        if work.kind[place] in {KERNEL, MEMCPY, MEMSET}:
+            streams.setdefault(work.stream[place], []).append((start, end, work.correlation[place]))
     found: list[Idle] = []
     for stream, members in sorted(streams.items()):
         members.sort()

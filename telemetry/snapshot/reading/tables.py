@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from telemetry.snapshot.reading.events import KERNEL, MEMCPY, NOTHING
-from telemetry.snapshot.reading.names import ELIGIBLE, converts_layout, is_blocking, uses_tensor_cores
-from telemetry.snapshot.reading.owners import enclosing, self_times
+from telemetry.snapshot.reading.names import ELIGIBLE, converts_layout, copy_kind, uses_tensor_cores
+from telemetry.snapshot.reading.owners import self_times
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from telemetry.snapshot.reading.events import Events, RuntimeRow
-    from telemetry.snapshot.reading.steps import Steps
+    from telemetry.snapshot.reading.events import Events
+    from telemetry.snapshot.reading.waits import Wait
 
 _S: Final = 1e-6
 _MOST_ROWS: Final = 50
-_COPY: Final = re.compile(r"Memcpy (\w+)(?: \((\w+) -> (\w+)\))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +92,12 @@ class Synchronization:
 def operators(events: Events, owner: Sequence[int]) -> list[Operator]:
     """By device time, then by host time; those that cost most."""
     names = events.names
-    own, calls = self_times(events.operators(), len(names))
+    own, calls = self_times(events.operators, len(names))
     device, kernel, tensor = ([0.0] * len(names) for _ in range(3))
     uses = [uses_tensor_cores(names[number]) for number in range(len(names))]
     whole = 0.0
-    for (_, took, _, _, _, _, kernel_name, _, _, kind), name in zip(events.devices(), owner, strict=True):
+    work = events.work
+    for took, kernel_name, kind, name in zip(work.duration, work.name, work.kind, owner, strict=True):
         whole += took
         if name == NOTHING:
             continue
@@ -146,7 +145,8 @@ def kernels(events: Events) -> list[Kernel]:
 def copies(events: Events) -> list[Copy]:
     """By kind and by whether the host's side is pageable, the longest first."""
     groups: dict[tuple[str, bool | None], list[tuple[float, float]]] = {}
-    for _, took, _, _, size, _, name, _, _, kind in events.devices():
+    work = events.work
+    for took, size, name, kind in zip(work.duration, work.first, work.name, work.kind, strict=True):
         if kind == MEMCPY:
             groups.setdefault(copy_kind(events.names[name]), []).append((took, size))
     found = []
@@ -158,24 +158,13 @@ def copies(events: Events) -> list[Copy]:
     return sorted(found, key=lambda copy: -copy.seconds)
 
 
-def copy_kind(name: str) -> tuple[str, bool | None]:
-    """The direction of a copy, and whether the host's side of it is pageable: None where the name does not say."""
-    match = _COPY.match(name)
-    if match is None:
-        return ("other", None)
-    ends = {match[2], match[3]}
-    return match[1], True if "Pageable" in ends else False if "Pinned" in ends else None
-
-
-def synchronizations(events: Events, steps: Steps) -> list[Synchronization]:
+def synchronizations(waits: Sequence[Wait]) -> list[Synchronization]:
     """By their time, the longest first."""
-    calls = blocking_calls(events, steps)
-    to_device = copied_to_device(events)
     groups: dict[tuple[str, str | None, str | None, str | None, bool], tuple[int, float]] = {}
-    for (_, took, _, external, name, _), origin in zip(calls, origins(events, calls), strict=True):
-        key = (events.names[name], *origin, external in to_device)
+    for wait in waits:
+        key = (wait.name, wait.operator, wait.within, wait.call_site, wait.to_device)
         count, seconds = groups.get(key, (0, 0.0))
-        groups[key] = (count + 1, seconds + took * _S)
+        groups[key] = (count + 1, seconds + (wait.end - wait.start) * _S)
     found = [
         Synchronization(name, inside, within, site, count, seconds, copying)
         for (name, inside, within, site, copying), (count, seconds) in groups.items()
@@ -183,43 +172,12 @@ def synchronizations(events: Events, steps: Steps) -> list[Synchronization]:
     return sorted(found, key=lambda each: -each.seconds)[:_MOST_ROWS]
 
 
-def origins(events: Events, calls: Sequence[RuntimeRow]) -> list[tuple[str | None, str | None, str | None]]:
-    """The innermost operator around each call, the outermost, and the user's line; None where it is not known."""
-    names = events.names
-    moments = [(thread, start) for start, _, _, _, _, thread in calls]
-    around = enclosing(events.operators(), moments)
-    frames = enclosing(events.frames(), moments)
-    ids = {external for _, _, _, external, _, _ in calls if external > 0}
-    by_id = {external: name for _, _, external, name, _ in events.operators() if external in ids}
-    found = []
-    for (_, _, _, external, _, _), moment in zip(calls, moments, strict=True):
-        inner, outer = around.get(moment) or (by_id.get(external, NOTHING),) * 2
-        site = names.get(frames.get(moment, (NOTHING, NOTHING))[0])
-        found.append((names.get(inner), names.get(outer), site or events.call_sites.get(external)))
-    return found
-
-
-def blocking_calls(events: Events, steps: Steps) -> list[RuntimeRow]:
-    """Calls of the runtime within the steps that wait for the device, in the order of time."""
-    blocking = {number for number in range(len(events.names)) if is_blocking(events.names[number])}
-    first, last = steps.host[0].start, steps.host[-1].end
-    return sorted(call for call in events.runtimes() if call[4] in blocking and first <= call[0] < last)
-
-
-def copied_to_device(events: Events) -> set[int]:
-    """External ids of the operators that copied from the host to the device."""
-    names = events.names
-    return {
-        external
-        for _, _, _, external, _, _, name, _, _, kind in events.devices()
-        if kind == MEMCPY and external > 0 and copy_kind(names[name])[0] == "HtoD"
-    }
-
-
 def _by_name(events: Events) -> dict[int, list[float]]:
     """Of each kernel: calls, time, blocks x time and its time, occupancy x time and its time."""
     groups: dict[int, list[float]] = {}
-    for _, took, _, _, blocks, occupancy, name, _, _, kind in events.devices():
+    work = events.work
+    columns = zip(work.duration, work.first, work.second, work.name, work.kind, strict=True)
+    for took, blocks, occupancy, name, kind in columns:
         if kind != KERNEL:
             continue
         sums = groups.setdefault(name, [0.0] * 6)
