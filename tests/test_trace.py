@@ -193,6 +193,14 @@ def test_by_hand_idle_time_by_reason(tmp_path):
     assert trace.notes == ("no step is marked (ProfilerStep#…): all of the trace is taken as one step",)
 
 
+def test_by_hand_fractions_of_a_microsecond_are_rounded_as_the_rival_rounds_them(tmp_path):
+    """Starts up, ends down: 10.2-20.9 is 11-20, 30.5-30.9 is 31-30 and counts negative."""
+    events = [launch(0, 1), kernel(10.2, 10.7, 1), launch(1, 2), kernel(30.5, 0.4, 2), launch(2, 3), kernel(40.0, 5, 3)]
+    temporal = read_trace(write(tmp_path, events)).temporal
+    assert temporal.compute_ratio == pytest.approx((9 - 1 + 5) / (45 - 11))
+    assert temporal.idle_ratio == pytest.approx(1 - (9 - 1 + 5) / (45 - 11))
+
+
 def test_by_hand_sm_efficiency_and_occupancy(tmp_path):
     events = [
         step(1, 0, 100),
@@ -308,6 +316,22 @@ def test_advice_on_what_drains_the_gpu_converts_layouts_and_leaves_memory_unused
     (wait,) = trace.synchronizations
     assert (wait.operator, wait.within, wait.calls) == ("aten::_local_scalar_dense", "aten::item", 10)
     assert wait.call_site == "train.py(40): step"
+
+
+def test_waiting_for_a_batch_is_not_blamed_on_the_synchronisation_before_it(tmp_path):
+    """The GPU idles for 500 us after .item(): 100 us of Python, then 400 us in next()."""
+    events = [
+        step(1, 0, 1000),
+        launch(0, 1), kernel(10, 390, 1),
+        launch(20, 2, dur=380, name="cudaStreamSynchronize"),
+        x("user_annotation", "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 500, 400),
+        launch(895, 3), kernel(900, 100, 3),
+    ]  # fmt: skip
+    loading, waiting = read_trace(write(tmp_path, events)).advice
+    assert "num_workers" in loading.action
+    assert loading.share_ratio == pytest.approx(0.4, abs=0.003)
+    assert "synchronisation" in waiting.action
+    assert waiting.share_ratio == pytest.approx(0.1, abs=0.003)
 
 
 def test_a_launch_bound_stretch(tmp_path):

@@ -156,6 +156,15 @@ def test_a_damaged_or_cut_off_gzip(tmp_path):
         source(file)
 
 
+def test_a_link_is_not_opened_where_it_must_not_be_followed(tmp_path):
+    """Also not one that was put there after the folder was listed."""
+    (tmp_path / "a.json").write_bytes(b"{}")
+    (tmp_path / "b.json").symlink_to("a.json")
+    assert source(tmp_path / "b.json") == b"{}"
+    with pytest.raises(TraceError, match="cannot be opened"), open_source(tmp_path / "b.json", Limits(), follow=False):
+        pass
+
+
 def test_size_is_capped_whatever_the_compression(tmp_path):
     file = tmp_path / "a.json"
     file.write_bytes(b" " * 300_000)
