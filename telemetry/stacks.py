@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from dataclasses import dataclass
@@ -17,6 +18,25 @@ MOST_FRAMES: Final = 100
 """Of one stack, innermost first; faulthandler's own limit."""
 
 _MOST_TEXT: Final = 500
+_LIBRARIES: Final = (os.path.dirname(os.__file__), os.path.dirname(__file__), "<")  # noqa: PTH120 - strings to compare
+_PACKAGES: Final = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+
+
+def is_library(file: str) -> bool:
+    """Whether a file is Python's, a package's or ours, and none of the user's own."""
+    return file.startswith(_LIBRARIES) or any(part in file for part in _PACKAGES)
+
+
+def users_frame(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame of the user's own code; None where there is none."""
+    while frame is not None and is_library(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
+def line_of(frame: FrameType) -> str:
+    """Where a frame stands, as ``augment (train.py:41)``."""
+    return f"{frame.f_code.co_name} ({frame.f_code.co_filename.rpartition(os.sep)[2]}:{frame.f_lineno})"
 
 
 def stack_text(frame: FrameType | None) -> str:

@@ -214,7 +214,7 @@ samples = st.builds(
 paces = st.builds(
     RankPace, rank=st.integers(0, 9), seconds=amount, steps=st.integers(0, 10**6), compute=amount, exposed=st.none() | amount,
     away=amount, samples=st.integers(0, 100), in_sync=st.integers(0, 100), cause=st.none() | st.sampled_from(CAUSES),
-    where=st.none() | st.just("train.py:1 in f"),
+    where=st.none() | st.just("f (train.py:1)"),
 )  # fmt: skip
 slices = st.builds(
     Slice, seconds=amount, wait=amount, exposed=st.none() | amount, edge_wait=amount, edges=st.integers(0, 100),
@@ -224,7 +224,7 @@ slices = st.builds(
     workers=st.none() | samples, cores=st.floats(0.05, 512), throttled_ratio=ratio, gpu_utilization_ratio=ratio,
     late=amount, moved=amount, head_of_line=amount, timed_fetch=amount, timed_fetch_cpu=amount, startup=amount,
     own_runnable=st.none() | amount, samples=st.integers(0, 100), in_sync=st.integers(0, 100), host_cpu_ratio=ratio,
-    where=st.none() | st.just("train.py:1 in f"), peers=st.lists(paces, max_size=3).map(tuple), gpu_clock_ratio=ratio,
+    where=st.none() | st.just("f (train.py:1)"), peers=st.lists(paces, max_size=3).map(tuple), gpu_clock_ratio=ratio,
     gpu_throttled=st.lists(st.sampled_from(["hw_thermal", "sw_power_cap", "new"]), max_size=2).map(tuple),
     settings=st.sampled_from([{}, {"prefetch_factor": None, "in_order": True}, {"prefetch_factor": 64}]),
 )  # fmt: skip
@@ -331,9 +331,9 @@ def test_the_slow_rank_is_named_to_those_who_wait_for_it():
     # 70 ms of 100 lost to rank 1; rank 2, which waits for it as this one does, would do a step in 30 ms too.
     assert advice.predicted_speedup == pytest.approx(1 / 0.3, rel=0.01)
     slow = dataclasses.replace(
-        CASES["straggler, in its compute"], peers=(pace(3, samples=50, in_sync=2, where="train.py:41 in augment"),)
+        CASES["straggler, in its compute"], peers=(pace(3, samples=50, in_sync=2, where="augment (train.py:41)"),)
     )
-    assert "rank 3 takes longer to compute a step, mostly in train.py:41 in augment" in first("straggler", slow).because
+    assert "rank 3 takes longer to compute a step, mostly in augment (train.py:41)" in first("straggler", slow).because
 
 
 def test_the_slowest_rank_decides_what_a_change_is_worth():

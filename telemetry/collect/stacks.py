@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import TYPE_CHECKING, Final
 
 from telemetry.collect.proc import thread_state
 from telemetry.collect.worker_stacks import ask_workers
-from telemetry.stacks import python_threads, stack_text
+from telemetry.stacks import line_of, python_threads, stack_text, users_frame
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,7 +19,6 @@ MOST_BYTES: Final = 1 << 16
 """Of all stacks together."""
 
 _OURS: Final = "telemetry-"
-_LIBRARIES: Final = (os.path.dirname(os.__file__), os.path.dirname(os.path.dirname(__file__)))  # noqa: PTH120
 Places = frozenset[tuple[str, str]]
 """Modules and functions."""
 
@@ -52,23 +50,12 @@ def place(frame: FrameType | None) -> str:
 
     ``wait (threading.py:320) < ... < train (train.py:40)``
     """
-    here = _words(frame) if frame is not None else ""
-    steps = 0
-    while frame is not None and _library(frame.f_code.co_filename):
-        frame = frame.f_back
-        steps += 1
-    if frame is None or not steps:
-        return here
-    return f"{here} < {'... < ' if steps > 1 else ''}{_words(frame)}"
-
-
-def _words(frame: FrameType) -> str:
-    return f"{frame.f_code.co_name} ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"  # noqa: PTH119
-
-
-def _library(file: str) -> bool:
-    """Whether a file is Python's, a package's or ours."""
-    return file.startswith((*_LIBRARIES, "<frozen ")) or "site-packages" in file or "dist-packages" in file
+    if frame is None:
+        return ""
+    own = users_frame(frame)
+    if own is None or own is frame:
+        return line_of(frame)
+    return f"{line_of(frame)} < {'' if own is frame.f_back else '... < '}{line_of(own)}"
 
 
 def all_stacks(training: int, workers: Sequence[tuple[int, int, float | None, StackPort | None]]) -> list[str]:

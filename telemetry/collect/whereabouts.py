@@ -10,12 +10,12 @@ import os
 import sys
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
+
+from telemetry.stacks import line_of, users_frame
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import CodeType, FrameType
 
 _TOGETHER: Final = (
     f"{os.sep}torch{os.sep}distributed{os.sep}",
@@ -23,9 +23,6 @@ _TOGETHER: Final = (
     f"{os.sep}torch{os.sep}autograd{os.sep}graph.py",
 )
 """Innermost frames in which ranks wait for one another: a collective; DDP's own; the backward pass, which reduces."""
-
-_LIBRARY: Final = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}", str(Path(os.__file__).parent))
-_DEEPEST: Final = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +65,9 @@ class Whereabouts:
         if any(part in frame.f_code.co_filename for part in _TOGETHER):
             self._in_sync += 1
             return
-        place = _users_line(frame)
-        if place is not None:
-            self._places[place] += 1
+        own = users_frame(frame)
+        if own is not None:
+            self._places[line_of(own)] += 1
 
     def take(self) -> Looks:
         """What has been seen since the last call."""
@@ -79,16 +76,3 @@ class Whereabouts:
         self._samples = self._in_sync = 0
         self._places.clear()
         return looks
-
-
-def _users_line(frame: FrameType) -> str | None:
-    """The innermost line that is no library's, as ``train.py:41 in augment``."""
-    here: FrameType | None = frame
-    for _ in range(_DEEPEST):
-        if here is None:
-            return None
-        code: CodeType = here.f_code
-        if not any(part in code.co_filename for part in _LIBRARY) and not code.co_filename.startswith("<"):
-            return f"{code.co_filename.rpartition(os.sep)[2]}:{here.f_lineno} in {code.co_name}"
-        here = here.f_back
-    return None
