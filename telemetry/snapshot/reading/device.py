@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from telemetry.snapshot.reading.events import KERNEL
-from telemetry.snapshot.reading.intervals import length, union, within
 from telemetry.snapshot.reading.names import uses_tensor_cores
 
 if TYPE_CHECKING:
@@ -14,6 +13,9 @@ if TYPE_CHECKING:
 
     from telemetry.snapshot.reading.events import Events, Work
     from telemetry.snapshot.reading.steps import Steps
+
+_Kernel: TypeAlias = tuple[float, float, float]
+"""Start, end, blocks per SM: -1 where the trace does not say."""
 
 _NO_BLOCKS: Final = 1e-9
 """Less is what rounding leaves of none."""
@@ -47,11 +49,11 @@ def measure(events: Events, steps: Steps) -> Gpu:
             on_device.setdefault(device, []).append(place)
     if not on_device or end <= start:
         return Gpu(None, None, None, None)
-    each = on_device.values()
+    each = [_busy(work, places, start, end) for places in on_device.values()]
     return Gpu(
-        _mean([_utilization(work, places, start, end) for places in each]),
-        _mean([_sm_efficiency(work, places, start, end) for places in each]),
-        _mean([_occupancy(work, places, start, end) for places in each]),
+        _mean([ran for ran, _ in each]),
+        _mean([efficiency for _, efficiency in each]),
+        _mean([_occupancy(work, places, start, end) for places in on_device.values()]),
         None if is_amd(events) else _tensor_cores(events),
     )
 
@@ -69,25 +71,45 @@ def is_amd(events: Events) -> bool:
     return any(name.startswith("hip") for name in events.names.ids)
 
 
-def _utilization(work: Work, places: Sequence[int], start: float, end: float) -> float:
-    busy = union((work.start[place], work.start[place] + work.duration[place]) for place in places)
-    return length(within(busy, start, end)) / (end - start)
+def _busy(work: Work, places: Sequence[int], start: float, end: float) -> tuple[float, float | None]:
+    """Utilisation and SM efficiency of one device. Kernels are taken in groups that overlap: mostly one by one."""
+    starts, took, blocks = work.start, work.duration, work.first
+    kernels = sorted((starts[place], starts[place] + took[place], blocks[place]) for place in places)
+    ran = efficient = 0.0
+    group: list[_Kernel] = []
+    reach = float("-inf")
+    for kernel in kernels:
+        if kernel[0] < reach:
+            group.append(kernel)
+            reach = max(reach, kernel[1])
+            continue
+        if group:
+            ran += max(0.0, min(reach, end) - max(group[0][0], start))
+            efficient += _efficient(group, start, end)
+        group = [kernel]
+        reach = kernel[1]
+    ran += max(0.0, min(reach, end) - max(group[0][0], start))
+    efficient += _efficient(group, start, end)
+    known = any(kernel[2] > 0 for kernel in kernels)
+    return ran / (end - start), efficient / (end - start) if known else None
 
 
-def _sm_efficiency(work: Work, places: Sequence[int], start: float, end: float) -> float | None:
-    known = [place for place in places if work.first[place] > 0]
-    if not known:
-        return None
-    changes = [(work.start[place], work.first[place]) for place in known]
-    changes += [(work.start[place] + work.duration[place], -work.first[place]) for place in known]
+def _efficient(group: Sequence[_Kernel], start: float, end: float) -> float:
+    """The time of overlapping kernels, each moment weighted by their blocks per SM together, at most 1."""
+    if len(group) == 1:
+        begin, stop, blocks = group[0]
+        inside = min(stop, end) - max(begin, start)
+        return inside * min(blocks, 1.0) if inside > 0 and blocks > 0 else 0.0
+    changes = [(begin, blocks) for begin, _, blocks in group if blocks > 0]
+    changes += [(stop, -blocks) for _, stop, blocks in group if blocks > 0]
     changes.sort()
-    busy = blocks = 0.0
-    last = changes[0][0]
+    weighted = together = last = 0.0
     for time, change in changes:
-        if blocks > _NO_BLOCKS and time > start and last < end:
-            busy += min(blocks, 1.0) * (min(time, end) - max(last, start))
-        last, blocks = time, blocks + change
-    return busy / (end - start)
+        inside = min(time, end) - max(last, start)
+        if together > _NO_BLOCKS and inside > 0:
+            weighted += inside * min(together, 1.0)
+        last, together = time, together + change
+    return weighted
 
 
 def _occupancy(work: Work, places: Sequence[int], start: float, end: float) -> float | None:

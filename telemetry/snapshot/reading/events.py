@@ -200,13 +200,19 @@ class Events:
             keep[kind](event, start, duration, kind)
 
     def _host(self, event: dict[str, Any], start: float, duration: float, kind: int) -> None:
-        number = self._name(event)
+        name, tid = event["name"], event.get("tid")
+        number = self.names.ids.get(name)  # looked up in place: this is done for every operator
+        if number is None:
+            number = self.names.add(name)
         trait = self.names.traits[number]
         if not trait and kind == ANNOTATION:
             return
         args = event.get("args") or _NO_ARGS
-        external = _external(args)
-        row = _SPAN.pack(start, duration, external, number, self._thread(event.get("tid")))
+        external = args.get("External id")
+        if external is None:
+            external = args.get("external id", NOTHING)
+        thread = self._threads.get(tid)
+        row = _SPAN.pack(start, duration, external, number, self._thread(tid) if thread is None else thread)
         if trait & MARKS:
             self._mark_rows += row
         if kind == OPERATOR and not trait & (STEP | LIGHTNING):
@@ -273,15 +279,16 @@ class Events:
     def _thread(self, raw: Any) -> int:
         """A small number for a thread; the same for 17 and "17": old traces write both."""
         number = self._threads.get(raw)
+        if number is not None:
+            return number
+        plain = _number(raw)
+        number = self._threads.get(plain) if plain != NOTHING else None
         if number is None:
-            plain = _number(raw)
-            number = self._threads.get(plain) if plain != NOTHING else None
-            if number is None:
-                number = len(self._threads)
-            if len(self._threads) < _MOST_KEPT:
-                self._threads[raw] = number
-                if plain != NOTHING:
-                    self._threads[plain] = number
+            number = len(self._threads)
+        if len(self._threads) < _MOST_KEPT:
+            self._threads[raw] = number
+            if plain != NOTHING:
+                self._threads[plain] = number
         return number
 
     def _about(self, external: int, args: dict[str, Any]) -> None:

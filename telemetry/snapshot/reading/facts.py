@@ -102,9 +102,9 @@ def gather(
         copy_wait_calls=len(times.waits),
         zero_grad=exposed(zero.host) + length(intersection(zero.device, parts["Kernel"])),
         zero_grad_launches=zero.launches,
-        layout=length(intersection(union(times.layout), parts["Kernel"])),
+        layout=length(intersection(union(times.layout), steps.intervals)),
         layout_calls=len(times.layout),
-        eligible=length(intersection(union(times.eligible), parts["Kernel"])),
+        eligible=length(intersection(union(times.eligible), steps.intervals)),
         kernel=length(parts["Kernel"]),
         drained=drained,
         drain_calls=drain_calls,
@@ -208,6 +208,8 @@ def _zero_grad(events: Events) -> _ZeroGrad:
 
 def _drains(waits: Sequence[Wait], steps: Steps, parts: dict[str, Intervals]) -> tuple[float, int, str | None]:
     """Idle time of the device right after a call that waited for it: the host had nothing queued behind."""
+    if all(wait.to_device for wait in waits):
+        return 0.0, 0, None
     device = union(span for name in ("Kernel", "Memcpy", "Memset", "Communication") for span in parts[name])
     idle = difference(difference(steps.intervals, device), parts["DataLoader"])
     lost, calls, at = 0.0, 0, 0

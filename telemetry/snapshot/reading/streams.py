@@ -77,9 +77,9 @@ def measure(events: Events) -> tuple[Temporal, float | None, tuple[Idle, ...]]:
 
 def _launches(events: Events) -> dict[int, float]:
     """When the call that launched each correlated event began; of several with one number, the last in the file."""
-    up = ceil if events.fractional else float
-    starts = (float(up(start)) for start in events.calls.start)
-    launches = dict(zip(events.calls.correlation, starts, strict=True))
+    calls = events.calls
+    starts = (float(ceil(start)) for start in calls.start) if events.fractional else calls.start
+    launches = dict(zip(calls.correlation, starts, strict=True))
     launches.pop(NOTHING, None)
     return launches
 
