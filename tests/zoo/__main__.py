@@ -1,0 +1,126 @@
+"""``python -m tests.zoo``: run the zoo, print the table, write the results; the exit status says whether it is right."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from benchmarks import machine
+
+from . import rival, runner, score, table
+from .specimens import ALL, Specimen, chosen
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from .judgement import Result
+
+RESULTS: Final = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+
+
+def main() -> int:
+    """Run it. Returns 1 where a goal is missed, 2 for a mistake on the command line."""
+    options = _options()
+    if options.list:
+        for specimen in ALL:
+            print(f"{specimen.name:24}{' or '.join(specimen.causes) or 'healthy':28}{specimen.about}")
+        return 0
+    try:
+        specimens = chosen(options.only)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    settings = dict(setting.split("=", 1) for setting in options.setting)
+    about_machine = machine.describe() | {"repetitions": options.repeat}
+    results: list[Result] = []
+    for repetition in range(options.repeat):
+        for specimen in specimens:
+            result = runner.run(specimen, settings, follow=not options.no_advice)
+            results.append(result)
+            print(f"{repetition + 1}/{options.repeat}  {_line(specimen, result)}", flush=True)
+            if options.evidence is not None:
+                _keep_evidence(options.evidence, specimen, result, repetition)
+    verdicts = {} if options.no_rival else _ask_the_rival(specimens)
+    scored = score.scores(specimens, results)
+    reached = score.goals(scored)
+    about = _about(about_machine)
+    print("\n" + table.text(about, scored, reached, verdicts))
+    folder = options.results or (RESULTS if not options.only else None)
+    if folder is not None:
+        paths = table.write(folder, machine.slug(about_machine), about_machine, about, scored, reached, verdicts)
+        print(f"\nwritten: {', '.join(map(str, paths))}")
+    return 0 if all(goal.met for goal in reached) else 1
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.zoo", description=__doc__)
+    parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="specimens whose names begin so")
+    parser.add_argument("--repeat", type=int, default=3, metavar="N", help="repetitions (default: %(default)s)")
+    parser.add_argument("--no-rival", action="store_true", help="without TraceML's verdicts")
+    parser.add_argument("--no-advice", action="store_true", help="do not follow the advice")
+    parser.add_argument(
+        "--setting", action="append", default=[], metavar="TELEMETRY_NAME=VALUE", help="of the agent; default: none"
+    )
+    parser.add_argument("--results", type=Path, metavar="DIR", help="default: with the benchmarks', of whole runs only")
+    parser.add_argument("--evidence", type=Path, metavar="DIR", help="keep each stall's evidence as a file")
+    parser.add_argument("--list", action="store_true", help="say what there is, and end")
+    return parser.parse_args()
+
+
+def _line(specimen: Specimen, result: Result) -> str:
+    truth = " or ".join(specimen.causes) or "healthy"
+    if result.error and not result.verdict:
+        return f"{specimen.name:22} {truth}: FAILED, {result.error}"
+    good = result.right if not specimen.healthy else not result.accused
+    text = f"{specimen.name:22} {truth}: {result.named or 'nothing'} {'' if good else '  <-- WRONG'}"
+    if result.others:
+        text += f" (also {', '.join(result.others)})"
+    if result.advised is not None:
+        realised = "failed" if result.realised is None else f"{result.realised:.2f}"
+        text += f"; {' '.join(result.advised.arguments)}: predicted {result.advised.predicted:.2f}, realised {realised}"
+    others = ", ".join(f"{load['others_cores']:.1f}" for load in result.load)
+    return f"{text}  [{result.steps_per_second or 0:.1f} steps/s; others use {others} cores]"
+
+
+def _ask_the_rival(specimens: Sequence[Specimen]) -> dict[str, str]:
+    verdicts: dict[str, str] = {}
+    try:
+        interpreter = rival.python()
+    except rival.RivalError as error:
+        print(f"without TraceML's verdicts: {error}")
+        return verdicts
+    for specimen in specimens:
+        verdicts[specimen.name] = rival.verdict(interpreter, specimen)
+        print(f"TraceML  {specimen.name:22} {verdicts[specimen.name]}", flush=True)
+    return verdicts
+
+
+def _keep_evidence(folder: Path, specimen: Specimen, result: Result, repetition: int) -> None:
+    """One small file for each stall: what was seen, what it was called, and what is true."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, stall in enumerate(result.stalls):
+        name = f"{specimen.name}.{repetition}.{number}.json"
+        content = {
+            "specimen": specimen.name,
+            "causes": specimen.causes,
+            "rank": stall["rank"],
+            "named": stall["cause"],
+            "evidence": stall["evidence"],
+        }
+        (folder / name).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def _about(described: dict[str, Any]) -> str:
+    return (
+        f"{described['date']}: {described['cpu']}, {described['cores']} cores, {described['memory_gib']} GiB; "
+        f"{described['kernel']}, Python {described['python']}, torch {described['torch']}; load "
+        f"{' '.join(str(load) for load in described['load_average'])} at the start; "
+        f"{described['repetitions']} repetition(s)."
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+"""What a report says of a specimen, and whether it is so. Pure: reads reports, starts nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from .specimens import Specimen
+
+_NAMED: Final = re.compile(r"Cause: (\w+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Advised:
+    """An advice that was followed: the first that predicts something and can be followed here."""
+
+    cause: str
+    setting: str | None
+    value: str | None
+    arguments: tuple[str, ...]
+    predicted: float
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One run of a specimen, and the run with the advice followed if there was one.
+
+    Attributes:
+        named: the cause named first, None where none was.
+        others: causes of other stalls in the report.
+        detected: whether there was any stall.
+        right: whether the cause named first is true. None of a control.
+        accused: whether a control was said to stall or to starve. None of a stall.
+        realised: steps per second with the advice followed, over those without.
+        load: of the machine, by run.
+        error: why the run says nothing, None if it does.
+        stalls: of the report, whole.
+    """
+
+    specimen: str
+    named: str | None = None
+    others: tuple[str, ...] = ()
+    detected: bool = False
+    right: bool | None = None
+    accused: bool | None = None
+    verdict: str = ""
+    advised: Advised | None = None
+    steps_per_second: float | None = None
+    realised: float | None = None
+    load: tuple[dict[str, float], ...] = ()
+    error: str | None = None
+    stalls: list[dict[str, Any]] = field(default_factory=list)
+
+
+def judge(specimen: Specimen, report: dict[str, Any]) -> Result:
+    """What the report says of the specimen."""
+    stalls: list[dict[str, Any]] = report["stalls"]
+    verdict: str = report["verdict"]
+    named = first_cause(report)
+    starved = verdict.startswith("Starved")
+    return Result(
+        specimen=specimen.name,
+        named=named,
+        others=tuple(dict.fromkeys(stall["cause"] for stall in stalls if stall["cause"] != named)),
+        detected=bool(stalls),
+        right=None if specimen.healthy else _right(specimen, named, stalls, verdict),
+        accused=(bool(stalls) or starved) if specimen.healthy else None,
+        verdict=verdict,
+        stalls=stalls,
+    )
+
+
+def first_cause(report: dict[str, Any]) -> str | None:
+    """The cause that a person reads first: the verdict's; else that of the stall that cost most."""
+    found = _NAMED.search(report["verdict"])
+    if found:
+        return found[1]
+    stalls = report["stalls"]
+    return max(stalls, key=_cost)["cause"] if stalls else None
+
+
+def advice_to_follow(specimen: Specimen, report: dict[str, Any]) -> Advised | None:
+    """The first advice on the cause named first that predicts something and can be followed here."""
+    named = first_cause(report)
+    of_it = [stall for stall in report["stalls"] if stall["cause"] == named]
+    if not of_it or named is None:
+        return None
+    for advice in max(of_it, key=_cost)["advice"]:
+        setting, value, predicted = advice["setting"], advice["value"], advice["predicted_speedup"]
+        arguments = specimen.with_advice(named, setting, value) if predicted is not None else None
+        if arguments is not None:
+            return Advised(named, setting, value, arguments, float(predicted))
+    return None
+
+
+def _right(specimen: Specimen, named: str | None, stalls: list[dict[str, Any]], verdict: str) -> bool:
+    if specimen.slow_rank is None:
+        return named in specimen.causes
+    waiting = [stall for stall in stalls if stall["cause"] == "straggler" and stall["rank"] != specimen.slow_rank]
+    said = json.dumps(waiting) + verdict
+    points = re.search(rf"\brank[\"_: ]+{specimen.slow_rank}\b", said) is not None
+    return named in specimen.causes and bool(waiting) and points
+
+
+def _cost(stall: dict[str, Any]) -> float:
+    lost = stall["evidence"].get("lost_seconds") or {}
+    return float(lost.get(stall["cause"], 0.0))

@@ -1,0 +1,122 @@
+"""Start a training run as a person would, wait for its end within a limit, and read what it left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from .specimens import Specimen
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+SCRIPTS: Final = Path(__file__).resolve().parent / "scripts"
+
+_PATIENCE_SECONDS: Final = 90.0
+"""How much longer than its training a run may take: data is written, workers are started, a summary is made."""
+
+
+class RunError(RuntimeError):
+    """A run did not end as it should; the text is one line."""
+
+
+def under_the_agent(
+    specimen: Specimen, folder: Path, extra: Sequence[str], settings: Mapping[str, str]
+) -> tuple[dict[str, Any], float]:
+    """Run a specimen with ``telemetry run``, with ``extra`` arguments after its own.
+
+    Args:
+        specimen: what to run.
+        folder: an empty one for all that it leaves.
+        extra: more arguments of the script; they win over its own.
+        settings: variables of the agent; none for the defaults.
+
+    Returns:
+        The report, as ``telemetry report --json`` prints it, and the script's own steps per second.
+
+    Raises:
+        RunError: it failed, did not end, or left no report or no pace.
+    """
+    run, pace = folder / "run", folder / "pace.json"
+    agent = ["-m", "telemetry", "run", "--run-dir", str(run), "--port", "0"]
+    launcher = [sys.executable]
+    if specimen.ranks > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(specimen.ranks)]
+    script = [str(SCRIPTS / f"{specimen.script}.py"), *script_arguments(specimen, pace), *extra]
+    finish([*launcher, *agent, *script], folder, specimen, environment() | dict(settings))
+    told = subprocess.run(
+        [sys.executable, "-m", "telemetry", "report", str(run), "--json"],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=60,
+        check=False,
+    )
+    if told.returncode:
+        raise RunError(f"no report: {_last_line(told.stderr)}")
+    return json.loads(told.stdout), read_pace(pace)
+
+
+def script_arguments(specimen: Specimen, pace: Path) -> list[str]:
+    """A specimen's own arguments, and those that the zoo adds."""
+    return ["--seconds", f"{specimen.seconds:g}", "--pace-file", str(pace), *specimen.arguments]
+
+
+def read_pace(path: Path) -> float:
+    """Steps per second, as the script has written them.
+
+    Raises:
+        RunError: it has written none.
+    """
+    try:
+        rate = json.loads(path.read_text(encoding="utf-8"))["steps_per_second"]
+    except (OSError, ValueError, KeyError):
+        raise RunError("the script has left no pace") from None
+    if rate is None:
+        raise RunError("the script made too few steps to have a pace")
+    return float(rate)
+
+
+def finish(command: Sequence[str], folder: Path, specimen: Specimen, variables: Mapping[str, str]) -> None:
+    """Run a command to its end, with its output in ``folder``.
+
+    Raises:
+        RunError: it failed, or had to be ended.
+    """
+    with (folder / "output.txt").open("w") as output:
+        process = subprocess.Popen(
+            command, cwd=folder, env=dict(variables), stdout=output, stderr=output, start_new_session=True
+        )
+        try:
+            if specimen.cores is not None:  # inherited by all that it starts
+                allowed = sorted(os.sched_getaffinity(0))[: specimen.cores]
+                os.sched_setaffinity(process.pid, allowed)
+            code = process.wait(specimen.seconds + _PATIENCE_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise RunError(f"has not ended within {specimen.seconds + _PATIENCE_SECONDS:.0f} s") from None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    if code:
+        raise RunError(f"ended with {code}: {_last_line((folder / 'output.txt').read_text(errors='replace'))}")
+
+
+def environment() -> dict[str, str]:
+    """This process's variables without settings of the agent or of a job; the package can be found."""
+    dropped = ("TELEMETRY_", "TRACEML_", "PROMETHEUS_", "SLURM_")
+    single = {"RANK", "LOCAL_RANK", "WORLD_SIZE"}
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(dropped) and k not in single}
+    kept["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return kept
+
+
+def _last_line(text: str) -> str:
+    lines = text.strip().splitlines() or ["nothing was said"]
+    return lines[-1][:200]

@@ -1,0 +1,107 @@
+"""TraceML's verdict on the same scripts, with in them what its documentation says to write in a loop of one's own.
+
+That is ``init(mode="auto")`` at the start, ``trace_step(model)`` around the body of each training step, and
+``wrap_dataloader_fetch`` around a source that is no DataLoader. Every script has its step in a function
+``train_step``, so the three are put in by rewriting its syntax tree; nothing else of it changes.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from benchmarks import rival as benchmarked
+from benchmarks.rival import RivalError
+
+from . import processes
+
+if TYPE_CHECKING:
+    from .specimens import Specimen
+
+__all__ = ["RivalError", "python", "rewritten", "verdict"]
+
+_INSTALL_SECONDS: Final = 300.0
+_NEEDED: Final = {"PIL": "pillow", "numpy": "numpy"}
+
+_INSTEAD_OF_TELEMETRY: Final = '''"""In the place of telemetry's calls: the rival's where it has one, nothing where it has none."""
+import contextlib
+import traceml_ai
+watch = traceml_ai.wrap_dataloader_fetch
+step = phase = contextlib.nullcontext
+'''
+
+
+def python() -> Path:
+    """The interpreter of an environment with TraceML and with what the scripts import.
+
+    Raises:
+        RivalError: there is none, and none can be made.
+    """
+    interpreter = benchmarked.python(install=True)
+    for module, package in _NEEDED.items():
+        if subprocess.run([interpreter, "-c", f"import {module}"], capture_output=True, check=False).returncode == 0:
+            continue
+        if os.environ.get(benchmarked.PYTHON_VARIABLE):
+            raise RivalError(f"{package} is missing in the environment that {benchmarked.PYTHON_VARIABLE} names")
+        command = [interpreter, "-m", "pip", "install", "-q", "--disable-pip-version-check", package]
+        try:
+            subprocess.run(command, check=True, capture_output=True, timeout=_INSTALL_SECONDS)
+        except (OSError, subprocess.SubprocessError) as error:
+            raise RivalError(f"{package} cannot be installed beside it ({type(error).__name__})") from None
+    return interpreter
+
+
+def verdict(interpreter: Path, specimen: Specimen) -> str:
+    """Run a specimen under its launcher. Returns the primary diagnosis of its summary, or why there is none."""
+    with tempfile.TemporaryDirectory(prefix=f"zoo-traceml-{specimen.name}-") as name:
+        folder = Path(name)
+        script = folder / f"{specimen.script}.py"
+        script.write_text(rewritten((processes.SCRIPTS / script.name).read_text(encoding="utf-8")), encoding="utf-8")
+        (folder / "telemetry.py").write_text(_INSTEAD_OF_TELEMETRY, encoding="utf-8")
+        ports = ["--aggregator-port", str(benchmarked._free_port()), "--master-port", str(benchmarked._free_port())]
+        command = [str(interpreter), "-m", "traceml_ai.launcher.cli", "run", str(script), "--logs-dir", "logs"]
+        command += ["--run-name", "zoo", "--nproc-per-node", str(specimen.ranks), *ports, "--args"]
+        arguments = processes.script_arguments(specimen, folder / "pace.json")
+        variables = processes.environment() | {
+            "PYTHONPATH": os.pathsep.join((str(folder), str(processes.SCRIPTS))),
+            "TRACEML_ON_MISSING_AGGREGATOR": "raise",
+        }
+        try:
+            processes.finish([*command, *arguments], folder, specimen, variables)
+        except processes.RunError as error:
+            return f"did not run: {error}"
+        try:
+            said = json.loads((folder / "logs" / "zoo" / "final_summary.json").read_text(encoding="utf-8"))
+            primary = said["primary_diagnosis"]
+            return f"{primary['status']}: {primary['summary']}"
+        except (OSError, ValueError, KeyError, TypeError):
+            return "left no summary"
+
+
+def rewritten(source: str) -> str:
+    """A script of the zoo with the rival's calls in it."""
+    tree = _WithCalls().visit(ast.parse(source))
+    return ast.unparse(ast.fix_missing_locations(tree))
+
+
+class _WithCalls(ast.NodeTransformer):
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:  # noqa: N802 - the visitor's name for it
+        self.generic_visit(node)
+        if node.name != "train_step":
+            return node
+        model = "self.model" if node.args.args[0].arg == "self" else "model"
+        around = ast.parse(f"with traceml_ai.trace_step({model}): pass").body[0]
+        assert isinstance(around, ast.With)
+        around.body = node.body
+        node.body = [ast.parse("import traceml_ai").body[0], around]
+        return node
+
+    def visit_If(self, node: ast.If) -> ast.AST:  # noqa: N802
+        if ast.unparse(node.test) == "__name__ == '__main__'":
+            node.body = [*ast.parse("import traceml_ai\ntraceml_ai.init(mode='auto')").body, *node.body]
+        return node

@@ -1,0 +1,104 @@
+"""From results to the goals: what was found, named and predicted, over all runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from .judgement import Result
+    from .specimens import Specimen
+
+LEAST_RIGHT: Final = 0.95
+"""Share of the runs in which the cause named first must be right."""
+
+MOST_OFF: Final = 0.20
+"""How far a predicted speed-up may be from the realised one, as a share of the realised one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """What is to be reached."""
+
+    name: str
+    met: bool
+    reached: str
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """One specimen over its repetitions."""
+
+    specimen: Specimen
+    results: tuple[Result, ...]
+
+    @property
+    def told(self) -> tuple[Result, ...]:
+        """Runs that say something."""
+        return tuple(r for r in self.results if r.verdict)
+
+    @property
+    def detected(self) -> int:
+        """Runs in which a stall was found."""
+        return sum(r.detected for r in self.results)
+
+    @property
+    def right(self) -> int:
+        """Runs in which the cause named first was right."""
+        return sum(bool(r.right) for r in self.results)
+
+    @property
+    def accused(self) -> int:
+        """Runs in which a control was said to stall, or that failed."""
+        return sum(r.accused is not False for r in self.results) if self.specimen.healthy else 0
+
+    @property
+    def predicted(self) -> float | None:
+        """Median speed-up predicted, of the runs in which the advice was followed."""
+        values = [r.advised.predicted for r in self.results if r.advised is not None and r.realised is not None]
+        return median(values) if values else None
+
+    @property
+    def realised(self) -> float | None:
+        """Median speed-up realised."""
+        values = [r.realised for r in self.results if r.realised is not None]
+        return median(values) if values else None
+
+    @property
+    def off(self) -> float | None:
+        """How far the predicted speed-up is from the realised one; None where no advice was followed."""
+        predicted, realised = self.predicted, self.realised
+        return None if predicted is None or realised is None else abs(predicted / realised - 1)
+
+
+def scores(specimens: Sequence[Specimen], results: Sequence[Result]) -> list[Score]:
+    """By specimen, in their order."""
+    return [Score(s, tuple(r for r in results if r.specimen == s.name)) for s in specimens]
+
+
+def goals(scored: Sequence[Score]) -> list[Goal]:
+    """What is to be reached, of the specimens that were run."""
+    stalls = [s for s in scored if not s.specimen.healthy]
+    controls = [s for s in scored if s.specimen.healthy]
+    wanted = sum(len(s.results) for s in stalls)
+    found, right = sum(s.detected for s in stalls), sum(s.right for s in stalls)
+    accused, calm = sum(s.accused for s in controls), sum(len(s.results) for s in controls)
+    compared = [s for s in scored if s.off is not None]
+    near = [s for s in compared if (s.off or 0.0) <= MOST_OFF]
+    return [
+        Goal("every stall is found", found == wanted, f"{found} of {wanted} runs"),
+        Goal("no control is accused", not accused, f"{accused} of {calm} runs accused"),
+        Goal(
+            f"the cause named first is right in {100 * LEAST_RIGHT:.0f} % of the runs",
+            right >= LEAST_RIGHT * wanted,
+            f"{right} of {wanted} runs",
+        ),
+        Goal(
+            f"each predicted speed-up is within {100 * MOST_OFF:.0f} % of the realised one",
+            len(near) == len(compared),
+            f"{len(near)} of {len(compared)} specimens whose advice can be followed here",
+        ),
+    ]

@@ -1,0 +1,73 @@
+"""Train with the whole data set as Python objects in memory, and collect garbage now and then "to be safe".
+
+With ``--callback`` a list of callbacks runs after every step and one of them collects; without it the loop does.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import common
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+
+class Annotated(Dataset):
+    """A picture for each record; the records are kept as they were parsed."""
+
+    def __init__(self, count: int) -> None:
+        self.records: list[dict[str, Any]] = [
+            {"name": f"record-{n}", "box": [n, n + 1.0, n + 2.0, n + 3.0], "tags": {"label": n % 10}}
+            for n in range(count)
+        ]
+        self.pictures = torch.rand(128, 3, 64, 64)
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return self.pictures[index % len(self.pictures)], self.records[index]["tags"]["label"]
+
+
+def train_step(model, optimizer, pictures, labels):
+    loss = nn.functional.cross_entropy(model(pictures), labels)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+def main() -> None:
+    parser = common.arguments(__doc__)
+    parser.add_argument("--records", type=int, default=400_000)
+    parser.add_argument("--collect-every", type=int, default=10, help="steps")
+    parser.add_argument("--callback", action="store_true")
+    parser.add_argument("--gc-freeze", action="store_true", help="when all is built")
+    options = parser.parse_args()
+    dataset = Annotated(options.records)
+    loader = DataLoader(dataset, options.batch_size, shuffle=True, **common.loader_settings(options))
+    model = common.picture_network(options.width)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    if options.gc_freeze:
+        gc.collect()
+        gc.freeze()
+    callbacks: list[Callable[[], object]] = [gc.collect] if options.callback else []
+    pace = common.Pace(options)
+    step = 0
+    while True:
+        for pictures, labels in loader:
+            train_step(model, optimizer, pictures, labels)
+            step += 1
+            if step % options.collect_every == 0:
+                for callback in callbacks:
+                    callback()
+                if not callbacks:
+                    gc.collect()
+            if pace.step():
+                return
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""Class-balanced training: a batch sampler weighs the whole data set anew for every batch, in pure Python.
+
+It runs on the training thread, however many workers there are.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import common
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Sampler, TensorDataset
+
+
+class Balanced(Sampler):
+    def __init__(self, labels: list[int], size: int) -> None:
+        self.labels = labels
+        self.size = size
+        self.seen = dict.fromkeys(set(labels), 1)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        while True:
+            weights = [1 / self.seen[label] for label in self.labels]
+            chosen = random.choices(range(len(self.labels)), weights, k=self.size)
+            for index in chosen:
+                self.seen[self.labels[index]] += 1
+            yield chosen
+
+
+def train_step(model, optimizer, pictures, labels):
+    loss = nn.functional.cross_entropy(model(pictures), labels)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+def main() -> None:
+    parser = common.arguments(__doc__, num_workers=2)
+    parser.add_argument("--samples", type=int, default=200_000)
+    options = parser.parse_args()
+    pictures = torch.rand(1, 3, 64, 64).expand(options.samples, -1, -1, -1)
+    labels = torch.randint(0, 10, (options.samples,))
+    loader = DataLoader(
+        TensorDataset(pictures, labels),
+        batch_sampler=Balanced(labels.tolist(), options.batch_size),
+        **common.loader_settings(options),
+    )
+    model = common.picture_network(options.width)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    pace = common.Pace(options)
+    for batch in loader:
+        train_step(model, optimizer, *batch)
+        if pace.step():
+            break
+
+
+if __name__ == "__main__":
+    main()

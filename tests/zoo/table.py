@@ -1,0 +1,104 @@
+"""The results as a table to read, as Markdown and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from .score import Goal, Score
+
+_HEADINGS: Final = ("specimen", "is", "found", "named first", "right", "predicted", "realised", "TraceML 0.5.0")
+
+
+def text(about: str, scored: Sequence[Score], reached: Sequence[Goal], rival: Mapping[str, str]) -> str:
+    """The table for a terminal."""
+    rows = [list(_HEADINGS), *(_cells(score, rival) for score in scored)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([about, "", *lines, "", *_goal_lines(reached)])
+
+
+def markdown(about: str, scored: Sequence[Score], reached: Sequence[Goal], rival: Mapping[str, str]) -> str:
+    """The table for a page."""
+    lines = ["# What the agent says of the zoo", "", about, ""]
+    lines += [f"- {line}" for line in _goal_lines(reached)]
+    lines += ["", f"| {' | '.join(_HEADINGS)} |", "|---" * len(_HEADINGS) + "|"]
+    lines += [f"| {' | '.join(_cells(score, rival))} |" for score in scored]
+    return "\n".join([*lines, ""])
+
+
+def write(
+    folder: Path,
+    slug: str,
+    machine: Mapping[str, Any],
+    about: str,
+    scored: Sequence[Score],
+    reached: Sequence[Goal],
+    rival: Mapping[str, str],
+) -> list[Path]:
+    """Write both files, replacing those of an earlier run on the same kind of machine."""
+    folder.mkdir(parents=True, exist_ok=True)
+    as_json, as_markdown = folder / f"zoo-{slug}.json", folder / f"zoo-{slug}.md"
+    content = {
+        "machine": dict(machine),
+        "goals": [dataclasses.asdict(goal) for goal in reached],
+        "specimens": [
+            {
+                "name": score.specimen.name,
+                "about": score.specimen.about,
+                "causes": score.specimen.causes,
+                "rival": rival.get(score.specimen.name),
+                "runs": [_run(result) for result in score.results],
+            }
+            for score in scored
+        ],
+    }
+    as_json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    as_markdown.write_text(markdown(about, scored, reached, rival), encoding="utf-8")
+    return [as_json, as_markdown]
+
+
+def _run(result: Any) -> dict[str, Any]:
+    """A result without the whole stalls: their evidence alone is worth keeping."""
+    fields = dataclasses.asdict(result)
+    fields["stalls"] = [
+        {name: stall.get(name) for name in ("rank", "cause", "exposed_wait_ratio", "evidence")}
+        for stall in result.stalls
+    ]
+    return fields
+
+
+def _cells(score: Score, rival: Mapping[str, str]) -> list[str]:
+    specimen, runs = score.specimen, len(score.results)
+    named = Counter(_said(result) for result in score.results)
+    return [
+        specimen.name,
+        " or ".join(specimen.causes) or "healthy",
+        f"{score.detected}/{runs}" if not specimen.healthy else ("-" if not score.accused else "ACCUSED"),
+        ", ".join(name if count == runs else f"{name} {count}" for name, count in named.most_common()),
+        f"{score.right}/{runs}" if not specimen.healthy else f"{runs - score.accused}/{runs}",
+        "" if score.predicted is None else f"{score.predicted:.2f}",
+        "" if score.realised is None else f"{score.realised:.2f}{_far(score)}",
+        rival.get(specimen.name, ""),
+    ]
+
+
+def _far(score: Score) -> str:
+    off = score.off
+    return "" if off is None else f" ({100 * off:.0f} % off)"
+
+
+def _said(result: Any) -> str:
+    if result.error and not result.verdict:
+        return "FAILED"
+    return result.named or "nothing"
+
+
+def _goal_lines(reached: Sequence[Goal]) -> list[str]:
+    return [f"{'reached' if goal.met else 'NOT REACHED'}: {goal.name} ({goal.reached})" for goal in reached]
