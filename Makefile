@@ -4,13 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help test lint types unit demo bench bench-trace format clean
+.PHONY: help test lint types unit demo bench bench-trace zoo format clean
 
 help:
 	@echo "make demo    train a small network that starves, and see what is seen (90 s)"
 	@echo "make test    ruff, mypy and the tests"
 	@echo "make bench   what the agent costs, side by side with others (minutes)"
 	@echo "make bench-trace   what reading a trace of 200 MB costs, side by side with Holistic Trace Analysis (minutes)"
+	@echo "make zoo     what it says of training scripts whose trouble is known (hours)"
 
 $(READY): pyproject.toml constraints.txt telemetry/_version.py
 	$(PYTHON) -m venv $(VENV)
@@ -37,6 +38,9 @@ bench: $(READY)
 
 bench-trace: $(READY)
 	$(BIN)/python -m benchmarks.trace
+
+zoo: $(READY)
+	$(BIN)/python -m tests.zoo $(ZOO)
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

@@ -48,7 +48,7 @@ def python() -> Path:
             continue
         if os.environ.get(benchmarked.PYTHON_VARIABLE):
             raise RivalError(f"{package} is missing in the environment that {benchmarked.PYTHON_VARIABLE} names")
-        command = [interpreter, "-m", "pip", "install", "-q", "--disable-pip-version-check", package]
+        command = [str(interpreter), "-m", "pip", "install", "-q", "--disable-pip-version-check", package]
         try:
             subprocess.run(command, check=True, capture_output=True, timeout=_INSTALL_SECONDS)
         except (OSError, subprocess.SubprocessError) as error:

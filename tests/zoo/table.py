@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
+    from .judgement import Result
     from .score import Goal, Score
 
 _HEADINGS: Final = ("specimen", "is", "found", "named first", "right", "predicted", "realised", "TraceML 0.5.0")
@@ -64,7 +65,7 @@ def write(
     return [as_json, as_markdown]
 
 
-def _run(result: Any) -> dict[str, Any]:
+def _run(result: Result) -> dict[str, Any]:
     """A result without the whole stalls: their evidence alone is worth keeping."""
     fields = dataclasses.asdict(result)
     fields["stalls"] = [
@@ -94,7 +95,7 @@ def _far(score: Score) -> str:
     return "" if off is None else f" ({100 * off:.0f} % off)"
 
 
-def _said(result: Any) -> str:
+def _said(result: Result) -> str:
     if result.error and not result.verdict:
         return "FAILED"
     return result.named or "nothing"

@@ -11,11 +11,12 @@ import tempfile
 from pathlib import Path
 
 import common
-import telemetry
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
+import telemetry
 
 
 def save(state: dict, folder: Path, how: str) -> None:

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 
 import common
 import numpy as np
-import telemetry
 import torch
 from store_server import Behaviour, Client, remote_store
 from torch import nn
+
+import telemetry
 
 
 def play(client: Client, moves: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import common
 import samples
-import telemetry
 import torch
 from torch import nn
+
+import telemetry
 
 
 class StreamingDataset:
