@@ -25,7 +25,8 @@ class Specimen:
         script: in ``scripts/``, without its suffix; ``arguments`` are its own.
         causes: what may be named as the cause; more than one where the closed set has two words for it. Empty for a
             healthy control.
-        remedies: by cause, the arguments that follow an advice which is no setting of a loader.
+        remedies: by cause, the arguments that follow an advice that is no setting of a loader.
+        takes_settings: whether the script has a use for a loader's settings.
         seconds: of training.
         ranks: more than one runs under torchrun; then the peers of ``slow_rank`` have to say that they wait for it.
         cores: how many the run may use; None for all.
@@ -42,6 +43,7 @@ class Specimen:
     ranks: int = 1
     slow_rank: int | None = None
     cores: int | None = None
+    takes_settings: bool = True
 
     @property
     def healthy(self) -> bool:
@@ -50,9 +52,9 @@ class Specimen:
 
     def with_advice(self, cause: str, setting: str | None, value: str | None) -> tuple[str, ...] | None:
         """The arguments that follow an advice, after the script's own; None where it cannot be followed here."""
-        if setting in LOADER_SETTINGS and value is not None:
-            return (f"--{setting.replace('_', '-')}", value)
-        return self.remedies.get(cause)
+        if setting not in LOADER_SETTINGS:
+            return self.remedies.get(cause)
+        return (f"--{setting.replace('_', '-')}", value) if self.takes_settings and value is not None else None
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -70,6 +72,7 @@ def _healthy(name: str, script: str, arguments: str, about: str, **more: object)
 
 _FREEZE: Final = {"gc_pause": ("--gc-freeze",)}
 _SELDOM: Final = {"checkpoint": ("--checkpoint-every", "1000000")}
+_MENDED: Final = {"straggler": ("--slow", "nothing")}
 _STUCK_SECONDS: Final = 40.0
 
 STALLS: Final = (
@@ -199,15 +202,15 @@ STALLS: Final = (
         "uneven-cold-store",
         "uneven_batches",
         "object_store",
-        "--num-workers 2 --latency-ms 0.5 --cold-every 480 --cold-seconds 0.4",
-        "every 30th batch has an object on cold storage",
+        "--num-workers 4 --latency-ms 0.5 --cold-every 320 --cold-seconds 0.6",
+        "every 20th batch has an object on cold storage",
     ),
     _stall("uneven-books", "uneven_batches", "long_documents", "", "every so often a document as long as a book"),
     _stall(
         "uneven-shards",
         "uneven_batches",
         "tar_shards",
-        "--num-workers 2 --picture-width 240 --shard-pictures 240 --open-seconds 0.5",
+        "--num-workers 4 --picture-width 160 --shard-pictures 320 --open-seconds 1",
         "each remote shard is slow to open",
     ),
     _stall("transfer-numpy", "batch_transfer", "clips", "--batch-size 24", "NumPy batches of 29 MB, pickled"),
@@ -251,6 +254,7 @@ STALLS: Final = (
         "rollouts",
         "",
         "a watched environment far away; explicit steps",
+        takes_settings=False,
         remedies={"source_slow": ("--ahead", "4")},
     ),
     _stall("checkpoint-torch", "checkpoint", "checkpoints", "", "torch.save of 250 MB", remedies=_SELDOM),
@@ -294,6 +298,7 @@ STALLS: Final = (
         "ddp",
         "--slow compute",
         "two ranks; one computes more slowly",
+        remedies=_MENDED,
         ranks=2,
         slow_rank=1,
     ),
@@ -303,6 +308,7 @@ STALLS: Final = (
         "ddp",
         "--slow books --slow-rank 0 --batch-size 4",
         "four ranks; one keeps statistics for all",
+        remedies=_MENDED,
         ranks=4,
         slow_rank=0,
     ),

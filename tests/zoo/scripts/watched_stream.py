@@ -1,17 +1,21 @@
-"""Train on a stream that is no DataLoader, like those of data-set hubs; telemetry is told of it with ``watch``."""
+"""Train on a stream that is no DataLoader, like those of data-set hubs; telemetry is told of it with ``watch``.
+
+With ``--num-workers`` the workers of a DataLoader read it instead.
+"""
 
 from __future__ import annotations
 
 import gzip
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import common
 import samples
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
 
 import telemetry
 
@@ -42,6 +46,17 @@ def batches(records: Iterator[dict[str, str]], size: int) -> Iterator[tuple[torc
         yield torch.stack(rows), torch.tensor(labels)
 
 
+class Batches(IterableDataset):
+    """The same stream, for the workers of a DataLoader."""
+
+    def __init__(self, path: Path, size: int) -> None:
+        self.path = path
+        self.size = size
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        return batches(iter(StreamingDataset(self.path)), self.size)
+
+
 def train_step(model, optimizer, tokens, labels):
     loss = nn.functional.cross_entropy(model(tokens), labels)
     optimizer.zero_grad()
@@ -58,11 +73,14 @@ def main() -> None:
         with gzip.open(path, "wt", encoding="utf-8") as file:
             for number, text in enumerate(samples.documents(50, options.words)):
                 file.write(json.dumps({"text": text, "label": str(number % 10)}) + "\n")
-        stream = batches(iter(StreamingDataset(path)), options.batch_size)
+        stream: Iterable = telemetry.watch(batches(iter(StreamingDataset(path)), options.batch_size))
+        if options.num_workers:
+            dataset = Batches(path, options.batch_size)
+            stream = DataLoader(dataset, batch_size=None, **common.loader_settings(options))
         model = common.TextNetwork(options.width)
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
         pace = common.Pace(options)
-        for tokens, labels in telemetry.watch(stream):
+        for tokens, labels in stream:
             train_step(model, optimizer, tokens, labels)
             if pace.step():
                 break
