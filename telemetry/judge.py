@@ -184,11 +184,14 @@ class Judge:
         counted = workers is not None and workers.busy_ratio is not None
         source = accounts.take_source()
         exposed_before, self._exposed_before = self._exposed_before, exposed
+        first_wait = self._since("first_wait", ledger.first_wait_ns / 1e9)
         self._tracker.time_next_fetch()
         return Slice(
             seconds=seconds,
-            wait=self._since("wait", spent[DATA_WAIT]),
-            exposed=None if exposed is None or exposed_before is None else exposed - exposed_before,
+            wait=max(0.0, self._since("wait", spent[DATA_WAIT]) - first_wait),
+            exposed=None
+            if exposed is None or exposed_before is None
+            else max(0.0, exposed - exposed_before - first_wait),
             edge_wait=self._since("edge_wait", ledger.edge_wait_ns / 1e9),
             edges=int(self._since("edges", ledger.edges)),
             compute=self._since("compute", spent[COMPUTE]),
@@ -201,7 +204,7 @@ class Judge:
             process_cpu=None if process is None else self._since("process_cpu", process.cpu_seconds),
             fetches=int(self._since("fetches", workers.fetches_total)) if counted else None,
             fetch_busy=workers.busy_ratio * workers.training_workers * seconds if counted else None,
-            startup=self._since("startup", spent[STARTUP]),
+            startup=self._since("startup", spent[STARTUP]) + first_wait,
             own_runnable=None if runnable is None else self._since("runnable", runnable),
             late=0.0 if workers is None else self._since("late", workers.late_seconds_total),
             moved=0.0 if workers is None else self._since("moved", workers.moved_seconds_total),
@@ -216,6 +219,7 @@ class Judge:
             settings={} if source is None else source.settings,
             cores=_cores(pressure.cgroup_cpu_limit if pressure is not None else None),
             host_cpu_ratio=None if host is None else host.cpu_ratio,
+            host_cores=0 if host is None else host.cpu_count,
             throttled_ratio=None if pressure is None else pressure.cgroup_throttled_ratio,
             gpu_utilization_ratio=None if gpu is None else gpu.utilization_ratio,
             gpu_clock_ratio=_clock_ratio(gpu),

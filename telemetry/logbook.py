@@ -161,6 +161,7 @@ class Logbook:
             "wall_seconds": accounts.ledger.wall_seconds,
             "ledger_total_seconds": accounts.ledger.seconds(),
             "exposed_wait_total_seconds": accounts.exposed.seconds,
+            "first_wait_seconds": accounts.ledger.first_wait_ns / NS,
             "overhead_seconds": self._status()[1],
             "dropped_steps_total": accounts.dropped_steps,
         }

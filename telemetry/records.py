@@ -411,6 +411,7 @@ class Slice:
     """What happened between two ticks: the unit that windows of evidence are made of. Seconds, unless said.
 
     Attributes:
+        wait: for batches, the first of the run not included: every run has to start.
         exposed: of ``wait``; None where nothing can tell.
         edge_wait: of ``wait``, at the edges of epochs: starting and ending an iteration, and its first batch.
         edges: iterations that were begun.
@@ -424,6 +425,7 @@ class Slice:
         timed_fetch, timed_fetch_cpu: fetches of the training thread's own that were timed, and their CPU time.
         own_runnable: how long the training thread could have run, and had no core.
         samples, in_sync, where: of where the training thread is, see `RankPace`; ``peers``: the node's other ranks.
+        host_cpu_ratio, host_cores: use of all cores of the machine, and how many there are.
         gpu_clock_ratio: clock of the SMs, of the highest they have.
         settings: of the loader in use, by the names of DataLoader's arguments.
     """
@@ -458,6 +460,7 @@ class Slice:
     settings: dict[str, Any] = field(default_factory=dict)
     cores: float = 1.0
     host_cpu_ratio: float | None = None
+    host_cores: int = 0
     throttled_ratio: float | None = None
     gpu_utilization_ratio: float | None = None
     gpu_clock_ratio: float | None = None

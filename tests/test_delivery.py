@@ -211,3 +211,22 @@ def test_of_two_loaders_side_by_side_the_one_that_is_waited_for_is_the_source(ob
         pass
     observed.read()
     assert observed.waited_for == "training_thread"
+
+
+def test_a_batch_that_joins_a_step_is_no_edge_of_an_epoch(observed):
+    for _ in zip(DataLoader(Numbers(12), batch_size=1), DataLoader(Numbers(12, 0.01), batch_size=1, num_workers=1)):
+        pass
+    ledger = observed.read()
+    assert ledger.edges == 1  # the end
+    assert ledger.edge_wait_ns < 0.5 * ledger.ns["data_wait"]
+
+
+def test_the_wait_for_the_first_batch_of_a_run_is_counted_by_itself(observed):
+    loader = DataLoader(Numbers(4), batch_size=1, num_workers=1)
+    list(loader)
+    first = observed.read().first_wait_ns
+    assert first > 0
+    list(loader)
+    ledger = observed.read()
+    assert ledger.first_wait_ns == first
+    assert ledger.edge_wait_ns > 0

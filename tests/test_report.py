@@ -273,3 +273,11 @@ def test_a_rank_that_holds_the_others_up_is_named_before_those_that_wait(tmp_pat
     report = summarize(load(tmp_path))
     assert "rank 1 stalled. Cause: checkpoint" in report["verdict"]
     assert "GPU-hours lost in stalls, over all ranks: straggler 0.011, checkpoint 0.011" in render(report)
+
+
+def test_the_start_of_a_run_is_no_starving(tmp_path):
+    end = line("run_end", **totals(wait=4.0, compute=10.0, steps=100)) | {"first_wait_seconds": 3.9}
+    write(tmp_path, 0, line("run_start", **START), end)
+    report = summarize(load(tmp_path))
+    assert report["ranks"][0]["exposed_wait_ratio"] == pytest.approx(4 / 14)
+    assert report["verdict"].startswith("Healthy")

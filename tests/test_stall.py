@@ -65,6 +65,9 @@ CASES = {
         busy=0.4, cpu=0.4, ready=3, late=0.4, moved=0.1, head_of_line=0.3, **STARVED
     ),
     "workers_io_bound, matched": with_workers(busy=0.99, cpu=0.1, blocked=0.89, late=0.5, moved=0.1, **STARVED),
+    "workers_cpu_bound, late to be moved": with_workers(  # as a busy interpreter lock lets its queue wait
+        busy=0.97, cpu=0.9, blocked=0.07, late=0.2, moved=0.4, workers=1, fetches=10, **STARVED
+    ),
     "workers_throttled, as the training thread is": with_workers(
         busy=0.2, cpu=0.2, late=0.1, moved=0.5, own_runnable=0.2, **STARVED
     ),
@@ -377,6 +380,16 @@ def test_pinning_is_not_advised_to_who_has_no_gpu():
     assert [a.setting for a in advise("batch_transfer", gather([piece]))] == [None]
     on_gpu = dataclasses.replace(piece, gpu_utilization_ratio=0.5)
     assert first("batch_transfer", on_gpu).setting == "pin_memory"
+
+
+def test_cores_that_others_use_are_no_cores_to_put_workers_on():
+    piece = a_slice(source="training_thread", wait=0.6, compute=0.4, steps=10, process_cpu=0.9, cores=8.0)
+    alone = gather([dataclasses.replace(piece, host_cores=8, host_cpu_ratio=0.9 / 8)])
+    assert alone.cores == pytest.approx(8.0)
+    crowded = gather([dataclasses.replace(piece, host_cores=8, host_cpu_ratio=1.0)])
+    assert crowded.cores == pytest.approx(1.0)
+    assert advise("loader_on_training_thread", alone)
+    assert not advise("loader_on_training_thread", crowded)
 
 
 def test_an_unknown_cause_has_no_advice():

@@ -40,6 +40,8 @@ OPENS: Final = 1 << 7
 """A step begins at the entry's start."""
 BATCH: Final = 1 << 8
 """A training batch was delivered at the entry's end."""
+JOINS: Final = 1 << 10
+"""A batch was delivered that adds to the open step."""
 BEGINS: Final = 1 << 9
 """An iteration of the loader began: its batches are numbered from 0 again."""
 

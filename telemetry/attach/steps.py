@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from telemetry.attach.gpu_clock import GpuClock
     from telemetry.attach.worker_probe import WorkerBlock
 
-_SAME_STEP: Final = r.code(r.S_DATA_WAIT, r.S_COMPUTE)
+_SAME_STEP: Final = r.code(r.S_DATA_WAIT, r.S_COMPUTE, r.JOINS)
 _EVALUATION: Final = r.code(r.S_EVALUATION, r.S_EVALUATION)
 _BOUNDARY: Final = r.code(r.S_COMPUTE, r.S_COMPUTE, r.CLOSES | r.OPENS | r.BATCH)
 

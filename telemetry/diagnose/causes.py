@@ -106,14 +106,26 @@ def _steady(evidence: Evidence, at: Thresholds) -> dict[str, float]:
 def _moved_share(evidence: Evidence, at: Thresholds) -> float:
     """How much of the waiting was for batches that were made already."""
     matched = evidence.late + evidence.moved
+    limited = _workers_are_the_limit(evidence, at)
     if matched > 0:
-        return evidence.moved / matched
-    if _workers_are_the_limit(evidence, at):
+        moved = evidence.moved / matched
+        # While one batch is moved the next is fetched: no step can be shorter than the workers' supply of batches.
+        return min(moved, 1.0 - _short_of_supply(evidence)) if limited else moved
+    if limited:
         return 0.0
     lying_ready = evidence.ready_batches is not None and evidence.ready_batches >= at.ready
     # Moving a batch takes every batch its time; where single ones are late, they are waited for, and not moved.
     single = evidence.late_wait >= at.late * max(evidence.wait - evidence.edge_wait, 1e-9)
     return 1.0 if lying_ready and not single else 0.0
+
+
+def _short_of_supply(evidence: Evidence) -> float:
+    """Share of the waiting in mid-epoch that comes from workers that cannot make batches as fast as they are used."""
+    supply, compute = supply_seconds(evidence), compute_seconds(evidence)
+    waited = evidence.wait - evidence.edge_wait
+    if supply is None or compute is None or waited <= 0:
+        return 0.0
+    return min(1.0, max(0.0, supply - compute) * evidence.steps / waited)
 
 
 def crowded_out(evidence: Evidence, at: Thresholds = THRESHOLDS) -> float:

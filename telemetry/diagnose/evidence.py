@@ -37,6 +37,7 @@ class Evidence:
         process_cpu_per_step: CPU time of the training process (without its workers) for one step.
         own_runnable: how long the training thread could have run, and had no core.
         host_cpu_ratio: of all cores of the machine.
+        cores: that this rank may use, and that nobody else on the machine does.
         gpu_idle: seconds of the loop without a kernel, though no batch was waited for. ``gpu_slowed``: what the lower
             clock of a GPU that is held back has cost.
         pace: of this rank; ``peers``: of the others on its node.
@@ -123,7 +124,7 @@ def gather(slices: Sequence[Slice], *, rank: int = 0, cause: str | None = None) 
         rank: whose it is, for its `RankPace`.
         cause: of its open stall, for the same.
     """
-    newest, waited = slices[-1], _waited_for(slices)
+    waited = _waited_for(slices)
     steps = int(_sum(slices, lambda s: s.steps))
     told = [s for s in slices if s.fetches is not None and s.fetch_busy is not None]  # not before the workers began
     fetches = sum(s.fetches or 0 for s in told)
@@ -167,7 +168,7 @@ def gather(slices: Sequence[Slice], *, rank: int = 0, cause: str | None = None) 
         process_cpu_per_step=process_cpu / steps if process_cpu is not None and steps else None,
         own_runnable=_all([s.own_runnable for s in slices]),
         host_cpu_ratio=_mean([s.host_cpu_ratio for s in slices]),
-        cores=newest.cores,
+        cores=_cores_left(slices),
         throttled_ratio=_mean([s.throttled_ratio for s in slices]),
         gpu_utilization_ratio=_mean([s.gpu_utilization_ratio for s in slices]),
         gpu_idle=_gpu_idle(slices),
@@ -238,6 +239,23 @@ def _read_bytes(slices: Sequence[Slice]) -> float | None:
         if s.workers is not None and s.workers.read_bytes_per_second is not None
     ]
     return sum(told) if told else None
+
+
+def _cores_left(slices: Sequence[Slice]) -> float:
+    """What this rank may use, less what other processes (other ranks among them) take of it; at least what it uses."""
+    allowed, used, others = slices[-1].cores, [], []
+    for piece in slices:
+        if piece.process_cpu is None or piece.seconds <= 0:
+            continue
+        workers = piece.workers
+        by_workers = 0.0 if workers is None else (workers.cpu_ratio or 0.0) * workers.training_workers
+        used.append(piece.process_cpu / piece.seconds + by_workers)
+        if piece.host_cpu_ratio is not None:
+            others.append(max(0.0, piece.host_cpu_ratio * piece.host_cores - used[-1]))
+    if not others:
+        return allowed
+    free = max(piece.host_cores for piece in slices) - sum(others) / len(others)
+    return min(allowed, max(free, sum(used) / len(used), 1.0))
 
 
 def _gpu_idle(slices: Sequence[Slice]) -> float | None:

@@ -34,7 +34,9 @@ class Ledger:
         self.ns: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
         self.batches = 0
         self.last_step_ns: int | None = None
-        # Waits at the edges of epochs: an iteration that ends, one that begins, and its first batch.
+        # The wait for the first batch of the run; and those at the edges of later epochs: an iteration that ends, one
+        # that begins, and its first batch.
+        self.first_wait_ns = 0
         self.edge_wait_ns = 0
         self.edges = 0
         self._at_edge = False
@@ -58,9 +60,7 @@ class Ledger:
             self._enter(during, start)
             self._pass(end)
             if during == DATA_WAIT and (self._at_edge or not batch):
-                self.edge_wait_ns += max(0, end - start)
-                self.edges += not self._at_edge
-                self._at_edge = not batch
+                self._count_edge(max(0, end - start), batch=batch)
             self._enter(after, end)
             self.batches += batch
 
@@ -132,6 +132,14 @@ class Ledger:
             self._wait_ns += passed
         elif self._span_category == COMPUTE:
             self._compute_ns += passed
+
+    def _count_edge(self, waited: int, *, batch: bool) -> None:
+        if not self.batches:
+            self.first_wait_ns += waited
+        else:
+            self.edge_wait_ns += waited
+            self.edges += not self._at_edge
+        self._at_edge = not batch
 
     def _enter(self, category: str, stamp: int) -> None:
         self.category = category

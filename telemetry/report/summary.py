@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from telemetry.records import CATEGORIES, CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, STARTUP
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from telemetry.report.load import ProcessLog
     from telemetry.sketch import Sketch
@@ -27,17 +27,18 @@ def summarize(processes: Sequence[ProcessLog]) -> dict[str, Any]:
     """
     ranks = [_rank(process) for process in processes]
     stalls = [stall for process in processes for stall in _stalls(process)]
+    first_waits = {process.pid: _number(process.totals.get("first_wait_seconds")) for process in processes}
     return {
         "run": str(processes[-1].run) if processes else "",
-        "verdict": _stuck(processes) or verdict(ranks, stalls),
+        "verdict": _stuck(processes) or verdict(ranks, stalls, first_waits),
         "ranks": ranks,
         "stalls": stalls,
         "snapshots": [_snapshot(process.rank, line) for process in processes for line in process.snapshots],
     }
 
 
-def verdict(ranks: Sequence[dict[str, Any]], stalls: Sequence[dict[str, Any]]) -> str:
-    """One sentence for a person: what this run lost most to."""
+def verdict(ranks: Sequence[dict[str, Any]], stalls: Sequence[dict[str, Any]], first_waits: Mapping[int, float]) -> str:
+    """One sentence for a person: what this run lost most to. ``first_waits``: for the first batch, by pid."""
     newest = list({rank["rank"]: rank for rank in ranks}.values())
     stepping = [rank for rank in newest if rank["steps"]]
     if not stepping:
@@ -49,9 +50,10 @@ def verdict(ranks: Sequence[dict[str, Any]], stalls: Sequence[dict[str, Any]]) -
             f"Rank {worst['rank']} spent {_percent(_wait_ratio(worst))} of its training loop waiting for data; "
             "how much of that the GPU felt was not measured."
         )
-    worst = max(measured, key=lambda rank: rank["exposed_wait_ratio"])
+    # Every run has to start: what it waited for its first batch is lost, but no sign of starving.
+    worst = max(measured, key=lambda rank: _without_start(rank, first_waits.get(rank["pid"], 0.0)))
     ratio = worst["exposed_wait_ratio"]
-    if ratio >= STARVED_RATIO:
+    if _without_start(worst, first_waits.get(worst["pid"], 0.0)) >= STARVED_RATIO:
         return _starved(worst, measured, ratio) + _why(worst["rank"], stalls)
     if stalls:
         # Who waits for a slow rank loses as much as it does; the slow rank's own stall, if it has one, says more.
@@ -81,6 +83,13 @@ def _stuck(processes: Sequence[ProcessLog]) -> str:
         f"Stuck: rank {stall['rank']} {doing} and has not gone on since before {stall['opened']}. "
         f"Cause: {stall['cause']}{f'; it stands at {at}' if at else ''}.{more}"
     )
+
+
+def _without_start(rank: dict[str, Any], first_wait: float) -> float:
+    """The exposed-wait ratio of a rank from its first batch on."""
+    loop = rank["ledger"][DATA_WAIT] + rank["ledger"][COMPUTE]
+    left = loop - first_wait
+    return float((rank["exposed_wait_ratio"] * loop - first_wait) / left) if left > 0 else 0.0
 
 
 def _starved(worst: dict[str, Any], measured: Sequence[dict[str, Any]], ratio: float) -> str:
