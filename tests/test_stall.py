@@ -383,8 +383,8 @@ def test_pinning_is_not_advised_to_who_has_no_gpu():
 
 
 def test_cores_that_others_use_are_no_cores_to_put_workers_on():
-    piece = a_slice(source="training_thread", wait=0.6, compute=0.4, steps=10, process_cpu=0.9, cores=8.0)
-    alone = gather([dataclasses.replace(piece, host_cores=8, host_cpu_ratio=0.9 / 8)])
+    piece = a_slice(source="training_thread", wait=0.6, compute=0.4, steps=10, process_cpu=1.0, cores=8.0)
+    alone = gather([dataclasses.replace(piece, host_cores=8, host_cpu_ratio=1.0 / 8)])
     assert alone.cores == pytest.approx(8.0)
     crowded = gather([dataclasses.replace(piece, host_cores=8, host_cpu_ratio=1.0)])
     assert crowded.cores == pytest.approx(1.0)
