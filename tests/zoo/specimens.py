@@ -74,6 +74,7 @@ _FREEZE: Final = {"gc_pause": ("--gc-freeze",)}
 _SELDOM: Final = {"checkpoint": ("--checkpoint-every", "1000000")}
 _MENDED: Final = {"straggler": ("--slow", "nothing")}
 _STUCK_SECONDS: Final = 40.0
+_HUNG_SECONDS: Final = 68.0
 
 STALLS: Final = (
     _stall("main-jpeg", "loader_on_training_thread", "pictures", "", "Pillow decodes on the training thread"),
@@ -316,19 +317,19 @@ STALLS: Final = (
         "stuck-rank",
         "straggler",
         "ddp",
-        "--slow hang",
-        "two ranks; one hangs for 20 s, and its peer in the collective",
+        "--slow hang --hang-seconds 45",
+        "two ranks; one hangs for 45 s, and its peer in the collective",
         ranks=2,
         slow_rank=1,
-        seconds=_STUCK_SECONDS,
+        seconds=_HUNG_SECONDS,
     ),
     _stall(
         "stuck-run",
         "unknown",
         "dashboard",
-        "",
-        "the training thread waits 20 s for an experiment server: a stuck step without a loader's part in it",
-        seconds=_STUCK_SECONDS,
+        "--silent-seconds 45",
+        "the training thread waits 45 s for an experiment server: a stuck step without a loader's part in it",
+        seconds=_HUNG_SECONDS,
     ),
 )
 
