@@ -14,7 +14,7 @@ from telemetry.diagnose.stats import ExposedWait, StepStats
 from telemetry.records import CATEGORIES, DATA_WAIT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from telemetry.attach.attachment import Attachment
     from telemetry.attach.handle import Source
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from telemetry.config import Config
     from telemetry.diagnose.ledger import Span
     from telemetry.faults import Faults
-    from telemetry.records import PhaseSpan
+    from telemetry.records import PhaseSpan, Step
 
 _CHUNK: Final = 256
 """Spans folded in one go: about 0.4 ms, after which the training thread gets its turn."""
@@ -34,6 +34,7 @@ class Accounts:
 
     Attributes:
         ledger: seconds by category. ``stats``: step durations. ``exposed``: exposed wait.
+        on_steps: told of the steps that have closed.
         exposed_source: where the exposed wait is from: ``host``, ``cuda_events``, or None when nothing can tell.
     """
 
@@ -47,6 +48,7 @@ class Accounts:
         self.stats = StepStats(config.step_buckets)
         self.exposed = ExposedWait()
         self.exposed_source: str | None = "host"
+        self.on_steps: Callable[[list[Step]], None] = lambda _: None
         self._dropped_seen = [0] * len(CATEGORIES)
         self._hook_errors_seen = 0
         self._numbering = Numbering()
@@ -59,7 +61,9 @@ class Accounts:
             waiting_since, head = tracker.waiting_since, ring.head
             while taken := ring.drain(_CHUNK, head):
                 self.ledger.fold(spans(taken))
-                self.stats.add(self.ledger.take_steps())
+                steps = self.ledger.take_steps()
+                self.stats.add(steps)
+                self.on_steps(steps)
                 self._numbering.fold(taken)
                 time.sleep(0)
             self.ledger.advance(now_ns(), waiting_since)

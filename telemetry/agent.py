@@ -29,6 +29,7 @@ from telemetry.publish.node import NodeService
 from telemetry.records import RunView
 from telemetry.sampling import Sampler
 from telemetry.signals import signals_blocked
+from telemetry.snapshots import Snapshots
 
 if TYPE_CHECKING:
     from telemetry.config import Config
@@ -93,6 +94,18 @@ class Agent:
             rank=self.identity.rank,
             peers=self._paces_of_others,
         )
+        self.snapshots = Snapshots(
+            config,
+            self.identity,
+            self.run_dir,
+            tracker=self.tracker,
+            profilers=self.attachment.profilers,
+            faults=self.faults,
+            wall=self._wall,
+            emit=self.logbook.emit,
+            steps=lambda: self.accounts.steps_total,
+        )
+        self.accounts.on_steps = self.snapshots.add_steps
         self._node: NodeService | None = None
         self._thread = threading.Thread(target=self._main, name="telemetry-agent", daemon=True)
         self._wake = threading.Event()
@@ -126,6 +139,8 @@ class Agent:
         with self.faults.contained("endpoint"):
             self._publish()
             self._lead()
+        with self.faults.contained("snapshot"):
+            self.snapshots.start()
         logged = self.logbook.start()
         atexit.register(self.stop)
         with signals_blocked():
@@ -138,6 +153,8 @@ class Agent:
         if not self.running or os.getpid() != self._pid:
             return
         self.running = False
+        with self.faults.contained("snapshot"):
+            self.snapshots.end_recording()
         with self.faults.contained("attach"):
             for name in self.attachment.detach():
                 self.faults.tell("attach", f"{name} was patched by others after us; ours stays below it, inert")
@@ -153,6 +170,7 @@ class Agent:
         """Make this copy inert: no hook, no thread, no socket, no line. Takes no lock."""
         self.running = False
         self.attachment.after_fork_in_child()
+        self.snapshots.after_fork_in_child()
         self.logbook.log.file.forget()
         if self._node is not None:
             self._node.after_fork_in_child()
@@ -209,6 +227,8 @@ class Agent:
             self._sampler.poll()
         with self.faults.contained("diagnose"):
             self._judge.tick(self.accounts)
+        with self.faults.contained("snapshot"):
+            self.snapshots.tick(self._judge.open_stall)
         self._agent_cpu_seconds = time.thread_time()
         with self.faults.contained("exposition"):
             self._publish()
@@ -220,6 +240,8 @@ class Agent:
         with self.faults.contained("agent"):
             self.accounts.update()
         self.accounts.close()
+        with self.faults.contained("snapshot"):
+            self.snapshots.finish()
         with self.faults.contained("jsonl"):
             self._judge.end(self.accounts.stats.steps)
             self.logbook.window(self.accounts.ledger.at_ns)
@@ -265,6 +287,7 @@ class Agent:
             dropped_steps=self.tracker.ring.dropped,
             errors=dict(self.faults.counts),
             stalls=self._judge.view(),
+            snapshots=self.snapshots.view(),
             collectors=sampler.health(),
             gpu=sampler.newest("nvml"),
             host=sampler.newest("host"),

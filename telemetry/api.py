@@ -106,6 +106,33 @@ def watch(iterable: Iterable[T]) -> Iterable[T]:
     return Watched(iterable, agent.tracker)
 
 
+def request_snapshot(*, steps: int | None = None, rank: int | None = None) -> bool:
+    """Ask for a trace of a few steps, of all ranks, as soon as they have agreed on which. Returns at once.
+
+    Several ranks that ask at the same time get one together. The log says what came of it (event ``snapshot``).
+
+    Args:
+        steps: how many, from 1 to 50; the setting ``snapshot_steps`` by default.
+        rank: the one rank to record; all by default.
+
+    Returns:
+        Whether it will be put before the ranks: not while no agent runs, nor where ``max_snapshots`` is 0.
+
+    Raises:
+        TypeError: an argument is no whole number.
+        ValueError: an argument is out of its range.
+    """
+    for name, value, low, high in (("steps", steps, 1, 50), ("rank", rank, 0, 1 << 24)):
+        if value is None:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"{name} of a snapshot is a whole number, not {type(value).__name__}")
+        if not low <= value <= high:
+            raise ValueError(f"{name} of a snapshot is from {low} to {high}, not {value}")
+    agent = _running()
+    return agent is not None and agent.snapshots.request(rank, steps)
+
+
 class step(AbstractContextManager[None]):  # noqa: N801 - reads as the statement it is
     """``with telemetry.step():`` one training step, said by the user.
 

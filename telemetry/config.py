@@ -199,9 +199,20 @@ class Config:
         "no step for so long is a stuck run; auto: from the steps seen",
     )
     snapshot_steps: int = _setting(5, _whole(1, 50, "a number of steps"), "steps in one trace")
-    snapshot_cooldown_seconds: float = _setting(600.0, _number(0, 604800, "seconds"), "least time between two traces")
+    snapshot_settle_seconds: float = _setting(
+        15.0, _number(0, 86400, "seconds"), "how long a stall must hold before it is traced"
+    )
+    snapshot_cooldown_seconds: float = _setting(
+        600.0, _number(0, 604800, "seconds"), "least time between a trace and the next one that a stall asks for"
+    )
     max_snapshots: int = _setting(10, _whole(0, 10000, "a number of traces"), "most traces in one run; 0 for none")
     snapshot_disk_bytes: int = _setting(1024 * MIB, _whole(0, 1 << 50, "bytes"), "disk the traces of one run may take")
+    snapshot_max_seconds: float = _setting(
+        10.0, _number(0.1, 600, "seconds"), "a trace is cut short at the first step that ends after so long"
+    )
+    snapshot_max_bytes: int = _setting(
+        512 * MIB, _whole(MIB, 1 << 40, "bytes"), "most bytes of one trace, uncompressed"
+    )
     gpu_events: str = _setting("auto", _choice("auto", "on", "off"), "time the exposed wait with CUDA events")
     patch: bool = _setting(True, _switch, "recognise DataLoaders, optimizers and checkpoints without being told")
     start_line: bool = _setting(True, _switch, "print one line on stderr at the start")

@@ -128,6 +128,12 @@ class Judge:
         stall = self._machine.stall
         return StallView(None if stall is None else stall.cause, dict(self._stalls), dict(self._lost))
 
+    @property
+    def open_stall(self) -> dict[str, Any] | None:
+        """Fields of the stall that is open, as in the log; None without one."""
+        stall = self._machine.stall
+        return None if stall is None else self._fields(stall) | {"opened": self._opened}
+
     def _count_lost(self, stall: Stall, before: Stall | None) -> None:
         for cause, seconds in stall.lost.items():
             self._lost[cause] += seconds - (before.lost.get(cause, 0.0) if before is not None else 0.0)

@@ -54,6 +54,15 @@ EVENTS: Final = (
 """The values of ``event`` in a log line."""
 
 
+RECORDED: Final = "recorded"
+REFUSED: Final = "refused"
+FAILED: Final = "failed"
+SKIPPED: Final = "skipped"
+
+SNAPSHOT_RESULTS: Final = (RECORDED, REFUSED, FAILED, SKIPPED)
+"""How a snapshot ends on a rank, the values of the ``result`` label: its trace is there; something else had to come
+first (another profiler, a limit); it went wrong; or its steps did not come here."""
+
 THROTTLE_REASONS: Final = (
     "sw_power_cap",
     "hw_slowdown",
@@ -371,6 +380,7 @@ class RunView:
     dropped_steps: int
     errors: dict[str, int]
     stalls: StallView | None = None
+    snapshots: dict[str, int] | None = None
     collectors: tuple[SourceHealth, ...] = ()
     gpu: GpuSample | None = None
     host: HostSample | None = None

@@ -44,6 +44,7 @@ class Observed:
         self.ledger.advance(now_ns(), waiting)
         self.steps += self.ledger.take_steps()
         self.phases += self.ledger.take_phases()
+        assert self.tracker.ring.closed == len(self.steps), "the training thread counts steps as the ledger does"
         self.check_sum()
         return self.ledger
 

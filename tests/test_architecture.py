@@ -17,6 +17,7 @@ TOP = {
     "judge",
     "logbook",
     "sampling",
+    "snapshots",
     "watchdog",
     "api",
     "cli",
@@ -37,6 +38,7 @@ OWNERS = {
         "attach/worker_probe.py",
         "demo/train.py",
         "doctor.py",
+        "snapshot/capture.py",
     },  # else attach/ works on the modules that the script has imported
     "PIL": {"demo/pictures.py", "demo/train.py", "demo/command.py"},
     "orjson": {
@@ -89,6 +91,13 @@ def test_imports_go_one_way(path):
             assert floor in BASE, f"{room} imports {use}"
         elif room in ROOMS:
             assert floor in BASE | {room}, f"{room} imports its sibling {use}"
+
+
+def test_the_profiler_has_one_importer():
+    users = {
+        str(path.relative_to(PACKAGE)) for path in FILES if any(n.startswith("torch.profiler") for n in imports(path))
+    }
+    assert users == {"snapshot/capture.py"}
 
 
 @pytest.mark.parametrize("library", OWNERS)

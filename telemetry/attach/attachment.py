@@ -9,6 +9,7 @@ from telemetry.attach import checkpoints, garbage, loader, workers
 from telemetry.attach.gpu_clock import GpuClock
 from telemetry.attach.imports import ImportWatch
 from telemetry.attach.patches import Patches
+from telemetry.attach.profilers import ProfilerWatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,6 +25,9 @@ class Attachment:
         tracker: what the hooks tell.
         on_error: told of a hook that could not be placed; the others are not affected.
         gpu_events: whether to time waits with CUDA events, where CUDA comes into use.
+
+    Attributes:
+        profilers: knows of the user's own profilers.
     """
 
     def __init__(
@@ -34,6 +38,7 @@ class Attachment:
         self._tracker = tracker
         self._on_error = on_error
         self._patches = Patches()
+        self.profilers = ProfilerWatch(on_error)
         self._watch = ImportWatch(on_error)
 
     def attach(self) -> None:
@@ -71,6 +76,7 @@ class Attachment:
             lambda: loader.patch_loader(dataloader, tracker, torch.is_grad_enabled, self._patches),
             lambda: workers.patch_workers(dataloader, tracker, self._patches),
             lambda: self._optimizer(sys.modules["torch.optim.optimizer"]),
+            lambda: self._profilers(torch),
             lambda: self._saving(torch.serialization),
             lambda: self._saving(torch),
         )
@@ -95,6 +101,10 @@ class Attachment:
         # As torch.compiler.disable marks a function, which would import Dynamo: a compiled step is not to trace it.
         stepped._torchdynamo_disable = True  # type: ignore[attr-defined]
         self._patches.on_undo(module.register_optimizer_step_post_hook(stepped).remove)
+
+    def _profilers(self, torch: ModuleType) -> None:
+        profiler = sys.modules["torch.autograd.profiler"]
+        self.profilers.patch(profiler, torch.autograd._profiler_enabled, self._patches)
 
     def _saving(self, module: ModuleType) -> None:
         checkpoints.patch_saving(module, self._tracker, self._patches)

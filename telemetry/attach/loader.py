@@ -93,6 +93,7 @@ def _timed_uncommon(original: Callable[[Any], Any], tracker: StepTracker) -> Cal
                 raise
         try:
             entry = tracker.request(self)
+            tracker.requested(entry)
             if tracker.gpu is not None:
                 _mark(tracker, self, entry)
             cpu = thread_time_ns() if tracker.time_fetch and entry & 7 == S_DATA_WAIT else 0
@@ -174,6 +175,7 @@ def timed_iter(original: Callable[[Any], Any], tracker: StepTracker) -> Callable
                 raise
         try:
             entry = tracker.iteration(self)
+            tracker.requested(entry)
             if tracker.gpu is not None:
                 _mark(tracker, None, entry)
             start = now_ns()

@@ -65,15 +65,21 @@ class Ring:
 
     The hot path writes ``words`` and ``head`` itself: a method call would double its cost. Everything else goes
     through `push`. ``head`` and ``tail`` count words and only ever grow; ``limit`` is where the ring is full.
+
+    Attributes:
+        open: whether a step is open, after the newest entry.
+        dropped: batches that found no room.
     """
 
-    __slots__ = ("dropped", "dropped_ns", "head", "limit", "tail", "words")
+    __slots__ = ("_unclosing", "dropped", "dropped_ns", "head", "limit", "open", "tail", "words")
 
     def __init__(self) -> None:
         self.words: list[Any] = [0, 0, STEP, None] * CAPACITY
         self.head = 0
         self.tail = 0
         self.limit = WORDS
+        self.open = False
+        self._unclosing = 0  # entries that closed no step; the short path writes none of these
         self.dropped = 0
         # What dropped spans took, by category: the ledger stays right where steps could not be kept.
         self.dropped_ns = [0] * len(CATEGORIES)
@@ -90,6 +96,15 @@ class Ring:
         self.words[slot + 2] = entry
         self.words[slot + 3] = source
         self.head = head + STRIDE
+        if not (entry & CLOSES and self.open):
+            self._unclosing += 1
+        if entry & (CLOSES | OPENS):
+            self.open = bool(entry & OPENS)
+
+    @property
+    def closed(self) -> int:
+        """Steps that have ended, those dropped included: exact on the training thread, and free on the short path."""
+        return self.head // STRIDE - self._unclosing + self.dropped
 
     def drop(self, start: int, end: int, entry: int) -> None:
         """Count a span that found no room."""

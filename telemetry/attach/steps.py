@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from telemetry.attach import ring as r
 from telemetry.attach.handle import ON_THREAD, WATCHED, LoaderHandle, Source
@@ -43,6 +43,16 @@ OVERHEAD_EVERY: Final = 64
 OVERHEAD_MASK: Final = OVERHEAD_EVERY * r.STRIDE - 1
 
 
+class Recorder(Protocol):
+    """What wants to know of step boundaries: a snapshot that is armed or recording."""
+
+    def boundary(self, ended: int, *, opens: bool) -> bool:
+        """``ended`` steps have ended; with ``opens`` the next begins right now. Returns whether that took its time."""
+
+    def interrupt(self, ended: int, why: str) -> bool:
+        """Something that is no training begins. Returns as `boundary`."""
+
+
 class StepTracker:
     """State of the training thread.
 
@@ -51,6 +61,7 @@ class StepTracker:
         waiting_since: stamp of the request now in progress; negative when it is not a wait for training data, 0 when
             there is none. Also what tells an inner fetch (a dataset that reads another loader) from an outer one.
         key: id of the iterator for which the short path of the hook holds, 0 when it does not hold.
+        recorder: told of every step boundary, off the short path; None while there is no snapshot to take.
         device: the CUDA device of the training thread, as of the newest first batch; None for none.
         loaders: live multi-worker iterators, by id; ``retired``: those that are gone and whose block is still unread.
         gpu: the clock that times waits on the GPU, None where there is none.
@@ -86,6 +97,7 @@ class StepTracker:
         "optimizer_steps",
         "overhead_ns",
         "phases",
+        "recorder",
         "retired",
         "ring",
         "thread",
@@ -101,6 +113,7 @@ class StepTracker:
         self.waiting_since = 0
         self.key = 0
         self.gpu: GpuClock | None = None
+        self.recorder: Recorder | None = None
         self.optimizer_steps = 0
         self.overhead_ns = 0
         self.garbage_ns = 0
@@ -214,7 +227,7 @@ class StepTracker:
     def _settle(self, iterator: int) -> None:
         """The next batches are ordinary ones if this iterator (its id; 0 for none) gives them."""
         self._steady = iterator
-        self.key = iterator if self.gpu is None else 0
+        self.key = iterator if self.gpu is None and self.recorder is None else 0
 
     def failed(self, iterator: object, start: int, entry: int, error: BaseException) -> None:
         """The request raised: the end of an epoch, or an error that is the user's to see."""
@@ -236,6 +249,7 @@ class StepTracker:
             self._state, self._open = r.S_OTHER, False
             self._settle(0)
             self._members.clear()
+            self.boundary()
 
     def iteration(self, loader: object) -> int:
         """``iter(loader)`` is about to be called. Returns the code of its span, in which workers are started."""
@@ -340,6 +354,7 @@ class StepTracker:
 
     def _enter_evaluation(self) -> None:
         if self._state != r.S_EVALUATION:
+            self.interrupt(EVALUATION)
             stamp = now_ns()
             self.ring.push(stamp, stamp, _EVALUATION)
             self._state = r.S_EVALUATION
@@ -370,6 +385,7 @@ class StepTracker:
                 stamp = now_ns()
                 self.ring.push(stamp, stamp, _BOUNDARY)
                 self._state = r.S_COMPUTE
+                self.boundary(opens=True)
         elif self._state == r.S_EVALUATION:  # an evaluation loop was left with break
             self._switch(r.S_COMPUTE if self._open else r.S_OTHER)
 
@@ -379,6 +395,8 @@ class StepTracker:
         """A phase begins. Returns what `exit_phase` needs, or None off the training thread."""
         if threading.get_ident() != self.thread:
             return None
+        if name == EVALUATION:
+            self.interrupt(EVALUATION)
         before = (self._state, self._held, self._steady, now_ns())
         if name in {EVALUATION, CHECKPOINT}:
             self._held = True
@@ -415,6 +433,7 @@ class StepTracker:
         self._settle(0)
         self._state = r.S_COMPUTE
         self.ring.push(stamp, stamp, r.code(r.S_COMPUTE, r.S_COMPUTE, flags))
+        self.boundary(opens=bool(flags))
 
     def exit_step(self) -> None:
         """The user's step has ended."""
@@ -424,11 +443,44 @@ class StepTracker:
         self._open = False
         self._state = r.S_OTHER
         self.ring.push(stamp, stamp, r.code(r.S_OTHER, r.S_OTHER, r.CLOSES))
+        self.boundary()
 
     def _switch(self, state: int, stamp: int | None = None) -> None:
         stamp = now_ns() if stamp is None else stamp
         self._state = state
         self.ring.push(stamp, stamp, r.code(state, state))
+
+    # -- snapshots ---------------------------------------------------------------------------------------------
+
+    def requested(self, entry: int) -> None:
+        """A span with this code is about to begin: tell the recorder, before the wait begins."""
+        if self.recorder is not None:
+            self.boundary(opens=bool(entry & r.OPENS), closing=bool(entry & r.CLOSES) and self.ring.open)
+
+    def boundary(self, *, opens: bool = False, closing: bool = False) -> None:
+        """A step has ended, or begins now; ``closing``: one ends with the entry that is not in the ring yet."""
+        if self.recorder is not None:
+            recorder, ended = self.recorder, self.ring.closed + closing
+            self._paused(lambda: recorder.boundary(ended, opens=opens))
+
+    def interrupt(self, why: str) -> None:
+        """Something that is no training begins, or the run ends."""
+        if self.recorder is not None and threading.get_ident() == self.thread:
+            recorder, ended = self.recorder, self.ring.closed
+            self._paused(lambda: recorder.interrupt(ended, why))
+
+    def _paused(self, call: Callable[[], bool]) -> None:
+        """Let the recorder work. Starting and stopping a profiler takes milliseconds that are no training."""
+        start = now_ns()
+        try:
+            worked = call()
+        except Exception as error:
+            self.recorder, worked = None, True
+            self.fault(error)
+        end = now_ns()
+        self.overhead_ns += end - start
+        if worked:
+            self.ring.push(start, end, r.code(r.S_OTHER, self._state))
 
     # -- life --------------------------------------------------------------------------------------------------
 
@@ -444,3 +496,4 @@ class StepTracker:
         self.waiting_since = 0
         self._settle(0)
         self.gpu = None
+        self.recorder = None

@@ -59,6 +59,14 @@ class Families:
         yield from self._loop(view)
         if view.stalls is not None:
             yield from self._stalls(view.stalls)
+        if view.snapshots is not None:
+            yield self._by(
+                "training_snapshots",
+                "Snapshots of this rank, by how they ended.",
+                "result",
+                view.snapshots,
+                counter=True,
+            )
         yield from self._agent(view)
         if view.gpu is not None:
             yield from self._gpu(view.gpu)

@@ -1,0 +1,151 @@
+"""When a snapshot is taken: pure policy, without a clock, files or torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Final
+
+from telemetry.snapshot import plan as p
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+_WINDOW_STEPS: Final = 50
+_WINDOW_SECONDS: Final = 2.0
+"""Steps are compared in windows of at least so many, and of at least so long: shorter ones are noise."""
+
+_KEPT_STEPS: Final = 4096
+_LEAST_STEPS: Final = 10
+"""With fewer steps before a snapshot there is nothing to compare with."""
+
+_SETTLING_STEPS: Final = 3
+_SLOW_WINDOWS: Final = 3
+_SLOW_RATIO: Final = 1.10
+"""Slower than before by a tenth, in so many windows in a row: it lasts. On GPUs a finished profile has been seen to
+leave steps 10 to 20 % slower (pytorch#144455)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The settings that limit snapshots: settle and cooldown in seconds, the most in one run."""
+
+    settle_seconds: float
+    cooldown_seconds: float
+    most: int
+
+
+class Trigger:
+    """One rank's policy.
+
+    Attributes:
+        taken: snapshots so far, those that failed on this rank included.
+        off: why there will be no more in this run, None where there may.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._stall_since: float | None = None
+        self._fired = False
+        self._last: float | None = None
+        self.taken = 0
+        self.off: str | None = None
+
+    def stalled(self, now: float, cause: str | None) -> bool:
+        """Follow the stall that is open (its cause; None for none). Whether it has earned a snapshot just now.
+
+        A stall earns one, when it has held for the settle time; where that is refused by the cooldown, it asks again
+        once that is over.
+        """
+        if cause is None:
+            self._stall_since, self._fired = None, False
+            return False
+        if self._stall_since is None:
+            self._stall_since = now
+        held = now - self._stall_since
+        if self._fired or held < self._limits.settle_seconds or self.refuses(now, p.STALL) is not None:
+            return False
+        self._fired = True
+        return True
+
+    def refuses(self, now: float, kind: str) -> str | None:
+        """Why a request is refused; None where it is not. The cooldown is for stalls: a person means it."""
+        if self.off is not None:
+            return self.off
+        if self.taken >= self._limits.most:
+            return f"this run has taken its max_snapshots = {self._limits.most}"
+        if kind == p.STALL and self._last is not None and now - self._last < self._limits.cooldown_seconds:
+            left = self._limits.cooldown_seconds - (now - self._last)
+            return f"the cooldown since the last snapshot has {left:.0f} s to go"
+        return None
+
+    def took(self, now: float) -> None:
+        """A snapshot has been agreed on."""
+        self.taken += 1
+        self._last = now
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Median step seconds before a snapshot, and after it; ``slower`` where that is a lasting slowdown."""
+
+    before: float
+    after: float
+    slower: bool
+
+
+class StepWatch:
+    """Compares step times before and after a snapshot."""
+
+    def __init__(self) -> None:
+        self._recent: list[tuple[int, float]] = []
+        self._count = 0
+        self._from: int | None = None  # steps from here on are after the snapshot
+        self._before = 0.0
+        self._window: list[float] = []
+        self._window_seconds = 0.0
+        self._slow = 0
+
+    def add(self, seconds: Iterable[float]) -> Comparison | None:
+        """Take in steps that have closed. Returns a comparison when one is due."""
+        found = None
+        for step in seconds:
+            self._count += 1
+            self._recent.append((self._count, step))
+            if self._from is not None and self._count >= self._from:
+                found = self._after(step) or found
+        if len(self._recent) > 2 * _KEPT_STEPS:
+            del self._recent[:-_KEPT_STEPS]
+        return found
+
+    def compare(self, first: int, last: int) -> None:
+        """A profiler was at work from step ``first`` to step ``last``, counted from 1 as they close."""
+        before, total = [], 0.0
+        for number, seconds in reversed(self._recent):
+            if number < first:
+                before.append(seconds)
+                total += seconds
+                if len(before) >= _WINDOW_STEPS and total >= _WINDOW_SECONDS:
+                    break
+        if len(before) < _LEAST_STEPS:
+            return
+        self._before, self._window, self._window_seconds, self._slow = median(before), [], 0.0, 0
+        self._from = last + 1 + _SETTLING_STEPS
+
+    def _after(self, step: float) -> Comparison | None:
+        self._window.append(step)
+        self._window_seconds += step
+        if len(self._window) < _WINDOW_STEPS or self._window_seconds < _WINDOW_SECONDS:
+            return None
+        after, self._window, self._window_seconds = median(self._window), [], 0.0
+        self._slow = self._slow + 1 if after > _SLOW_RATIO * self._before else 0
+        if 0 < self._slow < _SLOW_WINDOWS:
+            return None
+        self._from = None
+        return Comparison(self._before, after, slower=self._slow > 0)
+
+    @property
+    def step_seconds(self) -> float | None:
+        """What the quickest of the newest steps took; None before the second."""
+        newest = [seconds for _, seconds in self._recent[-20:]]
+        return min(newest) if len(newest) > 1 else None

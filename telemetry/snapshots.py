@@ -1,0 +1,299 @@
+"""The snapshots of one rank: asked for, agreed on, taken on the training thread, kept by a thread of their own."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from telemetry.clock import NS, now_ns
+from telemetry.identity import slug
+from telemetry.publish.board import board_root, start_ticks
+from telemetry.publish.fields import rounded
+from telemetry.records import FAILED, RECORDED, REFUSED, SKIPPED, SNAPSHOT_RESULTS
+from telemetry.signals import signals_blocked
+from telemetry.snapshot import plan as p
+from telemetry.snapshot.about import describe
+from telemetry.snapshot.agree import Meeting, Position, new_id
+from telemetry.snapshot.capture import Capture
+from telemetry.snapshot.folder import open_folder
+from telemetry.snapshot.outcome import Outcome
+from telemetry.snapshot.store import Keeper, Stored, StoreError, sweep, trace_name
+from telemetry.snapshot.trigger import Limits, StepWatch, Trigger
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from pathlib import Path
+
+    from telemetry.attach.profilers import ProfilerWatch
+    from telemetry.attach.steps import StepTracker
+    from telemetry.clock import WallClock
+    from telemetry.config import Config
+    from telemetry.faults import Faults
+    from telemetry.records import Identity, Step
+
+_END_SECONDS: Final = 1.0
+"""How long the end of the run waits for a trace that is being written, and for one that is being recorded."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """What came of keeping a recording: one of the two is there."""
+
+    outcome: Outcome
+    stored: Stored | None
+    error: str | None
+
+
+class Snapshots:
+    """Built by the agent; `tick` is its thread's.
+
+    Args:
+        emit: writes a line of the log.
+        steps: how many have ended.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        identity: Identity,
+        run_dir: Path,
+        *,
+        tracker: StepTracker,
+        profilers: ProfilerWatch,
+        faults: Faults,
+        wall: WallClock,
+        emit: Callable[[str, dict[str, Any]], Any],
+        steps: Callable[[], int],
+    ) -> None:
+        self._config = config
+        self._identity = identity
+        self._run_dir = run_dir
+        self._folder = run_dir / "snapshots"
+        self._tracker = tracker
+        self._faults = faults
+        self._wall = wall
+        self._emit = emit
+        self._steps = steps
+        self.counts = dict.fromkeys(SNAPSHOT_RESULTS, 0)
+        self._asked: deque[tuple[int | None, int]] = deque(maxlen=16)
+        self._trigger = Trigger(
+            Limits(config.snapshot_settle_seconds, config.snapshot_cooldown_seconds, config.max_snapshots)
+        )
+        self._watch = StepWatch()
+        self._meeting = Meeting(
+            self._folder,
+            rank=identity.rank,
+            world_size=identity.world_size,
+            tick_seconds=config.interval_seconds,
+            allows=lambda request: self._trigger.refuses(now_ns() / NS, request.kind),
+        )
+        self._capture = Capture(
+            tracker,
+            theirs=profilers.theirs,
+            ours=profilers.ours,
+            most_seconds=config.snapshot_max_seconds,
+            about={"run": identity.run, "rank": identity.rank, "world_size": identity.world_size},
+        )
+        profilers.before_theirs = self._capture.give_way
+        root = board_root()
+        self._keeper = Keeper(
+            self._folder,
+            root if root.is_relative_to("/dev/shm") else None,  # noqa: S108 - only its name; the folder is 0700
+            owner=f"{slug(identity.node)}-{os.getpid()}-{start_ticks(os.getpid())}",
+            most_bytes=config.snapshot_max_bytes,
+            budget_bytes=config.snapshot_disk_bytes,
+        )
+        self._thread: threading.Thread | None = None
+        self._kept: _Kept | None = None
+        self._usable = False
+
+    # -- life --------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Make the folder, and clear what a process that is gone has left in it.
+
+        Raises:
+            OSError: the folder cannot be used; there will be no snapshots.
+        """
+        if self._config.max_snapshots:
+            with open_folder(self._folder, make=True):
+                sweep(self._folder, self._keeper.scratch, self._is_gone)
+            self._usable = True
+
+    def request(self, rank: int | None, steps: int | None) -> bool:
+        """Somebody in this process asks for one. On any thread; it is put forward at the next tick."""
+        if self._usable:
+            self._asked.append((rank, steps or self._config.snapshot_steps))
+        return self._usable
+
+    def end_recording(self) -> None:
+        """The run ends: what is recorded is kept. Called while the hooks are still in place."""
+        if threading.get_ident() == self._tracker.thread:
+            self._tracker.interrupt("the end of the run")
+        elif self._capture.busy:
+            self._capture.end("the end of the run", _END_SECONDS)
+
+    def finish(self) -> None:
+        """The last tick, after the hooks are gone."""
+        self._capture.drop("the run ended before the step")
+        self._settle_outcome()
+        if self._thread is not None:
+            self._thread.join(_END_SECONDS)
+        self._settle_kept()
+
+    def after_fork_in_child(self) -> None:
+        """A fork in the middle of a recording: this copy of it is not to grow. Takes no lock."""
+        self._usable = False
+        self._capture.after_fork_in_child()
+
+    def view(self) -> dict[str, int]:
+        """By result, for the endpoint."""
+        return dict(self.counts)
+
+    # -- the agent thread --------------------------------------------------------------------------------------
+
+    def add_steps(self, steps: Iterable[Step]) -> None:
+        """Steps that have closed."""
+        found = self._watch.add(step.seconds for step in steps)
+        if found is not None and found.slower:
+            slower = f"{100 * (found.after / found.before - 1):.0f} % slower"
+            times = f"{1e3 * found.before:.2f} ms before, {1e3 * found.after:.2f} ms after"
+            self._trigger.off = f"steps stayed {slower} after a snapshot ({times}); no more are taken"
+            self._faults.tell("snapshot", self._trigger.off)
+
+    def tick(self, stall: dict[str, Any] | None) -> None:
+        """Take part in the meeting, and see to what has been recorded. ``stall``: fields of the one that is open."""
+        if not self._usable:
+            return
+        self._settle_kept()
+        self._settle_outcome()
+        now = now_ns() / NS
+        if self._trigger.stalled(now, None if stall is None else stall["cause"]) and stall is not None:
+            self._ask(p.STALL, stall["cause"], None, self._config.snapshot_steps, stall)
+        while self._asked:
+            rank, steps = self._asked.popleft()
+            self._ask(p.API, p.REQUEST, rank, steps, None)
+        plan = self._meeting.look(self._position())
+        if plan is not None:
+            self._heard(plan, now)
+        self._capture.hold()
+
+    def _ask(self, kind: str, reason: str, rank: int | None, steps: int, stall: dict[str, Any] | None) -> None:
+        who = f"rank {self._identity.rank}, pid {os.getpid()}"
+        self._meeting.ask(p.Request(new_id(time.time()), kind, reason, rank, steps, who, stall))
+
+    def _position(self) -> Position | None:
+        """Where this rank is, None while it has a snapshot in hand or does not know its pace."""
+        busy = self._capture.busy or self._thread is not None
+        pace = self._watch.step_seconds
+        return None if busy or pace is None else Position(self._steps(), pace)
+
+    def _heard(self, plan: p.Plan, now: float) -> None:
+        if plan.refused is not None:
+            self._conclude(Outcome(plan, REFUSED, plan.refused))
+        elif self._capture.busy or self._thread is not None:
+            self._conclude(Outcome(plan, SKIPPED, "another snapshot is in hand"))
+        elif self._capture.abandoned:
+            self._conclude(Outcome(plan, REFUSED, "a recording could not be ended; there will be no other one"))
+        else:
+            self._trigger.took(now)
+            self._capture.arm(plan)
+
+    # -- what was recorded -------------------------------------------------------------------------------------
+
+    def _settle_outcome(self) -> None:
+        outcome = self._capture.take() if self._thread is None else None
+        if outcome is None:
+            return
+        if outcome.pauses:
+            self._watch.compare(outcome.plan.first_step - 1, outcome.last_step or outcome.plan.last_step)
+        if outcome.trace is None:
+            self._conclude(outcome)
+            return
+        self._thread = threading.Thread(target=self._keep, args=(outcome,), name="telemetry-export", daemon=True)
+        with signals_blocked():
+            self._thread.start()
+
+    def _keep(self, outcome: Outcome) -> None:
+        """On a thread of its own: what takes seconds there must not stop the sampling."""
+        assert outcome.trace is not None  # noqa: S101 - there is one to keep
+        identity, plan = self._identity, outcome.plan
+        name = trace_name(identity.rank, slug(identity.node), identity.pid, plan.stamp_ms)
+        try:
+            stored = self._keeper.keep(outcome.trace, plan.folder, name)
+            describe(self._folder, plan, self._part(outcome, stored))
+        except (StoreError, OSError) as error:
+            self._kept = _Kept(outcome, None, str(error))
+        except Exception as error:
+            self._kept = _Kept(outcome, None, f"{type(error).__name__}: {error}")
+        else:
+            self._kept = _Kept(outcome, stored, None)
+
+    def _part(self, outcome: Outcome, stored: Stored) -> dict[str, Any]:
+        identity = self._identity
+        return {
+            "rank": identity.rank,
+            "local_rank": identity.local_rank,
+            "node": identity.node,
+            "pid": identity.pid,
+            "tid": outcome.thread,
+            "file": stored.name,
+            "size_bytes": stored.size,
+            "trace_bytes": stored.raw_bytes,
+            "trace_zero_unix_seconds": None if stored.zero_ns is None else stored.zero_ns / NS,
+            "first_step": outcome.first_step,
+            "last_step": outcome.last_step,
+            "why": outcome.why,
+            "started": self._wall.iso(outcome.started_ns),
+            "ended": self._wall.iso(outcome.ended_ns),
+            "log": f"../../../logs/rank-{identity.rank}.{identity.pid}.jsonl",
+            "pause_seconds": rounded(outcome.pauses),
+            "held_seconds": rounded(stored.held),
+        }
+
+    def _settle_kept(self) -> None:
+        kept = self._kept
+        if kept is None:
+            return
+        self._kept, self._thread = None, None
+        self._conclude(kept.outcome, kept.stored, kept.error)
+
+    def _conclude(self, outcome: Outcome, stored: Stored | None = None, error: str | None = None) -> None:
+        """Count it, log it, and tell whoever asked."""
+        plan = outcome.plan
+        result = FAILED if error is not None else outcome.result
+        why = error or outcome.why
+        path = None if stored is None else f"snapshots/{plan.folder}/{stored.name}"
+        self.counts[result] += 1
+        line: dict[str, Any] = {
+            "result": result,
+            "why": why,
+            "id": plan.request.id,
+            "reason": plan.request.reason,
+            "asked_by": plan.request.asked_by,
+            "first_step": outcome.first_step if result == RECORDED else None,
+            "last_step": outcome.last_step if result == RECORDED else None,
+            "path": path,
+            "pause_seconds": rounded(outcome.pauses),
+        }
+        if stored is not None:
+            line |= {
+                "started": self._wall.iso(outcome.started_ns),
+                "ended": self._wall.iso(outcome.ended_ns),
+                "size_bytes": stored.size,
+                "trace_bytes": stored.raw_bytes,
+                "held_seconds": rounded(stored.held),
+            }
+        self._emit("snapshot", line)
+        result_of = p.Result(self._identity.rank, result, why, path, outcome.first_step, outcome.last_step)
+        self._meeting.report(plan, result_of)
+
+    def _is_gone(self, owner: str) -> bool:
+        host, pid, ticks = [*owner.rsplit("-", 2), "", ""][:3]
+        if host != slug(self._identity.node) or not pid.isdigit():
+            return False
+        return str(start_ticks(int(pid))) != ticks
