@@ -228,7 +228,7 @@ class Agent:
         with self.faults.contained("diagnose"):
             self._judge.tick(self.accounts)
         with self.faults.contained("snapshot"):
-            self.snapshots.tick(self._judge.open_stall)
+            self.snapshots.tick(self._judge.view().active, self._judge.stall_fields)
         self._agent_cpu_seconds = time.thread_time()
         with self.faults.contained("exposition"):
             self._publish()

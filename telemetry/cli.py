@@ -1,4 +1,4 @@
-"""The command line: run · report · trace · demo · doctor."""
+"""The command line: run · report · trace · snapshot · demo · doctor."""
 
 from __future__ import annotations
 
@@ -60,6 +60,19 @@ def _parser() -> argparse.ArgumentParser:
         "--max-bytes", metavar="N", type=_bytes, default=None, help="of a file, uncompressed (default: 4 GiB)"
     )
     trace.set_defaults(command=_trace)
+
+    snapshot = commands.add_parser(
+        "snapshot",
+        help="have a running job record a torch.profiler trace of a few steps",
+        description="Asks the ranks of a running job, through its run folder, for a trace of the same steps on all.",
+    )
+    snapshot.add_argument("run_dir", metavar="RUN_DIR")
+    snapshot.add_argument("--rank", metavar="all|N", default="all", help="the ranks to record (default: %(default)s)")
+    snapshot.add_argument("--steps", metavar="K", default="5", help="how many, 1 to 50 (default: %(default)s)")
+    snapshot.add_argument(
+        "--timeout", metavar="SECONDS", default="300", help="how long to wait for the traces (default: %(default)s)"
+    )
+    snapshot.set_defaults(command=_snapshot)
 
     demo = commands.add_parser("demo", help="train a small network that starves, and show what is seen (90 s)")
     demo.add_argument("--run-dir", metavar="DIR", default="demo-run", help="default: %(default)s")
@@ -129,6 +142,16 @@ def _bytes(text: str) -> int:
     if number <= 0:
         raise argparse.ArgumentTypeError(f"{text} is not above 0")
     return number
+
+
+def _snapshot(options: argparse.Namespace) -> int:
+    from telemetry.snapshot import command
+
+    try:
+        wanted = command.Wanted.parse(options.rank, options.steps, options.timeout)
+    except ValueError as error:
+        return _usage_error(str(error))
+    return command.snapshot(options.run_dir, wanted)
 
 
 def _demo(options: argparse.Namespace) -> int:

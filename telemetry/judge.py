@@ -128,8 +128,7 @@ class Judge:
         stall = self._machine.stall
         return StallView(None if stall is None else stall.cause, dict(self._stalls), dict(self._lost))
 
-    @property
-    def open_stall(self) -> dict[str, Any] | None:
+    def stall_fields(self) -> dict[str, Any] | None:
         """Fields of the stall that is open, as in the log; None without one."""
         stall = self._machine.stall
         return None if stall is None else self._fields(stall) | {"opened": self._opened}

@@ -165,15 +165,20 @@ class Snapshots:
             self._trigger.off = f"steps stayed {slower} after a snapshot ({times}); no more are taken"
             self._faults.tell("snapshot", self._trigger.off)
 
-    def tick(self, stall: dict[str, Any] | None) -> None:
-        """Take part in the meeting, and see to what has been recorded. ``stall``: fields of the one that is open."""
+    def tick(self, cause: str | None, stall_fields: Callable[[], dict[str, Any] | None]) -> None:
+        """Take part in the meeting, and see to what has been recorded.
+
+        Args:
+            cause: of the stall that is open, None without one.
+            stall_fields: its fields, as in the log.
+        """
         if not self._usable:
             return
         self._settle_kept()
         self._settle_outcome()
         now = now_ns() / NS
-        if self._trigger.stalled(now, None if stall is None else stall["cause"]) and stall is not None:
-            self._ask(p.STALL, stall["cause"], None, self._config.snapshot_steps, stall)
+        if self._trigger.stalled(now, cause) and cause is not None:
+            self._ask(p.STALL, cause, None, self._config.snapshot_steps, stall_fields())
         while self._asked:
             rank, steps = self._asked.popleft()
             self._ask(p.API, p.REQUEST, rank, steps, None)

@@ -33,7 +33,9 @@ def summarize(processes: Sequence[ProcessLog]) -> dict[str, Any]:
         "verdict": _stuck(processes) or verdict(ranks, stalls, first_waits),
         "ranks": ranks,
         "stalls": stalls,
-        "snapshots": [_snapshot(process.rank, line) for process in processes for line in process.snapshots],
+        "snapshots": [
+            _snapshot(process.rank, line) for process in processes for line in process.snapshots if line.get("path")
+        ],
     }
 
 

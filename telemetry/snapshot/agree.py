@@ -58,8 +58,8 @@ _NAME: Final = re.compile(r"([0-9a-z-]+)\.(request|plan|(answer|result)-(\d+))\.
 
 
 @dataclass
-class _Files:
-    """What there is of one request."""
+class Files:
+    """What there is of one request; answers and results by rank."""
 
     request: bool = False
     plan: bool = False
@@ -125,7 +125,7 @@ class Meeting:
             OSError: the folder cannot be written.
         """
         with self._open() as folder:
-            folder.write(f"{request.id}.request.json", _dump(request))
+            folder.write(f"{request.id}.request.json", dump(request))
         self._mine.add(request.id)
 
     def look(self, position: Position | None) -> p.Plan | None:
@@ -141,13 +141,13 @@ class Meeting:
             OSError: the folder cannot be read or written.
         """
         with self._open() as folder:
-            found = _scan(folder)
+            found = scan(folder)
             now = self._clock()
             self._forget(found)
             waits = False
             for id_, files in sorted(found.items()):
                 if now - id_seconds(id_) > _FILE_SECONDS:
-                    _clear(folder, id_, files)
+                    clear(folder, id_, files)
                 elif id_seconds(id_) < self._began - _CLOCK_SECONDS:
                     self._done.add(id_)  # of a run before this one in the same folder
                 elif id_ not in self._done:
@@ -165,20 +165,20 @@ class Meeting:
         """
         id_ = plan.request.id
         with self._open() as folder:
-            folder.write(f"{id_}.result-{self._rank}.json", _dump(result))
-            files = _scan(folder).get(id_, _Files())
+            folder.write(f"{id_}.result-{self._rank}.json", dump(result))
+            files = scan(folder).get(id_, Files())
             if files.results >= set(plan.ranks):
-                _clear(folder, id_, _Files(request=files.request, answers=files.answers))
+                clear(folder, id_, Files(request=files.request, answers=files.answers))
 
     # -- one request -------------------------------------------------------------------------------------------
 
     def _follow(
-        self, folder: Folder, id_: str, files: _Files, position: Position | None, *, waits: bool
+        self, folder: Folder, id_: str, files: Files, position: Position | None, *, waits: bool
     ) -> p.Plan | None:
         try:
             if files.plan:
                 self._done.add(id_)
-                plan = p.plan_from(_load(folder, f"{id_}.plan.json"))
+                plan = p.plan_from(load(folder, f"{id_}.plan.json"))
                 return plan if plan.request.id == id_ and plan.request.concerns(self._rank) else None
             if not files.request or position is None:
                 return None
@@ -187,8 +187,8 @@ class Meeting:
             self._done.add(id_)  # told once
             raise
 
-    def _answer(self, folder: Folder, id_: str, files: _Files, position: Position, *, waits: bool) -> p.Plan | None:
-        request = p.request_from(_load(folder, f"{id_}.request.json"))
+    def _answer(self, folder: Folder, id_: str, files: Files, position: Position, *, waits: bool) -> p.Plan | None:
+        request = p.request_from(load(folder, f"{id_}.request.json"))
         now = self._clock()
         if request.id != id_ or now - id_seconds(id_) > _REQUEST_SECONDS:
             self._done.add(id_)
@@ -202,11 +202,11 @@ class Meeting:
             return None
         if self._rank not in files.answers:
             answer = p.Answer(self._rank, position.steps, position.step_seconds, now, self._tick)
-            folder.write(f"{id_}.answer-{self._rank}.json", _dump(answer))
+            folder.write(f"{id_}.answer-{self._rank}.json", dump(answer))
             files.answers.add(self._rank)
         return self._propose(folder, request, files)
 
-    def _propose(self, folder: Folder, request: p.Request, files: _Files) -> p.Plan | None:
+    def _propose(self, folder: Folder, request: p.Request, files: Files) -> p.Plan | None:
         now, answered = self._clock(), sorted(files.answers)
         since = now - self._first_seen.setdefault(request.id, now)
         expected = 1 if request.rank is not None else self._world
@@ -216,13 +216,13 @@ class Meeting:
             return None
         refused = self._allows(request)
         plan = p.Plan(request, refused) if refused else self._plan(folder, request, answered)
-        if folder.write(f"{request.id}.plan.json", _dump(plan), first=True):
+        if folder.write(f"{request.id}.plan.json", dump(plan), first=True):
             self._done.add(request.id)
             return plan
         return None  # another rank was first: its plan is heard at the next tick
 
     def _plan(self, folder: Folder, request: p.Request, answered: list[int]) -> p.Plan:
-        answers = [p.answer_from(_load(folder, f"{request.id}.answer-{rank}.json")) for rank in answered]
+        answers = [p.answer_from(load(folder, f"{request.id}.answer-{rank}.json")) for rank in answered]
         first = first_step(answers, self._clock())
         return p.Plan(
             request=request,
@@ -247,7 +247,7 @@ class Meeting:
             pass
         return open_folder(self._snapshots / MEETING, make=True)
 
-    def _forget(self, found: dict[str, _Files]) -> None:
+    def _forget(self, found: dict[str, Files]) -> None:
         self._done &= found.keys()
         self._mine &= found.keys()
         for gone in self._first_seen.keys() - found.keys():
@@ -262,20 +262,22 @@ def first_step(answers: list[p.Answer], now: float) -> int:
     return math.ceil(furthest + hearing / quickest) + _WARM_UP_STEPS + 1
 
 
-def _clear(folder: Folder, id_: str, files: _Files) -> None:
+def clear(folder: Folder, id_: str, files: Files) -> None:
+    """Remove what there is of a request."""
     names = ["request"] * files.request + ["plan"] * files.plan
     names += [f"answer-{rank}" for rank in files.answers] + [f"result-{rank}" for rank in files.results]
     for name in names:
         folder.remove(f"{id_}.{name}.json")
 
 
-def _scan(folder: Folder) -> dict[str, _Files]:
-    found: dict[str, _Files] = {}
+def scan(folder: Folder) -> dict[str, Files]:
+    """What is on the table, by the id of the request. Names that are none of ours are passed over."""
+    found: dict[str, Files] = {}
     for name in folder.names():
         match = _NAME.fullmatch(name)
         if match is None or not p.valid_id(match[1]):
             continue
-        files = found.setdefault(match[1], _Files())
+        files = found.setdefault(match[1], Files())
         if match[2] == "request":
             files.request = True
         elif match[2] == "plan":
@@ -285,7 +287,13 @@ def _scan(folder: Folder) -> dict[str, _Files]:
     return found
 
 
-def _load(folder: Folder, name: str) -> object:
+def load(folder: Folder, name: str) -> object:
+    """What a file says.
+
+    Raises:
+        InvalidError: it is no JSON.
+        OSError: it cannot be read.
+    """
     try:
         value: object = json.loads(folder.read(name))
     except ValueError as error:
@@ -293,5 +301,6 @@ def _load(folder: Folder, name: str) -> object:
     return value
 
 
-def _dump(record: p.Request | p.Answer | p.Plan | p.Result) -> bytes:
+def dump(record: p.Request | p.Answer | p.Plan | p.Result) -> bytes:
+    """A record as it stands in a file."""
     return json.dumps(p.as_json(record)).encode()

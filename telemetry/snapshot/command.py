@@ -1,0 +1,199 @@
+"""``telemetry snapshot RUN_DIR [--rank all|N] [--steps K]``: asks the ranks of a running job, and waits for the traces.
+
+Same user, same file system; nothing is asked for over HTTP.
+"""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import re
+import sys
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from telemetry.records import RECORDED
+from telemetry.snapshot import plan as p
+from telemetry.snapshot.agree import MEETING, Files, clear, dump, load, new_id, scan
+from telemetry.snapshot.folder import Folder, open_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_POLL_SECONDS: Final = 0.1
+_TAIL_BYTES: Final = 1 << 16
+_LOG_NAME: Final = re.compile(r"rank-\d+\.\d+\.jsonl")
+
+
+class CannotError(Exception):
+    """There will be no trace; the text says why, and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is asked for: the rank (None for all), how many steps, how long to wait for it in seconds."""
+
+    rank: int | None
+    steps: int
+    timeout: float
+
+    @classmethod
+    def parse(cls, rank: str, steps: str, timeout: str) -> Wanted:
+        """From the options.
+
+        Raises:
+            ValueError: one is not allowed; the text says which and what is.
+        """
+        if rank != "all" and not rank.isdecimal():
+            raise ValueError(f"--rank {rank}: allowed is all, or the number of a rank")
+        if not steps.isdecimal() or not 1 <= int(steps) <= p.MAX_STEPS:
+            raise ValueError(f"--steps {steps}: allowed is a number of steps, from 1 to {p.MAX_STEPS}")
+        try:
+            seconds = float(timeout)
+        except ValueError:
+            seconds = -1.0
+        if not 0 < seconds < 1e6:
+            raise ValueError(f"--timeout {timeout}: allowed is a number of seconds")
+        return cls(None if rank == "all" else int(rank), int(steps), seconds)
+
+
+def snapshot(run_dir: str, wanted: Wanted) -> int:
+    """Ask, wait, and print where the traces are. Returns the exit status: 1 where there is none."""
+    try:
+        interval = _running(Path(run_dir))
+        results = _ask(Path(run_dir), wanted, interval)
+    except (CannotError, OSError) as error:
+        sys.stderr.write(f"telemetry: {error}\n")
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    for result in results:
+        if result.path is not None:
+            cut = f" ({result.why})" if result.why else ""
+            steps = f"steps {result.first_step} to {result.last_step}"
+            print(f"rank {result.rank}: {steps}{cut}: {Path(run_dir, result.path)}")
+        else:
+            print(f"rank {result.rank}: {result.result}: {result.why}")
+    return 0 if any(result.result == RECORDED for result in results) else 1
+
+
+def _ask(run_dir: Path, wanted: Wanted, interval: float) -> list[p.Result]:
+    request = p.Request(
+        id=new_id(time.time()),
+        kind=p.COMMAND,
+        reason=p.REQUEST,
+        rank=wanted.rank,
+        steps=wanted.steps,
+        asked_by=f"telemetry snapshot, pid {os.getpid()}",
+    )
+    with _meeting(run_dir) as folder:
+        folder.write(f"{request.id}.request.json", dump(request))
+        try:
+            plan = _agreed(folder, request, wanted, interval)
+            if plan.refused is not None:
+                raise CannotError(f"refused: {plan.refused}")
+            ranks = ", ".join(map(str, plan.ranks))
+            print(f"steps {plan.first_step} to {plan.last_step}, agreed on by rank {ranks}", flush=True)
+            return _results(folder, plan, wanted)
+        finally:
+            files = scan(folder).get(request.id, Files())
+            if not files.plan:  # nobody is to answer now that nobody waits
+                clear(folder, request.id, files)
+
+
+def _agreed(folder: Folder, request: p.Request, wanted: Wanted, interval: float) -> p.Plan:
+    patience = min(wanted.timeout, 5 + 10 * interval)
+    if not _until(lambda: _files(folder, request).plan, patience):
+        answered = sorted(_files(folder, request).answers)
+        if answered:
+            raise CannotError(f"rank {', '.join(map(str, answered))} answered, but nothing was agreed on")
+        who = "nobody answers" if request.rank is None else f"rank {request.rank} does not answer"
+        raise CannotError(
+            f"{who} within {patience:.0f} s: the run makes no steps yet, has another snapshot in hand, runs with "
+            "another run folder, or its processes are gone; `telemetry report` says what was last heard of it"
+        )
+    try:
+        return p.plan_from(load(folder, f"{request.id}.plan.json"))
+    except p.InvalidError as error:
+        raise CannotError(f"the plan cannot be read: {error}") from None
+
+
+def _results(folder: Folder, plan: p.Plan, wanted: Wanted) -> list[p.Result]:
+    whole = _until(lambda: _files(folder, plan.request).results >= set(plan.ranks), wanted.timeout)
+    results = []
+    for rank in sorted(_files(folder, plan.request).results):
+        try:
+            results.append(p.result_from(load(folder, f"{plan.request.id}.result-{rank}.json")))
+        except p.InvalidError as error:
+            raise CannotError(f"the result of rank {rank} cannot be read: {error}") from None
+    if not whole:
+        missing = sorted(set(plan.ranks) - {result.rank for result in results})
+        sys.stderr.write(
+            f"telemetry: rank {', '.join(map(str, missing))} has not come to step {plan.last_step} within "
+            f"{wanted.timeout:g} s; its trace will be in {folder.path.parent / plan.folder} if it does\n"
+        )
+    else:
+        clear(folder, plan.request.id, _files(folder, plan.request))
+    return results
+
+
+def _files(folder: Folder, request: p.Request) -> Files:
+    return scan(folder).get(request.id, Files())
+
+
+def _until(condition: Callable[[], bool], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_SECONDS)
+    return True
+
+
+@contextmanager
+def _meeting(run_dir: Path) -> Iterator[Folder]:
+    snapshots = run_dir / "snapshots"
+    try:
+        owner = snapshots.lstat().st_uid
+    except FileNotFoundError:
+        raise CannotError(f"there is no {snapshots}: this run takes no snapshots (max_snapshots is 0)") from None
+    if owner != os.getuid():
+        raise CannotError(f"{snapshots} is another user's (uid {owner}); this is {getpass.getuser()}")
+    with open_folder(snapshots), open_folder(snapshots / MEETING, make=True) as folder:
+        yield folder
+
+
+def _running(run_dir: Path) -> float:
+    """Check that there is a run that goes on. Returns how often its ranks listen, in seconds."""
+    logs = run_dir / "logs"
+    paths = [path for path in logs.iterdir() if _LOG_NAME.fullmatch(path.name)] if logs.is_dir() else []
+    if not paths:
+        raise CannotError(f"{run_dir} is no run folder: there is no log in {logs}")
+    newest = [_newest_line(path) for path in paths]
+    if all(line.get("event") == "run_end" for line in newest):
+        last = max(str(line.get("time")) for line in newest)
+        raise CannotError(f"the run in {run_dir} has ended, at {last}")
+    going_on = next(path for path, line in zip(paths, newest, strict=True) if line.get("event") != "run_end")
+    with going_on.open("rb") as file:
+        settings = _object(file.readline(_TAIL_BYTES)).get("settings")
+    interval = settings.get("interval_seconds") if isinstance(settings, dict) else None
+    return float(interval) if isinstance(interval, (int, float)) else 1.0
+
+
+def _newest_line(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+        lines = file.read().splitlines()
+    return next((found for line in reversed(lines) if (found := _object(line))), {})
+
+
+def _object(line: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
