@@ -41,7 +41,7 @@ _END_SECONDS: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """What came of keeping a recording: one of the two is there."""
+    """What came of keeping a recording. With both, the trace is there and what describes it is not."""
 
     outcome: Outcome
     stored: Stored | None
@@ -228,15 +228,15 @@ class Snapshots:
         assert outcome.trace is not None  # noqa: S101 - there is one to keep
         identity, plan = self._identity, outcome.plan
         name = trace_name(identity.rank, slug(identity.node), identity.pid, plan.stamp_ms)
+        stored, error = None, None
         try:
             stored = self._keeper.keep(outcome.trace, plan.folder, name)
             describe(self._folder, plan, self._part(outcome, stored))
-        except (StoreError, OSError) as error:
-            self._kept = _Kept(outcome, None, str(error))
-        except Exception as error:
-            self._kept = _Kept(outcome, None, f"{type(error).__name__}: {error}")
-        else:
-            self._kept = _Kept(outcome, stored, None)
+        except (StoreError, OSError) as failure:
+            error = str(failure)
+        except Exception as failure:
+            error = f"{type(failure).__name__}: {failure}"
+        self._kept = _Kept(outcome, stored, error)
 
     def _part(self, outcome: Outcome, stored: Stored) -> dict[str, Any]:
         identity = self._identity
@@ -270,7 +270,7 @@ class Snapshots:
     def _conclude(self, outcome: Outcome, stored: Stored | None = None, error: str | None = None) -> None:
         """Count it, log it, and tell whoever asked."""
         plan = outcome.plan
-        result = FAILED if error is not None else outcome.result
+        result = FAILED if error is not None and stored is None else outcome.result
         why = error or outcome.why
         path = None if stored is None else f"snapshots/{plan.folder}/{stored.name}"
         self.counts[result] += 1

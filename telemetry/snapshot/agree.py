@@ -183,7 +183,9 @@ class Meeting:
             if not files.request or position is None:
                 return None
             return self._answer(folder, id_, files, position, waits=waits)
-        except p.InvalidError:
+        except FileNotFoundError:
+            return None  # withdrawn since it was seen
+        except (p.InvalidError, OSError):
             self._done.add(id_)  # told once
             raise
 

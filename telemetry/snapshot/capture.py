@@ -83,6 +83,7 @@ class Capture:
         self._outcome: Outcome | None = None
         self._profiler: Any = None
         self._range: Any = None
+        self._range_step = 0
         self._thread = 0
         self._ended = 0
         self._started_ns = 0
@@ -122,7 +123,12 @@ class Capture:
     def after_fork_in_child(self) -> None:
         """The child has a copy of the session, which nobody will end: let it gather nothing."""
         if self._state == _RECORDING:
+            kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, 2)  # torch warns of it; there is no other thread yet whose words could get lost
             _collect_no_more()
+            os.dup2(kept, 2)
+            os.close(kept)
+            os.close(nowhere)
 
     def take(self) -> Outcome | None:
         """The outcome of the plan, once there is one."""
@@ -167,14 +173,15 @@ class Capture:
         return self._cancel(plan, SKIPPED, f"{why} came before step {plan.first_step}")
 
     def _recording(self, plan: Plan, *, opens: bool) -> bool:
-        self._leave_range()
+        if self._ended >= self._range_step:  # a request that ends an epoch opens no step: the next one goes on
+            self._leave_range()
         if self._ended >= plan.last_step:
             return self._stop(plan, None)
         if self._asked:
             return self._stop(plan, f"cut short: {self._asked}")
         if now_ns() - self._started_ns > self._most_ns:
             return self._stop(plan, f"cut short: it had taken more than {self._most_ns / NS:g} s")
-        if opens:
+        if opens and self._range is None:
             self._enter_range()
         return False
 
@@ -196,7 +203,7 @@ class Capture:
             self._thread = threading.get_native_id()
             self._profiler = _profiler(plan, self._about)
             with self._ours(), _silent():
-                self._profiler.prepare_trace()
+                _prepare(self._profiler)
             self._state = _PREPARED
 
     def _start(self, plan: Plan) -> None:
@@ -297,7 +304,8 @@ class Capture:
 
     def _enter_range(self) -> None:
         """The range by which every reader of traces knows a step."""
-        name = f"ProfilerStep#{self._ended + 1}"
+        self._range_step = self._ended + 1
+        name = f"ProfilerStep#{self._range_step}"
         self._range = sys.modules["torch.autograd.profiler"].record_function(name)
         self._range.__enter__()
 
@@ -339,6 +347,15 @@ def _profiler(plan: Plan, about: dict[str, Any]) -> Any:
     steps = {"reason": plan.request.reason, "first_step": plan.first_step, "last_step": plan.last_step}
     profiler.preset_metadata_json("telemetry", json.dumps(about | steps))
     return profiler
+
+
+def _prepare(profiler: Any) -> None:
+    """What its ``prepare_trace`` does, which first imports the whole of Inductor (1.2 s on the training thread)."""
+    inductor: Any = sys.modules.get("torch._inductor.config")
+    profiler.has_cudagraphs = bool(getattr(getattr(inductor, "triton", None), "cudagraphs", False))
+    session = sys.modules["torch.autograd.profiler"].profile
+    profiler.profiler = session(use_cpu=True, use_device=profiler.use_device, use_kineto=True)
+    profiler.profiler._prepare_trace()
 
 
 @contextmanager

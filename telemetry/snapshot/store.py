@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 PARTIAL: Final = ".partial-"
 _CHUNK: Final = 1 << 18
 _RAW: Final = "trace.json"
+_PACKED: Final = "packed"  # no name by which a reader of traces would know it
 _LEVEL: Final = 4
 _COMPRESSES: Final = 5
 """How many times smaller a trace gets at least; measured 15 to 25."""
@@ -102,14 +103,14 @@ class Keeper:
                     raw = self._save(trace, work, held)
                     try:
                         reached("saved")
-                        size, zero_ns = self._compress(raw, work, name, reached)
+                        size, zero_ns = self._compress(raw, work, reached)
                     finally:
                         os.close(raw)
-                    stored = Stored(name, os.stat(name, dir_fd=work.fd).st_size, size, zero_ns, held)
+                    stored = Stored(name, os.stat(_PACKED, dir_fd=work.fd).st_size, size, zero_ns, held)
                     self._make_room(snapshots, folder, stored.size)
                     with snapshots.sub(folder, make=True) as final:
                         reached("verified")
-                        os.rename(name, name, src_dir_fd=work.fd, dst_dir_fd=final.fd)
+                        os.rename(_PACKED, name, src_dir_fd=work.fd, dst_dir_fd=final.fd)
                         final.sync()
                 snapshots.sync()
                 reached("published")
@@ -140,7 +141,7 @@ class Keeper:
         place.remove(_RAW)
         return raw
 
-    def _compress(self, raw: int, work: Folder, name: str, reached: Callable[[str], None]) -> tuple[int, int | None]:
+    def _compress(self, raw: int, work: Folder, reached: Callable[[str], None]) -> tuple[int, int | None]:
         size = os.fstat(raw).st_size
         if size > self.most_bytes:
             raise StoreError(f"it has {size} bytes, more than snapshot_max_bytes = {self.most_bytes}")
@@ -149,7 +150,7 @@ class Keeper:
         zero = _HEAD.search(os.pread(raw, _CHUNK, 0))
         if os.pread(raw, 64, max(0, size - 64)).rstrip()[-1:] != b"}":
             raise StoreError("torch did not write it to its end")
-        file = work.create(name)
+        file = work.create(_PACKED)
         try:
             reached("compressing")
             checksum = _deflate(raw, file)

@@ -11,6 +11,8 @@ from telemetry.snapshot import plan as p
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+STRAGGLER: Final = "straggler"
+
 _WINDOW_STEPS: Final = 50
 _WINDOW_SECONDS: Final = 2.0
 """Steps are compared in windows of at least so many, and of at least so long: shorter ones are noise."""
@@ -54,8 +56,7 @@ class Trigger:
     def stalled(self, now: float, cause: str | None) -> bool:
         """Follow the stall that is open (its cause; None for none). Whether it has earned a snapshot just now.
 
-        A stall earns one, when it has held for the settle time; where that is refused by the cooldown, it asks again
-        once that is over.
+        A stall earns one when it has held for the settle time, and the cooldown is over.
         """
         if cause is None:
             self._stall_since, self._fired = None, False
@@ -63,7 +64,9 @@ class Trigger:
         if self._stall_since is None:
             self._stall_since = now
         held = now - self._stall_since
-        if self._fired or held < self._limits.settle_seconds or self.refuses(now, p.STALL) is not None:
+        # Whoever waits for a straggler lets it speak first: what ails it is there to be recorded.
+        settle = self._limits.settle_seconds * (2 if cause == STRAGGLER else 1)
+        if self._fired or held < settle or self.refuses(now, p.STALL) is not None:
             return False
         self._fired = True
         return True
@@ -80,8 +83,9 @@ class Trigger:
         return None
 
     def took(self, now: float) -> None:
-        """A snapshot has been agreed on."""
+        """A snapshot has been agreed on. It shows the stall that is open, too, whoever has asked."""
         self.taken += 1
+        self._fired = self._stall_since is not None
         self._last = now
 
 

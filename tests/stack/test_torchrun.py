@@ -75,7 +75,7 @@ def test_report_of_a_running_job(job):
     # Long enough under way, the starved rank has stalled; the others, if they have, for its sake.
     own = {SLOW_RANK: "loader_on_training_thread"}
     assert all(stall["cause"] == own.get(stall["rank"], "straggler") for stall in report["stalls"])
-    assert report["snapshots"] == []
+    assert {snapshot["reason"] for snapshot in report["snapshots"]} <= {"loader_on_training_thread", "straggler"}
     assert job.report_text().count("is running") == 4
 
 

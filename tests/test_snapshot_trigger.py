@@ -1,0 +1,121 @@
+"""When a snapshot is taken, and when no more are."""
+
+from __future__ import annotations
+
+from telemetry.snapshot import plan as p
+from telemetry.snapshot.trigger import Limits, StepWatch, Trigger
+
+CAUSE = "uneven_batches"
+
+
+def trigger(settle: float = 10, cooldown: float = 100, most: int = 3) -> Trigger:
+    return Trigger(Limits(settle, cooldown, most))
+
+
+def fired(one: Trigger, until: int, cause: str | None = CAUSE, since: int = 0) -> list[int]:
+    """The seconds at which it fires, asked once a second, each taken."""
+    found = []
+    for now in range(since, until):
+        if one.stalled(now, cause):
+            found.append(now)
+            one.took(now)
+    return found
+
+
+def test_a_stall_fires_once_when_it_has_held():
+    assert fired(trigger(), 300) == [10]
+
+
+def test_a_stall_that_closes_before_it_has_settled_does_not():
+    one = trigger()
+    assert fired(one, 9) == []
+    assert fired(one, 10, cause=None, since=9) == []
+    assert fired(one, 19, since=10) == []
+
+
+def test_a_straggler_is_let_speak_first():
+    assert fired(trigger(), 300, cause="straggler") == [20]
+
+
+def test_a_stall_that_another_s_snapshot_shows_does_not_ask_again():
+    one = trigger()
+    one.stalled(0, CAUSE)
+    one.took(5)
+    assert fired(one, 1000, since=6) == []
+
+
+def test_the_next_stall_waits_for_the_cooldown():
+    one = trigger()
+    assert fired(one, 12) == [10]
+    one.stalled(12, None)
+    assert fired(one, 300, since=13) == [110]
+
+
+def test_a_person_does_not_wait_for_the_cooldown_but_for_the_others():
+    one = trigger(most=2)
+    one.took(0)
+    assert "cooldown" in one.refuses(1, p.STALL)
+    assert one.refuses(1, p.COMMAND) is None
+    one.took(1)
+    for kind in p.KINDS:
+        assert "max_snapshots = 2" in one.refuses(1000, kind)
+
+
+def test_none_at_all():
+    assert fired(trigger(most=0), 100) == []
+
+
+def test_switched_off():
+    one = trigger()
+    one.off = "slower"
+    assert fired(one, 100) == []
+    assert one.refuses(0, p.COMMAND) == "slower"
+
+
+def compared(before: float, after: list[float], count: int = 400):
+    watch = StepWatch()
+    assert watch.add([before] * 100) is None
+    watch.add([before * 3] * 5)
+    watch.compare(101, 105)
+    for seconds in after:
+        found = watch.add([seconds] * count)
+        if found:
+            return found
+    return None
+
+
+def test_steps_as_fast_as_before():
+    found = compared(0.1, [0.1])
+    assert (found.slower, found.before, found.after) == (False, 0.1, 0.1)
+
+
+def test_steps_that_stay_slower():
+    found = compared(0.1, [0.115])
+    assert (found.slower, found.after) == (True, 0.115)
+
+
+def test_steps_that_are_slower_for_a_while():
+    assert compared(0.1, [0.15, 0.1], count=100).slower is False
+
+
+def test_a_few_slow_steps_among_many_are_nothing():
+    watch = StepWatch()
+    watch.add([0.1] * 100)
+    watch.compare(101, 105)
+    found = watch.add(([0.1] * 9 + [5.0]) * 10)
+    assert found.slower is False
+
+
+def test_nothing_to_compare_with():
+    watch = StepWatch()
+    watch.add([0.1] * 5)
+    watch.compare(6, 10)
+    assert watch.add([9.0] * 1000) is None
+
+
+def test_short_steps_are_compared_over_seconds():
+    watch = StepWatch()
+    watch.add([0.001] * 5000)
+    watch.compare(5001, 5005)
+    assert watch.add([0.002] * 900) is None, "three windows of fifty steps, but not of two seconds"
+    assert watch.add([0.002] * 3000).slower
