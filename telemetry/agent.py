@@ -70,6 +70,7 @@ class Agent:
             self.tracker,
             lambda error: self.faults.note("attach", error),
             gpu_events=config.gpu_events != "off",
+            nvtx=config.nvtx,
         )
         self.accounts = Accounts(self.tracker, self.attachment, config, self.faults, self._start_ns)
         self._families = Families(self.identity.run, self.identity.rank)

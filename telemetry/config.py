@@ -214,6 +214,9 @@ class Config:
         512 * MIB, _whole(MIB, 1 << 40, "bytes"), "most bytes of one trace, uncompressed"
     )
     gpu_events: str = _setting("auto", _choice("auto", "on", "off"), "time the exposed wait with CUDA events")
+    nvtx: bool = _setting(
+        False, _switch, "mark steps, waits, phases and the workers' fetches as NVTX ranges, for Nsight Systems"
+    )
     patch: bool = _setting(True, _switch, "recognise DataLoaders, optimizers and checkpoints without being told")
     start_line: bool = _setting(True, _switch, "print one line on stderr at the start")
     log_max_bytes: int = _setting(16 * MIB, _whole(65536, 1 << 40, "bytes"), "size at which a log file is rotated")

@@ -38,7 +38,7 @@ OWNERS = {
         "attach/worker_probe.py",
         "demo/train.py",
         "doctor.py",
-        "snapshot/capture.py",
+        "snapshot/session.py",
     },  # else attach/ works on the modules that the script has imported
     "PIL": {"demo/pictures.py", "demo/train.py", "demo/command.py"},
     "orjson": {
@@ -97,7 +97,7 @@ def test_the_profiler_has_one_importer():
     users = {
         str(path.relative_to(PACKAGE)) for path in FILES if any(n.startswith("torch.profiler") for n in imports(path))
     }
-    assert users == {"snapshot/capture.py"}
+    assert users == {"snapshot/session.py"}
 
 
 @pytest.mark.parametrize("library", OWNERS)

@@ -25,15 +25,22 @@ class Attachment:
         tracker: what the hooks tell.
         on_error: told of a hook that could not be placed; the others are not affected.
         gpu_events: whether to time waits with CUDA events, where CUDA comes into use.
+        nvtx: whether steps, waits, phases and the workers' fetches are to be NVTX ranges.
 
     Attributes:
         profilers: knows of the user's own profilers.
     """
 
     def __init__(
-        self, tracker: StepTracker, on_error: Callable[[BaseException], None], *, gpu_events: bool = True
+        self,
+        tracker: StepTracker,
+        on_error: Callable[[BaseException], None],
+        *,
+        gpu_events: bool = True,
+        nvtx: bool = False,
     ) -> None:
         self._gpu_events = gpu_events
+        self._nvtx = nvtx
         self._gpu_watched = False
         self._tracker = tracker
         self._on_error = on_error
@@ -77,6 +84,7 @@ class Attachment:
             lambda: workers.patch_workers(dataloader, tracker, self._patches),
             lambda: self._optimizer(sys.modules["torch.optim.optimizer"]),
             lambda: self._profilers(torch),
+            lambda: tracker.marks.use_nvtx(torch.cuda.nvtx) if self._nvtx else None,
             lambda: self._saving(torch.serialization),
             lambda: self._saving(torch),
         )

@@ -17,7 +17,7 @@ from telemetry.attach.steps import OVERHEAD_EVERY, OVERHEAD_MASK, StepTracker
 from telemetry.clock import now_ns
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from types import ModuleType
 
     from telemetry.attach.patches import Patches
@@ -97,6 +97,7 @@ def _timed_uncommon(original: Callable[[Any], Any], tracker: StepTracker) -> Cal
             if tracker.gpu is not None:
                 _mark(tracker, self, entry)
             cpu = thread_time_ns() if tracker.time_fetch and entry & 7 == S_DATA_WAIT else 0
+            marks = tracker.wait_begins(self) if tracker.marks.makers else ()
             start = now_ns()
             tracker.waiting_since = start if entry & 7 == S_DATA_WAIT else -start
         except Exception as error:
@@ -109,6 +110,9 @@ def _timed_uncommon(original: Callable[[Any], Any], tracker: StepTracker) -> Cal
             _failed(tracker, self, start, entry, error)
             forget_frame(error)
             raise
+        finally:
+            if marks:
+                _end(tracker, marks)
         try:
             if cpu:
                 tracker.fetch_timed(end - start, thread_time_ns() - cpu)
@@ -138,6 +142,13 @@ def _contain(tracker: StepTracker, error: BaseException) -> None:
         tracker.waiting_since = 0
         raise error
     tracker.fault(error)
+
+
+def _end(tracker: StepTracker, marks: Sequence[Callable[[], object]]) -> None:
+    try:
+        tracker.marks.end(marks)
+    except Exception as error:
+        tracker.fault(error)
 
 
 def _mark(tracker: StepTracker, iterator: object, entry: int) -> None:

@@ -16,15 +16,16 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from telemetry.attach import ring as r
 from telemetry.attach.handle import ON_THREAD, WATCHED, LoaderHandle, Source
+from telemetry.attach.marks import Marks
 from telemetry.clock import now_ns
 from telemetry.records import CHECKPOINT, EVALUATION, OTHER, PhaseSpan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from telemetry.attach.gpu_clock import GpuClock
     from telemetry.attach.worker_probe import WorkerBlock
@@ -53,6 +54,16 @@ class Recorder(Protocol):
         """Something that is no training begins. Returns as `boundary`."""
 
 
+class Before(NamedTuple):
+    """What was going on when a phase began, at a stamp, and the ranges that end with the phase."""
+
+    state: int
+    held: bool
+    steady: int
+    at: int
+    marks: Sequence[Callable[[], object]]
+
+
 class StepTracker:
     """State of the training thread.
 
@@ -62,6 +73,7 @@ class StepTracker:
             there is none. Also what tells an inner fetch (a dataset that reads another loader) from an outer one.
         key: id of the iterator for which the short path of the hook holds, 0 when it does not hold.
         recorder: told of every step boundary, off the short path; None while there is no snapshot to take.
+        marks: ranges for the profilers that look on.
         device: the CUDA device of the training thread, as of the newest first batch; None for none.
         loaders: live multi-worker iterators, by id; ``retired``: those that are gone and whose block is still unread.
         gpu: the clock that times waits on the GPU, None where there is none.
@@ -94,6 +106,7 @@ class StepTracker:
         "key",
         "last_error",
         "loaders",
+        "marks",
         "optimizer_steps",
         "overhead_ns",
         "phases",
@@ -114,6 +127,7 @@ class StepTracker:
         self.key = 0
         self.gpu: GpuClock | None = None
         self.recorder: Recorder | None = None
+        self.marks = Marks()
         self.optimizer_steps = 0
         self.overhead_ns = 0
         self.garbage_ns = 0
@@ -227,7 +241,7 @@ class StepTracker:
     def _settle(self, iterator: int) -> None:
         """The next batches are ordinary ones if this iterator (its id; 0 for none) gives them."""
         self._steady = iterator
-        self.key = iterator if self.gpu is None and self.recorder is None else 0
+        self.key = iterator if self.gpu is None and self.recorder is None and not self.marks.nvtx else 0
 
     def failed(self, iterator: object, start: int, entry: int, error: BaseException) -> None:
         """The request raised: the end of an epoch, or an error that is the user's to see."""
@@ -391,23 +405,24 @@ class StepTracker:
 
     # -- spans the user or a patch names -----------------------------------------------------------------------
 
-    def enter_phase(self, name: str) -> tuple[int, bool, int, int] | None:
+    def enter_phase(self, name: str) -> Before | None:
         """A phase begins. Returns what `exit_phase` needs, or None off the training thread."""
         if threading.get_ident() != self.thread:
             return None
         if name == EVALUATION:
             self.interrupt(EVALUATION)
-        before = (self._state, self._held, self._steady, now_ns())
+        marks = self.marks.begin(name) if self.marks.makers else ()
+        before = Before(self._state, self._held, self._steady, now_ns(), marks)
         if name in {EVALUATION, CHECKPOINT}:
             self._held = True
             self._settle(0)
-            self._switch(r.S_EVALUATION if name == EVALUATION else r.S_CHECKPOINT, before[3])
+            self._switch(r.S_EVALUATION if name == EVALUATION else r.S_CHECKPOINT, before.at)
         elif not self._held:
             self._settle(0)
-            self._switch(r.S_OTHER, before[3])
+            self._switch(r.S_OTHER, before.at)
         return before
 
-    def exit_phase(self, name: str, before: tuple[int, bool, int, int] | None, start: int) -> None:
+    def exit_phase(self, name: str, before: Before | None, start: int) -> None:
         """The phase has ended; what was going on before goes on."""
         end = now_ns()
         category = name if name in {EVALUATION, CHECKPOINT} else OTHER
@@ -415,8 +430,8 @@ class StepTracker:
             self.phases.append(PhaseSpan(name, category, start, (end - start) / 1e9))
         if before is None:
             return
-        state, held, key, _ = before
-        self._held = held
+        self.marks.end(before.marks)
+        state, key, self._held = before.state, before.steady, before.held
         if category != OTHER or self._state == r.S_OTHER:
             if self._fetched and not self._open and state in {r.S_STARTUP, r.S_COMPUTE}:
                 state, key = r.S_OTHER, 0  # the loop it was in has ended inside the phase
@@ -454,13 +469,16 @@ class StepTracker:
 
     def requested(self, entry: int) -> None:
         """A span with this code is about to begin: tell the recorder, before the wait begins."""
-        if self.recorder is not None:
+        if self.recorder is not None or self.marks.nvtx:
             self.boundary(opens=bool(entry & r.OPENS), closing=bool(entry & r.CLOSES) and self.ring.open)
 
     def boundary(self, *, opens: bool = False, closing: bool = False) -> None:
         """A step has ended, or begins now; ``closing``: one ends with the entry that is not in the ring yet."""
+        ended = self.ring.closed + closing
+        if self.marks.nvtx and (opens or not self.ring.open):
+            self.marks.step(ended, opens=opens)
         if self.recorder is not None:
-            recorder, ended = self.recorder, self.ring.closed + closing
+            recorder = self.recorder
             self._paused(lambda: recorder.boundary(ended, opens=opens))
 
     def interrupt(self, why: str) -> None:
@@ -468,6 +486,13 @@ class StepTracker:
         if self.recorder is not None and threading.get_ident() == self.thread:
             recorder, ended = self.recorder, self.ring.closed
             self._paused(lambda: recorder.interrupt(ended, why))
+
+    def wait_begins(self, iterator: object) -> Sequence[Callable[[], object]]:
+        """A wait for a batch begins, and somebody looks on. Torch itself marks those for a DataLoader's in a trace."""
+        own = hasattr(iterator, "_profile_name")
+        if own and not self.marks.nvtx:
+            return ()
+        return self.marks.begin(f"enumerate(DataLoader)#{type(iterator).__name__}.__next__")
 
     def _paused(self, call: Callable[[], bool]) -> None:
         """Let the recorder work. Starting and stopping a profiler takes milliseconds that are no training."""

@@ -6,6 +6,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from telemetry.attach.frames import forget_frame
+from telemetry.attach.marks import MarkedWorker
 from telemetry.attach.worker_probe import MAX_WORKERS, WorkerBlock, WorkerProbe
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ def patch_workers(module: ModuleType, tracker: StepTracker, patches: Patches) ->
 def _probed(original: Callable[[Any], Any], tracker: StepTracker) -> Callable[[Any], Any]:
     @functools.wraps(original)
     def _get_iterator(self: Any) -> Any:
+        user = vars(self).get("worker_init_fn")
         probe: WorkerProbe | None = _plant(self, tracker) if tracker.active else None
         try:
             iterator = original(self)
@@ -32,7 +34,7 @@ def _probed(original: Callable[[Any], Any], tracker: StepTracker) -> Callable[[A
             raise
         finally:
             if probe is not None:
-                self.worker_init_fn = probe.user
+                self.worker_init_fn = user
         try:
             if tracker.active:
                 tracker.register(iterator, probe.block if probe is not None else None)
@@ -50,7 +52,9 @@ def _plant(loader: Any, tracker: StepTracker) -> WorkerProbe | None:
     try:
         if not 0 < loader.num_workers <= MAX_WORKERS or "worker_init_fn" not in vars(loader):
             return None
-        probe = WorkerProbe(loader.worker_init_fn, WorkerBlock(loader.num_workers))
+        user = loader.worker_init_fn
+        inner = MarkedWorker(user) if tracker.marks.nvtx else user
+        probe = WorkerProbe(inner, WorkerBlock(loader.num_workers))
         loader.worker_init_fn = probe
     except Exception as error:
         tracker.fault(error)

@@ -1,38 +1,25 @@
-"""The profiler itself: prepared, started and stopped on the training thread, at step boundaries.
+"""A plan on the training thread: once its steps come, a profiler is prepared, started and stopped at their boundaries.
 
-The one importer of `torch.profiler`. What was measured about it (torch 2.13, and pytorch#64795):
-
-* Stopping it on another thread than the one that started it ends the process. So nobody else stops it: a recording
-  whose training thread never comes back is never stopped.
-* `_KinetoProfile` and not `torch.profiler.profile`: that one also starts an execution trace where a variable asks for
-  it, which would be the script's.
-* Saving a trace holds the interpreter from beginning to end, on whatever thread, and so does freeing it. So it is
-  saved into memory, where no disk makes it longer, and the time is told.
-* Kineto writes a line to stderr at each start and stop, unless its log level says otherwise. It reads the level once
-  in a process, with the first profiler.
+Nobody else stops it: a recording whose training thread never comes back is never stopped. Where a profiler of the
+user's begins, ours is over before; see `attach.profilers`.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from telemetry.clock import NS, now_ns
 from telemetry.records import FAILED, RECORDED, REFUSED, SKIPPED
-from telemetry.snapshot.outcome import Outcome, Trace
+from telemetry.snapshot.outcome import Outcome
+from telemetry.snapshot.session import Session, capturing, gather_no_more, gather_no_more_in_child
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
     from telemetry.snapshot.plan import Plan
-
-_LOG_LEVEL: Final = "KINETO_LOG_LEVEL"
-_SILENT: Final = "99"
 
 _IDLE, _ARMED, _PREPARED, _RECORDING = range(4)
 
@@ -47,6 +34,7 @@ class Hooks(Protocol):
     """The training thread's hooks, as far as a capture needs them."""
 
     recorder: Any
+    marks: Any
     key: int
 
 
@@ -81,8 +69,8 @@ class Capture:
         self._plan: Plan | None = None
         self._state = _IDLE
         self._outcome: Outcome | None = None
-        self._profiler: Any = None
-        self._range: Any = None
+        self._session: Session | None = None
+        self._range: Callable[[], None] | None = None
         self._range_step = 0
         self._thread = 0
         self._ended = 0
@@ -123,12 +111,7 @@ class Capture:
     def after_fork_in_child(self) -> None:
         """The child has a copy of the session, which nobody will end: let it gather nothing."""
         if self._state == _RECORDING:
-            kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, 2)  # torch warns of it; there is no other thread yet whose words could get lost
-            _collect_no_more()
-            os.dup2(kept, 2)
-            os.close(kept)
-            os.close(nowhere)
+            gather_no_more_in_child()
 
     def take(self) -> Outcome | None:
         """The outcome of the plan, once there is one."""
@@ -181,50 +164,50 @@ class Capture:
             return self._stop(plan, f"cut short: {self._asked}")
         if now_ns() - self._started_ns > self._most_ns:
             return self._stop(plan, f"cut short: it had taken more than {self._most_ns / NS:g} s")
-        if opens and self._range is None:
-            self._enter_range()
+        if opens and self._range is None and self._session is not None:
+            self._enter_range(self._session)
         return False
 
     def _begin(self, plan: Plan) -> bool:
         if self._state == _ARMED:
             self._prepare(plan)
-        if self._state == _PREPARED and self._ended == plan.first_step - 1:
-            self._start(plan)
+        if self._session is not None and self._state == _PREPARED and self._ended == plan.first_step - 1:
+            self._start(plan, self._session)
         return True
 
     def _prepare(self, plan: Plan) -> None:
         """A step ahead: on a GPU the tracing has to warm up."""
         self._over.clear()
-        refused = self._theirs() or (_CAPTURING if _capturing() else None)
+        refused = self._theirs() or (_CAPTURING if capturing() else None)
         if refused is not None:
             self._finish(Outcome(plan, REFUSED, refused))
             return
         with self._contained(plan, "prepare"):
             self._thread = threading.get_native_id()
-            self._profiler = _profiler(plan, self._about)
-            with self._ours(), _silent():
-                _prepare(self._profiler)
+            session = self._session = Session(plan, self._about)
+            with self._ours():
+                session.prepare()
             self._state = _PREPARED
 
-    def _start(self, plan: Plan) -> None:
-        if _capturing():
+    def _start(self, plan: Plan, session: Session) -> None:
+        if capturing():
             self._cancel(plan, REFUSED, _CAPTURING)
             return
         with self._contained(plan, "start"):
             with self._ours():
-                self._profiler.start_trace()
+                session.start()
             self._started_ns, self._state = now_ns(), _RECORDING
-            self._enter_range()
+            self._hooks.marks.makers += (session.begin_range,)
+            self._enter_range(session)
 
     def _stop(self, plan: Plan, why: str | None) -> bool:
         """End the recording. Returns whether it has ended."""
-        return self._end(plan, "stop", lambda: self._stop_trace(plan, why))
+        return self._end(plan, "stop", lambda session: self._stop_session(plan, session, why))
 
-    def _stop_trace(self, plan: Plan, why: str | None) -> Outcome:
+    def _stop_session(self, plan: Plan, session: Session, why: str | None) -> Outcome:
         ended_ns, whole = now_ns(), self._ended >= plan.first_step
         self._leave_range()
-        self._profiler.stop_trace()
-        profiler, self._profiler = self._profiler, None
+        trace = session.stop()
         self._pauses["stop"] = (now_ns() - ended_ns) / NS
         if not whole:
             return Outcome(plan, SKIPPED, why, pauses=self._pauses)
@@ -238,34 +221,36 @@ class Capture:
             started_ns=self._started_ns,
             ended_ns=ended_ns,
             pauses=self._pauses,
-            trace=Trace(profiler),
+            trace=trace,
         )
 
     def _cancel(self, plan: Plan, result: str, why: str) -> bool:
         """End a plan that does not record. Returns whether that took its time."""
         if self._state == _PREPARED:
-            return self._end(plan, "cancel", lambda: self._cancel_trace(plan, result, why))
+            return self._end(plan, "cancel", lambda session: self._cancel_session(plan, session, result, why))
         self._finish(Outcome(plan, result, why))
         return False
 
-    def _cancel_trace(self, plan: Plan, result: str, why: str) -> Outcome:
-        self._profiler.start_trace()  # to be ended: ending what is only prepared makes torch complain on stderr
-        self._profiler.stop_trace()
-        self._profiler = None
+    @staticmethod
+    def _cancel_session(plan: Plan, session: Session, result: str, why: str) -> Outcome:
+        session.cancel()
         return Outcome(plan, result, why)
 
-    def _end(self, plan: Plan, doing: str, end: Callable[[], Outcome]) -> bool:
+    def _end(self, plan: Plan, doing: str, end: Callable[[Session], Outcome]) -> bool:
         """End our session. Returns whether it has: not on another thread, and not while a graph is captured."""
-        if threading.get_native_id() != self._thread or _capturing() or not self._gate.acquire(blocking=False):
+        session = self._session
+        if session is None or threading.get_native_id() != self._thread or capturing():
+            return False
+        if not self._gate.acquire(blocking=False):
             return False
         try:
             if self._abandoned:  # theirs is on, or has been: ending ours now would end the process
-                _collect_no_more()
+                gather_no_more()
                 self._finish(Outcome(plan, FAILED, f"{_GIVEN_WAY} while this thread did not come by"), over=False)
                 return False
             with self._contained(plan, doing):
                 with self._ours():
-                    outcome = end()
+                    outcome = end(session)
                 self._finish(outcome)
         finally:
             self._gate.release()
@@ -275,7 +260,11 @@ class Capture:
         self._state, self._plan = _IDLE, None
         self._outcome = outcome
         self._hooks.recorder = None
+        if self._session is not None:
+            ours = self._session.begin_range
+            self._hooks.marks.makers = tuple(maker for maker in self._hooks.marks.makers if maker != ours)
         if over:
+            self._session = None
             self._over.set()
 
     @contextmanager
@@ -285,7 +274,10 @@ class Capture:
         try:
             yield
         except BaseException as error:
-            self._leave_nothing()
+            session, self._range = self._session, None
+            if session is not None:
+                with self._ours():
+                    session.give_up()
             if self._plan is not None:
                 self._finish(Outcome(plan, FAILED, f"{doing}: {type(error).__name__}: {error}"))
             if not isinstance(error, Exception):
@@ -293,26 +285,15 @@ class Capture:
         finally:
             self._pauses.setdefault(doing, (now_ns() - start) / NS)
 
-    def _leave_nothing(self) -> None:
-        profiler, self._profiler, self._range = self._profiler, None, None
-        if profiler is not None and _enabled():
-            try:
-                with self._ours():
-                    profiler.stop_trace()
-            except Exception:
-                pass  # nothing more can be done; the plan has failed and says why
-
-    def _enter_range(self) -> None:
+    def _enter_range(self, session: Session) -> None:
         """The range by which every reader of traces knows a step."""
         self._range_step = self._ended + 1
-        name = f"ProfilerStep#{self._range_step}"
-        self._range = sys.modules["torch.autograd.profiler"].record_function(name)
-        self._range.__enter__()
+        self._range = session.begin_range(f"ProfilerStep#{self._range_step}")
 
     def _leave_range(self) -> None:
-        range_, self._range = self._range, None
-        if range_ is not None:
-            range_.__exit__(None, None, None)
+        end, self._range = self._range, None
+        if end is not None:
+            end()
 
     # -- whoever starts a profiler -----------------------------------------------------------------------------
 
@@ -330,63 +311,3 @@ class Capture:
         if not self.end(_GIVEN_WAY, _GIVE_WAY_SECONDS):
             with self._gate:
                 self._abandoned = not self._over.is_set()
-
-
-def _profiler(plan: Plan, about: dict[str, Any]) -> Any:
-    from torch.profiler import ProfilerActivity
-    from torch.profiler.profiler import _KinetoProfile
-
-    cuda: Any = sys.modules.get("torch.cuda")
-    activities = [ProfilerActivity.CPU]
-    if cuda is not None and cuda.is_initialized():
-        activities.append(ProfilerActivity.CUDA)
-    profiler = _KinetoProfile(activities=activities)
-    if profiler._get_distributed_info() is None:  # what tells the ranks' traces apart, where no process group does
-        ranks = {name: about[name] for name in ("rank", "world_size")}
-        profiler.preset_metadata_json("distributedInfo", json.dumps({"backend": "none", **ranks}))
-    steps = {"reason": plan.request.reason, "first_step": plan.first_step, "last_step": plan.last_step}
-    profiler.preset_metadata_json("telemetry", json.dumps(about | steps))
-    return profiler
-
-
-def _prepare(profiler: Any) -> None:
-    """What its ``prepare_trace`` does, which first imports the whole of Inductor (1.2 s on the training thread)."""
-    inductor: Any = sys.modules.get("torch._inductor.config")
-    profiler.has_cudagraphs = bool(getattr(getattr(inductor, "triton", None), "cudagraphs", False))
-    session = sys.modules["torch.autograd.profiler"].profile
-    profiler.profiler = session(use_cpu=True, use_device=profiler.use_device, use_kineto=True)
-    profiler.profiler._prepare_trace()
-
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    """In which kineto reads that it is to write nothing to stderr, unless the user has said what it is to write."""
-    if _LOG_LEVEL in os.environ:
-        yield
-        return
-    os.environ[_LOG_LEVEL] = _SILENT
-    try:
-        yield
-    finally:
-        os.environ.pop(_LOG_LEVEL, None)
-
-
-def _capturing() -> bool:
-    """Whether a CUDA graph is being captured on this thread's stream: nothing that synchronises may come now."""
-    cuda: Any = sys.modules.get("torch.cuda")
-    return cuda is not None and cuda.is_initialized() and bool(cuda.is_current_stream_capturing())
-
-
-def _enabled() -> bool:
-    """Whether a profiler records on this thread."""
-    autograd: Any = sys.modules.get("torch.autograd")
-    return autograd is not None and bool(autograd._profiler_enabled())
-
-
-def _collect_no_more() -> None:
-    """A session that cannot be ended: let it at least gather nothing more on this thread, where torch can do that."""
-    try:
-        autograd: Any = sys.modules["torch.autograd"]
-        autograd._toggle_collection_dynamic(False, {autograd.ProfilerActivity.CPU})
-    except Exception:
-        pass  # a torch that has no such switch

@@ -1,0 +1,135 @@
+"""One session of torch's profiler, on the training thread from its beginning to its end.
+
+The one importer of `torch.profiler`. What was measured about it (torch 2.13, and pytorch#64795):
+
+* Stopping it on another thread than the one that started it ends the process.
+* `_KinetoProfile` and not `torch.profiler.profile`: that one also starts an execution trace where a variable asks for
+  it, which would be the script's.
+* Its own ``prepare_trace`` first imports the whole of Inductor: 1.2 s.
+* Kineto writes a line to stderr at each start and stop, unless its log level says otherwise. It reads the level once
+  in a process, with the first profiler.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+from telemetry.snapshot.outcome import Trace
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from telemetry.snapshot.plan import Plan
+
+_LOG_LEVEL: Final = "KINETO_LOG_LEVEL"
+_SILENT: Final = "99"
+
+
+class Session:
+    """Prepared, started and stopped, each once.
+
+    Args:
+        plan: what is to be recorded.
+        about: metadata of the trace: ``rank`` and ``world_size`` at least.
+    """
+
+    def __init__(self, plan: Plan, about: dict[str, Any]) -> None:
+        from torch.profiler import ProfilerActivity
+        from torch.profiler.profiler import _KinetoProfile
+
+        cuda: Any = sys.modules.get("torch.cuda")
+        activities = [ProfilerActivity.CPU]
+        if cuda is not None and cuda.is_initialized():
+            activities.append(ProfilerActivity.CUDA)
+        self._autograd: Any = sys.modules["torch.autograd.profiler"]
+        self._profiler = _KinetoProfile(activities=activities)
+        if self._profiler._get_distributed_info() is None:  # what tells the ranks' traces apart, without process groups
+            ranks = {"backend": "none", "rank": about["rank"], "world_size": about["world_size"]}
+            self._profiler.preset_metadata_json("distributedInfo", json.dumps(ranks))
+        steps = {"reason": plan.request.reason, "first_step": plan.first_step, "last_step": plan.last_step}
+        self._profiler.preset_metadata_json("telemetry", json.dumps(about | steps))
+
+    def prepare(self) -> None:
+        """What is slow about a start, above all on a GPU."""
+        inductor: Any = sys.modules.get("torch._inductor.config")
+        profiler = self._profiler
+        profiler.has_cudagraphs = bool(getattr(getattr(inductor, "triton", None), "cudagraphs", False))
+        profiler.profiler = self._autograd.profile(use_cpu=True, use_device=profiler.use_device, use_kineto=True)
+        with _silent():
+            profiler.profiler._prepare_trace()
+
+    def start(self) -> None:
+        """From here on everything is recorded."""
+        self._profiler.start_trace()
+
+    def stop(self) -> Trace:
+        """End it: on the thread that began it, and on no other."""
+        self._profiler.stop_trace()
+        return Trace(self._profiler)
+
+    def cancel(self) -> None:
+        """End what is only prepared: begun first, for torch complains on stderr if it is ended as it is."""
+        self._profiler.start_trace()
+        self._profiler.stop_trace()
+
+    def give_up(self) -> None:
+        """After something failed: end it if it records."""
+        if recording():
+            try:
+                self._profiler.stop_trace()
+            except Exception:
+                pass  # nothing more can be done; the plan has failed and says why
+
+    def begin_range(self, name: str) -> Callable[[], None]:
+        """Begin a range of the trace. Returns what ends it."""
+        range_ = self._autograd.record_function(name)
+        range_.__enter__()
+        return lambda: range_.__exit__(None, None, None)
+
+
+def recording() -> bool:
+    """Whether a profiler records on this thread."""
+    autograd: Any = sys.modules.get("torch.autograd")
+    return autograd is not None and bool(autograd._profiler_enabled())
+
+
+def capturing() -> bool:
+    """Whether a CUDA graph is being captured on this thread's stream: nothing that synchronises may come now."""
+    cuda: Any = sys.modules.get("torch.cuda")
+    return cuda is not None and cuda.is_initialized() and bool(cuda.is_current_stream_capturing())
+
+
+def gather_no_more() -> None:
+    """A session that cannot be ended: let it at least gather nothing more on this thread, where torch can do that."""
+    try:
+        autograd: Any = sys.modules["torch.autograd"]
+        autograd._toggle_collection_dynamic(False, {autograd.ProfilerActivity.CPU})
+    except Exception:
+        pass  # a torch that has no such switch
+
+
+def gather_no_more_in_child() -> None:
+    """The same right after a fork. Torch warns of it on stderr; there is no other thread yet whose words got lost."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    gather_no_more()
+    os.dup2(kept, 2)
+    os.close(kept)
+    os.close(nowhere)
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """In which kineto reads that it is to write nothing to stderr, unless the user has said what it is to write."""
+    if _LOG_LEVEL in os.environ:
+        yield
+        return
+    os.environ[_LOG_LEVEL] = _SILENT
+    try:
+        yield
+    finally:
+        os.environ.pop(_LOG_LEVEL, None)
