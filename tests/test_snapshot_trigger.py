@@ -119,3 +119,18 @@ def test_short_steps_are_compared_over_seconds():
     watch.compare(5001, 5005)
     assert watch.add([0.002] * 900) is None, "three windows of fifty steps, but not of two seconds"
     assert watch.add([0.002] * 3000).slower
+
+
+def test_the_pace_is_the_quickest_of_late_and_no_single_step():
+    watch = StepWatch()
+    assert watch.step_seconds is None
+    watch.add([0.3])
+    assert watch.step_seconds is None
+    watch.add([0.3, 0.3, 0.001])
+    assert watch.step_seconds == sum([0.3, 0.3, 0.001]) / 3
+    watch.add([0.1] * 4)
+    watch.add([0.5] * 4)
+    assert round(watch.step_seconds, 6) == 0.1
+    for _ in range(5):
+        watch.add([0.5] * 4)
+    assert watch.step_seconds == 0.5

@@ -34,6 +34,7 @@ def render(report: dict[str, Any], notes: Sequence[str] = ()) -> str:
     if lost:
         shares = ", ".join(f"{cause} {seconds / 3600:.3f}" for cause, seconds in lost)
         lines += ["", f"GPU-hours lost in stalls, over all ranks: {shares}"]
+    lines += _snapshots(report["snapshots"])
     if notes:
         lines += ["", *notes]
     return "\n".join(lines) + "\n"
@@ -78,6 +79,19 @@ def _lost_by_cause(stalls: Sequence[dict[str, Any]]) -> list[tuple[str, float]]:
             total[cause] = total.get(cause, 0.0) + (seconds if isinstance(seconds, (int, float)) else 0.0)
     worst_first = sorted(total.items(), key=lambda item: -item[1])
     return [(cause, seconds) for cause, seconds in worst_first if seconds >= _WORTH_A_WORD]
+
+
+def _snapshots(snapshots: Sequence[dict[str, Any]]) -> list[str]:
+    """One line for the traces of all ranks that lie in one folder."""
+    folders: dict[str, list[dict[str, Any]]] = {}
+    for snapshot in snapshots:
+        folders.setdefault(str(snapshot["path"]).rpartition("/")[0], []).append(snapshot)
+    lines = []
+    for folder, traces in folders.items():
+        steps = f"steps {traces[0]['first_step']} to {traces[0]['last_step']}"
+        ranks = ", ".join(str(rank) for rank in sorted({trace["rank"] for trace in traces}))
+        lines += ["", f"snapshot: {steps} of rank {ranks}, for {traces[0]['reason']}, in {folder}"]
+    return lines
 
 
 def _step_row(rank: dict[str, Any]) -> list[str]:

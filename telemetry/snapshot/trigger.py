@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Final
@@ -20,6 +21,10 @@ _WINDOW_SECONDS: Final = 2.0
 _KEPT_STEPS: Final = 4096
 _LEAST_STEPS: Final = 10
 """With fewer steps before a snapshot there is nothing to compare with."""
+
+_PACE_STEPS: Final = 3
+_PACES: Final = 5
+"""The pace: the mean of the steps that were read in one go, at least so many; the quickest of so many times."""
 
 _SETTLING_STEPS: Final = 3
 _SLOW_WINDOWS: Final = 3
@@ -104,6 +109,7 @@ class StepWatch:
     def __init__(self) -> None:
         self._recent: list[tuple[int, float]] = []
         self._count = 0
+        self._paces: deque[float] = deque(maxlen=_PACES)
         self._from: int | None = None  # steps from here on are after the snapshot
         self._before = 0.0
         self._window: list[float] = []
@@ -112,14 +118,17 @@ class StepWatch:
 
     def add(self, seconds: Iterable[float]) -> Comparison | None:
         """Take in steps that have closed. Returns a comparison when one is due."""
-        found = None
+        found, before, total = None, self._count, 0.0
         for step in seconds:
             self._count += 1
+            total += step
             self._recent.append((self._count, step))
             if self._from is not None and self._count >= self._from:
                 found = self._after(step) or found
         if len(self._recent) > 2 * _KEPT_STEPS:
             del self._recent[:-_KEPT_STEPS]
+        if self._count - before >= _PACE_STEPS:
+            self._paces.append(total / (self._count - before))
         return found
 
     def compare(self, first: int, last: int) -> None:
@@ -150,6 +159,6 @@ class StepWatch:
 
     @property
     def step_seconds(self) -> float | None:
-        """What the quickest of the newest steps took; None before the second."""
-        newest = [seconds for _, seconds in self._recent[-20:]]
-        return min(newest) if len(newest) > 1 else None
+        """What a step takes at the quickest pace of late; None before there is any."""
+        newest = [seconds for _, seconds in self._recent[-_PACE_STEPS:]]
+        return min([*self._paces, sum(newest) / len(newest)]) if len(newest) == _PACE_STEPS else None
