@@ -154,10 +154,11 @@ class Agent:
         if not self.running or os.getpid() != self._pid:
             return
         self.running = False
+        over = True
         with self.faults.contained("snapshot"):
-            self.snapshots.end_recording()
+            over = self.snapshots.end_recording(self.attachment.detach)
         with self.faults.contained("attach"):
-            for name in self.attachment.detach():
+            for name in self.attachment.detach() if over else ():
                 self.faults.tell("attach", f"{name} was patched by others after us; ours stays below it, inert")
         self._ended = True
         self._wake.set()

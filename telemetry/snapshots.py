@@ -93,8 +93,7 @@ class Snapshots:
         )
         self._capture = Capture(
             tracker,
-            theirs=profilers.theirs,
-            ours=profilers.ours,
+            profilers=profilers,
             most_seconds=config.snapshot_max_seconds,
             about={"run": identity.run, "rank": identity.rank, "world_size": identity.world_size},
         )
@@ -130,12 +129,21 @@ class Snapshots:
             self._asked.append((rank, steps or self._config.snapshot_steps))
         return self._usable
 
-    def end_recording(self) -> None:
-        """The run ends: what is recorded is kept. Called while the hooks are still in place."""
+    def end_recording(self, detach: Callable[[], object]) -> bool:
+        """The run ends: what is recorded is kept. Called while the hooks are still in place.
+
+        Returns:
+            Whether there is no session of the profiler any more. Otherwise the training thread has not come by in
+            time: it ends the session when it does, and then calls ``detach``.
+        """
         if threading.get_ident() == self._tracker.thread:
             self._tracker.interrupt("the end of the run")
-        elif self._capture.busy:
-            self._capture.end("the end of the run", _END_SECONDS)
+            return True
+        self._capture.when_over = detach
+        if not self._capture.end("the end of the run", _END_SECONDS):
+            return False
+        self._capture.when_over = lambda: None
+        return True
 
     def finish(self) -> None:
         """The last tick, after the hooks are gone."""

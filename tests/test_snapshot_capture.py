@@ -38,8 +38,7 @@ class Taken:
         profilers = observed.attachment.profilers
         self.capture = Capture(
             observed.tracker,
-            theirs=profilers.theirs,
-            ours=profilers.ours,
+            profilers=profilers,
             most_seconds=30,
             about={"run": "a run", "rank": 3, "world_size": 4},
         )
@@ -341,40 +340,17 @@ def test_theirs_on_another_thread_waits_for_the_training_thread_to_end_ours(take
     train(3)  # and nothing is broken for the next
 
 
-def test_theirs_does_not_wait_for_ever(taken, monkeypatch):
-    """A training thread that does not come by: theirs begins, and ours is never ended, which would be fatal."""
-    monkeypatch.setattr("telemetry.snapshot.capture._GIVE_WAY_SECONDS", 0.01)
-    script_thread(taken)
-    assert taken.capture.abandoned
-    outcome = taken.outcome()
-    assert outcome.result == FAILED
-
-
-def script_thread(taken) -> None:
-    """The training is done on a thread of its own, which keeps the session that cannot be ended to itself."""
-
+def test_off_the_main_thread_ours_is_refused(taken):
     def run() -> None:
         taken.observed.tracker.thread = threading.get_ident()
-        taken.arm(2, 8)
-        iterator = iter(DataLoader(Numbers(12)))
-        next(iterator), next(iterator), next(iterator)
-        found: list[str] = []
-
-        def theirs() -> None:
-            with profile(activities=CPU) as prof:
-                mark(100)
-            found.extend(user_marks(prof))
-
-        thread = threading.Thread(target=theirs)
-        thread.start()
-        thread.join(30)
-        assert found == wanted(100)
-        for _ in range(5):
-            next(iterator)
+        taken.arm(3, 4)
+        train(8)
 
     thread = threading.Thread(target=run)
     thread.start()
     thread.join(30)
+    outcome = taken.outcome()
+    assert (outcome.result, "main thread" in outcome.why) == (REFUSED, True)
 
 
 def test_nothing_begins_where_a_daemon_profiles(taken, monkeypatch):

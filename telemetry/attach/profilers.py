@@ -66,9 +66,13 @@ class ProfilerWatch:
         """Why ours is not to begin on the calling thread; None if it may."""
         if os.environ.get(_DAEMON_VARIABLE):
             return f"{_DAEMON_VARIABLE} is set: profiling is left to the daemon"
-        if len(self._theirs) or self._enabled():
+        if self.at_work() or self._enabled():
             return "a profiler of the script's own is at work"
         return None
+
+    def at_work(self) -> bool:
+        """Whether one of theirs is at work, on whatever thread."""
+        return len(self._theirs) > 0
 
     @contextmanager
     def ours(self) -> Iterator[None]:

@@ -30,6 +30,19 @@ _GIVEN_WAY: Final = "a profiler of the script's own began"
 _CAPTURING: Final = "a CUDA graph is being captured"
 
 
+class Profilers(Protocol):
+    """What is known of the profilers of the process."""
+
+    def theirs(self) -> str | None:
+        """Why ours must not begin on the calling thread, None where it may."""
+
+    def ours(self) -> AbstractContextManager[None]:
+        """To begin and end ours in."""
+
+    def at_work(self) -> bool:
+        """Whether one of the user's is at work, on whatever thread."""
+
+
 class Hooks(Protocol):
     """The training thread's hooks, as far as a capture needs them."""
 
@@ -46,24 +59,24 @@ class Capture:
 
     Args:
         hooks: of the training thread.
-        theirs: why ours must not begin on the calling thread, None where it may.
-        ours: to begin and end ours in.
+        profilers: knows those of the user.
         most_seconds: a recording is ended at the first boundary after so long.
         about: metadata of the traces: ``rank`` and ``world_size`` at least.
+
+    Attributes:
+        when_over: called once, on the training thread, after a session that outlived the agent.
     """
 
     def __init__(
         self,
         hooks: Hooks,
         *,
-        theirs: Callable[[], str | None],
-        ours: Callable[[], AbstractContextManager[None]],
+        profilers: Profilers,
         most_seconds: float,
         about: dict[str, Any],
     ) -> None:
         self._hooks = hooks
-        self._theirs = theirs
-        self._ours = ours
+        self._profilers = profilers
         self._most_ns = int(most_seconds * NS)
         self._about = about
         self._plan: Plan | None = None
@@ -82,6 +95,7 @@ class Capture:
         self._over.set()
         self._asked: str | None = None  # why the session is to end at the next boundary
         self._gate = threading.Lock()
+        self.when_over: Callable[[], object] = lambda: None
         self._abandoned = False
 
     # -- the agent thread --------------------------------------------------------------------------------------
@@ -124,10 +138,10 @@ class Capture:
         return self._over.wait(seconds)
 
     def drop(self, why: str) -> None:
-        """The hooks are gone: a plan whose steps have not come is skipped. A session that goes on cannot be ended."""
+        """The run has ended: a plan whose steps have not come is skipped. A session that is on is not touched."""
         plan = self._plan
-        if plan is not None:
-            self._finish(Outcome(plan, SKIPPED, why), over=self._state == _ARMED)
+        if plan is not None and self._state == _ARMED:
+            self._finish(Outcome(plan, SKIPPED, why))
 
     # -- the training thread -----------------------------------------------------------------------------------
 
@@ -178,14 +192,17 @@ class Capture:
     def _prepare(self, plan: Plan) -> None:
         """A step ahead: on a GPU the tracing has to warm up."""
         self._over.clear()
-        refused = self._theirs() or (_CAPTURING if capturing() else None)
+        refused = self._profilers.theirs() or (_CAPTURING if capturing() else None)
+        if threading.current_thread() is not threading.main_thread():
+            refused = "the training is not on the main thread, where torch's profiler would write to stderr"
         if refused is not None:
             self._finish(Outcome(plan, REFUSED, refused))
             return
         with self._contained(plan, "prepare"):
             self._thread = threading.get_native_id()
             session = self._session = Session(plan, self._about)
-            with self._ours():
+            session.at_exit(self._exit)
+            with self._profilers.ours():
                 session.prepare()
             self._state = _PREPARED
 
@@ -194,7 +211,7 @@ class Capture:
             self._cancel(plan, REFUSED, _CAPTURING)
             return
         with self._contained(plan, "start"):
-            with self._ours():
+            with self._profilers.ours():
                 session.start()
             self._started_ns, self._state = now_ns(), _RECORDING
             self._hooks.marks.makers += (session.begin_range,)
@@ -244,28 +261,39 @@ class Capture:
         if not self._gate.acquire(blocking=False):
             return False
         try:
-            if self._abandoned:  # theirs is on, or has been: ending ours now would end the process
-                gather_no_more()
-                self._finish(Outcome(plan, FAILED, f"{_GIVEN_WAY} while this thread did not come by"), over=False)
-                return False
+            if self._abandoned:
+                return self._end_abandoned(plan, session)
             with self._contained(plan, doing):
-                with self._ours():
+                with self._profilers.ours():
                     outcome = end(session)
                 self._finish(outcome)
         finally:
             self._gate.release()
         return True
 
-    def _finish(self, outcome: Outcome, *, over: bool = True) -> None:
+    def _end_abandoned(self, plan: Plan, session: Session) -> bool:
+        """Theirs has begun while this thread did not come by. While it is on, ending ours would end the process."""
+        if self._profilers.at_work():
+            gather_no_more()
+            return False
+        with self._contained(plan, "end"):
+            with self._profilers.ours():
+                session.stop_after_theirs()
+            self._finish(Outcome(plan, FAILED, f"{_GIVEN_WAY} while this thread did not come by"))
+        return True
+
+    def _finish(self, outcome: Outcome) -> None:
         self._state, self._plan = _IDLE, None
         self._outcome = outcome
         self._hooks.recorder = None
         if self._session is not None:
             ours = self._session.begin_range
             self._hooks.marks.makers = tuple(maker for maker in self._hooks.marks.makers if maker != ours)
-        if over:
+            self._session.over()
             self._session = None
-            self._over.set()
+        self._over.set()
+        then, self.when_over = self.when_over, lambda: None
+        then()
 
     @contextmanager
     def _contained(self, plan: Plan, doing: str) -> Iterator[None]:
@@ -276,7 +304,7 @@ class Capture:
         except BaseException as error:
             session, self._range = self._session, None
             if session is not None:
-                with self._ours():
+                with self._profilers.ours():
                     session.give_up()
             if self._plan is not None:
                 self._finish(Outcome(plan, FAILED, f"{doing}: {type(error).__name__}: {error}"))
@@ -284,6 +312,13 @@ class Capture:
                 raise
         finally:
             self._pauses.setdefault(doing, (now_ns() - start) / NS)
+
+    def _exit(self) -> None:
+        """The interpreter exits, and the agent has not ended the session: it was stopped on another thread."""
+        try:
+            self.interrupt(self._ended, "the end of the process")
+        except Exception:
+            pass  # there is nobody left to tell
 
     def _enter_range(self, session: Session) -> None:
         """The range by which every reader of traces knows a step."""

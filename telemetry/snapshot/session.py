@@ -2,7 +2,9 @@
 
 The one importer of `torch.profiler`. What was measured about it (torch 2.13, and pytorch#64795):
 
-* Stopping it on another thread than the one that started it ends the process.
+* Stopping it on another thread than the one that started it ends the process. So does an exit with a session on:
+  `at_exit` comes before.
+* Where the first one of a process is not on the main thread, kineto says so on stderr, whatever its log level.
 * `_KinetoProfile` and not `torch.profiler.profile`: that one also starts an execution trace where a variable asks for
   it, which would be the script's.
 * Its own ``prepare_trace`` first imports the whole of Inductor: 1.2 s.
@@ -12,6 +14,7 @@ The one importer of `torch.profiler`. What was measured about it (torch 2.13, an
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import sys
@@ -45,6 +48,7 @@ class Session:
         activities = [ProfilerActivity.CPU]
         if cuda is not None and cuda.is_initialized():
             activities.append(ProfilerActivity.CUDA)
+        self._at_exit: Callable[[], None] | None = None
         self._autograd: Any = sys.modules["torch.autograd.profiler"]
         self._profiler = _KinetoProfile(activities=activities)
         if self._profiler._get_distributed_info() is None:  # what tells the ranks' traces apart, without process groups
@@ -66,6 +70,17 @@ class Session:
         """From here on everything is recorded."""
         self._profiler.start_trace()
 
+    def at_exit(self, end: Callable[[], None]) -> None:
+        """Call ``end`` when the interpreter exits, on the main thread, unless the session is over by then."""
+        atexit.register(end)
+        self._at_exit = end
+
+    def over(self) -> None:
+        """The session is over: there is nothing left to end."""
+        if self._at_exit is not None:
+            atexit.unregister(self._at_exit)
+            self._at_exit = None
+
     def stop(self) -> Trace:
         """End it: on the thread that began it, and on no other."""
         self._profiler.stop_trace()
@@ -74,6 +89,11 @@ class Session:
     def cancel(self) -> None:
         """End what is only prepared: begun first, for torch complains on stderr if it is ended as it is."""
         self._profiler.start_trace()
+        self._profiler.stop_trace()
+
+    def stop_after_theirs(self) -> None:
+        """End it after another session has ended kineto's. Kineto must have one, or this would end the process."""
+        self.prepare()
         self._profiler.stop_trace()
 
     def give_up(self) -> None:

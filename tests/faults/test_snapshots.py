@@ -206,7 +206,7 @@ from torch.utils.data import DataLoader
 tracker = StepTracker(Ring())
 attachment = Attachment(tracker, print)
 attachment.attach()
-capture = Capture(tracker, theirs=attachment.profilers.theirs, ours=attachment.profilers.ours, most_seconds=9,
+capture = Capture(tracker, profilers=attachment.profilers, most_seconds=9,
                   about={"rank": 0, "world_size": 1})
 keeper = Keeper(Path("run/snapshots"), Path("memory"), "node-1-1", 1 << 28, 1 << 18)
 os.mkdir("memory", 0o700)
@@ -409,3 +409,112 @@ def test_the_command_says_what_is_wrong(tmp_path, arguments, status, words):
     assert (done.returncode, done.stdout) == (status, "")
     assert words in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_training_on_another_thread_is_left_alone(tmp_path):
+    """Kineto would write a line to stderr."""
+    write(tmp_path, "loop.py", LOOP)
+    done = run_script(
+        """
+        import threading
+        from loop import loop, start
+        import telemetry
+
+        def train():
+            agent = start()
+            loop(agent, lambda: sum(agent.snapshots.counts.values()))
+            telemetry.stop()
+
+        thread = threading.Thread(target=train)
+        thread.start()
+        thread.join()
+        """,
+        tmp_path,
+    )
+    (line,) = events(tmp_path / "run", "snapshot")
+    assert (line["result"], "main thread" in line["why"]) == ("refused", True)
+    assert (done.stdout, done.stderr) == ("", "")
+
+
+@pytest.mark.parametrize("then", ["loop", "exit"])
+def test_a_profiler_on_another_thread_does_not_wait_for_ever(tmp_path, then):
+    """The training thread does not come by: theirs begins, and ours is ended only after it."""
+    write(tmp_path, "loop.py", LOOP)
+    script = write(
+        tmp_path,
+        "script.py",
+        f"""
+        import threading, torch
+        from torch.profiler import ProfilerActivity, profile
+        from loop import loop, recording, start
+        import telemetry
+        from telemetry.snapshot import capture
+        capture._GIVE_WAY_SECONDS = 0.05
+        agent = start(snapshot_max_seconds=600)
+        loop(agent, lambda: recording(agent), steps=50)
+        found = []
+
+        def theirs():
+            with profile(activities=[ProfilerActivity.CPU]) as prof:
+                torch.ones(3).sum()
+            found.extend(event.name for event in prof.events())
+
+        thread = threading.Thread(target=theirs)
+        thread.start()
+        thread.join()
+        assert "aten::sum" in found
+        assert torch.autograd._profiler_enabled()
+        if "{then}" == "loop":
+            loop(agent, lambda: not torch.autograd._profiler_enabled())
+            with profile(activities=[ProfilerActivity.CPU]) as prof:
+                torch.ones(3).sum()
+            assert "aten::sum" in [event.name for event in prof.events()]
+            while not agent.snapshots.counts["failed"]:
+                agent._wake.wait(0.01)
+            telemetry.stop()
+        """,
+    )
+    done = python(script, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_run_that_is_stopped_while_its_training_thread_does_not_come_by(tmp_path):
+    """The session is ended when it does, the hooks go then, and the exit is a clean one."""
+    write(tmp_path, "loop.py", LOOP)
+    done = run_script(
+        """
+        import threading, torch
+        from loop import loop, recording, start
+        import telemetry
+        agent = start(snapshot_max_seconds=600)
+        loop(agent, lambda: recording(agent), steps=50)
+        thread = threading.Thread(target=telemetry.stop)
+        thread.start()
+        thread.join()
+        assert torch.autograd._profiler_enabled(), "it is still on: nobody else may end it"
+        assert torch.utils.data.dataloader._BaseDataLoaderIter.__next__.__module__ == "torch.utils.data.dataloader"
+        loop(agent, lambda: not torch.autograd._profiler_enabled())
+        assert not hasattr(torch.utils.data.dataloader._BaseDataLoaderIter.__next__, "__wrapped__")
+        """,
+        tmp_path,
+    )
+    assert done.stderr == ""
+
+
+def test_an_exit_with_a_session_that_nobody_could_end_before(tmp_path):
+    write(tmp_path, "loop.py", LOOP)
+    done = run_script(
+        """
+        import threading, torch
+        from loop import loop, recording, start
+        import telemetry
+        agent = start(snapshot_max_seconds=600)
+        loop(agent, lambda: recording(agent), steps=50)
+        thread = threading.Thread(target=telemetry.stop)
+        thread.start()
+        thread.join()
+        assert torch.autograd._profiler_enabled()
+        """,
+        tmp_path,
+    )
+    assert done.stderr == ""
