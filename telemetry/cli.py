@@ -151,7 +151,7 @@ def _snapshot(options: argparse.Namespace) -> int:
         wanted = command.Wanted.parse(options.rank, options.steps, options.timeout)
     except ValueError as error:
         return _usage_error(str(error))
-    return command.snapshot(options.run_dir, wanted)
+    return command.snapshot(options.run_dir, wanted, lambda line: print(line, flush=True))
 
 
 def _demo(options: argparse.Namespace) -> int:

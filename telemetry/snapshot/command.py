@@ -61,11 +61,11 @@ class Wanted:
         return cls(None if rank == "all" else int(rank), int(steps), seconds)
 
 
-def snapshot(run_dir: str, wanted: Wanted) -> int:
-    """Ask, wait, and print where the traces are. Returns the exit status: 1 where there is none."""
+def snapshot(run_dir: str, wanted: Wanted, say: Callable[[str], object]) -> int:
+    """Ask, wait, and say where the traces are. Returns the exit status: 1 where there is none."""
     try:
         interval = _running(Path(run_dir))
-        results = _ask(Path(run_dir), wanted, interval)
+        results = _ask(Path(run_dir), wanted, interval, say)
     except (CannotError, OSError) as error:
         sys.stderr.write(f"telemetry: {error}\n")
         return 1
@@ -75,13 +75,13 @@ def snapshot(run_dir: str, wanted: Wanted) -> int:
         if result.path is not None:
             cut = f" ({result.why})" if result.why else ""
             steps = f"steps {result.first_step} to {result.last_step}"
-            print(f"rank {result.rank}: {steps}{cut}: {Path(run_dir, result.path)}")
+            say(f"rank {result.rank}: {steps}{cut}: {Path(run_dir, result.path)}")
         else:
-            print(f"rank {result.rank}: {result.result}: {result.why}")
+            say(f"rank {result.rank}: {result.result}: {result.why}")
     return 0 if any(result.result == RECORDED for result in results) else 1
 
 
-def _ask(run_dir: Path, wanted: Wanted, interval: float) -> list[p.Result]:
+def _ask(run_dir: Path, wanted: Wanted, interval: float, say: Callable[[str], object]) -> list[p.Result]:
     request = p.Request(
         id=new_id(time.time()),
         kind=p.COMMAND,
@@ -97,7 +97,7 @@ def _ask(run_dir: Path, wanted: Wanted, interval: float) -> list[p.Result]:
             if plan.refused is not None:
                 raise CannotError(f"refused: {plan.refused}")
             ranks = ", ".join(map(str, plan.ranks))
-            print(f"steps {plan.first_step} to {plan.last_step}, agreed on by rank {ranks}", flush=True)
+            say(f"steps {plan.first_step} to {plan.last_step}, agreed on by rank {ranks}")
             return _results(folder, plan, wanted)
         finally:
             files = scan(folder).get(request.id, Files())
