@@ -12,6 +12,7 @@ import orjson
 from telemetry.report.load import NoRunError, load
 from telemetry.report.summary import summarize
 from telemetry.report.text import render
+from telemetry.report.traces import read_snapshots, verdict_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,10 +31,12 @@ def report(run_dir: str, *, as_json: bool) -> int:
         sys.stderr.write(f"telemetry: {error}\n")
         return 1
     summary = summarize(processes)
+    problems = read_snapshots(Path(run_dir), summary["snapshots"])
+    summary["verdict"] += verdict_of(summary["snapshots"])
     if as_json:
         text = orjson.dumps(summary, option=orjson.OPT_INDENT_2).decode() + "\n"
     else:
-        text = render(summary, _notes(processes))
+        text = render(summary, [*_notes(processes), *problems])
     try:
         sys.stdout.write(text)
         sys.stdout.flush()

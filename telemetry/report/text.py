@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.records import CATEGORIES
+from telemetry.report.traces import shown_by
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -91,6 +92,7 @@ def _snapshots(snapshots: Sequence[dict[str, Any]]) -> list[str]:
         steps = f"steps {traces[0]['first_step']} to {traces[0]['last_step']}"
         ranks = ", ".join(str(rank) for rank in sorted({trace["rank"] for trace in traces}))
         lines += ["", f"snapshot: {steps} of rank {ranks}, for {traces[0]['reason']}, in {folder}"]
+        lines += [f"  rank {trace['rank']}: {shown}" for trace in traces if (shown := shown_by(trace))]
     return lines
 
 
