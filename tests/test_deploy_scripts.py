@@ -1,0 +1,123 @@
+"""The scripts of deploy/ are run: the Slurm job with a stand-in for Slurm, the single-node recipe with a real server."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+from stack.conftest import free_ports, must_have, wait_for
+
+DEPLOY = Path(__file__).resolve().parents[1] / "deploy"
+
+SRUN = """#!/usr/bin/env bash
+# Stands in for srun and torchrun: leaves what a job leaves behind that is killed, and waits if told to.
+while [ $# -gt 0 ]; do
+  case $1 in
+    --targets-dir) targets=$2 ;;
+    --run) run=$2 ;;
+  esac
+  last=$1
+  shift
+done
+mkdir -p "$targets"
+touch "$targets/$run-0123456789ab.node1.json" "$targets/$run-0123456789ab.node2.json"
+case $last in
+  wait) exec sleep 60 ;;
+  *) exit "$last" ;;
+esac
+"""
+
+
+@pytest.fixture
+def sbatch(tmp_path):
+    """Starts the job script as slurmd would; another job's target file lies beside."""
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    for name, text in {"srun": SRUN, "scontrol": "#!/bin/sh\nprintf 'node1\\nnode2\\n'\n"}.items():
+        (commands / name).write_text(text)
+        (commands / name).chmod(0o755)
+    (tmp_path / "targets").mkdir()
+    (tmp_path / "targets" / "slurm-71-0123456789ab.node1.json").touch()
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "node[1-2]"}
+    started = []
+
+    def start(argument):
+        started.append(
+            subprocess.Popen(
+                ["bash", str(DEPLOY / "slurm" / "train.sbatch"), "train.py", argument],
+                env=os.environ | slurm | {"SHARED_DIR": str(tmp_path), "PATH": f"{commands}:{os.environ['PATH']}"},
+            )
+        )
+        return started[-1]
+
+    start.targets = lambda: sorted(path.name for path in (tmp_path / "targets").iterdir())
+    yield start
+    for process in started:
+        process.kill()
+        process.wait(10)
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_slurm_job_takes_its_target_files_away(sbatch, status):
+    assert sbatch(str(status)).wait(20) == status
+    assert sbatch.targets() == ["slurm-71-0123456789ab.node1.json"]
+
+
+def test_slurm_job_takes_its_target_files_away_at_its_time_limit(sbatch):
+    process = sbatch("wait")
+    wait_for("the target files", lambda: len(sbatch.targets()) == 3)
+
+    process.send_signal(signal.SIGTERM)
+
+    assert process.wait(20) == 128 + signal.SIGTERM
+    assert sbatch.targets() == ["slurm-71-0123456789ab.node1.json"]
+
+
+def api(port, path):
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/v1/{path}", timeout=3) as answer:
+        return json.load(answer)["data"]
+
+
+@pytest.mark.stack
+def test_single_node_monitoring(tmp_path):
+    """Up: a target file is found, its rules are loaded. Down: nothing of it is left."""
+    must_have("prometheus")
+    port = free_ports(2)
+    (tmp_path / "targets").mkdir()
+    (tmp_path / "targets" / "run.node.json").write_text('[{"targets": ["127.0.0.1:1"], "labels": {"node": "n"}}]')
+    variables = {
+        "MONITORING_DIR": str(tmp_path / "monitoring"), "TELEMETRY_TARGETS_DIR": str(tmp_path / "targets"),
+        "PROMETHEUS_PORT": str(port), "ALERTMANAGER_PORT": str(port + 1),
+    }  # fmt: skip
+
+    def monitoring(command):
+        done = subprocess.run(
+            [str(DEPLOY / "single-node" / "monitoring.sh"), command],
+            env=os.environ | variables, capture_output=True, text=True, timeout=20,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    try:
+        monitoring("up")
+        targets = wait_for("the target", lambda: api(port, "targets")["activeTargets"], seconds=20)
+        assert [target["labels"]["node"] for target in targets] == ["n"]
+        groups = wait_for("the rules", lambda: api(port, "rules")["groups"], seconds=20)
+        assert "telemetry_training" in {group["name"] for group in groups}
+        assert "runs already" in monitoring("up")
+        if shutil.which("prometheus-alertmanager") or shutil.which("alertmanager"):
+            wait_for("Alertmanager", lambda: api(port, "alertmanagers")["activeAlertmanagers"], seconds=20)
+    finally:
+        pids = [int(path.read_text()) for path in (tmp_path / "monitoring").glob("*.pid")]
+        monitoring("down")
+    assert pids
+    deadline = time.monotonic() + 20
+    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    assert monitoring("status").count("not running") == 2
