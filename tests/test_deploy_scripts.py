@@ -115,9 +115,11 @@ def test_single_node_monitoring(tmp_path):
     finally:
         pids = [int(path.read_text()) for path in (tmp_path / "monitoring").glob("*.pid")]
         monitoring("down")
+        deadline = time.monotonic() + 20
+        while (left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
     assert pids
-    deadline = time.monotonic() + 20
-    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    assert not left
     assert monitoring("status").count("not running") == 2
