@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from telemetry.collect.whereabouts import Whereabouts
 from telemetry.diagnose.advice import advise
 from telemetry.diagnose.stall import StallMachine
+from telemetry.diagnose.straggler import straggler
 from telemetry.diagnose.stuck import paused
 from telemetry.records import CAUSES, CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, STARTUP, Slice, StallView
 from telemetry.watchdog import Watchdog
@@ -126,7 +127,11 @@ class Judge:
     def view(self) -> StallView:
         """For the endpoint."""
         stall = self._machine.stall
-        return StallView(None if stall is None else stall.cause, dict(self._stalls), dict(self._lost))
+        cause = None if stall is None else stall.cause
+        slow = (
+            straggler(stall.evidence.pace, stall.evidence.peers) if stall is not None and cause == "straggler" else None
+        )
+        return StallView(cause, dict(self._stalls), dict(self._lost), None if slow is None else slow.rank)
 
     def stall_fields(self) -> dict[str, Any] | None:
         """Fields of the stall that is open, as in the log; None without one."""

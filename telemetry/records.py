@@ -75,6 +75,10 @@ THROTTLE_REASONS: Final = (
 )
 """Why a GPU's clocks can be held back: the values of the ``reason`` label. An idle GPU's low clock is none."""
 
+SLOWER: Final = "slower"
+SNAPSHOT_OFF_REASONS: Final = (SLOWER,)
+"""Why a run takes no more snapshots: the values of the ``reason`` label. ``slower``: steps stayed slower after one."""
+
 
 @dataclass(frozen=True, slots=True)
 class Identity:
@@ -357,11 +361,23 @@ LogFields = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class StallView:
-    """Stalls so far: the cause of the one that is open (None for none), and by cause their number and seconds lost."""
+    """Stalls so far: the cause of the one that is open (None for none), and by cause their number and seconds lost.
+
+    ``straggler`` is the rank that is waited for, while that is the cause.
+    """
 
     active: str | None
     opened: dict[str, int]
     lost_seconds: dict[str, float]
+    straggler: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotsView:
+    """Snapshots so far, by how they ended; and why no more are taken, from `SNAPSHOT_OFF_REASONS`, None if they are."""
+
+    results: dict[str, int]
+    off: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -380,7 +396,7 @@ class RunView:
     dropped_steps: int
     errors: dict[str, int]
     stalls: StallView | None = None
-    snapshots: dict[str, int] | None = None
+    snapshots: SnapshotsView | None = None
     collectors: tuple[SourceHealth, ...] = ()
     gpu: GpuSample | None = None
     host: HostSample | None = None

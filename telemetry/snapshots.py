@@ -13,7 +13,7 @@ from telemetry.clock import NS, now_ns
 from telemetry.identity import slug
 from telemetry.publish.board import board_root, start_ticks
 from telemetry.publish.fields import rounded
-from telemetry.records import FAILED, RECORDED, REFUSED, SKIPPED, SNAPSHOT_RESULTS
+from telemetry.records import FAILED, RECORDED, REFUSED, SKIPPED, SLOWER, SNAPSHOT_RESULTS, SnapshotsView
 from telemetry.signals import signals_blocked
 from telemetry.snapshot import plan as p
 from telemetry.snapshot.about import describe
@@ -158,9 +158,9 @@ class Snapshots:
         self._usable = False
         self._capture.after_fork_in_child()
 
-    def view(self) -> dict[str, int]:
-        """By result, for the endpoint."""
-        return dict(self.counts)
+    def view(self) -> SnapshotsView:
+        """For the endpoint."""
+        return SnapshotsView(dict(self.counts), SLOWER if self._trigger.off is not None else None)
 
     # -- the agent thread --------------------------------------------------------------------------------------
 

@@ -76,8 +76,8 @@ def full_view():
         overhead_seconds={"training": 1e-6, "agent": 1e-3},
         dropped_steps=1,
         errors={"nvml": 1},
-        stalls=records.StallView("checkpoint", dict.fromkeys(records.CAUSES, 0), dict.fromkeys(records.CAUSES, 0.0)),
-        snapshots=dict.fromkeys(records.SNAPSHOT_RESULTS, 1),
+        stalls=records.StallView("checkpoint", dict.fromkeys(records.CAUSES, 0), dict.fromkeys(records.CAUSES, 0.0), 1),
+        snapshots=records.SnapshotsView(dict.fromkeys(records.SNAPSHOT_RESULTS, 1), "slower"),
         collectors=tuple(records.SourceHealth(name, True, 0.001, "why") for name in COLLECTORS),
         gpu=records.GpuSample(
             index=0, uuid="GPU-1", name="a GPU", utilization_ratio=0.5, sm_active_ratio=0.5, sm_active_source="gpm",

@@ -16,7 +16,16 @@ from prometheus_client.core import (
     Metric,
 )
 
-from telemetry.records import CAUSES, THROTTLE_REASONS, GpuSample, Histogram, RunView, StallView, WorkersSample
+from telemetry.records import (
+    CAUSES,
+    SNAPSHOT_OFF_REASONS,
+    THROTTLE_REASONS,
+    GpuSample,
+    Histogram,
+    RunView,
+    StallView,
+    WorkersSample,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -64,8 +73,14 @@ class Families:
                 "training_snapshots",
                 "Snapshots of this rank, by how they ended.",
                 "result",
-                view.snapshots,
+                view.snapshots.results,
                 counter=True,
+            )
+            yield self._by(
+                "training_snapshots_off",
+                "1 for the reason for which no more snapshots are taken.",
+                "reason",
+                {reason: float(reason == view.snapshots.off) for reason in SNAPSHOT_OFF_REASONS},
             )
         yield from self._agent(view)
         if view.gpu is not None:
@@ -119,6 +134,8 @@ class Families:
             "cause",
             {cause: float(cause == stalls.active) for cause in CAUSES},
         )
+        if stalls.straggler is not None:
+            yield self._gauge("training_straggler_rank", "The rank that this one waits for.", stalls.straggler)
         yield self._by("training_stalls", "Stalls that have opened.", "cause", stalls.opened, counter=True)
         yield self._by(
             "training_stall_lost_seconds",
