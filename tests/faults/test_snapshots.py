@@ -518,3 +518,33 @@ def test_an_exit_with_a_session_that_nobody_could_end_before(tmp_path):
         tmp_path,
     )
     assert done.stderr == ""
+
+
+def test_a_run_that_stays_slower_after_a_snapshot_takes_no_more(tmp_path):
+    write(tmp_path, "loop.py", LOOP)
+    run_script(
+        """
+        import time
+        from loop import Numbers, start
+        from torch.utils.data import DataLoader
+        import telemetry
+        agent = start(log_interval_seconds=0.1)
+        began, asked, again = time.monotonic(), False, False
+        for step, _ in enumerate(DataLoader(Numbers(), batch_size=4)):
+            time.sleep(0.02 if agent.snapshots.counts["recorded"] else 0.01)
+            if not asked and time.monotonic() - began > 3:
+                asked = telemetry.request_snapshot()
+            if not again and agent.snapshots._trigger.off:
+                again = telemetry.request_snapshot()
+            if agent.snapshots.counts["refused"] or time.monotonic() - began > 60:
+                break
+        telemetry.stop()
+        """,
+        tmp_path,
+    )
+    recorded, refused = events(tmp_path / "run", "snapshot")
+    assert (recorded["result"], refused["result"]) == ("recorded", "refused")
+    assert "slower after a snapshot" in refused["why"]
+    assert [line["message"] for line in events(tmp_path / "run", "error") if line["source"] == "snapshot"] == [
+        refused["why"]
+    ]
