@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
 RESULTS: Final = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 
+_TERMINATED: Final = 143
+"""What a shell reports of a command that SIGTERM ended."""
+
 
 def main() -> int:
     """Run it. Returns 1 where a goal is missed, 2 for a mistake on the command line."""
@@ -33,6 +37,7 @@ def main() -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED))  # so that the run in progress is ended too
     settings = dict(setting.split("=", 1) for setting in options.setting)
     about_machine = machine.describe() | {"repetitions": options.repeat}
     results: list[Result] = []
