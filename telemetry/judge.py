@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from telemetry.collect.whereabouts import Whereabouts
 from telemetry.diagnose.advice import advise
 from telemetry.diagnose.stall import StallMachine
-from telemetry.diagnose.straggler import straggler
+from telemetry.diagnose.straggler import held_up_by, straggler
 from telemetry.diagnose.stuck import paused
 from telemetry.records import CAUSES, CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, STARTUP, Slice, StallView
 from telemetry.watchdog import Watchdog
@@ -102,6 +103,9 @@ class Judge:
         if stuck.kind == "closed":
             self._machine.close_stuck()
             return
+        pace = self._machine.pace()
+        if stuck.cause == "unknown" and pace is not None and held_up_by(pace, piece.peers) is not None:
+            stuck = self._stuck = replace(stuck, cause="straggler")
         stall = self._machine.open_stuck(stuck.cause, stuck.seconds, piece)
         self._count_lost(stall, None)
         self._opened_now(stall, with_stacks=True)

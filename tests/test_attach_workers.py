@@ -170,3 +170,15 @@ def test_the_bucket_is_found_from_the_highest_bit():
     for seconds in (0.0, 0.0005, 0.00104, 0.0011, 0.5, 1.0, 60.0, 1000.0):
         bucket = min((int(seconds * 1e9) >> 20).bit_length(), len(FETCH_BUCKETS))
         assert bucket == sum(seconds > bound for bound in FETCH_BUCKETS)
+
+
+def test_a_loader_that_is_made_for_every_epoch_is_told_from_one_that_is_used_again(observed):
+    def used_again(loader):
+        iterator = iter(loader)
+        next(iterator)
+        return observed.tracker.source.settings["loader_used_again"]
+
+    loader = DataLoader(Numbers(4), num_workers=1)
+    assert not used_again(loader)
+    assert used_again(loader)
+    assert not used_again(DataLoader(Numbers(4), num_workers=1))

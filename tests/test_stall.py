@@ -13,6 +13,7 @@ from telemetry.diagnose.advice import WORTH_IT, advise, step_seconds
 from telemetry.diagnose.causes import costs, steady_cause
 from telemetry.diagnose.evidence import gather
 from telemetry.diagnose.stall import LEAST_STEPS, StallMachine
+from telemetry.diagnose.straggler import held_up_by
 from telemetry.records import CAUSES, FETCH_BUCKETS, Histogram, RankPace, Slice, WorkersSample
 
 IDLE = WorkersSample(
@@ -69,10 +70,16 @@ CASES = {
         busy=0.97, cpu=0.9, blocked=0.07, late=0.2, moved=0.4, workers=1, fetches=10, **STARVED
     ),
     "workers_throttled, as the training thread is": with_workers(
-        busy=0.2, cpu=0.2, late=0.1, moved=0.5, own_runnable=0.2, **STARVED
+        busy=0.2, cpu=0.2, late=0.1, moved=0.5, own_runnable=0.6, **STARVED
     ),
     "workers_throttled, crowding out the training thread": with_workers(
         busy=0.9, cpu=0.3, runnable=0.6, wait=0.0, compute=1.0, own_runnable=0.5, process_cpu=0.5, cores=2.0
+    ),
+    "batch_transfer, on a busy machine": with_workers(
+        busy=0.2, cpu=0.2, late=0.1, moved=0.5, own_runnable=0.2, **STARVED
+    ),
+    "workers_throttled, supply and compute alike": with_workers(
+        busy=0.8, cpu=0.05, runnable=0.7, blocked=0.05, late=0.3, moved=0.0, **STARVED
     ),
     "workers_cpu_bound, no schedstat": with_workers(busy=0.99, cpu=0.9, runnable=None, blocked=None, **STARVED),
     "workers_io_bound, no schedstat": with_workers(busy=0.99, cpu=0.1, runnable=None, blocked=None, **STARVED),
@@ -390,6 +397,25 @@ def test_cores_that_others_use_are_no_cores_to_put_workers_on():
     assert crowded.cores == pytest.approx(1.0)
     assert advise("loader_on_training_thread", alone)
     assert not advise("loader_on_training_thread", crowded)
+
+
+def test_workers_of_a_loader_that_is_made_anew_are_not_kept_by_a_setting():
+    piece = dataclasses.replace(CASES["worker_startup"], settings={"loader_used_again": False})
+    advice = first("worker_startup", piece)
+    assert advice.setting is None
+    assert "make the DataLoader once" in advice.action
+    assert advice.predicted_speedup == first("worker_startup", CASES["worker_startup"]).predicted_speedup
+
+
+def test_who_holds_up_ranks_that_are_stuck():
+    waits = dict(steps=0, samples=50, in_sync=50)
+    here, there, elsewhere = pace(0, **waits), pace(1, **waits), pace(2, steps=0, samples=50, in_sync=1)
+    for_data = pace(3, steps=0, compute=0.0, exposed=1.0)
+    assert held_up_by(here, [there, elsewhere]) == elsewhere
+    assert held_up_by(here, [there, for_data]) == for_data
+    assert held_up_by(here, [there]) is None  # all have come: the network, or a rank of another node
+    assert held_up_by(elsewhere, [here, there]) is None
+    assert held_up_by(here, [pace(4, steps=50)]) is None  # it goes on
 
 
 def test_an_unknown_cause_has_no_advice():

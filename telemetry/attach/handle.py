@@ -24,7 +24,8 @@ class Source:
 
     Attributes:
         kind: in the words of `records.Slice`.
-        settings: of the loader, by the names of DataLoader's arguments.
+        settings: of the loader, by the names of DataLoader's arguments; and ``loader_used_again``, whether the newest
+            iteration was not its first.
     """
 
     __slots__ = ("__weakref__", "kind", "settings")
@@ -54,7 +55,7 @@ class LoaderHandle(Source):
 
     __slots__ = ("arrivals", "block", "delivered", "epoch", "in_order", "pids", "queue", "training")
 
-    def __init__(self, iterator: Any, block: WorkerBlock | None) -> None:
+    def __init__(self, iterator: Any, block: WorkerBlock | None, *, again: bool = True) -> None:
         self.pids = tuple(worker.pid for worker in iterator._workers)
         self.queue = getattr(iterator, "_data_queue", None)
         self.block = block
@@ -68,6 +69,7 @@ class LoaderHandle(Source):
             "prefetch_factor": getattr(iterator, "_prefetch_factor", None),
             "persistent_workers": bool(getattr(iterator, "_persistent_workers", False)),
             "pin_memory": bool(getattr(iterator, "_pin_memory", False)),
+            "loader_used_again": again,
         }
         if hasattr(iterator, "_in_order"):  # from torch 2.6 on
             settings["in_order"] = self.in_order

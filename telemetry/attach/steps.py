@@ -296,8 +296,8 @@ class StepTracker:
             self.ring.push(start, end, entry | r.BEGINS, loader[1])
         self.waiting_since = 0
 
-    def register(self, iterator: object, block: WorkerBlock | None = None) -> None:
-        """Note the workers of an iterator, without keeping it alive.
+    def register(self, iterator: object, block: WorkerBlock | None = None, *, again: bool = True) -> None:
+        """Note the workers of an iterator, without keeping it alive. ``again``: its loader has had one before.
 
         Only its pids and its queue are kept: a strong reference on the agent thread could make that thread the one
         that shuts the workers down.
@@ -314,7 +314,7 @@ class StepTracker:
             if entry is not None:
                 retired.append(entry[1])
 
-        loaders[key] = (weakref.ref(iterator, gone), LoaderHandle(iterator, block))
+        loaders[key] = (weakref.ref(iterator, gone), LoaderHandle(iterator, block, again=again))
 
     def _source_of(self, iterator: object) -> Source:
         """Where a batch comes from."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from telemetry.attach.frames import forget_frame
@@ -23,6 +24,8 @@ def patch_workers(module: ModuleType, tracker: StepTracker, patches: Patches) ->
 
 
 def _probed(original: Callable[[Any], Any], tracker: StepTracker) -> Callable[[Any], Any]:
+    begun: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # loaders, by id
+
     @functools.wraps(original)
     def _get_iterator(self: Any) -> Any:
         user = vars(self).get("worker_init_fn")
@@ -37,7 +40,9 @@ def _probed(original: Callable[[Any], Any], tracker: StepTracker) -> Callable[[A
                 self.worker_init_fn = user
         try:
             if tracker.active:
-                tracker.register(iterator, probe.block if probe is not None else None)
+                again = begun.get(id(self)) is self
+                begun[id(self)] = self
+                tracker.register(iterator, probe.block if probe is not None else None, again=again)
             if isinstance(getattr(iterator, "_worker_init_fn", None), WorkerProbe):
                 iterator._worker_init_fn = self.worker_init_fn
         except Exception as error:

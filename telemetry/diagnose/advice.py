@@ -155,6 +155,10 @@ def _startup(evidence: Evidence) -> list[Advice]:
     # What is left at an edge is one fetch that nobody prefetched.
     left = min(edge, (evidence.fetch_seconds or 0.0) * evidence.edges / evidence.steps)
     gain = _gain(evidence, now - edge + left)
+    if evidence.settings.get("loader_used_again") is False:
+        action = "make the DataLoader once, with persistent_workers=True, and iterate over it in every epoch"
+        because += ", each time of a new DataLoader"
+        return [Advice(action, None, None, gain, because)]
     return [Advice("keep the workers between epochs", "persistent_workers", "True", gain, because)]
 
 

@@ -24,8 +24,6 @@ class Thresholds:
         busy: ... or they are in fetches for at least this share of their time.
         runnable: this share of the workers' fetch time without a core: more workers would not help.
         cores_busy: where the kernel does not tell that share: all cores of the machine are busy to this degree.
-        no_core: a training thread that could have run, and had no core, for this share of the window: the batches it is
-            late to take are late for want of cores.
         own_load: workers that are short of cores and run on this share of them crowd out the training thread.
         ready: where batches could not be matched with their fetches: this many lay ready on average while the
             training thread waited, so they wait to be moved.
@@ -39,7 +37,6 @@ class Thresholds:
     busy: float = 0.85
     runnable: float = 0.35
     cores_busy: float = 0.95
-    no_core: float = 0.10
     own_load: float = 0.4
     ready: float = 0.5
     late: float = 0.5
@@ -94,13 +91,17 @@ def _steady(evidence: Evidence, at: Thresholds) -> dict[str, float]:
         return {"unknown": 1.0}
     if _stuck(evidence, at):
         return {"worker_stuck": 1.0}
-    limit = _what_limits_them(evidence, at) if _workers_are_the_limit(evidence, at) else "uneven_batches"
+    limited = _workers_are_the_limit(evidence, at)
+    limit = _what_limits_them(evidence, at) if limited else "uneven_batches"
     if limit == "workers_throttled":
         return {limit: 1.0}  # moving a batch takes a core too
+    if not limited and evidence.runnable_share is not None and evidence.runnable_share >= at.runnable:
+        limit = "workers_throttled"  # want of cores makes compute longer too: to compare it with supply says nothing
     moved = _moved_share(evidence, at)
-    if moved > 0 and (evidence.own_runnable or 0.0) >= at.no_core * evidence.seconds:
-        return {cause: share for cause, share in ((limit, 1.0 - moved), ("workers_throttled", moved)) if share > 0}
-    return {cause: share for cause, share in ((limit, 1.0 - moved), ("batch_transfer", moved)) if share > 0}
+    # Of the time in which a batch was on its way, the training thread had no core for as much as it had none at all.
+    no_core = moved * min(1.0, (evidence.own_runnable or 0.0) / max(evidence.seconds, 1e-9))
+    shares = {limit: 1.0 - moved, "batch_transfer": moved - no_core, "workers_throttled": no_core}
+    return {cause: share for cause, share in shares.items() if share > 0}
 
 
 def _moved_share(evidence: Evidence, at: Thresholds) -> float:

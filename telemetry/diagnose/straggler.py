@@ -24,6 +24,8 @@ LEAST_STEPS: Final = 5
 _ABREAST: Final = 0.15
 """Ranks whose steps per second differ by less keep pace with one another."""
 
+_MOSTLY: Final = 0.8
+
 _LEAST_SAMPLES: Final = 30
 """Of where a training thread is: fewer say too little (with 30, a share is known to within 0.09)."""
 
@@ -82,6 +84,18 @@ def _slow(own: RankPace, other: RankPace) -> Straggler | None:
 def _together(pace: RankPace) -> float:
     """Seconds of a step where ranks wait for one another."""
     return pace.compute / pace.steps * pace.in_sync / pace.samples
+
+
+def held_up_by(own: RankPace, others: Iterable[RankPace]) -> RankPace | None:
+    """Of ranks that do not go on: the one that is not where this one waits for the others; None where all are there."""
+    if not _in_sync(own):
+        return None
+    return next((other for other in others if other.steps == 0 and not _in_sync(other)), None)
+
+
+def _in_sync(pace: RankPace) -> bool:
+    """Whether a rank has spent its newest window where ranks wait for one another."""
+    return pace.samples > 0 and pace.in_sync >= _MOSTLY * pace.samples and pace.compute >= _MOSTLY * pace.seconds
 
 
 def own_compute(pace: RankPace, everyone: Iterable[RankPace]) -> float:

@@ -75,8 +75,8 @@ def _stuck(processes: Sequence[ProcessLog]) -> str:
     ]
     if not stalls:
         return ""
-    # Ranks in compute mostly wait for one that is not.
-    stall = min(stalls, key=lambda stall: stall["evidence"]["stuck_in"] == COMPUTE)
+    # Ranks in compute mostly wait for one that is not, and those in a collective for one that has not come to it.
+    stall = min(stalls, key=lambda stall: (stall["cause"] == "straggler", stall["evidence"]["stuck_in"] == COMPUTE))
     others = {other["rank"] for other in stalls} - {stall["rank"]}
     doing = "waits for a batch" if stall["evidence"]["stuck_in"] == DATA_WAIT else "is in the compute of a step"
     more = f" So {'are' if len(others) > 1 else 'is'} {len(others)} more." if others else ""
