@@ -79,7 +79,7 @@ def test_no_step_is_lost_and_the_report_has_them(starved):
     report = starved.report()
     assert sorted(s["rank"] for s in report["snapshots"])[:4] == [0, 1, 2, 3]
     assert all(
-        set(s) == {"rank", "first_step", "last_step", "path", "reason", "breakdown"} for s in report["snapshots"]
+        set(s) >= {"rank", "first_step", "last_step", "path", "reason", "breakdown"} for s in report["snapshots"]
     )
     for line in lines(starved, "window"):
         assert line["dropped_steps_total"] == 0
