@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from telemetry.diagnose.advice import WORTH_IT, advise, step_seconds
+from telemetry.diagnose.advice import WORTH_IT, advise
 from telemetry.diagnose.causes import costs, steady_cause
 from telemetry.diagnose.evidence import gather
+from telemetry.diagnose.model import step_seconds
 from telemetry.diagnose.stall import LEAST_STEPS, StallMachine
 from telemetry.diagnose.straggler import held_up_by
 from telemetry.records import CAUSES, FETCH_BUCKETS, Histogram, RankPace, Slice, WorkersSample

@@ -1,8 +1,6 @@
 """What to change, and what it is worth.
 
-The model of a step is stated once, in `predicted_step`: the largest of what computing takes, what fetching takes with
-so many workers, and what the cores can do at all; and in a job whose ranks keep pace, no less than what the slowest
-of the others needs. A change that this model does not make faster is not advised.
+A change that the model of a step (`diagnose.model`) does not make faster is not advised.
 """
 
 from __future__ import annotations
@@ -11,8 +9,17 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from telemetry.diagnose.causes import compute_seconds, crowded_out, supply_seconds
-from telemetry.diagnose.straggler import abreast, own_compute, straggler
+from telemetry.diagnose.causes import crowded_out
+from telemetry.diagnose.model import (
+    best_workers,
+    compute_seconds,
+    factor,
+    gain_of,
+    predicted_step,
+    step_seconds,
+    supply_seconds,
+)
+from telemetry.diagnose.straggler import straggler
 from telemetry.records import Advice
 
 if TYPE_CHECKING:
@@ -21,10 +28,6 @@ if TYPE_CHECKING:
 WORTH_IT: Final = 1.05
 """A predicted speed-up below this is not worth a person's time."""
 
-_HEADROOM: Final = 0.8
-"""Workers are advised until fetching takes this share of the compute: a loader with no slack stalls on every hiccup."""
-
-_MOST_WORKERS_PER_CORE: Final = 4.0
 _MOST_ADVICE: Final = 3
 _MOST_PREFETCH: Final = 64
 _SPARE: Final = 1.25
@@ -40,32 +43,6 @@ def advise(cause: str, evidence: Evidence) -> tuple[Advice, ...]:
     return tuple(a for a in wanted if a.predicted_speedup is None or a.predicted_speedup >= WORTH_IT)[:_MOST_ADVICE]
 
 
-def step_seconds(evidence: Evidence) -> float | None:
-    """Seconds of a step as it is, waits at the edges of epochs included."""
-    return evidence.loop / evidence.steps if evidence.steps else None
-
-
-def predicted_step(
-    evidence: Evidence, *, fetch: float, fetch_cpu: float, workers: int, edge: float | None = None
-) -> float | None:
-    """Seconds of a step with so many workers.
-
-    Args:
-        evidence: gives the compute, the CPU time of the training process, and the cores.
-        fetch: seconds a worker takes for a batch, alone on its core.
-        fetch_cpu: how much of that it needs the core.
-        workers: how many.
-        edge: seconds a step of waiting at the edges of epochs; as they are now by default.
-    """
-    compute = compute_seconds(evidence)
-    if compute is None or not evidence.steps:
-        return None
-    own_cpu = evidence.process_cpu_per_step or compute
-    on_all_cores = (own_cpu + fetch_cpu) / max(evidence.cores, 1e-9)
-    edge = evidence.edge_wait / evidence.steps if edge is None else edge
-    return max(compute, fetch / workers, on_all_cores) + edge
-
-
 def _no_workers(evidence: Evidence) -> list[Advice]:
     return _fetch_in_workers(
         evidence, "load batches in worker processes", "the training thread fetches each batch itself"
@@ -78,11 +55,11 @@ def _fetch_in_workers(evidence: Evidence, action: str, why: str) -> list[Advice]
         return []
     fetch = evidence.wait / evidence.steps
     moved, fetch_cpu = _without_own_fetches(evidence, fetch)
-    workers, step = _best_workers(moved, fetch, fetch_cpu, edge=0.0)
+    workers, step = best_workers(moved, fetch, fetch_cpu, edge=0.0)
     if step is None:
         return []
     because = f"{why}: {_ms(fetch)} of every {_ms(now)}{_spent_on(evidence)}"
-    return [Advice(action, "num_workers", str(workers), _gain(evidence, step), because)]
+    return [Advice(action, "num_workers", str(workers), gain_of(evidence, step), because)]
 
 
 def _without_own_fetches(evidence: Evidence, fetch: float) -> tuple[Evidence, float]:
@@ -143,7 +120,7 @@ def _fewer_workers(evidence: Evidence) -> list[Advice]:
         f"{evidence.workers} workers and the training thread share {evidence.cores:g} cores, and it had none for "
         f"{crowded:.1f} s of {evidence.loop:.1f} s"
     )
-    return [Advice("use fewer workers", "num_workers", str(fewest), _gain(evidence, best), because)]
+    return [Advice("use fewer workers", "num_workers", str(fewest), gain_of(evidence, best), because)]
 
 
 def _startup(evidence: Evidence) -> list[Advice]:
@@ -154,7 +131,7 @@ def _startup(evidence: Evidence) -> list[Advice]:
     because = f"{evidence.edges} epochs began in the window and cost {evidence.edge_wait:.1f} s of starting workers"
     # What is left at an edge is one fetch that nobody prefetched.
     left = min(edge, (evidence.fetch_seconds or 0.0) * evidence.edges / evidence.steps)
-    gain = _gain(evidence, now - edge + left)
+    gain = gain_of(evidence, now - edge + left)
     if evidence.settings.get("loader_used_again") is False:
         action = "make the DataLoader once, with persistent_workers=True, and iterate over it in every epoch"
         because += ", each time of a new DataLoader"
@@ -179,11 +156,11 @@ def _uneven(evidence: Evidence) -> list[Advice]:
     if wanted > factor:
         step = max(compute, supply) + edge + _still_late(evidence, factor, wanted, compute)
         advice.append(
-            Advice("let workers run further ahead", "prefetch_factor", str(wanted), _gain(evidence, step), because)
+            Advice("let workers run further ahead", "prefetch_factor", str(wanted), gain_of(evidence, step), because)
         )
     if evidence.settings.get("in_order") and evidence.workers > 1:
         action = "take batches as they are finished, where their order does not matter"
-        gain = _gain(evidence, max(compute, supply) + edge)
+        gain = gain_of(evidence, max(compute, supply) + edge)
         advice.append(Advice(action, "in_order", "False", gain, because))
     return advice
 
@@ -221,7 +198,7 @@ def _transfer(evidence: Evidence) -> list[Advice]:
     else:
         ready = evidence.ready_batches or 0.0
         because = f"{ready:.1f} batches lie ready on average while the training thread waits for {_ms(now)} steps"
-    gain = _gain(evidence, now - moved) if moved > 0 else None
+    gain = gain_of(evidence, now - moved) if moved > 0 else None
     action = "send less: few large tensors in a batch, not many small ones or Python objects; smaller types (uint8)"
     advice = [Advice(action, None, None, gain, because)]
     if evidence.on_gpu and not evidence.settings.get("pin_memory"):
@@ -234,11 +211,11 @@ def _checkpoint(evidence: Evidence) -> list[Advice]:
     whole = evidence.loop + evidence.checkpoint
     because = f"checkpoints took {evidence.checkpoint:.1f} s of {whole:.1f} s"
     action = "write checkpoints less often, or asynchronously (torch.distributed.checkpoint.async_save)"
-    return [Advice(action, None, None, _factor(whole, evidence.loop), because)]
+    return [Advice(action, None, None, factor(whole, evidence.loop), because)]
 
 
 def _garbage(evidence: Evidence) -> list[Advice]:
-    gain = _factor(evidence.loop, evidence.loop - evidence.garbage)
+    gain = factor(evidence.loop, evidence.loop - evidence.garbage)
     because = f"garbage collection stopped the training thread for {evidence.garbage:.1f} s of {evidence.loop:.1f} s"
     return [Advice("call gc.freeze() once the model and the data set are built", "gc.freeze()", None, gain, because)]
 
@@ -264,7 +241,7 @@ def _slow_source(evidence: Evidence) -> list[Advice]:
     on_cpu = evidence.own_fetch_cpu_share or 0.0
     # Python runs one thread at a time: what a thread that reads ahead runs itself, the training thread waits for.
     step = max(compute, fetch) if on_cpu < 0.5 else compute + fetch * on_cpu
-    ahead = Advice("read ahead on another thread, some batches deep", None, None, _gain(evidence, step), because)
+    ahead = Advice("read ahead on another thread, some batches deep", None, None, gain_of(evidence, step), because)
     return sorted([ahead, *advice], key=lambda a: -(a.predicted_speedup or 0.0))
 
 
@@ -274,7 +251,7 @@ def _straggler(evidence: Evidence) -> list[Advice]:
         return []
     because = f"rank {slow.rank} {slow.why}; this rank waits {_ms(slow.lost)} of every {_ms(now)} for it"
     action = f"look at rank {slow.rank}: it is the slowest, and all others have its pace"
-    return [Advice(action, None, None, _gain(evidence, now - slow.lost, but=slow.rank), because)]
+    return [Advice(action, None, None, gain_of(evidence, now - slow.lost, but=slow.rank), because)]
 
 
 def _host_bound(evidence: Evidence) -> list[Advice]:
@@ -282,7 +259,7 @@ def _host_bound(evidence: Evidence) -> list[Advice]:
     because = f"no kernel ran for {idle:.1f} s of {evidence.loop:.1f} s, though no batch was waited for"
     if evidence.pace.where is not None:
         because += f"; the training thread was mostly in {evidence.pace.where}"
-    bound = _factor(evidence.loop, evidence.loop - idle)
+    bound = factor(evidence.loop, evidence.loop - idle)
     return [
         Advice("launch fewer, larger kernels: torch.compile, CUDA graphs, a larger batch", None, None, bound, because),
         Advice(
@@ -294,7 +271,7 @@ def _host_bound(evidence: Evidence) -> list[Advice]:
 def _gpu_throttled(evidence: Evidence) -> list[Advice]:
     slowed = evidence.gpu_slowed or 0.0
     because = f"the GPU's clock is held back (heat or power supply), which cost {slowed:.1f} s of {evidence.loop:.1f} s"
-    gain = _factor(evidence.loop, evidence.loop - slowed)
+    gain = factor(evidence.loop, evidence.loop - slowed)
     return [Advice("have the node's cooling and power supply looked at, or move the job", None, None, gain, because)]
 
 
@@ -303,49 +280,13 @@ def _more_workers(evidence: Evidence) -> list[Advice]:
     if fetch is None or not evidence.steps:
         return []
     fetch_cpu = evidence.fetch_cpu_seconds if evidence.fetch_cpu_seconds is not None else fetch
-    workers, step = _best_workers(evidence, fetch * (1 - (evidence.runnable_share or 0.0)), fetch_cpu)
+    workers, step = best_workers(evidence, fetch * (1 - (evidence.runnable_share or 0.0)), fetch_cpu)
     if step is None or workers <= evidence.workers:
         return []
     because = (
         f"{evidence.workers} workers of {_ms(fetch)} a batch deliver one every {_ms(fetch / max(1, evidence.workers))}"
     )
-    return [Advice("use more workers", "num_workers", str(workers), _gain(evidence, step), because)]
-
-
-def _best_workers(
-    evidence: Evidence, fetch: float, fetch_cpu: float, edge: float | None = None
-) -> tuple[int, float | None]:
-    """The fewest workers that fetch with headroom, or beyond which nothing is gained; and the step with them."""
-    most = max(1, math.ceil(_MOST_WORKERS_PER_CORE * evidence.cores))
-    compute = compute_seconds(evidence) or 0.0
-    best, best_step = 1, predicted_step(evidence, fetch=fetch, fetch_cpu=fetch_cpu, workers=1, edge=edge)
-    for workers in range(2, most + 1):
-        if best_step is None or fetch / best <= _HEADROOM * compute:
-            break
-        step = predicted_step(evidence, fetch=fetch, fetch_cpu=fetch_cpu, workers=workers, edge=edge)
-        if step is None or (step > 0.99 * best_step and fetch / best <= best_step):
-            break
-        best, best_step = workers, step
-    return best, best_step
-
-
-def _gain(evidence: Evidence, then: float, but: int | None = None) -> float | None:
-    """The factor on steps per second, were a step to take ``then`` seconds on this rank.
-
-    Others may take longer; ``but`` is the rank that the change is made on, where it is not this one.
-    """
-    now = step_seconds(evidence)
-    if now is None:
-        return None
-    peers = abreast(evidence.pace, evidence.peers)
-    others = [own_compute(peer, (evidence.pace, *peers)) for peer in peers if peer.rank != but]
-    slowest = max(others, default=0.0)
-    return _factor(now, max(then, slowest))
-
-
-def _factor(now: float, then: float) -> float | None:
-    """How many times faster; None where there is nothing left to compare with."""
-    return round(now / then, 2) if then > 1e-9 and now > 0 else None
+    return [Advice("use more workers", "num_workers", str(workers), gain_of(evidence, step), because)]
 
 
 def _cheaper(what: str, evidence: Evidence) -> Advice:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from telemetry.diagnose.model import compute_seconds, supply_seconds
 from telemetry.diagnose.straggler import straggler
 
 if TYPE_CHECKING:
@@ -141,18 +142,6 @@ def crowded_out(evidence: Evidence, at: Thresholds = THRESHOLDS) -> float:
     if running < at.own_load * evidence.cores:
         return 0.0
     return evidence.own_runnable * evidence.compute / max(evidence.seconds, evidence.loop, 1e-9)
-
-
-def supply_seconds(evidence: Evidence) -> float | None:
-    """Seconds from one finished batch to the next, were all workers busy all the time."""
-    if evidence.fetch_seconds is None or not evidence.workers:
-        return None
-    return evidence.fetch_seconds / evidence.workers
-
-
-def compute_seconds(evidence: Evidence) -> float | None:
-    """Seconds of compute of one step."""
-    return evidence.compute / evidence.steps if evidence.steps else None
 
 
 def _stuck(evidence: Evidence, at: Thresholds) -> bool:

@@ -1,0 +1,94 @@
+"""What a step takes, and what it would take: the model behind every predicted speed-up.
+
+A step is the largest of what computing takes, what fetching takes with so many workers, and what the cores can do at
+all; and in a job whose ranks keep pace, no less than what the slowest of the others needs.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Final
+
+from telemetry.diagnose.straggler import abreast, own_compute
+
+if TYPE_CHECKING:
+    from telemetry.diagnose.evidence import Evidence
+
+_HEADROOM: Final = 0.8
+"""Workers are advised until fetching takes this share of the compute: a loader with no slack stalls on every hiccup."""
+
+_MOST_WORKERS_PER_CORE: Final = 4.0
+
+
+def step_seconds(evidence: Evidence) -> float | None:
+    """Seconds of a step as it is, waits at the edges of epochs included."""
+    return evidence.loop / evidence.steps if evidence.steps else None
+
+
+def compute_seconds(evidence: Evidence) -> float | None:
+    """Seconds of compute of one step."""
+    return evidence.compute / evidence.steps if evidence.steps else None
+
+
+def supply_seconds(evidence: Evidence) -> float | None:
+    """Seconds from one finished batch to the next, were all workers busy all the time."""
+    if evidence.fetch_seconds is None or not evidence.workers:
+        return None
+    return evidence.fetch_seconds / evidence.workers
+
+
+def predicted_step(
+    evidence: Evidence, *, fetch: float, fetch_cpu: float, workers: int, edge: float | None = None
+) -> float | None:
+    """Seconds of a step with so many workers.
+
+    Args:
+        evidence: gives the compute, the CPU time of the training process, and the cores.
+        fetch: seconds a worker takes for a batch, alone on its core.
+        fetch_cpu: how much of that it needs the core.
+        workers: how many.
+        edge: seconds a step of waiting at the edges of epochs; as they are now by default.
+    """
+    compute = compute_seconds(evidence)
+    if compute is None or not evidence.steps:
+        return None
+    own_cpu = evidence.process_cpu_per_step or compute
+    on_all_cores = (own_cpu + fetch_cpu) / max(evidence.cores, 1e-9)
+    edge = evidence.edge_wait / evidence.steps if edge is None else edge
+    return max(compute, fetch / workers, on_all_cores) + edge
+
+
+def best_workers(
+    evidence: Evidence, fetch: float, fetch_cpu: float, edge: float | None = None
+) -> tuple[int, float | None]:
+    """The fewest workers that fetch with headroom, or beyond which nothing is gained; and the step with them."""
+    most = max(1, math.ceil(_MOST_WORKERS_PER_CORE * evidence.cores))
+    compute = compute_seconds(evidence) or 0.0
+    best, best_step = 1, predicted_step(evidence, fetch=fetch, fetch_cpu=fetch_cpu, workers=1, edge=edge)
+    for workers in range(2, most + 1):
+        if best_step is None or fetch / best <= _HEADROOM * compute:
+            break
+        step = predicted_step(evidence, fetch=fetch, fetch_cpu=fetch_cpu, workers=workers, edge=edge)
+        if step is None or (step > 0.99 * best_step and fetch / best <= best_step):
+            break
+        best, best_step = workers, step
+    return best, best_step
+
+
+def gain_of(evidence: Evidence, then: float, but: int | None = None) -> float | None:
+    """The factor on steps per second, were a step to take ``then`` seconds on this rank.
+
+    Others may take longer; ``but`` is the rank that the change is made on, where it is not this one.
+    """
+    now = step_seconds(evidence)
+    if now is None:
+        return None
+    peers = abreast(evidence.pace, evidence.peers)
+    others = [own_compute(peer, (evidence.pace, *peers)) for peer in peers if peer.rank != but]
+    slowest = max(others, default=0.0)
+    return factor(now, max(then, slowest))
+
+
+def factor(now: float, then: float) -> float | None:
+    """How many times faster; None where there is nothing left to compare with."""
+    return round(now / then, 2) if then > 1e-9 and now > 0 else None
