@@ -133,6 +133,18 @@ QUIET = {
     "cores that others take": with_workers(
         busy=0.1, cpu=0.05, runnable=0.05, wait=0.0, compute=1.0, own_runnable=0.5, cores=2.0
     ),
+    "cores that others take most of": with_workers(
+        busy=0.9,
+        cpu=0.3,
+        runnable=0.6,
+        wait=0.0,
+        compute=1.0,
+        own_runnable=0.5,
+        process_cpu=0.5,
+        cores=8.0,
+        host_cores=8,
+        host_cpu_ratio=7.7 / 8,
+    ),  # fmt: skip
     "a GPU that is waited for": a_slice(gpu_utilization_ratio=0.95),
     "a GPU idle in an evaluation": a_slice(compute=0.5, evaluation=0.5, gpu_utilization_ratio=0.5),
     "a GPU at its power cap": a_slice(gpu_utilization_ratio=1.0, gpu_clock_ratio=0.7, gpu_throttled=("sw_power_cap",)),

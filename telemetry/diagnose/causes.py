@@ -133,15 +133,16 @@ def _short_of_supply(evidence: Evidence) -> float:
 def crowded_out(evidence: Evidence, at: Thresholds = THRESHOLDS) -> float:
     """Seconds of compute in which the training thread had no core because its own workers were on them.
 
-    They keep ahead of it, so it waits for no batch. Where the workers are not short of cores themselves, it is the
-    load of others, and none of this run's doing.
+    They keep ahead of it, so it waits for no batch. What others on the machine take of the cores is none of this run's
+    doing: the workers answer for their part of it, and for none where they are not short of cores themselves.
     """
     if evidence.own_runnable is None or evidence.runnable_share is None or evidence.runnable_share < at.runnable:
         return 0.0
     running = (evidence.busy_ratio or 0.0) * evidence.workers * (evidence.cpu_share or 0.0)
     if running < at.own_load * evidence.cores:
         return 0.0
-    return evidence.own_runnable * evidence.compute / max(evidence.seconds, evidence.loop, 1e-9)
+    theirs = running / (running + (evidence.cores_of_others or 0.0))
+    return theirs * evidence.own_runnable * evidence.compute / max(evidence.seconds, evidence.loop, 1e-9)
 
 
 def _stuck(evidence: Evidence, at: Thresholds) -> bool:

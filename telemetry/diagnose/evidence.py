@@ -37,7 +37,7 @@ class Evidence:
         process_cpu_per_step: CPU time of the training process (without its workers) for one step.
         own_runnable: how long the training thread could have run, and had no core.
         host_cpu_ratio: of all cores of the machine.
-        cores: that this rank may use, and that nobody else on the machine does.
+        cores: that this rank may use, and that nobody else on the machine does; ``cores_of_others``: what those use.
         gpu_idle: seconds of the loop without a kernel, though no batch was waited for. ``gpu_slowed``: what the lower
             clock of a GPU that is held back has cost.
         pace: of this rank; ``peers``: of the others on its node.
@@ -77,6 +77,7 @@ class Evidence:
     own_runnable: float | None
     host_cpu_ratio: float | None
     cores: float
+    cores_of_others: float | None
     throttled_ratio: float | None
     gpu_utilization_ratio: float | None
     gpu_idle: float | None
@@ -103,7 +104,8 @@ class Evidence:
         )  # fmt: skip
         plain = (
             "steps", "source", "workers", "edges", "fetch_seconds", "fetch_cpu_seconds", "ready_batches",
-            "slack_seconds", "head_of_line_worker", "stuck_seconds", "cores", "settings", "read_bytes",
+            "slack_seconds", "head_of_line_worker", "stuck_seconds", "cores", "cores_of_others", "settings",
+            "read_bytes",
         )  # fmt: skip
         ratios = ("busy_ratio", "throttled_ratio", "gpu_utilization_ratio", "host_cpu_ratio")
         shares = ("cpu_share", "runnable_share", "blocked_share")
@@ -125,6 +127,7 @@ def gather(slices: Sequence[Slice], *, rank: int = 0, cause: str | None = None) 
         cause: of its open stall, for the same.
     """
     waited = _waited_for(slices)
+    cores, of_others = _cores(slices)
     steps = int(_sum(slices, lambda s: s.steps))
     told = [s for s in slices if s.fetches is not None and s.fetch_busy is not None]  # not before the workers began
     fetches = sum(s.fetches or 0 for s in told)
@@ -168,7 +171,8 @@ def gather(slices: Sequence[Slice], *, rank: int = 0, cause: str | None = None) 
         process_cpu_per_step=process_cpu / steps if process_cpu is not None and steps else None,
         own_runnable=_all([s.own_runnable for s in slices]),
         host_cpu_ratio=_mean([s.host_cpu_ratio for s in slices]),
-        cores=_cores_left(slices),
+        cores=cores,
+        cores_of_others=of_others,
         throttled_ratio=_mean([s.throttled_ratio for s in slices]),
         gpu_utilization_ratio=_mean([s.gpu_utilization_ratio for s in slices]),
         gpu_idle=_gpu_idle(slices),
@@ -241,8 +245,8 @@ def _read_bytes(slices: Sequence[Slice]) -> float | None:
     return sum(told) if told else None
 
 
-def _cores_left(slices: Sequence[Slice]) -> float:
-    """What this rank may use, less what other processes (other ranks among them) take of it; at least what it uses."""
+def _cores(slices: Sequence[Slice]) -> tuple[float, float | None]:
+    """Cores this rank may use, less what other processes (other ranks among them) take; and what those take."""
     allowed, used, others = slices[-1].cores, [], []
     for piece in slices:
         if piece.process_cpu is None or piece.seconds <= 0:
@@ -253,9 +257,10 @@ def _cores_left(slices: Sequence[Slice]) -> float:
         if piece.host_cpu_ratio is not None:
             others.append(max(0.0, piece.host_cpu_ratio * piece.host_cores - used[-1]))
     if not others:
-        return allowed
-    free = max(piece.host_cores for piece in slices) - sum(others) / len(others)
-    return min(allowed, max(free, sum(used) / len(used), 1.0))
+        return allowed, None
+    theirs = sum(others) / len(others)
+    free = max(piece.host_cores for piece in slices) - theirs
+    return min(allowed, max(free, sum(used) / len(used), 1.0)), theirs
 
 
 def _gpu_idle(slices: Sequence[Slice]) -> float | None:
