@@ -315,10 +315,10 @@ STALLS: Final = (
     ),
     _stall(
         "stuck-rank",
-        "straggler",
+        "straggler|unknown",
         "ddp",
         "--slow hang --hang-seconds 45",
-        "two ranks; one hangs for 45 s, and its peer in the collective",
+        "two ranks; one hangs for 45 s (unknown, to itself), and its peer in the collective",
         ranks=2,
         slow_rank=1,
         seconds=_HUNG_SECONDS,
