@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from telemetry.diagnose.advice import WORTH_IT, advise
-from telemetry.diagnose.causes import costs, steady_cause
+from telemetry.diagnose.causes import costs, crowded_out, steady_cause
 from telemetry.diagnose.evidence import gather
 from telemetry.diagnose.model import step_seconds
 from telemetry.diagnose.stall import LEAST_STEPS, StallMachine
@@ -80,7 +80,7 @@ CASES = {
         busy=0.2, cpu=0.2, late=0.1, moved=0.5, own_runnable=0.2, **STARVED
     ),
     "workers_throttled, supply and compute alike": with_workers(
-        busy=0.8, cpu=0.05, runnable=0.7, blocked=0.05, late=0.3, moved=0.0, **STARVED
+        busy=0.8, cpu=0.05, runnable=0.7, blocked=0.05, late=0.3, moved=0.0, fetches=20, **STARVED
     ),
     "workers_cpu_bound, no schedstat": with_workers(busy=0.99, cpu=0.9, runnable=None, blocked=None, **STARVED),
     "workers_io_bound, no schedstat": with_workers(busy=0.99, cpu=0.1, runnable=None, blocked=None, **STARVED),
@@ -439,3 +439,24 @@ def test_an_unknown_cause_has_no_advice():
 def test_a_step_is_wait_and_compute():
     assert step_seconds(gather([a_slice(wait=0.5, compute=0.5, steps=10)])) == pytest.approx(0.1)
     assert LEAST_STEPS > 1
+
+
+@given(st.lists(slices, min_size=1, max_size=5))
+@settings(max_examples=200, deadline=None)
+def test_what_is_waited_for_in_mid_epoch_is_in_some_cause_and_only_once(pieces):
+    evidence = gather(pieces)
+    plain = dataclasses.replace(evidence, checkpoint=0.0, garbage=0.0, gpu_idle=None, gpu_slowed=None, peers=())
+    if not plain.exposed or not plain.wait:
+        return
+    kept = plain.edges >= 2 or plain.source != "workers"
+    expected = plain.exposed if kept else plain.exposed * (1 - min(1.0, plain.edge_wait / plain.wait))
+    expected += crowded_out(plain)
+    assert sum(costs(plain).values()) == pytest.approx(expected, rel=1e-6, abs=1e-6)
+
+
+def test_a_batch_on_its_way_while_there_is_no_core_adds_to_late_ones_for_want_of_cores():
+    piece = with_workers(
+        busy=0.8, cpu=0.05, runnable=0.7, blocked=0.05, late=0.3, moved=0.3, fetches=20, own_runnable=0.5, cores=8.0,
+        **STARVED,
+    )  # fmt: skip
+    assert costs(gather([piece])) == pytest.approx({"workers_throttled": 0.45, "batch_transfer": 0.15})

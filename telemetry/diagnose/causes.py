@@ -101,7 +101,8 @@ def _steady(evidence: Evidence, at: Thresholds) -> dict[str, float]:
     moved = _moved_share(evidence, at)
     # Of the time in which a batch was on its way, the training thread had no core for as much as it had none at all.
     no_core = moved * min(1.0, (evidence.own_runnable or 0.0) / max(evidence.seconds, 1e-9))
-    shares = {limit: 1.0 - moved, "batch_transfer": moved - no_core, "workers_throttled": no_core}
+    shares = {"batch_transfer": moved - no_core, "workers_throttled": no_core}
+    shares[limit] = shares.get(limit, 0.0) + 1.0 - moved
     return {cause: share for cause, share in shares.items() if share > 0}
 
 
