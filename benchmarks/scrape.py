@@ -167,14 +167,14 @@ def _get(url: str) -> bytes:
 def publish_ranks(run: str, scope: str) -> None:
     """Put the states of ranks 1 to 7 on a board, once a second, until terminated."""
     from telemetry.publish.board import Board
-    from telemetry.publish.exposition import Families, render
+    from telemetry.publish.exposition import Families, Renderer
 
     board = Board(run, scope)
     families = {rank: Families(run, rank) for rank in range(1, RANKS)}
     while True:
         view = full_view()
         for rank, of_rank in families.items():
-            board.publish(rank, [render(family) for family in of_rank.of(view)])
+            board.publish(rank, [Renderer().render(family) for family in of_rank.of(view)])
         time.sleep(1.0)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from telemetry.collect.whereabouts import Whereabouts
@@ -104,8 +103,9 @@ class Judge:
             self._machine.close_stuck()
             return
         pace = self._machine.pace()
-        if stuck.cause == "unknown" and pace is not None and held_up_by(pace, piece.peers) is not None:
-            stuck = self._stuck = replace(stuck, cause="straggler")
+        missing = held_up_by(pace, piece.peers) if stuck.cause == "unknown" and pace is not None else None
+        if missing is not None:
+            stuck = self._stuck = self._watchdog.blame(stuck, missing)
         stall = self._machine.open_stuck(stuck.cause, stuck.seconds, piece)
         self._count_lost(stall, None)
         self._opened_now(stall, with_stacks=True)
@@ -132,15 +132,21 @@ class Judge:
         """For the endpoint."""
         stall = self._machine.stall
         cause = None if stall is None else stall.cause
-        slow = (
-            straggler(stall.evidence.pace, stall.evidence.peers) if stall is not None and cause == "straggler" else None
-        )
-        return StallView(cause, dict(self._stalls), dict(self._lost), None if slow is None else slow.rank)
+        return StallView(cause, dict(self._stalls), dict(self._lost), None if stall is None else self._slow_rank(stall))
 
     def stall_fields(self) -> dict[str, Any] | None:
         """Fields of the stall that is open, as in the log; None without one."""
         stall = self._machine.stall
         return None if stall is None else self._fields(stall) | {"opened": self._opened}
+
+    def _slow_rank(self, stall: Stall) -> int | None:
+        """The rank that this one waits for, while that is what it loses its time to."""
+        if stall.cause != "straggler":
+            return None
+        if stall.stuck:
+            return self._stuck.missing.rank if self._stuck is not None and self._stuck.missing is not None else None
+        slow = straggler(stall.evidence.pace, stall.evidence.peers)
+        return None if slow is None else slow.rank
 
     def _count_lost(self, stall: Stall, before: Stall | None) -> None:
         for cause, seconds in stall.lost.items():
@@ -166,6 +172,9 @@ class Judge:
         lost = {f"{cause}": round(seconds, 3) for cause, seconds in stall.lost.items()}
         ratio, stuck = stall.exposed_ratio, self._stuck if stall.stuck else None
         evidence = stall.evidence.as_log_field() | {"lost_seconds": lost}
+        slow = self._slow_rank(stall)
+        if slow is not None:
+            evidence["straggler_rank"] = slow
         advice = advise(stall.cause, stall.evidence)
         if stuck is not None:
             evidence |= stuck.evidence()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from telemetry.clock import NS, now_ns
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from telemetry.config import Config
     from telemetry.diagnose.ledger import Ledger
     from telemetry.diagnose.stats import StepStats
-    from telemetry.records import Advice, Slice, StackPort, WorkersSample
+    from telemetry.records import Advice, RankPace, Slice, StackPort, WorkersSample
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,7 @@ class Stuck:
         cause: from `records.CAUSES`. ``category``: what the training thread does, in the words of the ledger.
         seconds: how long nothing has been seen to go on.
         at: the innermost frames of the training thread, in words.
+        missing: the rank that has not come to where this one waits for the others.
     """
 
     kind: str
@@ -34,6 +35,7 @@ class Stuck:
     category: str
     seconds: float
     at: str
+    missing: RankPace | None = None
 
     def evidence(self) -> dict[str, Any]:
         """For the log."""
@@ -41,7 +43,7 @@ class Stuck:
 
     def advice(self) -> tuple[Advice, ...]:
         """Where to look."""
-        return stuck_advice(self.category, self.seconds, self.at)
+        return stuck_advice(self.category, self.seconds, self.at, self.missing)
 
 
 class Watchdog:
@@ -75,9 +77,14 @@ class Watchdog:
             self._stuck = self._opened(ledger.category, piece)
         elif kind is not None and self._stuck is not None:
             before, seconds = self._stuck, max(self._stuck.seconds, self._watch.seconds)
-            self._stuck = Stuck(kind, before.cause, before.category, seconds, before.at)
+            self._stuck = replace(before, kind=kind, seconds=seconds)
         else:
             self._stuck = None
+        return self._stuck
+
+    def blame(self, stuck: Stuck, missing: RankPace) -> Stuck:
+        """The same run that is stuck, now that it is known which rank it waits for."""
+        self._stuck = replace(stuck, cause="straggler", missing=missing)
         return self._stuck
 
     def stacks(self) -> list[str]:

@@ -15,7 +15,7 @@ from telemetry import records
 from telemetry.config import STEP_BUCKETS
 from telemetry.faults import Faults
 from telemetry.publish.endpoint import join
-from telemetry.publish.exposition import Families, render
+from telemetry.publish.exposition import Families, Renderer
 from telemetry.sampling import Sampler
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "METRICS.md"
@@ -112,7 +112,7 @@ def full_view():
 
 @pytest.fixture(scope="module")
 def exposition():
-    state = SimpleNamespace(families=[render(family) for family in Families("a run", 7).of(full_view())])
+    state = SimpleNamespace(families=[Renderer().render(family) for family in Families("a run", 7).of(full_view())])
     return join([state]).decode()
 
 

@@ -15,6 +15,7 @@ from telemetry.diagnose.evidence import gather
 from telemetry.diagnose.model import step_seconds
 from telemetry.diagnose.stall import LEAST_STEPS, StallMachine
 from telemetry.diagnose.straggler import held_up_by
+from telemetry.diagnose.stuck import stuck_advice
 from telemetry.records import CAUSES, FETCH_BUCKETS, Histogram, RankPace, Slice, WorkersSample
 
 IDLE = WorkersSample(
@@ -429,6 +430,12 @@ def test_who_holds_up_ranks_that_are_stuck():
     assert held_up_by(here, [there]) is None  # all have come: the network, or a rank of another node
     assert held_up_by(elsewhere, [here, there]) is None
     assert held_up_by(here, [pace(4, steps=50)]) is None  # it goes on
+
+
+def test_who_waits_for_a_rank_that_does_not_come_is_told_to_look_there():
+    (advice,) = stuck_advice("compute", 42.0, "all_reduce", pace(3, steps=0, where="read (data.py:7)"))
+    assert advice.action == "see what rank 3 does"
+    assert advice.because == "this rank has waited 42 s in a step for rank 3; it was last seen in read (data.py:7)"
 
 
 def test_an_unknown_cause_has_no_advice():

@@ -7,6 +7,7 @@ from typing import Final
 
 from telemetry.clock import now_ns
 from telemetry.collect.source import SourceError
+from telemetry.files import read_small
 from telemetry.records import PressureSample
 
 _RESOURCES: Final = ("cpu", "io", "memory")
@@ -24,7 +25,8 @@ class PressureSource:
     name = "pressure"
 
     def __init__(self, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> None:
-        self._proc = proc
+        self._pressure = f"{proc}/pressure/"
+        self._paths: dict[str, str | None] = {}
         self._groups = _cgroup_folders(proc, cgroups)
         self._before: dict[str, int] = {}
         self._before_ns = 0
@@ -60,7 +62,7 @@ class PressureSource:
 
     def _stalled_us(self, resource: str) -> int | None:
         """Microseconds in which some task waited for the resource, since boot."""
-        text = _read(self._proc / "pressure" / resource)
+        text = _read(self._pressure + resource)
         for line in (text or "").splitlines():
             if line.startswith("some") and "total=" in line:
                 return int(line.rpartition("total=")[2])
@@ -97,18 +99,18 @@ class PressureSource:
         return amount if amount < _NO_LIMIT else None
 
     def _first(self, controller: str, file: str) -> str | None:
-        """The file in our cgroup, or in the nearest group above that has it."""
-        for folder in self._groups.get(controller, ()):
-            text = _read(folder / file)
-            if text is not None:
-                return text
-        return None
+        """The file in our cgroup, or in the nearest group above that has it; looked for once."""
+        if file not in self._paths:
+            folders = self._groups.get(controller, ())
+            self._paths[file] = next((str(folder / file) for folder in folders if (folder / file).is_file()), None)
+        path = self._paths[file]
+        return None if path is None else _read(path)
 
 
 def _cgroup_folders(proc: Path, mount: Path) -> dict[str, tuple[Path, ...]]:
     """For each controller the folders of our cgroup, innermost first."""
     found: dict[str, tuple[Path, ...]] = {}
-    for line in (_read(proc / "self/cgroup") or "").splitlines():
+    for line in (_read(f"{proc}/self/cgroup") or "").splitlines():
         _, controllers, path = line.split(":", 2)
         for controller in ("cpu", "memory"):
             if controllers == "":
@@ -125,8 +127,8 @@ def _cgroup_folders(proc: Path, mount: Path) -> dict[str, tuple[Path, ...]]:
     return found
 
 
-def _read(path: Path) -> str | None:
+def _read(path: str) -> str | None:
     try:
-        return path.read_text(encoding="ascii", errors="replace").strip()
+        return read_small(path).decode("ascii", "replace").strip()
     except OSError:
         return None

@@ -6,6 +6,8 @@ import os
 from dataclasses import dataclass
 from typing import Final
 
+from telemetry.files import read_small
+
 _TICKS: Final = os.sysconf("SC_CLK_TCK")
 _PAGE: Final = os.sysconf("SC_PAGE_SIZE")
 
@@ -28,10 +30,8 @@ class Stat:
 def read_stat(pid: int | str) -> Stat | None:
     """From `/proc/PID/stat` and `statm` (proc(5)); None if the process is gone."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123 - every tick
-            fields = file.read().rpartition(b")")[2].split()
-        with open(f"/proc/{pid}/statm", "rb") as file:  # noqa: PTH123
-            resident = int(file.read().split()[1]) * _PAGE
+        fields = read_small(f"/proc/{pid}/stat").rpartition(b")")[2].split()
+        resident = int(read_small(f"/proc/{pid}/statm").split()[1]) * _PAGE
     except (OSError, IndexError):
         return None
     if fields[0] in {b"Z", b"X"}:
@@ -52,8 +52,7 @@ class Schedule:
 def read_schedule(pid: int | str, tid: int) -> Schedule | None:
     """From `/proc/PID/task/TID/schedstat`; None if the thread is gone or the kernel keeps no such figures."""
     try:
-        with open(f"/proc/{pid}/task/{tid}/schedstat", "rb") as file:  # noqa: PTH123 - every tick
-            run, runnable = file.read().split()[:2]
+        run, runnable = read_small(f"/proc/{pid}/task/{tid}/schedstat").split()[:2]
     except (OSError, ValueError):
         return None
     return Schedule(int(run), int(runnable))
@@ -74,13 +73,12 @@ def read_signals(pid: int) -> Signals | None:
     values = {b"SigPnd:": 0, b"ShdPnd:": 0, b"SigBlk:": 0, b"SigCgt:": 0}
     state = ""
     try:
-        with open(f"/proc/{pid}/status", "rb") as file:  # noqa: PTH123
-            for line in file:
-                name, _, rest = line.partition(b"\t")
-                if name == b"State:":
-                    state = rest[:1].decode()
-                elif name in values:
-                    values[name] = int(rest, 16)
+        for line in read_small(f"/proc/{pid}/status").splitlines():
+            name, _, rest = line.partition(b"\t")
+            if name == b"State:":
+                state = rest[:1].decode()
+            elif name in values:
+                values[name] = int(rest, 16)
     except (OSError, ValueError):
         return None
     return Signals(state, values[b"SigPnd:"] | values[b"ShdPnd:"], values[b"SigBlk:"], values[b"SigCgt:"])
@@ -93,14 +91,12 @@ def thread_state(pid: int | str, tid: int) -> str:
     """What a thread does, in words, and where in the kernel it sleeps; empty where that is not told."""
     task = f"/proc/{pid}/task/{tid}"
     try:
-        with open(f"{task}/stat", "rb") as file:  # noqa: PTH123
-            state = file.read().rpartition(b")")[2].split()[0].decode()
+        state = read_small(f"{task}/stat").rpartition(b")")[2].split()[0].decode()
     except (OSError, IndexError):
         return ""
     words = _STATES.get(state, f"in state {state}")
     try:
-        with open(f"{task}/wchan", "rb") as file:  # noqa: PTH123
-            where = file.read(64).decode("ascii", "replace").partition(".")[0]  # what the compiler added
+        where = read_small(f"{task}/wchan").decode("ascii", "replace").partition(".")[0]  # what the compiler added
     except OSError:
         where = ""
     return f"{words} in {where}" if where not in {"", "0"} and state in "SD" else words
@@ -118,10 +114,9 @@ def is_worker_of_ours(parent: int) -> bool:
 def read_io_bytes(pid: int) -> int | None:
     """Bytes the process has had read from storage (`read_bytes` of `/proc/PID/io`); None where that is not told."""
     try:
-        with open(f"/proc/{pid}/io", "rb") as file:  # noqa: PTH123
-            for line in file:
-                if line.startswith(b"read_bytes:"):
-                    return int(line.split()[1])
+        for line in read_small(f"/proc/{pid}/io").splitlines():
+            if line.startswith(b"read_bytes:"):
+                return int(line.split()[1])
     except (OSError, ValueError):
         pass
     return None

@@ -15,6 +15,8 @@ from telemetry.records import COMPUTE, DATA_WAIT, Advice
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from telemetry.records import RankPace
+
 LEAST_SECONDS: Final = 30.0
 """A run that nobody has given a ``stuck_seconds`` is not stuck before."""
 
@@ -142,8 +144,19 @@ def stuck_cause(category: str, source: str | None, fetching_seconds: float, stuc
     return {"watched": "source_slow", "training_thread": "loader_on_training_thread"}.get(source or "", "unknown")
 
 
-def stuck_advice(category: str, seconds: float, at: str) -> tuple[Advice, ...]:
-    """Where to look: what a stuck run needs first is a person who sees where it stands."""
+def stuck_advice(category: str, seconds: float, at: str, missing: RankPace | None = None) -> tuple[Advice, ...]:
+    """Where to look: what a stuck run needs first is a person who sees where it stands.
+
+    Args:
+        category: of the ledger: what the training thread does.
+        seconds: how long the run has been stuck.
+        at: the innermost frames of the training thread, in words.
+        missing: the rank that has not come to where this one waits for the others.
+    """
+    if missing is not None:
+        where = f"it was last seen in {missing.where}" if missing.where is not None else "it is not there"
+        because = f"this rank has waited {seconds:.0f} s in a step for rank {missing.rank}; {where}"
+        return (Advice(f"see what rank {missing.rank} does", None, None, None, because),)
     doing = {DATA_WAIT: "waiting for a batch", COMPUTE: "in the compute of a step"}.get(category, f"in {category}")
     because = f"the training thread has been {doing} for {seconds:.0f} s"
     action = f"see what it waits for: {at}" if at else "see what it waits for"

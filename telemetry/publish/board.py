@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from telemetry.files import read_small
 from telemetry.identity import slug
 from telemetry.records import RankPace
 
@@ -43,8 +44,7 @@ class RankState:
 def start_ticks(pid: int) -> int | None:
     """When a process began, in clock ticks since boot; with its pid that names it for good. None if it is gone."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123 - every tick
-            fields = file.read().rpartition(b")")[2].split()
+        fields = read_small(f"/proc/{pid}/stat").rpartition(b")")[2].split()
     except OSError:
         return None
     if fields[0] in {b"Z", b"X"}:
@@ -127,7 +127,7 @@ class Board:
         states: dict[int, tuple[tuple[bool, int], RankState]] = {}
         for entry in self._entries():
             try:
-                parts = _read(entry).split(_SEPARATOR)
+                parts = read_small(entry, _MAX_FILE_BYTES).split(_SEPARATOR)
                 meta = json.loads(parts[0])
                 rank, pid, ticks = int(meta["rank"]), int(meta["pid"]), meta["ticks"]
             except (OSError, ValueError, KeyError, TypeError):
@@ -217,15 +217,6 @@ class Board:
         return removed
 
 
-def _read(entry: str) -> bytes:
-    """A rank's file, in three calls: `open` and its buffers take three times as long."""
-    file = os.open(entry, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
-        return os.read(file, _MAX_FILE_BYTES)
-    finally:
-        os.close(file)
-
-
 def _pid_namespace() -> int:
     try:
         return Path("/proc/self/ns/pid").stat().st_ino
@@ -256,8 +247,7 @@ def _alive(entry: str | os.PathLike[str]) -> bool:
 def _head(entry: str | os.PathLike[str]) -> dict[str, Any] | None:
     """What a process that still runs, and has not ended its part, says of itself; None of any other."""
     try:
-        with open(entry, "rb") as file:  # noqa: PTH123
-            meta: dict[str, Any] = json.loads(file.read(_MAX_HEAD_BYTES).split(_SEPARATOR)[0])
+        meta: dict[str, Any] = json.loads(read_small(entry, _MAX_HEAD_BYTES).partition(_SEPARATOR)[0])
         return meta if not meta.get("ended") and start_ticks(int(meta["pid"])) == meta["ticks"] else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
