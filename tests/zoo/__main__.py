@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import signal
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from benchmarks import machine
 
 from . import rival, runner, score, table
+from .journal import Journal
 from .specimens import ALL, Specimen, chosen
 
 if TYPE_CHECKING:
@@ -40,10 +42,14 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED))  # so that the run in progress is ended too
     settings = dict(setting.split("=", 1) for setting in options.setting)
     about_machine = machine.describe() | {"repetitions": options.repeat}
+    journal = Journal(options.journal)
     results: list[Result] = []
     for repetition in range(options.repeat):
         for specimen in specimens:
-            result = runner.run(specimen, settings, follow=not options.no_advice)
+            result = journal.known(specimen.name, repetition)
+            if result is None:
+                result = runner.run(specimen, settings, follow=not options.no_advice, most_others=options.most_others)
+                journal.keep(result, repetition)
             results.append(result)
             print(f"{repetition + 1}/{options.repeat}  {_line(specimen, result)}", flush=True)
             if options.evidence is not None:
@@ -71,6 +77,14 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--results", type=Path, metavar="DIR", help="default: with the benchmarks', of whole runs only")
     parser.add_argument("--evidence", type=Path, metavar="DIR", help="keep each stall's evidence as a file")
+    parser.add_argument("--journal", type=Path, metavar="FILE", help="keep results there, and do not run them again")
+    parser.add_argument(
+        "--most-others",
+        type=float,
+        default=math.inf,
+        metavar="CORES",
+        help="run again what ran while others used more of the machine (default: never)",
+    )
     parser.add_argument("--list", action="store_true", help="say what there is, and end")
     return parser.parse_args()
 

@@ -14,7 +14,9 @@ import pytest
 from telemetry.records import CAUSES
 
 from . import judgement, processes, rival, runner, score, table
+from .journal import Journal, version
 from .judgement import Advised, Result
+from .load import Load
 from .specimens import ALL, CONTROLS, STALLS, Specimen, chosen
 
 QUICK = {"TELEMETRY_STALL_WINDOW_SECONDS": "4"}
@@ -41,6 +43,35 @@ def test_a_healthy_run_is_not_accused():
     result = runner.run(quick("healthy-fast-loader"), QUICK)
     assert result.error is None
     assert result.accused is False, (result.verdict, result.stalls)
+
+
+def test_results_are_kept_for_a_run_of_the_zoo_that_goes_on(tmp_path):
+    advised = Advised("gc_pause", None, None, ("--freeze",), 1.5)
+    result = Result("gc-loop", "gc_pause", ("unknown",), detected=True, advised=advised, load=({"others_cores": 0.1},))
+    journal = Journal(tmp_path / "zoo.jsonl")
+    assert journal.known("gc-loop", 1) is None
+    journal.keep(result, 1)
+    again = Journal(tmp_path / "zoo.jsonl")
+    assert again.known("gc-loop", 1) == result
+    assert again.known("gc-loop", 0) is None
+    other = (tmp_path / "zoo.jsonl").read_text().replace(version(), "another")
+    (tmp_path / "zoo.jsonl").write_text(other)
+    assert Journal(tmp_path / "zoo.jsonl").known("gc-loop", 1) is None
+
+
+def test_what_was_disturbed_is_run_again(monkeypatch):
+    runs, loads = [], iter([2.0, 0.9, 0.1])
+
+    def under_the_agent(*_):
+        runs.append(1)
+        if len(runs) == 2:
+            raise processes.RunError("killed")
+        return {"stalls": [], "verdict": "Healthy"}, float(len(runs))
+
+    monkeypatch.setattr(processes, "under_the_agent", under_the_agent)
+    monkeypatch.setattr(Load, "since", lambda _: {"others_cores": next(loads)})
+    result = runner.run(quick("healthy-fast-loader"), most_others=0.5)
+    assert (result.error, result.steps_per_second, result.load) == (None, 3.0, ({"others_cores": 0.1},))
 
 
 # -- the specimens ---------------------------------------------------------------------------------------------
