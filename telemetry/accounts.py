@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from telemetry.config import Config
     from telemetry.diagnose.ledger import Span
     from telemetry.faults import Faults
-    from telemetry.records import PhaseSpan, Step
+    from telemetry.records import Histogram, PhaseSpan, Step
 
 _CHUNK: Final = 256
 """Spans folded in one go: about 0.4 ms, after which the training thread gets its turn."""
@@ -90,6 +90,10 @@ class Accounts:
     def take_source(self) -> Source | None:
         """Where the batches came from that were waited for most since the last call."""
         return self._numbering.take_source() or self._tracker.source
+
+    def own_fetches(self) -> Histogram | None:
+        """What the training thread took for batches that it fetched itself."""
+        return self._numbering.own_fetches()
 
     @property
     def steps_total(self) -> int:

@@ -300,6 +300,7 @@ class Agent:
             host=sampler.newest("host"),
             process=sampler.newest("process"),
             workers=sampler.newest("workers"),
+            own_fetches=accounts.own_fetches(),
             pressure=sampler.newest("pressure"),
             torch_memory=sampler.newest("torch_memory"),
         )

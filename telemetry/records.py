@@ -382,7 +382,10 @@ class SnapshotsView:
 
 @dataclass(frozen=True, slots=True)
 class RunView:
-    """Everything the endpoint shows of one rank at one moment. None: not measured, so not shown."""
+    """Everything the endpoint shows of one rank at one moment. None: not measured, so not shown.
+
+    ``own_fetches``: what the training thread took for each batch that it fetched without workers.
+    """
 
     info: dict[str, str]
     ended: bool
@@ -402,6 +405,7 @@ class RunView:
     host: HostSample | None = None
     process: ProcessSample | None = None
     workers: WorkersSample | None = None
+    own_fetches: Histogram | None = None
     pressure: PressureSample | None = None
     torch_memory: TorchMemorySample | None = None
 

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 import telemetry
 from telemetry.config import SettingError
+from telemetry.records import FETCH_BUCKETS
 from telemetry.report.load import load
 from telemetry.report.summary import summarize
 from tests.test_attach_loaders import Numbers
@@ -78,6 +79,16 @@ def test_a_run_from_start_to_end(agent):
     (rank,) = summarize(load(agent.run_dir))["ranks"]
     assert rank["steps"] == 20
     assert 0.01 <= rank["step_seconds"]["p50"]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_each_fetch_is_counted_whoever_makes_it(agent, workers):
+    for _ in DataLoader(Numbers(12, seconds=0.02), batch_size=2, num_workers=workers):
+        time.sleep(0.001)
+    name = "training_loader_fetch_duration_seconds"
+    metrics = wait_for(lambda: (m := scrape(agent)).get((f"{name}_count",)) == 6 and m)
+    assert metrics[f"{name}_sum",] >= 6 * 0.04
+    assert metrics[f"{name}_bucket", repr(FETCH_BUCKETS[5])] == 0
 
 
 def test_the_ledger_is_whole_at_every_moment_also_in_a_wait_that_lasts(agent):

@@ -97,6 +97,7 @@ def full_view():
             pressure_ratio={"cpu": 0.1, "io": 0.1, "memory": 0.1}, cgroup_cpu_limit=2.0, cgroup_throttled_ratio=0.1,
             cgroup_memory_limit_bytes=2, cgroup_memory_used_bytes=1,
         ),
+        own_fetches=records.Histogram(bounds=(0.1, 1.0), counts=(1, 0, 0), total=0.1),
         torch_memory=records.TorchMemorySample(allocated_bytes=1, reserved_bytes=2),
     )  # fmt: skip
     left_out = {

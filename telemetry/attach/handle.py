@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import weakref
+from bisect import bisect_left
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.attach.ring import BATCH, BEGINS, S_DATA_WAIT
-from telemetry.records import Arrival
+from telemetry.clock import NS
+from telemetry.records import FETCH_BUCKETS, Arrival, Histogram
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -82,6 +84,8 @@ class Numbering:
     def __init__(self) -> None:
         self._current: Callable[[], Source | None] = lambda: None  # not to keep one that is done with
         self._waits: dict[Source, int] = {}
+        self._own_counts = [0] * (len(FETCH_BUCKETS) + 1)
+        self._own_ns = 0
 
     def fold(self, entries: Iterable[Entry]) -> None:
         """Number entries of the ring, in the order in which they happened."""
@@ -97,6 +101,9 @@ class Numbering:
                     self._current = weakref.ref(loader)
                 if loader is not None and waited:
                     self._waits[loader] = self._waits.get(loader, 0) + end - start
+                    if loader is ON_THREAD:  # without workers the wait is the fetch
+                        self._own_counts[bisect_left(FETCH_BUCKETS, (end - start) / NS)] += 1
+                        self._own_ns += end - start
                 if isinstance(loader, LoaderHandle) and loader.delivered is not None:
                     if waited:
                         loader.arrivals.append(Arrival(loader.epoch, loader.delivered, start, end))
@@ -107,6 +114,12 @@ class Numbering:
         loader = self._current()
         if isinstance(loader, LoaderHandle):
             loader.delivered = None
+
+    def own_fetches(self) -> Histogram | None:
+        """What the training thread took for batches that it fetched itself; None before the first."""
+        if not self._own_ns:
+            return None
+        return Histogram(FETCH_BUCKETS, tuple(self._own_counts), self._own_ns / NS)
 
     def take_source(self) -> Source | None:
         """The source that was waited for most since the last call; None where nothing was waited for."""

@@ -62,6 +62,13 @@ class Renderer:
         return text
 
 
+def _added(one: Histogram | None, other: Histogram | None) -> Histogram | None:
+    if one is None or other is None:
+        return one or other
+    counts = tuple(a + b for a, b in zip(one.counts, other.counts, strict=True))
+    return Histogram(one.bounds, counts, one.total + other.total)
+
+
 def _text(family: Metric) -> tuple[bytes, bytes]:
     text = generate_latest(_One(family))
     split = text.index(b"\n", text.index(b"\n") + 1) + 1
@@ -271,6 +278,13 @@ class Families:
 
     def _loader(self, view: RunView) -> Iterator[Metric]:
         workers = view.workers
+        fetches = _added(view.own_fetches, None if workers is None else workers.fetch_duration)
+        if fetches is not None:
+            yield self._histogram(
+                "training_loader_fetch_duration_seconds",
+                "What a worker, or the training thread itself, took for one batch.",
+                fetches,
+            )
         if workers is None:
             return
         yield self._gauge("training_loader_workers", "Live DataLoader workers of this rank.", workers.workers)
@@ -289,10 +303,6 @@ class Families:
             if ratio is not None:
                 text = f"Share of time the workers were {doing}."
                 yield self._gauge(f"training_loader_worker_{name}_ratio", text, ratio)
-        if workers.fetch_duration is not None:
-            yield self._histogram(
-                "training_loader_fetch_duration_seconds", "What a worker took for one batch.", workers.fetch_duration
-            )
         if workers.ready_batches is not None:
             yield self._gauge(
                 "training_loader_ready_batches",
