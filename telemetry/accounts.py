@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Final
 
-from telemetry.attach.handle import Numbering
+from telemetry.attach.numbering import Numbering
 from telemetry.attach.ring import BATCH, CLOSES, JOINS, OPENS
 from telemetry.clock import NS, now_ns
 from telemetry.collect.torch_memory import cuda
@@ -89,7 +89,7 @@ class Accounts:
 
     def take_source(self) -> Source | None:
         """Where the batches came from that were waited for most since the last call."""
-        return self._numbering.take_source() or self._tracker.source
+        return self._numbering.take_source() or self._tracker.sources.newest()
 
     def own_fetches(self) -> Histogram | None:
         """What the training thread took for batches that it fetched itself."""

@@ -15,9 +15,6 @@ from telemetry.publish import fields
 from telemetry.signals import signals_blocked
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from telemetry.attach.handle import LoaderHandle
     from telemetry.attach.steps import StepTracker
     from telemetry.faults import Faults
     from telemetry.records import SourceHealth
@@ -51,7 +48,7 @@ class Sampler:
             self._nvml,
             HostSource(),
             ProcessSource(lambda: tracker.thread),
-            WorkersSource(self._live_loaders, self._retired_loaders),
+            WorkersSource(tracker.sources.live, tracker.sources.take_retired),
             PressureSource(),
             TorchMemorySource(self._device),
         ]
@@ -113,13 +110,6 @@ class Sampler:
     def after_fork_in_child(self) -> None:
         """Forget the threads that did not come along."""
         self._nvml.after_fork_in_child()
-
-    def _live_loaders(self) -> list[LoaderHandle]:
-        return [handle for _, handle in list(self._tracker.loaders.values())]
-
-    def _retired_loaders(self) -> Iterator[LoaderHandle]:
-        while self._tracker.retired:
-            yield self._tracker.retired.popleft()
 
     def _device(self) -> int:
         device = self._tracker.device

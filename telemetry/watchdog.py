@@ -90,8 +90,7 @@ class Watchdog:
     def stacks(self) -> list[str]:
         """Every stack there is to be had, a text each. Takes a second and a half at most."""
         workers: list[tuple[int, int, float | None, StackPort | None]] = []
-        loaders = [handle for _, handle in list(self._tracker.loaders.values())]
-        for loader in sorted(loaders, key=lambda handle: not handle.training):
+        for loader in sorted(self._tracker.sources.live(), key=lambda handle: not handle.training):
             ports = loader.block.stack_ports() if loader.block is not None else {}
             counters = {c.pid: c for c in loader.block.read()} if loader.block is not None else {}
             for number, pid in enumerate(loader.pids):

@@ -11,7 +11,7 @@ import pytest
 import telemetry
 from telemetry.accounts import spans
 from telemetry.attach.attachment import Attachment
-from telemetry.attach.handle import Numbering
+from telemetry.attach.numbering import Numbering
 from telemetry.attach.ring import Ring
 from telemetry.attach.steps import StepTracker
 from telemetry.clock import now_ns

@@ -392,12 +392,12 @@ def test_iterators_are_not_kept_alive(observed):
     iterator = iter(loader)
     next(iterator)
     (worker,) = iterator._workers
-    assert len(observed.tracker.loaders) == 1
+    assert len(observed.tracker.sources.live()) == 1
     del iterator
     gc.collect()
     worker.join(10)
     assert not worker.is_alive()
-    assert not observed.tracker.loaders
+    assert not observed.tracker.sources.live()
 
 
 # -- watch --------------------------------------------------------------------------------------------------------

@@ -38,8 +38,8 @@ class Spinning(Numbers):
 
 
 def counters(observed):
-    (entry,) = observed.tracker.loaders.values()
-    return entry[1].block.read()
+    (entry,) = observed.tracker.sources.live()
+    return entry.block.read()
 
 
 @pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
@@ -139,8 +139,8 @@ def test_a_killed_worker_leaves_its_last_counts_and_nothing_else(observed):
     assert counters(observed)[0].fetches >= 1
     del iterator, worker
     gc.collect()
-    assert not observed.tracker.loaders
-    observed.tracker.retired.clear()
+    assert not observed.tracker.sources.live()
+    list(observed.tracker.sources.take_retired())
     observed.read()  # what the ring has of it
     gc.collect()
     left = {
@@ -176,7 +176,7 @@ def test_a_loader_that_is_made_for_every_epoch_is_told_from_one_that_is_used_aga
     def used_again(loader):
         iterator = iter(loader)
         next(iterator)
-        return observed.tracker.source.settings["loader_used_again"]
+        return observed.tracker.sources.newest().settings["loader_used_again"]
 
     loader = DataLoader(Numbers(4), num_workers=1)
     assert not used_again(loader)

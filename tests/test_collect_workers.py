@@ -33,11 +33,8 @@ class Spinning(Numbers):
 
 @pytest.fixture
 def source(observed):
-    def retired():
-        while observed.tracker.retired:
-            yield observed.tracker.retired.popleft()
-
-    return WorkersSource(lambda: [handle for _, handle in list(observed.tracker.loaders.values())], retired)
+    sources = observed.tracker.sources
+    return WorkersSource(sources.live, sources.take_retired)
 
 
 def fetch_on(source, iterator, batches: int):

@@ -37,7 +37,7 @@ class Heavy(Numbers):
 
 
 def handle(observed):
-    (loader,) = [live for _, live in observed.tracker.loaders.values()] or [observed.tracker.retired[-1]]
+    (loader,) = observed.tracker.sources.live() or observed.tracker.sources.take_retired()
     return loader
 
 

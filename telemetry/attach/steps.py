@@ -19,8 +19,9 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from telemetry.attach import ring as r
-from telemetry.attach.handle import ON_THREAD, WATCHED, LoaderHandle, Source
+from telemetry.attach.handle import ON_THREAD, WATCHED
 from telemetry.attach.marks import Marks
+from telemetry.attach.sources import Sources
 from telemetry.clock import now_ns
 from telemetry.records import CHECKPOINT, EVALUATION, OTHER, PhaseSpan
 
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from telemetry.attach.gpu_clock import GpuClock
-    from telemetry.attach.worker_probe import WorkerBlock
 
 _SAME_STEP: Final = r.code(r.S_DATA_WAIT, r.S_COMPUTE, r.JOINS)
 _EVALUATION: Final = r.code(r.S_EVALUATION, r.S_EVALUATION)
@@ -36,7 +36,6 @@ _BOUNDARY: Final = r.code(r.S_COMPUTE, r.S_COMPUTE, r.CLOSES | r.OPENS | r.BATCH
 
 _NO_THREAD: Final = -1
 _MAX_PHASES: Final = 4096
-_MAX_ITERATORS: Final = 64
 
 OVERHEAD_EVERY: Final = 64
 """Every so many steps the hook takes one stamp more, to measure itself where it runs."""
@@ -75,7 +74,7 @@ class StepTracker:
         recorder: told of every step boundary, off the short path; None while there is no snapshot to take.
         marks: ranges for the profilers that look on.
         device: the CUDA device of the training thread, as of the newest first batch; None for none.
-        loaders: live multi-worker iterators, by id; ``retired``: those that are gone and whose block is still unread.
+        sources: where batches come from.
         gpu: the clock that times waits on the GPU, None where there is none.
         garbage_ns: time garbage collection stopped the training thread.
         time_fetch: the next fetch of this thread's own is to be timed on the CPU's clock too; ``timed_fetch_ns`` and
@@ -96,7 +95,6 @@ class StepTracker:
         "_open",
         "_optimizer",
         "_optimizer_steps_at_open",
-        "_source",
         "_state",
         "_steady",
         "device",
@@ -105,14 +103,13 @@ class StepTracker:
         "gpu",
         "key",
         "last_error",
-        "loaders",
         "marks",
         "optimizer_steps",
         "overhead_ns",
         "phases",
         "recorder",
-        "retired",
         "ring",
+        "sources",
         "thread",
         "time_fetch",
         "timed_fetch_cpu_ns",
@@ -134,12 +131,10 @@ class StepTracker:
         self.time_fetch = False
         self.timed_fetch_ns = 0
         self.timed_fetch_cpu_ns = 0
-        self._source: Callable[[], Source | None] = lambda: None  # a reference that keeps nothing
+        self.sources = Sources()
         self.errors = 0
         self.last_error: BaseException | None = None
         self.phases: deque[PhaseSpan] = deque(maxlen=_MAX_PHASES)
-        self.loaders: dict[int, tuple[weakref.ref[Any], LoaderHandle]] = {}
-        self.retired: deque[LoaderHandle] = deque(maxlen=_MAX_ITERATORS)
         self.device: int | None = None
         self._current_device: Callable[[], int | None] = lambda: None
         self._grad_enabled: Callable[[], bool] = lambda: True  # until torch is there
@@ -164,11 +159,6 @@ class StepTracker:
     def gradients_on(self) -> bool:
         """Whether gradients are on, as far as torch is loaded."""
         return self._grad_enabled()
-
-    @property
-    def source(self) -> Source | None:
-        """Where the newest batches come from; None before the first, and when it is gone."""
-        return self._source()
 
     @property
     def active(self) -> bool:
@@ -213,18 +203,16 @@ class StepTracker:
 
     def delivered(self, iterator: object, start: int, end: int, entry: int) -> None:
         """A batch has come whose span is not the ordinary one."""
-        source = self._source_of(iterator)
+        state = entry >> 3 & 7
+        training = not self._held and state != r.S_EVALUATION
+        source = self.sources.delivered(iterator, training=training)
         self.ring.push(start, end, entry, source)
         self.waiting_since = 0
-        state = entry >> 3 & 7
-        if self._held or state == r.S_EVALUATION:
+        if not training:
             return
         self._state = state
         self._fetched = True
         self.device = self._current_device()
-        self._source = weakref.ref(source)
-        if isinstance(source, LoaderHandle):
-            source.training = True
         if id(iterator) != self._iterator:
             self._follow(iterator)
         if self._explicit:
@@ -250,8 +238,7 @@ class StepTracker:
         if self._held:
             return
         during, ended = entry & 7, isinstance(error, StopIteration)
-        known = None if ended else self.loaders.get(id(iterator))
-        loader = None if known is None else known[1]  # a batch that raised has its number too
+        loader = None if ended else self.sources.known(iterator)  # a batch that raised has its number too
         if during == r.S_EVALUATION:
             self._state = r.S_COMPUTE if self._open else r.S_OTHER
             self.ring.push(start, end, r.code(during, self._state), loader)
@@ -288,52 +275,20 @@ class StepTracker:
     def iterated(self, start: int, end: int, entry: int, iterator: object | None) -> None:
         """``iter(loader)`` has returned, or raised (iterator None)."""
         if iterator is not None:
-            self.register(iterator)
-        loader = self.loaders.get(id(iterator))
+            self.sources.register(iterator)
+        loader = self.sources.known(iterator)
         if loader is None:
             self.ring.push(start, end, entry)
         else:
-            self.ring.push(start, end, entry | r.BEGINS, loader[1])
+            self.ring.push(start, end, entry | r.BEGINS, loader)
         self.waiting_since = 0
-
-    def register(self, iterator: object, block: WorkerBlock | None = None, *, again: bool = True) -> None:
-        """Note the workers of an iterator, without keeping it alive. ``again``: its loader has had one before.
-
-        Only its pids and its queue are kept: a strong reference on the agent thread could make that thread the one
-        that shuts the workers down.
-        """
-        if not getattr(iterator, "_workers", None) or len(self.loaders) >= _MAX_ITERATORS:
-            return
-        key, loaders, retired = id(iterator), self.loaders, self.retired
-        if key in loaders:
-            return
-
-        def gone(reference: object) -> None:
-            del reference
-            entry = loaders.pop(key, None)
-            if entry is not None:
-                retired.append(entry[1])
-
-        loaders[key] = (weakref.ref(iterator, gone), LoaderHandle(iterator, block, again=again))
-
-    def _source_of(self, iterator: object) -> Source:
-        """Where a batch comes from."""
-        if id(iterator) not in self.loaders:
-            self.register(iterator)  # begun before the agent
-        entry = self.loaders.get(id(iterator))
-        if entry is not None:
-            return entry[1]
-        workers = getattr(iterator, "_num_workers", None)
-        if workers is None:
-            return WATCHED
-        return Source("workers", {"num_workers": workers}) if workers else ON_THREAD
 
     def time_next_fetch(self) -> None:
         """Where this thread fetches its batches itself, have one timed on the CPU's clock. Called on the agent thread.
 
         The clock of a thread costs a system call, so it is not read at every step.
         """
-        if self.active and self.source in {ON_THREAD, WATCHED}:
+        if self.active and self.sources.newest() in {ON_THREAD, WATCHED}:
             self.time_fetch = True
             self.key = 0  # off the short path, for one batch
 

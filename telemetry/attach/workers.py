@@ -42,7 +42,7 @@ def _probed(original: Callable[[Any], Any], tracker: StepTracker) -> Callable[[A
             if tracker.active:
                 again = begun.get(id(self)) is self
                 begun[id(self)] = self
-                tracker.register(iterator, probe.block if probe is not None else None, again=again)
+                tracker.sources.register(iterator, probe.block if probe is not None else None, again=again)
             if isinstance(getattr(iterator, "_worker_init_fn", None), WorkerProbe):
                 iterator._worker_init_fn = self.worker_init_fn
         except Exception as error:

@@ -253,8 +253,8 @@ def test_a_worker_begun_before_the_agent_cannot_be_asked_and_that_is_said(tmp_pa
 
 
 def ports(agent) -> dict:
-    (entry,) = agent.tracker.loaders.values()
-    return entry[1].block.stack_ports()
+    (entry,) = agent.tracker.sources.live()
+    return entry.block.stack_ports()
 
 
 def their_own_handlers(worker_id: int) -> None:

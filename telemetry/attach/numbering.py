@@ -1,0 +1,66 @@
+"""Which batch is which: numbers that tell a worker's fetches apart, and what was waited for each source."""
+
+from __future__ import annotations
+
+import weakref
+from bisect import bisect_left
+from typing import TYPE_CHECKING
+
+from telemetry.attach.handle import ON_THREAD, LoaderHandle, Source
+from telemetry.attach.ring import BATCH, BEGINS, S_DATA_WAIT
+from telemetry.clock import NS
+from telemetry.records import FETCH_BUCKETS, Arrival, Histogram
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from telemetry.attach.ring import Entry
+
+
+class Numbering:
+    """Gives the batches in the ring their numbers, which tell a worker's fetches apart, and adds up the waits."""
+
+    def __init__(self) -> None:
+        self._current: Callable[[], Source | None] = lambda: None  # not to keep one that is done with
+        self._waits: dict[Source, int] = {}
+        self._own_counts = [0] * (len(FETCH_BUCKETS) + 1)
+        self._own_ns = 0
+
+    def fold(self, entries: Iterable[Entry]) -> None:
+        """Number entries of the ring, in the order in which they happened."""
+        for start, end, code, loader in entries:
+            if isinstance(loader, LoaderHandle) and code & BEGINS:
+                loader.epoch += 1
+                loader.delivered = 0
+            elif loader is not None or code & BATCH:
+                waited = code & 7 == S_DATA_WAIT
+                if loader is None:
+                    loader = self._current()  # noqa: PLW2901 - an ordinary batch does not say where it is from
+                elif waited:
+                    self._current = weakref.ref(loader)
+                if loader is not None and waited:
+                    self._waits[loader] = self._waits.get(loader, 0) + end - start
+                    if loader is ON_THREAD:  # without workers the wait is the fetch
+                        self._own_counts[bisect_left(FETCH_BUCKETS, (end - start) / NS)] += 1
+                        self._own_ns += end - start
+                if isinstance(loader, LoaderHandle) and loader.delivered is not None:
+                    if waited:
+                        loader.arrivals.append(Arrival(loader.epoch, loader.delivered, start, end))
+                    loader.delivered += 1
+
+    def lost(self) -> None:
+        """Entries were dropped: numbers mean nothing until the next iteration begins."""
+        loader = self._current()
+        if isinstance(loader, LoaderHandle):
+            loader.delivered = None
+
+    def own_fetches(self) -> Histogram | None:
+        """What the training thread took for batches that it fetched itself; None before the first."""
+        if not self._own_ns:
+            return None
+        return Histogram(FETCH_BUCKETS, tuple(self._own_counts), self._own_ns / NS)
+
+    def take_source(self) -> Source | None:
+        """The source that was waited for most since the last call; None where nothing was waited for."""
+        waits, self._waits = self._waits, {}
+        return max(waits, key=lambda source: waits[source], default=None)
