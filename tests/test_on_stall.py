@@ -64,3 +64,20 @@ def test_a_callback_that_fails_is_counted_and_nothing_else(tmp_path):
 def test_what_is_no_callback_is_refused(value):
     with pytest.raises(SettingError, match="on_stall"):
         Config.load({"on_stall": value}, {})
+
+
+def test_workers_that_are_started_for_every_epoch_are_the_cause(tmp_path):
+    heard: list[dict] = []
+    start(tmp_path, on_stall=heard.append)
+    loader = DataLoader(Numbers(6), batch_size=1, num_workers=2)
+    for _ in range(400):
+        for _ in loader:
+            pass
+        if heard:
+            break
+    (stall,) = heard
+    evidence = stall["evidence"]
+    assert stall["cause"] == "worker_startup"
+    assert evidence["edges"] >= 2
+    assert 0.5 * evidence["wait_seconds"] < evidence["edge_wait_seconds"] <= evidence["wait_seconds"]
+    assert stall["advice"][0]["setting"] == "persistent_workers"
