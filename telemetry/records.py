@@ -198,7 +198,7 @@ class WorkerCounters:
         wall_ns: of the fetches that have ended; ``fetching_since_ns`` is the start of the one in progress.
         ended: fetches that have ended, those that raised included; the first is number 0.
         epoch: how many epochs it has begun; epoch ``e`` began with fetch number ``epoch_began[e % len]``.
-        recent_finished_ns: when the newest fetches ended; number ``n`` is at ``n % len``.
+        recent_started_ns, recent_finished_ns: of the newest fetches that have ended; number ``n`` is at ``n % len``.
     """
 
     worker: int
@@ -211,6 +211,7 @@ class WorkerCounters:
     ended: int
     epoch_began: tuple[int, ...]
     histogram: tuple[int, ...]
+    recent_started_ns: tuple[int, ...]
     recent_finished_ns: tuple[int, ...]
 
 

@@ -22,6 +22,7 @@ from telemetry.snapshot.capture import Capture
 from telemetry.snapshot.folder import open_folder
 from telemetry.snapshot.outcome import Outcome
 from telemetry.snapshot.store import Keeper, Stored, StoreError, sweep, trace_name
+from telemetry.snapshot.tracks import as_events, fetches
 from telemetry.snapshot.trigger import Limits, StepWatch, Trigger
 
 if TYPE_CHECKING:
@@ -238,13 +239,20 @@ class Snapshots:
         name = trace_name(identity.rank, slug(identity.node), identity.pid, plan.stamp_ms)
         stored, error = None, None
         try:
-            stored = self._keeper.keep(outcome.trace, plan.folder, name)
+            stored = self._keeper.keep(outcome.trace, plan.folder, name, more=self._fetches(outcome))
             describe(self._folder, plan, self._part(outcome, stored))
         except (StoreError, OSError) as failure:
             error = str(failure)
         except Exception as failure:
             error = f"{type(failure).__name__}: {failure}"
         self._kept = _Kept(outcome, stored, error)
+
+    def _fetches(self, outcome: Outcome) -> Callable[[int], bytes]:
+        """What the workers did meanwhile, read before they forget it."""
+        blocks = [loader.block for loader in self._tracker.sources.live() if loader.block is not None]
+        counters = [worker for block in blocks for worker in block.read()]
+        found = fetches(counters, outcome.started_ns, outcome.ended_ns, time.time_ns() - now_ns())
+        return lambda zero_ns: as_events(found, zero_ns)
 
     def _part(self, outcome: Outcome, stored: Stored) -> dict[str, Any]:
         identity = self._identity

@@ -57,6 +57,8 @@ def test_fetches_are_counted_whatever_the_start_method(observed, context):
         assert sum(c.histogram) == 3
         assert c.fetching_since_ns == 0
         assert 0 < max(c.recent_finished_ns) <= time.perf_counter_ns()
+        spans = list(zip(c.recent_started_ns, c.recent_finished_ns, strict=True))[: c.ended]
+        assert sum(end - start for start, end in spans) == c.wall_ns
     observed.check_sum()
 
 

@@ -447,6 +447,32 @@ def test_a_whole_run_takes_one_when_it_is_asked(tmp_path, capfd):
     assert capfd.readouterr() == ("", "")
 
 
+def test_the_fetches_of_the_workers_stand_in_the_trace(tmp_path):
+    agent = telemetry.start(tmp_path / "run", port=0, interval_seconds=0.1, start_line=False)
+    pids = []
+    iterator = iter(DataLoader(Numbers(100_000, seconds=0.02), num_workers=2, prefetch_factor=1))
+    for step, _ in enumerate(iterator, 1):
+        if step == 10:
+            pids = [worker.pid for worker in iterator._workers]
+            assert telemetry.request_snapshot(steps=6)
+        if sum(agent.snapshots.counts.values()):
+            break
+    telemetry.stop()
+    (path,) = agent.run_dir.glob("snapshots/request-step*/rank-0.*.pt.trace.json.gz")
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    named = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name" and e["pid"] in pids}
+    assert named == dict(zip(pids, ["DataLoader worker 0", "DataLoader worker 1"], strict=True))
+    fetches = [e for e in events if e.get("cat") == "dataloader_worker"]
+    assert {e["pid"] for e in fetches} == set(pids)
+    assert all(e["dur"] >= 20_000 for e in fetches)
+    ends = [e["ts"] + e["dur"] for e in fetches]
+    waits = [e for e in events if e["name"].startswith("enumerate(DataLoader)")]
+    assert len(waits) >= 6
+    for wait in waits:  # each was for a batch that a worker finished in it, or a moment before
+        over = wait["ts"] + wait["dur"]
+        assert min(over - end for end in ends if end <= over) < 1e6
+
+
 @pytest.mark.parametrize("arguments", [dict(steps=0), dict(steps=51), dict(rank=-1)])
 def test_a_request_out_of_range(arguments):
     with pytest.raises(ValueError, match="snapshot"):

@@ -61,6 +61,21 @@ def test_it_is_there_and_nothing_else(keeper, tmp_path):
         assert (tmp_path / folder).stat().st_mode & 0o777 == 0o700
 
 
+def test_more_events_come_first(keeper):
+    events = [{"name": f"number {n}"} for n in range(10_000)]  # more than is read in one go
+    content = b'{"baseTimeNanoseconds": 7, "traceEvents": [\n  ' + json.dumps(events)[1:].encode() + b"}"
+    stored = keeper.keep(Trace(content), "request-step5", NAME, more=lambda zero: b'{"name": "at %d"},\n' % zero)
+    text = gzip.decompress((keeper.snapshots / "request-step5" / NAME).read_bytes())
+    assert json.loads(text)["traceEvents"] == [{"name": "at 7"}, *events]
+    assert stored.raw_bytes == len(text)
+
+
+@pytest.mark.parametrize("content", [b'{"traceEvents": [{}]}', b'{"baseTimeNanoseconds": 7, "traceEvents": []}'])
+def test_nothing_is_added_where_there_is_no_place_for_it(keeper, content):
+    keeper.keep(Trace(content), "request-step5", NAME, more=lambda _: b"{},")
+    assert gzip.decompress((keeper.snapshots / "request-step5" / NAME).read_bytes()) == content
+
+
 def test_without_room_in_memory_it_is_saved_beside(keeper, monkeypatch):
     monkeypatch.setattr("telemetry.snapshot.store._free_bytes", lambda _: 0)
     trace = Trace()
@@ -90,7 +105,7 @@ def test_what_is_read_back_must_be_what_was_written(keeper, monkeypatch):
             path.write_bytes(content)
 
     with pytest.raises(StoreError, match="read back"):
-        keeper.keep(Trace(), "request-step5", NAME, corrupt)
+        keeper.keep(Trace(), "request-step5", NAME, reached=corrupt)
     assert tree(keeper.snapshots) == []
 
 

@@ -22,8 +22,8 @@ from telemetry.records import FETCH_BUCKETS, StackPort, WorkerCounters
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_SLOT_WORDS: Final = 128
-"""One KiB a worker: no two workers share a cache line."""
+_SLOT_WORDS: Final = 192
+"""One and a half KiB a worker: no two workers share a cache line."""
 
 _PID, _TID, _EPOCH, _FETCHES, _WALL, _SINCE, _ENDED = range(7)
 _COUNTS: Final = struct.Struct("=4q")
@@ -36,7 +36,9 @@ EPOCHS: Final = 8
 """Epochs of which it is kept with which fetch they began."""
 _RECENT: Final = 64
 RECENT: Final = 64
-"""Fetches of a worker whose end is kept: its newest, by number."""
+"""Fetches of a worker whose begin and end are kept: its newest, by number."""
+
+_SPAN: Final = struct.Struct("=2q")
 
 MAX_WORKERS: Final = 4096
 """A loader with more is not probed."""
@@ -104,7 +106,8 @@ class WorkerBlock:
                     ended=slot[_ENDED],
                     epoch_began=tuple(slot[_EPOCHS : _EPOCHS + EPOCHS]),
                     histogram=tuple(slot[_HISTOGRAM : _HISTOGRAM + len(FETCH_BUCKETS) + 1]),
-                    recent_finished_ns=tuple(slot[_RECENT : _RECENT + RECENT]),
+                    recent_started_ns=tuple(slot[_RECENT : _RECENT + 2 * RECENT : 2]),
+                    recent_finished_ns=tuple(slot[_RECENT + 1 : _RECENT + 2 * RECENT : 2]),
                 )
             )
         return tuple(counters)
@@ -205,7 +208,7 @@ def timed_fetch(original: Callable[[Any, Any], Any], words: memoryview) -> Calla
     of this.
     """
     last_bucket = len(FETCH_BUCKETS)
-    slot, store = words.cast("B"), _COUNTS.pack_into
+    slot, store, store_span = words.cast("B"), _COUNTS.pack_into, _SPAN.pack_into
     fetches = wall = ended = 0
     current: Any = None
 
@@ -222,14 +225,14 @@ def timed_fetch(original: Callable[[Any, Any], Any], words: memoryview) -> Calla
             data = original(self, possibly_batched_index)
         except BaseException as error:
             if not isinstance(error, StopIteration):  # the end of an iterable data set is no batch
-                words[_RECENT + ended % RECENT] = now_ns()
+                store_span(slot, 8 * _RECENT + ended % RECENT * _SPAN.size, start, now_ns())
                 ended += 1
             store(slot, _COUNTS_AT, fetches, wall, 0, ended)
             forget_frame(error)
             raise
         end = now_ns()
         took = end - start
-        words[_RECENT + ended % RECENT] = end
+        store_span(slot, 8 * _RECENT + ended % RECENT * _SPAN.size, start, end)
         words[_HISTOGRAM + min((took >> 20).bit_length(), last_bucket)] += 1
         ended += 1
         fetches += 1

@@ -39,6 +39,7 @@ _SPARE_BYTES: Final = 64 << 20
 """Disk that is left to the training."""
 
 _HEAD: Final = re.compile(rb'"baseTimeNanoseconds": (\d+)')
+_EVENTS: Final = re.compile(rb'"traceEvents": \[\s*(\{)')
 
 
 class StoreError(Exception):
@@ -80,13 +81,22 @@ class Keeper:
     most_bytes: int
     budget_bytes: int
 
-    def keep(self, trace: Trace, folder: str, name: str, reached: Callable[[str], None] = lambda _: None) -> Stored:
+    def keep(
+        self,
+        trace: Trace,
+        folder: str,
+        name: str,
+        *,
+        more: Callable[[int], bytes] = lambda _: b"",
+        reached: Callable[[str], None] = lambda _: None,
+    ) -> Stored:
         """Save a trace, and publish it whole. It is freed in any case.
 
         Args:
             trace: to save.
             folder: of the snapshot.
             name: of the file.
+            more: given the trace's zero (`Stored.zero_ns`), events to put first into it, a comma after each.
             reached: told of each stage as it is reached, for whoever watches.
 
         Raises:
@@ -103,7 +113,7 @@ class Keeper:
                     raw = self._save(trace, work, held)
                     try:
                         reached("saved")
-                        size, zero_ns = self._compress(raw, work, reached)
+                        size, zero_ns = self._compress(raw, work, more, reached)
                     finally:
                         os.close(raw)
                     stored = Stored(name, os.stat(_PACKED, dir_fd=work.fd).st_size, size, zero_ns, held)
@@ -141,19 +151,26 @@ class Keeper:
         place.remove(_RAW)
         return raw
 
-    def _compress(self, raw: int, work: Folder, reached: Callable[[str], None]) -> tuple[int, int | None]:
+    def _compress(
+        self, raw: int, work: Folder, more: Callable[[int], bytes], reached: Callable[[str], None]
+    ) -> tuple[int, int | None]:
         size = os.fstat(raw).st_size
         if size > self.most_bytes:
             raise StoreError(f"it has {size} bytes, more than snapshot_max_bytes = {self.most_bytes}")
         if _free_bytes_of(work.fd) < size // _COMPRESSES + _SPARE_BYTES:
             raise StoreError(f"no room: less than {(size // _COMPRESSES + _SPARE_BYTES) >> 20} MiB are free")
-        zero = _HEAD.search(os.pread(raw, _CHUNK, 0))
+        head = os.pread(raw, _CHUNK, 0)
+        zero, events = _HEAD.search(head), _EVENTS.search(head)
         if os.pread(raw, 64, max(0, size - 64)).rstrip()[-1:] != b"}":
             raise StoreError("torch did not write it to its end")
         file = work.create(_PACKED)
         try:
             reached("compressing")
-            checksum = _deflate(raw, file)
+            begin, added = b"", b""
+            if zero is not None and events is not None:
+                begin, added = os.read(raw, events.start(1)), more(int(zero[1]))
+                size += len(added)
+            checksum = _deflate(begin + added, raw, file)
             os.fsync(file)
             reached("compressed")
             os.lseek(file, 0, os.SEEK_SET)
@@ -185,10 +202,14 @@ class Keeper:
             raise StoreError(f"this snapshot alone is larger than snapshot_disk_bytes = {self.budget_bytes}")
 
 
-def _deflate(raw: int, file: int) -> int:
-    """Compress from one descriptor to another, gzip. zlib works without the interpreter. Returns the checksum."""
+def _deflate(begin: bytes, raw: int, file: int) -> int:
+    """Compress ``begin`` and what is left of ``raw`` into ``file``, gzip. Returns the checksum of all of it.
+
+    zlib works without the interpreter.
+    """
     packer = zlib.compressobj(_LEVEL, zlib.DEFLATED, 16 + zlib.MAX_WBITS)
-    checksum = 0
+    checksum = zlib.crc32(begin)
+    _write(file, packer.compress(begin))
     while chunk := os.read(raw, _CHUNK):
         checksum = zlib.crc32(chunk, checksum)
         _write(file, packer.compress(chunk))

@@ -53,7 +53,7 @@ from telemetry.snapshot import outcome, store
 stage = sys.argv[1]
 kill = lambda reached: reached == stage and os.kill(os.getpid(), signal.SIGKILL)
 keep, save = store.Keeper.keep, outcome.Trace.save
-store.Keeper.keep = lambda self, trace, folder, name: keep(self, trace, folder, name, kill)
+store.Keeper.keep = lambda self, trace, folder, name, more: keep(self, trace, folder, name, more=more, reached=kill)
 outcome.Trace.save = lambda self, path: (save(self, path), kill("saving"))[0]
 agent = start()
 loop(agent, lambda: agent.snapshots.counts["failed"])
