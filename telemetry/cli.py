@@ -161,9 +161,9 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from telemetry import doctor
+    from telemetry.doctor import command
 
-    return doctor.doctor(options.run_dir)
+    return command.doctor(options.run_dir)
 
 
 def _usage_error(message: str) -> int:

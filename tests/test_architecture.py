@@ -37,7 +37,7 @@ OWNERS = {
     "torch": {
         "attach/worker_probe.py",
         "demo/train.py",
-        "doctor.py",
+        "doctor/gpu.py",
         "snapshot/session.py",
     },  # else attach/ works on the modules that the script has imported
     "PIL": {"demo/pictures.py", "demo/train.py", "demo/command.py"},

@@ -11,9 +11,11 @@ import pytest
 from fakes import nvml as fake
 from fakes.nvml import Gpu, State
 
-from telemetry import doctor as module
 from telemetry.collect.source import SourceError
-from telemetry.doctor import ABSENT, HEIGHT, OK, PROBLEM, WIDTH, Finding, doctor, examine, render
+from telemetry.config import Config
+from telemetry.doctor import command, gpu, installed, places
+from telemetry.doctor.command import HEIGHT, WIDTH, doctor, examine, render
+from telemetry.doctor.finding import ABSENT, OK, PROBLEM, Finding, Place
 
 ROOT = Path(__file__).parents[1]
 
@@ -40,13 +42,13 @@ def taken():
 
 
 def test_a_machine_that_is_well(tmp_path, capsys):
-    before = set(module.os.listdir(tmp_path))
+    before = set(os.listdir(tmp_path))
     assert doctor(str(tmp_path / "run")) == 0
     printed = capsys.readouterr()
     assert "everything that is needed works" in printed.out
     assert PROBLEM not in printed.out.splitlines()[0]
     assert printed.err == ""
-    assert set(module.os.listdir(tmp_path)) == before  # it leaves nothing behind
+    assert set(os.listdir(tmp_path)) == before  # it leaves nothing behind
 
 
 def test_every_check_finds_something():
@@ -108,8 +110,8 @@ class TestRunFolder:
         assert doctor(str(tmp_path / "file")) == 1
 
     def test_no_room_for_the_log(self, tmp_path, monkeypatch):
-        usage = module.shutil.disk_usage(tmp_path)
-        monkeypatch.setattr(module.shutil, "disk_usage", lambda path: usage._replace(free=1 << 20))
+        usage = places.shutil.disk_usage(tmp_path)
+        monkeypatch.setattr(places.shutil, "disk_usage", lambda path: usage._replace(free=1 << 20))
         finding = found("run folder", str(tmp_path))
         assert finding.status == PROBLEM
         assert "1.0 MiB free" in finding.text
@@ -146,18 +148,18 @@ class TestSettings:
 
 class TestVersions:
     def test_old_torch(self, monkeypatch):
-        monkeypatch.setattr(module, "_version", lambda package: {"torch": "2.3.1+cu121"}.get(package, "99.0"))
+        monkeypatch.setattr(installed, "version_of", lambda package: {"torch": "2.3.1+cu121"}.get(package, "99.0"))
         assert found("versions").status == PROBLEM
         assert "2.4 or newer" in found("versions").text
 
     def test_nothing_installed(self, monkeypatch):
-        monkeypatch.setattr(module, "_version", lambda package: None)
+        monkeypatch.setattr(installed, "version_of", lambda package: None)
         assert found("versions").status == PROBLEM
         assert "pip install structlog prometheus-client" in found("packages").text
         assert found("cuda events").status == ABSENT
 
     def test_the_package_that_overwrites_the_binding(self, monkeypatch):
-        monkeypatch.setattr(module, "_version", lambda package: "11.5.3" if package == "pynvml" else "99.0")
+        monkeypatch.setattr(installed, "version_of", lambda package: "11.5.3" if package == "pynvml" else "99.0")
         texts = [f.text for f in examine(None) if f.name == "packages" and f.status == PROBLEM]
         assert len(texts) == 1
         assert "pip uninstall pynvml" in texts[0]
@@ -195,15 +197,15 @@ class TestGpu:
         import torch
 
         monkeypatch.setattr(torch.version, "cuda", None)
-        place = module.Place(module.Config.load({}, environ={}), gpus=True)
-        (finding,) = module._check_cuda_events(place)
+        place = Place(Config.load({}, environ={}), gpus=True)
+        (finding,) = gpu.check_cuda_events(place)
         assert finding.status == PROBLEM
         assert "install a CUDA build" in finding.text
 
     def test_cuda_that_hangs(self, monkeypatch):
         release = threading.Event()
-        monkeypatch.setattr(module, "_time_with_events", lambda gpus: release.wait())
-        monkeypatch.setattr(module, "_CUDA_SECONDS", 0.1)
+        monkeypatch.setattr(gpu, "_time_with_events", lambda gpus: release.wait())
+        monkeypatch.setattr(gpu, "_CUDA_SECONDS", 0.1)
         finding = found("cuda events")
         release.set()
         for thread in threading.enumerate():
@@ -244,10 +246,10 @@ class TestTheScreen:
         assert max(map(len, lines)) <= WIDTH
 
     def test_a_check_that_fails_is_a_finding(self, monkeypatch, capsys):
-        def _check_the_weather(place):
+        def check_the_weather(place):
             raise RuntimeError("it\nrains")
 
-        monkeypatch.setattr(module, "CHECKS", (_check_the_weather,))
+        monkeypatch.setattr(command, "CHECKS", (check_the_weather,))
         assert doctor(None) == 1
         assert capsys.readouterr().out.startswith("!! the weather the check itself failed: RuntimeError: it rains\n")
 
@@ -265,3 +267,13 @@ def test_as_a_command(tmp_path):
     assert done.returncode == 1
     assert done.stderr == ""
     assert "!! enabled" in done.stdout
+
+
+def test_a_reader_that_has_seen_enough(tmp_path):
+    read, write = os.pipe()
+    os.close(read)
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "telemetry", "doctor", "--run-dir", str(tmp_path)]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, env=env, check=False, timeout=60)
+    os.close(write)
+    assert done.stderr == b""
