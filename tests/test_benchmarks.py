@@ -45,7 +45,7 @@ def test_growth_of_memory(agent):
 
 
 def test_a_scraped_node():
-    answer = scrape.measure(pairs=1, segment_seconds=0.4, hertz=10.0)
+    answer = scrape.measure(pairs=1, segment_seconds=1.0, hertz=10.0)
     assert answer["latencies"]
     assert answer["failed"] == 0
     assert answer["samples"] > 8 * 20

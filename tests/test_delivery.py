@@ -183,7 +183,7 @@ counts = st.integers(0, 200)
             ended=counts,
             epoch_began=st.tuples(*[counts] * 8),
             histogram=st.just((0,) * (len(FETCH_BUCKETS) + 1)),
-            recent_started_ns=(0,) * 64,
+            recent_started_ns=st.tuples(*[stamps] * 64),
             recent_finished_ns=st.tuples(*[stamps] * 64),
         ),
         max_size=4,

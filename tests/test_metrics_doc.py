@@ -12,6 +12,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from telemetry import records
+from telemetry.attach.ring import Ring
+from telemetry.attach.steps import StepTracker
 from telemetry.config import STEP_BUCKETS
 from telemetry.faults import Faults
 from telemetry.publish.endpoint import join
@@ -185,8 +187,7 @@ def test_label_values_of_the_document():
 
 
 def test_collectors_are_those_of_the_agent():
-    tracker = SimpleNamespace(loaders={}, device=None)
-    sampler = Sampler(tracker, 1.0, Faults())
+    sampler = Sampler(StepTracker(Ring()), 1.0, Faults())
     try:
         assert {health.name for health in sampler.health()} == set(COLLECTORS)
     finally:

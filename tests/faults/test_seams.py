@@ -112,7 +112,9 @@ HOOKS = [
     "tracker.failed",
     "tracker.iteration",
     "tracker.iterated",
-    "tracker.register",
+    "tracker.sources.register",
+    "tracker.sources.delivered",
+    "tracker.sources.known",
     "tracker.mark_request",
     "tracker.ring.push",
     "tracker.optimizer_stepped",
@@ -303,14 +305,12 @@ def unharmed_epoch(unharmed):
 
 @pytest.mark.parametrize("seam", ["view", "families", "render", "board"])
 def test_an_error_in_the_rendering_leaves_the_log(seam, start, unharmed, monkeypatch, tmp_path):
-    import telemetry.agent as module
-
     agent = start()
     ticked(agent)
     places = {
         "view": (agent, "_view"),
         "families": (agent._families, "_loop"),
-        "render": (module, "render"),
+        "render": (agent._renderer, "render"),
         "board": (agent._node._board, "publish"),
     }
     with monkeypatch.context() as patch:
