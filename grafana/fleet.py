@@ -1,0 +1,292 @@
+"""All runs: what is lost, where first, and why."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from grafana_foundation_sdk.builders.dashboard import Row
+
+from grafana import frame
+from grafana.colours import BAD, CAUSES, FAIR
+from grafana.panels import Query, fair_bad, figure, graph
+from grafana.tables import Column, rows
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from grafana_foundation_sdk.builders import stat, table, timeseries
+    from grafana_foundation_sdk.models import dashboard
+
+_RUNS: Final = 'run=~"$run"'
+_NODE: Final = "* on (run, rank) group_left (node) run_rank_node:training_run_info:max"
+_CAUSE: Final = "* on (run, rank) group_left (cause) run_rank_cause:training_stall_lost_seconds:top_rate5m"
+
+# A number of GPUs, read once a minute and summed, is GPU-minutes. A run that comes or goes counts for as long as it was
+# there.
+_LOST_MINUTES: Final = f"sum_over_time(run_cause:training_stall_lost_seconds:rate5m{{{_RUNS}}}[$__range:1m])"
+_LOST_MINUTES_AT_END: Final = _LOST_MINUTES.replace("1m]", "1m] @ end()")
+
+
+def fleet() -> dashboard.Dashboard:
+    """The dashboard."""
+    board = frame.board(
+        frame.FLEET,
+        "Training / Fleet",
+        "All training runs: GPU-hours lost to starvation and other stalls, the worst runs, ranks and GPUs.",
+        hours=6,
+    ).with_variable(
+        frame.variable("run", "Run", "label_values(training_run_info, run)", "Runs that are shown", several=True)
+    )
+    board = board.with_row(Row("What is lost"))
+    for one in _figures():
+        board = board.with_panel(one)
+    for each in _losses():
+        board = board.with_panel(each)
+    board = board.with_row(Row("Where to look first")).with_panel(_worst_runs()).with_panel(_worst_ranks())
+    board = board.with_row(Row("Runs that make no progress")).with_panel(_no_progress())
+    board = board.with_row(Row("GPUs that are busy but starved")).with_panel(_starved_gpus())
+    for each in _gpus():
+        board = board.with_panel(each)
+    return frame.built(board)
+
+
+def _figures() -> Iterator[stat.Panel]:
+    yield figure(
+        "Runs",
+        "Runs of which at least one rank is alive. Fewer than you expect: look for runs that make no progress, below.",
+        "short",
+        Query(f"count(run:training_ranks_alive:sum{{{_RUNS}}} > 0)"),
+    )
+    yield figure(
+        "Ranks",
+        "Ranks that are alive, over all runs. One rank drives one GPU.",
+        "short",
+        Query(f"sum(run:training_ranks_alive:sum{{{_RUNS}}})"),
+    )
+    yield figure(
+        "GPUs lost right now",
+        "Time lost in stalls a second, over all ranks: as if so many GPUs stood still. Below is who loses them.",
+        "short",
+        Query(f"sum(run_cause:training_stall_lost_seconds:rate5m{{{_RUNS}}})"),
+        steps=fair_bad(0.5, 2),
+        decimals=1,
+    )
+    yield figure(
+        "GPU-hours lost",
+        "Lost in stalls in the time range of the dashboard, over all ranks and causes. The bars beside the graph say "
+        "to what.",
+        "short",
+        Query(f"sum({_LOST_MINUTES}) / 60"),
+        steps=fair_bad(1, 10),
+        decimals=1,
+    )
+    yield figure(
+        "Starving ranks",
+        "Ranks whose device had nothing to run for more than 20 % of their training loop in the last five minutes, "
+        "because no batch was there. The worst are listed below, each with its cause.",
+        "short",
+        Query(f"count(run_rank:training_exposed_wait:ratio_rate5m{{{_RUNS}}} > 0.2) or vector(0)"),
+        steps=((1, FAIR), (10, BAD)),
+    )
+    yield figure(
+        "Stuck ranks",
+        "Ranks that have ended no step for two minutes and ten mean steps, in a run that neither evaluates nor saves. "
+        "The table of runs that make no progress says which.",
+        "short",
+        Query(f"count(run_rank:training_stuck:seconds{{{_RUNS}}}) or vector(0)"),
+        steps=((1, BAD),),
+    )
+
+
+def _losses() -> Iterator[timeseries.Panel]:
+    yield graph(
+        "GPUs lost, by cause",
+        "Time lost in stalls a second, over all ranks: as if so many GPUs stood still. The runbook says what each "
+        "cause asks for; the tables below say whom.",
+        "short",
+        Query(f"sum by (cause) (run_cause:training_stall_lost_seconds:rate5m{{{_RUNS}}}) > 0", "{{cause}}"),
+        stacked=True,
+        colours=CAUSES,
+        no_value="Nothing is lost",
+    ).span(16)
+    yield graph(
+        "GPUs lost, by run",
+        "The ten runs that lose most in the time range. Open one from the table below.",
+        "short",
+        Query(
+            f"sum by (run) (run_cause:training_stall_lost_seconds:rate5m{{{_RUNS}}}) and on (run) "
+            f"topk(10, sum by (run) ({_LOST_MINUTES_AT_END}) > 0)",
+            "{{run}}",
+        ),
+        stacked=True,
+        no_value="Nothing is lost",
+    ).span(8)
+
+
+def _worst_runs() -> table.Panel:
+    return rows(
+        "Worst runs",
+        "Runs by the GPU-hours that they lost to stalls in the time range. Open one to see its verdict over time; the "
+        "cause is what costs it most at this moment.",
+        Column(
+            "GPU-hours lost",
+            "short",
+            f"topk(50, sum by (run) ({_LOST_MINUTES})) / 60",
+            steps=fair_bad(0.1, 1),
+            decimals=2,
+        ),
+        Column(
+            "GPUs lost now",
+            "short",
+            f"sum by (run) (run_cause:training_stall_lost_seconds:rate5m{{{_RUNS}}})",
+            steps=fair_bad(0.2, 1),
+            decimals=2,
+        ),
+        Column(
+            "exposed wait",
+            "percentunit",
+            f"avg by (run) (run_rank:training_exposed_wait:ratio_rate5m{{{_RUNS}}})",
+            steps=fair_bad(0.1, 0.2),
+            bar=1,
+            width=200,
+        ),
+        Column("ranks", "short", f"run:training_ranks_alive:sum{{{_RUNS}}}", width=80),
+        Column("steps/s a rank", "short", f"avg by (run) (run_rank:training_steps:rate5m{{{_RUNS}}})", decimals=2),
+        Column(
+            "lost to the cause",
+            "short",
+            f"topk by (run) (1, run_cause:training_stall_lost_seconds:rate5m{{{_RUNS}}} > 0)",
+            decimals=2,
+            width=140,
+        ),
+        keys={"run": 260, "cause": 220},
+        links={"run": frame.TO_RUN},
+        sort="GPU-hours lost",
+    )
+
+
+def _worst_ranks() -> table.Panel:
+    selection = f"topk(25, run_rank:training_stall_lost_seconds:rate5m{{{_RUNS}}} > 0)"
+    worst = f"and on (run, rank) {selection}"
+    return rows(
+        "Worst ranks",
+        "The 25 ranks that lose most at this moment. Starving: the cause names what the loader lacks. Straggler: this "
+        "rank waits for another one, which is named where its run is shown.",
+        Column("lost now", "percentunit", f"{selection} {_NODE} {_CAUSE}", steps=fair_bad(0.1, 0.2), bar=1, width=200),
+        Column(
+            "exposed wait",
+            "percentunit",
+            f"run_rank:training_exposed_wait:ratio_rate5m{{{_RUNS}}} {worst}",
+            steps=fair_bad(0.1, 0.2),
+            bar=1,
+            width=200,
+        ),
+        Column("steps/s", "short", f"run_rank:training_steps:rate5m{{{_RUNS}}} {worst}", decimals=2),
+        Column(
+            "SM activity",
+            "percentunit",
+            f"max by (run, rank) (run_rank_gpu:training_gpu_sm_active:ratio{{{_RUNS}}}) {worst}",
+            bar=1,
+            width=160,
+        ),
+        keys={"run": 260, "rank": 70, "node": 160, "cause": 220},
+        links={"run": frame.TO_RUN, "rank": frame.TO_RANK, "node": frame.TO_NODE},
+        sort="lost now",
+        no_value="No rank loses time to a stall",
+    )
+
+
+def _no_progress() -> table.Panel:
+    return rows(
+        "Time since the last step",
+        "By the rank that has waited longest. Stuck: alive, without a step, and without an evaluation or a checkpoint "
+        "to explain it; its log has every stack. Gone: was there and has not ended by itself; look at the end of its "
+        "stderr.",
+        Column(
+            "since the last step",
+            "s",
+            f"topk(20, max by (run) (run_rank:training_last_step_age:seconds{{{_RUNS}}}))",
+            steps=fair_bad(60, 120),
+            width=180,
+        ),
+        Column(
+            "stuck ranks", "short", f"count by (run) (run_rank:training_stuck:seconds{{{_RUNS}}})", steps=((1, BAD),)
+        ),
+        Column(
+            "ranks gone",
+            "short",
+            f"count by (run) (instance_run_rank:training_run_info:last{{{_RUNS}}} unless on (run, rank) "
+            "training_run_info)",
+            steps=((1, BAD),),
+        ),
+        Column("steps/s a rank", "short", f"avg by (run) (run_rank:training_steps:rate1m{{{_RUNS}}})", decimals=2),
+        keys={"run": 260},
+        links={"run": frame.TO_RUN},
+        sort="since the last step",
+        no_value="No run is there",
+    ).height(7)
+
+
+def _starved_gpus() -> table.Panel:
+    gap = (
+        f"topk(25, run_rank_gpu:training_gpu_utilization:ratio{{{_RUNS}}} - "
+        f"run_rank_gpu:training_gpu_sm_active:ratio{{{_RUNS}}})"
+    )
+    shown = f"and on (run, rank, gpu) {gap}"
+    return rows(
+        "Utilisation against SM activity",
+        "Utilisation is the share of time in which any kernel ran; SM activity how much of the GPU worked. Where the "
+        "first is high and the second low, the GPU looks busy and is not: kernels are too small, or come too late. "
+        "Open the rank: exposed wait says whether it is the data.",
+        Column("gap", "percentunit", f"{gap} {_NODE}", steps=fair_bad(0.3, 0.6), width=90),
+        Column(
+            "utilisation",
+            "percentunit",
+            f"run_rank_gpu:training_gpu_utilization:ratio{{{_RUNS}}} {shown}",
+            bar=1,
+            width=200,
+        ),
+        Column(
+            "SM activity",
+            "percentunit",
+            f"run_rank_gpu:training_gpu_sm_active:ratio{{{_RUNS}}} {shown}",
+            bar=1,
+            width=200,
+        ),
+        Column(
+            "exposed wait",
+            "percentunit",
+            f"run_rank:training_exposed_wait:ratio_rate5m{{{_RUNS}}} * on (run, rank) group_right () "
+            f"(run_rank_gpu:training_gpu_info:max {shown})",
+            steps=fair_bad(0.1, 0.2),
+            bar=1,
+            width=200,
+        ),
+        keys={"run": 240, "rank": 70, "node": 160, "gpu": 60, "uuid": 330},
+        links={"run": frame.TO_RUN, "rank": frame.TO_RANK, "node": frame.TO_NODE},
+        sort="gap",
+        no_value="No run publishes figures of its GPUs",
+    )
+
+
+def _gpus() -> Iterator[timeseries.Panel]:
+    yield graph(
+        "Utilisation and SM activity, all GPUs",
+        "Means over all GPUs, and the tenth that works least. A wide gap between the means is a fleet that is busy but "
+        "starved.",
+        "percentunit",
+        Query(f"avg(run_rank_gpu:training_gpu_utilization:ratio{{{_RUNS}}})", "utilisation, mean"),
+        Query(f"avg(run_rank_gpu:training_gpu_sm_active:ratio{{{_RUNS}}})", "SM activity, mean"),
+        Query(f"quantile(0.1, run_rank_gpu:training_gpu_sm_active:ratio{{{_RUNS}}})", "SM activity, lowest tenth"),
+        top=1,
+        no_value="No run publishes figures of its GPUs",
+    )
+    yield graph(
+        "GPUs held back",
+        "GPUs whose clock is lowered right now, by reason. Heat and power brakes are faults of the machine; the power "
+        "cap is what a well-used GPU runs into.",
+        "short",
+        Query(f"sum by (reason) (training_gpu_throttled{{{_RUNS}}}) > 0", "{{reason}}"),
+        stacked=True,
+        no_value="No GPU is held back",
+    )

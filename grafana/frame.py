@@ -1,0 +1,113 @@
+"""What the dashboards have in common: names, variables, links between them, annotations."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from grafana_foundation_sdk.builders import dashboard as build
+from grafana_foundation_sdk.models import dashboard
+
+from grafana.panels import DATA_SOURCE
+
+FLEET: Final = "telemetry-fleet"
+RUN: Final = "telemetry-run"
+NODE: Final = "telemetry-node"
+"""The dashboards' ids: their addresses go by them, and stay."""
+
+TAG: Final = "telemetry"
+
+_KEPT: Final = "${datasource:queryparam}&${__url_time_range}"
+TO_RUN: Final = f"/d/{RUN}?var-run=${{__data.fields.run}}&{_KEPT}"
+TO_RANK: Final = f"/d/{RUN}?var-run=${{__data.fields.run}}&var-rank=${{__data.fields.rank}}&{_KEPT}"
+TO_RANK_OF_RUN: Final = f"/d/{RUN}?var-run=${{run}}&var-rank=${{__data.fields.rank}}&{_KEPT}"
+TO_NODE: Final = f"/d/{NODE}?var-node=${{__data.fields.node}}&{_KEPT}"
+
+_SCHEMA_VERSION: Final = 39
+"""Grafana 11.0's. Newer ones migrate from it by themselves."""
+
+
+def board(uid: str, title: str, description: str, *, hours: int) -> build.Dashboard:
+    """An empty dashboard with its data source.
+
+    Args:
+        uid: one of the ids above.
+        title: shown on top, and in lists.
+        description: what it is for.
+        hours: the time range it opens with.
+    """
+    source = build.DatasourceVariable("datasource").label("Data source").type("prometheus")
+    links = [_link(other, text) for other, text in _OTHERS.items() if other != uid]
+    return (
+        build.Dashboard(title)
+        .uid(uid)
+        .description(description)
+        .tags([TAG, "generated"])
+        .readonly()
+        .timezone("browser")
+        .tooltip(dashboard.DashboardCursorSync.CROSSHAIR)
+        .time(f"now-{hours}h", "now")
+        .refresh("30s")
+        .with_variable(source)
+        .links(list(links))
+    )
+
+
+def built(builder: build.Dashboard) -> dashboard.Dashboard:
+    """The dashboard itself."""
+    made = builder.build()
+    made.schema_version = _SCHEMA_VERSION
+    for number, panel in enumerate(_all_panels(made), start=1):
+        panel.id_val = number
+    return made
+
+
+def variable(name: str, label: str, query: str, description: str, *, several: bool = False) -> build.QueryVariable:
+    """A variable whose values are asked for.
+
+    Args:
+        name: as in queries.
+        label: as shown.
+        query: ``label_values(…)``.
+        description: shown on hover.
+        several: whether more than one, and all, can be chosen; all is the default then.
+    """
+    made = (
+        build.QueryVariable(name)
+        .label(label)
+        .description(description)
+        .query(query)
+        .datasource(DATA_SOURCE)
+        .refresh(dashboard.VariableRefresh.ON_TIME_RANGE_CHANGED)
+        .sort(dashboard.VariableSort.NATURAL_ASC)
+    )
+    if several:
+        made = made.multi(True).include_all(True).current(dashboard.VariableOption(text=["All"], value=["$__all"]))
+    return made
+
+
+def annotation(name: str, expr: str, colour: str) -> build.AnnotationQuery:
+    """Marks in all graphs where the expression has a value above 0."""
+    return build.AnnotationQuery().name(name).datasource(DATA_SOURCE).enable(True).icon_color(colour).expr(expr.strip())
+
+
+_OTHERS: Final = {FLEET: "Fleet", RUN: "Run", NODE: "Node"}
+
+
+def _link(uid: str, text: str) -> build.DashboardLink:
+    return (
+        build.DashboardLink(text)
+        .type(dashboard.DashboardLinkType.LINK)
+        .url(f"/d/{uid}")
+        .icon("dashboard")
+        .keep_time(True)
+        .include_vars(True)
+    )
+
+
+def _all_panels(made: dashboard.Dashboard) -> list[dashboard.Panel | dashboard.RowPanel]:
+    found: list[dashboard.Panel | dashboard.RowPanel] = []
+    for panel in made.panels or []:
+        found.append(panel)
+        if isinstance(panel, dashboard.RowPanel):
+            found.extend(panel.panels)
+    return found

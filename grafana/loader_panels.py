@@ -1,0 +1,102 @@
+"""The data loaders of the ranks that are chosen."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from grafana.panels import Query, graph
+from grafana.selection import LOOP, WORST, of, rate
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from grafana_foundation_sdk.builders import timeseries
+
+_NONE: Final = "No workers (num_workers=0)"
+
+
+def loader() -> Iterator[timeseries.Panel]:
+    """What the workers do, and how far they are ahead."""
+    yield graph(
+        "What the workers do",
+        "Mean over the workers of the chosen ranks. Running near one: bound by the CPU, more workers or cheaper "
+        "decoding help. Blocked: storage, network, locks. Without a core: more workers than cores, or a CPU limit. "
+        "Idle: they are ahead of the training.",
+        "percentunit",
+        Query(f"avg({of('training_loader_worker_cpu_ratio')})", "running"),
+        Query(f"avg({of('training_loader_worker_blocked_ratio')})", "blocked"),
+        Query(f"avg({of('training_loader_worker_runnable_ratio')})", "without a core"),
+        stacked=True,
+        top=1,
+        colours={"running": "green", "blocked": "orange", "without a core": "red"},
+        no_value=_NONE,
+    )
+    yield graph(
+        "Workers",
+        "Live worker processes, over the chosen ranks. They vanish between epochs unless persistent_workers is set.",
+        "short",
+        Query(f"sum({of('training_loader_workers')})", "workers"),
+        Query(f"min({of('training_loader_workers')})", "fewest of a rank"),
+        no_value="Not measured",
+    )
+    yield graph(
+        "Ready batches, by rank",
+        "Batches that lie ready for the training. At zero each step waits for its batch; at the prefetch depth the "
+        "loader is fast enough.",
+        "short",
+        Query(f"{of('training_loader_ready_batches')} {WORST}", "rank {{rank}}"),
+        no_value=_NONE,
+    )
+    yield graph(
+        "Slack, by rank",
+        "How long a batch had lain ready when it was asked for. It shrinks before the device idles; at zero the loader "
+        "has fallen behind.",
+        "s",
+        Query(f"{of('training_loader_slack_seconds')} {WORST}", "rank {{rank}}"),
+        no_value=_NONE,
+    )
+    loop = f"(sum({rate('training_time_seconds_total', LOOP)}) > 0)"
+    late = f"sum({rate('training_loader_late_seconds_total')})"
+    blocked = f"sum({rate('training_loader_head_of_line_seconds_total')})"
+    yield graph(
+        "What the waits are for",
+        "Share of the training loop. Late: the fetch of the batch had not ended; a faster loader helps. Behind a late "
+        "one: the same, while another worker's later batch lay finished; a larger prefetch_factor or in_order=False "
+        "helps. Moved: it had, and the batch was still being sent and pinned; pin_memory and fewer, larger tensors "
+        "help.",
+        "percentunit",
+        Query(f"clamp_min({late} - {blocked}, 0) / {loop}", "late"),
+        Query(f"{blocked} / {loop}", "behind a late one"),
+        Query(f"sum({rate('training_loader_moved_seconds_total')}) / {loop}", "moved"),
+        stacked=True,
+        colours={"late": "red", "behind a late one": "yellow", "moved": "purple"},
+        no_value=_NONE,
+    )
+    buckets = f"sum by (le) ({rate('training_loader_fetch_duration_seconds_bucket')})"
+    yield graph(
+        "Fetch time of a batch",
+        "Percentiles over all workers of the chosen ranks. Divided by the number of workers it is the pace of the "
+        "loader: compare it with the step. A long tail is single slow samples or files.",
+        "s",
+        *(
+            Query(f"histogram_quantile({q}, {buckets})", name)
+            for q, name in ((0.5, "p50"), (0.95, "p95"), (0.99, "p99"))
+        ),
+        no_value=_NONE,
+    )
+    yield graph(
+        "Finished batches held up, by rank",
+        "Batches that are finished and wait for one before them that is not. Which worker they wait for is in the log "
+        "(workers).",
+        "short",
+        Query(f"{of('training_loader_head_of_line_batches')} {WORST}", "rank {{rank}}"),
+        no_value=_NONE,
+    )
+    yield graph(
+        "Memory of the workers, by rank",
+        "Resident memory, summed over a rank's workers; pages they share count for each. Growth with every epoch is "
+        "Python objects that are copied as they are counted: hold the index in numpy or Arrow.",
+        "bytes",
+        Query(f"{of('training_loader_workers_memory_bytes')} {WORST}", "rank {{rank}}"),
+        no_value=_NONE,
+    )

@@ -1,0 +1,187 @@
+"""Panels in this project's one look, on top of Grafana's own builders, which know the schema."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+from grafana_foundation_sdk.builders import common as look
+from grafana_foundation_sdk.builders import dashboard as build
+from grafana_foundation_sdk.builders import prometheus, stat, statetimeline, timeseries
+from grafana_foundation_sdk.models import common, dashboard
+from grafana_foundation_sdk.models.prometheus import PromQueryFormat
+
+from grafana.colours import BAD, FAIR, GOOD, NEUTRAL
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+DATA_SOURCE: Final = dashboard.DataSourceRef(type_val="prometheus", uid="${datasource}")
+
+Steps: TypeAlias = "Sequence[tuple[float, str]]"
+"""Thresholds: from this value on, this colour. Below the first it is green."""
+
+LEGEND_CALCULATIONS: Final = ["mean", "max"]
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """An expression, and how its series are named in the legend."""
+
+    expr: str
+    legend: str = ""
+
+
+def targets(queries: Sequence[Query], *, instant: bool = False, table: bool = False) -> list[prometheus.Dataquery]:
+    """The queries of a panel, lettered A, B, C."""
+    found = []
+    for letter, query in zip("ABCDEFGHIJKLMNOP", queries, strict=False):
+        target = prometheus.Dataquery().ref_id(letter).expr(query.expr.strip()).legend_format(query.legend or "__auto")
+        target = target.instant() if instant else target.range()
+        target = target.format(PromQueryFormat.TABLE if table else PromQueryFormat.TIME_SERIES)
+        found.append(target.datasource(DATA_SOURCE))
+    return found
+
+
+def thresholds(steps: Steps) -> build.ThresholdsConfig:
+    """Absolute thresholds. The colour below the first step is good, or neutral where there are none."""
+    base = dashboard.Threshold(value=None, color=GOOD if steps else NEUTRAL)
+    above = [dashboard.Threshold(value=value, color=colour) for value, colour in steps]
+    return build.ThresholdsConfig().mode(dashboard.ThresholdsMode.ABSOLUTE).steps([base, *above])
+
+
+def fair_bad(fair: float, bad: float) -> Steps:
+    """Yellow from ``fair`` on, red from ``bad`` on."""
+    return ((fair, FAIR), (bad, BAD))
+
+
+def colour(fixed: str) -> list[dashboard.DynamicConfigValue]:
+    """The properties of an override that gives a series its colour."""
+    return [dashboard.DynamicConfigValue(id_val="color", value={"mode": "fixed", "fixedColor": fixed})]
+
+
+def graph(
+    title: str,
+    description: str,
+    unit: str,
+    *queries: Query,
+    stacked: bool = False,
+    top: float | None = None,
+    steps: Steps = (),
+    colours: Mapping[str, str] | None = None,
+    no_value: str = "No data",
+    points: bool = False,
+) -> timeseries.Panel:
+    """Lines over time, or areas on top of each other.
+
+    Args:
+        title: of the panel.
+        description: what it means, and what to look at next.
+        unit: Grafana's id of the unit.
+        *queries: what is drawn.
+        stacked: areas, stacked.
+        top: the highest value there can be.
+        steps: thresholds, drawn as dashed lines.
+        colours: by the name of the series.
+        no_value: what is shown where there is nothing.
+        points: single events rather than a line.
+    """
+    panel = (
+        timeseries.Panel()
+        .title(title)
+        .description(description)
+        .unit(unit)
+        .datasource(DATA_SOURCE)
+        .targets(list(targets(queries)))
+        .min(0)
+        .no_value(no_value)
+        .span_nulls(False)
+        .show_points(common.VisibilityMode.ALWAYS if points else common.VisibilityMode.NEVER)
+        .line_width(0 if points or stacked else 1)
+        .fill_opacity(70 if stacked else 8)
+        .thresholds(thresholds(steps))
+        .tooltip(look.VizTooltipOptions().mode(common.TooltipDisplayMode.MULTI).sort(common.SortOrder.DESCENDING))
+        .legend(
+            look.VizLegendOptions()
+            .show_legend(True)
+            .display_mode(common.LegendDisplayMode.TABLE)
+            .placement(common.LegendPlacement.RIGHT)
+            .calcs(LEGEND_CALCULATIONS)
+        )
+    )
+    if steps:
+        panel = panel.thresholds_style(look.GraphThresholdsStyleConfig().mode(common.GraphThresholdsStyleMode.DASHED))
+    if stacked:
+        panel = panel.stacking(look.StackingConfig().mode(common.StackingMode.NORMAL).group("A"))
+    if top is not None:
+        panel = panel.max(top)
+    for name, fixed in (colours or {}).items():
+        panel = panel.override_by_name(name, colour(fixed))
+    return panel.height(8).span(12)
+
+
+def figure(
+    title: str,
+    description: str,
+    unit: str,
+    query: Query,
+    *,
+    steps: Steps = (),
+    decimals: int | None = None,
+    no_value: str = "none",
+) -> stat.Panel:
+    """One number, as it is now, over its course."""
+    panel = (
+        stat.Panel()
+        .title(title)
+        .description(description)
+        .unit(unit)
+        .datasource(DATA_SOURCE)
+        .targets(list(targets([query])))
+        .no_value(no_value)
+        .thresholds(thresholds(steps))
+        .color_scheme(build.FieldColor().mode(dashboard.FieldColorModeId.THRESHOLDS))
+        .color_mode(common.BigValueColorMode.VALUE)
+        .graph_mode(common.BigValueGraphMode.AREA)
+        .reduce_options(look.ReduceDataOptions().calcs(["lastNotNull"]).values(False))
+    )
+    if decimals is not None:
+        panel = panel.decimals(decimals)
+    return panel.height(4).span(4)
+
+
+def timeline(title: str, description: str, query: Query, states: Mapping[int, tuple[str, str]]) -> statetimeline.Panel:
+    """What each series says over time, in words.
+
+    Args:
+        title: of the panel.
+        description: what it means, and what to look at next.
+        query: series whose values are numbers of states.
+        states: text and colour by number.
+    """
+    mapping = dashboard.ValueMap(
+        options={
+            str(number): dashboard.ValueMappingResult(text=text, color=fixed, index=index)
+            for index, (number, (text, fixed)) in enumerate(states.items())
+        }
+    )
+    return (
+        statetimeline.Panel()
+        .title(title)
+        .description(description)
+        .unit("none")
+        .datasource(DATA_SOURCE)
+        .targets(list(targets([query])))
+        .mappings([mapping])
+        .color_scheme(build.FieldColor().mode(dashboard.FieldColorModeId.THRESHOLDS))
+        .thresholds(thresholds(()))
+        .merge_values(True)
+        .show_value(common.VisibilityMode.AUTO)
+        .row_height(0.8)
+        .line_width(0)
+        .fill_opacity(80)
+        .legend(look.VizLegendOptions().show_legend(False).display_mode(common.LegendDisplayMode.LIST).calcs([]))
+        .tooltip(look.VizTooltipOptions().mode(common.TooltipDisplayMode.SINGLE))
+        .height(8)
+        .span(24)
+    )

@@ -1,0 +1,65 @@
+"""One run: what becomes of its time, why, and where."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from grafana_foundation_sdk.builders.dashboard import Row
+
+from grafana import frame
+from grafana.agent_panels import agent
+from grafana.colours import BAD, FAIR, NEUTRAL
+from grafana.gpu_panels import gpus
+from grafana.loader_panels import loader
+from grafana.loop_panels import ledger, ranks, verdict
+from grafana.machine_panels import machine
+
+if TYPE_CHECKING:
+    from grafana_foundation_sdk.models import dashboard
+
+
+def run() -> dashboard.Dashboard:
+    """The dashboard."""
+    board = (
+        frame.board(
+            frame.RUN,
+            "Training / Run",
+            "One training run: its verdict, where the time goes, its ranks, GPUs, data loaders and machines.",
+            hours=1,
+        )
+        .with_variable(frame.variable("run", "Run", "label_values(training_run_info, run)", "The run that is shown"))
+        .with_variable(
+            frame.variable(
+                "rank",
+                "Rank",
+                'label_values(training_run_info{run="$run"}, rank)',
+                "Ranks that are shown; of many, graphs by rank show the 16 that lose most",
+                several=True,
+            )
+        )
+        .annotation(
+            frame.annotation("Stalls", 'count by (cause) (training_stall_active{run="$run", rank=~"$rank"} == 1)', FAIR)
+        )
+        .annotation(
+            frame.annotation(
+                "Snapshots",
+                'sum by (result) (increase(training_snapshots_total{run="$run", rank=~"$rank"}[$__rate_interval])) > 0',
+                NEUTRAL,
+            )
+        )
+        .annotation(frame.annotation("Ended", 'count(training_run_ended{run="$run", rank=~"$rank"} == 1)', BAD))
+    )
+    sections = {
+        "Verdict": verdict(),
+        "Where the time goes": ledger(),
+        "Rank by rank": ranks(),
+        "GPUs": gpus(),
+        "Data loader": loader(),
+        "Host and pressure": machine(),
+        "Snapshots, and the agent itself": agent(),
+    }
+    for title, panels in sections.items():
+        board = board.with_row(Row(title))
+        for panel in panels:
+            board = board.with_panel(panel)
+    return frame.built(board)

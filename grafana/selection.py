@@ -1,0 +1,27 @@
+"""How the queries of the Run dashboard choose their series."""
+
+from __future__ import annotations
+
+from typing import Final
+
+SELECTED: Final = 'run="$run", rank=~"$rank"'
+"""Matchers of the run and the ranks that are chosen."""
+
+LOOP: Final = 'category=~"data_wait|compute"'
+"""The categories of the ledger that are the training loop."""
+
+_LOST: Final = f"sum_over_time(run_rank:training_stall_lost_seconds:rate5m{{{SELECTED}}}[$__range] @ end())"
+
+WORST: Final = f"and on (run, rank) topk(16, {_LOST})"
+"""Keeps a graph by rank readable: of the chosen ranks those that lost most in the time range, the same all along it."""
+
+
+def rate(metric: str, more: str = "") -> str:
+    """The rate of a counter, of the chosen ranks."""
+    matchers = f"{SELECTED}, {more}" if more else SELECTED
+    return f"rate({metric}{{{matchers}}}[$__rate_interval])"
+
+
+def of(metric: str, more: str = "") -> str:
+    """A metric of the chosen ranks."""
+    return f"{metric}{{{SELECTED}, {more}}}" if more else f"{metric}{{{SELECTED}}}"

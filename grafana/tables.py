@@ -1,0 +1,120 @@
+"""Tables: one row for each run, rank or GPU, one column for each query."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from grafana_foundation_sdk.builders import common as look
+from grafana_foundation_sdk.builders import table
+from grafana_foundation_sdk.models import dashboard
+
+from grafana.panels import DATA_SOURCE, Query, Steps, targets, thresholds
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+_LETTERS: Final = "ABCDEFGHIJKLMNOP"
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A query's value in each row.
+
+    Args:
+        name: heading.
+        unit: Grafana's id of the unit.
+        expr: instant query; its labels name the row.
+        steps: thresholds of the text's colour, or of the bar's.
+        bar: drawn as a bar from 0 to this value.
+        decimals: digits behind the point.
+        width: pixels.
+    """
+
+    name: str
+    unit: str
+    expr: str
+    steps: Steps = ()
+    bar: float | None = None
+    decimals: int | None = None
+    width: int = 110
+
+    def properties(self) -> dict[str, Any]:
+        """What the field is told."""
+        found: dict[str, Any] = {
+            "unit": self.unit,
+            "custom.width": self.width,
+            "thresholds": thresholds(self.steps).build(),
+        }
+        if self.decimals is not None:
+            found["decimals"] = self.decimals
+        if self.bar is not None:
+            found |= {"min": 0, "max": self.bar, "custom.cellOptions": {"type": "gauge", "mode": "basic"}}
+        elif self.steps:
+            found["custom.cellOptions"] = {"type": "color-text"}
+        return found
+
+
+def rows(
+    title: str,
+    description: str,
+    *columns: Column,
+    keys: Mapping[str, int],
+    links: Mapping[str, str] | None = None,
+    sort: str,
+    no_value: str = "No data",
+) -> table.Panel:
+    """A table, worst first.
+
+    Args:
+        title: of the panel.
+        description: what it means, and what to look at next.
+        *columns: the values.
+        keys: labels that are shown, with their widths in pixels. Those that all queries have name the row.
+        links: addresses by key.
+        sort: the column by which the rows are sorted, greatest first.
+        no_value: what is shown where there is no row.
+    """
+    order = [*keys, *(f"Value #{letter}" for letter, _ in zip(_LETTERS, columns, strict=False))]
+    if len(columns) == 1:
+        order[-1] = "Value"
+    renamed = dict(zip(order[len(keys) :], (column.name for column in columns), strict=True))
+    panel = (
+        table.Panel()
+        .title(title)
+        .description(description)
+        .unit("short")
+        .datasource(DATA_SOURCE)
+        .targets(list(targets([Query(column.expr) for column in columns], instant=True, table=True)))
+        .no_value(no_value)
+        .thresholds(thresholds(()))
+        .show_header(True)
+        .sort_by([look.TableSortByFieldState().display_name(sort).desc(True)])
+        .transformations(_transformations(order, renamed))
+    )
+    for key, width in keys.items():
+        properties: dict[str, Any] = {"unit": "string", "custom.width": width}
+        if links and key in links:
+            properties["links"] = [{"title": f"Open this {key}", "url": links[key], "targetBlank": False}]
+        panel = panel.override_by_name(key, _override(properties))
+    for column in columns:
+        panel = panel.override_by_name(column.name, _override(column.properties()))
+    return panel.height(9).span(24)
+
+
+def _transformations(order: Sequence[str], renamed: Mapping[str, str]) -> list[dashboard.DataTransformerConfig]:
+    keep = dashboard.DataTransformerConfig(id_val="filterFieldsByName", options={"include": {"names": list(order)}})
+    arrange = dashboard.DataTransformerConfig(
+        id_val="organize",
+        options={
+            "excludeByName": {},
+            "indexByName": {name: index for index, name in enumerate(order)},
+            "renameByName": dict(renamed),
+        },
+    )
+    merge = dashboard.DataTransformerConfig(id_val="merge", options={})
+    return [merge, keep, arrange]
+
+
+def _override(properties: Mapping[str, Any]) -> list[dashboard.DynamicConfigValue]:
+    return [dashboard.DynamicConfigValue(id_val=name, value=value) for name, value in properties.items()]
