@@ -26,6 +26,7 @@ lint: $(READY)
 
 types: $(READY)
 	$(BIN)/mypy
+	$(BIN)/mypy --python-version 3.11 grafana
 
 unit: $(READY)
 	$(BIN)/python -m pytest

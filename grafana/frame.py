@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 from grafana_foundation_sdk.builders import dashboard as build
+from grafana_foundation_sdk.cog.builder import Builder
 from grafana_foundation_sdk.models import dashboard
 
 from grafana.panels import DATA_SOURCE
@@ -49,6 +50,7 @@ def board(uid: str, title: str, description: str, *, hours: int) -> build.Dashbo
         .refresh("30s")
         .with_variable(source)
         .links(list(links))
+        .annotations([])
     )
 
 
@@ -85,9 +87,35 @@ def variable(name: str, label: str, query: str, description: str, *, several: bo
     return made
 
 
-def annotation(name: str, expr: str, colour: str) -> build.AnnotationQuery:
-    """Marks in all graphs where the expression has a value above 0."""
-    return build.AnnotationQuery().name(name).datasource(DATA_SOURCE).enable(True).icon_color(colour).expr(expr.strip())
+class Marks(Builder[dashboard.AnnotationQuery]):
+    """Marks in all graphs where an expression has a value above 0.
+
+    Args:
+        name: of the switch on top of the dashboard.
+        expr: what is asked for.
+        title: of each mark; ``{{label}}`` is a label's value.
+        colour: of the marks.
+    """
+
+    def __init__(self, name: str, expr: str, title: str, colour: str) -> None:
+        self._query = _PrometheusAnnotation(
+            name=name, datasource=DATA_SOURCE, enable=True, icon_color=colour, expr=expr, title=title
+        )
+
+    def build(self) -> dashboard.AnnotationQuery:
+        """The query."""
+        return self._query
+
+
+class _PrometheusAnnotation(dashboard.AnnotationQuery):
+    """With the title, which each data source has its own field for and the schema therefore has none."""
+
+    def __init__(self, *, title: str, **query: Any) -> None:
+        super().__init__(**query)
+        self._title = title
+
+    def to_json(self) -> dict[str, object]:
+        return super().to_json() | {"titleFormat": self._title}
 
 
 _OTHERS: Final = {FLEET: "Fleet", RUN: "Run", NODE: "Node"}

@@ -87,7 +87,7 @@ def _figures() -> Iterator[Any]:
     )
     yield figure(
         "SM activity",
-        "How much of this machine's GPUs worked, mean.",
+        "How much of this machine's GPUs worked, mean over them.",
         "percentunit",
         Query(f"avg({_of('run_rank_gpu:training_gpu_sm_active:ratio')})"),
         decimals=0,
@@ -95,7 +95,7 @@ def _figures() -> Iterator[Any]:
     )
     yield figure(
         "CPU",
-        "Of all cores.",
+        "Of all cores, of every process on the machine.",
         "percentunit",
         Query(f"max(run_node:training_host_cpu:ratio{{{_NODE}}})"),
         steps=fair_bad(0.9, 0.98),

@@ -38,16 +38,24 @@ def run() -> dashboard.Dashboard:
             )
         )
         .annotation(
-            frame.annotation("Stalls", 'count by (cause) (training_stall_active{run="$run", rank=~"$rank"} == 1)', FAIR)
+            frame.Marks(
+                "Stalls",
+                'count by (cause) (training_stall_active{run="$run", rank=~"$rank"} == 1)',
+                "stall: {{cause}}",
+                FAIR,
+            )
         )
         .annotation(
-            frame.annotation(
+            frame.Marks(
                 "Snapshots",
                 'sum by (result) (increase(training_snapshots_total{run="$run", rank=~"$rank"}[$__rate_interval])) > 0',
+                "snapshot {{result}}",
                 NEUTRAL,
             )
         )
-        .annotation(frame.annotation("Ended", 'count(training_run_ended{run="$run", rank=~"$rank"} == 1)', BAD))
+        .annotation(
+            frame.Marks("Ended", 'count(training_run_ended{run="$run", rank=~"$rank"} == 1)', "ranks have ended", BAD)
+        )
     )
     sections = {
         "Verdict": verdict(),
