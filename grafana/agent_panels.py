@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from grafana.colours import CAUSES
 from grafana.panels import Query, fair_bad, graph
-from grafana.selection import WORST, of, rate
+from grafana.selection import of, rate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,7 +21,7 @@ def agent() -> Iterator[timeseries.Panel]:
         "Traces since the start, by how they ended, over the chosen ranks. Recorded ones lie in the run folder, and "
         "`telemetry trace` reads them; why others were refused or failed is in the log (event snapshot).",
         "short",
-        Query(f"sum by (result) ({of('training_snapshots_total')})", "{{result}}"),
+        Query(f"sum by (result) ({of('training_snapshots_total')}) > 0", "{{result}}"),
         Query(f"sum by (reason) ({of('training_snapshots_off')}) > 0", "switched off: {{reason}}"),
         no_value="No snapshots",
     )
@@ -41,6 +41,7 @@ def agent() -> Iterator[timeseries.Panel]:
         "percentunit",
         Query(f"avg by (thread) ({rate('telemetry_overhead_seconds_total')})", "{{thread}}"),
         steps=fair_bad(0.01, 0.02),
+        decimals=2,
     )
     yield graph(
         "Duration of the collectors",
@@ -64,10 +65,6 @@ def agent() -> Iterator[timeseries.Panel]:
         "same), since the start. Neither touches the training; an error that repeats is worth a report.",
         "short",
         Query(f"sum by (source) ({of('telemetry_errors_total')})", "errors: {{source}}"),
-        Query(f"sum({of('telemetry_dropped_steps_total')})", "dropped steps"),
-        Query(
-            f"(1 - sum by (run, rank) ({of('run_rank_category:training_time_seconds:rate1m')}) > 0.5) {WORST}",
-            "rank {{rank}} does not tick",
-        ),
+        Query(f"sum({of('telemetry_dropped_steps_total')}) > 0", "dropped steps"),
         no_value="None",
     )

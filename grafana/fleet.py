@@ -8,16 +8,17 @@ from grafana_foundation_sdk.builders.dashboard import Row
 
 from grafana import frame
 from grafana.colours import BAD, CAUSES, FAIR
-from grafana.panels import Query, fair_bad, figure, graph
+from grafana.panels import Query, bars, fair_bad, figure, graph, half
 from grafana.tables import Column, rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from grafana_foundation_sdk.builders import stat, table, timeseries
+    from grafana_foundation_sdk.builders import bargauge, stat, table, timeseries
     from grafana_foundation_sdk.models import dashboard
 
 _RUNS: Final = 'run=~"$run"'
+_NONE_OF_THEM: Final = f"0 * sum by (run) (run:training_ranks_alive:sum{{{_RUNS}}})"
 _NODE: Final = "* on (run, rank) group_left (node) run_rank_node:training_run_info:max"
 _CAUSE: Final = "* on (run, rank) group_left (cause) run_rank_cause:training_stall_lost_seconds:top_rate5m"
 
@@ -98,29 +99,46 @@ def _figures() -> Iterator[stat.Panel]:
     )
 
 
-def _losses() -> Iterator[timeseries.Panel]:
-    yield graph(
-        "GPUs lost, by cause",
-        "Time lost in stalls a second, over all ranks: as if so many GPUs stood still. The runbook says what each "
-        "cause asks for; the tables below say whom.",
+def _losses() -> Iterator[timeseries.Panel | bargauge.Panel]:
+    yield half(
+        graph(
+            "GPUs lost, by cause",
+            "Time lost in stalls a second, over all ranks: as if so many GPUs stood still. The runbook says what each "
+            "cause asks for; the tables below say whom.",
+            "short",
+            Query(f"sum by (cause) (run_cause:training_stall_lost_seconds:rate5m{{{_RUNS}}}) > 0.005", "{{cause}}"),
+            stacked=True,
+            colours=CAUSES,
+            decimals=2,
+            no_value="Nothing is lost",
+        )
+    )
+    yield bars(
+        "GPU-hours lost, by cause",
+        "Over the time range of the dashboard, all runs together. Begin with the longest: the runbook says what its "
+        "cause asks for.",
         "short",
-        Query(f"sum by (cause) (run_cause:training_stall_lost_seconds:rate5m{{{_RUNS}}}) > 0", "{{cause}}"),
-        stacked=True,
+        Query(f"sort_desc(sum by (cause) ({_LOST_MINUTES}) / 60 > 0.005)", "{{cause}}"),
         colours=CAUSES,
         no_value="Nothing is lost",
-    ).span(16)
-    yield graph(
-        "GPUs lost, by run",
-        "The ten runs that lose most in the time range. Open one from the table below.",
-        "short",
-        Query(
-            f"sum by (run) (run_cause:training_stall_lost_seconds:rate5m{{{_RUNS}}}) and on (run) "
-            f"topk(10, sum by (run) ({_LOST_MINUTES_AT_END}) > 0)",
-            "{{run}}",
-        ),
-        stacked=True,
-        no_value="Nothing is lost",
-    ).span(8)
+    )
+    yield (
+        graph(
+            "GPUs lost, by run",
+            "The ten runs that lose most in the time range. Open one from the table below.",
+            "short",
+            Query(
+                f"sum by (run) (run_cause:training_stall_lost_seconds:rate5m{{{_RUNS}}}) and on (run) "
+                f"topk(10, sum by (run) ({_LOST_MINUTES_AT_END}) > 0)",
+                "{{run}}",
+            ),
+            stacked=True,
+            decimals=2,
+            no_value="Nothing is lost",
+        )
+        .height(8)
+        .span(6)
+    )
 
 
 def _worst_runs() -> table.Panel:
@@ -131,7 +149,8 @@ def _worst_runs() -> table.Panel:
         Column(
             "GPU-hours lost",
             "short",
-            f"topk(50, sum by (run) ({_LOST_MINUTES})) / 60",
+            f"topk(50, sum by (run) ({_LOST_MINUTES})) / 60 * on (run) group_left (cause) "
+            "run_cause:training_stall_lost_seconds:top_rate5m",
             steps=fair_bad(0.1, 1),
             decimals=2,
         ),
@@ -150,16 +169,9 @@ def _worst_runs() -> table.Panel:
             bar=1,
             width=200,
         ),
-        Column("ranks", "short", f"run:training_ranks_alive:sum{{{_RUNS}}}", width=80),
+        Column("ranks", "short", f"sum by (run) (run:training_ranks_alive:sum{{{_RUNS}}})", width=90),
         Column("steps/s a rank", "short", f"avg by (run) (run_rank:training_steps:rate5m{{{_RUNS}}})", decimals=2),
-        Column(
-            "lost to the cause",
-            "short",
-            f"topk by (run) (1, run_cause:training_stall_lost_seconds:rate5m{{{_RUNS}}} > 0)",
-            decimals=2,
-            width=140,
-        ),
-        keys={"run": 260, "cause": 220},
+        keys={"run": 0, "cause": 240},
         links={"run": frame.TO_RUN},
         sort="GPU-hours lost",
     )
@@ -176,12 +188,14 @@ def _worst_ranks() -> table.Panel:
         Column(
             "exposed wait",
             "percentunit",
-            f"run_rank:training_exposed_wait:ratio_rate5m{{{_RUNS}}} {worst}",
+            f"max by (run, rank) (run_rank:training_exposed_wait:ratio_rate5m{{{_RUNS}}} {worst})",
             steps=fair_bad(0.1, 0.2),
             bar=1,
             width=200,
         ),
-        Column("steps/s", "short", f"run_rank:training_steps:rate5m{{{_RUNS}}} {worst}", decimals=2),
+        Column(
+            "steps/s", "short", f"max by (run, rank) (run_rank:training_steps:rate5m{{{_RUNS}}} {worst})", decimals=2
+        ),
         Column(
             "SM activity",
             "percentunit",
@@ -189,7 +203,7 @@ def _worst_ranks() -> table.Panel:
             bar=1,
             width=160,
         ),
-        keys={"run": 260, "rank": 70, "node": 160, "cause": 220},
+        keys={"run": 0, "rank": 80, "node": 220, "cause": 240},
         links={"run": frame.TO_RUN, "rank": frame.TO_RANK, "node": frame.TO_NODE},
         sort="lost now",
         no_value="No rank loses time to a stall",
@@ -210,17 +224,20 @@ def _no_progress() -> table.Panel:
             width=180,
         ),
         Column(
-            "stuck ranks", "short", f"count by (run) (run_rank:training_stuck:seconds{{{_RUNS}}})", steps=((1, BAD),)
+            "stuck ranks",
+            "short",
+            f"count by (run) (run_rank:training_stuck:seconds{{{_RUNS}}}) or {_NONE_OF_THEM}",
+            steps=((1, BAD),),
         ),
         Column(
             "ranks gone",
             "short",
             f"count by (run) (instance_run_rank:training_run_info:last{{{_RUNS}}} unless on (run, rank) "
-            "training_run_info)",
+            f"training_run_info) or {_NONE_OF_THEM}",
             steps=((1, BAD),),
         ),
         Column("steps/s a rank", "short", f"avg by (run) (run_rank:training_steps:rate1m{{{_RUNS}}})", decimals=2),
-        keys={"run": 260},
+        keys={"run": 0},
         links={"run": frame.TO_RUN},
         sort="since the last step",
         no_value="No run is there",
@@ -228,10 +245,9 @@ def _no_progress() -> table.Panel:
 
 
 def _starved_gpus() -> table.Panel:
-    gap = (
-        f"topk(25, run_rank_gpu:training_gpu_utilization:ratio{{{_RUNS}}} - "
-        f"run_rank_gpu:training_gpu_sm_active:ratio{{{_RUNS}}})"
-    )
+    utilization = f"run_rank_gpu:training_gpu_utilization:ratio{{{_RUNS}}}"
+    activity = f"run_rank_gpu:training_gpu_sm_active:ratio{{{_RUNS}}}"
+    gap = f"topk(25, max by (run, rank, gpu) ({utilization} - {activity}))"
     shown = f"and on (run, rank, gpu) {gap}"
     return rows(
         "Utilisation against SM activity",
@@ -242,27 +258,27 @@ def _starved_gpus() -> table.Panel:
         Column(
             "utilisation",
             "percentunit",
-            f"run_rank_gpu:training_gpu_utilization:ratio{{{_RUNS}}} {shown}",
+            f"max by (run, rank, gpu) ({utilization} {shown})",
             bar=1,
             width=200,
         ),
         Column(
             "SM activity",
             "percentunit",
-            f"run_rank_gpu:training_gpu_sm_active:ratio{{{_RUNS}}} {shown}",
+            f"max by (run, rank, gpu) ({activity} {shown})",
             bar=1,
             width=200,
         ),
         Column(
             "exposed wait",
             "percentunit",
-            f"run_rank:training_exposed_wait:ratio_rate5m{{{_RUNS}}} * on (run, rank) group_right () "
-            f"(run_rank_gpu:training_gpu_info:max {shown})",
+            f"max by (run, rank, gpu) ((run_rank_gpu:training_gpu_info:max {shown}) * on (run, rank) group_left () "
+            f"run_rank:training_exposed_wait:ratio_rate5m{{{_RUNS}}})",
             steps=fair_bad(0.1, 0.2),
             bar=1,
             width=200,
         ),
-        keys={"run": 240, "rank": 70, "node": 160, "gpu": 60, "uuid": 330},
+        keys={"run": 0, "rank": 80, "node": 220, "gpu": 70},
         links={"run": frame.TO_RUN, "rank": frame.TO_RANK, "node": frame.TO_NODE},
         sort="gap",
         no_value="No run publishes figures of its GPUs",
@@ -270,23 +286,26 @@ def _starved_gpus() -> table.Panel:
 
 
 def _gpus() -> Iterator[timeseries.Panel]:
-    yield graph(
-        "Utilisation and SM activity, all GPUs",
-        "Means over all GPUs, and the tenth that works least. A wide gap between the means is a fleet that is busy but "
-        "starved.",
-        "percentunit",
-        Query(f"avg(run_rank_gpu:training_gpu_utilization:ratio{{{_RUNS}}})", "utilisation, mean"),
-        Query(f"avg(run_rank_gpu:training_gpu_sm_active:ratio{{{_RUNS}}})", "SM activity, mean"),
-        Query(f"quantile(0.1, run_rank_gpu:training_gpu_sm_active:ratio{{{_RUNS}}})", "SM activity, lowest tenth"),
-        top=1,
-        no_value="No run publishes figures of its GPUs",
+    yield half(
+        graph(
+            "Utilisation and SM activity, all GPUs",
+            "Means over all GPUs, and the tenth that works least. A wide gap between the means is a fleet that is busy "
+            "but starved.",
+            "percentunit",
+            Query(f"avg(run_rank_gpu:training_gpu_utilization:ratio{{{_RUNS}}})", "utilisation, mean"),
+            Query(f"avg(run_rank_gpu:training_gpu_sm_active:ratio{{{_RUNS}}})", "SM activity, mean"),
+            Query(f"quantile(0.1, run_rank_gpu:training_gpu_sm_active:ratio{{{_RUNS}}})", "SM activity, lowest tenth"),
+            top=1,
+            no_value="No run publishes figures of its GPUs",
+        )
     )
-    yield graph(
-        "GPUs held back",
-        "GPUs whose clock is lowered right now, by reason. Heat and power brakes are faults of the machine; the power "
-        "cap is what a well-used GPU runs into.",
-        "short",
-        Query(f"sum by (reason) (training_gpu_throttled{{{_RUNS}}}) > 0", "{{reason}}"),
-        stacked=True,
-        no_value="No GPU is held back",
+    yield half(
+        graph(
+            "GPUs held back",
+            "GPUs whose clock is lowered right now, by reason. Heat and power brakes are faults of the machine; the "
+            "power cap is what a well-used GPU runs into.",
+            "short",
+            Query(f"sum by (reason) (training_gpu_throttled{{{_RUNS}}}) > 0", "{{reason}}"),
+            no_value="No GPU is held back",
+        )
     )

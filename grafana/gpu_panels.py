@@ -92,16 +92,11 @@ def gpus() -> Iterator[timeseries.Panel]:
         steps=fair_bad(80, 88),
         no_value=_NONE,
     )
-    yield (
-        graph(
-            "GPUs held back, by reason",
-            "GPUs of the chosen ranks whose clock is lowered right now. Heat and power brakes are faults of the "
-            "machine and slow the whole job; the power cap is what a well-used GPU runs into.",
-            "short",
-            Query(f"sum by (reason) ({of('training_gpu_throttled')}) > 0", "{{reason}}"),
-            stacked=True,
-            no_value="No GPU is held back",
-        )
-        .span(24)
-        .height(6)
+    yield graph(
+        "GPUs held back, by reason",
+        "GPUs of the chosen ranks whose clock is lowered right now. Heat and power brakes are faults of the machine "
+        "and slow the whole job; the power cap is what a well-used GPU runs into.",
+        "short",
+        Query(f"sum by (reason) ({of('training_gpu_throttled')}) > 0", "{{reason}}"),
+        no_value="No GPU is held back",
     )

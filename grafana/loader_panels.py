@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from grafana.panels import Query, graph
+from grafana.panels import Query, graph, half
 from grafana.selection import LOOP, WORST, of, rate
 
 if TYPE_CHECKING:
@@ -84,19 +84,23 @@ def loader() -> Iterator[timeseries.Panel]:
         ),
         no_value=_NONE,
     )
-    yield graph(
-        "Finished batches held up, by rank",
-        "Batches that are finished and wait for one before them that is not. Which worker they wait for is in the log "
-        "(workers).",
-        "short",
-        Query(f"{of('training_loader_head_of_line_batches')} {WORST}", "rank {{rank}}"),
-        no_value=_NONE,
+    yield half(
+        graph(
+            "Finished batches held up, by rank",
+            "Batches that are finished and wait for one before them that is not. Which worker they wait for is in the "
+            "log (workers).",
+            "short",
+            Query(f"{of('training_loader_head_of_line_batches')} {WORST}", "rank {{rank}}"),
+            no_value=_NONE,
+        )
     )
-    yield graph(
-        "Memory of the workers, by rank",
-        "Resident memory, summed over a rank's workers; pages they share count for each. Growth with every epoch is "
-        "Python objects that are copied as they are counted: hold the index in numpy or Arrow.",
-        "bytes",
-        Query(f"{of('training_loader_workers_memory_bytes')} {WORST}", "rank {{rank}}"),
-        no_value=_NONE,
+    yield half(
+        graph(
+            "Memory of the workers, by rank",
+            "Resident memory, summed over a rank's workers; pages they share count for each. Growth with every epoch "
+            "is Python objects that are copied as they are counted: hold the index in numpy or Arrow.",
+            "bytes",
+            Query(f"{of('training_loader_workers_memory_bytes')} {WORST}", "rank {{rank}}"),
+            no_value=_NONE,
+        )
     )

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from grafana import frame
 from grafana.colours import BAD, CATEGORIES, CAUSES
-from grafana.panels import Query, fair_bad, figure, graph, timeline
-from grafana.selection import LOOP, SELECTED, WORST, of, rate
+from grafana.panels import Query, fair_bad, figure, graph, half, timeline
+from grafana.selection import LOOP, SELECTED, WORST, of, rate, spent
 from grafana.tables import Column, rows
 
 if TYPE_CHECKING:
@@ -23,11 +23,12 @@ _STATES: Final = {0: ("no stall", "green")} | {
 def verdict() -> Iterator[Any]:
     """What is wrong, and since when."""
     yield figure(
-        "Exposed wait",
-        "Share of the training loop in which the devices had nothing to run because no batch was there, mean over the "
-        "ranks. Above 20 % the run is starving: the timeline says of what.",
+        "Exposed wait, worst rank",
+        "Share of its training loop in which a device had nothing to run because no batch was there, of the rank that "
+        "has most of it; in a job whose ranks keep pace it holds up all others. Above 20 % it is starving: the "
+        "timeline says of what.",
         "percentunit",
-        Query(f"avg({of('run_rank:training_exposed_wait:ratio_rate1m')})"),
+        Query(f"max({of('run_rank:training_exposed_wait:ratio_rate1m')})"),
         steps=fair_bad(0.1, 0.2),
         decimals=1,
         no_value="not measured",
@@ -43,7 +44,7 @@ def verdict() -> Iterator[Any]:
         "GPU-hours lost",
         "Lost in stalls in the time range, over the chosen ranks.",
         "short",
-        Query(f"sum(sum_over_time({of('run_rank:training_stall_lost_seconds:rate5m')}[$__range:1m])) / 3600 * 60"),
+        Query(f"sum(sum_over_time({of('run_rank:training_stall_lost_seconds:rate5m')}[$__range:1m])) / 60 / 60"),
         steps=fair_bad(0.1, 1),
         decimals=2,
     )
@@ -71,88 +72,98 @@ def verdict() -> Iterator[Any]:
         Query('run:training_ranks_alive:sum{run="$run"}'),
     )
     terms = " + ".join(
-        f'{number} * sum by (rank) (training_stall_active{{{SELECTED}, cause="{cause}"}})'
+        f'{number} * sum by (run, rank) (training_stall_active{{{SELECTED}, cause="{cause}"}})'
         for number, cause in enumerate(CAUSES, start=1)
     )
-    worst = f"topk(16, sum by (rank) (sum_over_time({of('run_rank:training_stall_lost_seconds:rate5m')}[$__range] @ end())))"
     yield timeline(
         "Verdict by rank",
         "The stall that is open on each rank, by its cause; of many ranks, the 16 that lose most. `telemetry report` "
         "on the run folder has the advice that goes with it, and the speed-up to expect.",
-        Query(f"({terms}) and on (rank) {worst}", "rank {{rank}}"),
+        Query(f"({terms}) {WORST}", "rank {{rank}}"),
         _STATES,
     )
-    yield graph(
-        "Lost time, by cause",
-        "Time lost in stalls a second over the chosen ranks: as if so many GPUs stood still. The runbook says what "
-        "each cause asks for.",
-        "short",
-        Query(f"sum by (cause) ({rate('training_stall_lost_seconds_total')}) > 0", "{{cause}}"),
-        stacked=True,
-        colours=CAUSES,
-        no_value="Nothing is lost",
+    yield half(
+        graph(
+            "Lost time, by cause",
+            "Time lost in stalls a second over the chosen ranks: as if so many GPUs stood still. The runbook says what "
+            "each cause asks for.",
+            "short",
+            Query(f"sum by (cause) ({rate('training_stall_lost_seconds_total')}) > 0.005", "{{cause}}"),
+            stacked=True,
+            colours=CAUSES,
+            decimals=2,
+            no_value="Nothing is lost",
+        )
     )
-    yield graph(
-        "Ranks that are waited for",
-        "How many ranks wait for a straggler, by the rank that they name. Look at that rank's row in the table of "
-        "ranks: it waits for data, is busy elsewhere, or its GPU is slow.",
-        "short",
-        Query(
-            'count_values by (run) ("straggler", training_straggler_rank{run="$run"})', "waiting for rank {{straggler}}"
-        ),
-        stacked=True,
-        no_value="No rank is waited for",
+    yield half(
+        graph(
+            "Ranks that are waited for",
+            "How many ranks wait for a straggler, by the rank that they name. Look at that rank's row in the table of "
+            "ranks: it waits for data, is busy elsewhere, or its GPU is slow.",
+            "short",
+            Query(
+                'count_values by (run) ("straggler", training_straggler_rank{run="$run"})',
+                "waiting for rank {{straggler}}",
+            ),
+            stacked=True,
+            no_value="No rank is waited for",
+        )
     )
 
 
 def ledger() -> Iterator[timeseries.Panel]:
     """Where the time goes."""
-    yield graph(
-        "Ledger",
-        "Where every second goes, mean over the chosen ranks: the shares add up to one. Where they fall short of it, "
-        "the agent was not running. Red is waiting for data; not all of it is felt by a GPU.",
-        "percentunit",
-        *(
-            Query(f"avg({rate('training_time_seconds_total', f'category={chr(34)}{category}{chr(34)}')})", category)
-            for category in CATEGORIES
-        ),
-        stacked=True,
-        top=1,
-        colours=CATEGORIES,
+    yield half(
+        graph(
+            "Ledger",
+            "Where every second goes, mean over the chosen ranks: the shares add up to one. Where they fall short of "
+            "it, the agent was not running. Red is waiting for data; not all of it is felt by a GPU.",
+            "percentunit",
+            *(Query(f"avg({spent(category)})", category) for category in CATEGORIES),
+            stacked=True,
+            top=1,
+            colours=CATEGORIES,
+        )
     )
     exposed = f"sum({rate('training_exposed_wait_seconds_total')})"
-    waited = f"sum({rate('training_time_seconds_total', 'category=' + chr(34) + 'data_wait' + chr(34))})"
+    waited = f"sum({spent('data_wait')})"
     loop = f"sum({rate('training_time_seconds_total', LOOP)})"
-    yield graph(
-        "Exposed and hidden wait",
-        "Share of the training loop spent waiting for data. Exposed: the device had nothing to run; this is what a "
-        "faster loader wins back. Hidden: the device was still at work; it costs nothing. Without a GPU all of it is "
-        "exposed.",
-        "percentunit",
-        Query(f"{exposed} / ({loop} > 0)", "exposed"),
-        Query(f"clamp_min({waited} - {exposed}, 0) / ({loop} > 0)", "hidden"),
-        stacked=True,
-        top=1,
-        colours={"exposed": "red", "hidden": "blue"},
-        no_value="Not measured",
+    yield half(
+        graph(
+            "Exposed and hidden wait",
+            "Share of the training loop spent waiting for data. Exposed: the device had nothing to run; this is what a "
+            "faster loader wins back. Hidden: the device was still at work; it costs nothing. Without a GPU all of it "
+            "is exposed.",
+            "percentunit",
+            Query(f"{exposed} / ({loop} > 0)", "exposed"),
+            Query(f"clamp_min({waited} - {exposed}, 0) / ({loop} > 0)", "hidden"),
+            stacked=True,
+            top=1,
+            colours={"exposed": "red", "hidden": "blue"},
+            no_value="Not measured",
+        )
     )
     buckets = f"sum by (le) ({rate('training_step_duration_seconds_bucket')})"
-    yield graph(
-        "Step duration",
-        "Percentiles over all steps of the chosen ranks, from a histogram with wide buckets: the log has them exact. A "
-        "99th percentile that leaves the median behind is single late batches, or pauses.",
-        "s",
-        *(Query(f"histogram_quantile({q}, {buckets})", name) for q, name in _PERCENTILES),
+    yield half(
+        graph(
+            "Step duration",
+            "Percentiles over all steps of the chosen ranks, from a histogram with wide buckets: the log has them "
+            "exact. A 99th percentile that leaves the median behind is single late batches, or pauses.",
+            "s",
+            *(Query(f"histogram_quantile({q}, {buckets})", name) for q, name in _PERCENTILES),
+        )
     )
     steps = rate("training_steps_total")
     a_step = "sum by (run, rank) ({}) / (sum by (run, rank) ({}) > 0)"
-    wait = a_step.format(rate("training_time_seconds_total", 'category="data_wait"'), steps)
-    yield graph(
-        "Wait a step, over the ranks",
-        "The mean wait of each rank's steps; of these the percentiles over the ranks. Far apart: some ranks wait and "
-        "others do not, so it is not the shared storage.",
-        "s",
-        *(Query(f"quantile({q}, {wait})", name) for q, name in _PERCENTILES),
+    wait = a_step.format(spent("data_wait"), steps)
+    yield half(
+        graph(
+            "Wait a step, over the ranks",
+            "The mean wait of each rank's steps; of these the percentiles over the ranks. Far apart: some ranks wait "
+            "and others do not, so it is not the shared storage.",
+            "s",
+            *(Query(f"quantile({q}, {wait})", name) for q, name in _PERCENTILES),
+        )
     )
 
 
@@ -161,44 +172,51 @@ _PERCENTILES: Final = ((0.5, "p50"), (0.95, "p95"), (0.99, "p99"))
 
 def ranks() -> Iterator[Any]:
     """One rank against the others."""
-    steps = rate("training_steps_total")
-    yield graph(
-        "Step duration (p95), by rank",
-        "The 95th percentile of each rank's steps. In a job whose ranks keep pace these lie together, and tell nothing "
-        "of who is slow: the wait does.",
-        "s",
-        Query(
-            f"histogram_quantile(0.95, sum by (run, rank, le) ({rate('training_step_duration_seconds_bucket')})) {WORST}",
-            "rank {{rank}}",
-        ),
+    steps, buckets = rate("training_steps_total"), rate("training_step_duration_seconds_bucket")
+    yield half(
+        graph(
+            "Step duration (p95), by rank",
+            "The 95th percentile of each rank's steps. In a job whose ranks keep pace these lie together, and tell "
+            "nothing of who is slow: the wait does.",
+            "s",
+            Query(
+                f"histogram_quantile(0.95, sum by (run, rank, le) ({buckets})) {WORST}",
+                "rank {{rank}}",
+            ),
+        )
     )
-    wait = f"sum by (run, rank) ({rate('training_time_seconds_total', 'category=' + chr(34) + 'data_wait' + chr(34))})"
-    yield graph(
-        "Wait a step, by rank",
-        "How long each rank's step waits for its batch, mean. The rank that stands out is the one whose loader is "
-        "slow; the others wait for it in their compute.",
-        "s",
-        Query(f"{wait} / (sum by (run, rank) ({steps}) > 0) {WORST}", "rank {{rank}}"),
+    wait = f"sum by (run, rank) ({spent('data_wait')})"
+    yield half(
+        graph(
+            "Wait a step, by rank",
+            "How long each rank's step waits for its batch, mean. The rank that stands out is the one whose loader is "
+            "slow; the others wait for it in their compute.",
+            "s",
+            Query(f"{wait} / (sum by (run, rank) ({steps}) > 0) {WORST}", "rank {{rank}}"),
+        )
     )
-    yield graph(
-        "Exposed wait, by rank",
-        "Share of each rank's training loop in which its device had nothing to run. Above the dashed lines: starving.",
-        "percentunit",
-        Query(f"{of('run_rank:training_exposed_wait:ratio_rate1m')} {WORST}", "rank {{rank}}"),
-        steps=fair_bad(0.2, 0.5),
-        top=1,
-        no_value="Not measured",
+    yield half(
+        graph(
+            "Exposed wait, by rank",
+            "Share of each rank's training loop in which its device had nothing to run. Above the lines: starving.",
+            "percentunit",
+            Query(f"{of('run_rank:training_exposed_wait:ratio_rate1m')} {WORST}", "rank {{rank}}"),
+            steps=fair_bad(0.2, 0.5),
+            top=1,
+            no_value="Not measured",
+        )
     )
-    yield graph(
-        "Compute a step, by rank",
-        "What is left of each rank's step after the wait, mean; collectives included. In a job whose ranks keep pace "
-        "the straggler is the rank with the least of it: the others wait for it here.",
-        "s",
-        Query(
-            f"sum by (run, rank) ({rate('training_time_seconds_total', 'category=' + chr(34) + 'compute' + chr(34))}) / "
-            f"(sum by (run, rank) ({steps}) > 0) {WORST}",
-            "rank {{rank}}",
-        ),
+    yield half(
+        graph(
+            "Compute a step, by rank",
+            "What is left of each rank's step after the wait, mean; collectives included. In a job whose ranks keep "
+            "pace the straggler is the rank with the least of it: the others wait for it here.",
+            "s",
+            Query(
+                f"sum by (run, rank) ({spent('compute')}) / (sum by (run, rank) ({steps}) > 0) {WORST}",
+                "rank {{rank}}",
+            ),
+        )
     )
     yield _table()
 
@@ -206,7 +224,10 @@ def ranks() -> Iterator[Any]:
 def _table() -> table.Panel:
     node = "* on (run, rank) group_left (node) run_rank_node:training_run_info:max"
     cause = "* on (run, rank) group_left (cause) run_rank_cause:training_stall_lost_seconds:top_rate5m"
-    share = "run_rank_category:training_time_seconds:rate5m"
+    waiting, computing = (
+        of("run_rank_category:training_time_seconds:rate5m", f'category="{category}"')
+        for category in ("data_wait", "compute")
+    )
     return rows(
         "Ranks",
         "The chosen ranks over the last five minutes, those that lose most first. One rank with much wait and little "
@@ -223,7 +244,7 @@ def _table() -> table.Panel:
         Column(
             "exposed wait",
             "percentunit",
-            of("run_rank:training_exposed_wait:ratio_rate5m"),
+            f"max by (run, rank) ({of('run_rank:training_exposed_wait:ratio_rate5m')})",
             steps=fair_bad(0.1, 0.2),
             bar=1,
             width=150,
@@ -231,14 +252,14 @@ def _table() -> table.Panel:
         Column(
             "waiting",
             "percentunit",
-            f"sum by (run, rank) ({of(share, 'category=' + chr(34) + 'data_wait' + chr(34))})",
+            f"sum by (run, rank) ({waiting})",
             bar=1,
             width=150,
         ),
         Column(
             "computing",
             "percentunit",
-            f"sum by (run, rank) ({of(share, 'category=' + chr(34) + 'compute' + chr(34))})",
+            f"sum by (run, rank) ({computing})",
             bar=1,
             width=150,
         ),
@@ -247,9 +268,11 @@ def _table() -> table.Panel:
             "percentunit",
             f"max by (run, rank) ({of('run_rank_node:training_straggler:max_rate5m')})",
             steps=fair_bad(0.05, 0.15),
-            width=110,
+            width=130,
         ),
-        Column("steps/s", "short", of("run_rank:training_steps:rate5m"), decimals=2, width=90),
+        Column(
+            "steps/s", "short", f"max by (run, rank) ({of('run_rank:training_steps:rate5m')})", decimals=2, width=90
+        ),
         Column(
             "SM activity",
             "percentunit",
@@ -257,7 +280,7 @@ def _table() -> table.Panel:
             bar=1,
             width=140,
         ),
-        keys={"rank": 70, "node": 150, "cause": 210},
+        keys={"rank": 80, "node": 0, "cause": 240},
         links={"rank": frame.TO_RANK_OF_RUN, "node": frame.TO_NODE},
         sort="lost",
         no_value="No rank of this run is there",

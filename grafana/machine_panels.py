@@ -41,6 +41,7 @@ def machine() -> Iterator[timeseries.Panel]:
         "slow. CPU: too few cores. Memory: it is about to run out.",
         "percentunit",
         Query(f"max by (resource) (run_node_resource:training_host_pressure:ratio{{{_RUN}}})", "{{resource}}"),
+        top=1,
         colours={"cpu": "green", "io": "orange", "memory": "red"},
         no_value="The kernel does not tell (/proc/pressure)",
     )
@@ -51,6 +52,7 @@ def machine() -> Iterator[timeseries.Panel]:
         "percentunit",
         Query(f"max by (run, rank) ({of('training_cgroup_cpu_throttled_ratio')}) {WORST}", "rank {{rank}}"),
         steps=fair_bad(0.05, 0.2),
+        top=1,
         no_value="No CPU limit",
     )
     yield graph(
@@ -62,7 +64,7 @@ def machine() -> Iterator[timeseries.Panel]:
     )
     yield graph(
         "Memory of the training processes",
-        "Resident memory of each rank's own process. Steady growth is a leak: look for tensors and losses that are kept.",
+        "Resident memory of each rank's own process. Steady growth is a leak: look for losses that are kept.",
         "bytes",
         Query(f"{of('training_process_resident_memory_bytes')} {WORST}", "rank {{rank}}"),
     )

@@ -8,7 +8,7 @@ from grafana_foundation_sdk.builders.dashboard import Row
 
 from grafana import frame
 from grafana.colours import BAD
-from grafana.panels import Query, fair_bad, figure, graph
+from grafana.panels import Query, fair_bad, figure, graph, half
 from grafana.tables import Column, rows
 
 if TYPE_CHECKING:
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 _NODE: Final = 'node="$node", run=~"$run"'
 
-# Whoever runs here. Series without the label `node` are first narrowed down by the ranks of this node, which are few, and
-# then held against it, because a rank's number alone may be of another node.
+# Whoever runs here. Series without the label `node` are first narrowed down by the ranks of this node, which are few,
+# and then held against it, because a rank's number alone may be of another node.
 _HERE: Final = f"and on (run, rank) run_rank_node:training_run_info:max{{{_NODE}}}"
 _RANKS: Final = 'run=~"$run", rank=~"$rank"'
 
@@ -139,16 +139,18 @@ def _ranks() -> Iterator[Any]:
         Column(
             "exposed wait",
             "percentunit",
-            _of("run_rank:training_exposed_wait:ratio_rate5m"),
+            f"max by (run, rank) ({_of('run_rank:training_exposed_wait:ratio_rate5m')})",
             steps=fair_bad(0.1, 0.2),
             bar=1,
             width=160,
         ),
-        Column("steps/s", "short", _of("run_rank:training_steps:rate5m"), decimals=2, width=90),
+        Column(
+            "steps/s", "short", f"max by (run, rank) ({_of('run_rank:training_steps:rate5m')})", decimals=2, width=90
+        ),
         Column(
             "since the last step",
             "s",
-            _of("run_rank:training_last_step_age:seconds"),
+            f"max by (run, rank) ({_of('run_rank:training_last_step_age:seconds')})",
             steps=fair_bad(60, 120),
             decimals=0,
             width=150,
@@ -158,7 +160,7 @@ def _ranks() -> Iterator[Any]:
         Column(
             "their memory", "bytes", f"max by (run, rank) ({_of('training_loader_workers_memory_bytes')})", decimals=1
         ),
-        keys={"run": 240, "rank": 70, "cause": 220},
+        keys={"run": 0, "rank": 80, "cause": 240},
         links={"run": frame.TO_RUN, "rank": frame.TO_RANK},
         sort="lost",
         no_value="No rank is on this node",
@@ -218,26 +220,29 @@ def _gpus() -> Iterator[timeseries.Panel]:
         top=1,
         no_value=_NONE,
     )
-    yield graph(
-        "GPUs held back, by reason",
-        "GPUs whose clock is lowered right now. Heat and power brakes are faults of this machine: drain it if they do "
-        "not pass. The power cap is what a well-used GPU runs into.",
-        "short",
-        Query(f"sum by (reason) ({_of('training_gpu_throttled')}) > 0", "{{reason}}"),
-        stacked=True,
-        no_value="No GPU is held back",
+    yield half(
+        graph(
+            "GPUs held back, by reason",
+            "GPUs whose clock is lowered right now. Heat and power brakes are faults of this machine: drain it if they "
+            "do not pass. The power cap is what a well-used GPU runs into.",
+            "short",
+            Query(f"sum by (reason) ({_of('training_gpu_throttled')}) > 0", "{{reason}}"),
+            no_value="No GPU is held back",
+        )
     )
-    yield graph(
-        "Xid errors (DCGM)",
-        "The last Xid of each GPU that a rank of this machine drives, as DCGM exporter saw it; 0 is none. 79: the GPU "
-        "has fallen off the bus. 48, 63, 64, 94, 95: its memory. Drain the node, and look into dmesg.",
-        "none",
-        Query(
-            f"(run_rank_gpu:training_gpu_info:max{{{_RANKS}}} {_HERE}) * on (uuid) group_left () uuid:dcgm_xid_error:last",
-            _GPU,
-        ),
-        steps=((1, BAD),),
-        no_value="No DCGM exporter, or it has seen none",
+    yield half(
+        graph(
+            "Xid errors (DCGM)",
+            "The last Xid of each GPU that a rank of this machine drives, as DCGM exporter saw it; 0 is none. 79: the "
+            "GPU has fallen off the bus. 48, 63, 64, 94, 95: its memory. Drain the node, and look into dmesg.",
+            "none",
+            Query(
+                f"({_of('run_rank_gpu:training_gpu_info:max')}) * on (uuid) group_left () uuid:dcgm_xid_error:last",
+                _GPU,
+            ),
+            steps=((1, BAD),),
+            no_value="No DCGM exporter, or it has seen none",
+        )
     )
 
 
@@ -257,6 +262,7 @@ def _machine() -> Iterator[timeseries.Panel]:
         "few cores. Memory: it is about to run out.",
         "percentunit",
         Query(f"max by (resource) (run_node_resource:training_host_pressure:ratio{{{_NODE}}})", "{{resource}}"),
+        top=1,
         colours={"cpu": "green", "io": "orange", "memory": "red"},
         no_value="The kernel does not tell (/proc/pressure)",
     )
@@ -272,7 +278,7 @@ def _machine() -> Iterator[timeseries.Panel]:
     )
     yield graph(
         "What the workers do",
-        "Mean over the workers on this machine. Without a core: more workers than cores. Blocked: storage, network, locks.",
+        "Mean over the workers on this machine. Without a core: too many of them. Blocked: storage, network, locks.",
         "percentunit",
         Query(f"avg({_of('training_loader_worker_cpu_ratio')})", "running"),
         Query(f"avg({_of('training_loader_worker_blocked_ratio')})", "blocked"),

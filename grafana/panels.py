@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeAlias
 
+from grafana_foundation_sdk.builders import bargauge, prometheus, stat, statetimeline, timeseries
 from grafana_foundation_sdk.builders import common as look
 from grafana_foundation_sdk.builders import dashboard as build
-from grafana_foundation_sdk.builders import prometheus, stat, statetimeline, timeseries
 from grafana_foundation_sdk.models import common, dashboard
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 
@@ -21,7 +21,8 @@ DATA_SOURCE: Final = dashboard.DataSourceRef(type_val="prometheus", uid="${datas
 Steps: TypeAlias = "Sequence[tuple[float, str]]"
 """Thresholds: from this value on, this colour. Below the first it is green."""
 
-LEGEND_CALCULATIONS: Final = ["mean", "max"]
+_DECIMALS: Final = {"percentunit": 1}
+"""Digits behind the point, by unit. Of the others Grafana shows as many as there is something to see."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +70,10 @@ def graph(
     top: float | None = None,
     steps: Steps = (),
     colours: Mapping[str, str] | None = None,
+    decimals: int | None = None,
     no_value: str = "No data",
-    points: bool = False,
 ) -> timeseries.Panel:
-    """Lines over time, or areas on top of each other.
+    """Lines over time, or areas on top of each other; a third of the width.
 
     Args:
         title: of the panel.
@@ -83,9 +84,10 @@ def graph(
         top: the highest value there can be.
         steps: thresholds, drawn as dashed lines.
         colours: by the name of the series.
+        decimals: digits behind the point.
         no_value: what is shown where there is nothing.
-        points: single events rather than a line.
     """
+    digits = _DECIMALS.get(unit) if decimals is None else decimals
     panel = (
         timeseries.Panel()
         .title(title)
@@ -96,19 +98,21 @@ def graph(
         .min(0)
         .no_value(no_value)
         .span_nulls(False)
-        .show_points(common.VisibilityMode.ALWAYS if points else common.VisibilityMode.NEVER)
-        .line_width(0 if points or stacked else 1)
-        .fill_opacity(70 if stacked else 8)
+        .show_points(common.VisibilityMode.NEVER)
+        .line_width(0 if stacked else 1)
+        .fill_opacity(70 if stacked else 0)
         .thresholds(thresholds(steps))
         .tooltip(look.VizTooltipOptions().mode(common.TooltipDisplayMode.MULTI).sort(common.SortOrder.DESCENDING))
         .legend(
             look.VizLegendOptions()
             .show_legend(True)
-            .display_mode(common.LegendDisplayMode.TABLE)
-            .placement(common.LegendPlacement.RIGHT)
-            .calcs(LEGEND_CALCULATIONS)
+            .display_mode(common.LegendDisplayMode.LIST)
+            .placement(common.LegendPlacement.BOTTOM)
+            .calcs([])
         )
     )
+    if digits is not None:
+        panel = panel.decimals(digits)
     if steps:
         panel = panel.thresholds_style(look.GraphThresholdsStyleConfig().mode(common.GraphThresholdsStyleMode.DASHED))
     if stacked:
@@ -117,7 +121,53 @@ def graph(
         panel = panel.max(top)
     for name, fixed in (colours or {}).items():
         panel = panel.override_by_name(name, colour(fixed))
-    return panel.height(8).span(12)
+    return panel.height(7).span(8)
+
+
+def half(panel: timeseries.Panel) -> timeseries.Panel:
+    """The same, half of the width, with the means and the maxima of its series."""
+    legend = (
+        look.VizLegendOptions()
+        .show_legend(True)
+        .display_mode(common.LegendDisplayMode.TABLE)
+        .placement(common.LegendPlacement.RIGHT)
+        .calcs(["mean", "max"])
+    )
+    return panel.legend(legend).height(8).span(12)
+
+
+def bars(
+    title: str, description: str, unit: str, query: Query, *, colours: Mapping[str, str], no_value: str
+) -> bargauge.Panel:
+    """One bar for each series, as it is now, greatest first.
+
+    Args:
+        title: of the panel.
+        description: what it means, and what to look at next.
+        unit: Grafana's id of the unit.
+        query: an instant one.
+        colours: by the name of the series.
+        no_value: what is shown where there is nothing.
+    """
+    panel = (
+        bargauge.Panel()
+        .title(title)
+        .description(description)
+        .unit(unit)
+        .decimals(2)
+        .min(0)
+        .datasource(DATA_SOURCE)
+        .targets(list(targets([query], instant=True)))
+        .no_value(no_value)
+        .thresholds(thresholds(()))
+        .orientation(common.VizOrientation.HORIZONTAL)
+        .display_mode(common.BarGaugeDisplayMode.BASIC)
+        .show_unfilled(False)
+        .reduce_options(look.ReduceDataOptions().calcs(["lastNotNull"]).values(False))
+    )
+    for name, fixed in colours.items():
+        panel = panel.override_by_name(name, colour(fixed))
+    return panel.height(8).span(6)
 
 
 def figure(
@@ -145,8 +195,9 @@ def figure(
         .graph_mode(common.BigValueGraphMode.AREA)
         .reduce_options(look.ReduceDataOptions().calcs(["lastNotNull"]).values(False))
     )
-    if decimals is not None:
-        panel = panel.decimals(decimals)
+    digits = _DECIMALS.get(unit) if decimals is None else decimals
+    if digits is not None:
+        panel = panel.decimals(digits)
     return panel.height(4).span(4)
 
 

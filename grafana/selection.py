@@ -22,6 +22,11 @@ def rate(metric: str, more: str = "") -> str:
     return f"rate({metric}{{{matchers}}}[$__rate_interval])"
 
 
+def spent(category: str) -> str:
+    """Seconds a second that the chosen ranks spend in a category of the ledger."""
+    return rate("training_time_seconds_total", f'category="{category}"')
+
+
 def of(metric: str, more: str = "") -> str:
     """A metric of the chosen ranks."""
     return f"{metric}{{{SELECTED}, {more}}}" if more else f"{metric}{{{SELECTED}}}"

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 _LETTERS: Final = "ABCDEFGHIJKLMNOP"
+_NOTHING: Final = "-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,7 @@ class Column:
     Args:
         name: heading.
         unit: Grafana's id of the unit.
-        expr: instant query; its labels name the row.
+        expr: instant query; its labels name the row, and are to be no others than the table's keys.
         steps: thresholds of the text's colour, or of the bar's.
         bar: drawn as a bar from 0 to this value.
         decimals: digits behind the point.
@@ -37,12 +38,13 @@ class Column:
     steps: Steps = ()
     bar: float | None = None
     decimals: int | None = None
-    width: int = 110
+    width: int = 130
 
     def properties(self) -> dict[str, Any]:
         """What the field is told."""
         found: dict[str, Any] = {
             "unit": self.unit,
+            "noValue": _NOTHING,
             "custom.width": self.width,
             "thresholds": thresholds(self.steps).build(),
         }
@@ -70,7 +72,8 @@ def rows(
         title: of the panel.
         description: what it means, and what to look at next.
         *columns: the values.
-        keys: labels that are shown, with their widths in pixels. Those that all queries have name the row.
+        keys: labels that are shown, with their widths in pixels, or 0 for what is left. Those that all queries have name
+            the row.
         links: addresses by key.
         sort: the column by which the rows are sorted, greatest first.
         no_value: what is shown where there is no row.
@@ -93,7 +96,9 @@ def rows(
         .transformations(_transformations(order, renamed))
     )
     for key, width in keys.items():
-        properties: dict[str, Any] = {"unit": "string", "custom.width": width}
+        properties: dict[str, Any] = {"unit": "string", "noValue": _NOTHING}
+        if width:
+            properties["custom.width"] = width
         if links and key in links:
             properties["links"] = [{"title": f"Open this {key}", "url": links[key], "targetBlank": False}]
         panel = panel.override_by_name(key, _override(properties))

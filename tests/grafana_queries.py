@@ -11,7 +11,20 @@ VALUES = {
 RANGE_FUNCTION = re.compile(r"\b(\w+)\(\s*[\w:]+\s*(?:\{[^}]*\})?\s*\[([^\]:]+)\]")
 """A function of a range vector, and the range."""
 
-_WORDS = {"and", "or", "unless", "on", "ignoring", "group_left", "group_right", "by", "without", "bool", "offset", "inf"}
+_WORDS = {
+    "and",
+    "or",
+    "unless",
+    "on",
+    "ignoring",
+    "group_left",
+    "group_right",
+    "by",
+    "without",
+    "bool",
+    "offset",
+    "inf",
+}
 
 
 def expanded(text):

@@ -11,7 +11,6 @@ from typing import Any
 from grafana_foundation_sdk.cog import plugins
 from grafana_foundation_sdk.models import dashboard as models
 
-
 OF_PROMETHEUS = {"titleFormat", "textFormat", "tagKeys", "step"}
 """What the Prometheus data source reads of an annotation: the schema leaves it to each data source."""
 
