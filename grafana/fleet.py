@@ -80,6 +80,7 @@ def _figures() -> Iterator[stat.Panel]:
         Query(f"sum({_LOST_MINUTES}) / 60"),
         steps=fair_bad(1, 10),
         decimals=1,
+        of_range=True,
     )
     yield figure(
         "Starving ranks",
@@ -174,7 +175,7 @@ def _worst_runs() -> table.Panel:
         keys={"run": 0, "cause": 240},
         links={"run": frame.TO_RUN},
         sort="GPU-hours lost",
-    )
+    ).height(8)
 
 
 def _worst_ranks() -> table.Panel:
@@ -241,7 +242,7 @@ def _no_progress() -> table.Panel:
         links={"run": frame.TO_RUN},
         sort="since the last step",
         no_value="No run is there",
-    ).height(7)
+    ).height(6)
 
 
 def _starved_gpus() -> table.Panel:

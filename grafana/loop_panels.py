@@ -44,9 +44,10 @@ def verdict() -> Iterator[Any]:
         "GPU-hours lost",
         "Lost in stalls in the time range, over the chosen ranks.",
         "short",
-        Query(f"sum(sum_over_time({of('run_rank:training_stall_lost_seconds:rate5m')}[$__range:1m])) / 60 / 60"),
+        Query(f"sum(sum_over_time({of('run_rank:training_stall_lost_seconds:rate5m')}[$__range:1m])) / 60"),
         steps=fair_bad(0.1, 1),
         decimals=2,
+        of_range=True,
     )
     yield figure(
         "Steps a second",
@@ -120,6 +121,7 @@ def ledger() -> Iterator[timeseries.Panel]:
             "it, the agent was not running. Red is waiting for data; not all of it is felt by a GPU.",
             "percentunit",
             *(Query(f"avg({spent(category)})", category) for category in CATEGORIES),
+            decimals=1,
             stacked=True,
             top=1,
             colours=CATEGORIES,

@@ -21,9 +21,6 @@ DATA_SOURCE: Final = dashboard.DataSourceRef(type_val="prometheus", uid="${datas
 Steps: TypeAlias = "Sequence[tuple[float, str]]"
 """Thresholds: from this value on, this colour. Below the first it is green."""
 
-_DECIMALS: Final = {"percentunit": 1}
-"""Digits behind the point, by unit. Of the others Grafana shows as many as there is something to see."""
-
 
 @dataclass(frozen=True, slots=True)
 class Query:
@@ -87,7 +84,6 @@ def graph(
         decimals: digits behind the point.
         no_value: what is shown where there is nothing.
     """
-    digits = _DECIMALS.get(unit) if decimals is None else decimals
     panel = (
         timeseries.Panel()
         .title(title)
@@ -111,8 +107,8 @@ def graph(
             .calcs([])
         )
     )
-    if digits is not None:
-        panel = panel.decimals(digits)
+    if decimals is not None:
+        panel = panel.decimals(decimals)
     if steps:
         panel = panel.thresholds_style(look.GraphThresholdsStyleConfig().mode(common.GraphThresholdsStyleMode.DASHED))
     if stacked:
@@ -178,26 +174,37 @@ def figure(
     *,
     steps: Steps = (),
     decimals: int | None = None,
+    of_range: bool = False,
     no_value: str = "none",
 ) -> stat.Panel:
-    """One number, as it is now, over its course."""
+    """One number, as it is now.
+
+    Args:
+        title: of the panel.
+        description: what it means, and what to look at next.
+        unit: Grafana's id of the unit.
+        query: what is shown.
+        steps: thresholds of its colour.
+        decimals: digits behind the point.
+        of_range: it is about the whole time range, and has no course over it to be drawn behind.
+        no_value: what is shown where there is nothing.
+    """
     panel = (
         stat.Panel()
         .title(title)
         .description(description)
         .unit(unit)
         .datasource(DATA_SOURCE)
-        .targets(list(targets([query])))
+        .targets(list(targets([query], instant=of_range)))
         .no_value(no_value)
         .thresholds(thresholds(steps))
         .color_scheme(build.FieldColor().mode(dashboard.FieldColorModeId.THRESHOLDS))
         .color_mode(common.BigValueColorMode.VALUE)
-        .graph_mode(common.BigValueGraphMode.AREA)
+        .graph_mode(common.BigValueGraphMode.NONE if of_range else common.BigValueGraphMode.AREA)
         .reduce_options(look.ReduceDataOptions().calcs(["lastNotNull"]).values(False))
     )
-    digits = _DECIMALS.get(unit) if decimals is None else decimals
-    if digits is not None:
-        panel = panel.decimals(digits)
+    if decimals is not None:
+        panel = panel.decimals(decimals)
     return panel.height(4).span(4)
 
 

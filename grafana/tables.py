@@ -72,8 +72,8 @@ def rows(
         title: of the panel.
         description: what it means, and what to look at next.
         *columns: the values.
-        keys: labels that are shown, with their widths in pixels, or 0 for what is left. Those that all queries have name
-            the row.
+        keys: labels that are shown, with their widths in pixels, or 0 for what is left. Those that all queries have
+            name the row.
         links: addresses by key.
         sort: the column by which the rows are sorted, greatest first.
         no_value: what is shown where there is no row.

@@ -136,7 +136,9 @@ def test_rules_read_what_there_is():
 
 def test_recorded_names_say_level_metric_operations():
     for rule in RECORDS:
-        assert re.fullmatch(r"(run|instance_run)(_\w+)?:(training|telemetry)_\w+:[a-z0-9_]+", rule["record"])
+        assert re.fullmatch(
+            r"(run|instance_run)(_\w+)?:(training|telemetry)_\w+:[a-z0-9_]+|uuid:dcgm_\w+:[a-z]+", rule["record"]
+        )
     names = [rule["record"] for rule in RECORDS]
     assert len(names) == len(set(names))
 

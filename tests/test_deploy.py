@@ -141,6 +141,23 @@ def test_prometheus_rule_has_the_rules_of_the_files():
     assert manifest("PrometheusRule")["spec"]["groups"] == groups
 
 
+def test_config_maps_have_the_dashboards_of_the_files():
+    generate = runpy.run_path(str(DEPLOY / "kubernetes" / "generate.py"))
+    text = (DEPLOY / "kubernetes" / "dashboards.yaml").read_text()
+    assert text == generate["dashboards"](), "run python deploy/kubernetes/generate.py"
+
+    maps = load_all(DEPLOY / "kubernetes" / "dashboards.yaml")
+    files = sorted((DEPLOY.parent / "grafana" / "dashboards").glob("*.json"))
+    assert [document["metadata"]["name"] for document in maps] == [f"telemetry-dashboard-{path.stem}" for path in files]
+    for document, path in zip(maps, files, strict=True):
+        assert document["metadata"]["labels"] == {"grafana_dashboard": "1"}
+        assert document["metadata"]["namespace"] == manifest("PrometheusRule")["metadata"]["namespace"]
+        (content,) = document["data"].values()
+        assert json.loads(content) == json.loads(path.read_text())
+        # A ConfigMap may have 1 MiB; its copy in the annotation of `kubectl apply`, quoted once more, a quarter of it.
+        assert len(json.dumps(document).encode()) < 250_000
+
+
 def test_what_is_scraped_on_kubernetes_is_what_the_job_offers():
     monitor, job, policy = (manifest(kind) for kind in ("PodMonitor", "PyTorchJob", "NetworkPolicy"))
     selected = monitor["spec"]["selector"]["matchLabels"].items()
@@ -178,9 +195,9 @@ def test_compose_mounts_what_is_there_and_listens_on_loopback():
         assert service["network_mode"] == "host"
         for volume in service["volumes"]:
             source = volume["source"] if isinstance(volume, dict) else volume.split(":")[0]
-            if source.startswith("../../grafana/"):
-                continue  # the dashboards; docker makes an empty folder where there are none
-            if source.startswith("."):
+            if source == "../../grafana/dashboards":
+                assert list((DEPLOY / "compose" / source).glob("*.json"))
+            elif source.startswith("."):
                 assert (DEPLOY / "compose" / source).is_file(), source
             elif not source.startswith("$"):
                 assert source in COMPOSE["volumes"]
