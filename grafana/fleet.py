@@ -35,6 +35,7 @@ def fleet() -> dashboard.Dashboard:
         "Training / Fleet",
         "All training runs: GPU-hours lost to starvation and other stalls, the worst runs, ranks and GPUs.",
         hours=6,
+        refresh="1m",
     ).with_variable(
         frame.variable("run", "Run", "label_values(training_run_info, run)", "Runs that are shown", several=True)
     )
@@ -143,6 +144,7 @@ def _losses() -> Iterator[timeseries.Panel | bargauge.Panel]:
 
 
 def _worst_runs() -> table.Panel:
+    lost = f"topk(50, sum by (run) ({_LOST_MINUTES})) / 60"  # of runs that have ended too, which have no cause any more
     return rows(
         "Worst runs",
         "Runs by the GPU-hours that they lost to stalls in the time range. Open one to see its verdict over time; the "
@@ -150,8 +152,7 @@ def _worst_runs() -> table.Panel:
         Column(
             "GPU-hours lost",
             "short",
-            f"topk(50, sum by (run) ({_LOST_MINUTES})) / 60 * on (run) group_left (cause) "
-            "run_cause:training_stall_lost_seconds:top_rate5m",
+            f"{lost} * on (run) group_left (cause) run_cause:training_stall_lost_seconds:top_rate5m or on (run) {lost}",
             steps=fair_bad(0.1, 1),
             decimals=2,
         ),

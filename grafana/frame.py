@@ -27,7 +27,7 @@ _SCHEMA_VERSION: Final = 39
 """Grafana 11.0's. Newer ones migrate from it by themselves."""
 
 
-def board(uid: str, title: str, description: str, *, hours: int) -> build.Dashboard:
+def board(uid: str, title: str, description: str, *, hours: int, refresh: str = "30s") -> build.Dashboard:
     """An empty dashboard with its data source.
 
     Args:
@@ -35,6 +35,7 @@ def board(uid: str, title: str, description: str, *, hours: int) -> build.Dashbo
         title: shown on top, and in lists.
         description: what it is for.
         hours: the time range it opens with.
+        refresh: how often it is drawn anew.
     """
     source = build.DatasourceVariable("datasource").label("Data source").type("prometheus")
     links = [_link(other, text) for other, text in _OTHERS.items() if other != uid]
@@ -47,7 +48,7 @@ def board(uid: str, title: str, description: str, *, hours: int) -> build.Dashbo
         .timezone("browser")
         .tooltip(dashboard.DashboardCursorSync.CROSSHAIR)
         .time(f"now-{hours}h", "now")
-        .refresh("30s")
+        .refresh(refresh)
         .with_variable(source)
         .links(list(links))
         .annotations([])
@@ -125,10 +126,9 @@ def _link(uid: str, text: str) -> build.DashboardLink:
     return (
         build.DashboardLink(text)
         .type(dashboard.DashboardLinkType.LINK)
-        .url(f"/d/{uid}")
+        .url(f"/d/{uid}?${{datasource:queryparam}}")
         .icon("dashboard")
         .keep_time(True)
-        .include_vars(True)
     )
 
 

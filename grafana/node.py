@@ -25,7 +25,7 @@ _HERE: Final = f"and on (run, rank) run_rank_node:training_run_info:max{{{_NODE}
 _RANKS: Final = 'run=~"$run", rank=~"$rank"'
 
 _RANK: Final = "{{run}} rank {{rank}}"
-_GPU: Final = "GPU {{gpu}}, {{run}} rank {{rank}}"
+_GPU: Final = "GPU {{gpu}}, rank {{rank}}"
 _NONE: Final = "No GPU, or no NVML"
 
 

@@ -202,6 +202,7 @@ def figure(
         .color_mode(common.BigValueColorMode.VALUE)
         .graph_mode(common.BigValueGraphMode.NONE if of_range else common.BigValueGraphMode.AREA)
         .reduce_options(look.ReduceDataOptions().calcs(["lastNotNull"]).values(False))
+        .text(look.VizTextDisplayOptions().value_size(32))
     )
     if decimals is not None:
         panel = panel.decimals(decimals)
