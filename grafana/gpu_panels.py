@@ -38,14 +38,19 @@ def gpus() -> Iterator[timeseries.Panel]:
     )
     yield graph(
         "Occupancy, tensor cores, memory bandwidth",
-        "Means over the chosen ranks, from hardware counters (Hopper and newer). Tensor cores near zero in a model of "
-        "matrix products: mixed precision is off. Memory bandwidth near one: the kernels wait for memory.",
+        "Means over the chosen ranks, from hardware counters: the agent's on Hopper and newer, for tensor cores else "
+        "DCGM exporter's. Tensor cores near zero in a model of matrix products: mixed precision is off. Memory "
+        "bandwidth near one: the kernels wait for memory.",
         "percentunit",
         Query(f"avg({of('training_gpu_sm_occupancy_ratio')})", "warps resident"),
-        Query(f"avg({of('training_gpu_tensor_active_ratio')})", "tensor cores active"),
+        Query(
+            f"avg({of('training_gpu_tensor_active_ratio')}) or "
+            f"avg({of('run_rank_gpu:training_gpu_info:max')} * on (uuid) group_left () uuid:dcgm_tensor_active:ratio)",
+            "tensor cores active",
+        ),
         Query(f"avg({of('training_gpu_memory_bandwidth_ratio')})", "memory bandwidth used"),
         top=1,
-        no_value="Not measured: needs GPM (Hopper and newer)",
+        no_value="Not measured: needs Hopper or newer, or DCGM exporter",
     )
     yield graph(
         "GPU memory in use",

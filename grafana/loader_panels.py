@@ -75,14 +75,15 @@ def loader() -> Iterator[timeseries.Panel]:
     buckets = f"sum by (le) ({rate('training_loader_fetch_duration_seconds_bucket')})"
     yield graph(
         "Fetch time of a batch",
-        "Percentiles over all workers of the chosen ranks. Divided by the number of workers it is the pace of the "
-        "loader: compare it with the step. A long tail is single slow samples or files.",
+        "Percentiles over all workers of the chosen ranks; without workers, of what the training thread takes. Divided "
+        "by the number of workers it is the pace of the loader: compare it with the step. A long tail is single slow "
+        "samples or files.",
         "s",
         *(
             Query(f"histogram_quantile({q}, {buckets})", name)
             for q, name in ((0.5, "p50"), (0.95, "p95"), (0.99, "p99"))
         ),
-        no_value=_NONE,
+        no_value="No fetch was seen to end",
     )
     yield half(
         graph(

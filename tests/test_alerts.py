@@ -185,7 +185,7 @@ def test_rule_tests_evaluate_the_groups_in_their_order():
 
 
 def test_links_of_the_documents_lead_somewhere():
-    for document in (ROOT / "docs" / "production.md", ROOT / "docs" / "runbook.md"):
+    for document in (ROOT / "docs" / f"{name}.md" for name in ("production", "runbook", "dashboards")):
         text = document.read_text()
         for target in re.findall(r"\]\(([^)#]+)(?:#[\w-]+)?\)", text):
             assert (document.parent / target).exists(), target
