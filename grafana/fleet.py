@@ -175,7 +175,7 @@ def _worst_runs() -> table.Panel:
         Column("steps/s a rank", "short", f"avg by (run) (run_rank:training_steps:rate5m{{{_RUNS}}})", decimals=2),
         keys={"run": 0, "cause": 240},
         links={"run": frame.TO_RUN},
-        sort="GPU-hours lost",
+        sort=["GPU-hours lost"],
     ).height(8)
 
 
@@ -207,7 +207,7 @@ def _worst_ranks() -> table.Panel:
         ),
         keys={"run": 0, "rank": 80, "node": 220, "cause": 240},
         links={"run": frame.TO_RUN, "rank": frame.TO_RANK, "node": frame.TO_NODE},
-        sort="lost now",
+        sort=["lost now"],
         no_value="No rank loses time to a stall",
     )
 
@@ -241,7 +241,7 @@ def _no_progress() -> table.Panel:
         Column("steps/s a rank", "short", f"avg by (run) (run_rank:training_steps:rate1m{{{_RUNS}}})", decimals=2),
         keys={"run": 0},
         links={"run": frame.TO_RUN},
-        sort="since the last step",
+        sort=["ranks gone", "since the last step"],
         no_value="No run is there",
     ).height(6)
 
@@ -282,7 +282,7 @@ def _starved_gpus() -> table.Panel:
         ),
         keys={"run": 0, "rank": 80, "node": 220, "gpu": 70},
         links={"run": frame.TO_RUN, "rank": frame.TO_RANK, "node": frame.TO_NODE},
-        sort="gap",
+        sort=["gap"],
         no_value="No run publishes figures of its GPUs",
     )
 

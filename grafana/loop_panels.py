@@ -284,6 +284,6 @@ def _table() -> table.Panel:
         ),
         keys={"rank": 80, "node": 0, "cause": 240},
         links={"rank": frame.TO_RANK_OF_RUN, "node": frame.TO_NODE},
-        sort="lost",
+        sort=["lost"],
         no_value="No rank of this run is there",
     )

@@ -25,7 +25,7 @@ _HERE: Final = f"and on (run, rank) run_rank_node:training_run_info:max{{{_NODE}
 _RANKS: Final = 'run=~"$run", rank=~"$rank"'
 
 _RANK: Final = "{{run}} rank {{rank}}"
-_GPU: Final = "GPU {{gpu}}, rank {{rank}}"
+_GPU: Final = "GPU {{gpu}}, {{run}} {{rank}}"
 _NONE: Final = "No GPU, or no NVML"
 
 
@@ -162,7 +162,7 @@ def _ranks() -> Iterator[Any]:
         ),
         keys={"run": 0, "rank": 80, "cause": 240},
         links={"run": frame.TO_RUN, "rank": frame.TO_RANK},
-        sort="lost",
+        sort=["lost"],
         no_value="No rank is on this node",
     )
 

@@ -63,7 +63,7 @@ def rows(
     *columns: Column,
     keys: Mapping[str, int],
     links: Mapping[str, str] | None = None,
-    sort: str,
+    sort: Sequence[str],
     no_value: str = "No data",
 ) -> table.Panel:
     """A table, worst first.
@@ -75,7 +75,7 @@ def rows(
         keys: labels that are shown, with their widths in pixels, or 0 for what is left. Those that all queries have
             name the row.
         links: addresses by key.
-        sort: the column by which the rows are sorted, greatest first.
+        sort: the columns by which the rows are sorted, greatest first.
         no_value: what is shown where there is no row.
     """
     order = [*keys, *(f"Value #{letter}" for letter, _ in zip(_LETTERS, columns, strict=False))]
@@ -92,7 +92,7 @@ def rows(
         .no_value(no_value)
         .thresholds(thresholds(()))
         .show_header(True)
-        .sort_by([look.TableSortByFieldState().display_name(sort).desc(True)])
+        .sort_by([look.TableSortByFieldState().display_name(column).desc(True) for column in sort])
         .transformations(_transformations(order, renamed))
     )
     for key, width in keys.items():
