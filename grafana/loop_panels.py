@@ -155,16 +155,14 @@ def ledger() -> Iterator[timeseries.Panel]:
             *(Query(f"histogram_quantile({q}, {buckets})", name) for q, name in _PERCENTILES),
         )
     )
-    steps = rate("training_steps_total")
-    a_step = "sum by (run, rank) ({}) / (sum by (run, rank) ({}) > 0)"
-    wait = a_step.format(spent("data_wait"), steps)
+    waits = f"sum by (le) ({rate('training_wait_duration_seconds_bucket')})"
     yield half(
         graph(
-            "Wait a step, over the ranks",
-            "The mean wait of each rank's steps; of these the percentiles over the ranks. Far apart: some ranks wait "
-            "and others do not, so it is not the shared storage.",
+            "Wait a step",
+            "Percentiles of what a step waits for its batch, over all steps of the chosen ranks. A 99th percentile "
+            "that leaves the median behind is single late batches, or the first of each epoch.",
             "s",
-            *(Query(f"quantile({q}, {wait})", name) for q, name in _PERCENTILES),
+            *(Query(f"histogram_quantile({q}, {waits})", name) for q, name in _PERCENTILES),
         )
     )
 
@@ -187,14 +185,14 @@ def ranks() -> Iterator[Any]:
             ),
         )
     )
-    wait = f"sum by (run, rank) ({spent('data_wait')})"
+    waits = rate("training_wait_duration_seconds_bucket")
     yield half(
         graph(
-            "Wait a step, by rank",
-            "How long each rank's step waits for its batch, mean. The rank that stands out is the one whose loader is "
-            "slow; the others wait for it in their compute.",
+            "Wait a step (p95), by rank",
+            "The 95th percentile of what each rank's steps wait for their batch. The rank that stands out is the one "
+            "whose loader is slow; the others wait for it in their compute.",
             "s",
-            Query(f"{wait} / (sum by (run, rank) ({steps}) > 0) {WORST}", "rank {{rank}}"),
+            Query(f"histogram_quantile(0.95, sum by (run, rank, le) ({waits})) {WORST}", "rank {{rank}}"),
         )
     )
     yield half(

@@ -286,6 +286,7 @@ class Agent:
             ended=self._ended,
             steps=accounts.steps_total,
             step_duration=accounts.stats.histogram(),
+            wait_duration=accounts.stats.wait_histogram(),
             ledger_seconds=accounts.ledger.seconds(),
             exposed_wait_seconds=accounts.exposed.seconds,
             last_step_unix_seconds=None if last is None else self._wall.unix_seconds(last),

@@ -392,6 +392,7 @@ class RunView:
     ended: bool
     steps: int
     step_duration: Histogram
+    wait_duration: Histogram
     ledger_seconds: dict[str, float]
     exposed_wait_seconds: float | None
     last_step_unix_seconds: float | None

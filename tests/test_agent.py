@@ -58,7 +58,9 @@ def test_a_run_from_start_to_end(agent):
     assert set(ledger) == {"startup", "data_wait", "compute", "evaluation", "checkpoint", "other"}
     assert ledger["compute"] >= 0.2
     assert metrics["training_exposed_wait_seconds_total",] == pytest.approx(ledger["data_wait"])
-    assert metrics["training_step_duration_seconds_count",] == 20
+    assert metrics["training_step_duration_seconds_count",] == metrics["training_wait_duration_seconds_count",] == 20
+    assert metrics["training_wait_duration_seconds_sum",] < metrics["training_step_duration_seconds_sum",]
+    assert metrics["training_wait_duration_seconds_bucket", "0.001"] < 20  # the loader takes twice as long as the loop
     assert metrics["telemetry_overhead_seconds_total", "training"] > 0
     assert metrics["telemetry_collector_up", "host"] == 1
     assert metrics["telemetry_collector_up", "nvml"] == 0

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from telemetry.diagnose.ledger import Ledger
 from telemetry.diagnose.stats import ExposedWait, StepStats
-from telemetry.records import CATEGORIES, COMPUTE, DATA_WAIT, EVALUATION, STARTUP, Step
+from telemetry.records import CATEGORIES, COMPUTE, DATA_WAIT, EVALUATION, STARTUP, Histogram, Step
 from telemetry.sketch import Sketch, parse_counts
 
 stamps = st.integers(min_value=0, max_value=10**12)
@@ -125,6 +125,12 @@ def test_the_histogram_counts_each_step_once():
     assert stats.histogram().counts == (2, 1, 1)
     assert stats.histogram().total == 2.65
     assert (stats.take_window().steps, stats.take_window().steps) == (4, 0)
+
+
+def test_the_histogram_of_waits_has_a_bucket_for_short_ones():
+    stats = StepStats((0.1, 1.0))
+    stats.add([Step(3.0, wait) for wait in (0.0, 0.0005, 0.05, 0.25, 2.0)])
+    assert stats.wait_histogram() == Histogram((0.001, 0.1, 1.0), (2, 1, 1, 1), 2.3005)
 
 
 def test_exposed_wait_on_the_host_is_all_of_it():

@@ -71,6 +71,7 @@ def full_view():
         ended=False,
         steps=3,
         step_duration=records.Histogram(STEP_BUCKETS, (1,) * (len(STEP_BUCKETS) + 1), 9.0),
+        wait_duration=records.Histogram(STEP_BUCKETS, (1,) * (len(STEP_BUCKETS) + 1), 9.0),
         ledger_seconds=dict.fromkeys(records.CATEGORIES, 1.5),
         exposed_wait_seconds=0.5,
         last_step_unix_seconds=1.7e9,

@@ -18,6 +18,10 @@ _LATE: Final = 3.0
 """A wait is late from this many times the median of the steps it was read with."""
 
 
+_SHORT_WAIT: Final = 0.001
+"""Seconds: of a batch that lay ready."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepWindow:
     """The steps of one window."""
@@ -36,8 +40,10 @@ class StepStats:
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self._bounds = bounds
+        self._wait_bounds = tuple(sorted({_SHORT_WAIT, *bounds}))
         self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
+        self._wait_counts = [0] * (len(self._wait_bounds) + 1)
+        self._sum = self._wait_sum = 0.0
         self.steps = 0
         # Waits much longer than those around them: single batches that are late, where the others are not.
         self.late_wait_seconds = 0.0
@@ -51,7 +57,9 @@ class StepStats:
         waits = []
         for step in steps:
             self._counts[bisect_left(self._bounds, step.seconds)] += 1
+            self._wait_counts[bisect_left(self._wait_bounds, step.wait_seconds)] += 1
             self._sum += step.seconds
+            self._wait_sum += step.wait_seconds
             self.steps += 1
             self._step.add(step.seconds)
             self._wait.add(step.wait_seconds)
@@ -63,6 +71,10 @@ class StepStats:
     def histogram(self) -> Histogram:
         """The run's step durations so far."""
         return Histogram(self._bounds, tuple(self._counts), self._sum)
+
+    def wait_histogram(self) -> Histogram:
+        """The waits of the run's steps so far. A wait may be short: there is one more bucket for such."""
+        return Histogram(self._wait_bounds, tuple(self._wait_counts), self._wait_sum)
 
     def durations(self) -> Sketch:
         """The steps of the run so far, those of the window in progress included."""

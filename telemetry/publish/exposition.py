@@ -133,6 +133,9 @@ class Families:
         yield self._histogram(
             "training_step_duration_seconds", "Wait and compute of a training step.", view.step_duration
         )
+        yield self._histogram(
+            "training_wait_duration_seconds", "What a training step waited for its batch.", view.wait_duration
+        )
         yield self._by(
             "training_time_seconds",
             "Where the time of this rank went; the categories add up to its wall clock.",
