@@ -4,11 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help test lint types unit demo bench bench-trace zoo format clean
+.PHONY: help test test-stack lint types unit demo bench bench-trace zoo format clean
 
 help:
 	@echo "make demo    train a small network that starves, and see what is seen (90 s)"
 	@echo "make test    ruff, mypy and the tests"
+	@echo "make test-stack   what runs beside real servers: Prometheus, Alertmanager, VictoriaMetrics, Slurm (minutes)"
 	@echo "make bench   what the agent costs, side by side with others (minutes)"
 	@echo "make bench-trace   what reading a trace of 200 MB costs, side by side with Holistic Trace Analysis (minutes)"
 	@echo "make zoo     what it says of training scripts whose trouble is known (hours)"
@@ -19,6 +20,10 @@ $(READY): pyproject.toml constraints.txt telemetry/_version.py
 	@touch $@
 
 test: lint types unit
+
+# Part of `make test`, where a suite whose programs are not installed is skipped; here that is a failure.
+test-stack: $(READY)
+	TELEMETRY_TEST_REQUIRE_STACK=1 $(BIN)/python -m pytest -m stack
 
 lint: $(READY)
 	$(BIN)/ruff check .

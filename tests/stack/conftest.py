@@ -200,7 +200,8 @@ class Prometheus:
 def must_have(command):
     path = shutil.which(command)
     if path is None:
-        text = f"{command} is not installed (Debian's package prometheus has it)"
+        packages = "prometheus, prometheus-alertmanager, victoria-metrics, slurm-wlm, munge"
+        text = f"{command} is not installed (one of Debian's packages {packages} has it)"
         pytest.fail(text) if REQUIRED else pytest.skip(text)
     return path
 
@@ -266,7 +267,7 @@ def torchrun(launch):
         run_dir, until = launch.folder / name, launch.folder / f"{name}.stop"
         process = launch(
             [
-                sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks),
+                sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", str(free_ports(1)),
                 "-m", "telemetry", "run", "--run-dir", str(run_dir), "--port", str(port), *options,
                 str(SCRIPT), "--until", str(until), *arguments,
             ],

@@ -1,7 +1,7 @@
 """A training script as anybody might write it: DDP over gloo, a DataLoader, and no word of telemetry.
 
-The rank named by SLOW_RANK reads its samples slowly. Training goes on until the file named by --until appears, or for
---steps steps. With COLLECTIVES=0 the ranks train side by side and never talk, so that one may die without the others.
+The rank named by SLOW_RANK reads its samples slowly, until the file named by --mended appears, if one is named. Training
+goes on until the file named by --until appears, or for --steps steps. With COLLECTIVES=0 the ranks train side by side and never talk, so that one may die without the others.
 """
 
 import argparse
@@ -16,15 +16,16 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 
 class Images(Dataset):
-    def __init__(self, size, seconds_per_sample):
+    def __init__(self, size, seconds_per_sample, mended=""):
         self.size = size
         self.seconds_per_sample = seconds_per_sample
+        self.mended = mended
 
     def __len__(self):
         return self.size
 
     def __getitem__(self, index):
-        if self.seconds_per_sample:
+        if self.seconds_per_sample and not os.path.exists(self.mended):
             time.sleep(self.seconds_per_sample)
         return torch.full((3, 16, 16), index / self.size), index % 10
 
@@ -47,8 +48,11 @@ def main():
     parser.add_argument("--steps", type=int, default=1_000_000)
     parser.add_argument("--until", default="")
     parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--samples", type=int, default=64, help="of each rank, in an epoch")
+    parser.add_argument("--mended", default="")
     parser.add_argument("--slow-seconds", type=float, default=0.02, help="per sample, on the slow rank")
     parser.add_argument("--think-seconds", type=float, default=0.0, help="per step, on the slow rank")
+    parser.add_argument("--pace-seconds", type=float, default=0.0, help="per step, on every rank: the device's time")
     options = parser.parse_args()
 
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -58,7 +62,7 @@ def main():
     if collectives:
         dist.init_process_group("gloo")
 
-    dataset = Images(64 * world_size, options.slow_seconds if slow else 0.0)
+    dataset = Images(options.samples * world_size, options.slow_seconds if slow else 0.0, options.mended)
     sampler = DistributedSampler(dataset, num_replicas=world_size, rank=rank)
     loader = DataLoader(dataset, batch_size=4, sampler=sampler, num_workers=options.workers)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 14 * 14, 10))
@@ -73,6 +77,8 @@ def main():
         for images, labels in loader:
             if slow and options.think_seconds:
                 think(options.think_seconds)
+            if options.pace_seconds:
+                time.sleep(options.pace_seconds)
             loss = lossf(model(images), labels)
             optimizer.zero_grad()
             loss.backward()

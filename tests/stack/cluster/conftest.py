@@ -1,0 +1,140 @@
+"""One cluster for the tests of this folder: two jobs, what watches them, and the story of what happens to them.
+
+The story is told once, as fixtures that build on each other: a rank starves (`starving`); while it does, every query of
+every dashboard is asked (`answers`); its loader is mended (`mended`); then the healthy run ends, and the other one is
+killed (`ended`). A test names the chapter that it is about.
+"""
+
+import os
+import signal
+import sys
+import time
+
+import pytest
+from fakes import nvml
+
+from stack.cluster import dashboards, servers
+from stack.conftest import SCRIPT, Job, free_ports, get
+
+STARVED_RANK = 2
+SETTINGS = ("--interval-seconds", "0.5", "--log-interval-seconds", "2", "--stall-window-seconds", "2")
+"""The agent's own times follow the faster clock too, as far as a busy machine lets them."""
+
+SNAPSHOTS = ("--snapshot-settle-seconds", "1")
+LOADER = ("--workers", "1", "--samples", "4096", "--pace-seconds", "0.03")
+TAIL_LINES = 30
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport():
+    outcome = yield
+    report = outcome.get_result()
+    if report.failed:
+        for name, path in servers.LOGS.items():
+            lines = path.read_text(errors="replace").splitlines()
+            report.sections.append((f"log of {name}", "\n".join(lines[-TAIL_LINES:])))
+
+
+@pytest.fixture(scope="package")
+def monitoring(launch, tmp_path_factory):
+    """The servers, configured as shipped."""
+    cluster = servers.Monitoring(launch, tmp_path_factory.mktemp("cluster"))
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+@pytest.fixture(scope="package")
+def starved(torchrun, launch, monitoring):
+    """Four ranks under torchrun, one of which reads its samples slowly until its loader is mended."""
+    options = (*SETTINGS, *SNAPSHOTS, "--targets-dir", str(monitoring.targets))
+    mended = launch.folder / "starved.mended"
+    job = torchrun(
+        "starved", 4, free_ports(8), options, (*LOADER, "--mended", str(mended)), SLOW_RANK=str(STARVED_RANK)
+    )
+    job.mended = mended
+    return job
+
+
+@pytest.fixture(scope="package")
+def healthy(launch, monitoring, tmp_path_factory):
+    """Two ranks side by side that lack nothing. Each has a GPU: a fake driver is below the real NVML binding."""
+    run_dir, port, until = launch.folder / "healthy", free_ports(8), launch.folder / "healthy.stop"
+    gpus = [nvml.Gpu(uuid=f"GPU-{rank}0000000-0000-0000-0000-000000000000", gpm=True) for rank in range(2)]
+    driver = nvml.subprocess_environment(tmp_path_factory.mktemp("driver"), nvml.State(gpus=gpus))
+    processes = [
+        launch(
+            [
+                sys.executable, "-m", "telemetry", "run", "--run-dir", str(run_dir), "--port", str(port), *SETTINGS,
+                "--targets-dir", str(monitoring.targets), str(SCRIPT), *LOADER, "--until", str(until),
+            ],
+            f"healthy-{rank}", **driver,
+            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", COLLECTIVES="0",
+            MASTER_ADDR="127.0.0.1", MASTER_PORT="1", CUDA_VISIBLE_DEVICES=str(rank), CUDA_DEVICE_ORDER="PCI_BUS_ID",
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    return Job(processes, run_dir, port, until)
+
+
+@pytest.fixture(scope="package")
+def starving(monitoring, starved, healthy):
+    """What people were told once a rank starved."""
+    starved.wait_for_steps(range(4))
+    healthy.wait_for_steps(range(2))
+    told = monitoring.told("that a rank starves", "firing", "TrainingStarving", severity="critical")
+    monitoring.told("that a rank is waited for", "firing", "TrainingStraggler")
+    return told
+
+
+@pytest.fixture(scope="package")
+def answers(monitoring, starving):
+    """What both stores answer to every query of the dashboards, by query."""
+    return {
+        name: dashboards.ask_all(store, runs=("starved", "healthy"))
+        for name, store in (("prometheus", monitoring.prometheus), ("victoriametrics", monitoring.store))
+    }
+
+
+@pytest.fixture(scope="package")
+def rules(monitoring, starving):
+    """What each recording rule gives while a rank starves, and the rules as Prometheus has them."""
+    groups = monitoring.api("rules")["groups"]
+    loaded = [rule for group in groups for rule in group["rules"]]
+    recorded = {
+        rule["name"]: monitoring.prometheus.query(rule["name"]) for rule in loaded if rule["type"] == "recording"
+    }
+    return loaded, recorded
+
+
+@pytest.fixture(scope="package")
+def exposition(starved, healthy, starving):
+    """What is scraped, by run."""
+    return {job.run_dir.name: get(f"http://127.0.0.1:{job.port}/metrics") for job in (starved, healthy)}
+
+
+@pytest.fixture(scope="package")
+def mended(monitoring, starved, starving, answers, rules, exposition):
+    """What people were told once its loader was quick again."""
+    starved.mended.touch()
+    monitoring.told("that nobody waits any more", "resolved", "TrainingStraggler")
+    return monitoring.told("that the rank starves no more", "resolved", "TrainingStarving", severity="critical")
+
+
+@pytest.fixture(scope="package")
+def ended(monitoring, starved, healthy, mended):
+    """One run ends, and the other is killed. What people were told, of the kill and of its target file's removal."""
+    killed_at = time.time()
+    healthy.until.touch()
+    assert healthy.wait() == [0, 0], healthy.stderr
+    for pid in starved.pids().values():
+        os.kill(pid, signal.SIGKILL)
+    starved.wait()
+    down = monitoring.told("that a node is gone", "firing", "TelemetryEndpointDown")
+    left = [path.name for path in monitoring.targets.iterdir()]
+    for path in monitoring.targets.glob("starved-*.json"):
+        path.unlink()
+    up = monitoring.told("that it is no target any more", "resolved", "TelemetryEndpointDown")
+    return {"at": killed_at, "down": down, "up": up, "left": left}

@@ -1,0 +1,2 @@
+def ask_all(store, runs):
+    return {}

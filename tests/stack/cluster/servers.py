@@ -1,0 +1,118 @@
+"""Real servers for the time of a test: Prometheus, Alertmanager, VictoriaMetrics, and a webhook that is told of alerts."""
+
+import json
+import shutil
+import subprocess
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from stack.cluster import shipped
+from stack.conftest import Prometheus, free_ports, get, must_have, wait_for
+
+LOGS = {}
+"""What each server says, by its name: shown where a test fails."""
+
+STOP_SECONDS = 10.0
+
+
+def must_have_one_of(*commands):
+    """The path of the first that is there: a program's name differs between distributions."""
+    found = [path for command in commands if (path := shutil.which(command))]
+    return found[0] if found else must_have(commands[0])
+
+
+class Webhook:
+    """Where Alertmanager sends what it tells people. A notification is kept as one entry for each alert in it."""
+
+    def __init__(self):
+        self.told = []
+        told = self.told
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self):
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                told.extend(body["alerts"])
+                self.send_response(200)
+                self.end_headers()
+
+            def log_message(self, *args):
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.port = self._server.server_address[1]
+        threading.Thread(target=self._server.serve_forever, name="webhook", daemon=True).start()
+
+    def alerts(self, status, name=None, **labels):
+        """What was told with this status, under a name if one is given, oldest first."""
+        wanted = labels | ({"alertname": name} if name else {})
+        return [alert for alert in self.told if alert["status"] == status and wanted.items() <= alert["labels"].items()]
+
+    def close(self):
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class Monitoring:
+    """What a site runs: the shipped configuration of all three servers, and the folder of target files between."""
+
+    def __init__(self, launch, folder):
+        self.webhook = Webhook()
+        self.folder = folder
+        self.targets = folder / "targets"
+        first = free_ports(3)
+        self.prometheus, self._alertmanager, self.store = Prometheus(first), first + 1, Prometheus(first + 2)
+        self._launch = launch
+        self._processes = []
+
+    def start(self):
+        configuration = shipped.prometheus(self.folder, self._alertmanager, remote_write=self.store.port)
+        alertmanager = shipped.alertmanager(self.folder, self.webhook.port)
+        data = self.folder / "data"
+        self._start(
+            "victoria-metrics", self.store.port, "/health",
+            must_have_one_of("victoria-metrics", "victoria-metrics-prod"), f"-storageDataPath={data}/store",
+            f"-httpListenAddr=127.0.0.1:{self.store.port}", "-loggerLevel=WARN",
+            # It answers as of half a minute ago, for samples that come late. Here they come at once.
+            "-search.latencyOffset=1s", "-search.disableCache",
+        )  # fmt: skip
+        self._start(
+            "alertmanager", self._alertmanager, "/-/ready",
+            must_have_one_of("prometheus-alertmanager", "alertmanager"), f"--config.file={alertmanager}",
+            f"--storage.path={data}/alertmanager", f"--web.listen-address=127.0.0.1:{self._alertmanager}",
+            "--cluster.listen-address=", "--log.level=warn",
+        )  # fmt: skip
+        self._start(
+            "prometheus", self.prometheus.port, "/-/ready",
+            must_have("prometheus"), f"--config.file={configuration}", f"--storage.tsdb.path={data}/prometheus",
+            f"--web.listen-address=127.0.0.1:{self.prometheus.port}", "--log.level=warn",
+        )  # fmt: skip
+
+    def _start(self, name, port, path, *command):
+        process = self._launch(command, f"cluster-{name}")
+        self._processes.append(process)
+        LOGS[name] = self._launch.folder / f"cluster-{name}.stderr"
+
+        def ready():
+            assert process.poll() is None, LOGS[name].read_text()
+            get(f"http://127.0.0.1:{port}{path}")
+            return True
+
+        wait_for(name, ready)
+
+    def stop(self):
+        for process in reversed(self._processes):  # Prometheus before the store, which it would try for a minute
+            process.terminate()
+            try:
+                process.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(STOP_SECONDS)
+        self.webhook.close()
+
+    def api(self, path):
+        """The data of an answer of Prometheus's."""
+        return json.loads(get(f"http://127.0.0.1:{self.prometheus.port}/api/v1/{path}"))["data"]
+
+    def told(self, what, status, name, seconds=60.0, **labels):
+        """Wait until people are told; the alerts in question, oldest first."""
+        return wait_for(what, lambda: self.webhook.alerts(status, name, **labels), seconds, every=0.2)

@@ -1,0 +1,95 @@
+"""The faster clock is the same clock: every duration of the rules is divided, by one factor, and nothing else changes."""
+
+import re
+
+import pytest
+import yaml
+
+from stack.cluster import shipped
+
+PROMETHEUS = shipped.DEPLOY / "prometheus"
+RULES = [yaml.safe_load((PROMETHEUS / f"telemetry.{name}.rules.yml").read_text()) for name in ("recording", "alerts")]
+
+
+@pytest.mark.parametrize(
+    ("duration", "expected"), [("15s", "1s"), ("5m", "20s"), ("1m", "4s"), ("10s", "667ms"), ("4h", "960s")]
+)
+def test_durations(duration, expected):
+    assert shipped.faster(duration) == expected
+
+
+@pytest.mark.parametrize("duration", ["1h30m", "5", "", "5y", "-5m"])
+def test_what_is_no_duration_of_one_unit_is_refused(duration):
+    with pytest.raises(ValueError, match="no duration"):
+        shipped.faster(duration)
+
+
+def seconds(text):
+    number, unit = re.fullmatch(r"(\d+)(ms|s|m|h)", text).groups()
+    return int(number) * {"ms": 0.001, "s": 1, "m": 60, "h": 3600}[unit]
+
+
+@pytest.mark.parametrize("document", RULES, ids=["recording", "alerts"])
+def test_every_duration_of_the_rules_is_divided(document):
+    faster = shipped.faster_rules(document)
+
+    assert [group["name"] for group in faster["groups"]] == [group["name"] for group in document["groups"]]
+    pairs = []
+    for old_group, new_group in zip(document["groups"], faster["groups"], strict=True):
+        for old, new in zip(old_group["rules"], new_group["rules"], strict=True):
+            assert old.keys() == new.keys()
+            changed = {key for key in old if old[key] != new[key]}
+            assert changed <= {"expr", "for", "keep_firing_for"}
+            assert changed >= {"for", "keep_firing_for"} & old.keys()
+            pairs += [(old[key], new[key]) for key in changed - {"expr"}]
+            ranges = [re.findall(r"\[([^]]*)\]", rule["expr"]) for rule in (old, new)]
+            pairs += zip(*ranges, strict=True)
+            assert re.sub(r"\[[^]]*\]|\d+", "", old["expr"]) == re.sub(r"\[[^]]*\]|\d+", "", new["expr"])
+    assert len(pairs) > 10
+    assert all(seconds(new) == pytest.approx(seconds(old) / shipped.SPEED, abs=0.001) for old, new in pairs)
+
+
+def test_seconds_without_a_unit_are_divided():
+    """Numbers that large are times, but for the one that makes hours of seconds: who adds one has to say what it is."""
+    large = re.compile(r"(?<![\w:.])\d{3,}(?![\w:.])")
+    numbers = {}
+    for document in RULES:
+        for old, new in zip(document["groups"], shipped.faster_rules(document)["groups"], strict=True):
+            for before, after in zip(old["rules"], new["rules"], strict=True):
+                if found := large.findall(re.sub(r"\[[^]]*\]", "", before["expr"])):
+                    numbers[before.get("record") or before["alert"]] = (found, after["expr"])
+
+    assert {name: found for name, (found, _) in numbers.items()} == {
+        "run_rank:training_stuck:seconds": ["120"],
+        "TrainingHostMemoryLow": ["3600"],
+        "run_cause:training_stall_lost_hours:sum": ["3600"],
+    }
+    assert "> 8)" in numbers["run_rank:training_stuck:seconds"][1]
+    assert "[120s], 240) > 1" in numbers["TrainingHostMemoryLow"][1]
+    assert "/ 3600" in numbers["run_cause:training_stall_lost_hours:sum"][1]
+
+
+def test_the_configuration_is_the_shipped_one_at_other_ports(tmp_path):
+    path = shipped.prometheus(tmp_path, alertmanager=1234, remote_write=5678)
+
+    text = (PROMETHEUS / "prometheus.yml").read_text() + (PROMETHEUS / "remote-write.victoriametrics.yml").read_text()
+    expected = yaml.safe_load(text)
+    expected["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+    expected["alerting"]["alertmanagers"][0]["static_configs"][0]["targets"] = ["127.0.0.1:1234"]
+    expected["scrape_configs"][0]["scrape_timeout"] = "1s"
+    expected["scrape_configs"][0]["file_sd_configs"][0]["refresh_interval"] = "1s"
+    expected["remote_write"][0]["url"] = "http://127.0.0.1:5678/api/v1/write"
+    assert yaml.safe_load(path.read_text()) == expected
+    assert sorted(file.name for file in tmp_path.iterdir()) == sorted(
+        ["prometheus.yml", "targets", *expected["rule_files"]]
+    )
+
+
+def test_alertmanager_is_the_shipped_one_at_another_port(tmp_path):
+    document = yaml.safe_load(shipped.alertmanager(tmp_path, webhook=1234).read_text())
+
+    expected = yaml.safe_load((shipped.DEPLOY / "alertmanager" / "alertmanager.yml").read_text())
+    expected["receivers"][0]["webhook_configs"][0]["url"] = "http://127.0.0.1:1234/alerts"
+    expected["route"] |= {"group_wait": "667ms", "group_interval": "4s", "repeat_interval": "960s"}
+    expected["route"]["routes"][0]["repeat_interval"] = "5760s"
+    assert document == expected
