@@ -42,7 +42,7 @@ def measure(*, pairs: int, segment_seconds: float, hertz: float) -> dict[str, An
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="telemetry-bench-") as run_dir:
         agent: Any = telemetry.start(run_dir, port=0, start_line=False)
-        helper = _spawn("ranks", agent.identity.run, str(Path(run_dir).absolute()))
+        helper = _spawn("ranks", agent.identity.run, str(Path(run_dir).absolute()), agent.identity.node)
         try:
             _wait_for_ranks(agent.metrics_url)
             train = _Training()
@@ -164,12 +164,12 @@ def _get(url: str) -> bytes:
 # -- the other ranks -------------------------------------------------------------------------------------------------
 
 
-def publish_ranks(run: str, scope: str) -> None:
+def publish_ranks(run: str, scope: str, node: str) -> None:
     """Put the states of ranks 1 to 7 on a board, once a second, until terminated."""
     from telemetry.publish.board import Board
     from telemetry.publish.exposition import Families, Renderer
 
-    board = Board(run, scope)
+    board = Board(run, scope, node)
     families = {rank: Families(run, rank) for rank in range(1, RANKS)}
     while True:
         view = full_view()
@@ -210,7 +210,7 @@ def _filled(hint: Any, name: str) -> Any:
 def main(argv: list[str]) -> None:
     """The roles of the processes that this benchmark starts, beside its own."""
     if argv[0] == "ranks":
-        publish_ranks(argv[1], argv[2])
+        publish_ranks(argv[1], argv[2], argv[3])
     elif argv[0] == "scrape":
         print(json.dumps(scrape(argv[1], float(argv[2]), float(argv[3]))))
     else:

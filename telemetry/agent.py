@@ -126,7 +126,7 @@ class Agent:
             with self.faults.contained("attach"):
                 self.attachment.attach()
         with self.faults.contained("board"):
-            board = Board(self.identity.run, str(self.run_dir))
+            board = Board(self.identity.run, str(self.run_dir), self.identity.node)
             targets = TargetFile(
                 (self.config.targets_dir or self.run_dir / "targets").absolute(),
                 board.path.name,

@@ -209,7 +209,8 @@ def test_a_rank_that_has_ended_is_shown_as_ended_while_others_run(tmp_path):
 def test_two_jobs_of_one_name_do_not_share_a_target_file(tmp_path):
     from telemetry.publish.board import Board
 
-    assert Board("r", "/a/r", tmp_path / "boards").path != Board("r", "/b/r", tmp_path / "boards").path
+    paths = {Board("r", *of, tmp_path / "boards").path for of in (("/a/r", "n"), ("/b/r", "n"), ("/b/r", "m"))}
+    assert len(paths) == 3, "nor do two nodes that are one machine"
     agent = telemetry.start(tmp_path / "run", port=0, start_line=False, targets_dir=tmp_path / "targets")
     (file,) = (tmp_path / "targets").iterdir()
     (target,) = json.loads(file.read_text())

@@ -19,13 +19,12 @@ SRUN = """#!/usr/bin/env bash
 while [ $# -gt 0 ]; do
   case $1 in
     --targets-dir) targets=$2 ;;
-    --run) run=$2 ;;
   esac
   last=$1
   shift
 done
 mkdir -p "$targets"
-touch "$targets/$run-0123456789ab.node1.json" "$targets/$run-0123456789ab.node2.json"
+touch "$targets/$TELEMETRY_RUN-0123456789ab.node1.json" "$targets/$TELEMETRY_RUN-0123456789ab.node2.json"
 case $last in
   wait) exec sleep 60 ;;
   *) exit "$last" ;;

@@ -92,7 +92,7 @@ def check_board(place: Place) -> Iterable[Finding]:
 
     root = board_root()
     try:
-        board = Board("doctor", str(os.getpid()))
+        board = Board("doctor", str(os.getpid()), "")
         try:
             board.try_lead()
         finally:

@@ -65,16 +65,17 @@ class Board:
     Args:
         run: name of the run.
         scope: what tells two runs of the same name apart, the same on all ranks: the run folder.
+        node: this machine's name, as the launcher has it: one machine may stand in for several nodes.
         root: folder of all boards; `board_root` by default.
 
     Raises:
         OSError: the folder cannot be made, or is not ours alone.
     """
 
-    def __init__(self, run: str, scope: str, root: Path | None = None) -> None:
+    def __init__(self, run: str, scope: str, node: str, root: Path | None = None) -> None:
         self._root = root or board_root()
         # Containers started with --ipc=host share /dev/shm but not their process ids: each has boards of its own.
-        where = f"{run}\0{scope}\0{_pid_namespace()}"
+        where = f"{run}\0{scope}\0{node}\0{_pid_namespace()}"
         digest = hashlib.sha256(where.encode("utf-8", "surrogateescape")).hexdigest()[:12]
         self.path = self._root / f"{slug(run)[:48]}-{digest}"
         self._make()

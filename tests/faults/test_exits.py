@@ -538,7 +538,7 @@ def test_an_agent_that_cannot_start_is_undone(tmp_path):
         assert agent.running is False and agent.metrics_url is None
         assert [t.name for t in threading.enumerate() if t.name != "telemetry-nvml"] == ["MainThread"]
         assert sys.meta_path == finders
-        assert not Board("r", str(agent.run_dir)).states()
+        assert not Board("r", str(agent.run_dir), agent.identity.node).states()
         with telemetry.phase("x"), telemetry.step():
             pass
         threading.Thread.start = start

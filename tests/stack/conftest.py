@@ -24,6 +24,7 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from telemetry.identity import identify
 from telemetry.publish.board import Board
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,6 +32,7 @@ SCRIPT = Path(__file__).with_name("train_ddp.py")
 REQUIRED = os.environ.get("TELEMETRY_TEST_REQUIRE_STACK") == "1"
 SLOW_RANK = 2
 TOKEN = "TEST_STACK_TOKEN"
+NODE = identify(None, None, {}).node
 
 
 def wait_for(what, probe, seconds=30.0, every=0.05):
@@ -99,7 +101,7 @@ class Job:
         self.run_dir = run_dir
         self.port = port
         self.until = until
-        self.board = Board(run_dir.name, str(run_dir)).path
+        self.board = Board(run_dir.name, str(run_dir), NODE).path
 
     @property
     def stderr(self):
@@ -224,14 +226,13 @@ def launch(tmp_path_factory):
                 stdout=out, stderr=err, start_new_session=True,
             )  # fmt: skip
 
-    start.folder = folder
     started = []
 
     def keep(*args, **kwargs):
         started.append(start(*args, **kwargs))
         return started[-1]
 
-    keep.folder = folder
+    keep.folder, keep.token = folder, token
     try:
         yield keep
     finally:
@@ -249,7 +250,7 @@ def launch(tmp_path_factory):
         for process in started:
             process.wait(10)
         for run_dir in folder.glob("*/logs"):  # a killed job's board would stay for an hour
-            shutil.rmtree(Board(run_dir.parent.name, str(run_dir.parent)).path, ignore_errors=True)
+            shutil.rmtree(Board(run_dir.parent.name, str(run_dir.parent), NODE).path, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

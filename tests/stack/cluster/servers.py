@@ -21,6 +21,17 @@ def must_have_one_of(*commands):
     return found[0] if found else must_have(commands[0])
 
 
+def stop(processes):
+    """End processes, the youngest first."""
+    for process in reversed(processes):
+        process.terminate()
+        try:
+            process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(STOP_SECONDS)
+
+
 class Webhook:
     """Where Alertmanager sends what it tells people. A notification is kept as one entry for each alert in it."""
 
@@ -100,13 +111,7 @@ class Monitoring:
         wait_for(name, ready)
 
     def stop(self):
-        for process in reversed(self._processes):  # Prometheus before the store, which it would try for a minute
-            process.terminate()
-            try:
-                process.wait(STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait(STOP_SECONDS)
+        stop(self._processes)  # Prometheus before the store, which it would try for a minute
         self.webhook.close()
 
     def api(self, path):
