@@ -14,6 +14,7 @@ import pytest
 from fakes import nvml
 
 from stack.cluster import dashboards, servers
+from stack.cluster.recorded import Recorded
 from stack.conftest import SCRIPT, Job, free_ports, get
 
 STARVED_RANK = 2
@@ -80,7 +81,15 @@ def healthy(launch, monitoring, tmp_path_factory):
 
 
 @pytest.fixture(scope="package")
-def starving(monitoring, starved, healthy):
+def recorded_run(monitoring):
+    """A run on GPUs, recorded."""
+    endpoint = Recorded(monitoring.targets)
+    yield endpoint
+    endpoint.close()
+
+
+@pytest.fixture(scope="package")
+def starving(monitoring, starved, healthy, recorded_run):
     """What people were told once a rank starved."""
     starved.wait_for_steps(range(4))
     healthy.wait_for_steps(range(2))
@@ -93,7 +102,7 @@ def starving(monitoring, starved, healthy):
 def answers(monitoring, starving):
     """What both stores answer to every query of the dashboards, by query."""
     return {
-        name: dashboards.ask_all(store, runs=("starved", "healthy"))
+        name: dashboards.ask_all(store.port)
         for name, store in (("prometheus", monitoring.prometheus), ("victoriametrics", monitoring.store))
     }
 

@@ -4,13 +4,13 @@ import subprocess
 
 import pytest
 
+from stack.cluster import recorded
 from stack.cluster.conftest import STARVED_RANK
 
 pytestmark = pytest.mark.stack
 
 WITHOUT_DATA = {
     "run_rank:training_stuck:seconds": "nobody is stuck",
-    "run_node:training_cgroup_memory_used:ratio": "a machine may set no limit to a job's memory",
 }
 """Recorded series that these runs do not have, and why."""
 
@@ -31,12 +31,13 @@ def fired(monitoring, run):
     )
 
 
-def test_ranks_are_discovered_by_their_target_files(monitoring, starved, healthy, starving):
+def test_ranks_are_discovered_by_their_target_files(monitoring, starved, healthy, recorded_run, starving):
     ranks = monitoring.prometheus.query("count by (job, instance, run, node) (training_run_info)")
 
     found = [(s["metric"]["run"], s["metric"]["instance"], s["metric"]["node"], s["value"][1]) for s in ranks]
     assert sorted(found) == [
         ("healthy", f"127.0.0.1:{healthy.port}", node_of(healthy), "2"),
+        (recorded.RUN, f"127.0.0.1:{recorded_run.port}", recorded.NODE, "2"),
         ("starved", f"127.0.0.1:{starved.port}", node_of(starved), "4"),
     ]
     assert {series["metric"]["job"] for series in ranks} == {"training"}

@@ -1,0 +1,210 @@
+"""Ranks that are made up: what the agent of each would show at a moment, with everything measured and values moving.
+
+The exposition is the real one (`telemetry.publish.exposition`); only the view it renders is computed from the clock.
+"""
+
+from __future__ import annotations
+
+import math
+import uuid
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from telemetry import records
+from telemetry._version import __version__
+from telemetry.config import STEP_BUCKETS
+from telemetry.publish.exposition import Families, render
+from telemetry.records import (
+    CAUSES,
+    FETCH_BUCKETS,
+    GpuSample,
+    Histogram,
+    HostSample,
+    PressureSample,
+    ProcessSample,
+    RunView,
+    SnapshotsView,
+    SourceHealth,
+    StallView,
+    TorchMemorySample,
+    WorkersSample,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+GIB: Final = 1 << 30
+CPUS: Final = 64
+STEP_SECONDS: Final = 0.25
+_COLLECTORS: Final = ("nvml", "host", "process", "workers", "pressure", "torch_memory")
+_STARTUP_SECONDS: Final = 20.0
+_NIL: Final = uuid.UUID(int=0)
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedRank:
+    """One rank of a made-up run.
+
+    Attributes:
+        run: its run. ``rank``: number in it. ``node``: its machine. ``local_rank``: number there, and its GPU's.
+        world_size: ranks of the run.
+        began: Unix time at which it began.
+        waits: share of its training loop in which it waits for data, 0 to 1.
+        cause: what its waiting is put down to, from `CAUSES`; None if it has no stall.
+    """
+
+    run: str
+    rank: int
+    node: str
+    local_rank: int
+    world_size: int
+    began: float
+    waits: float
+    cause: str | None
+
+    def families(self, now: float) -> list[tuple[bytes, bytes]]:
+        """What it publishes, as the board keeps it: (header, samples) of each family."""
+        return [render(family) for family in Families(self.run, self.rank).of(self.view(now))]
+
+    def view(self, now: float, gpu: GpuSample | None = None) -> RunView:
+        """Its state.
+
+        Args:
+            now: Unix time.
+            gpu: a reading to show instead of one that is made up.
+        """
+        age = max(now - self.began, _STARTUP_SECONDS)
+        loop = age - _STARTUP_SECONDS
+        waited = loop * self.waits
+        steps = int(loop / STEP_SECONDS)
+        lost = dict.fromkeys(CAUSES, 0.0)
+        opened = dict.fromkeys(CAUSES, 0)
+        if self.cause is not None:
+            lost[self.cause], opened[self.cause] = waited, 1
+        ledger = dict.fromkeys(records.CATEGORIES, 0.0)
+        ledger[records.STARTUP] = _STARTUP_SECONDS
+        ledger[records.DATA_WAIT], ledger[records.COMPUTE] = waited, loop - waited
+        return RunView(
+            info={
+                "node": self.node,
+                "local_rank": str(self.local_rank),
+                "world_size": str(self.world_size),
+                "launcher": "torchrun",
+                "telemetry_version": __version__,
+                "python_version": "3.11.7",
+                "torch_version": "2.13.0+cu130",
+            },
+            ended=False,
+            steps=steps,
+            step_duration=_histogram(STEP_BUCKETS, steps, STEP_SECONDS),
+            ledger_seconds=ledger,
+            exposed_wait_seconds=waited,
+            last_step_unix_seconds=now - STEP_SECONDS * self._wave(now),
+            optimizer_steps=steps,
+            overhead_seconds={"training": 4e-6 * steps, "agent": 0.005 * age},
+            dropped_steps=0,
+            errors={},
+            stalls=StallView(self.cause, opened, lost, straggler=0 if self.cause == "straggler" else None),
+            snapshots=SnapshotsView({"recorded": int(self.cause is not None), "refused": 0, "failed": 0, "skipped": 0}),
+            collectors=tuple(SourceHealth(name, True, 0.001 * (1 + self._wave(now)), None) for name in _COLLECTORS),
+            gpu=gpu or self._gpu(now),
+            host=HostSample(0.3 + 0.2 * self._wave(now), CPUS, int((300 + 20 * self._wave(now)) * GIB), 1024 * GIB),
+            process=ProcessSample(0.9 * age, int((9 + self._wave(now)) * GIB), 92),
+            workers=self._workers(now, steps, waited),
+            pressure=PressureSample(
+                {"cpu": 0.02 * self._wave(now), "io": self.waits * self._wave(now), "memory": 0.0},
+                cgroup_cpu_limit=CPUS,
+                cgroup_throttled_ratio=0.01 * self._wave(now),
+                cgroup_memory_limit_bytes=900 * GIB,
+                cgroup_memory_used_bytes=int((310 + 20 * self._wave(now)) * GIB),
+            ),
+            torch_memory=TorchMemorySample(int((40 + self._wave(now)) * GIB), 60 * GIB),
+        )
+
+    def _wave(self, now: float) -> float:
+        """From 0 to 1 and back in a few minutes, each rank at its own pace."""
+        return (1 + math.sin(now / (20 + self.rank % 17) + self.rank)) / 2
+
+    def _gpu(self, now: float) -> GpuSample:
+        busy = 1 - self.waits
+        return GpuSample(
+            index=self.local_rank,
+            uuid=f"GPU-{uuid.uuid5(_NIL, f'{self.run}/{self.rank}')}",
+            name="NVIDIA H100 80GB HBM3",
+            utilization_ratio=min(1.0, busy + 0.1),
+            sm_active_ratio=busy * (0.7 + 0.2 * self._wave(now)),
+            sm_active_source="gpm",
+            sm_occupancy_ratio=busy * 0.4,
+            tensor_active_ratio=busy * 0.35,
+            memory_bandwidth_ratio=busy * 0.3,
+            memory_used_bytes=int((61 + self._wave(now)) * GIB),
+            memory_total_bytes=80 * GIB,
+            power_watts=120 + 500 * busy + 20 * self._wave(now),
+            temperature_celsius=40 + 25 * busy,
+            sm_clock_hertz=1.98e9 - 2e8 * self._wave(now),
+            sm_clock_max_hertz=1.98e9,
+            throttled=("sw_power_cap",) if self._wave(now) > 0.5 else (),
+        )
+
+    def _workers(self, now: float, steps: int, waited: float) -> WorkersSample:
+        workers = 8
+        return WorkersSample(
+            workers=workers,
+            training_workers=workers,
+            resident_memory_bytes=int(workers * (1.2 + 0.1 * self._wave(now)) * GIB),
+            ready_batches=round((1 - self.waits) * 2 * workers * self._wave(now)),
+            fetching_seconds=0.1,
+            fetches_total=steps,
+            fetch_duration=_histogram(FETCH_BUCKETS, steps, workers * STEP_SECONDS * 0.8),
+            cpu_ratio=0.3,
+            busy_ratio=0.3 + 0.05 + 0.5 * self.waits,
+            runnable_ratio=0.05,
+            blocked_ratio=0.5 * self.waits,
+            read_bytes_per_second=2e8,
+            slack_seconds=(1 - self.waits) * self._wave(now),
+            late_seconds_total=0.9 * waited,
+            moved_seconds_total=0.1 * waited,
+            head_of_line_seconds_total=0.2 * waited,
+            head_of_line_batches=round(self.waits * self._wave(now)),
+        )
+
+
+def fleet(ranks: int, ranks_per_node: int, nodes_per_run: int, began: float) -> list[list[SimulatedRank]]:
+    """Ranks by node. One run in four starves: on each of its nodes one rank waits for data, the others for that one."""
+    nodes = []
+    for number in range(math.ceil(ranks / ranks_per_node)):
+        run, first = divmod(number, nodes_per_run)
+        nodes.append(
+            [
+                SimulatedRank(
+                    run=f"run-{run:04}",
+                    rank=first * ranks_per_node + local,
+                    node=f"node-{number:05}",
+                    local_rank=local,
+                    world_size=nodes_per_run * ranks_per_node,
+                    began=began,
+                    waits=(0.6 if local == 0 else 0.02) if run % 4 == 0 else 0.05 + 0.01 * local,
+                    cause=("workers_io_bound" if local == 0 else "straggler") if run % 4 == 0 else None,
+                )
+                for local in range(min(ranks_per_node, ranks - number * ranks_per_node))
+            ]
+        )
+    return nodes
+
+
+def expose(states: Iterable[list[tuple[bytes, bytes]]]) -> bytes:
+    """What a node's endpoint answers, of the families of its ranks."""
+    from telemetry.publish.board import RankState
+    from telemetry.publish.endpoint import join
+
+    return join(RankState(rank, 0, tuple(families)) for rank, families in enumerate(states))
+
+
+def _histogram(bounds: tuple[float, ...], count: int, value: float) -> Histogram:
+    """So many values, most of them near one: half of them in its bucket, the rest in the two above."""
+    counts = [0] * (len(bounds) + 1)
+    place = next((index for index, bound in enumerate(bounds) if bound >= value), len(bounds))
+    for offset, share in enumerate((0.5, 0.4)):
+        counts[min(place + offset, len(bounds))] += int(count * share)
+    counts[min(place + 2, len(bounds))] += count - sum(counts)
+    return Histogram(bounds, tuple(counts), count * value)

@@ -1,0 +1,111 @@
+"""Series of GPUs, where there is no GPU: a run whose every reading is there, and what DCGM exporter says of its GPUs.
+
+The readings of the GPUs come through the real NVML binding from a fake driver below it, the exposition is the agent's
+own, and one endpoint serves it as a node would. Half of DCGM's metrics have the names of before 4.9, half those of since.
+"""
+
+import contextlib
+import dataclasses
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from fakes import nvml
+
+from benchmarks.fleet_ranks import SimulatedRank, expose
+from stack.conftest import wait_for
+from telemetry.collect.nvml import NvmlSource
+from telemetry.collect.source import SourceError
+from telemetry.publish.exposition import CONTENT_TYPE, Families, render
+from telemetry.records import SourceHealth
+
+RUN, NODE = "recorded", "recorded-node"
+POWER_CAP = 4
+"""The bit of the reason that is no fault."""
+
+DCGM = """\
+# TYPE DCGM_FI_DEV_GPU_UTIL gauge
+DCGM_FI_DEV_GPU_UTIL{{gpu="0",UUID="{0}",device="nvidia0",Hostname="{node}"}} 80
+# TYPE DCGM_FI_PROF_SM_ACTIVE gauge
+DCGM_FI_PROF_SM_ACTIVE{{gpu="0",UUID="{0}",device="nvidia0",Hostname="{node}"}} 0.61
+# TYPE DCGM_FI_PROF_PIPE_TENSOR_ACTIVE gauge
+DCGM_FI_PROF_PIPE_TENSOR_ACTIVE{{gpu="0",UUID="{0}",device="nvidia0",Hostname="{node}"}} 0.31
+# TYPE DCGM_FI_DEV_XID_ERRORS gauge
+DCGM_FI_DEV_XID_ERRORS{{gpu="0",UUID="{0}",device="nvidia0",Hostname="{node}"}} 0
+# TYPE DCGM_FI_DEV_GPU_UTIL_RATIO gauge
+DCGM_FI_DEV_GPU_UTIL_RATIO{{gpu="1",gpu_uuid="{1}",hostname="{node}"}} 0.8
+# TYPE DCGM_FI_PROF_SM_UTIL_RATIO gauge
+DCGM_FI_PROF_SM_UTIL_RATIO{{gpu="1",gpu_uuid="{1}",hostname="{node}"}} 0.62
+# TYPE DCGM_FI_PROF_TENSOR_UTIL_RATIO gauge
+DCGM_FI_PROF_TENSOR_UTIL_RATIO{{gpu="1",gpu_uuid="{1}",hostname="{node}"}} 0.32
+# TYPE DCGM_FI_DEV_XID_ERROR gauge
+DCGM_FI_DEV_XID_ERROR{{gpu="1",gpu_uuid="{1}",hostname="{node}"}} 79
+"""
+
+
+def read_gpus():
+    """What the NVML source says of two GPUs: one with hardware counters and at its power cap, one without counters."""
+    gpus = [
+        nvml.Gpu(uuid="GPU-recorded-0", gpm=True, throttle=POWER_CAP),
+        nvml.Gpu(uuid="GPU-recorded-1", name="NVIDIA Fake A100", processes=[nvml.Process()]),
+    ]
+    samples = []
+    with nvml.installed(nvml.State(gpus=gpus)):
+        for gpu in gpus:
+            source = NvmlSource(lambda gpu=gpu: gpu.uuid, interval_seconds=0.15)
+            with contextlib.closing(source):
+                samples.append(wait_for(f"a reading of {gpu.uuid}", lambda source=source: whole(source)))
+    return samples
+
+
+def whole(source):
+    """A sample that has SM activity, which takes two readings."""
+    try:
+        sample = source.read()
+    except SourceError:
+        return None
+    return sample if sample.sm_active_ratio is not None else None
+
+
+class Recorded:
+    """The endpoint, and the target file that leads to it."""
+
+    def __init__(self, targets):
+        self.gpus = read_gpus()
+        began = time.time() - 600
+        self._ranks = [
+            SimulatedRank(RUN, rank, NODE, rank, 2, began, waits=0.1, cause=None) for rank in range(len(self.gpus))
+        ]
+        endpoint = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self):
+                self.send_response(200)
+                self.send_header("Content-Type", CONTENT_TYPE)
+                self.end_headers()
+                self.wfile.write(endpoint.text())
+
+            def log_message(self, *args):
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.port = self._server.server_address[1]
+        threading.Thread(target=self._server.serve_forever, name="recorded", daemon=True).start()
+        target = [{"targets": [f"127.0.0.1:{self.port}"], "labels": {"node": NODE}}]
+        self._file = targets / f"{RUN}-0123456789ab.{NODE}.json"
+        self._file.write_text(json.dumps(target))
+
+    def text(self):
+        states = []
+        for rank, gpu in zip(self._ranks, self.gpus, strict=True):
+            view = rank.view(time.time(), gpu)
+            failed = SourceHealth("pressure", False, 0.001, "made up")
+            view = dataclasses.replace(view, errors={"collect.pressure": 1}, collectors=(*view.collectors[:4], failed))
+            states.append([render(family) for family in Families(RUN, rank.rank).of(view)])
+        return expose(states) + DCGM.format(*(gpu.uuid for gpu in self.gpus), node=NODE).encode()
+
+    def close(self):
+        self._file.unlink()
+        self._server.shutdown()
+        self._server.server_close()

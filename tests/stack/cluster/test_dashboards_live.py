@@ -1,0 +1,92 @@
+"""Every query of every dashboard against the live runs, asked of Prometheus and of VictoriaMetrics behind it."""
+
+import re
+
+import pytest
+
+from stack.cluster import dashboards
+
+pytestmark = pytest.mark.stack
+
+STORES = ["prometheus", "victoriametrics"]
+
+EMPTY = {}
+"""Queries that these runs have no data for, and why."""
+
+RECORDED_ONLY = {
+    r"training_(gpu|cuda)_|dcgm_": "there is no GPU: the run that was recorded on one has them, or the fake driver",
+    r"training_cgroup_": "a machine may set no limit",
+    r"collector_up.* == 0": "no collector fails here",
+    r"telemetry_errors_total": "nothing fails here",
+}
+"""What the live runs need not show, by what is asked for, and why: the recorded run has it all."""
+
+
+@pytest.fixture(scope="module")
+def queries():
+    """Every query by its name."""
+    loaded = dashboards.load()
+    found = [query for name, dashboard in loaded.items() for query in dashboards.queries_of(name, dashboard)]
+    return {query.key: query for query in found}
+
+
+def test_there_are_dashboards():
+    loaded = dashboards.load()
+
+    assert loaded
+    for name, dashboard in loaded.items():
+        assert len(list(dashboards.queries_of(name, dashboard))) > 10, name
+        assert dashboards.variables_of(dashboard), name
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_no_query_is_an_error(answers, store):
+    errors = {key: answer.errors for key, answer in answers[store].items() if answer.errors}
+
+    assert errors == {}
+    assert answers[store]
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_every_query_gives_data(answers, store, queries):
+    assert queries.keys() <= answers[store].keys()
+    empty = {key for key, answer in answers[store].items() if not any(answer.series.values())}
+
+    assert empty - EMPTY.keys() == set()
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_what_needs_no_gpu_gives_data_of_the_live_runs(answers, store, queries):
+    empty = set()
+    for key, answer in answers[store].items():
+        live = [count for scene, count in answer.series.items() if not {"recorded", "recorded-node"} & set(scene)]
+        asked = queries[key].expression if key in queries else ""
+        if not any(live) and not any(re.search(pattern, asked) for pattern in RECORDED_ONLY):
+            empty.add(key)
+
+    assert empty - EMPTY.keys() == set()
+
+
+def test_what_may_be_empty_is_still_asked(queries):
+    assert EMPTY.keys() <= queries.keys()
+
+
+# -- the way to ask -------------------------------------------------------------------------------------------------------
+
+
+def test_variables_are_put_in_as_grafana_does():
+    multi, single = {"multi": True}, {"multi": False}
+    assert dashboards.chosen(single, ['a"b\\c']) == r"a\"b\\c"
+    assert dashboards.chosen(multi, ["a.b"]) == r"a\\.b"
+    assert dashboards.chosen(multi, ["a.b", "c|d"]) == r"(a\\.b|c\\|d)"
+    assert dashboards.chosen(multi, ["a\\b"]) == r"a\\\\b"
+
+
+def test_times_are_put_in_as_grafana_does():
+    values = dashboards.times(300, 15) | {"run": "r"}
+    expression = 'rate(x{run="$run"}[$__rate_interval]) + y{run="${run}"}[$__range:1m] + z[5m] @ end()'
+    assert dashboards.substituted(expression, values) == (
+        'rate(x{run="r"}[60s]) + y{run="r"}[300s:4s] + z[20s] @ end()'
+    )
+    with pytest.raises(KeyError, match="node"):
+        dashboards.substituted('x{node="$node"}', values)
