@@ -22,7 +22,7 @@ SETTINGS = ("--interval-seconds", "0.5", "--log-interval-seconds", "2", "--stall
 """The agent's own times follow the faster clock too, as far as a busy machine lets them."""
 
 SNAPSHOTS = ("--snapshot-settle-seconds", "1")
-LOADER = ("--workers", "1", "--samples", "4096", "--pace-seconds", "0.03")
+LOADER = ("--workers", "1", "--samples", "4096", "--pace-seconds", "0.03", "--slow-seconds", "0.06")
 TAIL_LINES = 30
 
 
@@ -32,6 +32,8 @@ def pytest_runtest_makereport():
     report = outcome.get_result()
     if report.failed:
         for name, path in servers.LOGS.items():
+            if not path.exists():
+                continue
             lines = path.read_text(errors="replace").splitlines()
             report.sections.append((f"log of {name}", "\n".join(lines[-TAIL_LINES:])))
 

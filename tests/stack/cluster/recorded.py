@@ -75,7 +75,7 @@ class Recorded:
         self.gpus = read_gpus()
         began = time.time() - 600
         self._ranks = [
-            SimulatedRank(RUN, rank, NODE, rank, 2, began, waits=0.1, cause=None) for rank in range(len(self.gpus))
+            SimulatedRank(RUN, rank, NODE, rank, 2, began, waits=0.1, cause="host_bound") for rank in range(len(self.gpus))
         ]
         endpoint = self
 
@@ -94,7 +94,9 @@ class Recorded:
         threading.Thread(target=self._server.serve_forever, name="recorded", daemon=True).start()
         target = [{"targets": [f"127.0.0.1:{self.port}"], "labels": {"node": NODE}}]
         self._file = targets / f"{RUN}-0123456789ab.{NODE}.json"
-        self._file.write_text(json.dumps(target))
+        whole = targets / f"{RUN}.tmp"
+        whole.write_text(json.dumps(target))
+        whole.replace(self._file)
 
     def text(self):
         states = []

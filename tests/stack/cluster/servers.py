@@ -6,6 +6,8 @@ import subprocess
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import pytest
+
 from stack.cluster import shipped
 from stack.conftest import Prometheus, free_ports, get, must_have, wait_for
 
@@ -120,4 +122,19 @@ class Monitoring:
 
     def told(self, what, status, name, seconds=60.0, **labels):
         """Wait until people are told; the alerts in question, oldest first."""
-        return wait_for(what, lambda: self.webhook.alerts(status, name, **labels), seconds, every=0.2)
+        try:
+            return wait_for(what, lambda: self.webhook.alerts(status, name, **labels), seconds, every=0.2)
+        except pytest.fail.Exception as failed:
+            raise pytest.fail.Exception(f"{failed}\n{self.state()}") from None
+
+    def state(self):
+        """What helps to see why nobody was told: targets, rules with an error, alerts, and what was told."""
+        targets = [(t["scrapeUrl"], t["health"], t["lastError"]) for t in self.api("targets")["activeTargets"]]
+        rules = [rule for group in self.api("rules")["groups"] for rule in group["rules"]]
+        errors = [(rule["name"], rule["lastError"]) for rule in rules if rule.get("lastError")]
+        alerts = [(alert["labels"], alert["state"], alert["value"]) for alert in self.api("alerts")["alerts"]]
+        told = [(alert["status"], alert["labels"]) for alert in self.webhook.told]
+        return "\n".join(
+            f"{name}: {found}"
+            for name, found in (("targets", targets), ("errors", errors), ("alerts", alerts), ("told", told))
+        )

@@ -10,7 +10,11 @@ pytestmark = pytest.mark.stack
 
 STORES = ["prometheus", "victoriametrics"]
 
-EMPTY = {}
+EMPTY = {
+    "run / annotation / Ended": "no run has ended yet",
+    "run / Snapshots / B": "no run has switched its snapshots off",
+    "run / Errors and dropped steps / B": "no step is dropped",
+}
 """Queries that these runs have no data for, and why."""
 
 RECORDED_ONLY = {
