@@ -38,6 +38,7 @@ CPUS: Final = 64
 STEP_SECONDS: Final = 0.25
 _COLLECTORS: Final = ("nvml", "host", "process", "workers", "pressure", "torch_memory")
 _STARTUP_SECONDS: Final = 20.0
+_NODES_OF_A_RUN: Final = 8
 _NIL: Final = uuid.UUID(int=0)
 
 
@@ -169,27 +170,32 @@ class SimulatedRank:
         )
 
 
-def fleet(ranks: int, ranks_per_node: int, nodes_per_run: int, began: float) -> list[list[SimulatedRank]]:
-    """Ranks by node. One run in four starves: on each of its nodes one rank waits for data, the others for that one."""
-    nodes = []
-    for number in range(math.ceil(ranks / ranks_per_node)):
-        run, first = divmod(number, nodes_per_run)
-        nodes.append(
-            [
-                SimulatedRank(
-                    run=f"run-{run:04}",
-                    rank=first * ranks_per_node + local,
-                    node=f"node-{number:05}",
-                    local_rank=local,
-                    world_size=nodes_per_run * ranks_per_node,
-                    began=began,
-                    waits=(0.6 if local == 0 else 0.02) if run % 4 == 0 else 0.05 + 0.01 * local,
-                    cause=("workers_io_bound" if local == 0 else "straggler") if run % 4 == 0 else None,
-                )
-                for local in range(min(ranks_per_node, ranks - number * ranks_per_node))
-            ]
-        )
-    return nodes
+def fleet(ranks: int, ranks_per_node: int, began: float) -> list[list[SimulatedRank]]:
+    """Ranks by node: one run of half the nodes, and runs of eight.
+
+    One run in four starves, the large one among them: in each of its nodes one rank waits for data, the others for it.
+    """
+    nodes = math.ceil(ranks / ranks_per_node)
+    sizes = [max(1, nodes // 2)]
+    while sum(sizes) < nodes:
+        sizes.append(min(_NODES_OF_A_RUN, nodes - sum(sizes)))
+    places = [(run, place, size) for run, size in enumerate(sizes) for place in range(size)]
+    return [
+        [
+            SimulatedRank(
+                run=f"run-{run:04}",
+                rank=place * ranks_per_node + local,
+                node=f"node-{number:05}",
+                local_rank=local,
+                world_size=size * ranks_per_node,
+                began=began,
+                waits=(0.6 if local == 0 else 0.02) if run % 4 == 0 else 0.05 + 0.01 * local,
+                cause=("workers_io_bound" if local == 0 else "straggler") if run % 4 == 0 else None,
+            )
+            for local in range(min(ranks_per_node, ranks - number * ranks_per_node))
+        ]
+        for number, (run, place, size) in enumerate(places)
+    ]
 
 
 def expose(states: Iterable[list[tuple[bytes, bytes]]]) -> bytes:

@@ -11,27 +11,12 @@ from dataclasses import dataclass, field
 
 import yaml
 
+from benchmarks import grafana
 from stack.cluster import shipped
-from stack.conftest import ROOT, get
+from stack.conftest import get
 
-DASHBOARDS = ROOT / "grafana" / "dashboards"
 RANGE_SECONDS = 300
 ASKED_AT_A_TIME = 4
-
-
-@dataclass(frozen=True)
-class Query:
-    """One query of a panel, an annotation or a variable."""
-
-    dashboard: str
-    panel: str
-    ref: str
-    expression: str
-    instant: bool = False
-
-    @property
-    def key(self):
-        return f"{self.dashboard} / {self.panel} / {self.ref}"
 
 
 @dataclass
@@ -42,72 +27,9 @@ class Answer:
     series: dict = field(default_factory=dict)
 
 
-def load():
-    """The dashboards, by the name of their file."""
-    return {path.stem: json.loads(path.read_text()) for path in sorted(DASHBOARDS.glob("*.json"))}
-
-
-def panels_of(dashboard):
-    """Its panels, those of collapsed rows too."""
-    for panel in dashboard["panels"]:
-        yield panel
-        yield from panel.get("panels", [])
-
-
-def queries_of(name, dashboard):
-    """Queries of its panels and annotations."""
-    for panel in panels_of(dashboard):
-        for target in panel.get("targets", []):
-            both = target.get("instant", False), target.get("range", not target.get("instant", False))
-            for instant in (True,) * both[0] + (False,) * both[1]:
-                yield Query(name, panel["title"], target["refId"], target["expr"], instant)
-    for annotation in dashboard.get("annotations", {}).get("list", []):
-        if not annotation.get("builtIn"):
-            yield Query(name, "annotation", annotation["name"], annotation.get("expr") or annotation["target"]["expr"])
-
-
-def variables_of(dashboard):
-    """Its variables that are asked for, in their order: a later one may use an earlier one."""
-    return [variable for variable in dashboard["templating"]["list"] if variable["type"] == "query"]
-
-
-# -- what Grafana does with a query before it asks ------------------------------------------------------------------------
-
-
-def escape(value):
-    """A value inside a regular expression inside of double quotes."""
-    return re.sub(r"[$^*{}\[\]'+?.()|]", lambda match: "\\\\" + match[0], value.replace("\\", "\\" * 4))
-
-
-def chosen(variable, values):
-    """What stands for a variable: a list is an alternative, of which every value is escaped."""
-    if not (variable.get("multi") or variable.get("includeAll")):
-        return values[0].replace("\\", "\\\\").replace('"', '\\"')
-    if len(values) == 1:
-        return escape(values[0])
-    return "(" + "|".join(map(escape, values)) + ")"
-
-
-def times(range_seconds, scrape_seconds):
-    """The variables of the time range, for a graph that is wide enough for the finest step there is."""
-    return {
-        "__rate_interval": f"{max(2 * scrape_seconds, 4 * scrape_seconds)}s",
-        "__interval": f"{scrape_seconds}s",
-        "__interval_ms": str(scrape_seconds * 1000),
-        "__range": f"{range_seconds}s",
-        "__range_s": str(range_seconds),
-        "__range_ms": str(range_seconds * 1000),
-    }
-
-
-def substituted(expression, values):
-    """An expression with all variables replaced, and with its own durations on the faster clock.
-
-    Raises:
-        KeyError: a variable that there is not.
-    """
-    own = re.sub(r"(?<=[\[:])(\d+[smhd])(?=[]:])", lambda match: shipped.faster(match[1]), expression)
-    return re.sub(r"\$(?:(\w+)|\{(\w+)\})", lambda match: values[match[1] or match[2]], own)
+def hastened(expression):
+    """An expression of a dashboard with its own durations on the faster clock."""
+    return re.sub(r"(?<=[\[:])(\d+[smhd])(?=[]:])", lambda match: shipped.faster(match[1]), expression)
 
 
 def scrape_seconds():
@@ -115,9 +37,6 @@ def scrape_seconds():
     provisioned = yaml.safe_load((shipped.DEPLOY / "compose" / "grafana" / "datasources.yml").read_text())
     (source,) = [source for source in provisioned["datasources"] if source["type"] == "prometheus"]
     return int(shipped.faster(source["jsonData"]["timeInterval"]).removesuffix("s"))
-
-
-# -- asking ---------------------------------------------------------------------------------------------------------------
 
 
 class Store:
@@ -165,14 +84,14 @@ def scenes_of(store, dashboard, answers, name):
         pairs of a scene's name and the values to substitute.
     """
     scenes = [((), {})]
-    for variable in variables_of(dashboard):
+    for variable in grafana.variables_of(dashboard):
         following = []
         for labels, values in scenes:
             text = variable["query"] if isinstance(variable["query"], str) else variable["query"]["query"]
-            query = Query(name, "variable", variable["name"], text)
+            query = grafana.Query(name, "variable", variable["name"], text)
             answer = answers.setdefault(query.key, Answer())
             try:
-                options = store.options(substituted(text, values))
+                options = store.options(grafana.substituted(text, values))
             except (ValueError, KeyError) as error:
                 answer.errors.append(f"{text}: {error!r}")
                 continue
@@ -182,7 +101,7 @@ def scenes_of(store, dashboard, answers, name):
             single = not variable.get("multi")
             for choice in [[option] for option in options] if single else [options]:
                 label = (*labels, choice[0]) if single else labels
-                following.append((label, values | {variable["name"]: chosen(variable, choice)}))
+                following.append((label, values | {variable["name"]: grafana.chosen(variable, choice)}))
         scenes = following
     return scenes
 
@@ -190,15 +109,15 @@ def scenes_of(store, dashboard, answers, name):
 def ask_all(port):
     """Ask everything. Returns answers by what was asked."""
     store, answers, step = Store(port), {}, scrape_seconds()
-    asked = []
-    for name, dashboard in load().items():
+    times, asked = grafana.times(RANGE_SECONDS, step, step), []
+    for name, dashboard in grafana.load().items():
         scenes = scenes_of(store, dashboard, answers, name)
-        asked += itertools.product(queries_of(name, dashboard), scenes)
+        asked += itertools.product(grafana.queries_of(name, dashboard), scenes)
 
     def ask(pair):
         query, (label, values) = pair
         try:
-            expression = substituted(query.expression, values | times(RANGE_SECONDS, step))
+            expression = grafana.substituted(hastened(query.expression), values | times)
             return query, label, store.count(query, expression, step), None
         except (ValueError, KeyError, OSError) as error:
             return query, label, 0, f"{label}: {query.expression}: {error!r}"

@@ -75,7 +75,8 @@ class Recorded:
         self.gpus = read_gpus()
         began = time.time() - 600
         self._ranks = [
-            SimulatedRank(RUN, rank, NODE, rank, 2, began, waits=0.1, cause="host_bound") for rank in range(len(self.gpus))
+            SimulatedRank(RUN, rank, NODE, rank, 2, began, waits=0.1, cause="host_bound")
+            for rank in range(len(self.gpus))
         ]
         endpoint = self
 

@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from benchmarks import grafana
 from stack.cluster import dashboards
 
 pytestmark = pytest.mark.stack
@@ -29,18 +30,18 @@ RECORDED_ONLY = {
 @pytest.fixture(scope="module")
 def queries():
     """Every query by its name."""
-    loaded = dashboards.load()
-    found = [query for name, dashboard in loaded.items() for query in dashboards.queries_of(name, dashboard)]
+    loaded = grafana.load()
+    found = [query for name, dashboard in loaded.items() for query in grafana.queries_of(name, dashboard)]
     return {query.key: query for query in found}
 
 
 def test_there_are_dashboards():
-    loaded = dashboards.load()
+    loaded = grafana.load()
 
     assert loaded
     for name, dashboard in loaded.items():
-        assert len(list(dashboards.queries_of(name, dashboard))) > 10, name
-        assert dashboards.variables_of(dashboard), name
+        assert len(list(grafana.queries_of(name, dashboard))) > 10, name
+        assert grafana.variables_of(dashboard), name
 
 
 @pytest.mark.parametrize("store", STORES)
@@ -80,17 +81,18 @@ def test_what_may_be_empty_is_still_asked(queries):
 
 def test_variables_are_put_in_as_grafana_does():
     multi, single = {"multi": True}, {"multi": False}
-    assert dashboards.chosen(single, ['a"b\\c']) == r"a\"b\\c"
-    assert dashboards.chosen(multi, ["a.b"]) == r"a\\.b"
-    assert dashboards.chosen(multi, ["a.b", "c|d"]) == r"(a\\.b|c\\|d)"
-    assert dashboards.chosen(multi, ["a\\b"]) == r"a\\\\b"
+    assert grafana.chosen(single, ['a"b\\c']) == r"a\"b\\c"
+    assert grafana.chosen(multi, ["a.b"]) == r"a\\.b"
+    assert grafana.chosen(multi, ["a.b", "c|d"]) == r"(a\\.b|c\\|d)"
+    assert grafana.chosen(multi, ["a\\b"]) == r"a\\\\b"
 
 
 def test_times_are_put_in_as_grafana_does():
-    values = dashboards.times(300, 15) | {"run": "r"}
+    values = grafana.times(300, 15, 15) | {"run": "r"}
     expression = 'rate(x{run="$run"}[$__rate_interval]) + y{run="${run}"}[$__range:1m] + z[5m] @ end()'
-    assert dashboards.substituted(expression, values) == (
+    assert grafana.substituted(dashboards.hastened(expression), values) == (
         'rate(x{run="r"}[60s]) + y{run="r"}[300s:4s] + z[20s] @ end()'
     )
+    assert grafana.times(3600, 60, 15)["__rate_interval"] == "75s"
     with pytest.raises(KeyError, match="node"):
-        dashboards.substituted('x{node="$node"}', values)
+        grafana.substituted('x{node="$node"}', values)

@@ -1,0 +1,256 @@
+"""What a fleet costs one Prometheus: series, memory, CPU, and the time of each dashboard query.
+
+A process serves the real exposition of ranks that are made up, a node to a target. A real Prometheus scrapes it with
+the shipped configuration and evaluates the shipped rules. Then every query of every dashboard is asked, by turns as it
+is and with the expressions of the recording rules in the place of their names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from benchmarks import child, grafana, inlining, machine, report, spread
+from benchmarks.fleet_prometheus import Prometheus, QueryError, recording_rules, write_configuration
+from benchmarks.fleet_ranks import fleet
+from benchmarks.report import Row
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+RESULTS: Final = Path(__file__).parent / "results"
+LARGE: Final = 10_000
+"""Ranks that the figures are extrapolated to."""
+
+SCRAPE_SECONDS: Final = 15
+_LOOK_SECONDS: Final = 5.0
+_ROUNDS: Final = 3
+_GIB: Final = 2**30
+
+
+@dataclass(slots=True)
+class Usage:
+    """What Prometheus used while it scraped: one value per look, and per-second rates between the looks."""
+
+    resident_bytes: list[float] = field(default_factory=list)
+    cores: list[float] = field(default_factory=list)
+    samples: list[float] = field(default_factory=list)
+
+    def look(self, prometheus: Prometheus, seconds: float) -> None:
+        """Look at it for so long."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            at, cpu, samples = time.monotonic(), prometheus.usage()[0], _appended(prometheus)
+            time.sleep(min(SCRAPE_SECONDS, max(_LOOK_SECONDS, end - at)))  # every target once
+            after, resident = prometheus.usage()
+            passed = time.monotonic() - at
+            self.resident_bytes.append(resident)
+            self.cores.append((after - cpu) / passed)
+            self.samples.append((_appended(prometheus) - samples) / passed)
+
+
+def targets(ranks: int, ranks_per_node: int, port: int) -> list[dict[str, object]]:
+    """The target file of a fleet whose nodes are paths at one port."""
+    return [
+        {
+            "targets": [f"127.0.0.1:{port}"],
+            "labels": {
+                "node": node[0].node,
+                "instance": f"{node[0].node}:9464",
+                "__metrics_path__": f"/{node[0].node}/metrics",
+            },
+        }
+        for node in fleet(ranks, ranks_per_node, 0.0)
+    ]
+
+
+def cost_rows(prometheus: Prometheus, usage: Usage, ranks: int) -> list[Row]:
+    """What the scrapes and the rules cost, and what that is for a large fleet."""
+    scraped = _scalar(prometheus, "sum(scrape_samples_scraped)") / ranks
+    recorded = _scalar(prometheus, 'count({__name__=~".+:.+:.+"})') / ranks
+    durations = [float(series["value"][1]) for series in prometheus.query("scrape_duration_seconds")]
+    groups = prometheus.own("prometheus_rule_group_last_duration_seconds")
+    section = f"One Prometheus, {ranks} ranks"
+    rows = [
+        Row(section, "series of a rank", "", spread.spread([scraped])),
+        Row(section, "recorded series of a rank", "", spread.spread([recorded])),
+        Row(section, "series in memory", "", spread.spread([prometheus.own("prometheus_tsdb_head_series")])),
+        Row(section, "samples a second", "", spread.spread(usage.samples)),
+        Row(section, "scrape of a node", "ms", spread.spread(durations).scaled(1e3), note="with the time to render it"),
+        Row(section, "CPU", "cores", spread.spread(usage.cores), note="scrapes, rules and alerts"),
+        Row(section, "resident memory", "GiB", spread.spread(usage.resident_bytes).scaled(1 / _GIB)),
+        Row(section, "all rules, once", "s", spread.spread([groups]), note=f"every {SCRAPE_SECONDS} s"),
+        Row(
+            section,
+            "evaluations missed",
+            "",
+            spread.spread([prometheus.own("prometheus_rule_group_iterations_missed_total")]),
+        ),
+    ]
+    section = f"What that means for {LARGE} GPUs"
+    factor = LARGE / ranks
+    note = f"{factor:.3g} times as much"
+    rows += [
+        Row(section, "series in memory", "", rows[2].figure and rows[2].figure.scaled(factor), note=note),
+        Row(section, "samples a second", "", spread.spread(usage.samples).scaled(factor), note=note),
+        Row(section, "CPU", "cores", spread.spread(usage.cores).scaled(factor), note=note),
+        Row(section, "resident memory", "GiB", spread.spread(usage.resident_bytes).scaled(factor / _GIB), note=note),
+        Row(section, "all rules, once", "s", spread.spread([groups * factor]), note=note),
+    ]
+    return rows
+
+
+@dataclass(slots=True)
+class Timing:
+    """One query's seconds, as it is and without recording rules, and why a time is not there."""
+
+    query: grafana.Query
+    ours: list[float] = field(default_factory=list)
+    raw: list[float] = field(default_factory=list)
+    differs: bool = False
+    note: str = ""
+
+
+def time_queries(prometheus: Prometheus, range_seconds: int, rounds: int) -> list[Timing]:
+    """Ask every query of every dashboard, by turns with and without recording rules."""
+    rules, metrics = recording_rules(), set(prometheus.values("__name__", '{job="training"}'))
+    metrics -= rules.keys()
+    timings = []
+    for name, dashboard in grafana.load().items():
+        values = _choice(prometheus, dashboard) | grafana.times(range_seconds, SCRAPE_SECONDS, SCRAPE_SECONDS)
+        for query in grafana.queries_of(name, dashboard):
+            timing = Timing(query)
+            timings.append(timing)
+            ours = grafana.substituted(query.expression, values)
+            raw = inlining.inlined(ours, rules, metrics, f"{SCRAPE_SECONDS}s")
+            timing.differs = raw != ours
+            step, end = None if query.instant else SCRAPE_SECONDS, time.time()
+            try:
+                for _ in range(rounds):
+                    timing.ours.append(prometheus.timed(ours, end, range_seconds, step)[0])
+                    if timing.differs:
+                        timing.raw.append(prometheus.timed(raw, end, range_seconds, step)[0])
+            except QueryError as error:
+                timing.note = str(error)
+    return timings
+
+
+def query_rows(timings: Sequence[Timing]) -> list[Row]:
+    """A dashboard's queries one after another, and each of them."""
+    rows = []
+    for name in dict.fromkeys(timing.query.dashboard for timing in timings):
+        mine = [timing for timing in timings if timing.query.dashboard == name and timing.ours]
+        section = f"Dashboard {name}, all its queries one after another"
+        both = [timing for timing in mine if timing.raw]
+        ours = [sum(times) for times in zip(*(timing.ours for timing in mine), strict=False)]
+        with_rules = [sum(times) for times in zip(*(timing.ours for timing in both), strict=False)]
+        without = [sum(times) for times in zip(*(timing.raw for timing in both), strict=False)]
+        rows.append(Row(section, f"{len(mine)} queries", "s", spread.spread(ours) if ours else None))
+        if both:
+            ratio = spread.ratio_of_medians(without, with_rules)
+            rows += [
+                Row(section, f"{len(both)} of them read recorded series", "s", spread.spread(with_rules)),
+                Row(section, "the same without recording rules", "s", spread.spread(without)),
+                Row(section, "without / with", "x", ratio),
+            ]
+    for timing in sorted(timings, key=lambda timing: -max(timing.ours, default=0.0)):
+        note = timing.note
+        if timing.raw and timing.ours:
+            raw = spread.spread(timing.raw)
+            note = f"without rules {raw.median * 1e3:.3g} ms, {raw.median / spread.spread(timing.ours).median:.2g} x"
+        figure = spread.spread(timing.ours).scaled(1e3) if timing.ours else None
+        rows.append(Row("Each query, slowest first", timing.query.key, "ms", figure, note=note))
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print and write. Returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.fleet", description=__doc__)
+    parser.add_argument("--ranks", type=int, default=2000, help="default: %(default)s")
+    parser.add_argument("--ranks-per-node", type=int, default=8, help="default: %(default)s")
+    parser.add_argument("--minutes", type=float, default=10.0, help="of scraping before it is asked (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=_ROUNDS, help="of each query (default: %(default)s)")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
+    options = parser.parse_args(argv)
+    about = machine.describe()
+    try:
+        rows = measure(options.ranks, options.ranks_per_node, options.minutes * 60, options.rounds)
+    except child.ChildError as error:
+        print(f"bench-fleet: {error}", file=sys.stderr)
+        return 1
+    nodes = -(-options.ranks // options.ranks_per_node)
+    about["effort"] = (
+        f"{options.ranks} ranks on {nodes} nodes, scraped every {SCRAPE_SECONDS} s for {options.minutes:g} min, "
+        f"graphs over that time, {options.rounds} rounds of each query"
+    )
+    print(report.text(about, rows))
+    title = "What a fleet costs one Prometheus"
+    for path in report.write(options.output, machine.slug(about), about, rows, name="fleet", title=title):
+        print(f"written: {path.name}")
+    return 0
+
+
+def measure(ranks: int, ranks_per_node: int, seconds: float, rounds: int) -> list[Row]:
+    """Serve, scrape, look and ask.
+
+    Raises:
+        ChildError: Prometheus or the endpoints do not start.
+    """
+    command = [sys.executable, "-m", "benchmarks.fleet_server", str(ranks), str(ranks_per_node)]
+    with tempfile.TemporaryDirectory(prefix="telemetry-bench-") as folder:
+        server = subprocess.Popen(command, env=child.environment(), stdout=subprocess.PIPE, text=True)
+        try:
+            port = int(server.stdout.readline() or 0) if server.stdout is not None else 0
+            if not port:
+                raise child.ChildError("the endpoints do not start")
+            configuration = write_configuration(Path(folder), targets(ranks, ranks_per_node, port))
+            prometheus = Prometheus(configuration, _free_port())
+            try:
+                usage = Usage()
+                Usage().look(prometheus, seconds / 2)  # until the rules' windows are full and its memory has grown
+                usage.look(prometheus, seconds / 2)
+                rows = cost_rows(prometheus, usage, ranks)
+                rows += query_rows(time_queries(prometheus, int(seconds), rounds))
+            finally:
+                prometheus.stop()
+        finally:
+            server.terminate()
+            server.wait()
+    return rows
+
+
+def _choice(prometheus: Prometheus, dashboard: dict[str, object]) -> dict[str, str]:
+    """Values of a dashboard's variables: the first of each that takes one value, all of the others."""
+    values: dict[str, str] = {}
+    for variable in grafana.variables_of(dashboard):
+        text = variable["query"] if isinstance(variable["query"], str) else variable["query"]["query"]
+        selector, _, label = text.removeprefix("label_values(").removesuffix(")").rpartition(",")
+        options = prometheus.values(label.strip(), grafana.substituted(selector, values))
+        values[variable["name"]] = grafana.chosen(variable, options if variable.get("multi") else options[:1])
+    return values
+
+
+def _scalar(prometheus: Prometheus, expression: str) -> float:
+    return sum(float(series["value"][1]) for series in prometheus.query(expression))
+
+
+def _appended(prometheus: Prometheus) -> float:
+    return prometheus.own("prometheus_tsdb_head_samples_appended_total")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,159 @@
+"""A real Prometheus with the shipped configuration and rules: its cost as the kernel has it, and its answers, timed."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from typing import TYPE_CHECKING, Any, Final
+
+import psutil
+
+from benchmarks import child
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SHIPPED: Final = child.ROOT / "deploy" / "prometheus"
+_READY_SECONDS: Final = 30.0
+_ANSWER_SECONDS: Final = 120.0
+_STOP_SECONDS: Final = 30.0
+
+
+class QueryError(RuntimeError):
+    """A query was not answered; the text is one line."""
+
+
+def recording_rules() -> dict[str, str]:
+    """The shipped recording rules, expression by name."""
+    import yaml
+
+    document = yaml.safe_load((SHIPPED / "telemetry.recording.rules.yml").read_text(encoding="utf-8"))
+    return {rule["record"]: rule["expr"] for group in document["groups"] for rule in group["rules"]}
+
+
+def write_configuration(folder: Path, targets: list[dict[str, Any]]) -> Path:
+    """Copy what is shipped, with the targets beside and without Alertmanager, which is not there. Returns the file."""
+    for path in SHIPPED.glob("telemetry.*.rules.yml"):
+        shutil.copy(path, folder)
+    text = (SHIPPED / "prometheus.yml").read_text(encoding="utf-8")
+    configuration = folder / "prometheus.yml"
+    configuration.write_text(re.sub(r"^alerting:\n(?: .*\n)+", "", text, flags=re.MULTILINE), encoding="utf-8")
+    (folder / "targets").mkdir()
+    (folder / "targets" / "fleet.json").write_text(json.dumps(targets), encoding="utf-8")
+    return configuration
+
+
+class Prometheus:
+    """The server, on a loopback port.
+
+    Raises:
+        ChildError: it is not installed, or does not start.
+    """
+
+    def __init__(self, configuration: Path, port: int) -> None:
+        binary = shutil.which("prometheus")
+        if binary is None:
+            raise child.ChildError("prometheus is not installed (Debian's package prometheus has it)")
+        self._url = f"http://127.0.0.1:{port}"
+        self._log = configuration.with_name("prometheus.log")
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [
+                    binary,
+                    f"--config.file={configuration}",
+                    f"--storage.tsdb.path={configuration.parent}/data",
+                    f"--web.listen-address=127.0.0.1:{port}",
+                    f"--query.timeout={_ANSWER_SECONDS:g}s",
+                    "--log.level=warn",
+                ],
+                stdout=log,
+                stderr=log,
+            )
+        self._of_process = psutil.Process(self._process.pid)
+        self._wait()
+
+    def _wait(self) -> None:
+        end = time.monotonic() + _READY_SECONDS
+        while True:
+            try:
+                self._get("/-/ready")
+            except OSError:
+                if self._process.poll() is not None or time.monotonic() > end:
+                    self.stop()
+                    said = self._log.read_text(errors="replace").strip().splitlines() or ["nothing in its log"]
+                    raise child.ChildError(f"prometheus does not start: {said[-1][:160]}") from None
+                time.sleep(0.1)
+            else:
+                return
+
+    def stop(self) -> None:
+        """End it, at once if it does not end by itself."""
+        self._process.terminate()
+        try:
+            self._process.wait(_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(_STOP_SECONDS)
+
+    def usage(self) -> tuple[float, float]:
+        """CPU seconds it has used so far, and bytes of resident memory it has now."""
+        cpu = self._of_process.cpu_times()
+        return cpu.user + cpu.system, float(self._of_process.memory_info().rss)
+
+    def own(self, metric: str) -> float:
+        """The sum of one of the metrics that it has of itself."""
+        found = re.findall(rf"^{metric}(?:\{{[^}}]*\}})? (\S+)$", self._get("/metrics"), re.MULTILINE)
+        return sum(map(float, found))
+
+    def query(self, expression: str) -> list[dict[str, Any]]:
+        """The series of an instant query, now.
+
+        Raises:
+            QueryError: it was not answered.
+        """
+        result: list[dict[str, Any]] = self._api("query", query=expression)["result"]
+        return result
+
+    def values(self, label: str, selector: str) -> list[str]:
+        """The values of a label on the series of a selector.
+
+        Raises:
+            QueryError: it was not answered.
+        """
+        return list(self._api(f"label/{label}/values", **{"match[]": selector}))
+
+    def timed(self, expression: str, end: float, range_seconds: int, step: int | None) -> tuple[float, int]:
+        """Seconds that a query took, with its answer read, and how many series it has; ``step`` None: an instant query.
+
+        Raises:
+            QueryError: it was not answered.
+        """
+        began = time.perf_counter()
+        if step is None:
+            data = self._api("query", query=expression, time=end)
+        else:
+            data = self._api("query_range", query=expression, start=end - range_seconds, end=end, step=step)
+        return time.perf_counter() - began, len(data["result"])
+
+    def _api(self, path: str, **parameters: Any) -> Any:
+        try:
+            text = self._get(f"/api/v1/{path}", urllib.parse.urlencode(parameters).encode())
+        except urllib.error.HTTPError as error:
+            said = json.loads(error.read() or b"{}").get("error", str(error))
+            raise QueryError(said.splitlines()[0][:160]) from None
+        except OSError as error:
+            raise QueryError(str(error)) from None
+        return json.loads(text)["data"]
+
+    def _get(self, path: str, body: bytes | None = None) -> str:
+        if body is not None and path.startswith("/api/v1/label/"):
+            path, body = f"{path}?{body.decode()}", None
+        with urllib.request.urlopen(self._url + path, body, timeout=_ANSWER_SECONDS) as answer:
+            text: str = answer.read().decode()
+        return text
