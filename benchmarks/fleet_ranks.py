@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Final
 from telemetry import records
 from telemetry._version import __version__
 from telemetry.config import STEP_BUCKETS
-from telemetry.publish.exposition import Families, render
+from telemetry.publish.board import RankState
+from telemetry.publish.endpoint import join
+from telemetry.publish.exposition import Families, Renderer
 from telemetry.records import (
     CAUSES,
     FETCH_BUCKETS,
@@ -62,10 +64,6 @@ class SimulatedRank:
     began: float
     waits: float
     cause: str | None
-
-    def families(self, now: float) -> list[tuple[bytes, bytes]]:
-        """What it publishes, as the board keeps it: (header, samples) of each family."""
-        return [render(family) for family in Families(self.run, self.rank).of(self.view(now))]
 
     def view(self, now: float, gpu: GpuSample | None = None) -> RunView:
         """Its state.
@@ -198,12 +196,20 @@ def fleet(ranks: int, ranks_per_node: int, began: float) -> list[list[SimulatedR
     ]
 
 
-def expose(states: Iterable[list[tuple[bytes, bytes]]]) -> bytes:
-    """What a node's endpoint answers, of the families of its ranks."""
-    from telemetry.publish.board import RankState
-    from telemetry.publish.endpoint import join
+class Node:
+    """What a node's endpoint answers: the families of its ranks, rendered and joined as the agents do it."""
 
-    return join(RankState(rank, 0, tuple(families)) for rank, families in enumerate(states))
+    def __init__(self, ranks: Iterable[SimulatedRank]) -> None:
+        self.ranks = tuple(ranks)
+        self._parts = [(Families(rank.run, rank.rank), Renderer()) for rank in self.ranks]
+
+    def expose(self, views: Iterable[RunView]) -> bytes:
+        """The exposition of one view of each rank."""
+        states = []
+        for (families, renderer), view, rank in zip(self._parts, views, self.ranks, strict=True):
+            rendered = tuple(renderer.render(family) for family in families.of(view))
+            states.append(RankState(rank.rank, 0, rendered))
+        return join(states)
 
 
 def _histogram(bounds: tuple[float, ...], count: int, value: float) -> Histogram:

@@ -10,7 +10,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any, Final
 
-from benchmarks.fleet_ranks import expose, fleet
+from benchmarks.fleet_ranks import Node, fleet
 from telemetry.publish.exposition import CONTENT_TYPE
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ class _Server(ThreadingHTTPServer):
 
     def __init__(self, nodes: list[list[SimulatedRank]]) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.nodes = {f"/{ranks[0].node}/metrics": ranks for ranks in nodes}
+        self.nodes = {f"/{ranks[0].node}/metrics": Node(ranks) for ranks in nodes}
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -34,12 +34,12 @@ class _Handler(BaseHTTPRequestHandler):
     server: _Server
 
     def do_GET(self) -> None:
-        ranks = self.server.nodes.get(self.path)
-        if ranks is None:
+        node = self.server.nodes.get(self.path)
+        if node is None:
             self.send_error(404)
             return
         now = time.time()
-        body = expose(rank.families(now) for rank in ranks)
+        body = node.expose(rank.view(now) for rank in node.ranks)
         self.send_response(200)
         self.send_header("Content-Type", CONTENT_TYPE)
         self.send_header("Content-Length", str(len(body)))

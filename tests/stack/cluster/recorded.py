@@ -13,11 +13,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from fakes import nvml
 
-from benchmarks.fleet_ranks import SimulatedRank, expose
+from benchmarks.fleet_ranks import Node, SimulatedRank
 from stack.conftest import wait_for
 from telemetry.collect.nvml import NvmlSource
 from telemetry.collect.source import SourceError
-from telemetry.publish.exposition import CONTENT_TYPE, Families, render
+from telemetry.publish.exposition import CONTENT_TYPE
 from telemetry.records import SourceHealth
 
 RUN, NODE = "recorded", "recorded-node"
@@ -74,10 +74,11 @@ class Recorded:
     def __init__(self, targets):
         self.gpus = read_gpus()
         began = time.time() - 600
-        self._ranks = [
+        ranks = [
             SimulatedRank(RUN, rank, NODE, rank, 2, began, waits=0.1, cause="host_bound")
             for rank in range(len(self.gpus))
         ]
+        self._node = Node(ranks)
         endpoint = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -100,13 +101,13 @@ class Recorded:
         whole.replace(self._file)
 
     def text(self):
-        states = []
-        for rank, gpu in zip(self._ranks, self.gpus, strict=True):
+        views = []
+        for rank, gpu in zip(self._node.ranks, self.gpus, strict=True):
             view = rank.view(time.time(), gpu)
             failed = SourceHealth("pressure", False, 0.001, "made up")
-            view = dataclasses.replace(view, errors={"collect.pressure": 1}, collectors=(*view.collectors[:4], failed))
-            states.append([render(family) for family in Families(RUN, rank.rank).of(view)])
-        return expose(states) + DCGM.format(*(gpu.uuid for gpu in self.gpus), node=NODE).encode()
+            collectors = (*view.collectors[:4], failed)
+            views.append(dataclasses.replace(view, errors={"collect.pressure": 1}, collectors=collectors))
+        return self._node.expose(views) + DCGM.format(*(gpu.uuid for gpu in self.gpus), node=NODE).encode()
 
     def close(self):
         self._file.unlink()
