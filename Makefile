@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help test test-stack lint types unit demo bench bench-trace zoo format clean
+.PHONY: help test test-stack lint types unit demo bench bench-trace bench-fleet zoo format clean
 
 help:
 	@echo "make demo    train a small network that starves, and see what is seen (90 s)"
@@ -12,6 +12,7 @@ help:
 	@echo "make test-stack   what runs beside real servers: Prometheus, Alertmanager, VictoriaMetrics, Slurm (minutes)"
 	@echo "make bench   what the agent costs, side by side with others (minutes)"
 	@echo "make bench-trace   what reading a trace of 200 MB costs, side by side with Holistic Trace Analysis (minutes)"
+	@echo "make bench-fleet   what a fleet of 2,000 ranks costs one Prometheus, and each dashboard query (a quarter of an hour)"
 	@echo "make zoo     what it says of training scripts whose trouble is known (hours)"
 
 $(READY): pyproject.toml constraints.txt telemetry/_version.py
@@ -45,6 +46,9 @@ bench: $(READY)
 
 bench-trace: $(READY)
 	$(BIN)/python -m benchmarks.trace
+
+bench-fleet: $(READY)
+	$(BIN)/python -m benchmarks.fleet
 
 zoo: $(READY)
 	$(BIN)/python -m tests.zoo $(ZOO)
