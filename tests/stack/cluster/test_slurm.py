@@ -1,7 +1,9 @@
 """The shipped Slurm job on two emulated nodes: found, recorded, and nothing of it left behind."""
 
+import itertools
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,7 @@ from stack.cluster import shipped
 from stack.cluster.slurm import NODES, Slurm
 from stack.conftest import SCRIPT, environment, wait_for
 from stack.test_snapshot_ranks import recorded_steps, traces
+from telemetry.publish.board import Board
 
 pytestmark = pytest.mark.stack
 
@@ -68,7 +71,9 @@ def jobs(slurm, monitoring, launch):
         wait_for(
             f"both nodes of {job.run} in Prometheus", lambda job=job: len(ranks_by_node(monitoring, job)) == 2, 90, 0.5
         )
-    return started
+    yield started
+    for job, node in itertools.product(started, NODES):  # a cancelled job's boards would stay for an hour
+        shutil.rmtree(Board(job.run, str(job.run_dir), node).path, ignore_errors=True)
 
 
 def files_of(monitoring, job):
