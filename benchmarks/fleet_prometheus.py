@@ -143,10 +143,10 @@ class Prometheus:
 
     def _api(self, path: str, **parameters: Any) -> Any:
         try:
-            text = self._get(f"/api/v1/{path}", urllib.parse.urlencode(parameters).encode())
+            text = self._get(f"/api/v1/{path}", urllib.parse.urlencode(parameters).encode() or None)
         except urllib.error.HTTPError as error:
-            said = json.loads(error.read() or b"{}").get("error", str(error))
-            raise QueryError(said.splitlines()[0][:160]) from None
+            said = error.read().decode(errors="replace").strip().splitlines() or [str(error)]
+            raise QueryError(said[0][:240]) from None
         except OSError as error:
             raise QueryError(str(error)) from None
         return json.loads(text)["data"]

@@ -28,6 +28,11 @@ class _Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.nodes = {f"/{ranks[0].node}/metrics": Node(ranks) for ranks in nodes}
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A scraper that is gone is no news."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
+
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"  # Prometheus keeps its connections
