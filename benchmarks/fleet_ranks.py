@@ -96,6 +96,7 @@ class SimulatedRank:
             ended=False,
             steps=steps,
             step_duration=_histogram(STEP_BUCKETS, steps, STEP_SECONDS),
+            wait_duration=_histogram(STEP_BUCKETS, steps, STEP_SECONDS * self.waits),
             ledger_seconds=ledger,
             exposed_wait_seconds=waited,
             last_step_unix_seconds=now - STEP_SECONDS * self._wave(now),
