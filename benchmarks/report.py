@@ -138,6 +138,8 @@ def markdown(machine: Mapping[str, Any], rows: Sequence[Row], title: str = _TITL
 def summary(rows: Sequence[Row]) -> str:
     """How many targets are met, missed and open."""
     with_target = [row for row in rows if row.target is not None]
+    if not with_target:
+        return "No targets are set for these figures."
     met, missed = (sum(row.met is verdict for row in with_target) for verdict in (True, False))
     text = f"Targets: {met} met, {missed} not met, {len(with_target) - met - missed} not measured."
     names = [f"{row.section}: {row.name}" for row in with_target if row.met is False]
