@@ -17,6 +17,7 @@ from stack.cluster import dashboards, servers
 from stack.cluster.recorded import Recorded
 from stack.conftest import SCRIPT, Job, free_ports, get
 
+STARVED, HEALTHY = "cluster-starved", "cluster-healthy"
 STARVED_RANK = 2
 SETTINGS = ("--log-interval-seconds", "2", "--stall-window-seconds", "2")
 """Its stalls are judged on the faster clock too. It ticks once a second as ever: what it costs is judged as well."""
@@ -53,10 +54,8 @@ def monitoring(launch, tmp_path_factory):
 def starved(torchrun, launch, monitoring):
     """Four ranks under torchrun, one of which reads its samples slowly until its loader is mended."""
     options = (*SETTINGS, *SNAPSHOTS, "--targets-dir", str(monitoring.targets))
-    mended = launch.folder / "starved.mended"
-    job = torchrun(
-        "starved", 4, free_ports(8), options, (*LOADER, "--mended", str(mended)), SLOW_RANK=str(STARVED_RANK)
-    )
+    mended = launch.folder / f"{STARVED}.mended"
+    job = torchrun(STARVED, 4, free_ports(8), options, (*LOADER, "--mended", str(mended)), SLOW_RANK=str(STARVED_RANK))
     job.mended = mended
     return job
 
@@ -64,7 +63,7 @@ def starved(torchrun, launch, monitoring):
 @pytest.fixture(scope="package")
 def healthy(launch, monitoring, tmp_path_factory):
     """Two ranks side by side that lack nothing. Each has a GPU: a fake driver is below the real NVML binding."""
-    run_dir, port, until = launch.folder / "healthy", free_ports(8), launch.folder / "healthy.stop"
+    run_dir, port, until = launch.folder / HEALTHY, free_ports(8), launch.folder / f"{HEALTHY}.stop"
     gpus = [nvml.Gpu(uuid=f"GPU-{rank}0000000-0000-0000-0000-000000000000", gpm=True) for rank in range(2)]
     driver = nvml.subprocess_environment(tmp_path_factory.mktemp("driver"), nvml.State(gpus=gpus))
     processes = [
@@ -73,7 +72,7 @@ def healthy(launch, monitoring, tmp_path_factory):
                 sys.executable, "-m", "telemetry", "run", "--run-dir", str(run_dir), "--port", str(port), *SETTINGS,
                 "--targets-dir", str(monitoring.targets), str(SCRIPT), *LOADER, "--until", str(until),
             ],
-            f"healthy-{rank}", **driver,
+            f"{HEALTHY}-{rank}", **driver,
             RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", COLLECTIVES="0",
             MASTER_ADDR="127.0.0.1", MASTER_PORT="1", CUDA_VISIBLE_DEVICES=str(rank), CUDA_DEVICE_ORDER="PCI_BUS_ID",
         )
@@ -145,7 +144,7 @@ def ended(monitoring, starved, healthy, mended):
     starved.wait()
     down = monitoring.told("that a node is gone", "firing", "TelemetryEndpointDown")
     left = [path.name for path in monitoring.targets.iterdir()]
-    for path in monitoring.targets.glob("starved-*.json"):
+    for path in monitoring.targets.glob(f"{STARVED}-*.json"):
         path.unlink()
     up = monitoring.told("that it is no target any more", "resolved", "TelemetryEndpointDown")
     return {"at": killed_at, "down": down, "up": up, "left": left}

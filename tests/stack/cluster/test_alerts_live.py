@@ -5,7 +5,7 @@ import subprocess
 import pytest
 
 from stack.cluster import recorded
-from stack.cluster.conftest import STARVED_RANK
+from stack.cluster.conftest import HEALTHY, STARVED, STARVED_RANK
 
 pytestmark = pytest.mark.stack
 
@@ -36,9 +36,9 @@ def test_ranks_are_discovered_by_their_target_files(monitoring, starved, healthy
 
     found = [(s["metric"]["run"], s["metric"]["instance"], s["metric"]["node"], s["value"][1]) for s in ranks]
     assert sorted(found) == [
-        ("healthy", f"127.0.0.1:{healthy.port}", node_of(healthy), "2"),
+        (HEALTHY, f"127.0.0.1:{healthy.port}", node_of(healthy), "2"),
+        (STARVED, f"127.0.0.1:{starved.port}", node_of(starved), "4"),
         (recorded.RUN, f"127.0.0.1:{recorded_run.port}", recorded.NODE, "2"),
-        ("starved", f"127.0.0.1:{starved.port}", node_of(starved), "4"),
     ]
     assert {series["metric"]["job"] for series in ranks} == {"training"}
 
@@ -60,15 +60,15 @@ def test_every_recording_rule_gives_data(rules):
 
 
 def test_starvation_pages_with_rank_node_and_cause(starving, starved):
-    (alert,) = [alert for alert in starving if alert["labels"]["run"] == "starved"]
+    (alert,) = [alert for alert in starving if alert["labels"]["run"] == STARVED]
 
     assert alert["labels"] == {
-        "alertname": "TrainingStarving", "severity": "critical", "run": "starved", "rank": str(STARVED_RANK),
+        "alertname": "TrainingStarving", "severity": "critical", "run": STARVED, "rank": str(STARVED_RANK),
         "node": node_of(starved),
     }  # fmt: skip
     said = alert["annotations"]
     assert said["cause"] == "workers_io_bound"
-    assert f"starved rank {STARVED_RANK}: the device idles" in said["summary"]
+    assert f"{STARVED} rank {STARVED_RANK}: the device idles" in said["summary"]
     for words in (f"rank {STARVED_RANK} on node {node_of(starved)}", "Cause: workers_io_bound.", "Next: "):
         assert words in said["description"]
     assert said["runbook_url"] == "docs/runbook.md#trainingstarving"
@@ -78,42 +78,42 @@ def test_the_ranks_that_wait_name_the_straggler_and_its_cause(monitoring, starvi
     alerts = monitoring.webhook.alerts("firing", "TrainingStraggler")
 
     assert {(a["labels"]["run"], a["labels"]["rank"], a["annotations"]["cause"]) for a in alerts} == {
-        ("starved", str(STARVED_RANK), "workers_io_bound")
+        (STARVED, str(STARVED_RANK), "workers_io_bound")
     }
 
 
 def test_a_mended_loader_resolves_it(mended, starving, monitoring):
-    assert {(a["labels"]["run"], a["labels"]["rank"]) for a in mended} == {("starved", str(STARVED_RANK))}
-    firing = monitoring.prometheus.query('ALERTS{alertstate="firing",run="starved"}')
+    assert {(a["labels"]["run"], a["labels"]["rank"]) for a in mended} == {(STARVED, str(STARVED_RANK))}
+    firing = monitoring.prometheus.query(f'ALERTS{{alertstate="firing",run="{STARVED}"}}')
     assert firing == [] or {s["metric"]["alertname"] for s in firing} == {"TelemetryEndpointDown"}
 
 
 def test_a_healthy_run_and_a_normal_end_page_nobody(monitoring, ended):
     """The kill that is told in the meantime says that the end would have been by now."""
-    assert fired(monitoring, "healthy") == set()
-    assert [alert for alert in monitoring.webhook.told if alert["labels"].get("run") != "starved"] == []
-    assert [name for name in ended["left"] if name.startswith("healthy")] == []
+    assert fired(monitoring, HEALTHY) == set()
+    assert [alert for alert in monitoring.webhook.told if alert["labels"].get("run") != STARVED] == []
+    assert [name for name in ended["left"] if name.startswith(HEALTHY)] == []
 
 
 def test_a_kill_of_all_ranks_pages_once_until_its_target_file_is_removed(monitoring, ended, starved):
     (down,) = ended["down"]
 
-    assert down["labels"]["run"] == "starved"
+    assert down["labels"]["run"] == STARVED
     assert down["labels"]["node"] == node_of(starved)
     assert "(ranks: 4)" in down["annotations"]["summary"]
     assert "(rank 0 1 2 3)" in down["annotations"]["description"]
-    assert [alert["labels"]["run"] for alert in ended["up"]] == ["starved"]
-    assert fired(monitoring, "starved") == {*OF_THE_STARVED_RUN, "TelemetryEndpointDown"}
+    assert [alert["labels"]["run"] for alert in ended["up"]] == [STARVED]
+    assert fired(monitoring, STARVED) == {*OF_THE_STARVED_RUN, "TelemetryEndpointDown"}
 
 
-@pytest.mark.parametrize("run", ["starved", "healthy"])
+@pytest.mark.parametrize("run", [STARVED, HEALTHY])
 def test_promtool_has_nothing_to_say_of_what_is_scraped(exposition, run, promtool):
     check = subprocess.run(
         [promtool, "check", "metrics"], input=exposition[run], capture_output=True, text=True, timeout=30
     )
 
     assert (check.returncode, check.stdout, check.stderr) == (0, "", "")
-    assert ("training_gpu_sm_active_ratio" in exposition[run]) is (run == "healthy")
+    assert ("training_gpu_sm_active_ratio" in exposition[run]) is (run == HEALTHY)
 
 
 def test_promtool_checks_the_configuration_in_use(monitoring, promtool):
