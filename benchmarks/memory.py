@@ -66,8 +66,9 @@ def _agent(run_dir: str, wanted: bool, steps: int) -> Iterator[Any]:  # noqa: FB
         return
     import telemetry
 
-    interval = {"interval_seconds": _INTERVAL_SECONDS} if steps else {}
-    agent: Any = telemetry.start(run_dir, port=0, start_line=False, **interval)
+    # A loop that does nothing stalls, and would have a snapshot taken: torch's profiler keeps some 3 MiB, once.
+    settings = {"interval_seconds": _INTERVAL_SECONDS, "max_snapshots": 0} if steps else {}
+    agent: Any = telemetry.start(run_dir, port=0, start_line=False, **settings)
     try:
         yield agent.tracker.ring
     finally:

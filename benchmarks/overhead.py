@@ -268,7 +268,7 @@ def memory(effort: Effort) -> list[Row]:
     parameters = {"steps": effort.growth_steps, "warm_up": effort.growth_warm_up}
     growth = _pairs("benchmarks.memory", effort.growth_pairs, parameters)
     name = f"growth over {effort.growth_steps:,} steps, RSS, less that without the agent"
-    note = "half a byte a step is what the readings can tell from none"
+    note = "no snapshot is taken; half a byte a step is what the readings can tell from none"
     rows.append(_memory_row(name, "growth", growth, Target(BELOW, 0.5), note))
     return rows
 
