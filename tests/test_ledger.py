@@ -119,6 +119,24 @@ def test_no_field_of_a_log_breaks_the_reader(field):
     Sketch().merge(parse_counts(field), 0.0)
 
 
+def test_a_wait_that_began_while_nobody_looked_is_seen_the_next_time():
+    ledger = Ledger(0)
+    ledger.fold([(0, 10, DATA_WAIT, COMPUTE, True, True, True)])
+    ledger.advance(20, 0)  # the wait began at 15, after it was looked whether there is one
+    assert ledger.category == COMPUTE
+    ledger.advance(1000, 15)
+    assert ledger.category == DATA_WAIT
+    assert (ledger.ns[DATA_WAIT], ledger.ns[COMPUTE]) == (10 + 980, 10)
+
+
+def test_a_wait_whose_span_has_come_is_over():
+    ledger = Ledger(0)
+    ledger.fold([(0, 10, DATA_WAIT, COMPUTE, True, True, True), (15, 30, DATA_WAIT, COMPUTE, True, True, True)])
+    ledger.advance(40, 15)
+    assert ledger.category == COMPUTE
+    assert (ledger.ns[DATA_WAIT], ledger.ns[COMPUTE]) == (25, 15)
+
+
 def test_the_histogram_counts_each_step_once():
     stats = StepStats((0.1, 1.0))
     stats.add([Step(s, 0.0) for s in (0.05, 0.1, 0.5, 2.0)])

@@ -65,8 +65,12 @@ class Ledger:
             self.batches += batch
 
     def advance(self, now_ns: int, waiting_since_ns: int = 0) -> None:
-        """Book the time up to now: as waiting for data from ``waiting_since_ns`` on, where a request is in progress."""
-        if waiting_since_ns > 0 and waiting_since_ns >= self.at_ns:
+        """Book the time up to now: as waiting for data from ``waiting_since_ns`` on, where a request is in progress.
+
+        It is, unless its span has been folded meanwhile. It may have begun before the time that is booked already: just
+        after the last call had looked whether there was one.
+        """
+        if waiting_since_ns > 0 and waiting_since_ns >= self._span_at_ns:
             self._book(waiting_since_ns)
             self.category = DATA_WAIT
         self._book(now_ns)
