@@ -49,7 +49,7 @@ def load() -> dict[str, dict[str, Any]]:
 
 def queries_of(name: str, dashboard: Mapping[str, Any]) -> Iterator[Query]:
     """Queries of its panels and annotations."""
-    for panel in _panels_of(dashboard):
+    for panel in panels_of(dashboard):
         for target in panel.get("targets", []):
             instant = target.get("instant", False)
             kinds = [True] * instant + [False] * target.get("range", not instant)
@@ -100,7 +100,7 @@ def substituted(expression: str, values: Mapping[str, str]) -> str:
     return _VARIABLE.sub(lambda match: values[match[1] or match[2]], expression)
 
 
-def _panels_of(dashboard: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def panels_of(dashboard: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Its panels, those of collapsed rows too."""
     for panel in dashboard["panels"]:
         yield panel

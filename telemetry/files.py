@@ -1,4 +1,8 @@
-"""Small files, read whole in three calls: `open` and its buffers take three times as long."""
+"""Small files, read whole in three calls.
+
+`open` and its buffers take 1.5 times as long for a file of /proc and twice as long for one in memory, `Path.read_text`
+three to five times.
+"""
 
 from __future__ import annotations
 

@@ -248,7 +248,7 @@ class Snapshots:
         self._kept = _Kept(outcome, stored, error)
 
     def _fetches(self, outcome: Outcome) -> Callable[[int], bytes]:
-        """What the workers did meanwhile, read before they forget it."""
+        """What the workers that are alive did meanwhile, read before they forget it."""
         blocks = [loader.block for loader in self._tracker.sources.live() if loader.block is not None]
         counters = [worker for block in blocks for worker in block.read()]
         found = fetches(counters, outcome.started_ns, outcome.ended_ns, time.time_ns() - now_ns())

@@ -124,8 +124,13 @@ def targets(dashboard):
 def target_promql_rule(dashboard):
     """Whether it is PromQL is for promtool to say, elsewhere; here that nothing is left to fill in."""
     for panel, expr in targets(dashboard):
-        if not expr or "$" in expanded(expr):
-            yield panel["title"], f"cannot be expanded: {expr}"
+        try:
+            filled = expanded(expr)
+        except KeyError as unknown:
+            yield panel["title"], f"{unknown} is no variable: {expr}"
+        else:
+            if not filled or "$" in filled:
+                yield panel["title"], f"cannot be expanded: {expr}"
 
 
 RULES = {

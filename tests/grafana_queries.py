@@ -1,6 +1,8 @@
-"""The queries of a dashboard, without Grafana."""
+"""What the queries of a dashboard read, and the queries as Grafana would send them."""
 
 import re
+
+from benchmarks import grafana
 
 VALUES = {
     "__rate_interval": "5m", "__interval": "1m", "__range": "6h", "__range_s": "21600",
@@ -28,29 +30,25 @@ _WORDS = {
 
 
 def expanded(text):
-    """With the variables filled in; what is not known is left as it is."""
-    return re.sub(r"\$(\w+)|\$\{(\w+)\}", lambda m: VALUES.get(m[1] or m[2], m[0]), text)
+    """With the variables filled in.
+
+    Raises:
+        KeyError: there is one that Grafana would not know.
+    """
+    return grafana.substituted(text, VALUES)
 
 
 def graphs(dashboard):
     """Panels that draw something, those of collapsed rows included."""
-    for panel in dashboard["panels"]:
-        if panel["type"] == "row":
-            yield from panel["panels"]
-        else:
-            yield panel
+    return (panel for panel in grafana.panels_of(dashboard) if panel["type"] != "row")
 
 
 def queries(dashboard):
     """``(where, query)`` of panels, annotations and variables."""
-    for panel in graphs(dashboard):
-        for target in panel["targets"]:
-            yield f"{panel['title']} {target['refId']}", target["expr"]
-    for annotation in dashboard["annotations"]["list"]:
-        yield f"annotation {annotation['name']}", annotation["expr"]
-    for variable in dashboard["templating"]["list"]:
-        if variable["type"] == "query":
-            yield f"variable {variable['name']}", re.fullmatch(r"label_values\((.*), \w+\)", variable["query"])[1]
+    for query in grafana.queries_of("", dashboard):
+        yield f"{query.panel} {query.ref}", query.expression
+    for variable in grafana.variables_of(dashboard):
+        yield f"variable {variable['name']}", re.fullmatch(r"label_values\((.*), \w+\)", variable["query"])[1]
 
 
 def names_read(expression):

@@ -25,6 +25,7 @@ _ABREAST: Final = 0.15
 """Ranks whose steps per second differ by less keep pace with one another."""
 
 _MOSTLY: Final = 0.8
+"""Share of its window from which on a rank has spent it waiting for the others."""
 
 _LEAST_SAMPLES: Final = 30
 """Of where a training thread is: fewer say too little (with 30, a share is known to within 0.09)."""

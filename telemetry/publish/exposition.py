@@ -6,7 +6,7 @@ which ``PROMETHEUS_MULTIPROC_DIR`` would turn into files. docs/METRICS.md lists 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Final
 
 from prometheus_client import generate_latest
 from prometheus_client.core import (
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from prometheus_client.samples import Sample
-
-F = TypeVar("F", GaugeMetricFamily, CounterMetricFamily, HistogramMetricFamily)
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -85,7 +83,6 @@ class Families:
 
     def __init__(self, run: str, rank: int) -> None:
         self._labels = {"run": run, "rank": str(rank)}
-        self._made: dict[str, Any] = {}
 
     def of(self, view: RunView) -> Iterator[Metric]:
         """The families of a view. What was not measured is not there."""
@@ -336,12 +333,12 @@ class Families:
 
     def _gauge(self, name: str, text: str, value: float, labels: Mapping[str, str] | None = None) -> Metric:
         names = self._labels | dict(labels or {})
-        family = self._family(GaugeMetricFamily, name, text, names)
+        family = GaugeMetricFamily(name, text, labels=list(names))
         family.add_metric(list(names.values()), value)
         return family
 
     def _counter(self, name: str, text: str, value: float) -> Metric:
-        family = self._family(CounterMetricFamily, name, text, self._labels)
+        family = CounterMetricFamily(name, text, labels=list(self._labels))
         family.add_metric(list(self._labels.values()), value)
         return family
 
@@ -356,11 +353,8 @@ class Families:
         counter: bool = False,
     ) -> Metric:
         names = self._labels | dict(labels or {})
-        family: CounterMetricFamily | GaugeMetricFamily
-        if counter:
-            family = self._family(CounterMetricFamily, name, text, [*names, label])
-        else:
-            family = self._family(GaugeMetricFamily, name, text, [*names, label])
+        kind = CounterMetricFamily if counter else GaugeMetricFamily
+        family = kind(name, text, labels=[*names, label])
         for key, value in values.items():
             family.add_metric([*names.values(), key], value)
         return family
@@ -369,18 +363,10 @@ class Families:
         return self._gauge(f"{name}_info", text, 1.0, labels)
 
     def _histogram(self, name: str, text: str, histogram: Histogram) -> Metric:
-        family = self._family(HistogramMetricFamily, name, text, self._labels)
+        family = HistogramMetricFamily(name, text, labels=list(self._labels))
         seen, buckets = 0, []
         for bound, count in zip((*map(repr, histogram.bounds), "+Inf"), histogram.counts, strict=True):
             seen += count
             buckets.append((bound, float(seen)))
         family.add_metric(list(self._labels.values()), buckets, histogram.total)
-        return family
-
-    def _family(self, kind: type[F], name: str, text: str, labels: Iterable[str]) -> F:
-        """One made before is emptied and used again: the checks of its names take as long as its text."""
-        family: F | None = self._made.get(name)
-        if family is None:
-            family = self._made[name] = kind(name, text, labels=list(labels))
-        family.samples = []  # not cleared: who has the last ones may keep them
         return family
