@@ -1,4 +1,4 @@
-"""Small files, read whole in three calls.
+"""Files: small ones, read whole in three calls, and descriptors that are kept open.
 
 `open` and its buffers take 1.5 times as long for a file of /proc and twice as long for one in memory, `Path.read_text`
 three to five times.
@@ -23,3 +23,40 @@ def read_small(path: str | os.PathLike[str], most: int = _MOST) -> bytes:
         return os.read(file, most)
     finally:
         os.close(file)
+
+
+class Descriptor:
+    """A descriptor that is kept open, and closed when it is no more needed.
+
+    Others of the process may close all descriptors, as a daemon does. The number is then that of whatever is opened
+    next, perhaps a checkpoint: nothing of ours may be written to it, and it is not for us to close.
+
+    Args:
+        number: as `os.open` returned it.
+
+    Raises:
+        OSError: it is not open.
+    """
+
+    __slots__ = ("_identity", "number")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self._identity = _identity(number)
+
+    def is_ours(self) -> bool:
+        """Whether it is still open for what it was opened for."""
+        try:
+            return _identity(self.number) == self._identity
+        except OSError:
+            return False
+
+    def close(self) -> None:
+        """Close it, unless it is another's by now."""
+        if self.is_ours():
+            os.close(self.number)
+
+
+def _identity(number: int) -> tuple[int, int]:
+    status = os.fstat(number)
+    return status.st_dev, status.st_ino

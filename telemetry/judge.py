@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from telemetry.collect.whereabouts import Whereabouts
 from telemetry.diagnose.advice import advise
-from telemetry.diagnose.stall import StallMachine
+from telemetry.diagnose.stall import LEAST_STEPS_OF_A_RUN, StallMachine
 from telemetry.diagnose.straggler import held_up_by, straggler
 from telemetry.diagnose.stuck import paused
 from telemetry.records import CAUSES, CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, STARTUP, Slice, StallView
@@ -69,6 +69,7 @@ class Judge:
         self._timestamp = timestamp
         self._before: dict[str, float] = {}
         self._exposed_before: float | None = 0.0
+        self._first_wait_to_come = 0.0
         self._opened = ""
         self._stalls = dict.fromkeys(CAUSES, 0)
         self._lost = dict.fromkeys(CAUSES, 0.0)
@@ -197,7 +198,7 @@ class Judge:
         }
 
     def _slice(self, accounts: Accounts) -> Slice:
-        ledger, stats, exposed = accounts.ledger, accounts.stats, accounts.exposed.seconds
+        ledger, stats = accounts.ledger, accounts.stats
         spent = ledger.seconds()
         process, workers = self._sampler.newest("process"), self._sampler.newest("workers")
         pressure, gpu = self._sampler.newest("pressure"), self._sampler.newest("nvml")
@@ -206,15 +207,12 @@ class Judge:
         seconds = self._since("wall", ledger.wall_seconds)
         counted = workers is not None and workers.busy_ratio is not None
         source = accounts.take_source()
-        exposed_before, self._exposed_before = self._exposed_before, exposed
-        first_wait = self._since("first_wait", ledger.first_wait_ns / 1e9)
+        first_wait = ledger.first_wait_ns / 1e9
         self._tracker.time_next_fetch()
         return Slice(
             seconds=seconds,
-            wait=max(0.0, self._since("wait", spent[DATA_WAIT]) - first_wait),
-            exposed=None
-            if exposed is None or exposed_before is None
-            else max(0.0, exposed - exposed_before - first_wait),
+            wait=self._since("wait", spent[DATA_WAIT] - first_wait),
+            exposed=self._exposed_since(accounts.exposed.seconds, self._since("first_wait", first_wait), stats.steps),
             edge_wait=self._since("edge_wait", ledger.edge_wait_ns / 1e9),
             edges=int(self._since("edges", ledger.edges)),
             compute=self._since("compute", spent[COMPUTE]),
@@ -227,7 +225,7 @@ class Judge:
             process_cpu=None if process is None else self._since("process_cpu", process.cpu_seconds),
             fetches=int(self._since("fetches", workers.fetches_total)) if counted else None,
             fetch_busy=workers.busy_ratio * workers.training_workers * seconds if counted else None,
-            startup=self._since("startup", spent[STARTUP]) + first_wait,
+            startup=self._since("startup", spent[STARTUP] + first_wait),
             own_runnable=None if runnable is None else self._since("runnable", runnable),
             late=0.0 if workers is None else self._since("late", workers.late_seconds_total),
             moved=0.0 if workers is None else self._since("moved", workers.moved_seconds_total),
@@ -248,6 +246,21 @@ class Judge:
             gpu_clock_ratio=_clock_ratio(gpu),
             gpu_throttled=(gpu.throttled or ()) if gpu is not None else (),
         )
+
+    def _exposed_since(self, exposed: float | None, first_wait: float, steps: int) -> float | None:
+        """The exposed wait since the last call, without the wait for the first batch.
+
+        The GPU's clock is read some steps after a wait is over, so that one's exposed wait may be yet to come; but not
+        any more when the run has steps enough to be judged.
+        """
+        before, self._exposed_before = self._exposed_before, exposed
+        if exposed is None or before is None:
+            return None
+        added = max(0.0, exposed - before)
+        self._first_wait_to_come += first_wait
+        first = min(added, self._first_wait_to_come)
+        self._first_wait_to_come = self._first_wait_to_come - first if steps < LEAST_STEPS_OF_A_RUN else 0.0
+        return added - first
 
     def _since(self, name: str, value: float) -> float:
         before = self._before.get(name, 0.0)

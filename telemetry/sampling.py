@@ -47,7 +47,7 @@ class Sampler:
         sources: list[Source[Any]] = [
             self._nvml,
             HostSource(),
-            ProcessSource(lambda: tracker.thread),
+            ProcessSource(lambda: tracker.native_thread),
             WorkersSource(tracker.sources.live, tracker.sources.take_retired),
             PressureSource(),
             TorchMemorySource(self._device),

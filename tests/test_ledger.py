@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from telemetry.diagnose.ledger import Ledger
 from telemetry.diagnose.stats import ExposedWait, StepStats
-from telemetry.records import CATEGORIES, COMPUTE, DATA_WAIT, EVALUATION, STARTUP, Histogram, Step
+from telemetry.records import CATEGORIES, COMPUTE, DATA_WAIT, EVALUATION, OTHER, STARTUP, Histogram, Step
 from telemetry.sketch import Sketch, parse_counts
 
 stamps = st.integers(min_value=0, max_value=10**12)
@@ -135,6 +135,27 @@ def test_a_wait_whose_span_has_come_is_over():
     ledger.advance(40, 15)
     assert ledger.category == COMPUTE
     assert (ledger.ns[DATA_WAIT], ledger.ns[COMPUTE]) == (25, 15)
+
+
+def test_the_first_batch_is_the_first_while_it_is_still_waited_for():
+    ledger = Ledger(0)
+    ledger.fold([(10, 30, DATA_WAIT, OTHER, False, False, False)])  # the workers are started
+    ledger.advance(500, 100)
+    assert ledger.first_wait_ns == ledger.ns[DATA_WAIT] == 20 + 400
+    ledger.fold([(100, 600, DATA_WAIT, COMPUTE, True, True, True), (700, 710, DATA_WAIT, COMPUTE, True, True, True)])
+    ledger.advance(900, 800)
+    assert (ledger.first_wait_ns, ledger.edge_wait_ns, ledger.edges) == (520, 0, 0)
+
+
+def test_the_first_batch_of_an_epoch_is_at_its_edge_while_it_is_still_waited_for():
+    ledger = Ledger(0)
+    ledger.fold([(0, 10, DATA_WAIT, COMPUTE, True, True, True), (20, 24, DATA_WAIT, OTHER, True, False, False)])
+    ledger.advance(90, 30)
+    assert ledger.at_edge
+    assert (ledger.edge_wait_ns, ledger.edges) == (4 + 60, 1)
+    ledger.fold([(30, 100, DATA_WAIT, COMPUTE, False, True, True), (110, 150, DATA_WAIT, COMPUTE, True, True, True)])
+    assert (ledger.edge_wait_ns, ledger.edges) == (4 + 70, 1)
+    assert ledger.ns[DATA_WAIT] == 10 + 4 + 70 + 40
 
 
 def test_the_histogram_counts_each_step_once():

@@ -1,8 +1,9 @@
-"""Garbage collection on the training thread, timed."""
+"""Garbage collection that stops the training thread, timed."""
 
 from __future__ import annotations
 
 import gc
+import time
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
@@ -14,20 +15,32 @@ if TYPE_CHECKING:
 
 
 def time_garbage(tracker: StepTracker, patches: Patches) -> None:
-    """Add a callback to ``gc.callbacks``. Two stamps a collection."""
-    began = 0
+    """Add a callback to ``gc.callbacks``. Two stamps a collection.
+
+    One on another thread holds the interpreter as long, so the training thread loses that time too: but for what it
+    ran meanwhile, which was no Python, and unless it waits for a batch of its workers anyway.
+    """
+    began = ran = 0
 
     def collected(phase: str, info: dict[str, Any]) -> None:
-        nonlocal began
+        nonlocal began, ran
         del info
-        if get_ident() != tracker.thread or not tracker.stepping:
+        elsewhere = get_ident() != tracker.thread
+        if not (tracker.active and tracker.stepping) or (elsewhere and _waits_for_workers(tracker)):
             began = 0  # what it costs the start-up or an evaluation is no step's loss
             return
-        if phase == "start":
-            began = now_ns()
-        elif began:
-            tracker.garbage_ns += now_ns() - began
-            began = 0
+        try:
+            if phase == "start":
+                ran = _cpu_ns(tracker.native_thread) if elsewhere else 0
+                began = now_ns()
+            elif began:
+                lost = now_ns() - began
+                if elsewhere:
+                    lost -= _cpu_ns(tracker.native_thread) - ran
+                tracker.garbage_ns += max(0, lost)
+                began = 0
+        except OSError:
+            began = 0  # the training thread is no more
 
     def remove() -> None:
         if collected in gc.callbacks:
@@ -35,3 +48,13 @@ def time_garbage(tracker: StepTracker, patches: Patches) -> None:
 
     gc.callbacks.append(collected)
     patches.on_undo(remove)
+
+
+def _waits_for_workers(tracker: StepTracker) -> bool:
+    source = tracker.sources.newest()
+    return tracker.waiting_since != 0 and source is not None and source.kind == "workers"
+
+
+def _cpu_ns(native_thread: int) -> int:
+    """CPU time of a thread of this process, as the kernel numbers its clock (what pthread_getcpuclockid returns)."""
+    return time.clock_gettime_ns(~native_thread << 3 | 6)

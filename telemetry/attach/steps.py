@@ -76,6 +76,7 @@ class StepTracker:
         device: the CUDA device of the training thread, as of the newest first batch; None for none.
         sources: where batches come from.
         gpu: the clock that times waits on the GPU, None where there is none.
+        native_thread: the kernel's number of the training thread.
         garbage_ns: time garbage collection stopped the training thread.
         time_fetch: the next fetch of this thread's own is to be timed on the CPU's clock too; ``timed_fetch_ns`` and
             ``timed_fetch_cpu_ns`` are the sums of those that were.
@@ -104,6 +105,7 @@ class StepTracker:
         "key",
         "last_error",
         "marks",
+        "native_thread",
         "optimizer_steps",
         "overhead_ns",
         "phases",
@@ -120,6 +122,7 @@ class StepTracker:
     def __init__(self, ring: r.Ring) -> None:
         self.ring = ring
         self.thread = threading.get_ident()
+        self.native_thread = threading.get_native_id()
         self.waiting_since = 0
         self.key = 0
         self.gpu: GpuClock | None = None
@@ -345,7 +348,8 @@ class StepTracker:
         if here != self.thread:
             if self.thread == _NO_THREAD or self._fetched or self._optimizer:
                 return
-            self.thread = here  # start() was called on another thread than the one that trains
+            # start() was called on another thread than the one that trains
+            self.thread, self.native_thread = here, threading.get_native_id()
         if self._held or self._explicit:
             return
         if not self._fetched:

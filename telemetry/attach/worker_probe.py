@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.attach.frames import forget_frame
 from telemetry.clock import now_ns
+from telemetry.files import Descriptor
 from telemetry.records import FETCH_BUCKETS, StackPort, WorkerCounters
 
 if TYPE_CHECKING:
@@ -54,15 +55,16 @@ class WorkerBlock:
         OSError: the kernel gives no such memory.
     """
 
-    _file = -1
+    _file: Descriptor | None = None
 
     def __init__(self, workers: int) -> None:
         self.workers = workers
         self._owner = os.getpid()
-        self._file = os.memfd_create("telemetry-workers", os.MFD_CLOEXEC)
+        file = os.memfd_create("telemetry-workers", os.MFD_CLOEXEC)
+        self._file = Descriptor(file)
         try:
-            os.ftruncate(self._file, workers * _SLOT_WORDS * 8)
-            self._map(self._file)
+            os.ftruncate(file, workers * _SLOT_WORDS * 8)
+            self._map(file)
         except OSError:
             self.close()
             raise
@@ -72,7 +74,7 @@ class WorkerBlock:
         self.words = memoryview(self._memory).cast("q")
 
     def __getstate__(self) -> tuple[int, int, int]:
-        return (self.workers, self._owner, self._file)
+        return (self.workers, self._owner, self._file.number if self._file is not None else -1)
 
     def __setstate__(self, state: tuple[int, int, int]) -> None:
         """In a spawned worker: open the owner's file. One that cannot be opened raises, and nothing is timed."""
@@ -128,9 +130,9 @@ class WorkerBlock:
 
     def close(self) -> None:
         """Give the descriptor back; the memory goes with the last process that has it mapped."""
-        file, self._file = self._file, -1
-        if file >= 0 and os.getpid() == self._owner:
-            os.close(file)
+        file, self._file = self._file, None
+        if file is not None and os.getpid() == self._owner:
+            file.close()
 
     def __del__(self) -> None:
         self.close()

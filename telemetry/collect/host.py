@@ -6,7 +6,6 @@ calls take milliseconds.
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING, Any
 
 from telemetry.clock import NS
@@ -56,14 +55,13 @@ class ProcessSource:
     """This process.
 
     Args:
-        training_thread: its ident.
+        training_thread: the kernel's number of it.
     """
 
     name = "process"
 
     def __init__(self, training_thread: Callable[[], int]) -> None:
         self._training_thread = training_thread
-        self._known: tuple[int, int] | None = None  # ident and the kernel's number of the thread
 
     def read(self) -> ProcessSample:
         """CPU time, resident memory and threads, and the training thread's waits for a core.
@@ -74,16 +72,9 @@ class ProcessSource:
         stat = read_stat("self")
         if stat is None:
             raise SourceError("/proc/self/stat cannot be read")
-        schedule = read_schedule("self", self._thread_number())
+        schedule = read_schedule("self", self._training_thread())
         runnable = schedule.runnable_ns / NS if schedule is not None else None
         return ProcessSample(stat.cpu_seconds, stat.resident_bytes, stat.threads, runnable)
-
-    def _thread_number(self) -> int:
-        ident = self._training_thread()
-        if self._known is None or self._known[0] != ident:
-            numbers = {thread.ident: thread.native_id for thread in threading.enumerate()}
-            self._known = (ident, numbers.get(ident) or 0)
-        return self._known[1]
 
     def close(self) -> None:
         """Nothing is held."""

@@ -35,7 +35,7 @@ class Ledger:
         self.batches = 0
         self.last_step_ns: int | None = None
         # The wait for the first batch of the run; and those at the edges of later epochs: an iteration that ends, one
-        # that begins, and its first batch.
+        # that begins, and its first batch. Those that still go on are in them, as they are in the data wait.
         self.first_wait_ns = 0
         self.edge_wait_ns = 0
         self.edges = 0
@@ -59,7 +59,7 @@ class Ledger:
                 self._open, self._wait_ns, self._compute_ns = True, 0, 0
             self._enter(during, start)
             self._pass(end)
-            if during == DATA_WAIT and (self._at_edge or not batch):
+            if during == DATA_WAIT:
                 self._count_edge(max(0, end - start), batch=batch)
             self._enter(after, end)
             self.batches += batch
@@ -120,6 +120,10 @@ class Ledger:
         if passed > 0:
             self.at_ns = stamp
             self.ns[self.category] += passed
+            if self.category == DATA_WAIT and not self.batches:
+                self.first_wait_ns += passed
+            elif self.category == DATA_WAIT and self._at_edge:
+                self.edge_wait_ns += passed
 
     def _pass(self, stamp: int) -> None:
         """Go on to a stamp of a span: in the ledger, and in the step that is open.
@@ -138,11 +142,10 @@ class Ledger:
             self._compute_ns += passed
 
     def _count_edge(self, waited: int, *, batch: bool) -> None:
-        if not self.batches:
-            self.first_wait_ns += waited
-        else:
-            self.edge_wait_ns += waited
-            self.edges += not self._at_edge
+        """A request has ended. One that brought no batch has ended an iteration, or begun one."""
+        if self.batches and not batch and not self._at_edge:
+            self.edge_wait_ns += waited  # nobody knew before
+            self.edges += 1
         self._at_edge = not batch
 
     def _enter(self, category: str, stamp: int) -> None:

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from telemetry.files import read_small
+from telemetry.files import Descriptor, read_small
 from telemetry.identity import slug
 from telemetry.records import RankPace
 
@@ -79,7 +79,7 @@ class Board:
         digest = hashlib.sha256(where.encode("utf-8", "surrogateescape")).hexdigest()[:12]
         self.path = self._root / f"{slug(run)[:48]}-{digest}"
         self._make()
-        self._lock: int | None = None
+        self._lock: Descriptor | None = None
         self._mine: Path | None = None
         self._ticks = start_ticks(os.getpid())
 
@@ -162,11 +162,11 @@ class Board:
 
     def try_lead(self) -> bool:
         """Become the one that serves this node, if nobody is. Never blocks."""
-        if self._lock is None:
+        if self._lock is None or not self._lock.is_ours():
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-            self._lock = os.open(self.path / "endpoint.lock", flags, 0o600)
+            self._lock = Descriptor(os.open(self.path / "endpoint.lock", flags, 0o600))
         try:
-            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(self._lock.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             return False
         return True
@@ -199,7 +199,7 @@ class Board:
         """Close the lock file: in ``leave``, and in a forked child, whose copy it is."""
         lock, self._lock = self._lock, None
         if lock is not None:
-            os.close(lock)
+            lock.close()
 
     def sweep(self) -> int:
         """Remove boards of this user that no living process has written to for an hour. Returns how many."""

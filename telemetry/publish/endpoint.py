@@ -6,6 +6,7 @@ triggered from outside: GET /metrics and GET /healthz are all there is.
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import os
 import socket
@@ -18,6 +19,7 @@ from socketserver import TCPServer, ThreadingMixIn
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.clock import NS, now_ns
+from telemetry.files import Descriptor
 from telemetry.signals import signals_blocked
 
 if TYPE_CHECKING:
@@ -32,6 +34,9 @@ MAX_CONNECTIONS: Final = 8
 """More than these at a time are closed at once."""
 
 _POLL_SECONDS: Final = 0.5
+_PAUSE_SECONDS: Final = 0.1
+"""Before the next try where a connection cannot be accepted: it waits on, and so the socket does not."""
+
 _FRESH_SECONDS: Final = 2.0  # the agent thread joins once a second; where it does not get to it, the request does
 _PLAIN: Final = "text/plain; charset=utf-8"
 
@@ -91,10 +96,15 @@ class Endpoint:
         self.port: int = self._server.server_address[1]
         self._server.answer = self.answer
         self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(_POLL_SECONDS,), name="telemetry-endpoint", daemon=True
+            target=self._server.serve, args=(_POLL_SECONDS,), name="telemetry-endpoint", daemon=True
         )
         with signals_blocked():
             self._thread.start()
+
+    @property
+    def serves(self) -> bool:
+        """Whether it still does: not where others have closed its socket."""
+        return self._thread.is_alive() and self._server.listening.is_ours()
 
     @property
     def cpu_seconds(self) -> float:
@@ -103,10 +113,7 @@ class Endpoint:
 
     def close(self) -> None:
         """Stop serving, at once: the shut socket wakes the thread that polls it."""
-        try:
-            self._server.socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
+        self._server.wake()
         self._server.shutdown()
         self._server.close_sockets()
 
@@ -195,6 +202,10 @@ class _Handler(BaseHTTPRequestHandler):
         del format, args
 
 
+class _SocketGoneError(Exception):
+    """Others have closed the socket that listens."""
+
+
 class _Server(ThreadingMixIn, TCPServer):
     """Threads per connection, capped in number and in time."""
 
@@ -209,6 +220,33 @@ class _Server(ThreadingMixIn, TCPServer):
         self._guard = threading.Lock()
         _servers.add(self)  # before there is a socket: a child may be forked at any moment
         super().__init__(address, _Handler)
+        self.listening = Descriptor(self.socket.fileno())
+
+    def serve(self, poll_seconds: float) -> None:
+        """Serve until `shutdown`, or until the socket is another's."""
+        try:
+            self.serve_forever(poll_seconds)
+        except _SocketGoneError:
+            pass
+
+    def get_request(self) -> tuple[Any, Any]:
+        """Accept a connection. Where that fails at once, it would fail again at once, on a core of the training's."""
+        if not self.listening.is_ours():
+            raise _SocketGoneError
+        try:
+            return super().get_request()
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # which is that of `wake`
+                time.sleep(_PAUSE_SECONDS)  # no descriptor is left, above all
+            raise
+
+    def wake(self) -> None:
+        """End the wait for connections."""
+        try:
+            if self.listening.is_ours():
+                self.socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
 
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._guard:
@@ -240,7 +278,8 @@ class _Server(ThreadingMixIn, TCPServer):
         """A client that went away, mostly; nothing for the training's stderr."""
 
     def close_sockets(self) -> None:
-        self.socket.close()
+        self.socket.detach()
+        self.listening.close()
         for request in list(self._open):
             try:
                 request.shutdown(socket.SHUT_RDWR)  # its thread closes it: `close` waits for the file on the socket
@@ -249,6 +288,9 @@ class _Server(ThreadingMixIn, TCPServer):
 
     def abandon(self) -> None:
         """Close this process's copies, in a forked child. Not `socket.close`: it waits for a file on the socket."""
+        listening = getattr(self, "listening", None)
+        if listening is not None and not listening.is_ours():
+            self.socket.detach()
         for each in (getattr(self, "socket", None), *list(self._open)):
             try:
                 if each is not None:

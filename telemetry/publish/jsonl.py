@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
+from telemetry.files import Descriptor
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
@@ -76,7 +78,7 @@ class LogFile:
         self._head = head
         self._max_bytes = max_bytes
         self._max_files = max_files
-        self._file: int | None = None
+        self._file: Descriptor | None = None
         self._size = 0
         self.dropped = 0
         self.last_error: OSError | None = None
@@ -84,7 +86,7 @@ class LogFile:
     def write(self, line: bytes) -> bool:
         """Append one line. Returns whether it is in the file; an error is kept, not raised."""
         try:
-            if self._file is None:
+            if self._file is None or not self._file.is_ours():
                 self._open()
             elif self._size + len(line) > self._max_bytes and self._size:
                 self._rotate()
@@ -98,7 +100,7 @@ class LogFile:
 
     def _append(self, line: bytes) -> None:
         assert self._file is not None  # noqa: S101 - _open has raised otherwise
-        written = os.write(self._file, line)
+        written = os.write(self._file.number, line)
         self._size += written
         if written < len(line):  # the disk is full; _open ends the torn line, so that the next one is whole
             raise OSError(errno.ENOSPC, "only a part of the line was written")
@@ -108,17 +110,18 @@ class LogFile:
         file, self._file = self._file, None
         if file is not None:
             try:
-                os.close(file)
+                file.close()
             except OSError:
                 pass
 
     def _open(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._file = os.open(self.path, flags, 0o644)
-        self._size = os.fstat(self._file).st_size
-        if self._size and os.pread(self._file, 1, self._size - 1) != b"\n":
-            self._size += os.write(self._file, b"\n")
+        file = os.open(self.path, flags, 0o644)
+        self._file = Descriptor(file)
+        self._size = os.fstat(file).st_size
+        if self._size and os.pread(file, 1, self._size - 1) != b"\n":
+            self._size += os.write(file, b"\n")
 
     def _rotate(self) -> None:
         self.forget()

@@ -78,9 +78,10 @@ class NodeService:
         Raises:
             OSError: no port can be had, or the target file cannot be written (the endpoint then serves all the same).
         """
-        if self.endpoint is not None:
+        if self.endpoint is not None and self.endpoint.serves:
             self.endpoint.refresh()
             return
+        self._close()  # who closed its socket will have closed the lock as well: it is to be won anew
         if self._port is None or self._ended:
             return  # and who has ended is no more waited for: the board may be gone
         if not self._board.try_lead():
@@ -101,11 +102,14 @@ class NodeService:
 
     def leave(self) -> None:
         """Take this rank off the board. The last one takes the target file along."""
+        self._close()
+        if self._board.leave() and self._targets is not None:
+            self._targets.remove()
+
+    def _close(self) -> None:
         endpoint, self.endpoint = self.endpoint, None
         if endpoint is not None:
             endpoint.close()
-        if self._board.leave() and self._targets is not None:
-            self._targets.remove()
 
     def after_fork_in_child(self) -> None:
         """Close what is the parent's."""

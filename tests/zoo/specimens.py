@@ -285,6 +285,14 @@ STALLS: Final = (
         remedies=_FREEZE,
     ),
     _stall(
+        "gc-timer",
+        "gc_pause",
+        "memory_hygiene",
+        "--timer 0.3",
+        "gc.collect() by the clock, on a thread of its own",
+        remedies=_FREEZE,
+    ),
+    _stall(
         "straggler-loader",
         "straggler|loader_on_training_thread",
         "ddp",
@@ -350,6 +358,12 @@ CONTROLS: Final = (
     ),
     _healthy("short-epochs-main", "in_memory", "--samples 64", "epochs of four steps without workers"),
     _healthy("tar", "tar_shards", "--num-workers 1 --picture-width 160", "tar shards, one worker"),
+    _healthy(
+        "listing",
+        "tar_shards",
+        "--num-workers 1 --picture-width 160 --listing-seconds 8",
+        "the first batch is 8 s in coming",
+    ),
     _healthy("jitter", "object_store", "--num-workers 4 --latency-ms 1 --cold-every 320 --cold-seconds 0.06", "hidden"),
     _healthy("gan", "gan", "", "two networks and optimizers; a slow start"),
     _healthy("memmap", "memmap_tokens", "", "no DataLoader at all"),

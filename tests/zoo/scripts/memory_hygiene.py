@@ -1,11 +1,13 @@
 """Train with the whole data set as Python objects in memory, and collect garbage now and then "to be safe".
 
-With ``--callback`` a list of callbacks runs after every step and one of them collects; without it the loop does.
+With ``--callback`` a list of callbacks runs after every step and one of them collects, with ``--timer SECONDS`` a thread
+of its own does; without either it is the loop.
 """
 
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -39,11 +41,17 @@ def train_step(model, optimizer, pictures, labels):
     optimizer.step()
 
 
+def collect_now_and_then(seconds: float, over: threading.Event) -> None:
+    while not over.wait(seconds):
+        gc.collect()
+
+
 def main() -> None:
     parser = common.arguments(__doc__)
     parser.add_argument("--records", type=int, default=400_000)
     parser.add_argument("--collect-every", type=int, default=10, help="steps")
     parser.add_argument("--callback", action="store_true")
+    parser.add_argument("--timer", type=float, help="seconds")
     parser.add_argument("--gc-freeze", action="store_true", help="when all is built")
     options = parser.parse_args()
     dataset = Annotated(options.records)
@@ -54,18 +62,22 @@ def main() -> None:
         gc.collect()
         gc.freeze()
     callbacks: list[Callable[[], object]] = [gc.collect] if options.callback else []
+    over = threading.Event()
+    if options.timer is not None:
+        threading.Thread(target=collect_now_and_then, args=[options.timer, over], daemon=True).start()
     pace = common.Pace(options)
     step = 0
     while True:
         for pictures, labels in loader:
             train_step(model, optimizer, pictures, labels)
             step += 1
-            if step % options.collect_every == 0:
+            if options.timer is None and step % options.collect_every == 0:
                 for callback in callbacks:
                     callback()
                 if not callbacks:
                     gc.collect()
             if pace.step():
+                over.set()
                 return
 
 

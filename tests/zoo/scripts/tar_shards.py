@@ -1,6 +1,7 @@
 """Stream photographs from tar shards with an IterableDataset: shards split among workers, a shuffle buffer.
 
-With ``--open-seconds`` the shards are remote, and the first byte of each is as long in coming.
+With ``--open-seconds`` the shards are remote, and the first byte of each is as long in coming; with
+``--listing-seconds`` so is the list of them.
 """
 
 from __future__ import annotations
@@ -24,14 +25,16 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 
 class Shards(IterableDataset):
-    def __init__(self, paths: list[Path], size: int, open_seconds: float) -> None:
+    def __init__(self, paths: list[Path], size: int, listing_seconds: float, open_seconds: float) -> None:
         self.paths = paths
         self.size = size
+        self.listing_seconds = listing_seconds
         self.open_seconds = open_seconds
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, int]]:
         worker = get_worker_info()
         first, step = (worker.id, worker.num_workers) if worker is not None else (0, 1)
+        time.sleep(self.listing_seconds)
         mine = itertools.islice(itertools.cycle(self.paths), first, None, step)
         buffer: list[tuple[bytes, int]] = []
         for sample in itertools.chain.from_iterable(self.read(path) for path in mine):
@@ -77,11 +80,12 @@ def main() -> None:
     parser = common.arguments(__doc__)
     parser.add_argument("--picture-width", type=int, default=640)
     parser.add_argument("--shard-pictures", type=int, default=200)
+    parser.add_argument("--listing-seconds", type=float, default=0.0)
     parser.add_argument("--open-seconds", type=float, default=0.0)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="zoo-") as folder:
         paths = write_shards(Path(folder), 8, options.shard_pictures, options.picture_width)
-        dataset = Shards(paths, 64, options.open_seconds)
+        dataset = Shards(paths, 64, options.listing_seconds, options.open_seconds)
         loader = DataLoader(dataset, batch_size=options.batch_size, **common.loader_settings(options))
         model = common.picture_network(options.width)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)

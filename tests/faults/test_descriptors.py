@@ -1,0 +1,78 @@
+"""Descriptors that others close, or use up: nothing of the training's is touched, and the agent goes on."""
+
+from __future__ import annotations
+
+import errno
+import socketserver
+import threading
+import time
+
+from faults.processes import events, fetch, run_script
+from telemetry.publish.board import RankState
+from telemetry.publish.endpoint import Endpoint
+from telemetry.publish.exposition import CONTENT_TYPE
+
+
+def test_whoever_gets_the_number_of_a_closed_descriptor_of_ours_keeps_it_to_himself(tmp_path):
+    """As a daemon does it: all descriptors are closed, and the files opened next have the numbers of ours."""
+    done = run_script(
+        """
+        import os, time, urllib.request
+        import telemetry
+        from telemetry.attach.worker_probe import WorkerBlock
+
+        agent = telemetry.start("run", start_line=False, interval_seconds=0.1, log_interval_seconds=0.1)
+        block = WorkerBlock(2)
+        logs = os.listdir("run/logs")
+        os.closerange(3, 64)
+        theirs = [os.open(f"theirs-{number}", os.O_CREAT | os.O_RDWR) for number in range(60)]
+        before = os.path.getsize(f"run/logs/{logs[0]}")
+
+        def goes_on():
+            try:
+                status = urllib.request.urlopen(agent.metrics_url).status
+            except OSError:
+                return False
+            return status == 200 and os.path.getsize(f"run/logs/{logs[0]}") > before
+
+        while not goes_on():
+            time.sleep(0.02)
+        pid = os.fork()
+        if pid == 0:
+            raise SystemExit(8)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 8
+        block.close()
+        telemetry.stop()
+        for number, file in enumerate(theirs):
+            assert os.readlink(f"/proc/self/fd/{file}") == os.path.abspath(f"theirs-{number}")
+            assert os.fstat(file).st_size == 0
+        """,
+        tmp_path,
+    )
+    assert (done.stdout, done.stderr) == ("", "")
+    assert len(events(tmp_path / "run", "run_start")) == 1
+    assert len(events(tmp_path / "run", "run_end")) == 1
+
+
+def test_a_connection_that_cannot_be_accepted_is_not_tried_without_a_pause(monkeypatch):
+    """No descriptor is left, say: poll then finds the connection ready again and again."""
+    tried = []
+    enough = threading.Event()
+    accept = socketserver.TCPServer.get_request
+
+    def failing(server):
+        tried.append(time.monotonic())
+        if len(tried) > 3:
+            enough.set()
+            return accept(server)
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(socketserver.TCPServer, "get_request", failing)
+    state = RankState(0, 1, ((b"# HELP x X.\n# TYPE x gauge\n", b"x 1.0\n"),))
+    endpoint = Endpoint("127.0.0.1", [0], lambda: [state], "the-node", CONTENT_TYPE)
+    try:
+        assert fetch(f"http://127.0.0.1:{endpoint.port}/metrics").endswith("x 1.0\n")
+    finally:
+        endpoint.close()
+    assert enough.is_set()
+    assert all(later - earlier > 0.05 for earlier, later in zip(tried[:3], tried[1:4], strict=True))
