@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _LEAD_SECONDS: Final = 1.0
 """How often a rank looks whether somebody serves, whatever the sampling interval: a dead one is replaced in 3 s."""
 
-_LOOK_SECONDS: Final = 0.25
+_LOOK_SECONDS: Final = 0.1
 """How often the training thread is looked at, on average, in a job of several ranks."""
 
 _FAMILIES_AT_A_TIME: Final = 6

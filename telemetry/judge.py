@@ -6,6 +6,7 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
+from telemetry.collect.proc import is_running
 from telemetry.collect.whereabouts import Whereabouts
 from telemetry.diagnose.advice import advise
 from telemetry.diagnose.stall import LEAST_STEPS_OF_A_RUN, StallMachine
@@ -57,7 +58,11 @@ class Judge:
             config.stall_window_seconds, config.stall_enter_ratio, config.stall_exit_ratio, rank
         )
         self._peers = peers
-        self._whereabouts = Whereabouts(lambda: tracker.thread, lambda: tracker.stepping and not tracker.waiting_since)
+        self._whereabouts = Whereabouts(
+            lambda: tracker.thread,
+            lambda: tracker.stepping and not tracker.waiting_since,
+            lambda: tracker.device is None and is_running(tracker.native_thread),
+        )
         self._watchdog = Watchdog(config, tracker)
         self._stuck: Stuck | None = None
         self._interval = config.interval_seconds
@@ -220,6 +225,7 @@ class Judge:
             checkpoint=self._since("checkpoint", spent[CHECKPOINT]),
             garbage=self._since("garbage", self._tracker.garbage_ns / 1e9),
             steps=int(self._since("steps", stats.steps)),
+            batches=int(self._since("batches", ledger.batches)),
             late_wait=self._since("late_wait", stats.late_wait_seconds),
             source=None if source is None else source.kind,
             process_cpu=None if process is None else self._since("process_cpu", process.cpu_seconds),

@@ -7,7 +7,10 @@ Frozen, slotted and free of behaviour; this module imports nothing of ours. A fi
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 STARTUP: Final = "startup"
 DATA_WAIT: Final = "data_wait"
@@ -298,6 +301,8 @@ class WorkersSample:
         head_of_line_batches: finished batches that wait right now behind one that is not, in ``head_of_line_worker``,
             whose fetch has taken ``head_of_line_since_seconds``.
         read_bytes_per_second: read from storage by all workers.
+        fetched: of each training worker, by its pid: fetches so far, and the seconds they took.
+        allowed_cores: on how many the training workers may run, all together; None where the kernel does not tell.
     """
 
     workers: int
@@ -319,6 +324,8 @@ class WorkersSample:
     head_of_line_batches: int = 0
     head_of_line_worker: int | None = None
     head_of_line_since_seconds: float | None = None
+    fetched: Mapping[int, tuple[int, float]] = field(default_factory=dict)
+    allowed_cores: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -448,6 +455,7 @@ class Slice:
         edge_wait: of ``wait``, at the edges of epochs: starting and ending an iteration, and its first batch.
         edges: iterations that were begun.
         startup: of ``seconds``, before the first step.
+        batches: training batches that were delivered: a step may take several.
         late_wait: of ``wait``, in single steps that waited much longer than those around them.
         source: where batches come from: ``training_thread`` (a DataLoader without workers), ``workers``, ``watched``
             (an iterable that is no DataLoader), None before the first batch.
@@ -472,6 +480,7 @@ class Slice:
     checkpoint: float
     garbage: float
     steps: int
+    batches: int = 0
     late_wait: float = 0.0
     source: str | None = None
     process_cpu: float | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import os
 import subprocess
 import sys
 import time
@@ -85,6 +86,28 @@ def test_a_fetch_in_progress_counts_as_busy(source):
     assert sample.fetches_total == 0
     assert sample.busy_ratio > 0.8
     del iterator
+
+
+def on_one_core(worker: int) -> None:
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+
+
+def test_on_how_many_cores_the_workers_may_run(source):
+    free = iter(DataLoader(Numbers(4), num_workers=2))
+    next(free)
+    assert source.read().allowed_cores == len(os.sched_getaffinity(0))
+    del free
+    gc.collect()
+    held = iter(DataLoader(Numbers(4), num_workers=2, worker_init_fn=on_one_core))
+    next(held)
+    assert wait_for(lambda: source.read().allowed_cores == 1)
+
+
+def test_what_each_worker_has_fetched(source):
+    iterator = iter(DataLoader(Sleeping(400), batch_size=1, num_workers=2))
+    sample = fetch_on(source, iterator, 12)
+    assert len(sample.fetched) == 2
+    assert all(fetches >= 5 and seconds >= 0.02 * fetches for fetches, seconds in sample.fetched.values())
 
 
 def test_fetches_are_counted_over_epochs_also_of_workers_that_are_gone(source, observed):

@@ -12,11 +12,9 @@ from hypothesis import strategies as st
 from telemetry.diagnose.advice import WORTH_IT, advise
 from telemetry.diagnose.causes import costs, crowded_out, steady_cause
 from telemetry.diagnose.evidence import gather
-from telemetry.diagnose.model import step_seconds
-from telemetry.diagnose.stall import LEAST_STEPS, StallMachine
+from telemetry.diagnose.stall import StallMachine
 from telemetry.diagnose.straggler import held_up_by
-from telemetry.diagnose.stuck import stuck_advice
-from telemetry.records import CAUSES, FETCH_BUCKETS, Histogram, RankPace, Slice, WorkersSample
+from telemetry.records import CAUSES, RankPace, Slice, WorkersSample
 
 IDLE = WorkersSample(
     workers=4, training_workers=4, resident_memory_bytes=1, ready_batches=0, fetching_seconds=0.0, fetches_total=0, fetch_duration=None,
@@ -233,7 +231,8 @@ samples = st.builds(
     WorkersSample, workers=st.integers(0, 64), training_workers=st.integers(0, 64), resident_memory_bytes=st.integers(0, 1 << 40),
     ready_batches=st.none() | st.integers(0, 1000), fetching_seconds=amount, fetches_total=st.integers(0, 1 << 40),
     fetch_duration=st.none(), cpu_ratio=ratio, busy_ratio=ratio, runnable_ratio=ratio, blocked_ratio=ratio,
-    read_bytes_per_second=st.none() | amount,
+    read_bytes_per_second=st.none() | amount, allowed_cores=st.none() | st.integers(1, 512),
+    fetched=st.dictionaries(st.integers(1, 4), st.tuples(st.integers(0, 10**6), amount), max_size=4),
 )  # fmt: skip
 paces = st.builds(
     RankPace, rank=st.integers(0, 9), seconds=amount, steps=st.integers(0, 10**6), compute=amount, exposed=st.none() | amount,
@@ -242,7 +241,8 @@ paces = st.builds(
 )  # fmt: skip
 slices = st.builds(
     Slice, seconds=amount, wait=amount, exposed=st.none() | amount, edge_wait=amount, edges=st.integers(0, 100),
-    compute=amount, evaluation=amount, checkpoint=amount, garbage=amount, steps=st.integers(0, 10**6), late_wait=amount,
+    compute=amount, evaluation=amount, checkpoint=amount, garbage=amount, steps=st.integers(0, 10**6), batches=st.integers(0, 10**6),
+    late_wait=amount,
     source=st.sampled_from([None, "workers", "training_thread", "watched", "of a newer version"]),
     process_cpu=st.none() | amount, fetches=st.none() | st.integers(0, 10**6), fetch_busy=st.none() | amount,
     workers=st.none() | samples, cores=st.floats(0.05, 512), throttled_ratio=ratio, gpu_utilization_ratio=ratio,
@@ -300,125 +300,7 @@ def test_more_waiting_never_closes_a_stall(share, more):
     assert not was_open or machine.stall is not None
 
 
-# -- advice -------------------------------------------------------------------------------------------------------
-
-
-def first(cause: str, piece: Slice):
-    return advise(cause, gather([piece]))[0]
-
-
-def test_workers_are_advised_as_many_as_the_compute_hides():
-    piece = a_slice(source="training_thread", wait=0.6, compute=0.4, steps=10, process_cpu=0.5, cores=8.0)
-    advice = first("loader_on_training_thread", piece)
-    assert (advice.setting, advice.value) == ("num_workers", "2")
-    assert advice.predicted_speedup == pytest.approx(1.0 / 0.4, rel=0.01)
-
-
-def test_no_more_workers_than_the_cores_can_run():
-    piece = a_slice(source="training_thread", wait=0.6, compute=0.4, steps=10, process_cpu=1.0, cores=2.0)
-    advice = first("loader_on_training_thread", piece)
-    # 100 ms of CPU time a step on two cores: 50 ms, whatever the number of workers.
-    assert advice.value == "2"
-    assert advice.predicted_speedup == pytest.approx(2.0, rel=0.01)
-    starved = a_slice(source="training_thread", wait=0.6, compute=0.4, steps=10, process_cpu=1.0, cores=1.0)
-    assert advise("loader_on_training_thread", gather([starved])) == ()  # one core: workers would gain nothing
-
-
-def test_throttled_workers_are_not_told_to_be_more():
-    on_two = gather([dataclasses.replace(CASES["workers_throttled"], cores=2.0)])
-    advice = advise("workers_throttled", on_two)
-    assert not [a for a in advice if a.setting == "num_workers"]
-    assert "more workers would not help" in advice[0].action
-
-
-def test_workers_that_crowd_out_the_training_thread_are_told_to_be_fewer():
-    piece = CASES["workers_throttled, crowding out the training thread"]
-    advice = first("workers_throttled", piece)
-    assert advice.setting == "num_workers"
-    # A step now takes 100 ms, half of it without a core; it needs 50 ms of CPU time, and a fetch 120, on two cores.
-    assert (advice.value, advice.predicted_speedup) == ("2", pytest.approx(100 / 85, rel=0.01))
-
-
-def test_persistent_workers_are_not_advised_to_who_has_them():
-    piece = dataclasses.replace(CASES["worker_startup"], settings={"persistent_workers": True})
-    assert advise("worker_startup", gather([piece])) == ()
-    advice = first("worker_startup", CASES["worker_startup"])
-    assert (advice.setting, advice.value) == ("persistent_workers", "True")
-    assert advice.predicted_speedup > 1.4
-
-
-def test_the_slow_rank_is_named_to_those_who_wait_for_it():
-    waiting = CASES["straggler"]
-    told = dataclasses.replace(waiting, peers=(pace(1, compute=0.3, exposed=0.7, cause="workers_io_bound"), pace(2)))
-    advice = first("straggler", told)
-    assert "rank 1 waits for data (workers_io_bound)" in advice.because
-    # 70 ms of 100 lost to rank 1; rank 2, which waits for it as this one does, would do a step in 30 ms too.
-    assert advice.predicted_speedup == pytest.approx(1 / 0.3, rel=0.01)
-    slow = dataclasses.replace(
-        CASES["straggler, in its compute"], peers=(pace(3, samples=50, in_sync=2, where="augment (train.py:41)"),)
-    )
-    assert "rank 3 takes longer to compute a step, mostly in augment (train.py:41)" in first("straggler", slow).because
-
-
-def test_the_slowest_rank_decides_what_a_change_is_worth():
-    alone = with_workers(busy=0.99, cpu=0.1, blocked=0.89, wait=0.8, compute=0.2, workers=1)
-    assert first("workers_io_bound", alone).predicted_speedup == pytest.approx(5.0, rel=0.1)
-    busy = pace(1, compute=1.0, exposed=0.0, samples=100, in_sync=40)  # half of it its own, whatever this rank does
-    own = dataclasses.replace(alone, peers=(busy,), samples=100, in_sync=5)
-    assert first("workers_io_bound", own).predicted_speedup < 2.5
-
-
-def test_a_source_that_is_read_ahead_is_still_as_fast_as_it_is():
-    slow = a_slice(source="watched", wait=0.8, compute=0.2, timed_fetch=1.0, timed_fetch_cpu=0.0)
-    ahead = [a for a in advise("source_slow", gather([slow])) if a.setting is None]
-    assert ahead[0].predicted_speedup == pytest.approx(1.0 / 0.8, rel=0.02)
-    workers = first("source_slow", slow)
-    assert (workers.setting, workers.predicted_speedup) == ("num_workers", pytest.approx(5.0, rel=0.3))
-    on_cpu = a_slice(source="watched", wait=0.5, compute=0.5, timed_fetch=1.0, timed_fetch_cpu=1.0)
-    assert all(a.setting for a in advise("source_slow", gather([on_cpu])))  # a thread would not help
-
-
-def test_prefetching_covers_the_longest_fetch():
-    def sample(counts):
-        return Histogram(FETCH_BUCKETS, (*counts, *(0,) * (len(FETCH_BUCKETS) + 1 - len(counts))), 1.0)
-
-    def uneven(counts):
-        piece = with_workers(
-            busy=0.4, cpu=0.1, blocked=0.3, late=0.4, moved=0.0, workers=2, fetches=50, steps=50, **STARVED
-        )
-        return dataclasses.replace(piece, workers=dataclasses.replace(piece.workers, fetch_duration=sample(counts)))
-
-    evidence = gather([uneven((1,)), uneven((40, 0, 0, 0, 0, 0, 0, 0, 1))])
-    assert evidence.longest_fetch == FETCH_BUCKETS[8]  # 268 ms, of steps of 8 ms: 34 batches of two workers ahead
-    advice = advise("uneven_batches", evidence)[0]
-    assert advice.setting == "prefetch_factor"
-    assert 16 <= int(advice.value) <= 32
-    assert advice.predicted_speedup == pytest.approx(2.5, rel=0.1)
-
-
-def test_pinning_is_not_advised_to_who_has_no_gpu():
-    piece = CASES["batch_transfer, matched"]
-    assert [a.setting for a in advise("batch_transfer", gather([piece]))] == [None]
-    on_gpu = dataclasses.replace(piece, gpu_utilization_ratio=0.5)
-    assert first("batch_transfer", on_gpu).setting == "pin_memory"
-
-
-def test_cores_that_others_use_are_no_cores_to_put_workers_on():
-    piece = a_slice(source="training_thread", wait=0.6, compute=0.4, steps=10, process_cpu=1.0, cores=8.0)
-    alone = gather([dataclasses.replace(piece, host_cores=8, host_cpu_ratio=1.0 / 8)])
-    assert alone.cores == pytest.approx(8.0)
-    crowded = gather([dataclasses.replace(piece, host_cores=8, host_cpu_ratio=1.0)])
-    assert crowded.cores == pytest.approx(1.0)
-    assert advise("loader_on_training_thread", alone)
-    assert not advise("loader_on_training_thread", crowded)
-
-
-def test_workers_of_a_loader_that_is_made_anew_are_not_kept_by_a_setting():
-    piece = dataclasses.replace(CASES["worker_startup"], settings={"loader_used_again": False})
-    advice = first("worker_startup", piece)
-    assert advice.setting is None
-    assert "make the DataLoader once" in advice.action
-    assert advice.predicted_speedup == first("worker_startup", CASES["worker_startup"]).predicted_speedup
+# -- across ranks, and what adds up ------------------------------------------------------------------------------------
 
 
 def test_who_holds_up_ranks_that_are_stuck():
@@ -430,22 +312,6 @@ def test_who_holds_up_ranks_that_are_stuck():
     assert held_up_by(here, [there]) is None  # all have come: the network, or a rank of another node
     assert held_up_by(elsewhere, [here, there]) is None
     assert held_up_by(here, [pace(4, steps=50)]) is None  # it goes on
-
-
-def test_who_waits_for_a_rank_that_does_not_come_is_told_to_look_there():
-    (advice,) = stuck_advice("compute", 42.0, "all_reduce", pace(3, steps=0, where="read (data.py:7)"))
-    assert advice.action == "see what rank 3 does"
-    assert advice.because == "this rank has waited 42 s in a step for rank 3; it was last seen in read (data.py:7)"
-
-
-def test_an_unknown_cause_has_no_advice():
-    assert advise("unknown", gather([CASES["unknown"]])) == ()
-    assert advise("of_a_newer_version", gather([CASES["unknown"]])) == ()
-
-
-def test_a_step_is_wait_and_compute():
-    assert step_seconds(gather([a_slice(wait=0.5, compute=0.5, steps=10)])) == pytest.approx(0.1)
-    assert LEAST_STEPS > 1
 
 
 @given(st.lists(slices, min_size=1, max_size=5))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,8 +19,8 @@ class Source:
 
     Attributes:
         kind: in the words of `records.Slice`.
-        settings: of the loader, by the names of DataLoader's arguments; and ``loader_used_again``, whether the newest
-            iteration was not its first.
+        settings: of the loader, by the names of DataLoader's arguments; ``loader_used_again``, whether the newest
+            iteration was not its first; and ``sharing_strategy``, of torch.multiprocessing.
     """
 
     __slots__ = ("__weakref__", "kind", "settings")
@@ -67,4 +68,7 @@ class LoaderHandle(Source):
         }
         if hasattr(iterator, "_in_order"):  # from torch 2.6 on
             settings["in_order"] = self.in_order
+        multiprocessing = sys.modules.get("torch.multiprocessing")
+        if multiprocessing is not None:
+            settings["sharing_strategy"] = multiprocessing.get_sharing_strategy()
         super().__init__("workers", settings)

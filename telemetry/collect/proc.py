@@ -90,9 +90,8 @@ _STATES: Final = {"R": "running", "S": "sleeping", "D": "in uninterruptible slee
 def thread_state(pid: int | str, tid: int) -> str:
     """What a thread does, in words, and where in the kernel it sleeps; empty where that is not told."""
     task = f"/proc/{pid}/task/{tid}"
-    try:
-        state = read_small(f"{task}/stat").rpartition(b")")[2].split()[0].decode()
-    except (OSError, IndexError):
+    state = _task_state(task)
+    if not state:
         return ""
     words = _STATES.get(state, f"in state {state}")
     try:
@@ -100,6 +99,19 @@ def thread_state(pid: int | str, tid: int) -> str:
     except OSError:
         where = ""
     return f"{words} in {where}" if where not in {"", "0"} and state in "SD" else words
+
+
+def is_running(tid: int) -> bool:
+    """Whether a thread of this process is on a core, or only waits for one."""
+    return _task_state(f"/proc/self/task/{tid}") == "R"
+
+
+def _task_state(task: str) -> str:
+    """The letter of proc(5); empty where that is not told."""
+    try:
+        return read_small(f"{task}/stat").rpartition(b")")[2].split()[0].decode()
+    except (OSError, IndexError):
+        return ""
 
 
 def is_worker_of_ours(parent: int) -> bool:

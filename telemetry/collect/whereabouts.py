@@ -17,10 +17,11 @@ from telemetry.stacks import line_of, users_frame
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+_BACKWARD: Final = f"{os.sep}torch{os.sep}autograd{os.sep}graph.py"
 _TOGETHER: Final = (
     f"{os.sep}torch{os.sep}distributed{os.sep}",
     f"{os.sep}torch{os.sep}nn{os.sep}parallel{os.sep}distributed.py",
-    f"{os.sep}torch{os.sep}autograd{os.sep}graph.py",
+    _BACKWARD,
 )
 """Innermost frames in which ranks wait for one another: a collective; DDP's own; the backward pass, which reduces."""
 
@@ -45,11 +46,14 @@ class Whereabouts:
     Args:
         thread: its ident.
         computing: whether it is in a step and not waiting for a batch.
+        running: whether it is on a core. A backward pass that is computes, and waits for no other rank; but False on a
+            GPU, where the thread that waits for it to be over tells nothing.
     """
 
-    def __init__(self, thread: Callable[[], int], computing: Callable[[], bool]) -> None:
+    def __init__(self, thread: Callable[[], int], computing: Callable[[], bool], running: Callable[[], bool]) -> None:
         self._thread = thread
         self._computing = computing
+        self._running = running
         self._samples = 0
         self._in_sync = 0
         self._places: Counter[str] = Counter()
@@ -62,7 +66,8 @@ class Whereabouts:
         if frame is None:
             return
         self._samples += 1
-        if any(part in frame.f_code.co_filename for part in _TOGETHER):
+        file = frame.f_code.co_filename
+        if any(part in file for part in _TOGETHER) and not (_BACKWARD in file and self._running()):
             self._in_sync += 1
             return
         own = users_frame(frame)

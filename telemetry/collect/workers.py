@@ -7,6 +7,7 @@ what it runs, it runs for its fetches, on other threads of its own and in progra
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -104,6 +105,7 @@ class WorkersSource:
         now = now_ns()
         blocked: Blocked | None = None
         seen: dict[tuple[int, int], _Seen] = {}
+        fetched: dict[int, tuple[int, float]] = {}
         resident, ready, longest = 0, None, 0.0
         live = list(self._live())
         trained = any(loader.training for loader in live)
@@ -125,7 +127,10 @@ class WorkersSource:
                 # With its threads, and the programs it has run: what they compute is no waiting of the worker's.
                 cpu = stat.cpu_seconds + stat.children_cpu_seconds
                 seen[pid, stat.start_ticks] = _see(pid, cpu, counters.get(pid), now)
-                longest = max(longest, _fetching_seconds(counters.get(pid), now))
+                worker = counters.get(pid)
+                longest = max(longest, _fetching_seconds(worker, now))
+                if worker is not None:
+                    fetched[pid] = (worker.fetches, worker.wall_ns / NS)
         sample = WorkersSample(
             workers=everyone,
             training_workers=len(seen),
@@ -141,6 +146,8 @@ class WorkersSource:
             head_of_line_batches=blocked.batches if blocked is not None else 0,
             head_of_line_worker=blocked.worker if blocked is not None else None,
             head_of_line_since_seconds=blocked.seconds if blocked is not None else None,
+            fetched=fetched,
+            allowed_cores=_allowed_cores(pid for pid, _ in seen),
             **self._shares(seen, now),
         )
         self._before, self._before_ns = seen, now
@@ -213,6 +220,17 @@ class WorkersSource:
             total = sum((a.read_bytes or 0) - (b.read_bytes or 0) for b, a in both)
             shares["read_bytes_per_second"] = total / (wall / NS)
         return shares
+
+
+def _allowed_cores(pids: Iterable[int]) -> int | None:
+    """Of all workers together. A user's ``worker_init_fn`` may have held each of them to a few."""
+    cores: set[int] = set()
+    for pid in pids:
+        try:
+            cores |= os.sched_getaffinity(pid)
+        except OSError:  # gone meanwhile
+            continue
+    return len(cores) or None
 
 
 def _see(pid: int, cpu_seconds: float, counters: WorkerCounters | None, now: int) -> _Seen:

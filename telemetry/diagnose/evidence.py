@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 _IN_THE_LOOP: Final = 0.95
 """Share of a slice in the training loop from which what the GPU did in it is the loop's doing."""
 
+_ENOUGH_FETCHES: Final = 3
+"""Of one worker, before their mean says how slow it is."""
+
 _HELD_BACK: Final = frozenset({"hw_slowdown", "sw_thermal", "hw_thermal", "hw_power_brake"})
 """Reasons for a low clock that are a fault. At its power cap a GPU runs whenever it is used well."""
 
@@ -28,8 +31,12 @@ class Evidence:
         late, moved, head_of_line: waits for workers' batches, taken apart, see `Deliveries`; zeros where none could be
             matched with its fetch.
         own_fetch_cpu_share: of the training thread's own fetches, how much ran on a core.
+        batches_per_step: 1, but where a loop takes several: of loaders side by side, between two calls of ``step()``.
+            Those of loaders without workers do not count where there are others.
         fetch_seconds: mean time of a worker for one batch; ``fetch_cpu_seconds`` of it on a core. ``longest_fetch``:
-            none took longer. ``read_bytes``: read from storage by all workers in the window.
+            none took longer. ``slowest_fetch``: the mean of the worker that takes longest. ``read_bytes``: read from
+            storage by all workers in the window.
+        worker_cores: on how many the workers may run, where that is fewer than this process may.
         cpu_share, runnable_share, blocked_share: of the time the workers spent in fetches. Where the kernel does not
             tell running from waiting for a core, ``runnable_share`` is None and the other two come from CPU time alone.
         ready_batches: mean number of batches that lay ready.
@@ -45,6 +52,7 @@ class Evidence:
 
     seconds: float
     steps: int
+    batches_per_step: float
     wait: float
     exposed: float | None
     edge_wait: float
@@ -60,10 +68,12 @@ class Evidence:
     source: str | None
     own_fetch_cpu_share: float | None
     workers: int
+    worker_cores: int | None
     fetches: int | None
     fetch_seconds: float | None
     fetch_cpu_seconds: float | None
     longest_fetch: float | None
+    slowest_fetch: float | None
     read_bytes: float | None
     busy_ratio: float | None
     cpu_share: float | None
@@ -100,10 +110,11 @@ class Evidence:
         """The figures that are there, with unit suffixes, for the log."""
         seconds = (
             "wait", "exposed", "edge_wait", "late_wait", "late", "moved", "head_of_line", "compute", "checkpoint",
-            "garbage", "own_runnable", "gpu_idle", "gpu_slowed", "longest_fetch",
+            "garbage", "own_runnable", "gpu_idle", "gpu_slowed", "longest_fetch", "slowest_fetch",
         )  # fmt: skip
         plain = (
-            "steps", "source", "workers", "edges", "fetch_seconds", "fetch_cpu_seconds", "ready_batches",
+            "steps", "batches_per_step", "source", "workers", "worker_cores", "edges", "fetch_seconds",
+            "fetch_cpu_seconds", "ready_batches",
             "slack_seconds", "head_of_line_worker", "stuck_seconds", "cores", "cores_of_others", "settings",
             "read_bytes",
         )  # fmt: skip
@@ -140,6 +151,7 @@ def gather(slices: Sequence[Slice], *, rank: int = 0, cause: str | None = None) 
     return Evidence(
         seconds=_sum(slices, lambda s: s.seconds),
         steps=steps,
+        batches_per_step=_batches_per_step(slices, steps, fetches if told else None),
         wait=_sum(slices, lambda s: s.wait),
         exposed=_all([s.exposed for s in slices]),
         edge_wait=_sum(slices, lambda s: s.edge_wait),
@@ -155,10 +167,12 @@ def gather(slices: Sequence[Slice], *, rank: int = 0, cause: str | None = None) 
         source=waited.source,
         own_fetch_cpu_share=min(1.0, _sum(slices, lambda s: s.timed_fetch_cpu) / timed) if timed > 0 else None,
         workers=max((w.training_workers for w in workers), default=0),
+        worker_cores=_worker_cores(slices),
         fetches=fetches if told else None,
         fetch_seconds=fetch,
         fetch_cpu_seconds=fetch * cpu_share if fetch is not None and cpu_share is not None else None,
         longest_fetch=_longest_fetch(workers),
+        slowest_fetch=_slowest_fetch(workers),
         read_bytes=_read_bytes(slices),
         busy_ratio=_mean([w.busy_ratio for w in workers]),
         cpu_share=cpu_share,
@@ -234,6 +248,31 @@ def _longest_fetch(samples: Sequence[WorkersSample]) -> float | None:
     first, last = histograms[0], histograms[-1]
     counts = zip(last.bounds, first.counts, last.counts, strict=False)
     return max((bound for bound, before, after in counts if after > before), default=None)
+
+
+def _slowest_fetch(samples: Sequence[WorkersSample]) -> float | None:
+    """Of the workers that are there and have fetched enough for a mean; None where there are none."""
+    if not samples:
+        return None
+    before, now = samples[0].fetched, samples[-1].fetched
+    means = []
+    for pid, (fetches, seconds) in now.items():
+        fetches_before, seconds_before = before.get(pid, (0, 0.0))
+        if fetches - fetches_before >= _ENOUGH_FETCHES:
+            means.append((seconds - seconds_before) / (fetches - fetches_before))
+    return max(means, default=None)
+
+
+def _worker_cores(slices: Sequence[Slice]) -> int | None:
+    newest = next((s.workers.allowed_cores for s in reversed(slices) if s.workers is not None), None)
+    return newest if newest is not None and newest < slices[-1].cores else None
+
+
+def _batches_per_step(slices: Sequence[Slice], steps: int, fetches: int | None) -> float:
+    batches = int(_sum(slices, lambda s: s.batches))
+    if not steps or batches <= steps + 1:  # the newest is of a step that has not ended
+        return 1.0
+    return batches / steps if fetches is None else max(1.0, min(batches, fetches) / steps)  # some without workers
 
 
 def _read_bytes(slices: Sequence[Slice]) -> float | None:

@@ -31,10 +31,18 @@ def compute_seconds(evidence: Evidence) -> float | None:
 
 
 def supply_seconds(evidence: Evidence) -> float | None:
-    """Seconds from one finished batch to the next, were all workers busy all the time."""
+    """Seconds from the batches of one step to those of the next, were all workers busy all the time."""
     if evidence.fetch_seconds is None or not evidence.workers:
         return None
-    return evidence.fetch_seconds / evidence.workers
+    return evidence.fetch_seconds * evidence.batches_per_step / evidence.workers
+
+
+def supply_in_order(evidence: Evidence) -> float | None:
+    """The same where batches are taken in turn: a worker that is always slower than the others sets their pace."""
+    supply = supply_seconds(evidence)
+    if supply is None or evidence.slowest_fetch is None or not evidence.settings.get("in_order", True):
+        return supply
+    return max(supply, evidence.slowest_fetch * evidence.batches_per_step / evidence.workers)
 
 
 def predicted_step(
@@ -43,8 +51,8 @@ def predicted_step(
     """Seconds of a step with so many workers.
 
     Args:
-        evidence: gives the compute, the CPU time of the training process, and the cores.
-        fetch: seconds a worker takes for a batch, alone on its core.
+        evidence: gives the compute, the CPU time of the training process, and the cores: its own, and its workers'.
+        fetch: seconds a worker takes for the batches of a step, alone on its core.
         fetch_cpu: how much of that it needs the core.
         workers: how many.
         edge: seconds a step of waiting at the edges of epochs; as they are now by default.
@@ -54,8 +62,9 @@ def predicted_step(
         return None
     own_cpu = evidence.process_cpu_per_step or compute
     on_all_cores = (own_cpu + fetch_cpu) / max(evidence.cores, 1e-9)
+    on_their_cores = fetch_cpu / evidence.worker_cores if evidence.worker_cores else 0.0
     edge = evidence.edge_wait / evidence.steps if edge is None else edge
-    return max(compute, fetch / workers, on_all_cores) + edge
+    return max(compute, fetch / workers, on_all_cores, on_their_cores) + edge
 
 
 def best_workers(
@@ -92,3 +101,8 @@ def gain_of(evidence: Evidence, then: float, but: int | None = None) -> float | 
 def factor(now: float, then: float) -> float | None:
     """How many times faster; None where there is nothing left to compare with."""
     return round(now / then, 2) if then > 1e-9 and now > 0 else None
+
+
+def ms(seconds: float) -> str:
+    """As it stands in reasons."""
+    return f"{1e3 * seconds:.1f} ms"

@@ -206,7 +206,14 @@ STALLS: Final = (
         "--num-workers 4 --latency-ms 0.5 --cold-every 320 --cold-seconds 0.6",
         "every 20th batch has an object on cold storage",
     ),
-    _stall("uneven-books", "uneven_batches", "long_documents", "", "every so often a document as long as a book"),
+    _stall(
+        "uneven-books",
+        "uneven_batches",
+        "long_documents",
+        "",
+        "every so often a document as long as a book",
+        remedies={"uneven_batches": ("--sharing-strategy", "file_system", "--prefetch-factor", "27")},
+    ),
     _stall(
         "uneven-shards",
         "uneven_batches",

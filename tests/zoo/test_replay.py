@@ -24,7 +24,8 @@ def evidence_of(logged):
         value = renamed.get(name, logged.get(name, logged.get(f"{name}_seconds")))
         values[name] = 0.0 if value is None and field.type in {"float", "int"} else value
     pace = RankPace(0, values["seconds"], values["steps"], values["compute"], values["exposed"], 0.0)
-    return Evidence(**(values | {"pace": pace, "peers": (), "settings": logged["settings"]}))
+    known = {"pace": pace, "peers": (), "settings": logged["settings"]}
+    return Evidence(**(values | known | {"batches_per_step": logged.get("batches_per_step", 1.0)}))
 
 
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)

@@ -1,4 +1,7 @@
-"""Train on documents of very uneven length: most are short, every so often one is a book, and is parsed whole."""
+"""Train on documents of very uneven length: most are short, every so often one is a book, and is parsed whole.
+
+While a worker parses one, it hands over no file descriptor of the batches that it has finished before.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,9 @@ def main() -> None:
     parser.add_argument("--words", type=int, default=140, help="of a page")
     parser.add_argument("--book-every", type=int, default=150, help="samples")
     parser.add_argument("--pages", type=int, default=1500, help="of a book")
+    parser.add_argument("--sharing-strategy", default="file_descriptor", choices=("file_descriptor", "file_system"))
     options = parser.parse_args()
+    torch.multiprocessing.set_sharing_strategy(options.sharing_strategy)
     library = Library(samples.documents(300, options.words), options.book_every, options.pages)
     loader = DataLoader(library, batch_size=options.batch_size, **common.loader_settings(options))
     model = common.TextNetwork(options.width)

@@ -1,0 +1,321 @@
+"""What to change in how batches are loaded, and what that is worth.
+
+By the cause that the loader, or whatever the batches come from, has been found to be the trouble for.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from telemetry.diagnose.causes import crowded_out
+from telemetry.diagnose.model import (
+    best_workers,
+    compute_seconds,
+    gain_of,
+    ms,
+    predicted_step,
+    step_seconds,
+    supply_in_order,
+    supply_seconds,
+)
+from telemetry.records import Advice
+
+if TYPE_CHECKING:
+    from telemetry.diagnose.evidence import Evidence
+
+_MOST_PREFETCH: Final = 64
+_SPARE: Final = 1.25
+"""Batches are prefetched for so many times the longest fetch that was seen."""
+
+_ON_CPU: Final = 0.5
+"""Workers whose fetches run for this share of their time keep their interpreter busy."""
+
+_HANDED_OVER_LATE: Final = 0.25
+"""From this share of the waiting on, it is more than late batches that is waited for."""
+
+
+def no_workers(evidence: Evidence) -> list[Advice]:
+    """Batches are fetched on the training thread."""
+    return _fetch_in_workers(
+        evidence, "load batches in worker processes", "the training thread fetches each batch itself"
+    )
+
+
+def _fetch_in_workers(evidence: Evidence, action: str, why: str) -> list[Advice]:
+    now = step_seconds(evidence)
+    if now is None:
+        return []
+    fetch = evidence.wait / evidence.steps
+    moved, fetch_cpu = _without_own_fetches(evidence, fetch)
+    workers, step = best_workers(moved, fetch, fetch_cpu, edge=0.0)
+    if step is None:
+        return []
+    because = f"{why}: {ms(fetch)} of every {ms(now)}{_spent_on(evidence)}"
+    return [Advice(action, "num_workers", str(workers), gain_of(evidence, step), because)]
+
+
+def _without_own_fetches(evidence: Evidence, fetch: float) -> tuple[Evidence, float]:
+    """The evidence as it were without the fetches of the training thread's own, and the CPU time of one of them."""
+    own_cpu, compute = evidence.process_cpu_per_step, compute_seconds(evidence) or 0.0
+    if evidence.own_fetch_cpu_share is not None:
+        fetch_cpu = fetch * evidence.own_fetch_cpu_share
+    else:  # what the process ran beyond its compute, it ran for them
+        fetch_cpu = fetch if own_cpu is None else min(fetch, max(0.0, own_cpu - compute))
+    rest = None if own_cpu is None else max(min(own_cpu, compute), own_cpu - fetch_cpu)
+    return replace(evidence, process_cpu_per_step=rest), fetch_cpu
+
+
+def _spent_on(evidence: Evidence) -> str:
+    share = evidence.own_fetch_cpu_share
+    return "" if share is None else f", {100 * share:.0f} % of it on the CPU"
+
+
+def cpu_bound(evidence: Evidence) -> list[Advice]:
+    """The workers are the limit, and run."""
+    return [*_more_workers(evidence), _cheaper("each batch takes", evidence)]
+
+
+def io_bound(evidence: Evidence) -> list[Advice]:
+    """The workers are the limit, and wait."""
+    fetch, blocked = evidence.fetch_seconds, evidence.blocked_share
+    advice = _more_workers(evidence)
+    if fetch is not None and blocked is not None:
+        because = f"workers are blocked for {100 * blocked:.0f} % of the {ms(fetch)} a batch takes them"
+        if evidence.read_bytes and evidence.fetches:
+            because += f", and read {evidence.read_bytes / evidence.fetches / 1e6:.1f} MB from storage for it"
+        advice.append(Advice("read from faster storage, or cache the data set locally", None, None, None, because))
+    return advice
+
+
+def throttled(evidence: Evidence) -> list[Advice]:
+    """There are not cores enough, or the workers may not use them."""
+    share = evidence.runnable_share if evidence.runnable_share is not None else evidence.blocked_share or 0.0
+    because = f"workers could run but have no core for {100 * share:.0f} % of their time in fetches"
+    if evidence.worker_cores is not None:
+        more = _other_cores(evidence, f"{because}: they may run on {evidence.worker_cores} of {evidence.cores:g} cores")
+    else:
+        more = Advice("give the job more CPU cores; more workers would not help", None, None, None, because)
+    return [*_fewer_workers(evidence), more, _cheaper("on the core, each batch takes", evidence)]
+
+
+def _other_cores(evidence: Evidence, because: str) -> Advice:
+    """Where the workers are held to fewer cores than there are."""
+    on_its_own, fetch_cpu = _fetch_on_its_own(evidence)
+    free = replace(evidence, worker_cores=None)
+    step = predicted_step(free, fetch=on_its_own, fetch_cpu=fetch_cpu, workers=max(1, evidence.workers))
+    action = "let the workers run on every core: a worker_init_fn, taskset or OMP_PROC_BIND holds them to a few"
+    return Advice(action, None, None, None if step is None else gain_of(evidence, step), because)
+
+
+def _fetch_on_its_own(evidence: Evidence) -> tuple[float, float]:
+    """Seconds a worker with a core to itself takes for the batches of a step, and how many of them on that core."""
+    fetch = (evidence.fetch_seconds or 0.0) * evidence.batches_per_step
+    on_core = fetch if evidence.fetch_cpu_seconds is None else evidence.fetch_cpu_seconds * evidence.batches_per_step
+    return fetch * (1 - (evidence.runnable_share or 0.0)), on_core
+
+
+def _fewer_workers(evidence: Evidence) -> list[Advice]:
+    """Where the workers crowd out the training thread: as many as leave it a core. It wins no more than it lacked."""
+    crowded, now = crowded_out(evidence), step_seconds(evidence)
+    if evidence.fetch_seconds is None or evidence.fetch_cpu_seconds is None or now is None or not crowded:
+        return []
+    alone = replace(evidence, compute=max(0.0, evidence.compute - crowded))
+    on_its_own, fetch_cpu = _fetch_on_its_own(evidence)
+    steps = {
+        workers: step
+        for workers in range(1, evidence.workers)
+        if (step := predicted_step(alone, fetch=on_its_own, fetch_cpu=fetch_cpu, workers=workers)) is not None
+    }
+    if not steps:
+        return []
+    best = min(steps.values())
+    fewest = min(workers for workers, step in steps.items() if step <= 1.01 * best)
+    best = max(best, now - (evidence.own_runnable or 0.0) / evidence.steps)
+    because = (
+        f"{evidence.workers} workers and the training thread share {evidence.cores:g} cores, and it had none for "
+        f"{crowded:.1f} s of {evidence.loop:.1f} s"
+    )
+    fewer = _of_each_loader(evidence, fewest)
+    return [Advice("use fewer workers", "num_workers", fewer, gain_of(evidence, best), because)]
+
+
+def startup(evidence: Evidence) -> list[Advice]:
+    """Every epoch waits for its workers to start."""
+    now = step_seconds(evidence)
+    if now is None or evidence.settings.get("persistent_workers"):
+        return []
+    edge = evidence.edge_wait / evidence.steps
+    because = f"{evidence.edges} epochs began in the window and cost {evidence.edge_wait:.1f} s of starting workers"
+    # What is left at an edge is one fetch that nobody prefetched.
+    left = min(edge, (evidence.fetch_seconds or 0.0) * evidence.edges / evidence.steps)
+    gain = gain_of(evidence, now - edge + left)
+    if evidence.settings.get("loader_used_again") is False:
+        action = "make the DataLoader once, with persistent_workers=True, and iterate over it in every epoch"
+        because += ", each time of a new DataLoader"
+        return [Advice(action, None, None, gain, because)]
+    return [Advice("keep the workers between epochs", "persistent_workers", "True", gain, because)]
+
+
+def uneven(evidence: Evidence) -> list[Advice]:
+    """Single batches are late: of a long fetch now and then, or of a worker that is always slower."""
+    compute, supply, in_order = compute_seconds(evidence), supply_seconds(evidence), supply_in_order(evidence)
+    if compute is None or supply is None or in_order is None:
+        return []
+    because = (
+        f"{evidence.workers} workers would suffice on average (a batch every {ms(supply)} against {ms(compute)} of "
+        "compute), but single batches are late"
+    )
+    if evidence.head_of_line > 0:
+        because += f"; for {evidence.head_of_line:.1f} s finished batches waited behind a slow one"
+    handed_over_late = evidence.moved >= _HANDED_OVER_LATE * (evidence.moved + evidence.late)
+    if handed_over_late and _handed_over_by_busy_workers(evidence):
+        return [_share_by_file(evidence, compute, in_order, because)]
+    rest = (evidence.edge_wait + evidence.moved) / evidence.steps
+    advice = _further_ahead(evidence, compute, max(compute, in_order) + rest, because)
+    if not evidence.settings.get("in_order") or evidence.workers < 2:
+        return advice
+    gain = gain_of(evidence, max(compute, supply) + rest)
+    action = "take batches as they are finished, where their order does not matter"
+    if in_order <= compute:
+        return [*advice, Advice(action, "in_order", "False", gain, because)]
+    because += f"; one worker takes {ms(evidence.slowest_fetch or 0.0)} a batch, and has its turn like the others"
+    alike = "give every worker a like share of the slow data: deal shards out by where they lie"
+    return [Advice(action, "in_order", "False", gain, because), Advice(alike, None, None, gain, because), *advice]
+
+
+def _handed_over_by_busy_workers(evidence: Evidence) -> bool:
+    """Whether a finished batch has to wait for its worker, which is busy with the next.
+
+    A tensor that is shared by file descriptor is handed over, when it is asked for, by a thread of its worker, and that
+    has the interpreter once in 5 ms while a fetch runs Python. (pytorch: torch.multiprocessing, sharing strategies.)
+    """
+    by_descriptor = evidence.settings.get("sharing_strategy") == "file_descriptor"
+    return by_descriptor and (evidence.cpu_share or 0.0) >= _ON_CPU
+
+
+def _share_by_file(evidence: Evidence, compute: float, in_order: float, because: str) -> Advice:
+    """Prefetching alone changes late batches into batches that are handed over late."""
+    factor = int(evidence.settings.get("prefetch_factor") or 2)
+    wanted = _prefetch(evidence, factor, compute)
+    step = max(compute, in_order) + evidence.edge_wait / evidence.steps
+    gain = gain_of(evidence, step + _still_late(evidence, factor, wanted, compute))
+    action = (
+        "share tensors by file, torch.multiprocessing.set_sharing_strategy('file_system'), and let workers run further "
+        f"ahead, prefetch_factor={wanted}"
+    )
+    late = ms(evidence.moved / evidence.steps)
+    return Advice(action, None, None, gain, f"{because}; a busy worker hands finished ones over {late} a step too late")
+
+
+def _further_ahead(evidence: Evidence, compute: float, step: float, because: str) -> list[Advice]:
+    """A larger prefetch factor, with which a step takes ``step`` and what cannot be prefetched."""
+    factor = int(evidence.settings.get("prefetch_factor") or 2)
+    wanted = _prefetch(evidence, factor, compute)
+    if wanted <= factor:
+        return []
+    gain = gain_of(evidence, step + _still_late(evidence, factor, wanted, compute))
+    return [Advice("let workers run further ahead", "prefetch_factor", str(wanted), gain, because)]
+
+
+def _prefetch(evidence: Evidence, factor: int, compute: float) -> int:
+    """The prefetch factor that hides the longest fetch behind compute.
+
+    A worker begins with a batch when the training thread takes the one ``workers * factor`` before it.
+    """
+    if evidence.longest_fetch is None or compute <= 0:
+        return 4 * factor
+    wanted = math.ceil(_SPARE * evidence.longest_fetch / (evidence.workers * compute))
+    return min(_MOST_PREFETCH, max(2 * factor, wanted))
+
+
+def _still_late(evidence: Evidence, factor: int, wanted: int, compute: float) -> float:
+    """Seconds of a step for which late batches are still waited for with a larger prefetch factor."""
+    longest = evidence.longest_fetch
+    if longest is None:
+        return 0.0
+    hidden_now, hidden = (evidence.workers * f * compute for f in (factor, wanted))
+    if longest <= hidden_now:
+        return 0.0
+    late = max(0.0, evidence.wait - evidence.edge_wait) / evidence.steps
+    return late * max(0.0, longest - hidden) / (longest - hidden_now)
+
+
+def transfer(evidence: Evidence) -> list[Advice]:
+    """Finished batches take long to come."""
+    now = step_seconds(evidence)
+    if now is None:
+        return []
+    moved = evidence.moved / evidence.steps
+    if moved > 0:
+        because = f"a finished batch takes {ms(moved)} of every {ms(now)} to reach the training thread"
+    else:
+        ready = evidence.ready_batches or 0.0
+        because = f"{ready:.1f} batches lie ready on average while the training thread waits for {ms(now)} steps"
+    gain = gain_of(evidence, now - moved) if moved > 0 else None
+    action = "send less: few large tensors in a batch, not many small ones or Python objects; smaller types (uint8)"
+    advice = [Advice(action, None, None, gain, because)]
+    if evidence.on_gpu and not evidence.settings.get("pin_memory"):
+        action = "pin batches in the background and copy them with non_blocking=True"
+        advice.insert(0, Advice(action, "pin_memory", "True", None, because))
+    if _handed_over_by_busy_workers(evidence):
+        action = "share tensors by file: torch.multiprocessing.set_sharing_strategy('file_system')"
+        advice.append(
+            Advice(action, None, None, None, "workers that are busy hand the tensors of finished batches over")
+        )
+    return advice
+
+
+def stuck_worker(evidence: Evidence) -> list[Advice]:
+    """One fetch goes on and on."""
+    because = f"one fetch has been in progress for {evidence.stuck_seconds:.0f} s"
+    raising = "a DataLoader with a timeout fails instead of hanging"
+    return [
+        Advice("look at what that worker waits for: a lock, a mount, a remote store", None, None, None, because),
+        Advice("let a stuck worker raise", "timeout", "120", None, raising),
+    ]
+
+
+def slow_source(evidence: Evidence) -> list[Advice]:
+    """Batches come from an iterable that is no DataLoader."""
+    now, compute = step_seconds(evidence), compute_seconds(evidence)
+    if now is None or compute is None:
+        return []
+    fetch = evidence.wait / evidence.steps
+    because = f"the watched iterable takes {ms(fetch)} of every {ms(now)}{_spent_on(evidence)}"
+    advice = _fetch_in_workers(
+        evidence, "read it in a DataLoader's workers, as an IterableDataset", "the watched iterable is read in the loop"
+    )
+    on_cpu = evidence.own_fetch_cpu_share or 0.0
+    # Python runs one thread at a time: what a thread that reads ahead runs itself, the training thread waits for.
+    step = max(compute, fetch) if on_cpu < 0.5 else compute + fetch * on_cpu
+    ahead = Advice("read ahead on another thread, some batches deep", None, None, gain_of(evidence, step), because)
+    return sorted([ahead, *advice], key=lambda a: -(a.predicted_speedup or 0.0))
+
+
+def _more_workers(evidence: Evidence) -> list[Advice]:
+    fetch = evidence.fetch_seconds
+    if fetch is None or not evidence.steps:
+        return []
+    workers, step = best_workers(evidence, *_fetch_on_its_own(evidence))
+    if step is None or workers <= evidence.workers:
+        return []
+    because = (
+        f"{evidence.workers} workers of {ms(fetch)} a batch deliver one every {ms(fetch / max(1, evidence.workers))}"
+    )
+    more = _of_each_loader(evidence, workers)
+    return [Advice("use more workers", "num_workers", more, gain_of(evidence, step), because)]
+
+
+def _of_each_loader(evidence: Evidence, workers: int) -> str:
+    """So many workers, as ``num_workers`` of each loader that the loop reads side by side."""
+    each = int(evidence.settings.get("num_workers") or evidence.workers or 1)
+    loaders = max(1, round(evidence.workers / each))
+    return str(math.ceil(workers / loaders))
+
+
+def _cheaper(what: str, evidence: Evidence) -> Advice:
+    took = evidence.fetch_cpu_seconds or evidence.fetch_seconds or 0.0
+    action = "make the transforms cheaper: decode at a smaller size, move augmentation to the GPU, store data prepared"
+    return Advice(action, None, None, None, f"{what} {ms(took)} of CPU time in a worker")

@@ -1,0 +1,238 @@
+"""What is advised for a cause, and what it is said to be worth."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from telemetry.diagnose.advice import advise
+from telemetry.diagnose.evidence import gather
+from telemetry.diagnose.model import step_seconds
+from telemetry.diagnose.stall import LEAST_STEPS
+from telemetry.diagnose.stuck import stuck_advice
+from telemetry.records import FETCH_BUCKETS, Histogram, Slice
+from tests.test_stall import CASES, STARVED, a_slice, pace, with_workers
+
+
+def first(cause: str, piece: Slice):
+    return advise(cause, gather([piece]))[0]
+
+
+def test_workers_are_advised_as_many_as_the_compute_hides():
+    piece = a_slice(source="training_thread", wait=0.6, compute=0.4, steps=10, process_cpu=0.5, cores=8.0)
+    advice = first("loader_on_training_thread", piece)
+    assert (advice.setting, advice.value) == ("num_workers", "2")
+    assert advice.predicted_speedup == pytest.approx(1.0 / 0.4, rel=0.01)
+
+
+def test_no_more_workers_than_the_cores_can_run():
+    piece = a_slice(source="training_thread", wait=0.6, compute=0.4, steps=10, process_cpu=1.0, cores=2.0)
+    advice = first("loader_on_training_thread", piece)
+    # 100 ms of CPU time a step on two cores: 50 ms, whatever the number of workers.
+    assert advice.value == "2"
+    assert advice.predicted_speedup == pytest.approx(2.0, rel=0.01)
+    starved = a_slice(source="training_thread", wait=0.6, compute=0.4, steps=10, process_cpu=1.0, cores=1.0)
+    assert advise("loader_on_training_thread", gather([starved])) == ()  # one core: workers would gain nothing
+
+
+def test_throttled_workers_are_not_told_to_be_more():
+    on_two = gather([dataclasses.replace(CASES["workers_throttled"], cores=2.0)])
+    advice = advise("workers_throttled", on_two)
+    assert not [a for a in advice if a.setting == "num_workers"]
+    assert "more workers would not help" in advice[0].action
+
+
+def test_workers_that_crowd_out_the_training_thread_are_told_to_be_fewer():
+    piece = CASES["workers_throttled, crowding out the training thread"]
+    advice = first("workers_throttled", piece)
+    assert advice.setting == "num_workers"
+    # A step now takes 100 ms, half of it without a core; it needs 50 ms of CPU time, and a fetch 120, on two cores.
+    assert (advice.value, advice.predicted_speedup) == ("2", pytest.approx(100 / 85, rel=0.01))
+
+
+def test_persistent_workers_are_not_advised_to_who_has_them():
+    piece = dataclasses.replace(CASES["worker_startup"], settings={"persistent_workers": True})
+    assert advise("worker_startup", gather([piece])) == ()
+    advice = first("worker_startup", CASES["worker_startup"])
+    assert (advice.setting, advice.value) == ("persistent_workers", "True")
+    assert advice.predicted_speedup > 1.4
+
+
+def test_the_slow_rank_is_named_to_those_who_wait_for_it():
+    waiting = CASES["straggler"]
+    told = dataclasses.replace(waiting, peers=(pace(1, compute=0.3, exposed=0.7, cause="workers_io_bound"), pace(2)))
+    advice = first("straggler", told)
+    assert "rank 1 waits for data (workers_io_bound)" in advice.because
+    # 70 ms of 100 lost to rank 1; rank 2, which waits for it as this one does, would do a step in 30 ms too.
+    assert advice.predicted_speedup == pytest.approx(1 / 0.3, rel=0.01)
+    slow = dataclasses.replace(
+        CASES["straggler, in its compute"], peers=(pace(3, samples=50, in_sync=2, where="augment (train.py:41)"),)
+    )
+    assert "rank 3 takes longer to compute a step, mostly in augment (train.py:41)" in first("straggler", slow).because
+
+
+def test_the_slowest_rank_decides_what_a_change_is_worth():
+    alone = with_workers(busy=0.99, cpu=0.1, blocked=0.89, wait=0.8, compute=0.2, workers=1)
+    assert first("workers_io_bound", alone).predicted_speedup == pytest.approx(5.0, rel=0.1)
+    busy = pace(1, compute=1.0, exposed=0.0, samples=100, in_sync=40)  # half of it its own, whatever this rank does
+    own = dataclasses.replace(alone, peers=(busy,), samples=100, in_sync=5)
+    assert first("workers_io_bound", own).predicted_speedup < 2.5
+
+
+def test_a_source_that_is_read_ahead_is_still_as_fast_as_it_is():
+    slow = a_slice(source="watched", wait=0.8, compute=0.2, timed_fetch=1.0, timed_fetch_cpu=0.0)
+    ahead = [a for a in advise("source_slow", gather([slow])) if a.setting is None]
+    assert ahead[0].predicted_speedup == pytest.approx(1.0 / 0.8, rel=0.02)
+    workers = first("source_slow", slow)
+    assert (workers.setting, workers.predicted_speedup) == ("num_workers", pytest.approx(5.0, rel=0.3))
+    on_cpu = a_slice(source="watched", wait=0.5, compute=0.5, timed_fetch=1.0, timed_fetch_cpu=1.0)
+    assert all(a.setting for a in advise("source_slow", gather([on_cpu])))  # a thread would not help
+
+
+def test_prefetching_covers_the_longest_fetch():
+    def sample(counts):
+        return Histogram(FETCH_BUCKETS, (*counts, *(0,) * (len(FETCH_BUCKETS) + 1 - len(counts))), 1.0)
+
+    def uneven(counts):
+        piece = with_workers(
+            busy=0.4, cpu=0.1, blocked=0.3, late=0.4, moved=0.0, workers=2, fetches=50, steps=50, **STARVED
+        )
+        return dataclasses.replace(piece, workers=dataclasses.replace(piece.workers, fetch_duration=sample(counts)))
+
+    evidence = gather([uneven((1,)), uneven((40, 0, 0, 0, 0, 0, 0, 0, 1))])
+    assert evidence.longest_fetch == FETCH_BUCKETS[8]  # 268 ms, of steps of 8 ms: 34 batches of two workers ahead
+    advice = advise("uneven_batches", evidence)[0]
+    assert advice.setting == "prefetch_factor"
+    assert 16 <= int(advice.value) <= 32
+    assert advice.predicted_speedup == pytest.approx(2.5, rel=0.1)
+
+
+def test_pinning_is_not_advised_to_who_has_no_gpu():
+    piece = CASES["batch_transfer, matched"]
+    assert [a.setting for a in advise("batch_transfer", gather([piece]))] == [None]
+    on_gpu = dataclasses.replace(piece, gpu_utilization_ratio=0.5)
+    assert first("batch_transfer", on_gpu).setting == "pin_memory"
+
+
+def test_cores_that_others_use_are_no_cores_to_put_workers_on():
+    piece = a_slice(source="training_thread", wait=0.6, compute=0.4, steps=10, process_cpu=1.0, cores=8.0)
+    alone = gather([dataclasses.replace(piece, host_cores=8, host_cpu_ratio=1.0 / 8)])
+    assert alone.cores == pytest.approx(8.0)
+    crowded = gather([dataclasses.replace(piece, host_cores=8, host_cpu_ratio=1.0)])
+    assert crowded.cores == pytest.approx(1.0)
+    assert advise("loader_on_training_thread", alone)
+    assert not advise("loader_on_training_thread", crowded)
+
+
+def test_workers_of_a_loader_that_is_made_anew_are_not_kept_by_a_setting():
+    piece = dataclasses.replace(CASES["worker_startup"], settings={"loader_used_again": False})
+    advice = first("worker_startup", piece)
+    assert advice.setting is None
+    assert "make the DataLoader once" in advice.action
+    assert advice.predicted_speedup == first("worker_startup", CASES["worker_startup"]).predicted_speedup
+
+
+def test_who_waits_for_a_rank_that_does_not_come_is_told_to_look_there():
+    (advice,) = stuck_advice("compute", 42.0, "all_reduce", pace(3, steps=0, where="read (data.py:7)"))
+    assert advice.action == "see what rank 3 does"
+    assert advice.because == "this rank has waited 42 s in a step for rank 3; it was last seen in read (data.py:7)"
+
+
+def test_an_unknown_cause_has_no_advice():
+    assert advise("unknown", gather([CASES["unknown"]])) == ()
+    assert advise("of_a_newer_version", gather([CASES["unknown"]])) == ()
+
+
+def test_a_step_is_wait_and_compute():
+    assert step_seconds(gather([a_slice(wait=0.5, compute=0.5, steps=10)])) == pytest.approx(0.1)
+    assert LEAST_STEPS > 1
+
+
+# -- what the workers' share of a step is ---------------------------------------------------------------------------
+
+
+def test_a_step_that_takes_a_batch_of_each_of_two_loaders_needs_both():
+    # 20 fetches in 3.96 s of four workers; a step takes two of them, 400 ms, and 100 ms with four times as many.
+    piece = with_workers(busy=0.99, cpu=0.0, blocked=0.99, fetches=20, steps=10, batches=20, wait=0.9, compute=0.1)
+    advice = first("workers_io_bound", dataclasses.replace(piece, settings={"num_workers": 2}))
+    assert (advice.setting, advice.value) == ("num_workers", "16")  # of each: 32 for a step of 10 ms
+    assert advice.predicted_speedup == pytest.approx(100 / (396 / 32), rel=0.01)
+    evidence = gather([dataclasses.replace(piece, batches=11)])
+    assert evidence.batches_per_step == 1.0  # the newest is of a step that has not ended
+    one_without_workers = gather([dataclasses.replace(piece, fetches=12)])
+    assert one_without_workers.batches_per_step == pytest.approx(1.2)
+
+
+HELD = with_workers(busy=0.99, cpu=0.24, runnable=0.75, fetches=20, steps=20, wait=0.7, compute=0.3, cores=2.0)
+
+
+def test_workers_that_are_held_to_a_core_are_let_go_and_not_told_to_be_fewer():
+    held = dataclasses.replace(HELD, workers=dataclasses.replace(HELD.workers, allowed_cores=1), own_runnable=0.01)
+    advice = advise("workers_throttled", gather([held]))
+    assert [a.setting for a in advice] == [None, None]
+    assert "let the workers run on every core" in advice[0].action
+    assert "they may run on 1 of 2 cores" in advice[0].because
+    # A step takes 50 ms. It computes for 15, and a batch takes 48 ms of a core: on two of them 31.5.
+    assert advice[0].predicted_speedup == pytest.approx(50 / 31.5, rel=0.02)
+    free = dataclasses.replace(HELD, workers=dataclasses.replace(HELD.workers, allowed_cores=2))
+    assert "give the job more CPU cores" in advise("workers_throttled", gather([free]))[0].action
+
+
+def test_fewer_workers_win_no_more_than_the_training_thread_lacked():
+    piece = dataclasses.replace(CASES["workers_throttled, crowding out the training thread"], own_runnable=0.1)
+    assert first("workers_throttled", piece).predicted_speedup == pytest.approx(1 / 0.9, rel=0.01)
+
+
+def uneven(slowest_seconds: float, **settings):
+    """A second of ten steps: 50 ms of compute, fetches of 100 ms in four workers, of which one may be slower."""
+
+    def at(fetches):
+        fetched = {1: (fetches, 0.06 * fetches), 2: (fetches, slowest_seconds * fetches)}
+        piece = with_workers(busy=0.25, blocked=0.25, fetches=10, wait=0.5, compute=0.5, late=0.4, moved=0.05)
+        sample = dataclasses.replace(piece.workers, fetched=fetched)
+        return dataclasses.replace(piece, workers=sample, settings={"in_order": True, "prefetch_factor": 2} | settings)
+
+    return gather([at(10), at(20)])
+
+
+def test_no_prefetching_makes_up_for_a_worker_that_is_always_slower():
+    advice = advise("uneven_batches", uneven(0.4))  # a batch of it every fourth step: a step takes 100 ms
+    assert [a.setting for a in advice] == ["in_order", None]
+    assert "one worker takes 400.0 ms a batch" in advice[0].because
+    assert "give every worker a like share" in advice[1].action
+    assert advice[0].predicted_speedup == pytest.approx(100 / (50 + 5), rel=0.01)
+    as_they_come = advise("uneven_batches", uneven(0.4, in_order=False))
+    assert [a.setting for a in as_they_come] == ["prefetch_factor"]
+
+
+def test_what_moving_a_batch_takes_is_left_when_no_batch_is_late():
+    advice = advise("uneven_batches", uneven(0.06))
+    assert [(a.setting, a.predicted_speedup) for a in advice] == [
+        ("prefetch_factor", pytest.approx(100 / (50 + 5), rel=0.01)),
+        ("in_order", pytest.approx(100 / (50 + 5), rel=0.01)),
+    ]
+
+
+def test_batches_that_a_busy_worker_hands_over_late_are_shared_by_file():
+    """Prefetching alone was worth 2 % for such a loader, and with files 70 %."""
+    busy = dataclasses.replace(uneven(0.06, sharing_strategy="file_descriptor"), moved=2 * 0.3, cpu_share=0.9)
+    (advice,) = advise("uneven_batches", busy)
+    assert advice.setting is None
+    assert "set_sharing_strategy('file_system')" in advice.action
+    assert "prefetch_factor=" in advice.action
+    assert advice.predicted_speedup == pytest.approx(2.0, rel=0.01)
+    for change in (
+        {"cpu_share": 0.2},  # it waits, and the thread that hands over has the interpreter
+        {"moved": 0.1},
+        {"settings": busy.settings | {"sharing_strategy": "file_system"}},
+    ):
+        assert advise("uneven_batches", dataclasses.replace(busy, **change))[0].setting == "prefetch_factor"
+
+
+def test_a_worker_that_has_hardly_fetched_is_not_called_slow():
+    sample = dataclasses.replace(HELD.workers, fetched={1: (0, 0.0), 2: (0, 0.0)})
+    later = dataclasses.replace(HELD.workers, fetched={1: (2, 9.0), 2: (5, 1.0), 3: (50, 90.0)})
+    pieces = [dataclasses.replace(HELD, workers=seen) for seen in (sample, later)]
+    assert gather(pieces).slowest_fetch == pytest.approx(1.8)  # the third has begun meanwhile
+    assert gather(pieces[:1]).slowest_fetch is None
