@@ -108,6 +108,17 @@ def test_prefetching_covers_the_longest_fetch():
     assert advice.predicted_speedup == pytest.approx(2.5, rel=0.1)
 
 
+def test_ranks_that_keep_pace_need_the_cores_as_often():
+    alone = a_slice(
+        source="training_thread", wait=0.8, compute=0.2, process_cpu=0.2, host_cores=2, host_cpu_ratio=0.3, cores=2.0,
+        timed_fetch=1.0, timed_fetch_cpu=0.0,
+    )  # fmt: skip
+    assert first("loader_on_training_thread", alone).predicted_speedup == pytest.approx(5.0, rel=0.01)
+    together = dataclasses.replace(alone, peers=(pace(1, compute=0.2, exposed=0.8),))
+    # The other process uses 40 ms of CPU time in each of its steps: with 20 of this one's, 60 ms on two cores.
+    assert first("loader_on_training_thread", together).predicted_speedup == pytest.approx(100 / 30, rel=0.01)
+
+
 def test_pinning_is_not_advised_to_who_has_no_gpu():
     piece = CASES["batch_transfer, matched"]
     assert [a.setting for a in advise("batch_transfer", gather([piece]))] == [None]

@@ -60,11 +60,19 @@ def predicted_step(
     compute = compute_seconds(evidence)
     if compute is None or not evidence.steps:
         return None
-    own_cpu = evidence.process_cpu_per_step or compute
-    on_all_cores = (own_cpu + fetch_cpu) / max(evidence.cores, 1e-9)
+    cpu = (evidence.process_cpu_per_step or compute) + fetch_cpu
+    on_all_cores = max(cpu / max(evidence.cores, 1e-9), _with_their_peers(evidence, cpu))
     on_their_cores = fetch_cpu / evidence.worker_cores if evidence.worker_cores else 0.0
     edge = evidence.edge_wait / evidence.steps if edge is None else edge
     return max(compute, fetch / workers, on_all_cores, on_their_cores) + edge
+
+
+def _with_their_peers(evidence: Evidence, cpu: float) -> float:
+    """Seconds the node's cores take for a step of all its ranks: those that keep pace will need them as often."""
+    now, others = step_seconds(evidence), evidence.cores_of_others
+    if now is None or not others or not abreast(evidence.pace, evidence.peers):
+        return 0.0
+    return (cpu + others * now) / (evidence.cores + others)
 
 
 def best_workers(

@@ -45,8 +45,9 @@ def keep_books(model: nn.Module, pictures: torch.Tensor) -> float:
 
 
 def agreed(over: bool) -> bool:
+    """As rank 0 says, which writes down the pace when its own time is up."""
     flag = torch.tensor(float(over))
-    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    dist.broadcast(flag, src=0)
     return bool(flag)
 
 
