@@ -7,10 +7,7 @@ Frozen, slotted and free of behaviour; this module imports nothing of ours. A fi
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from typing import Any, Final
 
 STARTUP: Final = "startup"
 DATA_WAIT: Final = "data_wait"
@@ -324,7 +321,7 @@ class WorkersSample:
     head_of_line_batches: int = 0
     head_of_line_worker: int | None = None
     head_of_line_since_seconds: float | None = None
-    fetched: Mapping[int, tuple[int, float]] = field(default_factory=dict)
+    fetched: dict[int, tuple[int, float]] = field(default_factory=dict)
     allowed_cores: int | None = None
 
 
