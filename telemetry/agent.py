@@ -41,6 +41,10 @@ _LEAD_SECONDS: Final = 1.0
 _LOOK_SECONDS: Final = 0.1
 """How often the training thread is looked at, on average, in a job of several ranks."""
 
+_PUBLISH_SECONDS: Final = 2.0
+"""Ticks so far apart, or half of those that are not, publish the state: to render it is 40 % of what a tick costs, and
+a scrape comes once in many seconds."""
+
 _FAMILIES_AT_A_TIME: Final = 6
 """Rendered in one go: 0.2 ms, after which the training thread gets its turn. A turn costs 20 us."""
 
@@ -116,6 +120,7 @@ class Agent:
         self._wake = threading.Event()
         self._ended = False
         self._agent_cpu_seconds = 0.0
+        self._publish_this_time = False
 
     # -- life --------------------------------------------------------------------------------------------------
 
@@ -236,8 +241,10 @@ class Agent:
         with self.faults.contained("snapshot"):
             self.snapshots.tick(self._judge.view().active, self._judge.stall_fields)
         self._agent_cpu_seconds = time.thread_time()
-        with self.faults.contained("exposition"):
-            self._publish()
+        self._publish_this_time = not self._publish_this_time or self.config.interval_seconds >= _PUBLISH_SECONDS
+        if self._publish_this_time:
+            with self.faults.contained("exposition"):
+                self._publish()
         with self.faults.contained("jsonl"):
             self.logbook.write_what_is_due()
 

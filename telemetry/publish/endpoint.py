@@ -15,6 +15,7 @@ import time
 import weakref
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler
+from io import BytesIO
 from socketserver import TCPServer, ThreadingMixIn
 from typing import TYPE_CHECKING, Any, Final
 
@@ -34,9 +35,14 @@ MAX_CONNECTIONS: Final = 8
 """More than these at a time are closed at once."""
 
 _POLL_SECONDS: Final = 0.5
+_REQUEST_SECONDS: Final = 0.002
+"""So soon after the connection the request is there, of a client that is near; the others get a thread each."""
+
 _PAUSE_SECONDS: Final = 0.1
 """Before the next try where a connection cannot be accepted: it waits on, and so the socket does not."""
 
+_MOST_HEAD_BYTES: Final = 8192
+_MOST_UNSENT_BYTES: Final = 1 << 20  # in the kernel, of one answer: a node of 64 ranks
 _FRESH_SECONDS: Final = 2.0  # the agent thread joins once a second; where it does not get to it, the request does
 _PLAIN: Final = "text/plain; charset=utf-8"
 
@@ -176,10 +182,25 @@ class Endpoint:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """One request: HTTP/1.0, so one to a connection. Nothing of it reaches the training's stderr."""
+    """One request: HTTP/1.0, so one to a connection. Nothing of it reaches the training's stderr.
+
+    Attributes:
+        rest: of the answer, what the kernel has not taken at once.
+    """
 
     timeout = CONNECTION_SECONDS
     server: _Server
+    rest = b""
+
+    def setup(self) -> None:
+        super().setup()
+        self.wfile = BytesIO()
+
+    def finish(self) -> None:
+        answer = self.wfile.getvalue()  # type: ignore[attr-defined]  # the base class knows no more of it than that it writes
+        super().finish()
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, min(len(answer), _MOST_UNSENT_BYTES))
+        self.rest = answer[self.connection.send(answer) :]
 
     def do_GET(self) -> None:
         answer = self.server.answer(self.command, self.path.partition("?")[0], self.headers.get("Host", ""))
@@ -200,6 +221,15 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base class's name
         del format, args
+
+
+def _is_whole(request: socket.socket) -> bool:
+    """Whether the whole request has come, or does within `_REQUEST_SECONDS`."""
+    try:
+        request.settimeout(_REQUEST_SECONDS)
+        return b"\r\n\r\n" in request.recv(_MOST_HEAD_BYTES, socket.MSG_PEEK)
+    except OSError:
+        return False
 
 
 class _SocketGoneError(Exception):
@@ -255,8 +285,38 @@ class _Server(ThreadingMixIn, TCPServer):
                 self._open[request] = now_ns()
         if full:
             self.shutdown_request(request)
-            return
-        super().process_request(request, client_address)
+        elif _is_whole(request):
+            self._answer_here(request, client_address)
+        else:
+            super().process_request(request, client_address)
+
+    def _answer_here(self, request: Any, client_address: Any) -> None:
+        """Without a thread of its own, which has to wait for the interpreter more often than all the rest of it.
+
+        With one the 99th percentile of a scrape took twice as long beside a training loop (`benchmarks/`), and the
+        steps that it met 0.3 ms more. Nothing here waits for the client: what it does not take at once gets its thread.
+        """
+        rest = b""
+        try:
+            rest = _Handler(request, client_address, self).rest
+        except Exception:
+            self.handle_error(request, client_address)
+        if rest:
+            threading.Thread(target=self._send_rest, args=(request, rest), daemon=True).start()
+        else:
+            self.shutdown_request(request)
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        """On a thread of its own."""
+        request.sendall(_Handler(request, client_address, self).rest)
+
+    def _send_rest(self, request: Any, rest: bytes) -> None:
+        try:
+            request.sendall(rest)
+        except OSError:
+            pass
+        finally:
+            self.shutdown_request(request)
 
     def shutdown_request(self, request: Any) -> None:
         with self._guard:

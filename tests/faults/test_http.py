@@ -78,7 +78,8 @@ def serves(endpoint) -> bool:
 
 
 def handlers() -> int:
-    return sum("process_request_thread" in thread.name for thread in threading.enumerate())
+    names = ("process_request_thread", "_send_rest")
+    return sum(any(name in thread.name for name in names) for thread in threading.enumerate())
 
 
 # -- what is answered --------------------------------------------------------------------------------------------
@@ -281,18 +282,37 @@ def test_a_client_that_does_not_read_is_ended(endpoint, impatient, capfd):
     assert capfd.readouterr() == ("", "")
 
 
+def test_an_answer_that_is_not_taken_at_once_comes_whole(endpoint):
+    page = b"x 1.0\n" * 3_000_000
+    endpoint._states = lambda: [RankState(0, 1, ((b"# HELP x X.\n", page),))]
+    with client(endpoint) as connection:
+        connection.sendall(GOOD)
+        wait_for(lambda: handlers() == 1, "the rest of it has a thread")
+        assert received(connection).endswith(b"\r\n\r\n# HELP x X.\n" + page)
+
+
+def test_a_request_that_is_there_at_once_gets_no_thread(endpoint, monkeypatch):
+    monkeypatch.setattr(module, "_REQUEST_SECONDS", HANG)  # however slow this machine is
+    monkeypatch.setattr(threading.Thread, "start", lambda _: pytest.fail("a thread was started"))
+    assert serves(endpoint)
+    assert serves(endpoint)
+
+
 def test_a_client_that_hangs_up_in_the_middle_of_the_answer(endpoint, capfd):
-    release = threading.Event()
+    release, asked = threading.Event(), threading.Semaphore(0)
 
     def states():
+        asked.release()
         release.wait(HANG)
         return [RankState(0, 1, ((b"# HELP x X.\n", b"x 1.0\n" * 1_000_000),))]
 
     endpoint._states = states
-    for _ in range(3):
+    for number in range(3):
         with client(endpoint) as connection:
-            connection.sendall(GOOD)
-            wait_for(lambda: handlers() >= 1, "it is being answered")
+            connection.sendall(GOOD[:-2])
+            wait_for(lambda number=number: handlers() == number + 1, "it has a thread")
+            connection.sendall(GOOD[-2:])
+            assert asked.acquire(timeout=HANG), "it is being answered"
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
     release.set()
     wait_for(lambda: handlers() == 0, "their threads are gone")
@@ -355,7 +375,10 @@ def test_a_machine_without_threads_to_give_turns_clients_away(endpoint, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
         for _ in range(MAX_CONNECTIONS + 2):
-            assert ask(endpoint, GOOD) == b""
+            with client(endpoint) as connection:
+                connection.sendall(GOOD[:-2])
+                assert received(connection) == b""
+        assert serves(endpoint)  # a request that comes at once takes none
     assert serves(endpoint)
     assert capfd.readouterr() == ("", "")
 
