@@ -412,22 +412,23 @@ def test_every_thread_of_ours_has_the_signals_blocked(tmp_path):
 
 def test_a_scraper_that_hangs_up_does_not_end_a_run_with_the_default_sigpipe(tmp_path):
     source = """
-        import os, signal, sys, threading, telemetry
+        import os, signal, socket, sys, threading, telemetry
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         agent = telemetry.start("run", start_line=False)
         from telemetry.publish import endpoint
-        join, written = endpoint.join, endpoint._Handler.handle
+        join, send_all = endpoint.join, socket.socket.sendall
         def slow(states):
             print("asked", flush=True)
             while not os.path.exists("gone"):
                 threading.Event().wait(0.01)
             return join(states) + b"#" * (8 << 20)  # more than the buffers between us take
-        def handle(self):
+        def sendall(self, *arguments):
             try:
-                written(self)
+                send_all(self, *arguments)
             except BrokenPipeError as error:
                 print(error.strerror, flush=True)
-        endpoint.join, endpoint._Handler.handle = slow, handle
+                raise
+        endpoint.join, socket.socket.sendall = slow, sendall
         print(agent.metrics_url, flush=True)
         sys.stdin.readline()
         """
