@@ -321,7 +321,10 @@ class _Server(ThreadingMixIn, TCPServer):
     def shutdown_request(self, request: Any) -> None:
         with self._guard:
             self._open.pop(request, None)
-        super().shutdown_request(request)
+        try:
+            super().shutdown_request(request)
+        except OSError:
+            pass  # others have closed it; and a thread that raises is on the training's stderr
 
     def service_actions(self) -> None:
         """Twice a second: end the connections that have lasted too long, however busy they keep."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import errno
+import os
+import socket
 import socketserver
 import threading
 import time
 
-from faults.processes import events, fetch, run_script
+from faults.processes import HANG, events, fetch, run_script, wait_for
 from telemetry.publish.board import RankState
-from telemetry.publish.endpoint import Endpoint
+from telemetry.publish.endpoint import CONNECTION_SECONDS, Endpoint
 from telemetry.publish.exposition import CONTENT_TYPE
 
 
@@ -52,6 +54,32 @@ def test_whoever_gets_the_number_of_a_closed_descriptor_of_ours_keeps_it_to_hims
     assert (done.stdout, done.stderr) == ("", "")
     assert len(events(tmp_path / "run", "run_start")) == 1
     assert len(events(tmp_path / "run", "run_end")) == 1
+
+
+def test_a_connection_that_others_close_ends_in_silence(capfd):
+    asked, release = threading.Event(), threading.Event()
+
+    def states():
+        asked.set()
+        release.wait(HANG)
+        return []
+
+    endpoint = Endpoint("127.0.0.1", [0], states, "the-node", CONTENT_TYPE)
+    try:
+        with socket.create_connection(("127.0.0.1", endpoint.port), timeout=HANG) as client:
+            client.sendall(b"GET /metrics HTTP/1.0\r\nHost: localhost\r\n")
+            wait_for(lambda: endpoint._server._open, "it is accepted")
+            (served,) = endpoint._server._open
+            wait_for(lambda: served.gettimeout() == CONNECTION_SECONDS, "it has its thread")
+            client.sendall(b"\r\n")
+            assert asked.wait(HANG)
+            os.close(served.fileno())
+            release.set()
+            wait_for(lambda: not endpoint._server._open, "it is given up")
+    finally:
+        endpoint.close()
+    wait_for(lambda: not [t for t in threading.enumerate() if "process_request" in t.name], "its thread is gone")
+    assert capfd.readouterr() == ("", "")
 
 
 def test_a_connection_that_cannot_be_accepted_is_not_tried_without_a_pause(monkeypatch):
