@@ -42,8 +42,8 @@ _LOOK_SECONDS: Final = 0.1
 """How often the training thread is looked at, on average, in a job of several ranks."""
 
 _PUBLISH_SECONDS: Final = 2.0
-"""Ticks so far apart, or half of those that are not, publish the state: to render it is 40 % of what a tick costs, and
-a scrape comes once in many seconds."""
+"""Ticks so far apart, or half of those that are not, publish the state: that is 40 % of what a tick costs, and a
+scrape comes once in many seconds."""
 
 _FAMILIES_AT_A_TIME: Final = 6
 """Rendered in one go: 0.2 ms, after which the training thread gets its turn. A turn costs 20 us."""

@@ -190,6 +190,17 @@ def test_workers_that_are_held_to_a_core_are_let_go_and_not_told_to_be_fewer():
     assert "give the job more CPU cores" in advise("workers_throttled", gather([free]))[0].action
 
 
+def test_fewer_workers_are_fewer_in_each_of_two_loaders():
+    piece = with_workers(
+        busy=0.9, cpu=0.4, runnable=0.7, fetches=20, steps=20, batches=40, wait=0.0, compute=1.0, workers=10,
+        own_runnable=0.5, process_cpu=0.1, cores=8.0,
+    )  # fmt: skip
+    one = first("workers_throttled", dataclasses.replace(piece, settings={"num_workers": 10}))
+    each = first("workers_throttled", dataclasses.replace(piece, settings={"num_workers": 5}))
+    assert (one.setting, one.value) == ("num_workers", "7")
+    assert (each.setting, each.value) == ("num_workers", "3")  # four would be more than seven
+
+
 def test_fewer_workers_win_no_more_than_the_training_thread_lacked():
     piece = dataclasses.replace(CASES["workers_throttled, crowding out the training thread"], own_runnable=0.1)
     assert first("workers_throttled", piece).predicted_speedup == pytest.approx(1 / 0.9, rel=0.01)

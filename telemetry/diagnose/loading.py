@@ -137,7 +137,7 @@ def _fewer_workers(evidence: Evidence) -> list[Advice]:
         f"{evidence.workers} workers and the training thread share {evidence.cores:g} cores, and it had none for "
         f"{crowded:.1f} s of {evidence.loop:.1f} s"
     )
-    fewer = _of_each_loader(evidence, fewest)
+    fewer = str(max(1, fewest // _loaders(evidence)))
     return [Advice("use fewer workers", "num_workers", fewer, gain_of(evidence, best), because)]
 
 
@@ -304,15 +304,14 @@ def _more_workers(evidence: Evidence) -> list[Advice]:
     because = (
         f"{evidence.workers} workers of {ms(fetch)} a batch deliver one every {ms(fetch / max(1, evidence.workers))}"
     )
-    more = _of_each_loader(evidence, workers)
+    more = str(math.ceil(workers / _loaders(evidence)))
     return [Advice("use more workers", "num_workers", more, gain_of(evidence, step), because)]
 
 
-def _of_each_loader(evidence: Evidence, workers: int) -> str:
-    """So many workers, as ``num_workers`` of each loader that the loop reads side by side."""
+def _loaders(evidence: Evidence) -> int:
+    """How many with workers the loop reads side by side: ``num_workers`` is set for each of them."""
     each = int(evidence.settings.get("num_workers") or evidence.workers or 1)
-    loaders = max(1, round(evidence.workers / each))
-    return str(math.ceil(workers / loaders))
+    return max(1, round(evidence.workers / each))
 
 
 def _cheaper(what: str, evidence: Evidence) -> Advice:

@@ -6,8 +6,9 @@ tell waiting from work (design: judged across the ranks of the board). Two signs
 * Steps take all ranks the same. A rank whose compute is shorter than the others' does something else in the rest of
   its steps (it waits for data, it writes a checkpoint), and the others wait for it. Waiting for data that its GPU did
   not feel delays nobody and does not count.
-* A rank that is slow in its own compute spends less of it where ranks wait for one another (the backward pass, the
-  calls of `torch.distributed`) than its peers do: from samples of where the training threads are.
+* A rank that is slow in its own compute spends less of it where ranks wait for one another (the calls of
+  `torch.distributed`; the backward pass, but on a CPU only while its thread is on no core) than its peers do: from
+  samples of where the training threads are.
 """
 
 from __future__ import annotations

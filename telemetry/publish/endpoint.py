@@ -194,10 +194,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def setup(self) -> None:
         super().setup()
-        self.wfile = BytesIO()
+        self.wfile = self._answer = BytesIO()
 
     def finish(self) -> None:
-        answer = self.wfile.getvalue()  # type: ignore[attr-defined]  # the base class knows no more of it than that it writes
+        answer = self._answer.getvalue()
         super().finish()
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, min(len(answer), _MOST_UNSENT_BYTES))
         self.rest = answer[self.connection.send(answer) :]

@@ -293,9 +293,11 @@ def test_an_answer_that_is_not_taken_at_once_comes_whole(endpoint):
 
 def test_a_request_that_is_there_at_once_gets_no_thread(endpoint, monkeypatch):
     monkeypatch.setattr(module, "_REQUEST_SECONDS", HANG)  # however slow this machine is
-    monkeypatch.setattr(threading.Thread, "start", lambda _: pytest.fail("a thread was started"))
+    started, start = [], threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: (started.append(thread.name), start(thread)))
     assert serves(endpoint)
     assert serves(endpoint)
+    assert started == []
 
 
 def test_a_client_that_hangs_up_in_the_middle_of_the_answer(endpoint, capfd):
@@ -373,6 +375,7 @@ def test_a_machine_without_threads_to_give_turns_clients_away(endpoint, monkeypa
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patch:
+        patch.setattr(module, "_REQUEST_SECONDS", HANG)  # however slow this machine is
         patch.setattr(threading.Thread, "start", refuse)
         for _ in range(MAX_CONNECTIONS + 2):
             with client(endpoint) as connection:

@@ -1,0 +1,155 @@
+"""From the books to slices: what of a wait counts, whichever clock has told it."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from telemetry.attach.ring import Ring
+from telemetry.attach.steps import StepTracker
+from telemetry.config import Config
+from telemetry.diagnose.ledger import Ledger
+from telemetry.diagnose.stats import StepStats
+from telemetry.faults import Faults
+from telemetry.judge import Judge
+from telemetry.records import COMPUTE, DATA_WAIT, OTHER
+from tests.test_agent import wait_for
+from tests.test_stall import IDLE
+
+SECOND = 1_000_000_000
+FETCHING = dict(workers=1, training_workers=1, busy_ratio=1.0, blocked_ratio=1.0)
+
+
+class Run:
+    """A rank whose training thread does as told, and its judge, a tick a second. Stamps are seconds from the start."""
+
+    def __init__(self, tracker: StepTracker) -> None:
+        config = Config.load({"stall_window_seconds": 10})
+        self.lines: list[tuple[str, dict]] = []
+        self.samples: dict[str, object] = {}
+        self.exposed: float | None = None  # as the host sees it
+        self.books = SimpleNamespace(
+            ledger=Ledger(0),
+            stats=StepStats(config.step_buckets),
+            exposed=SimpleNamespace(seconds=0.0),
+            take_source=lambda: SimpleNamespace(kind="workers", settings={}),
+        )
+        self.judge = Judge(
+            config,
+            tracker,
+            SimpleNamespace(newest=self.samples.get),
+            faults=Faults(),
+            emit=lambda event, fields: self.lines.append((event, fields)),
+            timestamp=lambda: "now",
+        )
+
+    def request(self, start: float, end: float, *, opens: bool = True, batch: bool = True) -> None:
+        after = COMPUTE if batch else OTHER
+        span = (int(start * SECOND), int(end * SECOND), DATA_WAIT, after, opens, opens, batch)
+        self.books.ledger.fold([span])
+        self.books.stats.add(self.books.ledger.take_steps())
+
+    def tick(self, now: float, *, waiting_since: float = 0.0, **seen: float) -> None:
+        """``seen``: of the workers."""
+        self.books.ledger.advance(int(now * SECOND), int(waiting_since * SECOND))
+        waited = self.books.ledger.ns[DATA_WAIT] / SECOND
+        self.books.exposed.seconds = waited if self.exposed is None else self.exposed
+        self.samples["workers"] = dataclasses.replace(IDLE, **FETCHING | seen)
+        self.judge.tick(self.books)
+
+    def wait_for_the_first_batch(self) -> None:
+        self.request(0.1, 0.2, opens=False, batch=False)  # the workers are started
+        for second in range(1, 9):
+            self.tick(second, waiting_since=0.5, fetching_seconds=second - 0.5)
+        self.request(0.5, 8.5)
+
+    @property
+    def causes(self) -> list[str]:
+        return [fields["cause"] for event, fields in self.lines if event == "stall_open"]
+
+
+@pytest.fixture
+def run():
+    return Run(StepTracker(Ring()))
+
+
+def test_the_first_batch_is_no_stall_however_long_it_is_waited_for(run):
+    run.wait_for_the_first_batch()
+    for second in range(9, 25):
+        for tenth in range(10):
+            run.request(second - 0.4 + tenth / 10, second - 0.39 + tenth / 10)
+        run.tick(second + 0.55)
+    assert run.causes == []
+
+
+def test_a_later_batch_that_is_waited_for_as_long_is_one(run):
+    run.request(0.5, 0.6)
+    for second in range(1, 12):
+        run.tick(second, waiting_since=0.7, fetching_seconds=second - 0.7)
+    assert run.causes == ["worker_stuck"]
+
+
+@pytest.mark.parametrize("felt", [pytest.param(8.0, id="all of it"), pytest.param(1.0, id="little of it")])
+def test_the_first_wait_is_none_either_where_the_gpu_tells_of_it_later(run, felt):
+    run.exposed = 0.0
+    run.wait_for_the_first_batch()
+    run.request(9.0, 9.01)
+    run.tick(9.5)
+    run.exposed = felt  # its events have been read
+    for second in range(10, 20):
+        run.request(second, second + 0.01)
+        run.tick(second + 0.5)
+    assert run.causes == []
+    for second in range(20, 32):  # and what is exposed from now on is no first wait
+        for half in (0.0, 0.5):
+            run.request(second + half, second + half + 0.3)
+        run.exposed += 0.6
+        run.tick(second + 0.99)
+    assert run.causes == ["workers_io_bound"]
+
+
+def test_how_many_batches_a_step_takes_is_in_the_evidence(run):
+    for second in range(1, 15):
+        for tenth in range(5):
+            begin = second + tenth / 5
+            run.request(begin, begin + 0.1)
+            run.request(begin + 0.1, begin + 0.15, opens=False)
+        run.tick(second + 0.99, fetches_total=10 * second)
+    opened = next(fields for event, fields in run.lines if event == "stall_open")
+    assert opened["evidence"]["batches_per_step"] == pytest.approx(2.0, rel=0.1)
+
+
+def test_a_rank_whose_backward_pass_is_on_a_core_is_seen_at_work(observed):
+    """The judge's own look, as the agent thread takes it, at a real pass."""
+    judge = Run(observed.tracker).judge
+    at_work, in_sync, over = [], [], threading.Event()
+
+    def look() -> bool:
+        judge.look()
+        seen = judge._whereabouts.take()
+        (in_sync if seen.in_sync else at_work if seen.where == place else []).append(seen)
+        return len(at_work) + len(in_sync) >= 30
+
+    def watch() -> None:
+        try:
+            judge._whereabouts._computing = lambda: True
+            wait_for(look)
+        finally:
+            over.set()
+
+    def backward(loss: torch.Tensor) -> None:
+        """On this line and no other."""
+        loss.backward()
+
+    place = f"backward (test_judge.py:{backward.__code__.co_firstlineno + 2})"
+    watching = threading.Thread(target=watch)
+    watching.start()
+    while not over.is_set():
+        a = torch.rand(700, 700, requires_grad=True)
+        backward((a @ a @ a).sum())
+    watching.join()
+    assert len(at_work) > len(in_sync)
