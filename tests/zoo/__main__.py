@@ -46,15 +46,15 @@ def main() -> int:
     results: list[Result] = []
     for repetition in range(options.repeat):
         for specimen in specimens:
-            result = journal.known(specimen.name, repetition)
+            result = journal.known(specimen, repetition)
             if result is None:
                 result = runner.run(specimen, settings, follow=not options.no_advice, most_others=options.most_others)
-                journal.keep(result, repetition)
+                journal.keep(specimen, repetition, result)
             results.append(result)
             print(f"{repetition + 1}/{options.repeat}  {_line(specimen, result)}", flush=True)
             if options.evidence is not None:
                 _keep_evidence(options.evidence, specimen, result, repetition)
-    verdicts = {} if options.no_rival else _ask_the_rival(specimens)
+    verdicts = {} if options.no_rival else _ask_the_rival(specimens, journal)
     scored = score.scores(specimens, results)
     reached = score.goals(scored)
     about = _about(about_machine)
@@ -104,7 +104,7 @@ def _line(specimen: Specimen, result: Result) -> str:
     return f"{text}  [{result.steps_per_second or 0:.1f} steps/s; others use {others} cores]"
 
 
-def _ask_the_rival(specimens: Sequence[Specimen]) -> dict[str, str]:
+def _ask_the_rival(specimens: Sequence[Specimen], journal: Journal) -> dict[str, str]:
     verdicts: dict[str, str] = {}
     try:
         interpreter = rival.python()
@@ -112,8 +112,12 @@ def _ask_the_rival(specimens: Sequence[Specimen]) -> dict[str, str]:
         print(f"without TraceML's verdicts: {error}")
         return verdicts
     for specimen in specimens:
-        verdicts[specimen.name] = rival.verdict(interpreter, specimen)
-        print(f"TraceML  {specimen.name:22} {verdicts[specimen.name]}", flush=True)
+        verdict = journal.known_verdict(specimen)
+        if verdict is None:
+            verdict = rival.verdict(interpreter, specimen)
+            journal.keep_verdict(specimen, verdict)
+        verdicts[specimen.name] = verdict
+        print(f"TraceML  {specimen.name:22} {verdict}", flush=True)
     return verdicts
 
 

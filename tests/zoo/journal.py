@@ -6,26 +6,22 @@ import dataclasses
 import hashlib
 import json
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
+from benchmarks import rival
+
+from . import processes
 from .judgement import Advised, Result
+
+if TYPE_CHECKING:
+    from .specimens import Specimen
 
 _AGENT: Final = Path(__file__).resolve().parents[2] / "telemetry"
 _JUDGES: Final = ("attach", "collect", "diagnose", "accounts.py", "judge.py", "sampling.py", "watchdog.py")
 
 
-def version() -> str:
-    """Of the code on which a judgement depends: what another version has said does not count."""
-    digest = hashlib.sha256()
-    for part in _JUDGES:
-        path = _AGENT / part
-        for file in sorted(path.glob("*.py")) if path.is_dir() else (path,):
-            digest.update(file.read_bytes())
-    return digest.hexdigest()[:12]
-
-
 class Journal:
-    """A file of JSON lines.
+    """A file of JSON lines. What was said of another script, or by another version of the code, does not count.
 
     Args:
         path: of the file; None to keep nothing.
@@ -33,24 +29,55 @@ class Journal:
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
-        self._version = version()
-        self._known: dict[tuple[str, int], Result] = {}
+        self._judges = _judges()
+        self._entries: dict[tuple[str, str, int], Any] = {}
         if path is not None and path.exists():
             for line in path.read_text(encoding="utf-8").splitlines():
                 entry = json.loads(line)
-                if entry["version"] == self._version:
-                    self._known[entry["result"]["specimen"], entry["repetition"]] = _result(entry["result"])
+                self._entries[entry["specimen"], entry["version"], entry["repetition"]] = entry["said"]
 
-    def known(self, specimen: str, repetition: int) -> Result | None:
+    def known(self, specimen: Specimen, repetition: int) -> Result | None:
         """The result of this repetition, if it is there."""
-        return self._known.get((specimen, repetition))
+        said = self._entries.get((specimen.name, _version(specimen, self._judges), repetition))
+        return None if said is None else _result(said)
 
-    def keep(self, result: Result, repetition: int) -> None:
+    def keep(self, specimen: Specimen, repetition: int, result: Result) -> None:
         """Add a result."""
-        if self._path is not None:
-            entry = {"version": self._version, "repetition": repetition, "result": dataclasses.asdict(result)}
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(entry) + "\n")
+        self._add(specimen, self._judges, repetition, dataclasses.asdict(result))
+
+    def known_verdict(self, specimen: Specimen) -> str | None:
+        """TraceML's, if it is there."""
+        verdict: str | None = self._entries.get((specimen.name, _version(specimen, rival.VERSION), 0))
+        return verdict
+
+    def keep_verdict(self, specimen: Specimen, verdict: str) -> None:
+        """Add TraceML's."""
+        self._add(specimen, rival.VERSION, 0, verdict)
+
+    def _add(self, specimen: Specimen, judges: str, repetition: int, said: Any) -> None:
+        if self._path is None:
+            return
+        version = _version(specimen, judges)
+        entry = {"specimen": specimen.name, "version": version, "repetition": repetition, "said": said}
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(entry) + "\n")
+
+
+def _judges() -> str:
+    """The version of the code on which the agent's judgement depends."""
+    digest = hashlib.sha256()
+    for part in _JUDGES:
+        path = _AGENT / part
+        for file in sorted(path.glob("*.py")) if path.is_dir() else (path,):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _version(specimen: Specimen, judges: str) -> str:
+    """Of what is judged, and of who judges it."""
+    script = (processes.SCRIPTS / f"{specimen.script}.py").read_bytes()
+    how = (specimen.arguments, specimen.seconds, specimen.ranks, specimen.cores)
+    return hashlib.sha256(script + repr((*how, judges)).encode()).hexdigest()[:12]
 
 
 def _result(fields: dict[str, Any]) -> Result:

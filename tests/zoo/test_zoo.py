@@ -13,8 +13,8 @@ import pytest
 
 from telemetry.records import CAUSES
 
-from . import judgement, processes, rival, runner, score, table
-from .journal import Journal, version
+from . import journal, judgement, processes, rival, runner, score, table
+from .journal import Journal
 from .judgement import Advised, Result
 from .load import Load
 from .specimens import ALL, CONTROLS, STALLS, Specimen, chosen
@@ -45,18 +45,22 @@ def test_a_healthy_run_is_not_accused():
     assert result.accused is False, (result.verdict, result.stalls)
 
 
-def test_results_are_kept_for_a_run_of_the_zoo_that_goes_on(tmp_path):
+def test_results_are_kept_for_a_run_of_the_zoo_that_goes_on(tmp_path, monkeypatch):
+    path, specimen = tmp_path / "zoo.jsonl", quick("gc-loop")
     advised = Advised("gc_pause", None, None, ("--freeze",), 1.5)
     result = Result("gc-loop", "gc_pause", ("unknown",), detected=True, advised=advised, load=({"others_cores": 0.1},))
-    journal = Journal(tmp_path / "zoo.jsonl")
-    assert journal.known("gc-loop", 1) is None
-    journal.keep(result, 1)
-    again = Journal(tmp_path / "zoo.jsonl")
-    assert again.known("gc-loop", 1) == result
-    assert again.known("gc-loop", 0) is None
-    other = (tmp_path / "zoo.jsonl").read_text().replace(version(), "another")
-    (tmp_path / "zoo.jsonl").write_text(other)
-    assert Journal(tmp_path / "zoo.jsonl").known("gc-loop", 1) is None
+    new = Journal(path)
+    assert (new.known(specimen, 1), new.known_verdict(specimen)) == (None, None)
+    new.keep(specimen, 1, result)
+    new.keep_verdict(specimen, "HEALTHY: nothing")
+    again = Journal(path)
+    assert (again.known(specimen, 1), again.known(specimen, 0)) == (result, None)
+    assert again.known_verdict(specimen) == "HEALTHY: nothing"
+    changed = dataclasses.replace(specimen, arguments=("--batch-size", "7"))
+    assert (again.known(changed, 1), again.known_verdict(changed)) == (None, None)
+    monkeypatch.setattr(journal, "_JUDGES", ("judge.py",))  # as a change of the agent's code would
+    changed_judge = Journal(path)
+    assert (changed_judge.known(specimen, 1), changed_judge.known_verdict(specimen)) == (None, "HEALTHY: nothing")
 
 
 def test_what_was_disturbed_is_run_again(monkeypatch):
