@@ -127,6 +127,43 @@ def test_an_epoch_left_with_break_closes_its_step(observed):
     assert observed.ledger.ns[DATA_WAIT] >= 3 * 0.03e9
 
 
+def test_the_end_of_workers_that_are_left_with_break_is_data_wait(observed):
+    loader = DataLoader(Numbers(64, seconds=0.1), batch_size=1, num_workers=1)
+    for _ in loader:
+        left = time.perf_counter_ns()
+        break
+    took = time.perf_counter_ns() - left  # the next fetch, which is in progress, is not broken off
+    observed.read()
+    assert observed.ledger.edges == 1
+    assert took > 0.05e9
+    assert 0.9 * took < observed.ledger.edge_wait_ns <= took
+
+
+def test_asking_for_an_iterator_s_first_batch_alone_is_an_edge_each_time(observed):
+    loader = DataLoader(Numbers(64), batch_size=1, num_workers=1)
+    began = time.perf_counter_ns()
+    for _ in range(4):
+        next(iter(loader))
+    took = time.perf_counter_ns() - began
+    observed.read()
+    assert (observed.ledger.batches, observed.ledger.edges) == (4, 4)  # of the first no beginning, but its end
+    assert observed.ledger.ns[DATA_WAIT] > 0.9 * took
+    assert len(observed.steps) == 3
+    assert all(step.wait_seconds > 0.9 * step.seconds for step in observed.steps)
+
+
+def test_the_end_of_the_workers_of_an_evaluation_is_evaluation(observed):
+    loader = DataLoader(Numbers(64, seconds=0.1), batch_size=1, num_workers=1)
+    with torch.no_grad():
+        for _ in loader:
+            break
+    next(iter(DataLoader(Numbers(8))))
+    observed.read()
+    assert observed.ledger.ns[EVALUATION] > 0.1e9
+    assert observed.ledger.ns[DATA_WAIT] < 0.05e9
+    assert observed.ledger.edges == 0
+
+
 def test_an_exception_in_the_loop_leaves_the_state_right(observed):
     loader = DataLoader(Numbers(8), batch_size=1)
     with pytest.raises(RuntimeError, match="mine"):

@@ -1,7 +1,8 @@
-"""The DataLoader's two seams: the request for a batch, and the start of an iteration.
+"""The DataLoader's seams: the request for a batch, and the two edges of an iteration.
 
 `_BaseDataLoaderIter.__next__` is the one place every iterator passes through, single- or multi-process, made before
-or after the agent; `StopIteration` leaves through it too. `DataLoader.__iter__` starts the workers.
+or after the agent; `StopIteration` leaves through it too. `DataLoader.__iter__` starts the workers, and
+`_shutdown_workers` ends them.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ def patch_loader(module: ModuleType, tracker: StepTracker, grad_enabled: Callabl
         module._BaseDataLoaderIter, "__next__", lambda original: timed_next(original, tracker, grad_enabled)
     )
     patches.replace(module.DataLoader, "__iter__", lambda original: timed_iter(original, tracker))
+    workers = module._MultiProcessingDataLoaderIter
+    patches.replace(workers, "_shutdown_workers", lambda original: timed_shutdown(original, tracker))
 
 
 def timed_next(
@@ -175,42 +178,60 @@ def _without_gpu(tracker: StepTracker, error: Exception) -> None:
 
 def timed_iter(original: Callable[[Any], Any], tracker: StepTracker) -> Callable[[Any], Any]:
     """``DataLoader.__iter__`` with the start of the workers written into the ring."""
+    return _timed_edge(original, tracker, tracker.iteration)
+
+
+def timed_shutdown(original: Callable[[Any], Any], tracker: StepTracker) -> Callable[[Any], Any]:
+    """``_shutdown_workers`` with its time written into the ring.
+
+    At the end of an epoch it is part of a request. But an iterator that is left, with ``break`` or because it was asked
+    for one batch, stops its workers when it goes, and that is waited for: a fetch in progress is not broken off.
+    """
+    return _timed_edge(original, tracker, tracker.leaving)
+
+
+def _timed_edge(
+    original: Callable[[Any], Any], tracker: StepTracker, begin: Callable[[Any], int | None]
+) -> Callable[[Any], Any]:
+    """An edge of an iteration. ``begin`` returns the code of its span, None for one that is not to be in the ring."""
 
     @functools.wraps(original)
-    def __iter__(self: Any) -> Any:  # noqa: N807
-        if get_ident() != tracker.thread or tracker.waiting_since:
-            try:
-                return original(self)
-            except BaseException as error:
-                forget_frame(error)
-                raise
+    def edge(self: Any) -> Any:
+        entry = None
         try:
-            entry = tracker.iteration(self)
-            tracker.requested(entry)
-            if tracker.gpu is not None:
-                _mark(tracker, None, entry)
-            start = now_ns()
-            tracker.waiting_since = start if entry & 7 == S_DATA_WAIT else -start
+            if get_ident() == tracker.thread and not tracker.waiting_since:
+                entry = begin(self)
+            if entry is not None:
+                tracker.requested(entry)
+                if tracker.gpu is not None:
+                    _mark(tracker, None, entry)
+                start = now_ns()
+                tracker.waiting_since = start if entry & 7 == S_DATA_WAIT else -start
         except Exception as error:
             tracker.fault(error)
             return original(self)
-        iterator = None
+        result = None
         try:
-            iterator = original(self)
+            result = original(self)
         except BaseException as error:
             forget_frame(error)
             raise
         finally:
-            try:
-                end = now_ns()
-                tracker.iterated(start, end, entry, iterator)
-                if tracker.gpu is not None:
-                    _arrived(tracker, start, end)
-            except BaseException as error:
-                _contain(tracker, error)
-        return iterator
+            if entry is not None:
+                _edge_passed(tracker, start, entry, result)
+        return result
 
-    return __iter__
+    return edge
+
+
+def _edge_passed(tracker: StepTracker, start: int, entry: int, iterator: object | None) -> None:
+    try:
+        end = now_ns()
+        tracker.iterated(start, end, entry, iterator)
+        if tracker.gpu is not None:
+            _arrived(tracker, start, end)
+    except BaseException as error:
+        _contain(tracker, error)
 
 
 class Watched:

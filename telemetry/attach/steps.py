@@ -275,8 +275,15 @@ class StepTracker:
         self._settle(0)
         return r.code(r.S_DATA_WAIT, self._state, flags)
 
+    def leaving(self, iterator: object) -> int | None:
+        """The workers of an iterator that was left are about to be stopped. Returns the code of that span, or None."""
+        stopped = getattr(iterator, "_shutdown", False)  # at the end of its epoch: there is nothing left to do
+        if stopped or self._held or self._state not in {r.S_COMPUTE, r.S_OTHER}:
+            return None
+        return r.code(r.S_DATA_WAIT, self._state)
+
     def iterated(self, start: int, end: int, entry: int, iterator: object | None) -> None:
-        """``iter(loader)`` has returned, or raised (iterator None)."""
+        """An edge has passed: ``iter(loader)`` has returned; or raised, or workers were stopped (iterator None)."""
         if iterator is not None:
             self.sources.register(iterator)
         loader = self.sources.known(iterator)
