@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from telemetry.config import Config
     from telemetry.diagnose.stall import Stall
     from telemetry.faults import Faults
-    from telemetry.records import GpuSample, RankPace
+    from telemetry.records import GpuSample, RankPace, WorkersSample
     from telemetry.sampling import Sampler
     from telemetry.watchdog import Stuck
 
@@ -233,9 +233,7 @@ class Judge:
             fetch_busy=workers.busy_ratio * workers.training_workers * seconds if counted else None,
             startup=self._since("startup", spent[STARTUP] + first_wait),
             own_runnable=None if runnable is None else self._since("runnable", runnable),
-            late=0.0 if workers is None else self._since("late", workers.late_seconds_total),
-            moved=0.0 if workers is None else self._since("moved", workers.moved_seconds_total),
-            head_of_line=0.0 if workers is None else self._since("hol", workers.head_of_line_seconds_total),
+            **self._deliveries(workers),
             timed_fetch=self._since("timed_fetch", self._tracker.timed_fetch_ns / 1e9),
             timed_fetch_cpu=self._since("timed_fetch_cpu", self._tracker.timed_fetch_cpu_ns / 1e9),
             samples=looks.samples,
@@ -252,6 +250,18 @@ class Judge:
             gpu_clock_ratio=_clock_ratio(gpu),
             gpu_throttled=(gpu.throttled or ()) if gpu is not None else (),
         )
+
+    def _deliveries(self, workers: WorkersSample | None) -> dict[str, Any]:
+        if workers is None:
+            return {}
+        return {
+            "late": self._since("late", workers.late_seconds_total),
+            "moved": self._since("moved", workers.moved_seconds_total),
+            "moved_from_busy": self._since("moved_from_busy", workers.moved_from_busy_seconds_total),
+            "head_of_line": self._since("head_of_line", workers.head_of_line_seconds_total),
+            "matched": int(self._since("matched", workers.matched_total)),
+            "from_busy": int(self._since("from_busy", workers.from_busy_total)),
+        }
 
     def _exposed_since(self, exposed: float | None, first_wait: float, steps: int) -> float | None:
         """The exposed wait since the last call, without the wait for the first batch.

@@ -257,12 +257,15 @@ class Deliveries:
         slack: how long they had lain ready when they were asked for.
         late: waits until their fetch had ended. ``moved``: waits from then on (pickling, sending, pinning).
         head_of_line: of ``late``, while a later batch lay finished; ``worker`` is the one waited for most.
+        from_busy: batches whose worker was in another fetch as they were moved; ``moved_from_busy``: of ``moved``.
     """
 
     batches: int
     slack: float
     late: float
     moved: float
+    from_busy: int
+    moved_from_busy: float
     head_of_line: float
     worker: int | None
 
@@ -294,7 +297,8 @@ class WorkersSample:
         fetches_total, fetch_duration: of all workers of the run so far.
         slack_seconds: how long a batch had lain ready when it was asked for, the mean since the last sample.
         late_seconds_total, moved_seconds_total, head_of_line_seconds_total: of the run so far, see `Deliveries`; of the
-            batches that could be matched with their fetches.
+            batches that could be matched with their fetches, ``matched_total``. ``from_busy_total``: of those;
+            ``moved_from_busy_seconds_total``: of ``moved``.
         head_of_line_batches: finished batches that wait right now behind one that is not, in ``head_of_line_worker``,
             whose fetch has taken ``head_of_line_since_seconds``.
         read_bytes_per_second: read from storage by all workers.
@@ -318,6 +322,9 @@ class WorkersSample:
     late_seconds_total: float = 0.0
     moved_seconds_total: float = 0.0
     head_of_line_seconds_total: float = 0.0
+    matched_total: int = 0
+    from_busy_total: int = 0
+    moved_from_busy_seconds_total: float = 0.0
     head_of_line_batches: int = 0
     head_of_line_worker: int | None = None
     head_of_line_since_seconds: float | None = None
@@ -458,7 +465,8 @@ class Slice:
             (an iterable that is no DataLoader), None before the first batch.
         process_cpu: CPU time of the training process, its workers not included.
         fetches, fetch_busy: batches the workers finished, and their time in fetches; None where they do not tell.
-        late, moved, head_of_line: waits for workers' batches, taken apart, see `Deliveries`.
+        late, moved, moved_from_busy, head_of_line: waits for workers' batches, taken apart, see `Deliveries`;
+            ``matched``, ``from_busy``: of how many.
         timed_fetch, timed_fetch_cpu: fetches of the training thread's own that were timed, and their CPU time.
         own_runnable: how long the training thread could have run, and had no core.
         samples, in_sync, where: of where the training thread is, see `RankPace`; ``peers``: the node's other ranks.
@@ -485,7 +493,10 @@ class Slice:
     fetch_busy: float | None = None
     late: float = 0.0
     moved: float = 0.0
+    moved_from_busy: float = 0.0
     head_of_line: float = 0.0
+    matched: int = 0
+    from_busy: int = 0
     timed_fetch: float = 0.0
     timed_fetch_cpu: float = 0.0
     startup: float = 0.0

@@ -238,18 +238,32 @@ def test_what_moving_a_batch_takes_is_left_when_no_batch_is_late():
 
 def test_batches_that_a_busy_worker_hands_over_late_are_shared_by_file():
     """Prefetching alone was worth 2 % for such a loader, and with files 70 %."""
-    busy = dataclasses.replace(uneven(0.06, sharing_strategy="file_descriptor"), moved=2 * 0.3, cpu_share=0.9)
-    (advice,) = advise("uneven_batches", busy)
+    busy = dataclasses.replace(
+        uneven(0.06, sharing_strategy="file_descriptor"),
+        moving_seconds=0.002,
+        moving_from_busy_seconds=0.05,
+        cpu_share=0.9,
+    )
+    advice = advise("uneven_batches", busy)[0]
     assert advice.setting is None
     assert "set_sharing_strategy('file_system')" in advice.action
     assert "prefetch_factor=" in advice.action
-    assert advice.predicted_speedup == pytest.approx(2.0, rel=0.01)
+    assert "takes 50.0 ms to be handed over" in advice.because
+    assert advice.predicted_speedup == pytest.approx(100 / (50 + 2), rel=0.01)
     for change in (
         {"cpu_share": 0.2},  # it waits, and the thread that hands over has the interpreter
-        {"moved": 0.1},
+        {"moving_from_busy_seconds": 0.01},
         {"settings": busy.settings | {"sharing_strategy": "file_system"}},
     ):
         assert advise("uneven_batches", dataclasses.replace(busy, **change))[0].setting == "prefetch_factor"
+
+
+def test_the_busier_the_workers_the_more_of_their_batches_are_handed_over_late():
+    """A step of 52 ms would find them in a fetch for nearly half of the time, and so be longer, and so find them less."""
+    busy = dataclasses.replace(uneven(0.06), moving_seconds=0.002, moving_from_busy_seconds=0.05)
+    (ahead, _) = advise("uneven_batches", busy)
+    then = 100 / ahead.predicted_speedup
+    assert then == pytest.approx(52 + 48 * 25 / then, rel=0.01)  # a batch every 25 ms is what they make
 
 
 def test_a_worker_that_has_hardly_fetched_is_not_called_slow():

@@ -165,6 +165,35 @@ def test_what_waits_behind_a_worker_is_seen_as_it_waits(observed, tmp_path):
     assert Fetches(loader.block.read(), 2).blocked(loader.epoch, loader.delivered, now_ns()) is None
 
 
+def test_a_batch_whose_worker_is_busy_with_another_is_told_from_one_whose_worker_is_not(observed, tmp_path):
+    pipe = tmp_path / "go"
+    os.mkfifo(pipe)
+
+    class Waiting(Numbers):
+        def __getitem__(self, index):
+            if index == 4:
+                with open(pipe) as file:
+                    file.read()
+            return index
+
+    iterator = iter(DataLoader(Waiting(8), batch_size=1, num_workers=1, prefetch_factor=8))
+    with open(pipe, "w"):  # as soon as it is open for reading, the worker is in its fifth fetch
+        for _ in range(4):
+            next(iterator)
+        found = deliveries(observed)
+        assert (found.batches, found.from_busy) == (3, 3)
+        assert 0 < found.moved_from_busy == found.moved
+        handle(observed).arrivals.clear()
+    block = handle(observed).block
+    while block.read()[0].ended < 8:
+        time.sleep(0.001)
+    for _ in range(4):
+        next(iterator)
+    found = deliveries(observed)
+    assert (found.batches, found.from_busy, found.moved_from_busy) == (4, 0, 0.0)
+    assert found.moved > 0
+
+
 stamps = st.integers(0, 1 << 62)
 counts = st.integers(0, 200)
 
@@ -196,6 +225,8 @@ def test_whatever_the_workers_have_written_down_nothing_is_negative(counters, ar
     found = fetches.deliveries(arrivals)
     assert min(found.slack, found.late, found.moved, found.head_of_line) >= 0
     assert found.head_of_line <= found.late + 1e-9
+    assert 0 <= found.moved_from_busy <= found.moved
+    assert 0 <= found.from_busy <= found.batches
     waited = sum(a.arrived_ns - a.requested_ns for a in arrivals) / 1e9
     assert found.late + found.moved <= waited * (1 + 1e-9)
     fetches.blocked(3, 7, 1 << 62)

@@ -3,11 +3,12 @@
 In an epoch the DataLoader gives batch number ``n`` to worker ``n % workers``, whose fetch number ``n // workers`` it
 is; the stamps of both processes are of one clock. A wait for a batch is then split where its fetch ended: before, it
 was *late*; after, it was *moved* (pickled, sent, pinned, unpickled). While one is late, those behind it may lie
-finished: head-of-line blocking.
+finished: head-of-line blocking. To move one takes its worker too, which may be busy with another.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -67,6 +68,7 @@ class Fetches:
     def deliveries(self, arrivals: Iterable[Arrival]) -> Deliveries:
         """What the batches had behind them when they were taken. The first of an epoch has nothing to say."""
         batches, slack, late, moved, blocked = 0, 0, 0, 0, 0
+        from_busy, moved_from_busy = 0, 0
         guilty: Counter[int] = Counter()
         not_in_turn: set[int] = set()
         for arrival in arrivals:
@@ -77,7 +79,11 @@ class Fetches:
                 continue
             batches += 1
             slack += max(0, arrival.requested_ns - finished)
-            moved += arrival.arrived_ns - max(arrival.requested_ns, finished)
+            since = max(arrival.requested_ns, finished)
+            moved += arrival.arrived_ns - since
+            if self._busy_again(arrival, since):
+                from_busy += 1
+                moved_from_busy += arrival.arrived_ns - since
             if finished > arrival.requested_ns:
                 late += finished - arrival.requested_ns
                 behind = self._earliest_behind(arrival)
@@ -86,7 +92,16 @@ class Fetches:
                     blocked += held
                     guilty[arrival.number % self._workers] += held
         worst = guilty.most_common(1)
-        return Deliveries(batches, slack / NS, late / NS, moved / NS, blocked / NS, worst[0][0] if worst else None)
+        return Deliveries(
+            batches=batches,
+            slack=slack / NS,
+            late=late / NS,
+            moved=moved / NS,
+            from_busy=from_busy,
+            moved_from_busy=moved_from_busy / NS,
+            head_of_line=blocked / NS,
+            worker=worst[0][0] if worst else None,
+        )
 
     def blocked(self, epoch: int, next_batch: int, now_ns: int) -> Blocked | None:
         """Finished batches behind ``next_batch``, which is not; None where there is no such thing."""
@@ -112,6 +127,18 @@ class Fetches:
         worker = self._counters.get(arrival.number % self._workers)
         began = None if worker is None else _began(worker, arrival.epoch)
         return worker is not None and began is not None and began + arrival.number // self._workers >= worker.ended
+
+    def _busy_again(self, arrival: Arrival, since_ns: int) -> bool:
+        """Whether the worker of a batch was in a later fetch at some time from ``since_ns`` until it was there."""
+        worker = self._counters[arrival.number % self._workers]
+        number = (_began(worker, arrival.epoch) or 0) + arrival.number // self._workers
+        starts, ends = worker.recent_started_ns, worker.recent_finished_ns
+        kept = len(starts)
+        later = range(max(number + 1, worker.ended - kept + 1), worker.ended)
+        begun = bisect_left(later, arrival.arrived_ns, key=lambda fetch: starts[fetch % kept])
+        if begun == len(later) and 0 < worker.fetching_since_ns < arrival.arrived_ns:
+            return True
+        return begun > 0 and ends[later[begun - 1] % kept] > since_ns
 
     def _earliest_behind(self, arrival: Arrival) -> int | None:
         """When the first of the batches behind one, each the next of another worker, was finished."""

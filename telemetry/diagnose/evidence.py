@@ -30,6 +30,8 @@ class Evidence:
     Attributes:
         late, moved, head_of_line: waits for workers' batches, taken apart, see `Deliveries`; zeros where none could be
             matched with its fetch.
+        moving_seconds: mean time to move a batch whose worker is idle; ``moving_from_busy_seconds``: of one whose
+            worker is in another fetch. None where there was none.
         own_fetch_cpu_share: of the training thread's own fetches, how much ran on a core.
         batches_per_step: 1, but where a loop takes several: of loaders side by side, between two calls of ``step()``.
             Those of loaders without workers do not count where there are others.
@@ -61,6 +63,8 @@ class Evidence:
     late: float
     moved: float
     head_of_line: float
+    moving_seconds: float | None
+    moving_from_busy_seconds: float | None
     compute: float
     evaluation: float
     checkpoint: float
@@ -114,9 +118,8 @@ class Evidence:
         )  # fmt: skip
         plain = (
             "steps", "batches_per_step", "source", "workers", "worker_cores", "edges", "fetch_seconds",
-            "fetch_cpu_seconds", "ready_batches",
-            "slack_seconds", "head_of_line_worker", "stuck_seconds", "cores", "cores_of_others", "settings",
-            "read_bytes",
+            "fetch_cpu_seconds", "moving_seconds", "moving_from_busy_seconds", "ready_batches", "slack_seconds",
+            "head_of_line_worker", "stuck_seconds", "cores", "cores_of_others", "settings", "read_bytes",
         )  # fmt: skip
         ratios = ("busy_ratio", "throttled_ratio", "gpu_utilization_ratio", "host_cpu_ratio")
         shares = ("cpu_share", "runnable_share", "blocked_share")
@@ -160,6 +163,8 @@ def gather(slices: Sequence[Slice], *, rank: int = 0, cause: str | None = None) 
         late=_sum(slices, lambda s: s.late),
         moved=_sum(slices, lambda s: s.moved),
         head_of_line=_sum(slices, lambda s: s.head_of_line),
+        moving_seconds=_each(slices, lambda s: s.moved - s.moved_from_busy, lambda s: s.matched - s.from_busy),
+        moving_from_busy_seconds=_each(slices, lambda s: s.moved_from_busy, lambda s: s.from_busy),
         compute=_sum(slices, lambda s: s.compute),
         evaluation=_sum(slices, lambda s: s.evaluation),
         checkpoint=_sum(slices, lambda s: s.checkpoint),
@@ -322,6 +327,11 @@ def _gpu_slowed(slices: Sequence[Slice]) -> float | None:
 
 def _sum(slices: Sequence[Slice], of: Callable[[Slice], float]) -> float:
     return sum(of(piece) for piece in slices)
+
+
+def _each(slices: Sequence[Slice], of: Callable[[Slice], float], count: Callable[[Slice], int]) -> float | None:
+    many = _sum(slices, count)
+    return _sum(slices, of) / many if many else None
 
 
 def _all(values: Sequence[float | None]) -> float | None:

@@ -19,6 +19,7 @@ from telemetry.diagnose.model import (
     step_seconds,
     supply_in_order,
     supply_seconds,
+    with_moving,
 )
 from telemetry.records import Advice
 
@@ -32,8 +33,8 @@ _SPARE: Final = 1.25
 _ON_CPU: Final = 0.5
 """Workers whose fetches run for this share of their time keep their interpreter busy."""
 
-_HANDED_OVER_LATE: Final = 0.25
-"""From this share of the waiting on, it is more than late batches that is waited for."""
+_HANDED_OVER_LATE: Final = 1.1
+"""A step is so many times longer where busy workers hand its batches over: then something is to be done about it."""
 
 
 def no_workers(evidence: Evidence) -> list[Advice]:
@@ -80,7 +81,7 @@ def cpu_bound(evidence: Evidence) -> list[Advice]:
 def io_bound(evidence: Evidence) -> list[Advice]:
     """The workers are the limit, and wait."""
     fetch, blocked = evidence.fetch_seconds, evidence.blocked_share
-    advice = _more_workers(evidence)
+    advice = _more_workers(evidence, ", if what they wait for can serve more at once")
     if fetch is not None and blocked is not None:
         because = f"workers are blocked for {100 * blocked:.0f} % of the {ms(fetch)} a batch takes them"
         if evidence.read_bytes and evidence.fetches:
@@ -169,14 +170,12 @@ def uneven(evidence: Evidence) -> list[Advice]:
     )
     if evidence.head_of_line > 0:
         because += f"; for {evidence.head_of_line:.1f} s finished batches waited behind a slow one"
-    handed_over_late = evidence.moved >= _HANDED_OVER_LATE * (evidence.moved + evidence.late)
-    if handed_over_late and _handed_over_by_busy_workers(evidence):
-        return [_share_by_file(evidence, compute, in_order, because)]
-    rest = (evidence.edge_wait + evidence.moved) / evidence.steps
-    advice = _further_ahead(evidence, compute, max(compute, in_order) + rest, because)
+    edge = evidence.edge_wait / evidence.steps
+    advice = _further_ahead(evidence, compute, max(compute, in_order) + edge, because)
     if not evidence.settings.get("in_order") or evidence.workers < 2:
         return advice
-    gain = gain_of(evidence, max(compute, supply) + rest)
+    moved = evidence.moved / evidence.steps  # as it is: no worker runs further ahead
+    gain = gain_of(evidence, max(compute, supply) + edge + moved)
     action = "take batches as they are finished, where their order does not matter"
     if in_order <= compute:
         return [*advice, Advice(action, "in_order", "False", gain, because)]
@@ -195,28 +194,27 @@ def _handed_over_by_busy_workers(evidence: Evidence) -> bool:
     return by_descriptor and (evidence.cpu_share or 0.0) >= _ON_CPU
 
 
-def _share_by_file(evidence: Evidence, compute: float, in_order: float, because: str) -> Advice:
-    """Prefetching alone changes late batches into batches that are handed over late."""
-    factor = int(evidence.settings.get("prefetch_factor") or 2)
-    wanted = _prefetch(evidence, factor, compute)
-    step = max(compute, in_order) + evidence.edge_wait / evidence.steps
-    gain = gain_of(evidence, step + _still_late(evidence, factor, wanted, compute))
-    action = (
-        "share tensors by file, torch.multiprocessing.set_sharing_strategy('file_system'), and let workers run further "
-        f"ahead, prefetch_factor={wanted}"
-    )
-    late = ms(evidence.moved / evidence.steps)
-    return Advice(action, None, None, gain, f"{because}; a busy worker hands finished ones over {late} a step too late")
-
-
 def _further_ahead(evidence: Evidence, compute: float, step: float, because: str) -> list[Advice]:
-    """A larger prefetch factor, with which a step takes ``step`` and what cannot be prefetched."""
+    """A larger prefetch factor, with which a step takes ``step``, and what is still late, and to move its batches.
+
+    Where workers are busy, prefetching alone changes late batches into batches that are handed over late.
+    """
     factor = int(evidence.settings.get("prefetch_factor") or 2)
     wanted = _prefetch(evidence, factor, compute)
     if wanted <= factor:
         return []
-    gain = gain_of(evidence, step + _still_late(evidence, factor, wanted, compute))
-    return [Advice("let workers run further ahead", "prefetch_factor", str(wanted), gain, because)]
+    step += _still_late(evidence, factor, wanted, compute)
+    handed_over, at_once = with_moving(evidence, step), step + (evidence.moving_seconds or 0.0)
+    if handed_over < _HANDED_OVER_LATE * at_once or not _handed_over_by_busy_workers(evidence):
+        action = "let workers run further ahead"
+        return [Advice(action, "prefetch_factor", str(wanted), gain_of(evidence, handed_over), because)]
+    action = (
+        "share tensors by file, torch.multiprocessing.set_sharing_strategy('file_system'), and let workers run further "
+        f"ahead, prefetch_factor={wanted}"
+    )
+    late = ms(evidence.moving_from_busy_seconds or 0.0)
+    because += f"; and one that is finished takes {late} to be handed over by a worker that is busy with the next"
+    return [Advice(action, None, None, gain_of(evidence, at_once), because)]
 
 
 def _prefetch(evidence: Evidence, factor: int, compute: float) -> int:
@@ -294,7 +292,7 @@ def slow_source(evidence: Evidence) -> list[Advice]:
     return sorted([ahead, *advice], key=lambda a: -(a.predicted_speedup or 0.0))
 
 
-def _more_workers(evidence: Evidence) -> list[Advice]:
+def _more_workers(evidence: Evidence, provided: str = "") -> list[Advice]:
     fetch = evidence.fetch_seconds
     if fetch is None or not evidence.steps:
         return []
@@ -303,6 +301,7 @@ def _more_workers(evidence: Evidence) -> list[Advice]:
         return []
     because = (
         f"{evidence.workers} workers of {ms(fetch)} a batch deliver one every {ms(fetch / max(1, evidence.workers))}"
+        f"; more deliver more{provided}"
     )
     more = str(math.ceil(workers / _loaders(evidence)))
     return [Advice("use more workers", "num_workers", more, gain_of(evidence, step), because)]

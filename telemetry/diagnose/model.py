@@ -75,6 +75,21 @@ def _with_their_peers(evidence: Evidence, cpu: float) -> float:
     return (cpu + others * now) / (evidence.cores + others)
 
 
+def with_moving(evidence: Evidence, step: float) -> float:
+    """Seconds of a step that takes ``step`` without moving its batches, which is waited for. The workers keep ahead.
+
+    A batch is moved by its worker too (its tensors' file descriptors are asked for and sent), and that may be busy with
+    another one: the more of the time, the shorter the step.
+    """
+    idle, busy, supply = evidence.moving_seconds, evidence.moving_from_busy_seconds, supply_seconds(evidence)
+    if idle is None or busy is None or supply is None or busy <= idle:
+        return step + evidence.moved / evidence.steps
+    longer = (busy - idle) * evidence.batches_per_step
+    step += idle * evidence.batches_per_step
+    # Workers are busy for supply / then of the time: then = step + longer * supply / then.
+    return (step + math.sqrt(step * step + 4 * longer * supply)) / 2
+
+
 def best_workers(
     evidence: Evidence, fetch: float, fetch_cpu: float, edge: float | None = None
 ) -> tuple[int, float | None]:

@@ -20,6 +20,9 @@ _RUNNING_TOTALS: Final = frozenset(
         "late_seconds_total",
         "moved_seconds_total",
         "head_of_line_seconds_total",
+        "matched_total",
+        "from_busy_total",
+        "moved_from_busy_seconds_total",
     }
 )
 """Counted up over the run: the newest value is the one that tells."""
