@@ -178,7 +178,7 @@ def _without_gpu(tracker: StepTracker, error: Exception) -> None:
 
 def timed_iter(original: Callable[[Any], Any], tracker: StepTracker) -> Callable[[Any], Any]:
     """``DataLoader.__iter__`` with the start of the workers written into the ring."""
-    return _timed_edge(original, tracker, tracker.iteration)
+    return _timed_edge(original, tracker, leaves=False)
 
 
 def timed_shutdown(original: Callable[[Any], Any], tracker: StepTracker) -> Callable[[Any], Any]:
@@ -187,20 +187,18 @@ def timed_shutdown(original: Callable[[Any], Any], tracker: StepTracker) -> Call
     At the end of an epoch it is part of a request. But an iterator that is left, with ``break`` or because it was asked
     for one batch, stops its workers when it goes, and that is waited for: a fetch in progress is not broken off.
     """
-    return _timed_edge(original, tracker, tracker.leaving)
+    return _timed_edge(original, tracker, leaves=True)
 
 
-def _timed_edge(
-    original: Callable[[Any], Any], tracker: StepTracker, begin: Callable[[Any], int | None]
-) -> Callable[[Any], Any]:
-    """An edge of an iteration. ``begin`` returns the code of its span, None for one that is not to be in the ring."""
+def _timed_edge(original: Callable[[Any], Any], tracker: StepTracker, *, leaves: bool) -> Callable[[Any], Any]:
+    """An edge of an iteration, written into the ring if the tracker has a code for its span."""
 
     @functools.wraps(original)
     def edge(self: Any) -> Any:
         entry = None
         try:
             if get_ident() == tracker.thread and not tracker.waiting_since:
-                entry = begin(self)
+                entry = tracker.leaving(self) if leaves else tracker.iteration(self)
             if entry is not None:
                 tracker.requested(entry)
                 if tracker.gpu is not None:

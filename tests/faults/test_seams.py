@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import signal
 import sys
 import threading
@@ -145,6 +146,17 @@ def test_an_error_in_a_hook_stays_there(seam, steps, start, unharmed, monkeypatc
     assert train(epochs=2, steps=steps) == unharmed[steps]
     assert agent.tracker.optimizer_steps == before + 2 * BATCHES
     assert agent.tracker.waiting_since == 0
+
+
+def test_an_error_as_the_workers_of_a_loader_are_stopped_stays_there(start, monkeypatch):
+    agent = start()
+    with monkeypatch.context() as patch:
+        break_seam(patch, agent, "tracker.leaving")
+        for _ in torch.utils.data.DataLoader(Dataset(), num_workers=1):
+            workers = multiprocessing.active_children()
+            break
+    assert [worker.is_alive() for worker in workers] == [False]
+    assert counted(agent, "hook") == 1
 
 
 def test_errors_in_a_hook_leave_the_other_steps_counted(start, monkeypatch):
