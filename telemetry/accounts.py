@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from telemetry.attach.numbering import Numbering
-from telemetry.attach.ring import BATCH, CLOSES, JOINS, OPENS
+from telemetry.attach.ring import BATCH, CLOSES, JOINS, LEAVES, OPENS
 from telemetry.clock import NS, now_ns
 from telemetry.collect.torch_memory import cuda
 from telemetry.diagnose.ledger import Ledger
@@ -129,5 +129,5 @@ class Accounts:
 def spans(entries: Iterable[Entry]) -> Iterator[Span]:
     """Ring entries in the words of the ledger."""
     for start, end, code, _ in entries:
-        flags = bool(code & CLOSES), bool(code & OPENS), bool(code & (BATCH | JOINS))
+        flags = bool(code & CLOSES), bool(code & OPENS), bool(code & (BATCH | JOINS)), bool(code & LEAVES)
         yield (start, end, CATEGORIES[code & 7], CATEGORIES[code >> 3 & 7], *flags)

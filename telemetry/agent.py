@@ -42,8 +42,8 @@ _LOOK_SECONDS: Final = 0.1
 """How often the training thread is looked at, on average, in a job of several ranks."""
 
 _PUBLISH_SECONDS: Final = 2.0
-"""Ticks so far apart, or half of those that are not, publish the state: that is 40 % of what a tick costs, and a
-scrape comes once in many seconds."""
+"""Two ticks that are not further apart publish the state once: that is 40 % of what a tick costs, and a scrape comes
+once in many seconds."""
 
 _FAMILIES_AT_A_TIME: Final = 6
 """Rendered in one go: 0.2 ms, after which the training thread gets its turn. A turn costs 20 us."""
@@ -241,7 +241,7 @@ class Agent:
         with self.faults.contained("snapshot"):
             self.snapshots.tick(self._judge.view().active, self._judge.stall_fields)
         self._agent_cpu_seconds = time.thread_time()
-        self._publish_this_time = not self._publish_this_time or self.config.interval_seconds >= _PUBLISH_SECONDS
+        self._publish_this_time = not self._publish_this_time or 2 * self.config.interval_seconds > _PUBLISH_SECONDS
         if self._publish_this_time:
             with self.faults.contained("exposition"):
                 self._publish()

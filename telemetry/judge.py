@@ -211,6 +211,7 @@ class Judge:
         host, looks = self._sampler.newest("host"), self._whereabouts.take()
         seconds = self._since("wall", ledger.wall_seconds)
         counted = workers is not None and workers.busy_ratio is not None
+        fetches = 0.0 if workers is None else self._since("fetches", workers.fetches_total)  # of a tick, counted or not
         source = accounts.take_source()
         first_wait = ledger.first_wait_ns / 1e9
         self._tracker.time_next_fetch()
@@ -220,6 +221,7 @@ class Judge:
             exposed=self._exposed_since(accounts.exposed.seconds, self._since("first_wait", first_wait), stats.steps),
             edge_wait=self._since("edge_wait", ledger.edge_wait_ns / 1e9),
             edges=int(self._since("edges", ledger.edges)),
+            left=int(self._since("left", ledger.left)),
             compute=self._since("compute", spent[COMPUTE]),
             evaluation=self._since("evaluation", spent[EVALUATION]),
             checkpoint=self._since("checkpoint", spent[CHECKPOINT]),
@@ -229,7 +231,7 @@ class Judge:
             late_wait=self._since("late_wait", stats.late_wait_seconds),
             source=None if source is None else source.kind,
             process_cpu=None if process is None else self._since("process_cpu", process.cpu_seconds),
-            fetches=int(self._since("fetches", workers.fetches_total)) if counted else None,
+            fetches=int(fetches) if counted else None,
             fetch_busy=workers.busy_ratio * workers.training_workers * seconds if counted else None,
             startup=self._since("startup", spent[STARTUP] + first_wait),
             own_runnable=None if runnable is None else self._since("runnable", runnable),

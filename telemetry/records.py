@@ -457,7 +457,7 @@ class Slice:
         wait: for batches, the first of the run not included: every run has to start.
         exposed: of ``wait``; None where nothing can tell.
         edge_wait: of ``wait``, at the edges of epochs: starting and ending an iteration, and its first batch.
-        edges: iterations that were begun.
+        edges: iterations that were begun. ``left``: that were left in the middle, and their workers stopped.
         startup: of ``seconds``, before the first step.
         batches: training batches that were delivered: a step may take several.
         late_wait: of ``wait``, in single steps that waited much longer than those around them.
@@ -486,6 +486,7 @@ class Slice:
     garbage: float
     steps: int
     batches: int = 0
+    left: int = 0
     late_wait: float = 0.0
     source: str | None = None
     process_cpu: float | None = None

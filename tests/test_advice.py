@@ -190,6 +190,14 @@ def test_workers_that_are_held_to_a_core_are_let_go_and_not_told_to_be_fewer():
     assert "give the job more CPU cores" in advise("workers_throttled", gather([free]))[0].action
 
 
+def test_workers_that_are_held_to_more_cores_than_others_leave_are_not_held_back_by_that():
+    """Others use six of eight cores, and the workers may run on four."""
+    workers = dataclasses.replace(HELD.workers, allowed_cores=4)
+    crowded = dataclasses.replace(HELD, workers=workers, cores=8.0, host_cores=8, host_cpu_ratio=0.9, process_cpu=0.3)
+    assert gather([crowded]).cores == pytest.approx(2.0, abs=0.2)
+    assert "give the job more CPU cores" in advise("workers_throttled", gather([crowded]))[0].action
+
+
 def test_fewer_workers_are_fewer_in_each_of_two_loaders():
     piece = with_workers(
         busy=0.9, cpu=0.4, runnable=0.7, fetches=20, steps=20, batches=40, wait=0.0, compute=1.0, workers=10,
@@ -215,7 +223,7 @@ def uneven(slowest_seconds: float, **settings):
         sample = dataclasses.replace(piece.workers, fetched=fetched)
         return dataclasses.replace(piece, workers=sample, settings={"in_order": True, "prefetch_factor": 2} | settings)
 
-    return gather([at(10), at(20)])
+    return gather([at(10), at(20), at(30)])
 
 
 def test_no_prefetching_makes_up_for_a_worker_that_is_always_slower():
@@ -267,8 +275,46 @@ def test_the_busier_the_workers_the_more_of_their_batches_are_handed_over_late()
 
 
 def test_a_worker_that_has_hardly_fetched_is_not_called_slow():
-    sample = dataclasses.replace(HELD.workers, fetched={1: (0, 0.0), 2: (0, 0.0)})
-    later = dataclasses.replace(HELD.workers, fetched={1: (2, 9.0), 2: (5, 1.0), 3: (50, 90.0)})
-    pieces = [dataclasses.replace(HELD, workers=seen) for seen in (sample, later)]
-    assert gather(pieces).slowest_fetch == pytest.approx(1.8)  # the third has begun meanwhile
-    assert gather(pieces[:1]).slowest_fetch is None
+    assert (
+        slowest(
+            {1: (0, 0.0), 2: (0, 0.0)},
+            {1: (2, 9.0), 2: (5, 1.0), 3: (25, 45.0)},
+            {1: (4, 18.0), 2: (10, 2.0), 3: (50, 90.0)},
+        )
+        == 1.8
+    )
+    assert slowest({1: (0, 0.0)}) is None
+
+
+def test_a_worker_is_not_called_slow_for_one_long_fetch():
+    assert slowest({1: (0, 0.0), 2: (0, 0.0)}, {1: (5, 10.0), 2: (5, 1.0)}, {1: (10, 11.0), 2: (10, 2.0)}) == 0.2
+
+
+def slowest(*fetched):
+    return gather(
+        [dataclasses.replace(HELD, workers=dataclasses.replace(HELD.workers, fetched=f)) for f in fetched]
+    ).slowest_fetch
+
+
+def test_workers_that_go_on_first_finish_what_was_asked_of_them_in_an_epoch_that_was_left():
+    short = with_workers(
+        busy=0.5, cpu=0.5, fetches=10, workers=2, edge_wait=0.6, edges=4, wait=0.6, compute=0.4, left=4
+    )
+    fetch = gather([short]).fetch_seconds
+    assert fetch == pytest.approx(0.1)
+    assert advise("worker_startup", short_of(short, left=0))[0].predicted_speedup == pytest.approx(
+        1 / (0.4 + 0.4), rel=0.01
+    )
+    assert advise("worker_startup", gather([short])) == ()  # three fetches to an edge are as long as it is
+
+
+def short_of(piece, **fields):
+    return gather([dataclasses.replace(piece, **fields)])
+
+
+def test_no_number_of_workers_is_advised_that_is_there_already():
+    """Two loaders, of two workers and of one: four workers would be two of each."""
+    piece = with_workers(busy=0.99, cpu=0.1, blocked=0.89, workers=3, fetches=10, wait=0.2, compute=0.8)
+    more = first("workers_io_bound", dataclasses.replace(piece, settings={"num_workers": 3}))
+    assert (more.setting, more.value) == ("num_workers", "4")
+    assert first("workers_io_bound", dataclasses.replace(piece, settings={"num_workers": 2})).setting is None

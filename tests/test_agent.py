@@ -77,6 +77,9 @@ def test_a_run_from_start_to_end(agent):
             assert sum(line["ledger_total_seconds"].values()) == pytest.approx(line["wall_seconds"], abs=1e-4)
     windows = [line for line in lines if line["event"] == "window"]
     assert sum(line["steps"] for line in windows) == 20
+    assert not any(
+        key.isdecimal() for line in lines for value in line.values() if isinstance(value, dict) for key in value
+    )
     assert all(0 <= line["exposed_wait_ratio"] <= 1 for line in windows if line["exposed_wait_ratio"] is not None)
     (rank,) = summarize(load(agent.run_dir))["ranks"]
     assert rank["steps"] == 20

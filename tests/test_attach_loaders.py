@@ -134,7 +134,7 @@ def test_the_end_of_workers_that_are_left_with_break_is_data_wait(observed):
         break
     took = time.perf_counter_ns() - left  # the next fetch, which is in progress, is not broken off
     observed.read()
-    assert observed.ledger.edges == 1
+    assert observed.ledger.left == 1
     assert took > 0.05e9
     assert 0.9 * took < observed.ledger.edge_wait_ns <= took
 
@@ -146,7 +146,11 @@ def test_asking_for_an_iterator_s_first_batch_alone_is_an_edge_each_time(observe
         next(iter(loader))
     took = time.perf_counter_ns() - began
     observed.read()
-    assert (observed.ledger.batches, observed.ledger.edges) == (4, 4)  # of the first no beginning, but its end
+    assert (observed.ledger.batches, observed.ledger.edges, observed.ledger.left) == (
+        4,
+        3,
+        4,
+    )  # the first began the run
     assert observed.ledger.ns[DATA_WAIT] > 0.9 * took
     assert len(observed.steps) == 3
     assert all(step.wait_seconds > 0.9 * step.seconds for step in observed.steps)
@@ -161,7 +165,35 @@ def test_the_end_of_the_workers_of_an_evaluation_is_evaluation(observed):
     observed.read()
     assert observed.ledger.ns[EVALUATION] > 0.1e9
     assert observed.ledger.ns[DATA_WAIT] < 0.05e9
-    assert observed.ledger.edges == 0
+    assert (observed.ledger.edges, observed.ledger.left) == (0, 0)
+
+
+def test_another_loader_asked_for_one_batch_makes_no_edge_of_the_next_ordinary_wait(observed):
+    iterator = iter(DataLoader(Numbers(64, seconds=0.05), batch_size=1))
+    other = DataLoader(Numbers(4), batch_size=1, num_workers=1)
+    for _ in range(3):
+        next(iterator)
+        began = time.perf_counter_ns()
+        next(iter(other))
+        took = time.perf_counter_ns() - began
+    next(iterator)
+    observed.read()
+    assert (observed.ledger.edges, observed.ledger.left) == (3, 3)
+    assert observed.ledger.edge_wait_ns > 0.5 * took
+    assert observed.ledger.ns[DATA_WAIT] - observed.ledger.edge_wait_ns > 4 * 0.05e9  # the ordinary ones
+
+
+def test_workers_that_garbage_collection_ends_are_of_its_time(observed):
+    loader = DataLoader(Numbers(64, seconds=0.1), batch_size=1, num_workers=1)
+    held = [iter(loader)]
+    next(held[0])
+    held.append(held)
+    del held
+    before = observed.tracker.garbage_ns
+    gc.collect()
+    observed.read()
+    assert observed.tracker.garbage_ns - before > 0.05e9
+    assert observed.ledger.left == 0
 
 
 def test_an_exception_in_the_loop_leaves_the_state_right(observed):

@@ -184,3 +184,23 @@ def test_a_loader_that_is_made_for_every_epoch_is_told_from_one_that_is_used_aga
     assert not used_again(loader)
     assert used_again(loader)
     assert not used_again(DataLoader(Numbers(4), num_workers=1))
+
+
+def test_a_sharing_strategy_is_known_of_workers_that_inherit_it(observed):
+    def strategy(start_method):
+        iterator = iter(DataLoader(Numbers(4), num_workers=1, multiprocessing_context=start_method))
+        next(iterator)
+        return observed.tracker.sources.newest().settings.get("sharing_strategy")
+
+    assert strategy("fork") == torch.multiprocessing.get_sharing_strategy()
+    assert strategy("spawn") is None
+    assert strategy("forkserver") is None
+
+
+def test_of_loaders_without_workers_that_are_read_side_by_side_one_fetch_of_each_is_timed(observed):
+    """The one that comes next, as the agent asks, would mostly be of the one after the slowest."""
+    for _ in zip(DataLoader(Numbers(8), batch_size=1), DataLoader(Numbers(8, seconds=0.02), batch_size=1)):
+        observed.tracker.time_next_fetch()
+    tracker = observed.tracker
+    assert tracker.timed_fetch_ns >= 6 * 0.02e9
+    assert tracker.timed_fetch_cpu_ns < 0.5 * tracker.timed_fetch_ns

@@ -49,7 +49,7 @@ class Run:
 
     def request(self, start: float, end: float, *, opens: bool = True, batch: bool = True) -> None:
         after = COMPUTE if batch else OTHER
-        span = (int(start * SECOND), int(end * SECOND), DATA_WAIT, after, opens, opens, batch)
+        span = (int(start * SECOND), int(end * SECOND), DATA_WAIT, after, opens, opens, batch, False)
         self.books.ledger.fold([span])
         self.books.stats.add(self.books.ledger.take_steps())
 
@@ -121,6 +121,16 @@ def test_how_many_batches_a_step_takes_is_in_the_evidence(run):
         run.tick(second + 0.99, fetches_total=10 * second)
     opened = next(fields for event, fields in run.lines if event == "stall_open")
     assert opened["evidence"]["batches_per_step"] == pytest.approx(2.0, rel=0.1)
+
+
+def test_fetches_of_a_tick_whose_busy_time_is_not_known_are_of_no_other_tick(run):
+    """As after the workers of an epoch have been replaced."""
+    for second in range(1, 15):
+        for tenth in range(5):
+            run.request(second + tenth / 5, second + tenth / 5 + 0.1)
+        run.tick(second + 0.99, fetches_total=10 * second, busy_ratio=None if second % 2 else 1.0)
+    opened = next(fields for event, fields in run.lines if event == "stall_open")
+    assert opened["evidence"]["fetch_seconds"] == pytest.approx(0.1, rel=0.05)
 
 
 def test_a_rank_whose_backward_pass_is_on_a_core_is_seen_at_work(observed):

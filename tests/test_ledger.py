@@ -21,6 +21,7 @@ spans = st.tuples(
     st.booleans(),
     st.booleans(),
     st.booleans(),
+    st.booleans(),
 )
 
 
@@ -45,14 +46,14 @@ def test_steps_are_wait_and_compute_wherever_the_agent_looks(pairs):
     ledger, looked_at = Ledger(1), Ledger(1)
     at, wanted = 1, []  # 0 is "no request in progress"
     for wait, compute in pairs:
-        span = (at, at + wait, DATA_WAIT, COMPUTE, True, True, True)
+        span = (at, at + wait, DATA_WAIT, COMPUTE, True, True, True, False)
         looked_at.advance(at + wait // 2, at)  # in the middle of the wait
         looked_at.fold([span])
         looked_at.advance(at + wait + compute // 2)
         ledger.fold([span])
         wanted.append(Step((wait + compute) / 1e9, wait / 1e9))
         at += wait + compute
-    end = (at, at, DATA_WAIT, "other", True, False, False)
+    end = (at, at, DATA_WAIT, "other", True, False, False, False)
     for each in (ledger, looked_at):
         each.fold([end])
         assert each.take_steps() == wanted
@@ -62,26 +63,26 @@ def test_steps_are_wait_and_compute_wherever_the_agent_looks(pairs):
 
 def test_a_request_in_progress_is_booked_before_its_batch_comes():
     ledger = Ledger(0)
-    ledger.fold([(10, 20, DATA_WAIT, COMPUTE, True, True, True)])
+    ledger.fold([(10, 20, DATA_WAIT, COMPUTE, True, True, True, False)])
     ledger.advance(50, 30)
     assert ledger.ns == {**dict.fromkeys(CATEGORIES, 0), STARTUP: 10, DATA_WAIT: 10 + 20, COMPUTE: 10}
-    ledger.fold([(30, 60, DATA_WAIT, COMPUTE, True, True, True)])
+    ledger.fold([(30, 60, DATA_WAIT, COMPUTE, True, True, True, False)])
     assert ledger.ns[DATA_WAIT] == 40
 
 
 def test_a_phase_that_is_looked_at_stays_one_phase():
     ledger = Ledger(0)
-    ledger.fold([(10, 10, EVALUATION, EVALUATION, False, False, False)])
+    ledger.fold([(10, 10, EVALUATION, EVALUATION, False, False, False, False)])
     for now in (100, 200):
         ledger.advance(now)
-    ledger.fold([(300, 310, EVALUATION, COMPUTE, False, False, False)])
+    ledger.fold([(300, 310, EVALUATION, COMPUTE, False, False, False, False)])
     (phase,) = ledger.take_phases()
     assert (phase.name, phase.start_ns, phase.seconds) == (EVALUATION, 10, 300e-9)
 
 
 def test_dropped_spans_are_rebooked():
     ledger = Ledger(0)
-    ledger.fold([(0, 10, DATA_WAIT, COMPUTE, True, True, True)])
+    ledger.fold([(0, 10, DATA_WAIT, COMPUTE, True, True, True, False)])
     ledger.advance(1000)
     ledger.rebook([300 if c == DATA_WAIT else 0 for c in CATEGORIES])
     assert ledger.ns[DATA_WAIT] == 310
@@ -121,7 +122,7 @@ def test_no_field_of_a_log_breaks_the_reader(field):
 
 def test_a_wait_that_began_while_nobody_looked_is_seen_the_next_time():
     ledger = Ledger(0)
-    ledger.fold([(0, 10, DATA_WAIT, COMPUTE, True, True, True)])
+    ledger.fold([(0, 10, DATA_WAIT, COMPUTE, True, True, True, False)])
     ledger.advance(20, 0)  # the wait began at 15, after it was looked whether there is one
     assert ledger.category == COMPUTE
     ledger.advance(1000, 15)
@@ -131,7 +132,9 @@ def test_a_wait_that_began_while_nobody_looked_is_seen_the_next_time():
 
 def test_a_wait_whose_span_has_come_is_over():
     ledger = Ledger(0)
-    ledger.fold([(0, 10, DATA_WAIT, COMPUTE, True, True, True), (15, 30, DATA_WAIT, COMPUTE, True, True, True)])
+    ledger.fold(
+        [(0, 10, DATA_WAIT, COMPUTE, True, True, True, False), (15, 30, DATA_WAIT, COMPUTE, True, True, True, False)]
+    )
     ledger.advance(40, 15)
     assert ledger.category == COMPUTE
     assert (ledger.ns[DATA_WAIT], ledger.ns[COMPUTE]) == (25, 15)
@@ -139,21 +142,33 @@ def test_a_wait_whose_span_has_come_is_over():
 
 def test_the_first_batch_is_the_first_while_it_is_still_waited_for():
     ledger = Ledger(0)
-    ledger.fold([(10, 30, DATA_WAIT, OTHER, False, False, False)])  # the workers are started
+    ledger.fold([(10, 30, DATA_WAIT, OTHER, False, False, False, False)])  # the workers are started
     ledger.advance(500, 100)
     assert ledger.first_wait_ns == ledger.ns[DATA_WAIT] == 20 + 400
-    ledger.fold([(100, 600, DATA_WAIT, COMPUTE, True, True, True), (700, 710, DATA_WAIT, COMPUTE, True, True, True)])
+    ledger.fold(
+        [
+            (100, 600, DATA_WAIT, COMPUTE, True, True, True, False),
+            (700, 710, DATA_WAIT, COMPUTE, True, True, True, False),
+        ]
+    )
     ledger.advance(900, 800)
     assert (ledger.first_wait_ns, ledger.edge_wait_ns, ledger.edges) == (520, 0, 0)
 
 
 def test_the_first_batch_of_an_epoch_is_at_its_edge_while_it_is_still_waited_for():
     ledger = Ledger(0)
-    ledger.fold([(0, 10, DATA_WAIT, COMPUTE, True, True, True), (20, 24, DATA_WAIT, OTHER, True, False, False)])
+    ledger.fold(
+        [(0, 10, DATA_WAIT, COMPUTE, True, True, True, False), (20, 24, DATA_WAIT, OTHER, True, False, False, False)]
+    )
     ledger.advance(90, 30)
     assert ledger.at_edge
     assert (ledger.edge_wait_ns, ledger.edges) == (4 + 60, 1)
-    ledger.fold([(30, 100, DATA_WAIT, COMPUTE, False, True, True), (110, 150, DATA_WAIT, COMPUTE, True, True, True)])
+    ledger.fold(
+        [
+            (30, 100, DATA_WAIT, COMPUTE, False, True, True, False),
+            (110, 150, DATA_WAIT, COMPUTE, True, True, True, False),
+        ]
+    )
     assert (ledger.edge_wait_ns, ledger.edges) == (4 + 70, 1)
     assert ledger.ns[DATA_WAIT] == 10 + 4 + 70 + 40
 

@@ -66,4 +66,4 @@ def test_a_thread_that_waits_is_not_running():
     finally:
         over.set()
         waiting.join()
-    assert not is_running(waiting.native_id)  # it is gone
+    assert wait_for(lambda: not is_running(waiting.native_id))  # it is gone

@@ -26,6 +26,8 @@ def time_garbage(tracker: StepTracker, patches: Patches) -> None:
         nonlocal began, ran
         del info
         elsewhere = get_ident() != tracker.thread
+        if not elsewhere:
+            tracker.collecting = phase == "start"
         if not (tracker.active and tracker.stepping) or (elsewhere and _waits_for_workers(tracker)):
             began = 0  # what it costs the start-up or an evaluation is no step's loss
             return

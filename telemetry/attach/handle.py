@@ -20,7 +20,7 @@ class Source:
     Attributes:
         kind: in the words of `records.Slice`.
         settings: of the loader, by the names of DataLoader's arguments; ``loader_used_again``, whether the newest
-            iteration was not its first; and ``sharing_strategy``, of torch.multiprocessing.
+            iteration was not its first; and ``sharing_strategy``, of torch.multiprocessing, where workers are forked.
     """
 
     __slots__ = ("__weakref__", "kind", "settings")
@@ -69,6 +69,10 @@ class LoaderHandle(Source):
         if hasattr(iterator, "_in_order"):  # from torch 2.6 on
             settings["in_order"] = self.in_order
         multiprocessing = sys.modules.get("torch.multiprocessing")
-        if multiprocessing is not None:
+        if multiprocessing is not None and all(map(_is_forked, iterator._workers)):  # others do not inherit it
             settings["sharing_strategy"] = multiprocessing.get_sharing_strategy()
         super().__init__("workers", settings)
+
+
+def _is_forked(worker: Any) -> bool:
+    return getattr(getattr(worker, "_popen", None), "method", None) == "fork"

@@ -12,7 +12,7 @@ from threading import get_ident
 from time import thread_time_ns
 from typing import TYPE_CHECKING, Any
 
-from telemetry.attach.frames import forget_frame
+from telemetry.attach.frames import forget_frame, without_frames
 from telemetry.attach.ring import MASK, S_DATA_WAIT, STEP, STRIDE
 from telemetry.attach.steps import OVERHEAD_EVERY, OVERHEAD_MASK, StepTracker
 from telemetry.clock import now_ns
@@ -99,7 +99,7 @@ def _timed_uncommon(original: Callable[[Any], Any], tracker: StepTracker) -> Cal
             tracker.requested(entry)
             if tracker.gpu is not None:
                 _mark(tracker, self, entry)
-            cpu = thread_time_ns() if tracker.time_fetch and entry & 7 == S_DATA_WAIT else 0
+            cpu = thread_time_ns() if tracker.time_fetches and entry & 7 == S_DATA_WAIT else 0
             marks = tracker.wait_begins(self) if tracker.marks.makers else ()
             start = now_ns()
             tracker.waiting_since = start if entry & 7 == S_DATA_WAIT else -start
@@ -173,7 +173,7 @@ def _without_gpu(tracker: StepTracker, error: Exception) -> None:
     """What failed once may fail at every step: the steps go on, and the GPU's part of their waits is not known."""
     tracker.gpu = None
     tracker.errors += 1
-    tracker.last_error = error
+    tracker.last_error = without_frames(error)
 
 
 def timed_iter(original: Callable[[Any], Any], tracker: StepTracker) -> Callable[[Any], Any]:

@@ -44,6 +44,8 @@ JOINS: Final = 1 << 10
 """A batch was delivered that adds to the open step."""
 BEGINS: Final = 1 << 9
 """An iteration of the loader began: its batches are numbered from 0 again."""
+LEAVES: Final = 1 << 11
+"""The workers of an iteration that was left in the middle were stopped."""
 
 
 def code(during: int, after: int, flags: int = 0) -> int:

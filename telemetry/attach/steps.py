@@ -19,6 +19,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from telemetry.attach import ring as r
+from telemetry.attach.frames import without_frames
 from telemetry.attach.handle import ON_THREAD, WATCHED
 from telemetry.attach.marks import Marks
 from telemetry.attach.sources import Sources
@@ -78,8 +79,9 @@ class StepTracker:
         gpu: the clock that times waits on the GPU, None where there is none.
         native_thread: the kernel's number of the training thread.
         garbage_ns: time garbage collection stopped the training thread.
-        time_fetch: the next fetch of this thread's own is to be timed on the CPU's clock too; ``timed_fetch_ns`` and
-            ``timed_fetch_cpu_ns`` are the sums of those that were.
+        time_fetches: so many of the next fetches of this thread's own are to be timed on the CPU's clock too;
+            ``timed_fetch_ns`` and ``timed_fetch_cpu_ns`` are the sums of those that were.
+        collecting: the garbage collector is at work on the training thread.
         overhead_ns: time the hooks took, from one call in `OVERHEAD_EVERY`.
     """
 
@@ -98,6 +100,7 @@ class StepTracker:
         "_optimizer_steps_at_open",
         "_state",
         "_steady",
+        "collecting",
         "device",
         "errors",
         "garbage_ns",
@@ -113,7 +116,7 @@ class StepTracker:
         "ring",
         "sources",
         "thread",
-        "time_fetch",
+        "time_fetches",
         "timed_fetch_cpu_ns",
         "timed_fetch_ns",
         "waiting_since",
@@ -131,7 +134,8 @@ class StepTracker:
         self.optimizer_steps = 0
         self.overhead_ns = 0
         self.garbage_ns = 0
-        self.time_fetch = False
+        self.collecting = False
+        self.time_fetches = 0
         self.timed_fetch_ns = 0
         self.timed_fetch_cpu_ns = 0
         self.sources = Sources()
@@ -276,11 +280,16 @@ class StepTracker:
         return r.code(r.S_DATA_WAIT, self._state, flags)
 
     def leaving(self, iterator: object) -> int | None:
-        """The workers of an iterator that was left are about to be stopped. Returns the code of that span, or None."""
-        stopped = getattr(iterator, "_shutdown", False)  # at the end of its epoch: there is nothing left to do
-        if stopped or self._held or self._state not in {r.S_COMPUTE, r.S_OTHER}:
+        """The workers of an iterator that was left are about to be stopped. Returns the code of that span, or None.
+
+        None of one that had ended, whose workers are stopped already; and none in a garbage collection, which may come
+        in the middle of any of these methods, and is timed as such.
+        """
+        if getattr(iterator, "_shutdown", False) or self.collecting:
             return None
-        return r.code(r.S_DATA_WAIT, self._state)
+        if self._held or self._state not in {r.S_COMPUTE, r.S_OTHER}:
+            return None
+        return r.code(r.S_DATA_WAIT, self._state, r.LEAVES)
 
     def iterated(self, start: int, end: int, entry: int, iterator: object | None) -> None:
         """An edge has passed: ``iter(loader)`` has returned; or raised, or workers were stopped (iterator None)."""
@@ -294,17 +303,18 @@ class StepTracker:
         self.waiting_since = 0
 
     def time_next_fetch(self) -> None:
-        """Where this thread fetches its batches itself, have one timed on the CPU's clock. Called on the agent thread.
+        """Where this thread fetches its batches itself, have some timed on the CPU's clock. Called on the agent thread.
 
-        The clock of a thread costs a system call, so it is not read at every step.
+        One of each loader of a step: the next alone would mostly be of the one that follows the slowest. The clock of
+        a thread costs a system call, so it is not read at every step.
         """
         if self.active and self.sources.newest() in {ON_THREAD, WATCHED}:
-            self.time_fetch = True
+            self.time_fetches = max(1, len(self._members))
             self.key = 0  # off the short path, for one batch
 
     def fetch_timed(self, wall_ns: int, cpu_ns: int) -> None:
         """A fetch on this thread took so long, and so much of it on the CPU."""
-        self.time_fetch = False
+        self.time_fetches -= 1
         self.timed_fetch_ns += wall_ns
         self.timed_fetch_cpu_ns += cpu_ns
 
@@ -479,7 +489,7 @@ class StepTracker:
         """Something of ours failed on the training thread: count it, keep it for the log, go on."""
         self.waiting_since = 0
         self.errors += 1
-        self.last_error = error
+        self.last_error = without_frames(error)
 
     def detach(self) -> None:
         """Make every hook pass straight through: after ``stop()``, and in a forked child."""

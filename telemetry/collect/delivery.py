@@ -134,7 +134,7 @@ class Fetches:
         number = (_began(worker, arrival.epoch) or 0) + arrival.number // self._workers
         starts, ends = worker.recent_started_ns, worker.recent_finished_ns
         kept = len(starts)
-        later = range(max(number + 1, worker.ended - kept + 1), worker.ended)
+        later = range(number + 1, worker.ended)  # kept, since this batch's own is
         begun = bisect_left(later, arrival.arrived_ns, key=lambda fetch: starts[fetch % kept])
         if begun == len(later) and 0 < worker.fetching_since_ns < arrival.arrived_ns:
             return True

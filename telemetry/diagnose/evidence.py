@@ -38,7 +38,7 @@ class Evidence:
         fetch_seconds: mean time of a worker for one batch; ``fetch_cpu_seconds`` of it on a core. ``longest_fetch``:
             none took longer. ``slowest_fetch``: the mean of the worker that takes longest. ``read_bytes``: read from
             storage by all workers in the window.
-        worker_cores: on how many the workers may run, where that is fewer than this process may.
+        worker_cores: on how many the workers may run, where that is fewer than ``cores``.
         cpu_share, runnable_share, blocked_share: of the time the workers spent in fetches. Where the kernel does not
             tell running from waiting for a core, ``runnable_share`` is None and the other two come from CPU time alone.
         ready_batches: mean number of batches that lay ready.
@@ -59,6 +59,7 @@ class Evidence:
     exposed: float | None
     edge_wait: float
     edges: int
+    left: int
     late_wait: float
     late: float
     moved: float
@@ -117,7 +118,7 @@ class Evidence:
             "garbage", "own_runnable", "gpu_idle", "gpu_slowed", "longest_fetch", "slowest_fetch",
         )  # fmt: skip
         plain = (
-            "steps", "batches_per_step", "source", "workers", "worker_cores", "edges", "fetch_seconds",
+            "steps", "batches_per_step", "source", "workers", "worker_cores", "edges", "left", "fetch_seconds",
             "fetch_cpu_seconds", "moving_seconds", "moving_from_busy_seconds", "ready_batches", "slack_seconds",
             "head_of_line_worker", "stuck_seconds", "cores", "cores_of_others", "settings", "read_bytes",
         )  # fmt: skip
@@ -159,6 +160,7 @@ def gather(slices: Sequence[Slice], *, rank: int = 0, cause: str | None = None) 
         exposed=_all([s.exposed for s in slices]),
         edge_wait=_sum(slices, lambda s: s.edge_wait),
         edges=int(_sum(slices, lambda s: s.edges)),
+        left=int(_sum(slices, lambda s: s.left)),
         late_wait=_sum(slices, lambda s: s.late_wait),
         late=_sum(slices, lambda s: s.late),
         moved=_sum(slices, lambda s: s.moved),
@@ -172,7 +174,7 @@ def gather(slices: Sequence[Slice], *, rank: int = 0, cause: str | None = None) 
         source=waited.source,
         own_fetch_cpu_share=min(1.0, _sum(slices, lambda s: s.timed_fetch_cpu) / timed) if timed > 0 else None,
         workers=max((w.training_workers for w in workers), default=0),
-        worker_cores=_worker_cores(slices),
+        worker_cores=_worker_cores(slices, cores),
         fetches=fetches if told else None,
         fetch_seconds=fetch,
         fetch_cpu_seconds=fetch * cpu_share if fetch is not None and cpu_share is not None else None,
@@ -256,21 +258,27 @@ def _longest_fetch(samples: Sequence[WorkersSample]) -> float | None:
 
 
 def _slowest_fetch(samples: Sequence[WorkersSample]) -> float | None:
-    """Of the workers that are there and have fetched enough for a mean; None where there are none."""
+    """Of the workers that are there, each by the better half of the window: one long fetch makes none slow."""
+    middle = len(samples) // 2
+    first, second = _mean_fetches(samples[: middle + 1]), _mean_fetches(samples[middle:])
+    return max((min(mean, second[pid]) for pid, mean in first.items() if pid in second), default=None)
+
+
+def _mean_fetches(samples: Sequence[WorkersSample]) -> dict[int, float]:
+    """By the pids of the workers that have fetched enough for a mean."""
     if not samples:
-        return None
-    before, now = samples[0].fetched, samples[-1].fetched
-    means = []
-    for pid, (fetches, seconds) in now.items():
+        return {}
+    before, means = samples[0].fetched, {}
+    for pid, (fetches, seconds) in samples[-1].fetched.items():
         fetches_before, seconds_before = before.get(pid, (0, 0.0))
         if fetches - fetches_before >= _ENOUGH_FETCHES:
-            means.append((seconds - seconds_before) / (fetches - fetches_before))
-    return max(means, default=None)
+            means[pid] = (seconds - seconds_before) / (fetches - fetches_before)
+    return means
 
 
-def _worker_cores(slices: Sequence[Slice]) -> int | None:
+def _worker_cores(slices: Sequence[Slice], cores: float) -> int | None:
     newest = next((s.workers.allowed_cores for s in reversed(slices) if s.workers is not None), None)
-    return newest if newest is not None and newest < slices[-1].cores else None
+    return newest if newest is not None and newest < cores else None
 
 
 def _batches_per_step(slices: Sequence[Slice], steps: int, fetches: int | None) -> float:

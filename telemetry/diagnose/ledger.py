@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 _NS: Final = 1e9
 _PHASES: Final = frozenset({EVALUATION, CHECKPOINT})
 
-Span = tuple[int, int, str, str, bool, bool, bool]
-"""start, end (monotonic ns), category during, category after, closes a step, opens a step, delivered a batch."""
+Span = tuple[int, int, str, str, bool, bool, bool, bool]
+"""start, end (monotonic ns), category during, category after, closes a step, opens a step, delivered a batch, ended the
+workers of an iteration that was left."""
 
 
 class Ledger:
@@ -34,11 +35,12 @@ class Ledger:
         self.ns: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
         self.batches = 0
         self.last_step_ns: int | None = None
-        # The wait for the first batch of the run; and those at the edges of later epochs: an iteration that ends, one
-        # that begins, and its first batch. Those that still go on are in them, as they are in the data wait.
+        # The wait for the first batch of the run; and those at the edges of later epochs: an iteration that ends or is
+        # left, one that begins, and its first batch. Those that still go on are in them, as they are in the data wait.
         self.first_wait_ns = 0
         self.edge_wait_ns = 0
         self.edges = 0
+        self.left = 0
         self._at_edge = False
         self._span_at_ns = start_ns
         self._span_category = STARTUP
@@ -51,7 +53,7 @@ class Ledger:
 
     def fold(self, spans: Iterable[Span]) -> None:
         """Book spans, in the order in which they happened."""
-        for start, end, during, after, closes, opens, batch in spans:
+        for start, end, during, after, closes, opens, batch, left in spans:
             self._pass(start)
             if closes and self._open:
                 self._close(start)
@@ -59,7 +61,9 @@ class Ledger:
                 self._open, self._wait_ns, self._compute_ns = True, 0, 0
             self._enter(during, start)
             self._pass(end)
-            if during == DATA_WAIT:
+            if left:
+                self._count_left(max(0, end - start))
+            elif during == DATA_WAIT:
                 self._count_edge(max(0, end - start), batch=batch)
             self._enter(after, end)
             self.batches += batch
@@ -147,6 +151,12 @@ class Ledger:
             self.edge_wait_ns += waited  # nobody knew before
             self.edges += 1
         self._at_edge = not batch
+
+    def _count_left(self, waited: int) -> None:
+        """It is at an edge itself. What comes next may be of another loader, in the middle of its iteration."""
+        self.left += 1
+        if not self._at_edge:
+            self.edge_wait_ns += waited
 
     def _enter(self, category: str, stamp: int) -> None:
         self.category = category

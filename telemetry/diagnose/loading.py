@@ -61,7 +61,7 @@ def _without_own_fetches(evidence: Evidence, fetch: float) -> tuple[Evidence, fl
     """The evidence as it were without the fetches of the training thread's own, and the CPU time of one of them."""
     own_cpu, compute = evidence.process_cpu_per_step, compute_seconds(evidence) or 0.0
     if evidence.own_fetch_cpu_share is not None:
-        fetch_cpu = fetch * evidence.own_fetch_cpu_share
+        fetch_cpu = min(fetch * evidence.own_fetch_cpu_share, own_cpu or fetch)
     else:  # what the process ran beyond its compute, it ran for them
         fetch_cpu = fetch if own_cpu is None else min(fetch, max(0.0, own_cpu - compute))
     rest = None if own_cpu is None else max(min(own_cpu, compute), own_cpu - fetch_cpu)
@@ -138,8 +138,10 @@ def _fewer_workers(evidence: Evidence) -> list[Advice]:
         f"{evidence.workers} workers and the training thread share {evidence.cores:g} cores, and it had none for "
         f"{crowded:.1f} s of {evidence.loop:.1f} s"
     )
-    fewer = str(max(1, fewest // _loaders(evidence)))
-    return [Advice("use fewer workers", "num_workers", fewer, gain_of(evidence, best), because)]
+    fewer = max(1, fewest // _loaders(evidence))
+    if fewer >= _workers_each(evidence):
+        return []
+    return [Advice("use fewer workers", "num_workers", str(fewer), gain_of(evidence, best), because)]
 
 
 def startup(evidence: Evidence) -> list[Advice]:
@@ -148,10 +150,14 @@ def startup(evidence: Evidence) -> list[Advice]:
     if now is None or evidence.settings.get("persistent_workers"):
         return []
     edge = evidence.edge_wait / evidence.steps
-    because = f"{evidence.edges} epochs began in the window and cost {evidence.edge_wait:.1f} s of starting workers"
-    # What is left at an edge is one fetch that nobody prefetched.
-    left = min(edge, (evidence.fetch_seconds or 0.0) * evidence.edges / evidence.steps)
-    gain = gain_of(evidence, now - edge + left)
+    because = (
+        f"{evidence.edges} epochs began in the window: workers were started and stopped for {evidence.edge_wait:.1f} s"
+    )
+    # What remains at an edge is one fetch that nobody prefetched; and workers that go on first finish what was asked of
+    # them in an epoch that was left.
+    asked = int(evidence.settings.get("prefetch_factor") or 2)
+    fetches = evidence.edges + evidence.left * asked
+    gain = gain_of(evidence, now - edge + min(edge, (evidence.fetch_seconds or 0.0) * fetches / evidence.steps))
     if evidence.settings.get("loader_used_again") is False:
         action = "make the DataLoader once, with persistent_workers=True, and iterate over it in every epoch"
         because += ", each time of a new DataLoader"
@@ -204,16 +210,17 @@ def _further_ahead(evidence: Evidence, compute: float, step: float, because: str
     if wanted <= factor:
         return []
     step += _still_late(evidence, factor, wanted, compute)
-    handed_over, at_once = with_moving(evidence, step), step + (evidence.moving_seconds or 0.0)
-    if handed_over < _HANDED_OVER_LATE * at_once or not _handed_over_by_busy_workers(evidence):
+    handed_over, idle, busy = with_moving(evidence, step), evidence.moving_seconds, evidence.moving_from_busy_seconds
+    at_once = step + (idle or 0.0) * evidence.batches_per_step
+    late = idle is not None and busy is not None and busy > idle and handed_over >= _HANDED_OVER_LATE * at_once
+    if not late or not _handed_over_by_busy_workers(evidence):
         action = "let workers run further ahead"
         return [Advice(action, "prefetch_factor", str(wanted), gain_of(evidence, handed_over), because)]
     action = (
         "share tensors by file, torch.multiprocessing.set_sharing_strategy('file_system'), and let workers run further "
         f"ahead, prefetch_factor={wanted}"
     )
-    late = ms(evidence.moving_from_busy_seconds or 0.0)
-    because += f"; and one that is finished takes {late} to be handed over by a worker that is busy with the next"
+    because += f"; and one that is finished takes {ms(busy or 0.0)} to be handed over by a worker busy with the next"
     return [Advice(action, None, None, gain_of(evidence, at_once), because)]
 
 
@@ -303,14 +310,20 @@ def _more_workers(evidence: Evidence, provided: str = "") -> list[Advice]:
         f"{evidence.workers} workers of {ms(fetch)} a batch deliver one every {ms(fetch / max(1, evidence.workers))}"
         f"; more deliver more{provided}"
     )
-    more = str(math.ceil(workers / _loaders(evidence)))
-    return [Advice("use more workers", "num_workers", more, gain_of(evidence, step), because)]
+    more = math.ceil(workers / _loaders(evidence))
+    if more <= _workers_each(evidence):
+        return []
+    return [Advice("use more workers", "num_workers", str(more), gain_of(evidence, step), because)]
 
 
 def _loaders(evidence: Evidence) -> int:
     """How many with workers the loop reads side by side: ``num_workers`` is set for each of them."""
-    each = int(evidence.settings.get("num_workers") or evidence.workers or 1)
-    return max(1, round(evidence.workers / each))
+    return max(1, round(evidence.workers / _workers_each(evidence)))
+
+
+def _workers_each(evidence: Evidence) -> int:
+    """``num_workers`` as it is, of the loader that is waited for."""
+    return int(evidence.settings.get("num_workers") or evidence.workers or 1)
 
 
 def _cheaper(what: str, evidence: Evidence) -> Advice:

@@ -52,8 +52,8 @@ def mean_of(samples: Sequence[Any]) -> dict[str, Any]:
     for spec in fields(newest):
         values = [v for s in samples if (v := getattr(s, spec.name)) is not None]
         last = getattr(newest, spec.name)
-        if isinstance(last, Histogram):
-            continue  # the endpoint's: a log line would grow by it every time
+        if isinstance(last, Histogram) or spec.name == "fetched":
+            continue  # a log line would grow by it every time
         if spec.name in _RUNNING_TOTALS:
             merged[spec.name] = rounded(last)
         elif values and all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in values):

@@ -6,6 +6,7 @@ import multiprocessing
 import signal
 import sys
 import threading
+import weakref
 
 import pytest
 import torch
@@ -157,6 +158,22 @@ def test_an_error_as_the_workers_of_a_loader_are_stopped_stays_there(start, monk
             break
     assert [worker.is_alive() for worker in workers] == [False]
     assert counted(agent, "hook") == 1
+
+
+def test_an_error_that_is_kept_keeps_nothing_of_the_training_alive(start, monkeypatch):
+    agent = start()
+    with monkeypatch.context() as patch:
+        break_seam(patch, agent, "tracker.delivered")
+
+        def epoch():
+            model = torch.nn.Linear(2, 1)
+            for batch in torch.utils.data.DataLoader(Dataset(), batch_size=2):
+                model(batch)
+            return weakref.ref(model)
+
+        model = epoch()
+    assert agent.tracker.errors > 0
+    assert model() is None
 
 
 def test_errors_in_a_hook_leave_the_other_steps_counted(start, monkeypatch):
