@@ -302,7 +302,7 @@ class _Server(ThreadingMixIn, TCPServer):
         except Exception:
             self.handle_error(request, client_address)
         if rest:
-            threading.Thread(target=self._send_rest, args=(request, rest), name="telemetry-rest", daemon=True).start()
+            threading.Thread(target=self._send_rest, args=(request, rest), daemon=True).start()
         else:
             self.shutdown_request(request)
 
