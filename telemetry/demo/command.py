@@ -287,7 +287,7 @@ class _Watch:
         new, self._before = now.since(self._before), now
         seconds = new.wall_seconds
         if seconds <= 0:
-            return  # the agent publishes every two seconds, and nothing new has come
+            return  # the agent has published nothing new
         rate = f"{new.steps / seconds:.1f}"
         waiting = "-" if new.waiting_ratio is None else f"{100 * new.waiting_ratio:.0f} %"
         median = "-" if new.median_step_seconds is None else f"{1e3 * new.median_step_seconds:.0f} ms"

@@ -111,7 +111,7 @@ class Board:
         content = _SEPARATOR.join(parts)
         try:
             _write_whole(file, content)
-            os.replace(temporary, path)  # noqa: PTH105 - twice the time
+            os.replace(temporary, path)  # noqa: PTH105 - at every publication
         except OSError:
             _unlink(temporary)
             raise
