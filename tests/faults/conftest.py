@@ -16,3 +16,16 @@ def _clean(monkeypatch):
             monkeypatch.delenv(name)
     yield
     telemetry.stop()
+
+
+@pytest.fixture
+def start(tmp_path, capfd):
+    """Starts an agent that ticks fast. In the end nothing may have been printed, by any thread."""
+
+    def started(**settings):
+        fast = {"port": 0, "interval_seconds": 0.1, "log_interval_seconds": 0.1, "start_line": False}
+        return telemetry.start(tmp_path / "run", **(fast | settings))
+
+    yield started
+    telemetry.stop()
+    assert capfd.readouterr() == ("", "")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import signal
 import sys
 import threading
 import weakref
@@ -12,10 +11,9 @@ import pytest
 import torch
 
 import telemetry
-from faults.processes import HANG, environment, events, fetch, python, run_script, value, wait_for, write
+from faults.processes import HANG, events, fetch, value, wait_for
+from faults.small_run import BATCHES, Dataset, train
 from telemetry.publish import exposition
-
-BATCHES = 6
 
 
 class Broken(Exception):
@@ -26,58 +24,11 @@ def break_(*_, **__):
     raise Broken("injected")
 
 
-class Dataset(torch.utils.data.Dataset):
-    def __len__(self):
-        return 2 * BATCHES
-
-    def __getitem__(self, index):
-        return torch.tensor([float(index), 1.0])
-
-
-def train(epochs: int = 1, watched: bool = False, steps: bool = False, saved=None) -> list[list[float]]:
-    """A real loop with everything that is hooked; what it has seen and learned."""
-    torch.manual_seed(1)
-    model = torch.nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    loader = torch.utils.data.DataLoader(Dataset(), batch_size=2)
-    source = telemetry.watch(iter(loader)) if watched else loader
-    seen = []
-    for _ in range(epochs):
-        for batch in source:
-            with telemetry.step() if steps else telemetry.phase("a part"):
-                optimizer.zero_grad()
-                model(batch).sum().backward()
-                optimizer.step()
-            seen.append(batch.flatten().tolist())
-        evaluation = torch.utils.data.DataLoader(Dataset(), batch_size=4)
-        with torch.no_grad():
-            seen += [model(batch).flatten().tolist() for batch in evaluation]
-            with telemetry.phase("evaluation"):
-                seen += [model(batch).flatten().tolist() for batch in evaluation]
-        if saved is not None:
-            torch.save(model.state_dict(), saved)
-    seen.append([p for parameter in model.parameters() for p in parameter.flatten().tolist()])
-    return seen
-
-
 @pytest.fixture(scope="module")
 def unharmed():
     """What the loop gives without us."""
     assert telemetry.api._agent is None
     return {steps: train(epochs=2, steps=steps) for steps in (False, True)}
-
-
-@pytest.fixture
-def start(tmp_path, capfd):
-    """Starts an agent that ticks fast. In the end nothing may have been printed, by any thread."""
-
-    def started(**settings):
-        fast = {"port": 0, "interval_seconds": 0.1, "log_interval_seconds": 0.1, "start_line": False}
-        return telemetry.start(tmp_path / "run", **(fast | settings))
-
-    yield started
-    telemetry.stop()
-    assert capfd.readouterr() == ("", "")
 
 
 def counted(agent, source: str) -> int:
@@ -315,21 +266,11 @@ def test_an_error_on_the_agent_s_thread_stays_there(seam, start, unharmed, monke
         assert agent._thread.is_alive()
     assert counted(agent, source) >= 1  # the page is served, and it is there
     ticked(agent)
-    assert train() == unharmed_epoch(unharmed)
+    assert train(epochs=2) == unharmed[False]
     telemetry.stop()
     (end,) = events(tmp_path / "run", "run_end")
     assert end["errors_total"][source] >= 1
     assert sum(end["ledger_total_seconds"].values()) == pytest.approx(end["wall_seconds"], abs=1e-4)
-
-
-def unharmed_epoch(unharmed):
-    """The loop's first epoch without its evaluation, plus what a second run of one epoch adds, is deterministic."""
-    del unharmed
-    agent, telemetry.api._agent = telemetry.api._agent, None
-    try:
-        return train()
-    finally:
-        telemetry.api._agent = agent
 
 
 @pytest.mark.parametrize("seam", ["view", "families", "render", "board"])
@@ -436,244 +377,6 @@ def test_the_same_failure_at_every_step_does_not_flood_the_log(start, unharmed, 
     assert counted(agent, "hook") >= 20
     ticked(agent, 3)
     assert len([line for line in events(tmp_path / "run", "error") if line["source"] == "hook"]) == 1
-
-
-# -- exceptions of the user's own --------------------------------------------------------------------------------
-
-
-class Odd(BaseException):
-    pass
-
-
-class Failing(Dataset):
-    def __init__(self, error, at=3):
-        self.error, self.at = error, at
-
-    def __getitem__(self, index):
-        if index == self.at:
-            raise self.error
-        return super().__getitem__(index)
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, GeneratorExit, SystemExit, Odd, ValueError, StopIteration])
-@pytest.mark.parametrize("how", ["loader", "watch", "steps"])
-def test_the_user_s_exceptions_pass_unchanged_and_nothing_sticks(error, how, start, monkeypatch):
-    agent = start()
-    mine = error("mine")
-    loader = torch.utils.data.DataLoader(Failing(mine), batch_size=1)
-
-    def batches():
-        for index in range(6):
-            if index == 3:
-                raise mine
-            yield index
-
-    class Source:
-        def __init__(self):
-            self.number = 0
-
-        def __iter__(self):
-            return self
-
-        def __next__(self):
-            self.number += 1
-            if self.number == 4:
-                raise mine
-            return self.number
-
-    source = telemetry.watch(Source()) if how == "watch" else loader
-    seen = []
-    try:
-        for batch in source:
-            with telemetry.step() if how == "steps" else telemetry.phase("part"):
-                seen.append(batch)
-        assert error is StopIteration  # the end of an iteration, as plain Python has it
-    except BaseException as caught:
-        assert caught is mine
-        trace, files = caught.__traceback__, []
-        while trace:
-            files.append(trace.tb_frame.f_code.co_filename)
-            trace = trace.tb_next
-        assert not [f for f in files if "/telemetry/attach/loader" in f and how != "watch"] or not hasattr(
-            error, "add_note"
-        )
-    assert len(seen) == 3
-    assert agent.tracker.waiting_since == 0
-
-    telemetry.stop()
-    again = start()
-    good = torch.utils.data.DataLoader(Dataset(), batch_size=2)
-    for _ in good:
-        pass
-    telemetry.stop()
-    assert again.accounts.stats.steps == BATCHES
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, GeneratorExit, ValueError])
-def test_steps_go_on_after_an_exception_in_the_middle_of_an_epoch(error, start):
-    agent = start()
-    loader = torch.utils.data.DataLoader(Failing(error("mine")), batch_size=1)
-    with pytest.raises(error):
-        for _ in loader:
-            pass
-    for _ in torch.utils.data.DataLoader(Dataset(), batch_size=2):
-        pass
-    telemetry.stop()
-    assert agent.accounts.stats.steps == 3 + BATCHES
-    assert "hook" not in agent.faults.counts
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, Odd, ValueError])
-@pytest.mark.parametrize("name", ["evaluation", "checkpoint", "mine", "step"])
-def test_an_exception_leaves_a_phase_or_step_closed(error, name, start):
-    agent = start()
-    with pytest.raises(error):
-        with telemetry.step() if name == "step" else telemetry.phase(name):
-            raise error
-    assert agent.tracker._held is False
-    for _ in torch.utils.data.DataLoader(Dataset(), batch_size=2):
-        with telemetry.step():
-            pass
-    telemetry.stop()
-    assert agent.accounts.stats.steps == BATCHES + (name == "step")
-    seconds = agent.accounts.ledger.seconds()
-    assert sum(seconds.values()) == pytest.approx(agent.accounts.ledger.wall_seconds, abs=1e-6)
-
-
-def test_an_exception_while_saving_passes_unchanged(start, tmp_path):
-    agent = start()
-
-    class Unpicklable:
-        def __reduce__(self):
-            raise Odd
-
-    with pytest.raises(Odd):
-        torch.save({"x": Unpicklable()}, tmp_path / "x.pt")
-    assert agent.tracker._held is False
-    with pytest.raises(TypeError, match="missing 1 required positional argument"):
-        torch.save({})
-
-
-@pytest.mark.parametrize("inside", ["push", "delivered", "failed", "iterated"])
-def test_ctrl_c_inside_a_hook_passes_and_nothing_sticks(inside, start, monkeypatch):
-    """A signal can come at any bytecode, ours included."""
-    agent = start()
-    owner = type(agent.tracker.ring if inside == "push" else agent.tracker)
-    loader = torch.utils.data.DataLoader(Dataset(), batch_size=2)
-    with monkeypatch.context() as patch:
-        patch.setattr(owner, inside, lambda *_: signal.raise_signal(signal.SIGINT))
-        with pytest.raises(KeyboardInterrupt):
-            for _ in loader:
-                pass
-    assert agent.tracker.waiting_since == 0
-    before = agent.tracker.ring.head
-    for _ in torch.utils.data.DataLoader(Dataset(), batch_size=2):
-        pass
-    assert agent.tracker.ring.head > before
-    assert "hook" not in agent.faults.counts
-
-
-def test_a_generator_that_is_watched_is_closed_as_it_would_be(start):
-    start()
-    closed = []
-
-    def batches():
-        try:
-            yield from range(100)
-        except GeneratorExit:
-            closed.append(True)
-            raise
-
-    source = batches()
-    watched = telemetry.watch(source)
-    assert next(watched) == 0  # an iterator before and after
-    assert iter(watched) is watched
-    for item in watched:
-        assert item == 1
-        break
-    watched.close()
-    assert closed == [True]
-    assert next(source, "ended") == "ended"
-    assert list(watched) == []
-
-
-def test_what_is_watched_behaves_as_what_it_holds(start):
-    start()
-    assert bool(telemetry.watch(range(3))) is True
-    assert bool(telemetry.watch([])) is False
-    assert len(telemetry.watch([1, 2])) == 2
-
-    class Plain:
-        def __iter__(self):
-            return iter("ab")
-
-    plain = telemetry.watch(Plain())
-    assert bool(plain) is True, "an object without a length is true"
-    assert list(plain) == ["a", "b"]
-    assert list(zip(telemetry.watch(x for x in "ab"), plain, strict=True)) == [("a", "a"), ("b", "b")]
-
-
-def test_saving_functions_can_still_be_pickled_by_name(start):
-    import pickle
-
-    save = torch.save
-    start()
-    assert torch.save is not save
-    for function in (torch.save, torch.serialization.save):
-        assert pickle.loads(pickle.dumps(function)) is function
-    telemetry.stop()
-    assert torch.save is torch.serialization.save is save
-
-
-def test_a_module_that_is_only_looked_for_is_still_recognised_when_imported(tmp_path):
-    """As libraries do that ask whether torch is there."""
-    done = run_script(
-        """
-        import importlib.util, sys
-        import telemetry
-        agent = telemetry.start("run", port="off", start_line=False)
-        assert importlib.util.find_spec("torch") is not None
-        assert importlib.util.find_spec("torch") is not None
-        assert "torch" not in sys.modules
-        import torch
-        assert torch.__spec__.loader is torch.__loader__
-        assert type(torch.__loader__).__module__ != "telemetry.attach.imports"
-        assert "telemetry" in torch.save.__code__.co_filename
-        assert not [finder for finder in sys.meta_path if finder is agent.attachment._watch] or True
-        for _ in torch.utils.data.DataLoader([1, 2, 3]):
-            pass
-        telemetry.stop()
-        assert agent.accounts.stats.steps == 3, agent.accounts.stats.steps
-        """,
-        tmp_path,
-    )
-    assert (done.stdout, done.stderr) == ("", "")
-
-
-def test_a_compiled_optimizer_step_says_nothing_more_and_is_counted(tmp_path):
-    """Dynamo traces global hooks, and would warn of what it cannot trace in ours."""
-    script = write(
-        tmp_path,
-        "script.py",
-        """
-        import sys, torch, telemetry
-        agent = telemetry.start("run", port="off", start_line=False) if "with" in sys.argv else None
-        parameter = torch.nn.Parameter(torch.ones(1))
-        optimizer = torch.optim.SGD([parameter], lr=0.25)
-        compiled = torch.compile(lambda: optimizer.step(), backend="eager")
-        for _ in range(3):
-            parameter.grad = torch.ones(1)
-            compiled()
-        print(parameter.item(), agent and agent.tracker.optimizer_steps)
-        """,
-    )
-    done = python(
-        script, "with", cwd=tmp_path, env=environment(TORCH_LOGS="-all", TORCHDYNAMO_VERBOSE="0"), timeout=180
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "0.25 3\n"
-    assert "get_ident" not in done.stderr
-    assert "telemetry" not in done.stderr
 
 
 def test_hooks_of_other_threads_pass_through_whatever_fails(start, unharmed, monkeypatch):

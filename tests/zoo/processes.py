@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 SCRIPTS: Final = Path(__file__).resolve().parent / "scripts"
+_ADOPT: Final = Path(__file__).with_name("adopt.py")
 
 _PATIENCE_SECONDS: Final = 90.0
 """How much longer than its training a run may take: data is written, workers are started, a summary is made."""
@@ -91,7 +92,12 @@ def finish(command: Sequence[str], folder: Path, specimen: Specimen, variables: 
     """
     with (folder / "output.txt").open("w") as output:
         process = subprocess.Popen(
-            command, cwd=folder, env=dict(variables), stdout=output, stderr=output, start_new_session=True
+            [sys.executable, "-I", str(_ADOPT), *command],
+            cwd=folder,
+            env=dict(variables),
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
         )
         try:
             if specimen.cores is not None:  # inherited by all that it starts

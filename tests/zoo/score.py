@@ -56,9 +56,14 @@ class Score:
         return sum(r.accused is not False for r in self.results) if self.specimen.healthy else 0
 
     @property
+    def followed(self) -> int:
+        """Runs after which an advice was followed, whatever came of it."""
+        return sum(r.advised is not None for r in self.results)
+
+    @property
     def predicted(self) -> float | None:
         """Median speed-up predicted, of the runs in which the advice was followed."""
-        values = [r.advised.predicted for r in self.results if r.advised is not None and r.realised is not None]
+        values = [r.advised.predicted for r in self.results if r.advised is not None]
         return median(values) if values else None
 
     @property
@@ -69,7 +74,7 @@ class Score:
 
     @property
     def off(self) -> float | None:
-        """How far the predicted speed-up is from the realised one; None where no advice was followed."""
+        """How far the predicted speed-up is from the realised one; None where no advice was followed, or none worked."""
         predicted, realised = self.predicted, self.realised
         return None if predicted is None or realised is None else abs(predicted / realised - 1)
 
@@ -86,8 +91,8 @@ def goals(scored: Sequence[Score]) -> list[Goal]:
     wanted = sum(len(s.results) for s in stalls)
     found, right = sum(s.detected for s in stalls), sum(s.right for s in stalls)
     accused, calm = sum(s.accused for s in controls), sum(len(s.results) for s in controls)
-    compared = [s for s in scored if s.off is not None]
-    near = [s for s in compared if (s.off or 0.0) <= MOST_OFF]
+    compared = [s for s in scored if s.followed]
+    near = [s for s in compared if s.off is not None and s.off <= MOST_OFF]
     return [
         Goal("every stall is found", found == wanted, f"{found} of {wanted} runs"),
         Goal("no control is accused", not accused, f"{accused} of {calm} runs accused"),

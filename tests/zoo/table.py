@@ -85,14 +85,17 @@ def _cells(score: Score, rival: Mapping[str, str]) -> list[str]:
         ", ".join(name if count == runs else f"{name} {count}" for name, count in named.most_common()),
         f"{score.right}/{runs}" if not specimen.healthy else f"{runs - score.accused}/{runs}",
         "" if score.predicted is None else f"{score.predicted:.2f}",
-        "" if score.realised is None else f"{score.realised:.2f}{_far(score)}",
+        _realised(score),
         rival.get(specimen.name, ""),
     ]
 
 
-def _far(score: Score) -> str:
-    off = score.off
-    return "" if off is None else f" ({100 * off:.0f} % off)"
+def _realised(score: Score) -> str:
+    """The speed-up, how far the prediction was off, and how many runs it is of where these are not all."""
+    if score.realised is None or score.off is None:
+        return "failed" if score.followed else ""
+    runs = "" if score.followed == len(score.results) else f", {score.followed} run{'s' * (score.followed > 1)}"
+    return f"{score.realised:.2f} ({100 * score.off:.0f} % off{runs})"
 
 
 def _said(result: Result) -> str:

@@ -8,6 +8,8 @@ to wait for but a copy.
 """
 
 import dataclasses
+import resource
+import sys
 
 import pytest
 
@@ -76,6 +78,16 @@ def test_what_was_disturbed_is_run_again(monkeypatch):
     monkeypatch.setattr(Load, "since", lambda _: {"others_cores": next(loads)})
     result = runner.run(quick("healthy-fast-loader"), most_others=0.5)
     assert (result.error, result.steps_per_second, result.load) == (None, 3.0, ({"others_cores": 0.1},))
+
+
+def test_what_outlives_the_run_is_counted_as_its_own(tmp_path):
+    """The workers of a fork server do."""
+    (tmp_path / "orphan.py").write_text("import time\nwhile time.process_time() < 0.5: pass\n")
+    (tmp_path / "run.py").write_text("import subprocess, sys\nsubprocess.Popen([sys.executable, 'orphan.py'])\n")
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    processes.finish([sys.executable, "run.py"], tmp_path, quick("gc-loop"), processes.environment())
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime >= 0.5
 
 
 # -- the specimens ---------------------------------------------------------------------------------------------
@@ -222,18 +234,32 @@ def test_a_run_that_failed_counts_against_every_goal_it_could_have_met():
     good, calm = run_of(STARVED, named="workers_cpu_bound"), run_of(CALM, named=None)
     assert goals_of(good, Result("starved", error="ended with 1"), calm) == [False, True, False, True]
     assert goals_of(good, Result("calm", error="ended with 1")) == [True, False, True, True]
+    worse = run_of(STARVED, named="workers_cpu_bound", predicted=2.0)
+    assert goals_of(worse, calm) == [True, True, True, False]
 
 
 def test_the_table_shows_every_specimen(tmp_path):
     results = [run_of(STARVED, named="workers_cpu_bound", predicted=1.5, realised=1.4), run_of(CALM, named=None)]
-    scored = score.scores([STARVED, CALM], results)
-    reached = score.goals(scored)
-    shown = table.text("about", scored, reached, {"starved": "INPUT-BOUND"})
+    shown, scored, reached = shown_of(results)
     assert "workers_cpu_bound" in shown
     assert "1.40 (7 % off)" in shown
     assert "INPUT-BOUND" in shown
     paths = table.write(tmp_path, "here", {}, "about", scored, reached, {})
     assert [path.name for path in paths] == ["zoo-here.json", "zoo-here.md"]
+
+
+def shown_of(results):
+    scored = score.scores([STARVED, CALM], results)
+    reached = score.goals(scored)
+    return table.text("about", scored, reached, {"starved": "INPUT-BOUND"}), scored, reached
+
+
+def test_the_table_shows_of_how_many_runs_a_speed_up_is():
+    calm, found = run_of(CALM, named=None), run_of(STARVED, named="workers_cpu_bound")
+    once = run_of(STARVED, named="workers_cpu_bound", predicted=1.5, realised=1.4)
+    assert "1.40 (7 % off, 1 run)" in shown_of([once, found, found, calm])[0]
+    assert "1.40 (7 % off, 2 runs)" in shown_of([once, once, found, calm])[0]
+    assert "failed" in shown_of([dataclasses.replace(once, realised=None), calm])[0]
 
 
 # -- the rival -------------------------------------------------------------------------------------------------
