@@ -175,7 +175,7 @@ class Judge:
         self._emit("stall_close", self._fields(stall) | when | {"last_step": steps})
 
     def _fields(self, stall: Stall) -> dict[str, Any]:
-        lost = {f"{cause}": round(seconds, 3) for cause, seconds in stall.lost.items()}
+        lost = {cause: round(seconds, 3) for cause, seconds in stall.lost.items()}
         ratio, stuck = stall.exposed_ratio, self._stuck if stall.stuck else None
         evidence = stall.evidence.as_log_field() | {"lost_seconds": lost}
         slow = self._slow_rank(stall)
@@ -229,6 +229,8 @@ class Judge:
             steps=int(self._since("steps", stats.steps)),
             batches=int(self._since("batches", ledger.batches)),
             late_wait=self._since("late_wait", stats.late_wait_seconds),
+            checkpoint_steps=int(self._since("checkpoint_steps", stats.checkpoint_steps)),
+            checkpoint_steps_compute=self._since("checkpoint_compute", stats.checkpoint_steps_compute_seconds),
             source=None if source is None else source.kind,
             process_cpu=None if process is None else self._since("process_cpu", process.cpu_seconds),
             fetches=int(fetches) if counted else None,

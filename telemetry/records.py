@@ -109,6 +109,8 @@ class Step:
 
     seconds: float
     wait_seconds: float
+    checkpoint: bool = False
+    """Whether one was written in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -461,6 +463,8 @@ class Slice:
         startup: of ``seconds``, before the first step.
         batches: training batches that were delivered: a step may take several.
         late_wait: of ``wait``, in single steps that waited much longer than those around them.
+        checkpoint_steps: of ``steps``, those in which a checkpoint was written; ``checkpoint_steps_compute``: of
+            ``compute``, in those.
         source: where batches come from: ``training_thread`` (a DataLoader without workers), ``workers``, ``watched``
             (an iterable that is no DataLoader), None before the first batch.
         process_cpu: CPU time of the training process, its workers not included.
@@ -488,6 +492,8 @@ class Slice:
     batches: int = 0
     left: int = 0
     late_wait: float = 0.0
+    checkpoint_steps: int = 0
+    checkpoint_steps_compute: float = 0.0
     source: str | None = None
     process_cpu: float | None = None
     fetches: int | None = None

@@ -16,7 +16,7 @@ from telemetry.diagnose.ledger import Ledger
 from telemetry.diagnose.stats import StepStats
 from telemetry.faults import Faults
 from telemetry.judge import Judge
-from telemetry.records import COMPUTE, DATA_WAIT, OTHER
+from telemetry.records import CHECKPOINT, COMPUTE, DATA_WAIT, OTHER
 from tests.test_agent import wait_for
 from tests.test_stall import IDLE
 
@@ -52,6 +52,10 @@ class Run:
         span = (int(start * SECOND), int(end * SECOND), DATA_WAIT, after, opens, opens, batch, False)
         self.books.ledger.fold([span])
         self.books.stats.add(self.books.ledger.take_steps())
+
+    def checkpoint(self, start: float, end: float) -> None:
+        for stamp, category in ((start, CHECKPOINT), (end, COMPUTE)):
+            self.books.ledger.fold([(int(stamp * SECOND),) * 2 + (category, category, *[False] * 4)])
 
     def tick(self, now: float, *, waiting_since: float = 0.0, **seen: float) -> None:
         """``seen``: of the workers."""
@@ -163,3 +167,22 @@ def test_a_rank_whose_backward_pass_is_on_a_core_is_seen_at_work(observed):
         backward((a @ a @ a).sum())
     watching.join()
     assert len(at_work) > len(in_sync)
+
+
+@pytest.mark.parametrize(
+    ("renaming", "predicted"), [pytest.param(0.2, 1 / 0.5, id="renamed"), pytest.param(0.0, 1 / 0.7, id="written")]
+)
+def test_what_steps_with_a_checkpoint_take_besides_is_won_with_it(run, renaming, predicted):
+    """Ten steps a second, and a checkpoint of 0.3 s after the tenth; then a rename that frees the last one's file."""
+    step = (0.7 - renaming) / 10
+    for second in range(1, 14):
+        for number in range(10):
+            run.request(second + number * step, second + number * step)
+            if not number:  # the last step has ended
+                run.tick(second + step / 2)
+        run.checkpoint(second + 0.7 - renaming, second + 1 - renaming)
+    ((event, stall),) = run.lines
+    (advice,) = stall["advice"]
+    assert (event, stall["cause"]) == ("stall_open", "checkpoint")
+    assert advice["predicted_speedup"] == pytest.approx(predicted, rel=0.05)
+    assert ("more than other steps" in advice["because"]) is (renaming > 0)

@@ -242,7 +242,7 @@ paces = st.builds(
 slices = st.builds(
     Slice, seconds=amount, wait=amount, exposed=st.none() | amount, edge_wait=amount, edges=st.integers(0, 100),
     compute=amount, evaluation=amount, checkpoint=amount, garbage=amount, steps=st.integers(0, 10**6), batches=st.integers(0, 10**6),
-    late_wait=amount,
+    late_wait=amount, checkpoint_steps=st.integers(0, 10**6), checkpoint_steps_compute=amount,
     source=st.sampled_from([None, "workers", "training_thread", "watched", "of a newer version"]),
     process_cpu=st.none() | amount, fetches=st.none() | st.integers(0, 10**6), fetch_busy=st.none() | amount,
     workers=st.none() | samples, cores=st.floats(0.05, 512), throttled_ratio=ratio, gpu_utilization_ratio=ratio,

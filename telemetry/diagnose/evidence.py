@@ -30,6 +30,8 @@ class Evidence:
     Attributes:
         late, moved, head_of_line: waits for workers' batches, taken apart, see `Deliveries`; zeros where none could be
             matched with its fetch.
+        around_checkpoints: how much longer steps with a checkpoint in them took to compute than as many others: what
+            is done for a checkpoint besides writing it.
         moving_seconds: mean time to move a batch whose worker is idle; ``moving_from_busy_seconds``: of one whose
             worker is in another fetch. None where there was none.
         own_fetch_cpu_share: of the training thread's own fetches, how much ran on a core.
@@ -69,6 +71,7 @@ class Evidence:
     compute: float
     evaluation: float
     checkpoint: float
+    around_checkpoints: float
     garbage: float
     source: str | None
     own_fetch_cpu_share: float | None
@@ -115,7 +118,8 @@ class Evidence:
         """The figures that are there, with unit suffixes, for the log."""
         seconds = (
             "wait", "exposed", "edge_wait", "late_wait", "late", "moved", "head_of_line", "compute", "checkpoint",
-            "garbage", "own_runnable", "gpu_idle", "gpu_slowed", "longest_fetch", "slowest_fetch",
+            "around_checkpoints", "garbage", "own_runnable", "gpu_idle", "gpu_slowed", "longest_fetch",
+            "slowest_fetch",
         )  # fmt: skip
         plain = (
             "steps", "batches_per_step", "source", "workers", "worker_cores", "edges", "left", "fetch_seconds",
@@ -170,6 +174,7 @@ def gather(slices: Sequence[Slice], *, rank: int = 0, cause: str | None = None) 
         compute=_sum(slices, lambda s: s.compute),
         evaluation=_sum(slices, lambda s: s.evaluation),
         checkpoint=_sum(slices, lambda s: s.checkpoint),
+        around_checkpoints=_around_checkpoints(slices, steps),
         garbage=_sum(slices, lambda s: s.garbage),
         source=waited.source,
         own_fetch_cpu_share=min(1.0, _sum(slices, lambda s: s.timed_fetch_cpu) / timed) if timed > 0 else None,
@@ -245,6 +250,15 @@ def _shares(samples: Sequence[WorkersSample]) -> dict[str, float]:
     }
     total = sum(parts.values())
     return {name: part / total for name, part in parts.items()} if total > 0 else {}
+
+
+def _around_checkpoints(slices: Sequence[Slice], steps: int) -> float:
+    with_one = int(_sum(slices, lambda s: s.checkpoint_steps))
+    if not 0 < with_one < steps:
+        return 0.0  # nothing to compare with
+    in_them = _sum(slices, lambda s: s.checkpoint_steps_compute)
+    usual = (_sum(slices, lambda s: s.compute) - in_them) / (steps - with_one)
+    return max(0.0, in_them - with_one * usual)
 
 
 def _longest_fetch(samples: Sequence[WorkersSample]) -> float | None:

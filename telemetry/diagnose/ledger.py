@@ -47,6 +47,7 @@ class Ledger:
         self._open = False
         self._wait_ns = 0
         self._compute_ns = 0
+        self._checkpoint = False  # one was written in the open step
         self._phase_start_ns: int | None = None
         self._phases: list[PhaseSpan] = []
         self._steps: list[Step] = []
@@ -58,7 +59,7 @@ class Ledger:
             if closes and self._open:
                 self._close(start)
             if opens:
-                self._open, self._wait_ns, self._compute_ns = True, 0, 0
+                self._open, self._wait_ns, self._compute_ns, self._checkpoint = True, 0, 0, False
             self._enter(during, start)
             self._pass(end)
             if left:
@@ -167,9 +168,10 @@ class Ledger:
             name = self._span_category
             self._phases.append(PhaseSpan(name, name, self._phase_start_ns, seconds))
         self._phase_start_ns = stamp if category in _PHASES else None
+        self._checkpoint |= category == CHECKPOINT
         self._span_category = category
 
     def _close(self, stamp: int) -> None:
         self._open = False
         self.last_step_ns = stamp
-        self._steps.append(Step((self._wait_ns + self._compute_ns) / _NS, self._wait_ns / _NS))
+        self._steps.append(Step((self._wait_ns + self._compute_ns) / _NS, self._wait_ns / _NS, self._checkpoint))

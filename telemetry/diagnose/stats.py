@@ -47,6 +47,9 @@ class StepStats:
         self.steps = 0
         # Waits much longer than those around them: single batches that are late, where the others are not.
         self.late_wait_seconds = 0.0
+        # Steps in which a checkpoint was written, and the compute of those.
+        self.checkpoint_steps = 0
+        self.checkpoint_steps_compute_seconds = 0.0
         self.run_step = Sketch()
         self.run_wait = Sketch()
         self._step = Sketch()
@@ -64,6 +67,9 @@ class StepStats:
             self._step.add(step.seconds)
             self._wait.add(step.wait_seconds)
             waits.append(step.wait_seconds)
+            if step.checkpoint:
+                self.checkpoint_steps += 1
+                self.checkpoint_steps_compute_seconds += step.seconds - step.wait_seconds
         if waits:
             late = _LATE * median(waits)
             self.late_wait_seconds += sum(wait for wait in waits if wait > late)
