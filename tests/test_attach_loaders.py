@@ -288,6 +288,8 @@ def test_training_on_another_thread_than_the_one_that_started(observed):
     thread.join()
     observed.read()
     assert len(observed.steps) >= 5
+    followed = observed.tracker.thread, observed.tracker.native_thread
+    assert followed == (thread.ident, thread.native_id), "both names of it"
 
 
 def test_a_loader_inside_a_dataset_is_part_of_the_outer_wait(observed):
