@@ -48,7 +48,13 @@ def main() -> int:
         for specimen in specimens:
             result = journal.known(specimen, repetition)
             if result is None:
-                result = runner.run(specimen, settings, follow=not options.no_advice, most_others=options.most_others)
+                result = runner.run(
+                    specimen,
+                    settings,
+                    follow=not options.no_advice,
+                    most_others=options.most_others,
+                    steady=options.steady,
+                )
                 journal.keep(specimen, repetition, result)
             results.append(result)
             print(f"{repetition + 1}/{options.repeat}  {_line(specimen, result)}", flush=True)
@@ -85,6 +91,13 @@ def _options() -> argparse.Namespace:
         metavar="CORES",
         help="run again what ran while others used more of the machine (default: never)",
     )
+    parser.add_argument(
+        "--steady",
+        type=float,
+        default=math.inf,
+        metavar="SHARE",
+        help="follow advice between two runs without it, and again where their paces differ by more (default: one run)",
+    )
     parser.add_argument("--list", action="store_true", help="say what there is, and end")
     return parser.parse_args()
 
@@ -101,7 +114,10 @@ def _line(specimen: Specimen, result: Result) -> str:
         realised = "failed" if result.realised is None else f"{result.realised:.2f}"
         text += f"; {' '.join(result.advised.arguments)}: predicted {result.advised.predicted:.2f}, realised {realised}"
     others = ", ".join(f"{load['others_cores']:.1f}" for load in result.load)
-    return f"{text}  [{result.steps_per_second or 0:.1f} steps/s; others use {others} cores]"
+    pace = f"{result.steps_per_second or 0:.1f}"
+    if result.pace_after is not None:
+        pace += f" before and {result.pace_after:.1f} after"
+    return f"{text}  [{pace} steps/s; others use {others} cores]"
 
 
 def _ask_the_rival(specimens: Sequence[Specimen], journal: Journal) -> dict[str, str]:

@@ -34,6 +34,7 @@ class Result:
         detected: whether there was any stall.
         right: whether the cause named first is true. None of a control.
         accused: whether a control was said to stall or to starve. None of a stall.
+        steps_per_second: without the advice. ``pace_after``: the same, after it was followed; None where it was not run.
         realised: steps per second with the advice followed, over those without.
         load: of the machine, by run.
         error: why the run says nothing, None if it does.
@@ -49,6 +50,7 @@ class Result:
     verdict: str = ""
     advised: Advised | None = None
     steps_per_second: float | None = None
+    pace_after: float | None = None
     realised: float | None = None
     load: tuple[dict[str, float], ...] = ()
     error: str | None = None

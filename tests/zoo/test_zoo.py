@@ -80,6 +80,33 @@ def test_what_was_disturbed_is_run_again(monkeypatch):
     assert (result.error, result.steps_per_second, result.load) == (None, 3.0, ({"others_cores": 0.1},))
 
 
+@pytest.mark.parametrize(
+    ("paces", "before", "after", "realised"),
+    [
+        pytest.param([2.0, 4.0, 2.1], 2.0, 2.1, 4.0 / 2.05, id="steady"),
+        pytest.param([2.0, 6.0, 3.0, 6.0, 3.1], 3.0, 3.1, 6.0 / 3.05, id="faster from the advice on"),
+        pytest.param([2.0, 6.0, 3.0, 6.0, 2.0, 6.0, 3.0], 2.0, 3.0, 6.0 / 2.5, id="never steady"),
+    ],
+)
+def test_advice_is_followed_between_two_runs_of_one_pace(paces, before, after, realised, monkeypatch):
+    report = {
+        "verdict": "Cause: workers_cpu_bound",
+        "stalls": [stall("workers_cpu_bound", advice=[more_workers(1.9)])],
+    }
+    runs = []
+
+    def under_the_agent(_specimen, _folder, extra, _settings):
+        runs.append(bool(extra))
+        return report, paces[len(runs) - 1]
+
+    monkeypatch.setattr(processes, "under_the_agent", under_the_agent)
+    result = runner.run(STARVED, steady=0.1)
+    assert runs == [bool(number % 2) for number in range(len(paces))]
+    assert (result.steps_per_second, result.pace_after) == (before, after)
+    assert result.realised == pytest.approx(realised)
+    assert (result.right, len(result.load)) == (True, len(paces))
+
+
 def test_what_outlives_the_run_is_counted_as_its_own(tmp_path):
     """The workers of a fork server do."""
     (tmp_path / "orphan.py").write_text("import time\nwhile time.process_time() < 0.5: pass\n")
