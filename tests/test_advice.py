@@ -36,6 +36,33 @@ def test_no_more_workers_than_the_cores_can_run():
     assert advise("loader_on_training_thread", gather([starved])) == ()  # one core: workers would gain nothing
 
 
+@pytest.mark.parametrize("cause", ["loader_on_training_thread", "workers_cpu_bound"])
+def test_what_the_process_took_to_start_is_in_no_step(cause):
+    """Importing torch takes seconds of CPU time, which the first window of a run had in its steps."""
+    if cause == "workers_cpu_bound":
+        piece = with_workers(busy=1.0, cpu=1.0, wait=0.6, compute=0.4, steps=10, workers=1, process_cpu=0.4, cores=2.0)
+    else:
+        piece = a_slice(source="training_thread", wait=0.6, compute=0.4, steps=10, process_cpu=1.0, cores=2.0)
+    first_slices = [
+        a_slice(
+            seconds=0.01,
+            wait=0.0,
+            compute=0.0,
+            startup=0.01,
+            steps=0,
+            process_cpu=3.0,
+            host_cpu_ratio=0.5,
+            host_cores=2,
+        ),
+        a_slice(
+            seconds=1.0, wait=0.1, compute=0.0, startup=0.9, steps=0, process_cpu=1.0, host_cpu_ratio=0.5, host_cores=2
+        ),
+    ]
+    (with_start, *_), (without, *_) = (advise(cause, gather([*before, *[piece] * 10])) for before in (first_slices, []))
+    assert (with_start.setting, with_start.value) == (without.setting, without.value)
+    assert with_start.predicted_speedup == pytest.approx(without.predicted_speedup, rel=0.03)
+
+
 def test_throttled_workers_are_not_told_to_be_more():
     on_two = gather([dataclasses.replace(CASES["workers_throttled"], cores=2.0)])
     advice = advise("workers_throttled", on_two)

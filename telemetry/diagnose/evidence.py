@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 _IN_THE_LOOP: Final = 0.95
 """Share of a slice in the training loop from which what the GPU did in it is the loop's doing."""
 
+_MOSTLY: Final = 0.5
+"""Share of a slice in the training loop from which what the process used of the cores is the loop's."""
+
 _ENOUGH_FETCHES: Final = 3
 """Of one worker, before their mean says how slow it is."""
 
@@ -45,7 +48,8 @@ class Evidence:
             tell running from waiting for a core, ``runnable_share`` is None and the other two come from CPU time alone.
         ready_batches: mean number of batches that lay ready.
         stuck_seconds: the longest time a fetch was seen in progress.
-        process_cpu_per_step: CPU time of the training process (without its workers) for one step.
+        process_cpu_per_step: CPU time of the training process (without its workers) for one step; what it took to
+            start, to evaluate or to write a checkpoint is not in it.
         own_runnable: how long the training thread could have run, and had no core.
         host_cpu_ratio: of all cores of the machine.
         cores: that this rank may use, and that nobody else on the machine does; ``cores_of_others``: what those use.
@@ -154,7 +158,7 @@ def gather(slices: Sequence[Slice], *, rank: int = 0, cause: str | None = None) 
     workers = [s.workers for s in slices if s.workers is not None]
     shares = _shares(workers)
     cpu_share = shares.get("cpu")
-    process_cpu = _all([s.process_cpu for s in slices])
+    process_cpu = _all([_in_the_loop(s, s.process_cpu) for s in slices])
     timed = _sum(slices, lambda s: s.timed_fetch)
     return Evidence(
         seconds=_sum(slices, lambda s: s.seconds),
@@ -252,6 +256,13 @@ def _shares(samples: Sequence[WorkersSample]) -> dict[str, float]:
     return {name: part / total for name, part in parts.items()} if total > 0 else {}
 
 
+def _in_the_loop(piece: Slice, amount: float | None) -> float | None:
+    """The loop's part of what a slice had. The first has all that the process used before there was an agent."""
+    if amount is None:
+        return None
+    return amount * min(1.0, (piece.wait + piece.compute) / piece.seconds) if piece.seconds > 0 else 0.0
+
+
 def _around_checkpoints(slices: Sequence[Slice], steps: int) -> float:
     with_one = int(_sum(slices, lambda s: s.checkpoint_steps))
     if not 0 < with_one < steps:
@@ -316,6 +327,8 @@ def _cores(slices: Sequence[Slice]) -> tuple[float, float | None]:
     allowed, used, others = slices[-1].cores, [], []
     for piece in slices:
         if piece.process_cpu is None or piece.seconds <= 0:
+            continue
+        if piece.wait + piece.compute < _MOSTLY * piece.seconds:
             continue
         workers = piece.workers
         by_workers = 0.0 if workers is None else (workers.cpu_ratio or 0.0) * workers.training_workers
