@@ -63,6 +63,19 @@ def test_what_the_process_took_to_start_is_in_no_step(cause):
     assert with_start.predicted_speedup == pytest.approx(without.predicted_speedup, rel=0.03)
 
 
+def test_what_the_process_took_to_start_hides_no_others_on_the_cores():
+    shared = a_slice(wait=0.6, compute=0.4, process_cpu=0.9, cores=2.0, host_cpu_ratio=1.0, host_cores=2)
+    start = dataclasses.replace(shared, seconds=0.01, wait=0.0, compute=0.0, startup=0.01, steps=0, process_cpu=3.0)
+    assert gather([start, *[shared] * 10]).cores == gather([shared]).cores == 1.0
+
+
+def test_a_step_with_a_checkpoint_that_began_before_the_window_is_compared_with_nothing():
+    piece = a_slice(compute=0.5, checkpoint=0.5, steps=2, checkpoint_steps=1, checkpoint_steps_compute=0.9)
+    assert gather([piece]).around_checkpoints == 0.0
+    whole = dataclasses.replace(piece, checkpoint_steps_compute=0.4)
+    assert gather([whole]).around_checkpoints == pytest.approx(0.3)
+
+
 def test_throttled_workers_are_not_told_to_be_more():
     on_two = gather([dataclasses.replace(CASES["workers_throttled"], cores=2.0)])
     advice = advise("workers_throttled", on_two)

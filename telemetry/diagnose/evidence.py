@@ -158,7 +158,7 @@ def gather(slices: Sequence[Slice], *, rank: int = 0, cause: str | None = None) 
     workers = [s.workers for s in slices if s.workers is not None]
     shares = _shares(workers)
     cpu_share = shares.get("cpu")
-    process_cpu = _all([_in_the_loop(s, s.process_cpu) for s in slices])
+    process_cpu = _all([_cpu_of_the_loop(s) for s in slices])
     timed = _sum(slices, lambda s: s.timed_fetch)
     return Evidence(
         seconds=_sum(slices, lambda s: s.seconds),
@@ -256,11 +256,11 @@ def _shares(samples: Sequence[WorkersSample]) -> dict[str, float]:
     return {name: part / total for name, part in parts.items()} if total > 0 else {}
 
 
-def _in_the_loop(piece: Slice, amount: float | None) -> float | None:
-    """The loop's part of what a slice had. The first has all that the process used before there was an agent."""
-    if amount is None:
+def _cpu_of_the_loop(piece: Slice) -> float | None:
+    """The first slice has all that the process used before there was an agent."""
+    if piece.process_cpu is None:
         return None
-    return amount * min(1.0, (piece.wait + piece.compute) / piece.seconds) if piece.seconds > 0 else 0.0
+    return piece.process_cpu * min(1.0, (piece.wait + piece.compute) / piece.seconds) if piece.seconds > 0 else 0.0
 
 
 def _around_checkpoints(slices: Sequence[Slice], steps: int) -> float:
@@ -269,6 +269,8 @@ def _around_checkpoints(slices: Sequence[Slice], steps: int) -> float:
         return 0.0  # nothing to compare with
     in_them = _sum(slices, lambda s: s.checkpoint_steps_compute)
     usual = (_sum(slices, lambda s: s.compute) - in_them) / (steps - with_one)
+    if usual <= 0:
+        return 0.0  # a long one, most of which was before the window
     return max(0.0, in_them - with_one * usual)
 
 
@@ -326,9 +328,8 @@ def _cores(slices: Sequence[Slice]) -> tuple[float, float | None]:
     """Cores this rank may use, less what other processes (other ranks among them) take; and what those take."""
     allowed, used, others = slices[-1].cores, [], []
     for piece in slices:
-        if piece.process_cpu is None or piece.seconds <= 0:
-            continue
-        if piece.wait + piece.compute < _MOSTLY * piece.seconds:
+        in_the_loop = piece.seconds > 0 and piece.wait + piece.compute >= _MOSTLY * piece.seconds
+        if piece.process_cpu is None or not in_the_loop:
             continue
         workers = piece.workers
         by_workers = 0.0 if workers is None else (workers.cpu_ratio or 0.0) * workers.training_workers
