@@ -19,13 +19,22 @@ def test_whoever_gets_the_number_of_a_closed_descriptor_of_ours_keeps_it_to_hims
     """As a daemon does it: all descriptors are closed, and the files opened next have the numbers of ours."""
     done = run_script(
         """
-        import os, time, urllib.request
+        import os, sys, threading, time, urllib.request
         import telemetry
         from telemetry.attach.worker_probe import WorkerBlock
 
-        agent = telemetry.start("run", start_line=False, interval_seconds=0.1, log_interval_seconds=0.1)
+        agent = telemetry.start("run", start_line=False, port=0, interval_seconds=0.5, log_interval_seconds=0.5)
         block = WorkerBlock(2)
         logs = os.listdir("run/logs")
+        (ours,) = (thread.ident for thread in threading.enumerate() if thread.name == "telemetry-agent")
+
+        def waits():
+            return sys._current_frames()[ours].f_code is threading.Condition.wait.__code__
+
+        while waits():
+            pass
+        while not waits():
+            pass  # what a tick has open while it reads it has a number too, which no thread can close safely then
         os.closerange(3, 64)
         theirs = [os.open(f"theirs-{number}", os.O_CREAT | os.O_RDWR) for number in range(60)]
         before = os.path.getsize(f"run/logs/{logs[0]}")
