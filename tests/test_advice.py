@@ -29,11 +29,32 @@ def test_workers_are_advised_as_many_as_the_compute_hides():
 def test_no_more_workers_than_the_cores_can_run():
     piece = a_slice(source="training_thread", wait=0.6, compute=0.4, steps=10, process_cpu=1.0, cores=2.0)
     advice = first("loader_on_training_thread", piece)
-    # 100 ms of CPU time a step on two cores: 50 ms, whatever the number of workers.
+    # 100 ms of CPU time a step, 110 of several processes and 4 for the batch, on two cores: 57 ms, whatever the number.
     assert advice.value == "2"
-    assert advice.predicted_speedup == pytest.approx(2.0, rel=0.01)
+    assert advice.predicted_speedup == pytest.approx(100 / 57, rel=0.01)
     starved = a_slice(source="training_thread", wait=0.6, compute=0.4, steps=10, process_cpu=1.0, cores=1.0)
     assert advise("loader_on_training_thread", gather([starved])) == ()  # one core: workers would gain nothing
+
+
+def test_workers_cost_the_cores_something_for_every_batch():
+    """Four batches a step, or steps so short that the cost of their batch is all that workers would win."""
+    starved = a_slice(source="training_thread", wait=0.6, compute=0.4, steps=10, process_cpu=1.0, cores=2.0)
+    several = dataclasses.replace(starved, batches=40)
+    assert first("loader_on_training_thread", several).predicted_speedup == pytest.approx(100 / 63, rel=0.01)
+    short = dataclasses.replace(starved, steps=250, batches=250)  # 4 ms each, then 4.4 + 4 on two cores
+    assert advise("loader_on_training_thread", gather([short])) == ()
+
+
+@pytest.mark.parametrize(("on_core", "then"), [(0.9, "cheaper"), (0.1, "faster storage")])
+def test_where_workers_win_nothing_a_shorter_fetch_does(on_core, then):
+    """One core: what is left is to fetch less, or from what answers sooner."""
+    piece = a_slice(
+        source="training_thread", wait=0.6, compute=0.4, steps=10, process_cpu=1.0, cores=1.0,
+        timed_fetch=1.0, timed_fetch_cpu=on_core,
+    )  # fmt: skip
+    *_, last = advise("loader_on_training_thread", gather([piece]))
+    assert then in last.action
+    assert last.predicted_speedup is None
 
 
 @pytest.mark.parametrize("cause", ["loader_on_training_thread", "workers_cpu_bound"])
@@ -155,8 +176,8 @@ def test_ranks_that_keep_pace_need_the_cores_as_often():
     )  # fmt: skip
     assert first("loader_on_training_thread", alone).predicted_speedup == pytest.approx(5.0, rel=0.01)
     together = dataclasses.replace(alone, peers=(pace(1, compute=0.2, exposed=0.8),))
-    # The other process uses 40 ms of CPU time in each of its steps: with 20 of this one's, 60 ms on two cores.
-    assert first("loader_on_training_thread", together).predicted_speedup == pytest.approx(100 / 30, rel=0.01)
+    # The other process uses 40 ms of CPU time in each of its steps: with 26 of this one's, 66 ms on two cores.
+    assert first("loader_on_training_thread", together).predicted_speedup == pytest.approx(100 / 33, rel=0.01)
 
 
 def test_pinning_is_not_advised_to_who_has_no_gpu():

@@ -33,15 +33,38 @@ _SPARE: Final = 1.25
 _ON_CPU: Final = 0.5
 """Workers whose fetches run for this share of their time keep their interpreter busy."""
 
+_SIDE_BY_SIDE: Final = 1.1
+"""CPU time of work that several processes share, relative to one that does it all: caches and memory are shared too."""
+
+_WORKERS_BATCH_SECONDS: Final = 0.004
+"""Of the cores, that a batch costs when a worker fetches it: sent, mapped, and not always there when it is asked for.
+
+Both are measured by `python -m benchmarks.worker_cost`; where there are workers already, all that is in what they take.
+"""
+
 _HANDED_OVER_LATE: Final = 1.1
 """A step is so many times longer where busy workers hand its batches over: then something is to be done about it."""
 
 
 def no_workers(evidence: Evidence) -> list[Advice]:
     """Batches are fetched on the training thread."""
-    return _fetch_in_workers(
+    in_workers = _fetch_in_workers(
         evidence, "load batches in worker processes", "the training thread fetches each batch itself"
     )
+    return [*in_workers, *_shorter_fetch(evidence)]
+
+
+def _shorter_fetch(evidence: Evidence) -> list[Advice]:
+    """Of batches that the training thread fetches: what is left where the cores are no more than that takes."""
+    share, batches = evidence.own_fetch_cpu_share, evidence.steps * evidence.batches_per_step
+    if share is None or not batches:
+        return []
+    fetch = evidence.wait / batches
+    if share < _ON_CPU:
+        return [
+            _faster_storage(f"the training thread waits in {100 * (1 - share):.0f} % of the {ms(fetch)} of a batch")
+        ]
+    return [_cheaper(f"each batch takes {ms(fetch * share)} of CPU time on the training thread")]
 
 
 def _fetch_in_workers(evidence: Evidence, action: str, why: str) -> list[Advice]:
@@ -58,14 +81,15 @@ def _fetch_in_workers(evidence: Evidence, action: str, why: str) -> list[Advice]
 
 
 def _without_own_fetches(evidence: Evidence, fetch: float) -> tuple[Evidence, float]:
-    """The evidence as it were without the fetches of the training thread's own, and the CPU time of one of them."""
+    """The evidence as it were without the training thread's own fetches, and the CPU time of a step's in workers."""
     own_cpu, compute = evidence.process_cpu_per_step, compute_seconds(evidence) or 0.0
     if evidence.own_fetch_cpu_share is not None:
         fetch_cpu = min(fetch * evidence.own_fetch_cpu_share, own_cpu or fetch)
     else:  # what the process ran beyond its compute, it ran for them
         fetch_cpu = fetch if own_cpu is None else min(fetch, max(0.0, own_cpu - compute))
-    rest = None if own_cpu is None else max(min(own_cpu, compute), own_cpu - fetch_cpu)
-    return replace(evidence, process_cpu_per_step=rest), fetch_cpu
+    rest = compute if own_cpu is None else max(min(own_cpu, compute), own_cpu - fetch_cpu)
+    in_workers = _SIDE_BY_SIDE * fetch_cpu + _WORKERS_BATCH_SECONDS * evidence.batches_per_step
+    return replace(evidence, process_cpu_per_step=_SIDE_BY_SIDE * rest), in_workers
 
 
 def _spent_on(evidence: Evidence) -> str:
@@ -75,7 +99,7 @@ def _spent_on(evidence: Evidence) -> str:
 
 def cpu_bound(evidence: Evidence) -> list[Advice]:
     """The workers are the limit, and run."""
-    return [*_more_workers(evidence), _cheaper("each batch takes", evidence)]
+    return [*_more_workers(evidence), _cheaper(f"each batch takes {_in_a_worker(evidence)}")]
 
 
 def io_bound(evidence: Evidence) -> list[Advice]:
@@ -86,7 +110,7 @@ def io_bound(evidence: Evidence) -> list[Advice]:
         because = f"workers are blocked for {100 * blocked:.0f} % of the {ms(fetch)} a batch takes them"
         if evidence.read_bytes and evidence.fetches:
             because += f", and read {evidence.read_bytes / evidence.fetches / 1e6:.1f} MB from storage for it"
-        advice.append(Advice("read from faster storage, or cache the data set locally", None, None, None, because))
+        advice.append(_faster_storage(because))
     return advice
 
 
@@ -98,7 +122,7 @@ def throttled(evidence: Evidence) -> list[Advice]:
         more = _other_cores(evidence, f"{because}: they may run on {evidence.worker_cores} of {evidence.cores:g} cores")
     else:
         more = Advice("give the job more CPU cores; more workers would not help", None, None, None, because)
-    return [*_fewer_workers(evidence), more, _cheaper("on the core, each batch takes", evidence)]
+    return [*_fewer_workers(evidence), more, _cheaper(f"on the core, each batch takes {_in_a_worker(evidence)}")]
 
 
 def _other_cores(evidence: Evidence, because: str) -> Advice:
@@ -326,7 +350,15 @@ def _workers_each(evidence: Evidence) -> int:
     return int(evidence.settings.get("num_workers") or evidence.workers or 1)
 
 
-def _cheaper(what: str, evidence: Evidence) -> Advice:
+def _in_a_worker(evidence: Evidence) -> str:
     took = evidence.fetch_cpu_seconds or evidence.fetch_seconds or 0.0
+    return f"{ms(took)} of CPU time in a worker"
+
+
+def _cheaper(because: str) -> Advice:
     action = "make the transforms cheaper: decode at a smaller size, move augmentation to the GPU, store data prepared"
-    return Advice(action, None, None, None, f"{what} {ms(took)} of CPU time in a worker")
+    return Advice(action, None, None, None, because)
+
+
+def _faster_storage(because: str) -> Advice:
+    return Advice("read from faster storage, or cache the data set locally", None, None, None, because)

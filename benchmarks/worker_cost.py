@@ -1,0 +1,92 @@
+"""What a batch costs the cores more when workers fetch it: the same work on the training thread, and on all cores.
+
+    python -m benchmarks.worker_cost
+
+Where the work of a batch takes all cores, workers win less than the number of cores: processes side by side share
+caches and memory, batches are sent and mapped, and the next one is not always there when it is asked for.
+`telemetry.diagnose.loading` counts that in the speed-up it predicts for a loader that has no workers yet: its two
+figures are what is measured here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+_WARM_UP = 10
+"""Batches: the workers have begun, and what they have fetched ahead is used up."""
+
+
+class Work(Dataset):  # type: ignore[misc]
+    """Batches of small pictures that take ``rounds`` of Python and of tensor work each.
+
+    Args:
+        rounds: about half a millisecond each.
+        length: batches there are.
+    """
+
+    def __init__(self, rounds: int, length: int) -> None:
+        self.rounds = rounds
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        torch.set_num_threads(1)
+        work(self.rounds)
+        return torch.full((16, 3, 64, 64), float(index)), torch.zeros(16)
+
+
+def work(rounds: int) -> None:
+    """Half of it under the interpreter's lock, half of it not."""
+    for _ in range(rounds):
+        sum([number * number for number in range(4000)])
+        picture = torch.ones(3, 96, 96)
+        for _ in range(4):
+            picture = picture * 1.01 + 0.1
+
+
+def seconds_per_batch(rounds: int, workers: int, seconds: float) -> float:
+    """Of a loop that computes as long as it fetches."""
+    batches = iter(DataLoader(Work(rounds, 1_000_000), batch_size=None, num_workers=workers))
+    for _ in range(_WARM_UP):
+        next(batches)
+    began, count = time.monotonic(), 0
+    while time.monotonic() - began < seconds:
+        next(batches)
+        work(rounds)
+        count += 1
+    return (time.monotonic() - began) / count
+
+
+def main() -> None:
+    """Measure in turns, and print one row for each size of a batch."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeat", type=int, default=5, help="comparisons of each size")
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each loop")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    cores = len(os.sched_getaffinity(0))
+    print(f"| ms of a batch on one core | ms on {cores} cores, {cores} workers | ms of the cores more | times faster |")
+    print("|---|---|---|---|")
+    for rounds in (4, 16, 64):
+        alone, beside = [], []
+        for _ in range(options.repeat):
+            alone.append(1e3 * seconds_per_batch(rounds, 0, options.seconds))
+            beside.append(1e3 * seconds_per_batch(rounds, cores, options.seconds))
+        more = sorted(cores * then - now for now, then in zip(alone, beside, strict=True))
+        gain = statistics.median(now / then for now, then in zip(alone, beside, strict=True))
+        print(
+            f"| {statistics.median(alone):.1f} | {statistics.median(beside):.1f}"
+            f" | {statistics.median(more):.1f} ({more[0]:.1f} to {more[-1]:.1f}) | {gain:.2f} |"
+        )
+
+
+if __name__ == "__main__":
+    main()
