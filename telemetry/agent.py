@@ -92,6 +92,7 @@ class Agent:
             faults=self.faults,
             wall=self._wall,
             status=self._status,
+            lost=self._lost_in_stalls,
         )
         self._judge = Judge(
             config,
@@ -222,6 +223,9 @@ class Agent:
             if not alone:
                 with self.faults.contained("diagnose"):
                     self._judge.look()
+
+    def _lost_in_stalls(self) -> dict[str, float]:
+        return self._judge.lost()
 
     def _paces_of_others(self) -> tuple[RankPace, ...]:
         if self._node is None or self.identity.world_size < 2:

@@ -254,6 +254,12 @@ class Config:
                 config.stall_exit_ratio,
                 f"less than stall_enter_ratio ({config.stall_enter_ratio:g})",
             )
+        if config.interval_seconds > config.stall_window_seconds:
+            raise SettingError(
+                "interval_seconds",
+                config.interval_seconds,
+                f"at most stall_window_seconds ({config.stall_window_seconds:g})",
+            )
         return config
 
     def as_log_fields(self) -> dict[str, Any]:

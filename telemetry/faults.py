@@ -54,9 +54,9 @@ class Faults:
         return lines
 
     @contextmanager
-    def contained(self, source: str) -> Iterator[None]:
-        """Whatever fails inside is counted under ``source`` and goes no further."""
+    def contained(self, source: str, kind: type[BaseException] = Exception) -> Iterator[None]:
+        """Whatever fails inside, of that ``kind``, is counted under ``source`` and goes no further."""
         try:
             yield
-        except Exception as error:
+        except kind as error:
             self.note(source, error)

@@ -34,20 +34,23 @@ class Descriptor:
     Args:
         number: as `os.open` returned it.
 
+    Attributes:
+        identity: of the file, see `identity_of`.
+
     Raises:
         OSError: it is not open.
     """
 
-    __slots__ = ("_identity", "number")
+    __slots__ = ("identity", "number")
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self._identity = _identity(number)
+        self.identity = identity_of(number)
 
     def is_ours(self) -> bool:
         """Whether it is still open for what it was opened for."""
         try:
-            return _identity(self.number) == self._identity
+            return identity_of(self.number) == self.identity
         except OSError:
             return False
 
@@ -57,6 +60,11 @@ class Descriptor:
             os.close(self.number)
 
 
-def _identity(number: int) -> tuple[int, int]:
+def identity_of(number: int) -> tuple[int, int]:
+    """What a descriptor is open for: device and inode.
+
+    Raises:
+        OSError: it is not open.
+    """
     status = os.fstat(number)
     return status.st_dev, status.st_ino

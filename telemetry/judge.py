@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from telemetry.collect.proc import is_running
 from telemetry.collect.whereabouts import Whereabouts
 from telemetry.diagnose.advice import advise
 from telemetry.diagnose.stall import LEAST_STEPS_OF_A_RUN, StallMachine
-from telemetry.diagnose.straggler import held_up_by, straggler
+from telemetry.diagnose.straggler import held_up_by, mostly_in_sync, straggler
 from telemetry.diagnose.stuck import paused
 from telemetry.records import CAUSES, CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, STARTUP, Slice, StallView
 from telemetry.watchdog import Watchdog
@@ -65,6 +66,9 @@ class Judge:
         )
         self._watchdog = Watchdog(config, tracker)
         self._stuck: Stuck | None = None
+        self._phase: str | None = None
+        self._still = 0.0
+        self._still_looks = [0, 0]
         self._interval = config.interval_seconds
         self._tracker = tracker
         self._sampler = sampler
@@ -83,11 +87,23 @@ class Judge:
         """Take in what happened since the last tick; log a stall that opens or closes."""
         piece, stats = self._slice(accounts), accounts.stats
         stood_still = paused(piece.seconds, self._interval, piece.process_cpu)
+        self._phase = accounts.ledger.category if accounts.ledger.category in {CHECKPOINT, EVALUATION} else None
+        if not piece.steps and not stood_still:
+            stood_still = any(peer.phase for peer in piece.peers) or self._watchdog.in_debugger()
+        self._stand(piece)
         stuck = self._stuck = self._watchdog.tick(piece, accounts.ledger, stats, stood_still=stood_still)
         if stuck is not None and stuck.kind != "held":
             self._take_stuck(stuck, piece, stats.steps)
         elif not stood_still:
             self._take(piece, stats.steps)
+
+    def _stand(self, piece: Slice) -> None:
+        if piece.steps:
+            self._still, self._still_looks = 0.0, [0, 0]
+            return
+        self._still += piece.seconds - piece.startup
+        self._still_looks[0] += piece.samples
+        self._still_looks[1] += piece.in_sync
 
     def _take(self, piece: Slice, steps: int) -> None:
         before = self._machine.stall
@@ -108,7 +124,7 @@ class Judge:
         if stuck.kind == "closed":
             self._machine.close_stuck()
             return
-        pace = self._machine.pace()
+        pace = self.pace()
         missing = held_up_by(pace, piece.peers) if stuck.cause == "unknown" and pace is not None else None
         if missing is not None:
             stuck = self._stuck = self._watchdog.blame(stuck, missing)
@@ -132,13 +148,21 @@ class Judge:
 
     def pace(self) -> RankPace | None:
         """What the other ranks of this node may know of this one."""
-        return self._machine.pace()
+        pace = self._machine.pace()
+        if pace is None:
+            return None
+        together = mostly_in_sync(*self._still_looks)
+        return replace(pace, phase=self._phase, still=self._still, still_in_sync=together)
 
     def view(self) -> StallView:
         """For the endpoint."""
         stall = self._machine.stall
         cause = None if stall is None else stall.cause
         return StallView(cause, dict(self._stalls), dict(self._lost), None if stall is None else self._slow_rank(stall))
+
+    def lost(self) -> dict[str, float]:
+        """Seconds lost in stalls so far, by cause; those that cost nothing are left out."""
+        return {cause: seconds for cause, seconds in self._lost.items() if seconds}
 
     def stall_fields(self) -> dict[str, Any] | None:
         """Fields of the stall that is open, as in the log; None without one."""
@@ -167,7 +191,7 @@ class Judge:
                 fields["evidence"]["stacks"] = self._watchdog.stacks()
         self._emit("stall_open", fields)
         if self._on_stall is not None:
-            with self._faults.contained("on_stall"):
+            with self._faults.contained("on_stall", BaseException):  # sys.exit() would end the agent's thread
                 _resolve(self._on_stall)(dict(fields))
 
     def _close(self, stall: Stall, steps: int) -> None:

@@ -35,6 +35,7 @@ class Logbook:
     Args:
         run_dir: the log goes into its ``logs``.
         status: where the metrics are, and what the agent has cost.
+        lost: seconds lost in stalls, by cause.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Logbook:
         faults: Faults,
         wall: WallClock,
         status: Callable[[], tuple[str | None, dict[str, float]]],
+        lost: Callable[[], dict[str, float]],
     ) -> None:
         self._identity = identity
         self._config = config
@@ -56,6 +58,7 @@ class Logbook:
         self._faults = faults
         self._wall = wall
         self._status = status
+        self._lost = lost
         self.log = JsonLog(
             run_dir / "logs",
             identity,
@@ -163,6 +166,7 @@ class Logbook:
             "exposed_wait_total_seconds": accounts.exposed.seconds,
             "first_wait_seconds": accounts.ledger.first_wait_ns / NS,
             "overhead_seconds": self._status()[1],
+            "stall_lost_total_seconds": self._lost(),
             "dropped_steps_total": accounts.dropped_steps,
         }
         return {key: fields.rounded(value) for key, value in totals.items()}

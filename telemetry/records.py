@@ -435,6 +435,9 @@ class RankPace:
         samples: how often the training thread was looked at while it computed; ``in_sync``: of them, in calls in which
             ranks wait for one another.
         on_gpu: whether it trains on a GPU: there ranks wait for one another wherever the host waits for the GPU.
+        phase: the category of the ledger it is in, of an evaluation or a checkpoint: the others may wait for its end.
+        still: seconds since its newest step; ``still_in_sync``: whether it has spent them where ranks wait for one
+            another.
         cause: of the rank's open stall. ``where``: the line of its own code it was seen in most, outside of such calls.
     """
 
@@ -449,6 +452,9 @@ class RankPace:
     on_gpu: bool = False
     cause: str | None = None
     where: str | None = None
+    phase: str | None = None
+    still: float = 0.0
+    still_in_sync: bool = False
 
 
 @dataclass(frozen=True, slots=True)

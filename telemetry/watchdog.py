@@ -82,6 +82,11 @@ class Watchdog:
             self._stuck = None
         return self._stuck
 
+    def in_debugger(self) -> bool:
+        """Whether a person has stopped the training thread to look at it."""
+        frame = training_frame(self._tracker.thread)
+        return frame is not None and inside(frame, DEBUGGER)
+
     def blame(self, stuck: Stuck, missing: RankPace) -> Stuck:
         """The same run that is stuck, now that it is known which rank it waits for."""
         self._stuck = replace(stuck, cause="straggler", missing=missing)

@@ -114,7 +114,10 @@ def test_workers_that_crowd_out_the_training_thread_are_told_to_be_fewer():
 
 def test_persistent_workers_are_not_advised_to_who_has_them():
     piece = dataclasses.replace(CASES["worker_startup"], settings={"persistent_workers": True})
-    assert advise("worker_startup", gather([piece])) == ()
+    (longer,) = advise("worker_startup", gather([piece]))
+    assert longer.setting is None
+    assert longer.action.startswith("make epochs 24 times as long")
+    assert longer.predicted_speedup == pytest.approx(1 / (0.45 + 0.55 / 24), rel=0.02)
     advice = first("worker_startup", CASES["worker_startup"])
     assert (advice.setting, advice.value) == ("persistent_workers", "True")
     assert advice.predicted_speedup > 1.4
@@ -139,6 +142,39 @@ def test_the_slowest_rank_decides_what_a_change_is_worth():
     busy = pace(1, compute=1.0, exposed=0.0, samples=100, in_sync=40)  # half of it its own, whatever this rank does
     own = dataclasses.replace(alone, peers=(busy,), samples=100, in_sync=5)
     assert first("workers_io_bound", own).predicted_speedup < 2.5
+
+
+@pytest.mark.parametrize(
+    ("cause", "lost"),
+    [
+        ("gc_pause", {"garbage": 0.6}),
+        ("checkpoint", {"checkpoint": 1.5, "checkpoint_steps": 2}),
+        ("host_bound", {"gpu_utilization_ratio": 0.4}),
+        ("gpu_throttled", {"gpu_utilization_ratio": 1.0, "gpu_clock_ratio": 0.4, "gpu_throttled": ("hw_thermal",)}),
+    ],
+)
+def test_the_slowest_rank_decides_that_whatever_the_cause(cause, lost):
+    piece = a_slice(compute=1.0, samples=100, in_sync=50, **lost)
+    assert first(cause, piece).predicted_speedup > 1.6
+    busy = dataclasses.replace(pace(1, samples=100), seconds=piece.seconds, compute=piece.seconds)
+    kept_up = advise(cause, gather([dataclasses.replace(piece, peers=(busy,))]))
+    assert all(advice.predicted_speedup is None for advice in kept_up)  # none that would win nothing
+
+
+def test_only_who_has_a_gpu_is_told_to_move_work_to_it():
+    *_, on_cpu = advise("workers_cpu_bound", gather([CASES["workers_cpu_bound"]]))
+    *_, on_gpu = advise(
+        "workers_cpu_bound", gather([dataclasses.replace(CASES["workers_cpu_bound"], gpu_utilization_ratio=0.5)])
+    )
+    assert "GPU" not in on_cpu.action
+    assert "GPU" in on_gpu.action
+
+
+def test_nobody_is_told_to_start_hundreds_of_workers():
+    slow = with_workers(
+        busy=1.0, cpu=0.0, blocked=1.0, wait=0.98, compute=0.02, steps=10, workers=1, fetches=1, cores=128.0
+    )
+    assert int(first("workers_io_bound", slow).value) <= 32
 
 
 def test_a_source_that_is_read_ahead_is_still_as_fast_as_it_is():

@@ -10,7 +10,7 @@ import time
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from telemetry.attach.worker_probe import WorkerBlock, WorkerProbe
 from telemetry.records import FETCH_BUCKETS
@@ -156,16 +156,42 @@ def test_a_killed_worker_leaves_its_last_counts_and_nothing_else(observed):
 def test_a_block_that_is_another_process_s_is_not_touched(tmp_path):
     """The descriptor number of a spawned worker's block may by then be another file of the owner's."""
     victim = tmp_path / "victim"
-    victim.write_bytes(b"precious")
-    block = WorkerBlock(2)
+    block, newer = WorkerBlock(2), WorkerBlock(2)
+    victim.write_bytes(bytes(len(newer.words) * 8))
+    workers, owner, number, identity = block.__getstate__()
     with victim.open("r+b") as file:
-        probe = WorkerProbe.__new__(WorkerProbe)
-        probe.__setstate__((None, (2, os.getpid(), file.fileno())))
-        probe(0)
-        probe.__setstate__((None, (2, 2**22 + 5, 3)))
-        probe(0)
-    assert victim.read_bytes() == b"precious"
-    assert block.read() == ()
+        for who, what in ((owner, file.fileno()), (owner, newer.__getstate__()[2]), (2**22 + 5, number)):
+            probe = WorkerProbe.__new__(WorkerProbe)
+            probe.__setstate__((None, (workers, who, what, identity)))
+            probe(0)
+    assert not any(victim.read_bytes())
+    assert block.read() == newer.read() == ()
+    same = WorkerBlock.__new__(WorkerBlock)
+    same.__setstate__((workers, owner, number, identity))
+    same.words[0] = 1
+    assert block.words[0] == 1
+
+
+class Cleaned(IterableDataset):
+    """Leaves a file behind once its iterator has cleaned up after itself."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def __iter__(self):
+        try:
+            yield from range(1000)
+        finally:
+            self.file.write_text("cleaned")
+
+
+def test_an_iterable_data_set_that_is_left_cleans_up_in_its_worker(observed, tmp_path):
+    """The probe must not be what keeps its iterator alive when the worker ends."""
+    loader = DataLoader(Cleaned(tmp_path / "done"), batch_size=1, num_workers=1)
+    iterator = iter(loader)
+    next(iterator)
+    iterator._shutdown_workers()
+    assert (tmp_path / "done").read_text() == "cleaned"
 
 
 def test_the_bucket_is_found_from_the_highest_bit():

@@ -76,6 +76,11 @@ def test_an_unknown_setting_has_a_near_one():
         Config.load({"interval_second": 1}, {})
 
 
+def test_a_tick_is_no_longer_than_the_window_it_is_judged_in():
+    with pytest.raises(SettingError, match=r"at most stall_window_seconds \(30\)"):
+        Config.load({"interval_seconds": 31}, {})
+
+
 def test_settings_that_contradict_each_other():
     with pytest.raises(SettingError, match=r"less than stall_enter_ratio \(0.1\)"):
         Config.load({"stall_enter_ratio": 0.1, "stall_exit_ratio": 0.1}, {})

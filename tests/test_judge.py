@@ -16,7 +16,7 @@ from telemetry.diagnose.ledger import Ledger
 from telemetry.diagnose.stats import StepStats
 from telemetry.faults import Faults
 from telemetry.judge import Judge
-from telemetry.records import CHECKPOINT, COMPUTE, DATA_WAIT, OTHER
+from telemetry.records import CHECKPOINT, COMPUTE, DATA_WAIT, OTHER, RankPace
 from tests.test_agent import wait_for
 from tests.test_stall import IDLE
 
@@ -116,6 +116,45 @@ def test_the_first_wait_is_none_either_where_the_gpu_tells_of_it_later(run, felt
     assert run.causes == ["workers_io_bound"]
 
 
+@pytest.mark.parametrize("cpu", [0.0, 20.0], ids=["stopped", "running"])
+def test_time_in_which_the_process_was_stopped_is_no_wait(run, cpu):
+    """Ticks that come four seconds late: nothing ran meanwhile, or a thread did that kept the interpreter."""
+    used = 0.0
+    for second in range(1, 40, 4):
+        for tenth in range(8):
+            run.request(second + tenth / 10, second + 0.05 + tenth / 10)
+        run.request(second + 0.8, second + 4.0)
+        used += cpu
+        run.samples["process"] = SimpleNamespace(cpu_seconds=used, runnable_seconds=None)
+        run.tick(second + 3.99)
+    assert run.causes == (["workers_io_bound"] if cpu else [])
+
+
+@pytest.mark.parametrize("phase", [CHECKPOINT, None])
+def test_a_rank_is_not_stuck_while_it_waits_for_another_s_checkpoint(run, phase):
+    """Rank 0 saves for all, and they wait for it in their next collective: longer than anything else would take."""
+    peers = (RankPace(0, 10.0, 10, 1.0, 0.0, 9.0, phase=phase),)
+    run.judge._peers = lambda: peers if run.saving else ()
+    run.saving = False
+    for second in range(1, 20):
+        run.request(second, second + 0.01)
+        run.tick(second + 0.5)
+    run.saving = True
+    for second in range(20, 80):
+        run.tick(second + 0.5)
+    assert ("unknown" in run.causes) is (phase is None)
+    assert phase is None or run.causes == []
+
+
+def test_a_rank_tells_its_peers_that_it_writes_a_checkpoint(run):
+    run.request(1.0, 1.1)
+    run.tick(2.0)
+    assert run.judge.pace().phase is None
+    run.books.ledger.fold([(3 * SECOND,) * 2 + (CHECKPOINT, CHECKPOINT, *[False] * 4)])
+    run.tick(4.0)
+    assert run.judge.pace().phase == CHECKPOINT
+
+
 def test_how_many_batches_a_step_takes_is_in_the_evidence(run):
     for second in range(1, 15):
         for tenth in range(5):
@@ -170,7 +209,7 @@ def test_a_rank_whose_backward_pass_is_on_a_core_is_seen_at_work(observed):
 
 
 @pytest.mark.parametrize(
-    ("renaming", "predicted"), [pytest.param(0.2, 1 / 0.5, id="renamed"), pytest.param(0.0, 1 / 0.7, id="written")]
+    ("renaming", "predicted"), [pytest.param(0.2, 1 / 0.526, id="renamed"), pytest.param(0.0, 1 / 0.733, id="written")]
 )
 def test_what_steps_with_a_checkpoint_take_besides_is_won_with_it(run, renaming, predicted):
     """Ten steps a second, and a checkpoint of 0.3 s after the tenth; then a rename that frees the last one's file."""
@@ -182,7 +221,8 @@ def test_what_steps_with_a_checkpoint_take_besides_is_won_with_it(run, renaming,
                 run.tick(second + step / 2)
         run.checkpoint(second + 0.7 - renaming, second + 1 - renaming)
     ((event, stall),) = run.lines
-    (advice,) = stall["advice"]
+    advice, _ = stall["advice"]
     assert (event, stall["cause"]) == ("stall_open", "checkpoint")
     assert advice["predicted_speedup"] == pytest.approx(predicted, rel=0.05)
+    assert advice["action"] == f"write a checkpoint every {190 if renaming else 90} steps, not every 10"
     assert ("more than other steps" in advice["because"]) is (renaming > 0)

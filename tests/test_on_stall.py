@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import pdb  # noqa: T100 - a debugger is what is tested
+import threading
+import time
+
 import pytest
 from torch.utils.data import DataLoader
 
@@ -42,6 +47,7 @@ def test_a_stall_is_told(tmp_path, callback):
     assert stall["exposed_wait_ratio"] > 0.9
     wait_for(lambda: scrape(agent)["training_stall_active", "loader_on_training_thread"] == 1)
     assert scrape(agent)["training_stalls_total", "loader_on_training_thread"] == 1
+    assert scrape(agent)["training_stall_lost_seconds_total", "loader_on_training_thread"] > 0
     telemetry.stop()
     opened, closed = [line for line in log_lines(agent) if line["event"].startswith("stall")]
     assert (opened["event"], closed["event"]) == ("stall_open", "stall_close")
@@ -49,15 +55,22 @@ def test_a_stall_is_told(tmp_path, callback):
     assert closed["evidence"]["source"] == "training_thread"
 
 
-def test_a_callback_that_fails_is_counted_and_nothing_else(tmp_path):
+@pytest.mark.parametrize("error", [RuntimeError("mine"), SystemExit(3)], ids=["error", "exit"])
+def test_a_callback_that_fails_is_counted_and_nothing_else(tmp_path, error):
+    threads = []
+
     def fail(stall):
-        raise RuntimeError("mine")
+        threads.append(threading.current_thread().name)
+        raise error
 
     agent = start(tmp_path, on_stall=fail)
     starve(agent, lambda: agent.faults.counts.get("on_stall"))
     assert agent.faults.counts["on_stall"] == 1
     telemetry.stop()
-    assert [line["event"] for line in log_lines(agent)].count("stall_open") == 1
+    events = [line["event"] for line in log_lines(agent)]
+    assert events.count("stall_open") == 1
+    assert events[-1] == "run_end"
+    assert threads == ["telemetry-agent"]
 
 
 @pytest.mark.parametrize("value", ["notdotted", "a b.c", 3, "", "a.b()"])
@@ -81,3 +94,26 @@ def test_workers_that_are_started_for_every_epoch_are_the_cause(tmp_path):
     assert evidence["edges"] >= 2
     assert 0.5 * evidence["wait_seconds"] < evidence["edge_wait_seconds"] <= evidence["wait_seconds"]
     assert stall["advice"][0]["setting"] == "persistent_workers"
+
+
+def test_a_debugger_s_pause_in_a_fetch_is_no_stall(tmp_path):
+    """The batch is waited for as long as a person looks at how it is made."""
+    reading, writing = os.pipe()
+    debugger = None
+
+    class Looked(Numbers):
+        def __getitem__(self, index):
+            if index == 200:
+                threading.Timer(3.0, lambda: os.write(writing, b"continue\n")).start()
+                debugger.set_trace()
+            return super().__getitem__(index)
+
+    agent = start(tmp_path, stall_window_seconds=3)
+    with open(reading) as commands, open(os.devnull, "w") as nowhere:
+        debugger = pdb.Pdb(stdin=commands, stdout=nowhere, nosigint=True, readrc=False)
+        debugger.use_rawinput = False
+        for _ in DataLoader(Looked(240), batch_size=1):
+            time.sleep(0.01)
+    os.close(writing)
+    telemetry.stop()
+    assert [line["event"] for line in log_lines(agent) if line["event"].startswith("stall")] == []

@@ -130,7 +130,11 @@ def test_fields_of_the_wrong_type_break_nothing(tmp_path, capsys):
         step_sketch={"a": 1},
         wall_seconds={},
     )
-    write(tmp_path, 0, odd, line("stall_close"), line("stall_open", cause="of_a_newer_version", advice=None))
+    opened = [
+        line("stall_open", cause="of_a_newer_version", advice=advice)
+        for advice in (None, ["more"], {"action": "more"}, 3, [{"action": {}}])
+    ]
+    write(tmp_path, 0, odd, line("stall_close"), *opened)
     for as_json in (True, False):
         assert report(str(tmp_path), as_json=as_json) == 0
     assert "of_a_newer_version" in capsys.readouterr().out
@@ -183,6 +187,19 @@ def test_a_stall_has_its_close(tmp_path):
     (stall,) = summarize(load(tmp_path))["stalls"]
     assert (stall["opened"], stall["closed"], stall["first_step"], stall["last_step"]) == ("t1", "t2", 5, 50)
     assert (stall["cause"], stall["evidence"], stall["exposed_wait_ratio"]) == ("workers_cpu_bound", {"a": 1}, 0.4)
+
+
+def test_what_an_open_stall_has_cost_so_far_is_counted(tmp_path, capsys):
+    """Its own line was written when it opened; the newest window knows the rest."""
+    lost = {"workers_io_bound": 10.0}
+    first = [line("stall_open", cause="workers_io_bound"), line("stall_close", evidence={"lost_seconds": lost})]
+    again = line("stall_open", cause="workers_io_bound", evidence={"lost_seconds": {"workers_io_bound": 1.0}})
+    newest = window(wait=9000.0, compute=1.0, steps=10) | {"stall_lost_total_seconds": {"workers_io_bound": 7210.0}}
+    write(tmp_path, 0, *first, again, newest)
+    costs = [stall["evidence"]["lost_seconds"] for stall in summarize(load(tmp_path))["stalls"]]
+    assert costs == [lost, {"workers_io_bound": 7200.0}]
+    assert report(str(tmp_path), as_json=False) == 0
+    assert "workers_io_bound 2.003" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("what", ["missing", "empty", "no logs"])

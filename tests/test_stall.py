@@ -86,6 +86,9 @@ CASES = {
     "workers_throttled, no schedstat": with_workers(
         busy=0.99, cpu=0.4, runnable=None, blocked=None, host_cpu_ratio=0.99, **STARVED
     ),
+    "workers_throttled, by a quota, no schedstat": with_workers(
+        busy=0.99, cpu=0.4, runnable=None, blocked=None, throttled_ratio=0.9, host_cpu_ratio=0.1, **STARVED
+    ),
     "straggler": a_slice(peers=(pace(1, compute=0.3, exposed=0.7), pace(2))),
     "straggler, in its compute": a_slice(samples=50, in_sync=40, peers=(pace(1, samples=50, in_sync=2),)),
     "straggler, out of its steps": a_slice(peers=(pace(1, compute=0.5, exposed=0.0, away=0.5),)),
@@ -169,6 +172,97 @@ def test_the_first_batch_and_the_end_of_an_epoch_are_no_stall():
     end = a_slice(wait=4.0, compute=0.0, steps=0, edge_wait=4.0, edges=1)
     changes = [machine.update(piece) for piece in (end, *[a_slice() for _ in range(60)])]
     assert [c for c in changes if c is not None] == []
+
+
+SHARED = with_workers(
+    busy=0.4, cpu=0.4, ready=3, late=0.5, moved=0.5, late_wait=0.1, edge_wait=0.1, edges=2, wait=0.3, compute=0.7
+)
+"""A starving run: a tenth of it each for workers to start, for late batches, and for those that are moved."""
+
+
+def test_waits_of_several_causes_are_one_stall():
+    lost = costs(gather([SHARED]))
+    assert len(lost) == 3
+    assert max(lost.values()) < 0.2 < sum(lost.values())
+    machine = StallMachine(10, 0.2, 0.1)
+    changes = [machine.update(SHARED) for _ in range(12)]
+    assert [c.kind for c in changes if c is not None][0] == "opened"
+    fewer = dataclasses.replace(SHARED, wait=0.15, exposed=0.15, edge_wait=0.05, compute=0.85)
+    assert all(machine.update(fewer).kind == "held" for _ in range(30))  # none of the three costs a tenth any more
+    changes = [machine.update(a_slice()) for _ in range(12)]
+    assert "closed" in [c.kind for c in changes if c is not None]
+
+
+def test_a_stall_closes_at_a_lower_share_than_it_opens_at():
+    fifteen = a_slice(source="training_thread", wait=0.15, compute=0.85)
+    machine = StallMachine(10, 0.2, 0.1)
+    assert [machine.update(fifteen) for _ in range(30)] == [None] * 30
+    for _ in range(12):
+        machine.update(CASES["loader_on_training_thread"])
+    assert all(machine.update(fifteen).kind == "held" for _ in range(30))
+    changes = [machine.update(a_slice(source="training_thread", wait=0.05, compute=0.95)) for _ in range(12)]
+    assert "closed" in [c.kind for c in changes if c is not None]
+
+
+def test_a_stall_has_the_name_of_what_cost_most_of_it():
+    machine = StallMachine(10, 0.2, 0.1)
+    for _ in range(12):
+        machine.update(CASES["workers_io_bound"])
+    changes = [machine.update(CASES["workers_cpu_bound"]) for _ in range(40)]
+    assert [c.kind for c in changes].count("renamed") == 1
+    assert machine.stall.cause == "workers_cpu_bound"
+
+
+def test_a_stall_that_closes_still_has_the_evidence_it_had():
+    """What to change is not read from the window in which the run has recovered."""
+    machine = StallMachine(10, 0.2, 0.1)
+    for _ in range(12):
+        machine.update(CASES["loader_on_training_thread"])
+    closed = next(c for _ in range(12) if (c := machine.update(a_slice(source="training_thread"))).kind == "closed")
+    assert closed.stall.evidence.wait >= 0.2 * closed.stall.evidence.loop
+
+
+def test_steps_of_many_seconds_are_judged_as_others_are():
+    """A step of 20 s, half of it waiting, in slices of a second: a window of 30 s never holds five of them."""
+    waiting = a_slice(source="training_thread", wait=1.0, compute=0.0, steps=0)
+    computing = [a_slice(source="training_thread", steps=int(last)) for last in [*[False] * 9, True]]
+    machine = StallMachine(30, 0.2, 0.1)
+    changes = [machine.update(piece) for _ in range(12) for piece in (*[waiting] * 10, *computing)]
+    assert "opened" in [c.kind for c in changes if c is not None]
+    assert machine.stall.cause == "loader_on_training_thread"
+    assert machine.stall.evidence.steps >= 9
+
+
+def test_a_checkpoint_costs_what_it_takes_of_the_time_between_two():
+    writing = a_slice(compute=0.0, checkpoint=1.0, steps=0)
+    for between, kinds in ((1800, []), (60, ["opened"])):
+        machine = StallMachine(30, 0.2, 0.1)
+        changes = []
+        for _ in range(3):
+            changes += [machine.update(a_slice()) for _ in range(between)]
+            changes += [machine.update(writing) for _ in range(45)]
+        assert [c.kind for c in changes if c is not None and c.kind == "opened"][:1] == kinds, between
+
+
+def test_workers_are_not_judged_by_what_they_do_in_an_evaluation():
+    """Persistent workers that wait for it to end, and others that fetch for it."""
+    busy = dataclasses.replace(CASES["workers_cpu_bound"], seconds=1.0)
+    evaluating = dataclasses.replace(
+        busy, wait=0.0, exposed=0.0, compute=0.0, steps=0, evaluation=1.0, fetches=500, fetch_busy=0.0,
+        workers=dataclasses.replace(busy.workers, busy_ratio=0.0, cpu_ratio=0.0),
+    )  # fmt: skip
+    alone, between = gather([busy] * 10), gather([busy, evaluating] * 10)
+    assert (between.busy_ratio, between.fetch_seconds) == (alone.busy_ratio, alone.fetch_seconds)
+
+
+def test_a_fetch_that_was_long_and_is_over_is_no_stuck_worker():
+    over = dataclasses.replace(
+        CASES["worker_stuck"], workers=dataclasses.replace(CASES["worker_stuck"].workers, fetching_seconds=0.0)
+    )
+    assert "worker_stuck" not in costs(gather([CASES["worker_stuck"], over]))
+    since = with_workers(busy=0.9, cpu=0.1, blocked=0.8, stuck=6.0, fetches=100, **STARVED)
+    lost = costs(gather([with_workers(busy=0.9, cpu=0.1, blocked=0.8, fetches=100, **STARVED)] * 29 + [since]))
+    assert lost["worker_stuck"] == pytest.approx(6.0)
 
 
 def test_a_machine_that_slept_is_no_stall():
@@ -304,14 +398,13 @@ def test_more_waiting_never_closes_a_stall(share, more):
 
 
 def test_who_holds_up_ranks_that_are_stuck():
-    waits = dict(steps=0, samples=50, in_sync=50)
-    here, there, elsewhere = pace(0, **waits), pace(1, **waits), pace(2, steps=0, samples=50, in_sync=1)
-    for_data = pace(3, steps=0, compute=0.0, exposed=1.0)
+    here, there = (pace(rank, still=30.0, still_in_sync=True) for rank in (0, 1))
+    elsewhere, for_data = pace(2, still=29.0), pace(3, still=28.0, compute=0.0, exposed=1.0)
     assert held_up_by(here, [there, elsewhere]) == elsewhere
     assert held_up_by(here, [there, for_data]) == for_data
     assert held_up_by(here, [there]) is None  # all have come: the network, or a rank of another node
     assert held_up_by(elsewhere, [here, there]) is None
-    assert held_up_by(here, [pace(4, steps=50)]) is None  # it goes on
+    assert held_up_by(here, [pace(4, still=1.0)]) is None  # it goes on
 
 
 @given(st.lists(slices, min_size=1, max_size=5))

@@ -57,7 +57,7 @@ def test_how_long_is_too_long(setting, p99, longest, at_edge, seconds):
 
 
 NOT_STUCK = {
-    "the first batch of a run, a compile": [moment(steps=LEAST_STEPS - 1)] * 1000,
+    "the first steps of a run, a compile": [moment(steps=LEAST_STEPS - 1)] * 540,
     "steps end": [moment(progress=number // 20) for number in range(1000)],
     "an evaluation": [moment(loop=0.0)] * 1000,
     "after the loop": [moment(loop_left=True)] * 1000,
@@ -70,6 +70,12 @@ NOT_STUCK = {
 def test_what_is_not_stuck(what):
     steps = Steps(p99=10.0, longest=10.0) if what == "slow steps" else QUICK
     assert ticks(StuckWatch(None, 1.0), NOT_STUCK[what], steps) == [None] * len(NOT_STUCK[what])
+
+
+@pytest.mark.parametrize("setting", [None, 5.0, 1000.0])
+def test_a_run_that_hangs_in_its_first_steps_is_told_before_its_collectives_end_it(setting):
+    said = ticks(StuckWatch(setting, 1.0), [moment(steps=1) for _ in range(1100)])
+    assert said.index("opened") == max(540, setting or 0)
 
 
 def test_time_after_the_loop_closes_it_and_does_not_count():

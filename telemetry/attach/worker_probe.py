@@ -13,11 +13,12 @@ import mmap
 import os
 import struct
 import threading
+import weakref
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.attach.frames import forget_frame
 from telemetry.clock import now_ns
-from telemetry.files import Descriptor
+from telemetry.files import Descriptor, identity_of
 from telemetry.records import FETCH_BUCKETS, StackPort, WorkerCounters
 
 if TYPE_CHECKING:
@@ -73,17 +74,18 @@ class WorkerBlock:
         self._memory = mmap.mmap(file, self.workers * _SLOT_WORDS * 8)
         self.words = memoryview(self._memory).cast("q")
 
-    def __getstate__(self) -> tuple[int, int, int]:
-        return (self.workers, self._owner, self._file.number if self._file is not None else -1)
+    def __getstate__(self) -> tuple[int, int, int, tuple[int, int]]:
+        number, identity = (self._file.number, self._file.identity) if self._file is not None else (-1, (0, 0))
+        return (self.workers, self._owner, number, identity)
 
-    def __setstate__(self, state: tuple[int, int, int]) -> None:
+    def __setstate__(self, state: tuple[int, int, int, tuple[int, int]]) -> None:
         """In a spawned worker: open the owner's file. One that cannot be opened raises, and nothing is timed."""
-        self.workers, self._owner, number = state
+        self.workers, self._owner, number, identity = state
         if not 0 < self.workers <= MAX_WORKERS:
             raise ValueError("not a block of ours")
         file = os.open(f"/proc/{self._owner}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
         try:
-            if os.fstat(file).st_size != self.workers * _SLOT_WORDS * 8:
+            if identity_of(file) != identity:
                 raise ValueError("another file of the owner's, by now")
             self._map(file)
         finally:
@@ -202,6 +204,10 @@ def _offer_stacks(block: WorkerBlock, worker: int) -> None:
     block.words[base + _STACK_ASK] = port.ask  # last: it says that the others are there
 
 
+def _nobody() -> None:
+    return None
+
+
 def timed_fetch(original: Callable[[Any, Any], Any], words: memoryview) -> Callable[[Any, Any], Any]:
     """``fetch``, counted in the words of one worker's slot.
 
@@ -212,13 +218,13 @@ def timed_fetch(original: Callable[[Any, Any], Any], words: memoryview) -> Calla
     last_bucket = len(FETCH_BUCKETS)
     slot, store, store_span = words.cast("B"), _COUNTS.pack_into, _SPAN.pack_into
     fetches = wall = ended = 0
-    current: Any = None
+    current: Callable[[], Any] = _nobody  # not the fetcher itself: its iterator ends with it, and runs its clean-up
 
     @functools.wraps(original)
     def fetch(self: Any, possibly_batched_index: Any) -> Any:
         nonlocal fetches, wall, ended, current
-        if current is not self:  # a fetcher is made anew for every epoch
-            current = self
+        if current() is not self:  # a fetcher is made anew for every epoch
+            current = weakref.ref(self)
             epoch = words[_EPOCH] + 1
             words[_EPOCHS + epoch % EPOCHS] = ended
             words[_EPOCH] = epoch

@@ -49,10 +49,11 @@ class PressureSource:
         self._before, self._before_ns = totals, now
         if not totals and not self._groups:
             raise SourceError("neither /proc/pressure nor a cgroup of ours can be read")
+        limit, limited = self._cpu_limit()
         return PressureSample(
             pressure_ratio=ratios,
-            cgroup_cpu_limit=self._cpu_limit(),
-            cgroup_throttled_ratio=self._throttled(),
+            cgroup_cpu_limit=limit,
+            cgroup_throttled_ratio=self._throttled(limited),
             cgroup_memory_limit_bytes=self._memory("memory.max", "memory.limit_in_bytes"),
             cgroup_memory_used_bytes=self._memory("memory.current", "memory.usage_in_bytes"),
         )
@@ -68,19 +69,13 @@ class PressureSource:
                 return int(line.rpartition("total=")[2])
         return None
 
-    def _cpu_limit(self) -> float | None:
-        text = self._first("cpu", "cpu.max")
-        if text is not None:
-            quota, _, period = text.partition(" ")
-            return None if quota == "max" else int(quota) / int(period)
-        quota, period = (
-            self._first("cpu", "cpu.cfs_quota_us") or "-1",
-            self._first("cpu", "cpu.cfs_period_us") or "0",
-        )
-        return int(quota) / int(period) if int(quota) > 0 and int(period) > 0 else None
+    def _cpu_limit(self) -> tuple[float | None, Path | None]:
+        """Cores, and the group that has no more: ours, or one above it."""
+        limits = [(limit, folder) for folder in self._groups.get("cpu", ()) if (limit := _cores(folder)) is not None]
+        return min(limits, default=(None, None))
 
-    def _throttled(self) -> float | None:
-        text = self._first("cpu", "cpu.stat") or ""
+    def _throttled(self, limited: Path | None) -> float | None:
+        text = (self._first("cpu", "cpu.stat") if limited is None else _read(f"{limited}/cpu.stat")) or ""
         pairs = dict(line.split(maxsplit=1) for line in text.splitlines() if " " in line)
         if "nr_periods" not in pairs or "nr_throttled" not in pairs:
             return None
@@ -105,6 +100,16 @@ class PressureSource:
             self._paths[file] = next((str(folder / file) for folder in folders if (folder / file).is_file()), None)
         path = self._paths[file]
         return None if path is None else _read(path)
+
+
+def _cores(folder: Path) -> float | None:
+    """What a group's quota lets it use; None without one."""
+    text = _read(f"{folder}/cpu.max")
+    if text is not None:
+        quota, _, period = text.partition(" ")
+    else:
+        quota, period = _read(f"{folder}/cpu.cfs_quota_us") or "max", _read(f"{folder}/cpu.cfs_period_us") or "0"
+    return int(quota) / int(period) if quota.isdigit() and int(quota) > 0 and int(period) > 0 else None
 
 
 def _cgroup_folders(proc: Path, mount: Path) -> dict[str, tuple[Path, ...]]:

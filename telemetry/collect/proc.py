@@ -55,7 +55,7 @@ def read_schedule(pid: int | str, tid: int) -> Schedule | None:
         run, runnable = read_small(f"/proc/{pid}/task/{tid}/schedstat").split()[:2]
     except (OSError, ValueError):
         return None
-    return Schedule(int(run), int(runnable))
+    return Schedule(int(run), int(runnable)) if run != b"0" else None  # schedstat is there, and switched off
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,6 +90,7 @@ class WorkersSource:
     def __init__(self, live: Callable[[], Iterable[Loader]], retired: Callable[[], Iterable[Loader]]) -> None:
         self._live = live
         self._retired = retired
+        self._trained = False
         self._before: dict[tuple[int, int], _Seen] = {}
         self._before_ns = 0
         self._counted: dict[tuple[int, int], WorkerCounters] = {}
@@ -109,7 +110,7 @@ class WorkersSource:
         fetched: dict[int, tuple[int, float]] = {}
         resident, ready, longest = 0, None, 0.0
         live = list(self._live())
-        trained = any(loader.training for loader in live)
+        self._trained = trained = self._trained or any(loader.training for loader in live)
         everyone = 0
         for loader in live:
             counted = self._count(loader.block)

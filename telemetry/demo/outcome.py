@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from telemetry.report.load import load
-from telemetry.report.summary import summarize
+from telemetry.report.summary import costliest, summarize
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -18,7 +18,7 @@ class Outcome:
 
     Attributes:
         steps_per_second: of the training loop (wait and compute); None without a step.
-        workers: the number of workers that the newest stall's first advice asks for; None if it asks for none.
+        workers: the number that the first advice of the stall in the verdict asks for; None if it asks for none.
         predicted_speedup: what it promises.
     """
 
@@ -37,8 +37,8 @@ def outcome(run: Path) -> Outcome:
     rank = report["ranks"][-1]
     loop = rank["ledger"]["data_wait"] + rank["ledger"]["compute"]
     rate = rank["steps"] / loop if rank["steps"] and loop > 0 else None
-    first = [stall["advice"][0] for stall in report["stalls"] if stall["advice"]]
-    advice = first[-1] if first else {}
+    stall = costliest(rank["rank"], report["stalls"])
+    advice = stall["advice"][0] if stall is not None and stall["advice"] else {}
     if advice.get("setting") != "num_workers":
         return Outcome(rate, None, None)
     return Outcome(rate, int(advice["value"]), advice.get("predicted_speedup"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from telemetry.diagnose import loading
-from telemetry.diagnose.model import factor, gain_of, ms, step_seconds
+from telemetry.diagnose.model import gain_of, gain_over_window, ms, step_seconds, times_less
 from telemetry.diagnose.straggler import straggler
 from telemetry.records import Advice
 
@@ -20,6 +20,9 @@ WORTH_IT: Final = 1.05
 
 _WORTH_SAYING: Final = 0.1
 """What is done around checkpoints is spoken of from this share of the checkpoints themselves."""
+
+_CHECKPOINT_SHARE: Final = 0.05
+"""Of the time, that checkpoints may take: they are advised to be written so much less often."""
 
 _MOST_ADVICE: Final = 3
 
@@ -34,17 +37,25 @@ def advise(cause: str, evidence: Evidence) -> tuple[Advice, ...]:
 
 
 def _checkpoint(evidence: Evidence) -> list[Advice]:
-    whole, around = evidence.loop + evidence.checkpoint, evidence.around_checkpoints
+    whole, around = evidence.with_checkpoints, evidence.around_checkpoints
     because = f"checkpoints took {evidence.checkpoint:.1f} s of {whole:.1f} s"
     if around >= _WORTH_SAYING * evidence.checkpoint:
         # To rename a file over the last one frees that: 0.1 s for 250 MB in the page cache.
         because += f", and their steps {around:.1f} s more than other steps: to rename or upload a file takes time too"
-    action = "write checkpoints less often, or asynchronously (torch.distributed.checkpoint.async_save)"
-    return [Advice(action, None, None, factor(whole, evidence.loop - around), because)]
+    take = min(whole, evidence.checkpoint + around)
+    without = whole - take
+    seldom = times_less(take, without, _CHECKPOINT_SHARE)
+    gain = gain_over_window(evidence, without + take / seldom, now=whole)
+    action = f"write a checkpoint {seldom} times less often"
+    if evidence.checkpoints > 1 and evidence.steps > evidence.checkpoints:
+        every = evidence.steps / evidence.checkpoints
+        action = f"write a checkpoint every {seldom * every:.0f} steps, not every {every:.0f}"
+    behind = "write it while training goes on: torch.distributed.checkpoint.async_save"
+    return [Advice(action, None, str(seldom), gain, because), Advice(behind, None, None, None, because)]
 
 
 def _garbage(evidence: Evidence) -> list[Advice]:
-    gain = factor(evidence.loop, evidence.loop - evidence.garbage)
+    gain = gain_over_window(evidence, evidence.loop - evidence.garbage, now=evidence.loop)
     because = f"garbage collection stopped the training thread for {evidence.garbage:.1f} s of {evidence.loop:.1f} s"
     return [Advice("call gc.freeze() once the model and the data set are built", "gc.freeze()", None, gain, because)]
 
@@ -63,7 +74,7 @@ def _host_bound(evidence: Evidence) -> list[Advice]:
     because = f"no kernel ran for {idle:.1f} s of {evidence.loop:.1f} s, though no batch was waited for"
     if evidence.pace.where is not None:
         because += f"; the training thread was mostly in {evidence.pace.where}"
-    bound = factor(evidence.loop, evidence.loop - idle)
+    bound = gain_over_window(evidence, evidence.loop - idle, now=evidence.loop)
     return [
         Advice("launch fewer, larger kernels: torch.compile, CUDA graphs, a larger batch", None, None, bound, because),
         Advice(
@@ -75,7 +86,7 @@ def _host_bound(evidence: Evidence) -> list[Advice]:
 def _gpu_throttled(evidence: Evidence) -> list[Advice]:
     slowed = evidence.gpu_slowed or 0.0
     because = f"the GPU's clock is held back (heat or power supply), which cost {slowed:.1f} s of {evidence.loop:.1f} s"
-    gain = factor(evidence.loop, evidence.loop - slowed)
+    gain = gain_over_window(evidence, evidence.loop - slowed, now=evidence.loop)
     return [Advice("have the node's cooling and power supply looked at, or move the job", None, None, gain, because)]
 
 

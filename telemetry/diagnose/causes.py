@@ -6,7 +6,7 @@ is ``unknown``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from telemetry.diagnose.model import compute_seconds, supply_seconds
@@ -25,6 +25,7 @@ class Thresholds:
         busy: ... or they are in fetches for at least this share of their time.
         runnable: this share of the workers' fetch time without a core: more workers would not help.
         cores_busy: where the kernel does not tell that share: all cores of the machine are busy to this degree.
+        throttled: ... or the CPU quota was used up in this share of its periods.
         own_load: workers that are short of cores and run on this share of them crowd out the training thread.
         ready: where batches could not be matched with their fetches: this many lay ready on average while the
             training thread waited, so they wait to be moved.
@@ -38,6 +39,7 @@ class Thresholds:
     busy: float = 0.85
     runnable: float = 0.35
     cores_busy: float = 0.95
+    throttled: float = 0.5
     own_load: float = 0.4
     ready: float = 0.5
     late: float = 0.5
@@ -47,6 +49,22 @@ class Thresholds:
 
 
 THRESHOLDS: Final = Thresholds()
+
+WAITS: Final = frozenset(
+    {
+        "loader_on_training_thread",
+        "workers_cpu_bound",
+        "workers_io_bound",
+        "workers_throttled",
+        "worker_startup",
+        "uneven_batches",
+        "batch_transfer",
+        "worker_stuck",
+        "source_slow",
+        "unknown",
+    }
+)
+"""What an exposed wait is put down to. A run starves of all of them together, however many share it."""
 
 
 def costs(evidence: Evidence, at: Thresholds = THRESHOLDS) -> dict[str, float]:
@@ -90,8 +108,10 @@ def _steady(evidence: Evidence, at: Thresholds) -> dict[str, float]:
         return {named: 1.0}
     if evidence.source != "workers" or evidence.busy_ratio is None:
         return {"unknown": 1.0}
-    if _stuck(evidence, at):
-        return {"worker_stuck": 1.0}
+    if _stuck(evidence, at):  # it is waited for since it began, and no longer
+        stuck = min(1.0, evidence.stuck_seconds / max(evidence.wait - evidence.edge_wait, 1e-9))
+        rest = _steady(replace(evidence, stuck_seconds=0.0), at) if stuck < 1 else {}
+        return {"worker_stuck": stuck} | {cause: share * (1.0 - stuck) for cause, share in rest.items()}
     limited = _workers_are_the_limit(evidence, at)
     limit = _what_limits_them(evidence, at) if limited else "uneven_batches"
     if limit == "workers_throttled":
@@ -164,7 +184,8 @@ def _what_limits_them(evidence: Evidence, at: Thresholds) -> str:
         return "unknown"  # busy, but nobody can tell with what
     runnable = evidence.runnable_share
     if runnable is None:  # not running, and nobody can tell whether for want of a core
-        without_core = blocked >= at.runnable and (evidence.host_cpu_ratio or 0.0) >= at.cores_busy
+        used_up = (evidence.throttled_ratio or 0.0) >= at.throttled
+        without_core = blocked >= at.runnable and (used_up or (evidence.host_cpu_ratio or 0.0) >= at.cores_busy)
     else:
         without_core = runnable >= at.runnable
     if without_core:

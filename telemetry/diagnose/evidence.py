@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.records import RankPace
@@ -33,8 +33,11 @@ class Evidence:
     Attributes:
         late, moved, head_of_line: waits for workers' batches, taken apart, see `Deliveries`; zeros where none could be
             matched with its fetch.
-        around_checkpoints: how much longer steps with a checkpoint in them took to compute than as many others: what
-            is done for a checkpoint besides writing it.
+        checkpoints: how many steps had one.
+        checkpoint_interval: seconds of training between the newest checkpoint and the one before; 0.0 where the window
+            has several.
+        around_checkpoints: how much longer these took to compute than as many others: what is done for a checkpoint
+            besides writing it.
         moving_seconds: mean time to move a batch whose worker is idle; ``moving_from_busy_seconds``: of one whose
             worker is in another fetch. None where there was none.
         own_fetch_cpu_share: of the training thread's own fetches, how much ran on a core.
@@ -46,6 +49,7 @@ class Evidence:
         worker_cores: on how many the workers may run, where that is fewer than ``cores``.
         cpu_share, runnable_share, blocked_share: of the time the workers spent in fetches. Where the kernel does not
             tell running from waiting for a core, ``runnable_share`` is None and the other two come from CPU time alone.
+        throttled_ratio: of the periods of the cgroup's CPU quota, those in which it was used up.
         ready_batches: mean number of batches that lay ready.
         stuck_seconds: the longest time a fetch was seen in progress.
         process_cpu_per_step: CPU time of the training process (without its workers) for one step; what it took to
@@ -75,6 +79,8 @@ class Evidence:
     compute: float
     evaluation: float
     checkpoint: float
+    checkpoints: int
+    checkpoint_interval: float
     around_checkpoints: float
     garbage: float
     source: str | None
@@ -114,6 +120,11 @@ class Evidence:
         return self.wait + self.compute
 
     @property
+    def with_checkpoints(self) -> float:
+        """Seconds of the loop and of writing checkpoints, over a window that holds as many of them as the run does."""
+        return max(self.loop + self.checkpoint, self.checkpoint_interval)
+
+    @property
     def on_gpu(self) -> bool:
         """Whether the run uses a GPU, as far as is known."""
         return self.gpu_utilization_ratio is not None
@@ -123,12 +134,13 @@ class Evidence:
         seconds = (
             "wait", "exposed", "edge_wait", "late_wait", "late", "moved", "head_of_line", "compute", "checkpoint",
             "around_checkpoints", "garbage", "own_runnable", "gpu_idle", "gpu_slowed", "longest_fetch",
-            "slowest_fetch",
+            "slowest_fetch", "evaluation", "process_cpu_per_step", "checkpoint_interval",
         )  # fmt: skip
         plain = (
             "steps", "batches_per_step", "source", "workers", "worker_cores", "edges", "left", "fetch_seconds",
             "fetch_cpu_seconds", "moving_seconds", "moving_from_busy_seconds", "ready_batches", "slack_seconds",
-            "head_of_line_worker", "stuck_seconds", "cores", "cores_of_others", "settings", "read_bytes",
+            "head_of_line_worker", "stuck_seconds", "cores", "cores_of_others", "settings", "read_bytes", "fetches",
+            "checkpoints",
         )  # fmt: skip
         ratios = ("busy_ratio", "throttled_ratio", "gpu_utilization_ratio", "host_cpu_ratio")
         shares = ("cpu_share", "runnable_share", "blocked_share")
@@ -138,24 +150,37 @@ class Evidence:
         field["own_fetch_cpu_ratio"] = self.own_fetch_cpu_share
         field["window_seconds"] = self.seconds
         field["where"] = self.pace.where
-        return {name: round(v, 6) if isinstance(v, float) else v for name, v in field.items() if v is not None}
+        if self.peers:
+            field["paces"] = [asdict(pace) for pace in (self.pace, *self.peers)]
+        told = {name: round(v, 6) if isinstance(v, float) else v for name, v in field.items() if v is not None}
+        if self.cpu_share is not None and self.runnable_share is None:
+            told["worker_runnable_ratio"] = None  # no schedstat: what is blocked may be without a core
+        return told
 
 
-def gather(slices: Sequence[Slice], *, rank: int = 0, cause: str | None = None) -> Evidence:
+def gather(
+    slices: Sequence[Slice], *, rank: int = 0, cause: str | None = None, checkpoint_interval: float = 0.0
+) -> Evidence:
     """Add up a window.
 
     Args:
         slices: of the window; not empty.
         rank: whose it is, for its `RankPace`.
         cause: of its open stall, for the same.
+        checkpoint_interval: seconds of training between the newest checkpoint and the one before it.
     """
     waited = _waited_for(slices)
     cores, of_others = _cores(slices)
     steps = int(_sum(slices, lambda s: s.steps))
-    told = [s for s in slices if s.fetches is not None and s.fetch_busy is not None]  # not before the workers began
+    checkpoints = int(_sum(slices, lambda s: s.checkpoint_steps))
+    # In an evaluation the training's workers have nothing to do, and its own fetch.
+    in_the_loop = [s for s in slices if s.wait + s.compute >= _MOSTLY * s.seconds] or slices
+    told = [
+        s for s in in_the_loop if s.fetches is not None and s.fetch_busy is not None
+    ]  # not before the workers began
     fetches = sum(s.fetches or 0 for s in told)
     fetch = sum(s.fetch_busy or 0.0 for s in told) / fetches if fetches else None
-    workers = [s.workers for s in slices if s.workers is not None]
+    workers = [s.workers for s in in_the_loop if s.workers is not None]
     shares = _shares(workers)
     cpu_share = shares.get("cpu")
     process_cpu = _all([_cpu_of_the_loop(s) for s in slices])
@@ -163,7 +188,7 @@ def gather(slices: Sequence[Slice], *, rank: int = 0, cause: str | None = None) 
     return Evidence(
         seconds=_sum(slices, lambda s: s.seconds),
         steps=steps,
-        batches_per_step=_batches_per_step(slices, steps, fetches if told else None),
+        batches_per_step=_batches_per_step(slices, steps),
         wait=_sum(slices, lambda s: s.wait),
         exposed=_all([s.exposed for s in slices]),
         edge_wait=_sum(slices, lambda s: s.edge_wait),
@@ -178,6 +203,8 @@ def gather(slices: Sequence[Slice], *, rank: int = 0, cause: str | None = None) 
         compute=_sum(slices, lambda s: s.compute),
         evaluation=_sum(slices, lambda s: s.evaluation),
         checkpoint=_sum(slices, lambda s: s.checkpoint),
+        checkpoints=checkpoints,
+        checkpoint_interval=checkpoint_interval if checkpoints < 2 else 0.0,
         around_checkpoints=_around_checkpoints(slices, steps),
         garbage=_sum(slices, lambda s: s.garbage),
         source=waited.source,
@@ -197,7 +224,7 @@ def gather(slices: Sequence[Slice], *, rank: int = 0, cause: str | None = None) 
         ready_batches=_mean([w.ready_batches for w in workers]),
         slack_seconds=_mean([w.slack_seconds for w in workers]),
         head_of_line_worker=_most_common([w.head_of_line_worker for w in workers]),
-        stuck_seconds=max((w.fetching_seconds for w in workers), default=0.0),
+        stuck_seconds=workers[-1].fetching_seconds if workers else 0.0,
         process_cpu_per_step=process_cpu / steps if process_cpu is not None and steps else None,
         own_runnable=_all([s.own_runnable for s in slices]),
         host_cpu_ratio=_mean([s.host_cpu_ratio for s in slices]),
@@ -308,11 +335,12 @@ def _worker_cores(slices: Sequence[Slice], cores: float) -> int | None:
     return newest if newest is not None and newest < cores else None
 
 
-def _batches_per_step(slices: Sequence[Slice], steps: int, fetches: int | None) -> float:
+def _batches_per_step(slices: Sequence[Slice], steps: int) -> float:
     batches = int(_sum(slices, lambda s: s.batches))
     if not steps or batches <= steps + 1:  # the newest is of a step that has not ended
         return 1.0
-    return batches / steps if fetches is None else max(1.0, min(batches, fetches) / steps)  # some without workers
+    fetches = [s.fetches for s in slices if s.fetches is not None]
+    return max(1.0, min(batches, sum(fetches)) / steps) if fetches else batches / steps  # some without workers
 
 
 def _read_bytes(slices: Sequence[Slice]) -> float | None:

@@ -19,6 +19,7 @@ from telemetry.diagnose.model import (
     step_seconds,
     supply_in_order,
     supply_seconds,
+    times_less,
     with_moving,
 )
 from telemetry.records import Advice
@@ -42,6 +43,9 @@ _WORKERS_BATCH_SECONDS: Final = 0.004
 Both are measured by `python -m benchmarks.worker_cost`; where there are workers already, all that is in what they take.
 """
 
+_EDGES_SHARE: Final = 0.05
+"""Of the time, that the starts of epochs may take: epochs are advised to be so much longer."""
+
 _HANDED_OVER_LATE: Final = 1.1
 """A step is so many times longer where busy workers hand its batches over: then something is to be done about it."""
 
@@ -60,11 +64,13 @@ def _shorter_fetch(evidence: Evidence) -> list[Advice]:
     if share is None or not batches:
         return []
     fetch = evidence.wait / batches
+    no_core = min(1.0, (evidence.own_runnable or 0.0) / evidence.seconds) if evidence.seconds > 0 else 0.0
+    share = min(1.0, share + no_core)
     if share < _ON_CPU:
         return [
             _faster_storage(f"the training thread waits in {100 * (1 - share):.0f} % of the {ms(fetch)} of a batch")
         ]
-    return [_cheaper(f"each batch takes {ms(fetch * share)} of CPU time on the training thread")]
+    return [_cheaper(f"each batch takes {ms(fetch * share)} of CPU time on the training thread", evidence)]
 
 
 def _fetch_in_workers(evidence: Evidence, action: str, why: str) -> list[Advice]:
@@ -99,7 +105,7 @@ def _spent_on(evidence: Evidence) -> str:
 
 def cpu_bound(evidence: Evidence) -> list[Advice]:
     """The workers are the limit, and run."""
-    return [*_more_workers(evidence), _cheaper(f"each batch takes {_in_a_worker(evidence)}")]
+    return [*_more_workers(evidence), _cheaper(f"each batch takes {_in_a_worker(evidence)}", evidence)]
 
 
 def io_bound(evidence: Evidence) -> list[Advice]:
@@ -118,11 +124,18 @@ def throttled(evidence: Evidence) -> list[Advice]:
     """There are not cores enough, or the workers may not use them."""
     share = evidence.runnable_share if evidence.runnable_share is not None else evidence.blocked_share or 0.0
     because = f"workers could run but have no core for {100 * share:.0f} % of their time in fetches"
+    if evidence.throttled_ratio:
+        used_up = 100 * evidence.throttled_ratio
+        because += f"; the CPU quota of {evidence.cores:g} cores was used up in {used_up:.0f} % of its periods"
     if evidence.worker_cores is not None:
         more = _other_cores(evidence, f"{because}: they may run on {evidence.worker_cores} of {evidence.cores:g} cores")
     else:
         more = Advice("give the job more CPU cores; more workers would not help", None, None, None, because)
-    return [*_fewer_workers(evidence), more, _cheaper(f"on the core, each batch takes {_in_a_worker(evidence)}")]
+    return [
+        *_fewer_workers(evidence),
+        more,
+        _cheaper(f"on the core, each batch takes {_in_a_worker(evidence)}", evidence),
+    ]
 
 
 def _other_cores(evidence: Evidence, because: str) -> Advice:
@@ -171,9 +184,11 @@ def _fewer_workers(evidence: Evidence) -> list[Advice]:
 def startup(evidence: Evidence) -> list[Advice]:
     """Every epoch waits for its workers to start."""
     now = step_seconds(evidence)
-    if now is None or evidence.settings.get("persistent_workers"):
+    if now is None:
         return []
     edge = evidence.edge_wait / evidence.steps
+    if evidence.settings.get("persistent_workers"):
+        return _longer_epochs(evidence, now, edge)
     because = (
         f"{evidence.edges} epochs began in the window: workers were started and stopped for {evidence.edge_wait:.1f} s"
     )
@@ -187,6 +202,20 @@ def startup(evidence: Evidence) -> list[Advice]:
         because += ", each time of a new DataLoader"
         return [Advice(action, None, None, gain, because)]
     return [Advice("keep the workers between epochs", "persistent_workers", "True", gain, because)]
+
+
+def _longer_epochs(evidence: Evidence, now: float, edge: float) -> list[Advice]:
+    """Where the workers are kept already: what else they do at the start of an epoch is done less often."""
+    rest = now - edge
+    if rest <= 0 or not evidence.edges:
+        return []
+    longer = times_less(edge, rest, _EDGES_SHARE)
+    because = (
+        f"{evidence.edges} epochs began in the window, and waited {evidence.edge_wait:.1f} s for their first batches, "
+        "of workers that were kept"
+    )
+    action = f"make epochs {longer} times as long, or do once what the data set does at the start of each"
+    return [Advice(action, None, str(longer), gain_of(evidence, rest + edge / longer), because)]
 
 
 def uneven(evidence: Evidence) -> list[Advice]:
@@ -233,6 +262,7 @@ def _further_ahead(evidence: Evidence, compute: float, step: float, because: str
     wanted = _prefetch(evidence, factor, compute)
     if wanted <= factor:
         return []
+    because += f"; up to {wanted * evidence.workers} batches then lie in memory"
     step += _still_late(evidence, factor, wanted, compute)
     handed_over, idle, busy = with_moving(evidence, step), evidence.moving_seconds, evidence.moving_from_busy_seconds
     at_once = step + (idle or 0.0) * evidence.batches_per_step
@@ -287,7 +317,7 @@ def transfer(evidence: Evidence) -> list[Advice]:
     advice = [Advice(action, None, None, gain, because)]
     if evidence.on_gpu and not evidence.settings.get("pin_memory"):
         action = "pin batches in the background and copy them with non_blocking=True"
-        advice.insert(0, Advice(action, "pin_memory", "True", None, because))
+        advice.insert(0, Advice(action, "pin_memory", "True", gain, because))
     if _handed_over_by_busy_workers(evidence):
         action = "share tensors by file: torch.multiprocessing.set_sharing_strategy('file_system')"
         advice.append(
@@ -355,8 +385,9 @@ def _in_a_worker(evidence: Evidence) -> str:
     return f"{ms(took)} of CPU time in a worker"
 
 
-def _cheaper(because: str) -> Advice:
-    action = "make the transforms cheaper: decode at a smaller size, move augmentation to the GPU, store data prepared"
+def _cheaper(because: str, evidence: Evidence) -> Advice:
+    to_gpu = "move augmentation to the GPU, " if evidence.on_gpu else ""
+    action = f"make the transforms cheaper: decode at a smaller size, {to_gpu}store data prepared"
     return Advice(action, None, None, None, because)
 
 

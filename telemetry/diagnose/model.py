@@ -18,6 +18,8 @@ _HEADROOM: Final = 0.8
 """Workers are advised until fetching takes this share of the compute: a loader with no slack stalls on every hiccup."""
 
 _MOST_WORKERS_PER_CORE: Final = 4.0
+_MOST_WORKERS: Final = 32
+"""Each takes memory, and what they wait for has to serve them all: to ask for more at once is a leap in the dark."""
 
 
 def step_seconds(evidence: Evidence) -> float | None:
@@ -94,7 +96,7 @@ def best_workers(
     evidence: Evidence, fetch: float, fetch_cpu: float, edge: float | None = None
 ) -> tuple[int, float | None]:
     """The fewest workers that fetch with headroom, or beyond which nothing is gained; and the step with them."""
-    most = max(1, math.ceil(_MOST_WORKERS_PER_CORE * evidence.cores))
+    most = min(_MOST_WORKERS, max(1, math.ceil(_MOST_WORKERS_PER_CORE * evidence.cores)))
     compute = compute_seconds(evidence) or 0.0
     best, best_step = 1, predicted_step(evidence, fetch=fetch, fetch_cpu=fetch_cpu, workers=1, edge=edge)
     for workers in range(2, most + 1):
@@ -107,18 +109,30 @@ def best_workers(
     return best, best_step
 
 
-def gain_of(evidence: Evidence, then: float, but: int | None = None) -> float | None:
+def gain_of(evidence: Evidence, then: float, *, but: int | None = None, now: float | None = None) -> float | None:
     """The factor on steps per second, were a step to take ``then`` seconds on this rank.
 
-    Others may take longer; ``but`` is the rank that the change is made on, where it is not this one.
+    Others may take longer; ``but`` is the rank that the change is made on, where it is not this one. ``now`` is what it
+    takes: `step_seconds`, where nothing outside of the loop is to change.
     """
-    now = step_seconds(evidence)
+    now = step_seconds(evidence) if now is None else now
     if now is None:
         return None
     peers = abreast(evidence.pace, evidence.peers)
     others = [own_compute(peer, (evidence.pace, *peers)) for peer in peers if peer.rank != but]
     slowest = max(others, default=0.0)
     return factor(now, max(then, slowest))
+
+
+def gain_over_window(evidence: Evidence, then: float, *, now: float) -> float | None:
+    """The same, of what all steps of the window take and would take; also of a window in which none has ended."""
+    steps = evidence.steps
+    return gain_of(evidence, then / steps, now=now / steps) if steps else factor(now, then)
+
+
+def times_less(part: float, rest: float, share: float) -> int:
+    """How many times less of ``part`` leaves it ``share`` of itself and the ``rest``; at least two."""
+    return max(2, math.ceil(part * (1 - share) / max(share * rest, 1e-9)))
 
 
 def factor(now: float, then: float) -> float | None:

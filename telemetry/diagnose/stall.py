@@ -1,4 +1,4 @@
-"""Decide: a stall opens when one avoidable cause has cost its share of a window, and closes when it costs less.
+"""Decide: a stall opens when waits for data, or another cause, have cost their share of a window; it closes at less.
 
 A state machine over slices of time, and nothing else: no clock, no threads. The first batch of a run, an epoch that
 ends and a machine that slept are no stalls; there must be enough steps, and enough of a window, to mean it.
@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from telemetry.diagnose.causes import costs
+from telemetry.diagnose.causes import WAITS, costs
 from telemetry.diagnose.evidence import Evidence, gather
 
 if TYPE_CHECKING:
@@ -25,6 +25,12 @@ LEAST_STEPS_OF_A_RUN: Final = 20
 LEAST_SECONDS_OF_A_RUN: Final = 2.0
 """... and seconds of its training loop, before it can have stalled."""
 
+WINDOW_STEPS: Final = 2 * LEAST_STEPS
+"""Of long steps the window holds so many, however long they take ..."""
+
+MOST_WINDOWS: Final = 10.0
+"""... up to so many times its length."""
+
 LEAST_SHARE: Final = 0.5
 """Share of the window that must have been seen."""
 
@@ -37,7 +43,7 @@ class Stall:
         cause: what has cost most of it; ``lost`` has the seconds of every cause.
         opened_step: steps that had ended when it opened.
         exposed_ratio: exposed wait over training-loop seconds, since it opened; None where exposure is not known.
-        evidence: of the newest window.
+        evidence: of the newest window that was lost enough to open a stall: what a recovery looks like advises nothing.
         stuck: whether it is a run that is stuck: it ends when the run goes on.
     """
 
@@ -68,7 +74,8 @@ class StallMachine:
 
     Args:
         window_seconds: length of the window that is judged.
-        enter_ratio: share of it lost to one cause that opens a stall; ``exit_ratio`` closes it.
+        enter_ratio: share of it lost that opens a stall: to waits for data, whatever their causes, or to one cause of
+            another kind. ``exit_ratio`` closes it.
         rank: whose stalls these are.
     """
 
@@ -79,15 +86,18 @@ class StallMachine:
         self._exit = exit_ratio
         self._slices: deque[Slice] = deque()
         self._held = 0.0
+        self._held_steps = 0
         self._steps = 0
+        self._trained = 0.0
+        self._checkpoint_began = 0.0
+        self._checkpoint_interval = 0.0
         self._ever_opened = False
         self.stall: Stall | None = None
 
     def update(self, piece: Slice) -> Change | None:
         """Take in what happened since the last tick. Returns what that changed."""
         if piece.seconds > self._window:  # a machine that slept, a debugger's pause: nothing can be said of it
-            self._slices.clear()
-            self._held = 0.0
+            self._forget()
             return None
         self._add(piece)
         if self.stall is not None and self.stall.stuck:
@@ -120,8 +130,7 @@ class StallMachine:
     def close_stuck(self) -> None:
         """The run goes on. What the window holds has been told: the next stall is judged from now on."""
         self.stall = None
-        self._slices.clear()
-        self._held = 0.0
+        self._forget()
 
     def _hold_stuck(self, before: Stall, piece: Slice) -> Change:
         spent = piece.wait + piece.compute
@@ -131,12 +140,29 @@ class StallMachine:
         self.stall = Stall(before.cause, before.opened_step, lost, loop, exposed, self._gather(), stuck=True)
         return Change("held", self.stall)
 
+    def _forget(self) -> None:
+        self._slices.clear()
+        self._held = 0.0
+        self._held_steps = 0
+
     def _add(self, piece: Slice) -> None:
+        if piece.checkpoint > 0 and not (self._slices and self._slices[-1].checkpoint > 0):
+            self._checkpoint_interval = self._trained - self._checkpoint_began
+            self._checkpoint_began = self._trained
+        self._trained += piece.wait + piece.compute + piece.checkpoint
         self._steps += piece.steps
         self._slices.append(piece)
         self._held += piece.seconds
-        while self._held - self._slices[0].seconds >= self._window:
-            self._held -= self._slices.popleft().seconds
+        self._held_steps += piece.steps
+        while self._is_spare(self._slices[0]):
+            oldest = self._slices.popleft()
+            self._held -= oldest.seconds
+            self._held_steps -= oldest.steps
+
+    def _is_spare(self, oldest: Slice) -> bool:
+        """Whether the window is full without it."""
+        held, steps = self._held - oldest.seconds, self._held_steps - oldest.steps
+        return held >= self._window and (steps >= WINDOW_STEPS or held >= MOST_WINDOWS * self._window)
 
     def last(self) -> Change | None:
         """The run ends: one that was too short for a window is judged by what there is of it."""
@@ -155,7 +181,12 @@ class StallMachine:
         return self._gather().pace if self._slices else None
 
     def _gather(self) -> Evidence:
-        return gather(tuple(self._slices), rank=self._rank, cause=self.stall.cause if self.stall is not None else None)
+        return gather(
+            tuple(self._slices),
+            rank=self._rank,
+            cause=self.stall.cause if self.stall is not None else None,
+            checkpoint_interval=self._checkpoint_interval,
+        )
 
     def _open(self, cause: str, lost: dict[str, float], evidence: Evidence) -> Change:
         self._ever_opened = True
@@ -170,8 +201,10 @@ class StallMachine:
         for cause, seconds in lost.items():
             total[cause] = total.get(cause, 0.0) + seconds * share
         exposed = None if before.exposed is None or piece.exposed is None else before.exposed + piece.exposed
-        cause = max(total, key=lambda name: total[name])
+        cause, _ = _costliest(total)
         loop = before.loop + piece.wait + piece.compute
+        if ratio < self._enter and cause == before.cause:
+            evidence = before.evidence
         self.stall = Stall(cause, before.opened_step, total, loop, exposed, evidence)
         if ratio < self._exit:
             closed, self.stall = self.stall, None
@@ -180,9 +213,17 @@ class StallMachine:
 
 
 def _worst(lost: dict[str, float], evidence: Evidence) -> tuple[str, float]:
-    """The cause that cost most, and the share of the window it cost."""
+    """The cause that cost most, and the share of the window that it cost with all others of its kind."""
+    cause, seconds = _costliest(lost)
+    whole = evidence.with_checkpoints if cause == "checkpoint" else evidence.loop
+    return cause, min(1.0, seconds / whole) if whole > 0 else 0.0
+
+
+def _costliest(lost: dict[str, float]) -> tuple[str, float]:
+    """What cost most, and how many seconds: all waits for data together, by the name of what made most of them."""
     if not lost:
         return "unknown", 0.0
-    cause = max(lost, key=lambda name: lost[name])
-    whole = evidence.loop + (evidence.checkpoint if cause == "checkpoint" else 0.0)
-    return cause, min(1.0, lost[cause] / whole) if whole > 0 else 0.0
+    waits = {cause: seconds for cause, seconds in lost.items() if cause in WAITS}
+    kinds = [waits, *({cause: seconds} for cause, seconds in lost.items() if cause not in WAITS)]
+    kind = max((kind for kind in kinds if kind), key=lambda kind: sum(kind.values()))
+    return max(kind, key=lambda cause: kind[cause]), sum(kind.values())

@@ -26,7 +26,10 @@ _ABREAST: Final = 0.15
 """Ranks whose steps per second differ by less keep pace with one another."""
 
 _MOSTLY: Final = 0.8
-"""Share of its window from which on a rank has spent it waiting for the others."""
+"""Share of the looks at a rank from which on it has spent its time waiting for the others."""
+
+_AS_LONG: Final = 0.5
+"""Who has not gone on for this share of the time that others have not either may be who they wait for."""
 
 _LEAST_SAMPLES: Final = 30
 """Of where a training thread is: fewer say too little (with 30, a share is known to within 0.09)."""
@@ -90,14 +93,14 @@ def _together(pace: RankPace) -> float:
 
 def held_up_by(own: RankPace, others: Iterable[RankPace]) -> RankPace | None:
     """Of ranks that do not go on: the one that is not where this one waits for the others; None where all are there."""
-    if not _in_sync(own):
+    if not own.still_in_sync:
         return None
-    return next((other for other in others if other.steps == 0 and not _in_sync(other)), None)
+    return next((o for o in others if o.still >= _AS_LONG * own.still and not o.still_in_sync), None)
 
 
-def _in_sync(pace: RankPace) -> bool:
-    """Whether a rank has spent its newest window where ranks wait for one another."""
-    return pace.samples > 0 and pace.in_sync >= _MOSTLY * pace.samples and pace.compute >= _MOSTLY * pace.seconds
+def mostly_in_sync(samples: int, in_sync: int) -> bool:
+    """Whether a rank that was looked at so many times was mostly where ranks wait for one another."""
+    return samples > 0 and in_sync >= _MOSTLY * samples
 
 
 def own_compute(pace: RankPace, everyone: Iterable[RankPace]) -> float:

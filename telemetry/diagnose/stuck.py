@@ -27,7 +27,10 @@ TIMES_LONGEST: Final = 2.0
 """The first batch of an epoch has workers to start: it may take so many times the longest step so far."""
 
 LEAST_STEPS: Final = 10
-"""The first batch of a run, a compile: nothing is stuck before so many steps have ended."""
+"""The first steps of a run compile and allocate: before so many have ended, ..."""
+
+EARLY_SECONDS: Final = 540.0
+"""... nothing is stuck for less. After ten minutes a hung collective is ended by NCCL, and what hung cannot be seen."""
 
 LATE_TICKS: Final = 2.0
 """Of one tick no more than so many intervals count; what is beyond, the agent has not seen."""
@@ -105,7 +108,8 @@ class StuckWatch:
         self.seconds += min(moment.loop_seconds, self._most)
         if self.stuck:
             return "held"
-        if moment.steps < LEAST_STEPS or self.seconds < (self._setting or LEAST_SECONDS):
+        early = EARLY_SECONDS if moment.steps < LEAST_STEPS else 0.0
+        if self.seconds < max(early, self._setting or LEAST_SECONDS):
             return None
         self.stuck = self.seconds >= stuck_after(self._setting, steps(), at_edge=moment.at_edge)
         return "opened" if self.stuck else None

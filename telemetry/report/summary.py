@@ -107,12 +107,17 @@ def _starved(worst: dict[str, Any], measured: Sequence[dict[str, Any]], ratio: f
     return f"Starved: rank {worst['rank']} spent {lost}{gain}; {others}."
 
 
-def _why(rank: int, stalls: Sequence[dict[str, Any]]) -> str:
-    """The cause of the rank's longest-lasting stall, and the change to make first."""
+def costliest(rank: int, stalls: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """The stall of the rank that has cost most; None without one."""
     own = [stall for stall in stalls if stall["rank"] == rank and stall["cause"]]
-    if not own:
+    return max(own, key=_lost, default=None)
+
+
+def _why(rank: int, stalls: Sequence[dict[str, Any]]) -> str:
+    """The cause of the rank's costliest stall, and the change to make first."""
+    stall = costliest(rank, stalls)
+    if stall is None:
         return ""
-    stall = max(own, key=_lost)
     text = f" Cause: {stall['cause']}"
     for advice in stall["advice"][:1]:
         setting, value, gain = (advice.get(name) for name in ("setting", "value", "predicted_speedup"))
@@ -178,7 +183,20 @@ def _stalls(process: ProcessLog) -> list[dict[str, Any]]:
             evidence = stalls[-1]["evidence"] | said.get("evidence", {})
             stalls[-1] |= said | {"opened": stalls[-1]["opened"], "evidence": evidence}
             stalls[-1]["closed"] = line.get("closed") or line.get("time")
+    if stalls and stalls[-1]["closed"] is None:
+        stalls[-1]["evidence"] |= _lost_so_far(process, stalls[:-1])
     return stalls
+
+
+def _lost_so_far(process: ProcessLog, closed: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What the stall that is open has cost: its own line was written when it opened."""
+    total = process.totals.get("stall_lost_total_seconds")
+    if not isinstance(total, dict):
+        return {}
+    told = [lost for stall in closed if isinstance(lost := stall["evidence"].get("lost_seconds"), dict)]
+    before = {cause: sum(_number(lost.get(cause)) for lost in told) for cause in total}
+    lost = {cause: round(_number(seconds) - before[cause], 3) for cause, seconds in total.items()}
+    return {"lost_seconds": {cause: seconds for cause, seconds in lost.items() if seconds > 0}}
 
 
 def _stall(rank: int, line: dict[str, Any]) -> dict[str, Any]:
@@ -188,7 +206,8 @@ def _stall(rank: int, line: dict[str, Any]) -> dict[str, Any]:
     stall["opened"] = line.get("opened") or line.get("time")
     evidence = line.get("evidence")
     stall["evidence"] = evidence if isinstance(evidence, dict) else {}
-    stall["advice"] = line.get("advice") or []
+    advice = line.get("advice")
+    stall["advice"] = [each for each in advice if isinstance(each, dict)] if isinstance(advice, list) else []
     return stall
 
 

@@ -102,8 +102,7 @@ def _right(specimen: Specimen, named: str | None, stalls: list[dict[str, Any]], 
     if specimen.slow_rank is None:
         return named in specimen.causes
     waiting = [stall for stall in stalls if stall["cause"] == "straggler" and stall["rank"] != specimen.slow_rank]
-    said = json.dumps(waiting) + verdict
-    points = re.search(rf"\brank[\"_: ]+{specimen.slow_rank}\b", said) is not None
+    points = re.search(rf"\brank[\"_: ]+{specimen.slow_rank}\b", json.dumps(waiting)) is not None
     return named in specimen.causes and bool(waiting) and points
 
 

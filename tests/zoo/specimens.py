@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
 LOADER_SETTINGS: Final = ("num_workers", "prefetch_factor", "persistent_workers", "pin_memory", "in_order")
 """What every script takes on its command line, by the names of DataLoader's arguments."""
@@ -25,7 +25,8 @@ class Specimen:
         script: in ``scripts/``, without its suffix; ``arguments`` are its own.
         causes: what may be named as the cause; more than one where the closed set has two words for it. Empty for a
             healthy control.
-        remedies: by cause, the arguments that follow an advice that is no setting of a loader.
+        remedies: by cause, the arguments that follow an advice that is no setting of a loader, or a function that
+            makes them of its value.
         takes_settings: whether the script has a use for a loader's settings.
         seconds: of training.
         ranks: more than one runs under torchrun; then the peers of ``slow_rank`` have to say that they wait for it.
@@ -38,7 +39,7 @@ class Specimen:
     causes: tuple[str, ...]
     about: str
     arguments: tuple[str, ...] = ()
-    remedies: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    remedies: Mapping[str, tuple[str, ...] | Callable[[int], tuple[str, ...]]] = field(default_factory=dict)
     seconds: float = 22.0
     ranks: int = 1
     slow_rank: int | None = None
@@ -53,7 +54,8 @@ class Specimen:
     def with_advice(self, cause: str, setting: str | None, value: str | None) -> tuple[str, ...] | None:
         """The arguments that follow an advice, after the script's own; None where it cannot be followed here."""
         if setting not in LOADER_SETTINGS:
-            return self.remedies.get(cause)
+            remedy = self.remedies.get(cause)
+            return remedy(int(value or 0)) if callable(remedy) else remedy
         return (f"--{setting.replace('_', '-')}", value) if self.takes_settings and value is not None else None
 
 
@@ -71,7 +73,7 @@ def _healthy(name: str, script: str, arguments: str, about: str, **more: object)
 
 
 _FREEZE: Final = {"gc_pause": ("--gc-freeze",)}
-_SELDOM: Final = {"checkpoint": ("--checkpoint-every", "1000000")}
+_SELDOM: Final = {"checkpoint": lambda times: ("--checkpoint-every", str(10 * times))}
 _MENDED: Final = {"straggler": ("--slow", "nothing")}
 _STUCK_SECONDS: Final = 40.0
 _HUNG_SECONDS: Final = 68.0
@@ -197,6 +199,7 @@ STALLS: Final = (
         "reshuffled",
         "",
         "a stream that prepares each epoch anew, in persistent workers",
+        remedies={"worker_startup": lambda times: ("--samples", str(320 * times))},
     ),
     _stall("startup-curriculum", "worker_startup", "curriculum", "", "a new DataLoader for every short epoch"),
     _stall(
