@@ -5,16 +5,20 @@ from __future__ import annotations
 import importlib
 import os
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.collect.proc import is_running
 from telemetry.collect.whereabouts import Whereabouts
 from telemetry.diagnose.advice import advise
+from telemetry.diagnose.evidence import HELD_BACK
 from telemetry.diagnose.stall import LEAST_STEPS_OF_A_RUN, StallMachine
 from telemetry.diagnose.straggler import held_up_by, mostly_in_sync, straggler
 from telemetry.diagnose.stuck import paused
 from telemetry.records import CAUSES, CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, STARTUP, Slice, StallView
 from telemetry.watchdog import Watchdog
+
+_WORKING: Final = 0.5
+"""A GPU that runs something for this share of the time has the clock it works with."""
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,6 +71,7 @@ class Judge:
         self._watchdog = Watchdog(config, tracker)
         self._stuck: Stuck | None = None
         self._phase: str | None = None
+        self._usual_clock: float | None = None
         self._still = 0.0
         self._still_looks = [0, 0]
         self._interval = config.interval_seconds
@@ -275,9 +280,18 @@ class Judge:
             host_cores=0 if host is None else host.cpu_count,
             throttled_ratio=None if pressure is None else pressure.cgroup_throttled_ratio,
             gpu_utilization_ratio=None if gpu is None else gpu.utilization_ratio,
-            gpu_clock_ratio=_clock_ratio(gpu),
+            gpu_clock_ratio=self._clock_ratio(gpu),
             gpu_throttled=(gpu.throttled or ()) if gpu is not None else (),
         )
+
+    def _clock_ratio(self, gpu: GpuSample | None) -> float | None:
+        """The GPU's clock relative to what it is in this run where nothing holds it back; its maximum before that."""
+        if gpu is None or gpu.sm_clock_hertz is None or not gpu.sm_clock_max_hertz:
+            return None
+        if not HELD_BACK & {*(gpu.throttled or ())} and (gpu.utilization_ratio or 0.0) >= _WORKING:
+            before = self._usual_clock
+            self._usual_clock = gpu.sm_clock_hertz if before is None else 0.9 * before + 0.1 * gpu.sm_clock_hertz
+        return min(1.0, gpu.sm_clock_hertz / (self._usual_clock or gpu.sm_clock_max_hertz))
 
     def _deliveries(self, workers: WorkersSample | None) -> dict[str, Any]:
         if workers is None:
@@ -319,12 +333,6 @@ def _resolve(callback: Callable[[dict[str, Any]], Any] | str) -> Callable[[dict[
     module, _, name = callback.rpartition(".")
     found: Callable[[dict[str, Any]], Any] = getattr(importlib.import_module(module), name)
     return found
-
-
-def _clock_ratio(gpu: GpuSample | None) -> float | None:
-    if gpu is None or gpu.sm_clock_hertz is None or not gpu.sm_clock_max_hertz:
-        return None
-    return gpu.sm_clock_hertz / gpu.sm_clock_max_hertz
 
 
 def _cores(limit: float | None) -> float:

@@ -435,6 +435,7 @@ class RankPace:
         samples: how often the training thread was looked at while it computed; ``in_sync``: of them, in calls in which
             ranks wait for one another.
         on_gpu: whether it trains on a GPU: there ranks wait for one another wherever the host waits for the GPU.
+            ``gpu_busy``: share of the time in which that ran something; a rank that waits for others keeps it busy.
         phase: the category of the ledger it is in, of an evaluation or a checkpoint: the others may wait for its end.
         still: seconds since its newest step; ``still_in_sync``: whether it has spent them where ranks wait for one
             another.
@@ -455,6 +456,7 @@ class RankPace:
     phase: str | None = None
     still: float = 0.0
     still_in_sync: bool = False
+    gpu_busy: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

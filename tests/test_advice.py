@@ -149,7 +149,6 @@ def test_the_slowest_rank_decides_what_a_change_is_worth():
     [
         ("gc_pause", {"garbage": 0.6}),
         ("checkpoint", {"checkpoint": 1.5, "checkpoint_steps": 2}),
-        ("host_bound", {"gpu_utilization_ratio": 0.4}),
         ("gpu_throttled", {"gpu_utilization_ratio": 1.0, "gpu_clock_ratio": 0.4, "gpu_throttled": ("hw_thermal",)}),
     ],
 )
@@ -159,6 +158,24 @@ def test_the_slowest_rank_decides_that_whatever_the_cause(cause, lost):
     busy = dataclasses.replace(pace(1, samples=100), seconds=piece.seconds, compute=piece.seconds)
     kept_up = advise(cause, gather([dataclasses.replace(piece, peers=(busy,))]))
     assert all(advice.predicted_speedup is None for advice in kept_up)  # none that would win nothing
+
+
+def test_what_an_idle_gpu_could_win_at_most_is_no_prediction():
+    advice = first("host_bound", a_slice(compute=1.0, gpu_utilization_ratio=0.5))
+    assert advice.predicted_speedup is None
+    assert "2 times as fast at most" in advice.because
+    busy = dataclasses.replace(pace(1, samples=100, gpu_busy=0.5), on_gpu=True, compute=1.0)
+    kept_up = a_slice(compute=1.0, gpu_utilization_ratio=0.5, samples=100, in_sync=50, peers=(busy,))
+    assert advise("host_bound", gather([kept_up])) == ()
+
+
+def test_workers_for_short_epochs_are_kept_and_their_first_fetch_is_counted():
+    one = a_slice(source="training_thread", wait=0.6, compute=0.4, steps=10, process_cpu=0.4, cores=8.0, edges=0)
+    short = dataclasses.replace(one, edges=5)
+    assert "persistent_workers" not in first("loader_on_training_thread", one).action
+    advice = first("loader_on_training_thread", short)
+    assert "persistent_workers=True" in advice.action
+    assert advice.predicted_speedup == pytest.approx(1.0 / (0.4 + 5 * 0.06), rel=0.02)
 
 
 def test_only_who_has_a_gpu_is_told_to_move_work_to_it():

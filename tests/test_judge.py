@@ -146,6 +146,25 @@ def test_a_rank_is_not_stuck_while_it_waits_for_another_s_checkpoint(run, phase)
     assert phase is None or run.causes == []
 
 
+def test_a_clock_is_low_by_what_it_is_in_this_run(run):
+    """At its power cap a GPU never has its highest clock: heat costs what it takes from there."""
+    gpu = dict(utilization_ratio=1.0, sm_clock_max_hertz=2.0e9)
+    for second in range(1, 28):
+        held_back = second > 12
+        run.samples["nvml"] = SimpleNamespace(
+            **gpu,
+            sm_clock_hertz=0.7e9 if held_back else 1.4e9,
+            throttled=("hw_thermal",) if held_back else ("sw_power_cap",),
+        )
+        for tenth in range(10):
+            run.request(second + tenth / 10, second + 0.001 + tenth / 10)
+        run.tick(second + 0.95)
+    (stall,) = (fields for event, fields in run.lines if event == "stall_open")
+    assert stall["cause"] == "gpu_throttled"
+    slowed = run.judge.stall_fields()["evidence"]
+    assert slowed["gpu_slowed_seconds"] == pytest.approx(0.5 * slowed["compute_seconds"], rel=0.05)
+
+
 def test_a_rank_tells_its_peers_that_it_writes_a_checkpoint(run):
     run.request(1.0, 1.1)
     run.tick(2.0)

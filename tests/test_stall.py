@@ -91,6 +91,12 @@ CASES = {
     ),
     "straggler": a_slice(peers=(pace(1, compute=0.3, exposed=0.7), pace(2))),
     "straggler, in its compute": a_slice(samples=50, in_sync=40, peers=(pace(1, samples=50, in_sync=2),)),
+    "straggler, on GPUs": a_slice(
+        samples=50,
+        in_sync=40,
+        gpu_utilization_ratio=0.99,
+        peers=(pace(1, samples=50, in_sync=2, on_gpu=True, gpu_busy=0.5),),
+    ),
     "straggler, out of its steps": a_slice(peers=(pace(1, compute=0.5, exposed=0.0, away=0.5),)),
     "host_bound": a_slice(gpu_utilization_ratio=0.6),
     "gpu_throttled": a_slice(gpu_utilization_ratio=1.0, gpu_clock_ratio=0.5, gpu_throttled=("hw_thermal",)),
@@ -131,6 +137,12 @@ QUIET = {
     "a peer whose wait nobody feels": a_slice(peers=(pace(1, compute=0.3, exposed=0.02),)),
     "a peer with a pace of its own": a_slice(peers=(pace(1, steps=20, compute=0.3, exposed=0.7),)),
     "a peer that is in sync as long": a_slice(samples=50, in_sync=30, peers=(pace(1, samples=50, in_sync=28),)),
+    "a peer whose host waits for its own GPU": a_slice(
+        samples=50,
+        in_sync=40,
+        gpu_utilization_ratio=0.99,
+        peers=(pace(1, samples=50, in_sync=2, on_gpu=True, gpu_busy=0.97),),
+    ),
     "a peer that was hardly looked at": a_slice(samples=50, in_sync=40, peers=(pace(1, samples=3),)),
     "cores that others take": with_workers(
         busy=0.1, cpu=0.05, runnable=0.05, wait=0.0, compute=1.0, own_runnable=0.5, cores=2.0

@@ -75,8 +75,11 @@ def _host_bound(evidence: Evidence) -> list[Advice]:
     if evidence.pace.where is not None:
         because += f"; the training thread was mostly in {evidence.pace.where}"
     bound = gain_over_window(evidence, evidence.loop - idle, now=evidence.loop)
+    if bound is not None and bound < WORTH_IT:
+        return []
+    most = "" if bound is None else f"; without that, steps could be {bound:g} times as fast at most"
     return [
-        Advice("launch fewer, larger kernels: torch.compile, CUDA graphs, a larger batch", None, None, bound, because),
+        Advice("launch fewer, larger kernels: torch.compile, CUDA graphs", None, None, None, because + most),
         Advice(
             "remove what makes the host wait for the GPU: .item(), .cpu(), print of a tensor", None, None, None, because
         ),

@@ -22,7 +22,7 @@ _MOSTLY: Final = 0.5
 _ENOUGH_FETCHES: Final = 3
 """Of one worker, before their mean says how slow it is."""
 
-_HELD_BACK: Final = frozenset({"hw_slowdown", "sw_thermal", "hw_thermal", "hw_power_brake"})
+HELD_BACK: Final = frozenset({"hw_slowdown", "sw_thermal", "hw_thermal", "hw_power_brake"})
 """Reasons for a low clock that are a fault. At its power cap a GPU runs whenever it is used well."""
 
 
@@ -261,6 +261,7 @@ def _pace(slices: Sequence[Slice], rank: int, cause: str | None) -> RankPace:
         samples=int(_sum(slices, lambda s: s.samples)),
         in_sync=int(_sum(slices, lambda s: s.in_sync)),
         on_gpu=slices[-1].gpu_utilization_ratio is not None,
+        gpu_busy=_mean([s.gpu_utilization_ratio for s in slices]),
         cause=cause,
         where=_most_common([s.where for s in slices]),
     )
@@ -372,21 +373,22 @@ def _cores(slices: Sequence[Slice]) -> tuple[float, float | None]:
 
 
 def _gpu_idle(slices: Sequence[Slice]) -> float | None:
+    # What NVML and the events tell of a slice is not of the very same moments: only the sum may be cut off at zero.
     idle = [
-        max(0.0, (1.0 - s.gpu_utilization_ratio) * s.seconds - s.exposed - s.garbage)
+        (1.0 - s.gpu_utilization_ratio) * s.seconds - s.exposed - s.garbage
         for s in slices
         if s.gpu_utilization_ratio is not None
         and s.exposed is not None
         and s.wait + s.compute >= _IN_THE_LOOP * s.seconds
     ]
-    return sum(idle) if idle else None
+    return max(0.0, sum(idle)) if idle else None
 
 
 def _gpu_slowed(slices: Sequence[Slice]) -> float | None:
     known = [s for s in slices if s.gpu_clock_ratio is not None]
     if not known:
         return None
-    return sum(s.compute * max(0.0, 1.0 - (s.gpu_clock_ratio or 0.0)) for s in known if _HELD_BACK & {*s.gpu_throttled})
+    return sum(s.compute * max(0.0, 1.0 - (s.gpu_clock_ratio or 0.0)) for s in known if HELD_BACK & {*s.gpu_throttled})
 
 
 def _sum(slices: Sequence[Slice], of: Callable[[Slice], float]) -> float:

@@ -9,7 +9,7 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from telemetry.diagnose.causes import crowded_out
+from telemetry.diagnose.causes import THRESHOLDS, crowded_out
 from telemetry.diagnose.model import (
     best_workers,
     compute_seconds,
@@ -79,9 +79,12 @@ def _fetch_in_workers(evidence: Evidence, action: str, why: str) -> list[Advice]
         return []
     fetch = evidence.wait / evidence.steps
     moved, fetch_cpu = _without_own_fetches(evidence, fetch)
-    workers, step = best_workers(moved, fetch, fetch_cpu, edge=0.0)
+    first = evidence.edges * fetch / evidence.batches_per_step / evidence.steps  # of an epoch: nobody prefetches it
+    workers, step = best_workers(moved, fetch, fetch_cpu, edge=first)
     if step is None:
         return []
+    if evidence.edges >= THRESHOLDS.edges:
+        action += ", kept from epoch to epoch (persistent_workers=True)"
     because = f"{why}: {ms(fetch)} of every {ms(now)}{_spent_on(evidence)}"
     return [Advice(action, "num_workers", str(workers), gain_of(evidence, step), because)]
 

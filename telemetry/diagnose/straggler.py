@@ -8,7 +8,7 @@ tell waiting from work (design: judged across the ranks of the board). Two signs
   not feel delays nobody and does not count.
 * A rank that is slow in its own compute spends less of it where ranks wait for one another (the calls of
   `torch.distributed`; the backward pass, but on a CPU only while its thread is on no core) than its peers do: from
-  samples of where the training threads are.
+  samples of where the training threads are. On GPUs its own has to idle besides.
 """
 
 from __future__ import annotations
@@ -80,6 +80,12 @@ def _slow(own: RankPace, other: RankPace) -> Straggler | None:
     if min(own.samples, other.samples) < _LEAST_SAMPLES:
         return None
     lost = _together(own) - _together(other)
+    if own.on_gpu or other.on_gpu:
+        # A host that waits for its own GPU (`.item()`) is in no call of torch.distributed either, and delays nobody.
+        # Where its GPU idles meanwhile, and the others' do not, it does.
+        if own.gpu_busy is None or other.gpu_busy is None:
+            return None
+        lost = min(lost, (own.gpu_busy - other.gpu_busy) * own.seconds / own.steps)
     if lost <= 0:
         return None
     where = f", mostly in {other.where}" if other.where is not None else ""
