@@ -278,6 +278,8 @@ class Judge:
             cores=_cores(pressure.cgroup_cpu_limit if pressure is not None else None),
             host_cpu_ratio=None if host is None else host.cpu_ratio,
             host_cores=0 if host is None else host.cpu_count,
+            quota=None if pressure is None else pressure.cgroup_cpu_limit,
+            quota_used=None if pressure is None else pressure.cgroup_cpu_used,
             throttled_ratio=None if pressure is None else pressure.cgroup_throttled_ratio,
             gpu_utilization_ratio=None if gpu is None else gpu.utilization_ratio,
             gpu_clock_ratio=self._clock_ratio(gpu),

@@ -340,12 +340,14 @@ class PressureSample:
 
     Attributes:
         pressure_ratio: by resource (``cpu``, ``io``, ``memory``), the share of time some task waited for it.
-        cgroup_cpu_limit: cores the cgroup may use, None without a limit.
+        cgroup_cpu_limit: cores the cgroup may use, None without a limit. ``cgroup_cpu_used``: cores that all of it has
+            used, other ranks too; None without a limit.
         cgroup_throttled_ratio: share of the enforcement periods in which the cgroup was throttled.
     """
 
     pressure_ratio: dict[str, float] = field(default_factory=dict)
     cgroup_cpu_limit: float | None = None
+    cgroup_cpu_used: float | None = None
     cgroup_throttled_ratio: float | None = None
     cgroup_memory_limit_bytes: int | None = None
     cgroup_memory_used_bytes: int | None = None
@@ -479,11 +481,13 @@ class Slice:
         fetches, fetch_busy: batches the workers finished, and their time in fetches; None where they do not tell.
         late, moved, moved_from_busy, head_of_line: waits for workers' batches, taken apart, see `Deliveries`;
             ``matched``, ``from_busy``: of how many.
+        cores: that this rank may use, by its affinity and its cgroup's ``quota``. ``quota_used``: cores that all
+            processes under that quota have used.
         timed_fetch, timed_fetch_cpu: fetches of the training thread's own that were timed, and their CPU time.
         own_runnable: how long the training thread could have run, and had no core.
         samples, in_sync, where: of where the training thread is, see `RankPace`; ``peers``: the node's other ranks.
         host_cpu_ratio, host_cores: use of all cores of the machine, and how many there are.
-        gpu_clock_ratio: clock of the SMs, of the highest they have.
+        gpu_clock_ratio: clock of the SMs, of what it is in this run where nothing holds it back.
         settings: of the loader in use, by the names of DataLoader's arguments.
     """
 
@@ -526,6 +530,8 @@ class Slice:
     host_cpu_ratio: float | None = None
     host_cores: int = 0
     throttled_ratio: float | None = None
+    quota: float | None = None
+    quota_used: float | None = None
     gpu_utilization_ratio: float | None = None
     gpu_clock_ratio: float | None = None
     gpu_throttled: tuple[str, ...] = ()

@@ -250,6 +250,17 @@ def test_cores_that_others_use_are_no_cores_to_put_workers_on():
     assert not advise("loader_on_training_thread", crowded)
 
 
+def test_cores_of_a_quota_that_other_ranks_use_are_none_either():
+    """A pod with 8 cores on a machine of 128 that has 100 idle: another rank of the pod takes 6 of the 8."""
+    piece = a_slice(
+        source="training_thread", wait=0.6, compute=0.4, steps=10, process_cpu=1.0, cores=8.0, host_cores=128,
+        host_cpu_ratio=28 / 128, quota=8.0, quota_used=7.0,
+    )  # fmt: skip
+    shared = gather([piece])
+    assert (shared.cores, shared.cores_of_others) == (pytest.approx(2.0), pytest.approx(6.0))
+    assert gather([dataclasses.replace(piece, quota_used=1.0)]).cores == pytest.approx(8.0)
+
+
 def test_workers_of_a_loader_that_is_made_anew_are_not_kept_by_a_setting():
     piece = dataclasses.replace(CASES["worker_startup"], settings={"loader_used_again": False})
     advice = first("worker_startup", piece)

@@ -48,3 +48,23 @@ def test_how_often_the_quota_was_used_up_is_told_by_the_group_that_has_it(tmp_pa
     source.read()
     (root / "job" / "cpu.stat").write_text("nr_periods 40\nnr_throttled 30\nthrottled_usec 5\n")
     assert source.read().cgroup_throttled_ratio == 0.75
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_what_all_of_the_group_has_used_of_its_quota(tmp_path, version, monkeypatch):
+    """Other ranks of a pod share it: two cores of three, over ten seconds."""
+    source, root = tree(tmp_path, version, {"job": "300000"})
+    now = [1_000_000_000]
+    monkeypatch.setattr("telemetry.collect.pressure.now_ns", lambda: now[0])
+
+    def use(seconds):
+        if version == 2:
+            (root / "job" / "cpu.stat").write_text(f"usage_usec {seconds * 10**6}\nnr_periods 0\nnr_throttled 0\n")
+        else:
+            (root / "job" / "cpuacct.usage").write_text(f"{seconds * 10**9}\n")
+
+    use(5)
+    assert source.read().cgroup_cpu_used is None
+    use(25)
+    now[0] += 10_000_000_000
+    assert source.read().cgroup_cpu_used == 2.0

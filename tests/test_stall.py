@@ -14,7 +14,7 @@ from telemetry.diagnose.causes import costs, crowded_out, steady_cause
 from telemetry.diagnose.evidence import gather
 from telemetry.diagnose.stall import StallMachine
 from telemetry.diagnose.straggler import held_up_by
-from telemetry.records import CAUSES, RankPace, Slice, WorkersSample
+from telemetry.records import CAUSES, FETCH_BUCKETS, Histogram, RankPace, Slice, WorkersSample
 
 IDLE = WorkersSample(
     workers=4, training_workers=4, resident_memory_bytes=1, ready_batches=0, fetching_seconds=0.0, fetches_total=0, fetch_duration=None,
@@ -336,7 +336,8 @@ ratio = st.floats(0, 1) | st.none()
 samples = st.builds(
     WorkersSample, workers=st.integers(0, 64), training_workers=st.integers(0, 64), resident_memory_bytes=st.integers(0, 1 << 40),
     ready_batches=st.none() | st.integers(0, 1000), fetching_seconds=amount, fetches_total=st.integers(0, 1 << 40),
-    fetch_duration=st.none(), cpu_ratio=ratio, busy_ratio=ratio, runnable_ratio=ratio, blocked_ratio=ratio,
+    fetch_duration=st.none() | st.lists(st.integers(0, 9), min_size=len(FETCH_BUCKETS) + 1, max_size=len(FETCH_BUCKETS) + 1)
+    .map(lambda counts: Histogram(FETCH_BUCKETS, tuple(counts), 1.0)), cpu_ratio=ratio, busy_ratio=ratio, runnable_ratio=ratio, blocked_ratio=ratio,
     read_bytes_per_second=st.none() | amount, allowed_cores=st.none() | st.integers(1, 512),
     fetched=st.dictionaries(st.integers(1, 4), st.tuples(st.integers(0, 10**6), amount), max_size=4),
 )  # fmt: skip
@@ -356,7 +357,12 @@ slices = st.builds(
     own_runnable=st.none() | amount, samples=st.integers(0, 100), in_sync=st.integers(0, 100), host_cpu_ratio=ratio,
     where=st.none() | st.just("f (train.py:1)"), peers=st.lists(paces, max_size=3).map(tuple), gpu_clock_ratio=ratio,
     gpu_throttled=st.lists(st.sampled_from(["hw_thermal", "sw_power_cap", "new"]), max_size=2).map(tuple),
-    settings=st.sampled_from([{}, {"prefetch_factor": None, "in_order": True}, {"prefetch_factor": 64}]),
+    settings=st.sampled_from([
+        {}, {"prefetch_factor": None, "in_order": True}, {"prefetch_factor": 64}, {"persistent_workers": True, "num_workers": 3},
+        {"sharing_strategy": "file_descriptor", "in_order": False, "num_workers": 2}, {"loader_used_again": False},
+    ]),
+    matched=st.integers(0, 10**6), from_busy=st.integers(0, 10**6), moved_from_busy=amount, left=st.integers(0, 100),
+    host_cores=st.integers(0, 512), quota=st.none() | st.floats(0.01, 512), quota_used=st.none() | amount,
 )  # fmt: skip
 
 
@@ -392,6 +398,33 @@ def test_more_of_a_cause_s_evidence_never_turns_the_verdict_away_from_it(busy, c
         return
     grown = dataclasses.replace(piece.workers, **{which: getattr(piece.workers, which) + more})
     assert steady_cause(gather([dataclasses.replace(piece, workers=grown)])) == cause
+
+
+GROWS = {
+    "checkpoint": "checkpoint",
+    "gc_pause": "garbage",
+    "host_bound": "gpu_idle",
+    "gpu_throttled": "gpu_slowed",
+    "worker_startup": "edge_wait",
+    "batch_transfer": "moved",
+    "uneven_batches": "late",
+    "worker_stuck": "stuck_seconds",
+}
+"""By cause, what its evidence is more of."""
+
+
+@given(st.sampled_from(sorted(GROWS)), st.lists(slices, min_size=1, max_size=3), st.floats(0.0, 1e5))
+@settings(max_examples=500, deadline=None)
+def test_nor_does_more_of_what_else_a_cause_is_told_by(cause, pieces, more):
+    """The case in which it is named, and whatever else there may be."""
+    of_it = next(piece for case, piece in CASES.items() if case.partition(",")[0] == cause)
+    for evidence in (gather([of_it]), gather(pieces)):
+        lost = costs(evidence)
+        if not lost or max(lost, key=lost.get) != cause:
+            continue
+        field = GROWS[cause]
+        grown = costs(dataclasses.replace(evidence, **{field: (getattr(evidence, field) or 0.0) + more}))
+        assert max(grown.values()) == grown[cause]
 
 
 @given(st.floats(0.01, 0.99), st.floats(0.0, 0.5))

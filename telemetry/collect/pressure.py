@@ -31,6 +31,7 @@ class PressureSource:
         self._before: dict[str, int] = {}
         self._before_ns = 0
         self._throttled_before: tuple[int, int] | None = None
+        self._used_before: tuple[int, int] | None = None
 
     def read(self) -> PressureSample:
         """Pressure and throttling since the previous reading (absent at the first), and the limits now.
@@ -53,6 +54,7 @@ class PressureSource:
         return PressureSample(
             pressure_ratio=ratios,
             cgroup_cpu_limit=limit,
+            cgroup_cpu_used=None if limited is None else self._used(limited, now),
             cgroup_throttled_ratio=self._throttled(limited),
             cgroup_memory_limit_bytes=self._memory("memory.max", "memory.limit_in_bytes"),
             cgroup_memory_used_bytes=self._memory("memory.current", "memory.usage_in_bytes"),
@@ -73,6 +75,18 @@ class PressureSource:
         """Cores, and the group that has no more: ours, or one above it."""
         limits = [(limit, folder) for folder in self._groups.get("cpu", ()) if (limit := _cores(folder)) is not None]
         return min(limits, default=(None, None))
+
+    def _used(self, limited: Path, now: int) -> float | None:
+        """Cores, by all processes of the group that has the limit."""
+        stat = _read(f"{limited}/cpu.stat") or ""
+        used = next((int(line.split()[1]) * 1000 for line in stat.splitlines() if line.startswith("usage_usec ")), None)
+        if used is None:  # version 1, where the controllers are mounted together
+            text = _read(f"{limited}/cpuacct.usage")
+            used = int(text) if text else None
+        before, self._used_before = self._used_before, None if used is None else (used, now)
+        if used is None or before is None or now <= before[1]:
+            return None
+        return (used - before[0]) / (now - before[1])
 
     def _throttled(self, limited: Path | None) -> float | None:
         text = (self._first("cpu", "cpu.stat") if limited is None else _read(f"{limited}/cpu.stat")) or ""

@@ -128,7 +128,10 @@ def _show(base: Path, plan: Plan) -> int:
     from telemetry.report.command import report
 
     status = report(str(run), as_json=False)
-    applied = _take_the_advice(run, training, plan)
+    try:
+        applied = _take_the_advice(run, training, plan)
+    except _SecondTrainingError:
+        return 1
     _suggest(run, training, applied)
     return status
 
@@ -316,6 +319,10 @@ class _Watch:
 # -- the end ---------------------------------------------------------------------------------------------------
 
 
+class _SecondTrainingError(Exception):
+    """It has failed, and that has been told."""
+
+
 def _take_the_advice(run: Path, training: list[object], plan: Plan) -> Path | None:
     """Train again with the number of workers advised, and compare. Returns the folder of that run, None without one."""
     first = outcome(run)
@@ -336,7 +343,7 @@ def _take_the_advice(run: Path, training: list[object], plan: Plan) -> Path | No
             raise DemoError(f"the second training has not ended, and was ended; see {second}") from None
     if child.returncode:
         _tell_failure(child.returncode, second / "train.err")
-        return None
+        raise _SecondTrainingError
     _compare(first, outcome(second))
     return second
 

@@ -17,7 +17,7 @@ class Outcome:
     """One run.
 
     Attributes:
-        steps_per_second: of the training loop (wait and compute); None without a step.
+        steps_per_second: of the training loop (wait and compute, from its first batch on); None without a step.
         workers: the number that the first advice of the stall in the verdict asks for; None if it asks for none.
         predicted_speedup: what it promises.
     """
@@ -33,9 +33,11 @@ def outcome(run: Path) -> Outcome:
     Raises:
         telemetry.report.load.NoRunError: there is none.
     """
-    report = summarize(load(run))
-    rank = report["ranks"][-1]
+    processes = load(run)
+    report = summarize(processes)
+    rank, first_wait = report["ranks"][-1], processes[-1].totals.get("first_wait_seconds")
     loop = rank["ledger"]["data_wait"] + rank["ledger"]["compute"]
+    loop -= first_wait if isinstance(first_wait, float) else 0.0
     rate = rank["steps"] / loop if rank["steps"] and loop > 0 else None
     stall = costliest(rank["rank"], report["stalls"])
     advice = stall["advice"][0] if stall is not None and stall["advice"] else {}

@@ -1,6 +1,7 @@
 """Name the cause: what each cause has cost in a window, from the evidence.
 
-Every threshold stands in `Thresholds`. A cause is named only on evidence of its own; lost time that nothing explains
+The thresholds stand in `Thresholds`; those of ranks that wait for one another, and of a run that is stuck, beside their
+signs in `straggler` and `stuck`. A cause is named only on evidence of its own; lost time that nothing explains
 is ``unknown``.
 """
 

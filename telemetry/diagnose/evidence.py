@@ -355,7 +355,7 @@ def _read_bytes(slices: Sequence[Slice]) -> float | None:
 
 def _cores(slices: Sequence[Slice]) -> tuple[float, float | None]:
     """Cores this rank may use, less what other processes (other ranks among them) take; and what those take."""
-    allowed, used, others = slices[-1].cores, [], []
+    allowed, used, others, in_quota = slices[-1].cores, [], [], []
     for piece in slices:
         in_the_loop = piece.seconds > 0 and piece.wait + piece.compute >= _MOSTLY * piece.seconds
         if piece.process_cpu is None or not in_the_loop:
@@ -365,11 +365,19 @@ def _cores(slices: Sequence[Slice]) -> tuple[float, float | None]:
         used.append(piece.process_cpu / piece.seconds + by_workers)
         if piece.host_cpu_ratio is not None:
             others.append(max(0.0, piece.host_cpu_ratio * piece.host_cores - used[-1]))
-    if not others:
-        return allowed, None
-    theirs = sum(others) / len(others)
-    free = max(piece.host_cores for piece in slices) - theirs
-    return min(allowed, max(free, sum(used) / len(used), 1.0)), theirs
+        if piece.quota is not None and piece.quota_used is not None:
+            in_quota.append((piece.quota, max(0.0, piece.quota_used - used[-1])))
+    own = max(sum(used) / len(used), 1.0) if used else 1.0
+    cores, theirs = allowed, None
+    if others:
+        theirs = sum(others) / len(others)
+        cores = min(cores, max(own, max(piece.host_cores for piece in slices) - theirs))
+    if in_quota:  # of a pod, say: its ranks share it, however many cores of the machine are idle
+        in_it = sum(used for _, used in in_quota) / len(in_quota)
+        left = max(own, in_quota[-1][0] - in_it)
+        if left < cores:
+            cores, theirs = left, in_it
+    return cores, theirs
 
 
 def _gpu_idle(slices: Sequence[Slice]) -> float | None:

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from .specimens import Specimen
 
 _AGENT: Final = Path(__file__).resolve().parents[2] / "telemetry"
-_JUDGES: Final = ("attach", "collect", "diagnose", "accounts.py", "judge.py", "sampling.py", "watchdog.py")
+_JUDGES: Final = (
+    "attach", "collect", "diagnose", "report", "accounts.py", "judge.py", "records.py", "sampling.py", "watchdog.py",
+)  # fmt: skip
+_SHARED: Final = ("common.py", "samples.py", "store_server.py")
 
 
 class Journal:
@@ -75,8 +78,8 @@ def _judges() -> str:
 
 def _version(specimen: Specimen, judges: str) -> str:
     """Of what is judged, and of who judges it."""
-    script = (processes.SCRIPTS / f"{specimen.script}.py").read_bytes()
-    how = (specimen.arguments, specimen.seconds, specimen.ranks, specimen.cores)
+    script = b"".join((processes.SCRIPTS / name).read_bytes() for name in (f"{specimen.script}.py", *_SHARED))
+    how = (specimen.arguments, specimen.seconds, specimen.ranks, specimen.cores, specimen.causes)
     return hashlib.sha256(script + repr((*how, judges)).encode()).hexdigest()[:12]
 
 

@@ -74,9 +74,10 @@ class Score:
 
     @property
     def off(self) -> float | None:
-        """How far the predicted speed-up is from the realised one; None where no advice was followed, or none worked."""
-        predicted, realised = self.predicted, self.realised
-        return None if predicted is None or realised is None else abs(predicted / realised - 1)
+        """How far the predicted speed-up of a run is from the one realised after it, the median of the runs; None where
+        no advice was followed, or none worked."""
+        both = [(r.advised.predicted, r.realised) for r in self.results if r.advised is not None and r.realised]
+        return median(abs(predicted / realised - 1) for predicted, realised in both) if both else None
 
 
 def scores(specimens: Sequence[Specimen], results: Sequence[Result]) -> list[Score]:
