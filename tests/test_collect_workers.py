@@ -11,7 +11,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from telemetry.collect.workers import WorkersSource
 from tests.test_agent import wait_for
@@ -171,3 +171,17 @@ def test_what_a_worker_has_others_compute_is_no_waiting(source, dataset):
     sample = fetch_on(source, iterator, 20)
     assert sample.busy_ratio > 0.5
     assert sample.cpu_ratio > 0.2  # of its own thread it would be some hundredths
+
+
+def test_what_is_not_dealt_in_turn_is_matched_with_nothing_at_any_later_reading(observed, source):
+    """One worker of two has ended: each batch is the other's, whichever fetch its number would be of."""
+
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(range((3, 300)[get_worker_info().id]))
+
+    for number, _ in enumerate(DataLoader(Stream(), batch_size=1, num_workers=2)):
+        if not number % 2:
+            observed.read()
+            matched = source.read().matched_total
+    assert 0 < matched <= 6

@@ -42,9 +42,11 @@ class Fetches:
     Args:
         counters: of its workers.
         workers: how many it has.
+        not_in_turn: epochs in which its batches have been seen not to come in turn; those that are found are added.
     """
 
-    def __init__(self, counters: Iterable[WorkerCounters], workers: int) -> None:
+    def __init__(self, counters: Iterable[WorkerCounters], workers: int, not_in_turn: set[int] | None = None) -> None:
+        self._not_in_turn = not_in_turn if not_in_turn is not None else set()
         self._counters: Mapping[int, WorkerCounters] = {c.worker: c for c in counters}
         self._workers = workers
 
@@ -70,12 +72,11 @@ class Fetches:
         batches, slack, late, moved, blocked = 0, 0, 0, 0, 0
         from_busy, moved_from_busy = 0, 0
         guilty: Counter[int] = Counter()
-        not_in_turn: set[int] = set()
         for arrival in arrivals:
             finished = self.finished_ns(arrival.epoch, arrival.number)
             if self._impossible(arrival, finished):
-                not_in_turn.add(arrival.epoch)
-            if finished is None or not arrival.number or arrival.epoch in not_in_turn:
+                self._not_in_turn.add(arrival.epoch)
+            if finished is None or not arrival.number or arrival.epoch in self._not_in_turn:
                 continue
             batches += 1
             slack += max(0, arrival.requested_ns - finished)
@@ -106,7 +107,7 @@ class Fetches:
     def blocked(self, epoch: int, next_batch: int, now_ns: int) -> Blocked | None:
         """Finished batches behind ``next_batch``, which is not; None where there is no such thing."""
         worker = self._counters.get(next_batch % self._workers)
-        if worker is None or self.finished_ns(epoch, next_batch) is not None:
+        if worker is None or epoch in self._not_in_turn or self.finished_ns(epoch, next_batch) is not None:
             return None
         began = [_began(c, epoch) for c in self._counters.values()]
         if None in began:

@@ -91,6 +91,7 @@ class WorkersSource:
         self._live = live
         self._retired = retired
         self._trained = False
+        self._not_in_turn: dict[tuple[int, ...], set[int]] = {}
         self._before: dict[tuple[int, int], _Seen] = {}
         self._before_ns = 0
         self._counted: dict[tuple[int, int], WorkerCounters] = {}
@@ -110,6 +111,7 @@ class WorkersSource:
         fetched: dict[int, tuple[int, float]] = {}
         resident, ready, longest = 0, None, 0.0
         live = list(self._live())
+        self._not_in_turn = {loader.pids: epochs for loader in live if (epochs := self._not_in_turn.get(loader.pids))}
         self._trained = trained = self._trained or any(loader.training for loader in live)
         everyone = 0
         for loader in live:
@@ -187,8 +189,10 @@ class WorkersSource:
         taken = [arrivals.popleft() for _ in range(len(arrivals))]
         if not counters or not loader.in_order:
             return None
-        fetches = Fetches(counters, len(loader.pids))
+        not_in_turn = self._not_in_turn.setdefault(loader.pids, set())
+        fetches = Fetches(counters, len(loader.pids), not_in_turn)
         found = fetches.deliveries(taken)
+        not_in_turn -= {epoch for epoch in not_in_turn if epoch < loader.epoch - 1}
         self._batches += found.batches
         self._slack += found.slack
         self._late += found.late
