@@ -256,6 +256,24 @@ def test_a_checkpoint_costs_what_it_takes_of_the_time_between_two():
         assert [c.kind for c in changes if c is not None and c.kind == "opened"][:1] == kinds, between
 
 
+@pytest.mark.parametrize(("starting", "found"), [(15, True), (5, False)])
+def test_epochs_that_are_longer_than_the_window_add_up(starting, found):
+    """A minute each, and a quarter of it for spawned workers to import everything again; or a twelfth."""
+    epoch = [
+        with_workers(busy=0.2, cpu=0.2, wait=1.0, compute=0.0, steps=0, edge_wait=1.0, edges=int(not second))
+        for second in range(starting)
+    ] + [with_workers(busy=0.2, cpu=0.2, wait=0.0, compute=1.0) for _ in range(60 - starting)]
+    machine = StallMachine(30, 0.2, 0.1)
+    opened = [machine.update(piece) for piece in epoch * 2]
+    assert [change for change in opened if change is not None] == []  # one start is no pattern
+    kinds = [change.kind for piece in epoch * 4 if (change := machine.update(piece)) is not None]
+    assert (kinds[:1], "closed" in kinds) == ((["opened"], False) if found else ([], False))
+    if found:
+        assert machine.stall.cause == "worker_startup"
+        advice = advise("worker_startup", machine.stall.evidence)[0]
+        assert advice.predicted_speedup == pytest.approx(60 / 45, rel=0.1)
+
+
 def test_workers_are_not_judged_by_what_they_do_in_an_evaluation():
     """Persistent workers that wait for it to end, and others that fetch for it."""
     busy = dataclasses.replace(CASES["workers_cpu_bound"], seconds=1.0)

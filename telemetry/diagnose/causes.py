@@ -80,12 +80,16 @@ def costs(evidence: Evidence, at: Thresholds = THRESHOLDS) -> dict[str, float]:
     if slow is not None:
         lost["straggler"] = slow.lost * evidence.steps
     exposed = evidence.exposed
+    if exposed is not None and evidence.source == "workers" and not evidence.edges:
+        lost["worker_startup"] = evidence.edge_share * evidence.loop
     if exposed is not None and exposed > 0 and evidence.wait > 0:
         edge = min(exposed, exposed * min(1.0, evidence.edge_wait / evidence.wait))
         if evidence.source != "workers":
             edge = 0.0  # nothing is started; the first batch is a batch like the others
         elif evidence.edges < at.edges:
-            exposed, edge = exposed - edge, 0.0  # the start of one epoch is no pattern
+            # The start of one epoch is no pattern, but that of three is, however long they are.
+            exposed, edge = exposed - edge, 0.0
+            lost["worker_startup"] = evidence.edge_share * evidence.loop
         else:
             lost["worker_startup"] = edge
         for cause, share in _steady(evidence, at).items():

@@ -36,6 +36,8 @@ class Evidence:
         checkpoints: how many steps had one.
         checkpoint_interval: seconds of training between the newest checkpoint and the one before; 0.0 where the window
             has several.
+        edge_share: of the loop, what waits at the edges of epochs take where one epoch is longer than the window; 0.0
+            where that has not been seen.
         around_checkpoints: how much longer these took to compute than as many others: what is done for a checkpoint
             besides writing it.
         moving_seconds: mean time to move a batch whose worker is idle; ``moving_from_busy_seconds``: of one whose
@@ -69,6 +71,7 @@ class Evidence:
     exposed: float | None
     edge_wait: float
     edges: int
+    edge_share: float
     left: int
     late_wait: float
     late: float
@@ -140,7 +143,7 @@ class Evidence:
             "steps", "batches_per_step", "source", "workers", "worker_cores", "edges", "left", "fetch_seconds",
             "fetch_cpu_seconds", "moving_seconds", "moving_from_busy_seconds", "ready_batches", "slack_seconds",
             "head_of_line_worker", "stuck_seconds", "cores", "cores_of_others", "settings", "read_bytes", "fetches",
-            "checkpoints",
+            "checkpoints", "edge_share",
         )  # fmt: skip
         ratios = ("busy_ratio", "throttled_ratio", "gpu_utilization_ratio", "host_cpu_ratio")
         shares = ("cpu_share", "runnable_share", "blocked_share")
@@ -159,7 +162,12 @@ class Evidence:
 
 
 def gather(
-    slices: Sequence[Slice], *, rank: int = 0, cause: str | None = None, checkpoint_interval: float = 0.0
+    slices: Sequence[Slice],
+    *,
+    rank: int = 0,
+    cause: str | None = None,
+    checkpoint_interval: float = 0.0,
+    edge_share: float = 0.0,
 ) -> Evidence:
     """Add up a window.
 
@@ -168,6 +176,7 @@ def gather(
         rank: whose it is, for its `RankPace`.
         cause: of its open stall, for the same.
         checkpoint_interval: seconds of training between the newest checkpoint and the one before it.
+        edge_share: what the edges of epochs have taken of the newest of them.
     """
     waited = _waited_for(slices)
     cores, of_others = _cores(slices)
@@ -193,6 +202,7 @@ def gather(
         exposed=_all([s.exposed for s in slices]),
         edge_wait=_sum(slices, lambda s: s.edge_wait),
         edges=int(_sum(slices, lambda s: s.edges)),
+        edge_share=edge_share,
         left=int(_sum(slices, lambda s: s.left)),
         late_wait=_sum(slices, lambda s: s.late_wait),
         late=_sum(slices, lambda s: s.late),

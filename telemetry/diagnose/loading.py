@@ -190,16 +190,21 @@ def startup(evidence: Evidence) -> list[Advice]:
     if now is None:
         return []
     edge = evidence.edge_wait / evidence.steps
+    often = f"{evidence.edges} epochs began in the window"
+    if evidence.edges < THRESHOLDS.edges:  # epochs are longer than the window: what it holds of them is no fair part
+        rest = now - edge
+        now = rest / max(1e-9, 1 - evidence.edge_share)
+        edge = now - rest
+        often = f"{100 * evidence.edge_share:.0f} % of the loop is at the edges of epochs"
     if evidence.settings.get("persistent_workers"):
-        return _longer_epochs(evidence, now, edge)
-    because = (
-        f"{evidence.edges} epochs began in the window: workers were started and stopped for {evidence.edge_wait:.1f} s"
-    )
+        return _longer_epochs(evidence, now, edge, often)
+    because = f"{often}: workers were started and stopped for {evidence.edge_wait:.1f} s of {evidence.loop:.1f} s"
     # What remains at an edge is one fetch that nobody prefetched; and workers that go on first finish what was asked of
     # them in an epoch that was left.
     asked = int(evidence.settings.get("prefetch_factor") or 2)
     fetches = evidence.edges + evidence.left * asked
-    gain = gain_of(evidence, now - edge + min(edge, (evidence.fetch_seconds or 0.0) * fetches / evidence.steps))
+    first = min(edge, (evidence.fetch_seconds or 0.0) * fetches / evidence.steps)
+    gain = gain_of(evidence, now - edge + first, now=now)
     if evidence.settings.get("loader_used_again") is False:
         action = "make the DataLoader once, with persistent_workers=True, and iterate over it in every epoch"
         because += ", each time of a new DataLoader"
@@ -207,18 +212,18 @@ def startup(evidence: Evidence) -> list[Advice]:
     return [Advice("keep the workers between epochs", "persistent_workers", "True", gain, because)]
 
 
-def _longer_epochs(evidence: Evidence, now: float, edge: float) -> list[Advice]:
+def _longer_epochs(evidence: Evidence, now: float, edge: float, often: str) -> list[Advice]:
     """Where the workers are kept already: what else they do at the start of an epoch is done less often."""
     rest = now - edge
-    if rest <= 0 or not evidence.edges:
+    if rest <= 0:
         return []
     longer = times_less(edge, rest, _EDGES_SHARE)
     because = (
-        f"{evidence.edges} epochs began in the window, and waited {evidence.edge_wait:.1f} s for their first batches, "
-        "of workers that were kept"
+        f"{often}: {evidence.edge_wait:.1f} s of {evidence.loop:.1f} s were waited for first batches, of workers that "
+        "were kept"
     )
     action = f"make epochs {longer} times as long, or do once what the data set does at the start of each"
-    return [Advice(action, None, str(longer), gain_of(evidence, rest + edge / longer), because)]
+    return [Advice(action, None, str(longer), gain_of(evidence, rest + edge / longer, now=now), because)]
 
 
 def uneven(evidence: Evidence) -> list[Advice]:

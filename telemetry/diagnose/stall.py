@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from telemetry.diagnose.causes import WAITS, costs
 from telemetry.diagnose.evidence import Evidence, gather
+from telemetry.diagnose.periods import Checkpoints, Edges
 
 if TYPE_CHECKING:
     from telemetry.records import RankPace, Slice
@@ -88,9 +89,8 @@ class StallMachine:
         self._held = 0.0
         self._held_steps = 0
         self._steps = 0
-        self._trained = 0.0
-        self._checkpoint_began = 0.0
-        self._checkpoint_interval = 0.0
+        self._checkpoints = Checkpoints()
+        self._edges = Edges()
         self._ever_opened = False
         self.stall: Stall | None = None
 
@@ -146,10 +146,8 @@ class StallMachine:
         self._held_steps = 0
 
     def _add(self, piece: Slice) -> None:
-        if piece.checkpoint > 0 and not (self._slices and self._slices[-1].checkpoint > 0):
-            self._checkpoint_interval = self._trained - self._checkpoint_began
-            self._checkpoint_began = self._trained
-        self._trained += piece.wait + piece.compute + piece.checkpoint
+        self._checkpoints.add(piece)
+        self._edges.add(piece)
         self._steps += piece.steps
         self._slices.append(piece)
         self._held += piece.seconds
@@ -185,7 +183,8 @@ class StallMachine:
             tuple(self._slices),
             rank=self._rank,
             cause=self.stall.cause if self.stall is not None else None,
-            checkpoint_interval=self._checkpoint_interval,
+            checkpoint_interval=self._checkpoints.interval,
+            edge_share=self._edges.share,
         )
 
     def _open(self, cause: str, lost: dict[str, float], evidence: Evidence) -> Change:

@@ -1,0 +1,59 @@
+"""What comes back after longer than a window: checkpoints, and the edges of epochs.
+
+A window holds one of them or none, and what it holds is no fair part: a checkpoint of 45 s every half an hour would be
+more than a window, and workers that take 12 s to start for each epoch of a minute would be in every other one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from telemetry.records import Slice
+
+_MUCH_LONGER: Final = 1.5
+"""An epoch that has lasted so many times as long as those before it is another kind of epoch."""
+
+
+class Checkpoints:
+    """How far apart they are.
+
+    Attributes:
+        interval: seconds of training, their own included, between the newest one and the one before it, or the start.
+    """
+
+    def __init__(self) -> None:
+        self.interval = 0.0
+        self._trained = self._began = 0.0
+        self._writing = False
+
+    def add(self, piece: Slice) -> None:
+        """Take in a slice."""
+        if piece.checkpoint > 0 and not self._writing:
+            self.interval, self._began = self._trained - self._began, self._trained
+        self._writing = piece.checkpoint > 0
+        self._trained += piece.wait + piece.compute + piece.checkpoint
+
+
+class Edges:
+    """What the starts of epochs cost: three of them, with two epochs between, tell."""
+
+    def __init__(self) -> None:
+        self._loop = self._wait = 0.0  # of the epoch so far
+        self._epochs: deque[tuple[float, float]] = deque(maxlen=2)  # those that are over: seconds of loop, and at edges
+
+    @property
+    def share(self) -> float:
+        """Of the loop, the less of the newest two epochs; 0.0 where the one that runs is much longer than they were."""
+        if len(self._epochs) < 2 or self._loop > _MUCH_LONGER * max(loop for loop, _ in self._epochs):
+            return 0.0
+        return min(wait / loop if loop > 0 else 0.0 for loop, wait in self._epochs)
+
+    def add(self, piece: Slice) -> None:
+        """Take in a slice."""
+        if piece.edges:
+            self._epochs.append((self._loop, self._wait))
+            self._loop = self._wait = 0.0
+        self._loop += piece.wait + piece.compute
+        self._wait += piece.edge_wait
