@@ -98,7 +98,8 @@ def full_view():
             allowed_cores=2,
         ),
         pressure=records.PressureSample(
-            pressure_ratio={"cpu": 0.1, "io": 0.1, "memory": 0.1}, cgroup_cpu_limit=2.0, cgroup_throttled_ratio=0.1,
+            pressure_ratio={"cpu": 0.1, "io": 0.1, "memory": 0.1}, cgroup_cpu_limit=2.0, cgroup_cpu_used=1.5,
+            cgroup_throttled_ratio=0.1,
             cgroup_memory_limit_bytes=2, cgroup_memory_used_bytes=1,
         ),
         own_fetches=records.Histogram(bounds=(0.1, 1.0), counts=(1, 0, 0), total=0.1),
