@@ -23,10 +23,10 @@ _WARM_UP = 10
 
 
 class Work(Dataset):  # type: ignore[misc]
-    """Batches of small pictures that take ``rounds`` of Python and of tensor work each.
+    """Batches of small pictures that take so many rounds of work each.
 
     Args:
-        rounds: about half a millisecond each.
+        rounds: of `work`.
         length: batches there are.
     """
 
@@ -44,7 +44,7 @@ class Work(Dataset):  # type: ignore[misc]
 
 
 def work(rounds: int) -> None:
-    """Half of it under the interpreter's lock, half of it not."""
+    """About 0.2 ms each on one core of the results: Python, and then tensors."""
     for _ in range(rounds):
         sum([number * number for number in range(4000)])
         picture = torch.ones(3, 96, 96)

@@ -542,7 +542,8 @@ class Advice:
     """One change to make.
 
     Attributes:
-        action: what to do, in words; ``setting`` and ``value`` as a person types them, None where it is no setting.
+        action: what to do, in words; ``setting`` and ``value`` as a person types them, None where it is no setting. A
+            value without a setting is the factor that stands in the action.
         predicted_speedup: factor on the run's steps per second; None where nothing predicts it.
         because: the reason, with its figures.
     """

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from telemetry.diagnose.model import compute_seconds, supply_seconds
 from telemetry.diagnose.straggler import straggler
+from telemetry.records import CAUSES
 
 if TYPE_CHECKING:
     from telemetry.diagnose.evidence import Evidence
@@ -51,20 +52,7 @@ class Thresholds:
 
 THRESHOLDS: Final = Thresholds()
 
-WAITS: Final = frozenset(
-    {
-        "loader_on_training_thread",
-        "workers_cpu_bound",
-        "workers_io_bound",
-        "workers_throttled",
-        "worker_startup",
-        "uneven_batches",
-        "batch_transfer",
-        "worker_stuck",
-        "source_slow",
-        "unknown",
-    }
-)
+WAITS: Final = frozenset(CAUSES) - {"straggler", "checkpoint", "gc_pause", "host_bound", "gpu_throttled"}
 """What an exposed wait is put down to. A run starves of all of them together, however many share it."""
 
 
@@ -80,16 +68,15 @@ def costs(evidence: Evidence, at: Thresholds = THRESHOLDS) -> dict[str, float]:
     if slow is not None:
         lost["straggler"] = slow.lost * evidence.steps
     exposed = evidence.exposed
-    if exposed is not None and evidence.source == "workers" and not evidence.edges:
+    if exposed is not None and evidence.source == "workers" and evidence.edges < at.edges:
+        # The start of one epoch is no pattern, but that of three is, however long they are.
         lost["worker_startup"] = evidence.edge_share * evidence.loop
     if exposed is not None and exposed > 0 and evidence.wait > 0:
         edge = min(exposed, exposed * min(1.0, evidence.edge_wait / evidence.wait))
         if evidence.source != "workers":
             edge = 0.0  # nothing is started; the first batch is a batch like the others
         elif evidence.edges < at.edges:
-            # The start of one epoch is no pattern, but that of three is, however long they are.
-            exposed, edge = exposed - edge, 0.0
-            lost["worker_startup"] = evidence.edge_share * evidence.loop
+            exposed, edge = exposed - edge, 0.0  # it is in that already
         else:
             lost["worker_startup"] = edge
         for cause, share in _steady(evidence, at).items():

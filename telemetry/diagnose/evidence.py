@@ -184,9 +184,8 @@ def gather(
     checkpoints = int(_sum(slices, lambda s: s.checkpoint_steps))
     # In an evaluation the training's workers have nothing to do, and its own fetch.
     in_the_loop = [s for s in slices if s.wait + s.compute >= _MOSTLY * s.seconds] or slices
-    told = [
-        s for s in in_the_loop if s.fetches is not None and s.fetch_busy is not None
-    ]  # not before the workers began
+    # And they tell nothing before they have begun.
+    told = [s for s in in_the_loop if s.fetches is not None and s.fetch_busy is not None]
     fetches = sum(s.fetches or 0 for s in told)
     fetch = sum(s.fetch_busy or 0.0 for s in told) / fetches if fetches else None
     workers = [s.workers for s in in_the_loop if s.workers is not None]

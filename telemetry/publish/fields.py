@@ -27,8 +27,8 @@ _RUNNING_TOTALS: Final = frozenset(
 )
 """Counted up over the run: the newest value is the one that tells."""
 
-_NAMES: Final = frozenset({"head_of_line_worker", "head_of_line_since_seconds", "allowed_cores"})
-"""Which worker, and what belongs to it: between two of them there is nothing. The newest that there was."""
+_NO_MEAN: Final = frozenset({"head_of_line_worker", "head_of_line_since_seconds", "allowed_cores"})
+"""Which worker and since when, and a number of cores: between two of them there is nothing. The newest there was."""
 
 
 def rounded(value: Any, digits: int = 6) -> Any:
@@ -59,7 +59,7 @@ def mean_of(samples: Sequence[Any]) -> dict[str, Any]:
             continue  # a log line would grow by it every time
         if spec.name in _RUNNING_TOTALS:
             merged[spec.name] = rounded(last)
-        elif spec.name in _NAMES:
+        elif spec.name in _NO_MEAN:
             merged[spec.name] = rounded(values[-1]) if values else None
         elif values and all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in values):
             mean = sum(values) / len(values)
