@@ -11,8 +11,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from telemetry.collect.proc import read_schedule
 from telemetry.collect.workers import WorkersSource
 from tests.test_agent import wait_for
 from tests.test_attach_loaders import Numbers
@@ -134,8 +136,6 @@ def test_workers_begun_before_the_agent_are_seen_from_outside():
 
 
 def test_idle_workers_of_an_evaluation_do_not_dilute_those_of_the_training(source):
-    import torch
-
     training = DataLoader(Sleeping(400), batch_size=1, num_workers=1, persistent_workers=True, prefetch_factor=8)
     evaluation = DataLoader(Numbers(4), batch_size=1, num_workers=2, persistent_workers=True)
     iterator = iter(training)
@@ -185,3 +185,24 @@ def test_what_is_not_dealt_in_turn_is_matched_with_nothing_at_any_later_reading(
             observed.read()
             matched = source.read().matched_total
     assert 0 < matched <= 6
+
+
+def test_workers_of_an_evaluation_are_not_the_training_s_while_those_are_gone(observed, source):
+    """Without persistent_workers they are: between two epochs there are none."""
+    for _ in DataLoader(Numbers(4), batch_size=1, num_workers=1):
+        observed.read()
+        training = source.read()
+    assert training.training_workers == 1
+    gc.collect()
+    with torch.no_grad():
+        evaluation = iter(DataLoader(Numbers(40), batch_size=1, num_workers=1))
+        next(evaluation)
+        observed.read()
+        sample = source.read()
+    assert (sample.workers, sample.training_workers) == (1, 0)
+
+
+@pytest.mark.parametrize(("text", "known"), [("0 0 0", False), ("5 0 1", True), ("", False)])
+def test_schedstat_that_is_switched_off_tells_nothing(monkeypatch, text, known):
+    monkeypatch.setattr("telemetry.collect.proc.read_small", lambda path: text.encode())
+    assert (read_schedule(1, 1) is not None) is known
