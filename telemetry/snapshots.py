@@ -186,7 +186,6 @@ class Snapshots:
         self._settle_kept()
         self._settle_outcome()
         now = now_ns() / NS
-        cause = None if cause == "checkpoint" else cause  # a trace of steps has nothing to say of it
         if self._trigger.stalled(now, cause) and cause is not None:
             self._ask(p.STALL, cause, None, self._config.snapshot_steps, stall_fields())
         while self._asked:

@@ -37,6 +37,10 @@ def test_a_straggler_is_let_speak_first():
     assert fired(trigger(), 300, cause="straggler") == [20]
 
 
+def test_steps_are_not_recorded_for_what_checkpoints_cost():
+    assert fired(trigger(), 300, cause="checkpoint") == []
+
+
 def test_a_stall_that_another_s_snapshot_shows_does_not_ask_again():
     one = trigger()
     one.stalled(0, CAUSE)

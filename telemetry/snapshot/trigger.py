@@ -61,9 +61,10 @@ class Trigger:
     def stalled(self, now: float, cause: str | None) -> bool:
         """Follow the stall that is open (its cause; None for none). Whether it has earned a snapshot just now.
 
-        A stall earns one when it has held for the settle time, and the cooldown is over.
+        A stall earns one when it has held for the settle time, and the cooldown is over; one of checkpoints does not: a
+        trace of steps has nothing to say of them.
         """
-        if cause is None:
+        if cause is None or cause == "checkpoint":
             self._stall_since, self._fired = None, False
             return False
         if self._stall_since is None:
