@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import multiprocessing
 import os
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from telemetry.clock import now_ns
 from telemetry.collect.proc import read_schedule
 from telemetry.collect.workers import WorkersSource
 from tests.test_agent import wait_for
@@ -103,6 +107,97 @@ def test_on_how_many_cores_the_workers_may_run(source):
     held = iter(DataLoader(Numbers(4), num_workers=2, worker_init_fn=on_one_core))
     next(held)
     assert wait_for(lambda: source.read().allowed_cores == 1)
+
+
+def test_workers_that_share_a_core_are_runnable_but_not_running(source):
+    loader = DataLoader(Spinning(400), batch_size=1, num_workers=2, prefetch_factor=8, worker_init_fn=on_one_core)
+    iterator = iter(loader)
+    for _ in range(2):
+        next(iterator)  # both have begun
+    sample = fetch_on(source, iterator, 30)
+    assert sample.busy_ratio > 0.5
+    assert sample.runnable_ratio > 0.3  # each of the two has the core half of the time
+    assert sample.runnable_ratio > sample.blocked_ratio
+
+
+class Stored(Numbers):
+    """Each sample lies in a file that is not in memory."""
+
+    def __init__(self, size, folder):
+        super().__init__(size)
+        self.folder = folder
+
+    def __getitem__(self, index):
+        with (self.folder / str(index)).open("rb", buffering=0) as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            return len(file.read())
+
+
+def io_lines() -> list[str]:
+    """What the kernel says this process has had read from storage, if it tells."""
+    io = Path("/proc/self/io")
+    return [line for line in io.read_text().splitlines() if line.startswith("read_bytes")] if io.exists() else []
+
+
+def test_what_workers_read_from_storage(source, tmp_path):
+    size, samples = 1 << 20, 20
+    for number in range(samples):
+        with (tmp_path / str(number)).open("wb") as file:
+            file.write(bytes(size))
+            os.fsync(file.fileno())
+    stored = Stored(samples, tmp_path)
+    before = io_lines()
+    assert stored[0] == size
+    if io_lines() == before:
+        pytest.skip("files lie in memory here, or the kernel does not tell what is read from storage")
+    iterator = iter(DataLoader(stored, batch_size=1, num_workers=1, persistent_workers=True))
+    began = now_ns()
+    source.read()  # knows the worker, which has hardly begun
+    assert sum(int(batch) for batch in iterator) == size * samples
+    sample = source.read()
+    read = sample.read_bytes_per_second * (now_ns() - began) / 1e9
+    assert 0.5 * size * samples < read < 2 * size * samples
+
+
+class Held(Numbers):
+    """The third sample is kept back."""
+
+    def __init__(self, size, event):
+        super().__init__(size)
+        self.event = event
+
+    def __getitem__(self, index):
+        if index == 2:
+            self.event.wait(60)
+        return index
+
+
+def test_batches_behind_a_slow_worker_and_those_that_lie_ready(source, observed):
+    def tick():
+        observed.read()
+        return source.read()
+
+    event = multiprocessing.Event()
+    iterator = iter(DataLoader(Held(40, event), batch_size=1, num_workers=2, prefetch_factor=4))
+    for _ in range(2):
+        next(iterator)
+    sample = wait_for(lambda: (s := tick()).head_of_line_batches == 4 and s)  # 3, 5, 7 and 9 of the other worker
+    assert sample.head_of_line_worker == 0
+    assert tick().head_of_line_since_seconds > sample.head_of_line_since_seconds > 0
+    releasing = threading.Timer(0.2, event.set)
+    releasing.start()
+    next(iterator)
+    releasing.join()
+    sample = tick()
+    assert 0.1 < sample.head_of_line_seconds_total <= sample.late_seconds_total
+    assert (sample.head_of_line_batches, sample.head_of_line_worker) == (0, None)
+    wait_for(lambda: tick().fetches_total == 3 + 8)
+    began = now_ns()
+    time.sleep(0.2)
+    asked = now_ns()
+    next(iterator)
+    assert tick().slack_seconds >= (asked - began) / 1e9  # how long it lay there
+    assert tick().slack_seconds is None  # nothing was taken since
 
 
 def test_what_each_worker_has_fetched(source):

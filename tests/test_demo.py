@@ -13,6 +13,7 @@ import pytest
 
 from telemetry.demo import command
 from telemetry.demo.command import Plan, demo
+from telemetry.demo.outcome import Outcome
 from telemetry.demo.scrape import Reading, ScrapeError, fetch, lines_that_matter
 
 pytest.importorskip("PIL")
@@ -184,6 +185,18 @@ def test_a_script_that_fails_shows_its_stderr(tmp_path, capsys):
     assert "ended with exit status 1; its stderr:" in printed.err
     assert "nonsense" in printed.err
     assert "RuntimeError" in printed.err
+    assert "What to try" not in printed.out
+
+
+def test_a_second_training_that_fails_shows_its_stderr_and_counts(tmp_path, capsys, monkeypatch):
+    """Of a number of workers that no loader takes."""
+    monkeypatch.setattr(command, "outcome", lambda run: Outcome(10.0, -1, 1.5))
+    assert demo(str(tmp_path), Plan(**SMALL, seconds=0.1, look_seconds=0.5)) == 1
+    printed = capsys.readouterr()
+    assert "5. Taking the advice" in printed.out
+    assert "ended with exit status 1; its stderr:" in printed.err
+    assert "num_workers" in printed.err
+    assert "speed-up" not in printed.out
     assert "What to try" not in printed.out
 
 
