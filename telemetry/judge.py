@@ -251,6 +251,7 @@ class Judge:
             edge_wait=self._since("edge_wait", ledger.edge_wait_ns / 1e9),
             edges=int(self._since("edges", ledger.edges)),
             left=int(self._since("left", ledger.left)),
+            around_edges=self._change("around_edges", ledger.around_edges_ns / 1e9),
             compute=self._since("compute", spent[COMPUTE]),
             evaluation=self._since("evaluation", spent[EVALUATION]),
             checkpoint=self._since("checkpoint", spent[CHECKPOINT]),
@@ -323,9 +324,12 @@ class Judge:
         return added - first
 
     def _since(self, name: str, value: float) -> float:
+        return max(0.0, self._change(name, value))
+
+    def _change(self, name: str, value: float) -> float:
         before = self._before.get(name, 0.0)
         self._before[name] = value
-        return max(0.0, value - before)
+        return value - before
 
 
 def _resolve(callback: Callable[[dict[str, Any]], Any] | str) -> Callable[[dict[str, Any]], Any]:

@@ -470,6 +470,8 @@ class Slice:
         exposed: of ``wait``; None where nothing can tell.
         edge_wait: of ``wait``, at the edges of epochs: starting and ending an iteration, and its first batch.
         edges: iterations that were begun. ``left``: that were left in the middle, and their workers stopped.
+        around_edges: how much longer the batches next to the edges of the epochs that have ended were waited for than
+            others of them; negative for shorter.
         startup: of ``seconds``, before the first step.
         batches: training batches that were delivered: a step may take several.
         late_wait: of ``wait``, in single steps that waited much longer than those around them.
@@ -503,6 +505,7 @@ class Slice:
     steps: int
     batches: int = 0
     left: int = 0
+    around_edges: float = 0.0
     late_wait: float = 0.0
     checkpoint_steps: int = 0
     checkpoint_steps_compute: float = 0.0

@@ -97,6 +97,18 @@ def test_a_step_with_a_checkpoint_that_began_before_the_window_is_compared_with_
     assert gather([whole]).around_checkpoints == pytest.approx(0.3)
 
 
+def test_a_rare_checkpoint_takes_what_the_first_ones_did():
+    """0.3 s each, five to a second of compute: 29 times less often they take a twentieth, if they take no longer."""
+    piece = a_slice(seconds=2.5, compute=1.0, checkpoint=1.5, steps=50, checkpoint_steps=5)
+    alike = advise("checkpoint", gather([piece], early_checkpoint=0.3))[0]
+    assert alike.predicted_speedup == pytest.approx(2.5 / (1 + 1.5 / 29), rel=0.01)
+    assert "first of them" not in alike.because
+    longer = advise("checkpoint", gather([piece], early_checkpoint=1.2))[0]
+    assert (longer.value, longer.action) == (alike.value, alike.action)
+    assert longer.predicted_speedup == pytest.approx(2.5 / (1 + 5 * 1.2 / 29), rel=0.01)
+    assert "the first of them took 1.2 s each" in longer.because
+
+
 def test_throttled_workers_are_not_told_to_be_more():
     on_two = gather([dataclasses.replace(CASES["workers_throttled"], cores=2.0)])
     advice = advise("workers_throttled", on_two)
@@ -118,6 +130,10 @@ def test_persistent_workers_are_not_advised_to_who_has_them():
     assert longer.setting is None
     assert longer.action.startswith("make epochs 24 times as long")
     assert longer.predicted_speedup == pytest.approx(1 / (0.45 + 0.55 / 24), rel=0.02)
+    late = dataclasses.replace(piece, wait=0.75, compute=0.25, around_edges=0.15)  # next to the edges: rare too, then
+    (longer,) = advise("worker_startup", gather([late]))
+    assert longer.predicted_speedup == pytest.approx(1 / (0.30 + 0.70 / 45), rel=0.02)
+    assert "0.1 s for those next to them" in longer.because
     advice = first("worker_startup", CASES["worker_startup"])
     assert (advice.setting, advice.value) == ("persistent_workers", "True")
     assert advice.predicted_speedup > 1.4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -171,6 +172,42 @@ def test_the_first_batch_of_an_epoch_is_at_its_edge_while_it_is_still_waited_for
     )
     assert (ledger.edge_wait_ns, ledger.edges) == (4 + 70, 1)
     assert ledger.ns[DATA_WAIT] == 10 + 4 + 70 + 40
+
+
+def epoch(at: int, waits: list[int], *, left: bool = False):
+    """Spans of an iteration: it begins, gives its batches, each computed on for 5 ns, and ends, or is left."""
+    spans = [(at, at, DATA_WAIT, OTHER, False, False, False, False)]
+    for wait in waits:
+        spans.append((at, at + wait, DATA_WAIT, COMPUTE, True, True, True, False))
+        at += wait + 5
+    spans.append((at, at, DATA_WAIT, OTHER, True, False, False, left))
+    return spans, at
+
+
+@pytest.mark.parametrize(
+    ("waits", "later"),
+    [
+        ([90, 30, *[2] * 15, 70, 10], 28 + 68 + 8),  # the second worker is late, and both as they end
+        ([90, *[2] * 15], 0),
+        ([90, 2, 2, 2, *[8] * 12, 2, 2, 2], -6 * 6),  # of 18 the first and the last four are near, at 2 and one at 8
+        ([90, 50, 60], 0),  # too few to have a middle
+    ],
+)
+def test_how_much_longer_batches_next_to_the_edges_of_an_epoch_take(waits, later):
+    ledger = Ledger(0)
+    spans, at = epoch(0, waits)
+    ledger.fold(spans)
+    assert ledger.around_edges_ns == later
+    ledger.fold(epoch(at, waits)[0])
+    assert ledger.around_edges_ns == 2 * later
+
+
+def test_an_epoch_that_is_left_has_not_ended():
+    ledger = Ledger(0)
+    spans, at = epoch(0, [90, *[2] * 14, 70, 70], left=True)
+    ledger.fold(spans)
+    ledger.fold(epoch(at, [90, *[2] * 14])[0])
+    assert ledger.around_edges_ns == 0
 
 
 def test_the_histogram_counts_each_step_once():

@@ -256,6 +256,18 @@ def test_a_checkpoint_costs_what_it_takes_of_the_time_between_two():
         assert [c.kind for c in changes if c is not None and c.kind == "opened"][:1] == kinds, between
 
 
+def test_what_the_first_checkpoints_of_a_run_took_is_remembered():
+    """The first two take a second each, the others 0.4 s."""
+    machine = StallMachine(30, 0.2, 0.1)
+    for number in range(60):
+        took = 1.0 if number < 2 else 0.4
+        machine.update(a_slice(seconds=1 + took, compute=1.0, checkpoint=took, steps=10, checkpoint_steps=1))
+    assert machine.stall.cause == "checkpoint"
+    evidence = machine.stall.evidence
+    assert evidence.checkpoint / evidence.checkpoints == pytest.approx(0.4)  # the window has forgotten them
+    assert evidence.early_checkpoint == pytest.approx(1.0)
+
+
 @pytest.mark.parametrize(("starting", "found"), [(15, True), (5, False)])
 def test_epochs_that_are_longer_than_the_window_add_up(starting, found):
     """A minute each, and a quarter of it for spawned workers to import everything again; or a twelfth."""
@@ -367,7 +379,7 @@ paces = st.builds(
 slices = st.builds(
     Slice, seconds=amount, wait=amount, exposed=st.none() | amount, edge_wait=amount, edges=st.integers(0, 100),
     compute=amount, evaluation=amount, checkpoint=amount, garbage=amount, steps=st.integers(0, 10**6), batches=st.integers(0, 10**6),
-    late_wait=amount, checkpoint_steps=st.integers(0, 10**6), checkpoint_steps_compute=amount,
+    around_edges=st.floats(-100.0, 100.0), late_wait=amount, checkpoint_steps=st.integers(0, 10**6), checkpoint_steps_compute=amount,
     source=st.sampled_from([None, "workers", "training_thread", "watched", "of a newer version"]),
     process_cpu=st.none() | amount, fetches=st.none() | st.integers(0, 10**6), fetch_busy=st.none() | amount,
     workers=st.none() | samples, cores=st.floats(0.05, 512), throttled_ratio=ratio, gpu_utilization_ratio=ratio,

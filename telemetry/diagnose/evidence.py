@@ -35,7 +35,9 @@ class Evidence:
             matched with its fetch.
         checkpoints: how many steps had one.
         checkpoint_interval: seconds of training between the newest checkpoint and the one before; 0.0 where the window
-            has several.
+            has several. ``early_checkpoint``: mean time of the first of the run; 0.0 before there are any.
+        around_edges: how much longer the first and last batches of epochs were waited for than others: workers that
+            start, and end, one by one.
         edge_share: of the loop, what waits at the edges of epochs take where one epoch is longer than the window; 0.0
             where that has not been seen.
         around_checkpoints: how much longer these took to compute than as many others: what is done for a checkpoint
@@ -72,6 +74,7 @@ class Evidence:
     edge_wait: float
     edges: int
     edge_share: float
+    around_edges: float
     left: int
     late_wait: float
     late: float
@@ -84,6 +87,7 @@ class Evidence:
     checkpoint: float
     checkpoints: int
     checkpoint_interval: float
+    early_checkpoint: float
     around_checkpoints: float
     garbage: float
     source: str | None
@@ -137,7 +141,8 @@ class Evidence:
         seconds = (
             "wait", "exposed", "edge_wait", "late_wait", "late", "moved", "head_of_line", "compute", "checkpoint",
             "around_checkpoints", "garbage", "own_runnable", "gpu_idle", "gpu_slowed", "longest_fetch",
-            "slowest_fetch", "evaluation", "process_cpu_per_step", "checkpoint_interval",
+            "slowest_fetch", "evaluation", "process_cpu_per_step", "checkpoint_interval", "early_checkpoint",
+            "around_edges",
         )  # fmt: skip
         plain = (
             "steps", "batches_per_step", "source", "workers", "worker_cores", "edges", "left", "fetch_seconds",
@@ -167,6 +172,7 @@ def gather(
     rank: int = 0,
     cause: str | None = None,
     checkpoint_interval: float = 0.0,
+    early_checkpoint: float = 0.0,
     edge_share: float = 0.0,
 ) -> Evidence:
     """Add up a window.
@@ -176,6 +182,7 @@ def gather(
         rank: whose it is, for its `RankPace`.
         cause: of its open stall, for the same.
         checkpoint_interval: seconds of training between the newest checkpoint and the one before it.
+        early_checkpoint: what the first checkpoints of the run took, each.
         edge_share: what the edges of epochs have taken of the newest of them.
     """
     waited = _waited_for(slices)
@@ -202,6 +209,7 @@ def gather(
         edge_wait=_sum(slices, lambda s: s.edge_wait),
         edges=int(_sum(slices, lambda s: s.edges)),
         edge_share=edge_share,
+        around_edges=_around_edges(slices),
         left=int(_sum(slices, lambda s: s.left)),
         late_wait=_sum(slices, lambda s: s.late_wait),
         late=_sum(slices, lambda s: s.late),
@@ -214,6 +222,7 @@ def gather(
         checkpoint=_sum(slices, lambda s: s.checkpoint),
         checkpoints=checkpoints,
         checkpoint_interval=checkpoint_interval if checkpoints < 2 else 0.0,
+        early_checkpoint=early_checkpoint,
         around_checkpoints=_around_checkpoints(slices, steps),
         garbage=_sum(slices, lambda s: s.garbage),
         source=waited.source,
@@ -309,6 +318,12 @@ def _around_checkpoints(slices: Sequence[Slice], steps: int) -> float:
     if usual <= 0:
         return 0.0  # a long one, most of which was before the window
     return max(0.0, in_them - with_one * usual)
+
+
+def _around_edges(slices: Sequence[Slice]) -> float:
+    """Of the whole window, since those of one epoch may be as much shorter; no more than was waited in mid-epoch."""
+    mid_epoch = _sum(slices, lambda s: s.wait - s.edge_wait)
+    return max(0.0, min(mid_epoch, _sum(slices, lambda s: s.around_edges)))
 
 
 def _longest_fetch(samples: Sequence[WorkersSample]) -> float | None:

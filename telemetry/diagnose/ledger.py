@@ -6,6 +6,7 @@ categories add up to the time since the start, whatever the spans are.
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING, Final
 
 from telemetry.records import CATEGORIES, CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, STARTUP, PhaseSpan, Step
@@ -15,6 +16,10 @@ if TYPE_CHECKING:
 
 _NS: Final = 1e9
 _PHASES: Final = frozenset({EVALUATION, CHECKPOINT})
+
+_NEAR_EDGE: Final = 8
+"""Batches after the first of an epoch, and as many before its end, with which its workers may be late: each of them
+starts, and ends."""
 
 Span = tuple[int, int, str, str, bool, bool, bool, bool]
 """start, end (monotonic ns), category during, category after, closes a step, opens a step, delivered a batch, ended the
@@ -41,6 +46,9 @@ class Ledger:
         self.edge_wait_ns = 0
         self.edges = 0
         self.left = 0
+        # How much longer the batches next to the edges were waited for than those in the middle of their epochs.
+        self.around_edges_ns = 0
+        self._epoch = _Epoch()
         self._at_edge = False
         self._span_at_ns = start_ns
         self._span_category = STARTUP
@@ -151,11 +159,16 @@ class Ledger:
         if self.batches and not batch and not self._at_edge:
             self.edge_wait_ns += waited  # nobody knew before
             self.edges += 1
+            self.around_edges_ns += self._epoch.late_ns()
+            self._epoch = _Epoch()
+        elif self.batches and batch and not self._at_edge:
+            self._epoch.add(waited)
         self._at_edge = not batch
 
     def _count_left(self, waited: int) -> None:
         """It is at an edge itself. What comes next may be of another loader, in the middle of its iteration."""
         self.left += 1
+        self._epoch = _Epoch()  # where it was left, nothing has ended by itself
         if not self._at_edge:
             self.edge_wait_ns += waited
 
@@ -175,3 +188,31 @@ class Ledger:
         self._open = False
         self.last_step_ns = stamp
         self._steps.append(Step((self._wait_ns + self._compute_ns) / _NS, self._wait_ns / _NS, self._checkpoint))
+
+
+class _Epoch:
+    """The waits for the batches of one epoch, its first not among them: that one is at the edge."""
+
+    __slots__ = ("_batches", "_first", "_last", "_total_ns")
+
+    def __init__(self) -> None:
+        self._batches = self._total_ns = 0
+        self._first: list[int] = []
+        self._last: deque[int] = deque(maxlen=_NEAR_EDGE)
+
+    def add(self, waited_ns: int) -> None:
+        """The next batch has come."""
+        self._batches += 1
+        self._total_ns += waited_ns
+        self._last.append(waited_ns)
+        if len(self._first) < _NEAR_EDGE:
+            self._first.append(waited_ns)
+
+    def late_ns(self) -> int:
+        """How much longer those next to the edges were waited for than as many in the middle; negative for shorter."""
+        near = min(_NEAR_EDGE, self._batches // 4)
+        if not near:
+            return 0
+        at_edges = sum(self._first[:near]) + sum([*self._last][-near:])
+        usual = (self._total_ns - at_edges) / (self._batches - 2 * near)
+        return int(at_edges - 2 * near * usual)

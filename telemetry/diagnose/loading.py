@@ -46,6 +46,9 @@ Both are measured by `python -m benchmarks.worker_cost`; where there are workers
 _EDGES_SHARE: Final = 0.05
 """Of the time, that the starts of epochs may take: epochs are advised to be so much longer."""
 
+_WORTH_SAYING: Final = 0.1
+"""What is waited next to the edges of epochs is spoken of from this share of the waits at the edges themselves."""
+
 _HANDED_OVER_LATE: Final = 1.1
 """A step is so many times longer where busy workers hand its batches over: then something is to be done about it."""
 
@@ -189,10 +192,10 @@ def startup(evidence: Evidence) -> list[Advice]:
     now = step_seconds(evidence)
     if now is None:
         return []
-    edge = evidence.edge_wait / evidence.steps
+    edge = (evidence.edge_wait + evidence.around_edges) / evidence.steps
     often = f"{evidence.edges} epochs began in the window"
     if evidence.edges < THRESHOLDS.edges:  # epochs are longer than the window: what it holds of them is no fair part
-        rest = now - edge
+        rest = now - evidence.edge_wait / evidence.steps
         now = rest / max(1e-9, 1 - evidence.edge_share)
         edge = now - rest
         often = f"{100 * evidence.edge_share:.0f} % of the loop is at the edges of epochs"
@@ -222,6 +225,8 @@ def _longer_epochs(evidence: Evidence, now: float, edge: float, often: str) -> l
         f"{often}: {evidence.edge_wait:.1f} s of {evidence.loop:.1f} s were waited for first batches, of workers that "
         "were kept"
     )
+    if evidence.around_edges >= _WORTH_SAYING * evidence.edge_wait:
+        because += f", and {evidence.around_edges:.1f} s for those next to them: they start, and end, one by one"
     action = f"make epochs {longer} times as long, or do once what the data set does at the start of each"
     return [Advice(action, None, str(longer), gain_of(evidence, rest + edge / longer, now=now), because)]
 

@@ -12,12 +12,15 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from telemetry.records import Slice
 
+_EARLY_CHECKPOINTS: Final = 2
+"""One file is written, and beside it the next: from then on each may reuse what the one it replaces has left."""
+
 _MUCH_LONGER: Final = 1.5
 """An epoch that has lasted so many times as long as those before it is another kind of epoch."""
 
 
 class Checkpoints:
-    """How far apart they are.
+    """How far apart they are, and what the first of the run took.
 
     Attributes:
         interval: seconds of training, their own included, between the newest one and the one before it, or the start.
@@ -25,11 +28,21 @@ class Checkpoints:
 
     def __init__(self) -> None:
         self.interval = 0.0
+        self._first = 0
+        self._first_seconds = 0.0
         self._trained = self._began = 0.0
         self._writing = False
 
+    @property
+    def early(self) -> float:
+        """Mean seconds of the first checkpoints; 0.0 before there are any."""
+        return self._first_seconds / self._first if self._first else 0.0
+
     def add(self, piece: Slice) -> None:
         """Take in a slice."""
+        if self._first < _EARLY_CHECKPOINTS:
+            self._first += piece.checkpoint_steps
+            self._first_seconds += piece.checkpoint
         if piece.checkpoint > 0 and not self._writing:
             self.interval, self._began = self._trained - self._began, self._trained
         self._writing = piece.checkpoint > 0

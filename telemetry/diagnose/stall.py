@@ -184,6 +184,7 @@ class StallMachine:
             rank=self._rank,
             cause=self.stall.cause if self.stall is not None else None,
             checkpoint_interval=self._checkpoints.interval,
+            early_checkpoint=self._checkpoints.early,
             edge_share=self._edges.share,
         )
 
