@@ -109,6 +109,14 @@ def test_a_rare_checkpoint_takes_what_the_first_ones_did():
     assert "the first of them took 1.2 s each" in longer.because
 
 
+@pytest.mark.parametrize("compute", [0.0, 1e-310])
+def test_steps_that_compute_nothing_hide_no_fetch(compute):
+    """No number of batches ahead is infinite, or is advised as such."""
+    evidence = dataclasses.replace(gather([CASES["uneven_batches"]]), compute=compute, longest_fetch=1.0)
+    ahead = [a.value for a in advise("uneven_batches", evidence) if a.setting == "prefetch_factor"]
+    assert all(int(batches) <= 64 for batches in ahead)
+
+
 def test_throttled_workers_are_not_told_to_be_more():
     on_two = gather([dataclasses.replace(CASES["workers_throttled"], cores=2.0)])
     advice = advise("workers_throttled", on_two)

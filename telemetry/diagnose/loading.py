@@ -46,6 +46,9 @@ Both are measured by `python -m benchmarks.worker_cost`; where there are workers
 _EDGES_SHARE: Final = 0.05
 """Of the time, that the starts of epochs may take: epochs are advised to be so much longer."""
 
+_NO_COMPUTE: Final = 1e-6
+"""Seconds of a step, below which nothing can be hidden behind it."""
+
 _WORTH_SAYING: Final = 0.1
 """What is waited next to the edges of epochs is spoken of from this share of the waits at the edges themselves."""
 
@@ -296,7 +299,7 @@ def _prefetch(evidence: Evidence, factor: int, compute: float) -> int:
 
     A worker begins with a batch when the training thread takes the one ``workers * factor`` before it.
     """
-    if evidence.longest_fetch is None or compute <= 0:
+    if evidence.longest_fetch is None or compute < _NO_COMPUTE:
         return 4 * factor
     wanted = math.ceil(_SPARE * evidence.longest_fetch / (evidence.workers * compute))
     return min(_MOST_PREFETCH, max(2 * factor, wanted))
