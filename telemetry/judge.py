@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from telemetry.collect.proc import is_running
 from telemetry.collect.whereabouts import Whereabouts
 from telemetry.diagnose.advice import advise
-from telemetry.diagnose.evidence import HELD_BACK
+from telemetry.diagnose.gather import HELD_BACK
 from telemetry.diagnose.stall import LEAST_STEPS_OF_A_RUN, StallMachine
 from telemetry.diagnose.straggler import held_up_by, mostly_in_sync, straggler
 from telemetry.diagnose.stuck import paused

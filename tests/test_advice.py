@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from telemetry.diagnose.advice import advise
-from telemetry.diagnose.evidence import gather
+from telemetry.diagnose.gather import gather
 from telemetry.diagnose.model import step_seconds
 from telemetry.diagnose.stall import LEAST_STEPS
 from telemetry.diagnose.stuck import stuck_advice

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from telemetry.diagnose.advice import WORTH_IT, advise
 from telemetry.diagnose.causes import costs, crowded_out, steady_cause
-from telemetry.diagnose.evidence import gather
+from telemetry.diagnose.gather import gather
 from telemetry.diagnose.stall import StallMachine
 from telemetry.diagnose.straggler import held_up_by
 from telemetry.records import CAUSES, FETCH_BUCKETS, Histogram, RankPace, Slice, WorkersSample

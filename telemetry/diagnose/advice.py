@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from telemetry.diagnose import loading
+from telemetry.diagnose import arrival, loading
 from telemetry.diagnose.model import gain_of, gain_over_window, ms, step_seconds, times_less
 from telemetry.diagnose.straggler import straggler
 from telemetry.records import Advice
@@ -106,10 +106,10 @@ _BY_CAUSE: Final = {
     "workers_cpu_bound": loading.cpu_bound,
     "workers_io_bound": loading.io_bound,
     "workers_throttled": loading.throttled,
-    "worker_startup": loading.startup,
-    "uneven_batches": loading.uneven,
-    "batch_transfer": loading.transfer,
-    "worker_stuck": loading.stuck_worker,
+    "worker_startup": arrival.startup,
+    "uneven_batches": arrival.uneven,
+    "batch_transfer": arrival.transfer,
+    "worker_stuck": arrival.stuck_worker,
     "source_slow": loading.slow_source,
     "straggler": _straggler,
     "checkpoint": _checkpoint,

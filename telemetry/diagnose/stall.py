@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from telemetry.diagnose.causes import WAITS, costs
-from telemetry.diagnose.evidence import Evidence, gather
+from telemetry.diagnose.gather import gather
 from telemetry.diagnose.periods import Checkpoints, Edges
 
 if TYPE_CHECKING:
+    from telemetry.diagnose.evidence import Evidence
     from telemetry.records import RankPace, Slice
 
 LEAST_STEPS: Final = 5
