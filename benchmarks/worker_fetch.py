@@ -1,7 +1,8 @@
 """What the probe adds to a fetch in a DataLoader worker: hot, and in place between the work of real fetches.
 
 The fetcher is the one of torch that a worker has, patched as the probe patches it; the data set hands out what is
-ready, so that what is added shows. Cold, an image-like transform runs before each fetch and takes the caches.
+ready, so that what is added shows. Cold, an image-like transform runs before each fetch and takes the caches. The
+floor is what no timing can do without: a stamp before, a stamp after, each stored where another process can read it.
 """
 
 from __future__ import annotations
@@ -30,13 +31,27 @@ class Ready:
         return index
 
 
+def _floor(original: Callable[[Any, Any], Any], words: memoryview) -> Callable[[Any, Any], Any]:
+    def fetch(self: Any, possibly_batched_index: Any) -> Any:
+        words[0] = perf_counter_ns()
+        data = original(self, possibly_batched_index)
+        words[1] = perf_counter_ns()
+        return data
+
+    return fetch
+
+
 def measure(hot_rounds: int, cold_rounds: int) -> dict[str, Any]:
-    """``{"hot": [...], "cold": [...], "fetches": ...}``: nanoseconds added to a fetch, one reading per round."""
+    """Nanoseconds added to a fetch, one reading per round.
+
+    ``{"hot": {"floor": [...], "timed": [...]}, "cold": the same, "fetches": ...}``.
+    """
     torch.set_num_threads(1)
     block = WorkerBlock(1)
     block.words[0] = 1  # as a worker does that has begun
     fetcher = _MapDatasetFetcher(Ready(), False, lambda batch: batch, False)
-    bare, timed = _MapDatasetFetcher.fetch, timed_fetch(_MapDatasetFetcher.fetch, block.words)
+    bare = _MapDatasetFetcher.fetch
+    kinds = {"bare": bare, "floor": _floor(bare, WorkerBlock(1).words), "timed": timed_fetch(bare, block.words)}
     image, kernel = torch.rand(1, 3, 256, 256), torch.rand(8, 3, 5, 5)
 
     def hot(fetch: Callable[[Any, int], Any]) -> float:
@@ -56,12 +71,11 @@ def measure(hot_rounds: int, cold_rounds: int) -> dict[str, Any]:
 
     answer: dict[str, Any] = {}
     for name, loop, rounds in (("hot", hot, hot_rounds), ("cold", cold, cold_rounds)):
-        added = []
+        added: dict[str, list[float]] = {"floor": [], "timed": []}
         for _ in range(rounds):
-            taken = {}
-            for kind, fetch in random.sample((("bare", bare), ("timed", timed)), 2):
-                taken[kind] = loop(fetch)
-            added.append(taken["timed"] - taken["bare"])
+            taken = {kind: loop(kinds[kind]) for kind in random.sample([*kinds], len(kinds))}
+            for kind, readings in added.items():
+                readings.append(taken[kind] - taken["bare"])
         answer[name] = added
     return answer | {"fetches": sum(sum(c.histogram) for c in block.read())}
 

@@ -297,14 +297,43 @@ def test_workers_are_not_judged_by_what_they_do_in_an_evaluation():
     assert (between.busy_ratio, between.fetch_seconds) == (alone.busy_ratio, alone.fetch_seconds)
 
 
-def test_a_fetch_that_was_long_and_is_over_is_no_stuck_worker():
-    over = dataclasses.replace(
-        CASES["worker_stuck"], workers=dataclasses.replace(CASES["worker_stuck"].workers, fetching_seconds=0.0)
-    )
-    assert "worker_stuck" not in costs(gather([CASES["worker_stuck"], over]))
-    since = with_workers(busy=0.9, cpu=0.1, blocked=0.8, stuck=6.0, fetches=100, **STARVED)
-    lost = costs(gather([with_workers(busy=0.9, cpu=0.1, blocked=0.8, fetches=100, **STARVED)] * 29 + [since]))
-    assert lost["worker_stuck"] == pytest.approx(6.0)
+def test_a_stuck_fetch_has_cost_what_it_took_when_it_is_over_too():
+    starved = with_workers(busy=0.9, cpu=0.1, blocked=0.8, fetches=100, **STARVED)
+    six_seconds = [
+        with_workers(busy=0.9, cpu=0.1, blocked=0.8, stuck=n, fetches=100, **STARVED) for n in (2.0, 4.0, 6.0)
+    ]
+    for window in ([starved] * 27 + six_seconds, [starved] * 14 + six_seconds + [starved] * 13):
+        lost = costs(gather(window))
+        assert lost["worker_stuck"] == pytest.approx(6.0)
+        assert sum(lost.values()) == pytest.approx(0.6 * 30)
+    assert "worker_stuck" not in costs(gather([starved] * 30))  # the window has forgotten it
+
+
+def test_fetches_that_are_all_long_are_not_stuck():
+    """Of 8 s each, on eight workers."""
+    window = [
+        with_workers(busy=1.0, cpu=0.1, blocked=0.9, stuck=1.0 + n % 7, fetches=1, workers=8, **STARVED)
+        for n in range(30)
+    ]
+    assert gather(window).long_fetches == (7.0, 7.0, 7.0, 7.0, 2.0)
+    assert "worker_stuck" not in costs(gather(window))
+
+
+def test_a_single_worker_that_was_stuck_is_not_called_slow_after_it():
+    """20 s without an answer, and then again batches as fast as they are used."""
+    machine = StallMachine(30, 0.2, 0.1)
+    fine = with_workers(busy=0.5, cpu=0.2, blocked=0.3, wait=0.05, compute=0.95, workers=1, steps=40, fetches=40)
+    for _ in range(20):
+        machine.update(fine)
+    for second in range(1, 21):
+        machine.update(
+            with_workers(
+                busy=1.0, blocked=1.0, wait=1.0, compute=0.0, steps=0, fetches=0, workers=1, stuck=float(second)
+            )
+        )
+    changes = [machine.update(fine) for _ in range(40)]
+    (closed,) = [change for change in changes if change is not None and change.kind != "held"]
+    assert (closed.kind, closed.stall.cause) == ("closed", "worker_stuck")
 
 
 def test_a_machine_that_slept_is_no_stall():
@@ -438,7 +467,7 @@ GROWS = {
     "worker_startup": "edge_wait",
     "batch_transfer": "moved",
     "uneven_batches": "late",
-    "worker_stuck": "stuck_seconds",
+    "worker_stuck": "long_fetches",
 }
 """By cause, what its evidence is more of."""
 
@@ -453,7 +482,9 @@ def test_nor_does_more_of_what_else_a_cause_is_told_by(cause, pieces, more):
         if not lost or max(lost, key=lost.get) != cause:
             continue
         field = GROWS[cause]
-        grown = costs(dataclasses.replace(evidence, **{field: (getattr(evidence, field) or 0.0) + more}))
+        seen = getattr(evidence, field)
+        then = (*seen, more) if isinstance(seen, tuple) else (seen or 0.0) + more
+        grown = costs(dataclasses.replace(evidence, **{field: then}))
         assert max(grown.values()) == grown[cause]
 
 

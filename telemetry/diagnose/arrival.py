@@ -196,7 +196,11 @@ def transfer(evidence: Evidence) -> list[Advice]:
 
 def stuck_worker(evidence: Evidence) -> list[Advice]:
     """One fetch goes on and on."""
-    because = f"one fetch has been in progress for {evidence.stuck_seconds:.0f} s"
+    longest = max(evidence.long_fetches, default=0.0)
+    if evidence.stuck_seconds >= longest:
+        because = f"one fetch has been in progress for {evidence.stuck_seconds:.0f} s"
+    else:
+        because = f"one fetch was in progress for {longest:.0f} s"
     raising = "a DataLoader with a timeout fails instead of hanging"
     return [
         Advice("look at what that worker waits for: a lock, a mount, a remote store", None, None, None, because),

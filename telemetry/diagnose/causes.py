@@ -33,7 +33,7 @@ class Thresholds:
             training thread waited, so they wait to be moved.
         late: ... unless single late batches make at least this share of the waiting.
         edges: so many iterations begun in the window before their waits are a pattern, and no single start.
-        stuck_fetches: a fetch in progress that lasts this many times the mean ...
+        stuck_fetches: a fetch that lasts this many times the mean of the others ...
         stuck_seconds: ... and at least so long is stuck.
     """
 
@@ -100,9 +100,10 @@ def _steady(evidence: Evidence, at: Thresholds) -> dict[str, float]:
         return {named: 1.0}
     if evidence.source != "workers" or evidence.busy_ratio is None:
         return {"unknown": 1.0}
-    if _stuck(evidence, at):  # it is waited for since it began, and no longer
-        stuck = min(1.0, evidence.stuck_seconds / max(evidence.wait - evidence.edge_wait, 1e-9))
-        rest = _steady(replace(evidence, stuck_seconds=0.0), at) if stuck < 1 else {}
+    stuck_for = _stuck_for(evidence, at)
+    if stuck_for > 0:  # each was waited for from its begin to its end, and no longer
+        stuck = min(1.0, stuck_for / max(evidence.wait - evidence.edge_wait, 1e-9))
+        rest = _steady(replace(evidence, long_fetches=()), at) if stuck < 1 else {}
         return {"worker_stuck": stuck} | {cause: share * (1.0 - stuck) for cause, share in rest.items()}
     limited = _workers_are_the_limit(evidence, at)
     limit = _what_limits_them(evidence, at) if limited else "uneven_batches"
@@ -158,9 +159,12 @@ def crowded_out(evidence: Evidence, at: Thresholds = THRESHOLDS) -> float:
     return theirs * evidence.own_runnable * evidence.compute / max(evidence.seconds, evidence.loop, 1e-9)
 
 
-def _stuck(evidence: Evidence, at: Thresholds) -> bool:
-    usual = evidence.fetch_seconds or 0.0
-    return evidence.stuck_seconds >= max(at.stuck_seconds, at.stuck_fetches * usual)
+def _stuck_for(evidence: Evidence, at: Thresholds) -> float:
+    """Seconds that fetches of the window were stuck, those that are over included: the wait for them has not been."""
+    longest, fetches = max(evidence.long_fetches, default=0.0), evidence.fetches or 0
+    usual = max(0.0, (evidence.fetch_seconds or 0.0) * fetches - longest) / max(1, fetches)  # without the longest
+    stuck = max(at.stuck_seconds, at.stuck_fetches * usual)
+    return sum(seconds for seconds in evidence.long_fetches if seconds >= stuck)
 
 
 def _workers_are_the_limit(evidence: Evidence, at: Thresholds) -> bool:

@@ -38,7 +38,8 @@ class Evidence:
             tell running from waiting for a core, ``runnable_share`` is None and the other two come from CPU time alone.
         throttled_ratio: of the periods of the cgroup's CPU quota, those in which it was used up.
         ready_batches: mean number of batches that lay ready.
-        stuck_seconds: the longest time a fetch was seen in progress.
+        stuck_seconds: for how long a fetch has been in progress at the end of the window. ``long_fetches``: those that
+            took more than a second, by how long they were in progress when last seen; the one that still is, too.
         process_cpu_per_step: CPU time of the training process (without its workers) for one step; what it took to
             start, to evaluate or to write a checkpoint is not in it.
         own_runnable: how long the training thread could have run, and had no core.
@@ -91,6 +92,7 @@ class Evidence:
     slack_seconds: float | None
     head_of_line_worker: int | None
     stuck_seconds: float
+    long_fetches: tuple[float, ...]
     process_cpu_per_step: float | None
     own_runnable: float | None
     host_cpu_ratio: float | None
@@ -131,7 +133,7 @@ class Evidence:
             "steps", "batches_per_step", "source", "workers", "worker_cores", "edges", "left", "fetch_seconds",
             "fetch_cpu_seconds", "moving_seconds", "moving_from_busy_seconds", "ready_batches", "slack_seconds",
             "head_of_line_worker", "stuck_seconds", "cores", "cores_of_others", "settings", "read_bytes", "fetches",
-            "checkpoints", "edge_share",
+            "checkpoints", "edge_share", "long_fetches",
         )  # fmt: skip
         ratios = ("busy_ratio", "throttled_ratio", "gpu_utilization_ratio", "host_cpu_ratio")
         shares = ("cpu_share", "runnable_share", "blocked_share")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.diagnose.evidence import Evidence
@@ -18,6 +19,9 @@ _IN_THE_LOOP: Final = 0.95
 
 _MOSTLY: Final = 0.5
 """Share of a slice in the training loop from which what the process used of the cores is the loop's."""
+
+_LONG_FETCH: Final = 1.0
+"""Seconds from which on a fetch is noted by itself: whether it was stuck is to be seen beside the others."""
 
 _ENOUGH_FETCHES: Final = 3
 """Of one worker, before their mean says how slow it is."""
@@ -103,6 +107,7 @@ def gather(
         slack_seconds=_mean([w.slack_seconds for w in workers]),
         head_of_line_worker=_most_common([w.head_of_line_worker for w in workers]),
         stuck_seconds=workers[-1].fetching_seconds if workers else 0.0,
+        long_fetches=_long_fetches(workers),
         process_cpu_per_step=process_cpu / steps if process_cpu is not None and steps else None,
         own_runnable=_all([s.own_runnable for s in slices]),
         host_cpu_ratio=_mean([s.host_cpu_ratio for s in slices]),
@@ -194,6 +199,12 @@ def _longest_fetch(samples: Sequence[WorkersSample]) -> float | None:
     first, last = histograms[0], histograms[-1]
     counts = zip(last.bounds, first.counts, last.counts, strict=False)
     return max((bound for bound, before, after in counts if after > before), default=None)
+
+
+def _long_fetches(samples: Sequence[WorkersSample]) -> tuple[float, ...]:
+    """How long each of them had taken when it was last seen in progress."""
+    seen = [w.fetching_seconds for w in samples]
+    return tuple(now for now, then in pairwise([*seen, 0.0]) if now > then and now >= _LONG_FETCH)
 
 
 def _slowest_fetch(samples: Sequence[WorkersSample]) -> float | None:

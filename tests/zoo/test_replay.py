@@ -14,7 +14,7 @@ RECORDED = sorted((Path(__file__).parent / "evidence").glob("*.json"))
 
 
 def evidence_of(logged):
-    """Evidence from its log field. What the log left out was None, or no seconds; peers are not in it."""
+    """Evidence from its log field. What the log left out was None, or no seconds."""
     renamed = {"seconds": logged["window_seconds"], "own_fetch_cpu_share": logged.get("own_fetch_cpu_ratio")}
     for name in ("cpu", "runnable", "blocked"):
         renamed[f"{name}_share"] = logged.get(f"worker_{name}_ratio")
@@ -23,8 +23,10 @@ def evidence_of(logged):
         name = field.name
         value = renamed.get(name, logged.get(name, logged.get(f"{name}_seconds")))
         values[name] = 0.0 if value is None and field.type in {"float", "int"} else value
-    pace = RankPace(0, values["seconds"], values["steps"], values["compute"], values["exposed"], 0.0)
-    known = {"pace": pace, "peers": (), "settings": logged["settings"]}
+    alone = RankPace(0, values["seconds"], values["steps"], values["compute"], values["exposed"], 0.0)
+    pace, *peers = [RankPace(**told) for told in logged.get("paces", ())] or [alone]
+    known = {"pace": pace, "peers": tuple(peers), "settings": logged["settings"]}
+    known["long_fetches"] = tuple(logged.get("long_fetches", (values["stuck_seconds"],)))
     return Evidence(**(values | known | {"batches_per_step": logged.get("batches_per_step", 1.0)}))
 
 
@@ -35,9 +37,9 @@ def test_recorded_evidence_is_named_rightly(path):
     assert max(lost, key=lost.get) in recorded["causes"], lost
 
 
-def test_there_is_evidence_of_every_cause_that_one_rank_shows_by_itself():
+def test_there_is_evidence_of_every_cause_that_shows_without_a_gpu():
     causes = {cause for path in RECORDED for cause in json.loads(path.read_text())["causes"]}
     assert causes >= {
         "loader_on_training_thread", "workers_cpu_bound", "workers_io_bound", "workers_throttled", "worker_startup",
-        "uneven_batches", "batch_transfer", "worker_stuck", "source_slow", "checkpoint", "gc_pause",
+        "uneven_batches", "batch_transfer", "worker_stuck", "source_slow", "checkpoint", "gc_pause", "straggler",
     }  # fmt: skip
