@@ -133,7 +133,7 @@ class Evidence:
             "steps", "batches_per_step", "source", "workers", "worker_cores", "edges", "left", "fetch_seconds",
             "fetch_cpu_seconds", "moving_seconds", "moving_from_busy_seconds", "ready_batches", "slack_seconds",
             "head_of_line_worker", "stuck_seconds", "cores", "cores_of_others", "settings", "read_bytes", "fetches",
-            "checkpoints", "edge_share", "long_fetches",
+            "checkpoints", "edge_share",
         )  # fmt: skip
         ratios = ("busy_ratio", "throttled_ratio", "gpu_utilization_ratio", "host_cpu_ratio")
         shares = ("cpu_share", "runnable_share", "blocked_share")
@@ -142,6 +142,7 @@ class Evidence:
         field |= {f"worker_{name.removesuffix('_share')}_ratio": getattr(self, name) for name in shares}
         field["own_fetch_cpu_ratio"] = self.own_fetch_cpu_share
         field["window_seconds"] = self.seconds
+        field["long_fetches"] = [round(seconds, 3) for seconds in self.long_fetches]
         field["where"] = self.pace.where
         if self.peers:
             field["paces"] = [asdict(pace) for pace in (self.pace, *self.peers)]
