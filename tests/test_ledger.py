@@ -202,6 +202,14 @@ def test_how_much_longer_batches_next_to_the_edges_of_an_epoch_take(waits, later
     assert ledger.around_edges_ns == 2 * later
 
 
+def test_the_first_batch_of_a_run_is_not_next_to_an_edge():
+    """Of a loader that has nothing to start: every run has to begin, however long that takes."""
+    ledger = Ledger(0)
+    spans, _ = epoch(0, [90, *[2] * 15])
+    ledger.fold(spans[1:])
+    assert (ledger.first_wait_ns, ledger.around_edges_ns) == (90, 0)
+
+
 def test_an_epoch_that_is_left_has_not_ended():
     ledger = Ledger(0)
     spans, at = epoch(0, [90, *[2] * 14, 70, 70], left=True)
