@@ -26,6 +26,18 @@ def test_workers_are_advised_as_many_as_the_compute_hides():
     assert advice.predicted_speedup == pytest.approx(1.0 / 0.4, rel=0.01)
 
 
+@pytest.mark.parametrize(("cores", "workers"), [(16.0, "7"), (2.0, "6")])
+def test_workers_are_advised_with_headroom_as_far_as_the_cores_go(cores, workers):
+    """Five would fetch every 21.8 ms, for a compute of 22.4: the first hiccup would be waited for."""
+    piece = a_slice(
+        source="training_thread", wait=1.09, compute=0.224, steps=10, process_cpu=0.336, cores=cores,
+        timed_fetch=1.09, timed_fetch_cpu=0.104,
+    )  # fmt: skip
+    advice = first("loader_on_training_thread", piece)
+    assert (advice.setting, advice.value) == ("num_workers", workers)
+    assert advice.predicted_speedup == pytest.approx(131.4 / 22.4, rel=0.01)
+
+
 def test_no_more_workers_than_the_cores_can_run():
     piece = a_slice(source="training_thread", wait=0.6, compute=0.4, steps=10, process_cpu=1.0, cores=2.0)
     advice = first("loader_on_training_thread", piece)
@@ -463,7 +475,7 @@ def short_of(piece, **fields):
 
 def test_no_number_of_workers_is_advised_that_is_there_already():
     """Two loaders, of two workers and of one: four workers would be two of each."""
-    piece = with_workers(busy=0.99, cpu=0.1, blocked=0.89, workers=3, fetches=10, wait=0.2, compute=0.8)
+    piece = with_workers(busy=0.8, cpu=0.1, blocked=0.7, workers=3, fetches=10, wait=0.2, compute=0.8)
     more = first("workers_io_bound", dataclasses.replace(piece, settings={"num_workers": 3}))
     assert (more.setting, more.value) == ("num_workers", "4")
     assert first("workers_io_bound", dataclasses.replace(piece, settings={"num_workers": 2})).setting is None

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 _HEADROOM: Final = 0.8
 """Workers are advised until fetching takes this share of the compute: a loader with no slack stalls on every hiccup."""
 
+_WORTH_A_WORKER: Final = 1.01
+"""One worker more has to shorten the step by more than this factor."""
+
 _MOST_WORKERS_PER_CORE: Final = 4.0
 _MOST_WORKERS: Final = 32
 """Each takes memory, and what they wait for has to serve them all: to ask for more at once is a leap in the dark."""
@@ -62,11 +65,15 @@ def predicted_step(
     compute = compute_seconds(evidence)
     if compute is None or not evidence.steps:
         return None
-    cpu = (evidence.process_cpu_per_step or compute) + fetch_cpu
-    on_all_cores = max(cpu / max(evidence.cores, 1e-9), _with_their_peers(evidence, cpu))
-    on_their_cores = fetch_cpu / evidence.worker_cores if evidence.worker_cores else 0.0
     edge = evidence.edge_wait / evidence.steps if edge is None else edge
-    return max(compute, fetch / workers, on_all_cores, on_their_cores) + edge
+    return max(compute, fetch / workers, _on_the_cores(evidence, compute, fetch_cpu)) + edge
+
+
+def _on_the_cores(evidence: Evidence, compute: float, fetch_cpu: float) -> float:
+    """Seconds the cores take for a step at least, however many workers there are."""
+    cpu = (evidence.process_cpu_per_step or compute) + fetch_cpu
+    on_their_cores = fetch_cpu / evidence.worker_cores if evidence.worker_cores else 0.0
+    return max(cpu / max(evidence.cores, 1e-9), _with_their_peers(evidence, cpu), on_their_cores)
 
 
 def _with_their_peers(evidence: Evidence, cpu: float) -> float:
@@ -95,18 +102,16 @@ def with_moving(evidence: Evidence, step: float) -> float:
 def best_workers(
     evidence: Evidence, fetch: float, fetch_cpu: float, edge: float | None = None
 ) -> tuple[int, float | None]:
-    """The fewest workers that fetch with headroom, or beyond which nothing is gained; and the step with them."""
+    """The fewest workers that fetch with headroom, or as fast as the cores allow; and the step with them."""
     most = min(_MOST_WORKERS, max(1, math.ceil(_MOST_WORKERS_PER_CORE * evidence.cores)))
-    compute = compute_seconds(evidence) or 0.0
-    best, best_step = 1, predicted_step(evidence, fetch=fetch, fetch_cpu=fetch_cpu, workers=1, edge=edge)
-    for workers in range(2, most + 1):
-        if best_step is None or fetch / best <= _HEADROOM * compute:
-            break
-        step = predicted_step(evidence, fetch=fetch, fetch_cpu=fetch_cpu, workers=workers, edge=edge)
-        if step is None or (step > 0.99 * best_step and fetch / best <= best_step):
-            break
-        best, best_step = workers, step
-    return best, best_step
+    compute = compute_seconds(evidence)
+    if compute is None:
+        return 1, None
+    # Fetches that just fit under the compute do not on every hiccup: five workers of 109 ms for steps of 22 were
+    # promised 5.7 times the steps per second, and brought 4.6 to 5.3.
+    enough = max(_HEADROOM * compute, _on_the_cores(evidence, compute, fetch_cpu))
+    workers = next((n for n in range(1, most) if fetch / n <= _WORTH_A_WORKER * enough), most)
+    return workers, predicted_step(evidence, fetch=fetch, fetch_cpu=fetch_cpu, workers=workers, edge=edge)
 
 
 def gain_of(evidence: Evidence, then: float, *, but: int | None = None, now: float | None = None) -> float | None:
