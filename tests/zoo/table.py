@@ -60,16 +60,17 @@ def write(
             for score in scored
         ],
     }
-    as_json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    as_json.write_text(json.dumps(content) + "\n", encoding="utf-8")
     as_markdown.write_text(markdown(about, scored, reached, rival), encoding="utf-8")
     return [as_json, as_markdown]
 
 
 def _run(result: Result) -> dict[str, Any]:
-    """A result without the whole stalls: their evidence alone is worth keeping."""
+    """A result without the whole stalls: ``--evidence`` keeps those."""
     fields = dataclasses.asdict(result)
     fields["stalls"] = [
-        {name: stall.get(name) for name in ("rank", "cause", "exposed_wait_ratio", "evidence")}
+        {name: stall.get(name) for name in ("rank", "cause", "exposed_wait_ratio")}
+        | {"lost_seconds": stall.get("evidence", {}).get("lost_seconds")}
         for stall in result.stalls
     ]
     return fields

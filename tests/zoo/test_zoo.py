@@ -8,8 +8,11 @@ to wait for but a copy.
 """
 
 import dataclasses
+import json
+import re
 import resource
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -298,3 +301,13 @@ def test_the_rival_is_put_into_every_script(script):
     assert source.count("with traceml_ai.trace_step(") == 1
     assert source.count("traceml_ai.init(mode='auto')") == 1
     compile(source, script, "exec")
+
+
+def test_the_readme_says_what_the_published_results_say():
+    root = Path(__file__).resolve().parents[2]
+    readme = (root / "README.md").read_text(encoding="utf-8")
+    (named,) = re.findall(r"benchmarks/results/(zoo-[\w-]+)\.md", readme)
+    published = json.loads((root / "benchmarks" / "results" / f"{named}.json").read_text(encoding="utf-8"))
+    assert len(published["goals"]) == 4
+    for goal in published["goals"]:
+        assert f" {goal['reached']} |" in readme, goal["name"]
