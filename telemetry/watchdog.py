@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from telemetry.config import Config
     from telemetry.diagnose.ledger import Ledger
     from telemetry.diagnose.stats import StepStats
-    from telemetry.records import Advice, RankPace, Slice, StackPort, WorkersSample
+    from telemetry.records import Advice, RankPace, Slice, StackPort
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,15 +110,20 @@ class Watchdog:
         if frame is None or inside(frame, DEBUGGER) or ending:
             self._watch.excuse()
             return None
-        seconds, sample = self._watch.seconds, piece.workers
-        cause = stuck_cause(category, piece.source, _longest_fetch(sample), seconds)
+        seconds = self._watch.seconds
+        cause = stuck_cause(category, piece.source, self._longest_fetch(), seconds)
         return Stuck("opened", cause, category, seconds, place(frame))
+
+    def _longest_fetch(self) -> float:
+        """Seconds of the longest fetch in progress, of all loaders: what a new one is for, its first batch tells.
+
+        The samples of the workers leave such a loader out once another one has trained.
+        """
+        blocks = [loader.block for loader in self._tracker.sources.live() if loader.block is not None]
+        since = [c.fetching_since_ns for block in blocks for c in block.read() if c.fetching_since_ns]
+        return (now_ns() - min(since)) / NS if since else 0.0
 
 
 def _steps(stats: StepStats) -> Steps:
     durations = stats.durations()
     return Steps(p99=durations.quantile(0.99), longest=durations.largest if durations.total else None)
-
-
-def _longest_fetch(sample: WorkersSample | None) -> float:
-    return 0.0 if sample is None else sample.fetching_seconds
