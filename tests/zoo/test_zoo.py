@@ -311,3 +311,14 @@ def test_the_readme_says_what_the_published_results_say():
     assert len(published["goals"]) == 4
     for goal in published["goals"]:
         assert f" {goal['reached']} |" in readme, goal["name"]
+    starving, healthy = (
+        [s for s in published["specimens"] if bool(s["causes"]) is starves] for starves in (True, False)
+    )
+    said = " ".join(readme.split())
+    assert f"`INPUT-BOUND` for {_called('INPUT-BOUND', starving)} of the {len(starving)} that starve" in said
+    assert f"`COMPUTE-BOUND` for the other {_called('COMPUTE-BOUND', starving)}:" in said
+    assert f"`INPUT-BOUND` for {_called('INPUT-BOUND', healthy)} of the {len(healthy)} healthy" in said
+
+
+def _called(status, specimens):
+    return sum(specimen["rival"].startswith(f"{status}:") for specimen in specimens)
