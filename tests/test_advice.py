@@ -172,6 +172,15 @@ def test_the_slow_rank_is_named_to_those_who_wait_for_it():
     assert "rank 3 takes longer to compute a step, mostly in augment (train.py:41)" in first("straggler", slow).because
 
 
+def test_a_rank_that_waits_for_data_is_not_said_to_compute_longer():
+    waiting = dataclasses.replace(CASES["straggler, in its compute"], samples=50, in_sync=40)
+    # Its compute is short and has none of what the others spend waiting for it: that alone does not make it slow.
+    other = pace(1, compute=0.3, exposed=0.7, samples=50, in_sync=0, cause="workers_io_bound")
+    advice = first("straggler", dataclasses.replace(waiting, peers=(other,)))
+    assert "rank 1 waits for data (workers_io_bound)" in advice.because
+    assert "70.0 ms of every 100.0 ms" in advice.because
+
+
 def test_the_slowest_rank_decides_what_a_change_is_worth():
     alone = with_workers(busy=0.99, cpu=0.1, blocked=0.89, wait=0.8, compute=0.2, workers=1)
     assert first("workers_io_bound", alone).predicted_speedup == pytest.approx(5.0, rel=0.1)

@@ -73,7 +73,7 @@ def _straggler(evidence: Evidence) -> list[Advice]:
     if slow is None or now is None:
         return []
     because = f"rank {slow.rank} {slow.why}; this rank waits {ms(slow.lost)} of every {ms(now)} for it"
-    action = f"look at rank {slow.rank}: it is the slowest, and all others have its pace"
+    action = f"make rank {slow.rank} as fast as the others: it is the slowest, and all have its pace"
     return [Advice(action, None, None, gain_of(evidence, now - slow.lost, but=slow.rank), because)]
 
 

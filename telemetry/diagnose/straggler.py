@@ -80,6 +80,8 @@ def _slow(own: RankPace, other: RankPace) -> Straggler | None:
     if min(own.samples, other.samples) < _LEAST_SAMPLES:
         return None
     lost = _together(own) - _together(other)
+    # Compute that is shorter has less of that too: what the other does instead is `_elsewhere`'s.
+    lost -= max(0.0, own.compute / own.steps - other.compute / other.steps)
     if own.on_gpu or other.on_gpu:
         # A host that waits for its own GPU (`.item()`) is in no call of torch.distributed either, and delays nobody.
         # Where its GPU idles meanwhile, and the others' do not, it does.
