@@ -178,7 +178,9 @@ def test_a_rank_that_waits_for_data_is_not_said_to_compute_longer():
     other = pace(1, compute=0.3, exposed=0.7, samples=50, in_sync=0, cause="workers_io_bound")
     advice = first("straggler", dataclasses.replace(waiting, peers=(other,)))
     assert "rank 1 waits for data (workers_io_bound)" in advice.because
-    assert "70.0 ms of every 100.0 ms" in advice.because
+    assert "80.0 ms of every 100.0 ms" in advice.because
+    both = pace(1, compute=0.8, exposed=0.2, samples=50, in_sync=0)
+    assert "takes longer to compute" in first("straggler", dataclasses.replace(waiting, peers=(both,))).because
 
 
 def test_the_slowest_rank_decides_what_a_change_is_worth():

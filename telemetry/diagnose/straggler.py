@@ -13,7 +13,7 @@ tell waiting from work (design: judged across the ranks of the board). Two signs
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -46,8 +46,8 @@ class Straggler:
 
 def straggler(own: RankPace, others: Iterable[RankPace]) -> Straggler | None:
     """The rank this one waits for most; None where there is none, or nobody keeps pace with this one."""
-    signs = (sign(own, other) for other in abreast(own, others) for sign in (_elsewhere, _slow))
-    return max((found for found in signs if found is not None), key=lambda slow: slow.lost, default=None)
+    found = (_waited_for(own, other) for other in abreast(own, others))
+    return max((slow for slow in found if slow is not None), key=lambda slow: slow.lost, default=None)
 
 
 def abreast(own: RankPace, others: Iterable[RankPace]) -> list[RankPace]:
@@ -57,6 +57,14 @@ def abreast(own: RankPace, others: Iterable[RankPace]) -> list[RankPace]:
     mine = own.seconds / own.steps
     pace = [(other, other.seconds / other.steps) for other in others if other.steps >= LEAST_STEPS]
     return [other for other, theirs in pace if abs(mine - theirs) <= _ABREAST * max(mine, theirs)]
+
+
+def _waited_for(own: RankPace, other: RankPace) -> Straggler | None:
+    """What this rank loses to the other. Who is elsewhere waits for nobody there: the second sign holds that too."""
+    elsewhere, slow = _elsewhere(own, other), _slow(own, other)
+    if elsewhere is None or slow is None:
+        return elsewhere or slow
+    return replace(elsewhere if elsewhere.lost >= slow.lost / 2 else slow, lost=max(elsewhere.lost, slow.lost))
 
 
 def _elsewhere(own: RankPace, other: RankPace) -> Straggler | None:
@@ -80,8 +88,6 @@ def _slow(own: RankPace, other: RankPace) -> Straggler | None:
     if min(own.samples, other.samples) < _LEAST_SAMPLES:
         return None
     lost = _together(own) - _together(other)
-    # Compute that is shorter has less of that too: what the other does instead is `_elsewhere`'s.
-    lost -= max(0.0, own.compute / own.steps - other.compute / other.steps)
     if own.on_gpu or other.on_gpu:
         # A host that waits for its own GPU (`.item()`) is in no call of torch.distributed either, and delays nobody.
         # Where its GPU idles meanwhile, and the others' do not, it does.
