@@ -60,7 +60,11 @@ def abreast(own: RankPace, others: Iterable[RankPace]) -> list[RankPace]:
 
 
 def _waited_for(own: RankPace, other: RankPace) -> Straggler | None:
-    """What this rank loses to the other. Who is elsewhere waits for nobody there: the second sign holds that too."""
+    """What this rank loses to the other, and the larger part of it as the reason.
+
+    While the other is elsewhere it does not wait where ranks wait for one another either, so `_slow` has all of the
+    loss in it, and what is over `_elsewhere` is compute that takes longer.
+    """
     elsewhere, slow = _elsewhere(own, other), _slow(own, other)
     if elsewhere is None or slow is None:
         return elsewhere or slow
