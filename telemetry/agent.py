@@ -38,9 +38,6 @@ if TYPE_CHECKING:
 _LEAD_SECONDS: Final = 1.0
 """How often a rank looks whether somebody serves, whatever the sampling interval: a dead one is replaced in 3 s."""
 
-_LOOK_SECONDS: Final = 0.1
-"""How often the training thread is looked at, on average, in a job of several ranks."""
-
 _PUBLISH_SECONDS: Final = 2.0
 """Two ticks that are not further apart publish the state once: that is 40 % of what a tick costs, and a scrape comes
 once in many seconds."""
@@ -219,7 +216,8 @@ class Agent:
         alone = self.identity.world_size < 2
         while not self._ended and (left := (stamp - now_ns()) / NS) > 0:
             # Not evenly: the steps of the training may come as evenly.
-            self._wake.wait(left if alone else min(left, _LOOK_SECONDS * (0.5 + random.random())))  # noqa: S311
+            apart = self._judge.look_seconds * (0.5 + random.random())  # noqa: S311
+            self._wake.wait(left if alone else min(left, apart))
             if not alone:
                 with self.faults.contained("diagnose"):
                     self._judge.look()

@@ -228,6 +228,27 @@ def test_a_rank_whose_backward_pass_is_on_a_core_is_seen_at_work(observed):
 
 
 @pytest.mark.parametrize(
+    "slow",
+    [
+        pytest.param(RankPace(1, 10.0, 100, 1.0, 9.0, 0.0), id="it is a peer"),
+        pytest.param(RankPace(1, 10.0, 100, 9.9, 0.0, 0.0, cause="straggler"), id="a peer waits for this rank"),
+    ],
+)
+def test_while_one_rank_is_slow_all_are_looked_at_more_closely(run, slow):
+    alike = RankPace(1, 10.0, 100, 9.9, 0.0, 0.0)
+    apart = []
+    for first, peer in ((1, alike), (10, slow), (19, alike)):
+        run.judge._peers = lambda newest=peer: (newest,)
+        for second in range(first, first + 9):
+            for tenth in range(10):
+                run.request(second + tenth / 10, second + tenth / 10 + 0.001)
+            run.tick(second + 0.95)
+        apart.append(run.judge.look_seconds)
+    usual, close, again = apart
+    assert close < usual == again
+
+
+@pytest.mark.parametrize(
     ("renaming", "predicted"), [pytest.param(0.2, 1 / 0.526, id="renamed"), pytest.param(0.0, 1 / 0.733, id="written")]
 )
 def test_what_steps_with_a_checkpoint_take_besides_is_won_with_it(run, renaming, predicted):
