@@ -260,7 +260,8 @@ class Judge:
         fetches = 0.0 if workers is None else self._since("fetches", workers.fetches_total)  # of a tick, counted or not
         source = accounts.take_source()
         first_wait = ledger.first_wait_ns / 1e9
-        self._tracker.time_next_fetch()
+        self._tracker.freeing.read()
+        self._tracker.time_next_batch()
         return Slice(
             seconds=seconds,
             wait=self._since("wait", spent[DATA_WAIT] - first_wait),
@@ -287,6 +288,8 @@ class Judge:
             **self._deliveries(workers),
             timed_fetch=self._since("timed_fetch", self._tracker.timed_fetch_ns / 1e9),
             timed_fetch_cpu=self._since("timed_fetch_cpu", self._tracker.timed_fetch_cpu_ns / 1e9),
+            freeing=self._since("freeing", self._tracker.freeing.ns / 1e9),
+            freed=int(self._since("freed", self._tracker.freeing.freed)),
             samples=looks.samples,
             in_sync=looks.in_sync,
             where=looks.where,

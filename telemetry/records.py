@@ -294,6 +294,7 @@ class WorkersSample:
         busy_ratio: in a fetch; it is the sum of the next three.
         cpu_ratio: running. ``runnable_ratio``: ready to run, without a core. ``blocked_ratio``: waiting for
             something else, mostly storage or network.
+        packing_ratio: running outside of fetches: a thread of each worker packs its finished batches.
         ready_batches: batches that lie ready in the result queues; None where the queue cannot tell.
         fetching_seconds: how long the longest fetch in progress has taken.
         fetches_total, fetch_duration: of all workers of the run so far.
@@ -330,6 +331,7 @@ class WorkersSample:
     head_of_line_batches: int = 0
     head_of_line_worker: int | None = None
     head_of_line_since_seconds: float | None = None
+    packing_ratio: float | None = None
     fetched: dict[int, tuple[int, float]] = field(default_factory=dict)
     allowed_cores: int | None = None
 
@@ -486,6 +488,7 @@ class Slice:
         cores: that this rank may use, by its affinity and its cgroup's ``quota``. ``quota_used``: cores that all
             processes under that quota have used.
         timed_fetch, timed_fetch_cpu: fetches of the training thread's own that were timed, and their CPU time.
+        freeing: of ``compute``, what it took to free so many workers' batches: those ``freed`` that were followed.
         own_runnable: how long the training thread could have run, and had no core.
         samples, in_sync, where: of where the training thread is, see `RankPace`; ``peers``: the node's other ranks.
         host_cpu_ratio, host_cores: use of all cores of the machine, and how many there are.
@@ -521,6 +524,8 @@ class Slice:
     from_busy: int = 0
     timed_fetch: float = 0.0
     timed_fetch_cpu: float = 0.0
+    freeing: float = 0.0
+    freed: int = 0
     startup: float = 0.0
     own_runnable: float | None = None
     samples: int = 0

@@ -287,6 +287,26 @@ def test_pinning_is_not_advised_to_who_has_no_gpu():
     assert first("batch_transfer", on_gpu).setting == "pin_memory"
 
 
+def test_what_it_takes_to_free_a_batch_is_won_with_it():
+    """And the core that the training thread lacks while workers pack; but pinning wins neither."""
+    piece = dataclasses.replace(CASES["batch_transfer, matched"], fetch_busy=0.1)
+    (moved,) = advise("batch_transfer", gather([piece]))
+    assert moved.predicted_speedup == pytest.approx(1 / 0.6, rel=0.01)
+    freed = dataclasses.replace(piece, freeing=0.06, freed=2)  # 30 ms of the 40 of compute, of steps of 100
+    (advice,) = advise("batch_transfer", gather([freed]))
+    assert advice.predicted_speedup == pytest.approx(1 / 0.3, rel=0.01)
+    assert "and 30.0 ms to be freed" in advice.because
+    # For 40 % of the time it has no core; half of what else runs is packing.
+    workers = dataclasses.replace(piece.workers, packing_ratio=piece.workers.cpu_ratio)
+    crowded = dataclasses.replace(freed, workers=workers, own_runnable=0.4)
+    (advice,) = advise("batch_transfer", gather([crowded]))
+    assert advice.predicted_speedup == pytest.approx(1 / (0.3 - 0.4 * 0.5 * 0.1), rel=0.01)
+    on_gpu = dataclasses.replace(crowded, gpu_utilization_ratio=0.5)
+    pinned, sent = advise("batch_transfer", gather([on_gpu]))
+    assert pinned.predicted_speedup == moved.predicted_speedup
+    assert sent.predicted_speedup == advice.predicted_speedup
+
+
 def test_cores_that_others_use_are_no_cores_to_put_workers_on():
     piece = a_slice(source="training_thread", wait=0.6, compute=0.4, steps=10, process_cpu=1.0, cores=8.0)
     alone = gather([dataclasses.replace(piece, host_cores=8, host_cpu_ratio=1.0 / 8)])

@@ -226,7 +226,7 @@ def test_a_sharing_strategy_is_known_of_workers_that_inherit_it(observed):
 def test_of_loaders_without_workers_that_are_read_side_by_side_one_fetch_of_each_is_timed(observed):
     """The one that comes next, as the agent asks, would mostly be of the one after the slowest."""
     for _ in zip(DataLoader(Numbers(8), batch_size=1), DataLoader(Numbers(8, seconds=0.02), batch_size=1)):
-        observed.tracker.time_next_fetch()
+        observed.tracker.time_next_batch()
     tracker = observed.tracker
     assert tracker.timed_fetch_ns >= 6 * 0.02e9
     assert tracker.timed_fetch_cpu_ns < 0.5 * tracker.timed_fetch_ns

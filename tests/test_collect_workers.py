@@ -69,6 +69,20 @@ def test_where_the_time_of_the_workers_goes(source, dataset, what):
     assert sample.resident_memory_bytes > 10 << 20
 
 
+class InPieces(Numbers):
+    def __getitem__(self, index):
+        return [torch.zeros(1) for _ in range(200)]
+
+
+@pytest.mark.parametrize(("dataset", "packs"), [(InPieces(400), True), (Spinning(400), False)])
+def test_what_workers_run_to_pack_their_batches_is_no_fetch(source, dataset, packs):
+    loader = DataLoader(dataset, batch_size=1, num_workers=1, prefetch_factor=8, collate_fn=list)
+    iterator = iter(loader)
+    next(iterator)
+    sample = fetch_on(source, iterator, 30)
+    assert (sample.packing_ratio > sample.cpu_ratio) == packs
+
+
 def test_workers_with_nothing_to_do_are_idle(source):
     iterator = iter(DataLoader(Numbers(100), batch_size=1, num_workers=1, prefetch_factor=2))
     next(iterator)

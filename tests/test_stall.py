@@ -397,7 +397,7 @@ samples = st.builds(
     ready_batches=st.none() | st.integers(0, 1000), fetching_seconds=amount, fetches_total=st.integers(0, 1 << 40),
     fetch_duration=st.none() | st.lists(st.integers(0, 9), min_size=len(FETCH_BUCKETS) + 1, max_size=len(FETCH_BUCKETS) + 1)
     .map(lambda counts: Histogram(FETCH_BUCKETS, tuple(counts), 1.0)), cpu_ratio=ratio, busy_ratio=ratio, runnable_ratio=ratio, blocked_ratio=ratio,
-    read_bytes_per_second=st.none() | amount, allowed_cores=st.none() | st.integers(1, 512),
+    read_bytes_per_second=st.none() | amount, allowed_cores=st.none() | st.integers(1, 512), packing_ratio=st.none() | amount,
     fetched=st.dictionaries(st.integers(1, 4), st.tuples(st.integers(0, 10**6), amount), max_size=4),
 )  # fmt: skip
 paces = st.builds(
@@ -413,6 +413,7 @@ slices = st.builds(
     process_cpu=st.none() | amount, fetches=st.none() | st.integers(0, 10**6), fetch_busy=st.none() | amount,
     workers=st.none() | samples, cores=st.floats(0.05, 512), throttled_ratio=ratio, gpu_utilization_ratio=ratio,
     late=amount, moved=amount, head_of_line=amount, timed_fetch=amount, timed_fetch_cpu=amount, startup=amount,
+    freeing=amount, freed=st.integers(0, 10**6),
     own_runnable=st.none() | amount, samples=st.integers(0, 100), in_sync=st.integers(0, 100), host_cpu_ratio=ratio,
     where=st.none() | st.just("f (train.py:1)"), peers=st.lists(paces, max_size=3).map(tuple), gpu_clock_ratio=ratio,
     gpu_throttled=st.lists(st.sampled_from(["hw_thermal", "sw_power_cap", "new"]), max_size=2).map(tuple),

@@ -120,6 +120,8 @@ def _timed_uncommon(original: Callable[[Any], Any], tracker: StepTracker) -> Cal
             if cpu:
                 tracker.fetch_timed(end - start, thread_time_ns() - cpu)
             tracker.delivered(self, start, end, entry)
+            if tracker.freeing.wanted and entry & 7 == S_DATA_WAIT:
+                tracker.freeing.follow(batch)
             tracker.overhead_ns += now_ns() - end
             if tracker.gpu is not None:
                 _arrived(tracker, start, end)

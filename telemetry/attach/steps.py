@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from telemetry.attach import ring as r
 from telemetry.attach.frames import without_frames
+from telemetry.attach.freeing import Freeing
 from telemetry.attach.handle import ON_THREAD, WATCHED
 from telemetry.attach.marks import Marks
 from telemetry.attach.sources import Sources
@@ -81,6 +82,7 @@ class StepTracker:
         garbage_ns: time garbage collection stopped the training thread.
         time_fetches: so many of the next fetches of this thread's own are to be timed on the CPU's clock too;
             ``timed_fetch_ns`` and ``timed_fetch_cpu_ns`` are the sums of those that were.
+        freeing: follows a batch of workers until it is freed.
         collecting: the garbage collector is at work on the training thread.
         overhead_ns: time the hooks took, from one call in `OVERHEAD_EVERY`.
     """
@@ -103,6 +105,7 @@ class StepTracker:
         "collecting",
         "device",
         "errors",
+        "freeing",
         "garbage_ns",
         "gpu",
         "key",
@@ -138,6 +141,7 @@ class StepTracker:
         self.time_fetches = 0
         self.timed_fetch_ns = 0
         self.timed_fetch_cpu_ns = 0
+        self.freeing = Freeing(ring)
         self.sources = Sources()
         self.errors = 0
         self.last_error: BaseException | None = None
@@ -302,15 +306,21 @@ class StepTracker:
             self.ring.push(start, end, entry | r.BEGINS, loader)
         self.waiting_since = 0
 
-    def time_next_fetch(self) -> None:
-        """Where this thread fetches its batches itself, have some timed on the CPU's clock. Called on the agent thread.
+    def time_next_batch(self) -> None:
+        """Have more than its wait timed of the next batch. Called on the agent thread.
 
-        One of each loader of a step: the next alone would mostly be of the one that follows the slowest. The clock of
-        a thread costs a system call, so it is not read at every step.
+        Where this thread fetches itself, the fetch on the CPU's clock: one of each loader of a step, for the next alone
+        would mostly be of the one that follows the slowest. Where workers do, how long it takes to free it. That takes
+        microseconds, so it is not done at every step.
         """
-        if self.active and self.sources.newest() in {ON_THREAD, WATCHED}:
+        source = self.sources.newest() if self.active else None
+        if source is None:
+            return
+        if source in {ON_THREAD, WATCHED}:
             self.time_fetches = max(1, len(self._members))
-            self.key = 0  # off the short path, for one batch
+        else:
+            self.freeing.wanted = True
+        self.key = 0  # off the short path, for one batch
 
     def fetch_timed(self, wall_ns: int, cpu_ns: int) -> None:
         """A fetch on this thread took so long, and so much of it on the CPU."""

@@ -210,7 +210,7 @@ class WorkersSource:
         wall = now - self._before_ns
         both = [(self._before[worker], after) for worker, after in seen.items() if worker in self._before]
         shares: dict[str, float | None] = dict.fromkeys(
-            ("cpu_ratio", "busy_ratio", "runnable_ratio", "blocked_ratio", "read_bytes_per_second")
+            ("cpu_ratio", "busy_ratio", "runnable_ratio", "blocked_ratio", "packing_ratio", "read_bytes_per_second")
         )
         if not both or wall <= 0:
             return shares
@@ -228,6 +228,8 @@ class WorkersSource:
                 shares["cpu_ratio"] = cpu
                 shares["runnable_ratio"] = runnable
                 shares["blocked_ratio"] = min(1.0, max(0.0, busy - cpu - runnable))
+                # One thread more at most, and Python's: what is over a core are threads of the data set's own.
+                shares["packing_ratio"] = max(0.0, min(1.0, process_cpu) - cpu)
         if all(a.read_bytes is not None and b.read_bytes is not None for b, a in both):
             total = sum((a.read_bytes or 0) - (b.read_bytes or 0) for b, a in both)
             shares["read_bytes_per_second"] = total / (wall / NS)

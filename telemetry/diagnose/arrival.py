@@ -36,7 +36,8 @@ _NO_COMPUTE: Final = 1e-6
 """Seconds of a step, below which nothing can be hidden behind it."""
 
 _WORTH_SAYING: Final = 0.1
-"""What is waited next to the edges of epochs is spoken of from this share of the waits at the edges themselves."""
+"""What is waited next to the edges of epochs is spoken of from this share of the waits at the edges themselves; what
+it takes to free a batch, of what it takes to move it."""
 
 _HANDED_OVER_LATE: Final = 1.1
 """A step is so many times longer where busy workers hand its batches over: then something is to be done about it."""
@@ -170,28 +171,49 @@ def _still_late(evidence: Evidence, factor: int, wanted: int, compute: float) ->
 
 
 def transfer(evidence: Evidence) -> list[Advice]:
-    """Finished batches take long to come."""
-    now = step_seconds(evidence)
-    if now is None:
+    """Finished batches take long to come, and to go."""
+    now, compute = step_seconds(evidence), compute_seconds(evidence)
+    if now is None or compute is None:
         return []
     moved = evidence.moved / evidence.steps
+    freed = min(compute, (evidence.freeing_seconds or 0.0) * evidence.batches_per_step)
+    crowded = _crowded_by_packing(evidence) * (compute - freed)
     if moved > 0:
         because = f"a finished batch takes {ms(moved)} of every {ms(now)} to reach the training thread"
+        if freed >= _WORTH_SAYING * moved:
+            because += f", and {ms(freed)} to be freed"
+        if crowded >= _WORTH_SAYING * moved:
+            because += f"; for {ms(crowded)} the training thread has no core because workers pack batches"
     else:
         ready = evidence.ready_batches or 0.0
         because = f"{ready:.1f} batches lie ready on average while the training thread waits for {ms(now)} steps"
-    gain = gain_of(evidence, now - moved) if moved > 0 else None
+    then = max(now - moved - freed - crowded, supply_seconds(evidence) or 0.0)
+    gain = gain_of(evidence, then) if moved > 0 else None
     action = "send less: few large tensors in a batch, not many small ones or Python objects; smaller types (uint8)"
     advice = [Advice(action, None, None, gain, because)]
     if evidence.on_gpu and not evidence.settings.get("pin_memory"):
         action = "pin batches in the background and copy them with non_blocking=True"
-        advice.insert(0, Advice(action, "pin_memory", "True", gain, because))
+        background = gain_of(evidence, now - moved) if moved > 0 else None
+        advice.insert(0, Advice(action, "pin_memory", "True", background, because))
     if _handed_over_by_busy_workers(evidence):
         action = "share tensors by file: torch.multiprocessing.set_sharing_strategy('file_system')"
         advice.append(
             Advice(action, None, None, None, "workers that are busy hand the tensors of finished batches over")
         )
     return advice
+
+
+def _crowded_by_packing(evidence: Evidence) -> float:
+    """Share of the compute in which the training thread could run, and workers that pack batches have its core.
+
+    Compute has its share of the time without a core, and packing its share of what else is on the cores.
+    """
+    packing = evidence.packing_cores
+    if not packing or not evidence.own_runnable or evidence.loop <= 0:
+        return 0.0
+    fetching = (evidence.busy_ratio or 0.0) * evidence.workers * (evidence.cpu_share or 0.0)
+    beside = max(packing, evidence.cores_of_others or 0.0)  # packing is no fetch, so it is in the others' too
+    return min(1.0, evidence.own_runnable / evidence.loop) * packing / (fetching + beside)
 
 
 def stuck_worker(evidence: Evidence) -> list[Advice]:

@@ -27,6 +27,8 @@ class Evidence:
             besides writing it.
         moving_seconds: mean time to move a batch whose worker is idle; ``moving_from_busy_seconds``: of one whose
             worker is in another fetch. None where there was none.
+        freeing_seconds: mean time the training thread takes to free a batch once the next has come, which is in
+            ``compute``; None where that was not seen.
         own_fetch_cpu_share: of the training thread's own fetches, how much ran on a core.
         batches_per_step: 1, but where a loop takes several: of loaders side by side, between two calls of ``step()``.
             Those of loaders without workers do not count where there are others.
@@ -36,6 +38,7 @@ class Evidence:
         worker_cores: on how many the workers may run, where that is fewer than ``cores``.
         cpu_share, runnable_share, blocked_share: of the time the workers spent in fetches. Where the kernel does not
             tell running from waiting for a core, ``runnable_share`` is None and the other two come from CPU time alone.
+        packing_cores: that the workers use outside of fetches, to pack finished batches.
         throttled_ratio: of the periods of the cgroup's CPU quota, those in which it was used up.
         ready_batches: mean number of batches that lay ready.
         stuck_seconds: for how long a fetch has been in progress at the end of the window. ``long_fetches``: those that
@@ -66,6 +69,7 @@ class Evidence:
     head_of_line: float
     moving_seconds: float | None
     moving_from_busy_seconds: float | None
+    freeing_seconds: float | None
     compute: float
     evaluation: float
     checkpoint: float
@@ -85,6 +89,7 @@ class Evidence:
     slowest_fetch: float | None
     read_bytes: float | None
     busy_ratio: float | None
+    packing_cores: float | None
     cpu_share: float | None
     runnable_share: float | None
     blocked_share: float | None
@@ -131,9 +136,9 @@ class Evidence:
         )  # fmt: skip
         plain = (
             "steps", "batches_per_step", "source", "workers", "worker_cores", "edges", "left", "fetch_seconds",
-            "fetch_cpu_seconds", "moving_seconds", "moving_from_busy_seconds", "ready_batches", "slack_seconds",
-            "head_of_line_worker", "stuck_seconds", "cores", "cores_of_others", "settings", "read_bytes", "fetches",
-            "checkpoints", "edge_share",
+            "fetch_cpu_seconds", "moving_seconds", "moving_from_busy_seconds", "freeing_seconds", "ready_batches",
+            "slack_seconds", "head_of_line_worker", "stuck_seconds", "cores", "cores_of_others", "settings",
+            "read_bytes", "fetches", "checkpoints", "edge_share", "packing_cores",
         )  # fmt: skip
         ratios = ("busy_ratio", "throttled_ratio", "gpu_utilization_ratio", "host_cpu_ratio")
         shares = ("cpu_share", "runnable_share", "blocked_share")

@@ -81,6 +81,7 @@ def gather(
         head_of_line=_sum(slices, lambda s: s.head_of_line),
         moving_seconds=_each(slices, lambda s: s.moved - s.moved_from_busy, lambda s: s.matched - s.from_busy),
         moving_from_busy_seconds=_each(slices, lambda s: s.moved_from_busy, lambda s: s.from_busy),
+        freeing_seconds=_each(slices, lambda s: s.freeing, lambda s: s.freed),
         compute=_sum(slices, lambda s: s.compute),
         evaluation=_sum(slices, lambda s: s.evaluation),
         checkpoint=_sum(slices, lambda s: s.checkpoint),
@@ -100,6 +101,7 @@ def gather(
         slowest_fetch=_slowest_fetch(workers),
         read_bytes=_read_bytes(slices),
         busy_ratio=_mean([w.busy_ratio for w in workers]),
+        packing_cores=_packing_cores(workers),
         cpu_share=cpu_share,
         runnable_share=shares.get("runnable"),
         blocked_share=shares.get("blocked"),
@@ -165,6 +167,10 @@ def _shares(samples: Sequence[WorkersSample]) -> dict[str, float]:
     }
     total = sum(parts.values())
     return {name: part / total for name, part in parts.items()} if total > 0 else {}
+
+
+def _packing_cores(samples: Sequence[WorkersSample]) -> float | None:
+    return _mean([w.packing_ratio * w.training_workers for w in samples if w.packing_ratio is not None])
 
 
 def _cpu_of_the_loop(piece: Slice) -> float | None:

@@ -1,4 +1,7 @@
-"""Train on video clips: the collate_fn returns NumPy arrays, which travel to the training process by pickle."""
+"""Train on video clips: the collate_fn returns NumPy arrays, which travel to the training process by pickle.
+
+With ``--tensors`` it returns tensors, which lie in shared memory.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +31,15 @@ def stack(samples: list[tuple[np.ndarray, int]]) -> tuple[np.ndarray, np.ndarray
     return np.stack([clip for clip, _ in samples]), np.array([label for _, label in samples])
 
 
+def stack_tensors(samples: list[tuple[np.ndarray, int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    clips, labels = stack(samples)
+    return torch.from_numpy(clips), torch.from_numpy(labels)
+
+
 def train_step(model, optimizer, clips, labels):
-    pictures = torch.from_numpy(clips[:, ::16, :, ::2, ::2].reshape(-1, 3, 56, 56)) / 255.0
+    pictures = torch.as_tensor(clips[:, ::16, :, ::2, ::2].reshape(-1, 3, 56, 56)) / 255.0
     logits = model(pictures).reshape(len(labels), -1, 10).mean(1)
-    loss = nn.functional.cross_entropy(logits, torch.from_numpy(labels))
+    loss = nn.functional.cross_entropy(logits, torch.as_tensor(labels))
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
@@ -40,12 +48,13 @@ def train_step(model, optimizer, clips, labels):
 def main() -> None:
     parser = common.arguments(__doc__, num_workers=2)
     parser.add_argument("--frames", type=int, default=32)
+    parser.add_argument("--tensors", action="store_true")
     options = parser.parse_args()
     loader = DataLoader(
         Clips(options.frames, 112),
         batch_size=options.batch_size,
         shuffle=True,
-        collate_fn=stack,
+        collate_fn=stack_tensors if options.tensors else stack,
         **common.loader_settings(options),
     )
     model = common.picture_network(options.width)

@@ -1,4 +1,7 @@
-"""Train on small graphs: a batch is a list of them, so it travels as hundreds of small tensors."""
+"""Train on small graphs: a batch is a list of them, so it travels as hundreds of small tensors.
+
+With ``--joined`` the workers make one large graph of them.
+"""
 
 from __future__ import annotations
 
@@ -46,32 +49,38 @@ class GraphNetwork(nn.Module):
         return self.head(torch.zeros(int(owner[-1]) + 1, hidden.shape[1]).index_add(0, owner, hidden))
 
 
-def train_step(model, optimizer, graphs):
+def join(graphs: list[dict[str, torch.Tensor]]) -> tuple[torch.Tensor, ...]:
+    """Nodes, edges, weights, the graph of each node, and labels."""
     sizes = torch.tensor([len(graph["nodes"]) for graph in graphs])
     first = torch.cumsum(sizes, 0) - sizes
     edges = torch.cat([graph["edges"] + start for graph, start in zip(graphs, first, strict=True)], 1)
     nodes = torch.cat([graph["nodes"] for graph in graphs])
     weights = torch.cat([graph["weights"] for graph in graphs])
     owner = torch.repeat_interleave(torch.arange(len(graphs)), sizes)
-    loss = nn.functional.cross_entropy(
-        model(nodes, edges, weights, owner), torch.cat([graph["label"] for graph in graphs])
-    )
+    return nodes, edges, weights, owner, torch.cat([graph["label"] for graph in graphs])
+
+
+def train_step(model, optimizer, nodes, edges, weights, owner, labels):
+    loss = nn.functional.cross_entropy(model(nodes, edges, weights, owner), labels)
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
 
 
 def main() -> None:
-    options = common.arguments(__doc__, num_workers=2, batch_size=96, width=24).parse_args()
+    parser = common.arguments(__doc__, num_workers=2, batch_size=96, width=24)
+    parser.add_argument("--joined", action="store_true")
+    options = parser.parse_args()
     torch.multiprocessing.set_sharing_strategy("file_system")  # as advised against "too many open files"
+    collate = join if options.joined else list
     loader = DataLoader(
-        Graphs(), batch_size=options.batch_size, shuffle=True, collate_fn=list, **common.loader_settings(options)
+        Graphs(), batch_size=options.batch_size, shuffle=True, collate_fn=collate, **common.loader_settings(options)
     )
     model = GraphNetwork(options.width)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     pace = common.Pace(options)
     for graphs in loader:
-        train_step(model, optimizer, graphs)
+        train_step(model, optimizer, *(graphs if options.joined else join(graphs)))
         if pace.step():
             break
 

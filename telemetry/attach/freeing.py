@@ -1,0 +1,143 @@
+"""How long the training thread takes to free a batch.
+
+A batch goes when the next one takes its place: ``for batch in loader`` frees it in the statement that asked for the
+next, after that has come. To every clock that is compute, but it belongs to the batch: hundreds of small tensors take
+13 ms to unmap where the step itself takes 9. So one batch a tick is followed with weak references, which see it go.
+What goes elsewhere (kept, moved to a GPU, taken apart) tells nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import UserDict, deque
+from functools import partial
+from operator import attrgetter, itemgetter
+from threading import get_ident
+from typing import TYPE_CHECKING, Any, Final
+
+from telemetry.attach.ring import MASK, STEP, STRIDE
+from telemetry.clock import now_ns
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import CodeType, FrameType
+
+    from telemetry.attach.ring import Ring
+
+_FRAMES: Final = 10
+"""So far up is the statement looked for that holds the batch: our own frames, tqdm's, a generator's, the loop's."""
+
+_DEPTH: Final = 8
+"""Of nested containers."""
+
+_MOST: Final = 8
+"""Batches whose end has not been read."""
+
+
+class Freeing:
+    """Follows one batch at a time: `follow` on the training thread, `read` on the agent thread.
+
+    Args:
+        ring: knows when the next batch came.
+
+    Attributes:
+        wanted: the next batch of workers is to be followed. Set on the agent thread.
+        freed: batches that were seen to be freed; ``ns``: what that took.
+    """
+
+    __slots__ = ("_followed", "_ring", "freed", "ns", "wanted")
+
+    def __init__(self, ring: Ring) -> None:
+        self._ring = ring
+        self._followed: deque[_Followed] = deque(maxlen=_MOST)
+        self.wanted = False
+        self.freed = 0
+        self.ns = 0
+
+    def follow(self, batch: object) -> None:
+        """Follow this batch, which has just come."""
+        self.wanted = False
+        self._followed.append(_Followed(batch, self._ring))
+
+    def read(self) -> None:
+        """Add up what has been seen. Not of the newest, which may not be gone yet."""
+        while len(self._followed) > 1:
+            took = self._followed.popleft().took_ns()
+            if took is not None:
+                self.freed += 1
+                self.ns += took
+
+
+class _Followed:
+    """One batch, from its arrival on."""
+
+    __slots__ = ("_head", "_references", "_seen", "_statements", "_thread")
+
+    def __init__(self, batch: object, ring: Ring) -> None:
+        self._head = ring.head + STRIDE  # once the next batch has come, and nothing else
+        self._thread = get_ident()
+        self._statements = _statements()
+        self._seen: list[tuple[int, int, int, tuple[int, int], tuple[CodeType, int]]] = []
+        note = _noting(self._seen, ring)
+        self._references = [weakref.ref(tensor, note) for tensor in _ends_of(batch)]
+
+    def took_ns(self) -> int | None:
+        """From the arrival of the next batch until this one's last tensor went; None where it went otherwise."""
+        return max((now - came for now, came in map(self._freed, self._seen) if came), default=None)
+
+    def _freed(self, seen: tuple[int, int, int, tuple[int, int], tuple[CodeType, int]]) -> tuple[int, int]:
+        """When that was, and when the next batch had come; 0 for a tensor that was not freed by its arrival."""
+        now, thread, head, (came, entry), statement = seen
+        replaced = (thread, head, entry) == (self._thread, self._head, STEP) and statement in self._statements
+        return now, came if replaced else 0
+
+
+def _noting(seen: list[Any], ring: Ring) -> Callable[[object], object]:
+    """A callback that appends what is true right now: the time, the thread, the ring's newest entry, the statement.
+
+    It is put together from functions in C. In Python code, the interpreter would handle a signal that came while the
+    batch was freed; what its handler raises (Ctrl-C) is lost in a callback of a weak reference.
+    """
+    slot = ring.head & MASK
+    now = zip(
+        iter(now_ns, None),
+        iter(get_ident, None),
+        iter(partial(getattr, ring, "head"), None),
+        iter(partial(itemgetter(slot + 1, slot + 2), ring.words), None),
+        map(attrgetter("f_code", "f_lineno"), iter(sys._getframe, None)),
+        strict=False,
+    )
+    return partial(next, map(seen.append, now))  # next(..., reference): the second argument is what is left over
+
+
+def _statements() -> list[tuple[CodeType, int]]:
+    """Where a batch is asked for: lines that are being run, of the innermost frames."""
+    frame: FrameType | None = sys._getframe(1)
+    found: list[tuple[CodeType, int]] = []
+    while frame is not None and len(found) < _FRAMES:
+        found.append((frame.f_code, frame.f_lineno))
+        frame = frame.f_back
+    return found
+
+
+def _ends_of(batch: object) -> list[Any]:
+    """The first and the last tensor: containers are freed from one end to the other, whichever that is."""
+    return [end for index in (0, -1) if (end := _end_of(batch, index)) is not None]
+
+
+def _end_of(batch: object, index: int) -> object | None:
+    """What weak references can be made to, at one end of nested containers; None for none. Runs no code of theirs."""
+    for _ in range(_DEPTH):
+        if isinstance(batch, UserDict):
+            batch = batch.data
+        if isinstance(batch, dict):
+            values = dict.values(batch)
+            batch = next(iter(values) if index == 0 else reversed(values), None)
+        elif isinstance(batch, list):
+            batch = list.__getitem__(batch, index) if list.__len__(batch) else None
+        elif isinstance(batch, tuple):
+            batch = tuple.__getitem__(batch, index) if tuple.__len__(batch) else None
+        else:
+            return batch if type(batch).__weakrefoffset__ else None
+    return None

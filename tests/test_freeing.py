@@ -1,0 +1,189 @@
+"""How long it takes to free a batch, of batches that go where the next one takes their place."""
+
+import functools
+import itertools
+import signal
+import time
+import weakref
+from collections import OrderedDict, UserDict, deque
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from telemetry.attach.freeing import Freeing
+from telemetry.attach.ring import STEP, Ring
+from telemetry.clock import now_ns
+from tests.test_attach_workers import Numbers
+
+TOOK = 0.02
+
+
+class Slow:
+    """Takes its time to go."""
+
+    def __del__(self):
+        time.sleep(TOOK)
+
+
+def in_the_middle(samples):
+    return [torch.zeros(1), Slow(), torch.zeros(1)]
+
+
+def in_a_dict(samples):
+    return UserDict(first=torch.zeros(1), slow=Slow(), last=(torch.zeros(1), torch.zeros(1)))
+
+
+def large(samples):
+    return torch.zeros(100)
+
+
+def train(tracker, batches):
+    """Eight steps that take their time; every batch is followed that can be."""
+    for batch in batches:
+        assert batch is not None
+        tracker.time_next_batch()
+        time.sleep(TOOK)
+
+
+def also_the_newest(tracker):
+    """In the place of a tick, after which another batch has come."""
+    tracker.freeing.follow(None)
+    tracker.freeing.read()
+    return tracker.freeing
+
+
+def loader(collate):
+    return DataLoader(Numbers(8), batch_size=1, num_workers=1, collate_fn=collate, multiprocessing_context="fork")
+
+
+@pytest.mark.parametrize("collate", [in_the_middle, in_a_dict])
+@pytest.mark.parametrize("around", [iter, enumerate, lambda batches: (batch for batch in batches)])
+def test_what_it_takes_to_free_a_batch_is_timed(observed, collate, around):
+    train(observed.tracker, around(loader(collate)))
+    freeing = also_the_newest(observed.tracker)
+    assert freeing.freed >= 3  # enumerate keeps every other one for a step more
+    assert freeing.ns >= freeing.freed * TOOK * 1e9
+    assert observed.errors == []
+
+
+@pytest.mark.parametrize("around", [iter, enumerate])
+def test_a_batch_that_is_one_tensor_is_gone_at_once(observed, around):
+    """Those that enumerate keeps for a step are not gone later, but not followed so far."""
+    train(observed.tracker, around(loader(large)))
+    freeing = also_the_newest(observed.tracker)
+    assert freeing.freed >= 3
+    assert freeing.ns < freeing.freed * TOOK * 1e9 / 4
+
+
+def kept(tracker, batches):
+    everything = []
+    for batch in batches:
+        everything.append(batch)
+        tracker.time_next_batch()
+    return everything
+
+
+def replaced(tracker, batches):
+    """As by a copy on another device."""
+    for batch in batches:
+        time.sleep(TOOK)
+        batch = torch.ones(1)
+        tracker.time_next_batch()
+    return batch
+
+
+def kept_for_a_step(tracker, batches):
+    last = None
+    for batch in batches:
+        time.sleep(TOOK)
+        last = batch
+        tracker.time_next_batch()
+    return last
+
+
+def used_where_it_is_asked_for(tracker, batches):
+    def use(batch):
+        tracker.time_next_batch()
+        time.sleep(TOOK)
+
+    for _ in range(8):
+        use(next(batches))
+
+
+@pytest.mark.parametrize("loop", [kept, replaced, kept_for_a_step, used_where_it_is_asked_for])
+def test_a_batch_that_goes_elsewhere_tells_nothing(observed, loop):
+    """What was done with it until then is not what it takes to free it."""
+    held = loop(observed.tracker, iter(loader(in_the_middle)))
+    assert also_the_newest(observed.tracker).freed == 0
+    del held
+
+
+def test_batches_of_the_training_thread_s_own_are_not_followed(observed):
+    train(observed.tracker, DataLoader(Numbers(8), batch_size=1, collate_fn=in_the_middle))
+    assert not observed.tracker.freeing.wanted
+    assert also_the_newest(observed.tracker).freed == 0
+
+
+class Interrupted(Exception):
+    pass
+
+
+def test_a_signal_that_comes_while_a_batch_is_freed_is_not_lost():
+    """As it would be in Python code that a weak reference calls."""
+
+    def interrupt(number, frame):
+        raise Interrupted
+
+    def deliver():
+        for _ in range(3):
+            batch = [torch.zeros(1), [float(number) for number in range(300_000)], torch.zeros(1)]
+            now = now_ns()
+            ring.push(now, now, STEP)
+            freeing.follow(batch)
+            yield batch
+            del batch
+
+    ring, before = Ring(), signal.signal(signal.SIGALRM, interrupt)
+    freeing = Freeing(ring)
+    # Set off in C as well, a moment before the floats go.
+    alarm = map(signal.setitimer, itertools.repeat(signal.ITIMER_REAL), itertools.repeat(0.0002))
+    references = []
+    try:
+        with pytest.raises(Interrupted):
+            for batch in deliver():
+                references.append(weakref.ref(batch[-1], functools.partial(next, alarm)))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+class Strange(dict):
+    """Whatever is asked of it, it does not like."""
+
+    def values(self):
+        raise OSError
+
+    __iter__ = __len__ = __getitem__ = values
+
+
+def endless():
+    batch = []
+    batch.append(batch)
+    return batch
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        None, 7, "text", [], (), {}, [[], {}], endless(), Strange(a=Strange(b=1)), OrderedDict(a=torch.zeros(1)),
+        deque([1]), {1: "a", 2: torch.zeros(1)}, torch.zeros(2).numpy(), UserDict(), type, object(),
+    ],
+    ids=lambda batch: type(batch).__name__,
+)  # fmt: skip
+def test_whatever_a_batch_is_it_can_be_followed(batch):
+    freeing = Freeing(Ring())
+    for _ in range(3):
+        freeing.follow(batch)
+    freeing.read()
+    assert (freeing.freed, freeing.ns) == (0, 0)
