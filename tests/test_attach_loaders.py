@@ -245,6 +245,23 @@ def test_alternating_loaders_are_steps_of_their_own_where_the_optimizer_steps(ob
     assert observed.tracker.optimizer_steps == 8
 
 
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_loader_that_joins_in_the_middle_of_a_step_adds_to_it_also_when_the_agent_has_asked_for_more(observed, asks):
+    """The steps before it were on the short path, where nobody notes what the optimizer had done when they began."""
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    joins = iter(DataLoader(Numbers(4), batch_size=1))
+    for number, _ in enumerate(DataLoader(Numbers(12), batch_size=1)):
+        if number == 8:
+            if asks:
+                observed.tracker.time_next_batch()
+            next(joins)
+        weight.grad = torch.ones(1)
+        optimizer.step()
+    observed.read()
+    assert len(observed.steps) == 12
+
+
 def test_gradient_accumulation_tells_batches_from_optimizer_steps(observed):
     weight = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([weight], lr=0.1)

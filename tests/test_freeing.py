@@ -3,6 +3,9 @@
 import functools
 import itertools
 import signal
+import subprocess
+import sys
+import threading
 import time
 import weakref
 from collections import OrderedDict, UserDict, deque
@@ -117,6 +120,38 @@ def test_a_batch_that_goes_elsewhere_tells_nothing(observed, loop):
     held = loop(observed.tracker, iter(loader(in_the_middle)))
     assert also_the_newest(observed.tracker).freed == 0
     del held
+
+
+def test_a_batch_that_another_thread_frees_tells_nothing(observed):
+    """In the same statement, after the next batch has come. Such a thread may have no statement to ask for."""
+
+    def ask(clear=False):
+        held.clear() if clear else held.append(next(batches))
+
+    tracker, batches, held = observed.tracker, iter(loader(in_the_middle)), []
+    for _ in range(3):
+        tracker.time_next_batch()
+        ask()
+        ask()
+        thread = threading.Thread(target=ask, args=(True,))
+        thread.start()
+        thread.join()
+    assert also_the_newest(tracker).freed == 0
+
+
+def test_nothing_is_said_of_a_batch_that_is_there_when_the_interpreter_ends(tmp_path):
+    """Without a statement that is run: of which there is none to ask for."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys, telemetry, torch\n"
+        "from torch.utils.data import DataLoader\n"
+        "agent = telemetry.start(port='off', start_line=False)\n"
+        "for batch in DataLoader(torch.zeros(3, 1), num_workers=1):\n"
+        "    agent.tracker.time_next_batch()\n"
+        "del agent, telemetry, torch, DataLoader\n"
+    )
+    ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, cwd=tmp_path)
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def test_batches_of_the_training_thread_s_own_are_not_followed(observed):

@@ -12,11 +12,12 @@ import sys
 import weakref
 from collections import UserDict, deque
 from functools import partial
+from itertools import takewhile
 from operator import attrgetter, itemgetter
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.attach.ring import MASK, STEP, STRIDE
+from telemetry.attach.ring import MASK, S_DATA_WAIT, STRIDE
 from telemetry.clock import now_ns
 
 if TYPE_CHECKING:
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from types import CodeType, FrameType
 
     from telemetry.attach.ring import Ring
+
+    _Seen = tuple[int, int, int, tuple[int, int], tuple[CodeType, int]]
+    """The thread; when; the ring's head; the end and the code of the entry after the batch's own; the statement."""
 
 _FRAMES: Final = 10
 """So far up is the statement looked for that holds the batch: our own frames, tqdm's, a generator's, the loop's."""
@@ -60,6 +64,11 @@ class Freeing:
         self.wanted = False
         self._followed.append(_Followed(batch, self._ring))
 
+    def forget(self) -> None:
+        """Let go of the batches that are followed. Before the interpreter ends: no statement is run when they do."""
+        self.wanted = False
+        self._followed.clear()
+
     def read(self) -> None:
         """Add up what has been seen. Not of the newest, which may not be gone yet."""
         while len(self._followed) > 1:
@@ -72,13 +81,12 @@ class Freeing:
 class _Followed:
     """One batch, from its arrival on."""
 
-    __slots__ = ("_head", "_references", "_seen", "_statements", "_thread")
+    __slots__ = ("_head", "_references", "_seen", "_statements")
 
     def __init__(self, batch: object, ring: Ring) -> None:
         self._head = ring.head + STRIDE  # once the next batch has come, and nothing else
-        self._thread = get_ident()
         self._statements = _statements()
-        self._seen: list[tuple[int, int, int, tuple[int, int], tuple[CodeType, int]]] = []
+        self._seen: list[_Seen] = []
         note = _noting(self._seen, ring)
         self._references = [weakref.ref(tensor, note) for tensor in _ends_of(batch)]
 
@@ -86,23 +94,24 @@ class _Followed:
         """From the arrival of the next batch until this one's last tensor went; None where it went otherwise."""
         return max((now - came for now, came in map(self._freed, self._seen) if came), default=None)
 
-    def _freed(self, seen: tuple[int, int, int, tuple[int, int], tuple[CodeType, int]]) -> tuple[int, int]:
+    def _freed(self, seen: _Seen) -> tuple[int, int]:
         """When that was, and when the next batch had come; 0 for a tensor that was not freed by its arrival."""
-        now, thread, head, (came, entry), statement = seen
-        replaced = (thread, head, entry) == (self._thread, self._head, STEP) and statement in self._statements
+        _, now, head, (came, entry), statement = seen
+        replaced = head == self._head and entry & 7 == S_DATA_WAIT and statement in self._statements
         return now, came if replaced else 0
 
 
-def _noting(seen: list[Any], ring: Ring) -> Callable[[object], object]:
-    """A callback that appends what is true right now: the time, the thread, the ring's newest entry, the statement.
+def _noting(seen: list[_Seen], ring: Ring) -> Callable[[object], object]:
+    """A callback that appends what is true right now, on this thread; on another it does nothing.
 
     It is put together from functions in C. In Python code, the interpreter would handle a signal that came while the
-    batch was freed; what its handler raises (Ctrl-C) is lost in a callback of a weak reference.
+    batch was freed; what its handler raises (Ctrl-C) is lost in a callback of a weak reference. A thread that is not
+    Python's (autograd's) has no frame to ask for, so the thread comes first: `zip` stops there.
     """
     slot = ring.head & MASK
     now = zip(
+        takewhile(get_ident().__eq__, iter(get_ident, None)),
         iter(now_ns, None),
-        iter(get_ident, None),
         iter(partial(getattr, ring, "head"), None),
         iter(partial(itemgetter(slot + 1, slot + 2), ring.words), None),
         map(attrgetter("f_code", "f_lineno"), iter(sys._getframe, None)),

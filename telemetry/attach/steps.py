@@ -102,6 +102,7 @@ class StepTracker:
         "_optimizer_steps_at_open",
         "_state",
         "_steady",
+        "_unnoted",
         "collecting",
         "device",
         "errors",
@@ -154,6 +155,7 @@ class StepTracker:
         self._steady = 0  # the iterator of the ordinary batches, also where the GPU's clock keeps off the short path
         self._open = False  # a step is open
         self._optimizer_steps_at_open = 0
+        self._unnoted = False  # the open step may have been opened on the short path, though that does not hold now
         self._members: set[int] = set()  # iterators that gave a batch to the open step
         self._loader = 0  # id of the loader whose iteration the steps follow
         self._iterator = 0  # id of the iterator that gave the newest batch, 0 when it is gone
@@ -222,7 +224,7 @@ class StepTracker:
         if not training:
             return
         self._state = state
-        self._fetched = True
+        self._fetched, self._unnoted = True, False
         self.device = self._current_device()
         if id(iterator) != self._iterator:
             self._follow(iterator)
@@ -320,7 +322,9 @@ class StepTracker:
             self.time_fetches = max(1, len(self._members))
         else:
             self.freeing.wanted = True
-        self.key = 0  # off the short path, for one batch
+        if self.key:
+            self._unnoted = True
+            self.key = 0  # off the short path, for one batch
 
     def fetch_timed(self, wall_ns: int, cpu_ns: int) -> None:
         """A fetch on this thread took so long, and so much of it on the CPU."""
@@ -362,7 +366,7 @@ class StepTracker:
     def _stepped_since_open(self) -> bool:
         # On the short path nobody has noted how many there were when the step opened. A loader that joins in the
         # middle of a step is then taken to add to it, once; from there on it is known.
-        return not self.key and self.optimizer_steps > self._optimizer_steps_at_open
+        return not self.key and not self._unnoted and self.optimizer_steps > self._optimizer_steps_at_open
 
     # -- optimizer ---------------------------------------------------------------------------------------------
 
@@ -508,3 +512,4 @@ class StepTracker:
         self._settle(0)
         self.gpu = None
         self.recorder = None
+        self.freeing.forget()

@@ -12,7 +12,9 @@ import json
 import re
 import resource
 import sys
+from collections import defaultdict
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -303,11 +305,19 @@ def test_the_rival_is_put_into_every_script(script):
     compile(source, script, "exec")
 
 
-def test_the_readme_says_what_the_published_results_say():
-    root = Path(__file__).resolve().parents[2]
-    readme = (root / "README.md").read_text(encoding="utf-8")
+@pytest.fixture(scope="module")
+def readme():
+    return (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def published(readme):
     (named,) = re.findall(r"benchmarks/results/(zoo-[\w-]+)\.md", readme)
-    published = json.loads((root / "benchmarks" / "results" / f"{named}.json").read_text(encoding="utf-8"))
+    results = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+    return json.loads((results / f"{named}.json").read_text(encoding="utf-8"))
+
+
+def test_the_readme_says_what_the_published_results_say(published, readme):
     assert len(published["goals"]) == 4
     for goal in published["goals"]:
         assert f" {goal['reached']} |" in readme, goal["name"]
@@ -318,6 +328,24 @@ def test_the_readme_says_what_the_published_results_say():
     assert f"`INPUT-BOUND` for {_called('INPUT-BOUND', starving)} of the {len(starving)} that starve" in said
     assert f"`COMPUTE-BOUND` for the other {_called('COMPUTE-BOUND', starving)}:" in said
     assert f"`INPUT-BOUND` for {_called('INPUT-BOUND', healthy)} of the {len(healthy)} healthy" in said
+
+
+def test_the_readme_says_of_every_cause_how_far_off_its_predictions_are(published, readme):
+    """Each script counts with the median of its runs."""
+    followed = defaultdict(list)
+    for specimen in published["specimens"]:
+        runs = [run for run in specimen["runs"] if run["advised"] is not None and run["realised"]]
+        if runs:
+            predicted = median(run["advised"]["predicted"] for run in runs)
+            off = median(abs(run["advised"]["predicted"] / run["realised"] - 1) for run in runs)
+            followed[runs[0]["advised"]["cause"]].append((predicted, 100 * off))
+    for cause, scripts in followed.items():
+        low, *_, high = sorted(predicted for predicted, _ in scripts * 2)
+        between = f"{low:.2f} to {high:.2f} times" if low < high else f"{low:.2f} times"
+        off = [off for _, off in scripts]
+        most = f"{median(off):.0f} %, {max(off):.0f} %" if len(scripts) > 1 else f"{off[0]:.0f} %"
+        assert f"| `{cause}` | {len(scripts)} | {between} | {most} |" in readme
+    assert len(re.findall(r"\| `\w+` \| \d+ \| [^|]+ times \|", readme)) == len(followed)
 
 
 def _called(status, specimens):
