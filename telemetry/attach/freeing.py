@@ -67,12 +67,13 @@ class Freeing:
     def forget(self) -> None:
         """Let go of the batches that are followed. Before the interpreter ends: no statement is run when they do."""
         self.wanted = False
-        self._followed.clear()
+        self._followed = deque(maxlen=_MOST)
 
     def read(self) -> None:
         """Add up what has been seen. Not of the newest, which may not be gone yet."""
-        while len(self._followed) > 1:
-            took = self._followed.popleft().took_ns()
+        followed = self._followed  # `forget` may put another in its place
+        while len(followed) > 1:
+            took = followed.popleft().took_ns()
             if took is not None:
                 self.freed += 1
                 self.ns += took
