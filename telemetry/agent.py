@@ -114,6 +114,7 @@ class Agent:
         )
         self.accounts.on_steps = self.snapshots.add_steps
         self._node: NodeService | None = None
+        self._random = random.Random()  # noqa: S311 - of our own: the training's must give what it gives without us
         self._thread = threading.Thread(target=self._main, name="telemetry-agent", daemon=True)
         self._wake = threading.Event()
         self._ended = False
@@ -216,7 +217,7 @@ class Agent:
         alone = self.identity.world_size < 2
         while not self._ended and (left := (stamp - now_ns()) / NS) > 0:
             # Not evenly: the steps of the training may come as evenly.
-            apart = self._judge.look_seconds * (0.5 + random.random())  # noqa: S311
+            apart = self._judge.look_seconds * (0.5 + self._random.random())
             self._wake.wait(left if alone else min(left, apart))
             if not alone:
                 with self.faults.contained("diagnose"):

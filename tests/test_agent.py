@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import threading
 import time
 import urllib.request
@@ -233,3 +234,16 @@ def test_a_step_left_with_break_is_a_step(agent):
             break
     telemetry.stop()
     assert summarize(load(agent.run_dir))["ranks"][0]["steps"] == 10
+
+
+def test_looks_at_uneven_times_leave_the_training_s_random_numbers_as_they_are(tmp_path, monkeypatch):
+    """In a job of several ranks. A run must give what it gives without us."""
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    agent = telemetry.start(tmp_path / "run", port="off", start_line=False)
+    looked, look = [], agent._judge.look
+    monkeypatch.setattr(agent._judge, "look", lambda: looked.append(look()))
+    before = random.getstate()
+    wait_for(lambda: len(looked) >= 5)
+    assert random.getstate() == before
+    telemetry.stop()

@@ -136,19 +136,24 @@ def without_start_line(text: str) -> tuple[str, int]:
     return START_LINE.subn("", text)
 
 
-def log_lines(run_dir: Path) -> list[dict]:
-    """Every line of a run's logs; fails on one that is no JSON object."""
+def log_lines(run_dir: Path, *, running: bool = False) -> list[dict]:
+    """Every line of a run's logs; fails on one that is no JSON object.
+
+    While the run is ``running`` the newest may not have been written to its end: what is read meanwhile may be half.
+    """
     lines = []
     for path in sorted((run_dir / "logs").iterdir()):
-        for raw in path.read_bytes().splitlines():
+        for raw in path.read_bytes().splitlines(keepends=True):
+            if running and not raw.endswith(b"\n"):
+                continue
             line = json.loads(raw)
             assert isinstance(line, dict)
             lines.append(line)
     return lines
 
 
-def events(run_dir: Path, event: str) -> list[dict]:
-    return [line for line in log_lines(run_dir) if line["event"] == event]
+def events(run_dir: Path, event: str, *, running: bool = False) -> list[dict]:
+    return [line for line in log_lines(run_dir, running=running) if line["event"] == event]
 
 
 def free_port() -> int:

@@ -340,7 +340,7 @@ def test_a_signal_ends_the_run_as_it_would_without_us(signum, tmp_path):
             assert [child.line(), child.line()] == ["ready", "steps"]
             if prefix:
                 wait_for(
-                    lambda: any(line["steps_total"] > 400 for line in events(tmp_path / "run", "window")),
+                    lambda: any(line["steps_total"] > 400 for line in events(tmp_path / "run", "window", running=True)),
                     "a window with the steps in the log",
                 )
             os.kill(child.pid, signum)

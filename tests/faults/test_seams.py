@@ -287,8 +287,8 @@ def test_an_error_in_the_rendering_leaves_the_log(seam, start, unharmed, monkeyp
         patch.setattr(*places[seam], break_)
         assert train(epochs=2) == unharmed[False]
         wait_for(lambda: agent.faults.counts.get("exposition"), "an error in the exposition")
-        lines = len(events(tmp_path / "run", "window"))
-        wait_for(lambda: len(events(tmp_path / "run", "window")) > lines, "the log goes on")
+        lines = len(events(tmp_path / "run", "window", running=True))
+        wait_for(lambda: len(events(tmp_path / "run", "window", running=True)) > lines, "the log goes on")
         assert value(fetch(agent.metrics_url), "training_run_info") == 1, "the newest state that there is"
     assert counted(agent, "exposition") >= 1
 

@@ -714,8 +714,8 @@ def test_a_process_that_was_stopped_was_not_stuck(tmp_path, workers):
             os.killpg(child.pid, signal.SIGSTOP)
             time.sleep(2.0)  # so long it stood still
             os.killpg(child.pid, signal.SIGCONT)
-            before = len(events(tmp_path / "run", "window"))
-            wait_for(lambda: len(events(tmp_path / "run", "window")) > before + 3, "it goes on")
+            before = len(events(tmp_path / "run", "window", running=True))
+            wait_for(lambda: len(events(tmp_path / "run", "window", running=True)) > before + 3, "it goes on")
         (tmp_path / "end").write_text("now")
         assert child.wait() == 0
     assert [line for line in events(tmp_path / "run", "stall_open") if "stuck_in" in line["evidence"]] == []
