@@ -301,6 +301,8 @@ def test_what_it_takes_to_free_a_batch_is_won_with_it():
     crowded = dataclasses.replace(freed, workers=workers, own_runnable=0.4)
     (advice,) = advise("batch_transfer", gather([crowded]))
     assert advice.predicted_speedup == pytest.approx(1 / (0.3 - 0.4 * 0.5 * 0.1), rel=0.01)
+    (limited,) = advise("batch_transfer", gather([dataclasses.replace(crowded, fetch_busy=2.4)]))
+    assert limited.predicted_speedup == pytest.approx(1 / 0.6, rel=0.01)  # four workers make a batch every 60 ms
     on_gpu = dataclasses.replace(crowded, gpu_utilization_ratio=0.5)
     pinned, sent = advise("batch_transfer", gather([on_gpu]))
     assert pinned.predicted_speedup == moved.predicted_speedup
