@@ -305,6 +305,8 @@ class WorkersSample:
         head_of_line_batches: finished batches that wait right now behind one that is not, in ``head_of_line_worker``,
             whose fetch has taken ``head_of_line_since_seconds``.
         read_bytes_per_second: read from storage by all workers.
+        written_bytes_per_second: written by all workers: into files, and batches, as far as they are pickled, into the
+            pipe to the training process. The tensors of a batch lie in shared memory and are not among them.
         fetched: of each training worker, by its pid: fetches so far, and the seconds they took.
         allowed_cores: on how many the training workers may run, all together; None where the kernel does not tell.
     """
@@ -332,6 +334,7 @@ class WorkersSample:
     head_of_line_worker: int | None = None
     head_of_line_since_seconds: float | None = None
     packing_ratio: float | None = None
+    written_bytes_per_second: float | None = None
     fetched: dict[int, tuple[int, float]] = field(default_factory=dict)
     allowed_cores: int | None = None
 

@@ -309,6 +309,22 @@ def test_what_it_takes_to_free_a_batch_is_won_with_it():
     assert sent.predicted_speedup == advice.predicted_speedup
 
 
+def test_the_bytes_of_a_pickled_batch_still_have_to_come():
+    """However few objects they are in. A second has 10 steps, and 40 ms of each to move a batch."""
+    piece = CASES["batch_transfer, matched"]
+
+    def sending(written: float):
+        workers = dataclasses.replace(piece.workers, written_bytes_per_second=written)
+        return advise("batch_transfer", gather([dataclasses.replace(piece, workers=workers, fetches=10)]))
+
+    (large,), (small,) = sending(3e8), sending(1e7)
+    assert large.predicted_speedup == pytest.approx(100 / (60 + 9), rel=0.01)  # 30 MB each, 0.3 ns a byte
+    assert "9.0 ms remain for its 30.0 MB" in large.because
+    assert small.predicted_speedup == pytest.approx(100 / (60 + 0.3), rel=0.01)
+    assert "remain" not in small.because
+    assert sending(1e12) == ()  # nothing to win
+
+
 def test_cores_that_others_use_are_no_cores_to_put_workers_on():
     piece = a_slice(source="training_thread", wait=0.6, compute=0.4, steps=10, process_cpu=1.0, cores=8.0)
     alone = gather([dataclasses.replace(piece, host_cores=8, host_cpu_ratio=1.0 / 8)])

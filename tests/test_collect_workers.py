@@ -13,6 +13,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
@@ -171,6 +172,25 @@ def test_what_workers_read_from_storage(source, tmp_path):
     sample = source.read()
     read = sample.read_bytes_per_second * (now_ns() - began) / 1e9
     assert 0.5 * size * samples < read < 2 * size * samples
+
+
+class Arrays(Numbers):
+    def __getitem__(self, index):
+        return np.zeros(3_000_000, np.uint8)
+
+
+@pytest.mark.parametrize(("collate", "expected"), [(list, 3_000_000), (torch.utils.data.default_collate, 0)])
+def test_what_workers_write_are_batches_that_are_pickled(source, collate, expected):
+    """A tensor's bytes lie in shared memory."""
+    iterator = iter(DataLoader(Arrays(1000), batch_size=1, num_workers=1, prefetch_factor=2, collate_fn=collate))
+    next(iterator)
+    before, began = source.read(), now_ns()
+    for _ in range(30):
+        next(iterator)
+    sample = source.read()
+    written = sample.written_bytes_per_second * (now_ns() - began) / 1e9
+    batches = sample.fetches_total - before.fetches_total
+    assert written / batches == pytest.approx(expected, rel=0.2, abs=5000)
 
 
 class Held(Numbers):

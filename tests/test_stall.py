@@ -398,6 +398,7 @@ samples = st.builds(
     fetch_duration=st.none() | st.lists(st.integers(0, 9), min_size=len(FETCH_BUCKETS) + 1, max_size=len(FETCH_BUCKETS) + 1)
     .map(lambda counts: Histogram(FETCH_BUCKETS, tuple(counts), 1.0)), cpu_ratio=ratio, busy_ratio=ratio, runnable_ratio=ratio, blocked_ratio=ratio,
     read_bytes_per_second=st.none() | amount, allowed_cores=st.none() | st.integers(1, 512), packing_ratio=st.none() | amount,
+    written_bytes_per_second=st.none() | amount | st.floats(0, 1e12),
     fetched=st.dictionaries(st.integers(1, 4), st.tuples(st.integers(0, 10**6), amount), max_size=4),
 )  # fmt: skip
 paces = st.builds(

@@ -123,12 +123,18 @@ def is_worker_of_ours(parent: int) -> bool:
     return stat is not None and stat.parent == here
 
 
-def read_io_bytes(pid: int) -> int | None:
-    """Bytes the process has had read from storage (`read_bytes` of `/proc/PID/io`); None where that is not told."""
+@dataclass(frozen=True, slots=True)
+class Io:
+    """Bytes a process has had read from storage; and those it has written, into files, pipes or anything else."""
+
+    read_bytes: int
+    written_bytes: int
+
+
+def read_io(pid: int) -> Io | None:
+    """From `/proc/PID/io` (`read_bytes` and `wchar` of proc(5)); None where that is not told."""
     try:
-        for line in read_small(f"/proc/{pid}/io").splitlines():
-            if line.startswith(b"read_bytes:"):
-                return int(line.split()[1])
-    except (OSError, ValueError):
-        pass
-    return None
+        fields = dict(line.split(b": ") for line in read_small(f"/proc/{pid}/io").splitlines())
+        return Io(int(fields[b"read_bytes"]), int(fields[b"wchar"]))
+    except (OSError, ValueError, KeyError):
+        return None

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from telemetry.clock import NS, now_ns
 from telemetry.collect.delivery import Blocked, Fetches
-from telemetry.collect.proc import Schedule, is_worker_of_ours, read_io_bytes, read_schedule, read_stat
+from telemetry.collect.proc import Io, Schedule, is_worker_of_ours, read_io, read_schedule, read_stat
 from telemetry.records import FETCH_BUCKETS, Arrival, Histogram, WorkerCounters, WorkersSample
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class _Seen:
     cpu_seconds: float
     busy_ns: int | None
     schedule: Schedule | None
-    read_bytes: int | None
+    io: Io | None
 
 
 class WorkersSource:
@@ -210,8 +210,11 @@ class WorkersSource:
         wall = now - self._before_ns
         both = [(self._before[worker], after) for worker, after in seen.items() if worker in self._before]
         shares: dict[str, float | None] = dict.fromkeys(
-            ("cpu_ratio", "busy_ratio", "runnable_ratio", "blocked_ratio", "packing_ratio", "read_bytes_per_second")
-        )
+            (
+                "cpu_ratio", "busy_ratio", "runnable_ratio", "blocked_ratio", "packing_ratio",
+                "read_bytes_per_second", "written_bytes_per_second",
+            )
+        )  # fmt: skip
         if not both or wall <= 0:
             return shares
         process_cpu = _mean(after.cpu_seconds - before.cpu_seconds for before, after in both) / (wall / NS)
@@ -230,9 +233,10 @@ class WorkersSource:
                 shares["blocked_ratio"] = min(1.0, max(0.0, busy - cpu - runnable))
                 # One thread more at most, and Python's: what is over a core are threads of the data set's own.
                 shares["packing_ratio"] = max(0.0, min(1.0, process_cpu) - cpu)
-        if all(a.read_bytes is not None and b.read_bytes is not None for b, a in both):
-            total = sum((a.read_bytes or 0) - (b.read_bytes or 0) for b, a in both)
-            shares["read_bytes_per_second"] = total / (wall / NS)
+        told = [(b.io, a.io) for b, a in both if b.io is not None and a.io is not None]
+        if len(told) == len(both):
+            shares["read_bytes_per_second"] = sum(a.read_bytes - b.read_bytes for b, a in told) / (wall / NS)
+            shares["written_bytes_per_second"] = sum(a.written_bytes - b.written_bytes for b, a in told) / (wall / NS)
         return shares
 
 
@@ -249,9 +253,9 @@ def _allowed_cores(pids: Iterable[int]) -> int | None:
 
 def _see(pid: int, cpu_seconds: float, counters: WorkerCounters | None, now: int) -> _Seen:
     if counters is None:
-        return _Seen(cpu_seconds, None, None, read_io_bytes(pid))
+        return _Seen(cpu_seconds, None, None, read_io(pid))
     busy = counters.wall_ns + int(_fetching_seconds(counters, now) * NS)
-    return _Seen(cpu_seconds, busy, read_schedule(pid, counters.tid), read_io_bytes(pid))
+    return _Seen(cpu_seconds, busy, read_schedule(pid, counters.tid), read_io(pid))
 
 
 def _fetching_seconds(counters: WorkerCounters | None, now: int) -> float:

@@ -39,6 +39,10 @@ _WORTH_SAYING: Final = 0.1
 """What is waited next to the edges of epochs is spoken of from this share of the waits at the edges themselves; what
 it takes to free a batch, of what it takes to move it."""
 
+_MAPPED: Final = 0.3e-9
+"""Seconds of the training thread for a byte that comes in one large tensor: its pages are mapped, touched for the first
+time and given back (`python -m benchmarks.handover`)."""
+
 _HANDED_OVER_LATE: Final = 1.1
 """A step is so many times longer where busy workers hand its batches over: then something is to be done about it."""
 
@@ -178,16 +182,20 @@ def transfer(evidence: Evidence) -> list[Advice]:
     moved = evidence.moved / evidence.steps
     freed = min(compute, (evidence.freeing_seconds or 0.0) * evidence.batches_per_step)
     crowded = _crowded_by_packing(evidence) * (compute - freed)
+    size = _pickled_bytes(evidence) * evidence.batches_per_step
+    kept = min(moved + freed, size * _MAPPED)
     if moved > 0:
         because = f"a finished batch takes {ms(moved)} of every {ms(now)} to reach the training thread"
         if freed >= _WORTH_SAYING * moved:
             because += f", and {ms(freed)} to be freed"
         if crowded >= _WORTH_SAYING * moved:
             because += f"; for {ms(crowded)} the training thread has no core because workers pack batches"
+        if kept >= _WORTH_SAYING * moved:
+            because += f"; {ms(kept)} remain for its {size / 1e6:.1f} MB, however they are sent"
     else:
         ready = evidence.ready_batches or 0.0
         because = f"{ready:.1f} batches lie ready on average while the training thread waits for {ms(now)} steps"
-    then = max(now - moved - freed - crowded, supply_seconds(evidence) or 0.0)
+    then = max(now - moved - freed - crowded + kept, supply_seconds(evidence) or 0.0)
     gain = gain_of(evidence, then) if moved > 0 else None
     action = "send less: few large tensors in a batch, not many small ones or Python objects; smaller types (uint8)"
     advice = [Advice(action, None, None, gain, because)]
@@ -201,6 +209,11 @@ def transfer(evidence: Evidence) -> list[Advice]:
             Advice(action, None, None, None, "workers that are busy hand the tensors of finished batches over")
         )
     return advice
+
+
+def _pickled_bytes(evidence: Evidence) -> float:
+    """Of a batch: what passes the pipe now, and has to be sent in another way."""
+    return (evidence.written_bytes or 0.0) / evidence.fetches if evidence.fetches else 0.0
 
 
 def _crowded_by_packing(evidence: Evidence) -> float:

@@ -34,7 +34,7 @@ class Evidence:
             Those of loaders without workers do not count where there are others.
         fetch_seconds: mean time of a worker for one batch; ``fetch_cpu_seconds`` of it on a core. ``longest_fetch``:
             none took longer. ``slowest_fetch``: the mean of the worker that takes longest. ``read_bytes``: read from
-            storage by all workers in the window.
+            storage by all workers in the window; ``written_bytes``: written by them, pickled batches among it.
         worker_cores: on how many the workers may run, where that is fewer than ``cores``.
         cpu_share, runnable_share, blocked_share: of the time the workers spent in fetches. Where the kernel does not
             tell running from waiting for a core, ``runnable_share`` is None and the other two come from CPU time alone.
@@ -88,6 +88,7 @@ class Evidence:
     longest_fetch: float | None
     slowest_fetch: float | None
     read_bytes: float | None
+    written_bytes: float | None
     busy_ratio: float | None
     packing_cores: float | None
     cpu_share: float | None
@@ -138,7 +139,7 @@ class Evidence:
             "steps", "batches_per_step", "source", "workers", "worker_cores", "edges", "left", "fetch_seconds",
             "fetch_cpu_seconds", "moving_seconds", "moving_from_busy_seconds", "freeing_seconds", "ready_batches",
             "slack_seconds", "head_of_line_worker", "stuck_seconds", "cores", "cores_of_others", "settings",
-            "read_bytes", "fetches", "checkpoints", "edge_share", "packing_cores",
+            "read_bytes", "written_bytes", "fetches", "checkpoints", "edge_share", "packing_cores",
         )  # fmt: skip
         ratios = ("busy_ratio", "throttled_ratio", "gpu_utilization_ratio", "host_cpu_ratio")
         shares = ("cpu_share", "runnable_share", "blocked_share")

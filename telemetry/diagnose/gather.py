@@ -99,7 +99,8 @@ def gather(
         fetch_cpu_seconds=fetch * cpu_share if fetch is not None and cpu_share is not None else None,
         longest_fetch=_longest_fetch(workers),
         slowest_fetch=_slowest_fetch(workers),
-        read_bytes=_read_bytes(slices),
+        read_bytes=_over_time(slices, lambda w: w.read_bytes_per_second),
+        written_bytes=_over_time(slices, lambda w: w.written_bytes_per_second),
         busy_ratio=_mean([w.busy_ratio for w in workers]),
         packing_cores=_packing_cores(workers),
         cpu_share=cpu_share,
@@ -245,13 +246,10 @@ def _batches_per_step(slices: Sequence[Slice], steps: int) -> float:
     return max(1.0, min(batches, sum(fetches)) / steps) if fetches else batches / steps  # some without workers
 
 
-def _read_bytes(slices: Sequence[Slice]) -> float | None:
-    told = [
-        s.workers.read_bytes_per_second * s.seconds
-        for s in slices
-        if s.workers is not None and s.workers.read_bytes_per_second is not None
-    ]
-    return sum(told) if told else None
+def _over_time(slices: Sequence[Slice], rate: Callable[[WorkersSample], float | None]) -> float | None:
+    told = [(s.seconds, rate(s.workers)) for s in slices if s.workers is not None]
+    known = [seconds * value for seconds, value in told if value is not None]
+    return sum(known) if known else None
 
 
 def _cores(slices: Sequence[Slice]) -> tuple[float, float | None]:
