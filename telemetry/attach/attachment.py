@@ -98,7 +98,8 @@ class Attachment:
     def _optimizer(self, module: Any) -> None:
         tracker = self._tracker
 
-        def stepped(optimizer: object, _args: object, _kwargs: object) -> None:
+        # The tracker as a default and not in a cell: see `loader.timed_next`.
+        def stepped(optimizer: object, _args: object, _kwargs: object, tracker: StepTracker = tracker) -> None:
             tracker.optimizer_steps += 1
             if not tracker.key:
                 try:

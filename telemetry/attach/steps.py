@@ -65,7 +65,13 @@ class Before(NamedTuple):
     marks: Sequence[Callable[[], object]]
 
 
-class StepTracker:
+class _OnEveryStep:
+    """What the short paths of the hooks read and write: slots of a base come first, so these share a cache line."""
+
+    __slots__ = ("key", "optimizer_steps", "thread", "waiting_since")
+
+
+class StepTracker(_OnEveryStep):
     """State of the training thread.
 
     Attributes:
@@ -109,21 +115,17 @@ class StepTracker:
         "freeing",
         "garbage_ns",
         "gpu",
-        "key",
         "last_error",
         "marks",
         "native_thread",
-        "optimizer_steps",
         "overhead_ns",
         "phases",
         "recorder",
         "ring",
         "sources",
-        "thread",
         "time_fetches",
         "timed_fetch_cpu_ns",
         "timed_fetch_ns",
-        "waiting_since",
     )
 
     def __init__(self, ring: r.Ring) -> None:
