@@ -108,7 +108,10 @@ HOT, COLD = "Per step on the training thread, hot", "Per step on the training th
 FETCH, SCRAPE = "Per fetch in a DataLoader worker", "A scrape of a node of 8 ranks"
 FLOOR = "floor adds: two stamps, stored in a list"
 PER_STEP = ((HOT, "telemetry adds"), (COLD, "telemetry adds"))
-PER_FETCH = ((FETCH, "hot, nothing else is done: telemetry"), (FETCH, "cold, after a convolution of an image: telemetry"))
+PER_FETCH = (
+    (FETCH, "hot, nothing else is done: telemetry"),
+    (FETCH, "cold, after a convolution of an image: telemetry"),
+)
 SCRAPED = ((SCRAPE, "GET /metrics"), (SCRAPE, "GET /metrics, 99th percentile"))
 THREADS = (("The agent's own threads", "CPU at 1 Hz"),)
 AT_THE_START = (("Memory", "added to torch at the start, RSS"),)
