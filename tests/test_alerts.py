@@ -193,12 +193,3 @@ def test_links_of_the_documents_lead_somewhere():
             assert anchor in {heading.lower() for heading in re.findall(r"^## (\w+)$", text, re.MULTILINE)}, anchor
         for path in re.findall(r"`(deploy/[\w./*-]+)`", text):
             assert list(ROOT.glob(path.rstrip("/"))), path
-
-
-def test_figures_of_the_costs_are_those_of_the_readme():
-    text = (ROOT / "docs" / "production.md").read_text()
-    table = text.split("## What it costs", 1)[1].split("With CUDA events", 1)[0]
-    figures = re.findall(r"\d+\.\d+ (?:µs|% of a core|MiB|ms)", table)
-    assert len(figures) == 8
-    readme = (ROOT / "README.md").read_text()
-    assert [figure for figure in figures if figure not in readme] == []

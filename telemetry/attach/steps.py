@@ -66,7 +66,7 @@ class Before(NamedTuple):
 
 
 class _OnEveryStep:
-    """What the short paths of the hooks read and write: slots of a base come first, so these share a cache line."""
+    """What the short paths of the hooks read and write: slots of a base class come first, so these lie together."""
 
     __slots__ = ("key", "optimizer_steps", "thread", "waiting_since")
 
