@@ -509,9 +509,10 @@ def test_a_script_that_changes_its_folder_does_not_take_our_files_along(tmp_path
 def test_a_run_folder_that_is_removed_comes_back_with_the_next_file(tmp_path):
     run_script(
         """
-        import shutil, sys, telemetry
+        import os, shutil, sys, telemetry
         agent = telemetry.start("run", run="r", log_max_bytes=65536)
-        shutil.rmtree("run")
+        os.rename("run", "gone")  # in one piece: the agent may be about to write a file into it
+        shutil.rmtree("gone")
         for _ in range(100):
             agent.logbook.emit("error", {"source": "test", "message": "x" * 1000})
         assert list(telemetry.watch([1])) == [1]
