@@ -211,8 +211,9 @@ def test_a_rank_that_has_ended_is_shown_as_ended_while_others_run(tmp_path):
             return answer.read().decode()
 
     wait_for(lambda: 'training_run_ended{rank="1",run="run"} 1.0' in text())
+    wait_for(lambda: 'training_process_threads{rank="1"' not in text())  # a process that is gone has no threads
     assert 'training_run_ended{rank="0",run="run"} 0.0' in text()
-    assert 'training_process_threads{rank="1"' not in text()  # a process that is gone has no threads
+    assert 'training_run_ended{rank="1",run="run"} 1.0' in text()
 
 
 def test_two_jobs_of_one_name_do_not_share_a_target_file(tmp_path):

@@ -297,6 +297,15 @@ def test_workers_are_not_judged_by_what_they_do_in_an_evaluation():
     assert (between.busy_ratio, between.fetch_seconds) == (alone.busy_ratio, alone.fetch_seconds)
 
 
+def test_workers_of_an_epoch_that_has_ended_do_not_count_beside_those_of_the_next():
+    """They may still be there when a sample is taken. As twice the workers they would make batches twice as fast."""
+    one = with_workers(busy=0.8, cpu=0.8, workers=1, fetches=100, moved=0.58, late=0.02, **STARVED)
+    both = dataclasses.replace(one, workers=dataclasses.replace(one.workers, training_workers=2))
+    evidence = gather([*[one] * 6, both, *[one] * 6])
+    assert evidence.workers == 1
+    assert costs(evidence) == pytest.approx(costs(gather([one] * 13)))
+
+
 def test_a_stuck_fetch_has_cost_what_it_took_when_it_is_over_too():
     starved = with_workers(busy=0.9, cpu=0.1, blocked=0.8, fetches=100, **STARVED)
     six_seconds = [

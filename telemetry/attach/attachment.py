@@ -54,6 +54,7 @@ class Attachment:
         self._watch.when_imported("torch", self._torch)
         self._watch.when_imported("torch.distributed.checkpoint", self._distributed_checkpoint)
         self._watch.when_imported("safetensors.torch", self._saving)
+        self._watch.when_imported("torchdata.stateful_dataloader.stateful_dataloader", self._stateful_loader)
 
     def watch_gpu(self) -> None:
         """CUDA has come into use: time waits on its clock, if that is wanted. Called again and again, on any thread."""
@@ -81,7 +82,7 @@ class Attachment:
         dataloader = sys.modules["torch.utils.data.dataloader"]
         places: tuple[Callable[[], None], ...] = (
             lambda: loader.patch_loader(dataloader, tracker, torch.is_grad_enabled, self._patches),
-            lambda: workers.patch_workers(dataloader, tracker, self._patches),
+            lambda: workers.patch_workers(dataloader.DataLoader, tracker, self._patches),
             lambda: self._optimizer(sys.modules["torch.optim.optimizer"]),
             lambda: self._profilers(torch),
             lambda: tracker.marks.use_nvtx(torch.cuda.nvtx) if self._nvtx else None,
@@ -117,6 +118,11 @@ class Attachment:
 
     def _saving(self, module: ModuleType) -> None:
         checkpoints.patch_saving(module, self._tracker, self._patches)
+
+    def _stateful_loader(self, module: Any) -> None:
+        stateful, iterators = module.StatefulDataLoader, module._StatefulMultiProcessingDataLoaderIter
+        loader.patch_edges(stateful, iterators, self._tracker, self._patches)
+        workers.patch_workers(stateful, self._tracker, self._patches)
 
     def _distributed_checkpoint(self, package: ModuleType) -> None:
         self._saving(package)

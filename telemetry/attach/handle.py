@@ -42,19 +42,21 @@ class LoaderHandle(Source):
         queue: where finished batches lie.
         block: what the workers write down of themselves; None where they were started before the agent.
         training: whether it has given a training batch.
+        resumed: whether its first iteration did not begin at its first batch: which fetch made which is not known then.
         in_order: whether batch number ``n`` of an epoch comes from worker ``n % len(pids)``.
         epoch, delivered: iterations begun, and batches taken in the newest, None where the count was lost; the agent
             thread's.
         arrivals: training batches taken since they were last looked at; the agent thread's.
     """
 
-    __slots__ = ("arrivals", "block", "delivered", "epoch", "in_order", "pids", "queue", "training")
+    __slots__ = ("arrivals", "block", "delivered", "epoch", "in_order", "pids", "queue", "resumed", "training")
 
     def __init__(self, iterator: Any, block: WorkerBlock | None, *, again: bool = True) -> None:
         self.pids = tuple(worker.pid for worker in iterator._workers)
         self.queue = getattr(iterator, "_data_queue", None)
         self.block = block
         self.training = False
+        self.resumed = getattr(iterator, "_num_yielded", 0) > 0  # from a state, as torchdata's StatefulDataLoader can
         self.in_order = bool(getattr(iterator, "_in_order", True))
         self.epoch = 0
         self.delivered: int | None = 0

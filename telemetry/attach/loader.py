@@ -2,7 +2,7 @@
 
 `_BaseDataLoaderIter.__next__` is the one place every iterator passes through, single- or multi-process, made before
 or after the agent; `StopIteration` leaves through it too. `DataLoader.__iter__` starts the workers, and
-`_shutdown_workers` ends them.
+`_shutdown_workers` ends them. The StatefulDataLoader of torchdata has the last two anew, and the first from torch.
 """
 
 from __future__ import annotations
@@ -30,8 +30,12 @@ def patch_loader(module: ModuleType, tracker: StepTracker, grad_enabled: Callabl
     patches.replace(
         module._BaseDataLoaderIter, "__next__", lambda original: timed_next(original, tracker, grad_enabled)
     )
-    patches.replace(module.DataLoader, "__iter__", lambda original: timed_iter(original, tracker))
-    workers = module._MultiProcessingDataLoaderIter
+    patch_edges(module.DataLoader, module._MultiProcessingDataLoaderIter, tracker, patches)
+
+
+def patch_edges(loader: Any, workers: Any, tracker: StepTracker, patches: Patches) -> None:
+    """Patch the two edges of an iteration, in a class of loaders and in that of its iterators with workers."""
+    patches.replace(loader, "__iter__", lambda original: timed_iter(original, tracker))
     patches.replace(workers, "_shutdown_workers", lambda original: timed_shutdown(original, tracker))
 
 

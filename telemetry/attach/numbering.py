@@ -31,7 +31,7 @@ class Numbering:
         for start, end, code, loader in entries:
             if isinstance(loader, LoaderHandle) and code & BEGINS:
                 loader.epoch += 1
-                loader.delivered = 0
+                loader.delivered = None if loader.resumed and loader.epoch == 1 else 0
             elif loader is not None or code & BATCH:
                 waited = code & 7 == S_DATA_WAIT
                 if loader is None:

@@ -5,7 +5,8 @@ the training thread, so it only compares and stores. The rules:
 
 * A step opens with the request for a batch and closes with the next request. A second loader that is asked before
   the first one again (or before the optimizer steps) adds to the same step.
-* A loader iterated with gradients off is evaluation, until it ends or training goes on.
+* A loader iterated with gradients off is evaluation, until it ends or training goes on; so is one that gives batch
+  after batch while no optimizer steps.
 * A checkpoint, or a phase the user names, is a span of its own; what was going on before goes on after it.
 * Where no batch is ever requested on this thread (a prefetching thread does it), the optimizer's steps are the steps.
 * `step()` says it explicitly, and from then on only it opens and closes steps.
@@ -22,6 +23,7 @@ from telemetry.attach import ring as r
 from telemetry.attach.frames import without_frames
 from telemetry.attach.freeing import Freeing
 from telemetry.attach.handle import ON_THREAD, WATCHED
+from telemetry.attach.judged import Judged
 from telemetry.attach.marks import Marks
 from telemetry.attach.sources import Sources
 from telemetry.clock import now_ns
@@ -101,6 +103,7 @@ class StepTracker(_OnEveryStep):
         "_held",
         "_iterator",
         "_iterator_alive",
+        "_judged",
         "_loader",
         "_members",
         "_open",
@@ -158,6 +161,7 @@ class StepTracker(_OnEveryStep):
         self._open = False  # a step is open
         self._optimizer_steps_at_open = 0
         self._unnoted = False  # the open step may have been opened on the short path, though that does not hold now
+        self._judged = Judged()  # whether the newest batches are trained on
         self._members: set[int] = set()  # iterators that gave a batch to the open step
         self._loader = 0  # id of the loader whose iteration the steps follow
         self._iterator = 0  # id of the iterator that gave the newest batch, 0 when it is gone
@@ -209,6 +213,9 @@ class StepTracker(_OnEveryStep):
         if not self._grad_enabled():
             self._enter_evaluation()
             return _EVALUATION
+        if not self._explicit and self._judged.requested(iterator, self.optimizer_steps, self.ring.closed):
+            self._enter_evaluation(own=id(iterator))
+            return _EVALUATION
         if self._explicit:
             after = r.S_COMPUTE if self._open and self._state == r.S_COMPUTE else r.S_OTHER
             return r.code(r.S_DATA_WAIT, after, r.BATCH if self._open else r.OPENS | r.BATCH)
@@ -220,7 +227,8 @@ class StepTracker(_OnEveryStep):
         """A batch has come whose span is not the ordinary one."""
         state = entry >> 3 & 7
         training = not self._held and state != r.S_EVALUATION
-        source = self.sources.delivered(iterator, training=training)
+        likely = training and (self._explicit or self._judged.likely(self.optimizer_steps))
+        source = self.sources.delivered(iterator, training=likely)
         self.ring.push(start, end, entry, source)
         self.waiting_since = 0
         if not training:
@@ -234,6 +242,7 @@ class StepTracker(_OnEveryStep):
             self._open = True
             return
         alone = entry == r.STEP and self._members == {id(iterator)}  # the second batch in a row from this loader alone
+        alone = alone and self._judged.settled(self.optimizer_steps)
         if entry == r.STEP:
             self._members = {id(iterator)}
             self._open, self._optimizer_steps_at_open = True, self.optimizer_steps
@@ -253,6 +262,7 @@ class StepTracker(_OnEveryStep):
         if self._held:
             return
         during, ended = entry & 7, isinstance(error, StopIteration)
+        self._judged.leave(self.optimizer_steps)
         loader = None if ended else self.sources.known(iterator)  # a batch that raised has its number too
         if during == r.S_EVALUATION:
             self._state = r.S_COMPUTE if self._open else r.S_OTHER
@@ -271,7 +281,8 @@ class StepTracker(_OnEveryStep):
         """``iter(loader)`` is about to be called. Returns the code of its span, in which workers are started."""
         if self._held:
             return r.code(self._state, self._state)
-        if not self._grad_enabled():
+        self._judged.leave(self.optimizer_steps)
+        if not self._grad_enabled() or (not self._explicit and self._judged.known_to_evaluate(loader)):
             self._enter_evaluation()
             return _EVALUATION
         flags = 0
@@ -357,13 +368,20 @@ class StepTracker(_OnEveryStep):
         else:
             self.gpu.edge()
 
-    def _enter_evaluation(self) -> None:
-        if self._state != r.S_EVALUATION:
-            self.interrupt(EVALUATION)
-            stamp = now_ns()
-            self.ring.push(stamp, stamp, _EVALUATION)
-            self._state = r.S_EVALUATION
-            self._settle(0)
+    def _enter_evaluation(self, own: int = 0) -> None:
+        """``own``: of the iterator that shows only now that it evaluates: a step that is its alone ends here."""
+        if self._state == r.S_EVALUATION:
+            return
+        self.interrupt(EVALUATION)
+        closes = self._open and self._members == {own}
+        stamp = now_ns()
+        self.ring.push(stamp, stamp, _EVALUATION | r.CLOSES if closes else _EVALUATION)
+        self._state = r.S_EVALUATION
+        self._settle(0)
+        if closes:
+            self._open = False
+            self._members.clear()
+            self.boundary()
 
     def _stepped_since_open(self) -> bool:
         # On the short path nobody has noted how many there were when the step opened. A loader that joins in the

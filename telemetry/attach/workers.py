@@ -12,15 +12,14 @@ from telemetry.attach.worker_probe import MAX_WORKERS, WorkerBlock, WorkerProbe
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import ModuleType
 
     from telemetry.attach.patches import Patches
     from telemetry.attach.steps import StepTracker
 
 
-def patch_workers(module: ModuleType, tracker: StepTracker, patches: Patches) -> None:
-    """Patch ``DataLoader._get_iterator``, which makes the iterator, and so starts the workers."""
-    patches.replace(module.DataLoader, "_get_iterator", lambda original: _probed(original, tracker))
+def patch_workers(loader: Any, tracker: StepTracker, patches: Patches) -> None:
+    """Patch a class of loaders' ``_get_iterator``, which makes the iterator, and so starts the workers."""
+    patches.replace(loader, "_get_iterator", lambda original: _probed(original, tracker))
 
 
 def _probed(original: Callable[[Any], Any], tracker: StepTracker) -> Callable[[Any], Any]:

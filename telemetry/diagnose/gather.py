@@ -92,7 +92,7 @@ def gather(
         garbage=_sum(slices, lambda s: s.garbage),
         source=waited.source,
         own_fetch_cpu_share=min(1.0, _sum(slices, lambda s: s.timed_fetch_cpu) / timed) if timed > 0 else None,
-        workers=max((w.training_workers for w in workers), default=0),
+        workers=_usual_workers(workers),
         worker_cores=_worker_cores(slices, cores),
         fetches=fetches if told else None,
         fetch_seconds=fetch,
@@ -168,6 +168,12 @@ def _shares(samples: Sequence[WorkersSample]) -> dict[str, float]:
     }
     total = sum(parts.values())
     return {name: part / total for name, part in parts.items()} if total > 0 else {}
+
+
+def _usual_workers(samples: Sequence[WorkersSample]) -> int:
+    """Not the most: those of an epoch that has ended may still be there when those of the next have begun."""
+    seen = Counter(w.training_workers for w in samples if w.training_workers)
+    return max(seen, key=lambda workers: (seen[workers], workers), default=0)
 
 
 def _packing_cores(samples: Sequence[WorkersSample]) -> float | None:

@@ -61,6 +61,12 @@ def verdict(ranks: Sequence[dict[str, Any]], stalls: Sequence[dict[str, Any]], f
         # Who waits for a slow rank loses as much as it does; the slow rank's own stall, if it has one, says more.
         stall = max(stalls, key=lambda stall: (stall["cause"] != "straggler", _lost(stall)))
         return f"Not starved, but rank {stall['rank']} stalled.{_why(stall['rank'], stalls)}"
+    if not any(rank["ledger"]["data_wait"] for rank in measured):
+        return (
+            "Healthy, as far as was seen: the training thread waited for no DataLoader and no watched iterable. Batches "
+            "that come in another way are not seen: put telemetry.watch() around what the loop takes them from."
+            f"{_beside(newest)}"
+        )
     return f"Healthy: no rank lost more than {_percent(ratio)} of its training loop waiting for data.{_beside(newest)}"
 
 
