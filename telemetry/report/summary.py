@@ -63,8 +63,8 @@ def verdict(ranks: Sequence[dict[str, Any]], stalls: Sequence[dict[str, Any]], f
         return f"Not starved, but rank {stall['rank']} stalled.{_why(stall['rank'], stalls)}"
     if not any(rank["ledger"]["data_wait"] for rank in measured):
         return (
-            "Healthy, as far as was seen: the training thread waited for no DataLoader and no watched iterable. Batches "
-            "that come in another way are not seen: put telemetry.watch() around what the loop takes them from."
+            "Healthy, as far as was seen: the training thread waited for no DataLoader and no watched iterable. "
+            "Batches that come another way are not seen: put telemetry.watch() around what the loop takes them from."
             f"{_beside(newest)}"
         )
     return f"Healthy: no rank lost more than {_percent(ratio)} of its training loop waiting for data.{_beside(newest)}"
