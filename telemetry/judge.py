@@ -323,6 +323,7 @@ class Judge:
             "late": self._since("late", workers.late_seconds_total),
             "moved": self._since("moved", workers.moved_seconds_total),
             "moved_from_busy": self._since("moved_from_busy", workers.moved_from_busy_seconds_total),
+            "moved_from_long": self._since("moved_from_long", workers.moved_from_long_seconds_total),
             "head_of_line": self._since("head_of_line", workers.head_of_line_seconds_total),
             "matched": int(self._since("matched", workers.matched_total)),
             "from_busy": int(self._since("from_busy", workers.from_busy_total)),

@@ -259,7 +259,8 @@ class Deliveries:
         slack: how long they had lain ready when they were asked for.
         late: waits until their fetch had ended. ``moved``: waits from then on (pickling, sending, pinning).
         head_of_line: of ``late``, while a later batch lay finished; ``worker`` is the one waited for most.
-        from_busy: batches whose worker was in another fetch as they were moved; ``moved_from_busy``: of ``moved``.
+        from_busy: batches whose worker was in another fetch as they were moved; ``moved_from_busy``: of ``moved``;
+            ``moved_from_long``: of that, those whose worker was in a fetch much longer than its usual ones.
     """
 
     batches: int
@@ -268,6 +269,7 @@ class Deliveries:
     moved: float
     from_busy: int
     moved_from_busy: float
+    moved_from_long: float
     head_of_line: float
     worker: int | None
 
@@ -301,7 +303,7 @@ class WorkersSample:
         slack_seconds: how long a batch had lain ready when it was asked for, the mean since the last sample.
         late_seconds_total, moved_seconds_total, head_of_line_seconds_total: of the run so far, see `Deliveries`; of the
             batches that could be matched with their fetches, ``matched_total``. ``from_busy_total``: of those;
-            ``moved_from_busy_seconds_total``: of ``moved``.
+            ``moved_from_busy_seconds_total``, ``moved_from_long_seconds_total``: of ``moved``.
         head_of_line_batches: finished batches that wait right now behind one that is not, in ``head_of_line_worker``,
             whose fetch has taken ``head_of_line_since_seconds``.
         read_bytes_per_second: read from storage by all workers.
@@ -330,6 +332,7 @@ class WorkersSample:
     matched_total: int = 0
     from_busy_total: int = 0
     moved_from_busy_seconds_total: float = 0.0
+    moved_from_long_seconds_total: float = 0.0
     head_of_line_batches: int = 0
     head_of_line_worker: int | None = None
     head_of_line_since_seconds: float | None = None
@@ -486,8 +489,8 @@ class Slice:
             (an iterable that is no DataLoader), None before the first batch.
         process_cpu: CPU time of the training process, its workers not included.
         fetches, fetch_busy: batches the workers finished, and their time in fetches; None where they do not tell.
-        late, moved, moved_from_busy, head_of_line: waits for workers' batches, taken apart, see `Deliveries`;
-            ``matched``, ``from_busy``: of how many.
+        late, moved, moved_from_busy, moved_from_long, head_of_line: waits for workers' batches, taken apart, see
+            `Deliveries`; ``matched``, ``from_busy``: of how many.
         cores: that this rank may use, by its affinity and its cgroup's ``quota``. ``quota_used``: cores that all
             processes under that quota have used.
         timed_fetch, timed_fetch_cpu: fetches of the training thread's own that were timed, and their CPU time.
@@ -522,6 +525,7 @@ class Slice:
     late: float = 0.0
     moved: float = 0.0
     moved_from_busy: float = 0.0
+    moved_from_long: float = 0.0
     head_of_line: float = 0.0
     matched: int = 0
     from_busy: int = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 
@@ -182,7 +183,7 @@ def test_a_batch_whose_worker_is_busy_with_another_is_told_from_one_whose_worker
             next(iterator)
         found = deliveries(observed)
         assert (found.batches, found.from_busy) == (3, 3)
-        assert 0 < found.moved_from_busy == found.moved
+        assert 0 < found.moved_from_long == found.moved_from_busy == found.moved, "and that with a long one"
         handle(observed).arrivals.clear()
     block = handle(observed).block
     while block.read()[0].ended < 8:
@@ -192,6 +193,25 @@ def test_a_batch_whose_worker_is_busy_with_another_is_told_from_one_whose_worker
     found = deliveries(observed)
     assert (found.batches, found.from_busy, found.moved_from_busy) == (4, 0, 0.0)
     assert found.moved > 0
+
+
+@pytest.mark.parametrize(("took", "long"), [([10, 10, 10, 10], 0), ([10, 10, 90, 10], 5), ([10, 25, 10, 10], 0)])
+def test_a_batch_that_waits_for_its_worker_s_long_fetch_is_told_from_one_behind_a_usual_one(took, long):
+    """Each is asked for 1 s after its fetch has ended, and is 5 s in coming, while the worker fetches the next."""
+    ends = list(itertools.accumulate(took, initial=100))[1:]
+    starts = [end - seconds for end, seconds in zip(ends, took, strict=True)]
+
+    def ns(seconds):
+        return tuple(int(at * 1e9) for at in seconds + [0] * (64 - len(seconds)))
+
+    worker = WorkerCounters(
+        worker=0, pid=1, tid=1, fetches=4, wall_ns=sum(took) * 10**9, fetching_since_ns=0, epoch=1, ended=4,
+        epoch_began=(0,) * 8, histogram=(), recent_started_ns=ns(starts), recent_finished_ns=ns(ends),
+    )  # fmt: skip
+    arrivals = [Arrival(1, n, int((ends[n] + 1) * 1e9), int((ends[n] + 6) * 1e9)) for n in range(1, 4)]
+    found = Fetches([worker], 1).deliveries(arrivals)
+    assert (found.moved, found.from_busy, found.moved_from_busy) == (15, 2, 10)
+    assert found.moved_from_long == long
 
 
 stamps = st.integers(0, 1 << 62)
@@ -225,7 +245,7 @@ def test_whatever_the_workers_have_written_down_nothing_is_negative(counters, ar
     found = fetches.deliveries(arrivals)
     assert min(found.slack, found.late, found.moved, found.head_of_line) >= 0
     assert found.head_of_line <= found.late + 1e-9
-    assert 0 <= found.moved_from_busy <= found.moved
+    assert 0 <= found.moved_from_long <= found.moved_from_busy <= found.moved
     assert 0 <= found.from_busy <= found.batches
     waited = sum(a.arrived_ns - a.requested_ns for a in arrivals) / 1e9
     assert found.late + found.moved <= waited * (1 + 1e-9)

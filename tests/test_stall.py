@@ -306,6 +306,15 @@ def test_workers_of_an_epoch_that_has_ended_do_not_count_beside_those_of_the_nex
     assert costs(evidence) == pytest.approx(costs(gather([one] * 13)))
 
 
+def test_what_a_long_fetch_keeps_its_worker_from_handing_over_is_the_long_fetch_s():
+    """Batches were late for 0.2 s, and moved for 0.4 s: half of that from workers that were in a long fetch."""
+    with_long = with_workers(busy=0.3, cpu=0.3, late=0.2, moved=0.4, moved_from_long=0.2, **STARVED)
+    without = dataclasses.replace(with_long, moved_from_long=0.0)
+    lost, lost_without = costs(gather([with_long])), costs(gather([without]))
+    assert lost == pytest.approx({"uneven_batches": 0.4, "batch_transfer": 0.2})
+    assert lost_without == pytest.approx({"uneven_batches": 0.2, "batch_transfer": 0.4})
+
+
 def test_a_stuck_fetch_has_cost_what_it_took_when_it_is_over_too():
     starved = with_workers(busy=0.9, cpu=0.1, blocked=0.8, fetches=100, **STARVED)
     six_seconds = [
@@ -431,7 +440,7 @@ slices = st.builds(
         {}, {"prefetch_factor": None, "in_order": True}, {"prefetch_factor": 64}, {"persistent_workers": True, "num_workers": 3},
         {"sharing_strategy": "file_descriptor", "in_order": False, "num_workers": 2}, {"loader_used_again": False},
     ]),
-    matched=st.integers(0, 10**6), from_busy=st.integers(0, 10**6), moved_from_busy=amount, left=st.integers(0, 100),
+    moved_from_long=amount, matched=st.integers(0, 10**6), from_busy=st.integers(0, 10**6), moved_from_busy=amount, left=st.integers(0, 100),
     host_cores=st.integers(0, 512), quota=st.none() | st.floats(0.01, 512), quota_used=st.none() | amount,
 )  # fmt: skip
 

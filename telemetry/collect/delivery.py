@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from telemetry.clock import NS
 from telemetry.records import Deliveries
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from telemetry.records import Arrival, WorkerCounters
+
+
+_LONG: Final = 3.0
+"""A fetch that takes so many times the mean of its worker's is a long one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +74,7 @@ class Fetches:
     def deliveries(self, arrivals: Iterable[Arrival]) -> Deliveries:
         """What the batches had behind them when they were taken. The first of an epoch has nothing to say."""
         batches, slack, late, moved, blocked = 0, 0, 0, 0, 0
-        from_busy, moved_from_busy = 0, 0
+        from_busy, moved_from_busy, moved_from_long = 0, 0, 0
         guilty: Counter[int] = Counter()
         for arrival in arrivals:
             finished = self.finished_ns(arrival.epoch, arrival.number)
@@ -82,9 +86,11 @@ class Fetches:
             slack += max(0, arrival.requested_ns - finished)
             since = max(arrival.requested_ns, finished)
             moved += arrival.arrived_ns - since
-            if self._busy_again(arrival, since):
+            longest = self._busy_again(arrival, since)
+            if longest:
                 from_busy += 1
                 moved_from_busy += arrival.arrived_ns - since
+                moved_from_long += arrival.arrived_ns - since if self._is_long(arrival, longest) else 0
             if finished > arrival.requested_ns:
                 late += finished - arrival.requested_ns
                 behind = self._earliest_behind(arrival)
@@ -100,6 +106,7 @@ class Fetches:
             moved=moved / NS,
             from_busy=from_busy,
             moved_from_busy=moved_from_busy / NS,
+            moved_from_long=moved_from_long / NS,
             head_of_line=blocked / NS,
             worker=worst[0][0] if worst else None,
         )
@@ -129,17 +136,29 @@ class Fetches:
         began = None if worker is None else _began(worker, arrival.epoch)
         return worker is not None and began is not None and began + arrival.number // self._workers >= worker.ended
 
-    def _busy_again(self, arrival: Arrival, since_ns: int) -> bool:
-        """Whether the worker of a batch was in a later fetch at some time from ``since_ns`` until it was there."""
+    def _busy_again(self, arrival: Arrival, since_ns: int) -> int:
+        """The longest later fetch that the worker of a batch was in at some time from ``since_ns`` until it was there.
+
+        In ns, up to then of one that goes on; 0 for none.
+        """
         worker = self._counters[arrival.number % self._workers]
         number = (_began(worker, arrival.epoch) or 0) + arrival.number // self._workers
         starts, ends = worker.recent_started_ns, worker.recent_finished_ns
         kept = len(starts)
         later = range(number + 1, worker.ended)  # kept, since this batch's own is
         begun = bisect_left(later, arrival.arrived_ns, key=lambda fetch: starts[fetch % kept])
+        longest = 0
         if begun == len(later) and 0 < worker.fetching_since_ns < arrival.arrived_ns:
-            return True
-        return begun > 0 and ends[later[begun - 1] % kept] > since_ns
+            longest = arrival.arrived_ns - worker.fetching_since_ns
+        for fetch in reversed(later[:begun]):
+            if ends[fetch % kept] <= since_ns:
+                break
+            longest = max(longest, ends[fetch % kept] - starts[fetch % kept])
+        return longest
+
+    def _is_long(self, arrival: Arrival, fetch_ns: int) -> bool:
+        worker = self._counters[arrival.number % self._workers]
+        return fetch_ns * worker.fetches >= _LONG * worker.wall_ns > 0
 
     def _earliest_behind(self, arrival: Arrival) -> int | None:
         """When the first of the batches behind one, each the next of another worker, was finished."""

@@ -96,7 +96,7 @@ class WorkersSource:
         self._before_ns = 0
         self._counted: dict[tuple[int, int], WorkerCounters] = {}
         self._histogram = _NONE_YET
-        self._late = self._moved = self._moved_from_busy = self._head_of_line = 0.0
+        self._late = self._moved = self._moved_from_busy = self._moved_from_long = self._head_of_line = 0.0
         self._matched = self._from_busy = 0
         self._batches, self._slack = 0, 0.0  # since the last reading
 
@@ -150,6 +150,7 @@ class WorkersSource:
             matched_total=self._matched,
             from_busy_total=self._from_busy,
             moved_from_busy_seconds_total=self._moved_from_busy,
+            moved_from_long_seconds_total=self._moved_from_long,
             head_of_line_batches=blocked.batches if blocked is not None else 0,
             head_of_line_worker=blocked.worker if blocked is not None else None,
             head_of_line_since_seconds=blocked.seconds if blocked is not None else None,
@@ -200,6 +201,7 @@ class WorkersSource:
         self._matched += found.batches
         self._from_busy += found.from_busy
         self._moved_from_busy += found.moved_from_busy
+        self._moved_from_long += found.moved_from_long
         self._head_of_line += found.head_of_line
         if loader.delivered is None or not loader.training:
             return None

@@ -124,7 +124,8 @@ def _moved_share(evidence: Evidence, at: Thresholds) -> float:
     matched = evidence.late + evidence.moved
     limited = _workers_are_the_limit(evidence, at)
     if matched > 0:
-        moved = evidence.moved / matched
+        # A batch that its worker, in a long fetch, hands over late would have come with ease behind a usual one.
+        moved = max(0.0, evidence.moved - evidence.moved_from_long) / matched
         # While one batch is moved the next is fetched: no step can be shorter than the workers' supply of batches.
         return min(moved, 1.0 - _short_of_supply(evidence)) if limited else moved
     if limited:

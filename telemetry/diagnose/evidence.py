@@ -14,8 +14,8 @@ class Evidence:
     """One rank over one window. Sums are seconds; what nothing told is None.
 
     Attributes:
-        late, moved, head_of_line: waits for workers' batches, taken apart, see `Deliveries`; zeros where none could be
-            matched with its fetch.
+        late, moved, moved_from_long, head_of_line: waits for workers' batches, taken apart, see `Deliveries`; zeros
+            where none could be matched with its fetch.
         checkpoints: how many steps had one.
         checkpoint_interval: seconds of training between the newest checkpoint and the one before; 0.0 where the window
             has several. ``early_checkpoint``: mean time of the first of the run; 0.0 before there are any.
@@ -66,6 +66,7 @@ class Evidence:
     late_wait: float
     late: float
     moved: float
+    moved_from_long: float
     head_of_line: float
     moving_seconds: float | None
     moving_from_busy_seconds: float | None
@@ -130,10 +131,10 @@ class Evidence:
     def as_log_field(self) -> dict[str, Any]:
         """The figures that are there, with unit suffixes, for the log."""
         seconds = (
-            "wait", "exposed", "edge_wait", "late_wait", "late", "moved", "head_of_line", "compute", "checkpoint",
-            "around_checkpoints", "garbage", "own_runnable", "gpu_idle", "gpu_slowed", "longest_fetch",
-            "slowest_fetch", "evaluation", "process_cpu_per_step", "checkpoint_interval", "early_checkpoint",
-            "around_edges",
+            "wait", "exposed", "edge_wait", "late_wait", "late", "moved", "moved_from_long", "head_of_line",
+            "compute", "checkpoint", "around_checkpoints", "garbage", "own_runnable", "gpu_idle", "gpu_slowed",
+            "longest_fetch", "slowest_fetch", "evaluation", "process_cpu_per_step", "checkpoint_interval",
+            "early_checkpoint", "around_edges",
         )  # fmt: skip
         plain = (
             "steps", "batches_per_step", "source", "workers", "worker_cores", "edges", "left", "fetch_seconds",

@@ -78,6 +78,7 @@ def gather(
         late_wait=_sum(slices, lambda s: s.late_wait),
         late=_sum(slices, lambda s: s.late),
         moved=_sum(slices, lambda s: s.moved),
+        moved_from_long=_sum(slices, lambda s: s.moved_from_long),
         head_of_line=_sum(slices, lambda s: s.head_of_line),
         moving_seconds=_each(slices, lambda s: s.moved - s.moved_from_busy, lambda s: s.matched - s.from_busy),
         moving_from_busy_seconds=_each(slices, lambda s: s.moved_from_busy, lambda s: s.from_busy),

@@ -23,6 +23,7 @@ _RUNNING_TOTALS: Final = frozenset(
         "matched_total",
         "from_busy_total",
         "moved_from_busy_seconds_total",
+        "moved_from_long_seconds_total",
     }
 )
 """Counted up over the run: the newest value is the one that tells."""
