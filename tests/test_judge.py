@@ -90,6 +90,22 @@ def test_the_first_batch_is_no_stall_however_long_it_is_waited_for(run):
     assert run.causes == []
 
 
+def test_the_waits_for_batches_are_taken_apart_from_tick_to_tick(run):
+    run.request(0.5, 0.6)
+    for second in range(1, 12):
+        run.request(second - 0.3, second + 0.5)
+        taken_apart = dict(late=0.1, moved=0.5, moved_from_busy=0.4, moved_from_long=0.3, head_of_line=0.05)
+        totals = {f"{name}_seconds_total": value * second for name, value in taken_apart.items()}
+        run.tick(second + 0.6, matched_total=second, from_busy_total=second, **totals)
+    ((_, stall),) = [line for line in run.lines if line[0] == "stall_open"]
+    evidence = stall["evidence"]
+    ticks = round(evidence["late_seconds"] / 0.1)
+    assert ticks >= 5
+    for name in ("late", "moved", "moved_from_long", "head_of_line"):
+        assert evidence[f"{name}_seconds"] == pytest.approx(taken_apart[name] * ticks)
+    assert evidence["moving_from_busy_seconds"] == pytest.approx(taken_apart["moved_from_busy"])
+
+
 def test_a_later_batch_that_is_waited_for_as_long_is_one(run):
     run.request(0.5, 0.6)
     for second in range(1, 12):
