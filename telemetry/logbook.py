@@ -86,7 +86,7 @@ class Logbook:
 
     def start(self) -> bool:
         """The first line of the run."""
-        return self.emit("run_start", self.head_fields() | {"settings": self._config.as_log_fields()})
+        return self.emit("run_start", self.head_fields())
 
     def write_what_is_due(self) -> None:
         """Phases and errors as they come; a window, and the samples of it, when its time is over."""
@@ -141,6 +141,7 @@ class Logbook:
             "python_version": platform.python_version(),
             "cpu_count": os.cpu_count(),
             "metrics_url": self._status()[0],
+            "settings": self._config.as_log_fields(),
         }
         stats = self._accounts.stats
         for name, sketch in (("step", stats.run_step), ("data_wait", stats.run_wait)):

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
+from telemetry.files import open_regular
+from telemetry.report.schema import checked
 from telemetry.sketch import Sketch, parse_counts
 
 if TYPE_CHECKING:
@@ -32,6 +34,8 @@ class ProcessLog:
         step: step durations; ``wait``: data waits. Of the whole run, also where old files were rotated away.
         stalls, snapshots, errors: lines of these events, oldest first.
         torn_lines: lines that could not be read.
+        wrong_fields: fields that were left out because they were of the wrong type.
+        skipped: names of logs of the run that are no regular file and were not read; in the newest process only.
     """
 
     rank: int
@@ -46,12 +50,15 @@ class ProcessLog:
     snapshots: list[dict[str, Any]] = field(default_factory=list)
     errors: list[dict[str, Any]] = field(default_factory=list)
     torn_lines: int = 0
-    run: object = None
+    wrong_fields: int = 0
+    skipped: list[str] = field(default_factory=list)
+    run: str = ""
 
     @property
     def started(self) -> str:
         """When the process began, ISO-8601; sorts as text."""
-        return str(self.head.get("started") or self.head.get("time") or "")
+        started: str = self.head.get("started") or self.head.get("time") or ""
+        return started
 
 
 def load(run_dir: Path) -> list[ProcessLog]:
@@ -64,15 +71,19 @@ def load(run_dir: Path) -> list[ProcessLog]:
     if not logs.is_dir():
         raise NoRunError(f"{run_dir} is no run folder: there is no {logs}")
     files: dict[tuple[int, int], list[tuple[int, Path]]] = {}
+    skipped: list[str] = []
     for path in logs.iterdir():
         match = _NAME.fullmatch(path.name)
-        if match:
+        if match and not path.is_file():  # a FIFO would be waited for
+            skipped.append(path.name)
+        elif match:
             key = (int(match[1]), int(match[2]))
             files.setdefault(key, []).append((int(match[3] or 0), path))
     if not files:
         raise NoRunError(f"there is no log in {logs}: no file is named rank-<rank>.<pid>.jsonl")
     processes = [_load_process(rank, pid, parts) for (rank, pid), parts in files.items()]
     newest = max(processes, key=lambda process: process.started)
+    newest.skipped = sorted(skipped)
     return sorted(
         (process for process in processes if process.run == newest.run),
         key=lambda process: (process.rank, process.started),
@@ -89,7 +100,10 @@ def _load_process(rank: int, pid: int, parts: list[tuple[int, Path]]) -> Process
 
 def _lines(path: Path, log: ProcessLog) -> Iterator[dict[str, Any]]:
     try:
-        with path.open("rb") as file:
+        file = open_regular(path)
+        if file is None:
+            return
+        with file:
             for raw in file:
                 try:
                     line = orjson.loads(raw)
@@ -97,16 +111,18 @@ def _lines(path: Path, log: ProcessLog) -> Iterator[dict[str, Any]]:
                     log.torn_lines += bool(raw.strip())
                     continue
                 if isinstance(line, dict):
-                    yield line
+                    sound, wrong = checked(line)
+                    log.wrong_fields += len(wrong)
+                    yield sound
     except OSError:
         log.torn_lines += 1  # rotated away or unreadable: what the others say still holds
 
 
 def _take(line: dict[str, Any], log: ProcessLog) -> None:
     event = line.get("event")
-    log.run = line.get("run")
+    log.run = line.get("run", log.run)
     log.head = log.head or {name: line.get(name) for name in ("local_rank", "node", "time")}
-    log.last_time = max(log.last_time, str(line.get("time", "")))
+    log.last_time = max(log.last_time, line.get("time", ""))
     if event == "run_start":
         if "started" not in log.head:
             log.head = line
@@ -114,12 +130,12 @@ def _take(line: dict[str, Any], log: ProcessLog) -> None:
                 _add(log.step, line.get("step_sketch"), line.get("step_max_seconds"))
                 _add(log.wait, line.get("data_wait_sketch"), line.get("data_wait_max_seconds"))
     elif event == "window":
-        log.totals = line
+        _take_totals(line, log)
         for sketch, name in ((log.step, "step"), (log.wait, "data_wait")):
-            longest = line.get(f"{name}_seconds")
-            _add(sketch, line.get(f"{name}_sketch"), longest.get("max") if isinstance(longest, dict) else None)
+            _add(sketch, line.get(f"{name}_sketch"), line.get(f"{name}_seconds", {}).get("max"))
     elif event == "run_end":
-        log.totals, log.ended = line, True
+        _take_totals(line, log)
+        log.ended = True
     elif event in {"stall_open", "stall_close"}:
         log.stalls.append(line)
     elif event == "snapshot":
@@ -128,5 +144,11 @@ def _take(line: dict[str, Any], log: ProcessLog) -> None:
         log.errors.append(line)
 
 
-def _add(sketch: Sketch, counts: object, largest: object) -> None:
-    sketch.merge(parse_counts(counts), float(largest) if isinstance(largest, (int, float)) else 0.0)
+def _take_totals(line: dict[str, Any], log: ProcessLog) -> None:
+    """The newest totals stand for the whole run, unless the line was damaged: then those before it do."""
+    if line.keys() >= {"ledger_total_seconds", "wall_seconds", "steps_total"}:
+        log.totals = line
+
+
+def _add(sketch: Sketch, counts: object, largest: float | None) -> None:
+    sketch.merge(parse_counts(counts), largest or 0.0)
