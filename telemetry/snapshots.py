@@ -19,8 +19,9 @@ from telemetry.snapshot import plan as p
 from telemetry.snapshot.about import describe
 from telemetry.snapshot.agree import Meeting, Position, new_id
 from telemetry.snapshot.capture import Capture
-from telemetry.snapshot.folder import open_folder
+from telemetry.snapshot.folder import close_in_child, open_folder
 from telemetry.snapshot.outcome import Outcome
+from telemetry.snapshot.owner import Here, pid_namespace
 from telemetry.snapshot.store import Keeper, Stored, StoreError, sweep, trace_name
 from telemetry.snapshot.tracks import as_events, fetches
 from telemetry.snapshot.trigger import Limits, StepWatch, Trigger
@@ -99,13 +100,14 @@ class Snapshots:
             about={"run": identity.run, "rank": identity.rank, "world_size": identity.world_size},
         )
         profilers.before_theirs = self._capture.give_way
-        root = board_root()
+        here = Here(slug(identity.node), pid_namespace(), start_ticks)
         self._keeper = Keeper(
             self._folder,
-            root if root.is_relative_to("/dev/shm") else None,  # noqa: S108 - only its name; the folder is 0700
-            owner=f"{slug(identity.node)}-{os.getpid()}-{start_ticks(os.getpid())}",
+            board_root(),
+            owner=here.name(os.getpid()),
             most_bytes=config.snapshot_max_bytes,
             budget_bytes=config.snapshot_disk_bytes,
+            is_gone=here.is_gone,
         )
         self._thread: threading.Thread | None = None
         self._kept: _Kept | None = None
@@ -114,15 +116,17 @@ class Snapshots:
     # -- life --------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Make the folder, and clear what a process that is gone has left in it.
+        """Make the folder, and clear what processes that are gone have left: here, and in /dev/shm by earlier versions.
 
         Raises:
-            OSError: the folder cannot be used; there will be no snapshots.
+            OSError: a folder cannot be used; there will be no snapshots if it is the run's.
         """
-        if self._config.max_snapshots:
-            with open_folder(self._folder, make=True):
-                sweep(self._folder, self._keeper.scratch, self._is_gone)
-            self._usable = True
+        try:
+            if self._config.max_snapshots:
+                with open_folder(self._folder, make=True):
+                    self._usable = True
+        finally:
+            sweep((self._folder, self._keeper.shared), self._keeper.is_gone)
 
     def request(self, rank: int | None, steps: int | None) -> bool:
         """Somebody in this process asks for one. On any thread; it is put forward at the next tick."""
@@ -157,6 +161,7 @@ class Snapshots:
     def after_fork_in_child(self) -> None:
         """A fork in the middle of a recording: this copy of it is not to grow. Takes no lock."""
         self._usable = False
+        close_in_child()
         self._capture.after_fork_in_child()
 
     def view(self) -> SnapshotsView:
@@ -312,9 +317,3 @@ class Snapshots:
         self._emit("snapshot", line)
         result_of = p.Result(self._identity.rank, result, why, path, outcome.first_step, outcome.last_step)
         self._meeting.report(plan, result_of)
-
-    def _is_gone(self, owner: str) -> bool:
-        host, pid, ticks = [*owner.rsplit("-", 2), "", ""][:3]
-        if host != slug(self._identity.node) or not pid.isdigit():
-            return False
-        return str(start_ticks(int(pid))) != ticks
