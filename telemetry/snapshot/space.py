@@ -70,7 +70,8 @@ class Room:
                 free, others = free_bytes(self.snapshots), self._others()
                 if wanted + RESERVE_BYTES <= free - others:
                     break
-                if wanted + RESERVE_BYTES > free or now_ns() > deadline:
+                # What the others have claimed, they may have written by now: it comes back when they are done.
+                if wanted + RESERVE_BYTES > free + others or now_ns() > deadline:
                     raise NoRoomError(_told(wanted, free, others))
                 self._unmark(name)
                 time.sleep(_PAUSE_SECONDS * (0.5 + random.random()))  # noqa: S311 - so that two do not meet again

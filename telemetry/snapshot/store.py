@@ -125,9 +125,9 @@ class Keeper:
             try:
                 with snapshots.sub(partial, make=True) as work:
                     reached("begun")
-                    _try_disk(work)
                     room = Room(self.snapshots, self.shared, self.owner, self.is_gone)
                     with self._claimed(room, trace, held):
+                        _try_disk(work)
                         raw = self._save(trace, work, held)
                         try:
                             reached("saved")
