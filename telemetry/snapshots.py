@@ -14,11 +14,11 @@ from telemetry.identity import slug
 from telemetry.publish.board import board_root, start_ticks
 from telemetry.publish.fields import rounded
 from telemetry.records import FAILED, RECORDED, REFUSED, SKIPPED, SLOWER, SNAPSHOT_RESULTS, SnapshotsView
-from telemetry.signals import signals_blocked
 from telemetry.snapshot import plan as p
 from telemetry.snapshot.about import describe
 from telemetry.snapshot.agree import Meeting, Position, new_id
 from telemetry.snapshot.capture import Capture
+from telemetry.snapshot.export import Export
 from telemetry.snapshot.folder import close_in_child, open_folder
 from telemetry.snapshot.outcome import Outcome
 from telemetry.snapshot.owner import Here, pid_namespace
@@ -109,7 +109,8 @@ class Snapshots:
             budget_bytes=config.snapshot_disk_bytes,
             is_gone=here.is_gone,
         )
-        self._thread: threading.Thread | None = None
+        self._export: Export | None = None
+        self._keeping = False
         self._kept: _Kept | None = None
         self._usable = False
 
@@ -154,8 +155,10 @@ class Snapshots:
         """The last tick, after the hooks are gone."""
         self._capture.drop("the run ended before the step")
         self._settle_outcome()
-        if self._thread is not None:
-            self._thread.join(_END_SECONDS)
+        if self._export is not None:
+            if not self._keeping:
+                self._export.give(None)
+            self._export.join(_END_SECONDS)
         self._settle_kept()
 
     def after_fork_in_child(self) -> None:
@@ -207,35 +210,40 @@ class Snapshots:
 
     def _position(self) -> Position | None:
         """Where this rank is, None while it has a snapshot in hand or does not know its pace."""
-        busy = self._capture.busy or self._thread is not None
+        busy = self._capture.busy or self._keeping
         pace = self._watch.step_seconds
         return None if busy or pace is None else Position(self._steps(), pace)
 
     def _heard(self, plan: p.Plan, now: float) -> None:
         if plan.refused is not None:
             self._conclude(Outcome(plan, REFUSED, plan.refused))
-        elif self._capture.busy or self._thread is not None:
+        elif self._capture.busy or self._keeping:
             self._conclude(Outcome(plan, SKIPPED, "another snapshot is in hand"))
         elif self._capture.abandoned:
             self._conclude(Outcome(plan, REFUSED, "a recording could not be ended; there will be no other one"))
         else:
+            try:
+                self._export = Export(self._keep)
+            except RuntimeError as error:
+                self._conclude(Outcome(plan, REFUSED, f"there is no thread to save it: {error}"))
+                return
             self._trigger.took(now)
             self._capture.arm(plan)
 
     # -- what was recorded -------------------------------------------------------------------------------------
 
     def _settle_outcome(self) -> None:
-        outcome = self._capture.take() if self._thread is None else None
-        if outcome is None:
+        export = self._export
+        outcome = None if export is None or self._keeping else self._capture.take()
+        if export is None or outcome is None:
             return
         if outcome.pauses:
             self._watch.compare(outcome.plan.first_step - 1, outcome.last_step or outcome.plan.last_step)
-        if outcome.trace is None:
+        self._keeping = outcome.trace is not None
+        export.give(outcome if self._keeping else None)
+        if not self._keeping:
+            self._export = None
             self._conclude(outcome)
-            return
-        self._thread = threading.Thread(target=self._keep, args=(outcome,), name="telemetry-export", daemon=True)
-        with signals_blocked():
-            self._thread.start()
 
     def _keep(self, outcome: Outcome) -> None:
         """On a thread of its own: what takes seconds there must not stop the sampling."""
@@ -285,7 +293,7 @@ class Snapshots:
         kept = self._kept
         if kept is None:
             return
-        self._kept, self._thread = None, None
+        self._kept, self._export, self._keeping = None, None, False
         self._conclude(kept.outcome, kept.stored, kept.error)
 
     def _conclude(self, outcome: Outcome, stored: Stored | None = None, error: str | None = None) -> None:

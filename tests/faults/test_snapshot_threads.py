@@ -1,0 +1,61 @@
+"""A snapshot's trace is kept by a thread, which cannot be had at every moment."""
+
+from __future__ import annotations
+
+import gzip
+import json
+
+from faults.processes import events, python, write
+
+SCRIPT = """
+import sys, threading, torch, telemetry
+from torch.utils.data import DataLoader, TensorDataset
+
+
+def refuse(self):
+    raise RuntimeError("can't create new thread at interpreter shutdown")
+
+
+def loop(until, steps=2):
+    telemetry.request_snapshot(steps=steps)
+    while True:
+        for (batch,) in DataLoader(TensorDataset(torch.ones(400, 4)), batch_size=4):
+            torch.relu(batch)
+            if until():
+                return
+
+
+def recording():
+    plan = agent.snapshots._capture._plan
+    return plan is not None and agent.snapshots._capture._ended > plan.first_step
+
+
+agent = telemetry.start("run", start_line=False, interval_seconds=0.1, snapshot_max_seconds=600)
+if sys.argv[1] == "exit":
+    loop(recording, 50)
+    threading.Thread.start = refuse  # as Python 3.12 does once the script has come to its end
+else:
+    start, threading.Thread.start = threading.Thread.start, refuse
+    loop(lambda: agent.snapshots.counts["refused"])
+    threading.Thread.start = start
+    loop(lambda: agent.snapshots.counts["recorded"])
+    telemetry.stop()
+    print([thread.name for thread in threading.enumerate()])
+"""
+
+
+def test_a_recording_cut_short_by_the_exit_needs_no_new_thread(tmp_path):
+    done = python(write(tmp_path, "script.py", SCRIPT), "exit", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    (line,) = events(tmp_path / "run", "snapshot")
+    assert line["result"] == "recorded"
+    assert json.loads(gzip.decompress((tmp_path / "run" / line["path"]).read_bytes()))["traceEvents"]
+    assert events(tmp_path / "run", "run_end"), "it does not hold up the end"
+
+
+def test_without_a_thread_there_is_no_recording_and_the_next_one_is_made(tmp_path):
+    done = python(write(tmp_path, "script.py", SCRIPT), "loop", cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "['MainThread']\n", "")
+    refused, recorded = events(tmp_path / "run", "snapshot")
+    assert (refused["result"], recorded["result"]) == ("refused", "recorded")
+    assert "no thread to save it" in refused["why"]
