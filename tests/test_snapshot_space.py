@@ -60,7 +60,8 @@ def everything(tmp_path: Path) -> list[str]:
     return sorted(path.name for path in tmp_path.rglob("*") if path.is_file())
 
 
-def test_more_than_the_limit_is_refused_before_anything_is_written(tmp_path):
+def test_more_than_the_limit_is_refused_before_anything_is_written(tmp_path, free):
+    free(1 << 50)
     trace = Trace(most=1 << 40, least=90 * MIB, events=200 * MIB)
     with pytest.raises(StoreError, match="at least 94371840 bytes, more than snapshot_max_bytes"):
         make(tmp_path).keep(trace, "request-step5", "rank-0.gz")

@@ -8,7 +8,8 @@ import json
 from faults.processes import events, python, write
 
 SCRIPT = """
-import sys, threading, torch, telemetry
+import os, sys, threading, torch, telemetry
+from telemetry.snapshot.store import Keeper
 from torch.utils.data import DataLoader, TensorDataset
 
 
@@ -30,10 +31,25 @@ def recording():
     return plan is not None and agent.snapshots._capture._ended > plan.first_step
 
 
+def fork(reached):
+    "Say what a child that is forked now, as a worker is, has open in the run folder, the log aside."
+    if reached == "saved" and not (child := os.fork()):
+        links = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
+        print("open", [link for link in links if "/run/snapshots" in link], flush=True)
+        os._exit(0)
+    elif reached == "saved":
+        os.waitpid(child, 0)
+
+
+if sys.argv[1] == "fork":
+    keep = Keeper.keep
+    Keeper.keep = lambda self, trace, folder, name, more: keep(self, trace, folder, name, more=more, reached=fork)
 agent = telemetry.start("run", start_line=False, interval_seconds=0.1, snapshot_max_seconds=600)
 if sys.argv[1] == "exit":
     loop(recording, 50)
     threading.Thread.start = refuse  # as Python 3.12 does once the script has come to its end
+elif sys.argv[1] == "fork":
+    loop(lambda: agent.snapshots.counts["recorded"])
 else:
     start, threading.Thread.start = threading.Thread.start, refuse
     loop(lambda: agent.snapshots.counts["refused"])
@@ -59,3 +75,9 @@ def test_without_a_thread_there_is_no_recording_and_the_next_one_is_made(tmp_pat
     refused, recorded = events(tmp_path / "run", "snapshot")
     assert (refused["result"], recorded["result"]) == ("refused", "recorded")
     assert "no thread to save it" in refused["why"]
+
+
+def test_a_worker_forked_during_an_export_keeps_none_of_its_files(tmp_path):
+    """The disk space of what is removed would be taken for as long as the worker lives."""
+    done = python(write(tmp_path, "script.py", SCRIPT), "fork", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "open []\n"), done.stderr
