@@ -6,6 +6,7 @@ import weakref
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
+from telemetry.attach import kinds
 from telemetry.attach.handle import ON_THREAD, WATCHED, LoaderHandle, Source
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class Sources:
         Only its pids and its queue are kept: a strong reference on the agent thread could make that thread the one
         that shuts the workers down.
         """
-        if not getattr(iterator, "_workers", None) or len(self._live) >= _MOST:
+        if len(self._live) >= _MOST or not kinds.workers_of(iterator):
             return
         key, live, retired = id(iterator), self._live, self._retired
         if key in live:
@@ -77,7 +78,7 @@ class Sources:
         handle = self.known(iterator)
         if handle is not None:
             return handle
-        workers = getattr(iterator, "_num_workers", None)
-        if workers is None:
+        if not kinds.is_loader_iterator(iterator):
             return WATCHED
+        workers = getattr(iterator, "_num_workers", 0)
         return Source("workers", {"num_workers": workers}) if workers else ON_THREAD
