@@ -13,7 +13,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from telemetry.attach.frames import forget_frame
-from telemetry.attach.worker_probe import in_worker_process, without_ours
+from telemetry.attach.worker_probe import in_worker_process, note_wrapper, without_ours
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -111,5 +111,4 @@ def _marked(original: Callable[[Any, Any], Any], nvtx: Any, name: str) -> Callab
         finally:
             nvtx.range_pop()
 
-    fetch.telemetry_kind = "marked"  # type: ignore[attr-defined]
-    return fetch
+    return note_wrapper(fetch, "marked")

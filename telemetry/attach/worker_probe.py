@@ -192,10 +192,20 @@ def in_worker_process(maker: int) -> bool:
     return os.getpid() != maker and threading.current_thread() is threading.main_thread()
 
 
+_wrappers: Final[weakref.WeakKeyDictionary[Any, str]] = weakref.WeakKeyDictionary()
+"""What each wrapper around a ``fetch`` is for."""
+
+
 def without_ours(function: Callable[[Any, Any], Any], *kinds: str) -> Callable[[Any, Any], Any]:
     """A ``fetch`` without the wrappers of these kinds: a process may be used for one worker after the other."""
-    while getattr(function, "telemetry_kind", None) in kinds:
+    while _wrappers.get(function) in kinds:
         function = function.__wrapped__  # type: ignore[attr-defined]
+    return function
+
+
+def note_wrapper(function: Callable[[Any, Any], Any], kind: str) -> Callable[[Any, Any], Any]:
+    """Make a wrapper of ours known to `without_ours`. An attribute would be copied by ``functools.wraps``."""
+    _wrappers[function] = kind
     return function
 
 
@@ -208,7 +218,7 @@ def _time_fetches(block: WorkerBlock, worker: int) -> None:
     words[_TID] = threading.get_native_id()
     words[_PID] = os.getpid()
     for kind in (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher):
-        kind.fetch = timed_fetch(without_ours(kind.fetch, "timed", "marked"), words)
+        kind.fetch = note_wrapper(timed_fetch(without_ours(kind.fetch, "timed", "marked"), words), "timed")
 
 
 def _offer_stacks(block: WorkerBlock, worker: int) -> None:
@@ -267,5 +277,4 @@ def timed_fetch(original: Callable[[Any, Any], Any], words: memoryview) -> Calla
         store(slot, _COUNTS_AT, fetches, wall, 0, ended)
         return data
 
-    fetch.telemetry_kind = "timed"  # type: ignore[attr-defined]
     return fetch
