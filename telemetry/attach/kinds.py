@@ -27,6 +27,11 @@ def origin(candidate: object) -> weakref.ref[Any] | None:
         return weakref.ref(wrapper)
 
 
+def unwrapped(candidate: Any) -> Any:
+    """What a wrapper is around; anything else as it is."""
+    return candidate._telemetry_object if issubclass(type(candidate), Wrapper) else candidate
+
+
 def is_loader(candidate: object) -> bool:
     """Whether it is a ``DataLoader`` of torch's, or of a class made from it."""
     return _is_a(candidate, "DataLoader")

@@ -12,7 +12,7 @@ import weakref
 from types import WrapperDescriptorType
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.attach.kinds import Wrapper
+from telemetry.attach.kinds import Wrapper, unwrapped
 from telemetry.attach.loader import timed_iter, timed_next
 
 if TYPE_CHECKING:
@@ -87,10 +87,10 @@ class Watched(Wrapper):
         return format(self._telemetry_object, form)
 
     def __eq__(self, other: object) -> Any:
-        return self._telemetry_object == _inside(other)
+        return self._telemetry_object == unwrapped(other)
 
     def __ne__(self, other: object) -> Any:
-        return self._telemetry_object != _inside(other)
+        return self._telemetry_object != unwrapped(other)
 
     def __hash__(self) -> int:
         return hash(self._telemetry_object)
@@ -157,10 +157,6 @@ def _is_its_own_iterator(inside: object) -> bool:
     return hasattr(kind, "__next__") and isinstance(getattr(kind, "__iter__", None), WrapperDescriptorType)
 
 
-def _inside(candidate: Any) -> Any:
-    return candidate._telemetry_object if issubclass(type(candidate), Watched) else candidate
-
-
 # -- the class of wrappers for a class of objects ---------------------------------------------------------------------
 
 _classes: weakref.WeakKeyDictionary[type, type[Watched]] = weakref.WeakKeyDictionary()
@@ -212,7 +208,7 @@ def _passed_on(name: str) -> Callable[..., Any]:
     def method(self: Watched, *args: Any, **kwargs: Any) -> Any:
         inside = self._telemetry_object
         if is_operator:
-            args = tuple(map(_inside, args))
+            args = tuple(map(unwrapped, args))
         result = _bound(inside, name)(*args, **kwargs)
         return self if result is inside else result
 
