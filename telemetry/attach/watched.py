@@ -59,8 +59,14 @@ class Watched(Wrapper):
             return self
         if issubclass(type(iterator), Watched):
             return iterator
-        wrapper = wrap(iterator, self._telemetry_tracker, self._telemetry_source or self)
-        _bind(wrapper, tracker)
+        source = self._telemetry_source
+        try:
+            wrapper = wrap(iterator, self._telemetry_tracker, self if source is None else source)
+            _bind(wrapper, tracker)
+        except Exception as error:  # a class that nothing can be learned from
+            if tracker is not None:
+                tracker.fault(error)
+            return iterator
         return wrapper
 
     def __getattr__(self, name: str) -> Any:

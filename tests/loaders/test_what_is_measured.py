@@ -263,6 +263,18 @@ def test_a_pickle_of_what_is_watched_needs_nothing_of_ours(agent, tmp_path):
     assert done.stdout == "[1, 2, 3] [4, 5] []\n", done.stderr
 
 
+class Odd(type):
+    """A class that cannot be hashed."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def test_an_object_that_cannot_be_wrapped_is_returned_as_it_is(agent):
+    source = Odd("Source", (Resetting,), {})()
+    assert telemetry.watch(source) is source
+    assert agent.tracker.errors == 1
+
+
 def test_a_copy_of_what_is_watched_is_watched(agent):
     import copy
 
