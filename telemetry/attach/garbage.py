@@ -35,7 +35,7 @@ def time_garbage(tracker: StepTracker, patches: Patches) -> None:
             return
         try:
             if phase == "start":
-                ran = _cpu_ns(tracker.native_thread) if elsewhere else 0
+                ran = _cpu_ns(tracker.native_thread) if elsewhere else time.thread_time_ns()
                 in_wait = tracker.asking
                 began = now_ns()
             elif began:
@@ -45,7 +45,7 @@ def time_garbage(tracker: StepTracker, patches: Patches) -> None:
                 lost = max(0, lost)
                 tracker.garbage_ns += lost
                 if in_wait:
-                    tracker.inside.collected(lost)
+                    tracker.inside.collected(lost, 0 if elsewhere else time.thread_time_ns() - ran)
                 began = 0
         except OSError:
             began = 0  # the training thread is no more

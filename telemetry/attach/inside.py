@@ -39,7 +39,7 @@ class Inside:
         receiving_cpu_ns: CPU time of this thread for the rest of those waits: to receive and unpickle the batch.
         edge_sampler_ns, edge_sampler_cpu_ns: what the sampler took where epochs began, in every epoch but the first.
         garbage_ns: collections that stopped this thread while it asked for a batch; ``edge_garbage_ns``: where an epoch
-            ended or began.
+            ended or began. ``garbage_cpu_ns``: CPU time of this thread for all of them.
     """
 
     __slots__ = (
@@ -48,6 +48,7 @@ class Inside:
         "edge_garbage_ns",
         "edge_sampler_cpu_ns",
         "edge_sampler_ns",
+        "garbage_cpu_ns",
         "garbage_ns",
         "receiving_cpu_ns",
         "sampler_cpu_ns",
@@ -61,10 +62,16 @@ class Inside:
         self.batches = 0
         self.sampler_ns = self.sampler_cpu_ns = self.receiving_cpu_ns = 0
         self.edge_sampler_ns = self.edge_sampler_cpu_ns = 0
-        self.garbage_ns = self.edge_garbage_ns = 0
+        self.garbage_ns = self.edge_garbage_ns = self.garbage_cpu_ns = 0
 
-    def collected(self, lost_ns: int) -> None:
+    @property
+    def collecting(self) -> tuple[int, int]:
+        """Collections in waits so far, nanoseconds: by the wall clock, and by this thread's CPU clock."""
+        return self.garbage_ns + self.edge_garbage_ns, self.garbage_cpu_ns
+
+    def collected(self, lost_ns: int, cpu_ns: int) -> None:
         """A collection has stopped the training thread in a wait."""
+        self.garbage_cpu_ns += cpu_ns
         if self.at_edge:
             self.edge_garbage_ns += lost_ns
         else:
@@ -75,26 +82,24 @@ class Timed:
     """One wait for a batch of workers, or one start of an epoch, whose parts are timed.
 
     Args:
-        tracker: gives the time of collections, and takes the sums.
+        tracker: knows of collections, and takes the sums.
         iterator: of the loader.
     """
 
-    __slots__ = ("_cpu_ns", "_garbage_ns", "_sampler", "_tracker")
+    __slots__ = ("_before", "_sampler", "_tracker")
 
     def __init__(self, tracker: StepTracker, iterator: object) -> None:
         self._tracker = tracker
         self._sampler = _Sampler(tracker, iterator)
         vars(iterator)[_NAME] = self._sampler
-        self._garbage_ns = tracker.garbage_ns
-        self._cpu_ns = thread_time_ns()
+        self._before = _Clocks(tracker.inside)
 
     def end(self, iterator: object, *, batch: bool) -> None:
         """The wait is over. ``batch``: it brought one."""
-        cpu = thread_time_ns() - self._cpu_ns
-        tracker, sampler = self._tracker, self._sampler
+        _, cpu = self._before.passed(self._tracker.inside)
+        inside, sampler = self._tracker.inside, self._sampler
         if vars(iterator).get(_NAME) is sampler:
             del vars(iterator)[_NAME]
-        inside = tracker.inside
         if inside.at_edge:
             inside.edge_sampler_ns += sampler.ns
             inside.edge_sampler_cpu_ns += sampler.cpu_ns
@@ -102,8 +107,24 @@ class Timed:
             inside.batches += 1
             inside.sampler_ns += sampler.ns
             inside.sampler_cpu_ns += sampler.cpu_ns
-            collecting = tracker.garbage_ns - self._garbage_ns - sampler.garbage_ns
-            inside.receiving_cpu_ns += max(0, cpu - sampler.all_cpu_ns - collecting)
+            inside.receiving_cpu_ns += max(0, cpu - sampler.cpu_ns)
+
+
+class _Clocks:
+    """The wall clock, this thread's CPU clock, and what collections have taken of both."""
+
+    __slots__ = ("_collecting", "_cpu_ns", "_wall_ns")
+
+    def __init__(self, inside: Inside) -> None:
+        self._collecting = inside.collecting
+        self._cpu_ns = thread_time_ns()
+        self._wall_ns = now_ns()
+
+    def passed(self, inside: Inside) -> tuple[int, int]:
+        """Since then, without collections: by the wall clock, and on the CPU."""
+        wall, cpu = now_ns() - self._wall_ns, thread_time_ns() - self._cpu_ns
+        (wall_after, cpu_after), (wall_before, cpu_before) = inside.collecting, self._collecting
+        return max(0, wall - wall_after + wall_before), max(0, cpu - cpu_after + cpu_before)
 
 
 class _Sampler:
@@ -112,33 +133,27 @@ class _Sampler:
     It does not keep the iterator alive: one that stayed behind would keep the workers from ending.
     """
 
-    __slots__ = ("_iterator", "_thread", "_tracker", "all_cpu_ns", "cpu_ns", "garbage_ns", "ns")
+    __slots__ = ("_inside", "_iterator", "_thread", "cpu_ns", "ns")
 
     def __init__(self, tracker: StepTracker, iterator: object) -> None:
-        self._tracker = tracker
+        self._inside = tracker.inside
         self._iterator = weakref.ref(iterator)
         self._thread = get_ident()
-        self.ns = self.cpu_ns = self.all_cpu_ns = self.garbage_ns = 0
+        self.ns = self.cpu_ns = 0
 
     def __call__(self) -> Any:
         iterator: Any = self._iterator()
-        if get_ident() != self._thread:
-            return type(iterator)._next_index(iterator)
-        garbage, cpu, start = self._tracker.garbage_ns, thread_time_ns(), now_ns()
+        before = _Clocks(self._inside) if get_ident() == self._thread else None
         try:
             return type(iterator)._next_index(iterator)
         except BaseException as error:
             forget_frame(error)
             raise
         finally:
-            self.add(now_ns() - start, thread_time_ns() - cpu, self._tracker.garbage_ns - garbage)
-
-    def add(self, ns: int, cpu_ns: int, garbage_ns: int) -> None:
-        """A call has ended; of it, a collection is no part of the sampler's work, and runs all the time."""
-        self.ns += max(0, ns - garbage_ns)
-        self.cpu_ns += max(0, cpu_ns - garbage_ns)
-        self.all_cpu_ns += cpu_ns
-        self.garbage_ns += garbage_ns
+            if before is not None:
+                ns, cpu_ns = before.passed(self._inside)
+                self.ns += ns
+                self.cpu_ns += cpu_ns
 
 
 def time_wait(tracker: StepTracker, iterator: object, entry: int) -> Timed | None:
@@ -182,18 +197,17 @@ def _at_edge(tracker: StepTracker) -> bool:
 def _timed_start(original: Callable[..., Any], tracker: StepTracker, map_style: object) -> Callable[..., Any]:
     @functools.wraps(original)
     def start(self: Any, *args: Any, **kwargs: Any) -> Any:
-        timed = _at_edge(tracker)
-        garbage, cpu, began = tracker.garbage_ns, thread_time_ns() if timed else 0, now_ns()
+        before = _Clocks(tracker.inside) if _at_edge(tracker) else None
         try:
             result = original(self, *args, **kwargs)
         except BaseException as error:
             forget_frame(error)
             raise
         # An iterable data set has no sampler of its own; but there may be a seed to agree on with other ranks.
-        if timed and _fetches_in_workers(self, map_style):
-            collecting = tracker.garbage_ns - garbage
-            tracker.inside.edge_sampler_ns += max(0, now_ns() - began - collecting)
-            tracker.inside.edge_sampler_cpu_ns += max(0, thread_time_ns() - cpu - collecting)
+        if before is not None and _fetches_in_workers(self, map_style):
+            ns, cpu_ns = before.passed(tracker.inside)
+            tracker.inside.edge_sampler_ns += ns
+            tracker.inside.edge_sampler_cpu_ns += cpu_ns
         return result
 
     return start
