@@ -31,7 +31,7 @@ class Inside:
     """Sums over timed waits and over collections, nanoseconds. Written on the training thread.
 
     Attributes:
-        wanted: so many of the next batches are to be timed. Set on the agent thread.
+        wanted: so many of the next batches are to be timed. Set on the agent thread, and where an epoch begins.
         at_edge: an iteration has begun or ended since the newest batch. Not before the first batch of the run.
         batches: batches of workers that were timed, the first of an epoch not among them.
         sampler_ns, sampler_cpu_ns: what the sampler took for them, by the wall clock and by this thread's CPU clock;
@@ -63,6 +63,11 @@ class Inside:
         self.sampler_ns = self.sampler_cpu_ns = self.receiving_cpu_ns = 0
         self.edge_sampler_ns = self.edge_sampler_cpu_ns = 0
         self.garbage_ns = self.edge_garbage_ns = self.garbage_cpu_ns = 0
+
+    def edge(self) -> None:
+        """An iteration begins or has ended, and it is not the first of the run."""
+        self.at_edge = True
+        self.wanted = self.wanted or 1
 
     @property
     def collecting(self) -> tuple[int, int]:
@@ -157,15 +162,13 @@ class _Sampler:
 
 
 def time_wait(tracker: StepTracker, iterator: object, entry: int) -> Timed | None:
-    """Time a wait that is about to begin, if that is wanted of it. Not where no workers are known to fetch for it.
+    """Time a wait that is about to begin. Not one that is for no training, or where no workers are known to fetch.
 
     ``entry``: the code of its span.
     """
-    inside = tracker.inside
-    if not (inside.wanted or inside.at_edge) or entry & 7 != S_DATA_WAIT:
+    if entry & 7 != S_DATA_WAIT:
         return None
-    if inside.wanted and not inside.at_edge:
-        inside.wanted -= 1
+    tracker.inside.wanted -= 1
     return Timed(tracker, iterator) if tracker.sources.known(iterator) is not None and _timeable(iterator) else None
 
 

@@ -121,7 +121,7 @@ def _timed_uncommon(original: Callable[[Any], Any], tracker: StepTracker) -> Cal
                 _mark(tracker, self, entry)
             cpu = thread_time_ns() if tracker.time_fetches and entry & 7 == S_DATA_WAIT else 0
             marks = tracker.wait_begins(self) if tracker.marks.makers else ()
-            timed = time_wait(tracker, self, entry)
+            timed = time_wait(tracker, self, entry) if tracker.inside.wanted else None
             start = now_ns()
             tracker.waiting_since = start if entry & 7 == S_DATA_WAIT else -start
         except Exception as error:

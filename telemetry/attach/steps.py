@@ -272,7 +272,8 @@ class StepTracker(_OnEveryStep):
         if self._held:
             return
         during, ended = entry & 7, isinstance(error, StopIteration)
-        self.inside.at_edge = self.inside.at_edge or (during == r.S_DATA_WAIT and self._fetched)
+        if during == r.S_DATA_WAIT and self._fetched:
+            self.inside.edge()
         self._judged.leave(self.optimizer_steps)
         loader = None if ended else self.sources.known(iterator)  # a batch that raised has its number too
         if during == r.S_EVALUATION:
@@ -297,7 +298,8 @@ class StepTracker(_OnEveryStep):
             self._enter_evaluation()
             return _EVALUATION
         flags = 0
-        self.inside.at_edge = self._fetched
+        if self._fetched:
+            self.inside.edge()
         if self._state == r.S_EVALUATION:  # an evaluation loop was left with break
             self._state = r.S_COMPUTE if self._open else r.S_OTHER
         if not self._explicit:

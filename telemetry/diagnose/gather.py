@@ -250,12 +250,13 @@ def _mean_fetches(samples: Sequence[WorkersSample]) -> dict[int, float]:
 
 
 def _sampler(slices: Sequence[Slice]) -> float | None:
-    """Of all workers' batches in mid-epoch, from those that were timed."""
+    """Of all workers' batches in mid-epoch, from those that were timed; no more than was waited."""
     each = _each(slices, lambda s: s.timed_sampler, lambda s: s.timed_waits)
     if each is None:
         return None
     batches = _sum(slices, lambda s: s.matched) or _sum(slices, lambda s: s.batches - s.edges)
-    return each * max(0.0, batches)
+    waited = _sum(slices, lambda s: s.wait - s.edge_wait - s.garbage_wait)
+    return max(0.0, min(each * batches, waited))
 
 
 def _sampler_cpu_share(slices: Sequence[Slice]) -> float | None:
