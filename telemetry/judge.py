@@ -20,6 +20,11 @@ from telemetry.watchdog import Watchdog
 _WORKING: Final = 0.5
 """A GPU that runs something for this share of the time has the clock it works with."""
 
+_WORTH_TIMING: Final = 0.02
+_TIMED_WAITS: Final = 32
+"""Where waits take this share of the loop, so many of the next batches are timed in parts, and not one: a sampler may
+do its work once in a few batches. At 5 µs each that is less than a fifth of a millisecond in a second."""
+
 _LOOK_SECONDS: Final = 0.1
 _CLOSE_LOOK_SECONDS: Final = 0.02
 """How far apart looks at the training thread are: usually, and while one rank holds the others up. A look costs the
@@ -261,8 +266,7 @@ class Judge:
         source = accounts.take_source()
         first_wait = ledger.first_wait_ns / 1e9
         self._tracker.freeing.read()
-        self._tracker.time_next_batch()
-        return Slice(
+        piece = Slice(
             seconds=seconds,
             wait=self._since("wait", spent[DATA_WAIT] - first_wait),
             exposed=self._exposed_since(accounts.exposed.seconds, self._since("first_wait", first_wait), stats.steps),
@@ -290,6 +294,7 @@ class Judge:
             timed_fetch_cpu=self._since("timed_fetch_cpu", self._tracker.timed_fetch_cpu_ns / 1e9),
             freeing=self._since("freeing", self._tracker.freeing.ns / 1e9),
             freed=int(self._since("freed", self._tracker.freeing.freed)),
+            **self._inside(),
             samples=looks.samples,
             in_sync=looks.in_sync,
             where=looks.where,
@@ -306,6 +311,23 @@ class Judge:
             gpu_clock_ratio=self._clock_ratio(gpu),
             gpu_throttled=(gpu.throttled or ()) if gpu is not None else (),
         )
+        waits = piece.wait >= _WORTH_TIMING * (piece.wait + piece.compute) > 0
+        self._tracker.time_next_batch(_TIMED_WAITS if waits else 1)
+        return piece
+
+    def _inside(self) -> dict[str, Any]:
+        """What the training thread did itself while it asked for batches."""
+        inside = self._tracker.inside
+        return {
+            "timed_waits": int(self._since("timed_waits", inside.batches)),
+            "timed_sampler": self._since("timed_sampler", inside.sampler_ns / 1e9),
+            "timed_sampler_cpu": self._since("timed_sampler_cpu", inside.sampler_cpu_ns / 1e9),
+            "timed_receiving_cpu": self._since("timed_receiving_cpu", inside.receiving_cpu_ns / 1e9),
+            "edge_sampler": self._since("edge_sampler", inside.edge_sampler_ns / 1e9),
+            "edge_sampler_cpu": self._since("edge_sampler_cpu", inside.edge_sampler_cpu_ns / 1e9),
+            "garbage_wait": self._since("garbage_wait", inside.garbage_ns / 1e9),
+            "edge_garbage": self._since("edge_garbage", inside.edge_garbage_ns / 1e9),
+        }
 
     def _clock_ratio(self, gpu: GpuSample | None) -> float | None:
         """The GPU's clock relative to what it is in this run where nothing holds it back; its maximum before that."""

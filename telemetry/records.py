@@ -495,6 +495,10 @@ class Slice:
             processes under that quota have used.
         timed_fetch, timed_fetch_cpu: fetches of the training thread's own that were timed, and their CPU time.
         freeing: of ``compute``, what it took to free so many workers' batches: those ``freed`` that were followed.
+        timed_waits: waits for workers' batches that were timed in parts; of those, ``timed_sampler`` and
+            ``timed_sampler_cpu``: in the sampler, by the wall clock and on a core, and ``timed_receiving_cpu``: on a
+            core for the rest. ``edge_sampler``, ``edge_sampler_cpu``: of ``edge_wait``, in the sampler.
+        garbage_wait: of ``garbage``, while a batch was asked for in mid-epoch; ``edge_garbage``: where epochs begin.
         own_runnable: how long the training thread could have run, and had no core.
         samples, in_sync, where: of where the training thread is, see `RankPace`; ``peers``: the node's other ranks.
         host_cpu_ratio, host_cores: use of all cores of the machine, and how many there are.
@@ -533,6 +537,14 @@ class Slice:
     timed_fetch_cpu: float = 0.0
     freeing: float = 0.0
     freed: int = 0
+    timed_waits: int = 0
+    timed_sampler: float = 0.0
+    timed_sampler_cpu: float = 0.0
+    timed_receiving_cpu: float = 0.0
+    edge_sampler: float = 0.0
+    edge_sampler_cpu: float = 0.0
+    garbage_wait: float = 0.0
+    edge_garbage: float = 0.0
     startup: float = 0.0
     own_runnable: float | None = None
     samples: int = 0

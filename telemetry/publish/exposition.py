@@ -325,7 +325,7 @@ class Families:
         )
         waits = (
             ("late", "Waits for batches whose fetch had not ended.", workers.late_seconds_total),
-            ("moved", "Waits for batches whose fetch had ended: sending, pinning.", workers.moved_seconds_total),
+            ("moved", "Waits for batches whose fetch had ended: sending, the sampler.", workers.moved_seconds_total),
             ("head_of_line", "Of the late waits, while a later batch was ready.", workers.head_of_line_seconds_total),
         )
         for name, text, seconds in waits:
