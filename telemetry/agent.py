@@ -259,7 +259,7 @@ class Agent:
         with self.faults.contained("snapshot"):
             self.snapshots.finish()
         with self.faults.contained("jsonl"):
-            self._judge.end(self.accounts.stats.steps)
+            self._judge.end(self.accounts.steps_total)
             self.logbook.window(self.accounts.ledger.at_ns)
         with self.faults.contained("jsonl"):
             self.logbook.emit("run_end", self.logbook.end_fields())
@@ -302,7 +302,7 @@ class Agent:
             last_step_unix_seconds=None if last is None else self._wall.unix_seconds(last),
             optimizer_steps=self.tracker.optimizer_steps,
             overhead_seconds=self._status()[1],
-            dropped_steps=self.tracker.ring.dropped,
+            dropped_steps=accounts.dropped_steps,
             errors=dict(self.faults.counts),
             stalls=self._judge.view(),
             snapshots=self.snapshots.view(),

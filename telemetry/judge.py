@@ -105,9 +105,9 @@ class Judge:
         self._stand(piece)
         stuck = self._stuck = self._watchdog.tick(piece, accounts.ledger, stats, stood_still=stood_still)
         if stuck is not None and stuck.kind != "held":
-            self._take_stuck(stuck, piece, stats.steps)
+            self._take_stuck(stuck, piece, accounts.steps_total)
         elif not stood_still:
-            self._take(piece, stats.steps)
+            self._take(piece, accounts.steps_total)
         stall = self._machine.stall
         self._one_is_slow = "straggler" in {stall and stall.cause, *(peer.cause for peer in piece.peers)}
 
@@ -274,7 +274,7 @@ class Judge:
             evaluation=self._since("evaluation", spent[EVALUATION]),
             checkpoint=self._since("checkpoint", spent[CHECKPOINT]),
             garbage=self._since("garbage", self._tracker.garbage_ns / 1e9),
-            steps=int(self._since("steps", stats.steps)),
+            steps=int(self._since("steps", accounts.steps_total)),
             batches=int(self._since("batches", ledger.batches)),
             late_wait=self._since("late_wait", stats.late_wait_seconds),
             checkpoint_steps=int(self._since("checkpoint_steps", stats.checkpoint_steps)),

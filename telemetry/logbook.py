@@ -63,7 +63,7 @@ class Logbook:
             run_dir / "logs",
             identity,
             timestamp=wall.iso,
-            step=lambda: accounts.stats.steps,
+            step=lambda: accounts.steps_total,
             head=self.head_fields,
             max_bytes=config.log_max_bytes,
             max_files=config.log_max_files,
