@@ -48,6 +48,9 @@ _FAMILIES_AT_A_TIME: Final = 6
 _STOP_SECONDS: Final = 2.0
 """How long ``stop`` waits for the agent thread at most."""
 
+_CALLBACK_SECONDS: Final = 1.0
+"""How long the end of the run waits for the user's callback, which may have been called only now."""
+
 
 class Agent:
     """The agent of one training process. `telemetry.start` makes it.
@@ -261,8 +264,14 @@ class Agent:
         with self.faults.contained("jsonl"):
             self._judge.end(self.accounts.steps_total)
             self.logbook.window(self.accounts.ledger.at_ns)
+        with self.faults.contained("on_stall"):
+            self._judge.wait_for_callback(_CALLBACK_SECONDS)
+        with self.faults.contained("jsonl"):
+            self.logbook.write_errors()
         with self.faults.contained("jsonl"):
             self.logbook.emit("run_end", self.logbook.end_fields())
+        with self.faults.contained("jsonl"):
+            self.logbook.close()
         with self.faults.contained("collect"):
             self._sampler.close()
         with self.faults.contained("exposition"):

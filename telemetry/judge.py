@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
+from telemetry.callback import StallCallback
 from telemetry.collect.proc import is_running
 from telemetry.collect.whereabouts import Whereabouts
 from telemetry.diagnose.advice import advise
@@ -46,7 +46,7 @@ class Judge:
         config: window and ratios.
         tracker: knows where batches come from, and what garbage collection took.
         sampler: has the newest samples.
-        faults: told when the user's callback fails.
+        faults: told when the user's callback fails, or is still busy.
         emit: writes a line of the log.
         timestamp: of now, ISO-8601.
         rank: whose stalls these are.
@@ -85,7 +85,7 @@ class Judge:
         self._tracker = tracker
         self._sampler = sampler
         self._faults = faults
-        self._on_stall: Callable[[dict[str, Any]], Any] | str | None = config.on_stall
+        self._callback = StallCallback(config.on_stall, faults)
         self._emit = emit
         self._timestamp = timestamp
         self._before: dict[str, float] = {}
@@ -97,6 +97,7 @@ class Judge:
 
     def tick(self, accounts: Accounts) -> None:
         """Take in what happened since the last tick; log a stall that opens or closes."""
+        self._callback.note_failures()
         piece, stats = self._slice(accounts), accounts.stats
         stood_still = paused(piece.seconds, self._interval, piece.process_cpu)
         self._phase = accounts.ledger.category if accounts.ledger.category in {CHECKPOINT, EVALUATION} else None
@@ -156,6 +157,10 @@ class Judge:
         if stall is not None:
             self._close(stall, steps)
 
+    def wait_for_callback(self, seconds: float) -> None:
+        """Let the user's callback come to its end, for so many seconds at most."""
+        self._callback.wait(seconds)
+
     def look(self) -> None:
         """See where the training thread is, where there are other ranks to compare with."""
         self._whereabouts.look()
@@ -212,9 +217,7 @@ class Judge:
             with self._faults.contained("stacks"):
                 fields["evidence"]["stacks"] = self._watchdog.stacks()
         self._emit("stall_open", fields)
-        if self._on_stall is not None:
-            with self._faults.contained("on_stall", BaseException):  # sys.exit() would end the agent's thread
-                _resolve(self._on_stall)(dict(fields))
+        self._callback.tell(fields)
 
     def _close(self, stall: Stall, steps: int) -> None:
         when = {"opened": self._opened, "closed": self._timestamp()}
@@ -351,15 +354,6 @@ class Judge:
         before = self._before.get(name, 0.0)
         self._before[name] = value
         return value - before
-
-
-def _resolve(callback: Callable[[dict[str, Any]], Any] | str) -> Callable[[dict[str, Any]], Any]:
-    """Look up a callback given by its dotted name: not before a stall, when its module has long been imported."""
-    if not isinstance(callback, str):
-        return callback
-    module, _, name = callback.rpartition(".")
-    found: Callable[[dict[str, Any]], Any] = getattr(importlib.import_module(module), name)
-    return found
 
 
 def _cores(limit: float | None) -> float:

@@ -14,6 +14,7 @@ ROOMS = {"attach", "collect", "diagnose", "publish", "snapshot"}
 TOP = {
     "accounts",
     "agent",
+    "callback",
     "judge",
     "logbook",
     "sampling",
