@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 _CHUNK: Final = 256
 """Spans folded in one go: about 0.4 ms, after which the training thread gets its turn."""
 
+_LONG_AGO_NS: Final = NS // 2
+
 
 class Accounts:
     """Kept by the agent thread alone.
@@ -50,6 +52,7 @@ class Accounts:
         self.exposed_source: str | None = "host"
         self.on_steps: Callable[[list[Step]], None] = lambda _: None
         self._hook_errors_seen = 0
+        self._updated_ns = start_ns
         self._numbering = Numbering()
 
     def update(self) -> None:
@@ -59,6 +62,7 @@ class Accounts:
             # In this order, and before the ring is emptied. A request seen in progress here was so at ``now``, or its
             # span is to be found; and what is in the ring up to ``head`` tells whether ``lost`` comes after it.
             now, waiting_since, lost, head = now_ns(), tracker.waiting_since, ring.lost, ring.head
+            self._updated_ns = now
             while taken := ring.drain(_CHUNK, head):
                 self.ledger.fold(spans(taken))
                 steps = self.ledger.take_steps()
@@ -73,6 +77,11 @@ class Accounts:
         if tracker.errors != self._hook_errors_seen:
             new, self._hook_errors_seen = tracker.errors - self._hook_errors_seen, tracker.errors
             self._faults.note("hook", tracker.last_error or "unknown", count=new)
+
+    def keep_up(self) -> None:
+        """`update`, if the last one is long ago: something took its time, and meanwhile the ring fills."""
+        if now_ns() - self._updated_ns > _LONG_AGO_NS:
+            self.update()
 
     def close(self) -> None:
         """The run has ended."""

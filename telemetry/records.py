@@ -444,7 +444,8 @@ class SnapshotsView:
 class RunView:
     """Everything the endpoint shows of one rank at one moment. None: not measured, so not shown.
 
-    ``own_fetches``: what the training thread took for each batch that it fetched without workers.
+    ``own_fetches``: what the training thread took for each batch that it fetched without workers. ``worker_fetches``:
+    what workers took, all there have been, whether or not ``workers`` could be read this time.
     """
 
     info: dict[str, str]
@@ -467,6 +468,7 @@ class RunView:
     process: ProcessSample | None = None
     workers: WorkersSample | None = None
     own_fetches: Histogram | None = None
+    worker_fetches: Histogram | None = None
     pressure: PressureSample | None = None
     torch_memory: TorchMemorySample | None = None
 
