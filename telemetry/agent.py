@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from telemetry.records import RankPace
 
 _LEAD_SECONDS: Final = 1.0
-"""How often a rank looks whether somebody serves, whatever the sampling interval: a dead one is replaced in 3 s."""
+"""How often, whatever the sampling interval, the ring is emptied, and a rank looks whether somebody serves: a dead one
+is replaced in 3 s."""
 
 _PUBLISH_SECONDS: Final = 2.0
 """Two ticks that are not further apart publish the state once: that is 40 % of what a tick costs, and a scrape comes
@@ -47,6 +48,9 @@ _FAMILIES_AT_A_TIME: Final = 6
 
 _STOP_SECONDS: Final = 2.0
 """How long ``stop`` waits for the agent thread at most."""
+
+_CALLBACK_SECONDS: Final = 1.0
+"""How long the end of the run waits for the user's callback, which may have been called only now."""
 
 
 class Agent:
@@ -206,6 +210,8 @@ class Agent:
             with self.faults.contained("agent"):
                 if due:
                     self._tick()
+                else:
+                    self.accounts.update()  # however far apart the ticks are, the ring holds so many steps and no more
                 self._lead()
             if due:  # after a suspended machine or a long stop, go on from now
                 next_tick = max(next_tick + int(interval * NS), now_ns())
@@ -238,16 +244,19 @@ class Agent:
                 self.faults.tell("clock", f"the wall clock was stepped by {stepped:.1f} s; timestamps follow it")
         self.accounts.update()
         with self.faults.contained("collect"):
-            self._sampler.poll()
+            self._sampler.poll(self.accounts.keep_up)
         with self.faults.contained("diagnose"):
             self._judge.tick(self.accounts)
+        self.accounts.keep_up()
         with self.faults.contained("snapshot"):
             self.snapshots.tick(self._judge.view().active, self._judge.stall_fields)
+        self.accounts.keep_up()
         self._agent_cpu_seconds = time.thread_time()
         self._publish_this_time = not self._publish_this_time or 2 * self.config.interval_seconds > _PUBLISH_SECONDS
         if self._publish_this_time:
             with self.faults.contained("exposition"):
                 self._publish()
+        self.accounts.keep_up()
         with self.faults.contained("jsonl"):
             self.logbook.write_what_is_due()
 
@@ -259,10 +268,16 @@ class Agent:
         with self.faults.contained("snapshot"):
             self.snapshots.finish()
         with self.faults.contained("jsonl"):
-            self._judge.end(self.accounts.stats.steps)
+            self._judge.end(self.accounts.steps_total)
             self.logbook.window(self.accounts.ledger.at_ns)
+        with self.faults.contained("on_stall"):
+            self._judge.wait_for_callback(_CALLBACK_SECONDS)
+        with self.faults.contained("jsonl"):
+            self.logbook.write_errors()
         with self.faults.contained("jsonl"):
             self.logbook.emit("run_end", self.logbook.end_fields())
+        with self.faults.contained("jsonl"):
+            self.logbook.close()
         with self.faults.contained("collect"):
             self._sampler.close()
         with self.faults.contained("exposition"):
@@ -302,7 +317,7 @@ class Agent:
             last_step_unix_seconds=None if last is None else self._wall.unix_seconds(last),
             optimizer_steps=self.tracker.optimizer_steps,
             overhead_seconds=self._status()[1],
-            dropped_steps=self.tracker.ring.dropped,
+            dropped_steps=accounts.dropped_steps,
             errors=dict(self.faults.counts),
             stalls=self._judge.view(),
             snapshots=self.snapshots.view(),
@@ -312,14 +327,14 @@ class Agent:
             process=sampler.newest("process"),
             workers=sampler.newest("workers"),
             own_fetches=accounts.own_fetches(),
+            worker_fetches=sampler.worker_fetches(),
             pressure=sampler.newest("pressure"),
             torch_memory=sampler.newest("torch_memory"),
         )
 
     def _status(self) -> tuple[str | None, dict[str, float]]:
         """Where the metrics are, and what the agent itself has cost: seconds by thread."""
-        endpoint = self._node.endpoint if self._node is not None else None
-        served = endpoint.cpu_seconds if endpoint is not None else 0.0
+        served = self._node.cpu_seconds if self._node is not None else 0.0
         return self.metrics_url, {
             "training": self.tracker.overhead_ns / NS,
             "agent": self._agent_cpu_seconds + self._sampler.cpu_seconds + served,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
+from telemetry.callback import StallCallback
 from telemetry.collect.proc import is_running
 from telemetry.collect.whereabouts import Whereabouts
 from telemetry.diagnose.advice import advise
@@ -51,7 +51,7 @@ class Judge:
         config: window and ratios.
         tracker: knows where batches come from, and what garbage collection took.
         sampler: has the newest samples.
-        faults: told when the user's callback fails.
+        faults: told when the user's callback fails, or is still busy.
         emit: writes a line of the log.
         timestamp: of now, ISO-8601.
         rank: whose stalls these are.
@@ -90,7 +90,7 @@ class Judge:
         self._tracker = tracker
         self._sampler = sampler
         self._faults = faults
-        self._on_stall: Callable[[dict[str, Any]], Any] | str | None = config.on_stall
+        self._callback = StallCallback(config.on_stall, faults)
         self._emit = emit
         self._timestamp = timestamp
         self._before: dict[str, float] = {}
@@ -102,6 +102,7 @@ class Judge:
 
     def tick(self, accounts: Accounts) -> None:
         """Take in what happened since the last tick; log a stall that opens or closes."""
+        self._callback.note_failures()
         piece, stats = self._slice(accounts), accounts.stats
         stood_still = paused(piece.seconds, self._interval, piece.process_cpu)
         self._phase = accounts.ledger.category if accounts.ledger.category in {CHECKPOINT, EVALUATION} else None
@@ -110,9 +111,9 @@ class Judge:
         self._stand(piece)
         stuck = self._stuck = self._watchdog.tick(piece, accounts.ledger, stats, stood_still=stood_still)
         if stuck is not None and stuck.kind != "held":
-            self._take_stuck(stuck, piece, stats.steps)
+            self._take_stuck(stuck, piece, accounts.steps_total)
         elif not stood_still:
-            self._take(piece, stats.steps)
+            self._take(piece, accounts.steps_total)
         stall = self._machine.stall
         self._one_is_slow = "straggler" in {stall and stall.cause, *(peer.cause for peer in piece.peers)}
 
@@ -160,6 +161,10 @@ class Judge:
         stall = self._machine.stall
         if stall is not None:
             self._close(stall, steps)
+
+    def wait_for_callback(self, seconds: float) -> None:
+        """Let the user's callback come to its end, for so many seconds at most."""
+        self._callback.wait(seconds)
 
     def look(self) -> None:
         """See where the training thread is, where there are other ranks to compare with."""
@@ -217,9 +222,7 @@ class Judge:
             with self._faults.contained("stacks"):
                 fields["evidence"]["stacks"] = self._watchdog.stacks()
         self._emit("stall_open", fields)
-        if self._on_stall is not None:
-            with self._faults.contained("on_stall", BaseException):  # sys.exit() would end the agent's thread
-                _resolve(self._on_stall)(dict(fields))
+        self._callback.tell(fields)
 
     def _close(self, stall: Stall, steps: int) -> None:
         when = {"opened": self._opened, "closed": self._timestamp()}
@@ -278,7 +281,7 @@ class Judge:
             evaluation=self._since("evaluation", spent[EVALUATION]),
             checkpoint=self._since("checkpoint", spent[CHECKPOINT]),
             garbage=self._since("garbage", self._tracker.garbage_ns / 1e9),
-            steps=int(self._since("steps", stats.steps)),
+            steps=int(self._since("steps", accounts.steps_total)),
             batches=int(self._since("batches", ledger.batches)),
             late_wait=self._since("late_wait", stats.late_wait_seconds),
             checkpoint_steps=int(self._since("checkpoint_steps", stats.checkpoint_steps)),
@@ -373,15 +376,6 @@ class Judge:
         before = self._before.get(name, 0.0)
         self._before[name] = value
         return value - before
-
-
-def _resolve(callback: Callable[[dict[str, Any]], Any] | str) -> Callable[[dict[str, Any]], Any]:
-    """Look up a callback given by its dotted name: not before a stall, when its module has long been imported."""
-    if not isinstance(callback, str):
-        return callback
-    module, _, name = callback.rpartition(".")
-    found: Callable[[dict[str, Any]], Any] = getattr(importlib.import_module(module), name)
-    return found
 
 
 def _cores(limit: float | None) -> float:

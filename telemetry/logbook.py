@@ -63,7 +63,7 @@ class Logbook:
             run_dir / "logs",
             identity,
             timestamp=wall.iso,
-            step=lambda: accounts.stats.steps,
+            step=lambda: accounts.steps_total,
             head=self.head_fields,
             max_bytes=config.log_max_bytes,
             max_files=config.log_max_files,
@@ -99,8 +99,7 @@ class Logbook:
             self.window(now)
             for event, values in self._sampler.take_log_fields().items():
                 self.emit(event, values)
-        for line in self._faults.take_lines():
-            self.emit("error", line)
+        self.write_errors()
 
     def window(self, now: int) -> None:
         """The window that ends now, and the run so far."""
@@ -156,6 +155,15 @@ class Logbook:
             "errors_total": dict(self._faults.counts),
             "log_lines_dropped": self.log.file.dropped,
         }
+
+    def write_errors(self) -> None:
+        """The errors that are not in the log yet."""
+        for line in self._faults.take_lines():
+            self.emit("error", line)
+
+    def close(self) -> None:
+        """Give the file back: there is no line after the last one."""
+        self.log.file.forget()
 
     def _totals(self) -> dict[str, Any]:
         """The run so far: in every window line, so that the newest line alone tells where the time went."""

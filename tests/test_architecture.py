@@ -26,6 +26,7 @@ ROOMS = {"attach", "collect", "diagnose", "publish", "snapshot"}
 TOP = {
     "accounts",
     "agent",
+    "callback",
     "judge",
     "logbook",
     "sampling",

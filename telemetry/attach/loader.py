@@ -93,7 +93,7 @@ def timed_next(
                 words[slot + 1] = end
                 ring.head = head + stride
             else:
-                ring.drop(start, end, STEP)
+                ring.push(start, end, STEP)
             tracker.waiting_since = 0
             if not head & sampled:
                 tracker.overhead_ns += (now() - end) * OVERHEAD_EVERY

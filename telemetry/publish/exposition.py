@@ -278,7 +278,7 @@ class Families:
 
     def _loader(self, view: RunView) -> Iterator[Metric]:
         workers = view.workers
-        fetches = _added(view.own_fetches, None if workers is None else workers.fetch_duration)
+        fetches = _added(view.own_fetches, view.worker_fetches)
         if fetches is not None:
             yield self._histogram(
                 "training_loader_fetch_duration_seconds",

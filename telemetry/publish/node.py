@@ -54,6 +54,7 @@ class NodeService:
         self._settled_ns = now_ns() + int(_ANNOUNCED_SECONDS * NS)
         self._ended = False
         self.endpoint: Endpoint | None = None
+        self._closed_cpu_seconds = 0.0
 
     def publish(
         self, rank: int, families: list[tuple[bytes, bytes]], *, pace: RankPace | None = None, ended: bool
@@ -100,6 +101,12 @@ class NodeService:
         """The port at which this node's metrics are served, by whichever rank; None if by none."""
         return self.endpoint.port if self.endpoint is not None else self._board.announced_port()
 
+    @property
+    def cpu_seconds(self) -> float:
+        """CPU time the answers took, those of endpoints that were replaced included."""
+        endpoint = self.endpoint
+        return self._closed_cpu_seconds + (endpoint.cpu_seconds if endpoint is not None else 0.0)
+
     def leave(self) -> None:
         """Take this rank off the board. The last one takes the target file along."""
         self._close()
@@ -109,7 +116,10 @@ class NodeService:
     def _close(self) -> None:
         endpoint, self.endpoint = self.endpoint, None
         if endpoint is not None:
-            endpoint.close()
+            try:
+                endpoint.close()
+            finally:
+                self._closed_cpu_seconds += endpoint.cpu_seconds
 
     def after_fork_in_child(self) -> None:
         """Close what is the parent's."""
