@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 from telemetry import api, launch
 from telemetry._version import __version__
 from telemetry.config import Config, SettingError, disabled
+from telemetry.stderr import say
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -167,5 +168,5 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _usage_error(message: str) -> int:
-    sys.stderr.write(f"telemetry: {message}\n")
+    say(f"telemetry: {message}")
     return USAGE_ERROR

@@ -18,6 +18,7 @@ import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from telemetry.files import opened, raised
 from telemetry.snapshot import plan as p
 from telemetry.snapshot.folder import Folder, open_folder
 
@@ -147,7 +148,7 @@ class Keeper:
             held["save"] = trace.save(place.path / _RAW)
         finally:
             held["free"] = trace.free()
-        raw = os.open(_RAW, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=place.fd)
+        raw = opened(_RAW, os.O_RDONLY, dir_fd=place.fd)
         place.remove(_RAW)
         return raw
 
@@ -221,7 +222,7 @@ def _inflate(file: int) -> tuple[int, int]:
     """Read a gzip file as a stream. Returns its size and checksum, uncompressed."""
     size = checksum = 0
     try:
-        with gzip.open(os.fdopen(os.dup(file), "rb")) as stream:
+        with gzip.open(os.fdopen(raised(os.dup(file)), "rb")) as stream:
             while chunk := stream.read(_CHUNK):
                 size += len(chunk)
                 checksum = zlib.crc32(chunk, checksum)
