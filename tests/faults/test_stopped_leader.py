@@ -99,7 +99,8 @@ def test_another_rank_serves_while_the_first_is_stopped(job, tmp_path):
     wait_for(lambda: job.page(both[1]) is None, "the second one serves no more")
     assert value(job.page(first), "training_steps_total", rank="1") == 4
     job.end()
-    said = [line["message"] for line in events(tmp_path / "run", "error") if line["rank"] == 1]
+    errors = [line for line in events(tmp_path / "run", "error") if line["source"] == "endpoint"]
+    said = [line["message"] for line in errors if line["rank"] == 1]
     port = both[1].rpartition(":")[2]
     assert said == [
         "the rank that serves this node does not answer; until it does, the metrics of this run are at port " + port,
