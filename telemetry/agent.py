@@ -269,6 +269,7 @@ class Agent:
         with self.faults.contained("jsonl"):
             self._judge.end(self.accounts.stats.steps)
             self.logbook.window(self.accounts.ledger.at_ns)
+            self.logbook.write_errors()
         with self.faults.contained("jsonl"):
             self.logbook.emit("run_end", self.logbook.end_fields())
         with self.faults.contained("collect"):

@@ -99,6 +99,10 @@ class Logbook:
             self.window(now)
             for event, values in self._sampler.take_log_fields().items():
                 self.emit(event, values)
+        self.write_errors()
+
+    def write_errors(self) -> None:
+        """What has gone wrong since the last time, and what else a person should know."""
         for line in self._faults.take_lines():
             self.emit("error", line)
 

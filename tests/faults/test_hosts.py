@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import errno
 import json
+import shutil
 import socket
+import subprocess
+import sys
 import threading
 
 import pytest
 
-from faults.processes import environment, events, fetch, results, run_script, value, wait_for
+from faults.processes import HANG, environment, events, fetch, results, run_script, value, wait_for, write
 from telemetry.publish import address, node
 from telemetry.publish.board import Board
 from telemetry.publish.discovery import TargetFile
@@ -146,6 +149,7 @@ def test_a_silent_resolver_is_waited_for_on_a_thread_of_its_own(service, lookups
         for _ in range(20):
             assert one.tick() == ""
             assert one.service.trouble == "the name slow.example is still being looked up"
+        wait_for(lambda: asked, "the resolver is asked")
         assert asked == ["slow.example"]
         (told,) = one.told
         assert told.endswith("set host to an address instead of a name")
@@ -290,3 +294,49 @@ def etc(tmp_path):
 )
 def test_names_of_a_node_are_exact(header, known, etc):
     assert HostNames(["metrics.example", "n1"], etc).knows(header) is known
+
+
+def _can_make_a_network() -> bool:
+    if shutil.which("unshare") is None:
+        return False
+    probe = ["unshare", "-rmn", "sh", "-c", "mount --bind /etc/hostname /etc/resolv.conf"]
+    return subprocess.run(probe, capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.skipif(not _can_make_a_network(), reason="no namespaces can be had here")
+def test_a_resolver_that_never_answers_holds_nothing_up(tmp_path):
+    """The system's own resolver, in a network where the name server hears and says nothing, for minutes."""
+    write(tmp_path, "resolv.conf", "nameserver 127.0.0.1\noptions timeout:30 attempts:5\n")
+    script = write(
+        tmp_path,
+        "script.py",
+        """
+        import fcntl, socket, struct
+        import telemetry
+
+        server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        fcntl.ioctl(server, 0x8914, struct.pack("16sH14x", b"lo", 0x1 | 0x40))  # SIOCSIFFLAGS: up and running
+        server.bind(("127.0.0.1", 53))
+        agent = telemetry.start("run", host="node.example", interval_seconds=0.1, log_interval_seconds=0.1)
+        assert b"example" in server.recv(512), "it is asked"
+        for _ in telemetry.watch(range(100)):
+            pass
+        while agent.accounts.stats.steps < 99:
+            agent._wake.wait(0.01)
+        print(agent._node.trouble)
+        telemetry.stop()
+        """,
+    )
+    line = f'mount --bind {tmp_path}/resolv.conf /etc/resolv.conf && exec "$0" "$@"'
+    done = subprocess.run(
+        ["unshare", "-rmn", "sh", "-c", line, sys.executable, script],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=HANG,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "the name node.example is still being looked up\n"), done.stderr
+    assert "no metrics endpoint (the name node.example is still being looked up)" in done.stderr
+    assert events(tmp_path / "run", "run_end")[0]["steps_total"] == 100

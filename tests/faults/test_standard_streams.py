@@ -218,14 +218,18 @@ def test_two_writers_of_a_file_never_meet(tmp_path):
     """Both have the same pid, as processes of two nodes or containers may."""
     source = """
         import os, sys
-        from telemetry.files import replace_file
+        from pathlib import Path
+        from telemetry.publish.discovery import TargetFile
+        from telemetry.snapshot.folder import open_folder
         os.getpid = lambda: 77
         content = (sys.argv[1] * 2000).encode()
-        for _ in range(700):
-            replace_file("shared/target.json", content)
+        targets = TargetFile(Path("targets"), "run", "node")
+        for number in range(700):
+            with open_folder(Path("shared"), make=True) as folder:
+                folder.write("plan.json", content)
+            targets.write("host", [number])
         """
     write(tmp_path, "writer.py", source)
-    (tmp_path / "shared").mkdir()
     writers = [
         subprocess.Popen([sys.executable, "writer.py", name], cwd=tmp_path, env=environment(), stderr=subprocess.PIPE)
         for name in "ab"
@@ -233,7 +237,7 @@ def test_two_writers_of_a_file_never_meet(tmp_path):
     torn = []
     while any(writer.poll() is None for writer in writers):
         try:
-            content = (tmp_path / "shared" / "target.json").read_bytes()
+            content = (tmp_path / "shared" / "plan.json").read_bytes()
         except FileNotFoundError:
             continue
         if content not in {b"a" * 2000, b"b" * 2000}:
@@ -241,7 +245,8 @@ def test_two_writers_of_a_file_never_meet(tmp_path):
     assert [writer.communicate(timeout=HANG)[1] for writer in writers] == [b"", b""]
     assert [writer.returncode for writer in writers] == [0, 0]
     assert torn == []
-    assert os.listdir(tmp_path / "shared") == ["target.json"]
+    assert os.listdir(tmp_path / "shared") == ["plan.json"]
+    assert os.listdir(tmp_path / "targets") == ["run.node.json"]
 
 
 def test_a_temporary_name_says_whose_it_is_and_repeats_never():
