@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from telemetry import config as settings_module
 from telemetry.clock import now_ns
-from telemetry.stderr import say
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -75,6 +74,8 @@ def start(run_dir: str | os.PathLike[str] | None = None, **settings: Any) -> Age
         except Exception as error:
             stop()
             if config.start_line:
+                from telemetry.stderr import say
+
                 say(f"telemetry: cannot start ({type(error).__name__}: {error}); the run goes on without it")
             return InactiveAgent()
         return agent
