@@ -121,7 +121,9 @@ class LogFile:
             size, links = status.st_size, status.st_nlink
             there = self.path.lstat()
             moved = (there.st_dev, there.st_ino) != self._file.identity
-        except OSError:
+        except OSError as error:
+            if error.errno not in {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}:
+                return None  # it cannot be told
             moved = True
         if not moved and size >= self._size:
             return None
