@@ -19,6 +19,7 @@ from telemetry.attach.ring import Ring
 from telemetry.attach.steps import StepTracker
 from telemetry.clock import NS, WallClock, now_ns
 from telemetry.faults import Faults
+from telemetry.files import StandardStreams
 from telemetry.identity import identify, slug
 from telemetry.judge import Judge
 from telemetry.logbook import Logbook
@@ -30,6 +31,7 @@ from telemetry.records import RunView
 from telemetry.sampling import Sampler
 from telemetry.signals import signals_blocked
 from telemetry.snapshots import Snapshots
+from telemetry.stderr import say
 
 if TYPE_CHECKING:
     from telemetry.config import Config
@@ -65,13 +67,14 @@ class Agent:
     def __init__(self, config: Config) -> None:
         self._start_ns = now_ns()
         self.config = config
-        self.identity = identify(config.run, config.run_dir)
+        self.identity = identify(config.run, config.run_dir and _absolute(config.run_dir))
         # Absolute: the script may change its folder, and a rotated log must not follow it.
-        self.run_dir = (config.run_dir or Path("telemetry-runs") / slug(self.identity.run)).absolute()
+        self.run_dir = _absolute(config.run_dir or Path("telemetry-runs") / slug(self.identity.run))
         self.running = False
         self.faults = Faults()
         self._wall = WallClock()
         self._pid = os.getpid()
+        self._streams = StandardStreams()
 
         self.tracker = StepTracker(Ring())
         self.attachment = Attachment(
@@ -130,13 +133,15 @@ class Agent:
     def start(self) -> None:
         """Attach, publish the first state and start the agent thread. Nothing here can fail the training."""
         self.running = True
+        with self.faults.contained("descriptors"):
+            self._streams.keep()
         if self.config.patch:
             with self.faults.contained("attach"):
                 self.attachment.attach()
         with self.faults.contained("board"):
             board = Board(self.identity.run, str(self.run_dir), self.identity.node)
             targets = TargetFile(
-                (self.config.targets_dir or self.run_dir / "targets").absolute(),
+                _absolute(self.config.targets_dir or self.run_dir / "targets"),
                 board.path.name,
                 self.identity.node,
             )
@@ -178,11 +183,14 @@ class Agent:
             self._finish()
         elif threading.current_thread() is not self._thread:
             self._thread.join(_STOP_SECONDS)
+        if not self._thread.is_alive():
+            self._streams.release()
         atexit.unregister(self.stop)
 
     def after_fork_in_child(self) -> None:
         """Make this copy inert: no hook, no thread, no socket, no line. Takes no lock."""
         self.running = False
+        self._streams.release()
         self.attachment.after_fork_in_child()
         self.snapshots.after_fork_in_child()
         self.logbook.log.file.forget()
@@ -355,9 +363,21 @@ class Agent:
     def _say_start(self, *, logged: bool) -> None:
         logs = f"logs in {self.run_dir / 'logs'}" if logged else f"no logs ({self.logbook.log.file.last_error})"
         metrics = self.metrics_url
-        where = f"metrics at {metrics}" if metrics else "no metrics endpoint"
+        trouble = self._node.trouble if self._node is not None else ""
+        where = f"metrics at {metrics}" if metrics else "no metrics endpoint" + f" ({trouble})" * bool(trouble)
         text = f"telemetry: run {self.identity.run}, rank {self.identity.rank}: {where}, {logs}"
-        try:
-            sys.stderr.write("".join(c if c.isprintable() else "?" for c in text) + "\n")
-        except Exception:
+        if not say(text):
             self.faults.note("start_line", "stderr cannot be written")
+
+
+def _absolute(folder: Path) -> Path:
+    """The folder, wherever the script changes to.
+
+    Raises:
+        OSError: it is relative, and there is no working folder.
+    """
+    try:
+        return folder.absolute()
+    except FileNotFoundError:
+        text = f"the working folder has been removed, so there is no {folder}: set run_dir to an absolute path"
+        raise OSError(text) from None

@@ -103,6 +103,7 @@ class Logbook:
 
     def window(self, now: int) -> None:
         """The window that ends now, and the run so far."""
+        self._look_after_file()
         accounts = self._accounts
         ledger, window = accounts.ledger.seconds(), accounts.stats.take_window()
         spent = {category: ledger[category] - self._spent_before[category] for category in CATEGORIES}
@@ -129,6 +130,17 @@ class Logbook:
         )  # after the line: should it begin a new file, that file's head has what was before
         self._started_ns, self._spent_before = now, ledger
         self._exposed_before, self._optimizer_before = exposed, optimizer
+
+    def _look_after_file(self) -> None:
+        """A file that others have deleted or renamed is not written any further."""
+        found = self.log.file.look_after()
+        if found is None:
+            return
+        text, lost = found
+        if lost:
+            self._faults.note("jsonl", f"{text}; {lost} lines are lost", count=lost)
+        else:
+            self._faults.tell("jsonl", text)
 
     def head_fields(self) -> dict[str, Any]:
         """What a log file begins with; after a rotation also the run so far, whose windows may be gone by then."""

@@ -19,6 +19,7 @@ BASE = {
     "signals",
     "sketch",
     "stacks",
+    "stderr",
     "terminal",
     "_version",
 }

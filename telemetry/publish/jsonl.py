@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
-from telemetry.files import Descriptor
+from telemetry.files import Descriptor, opened
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -70,7 +70,7 @@ class LogFile:
         head: makes the line that a file begins with which is not the first.
 
     Attributes:
-        dropped: lines that could not be written.
+        dropped: lines that could not be written, or were deleted by others.
     """
 
     def __init__(self, path: Path, max_bytes: int, max_files: int, head: Callable[[], bytes]) -> None:
@@ -80,6 +80,7 @@ class LogFile:
         self._max_files = max_files
         self._file: Descriptor | None = None
         self._size = 0
+        self._lines = 0
         self.dropped = 0
         self.last_error: OSError | None = None
 
@@ -102,8 +103,41 @@ class LogFile:
         assert self._file is not None  # noqa: S101 - _open has raised otherwise
         written = os.write(self._file.number, line)
         self._size += written
+        self._lines += 1
         if written < len(line):  # the disk is full; _open ends the torn line, so that the next one is whole
             raise OSError(errno.ENOSPC, "only a part of the line was written")
+
+    def look_after(self) -> tuple[str, int] | None:
+        """Begin a new file where others have taken this one away, with the line that a rotated one begins with.
+
+        Returns:
+            What has happened, in words, and how many lines were lost; None where the file is as it was left.
+        """
+        if self._file is None or not self._file.is_ours():
+            return None  # the next line opens it again
+        size = links = 0
+        try:
+            status = os.fstat(self._file.number)
+            size, links = status.st_size, status.st_nlink
+            there = self.path.lstat()
+            moved = (there.st_dev, there.st_ino) != self._file.identity
+        except OSError as error:
+            if error.errno not in {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}:
+                return None  # it cannot be told
+            moved = True
+        if not moved and size >= self._size:
+            return None
+        lost = self._lines if moved and not links else 0
+        self.dropped += lost
+        what = "emptied" if not moved else "renamed" if links else "deleted"
+        self.forget()
+        try:
+            self._open()
+            self._append(self._head())
+        except OSError as error:
+            self.last_error = error
+            self.forget()
+        return f"the log file was {what} by others: a new one begins", lost
 
     def forget(self) -> None:
         """Close the file; the next line opens it again. In a forked child, whose copy it is, there is no next line."""
@@ -116,9 +150,9 @@ class LogFile:
 
     def _open(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
-        file = os.open(self.path, flags, 0o644)
+        file = opened(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         self._file = Descriptor(file)
+        self._lines = 0
         self._size = os.fstat(file).st_size
         if self._size and os.pread(file, 1, self._size - 1) != b"\n":
             self._size += os.write(file, b"\n")
