@@ -16,6 +16,7 @@ TOP = {
     "agent",
     "judge",
     "logbook",
+    "membership",
     "sampling",
     "snapshots",
     "watchdog",

@@ -6,9 +6,10 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.records import CATEGORIES, CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, STARTUP
+from telemetry.report import lives
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from telemetry.report.load import ProcessLog
     from telemetry.sketch import Sketch
@@ -27,10 +28,10 @@ def summarize(processes: Sequence[ProcessLog]) -> dict[str, Any]:
     """
     ranks = [_rank(process) for process in processes]
     stalls = [stall for process in processes for stall in _stalls(process)]
-    first_waits = {process.pid: _number(process.totals.get("first_wait_seconds")) for process in processes}
+    now = lives.current(processes)
     return {
         "run": str(processes[-1].run) if processes else "",
-        "verdict": _stuck(processes) or verdict(ranks, stalls, first_waits),
+        "verdict": (_stuck(now) or _verdict(now)) + lives.shared_ranks(now),
         "ranks": ranks,
         "stalls": stalls,
         "snapshots": [
@@ -39,12 +40,22 @@ def summarize(processes: Sequence[ProcessLog]) -> dict[str, Any]:
     }
 
 
-def verdict(ranks: Sequence[dict[str, Any]], stalls: Sequence[dict[str, Any]], first_waits: Mapping[int, float]) -> str:
-    """One sentence for a person: what this run lost most to. ``first_waits``: for the first batch, by pid."""
-    newest = list({rank["rank"]: rank for rank in ranks}.values())
-    stepping = [rank for rank in newest if rank["steps"]]
+def _verdict(processes: Sequence[ProcessLog]) -> str:
+    """One sentence for a person: what this run lost most to. Of lives that no other one has taken the place of."""
+    ranks = [_rank(process) for process in processes]
+    stalls = [stall for process in processes for stall in _stalls(process)]
+    first_waits = [_number(process.totals.get("first_wait_seconds")) for process in processes]
+    starts = {id(rank): seconds for rank, seconds in zip(ranks, first_waits, strict=True)}
+    stepping = [rank for rank in ranks if rank["steps"]]
     if not stepping:
-        return "No training step has ended yet."
+        children = lives.child_processes(processes)
+        others = "another process" if children == 1 else f"{children} processes"
+        return "No training step has ended yet." + (
+            f" The script has started {others} with multiprocessing; if the training runs there, it is not seen: call "
+            "telemetry.start() in the function that is spawned."
+            if children
+            else ""
+        )
     measured = [rank for rank in stepping if rank["exposed_wait_ratio"] is not None]
     if not measured:
         worst = max(stepping, key=_wait_ratio)
@@ -53,9 +64,9 @@ def verdict(ranks: Sequence[dict[str, Any]], stalls: Sequence[dict[str, Any]], f
             "how much of that the GPU felt was not measured."
         )
     # Every run has to start: what it waited for its first batch is lost, but no sign of starving.
-    worst = max(measured, key=lambda rank: _without_start(rank, first_waits.get(rank["pid"], 0.0)))
+    worst = max(measured, key=lambda rank: _without_start(rank, starts[id(rank)]))
     ratio = worst["exposed_wait_ratio"]
-    if _without_start(worst, first_waits.get(worst["pid"], 0.0)) >= STARVED_RATIO:
+    if _without_start(worst, starts[id(worst)]) >= STARVED_RATIO:
         return _starved(worst, measured, ratio) + _why(worst["rank"], stalls)
     if stalls:
         # Who waits for a slow rank loses as much as it does; the slow rank's own stall, if it has one, says more.
@@ -65,17 +76,16 @@ def verdict(ranks: Sequence[dict[str, Any]], stalls: Sequence[dict[str, Any]], f
         return (
             "Healthy, as far as was seen: the training thread waited for no DataLoader and no watched iterable. "
             "Batches that come another way are not seen: put telemetry.watch() around what the loop takes them from."
-            f"{_beside(newest)}"
+            f"{_beside(ranks)}"
         )
-    return f"Healthy: no rank lost more than {_percent(ratio)} of its training loop waiting for data.{_beside(newest)}"
+    return f"Healthy: no rank lost more than {_percent(ratio)} of its training loop waiting for data.{_beside(ranks)}"
 
 
 def _stuck(processes: Sequence[ProcessLog]) -> str:
-    """The verdict of a run that is stuck; empty for one that is not. What was restarted is not stuck any more."""
-    newest = {process.rank: process for process in processes}
+    """The verdict of a run that is stuck; empty for one that is not. Of the lives that are not over."""
     stalls = [
         stall
-        for process in newest.values()
+        for process in processes
         for stall in _stalls(process)
         if stall["closed"] is None and "stuck_in" in stall["evidence"]
     ]
