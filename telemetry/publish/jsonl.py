@@ -128,6 +128,8 @@ class LogFile:
         Raises:
             OSError: it could not be renamed, and goes on under the name that it has.
         """
+        if path == self._wanted:
+            return
         self._wanted = path
         if self._made is None:
             self.path = path
