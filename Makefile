@@ -4,12 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help test test-stack lint types unit demo bench bench-trace bench-fleet zoo format clean
+.PHONY: help test test-stack test-matrix lint types unit demo bench bench-trace bench-fleet zoo format clean
 
 help:
 	@echo "make demo    train a small network that starves, and see what is seen (90 s)"
 	@echo "make test    ruff, mypy and the tests"
 	@echo "make test-stack   what runs beside real servers: Prometheus, Alertmanager, VictoriaMetrics, Slurm (minutes)"
+	@echo "make test-matrix  the tests on other versions of Python and torch (hours, 5 GB of disk for each torch)"
 	@echo "make bench   what the agent costs, side by side with others (minutes)"
 	@echo "make bench-trace   what reading a trace of 200 MB costs, side by side with Holistic Trace Analysis (minutes)"
 	@echo "make bench-fleet   what a fleet of 2,000 ranks costs one Prometheus, and each dashboard query (a quarter of an hour)"
@@ -25,6 +26,9 @@ test: lint types unit
 # Part of `make test`, where a suite whose programs are not installed is skipped; here that is a failure.
 test-stack: $(READY)
 	TELEMETRY_TEST_REQUIRE_STACK=1 $(BIN)/python -m pytest -m stack
+
+test-matrix:
+	$(PYTHON) -m tests.matrix
 
 lint: $(READY)
 	$(BIN)/ruff check .

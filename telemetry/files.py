@@ -7,7 +7,11 @@ three to five times.
 from __future__ import annotations
 
 import os
-from typing import Final
+import stat
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from typing import BinaryIO
 
 _MOST: Final = 8192
 
@@ -23,6 +27,19 @@ def read_small(path: str | os.PathLike[str], most: int = _MOST) -> bytes:
         return os.read(file, most)
     finally:
         os.close(file)
+
+
+def open_regular(path: str | os.PathLike[str]) -> BinaryIO | None:
+    """Open a regular file for reading, without ever waiting for it. None for a FIFO, a device or a folder.
+
+    Raises:
+        OSError: it is not there, or may not be read.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        return None
+    return os.fdopen(descriptor, "rb")
 
 
 class Descriptor:

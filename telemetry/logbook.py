@@ -92,7 +92,7 @@ class Logbook:
     def start(self) -> bool:
         """The first line of the run."""
         self._began = True
-        return self.emit("run_start", self.head_fields() | {"settings": self._config.as_log_fields()})
+        return self.emit("run_start", self.head_fields())
 
     def adopt(self, identity: Identity, claimed_rank: int) -> None:
         """The rank of this process is another one than was known so far: the log goes on under it, and says so.
@@ -164,6 +164,7 @@ class Logbook:
             "python_version": platform.python_version(),
             "cpu_count": os.cpu_count(),
             "metrics_url": self._status()[0],
+            "settings": self._config.as_log_fields(),
         }
         stats = self._accounts.stats
         for name, sketch in (("step", stats.run_step), ("data_wait", stats.run_wait)):

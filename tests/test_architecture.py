@@ -9,7 +9,19 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "telemetry"
 
-BASE = {"records", "clock", "config", "identity", "faults", "files", "signals", "sketch", "stacks", "_version"}
+BASE = {
+    "records",
+    "clock",
+    "config",
+    "identity",
+    "faults",
+    "files",
+    "signals",
+    "sketch",
+    "stacks",
+    "terminal",
+    "_version",
+}
 ROOMS = {"attach", "collect", "diagnose", "publish", "snapshot"}
 TOP = {
     "accounts",
@@ -28,7 +40,7 @@ TOP = {
     "__main__",
     "__init__",
 }
-REPORT_MAY = {"records", "sketch", "report", "snapshot.trace"}
+REPORT_MAY = {"files", "records", "sketch", "report", "snapshot.trace", "terminal"}
 
 OWNERS = {
     "pynvml": {"collect/nvml.py"},

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from telemetry.report.load import ProcessLog
 
-_MOST_NAMED = 8
+_MOST_NAMED: Final = 8
 
 
 def current(processes: Sequence[ProcessLog]) -> list[ProcessLog]:
@@ -24,17 +24,15 @@ def current(processes: Sequence[ProcessLog]) -> list[ProcessLog]:
 def _replaces(new: ProcessLog, old: ProcessLog) -> bool:
     if not new.started or new.started <= old.last_time:
         return False
-    world = new.head.get("world_size")
-    return new.rank == old.rank or (isinstance(world, int) and 0 < world <= old.rank)
+    return new.rank == old.rank or 0 < new.head.get("world_size", 0) <= old.rank
 
 
 def shared_ranks(processes: Sequence[ProcessLog]) -> str:
     """Says so where several processes that train claim one rank at the same time, and what to do; else empty."""
     claims: dict[int, list[ProcessLog]] = {}
     for process in processes:
-        if _steps(process):
-            claimed = process.head.get("claimed_rank")
-            claims.setdefault(claimed if isinstance(claimed, int) else process.rank, []).append(process)
+        if process.totals.get("steps_total"):
+            claims.setdefault(process.head.get("claimed_rank", process.rank), []).append(process)
     text = ""
     for rank, claimants in sorted(claims.items()):
         together = [one for one in claimants if any(_overlap(one, other) for other in claimants if other is not one)]
@@ -58,12 +56,6 @@ def _overlap(one: ProcessLog, other: ProcessLog) -> bool:
     return one.started <= other.last_time and other.started <= one.last_time
 
 
-def _steps(process: ProcessLog) -> bool:
-    steps = process.totals.get("steps_total")
-    return isinstance(steps, (int, float)) and steps > 0
-
-
 def child_processes(processes: Sequence[ProcessLog]) -> int:
     """How many processes of their own those of the run have started with multiprocessing, DataLoader workers aside."""
-    counts: list[Any] = [process.totals.get("child_processes") for process in processes]
-    return sum(count for count in counts if isinstance(count, int))
+    return sum(process.totals.get("child_processes", 0) for process in processes)

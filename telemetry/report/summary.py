@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.records import CATEGORIES, CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, STARTUP
@@ -15,10 +15,23 @@ if TYPE_CHECKING:
     from telemetry.sketch import Sketch
 
 STARVED_RATIO: Final = 0.20
-"""From this share of the training loop on, a rank is said to starve: the default of ``stall_enter_ratio``."""
+"""The default of ``stall_enter_ratio``, for logs that do not name it."""
 
 _MARKED_RATIO: Final = 0.20
 """A category outside of the training loop is mentioned from this share of the wall clock on."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What the verdict needs to know of a process besides its entry in the report.
+
+    Attributes:
+        first_wait_seconds: what it waited for its first batch.
+        starved_ratio: its own ``stall_enter_ratio``: from this share of the training loop on it starves.
+    """
+
+    first_wait_seconds: float
+    starved_ratio: float
 
 
 def summarize(processes: Sequence[ProcessLog]) -> dict[str, Any]:
@@ -40,12 +53,16 @@ def summarize(processes: Sequence[ProcessLog]) -> dict[str, Any]:
     }
 
 
+def _known(process: ProcessLog) -> _Known:
+    settings = process.head.get("settings", {})
+    return _Known(process.totals.get("first_wait_seconds", 0.0), settings.get("stall_enter_ratio", STARVED_RATIO))
+
+
 def _verdict(processes: Sequence[ProcessLog]) -> str:
     """One sentence for a person: what this run lost most to. Of lives that no other one has taken the place of."""
     ranks = [_rank(process) for process in processes]
     stalls = [stall for process in processes for stall in _stalls(process)]
-    first_waits = [_number(process.totals.get("first_wait_seconds")) for process in processes]
-    starts = {id(rank): seconds for rank, seconds in zip(ranks, first_waits, strict=True)}
+    of = {id(rank): _known(process) for rank, process in zip(ranks, processes, strict=True)}
     stepping = [rank for rank in ranks if rank["steps"]]
     if not stepping:
         children = lives.child_processes(processes)
@@ -64,10 +81,12 @@ def _verdict(processes: Sequence[ProcessLog]) -> str:
             "how much of that the GPU felt was not measured."
         )
     # Every run has to start: what it waited for its first batch is lost, but no sign of starving.
-    worst = max(measured, key=lambda rank: _without_start(rank, starts[id(rank)]))
+    after_start = {id(rank): _without_start(rank, of[id(rank)].first_wait_seconds) for rank in measured}
+    starving = [rank for rank in measured if after_start[id(rank)] >= of[id(rank)].starved_ratio]
+    worst = max(starving or measured, key=lambda rank: after_start[id(rank)])
     ratio = worst["exposed_wait_ratio"]
-    if _without_start(worst, starts[id(worst)]) >= STARVED_RATIO:
-        return _starved(worst, measured, ratio) + _why(worst["rank"], stalls)
+    if starving:
+        return _starved(worst, len(starving), len(measured), ratio) + _why(worst["rank"], stalls)
     if stalls:
         # Who waits for a slow rank loses as much as it does; the slow rank's own stall, if it has one, says more.
         stall = max(stalls, key=lambda stall: (stall["cause"] != "straggler", _lost(stall)))
@@ -110,16 +129,15 @@ def _without_start(rank: dict[str, Any], first_wait: float) -> float:
     return float((rank["exposed_wait_ratio"] * loop - first_wait) / left) if left > 0 else 0.0
 
 
-def _starved(worst: dict[str, Any], measured: Sequence[dict[str, Any]], ratio: float) -> str:
-    starving = [rank for rank in measured if rank["exposed_wait_ratio"] >= STARVED_RATIO]
+def _starved(worst: dict[str, Any], starving: int, measured: int, ratio: float) -> str:
     lost = f"{_percent(ratio)} of its training loop waiting for data"
     bound = 1 / (1 - ratio) if ratio < 0.99 else None
     gain = f"; without that wait its steps would be up to {bound:.1f} times faster" if bound else ""
-    if len(measured) == 1:
+    if measured == 1:
         return f"Starved: rank {worst['rank']} spent {lost}{gain}."
-    if len(starving) == len(measured):
+    if starving == measured:
         return f"Starved: every rank waits for data; the worst, rank {worst['rank']}, spent {lost}{gain}."
-    others = "the other ranks wait for it inside their compute" if len(starving) == 1 else "the rest wait for them"
+    others = "the other ranks wait for it inside their compute" if starving == 1 else "the rest wait for them"
     return f"Starved: rank {worst['rank']} spent {lost}{gain}; {others}."
 
 
@@ -139,13 +157,13 @@ def _why(rank: int, stalls: Sequence[dict[str, Any]]) -> str:
         setting, value, gain = (advice.get(name) for name in ("setting", "value", "predicted_speedup"))
         text += f"; try {setting}={value}" if setting and value else f"; {advice.get('action')}"
         text += f" ({advice.get('because')})" if stall["cause"] == "straggler" else ""
-        text += f", predicted {gain:g} times the steps per second" if isinstance(gain, (int, float)) else ""
+        text += f", predicted {gain:g} times the steps per second" if gain is not None else ""
     return f"{text}."
 
 
 def _lost(stall: dict[str, Any]) -> float:
-    lost = stall["evidence"].get("lost_seconds") if isinstance(stall["evidence"], dict) else None
-    return _number(lost.get(stall["cause"])) if isinstance(lost, dict) else 0.0
+    lost: float = stall["evidence"].get("lost_seconds", {}).get(stall["cause"], 0.0)
+    return lost
 
 
 def _beside(ranks: Sequence[dict[str, Any]]) -> str:
@@ -159,24 +177,22 @@ def _beside(ranks: Sequence[dict[str, Any]]) -> str:
 
 def _rank(process: ProcessLog) -> dict[str, Any]:
     totals = process.totals
-    spent = totals.get("ledger_total_seconds")
-    ledger = {c: _number(spent.get(c)) if isinstance(spent, dict) else 0.0 for c in CATEGORIES}
+    spent, overhead = totals.get("ledger_total_seconds", {}), totals.get("overhead_seconds", {})
+    ledger = {c: float(spent.get(c, 0.0)) for c in CATEGORIES}
     loop = ledger[DATA_WAIT] + ledger[COMPUTE]
     exposed = totals.get("exposed_wait_total_seconds")
-    overhead = totals.get("overhead_seconds")
-    overhead = overhead if isinstance(overhead, dict) else {}
     return {
         "rank": process.rank,
         "local_rank": process.head.get("local_rank"),
         "node": process.head.get("node"),
         "pid": process.pid,
-        "steps": int(_number(totals.get("steps_total"))),
-        "wall_seconds": _number(totals.get("wall_seconds")),
+        "steps": totals.get("steps_total", 0),
+        "wall_seconds": float(totals.get("wall_seconds", 0.0)),
         "ledger": ledger,
         "step_seconds": _percentiles(process.step),
         "data_wait_seconds": _percentiles(process.wait),
-        "exposed_wait_ratio": exposed / loop if isinstance(exposed, (int, float)) and loop > 0 else None,
-        "overhead_seconds": {name: _number(overhead.get(name)) for name in ("training", "agent")},
+        "exposed_wait_ratio": exposed / loop if exposed is not None and loop > 0 else None,
+        "overhead_seconds": {name: overhead.get(name, 0.0) for name in ("training", "agent")},
     }
 
 
@@ -192,7 +208,7 @@ def _stalls(process: ProcessLog) -> list[dict[str, Any]]:
     stalls: list[dict[str, Any]] = []
     for line in process.stalls:
         if line.get("event") == "stall_open":
-            stalls.append(_stall(process.rank, line))
+            stalls.append(_stall(process.rank, {"cause": "unknown"} | line))
         elif stalls and stalls[-1]["closed"] is None:
             said = {k: v for k, v in _stall(process.rank, line).items() if v not in (None, {}, [])}
             # The stacks of a stuck run are in the line that opens it alone.
@@ -207,11 +223,11 @@ def _stalls(process: ProcessLog) -> list[dict[str, Any]]:
 def _lost_so_far(process: ProcessLog, closed: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """What the stall that is open has cost: its own line was written when it opened."""
     total = process.totals.get("stall_lost_total_seconds")
-    if not isinstance(total, dict):
+    if total is None:
         return {}
-    told = [lost for stall in closed if isinstance(lost := stall["evidence"].get("lost_seconds"), dict)]
-    before = {cause: sum(_number(lost.get(cause)) for lost in told) for cause in total}
-    lost = {cause: round(_number(seconds) - before[cause], 3) for cause, seconds in total.items()}
+    told = [stall["evidence"].get("lost_seconds", {}) for stall in closed]
+    before = {cause: sum(lost.get(cause, 0.0) for lost in told) for cause in total}
+    lost = {cause: round(seconds - before[cause], 3) for cause, seconds in total.items()}
     return {"lost_seconds": {cause: seconds for cause, seconds in lost.items() if seconds > 0}}
 
 
@@ -220,10 +236,8 @@ def _stall(rank: int, line: dict[str, Any]) -> dict[str, Any]:
     stall: dict[str, Any] = {"rank": rank} | {name: line.get(name) for name in names}
     stall["closed"] = None
     stall["opened"] = line.get("opened") or line.get("time")
-    evidence = line.get("evidence")
-    stall["evidence"] = evidence if isinstance(evidence, dict) else {}
-    advice = line.get("advice")
-    stall["advice"] = [each for each in advice if isinstance(each, dict)] if isinstance(advice, list) else []
+    stall["evidence"] = line.get("evidence", {})
+    stall["advice"] = line.get("advice", [])
     return stall
 
 
@@ -239,7 +253,3 @@ def _wait_ratio(rank: dict[str, Any]) -> float:
 
 def _percent(ratio: float) -> str:
     return f"{100 * ratio:.0f} %" if ratio >= 0.0995 or ratio == 0 else f"{100 * ratio:.1f} %"
-
-
-def _number(value: object) -> float:
-    return float(value) if isinstance(value, (int, float)) else 0.0

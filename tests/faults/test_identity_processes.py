@@ -315,6 +315,7 @@ def test_a_log_written_by_two_lives_is_read_as_two(tmp_path):
     """As agents wrote it that did not tell lives apart."""
     (tmp_path / "logs").mkdir()
     lines = []
+    totals = {"ledger_total_seconds": {}, "wall_seconds": 2.0}
     for minute, steps in ((0, 50), (5, 70)):
         at = {"run": "r", "rank": 0, "local_rank": 0, "node": "n", "pid": 7, "tid": 7}
         time = f"2026-01-01T00:0{minute}"
@@ -322,8 +323,8 @@ def test_a_log_written_by_two_lives_is_read_as_two(tmp_path):
         evidence = {"stuck_in": "data_wait"}
         if minute == 0:
             lines.append(at | {"time": f"{time}:01.000Z", "event": "stall_open", "cause": "io", "evidence": evidence})
-        lines.append(at | {"time": f"{time}:02.000Z", "event": "window", "steps_total": steps})
-    lines.append(at | {"time": f"{time}:03.000Z", "event": "run_end", "steps_total": steps})
+        lines.append(at | {"time": f"{time}:02.000Z", "event": "window", **totals, "steps_total": steps})
+    lines.append(at | {"time": f"{time}:03.000Z", "event": "run_end", **totals, "steps_total": steps})
     path = tmp_path / "logs" / "rank-0.7.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     summary = report(tmp_path)
