@@ -192,7 +192,6 @@ class Logbook:
             "overhead_seconds": self._status()[1],
             "stall_lost_total_seconds": self._lost(),
             "dropped_steps_total": accounts.dropped_steps,
+            "child_processes": self._children,
         }
-        if self._children:
-            totals["child_processes"] = self._children
         return {key: fields.rounded(value) for key, value in totals.items()}

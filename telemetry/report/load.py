@@ -128,10 +128,8 @@ class _Lives:
                     by_node[node] = log
                 log.wrong_fields += wrong
                 _take(line, log)
-        if not unused.head and not unused.torn_lines and by_node:
-            self.all = [
-                log for log in self.all if log is not unused
-            ]  # all that is here belongs to a life that began in another file
+        if by_node and not unused.head and not unused.torn_lines:  # all of it belongs to a life of another file
+            self.all = [log for log in self.all if log is not unused]
 
     def _life_of(self, line: dict[str, Any], log: ProcessLog | None, fresh: ProcessLog) -> ProcessLog:
         id_ = line.get("life")
@@ -139,7 +137,7 @@ class _Lives:
             return self._by_id[id_]
         if log is None or not line.get("continued"):
             log = fresh
-            if not any(fresh is each for each in self.all):
+            if self.all[-1] is not fresh:
                 self.all.append(fresh)
         if id_ is not None:
             self._by_id[id_] = log
