@@ -82,7 +82,7 @@ class Attachment:
         dataloader = sys.modules["torch.utils.data.dataloader"]
         places: tuple[Callable[[], None], ...] = (
             lambda: loader.patch_loader(dataloader, tracker, torch.is_grad_enabled, self._patches),
-            lambda: workers.patch_workers(dataloader.DataLoader, tracker, self._patches),
+            lambda: workers.patch_workers(dataloader._MultiProcessingDataLoaderIter, tracker, self._patches),
             lambda: self._optimizer(sys.modules["torch.optim.optimizer"]),
             lambda: self._profilers(torch),
             lambda: tracker.marks.use_nvtx(torch.cuda.nvtx) if self._nvtx else None,
@@ -122,7 +122,7 @@ class Attachment:
     def _stateful_loader(self, module: Any) -> None:
         stateful, iterators = module.StatefulDataLoader, module._StatefulMultiProcessingDataLoaderIter
         loader.patch_edges(stateful, iterators, self._tracker, self._patches)
-        workers.patch_workers(stateful, self._tracker, self._patches)
+        workers.patch_workers(iterators, self._tracker, self._patches)
 
     def _distributed_checkpoint(self, package: ModuleType) -> None:
         self._saving(package)

@@ -10,6 +10,8 @@ from __future__ import annotations
 import weakref
 from typing import Any, Final
 
+from telemetry.attach.kinds import is_loader, is_loader_iterator, origin
+
 _WITHOUT_A_STEP: Final = 2
 """So many times the batches that an optimizer step has taken so far may come without one and are no evaluation yet.
 Loops that accumulate gradients do not always begin with a full set, and accelerate's loaders read one batch ahead."""
@@ -23,15 +25,12 @@ class Judged:
 
     A loader is known again by its sampler, or else by its data set, neither of which is kept alive. Where no optimizer
     of torch's has stepped yet, nothing is judged.
-
-    Attributes:
-        evaluating: they are an evaluation's.
     """
 
-    __slots__ = ("_batches", "_evaluated", "_iterator", "_most", "_parts", "_since", "_trained", "evaluating")
+    __slots__ = ("_batches", "_evaluated", "_evaluating", "_iterator", "_most", "_parts", "_since", "_trained")
 
     def __init__(self) -> None:
-        self.evaluating = False
+        self._evaluating = False
         self._iterator = 0
         self._since = 0  # optimizer steps when the first of them was asked for
         self._batches = 0  # asked for since
@@ -58,17 +57,17 @@ class Judged:
             self._parts = _parts_of(iterator)
             self._most = _WITHOUT_A_STEP * max(1, round(closed / max(1, optimizer_steps)))
             self._most *= _TRAINED_BEFORE if self._in(self._trained, self._parts[:1]) else 1
-            self.evaluating = self._evaluates(self._parts)
+            self._evaluating = self._evaluates(self._parts)
         elif optimizer_steps > self._since:
-            self.evaluating = False
-        elif optimizer_steps and not self.evaluating:
+            self._evaluating = False
+        elif optimizer_steps and not self._evaluating:
             self._batches += 1
-            self.evaluating = self._batches > self._most
-        return self.evaluating
+            self._evaluating = self._batches > self._most
+        return self._evaluating
 
     def settled(self, optimizer_steps: int) -> bool:
         """Whether nothing is left to judge of them: it is training."""
-        return not self.evaluating and (optimizer_steps > self._since or not optimizer_steps)
+        return not self._evaluating and (optimizer_steps > self._since or not optimizer_steps)
 
     def likely(self, optimizer_steps: int) -> bool:
         """Whether they are trained on, as far as is known: one that has just begun may be either."""
@@ -83,11 +82,11 @@ class Judged:
             for part in parts:
                 self._trained[id(part)] = part
                 self._evaluated.pop(id(part), None)
-        elif self.evaluating:
+        elif self._evaluating:
             for part in parts:
                 if self._trained.get(id(part)) is not part:
                     self._evaluated[id(part)] = part
-        self._iterator, self._parts, self.evaluating = 0, [], False
+        self._iterator, self._parts, self._evaluating = 0, [], False
 
     def _evaluates(self, parts: list[weakref.ref[Any]]) -> bool:
         """A data set that is evaluated with may be trained with too, by another loader: that has another sampler."""
@@ -99,12 +98,20 @@ class Judged:
 
 
 def _parts_of(loader: object) -> list[weakref.ref[Any]]:
-    """What a loader and its iterators have in common: its sampler, which is its own, and its data set."""
-    return [_reference(loader, "_index_sampler"), _reference(loader, "_dataset", "dataset")]
+    """What a loader and its iterators have in common: its sampler, which is its own, and its data set.
+
+    Of a watched object it is the object itself. Attributes count in torch's own classes alone.
+    """
+    watched = origin(loader)
+    if watched is not None:
+        loader = watched()
+    if is_loader(loader) or is_loader_iterator(loader):
+        return [_reference(loader, "_index_sampler"), _reference(loader, "_dataset", "dataset")]
+    return [watched or _NOBODY, _NOBODY]
 
 
 def _reference(loader: object, *names: str) -> weakref.ref[Any]:
-    try:  # a watched iterable may have anything under that name, or raise
+    try:  # a class made from torch's may raise, and not everything can be referred to
         return weakref.ref(next(part for name in names if (part := getattr(loader, name, None)) is not None))
     except Exception:
         return _NOBODY

@@ -6,6 +6,7 @@ import weakref
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
+from telemetry.attach import kinds
 from telemetry.attach.handle import ON_THREAD, WATCHED, LoaderHandle, Source
 
 if TYPE_CHECKING:
@@ -34,7 +35,8 @@ class Sources:
         Only its pids and its queue are kept: a strong reference on the agent thread could make that thread the one
         that shuts the workers down.
         """
-        if not getattr(iterator, "_workers", None) or len(self._live) >= _MOST:
+        iterator = kinds.unwrapped(iterator)
+        if len(self._live) >= _MOST or not kinds.workers_of(iterator):
             return
         key, live, retired = id(iterator), self._live, self._retired
         if key in live:
@@ -49,8 +51,8 @@ class Sources:
         live[key] = (weakref.ref(iterator, gone), LoaderHandle(iterator, block, again=again))
 
     def known(self, iterator: object) -> LoaderHandle | None:
-        """The handle of a live iterator with workers; None for any other."""
-        entry = self._live.get(id(iterator))
+        """The handle of a live iterator with workers, watched or not; None for any other."""
+        entry = self._live.get(id(kinds.unwrapped(iterator)))
         return None if entry is None else entry[1]
 
     def delivered(self, iterator: object, *, training: bool) -> Source:
@@ -72,12 +74,13 @@ class Sources:
             yield self._retired.popleft()
 
     def _of(self, iterator: object) -> Source:
+        iterator = kinds.unwrapped(iterator)
         if id(iterator) not in self._live:
             self.register(iterator)  # begun before the agent
         handle = self.known(iterator)
         if handle is not None:
             return handle
-        workers = getattr(iterator, "_num_workers", None)
-        if workers is None:
+        if not kinds.is_loader_iterator(iterator):
             return WATCHED
+        workers = getattr(iterator, "_num_workers", 0)
         return Source("workers", {"num_workers": workers}) if workers else ON_THREAD

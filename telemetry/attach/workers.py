@@ -1,10 +1,16 @@
-"""Planting the probe: the workers of every DataLoader iterator that is made are timed from their first fetch on."""
+"""Planting the probe: the workers of every DataLoader iterator that is made are timed from their first fetch on.
+
+An iterator's constructor takes ``worker_init_fn`` from its loader, keeps it as ``_worker_init_fn`` and hands that to
+each worker it starts. While a constructor runs, `_Planted` gives it a probe in that place. Nothing is ever set on the
+loader or kept in the iterator: loaders are shared between threads, copied, pickled and sealed, and their iterators are
+made inside one another.
+"""
 
 from __future__ import annotations
 
 import functools
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.attach.frames import forget_frame
 from telemetry.attach.marks import MarkedWorker
@@ -16,51 +22,105 @@ if TYPE_CHECKING:
     from telemetry.attach.patches import Patches
     from telemetry.attach.steps import StepTracker
 
-
-def patch_workers(loader: Any, tracker: StepTracker, patches: Patches) -> None:
-    """Patch a class of loaders' ``_get_iterator``, which makes the iterator, and so starts the workers."""
-    patches.replace(loader, "_get_iterator", lambda original: _probed(original, tracker))
+_NAME: Final = "_worker_init_fn"
 
 
-def _probed(original: Callable[[Any], Any], tracker: StepTracker) -> Callable[[Any], Any]:
+def patch_workers(iterators: Any, tracker: StepTracker, patches: Patches) -> None:
+    """Patch a class of iterators with workers: its constructor starts them.
+
+    Raises:
+        AttributeError: the class itself has a ``_worker_init_fn``, so this is a torch that we do not know.
+    """
+    for kind in iterators.__mro__:
+        if not isinstance(vars(kind).get(_NAME), _Planted | None):  # after a fork our parent's may still be there
+            raise AttributeError(f"{kind.__name__} has {_NAME} already")  # noqa: TRY004
+    planted = _Planted(tracker)
+    patches.put(iterators, _NAME, planted)
+    patches.replace(iterators, "__init__", lambda original: _probed(original, planted, tracker))
+
+
+def _probed(original: Callable[..., None], planted: _Planted, tracker: StepTracker) -> Callable[..., None]:
     begun: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # loaders, by id
 
     @functools.wraps(original)
-    def _get_iterator(self: Any) -> Any:
-        user = vars(self).get("worker_init_fn")
-        probe: WorkerProbe | None = _plant(self, tracker) if tracker.active else None
+    def __init__(self: Any, loader: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        if tracker.active:
+            planted.making[id(self)] = _Making()
         try:
-            iterator = original(self)
+            original(self, loader, *args, **kwargs)
         except BaseException as error:
+            planted.making.pop(id(self), None)
             forget_frame(error)
             raise
-        finally:
-            if probe is not None:
-                self.worker_init_fn = user
+        making = planted.making.pop(id(self), None)
+        if making is None or not tracker.active:
+            return
         try:
-            if tracker.active:
-                again = begun.get(id(self)) is self
-                begun[id(self)] = self
-                tracker.sources.register(iterator, probe.block if probe is not None else None, again=again)
-            if isinstance(getattr(iterator, "_worker_init_fn", None), WorkerProbe):
-                iterator._worker_init_fn = self.worker_init_fn
+            again = begun.get(id(loader)) is loader
+            tracker.sources.register(self, making.block, again=again)
+            begun[id(loader)] = loader
         except Exception as error:
             tracker.fault(error)
-        return iterator
 
-    return _get_iterator
+    return __init__
 
 
-def _plant(loader: Any, tracker: StepTracker) -> WorkerProbe | None:
-    """Put a probe in the place of the loader's ``worker_init_fn`` while its workers are started."""
-    try:
-        if not 0 < loader.num_workers <= MAX_WORKERS or "worker_init_fn" not in vars(loader):
-            return None
-        user = loader.worker_init_fn
-        inner = MarkedWorker(user) if tracker.marks.nvtx else user
-        probe = WorkerProbe(inner, WorkerBlock(loader.num_workers))
-        loader.worker_init_fn = probe
-    except Exception as error:
-        tracker.fault(error)
-        return None
-    return probe
+class _Making:
+    """What is known of an iterator that is being made."""
+
+    __slots__ = ("block", "failed")
+
+    def __init__(self) -> None:
+        self.block: WorkerBlock | None = None
+        self.failed = False
+
+
+class _Planted:
+    """``_worker_init_fn`` of a class of iterators: what was set, and while the iterator is made, a probe around it.
+
+    Attributes:
+        making: by id, the iterators whose constructors run, on any thread.
+    """
+
+    def __init__(self, tracker: StepTracker) -> None:
+        self.making: dict[int, _Making] = {}
+        self._tracker = tracker
+
+    def __get__(self, iterator: Any, kind: type) -> Any:
+        if iterator is None:
+            raise AttributeError(f"type object {kind.__name__!r} has no attribute {_NAME!r}")
+        try:
+            user = vars(iterator)[_NAME]
+        except KeyError:
+            raise AttributeError(f"{kind.__name__!r} object has no attribute {_NAME!r}") from None
+        making = self.making.get(id(iterator))
+        return user if making is None else self._around(user, making, iterator)
+
+    def __set__(self, iterator: Any, value: Any) -> None:
+        vars(iterator)[_NAME] = _without_probe(value)
+
+    def __delete__(self, iterator: Any) -> None:
+        del vars(iterator)[_NAME]
+
+    def _around(self, user: Any, making: _Making, iterator: Any) -> Any:
+        try:
+            if making.block is None and not making.failed:
+                making.failed = True  # until it is there: a block that cannot be had is asked for once
+                if not 0 < iterator._num_workers <= MAX_WORKERS:
+                    return user
+                making.block = WorkerBlock(iterator._num_workers)
+            if making.block is None:
+                return user
+            return WorkerProbe(MarkedWorker(user) if self._tracker.marks.nvtx else user, making.block)
+        except Exception as error:
+            self._tracker.fault(error)
+            return user
+
+
+def _without_probe(value: Any) -> Any:
+    """What the user gave. For a data pipe the constructor takes what we gave it, and keeps it in a ``partial``."""
+    if type(value) is functools.partial and any(isinstance(argument, WorkerProbe) for argument in value.args):
+        return functools.partial(value.func, *map(_without_probe, value.args), **value.keywords)
+    if isinstance(value, WorkerProbe):
+        value = value.user
+    return value.user if isinstance(value, MarkedWorker) else value

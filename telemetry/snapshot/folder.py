@@ -12,9 +12,14 @@ import stat
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
+from telemetry.files import identity_of
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+_OPEN: Final[dict[int, tuple[int, int]]] = {}
+"""What this module has open in this process: device and inode by descriptor. See `close_in_child`."""
 
 _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _MAX_FILE_BYTES: Final = 1 << 20
@@ -62,9 +67,23 @@ class Folder:
             os.close(fd)
 
     def create(self, name: str) -> int:
-        """Make a new file, open for writing and reading. Returns its descriptor."""
+        """Make a new file, open for writing and reading. Returns its descriptor, which `close` closes."""
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        return os.open(checked(name), flags, 0o600, dir_fd=self.fd)
+        return _noted(os.open(checked(name), flags, 0o600, dir_fd=self.fd))
+
+    def reopen(self, name: str) -> int:
+        """Open a file that another library has written, for writing and reading. Returns as `create`."""
+        return _noted(os.open(checked(name), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self.fd))
+
+    @staticmethod
+    def close(fd: int, *, discard: bool = False) -> None:
+        """Close a file; with ``discard`` its content is given up first, even where another process has it open too."""
+        try:
+            if discard:
+                os.ftruncate(fd, 0)
+        finally:
+            _OPEN.pop(fd, None)
+            os.close(fd)
 
     def write(self, name: str, content: bytes, *, first: bool = False) -> bool:
         """Put a whole file in place; with ``first`` only if there is none yet. Returns whether it is this one."""
@@ -83,7 +102,7 @@ class Folder:
                 return False
             return True
         finally:
-            os.close(fd)
+            self.close(fd)
             self.remove(temporary)
 
     def remove(self, name: str) -> None:
@@ -146,14 +165,30 @@ def _opened(path: Path, name: str, dir_fd: int | None, *, make: bool) -> Iterato
             os.mkdir(name, 0o700, dir_fd=dir_fd)
         except FileExistsError:
             pass
-    fd = os.open(name, _DIRECTORY, dir_fd=dir_fd)
+    fd = _noted(os.open(name, _DIRECTORY, dir_fd=dir_fd))
     try:
         status = os.fstat(fd)
         if status.st_uid != os.getuid() or status.st_mode & 0o077:
             raise OSError(errno.EPERM, "not a folder of this user alone (mode 0700)", str(path))
         yield Folder(path, fd)
     finally:
-        os.close(fd)
+        Folder.close(fd)
+
+
+def close_in_child() -> None:
+    """Close a forked child's copies: they would keep the disk space of what its parent removes. Takes no lock."""
+    for fd, identity in list(_OPEN.items()):
+        _OPEN.pop(fd)
+        try:
+            if identity_of(fd) == identity:  # the number may be another's by now
+                os.close(fd)
+        except OSError:
+            continue
+
+
+def _noted(fd: int) -> int:
+    _OPEN[fd] = identity_of(fd)
+    return fd
 
 
 def checked(name: str) -> str:
