@@ -23,6 +23,7 @@ from telemetry.files import StandardStreams
 from telemetry.identity import identify, slug
 from telemetry.judge import Judge
 from telemetry.logbook import Logbook
+from telemetry.membership import Membership
 from telemetry.publish.board import Board
 from telemetry.publish.discovery import TargetFile
 from telemetry.publish.exposition import Families, Renderer
@@ -72,6 +73,7 @@ class Agent:
         self.run_dir = _absolute(config.run_dir or Path("telemetry-runs") / slug(self.identity.run))
         self.running = False
         self.faults = Faults()
+        self._membership = Membership(self.identity, self.faults)
         self._wall = WallClock()
         self._pid = os.getpid()
         self._streams = StandardStreams()
@@ -118,6 +120,7 @@ class Agent:
             wall=self._wall,
             emit=self.logbook.emit,
             steps=lambda: self.accounts.steps_total,
+            log_name=lambda: self.logbook.log.file.path.name,
         )
         self.accounts.on_steps = self.snapshots.add_steps
         self._node: NodeService | None = None
@@ -154,8 +157,14 @@ class Agent:
                 notice=lambda text: self.faults.tell("endpoint", text),
             )
             board.sweep()
+        self._settle_rank()
         with self.faults.contained("endpoint"):
             self._publish()
+        shown = self.identity
+        self._settle_rank()  # of two that start at the same moment one sees the other by now
+        with self.faults.contained("endpoint"):
+            if self.identity != shown:
+                self._publish()
             self._lead()
         with self.faults.contained("snapshot"):
             self.snapshots.start()
@@ -237,6 +246,21 @@ class Agent:
                 with self.faults.contained("diagnose"):
                     self._judge.look()
 
+    def _settle_rank(self) -> None:
+        """Follow the rank of this process: series, log, stalls and snapshots go on under the one it has now."""
+        before, identity = self.identity, self._membership.look(self._node, steps=self.accounts.steps_total)
+        if identity == before:
+            return
+        self.identity = identity
+        self._families = Families(identity.run, identity.rank)
+        self._judge.adopt(identity.rank)
+        self.snapshots.adopt(identity)
+        with self.faults.contained("board"):
+            if self._node is not None and before.rank != identity.rank:
+                self._node.move(before.rank, identity.rank)
+        self.logbook.adopt(identity, self._membership.claim.rank)
+        self._publish_this_time = False  # so that the next tick does
+
     def _lost_in_stalls(self) -> dict[str, float]:
         return self._judge.lost()
 
@@ -250,6 +274,7 @@ class Agent:
             stepped = self._wall.resync()
             if stepped:
                 self.faults.tell("clock", f"the wall clock was stepped by {stepped:.1f} s; timestamps follow it")
+        self._settle_rank()
         self.accounts.update()
         with self.faults.contained("collect"):
             self._sampler.poll(self.accounts.keep_up)

@@ -152,6 +152,10 @@ class Judge:
         self._count_lost(stall, None)
         self._opened_now(stall, with_stacks=True)
 
+    def adopt(self, rank: int) -> None:
+        """The rank of this process is another one than was known so far."""
+        self._machine.rank = rank
+
     def end(self, steps: int) -> None:
         """The run ends, and with it the stall that is open."""
         change = self._machine.last()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import platform
+import secrets
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry._version import __version__
 from telemetry.clock import NS, WallClock
+from telemetry.collect import children
 from telemetry.publish import fields
 from telemetry.publish.jsonl import JsonLog
 from telemetry.records import CATEGORIES, COMPUTE, DATA_WAIT
@@ -52,6 +54,7 @@ class Logbook:
         lost: Callable[[], dict[str, float]],
     ) -> None:
         self._identity = identity
+        self._claimed_rank = identity.rank
         self._config = config
         self._accounts = accounts
         self._sampler = sampler
@@ -69,10 +72,12 @@ class Logbook:
             max_files=config.log_max_files,
         )
         self._seconds = min(_FIRST_WINDOW_SECONDS, config.log_interval_seconds)
+        self._life, self._began = secrets.token_hex(8), False
         self._started_ns = accounts.ledger.start_ns
         self._spent_before: dict[str, float] = dict.fromkeys(CATEGORIES, 0.0)
         self._exposed_before: float | None = 0.0
         self._optimizer_before = 0
+        self._children = 0
 
     def emit(self, event: str, values: dict[str, Any]) -> bool:
         """Write a line; what cannot be written is counted. Returns whether it is in the file."""
@@ -86,13 +91,28 @@ class Logbook:
 
     def start(self) -> bool:
         """The first line of the run."""
+        self._began = True
         return self.emit("run_start", self.head_fields())
+
+    def adopt(self, identity: Identity, claimed_rank: int) -> None:
+        """The rank of this process is another one than was known so far: the log goes on under it, and says so.
+
+        Args:
+            identity: with the rank it is shown under.
+            claimed_rank: the rank it takes itself to be.
+        """
+        self._identity, self._claimed_rank = identity, claimed_rank
+        with self._faults.contained("jsonl"):
+            self.log.adopt(identity)
+        if self._began:
+            self.emit("run_start", self.head_fields() | {"continued": True})
 
     def write_what_is_due(self) -> None:
         """Phases and errors as they come; a window, and the samples of it, when its time is over."""
         for span in (*self._accounts.ledger.take_phases(), *self._accounts.take_named_phases()):
             if span.seconds >= _SHORTEST_PHASE_SECONDS:
                 self.emit("phase", fields.phase(span, self._wall.iso(span.start_ns)))
+        self._children = max(self._children, children.started())
         now = self._accounts.ledger.at_ns
         if now - self._started_ns >= self._seconds * NS:
             self._seconds = min(2 * self._seconds, self._config.log_interval_seconds)
@@ -148,6 +168,9 @@ class Logbook:
             "started": self._wall.iso(self._accounts.ledger.start_ns),
             "world_size": self._identity.world_size,
             "launcher": self._identity.launcher,
+            "rank_source": self._identity.rank_source,
+            "claimed_rank": self._claimed_rank,
+            "life": self._life,
             "telemetry_version": __version__,
             "python_version": platform.python_version(),
             "cpu_count": os.cpu_count(),
@@ -189,5 +212,6 @@ class Logbook:
             "overhead_seconds": self._status()[1],
             "stall_lost_total_seconds": self._lost(),
             "dropped_steps_total": accounts.dropped_steps,
+            "child_processes": self._children,
         }
         return {key: fields.rounded(value) for key, value in totals.items()}

@@ -91,7 +91,10 @@ class Identity:
         world_size: number of ranks of the job.
         node: name of the machine.
         pid: process id.
-        launcher: what the above was read from: ``torchrun``, ``slurm``, ``kubernetes`` or ``plain``.
+        launcher: what the above was read from: ``torchrun``, ``slurm``, ``mpi``, ``lightning``, ``spawn``,
+            ``kubernetes`` or ``plain``.
+        rank_source: who says so: ``launcher``; ``torch.distributed``; ``default``, nobody; ``assigned``, the rank that
+            this process claims is held by another one of its node, and it is shown under a free number.
     """
 
     run: str
@@ -101,6 +104,12 @@ class Identity:
     node: str
     pid: int
     launcher: str
+    rank_source: str = "launcher"
+
+    @property
+    def told(self) -> bool:
+        """Whether a launcher or torch.distributed has said which rank this is."""
+        return self.rank_source in {"launcher", "torch.distributed"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,6 +56,7 @@ class Snapshots:
     Args:
         emit: writes a line of the log.
         steps: how many have ended.
+        log_name: name of this process's log file.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Snapshots:
         wall: WallClock,
         emit: Callable[[str, dict[str, Any]], Any],
         steps: Callable[[], int],
+        log_name: Callable[[], str],
     ) -> None:
         self._config = config
         self._identity = identity
@@ -80,6 +82,7 @@ class Snapshots:
         self._wall = wall
         self._emit = emit
         self._steps = steps
+        self._log_name = log_name
         self.counts = dict.fromkeys(SNAPSHOT_RESULTS, 0)
         self._asked: deque[tuple[int | None, int]] = deque(maxlen=16)
         self._trigger = Trigger(
@@ -128,6 +131,12 @@ class Snapshots:
                     self._usable = True
         finally:
             sweep((self._folder, self._keeper.shared), self._keeper.is_gone)
+
+    def adopt(self, identity: Identity) -> None:
+        """The rank of this process is another one than was known so far. On the agent's thread."""
+        self._identity = identity
+        self._meeting.adopt(identity.rank, identity.world_size)
+        self._capture.about = self._capture.about | {"rank": identity.rank, "world_size": identity.world_size}
 
     def request(self, rank: int | None, steps: int | None) -> bool:
         """Somebody in this process asks for one. On any thread; it is put forward at the next tick."""
@@ -284,7 +293,7 @@ class Snapshots:
             "why": outcome.why,
             "started": self._wall.iso(outcome.started_ns),
             "ended": self._wall.iso(outcome.ended_ns),
-            "log": f"../../../logs/rank-{identity.rank}.{identity.pid}.jsonl",
+            "log": f"../../../logs/{self._log_name()}",
             "pause_seconds": rounded(outcome.pauses),
             "held_seconds": rounded(stored.held),
         }

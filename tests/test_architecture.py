@@ -30,6 +30,7 @@ TOP = {
     "callback",
     "judge",
     "logbook",
+    "membership",
     "sampling",
     "snapshots",
     "watchdog",

@@ -7,6 +7,7 @@ that is replaced whole.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -79,6 +80,9 @@ class Board:
         self._make()
         self.seats = Seats(self.path)
         self._mine: Path | None = None
+        self._number: int | None = None  # the rank this process is shown under
+        self._since = 0  # when it took that number
+        self._told = False  # whether that number is the one a launcher gave it
         self._ticks = start_ticks(os.getpid())
 
     def _make(self) -> None:
@@ -93,6 +97,7 @@ class Board:
         """Replace this rank's state. What has ended by itself is shown on, as long as others of the run are there."""
         pid = os.getpid()
         meta: dict[str, Any] = {"rank": rank, "pid": pid, "ticks": self._ticks, "ended": ended}
+        meta |= {"told": self._told, "since": self._since}
         if pace is not None:
             meta["pace"] = asdict(pace)
         parts = [json.dumps(meta).encode()]
@@ -110,10 +115,10 @@ class Board:
     def states(self) -> list[RankState]:
         """The state of every rank that is alive, by rank. A dead rank's file is removed.
 
-        Should two processes claim one rank, the younger is shown, of those that have not ended if there is one: the
-        same series twice would fail the scrape.
+        Until the next publication two processes may have one rank: the one that will keep it is shown, as the same
+        series twice would fail the scrape. See `rank_for`.
         """
-        states: dict[int, tuple[tuple[bool, int], RankState]] = {}
+        states: dict[int, tuple[tuple[bool, bool, int, int], RankState]] = {}
         for entry in self._entries():
             try:
                 parts = read_small(entry, _MAX_FILE_BYTES).split(_SEPARATOR)
@@ -125,10 +130,65 @@ class Board:
                 remove_file(entry)
                 continue
             families = tuple(zip(parts[1::2], parts[2::2], strict=False))
-            order = (not meta.get("ended"), ticks)
-            if rank not in states or states[rank][0] < order:
+            order = (bool(meta.get("ended")), *_order_of(meta, pid))
+            if rank not in states or order < states[rank][0]:
                 states[rank] = (order, RankState(rank, pid, families))
         return [states[rank][1] for rank in sorted(states)]
+
+    def rank_for(self, claimed: int, *, told: bool, world_size: int) -> int:
+        """The rank under which this process is to be shown: a number that no other living process of this board has.
+
+        That is the rank it claims, unless another one holds it: one that was told so by a launcher before one that
+        was not, and of two alike the one that has had the number for longer. Who has to give way takes a free number
+        above the ranks of the job. To be called before each publication; no lock is needed: of two that take one
+        number at once, one gives way at its next publication.
+
+        Args:
+            claimed: the rank this process has been told, or takes itself to be.
+            told: whether a launcher or torch.distributed has said so.
+            world_size: number of ranks of the job.
+        """
+        wanted = claimed if told or self._number is None else self._number
+        if self._rivals_before(wanted, told=told and wanted == claimed):
+            kept = self._number
+            if kept is None or kept == wanted or self._rivals_before(kept, told=False):
+                wanted = self._free_number(wanted, max(world_size, 1))
+            else:
+                wanted = kept
+        if wanted != self._number:
+            self._since = time.monotonic_ns()
+        self._number, self._told = wanted, told and wanted == claimed
+        return wanted
+
+    def move(self, before: int, rank: int) -> None:
+        """This process is shown under another rank from now on: its file is renamed, and never there twice."""
+        pid = os.getpid()
+        old, new = self.path / f"rank-{before}.{pid}", self.path / f"rank-{rank}.{pid}"
+        try:
+            old.replace(new)
+        except FileNotFoundError:
+            return  # nothing was published yet
+        self._mine = new
+
+    def _rivals_before(self, number: int, *, told: bool) -> int:
+        """How many living processes claim a number and come before this one."""
+        since = self._since if number == self._number else time.monotonic_ns()
+        mine = (not told, since, os.getpid())
+        return sum(1 for order in self._rivals(number) if order < mine)
+
+    def _rivals(self, number: int) -> list[tuple[bool, int, int]]:
+        start, own = f"{self.path}/rank-{number}.", f".{os.getpid()}"
+        heads = (_head(e) for e in self._entries() if e.startswith(start) and not e.endswith(own))
+        return [_order_of(head, int(head["pid"])) for head in heads if head is not None]
+
+    def _free_number(self, wanted: int, first: int) -> int:
+        """A number from ``first`` on that nobody has; those who have to give way together take different ones."""
+        own = f".{os.getpid()}"
+        heads = (_head(e) for e in self._entries() if not e.endswith(own))
+        taken = {head["rank"] for head in heads if head is not None} | {wanted}
+        free = (number for number in itertools.count(first) if number not in taken)
+        before = self._rivals_before(wanted, told=False)
+        return next(itertools.islice(free, max(0, before - 1), None))
 
     def paces(self, but: int) -> tuple[RankPace, ...]:
         """How the other ranks that are alive get on; ``but`` is one's own rank."""
@@ -225,6 +285,12 @@ def _head(entry: str | os.PathLike[str]) -> dict[str, Any] | None:
         return meta if not meta.get("ended") and start_ticks(int(meta["pid"])) == meta["ticks"] else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def _order_of(head: dict[str, Any], pid: int) -> tuple[bool, int, int]:
+    """Of two processes that claim one rank, the lesser keeps it."""
+    since = head.get("since", 0)
+    return (not head.get("told", True), since if isinstance(since, int) else 0, pid)
 
 
 def _pace(head: dict[str, Any]) -> RankPace | None:

@@ -97,6 +97,18 @@ class NodeService:
         self._ended = ended
         self._board.publish(rank, families, pace=pace, ended=ended)
 
+    def rank_for(self, claimed: int, *, told: bool, world_size: int) -> int:
+        """The rank under which this process is to be shown, see `Board.rank_for`."""
+        return self._board.rank_for(claimed, told=told, world_size=world_size)
+
+    def move(self, before: int, rank: int) -> None:
+        """This process is shown under another rank from now on.
+
+        Raises:
+            OSError: the board cannot be written.
+        """
+        self._board.move(before, rank)
+
     def paces(self, but: int) -> tuple[RankPace, ...]:
         """How the other ranks of this node get on; ``but`` is one's own rank."""
         return self._board.paces(but)

@@ -125,6 +125,7 @@ _TOTALS: Final[Mapping[str, Kind]] = {
     "first_wait_seconds": _number,
     "overhead_seconds": _numbers,
     "stall_lost_total_seconds": _numbers,
+    "child_processes": _count,
 }
 
 _STALL: Final[Mapping[str, Kind]] = {
@@ -143,6 +144,9 @@ FIELDS: Final[Mapping[str, Mapping[str, Kind]]] = MappingProxyType(
         "run_start": {
             "started": _text,
             "continued": _flag,
+            "life": _text,
+            "world_size": _count,
+            "claimed_rank": _count,
             "settings": _Object({"log_interval_seconds": _number, "stall_enter_ratio": _number}),
             "step_sketch": _mapping,  # `sketch.parse_counts` checks each count
             "step_max_seconds": _number,

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.records import CATEGORIES, CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, STARTUP
+from telemetry.report import lives
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,10 +41,10 @@ def summarize(processes: Sequence[ProcessLog]) -> dict[str, Any]:
     """
     ranks = [_rank(process) for process in processes]
     stalls = [stall for process in processes for stall in _stalls(process)]
-    known = [_known(process) for process in processes]
+    now = lives.current(processes)
     return {
         "run": str(processes[-1].run) if processes else "",
-        "verdict": _stuck(processes) or _verdict(ranks, stalls, known),
+        "verdict": (_stuck(now) or _verdict(now)) + lives.shared_ranks(now),
         "ranks": ranks,
         "stalls": stalls,
         "snapshots": [
@@ -57,13 +58,21 @@ def _known(process: ProcessLog) -> _Known:
     return _Known(process.totals.get("first_wait_seconds", 0.0), settings.get("stall_enter_ratio", STARVED_RATIO))
 
 
-def _verdict(ranks: Sequence[dict[str, Any]], stalls: Sequence[dict[str, Any]], known: Sequence[_Known]) -> str:
-    """One sentence for a person: what this run lost most to. ``known``: of the process of each entry of ``ranks``."""
-    of = {id(rank): each for rank, each in zip(ranks, known, strict=True)}
-    newest = list({rank["rank"]: rank for rank in ranks}.values())
-    stepping = [rank for rank in newest if rank["steps"]]
+def _verdict(processes: Sequence[ProcessLog]) -> str:
+    """One sentence for a person: what this run lost most to. Of lives that no other one has taken the place of."""
+    ranks = [_rank(process) for process in processes]
+    stalls = [stall for process in processes for stall in _stalls(process)]
+    of = {id(rank): _known(process) for rank, process in zip(ranks, processes, strict=True)}
+    stepping = [rank for rank in ranks if rank["steps"]]
     if not stepping:
-        return "No training step has ended yet."
+        children = lives.child_processes(processes)
+        others = "another process" if children == 1 else f"{children} processes"
+        return "No training step has ended yet." + (
+            f" The script has started {others} with multiprocessing; if the training runs there, it is not seen: call "
+            "telemetry.start() in the function that is spawned."
+            if children
+            else ""
+        )
     measured = [rank for rank in stepping if rank["exposed_wait_ratio"] is not None]
     if not measured:
         worst = max(stepping, key=_wait_ratio)
@@ -86,17 +95,16 @@ def _verdict(ranks: Sequence[dict[str, Any]], stalls: Sequence[dict[str, Any]], 
         return (
             "Healthy, as far as was seen: the training thread waited for no DataLoader and no watched iterable. "
             "Batches that come another way are not seen: put telemetry.watch() around what the loop takes them from."
-            f"{_beside(newest)}"
+            f"{_beside(ranks)}"
         )
-    return f"Healthy: no rank lost more than {_percent(ratio)} of its training loop waiting for data.{_beside(newest)}"
+    return f"Healthy: no rank lost more than {_percent(ratio)} of its training loop waiting for data.{_beside(ranks)}"
 
 
 def _stuck(processes: Sequence[ProcessLog]) -> str:
-    """The verdict of a run that is stuck; empty for one that is not. What was restarted is not stuck any more."""
-    newest = {process.rank: process for process in processes}
+    """The verdict of a run that is stuck; empty for one that is not. Of the lives that are not over."""
     stalls = [
         stall
-        for process in newest.values()
+        for process in processes
         for stall in _stalls(process)
         if stall["closed"] is None and "stuck_in" in stall["evidence"]
     ]

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _POLL_SECONDS: Final = 0.1
 _TAIL_BYTES: Final = 1 << 16
-_LOG_NAME: Final = re.compile(r"rank-\d+\.\d+\.jsonl")
+_LOG_NAME: Final = re.compile(r"rank-\d+\.\d+(?:\.\d+)?\.jsonl")
 
 
 class CannotError(Exception):
