@@ -9,6 +9,7 @@ import multiprocessing.process
 import os
 import sys
 import threading
+import weakref
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _agent: Agent | None = None
+_agents: weakref.WeakSet[Agent] = weakref.WeakSet()  # stopped ones too: a hook may have to outlive its agent
 _starting = threading.Lock()
 _fork_handler_registered = False
 
@@ -67,6 +69,7 @@ def start(run_dir: str | os.PathLike[str] | None = None, **settings: Any) -> Age
             from telemetry.agent import Agent
 
             agent = _agent = Agent(config)  # known before it starts: a child may be forked at any moment
+            _agents.add(agent)
             for variable in settings_module.unknown_variables():
                 agent.faults.tell("config", f"{variable} is no setting of ours and was ignored")
             agent.start()
@@ -232,9 +235,9 @@ def _register_fork_handler() -> None:
 def _after_fork_in_child() -> None:
     """A forked child is inert: no hook, no thread, no socket, no line of ours. It may start an agent of its own."""
     global _agent, _starting  # noqa: PLW0603
-    agent, _agent = _agent, None
+    _agent = None
     _starting = threading.Lock()  # the parent's may have been held
-    if agent is not None:
+    for agent in list(_agents):
         try:
             agent.after_fork_in_child()
         except Exception:

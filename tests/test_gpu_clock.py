@@ -6,6 +6,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from telemetry.attach import gpu_clock, loader, steps
+from telemetry.attach.accelerator import Place
 from telemetry.attach.gpu_clock import BUDGET_RATIO, GpuClock
 from tests.test_attach_loaders import Numbers
 
@@ -22,6 +23,7 @@ class Gpu:
         self.initialised = True
         self.events = 0
         self.call_ns = 0
+        self.place = Place(0, 0)
         for module in (gpu_clock, loader, steps):
             monkeypatch.setattr(module, "now_ns", self.now)
 
@@ -35,8 +37,11 @@ class Gpu:
     def sleep(self, milliseconds: float) -> None:
         self.host_ns += int(milliseconds * MS)
 
-    def usable(self) -> bool:
-        return self.initialised and not self.capturing
+    def begin(self) -> Place | None:
+        return self.place if self.initialised and not self.capturing else None
+
+    def end(self) -> None:
+        pass
 
     def event(self):
         gpu = self
@@ -82,7 +87,7 @@ def ratio(clock: GpuClock) -> float:
 
 
 def test_a_wait_that_the_gpu_works_through_is_hidden(gpu):
-    clock = GpuClock(gpu.event, gpu.usable)
+    clock = GpuClock(gpu)
     gpu.work(30)
     run(gpu, clock, 50, work=30, wait=10)
     gpu.sleep(10_000)
@@ -93,14 +98,14 @@ def test_a_wait_that_the_gpu_works_through_is_hidden(gpu):
 
 
 def test_a_wait_with_an_idle_gpu_is_exposed(gpu):
-    clock = GpuClock(gpu.event, gpu.usable)
+    clock = GpuClock(gpu)
     run(gpu, clock, 50, work=5, wait=30, host=10)
     assert clock.pairs > 5
     assert ratio(clock) == 1.0
 
 
 def test_a_wait_is_exposed_from_the_moment_the_gpu_is_done(gpu):
-    clock = GpuClock(gpu.event, gpu.usable)
+    clock = GpuClock(gpu)
     run(gpu, clock, 50, work=10, wait=30)  # 10 of the 30 ms are worked through
     assert ratio(clock) == pytest.approx(20 / 30, abs=0.02)
 
@@ -108,7 +113,7 @@ def test_a_wait_is_exposed_from_the_moment_the_gpu_is_done(gpu):
 @pytest.mark.parametrize(("step_ms", "call_us"), [(100, 5), (10, 5), (1, 5), (1, 50)])
 def test_timing_is_thinned_out_to_its_budget(gpu, step_ms, call_us):
     gpu.call_ns = call_us * 1000
-    clock = GpuClock(gpu.event, gpu.usable)
+    clock = GpuClock(gpu)
     run(gpu, clock, 3000, work=step_ms / 2, wait=step_ms)  # so that the first estimates are gone
     began, before = gpu.now(), clock.pairs
     run(gpu, clock, 5000, work=step_ms / 2, wait=step_ms)
@@ -118,7 +123,7 @@ def test_timing_is_thinned_out_to_its_budget(gpu, step_ms, call_us):
 
 
 def test_nothing_is_touched_while_a_graph_is_captured(gpu):
-    clock = GpuClock(gpu.event, gpu.usable)
+    clock = GpuClock(gpu)
     run(gpu, clock, 5, work=5, wait=200)
     pairs = clock.pairs
     gpu.capturing = True
@@ -135,13 +140,13 @@ def test_nothing_is_touched_while_a_graph_is_captured(gpu):
 
 def test_nothing_is_touched_before_cuda_is_in_use(gpu):
     gpu.initialised = False
-    clock = GpuClock(gpu.event, gpu.usable)
+    clock = GpuClock(gpu)
     run(gpu, clock, 5, work=5, wait=200)
     assert gpu.events == 0
 
 
 def test_what_contradicts_the_host_is_thrown_away(gpu):
-    clock = GpuClock(gpu.event, gpu.usable)
+    clock = GpuClock(gpu)
     for _ in range(20):
         clock.step_ended()
         start = gpu.now()
@@ -153,13 +158,13 @@ def test_what_contradicts_the_host_is_thrown_away(gpu):
 
 
 def test_a_gpu_far_behind_does_not_pile_up_events(gpu):
-    clock = GpuClock(gpu.event, gpu.usable)
+    clock = GpuClock(gpu)
     run(gpu, clock, 500, work=500, wait=100)
     assert gpu.events <= 2 * 10
 
 
 def test_the_start_of_an_epoch_is_timed_each_time(gpu):
-    clock = GpuClock(gpu.event, gpu.usable)
+    clock = GpuClock(gpu)
     for _ in range(3):
         clock.edge()
         start = gpu.now()
@@ -173,7 +178,7 @@ def test_the_start_of_an_epoch_is_timed_each_time(gpu):
 
 
 def test_the_hooks_drive_the_clock(observed, gpu):
-    clock = observed.tracker.gpu = GpuClock(gpu.event, gpu.usable)
+    clock = observed.tracker.gpu = GpuClock(gpu)
 
     class Loader(Numbers):
         def __getitem__(self, index):

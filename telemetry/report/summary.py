@@ -28,9 +28,10 @@ def summarize(processes: Sequence[ProcessLog]) -> dict[str, Any]:
     ranks = [_rank(process) for process in processes]
     stalls = [stall for process in processes for stall in _stalls(process)]
     first_waits = {process.pid: _number(process.totals.get("first_wait_seconds")) for process in processes}
+    unmeasured = {process.rank: str(why) for process in processes if (why := process.totals.get("exposed_wait_absent"))}
     return {
         "run": str(processes[-1].run) if processes else "",
-        "verdict": _stuck(processes) or verdict(ranks, stalls, first_waits),
+        "verdict": _stuck(processes) or verdict(ranks, stalls, first_waits, unmeasured),
         "ranks": ranks,
         "stalls": stalls,
         "snapshots": [
@@ -39,8 +40,20 @@ def summarize(processes: Sequence[ProcessLog]) -> dict[str, Any]:
     }
 
 
-def verdict(ranks: Sequence[dict[str, Any]], stalls: Sequence[dict[str, Any]], first_waits: Mapping[int, float]) -> str:
-    """One sentence for a person: what this run lost most to. ``first_waits``: for the first batch, by pid."""
+def verdict(
+    ranks: Sequence[dict[str, Any]],
+    stalls: Sequence[dict[str, Any]],
+    first_waits: Mapping[int, float],
+    unmeasured: Mapping[int, str] | None = None,
+) -> str:
+    """One sentence for a person: what this run lost most to.
+
+    Args:
+        ranks: as in the report.
+        stalls: as in the report.
+        first_waits: seconds for the first batch, by pid.
+        unmeasured: why a rank has no exposed wait, by rank.
+    """
     newest = list({rank["rank"]: rank for rank in ranks}.values())
     stepping = [rank for rank in newest if rank["steps"]]
     if not stepping:
@@ -50,7 +63,7 @@ def verdict(ranks: Sequence[dict[str, Any]], stalls: Sequence[dict[str, Any]], f
         worst = max(stepping, key=_wait_ratio)
         return (
             f"Rank {worst['rank']} spent {_percent(_wait_ratio(worst))} of its training loop waiting for data; "
-            "how much of that the GPU felt was not measured."
+            f"how much of that the GPU felt was not measured{_because(worst['rank'], unmeasured)}."
         )
     # Every run has to start: what it waited for its first batch is lost, but no sign of starving.
     worst = max(measured, key=lambda rank: _without_start(rank, first_waits.get(rank["pid"], 0.0)))
@@ -68,6 +81,11 @@ def verdict(ranks: Sequence[dict[str, Any]], stalls: Sequence[dict[str, Any]], f
             f"{_beside(newest)}"
         )
     return f"Healthy: no rank lost more than {_percent(ratio)} of its training loop waiting for data.{_beside(newest)}"
+
+
+def _because(rank: int, unmeasured: Mapping[int, str] | None) -> str:
+    why = (unmeasured or {}).get(rank)
+    return f": {why}" if why else ""
 
 
 def _stuck(processes: Sequence[ProcessLog]) -> str:
