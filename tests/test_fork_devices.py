@@ -127,3 +127,20 @@ def test_children_end_well_beside_real_events(tmp_path):
     real = real.replace("model(batch)", "model(batch.cuda())")
     last = LAST.replace("assert Event.made >= 3\n", "")
     assert run(tmp_path, EPOCHS, FORKS, last, script=real)[2] == ""
+
+
+KEPT = """
+import os, sys
+from telemetry.attach.kept import keep
+from tests.fakes.device import Event
+
+Event.report = int(sys.argv[1])
+keep(Event(enable_timing=True))
+child = os.fork()
+if child:
+    assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+def test_what_is_kept_outlives_the_interpreter(tmp_path):
+    assert run(tmp_path, script=KEPT)[0] == set()
