@@ -119,7 +119,7 @@ class Accounts:
             self.exposed.host(waited)
             return
         absent = self._attachment.watch_gpu(device)
-        clock = self._tracker.gpu
+        clock = self._attachment.clock
         if clock is None or absent is not None:
             self.exposed_source, self.exposed_absent = None, absent
             self.exposed.absent(waited)

@@ -123,7 +123,9 @@ def test_children_end_well_beside_real_events(tmp_path):
     real = TRAINING.replace("install_cuda(torch, report)\n", "").replace(
         "model = torch.nn.Linear(2, 2)", "model = torch.nn.Linear(2, 2).cuda()"
     )
-    real = real.replace("agent.canary = Event(enable_timing=True)", "agent.canary = torch.cuda.Event(enable_timing=True)")
+    real = real.replace(
+        "agent.canary = Event(enable_timing=True)", "agent.canary = torch.cuda.Event(enable_timing=True)"
+    )
     real = real.replace("model(batch)", "model(batch.cuda())")
     last = LAST.replace("assert Event.made >= 3\n", "")
     assert run(tmp_path, EPOCHS, FORKS, last, script=real)[2] == ""

@@ -48,10 +48,12 @@ class Gpu:
         gpu.events += 1
 
         class Event:
-            at_ns = None
+            at_ns = device = None
 
             def record(self) -> None:
                 assert not gpu.capturing, "recorded into a capture"
+                assert self.device in {None, gpu.place.device}, "recorded on another device"
+                self.device = gpu.place.device
                 gpu.host_ns += gpu.call_ns
                 self.at_ns = max(gpu.busy_until_ns, gpu.host_ns)
 
@@ -61,6 +63,7 @@ class Gpu:
 
             def elapsed_time(self, other) -> float:
                 assert self.query() and other.query()
+                assert self.device == other.device, "events of two devices"
                 return (other.at_ns - self.at_ns) / MS
 
         return Event()
@@ -191,3 +194,58 @@ def test_the_hooks_drive_the_clock(observed, gpu):
     observed.tracker.errors = 0
     assert clock.pairs >= 12
     assert ratio(clock) == pytest.approx(150 / 200, abs=0.02)
+
+
+def test_a_wait_in_a_stream_on_the_side_is_not_counted(gpu):
+    clock = GpuClock(gpu)
+    for _ in range(30):
+        clock.worked()
+        gpu.place = Place(0, 7)  # where nothing else runs
+        run(gpu, clock, 1, work=0, wait=200)
+        gpu.place = Place(0, 0)
+        gpu.work(200)
+    assert clock.pairs == 0
+    assert clock.skipped >= 20
+    assert clock.in_vain
+
+
+def test_a_pair_that_ends_in_another_stream_is_not_counted(gpu):
+    clock = GpuClock(gpu)
+    for _ in range(5):
+        clock.step_ended()
+        gpu.place = Place(0, 7)
+        gpu.sleep(200)
+        clock.batch_arrived(gpu.now() - 200 * MS, gpu.now())
+        gpu.place = Place(0, 0)
+    run(gpu, clock, 3, work=5, wait=200)
+    clock.edge()
+    assert clock.skipped == 5
+    assert clock.pairs == 3
+    assert gpu.events <= 2 * 3
+
+
+def test_events_are_used_again_on_their_own_device_only(gpu):
+    clock = GpuClock(gpu)
+    for device in (0, 1, 0, 1):
+        gpu.place = Place(device, 0)
+        run(gpu, clock, 5, work=5, wait=200)
+    clock.edge()
+    assert clock.pairs == 20
+    assert clock.distrusted == 0
+
+
+def test_a_replay_that_calls_no_optimizer_is_timed_where_it_is(gpu):
+    clock = GpuClock(gpu)
+    gpu.place = Place(0, 7)  # warming up before a capture
+    clock.worked()
+    gpu.place = Place(0, 0)
+    run(gpu, clock, 5, work=5, wait=200)
+    clock.edge()
+    assert clock.pairs == 4
+
+
+def test_requests_without_an_arrival_do_not_pile_up_events(gpu):
+    clock = GpuClock(gpu)
+    for _ in range(100):
+        clock.edge()
+    assert gpu.events <= 2

@@ -31,6 +31,7 @@ class Attachment:
     Attributes:
         profilers: knows of the user's own profilers.
         captures: knows of the captures of CUDA graphs.
+        clock: the GPU's, also when the hooks are gone; None where there is none.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Attachment:
         self._patches = Patches()
         self.profilers = ProfilerWatch(on_error)
         self.captures = Captures()
+        self.clock: GpuClock | None = None
         self._watch = ImportWatch(on_error)
 
     def attach(self) -> None:
@@ -81,19 +83,21 @@ class Attachment:
             elif not accelerator.timed(torch, name):
                 self._clock_absent = f"torch has no events that time the work of this device ({name})"
             else:
-                tracker.gpu = GpuClock(accelerator.Events(torch, name, self.captures))
+                self.clock = tracker.gpu = GpuClock(accelerator.Events(torch, name, self.captures))
         if tracker.gpu is not None:
             tracker.key = 0  # off the short path, which knows nothing of the clock
-            return "every wait was on another stream than the training's work" if tracker.gpu.in_vain else None
-        return self._clock_absent or f"the timing events of this device ({name}) failed"
+        if self.clock is None:
+            return self._clock_absent
+        if self.clock.failed:
+            return f"the timing events of this device ({name}) failed"
+        return "the waits that were to be timed were on another stream than the work" if self.clock.in_vain else None
 
     def detach(self) -> list[str]:
         """Remove every hook. Returns the names of patches that others have patched over and that stay, inert."""
         self._watch.close()
-        clock = self._tracker.gpu
         self._tracker.detach()
-        if clock is not None and not self.captures.under_way:
-            clock.release()
+        if self.clock is not None and not self.captures.under_way:
+            self.clock.release()
         return self._patches.undo()
 
     def after_fork_in_child(self) -> None:

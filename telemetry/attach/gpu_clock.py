@@ -69,6 +69,7 @@ class GpuClock:
         pairs: how many pairs were read.
         distrusted: pairs that were thrown away because they contradict the host's clock.
         skipped: waits whose turn it was and that were not timed: their work went elsewhere than the step's.
+        failed: a call to the device raised; the clock is not used any more.
     """
 
     __slots__ = (
@@ -84,6 +85,7 @@ class GpuClock:
         "_worked_in",
         "distrusted",
         "edge_ns",
+        "failed",
         "pairs",
         "sampled_ns",
         "skipped",
@@ -105,11 +107,12 @@ class GpuClock:
         self.pairs = 0
         self.distrusted = 0
         self.skipped = 0
+        self.failed = False
 
     @property
     def in_vain(self) -> bool:
-        """Whether waits come and go, and none of them can be timed."""
-        return not self.pairs and self.skipped + self.distrusted >= _IN_VAIN
+        """Whether the waits of ordinary steps come and go, and none of them can be timed."""
+        return not self.sampled_ns[1] and self.skipped + self.distrusted >= _IN_VAIN
 
     def worked(self) -> None:
         """The optimizer has stepped: what the training does goes where this thread's work goes now.

@@ -437,6 +437,8 @@ class StepTracker(_OnEveryStep):
 
         Its events are not released: a device that fails is left alone.
         """
+        if self.gpu is not None:
+            self.gpu.failed = True
         self.gpu = None
         self.errors += 1
         self.last_error = without_frames(error)
