@@ -8,17 +8,20 @@ The one importer of `torch.profiler`. What was measured about it (torch 2.13, an
 * `_KinetoProfile` and not `torch.profiler.profile`: that one also starts an execution trace where a variable asks for
   it, which would be the script's.
 * Its own ``prepare_trace`` first imports the whole of Inductor: 1.2 s.
-* Kineto writes a line to stderr at each start and stop, unless its log level says otherwise. It reads the level once
-  in a process, with the first profiler.
+* Kineto writes a line to stderr at each start and stop, unless its log level says otherwise. It reads the level from
+  the environment, once in a process. That is not written to: a C thread may be reading it (`getenv`), without the GIL.
 """
 
 from __future__ import annotations
 
 import atexit
+import ctypes
+import functools
 import json
 import os
 import sys
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.snapshot.outcome import Trace
@@ -29,7 +32,7 @@ if TYPE_CHECKING:
     from telemetry.snapshot.plan import Plan
 
 _LOG_LEVEL: Final = "KINETO_LOG_LEVEL"
-_SILENT: Final = "99"
+_SILENT: Final = 99
 
 
 class Session:
@@ -63,12 +66,12 @@ class Session:
         profiler = self._profiler
         profiler.has_cudagraphs = bool(getattr(getattr(inductor, "triton", None), "cudagraphs", False))
         profiler.profiler = self._autograd.profile(use_cpu=True, use_device=profiler.use_device, use_kineto=True)
-        with _silent():
-            profiler.profiler._prepare_trace()
+        profiler.profiler._prepare_trace()
 
     def start(self) -> None:
         """From here on everything is recorded."""
-        self._profiler.start_trace()
+        with _silent():
+            self._profiler.start_trace()
 
     def at_exit(self, end: Callable[[], None]) -> None:
         """Call ``end`` when the interpreter exits, on the main thread, unless the session is over by then."""
@@ -83,24 +86,28 @@ class Session:
 
     def stop(self) -> Trace:
         """End it: on the thread that began it, and on no other."""
-        self._profiler.stop_trace()
+        with _silent():
+            self._profiler.stop_trace()
         return Trace(self._profiler)
 
     def cancel(self) -> None:
         """End what is only prepared: begun first, for torch complains on stderr if it is ended as it is."""
-        self._profiler.start_trace()
-        self._profiler.stop_trace()
+        with _silent():
+            self._profiler.start_trace()
+            self._profiler.stop_trace()
 
     def stop_after_theirs(self) -> None:
         """End it after another session has ended kineto's. Kineto must have one, or this would end the process."""
         self.prepare()
-        self._profiler.stop_trace()
+        with _silent():
+            self._profiler.stop_trace()
 
     def give_up(self) -> None:
         """After something failed: end it if it records."""
         if recording():
             try:
-                self._profiler.stop_trace()
+                with _silent():
+                    self._profiler.stop_trace()
             except Exception:
                 pass  # nothing more can be done; the plan has failed and says why
 
@@ -144,12 +151,23 @@ def gather_no_more_in_child() -> None:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """In which kineto reads that it is to write nothing to stderr, unless the user has said what it is to write."""
-    if _LOG_LEVEL in os.environ:
-        yield
-        return
-    os.environ[_LOG_LEVEL] = _SILENT
+    """In which kineto writes nothing to stderr, unless the user has said what it is to write."""
+    level = None if _LOG_LEVEL in os.environ else _log_level()
+    before = level.value if level is not None else 0
+    if level is not None:
+        level.value = _SILENT
     try:
         yield
     finally:
-        os.environ.pop(_LOG_LEVEL, None)
+        if level is not None:
+            level.value = before
+
+
+@functools.cache
+def _log_level() -> ctypes.c_int | None:
+    """Kineto's own variable, set by kineto when it prepares its first trace; None in a torch that does not show it."""
+    try:
+        library = Path(str(sys.modules["torch"].__file__)).parent / "lib" / "libtorch_cpu.so"
+        return ctypes.c_int.in_dll(ctypes.CDLL(str(library)), "_ZN9libkineto6Logger14severityLevel_E")
+    except (OSError, ValueError):
+        return None
