@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from telemetry import config as settings_module
+from telemetry import forks
 from telemetry.clock import now_ns
 
 if TYPE_CHECKING:
@@ -229,6 +230,8 @@ def _register_fork_handler() -> None:
     global _fork_handler_registered  # noqa: PLW0603
     if not _fork_handler_registered:
         os.register_at_fork(after_in_child=_after_fork_in_child)
+        if forks.WARNS:
+            os.register_at_fork(before=forks.before, after_in_parent=forks.after, after_in_child=forks.after)
         _fork_handler_registered = True
 
 

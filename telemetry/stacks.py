@@ -53,7 +53,7 @@ Stack = tuple[Spot, ...]
 def stack_of(ident: int) -> Stack:
     """The stack of a thread; empty if it runs no Python."""
     read = _at_once(lambda: zip(map(_PLACE, _frames(ident)), map(_NAME, map(_GLOBALS, _frames(ident))), strict=False))
-    return tuple(Spot(*place, str(module)) for place, module in read)
+    return tuple(Spot(file, line, function, str(module)) for (file, line, function), module in read)
 
 
 def own_stack(frame: FrameType | None) -> Stack:
@@ -78,7 +78,7 @@ def _at_once(make: Any) -> list[Any]:
     # Here an allocation may begin a garbage collection, whose finalizers are Python. Not in the middle of this.
     enabled: list[bool] = []
     try:
-        (_, _, read, _) = list(
+        ((_, _, read, _),) = list(
             zip(
                 map(enabled.append, map(_CALL, repeat(gc.isenabled, 1))),
                 map(_CALL, repeat(gc.disable, 1)),
@@ -86,7 +86,7 @@ def _at_once(make: Any) -> list[Any]:
                 map(_CALL, map((gc.disable, gc.enable).__getitem__, iter(enabled.pop, None))),
                 strict=False,
             )
-        )[0]
+        )
     except BaseException:
         if enabled and enabled.pop():
             gc.enable()

@@ -9,7 +9,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "telemetry"
 
-BASE = {"records", "clock", "config", "identity", "faults", "files", "signals", "sketch", "stacks", "_version"}
+BASE = {"records", "clock", "config", "identity", "faults", "files", "forks", "signals", "sketch", "stacks", "_version"}
 ROOMS = {"attach", "collect", "diagnose", "publish", "snapshot"}
 TOP = {
     "accounts",

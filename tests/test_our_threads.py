@@ -14,7 +14,6 @@ import pytest
 from telemetry.collect.stacks import all_stacks
 from telemetry.collect.whereabouts import Whereabouts
 
-
 WATCHED = """
 import os, sys, threading, urllib.request
 from importlib.abc import MetaPathFinder

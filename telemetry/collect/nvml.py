@@ -18,6 +18,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from telemetry import forks
 from telemetry.clock import NS, now_ns
 from telemetry.collect.nvml_activity import gpm_supported, own_pids, process_supported
 from telemetry.collect.nvml_device import (
@@ -230,6 +231,7 @@ class NvmlSource:
 
     def _run(self) -> None:
         """The thread. Nothing leaves it."""
+        forks.ours()
         try:
             self._sample_until_told()
         except BaseException as error:

@@ -10,6 +10,7 @@ from telemetry.stacks import Stack, line_of, python_threads, stack_text, users_s
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
     from telemetry.records import StackPort
 
 MOST_BYTES: Final = 1 << 16
