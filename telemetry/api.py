@@ -88,6 +88,7 @@ def stop() -> None:
     agent, _agent = _agent, None
     if agent is not None:
         agent.stop()
+        forks.after()
 
 
 def watch(iterable: Iterable[T]) -> Iterable[T]:
@@ -231,7 +232,7 @@ def _register_fork_handler() -> None:
     if not _fork_handler_registered:
         os.register_at_fork(after_in_child=_after_fork_in_child)
         if forks.WARNS:
-            os.register_at_fork(before=forks.before, after_in_parent=forks.after, after_in_child=forks.after)
+            os.register_at_fork(before=forks.before, after_in_parent=forks.after_in_parent, after_in_child=forks.after)
         _fork_handler_registered = True
 
 

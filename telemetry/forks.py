@@ -2,7 +2,7 @@
 
 From Python 3.12 on `os.fork` warns when it finds more than one thread in the process. With a second thread of the
 training's own it would do so without us too, and that is left alone. Where all the others are ours, the warning would
-tell the user of threads that are not theirs: it is kept from them for the moment of the fork, and nothing else is.
+tell the user of threads that are not theirs: it is kept from them, decided anew at every fork, and nothing else is.
 Our threads hold no lock that a child needs.
 """
 
@@ -29,6 +29,9 @@ _FILTER: Final[Any] = (
 WARNS: Final = sys.version_info >= (3, 12)
 """Whether this Python warns of it."""
 
+_WARNS_LAST: Final = sys.version_info >= (3, 13)
+"""Whether it does so when everybody has been told of the fork. The filter then stays until the next fork, or `stop`."""
+
 _changed: list[Any] = []
 _noted: deque[int] = deque(maxlen=4)  # of the newest: the kernel may give a number again
 
@@ -38,6 +41,7 @@ def before() -> None:
 
     The filters' version is not raised, as `warnings.filterwarnings` does: what has been shown once would come again.
     """
+    after()
     try:
         if _all_ours():
             filters: Any = warnings.filters
@@ -47,8 +51,14 @@ def before() -> None:
         pass  # Python would print it
 
 
+def after_in_parent() -> None:
+    """The fork is over, in the parent."""
+    if not _WARNS_LAST:
+        after()
+
+
 def after() -> None:
-    """The fork is over, in the parent and in the child: take the filter away."""
+    """Take the filter away, if it is there."""
     try:
         while _changed:
             # A `catch_warnings` that was entered or left meanwhile, on another thread, has put a copy in its place.
