@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Final
 
+from telemetry.attach import accelerator
 from telemetry.attach.numbering import Numbering
 from telemetry.attach.ring import BATCH, CLOSES, JOINS, LEAVES, OPENS
 from telemetry.clock import NS, now_ns
-from telemetry.collect.torch_memory import cuda
 from telemetry.diagnose.ledger import Ledger
 from telemetry.diagnose.stats import ExposedWait, StepStats
 from telemetry.records import CATEGORIES, DATA_WAIT, DroppedSpans
@@ -37,7 +37,8 @@ class Accounts:
     Attributes:
         ledger: seconds by category. ``stats``: step durations. ``exposed``: exposed wait.
         on_steps: told of the steps that have closed.
-        exposed_source: where the exposed wait is from: ``host``, ``cuda_events``, or None when nothing can tell.
+        exposed_source: where the exposed wait is from: ``host``, ``cuda_events`` (or that of another device), or None
+            when nothing can tell; ``exposed_absent`` says why then.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Accounts:
         self.stats = StepStats(config.step_buckets)
         self.exposed = ExposedWait()
         self.exposed_source: str | None = "host"
+        self.exposed_absent: str | None = None
         self.on_steps: Callable[[list[Step]], None] = lambda _: None
         self._hook_errors_seen = 0
         self._updated_ns = start_ns
@@ -118,16 +120,17 @@ class Accounts:
 
     def _update_exposed(self) -> None:
         waited = self.ledger.ns[DATA_WAIT] / NS
-        if cuda() is None:
+        device = accelerator.in_use(self._tracker.trained_on)
+        if device is None:
             self.exposed.host(waited)
             return
-        self._attachment.watch_gpu()
-        clock = self._tracker.gpu
-        if clock is None:
-            self.exposed_source = None
+        absent = self._attachment.watch_gpu(device)
+        clock = self._attachment.clock
+        if clock is None or absent is not None:
+            self.exposed_source, self.exposed_absent = None, absent
             self.exposed.absent(waited)
-        else:
-            self.exposed_source = "cuda_events"
+        elif self.exposed_absent is None:  # once a part is missing, the run has no figure
+            self.exposed_source = f"{device}_events"
             (sampled, sampled_wait), (edge, edge_wait) = clock.sampled_ns, clock.edge_ns
             self.exposed.gpu(waited, (sampled / NS, sampled_wait / NS), (edge / NS, edge_wait / NS))
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 from telemetry._version import __version__
 from telemetry.accounts import Accounts
 from telemetry.attach.attachment import Attachment
+from telemetry.attach.kept import keep
 from telemetry.attach.ring import Ring
 from telemetry.attach.steps import StepTracker
 from telemetry.clock import NS, WallClock, now_ns
@@ -182,7 +183,7 @@ class Agent:
         self.running = False
         over = True
         with self.faults.contained("snapshot"):
-            over = self.snapshots.end_recording(self.attachment.detach)
+            over = self.snapshots.end_recording(self._detach_late)
         with self.faults.contained("attach"):
             for name in self.attachment.detach() if over else ():
                 self.faults.tell("attach", f"{name} was patched by others after us; ours stays below it, inert")
@@ -196,8 +197,19 @@ class Agent:
             self._streams.release()
         atexit.unregister(self.stop)
 
+    def _detach_late(self) -> None:
+        """The hooks had to outlive `stop`. Of the agent, so that it is still there for a child forked meanwhile."""
+        self.attachment.detach()
+
     def after_fork_in_child(self) -> None:
-        """Make this copy inert: no hook, no thread, no socket, no line. Takes no lock."""
+        """Make this copy inert: no hook, no thread, no socket, no line. Takes no lock.
+
+        What it refers to is kept: a session of the profiler, say, is not the child's to end.
+        """
+        keep(self)
+        if not self.running:
+            self.attachment.after_fork_in_child()
+            return
         self.running = False
         self._streams.release()
         self.attachment.after_fork_in_child()

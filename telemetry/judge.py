@@ -77,7 +77,7 @@ class Judge:
         self._whereabouts = Whereabouts(
             lambda: tracker.thread,
             lambda: tracker.stepping and not tracker.waiting_since,
-            lambda: tracker.device is None and is_running(tracker.native_thread),
+            lambda: tracker.device is None and tracker.accelerator is None and is_running(tracker.native_thread),
         )
         self._watchdog = Watchdog(config, tracker)
         self._stuck: Stuck | None = None

@@ -208,6 +208,7 @@ class Logbook:
             "wall_seconds": accounts.ledger.wall_seconds,
             "ledger_total_seconds": accounts.ledger.seconds(),
             "exposed_wait_total_seconds": accounts.exposed.seconds,
+            "exposed_wait_absent": accounts.exposed_absent,
             "first_wait_seconds": accounts.ledger.first_wait_ns / NS,
             "overhead_seconds": self._status()[1],
             "stall_lost_total_seconds": self._lost(),

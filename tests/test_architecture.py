@@ -16,6 +16,7 @@ BASE = {
     "identity",
     "faults",
     "files",
+    "forks",
     "signals",
     "sketch",
     "stacks",

@@ -12,7 +12,7 @@ from threading import get_ident
 from time import thread_time_ns
 from typing import TYPE_CHECKING, Any
 
-from telemetry.attach.frames import forget_frame, without_frames
+from telemetry.attach.frames import forget_frame
 from telemetry.attach.inside import Timed, end_timed, time_starts, time_wait, timed_reset
 from telemetry.attach.ring import MASK, S_DATA_WAIT, STEP, STRIDE
 from telemetry.attach.steps import OVERHEAD_EVERY, OVERHEAD_MASK, StepTracker
@@ -186,7 +186,7 @@ def _mark(tracker: StepTracker, iterator: object, entry: int) -> None:
     try:
         tracker.mark_request(iterator, entry)
     except Exception as error:
-        _without_gpu(tracker, error)
+        tracker.without_gpu(error)
 
 
 def _arrived(tracker: StepTracker, start: int, end: int) -> None:
@@ -194,14 +194,7 @@ def _arrived(tracker: StepTracker, start: int, end: int) -> None:
         if tracker.gpu is not None:
             tracker.gpu.batch_arrived(start, end)
     except Exception as error:
-        _without_gpu(tracker, error)
-
-
-def _without_gpu(tracker: StepTracker, error: Exception) -> None:
-    """What failed once may fail at every step: the steps go on, and the GPU's part of their waits is not known."""
-    tracker.gpu = None
-    tracker.errors += 1
-    tracker.last_error = without_frames(error)
+        tracker.without_gpu(error)
 
 
 def timed_iter(original: Callable[[Any], Any], tracker: StepTracker) -> Callable[[Any], Any]:

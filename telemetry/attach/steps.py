@@ -86,6 +86,8 @@ class StepTracker(_OnEveryStep):
         recorder: told of every step boundary, off the short path; None while there is no snapshot to take.
         marks: ranges for the profilers that look on.
         device: the CUDA device of the training thread, as of the newest first batch; None for none.
+        accelerator: the type of the asynchronous device in use; None for none.
+        trained_on: the type of device that the parameters are on which an optimizer steps; None while not known.
         sources: where batches come from.
         gpu: the clock that times waits on the GPU, None where there is none.
         native_thread: the kernel's number of the training thread.
@@ -108,6 +110,7 @@ class StepTracker(_OnEveryStep):
         "_iterator_alive",
         "_judged",
         "_loader",
+        "_looked_at",
         "_members",
         "_open",
         "_optimizer",
@@ -115,6 +118,7 @@ class StepTracker(_OnEveryStep):
         "_state",
         "_steady",
         "_unnoted",
+        "accelerator",
         "collecting",
         "device",
         "errors",
@@ -133,6 +137,7 @@ class StepTracker(_OnEveryStep):
         "time_fetches",
         "timed_fetch_cpu_ns",
         "timed_fetch_ns",
+        "trained_on",
     )
 
     def __init__(self, ring: r.Ring) -> None:
@@ -158,6 +163,9 @@ class StepTracker(_OnEveryStep):
         self.last_error: BaseException | None = None
         self.phases: deque[PhaseSpan] = deque(maxlen=_MAX_PHASES)
         self.device: int | None = None
+        self.accelerator: str | None = None
+        self.trained_on: str | None = None
+        self._looked_at = 0  # id of the optimizer that said what is trained on
         self._current_device: Callable[[], int | None] = lambda: None
         self._grad_enabled: Callable[[], bool] = lambda: True  # until torch is there
         self._state = r.S_STARTUP
@@ -418,6 +426,11 @@ class StepTracker(_OnEveryStep):
                 return
             # start() was called on another thread than the one that trains
             self.thread, self.native_thread = here, threading.get_native_id()
+        if self.trained_on in {None, "cpu"} and id(optimizer) != self._looked_at:
+            self._looked_at = id(optimizer)
+            self.trained_on = _device_of(optimizer) or self.trained_on
+        if self.gpu is not None:
+            self._note_work(self.gpu)
         if self._held or self._explicit:
             return
         if not self._fetched:
@@ -429,6 +442,23 @@ class StepTracker(_OnEveryStep):
                 self.boundary(opens=True)
         elif self._state == r.S_EVALUATION:  # an evaluation loop was left with break
             self._switch(r.S_COMPUTE if self._open else r.S_OTHER)
+
+    def _note_work(self, clock: GpuClock) -> None:
+        try:
+            clock.worked()
+        except Exception as error:
+            self.without_gpu(error)
+
+    def without_gpu(self, error: Exception) -> None:
+        """The clock failed, and may fail at every step: the steps go on, without the GPU's part of their waits.
+
+        Its events are not released: a device that fails is left alone.
+        """
+        if self.gpu is not None:
+            self.gpu.failed = True
+        self.gpu = None
+        self.errors += 1
+        self.last_error = without_frames(error)
 
     # -- spans the user or a patch names -----------------------------------------------------------------------
 
@@ -550,3 +580,11 @@ class StepTracker(_OnEveryStep):
         self.recorder = None
         self.inside.wanted = 0
         self.freeing.forget()
+
+
+def _device_of(optimizer: Any) -> str | None:
+    """The type of device that an optimizer's parameters are on; None where it does not say."""
+    try:
+        return str(optimizer.param_groups[0]["params"][0].device.type)
+    except Exception:
+        return None

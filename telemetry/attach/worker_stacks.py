@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.files import memory_file
 from telemetry.records import STACK_END, StackPort
-from telemetry.stacks import python_threads, stack_text
+from telemetry.stacks import own_stack, python_threads, stack_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -72,9 +72,9 @@ def _answer(file: int) -> Callable[[int, Any], None]:
     def answer(signum: int, frame: Any) -> None:
         del signum
         try:
-            parts = [stack_text(frame)]
+            parts = [stack_text(own_stack(frame))]
             others = [thread for thread in python_threads() if thread.ident != threading.get_ident()]
-            parts += [f"thread {thread.name}\n{stack_text(thread.frame)}" for thread in others[:_MOST_THREADS]]
+            parts += [f"thread {thread.name}\n{stack_text(thread.stack)}" for thread in others[:_MOST_THREADS]]
             text = "".join(parts).encode("utf-8", "backslashreplace")[:_MOST_BYTES]
             os.write(file, text + STACK_END)
         except Exception:

@@ -122,6 +122,7 @@ _TOTALS: Final[Mapping[str, Kind]] = {
     "wall_seconds": _number,
     "ledger_total_seconds": _numbers,
     "exposed_wait_total_seconds": _number,
+    "exposed_wait_absent": _text,
     "first_wait_seconds": _number,
     "overhead_seconds": _numbers,
     "stall_lost_total_seconds": _numbers,

@@ -28,10 +28,12 @@ class _Known:
     Attributes:
         first_wait_seconds: what it waited for its first batch.
         starved_ratio: its own ``stall_enter_ratio``: from this share of the training loop on it starves.
+        unmeasured: why it has no exposed wait; empty where it has, or does not say.
     """
 
     first_wait_seconds: float
     starved_ratio: float
+    unmeasured: str
 
 
 def summarize(processes: Sequence[ProcessLog]) -> dict[str, Any]:
@@ -54,8 +56,12 @@ def summarize(processes: Sequence[ProcessLog]) -> dict[str, Any]:
 
 
 def _known(process: ProcessLog) -> _Known:
-    settings = process.head.get("settings", {})
-    return _Known(process.totals.get("first_wait_seconds", 0.0), settings.get("stall_enter_ratio", STARVED_RATIO))
+    settings, totals = process.head.get("settings", {}), process.totals
+    return _Known(
+        first_wait_seconds=totals.get("first_wait_seconds", 0.0),
+        starved_ratio=settings.get("stall_enter_ratio", STARVED_RATIO),
+        unmeasured=totals.get("exposed_wait_absent", ""),
+    )
 
 
 def _verdict(processes: Sequence[ProcessLog]) -> str:
@@ -76,9 +82,10 @@ def _verdict(processes: Sequence[ProcessLog]) -> str:
     measured = [rank for rank in stepping if rank["exposed_wait_ratio"] is not None]
     if not measured:
         worst = max(stepping, key=_wait_ratio)
+        why = of[id(worst)].unmeasured
         return (
             f"Rank {worst['rank']} spent {_percent(_wait_ratio(worst))} of its training loop waiting for data; "
-            "how much of that the GPU felt was not measured."
+            f"how much of that the GPU felt was not measured{why and f': {why}'}."
         )
     # Every run has to start: what it waited for its first batch is lost, but no sign of starving.
     after_start = {id(rank): _without_start(rank, of[id(rank)].first_wait_seconds) for rank in measured}
