@@ -177,6 +177,7 @@ class GpuClock:
     def release(self) -> None:
         """Let go of every event. Not in a forked child: there they are simply left."""
         events, self._events = self._events, []
+        self._free, self._pending, self._armed = {}, deque(), None
         for event in events:
             release(event)
 
