@@ -68,13 +68,16 @@ def start(run_dir: str | os.PathLike[str] | None = None, **settings: Any) -> Age
             from telemetry.agent import Agent
 
             agent = _agent = Agent(config)  # known before it starts: a child may be forked at any moment
-            for variable in settings_module.unknown_variables():
-                agent.faults.tell("config", f"{variable} is no setting of ours and was ignored")
+            for variable, close in settings_module.unknown_variables().items():
+                hint = f"; did you mean {close}?" if close else ""
+                agent.faults.tell("config", f"{variable} is no setting of ours and was ignored{hint}")
             agent.start()
         except Exception as error:
             stop()
             if config.start_line:
-                _say(f"telemetry: cannot start ({type(error).__name__}: {error}); the run goes on without it")
+                from telemetry.stderr import say
+
+                say(f"telemetry: cannot start ({type(error).__name__}: {error}); the run goes on without it")
             return InactiveAgent()
         return agent
 
@@ -199,13 +202,6 @@ class phase(AbstractContextManager[None]):  # noqa: N801 - reads as the statemen
                 agent.tracker.exit_phase(self._name, self._before, self._start)
             except Exception as ours:
                 agent.tracker.fault(ours)
-
-
-def _say(line: str) -> None:
-    try:
-        sys.stderr.write(f"{line}\n")
-    except Exception:
-        pass  # no stderr: nobody to tell
 
 
 def _running() -> Agent | None:

@@ -66,7 +66,7 @@ class Logbook:
             run_dir / "logs",
             identity,
             timestamp=wall.iso,
-            step=lambda: accounts.stats.steps,
+            step=lambda: accounts.steps_total,
             head=self.head_fields,
             max_bytes=config.log_max_bytes,
             max_files=config.log_max_files,
@@ -119,11 +119,11 @@ class Logbook:
             self.window(now)
             for event, values in self._sampler.take_log_fields().items():
                 self.emit(event, values)
-        for line in self._faults.take_lines():
-            self.emit("error", line)
+        self.write_errors()
 
     def window(self, now: int) -> None:
         """The window that ends now, and the run so far."""
+        self._look_after_file()
         accounts = self._accounts
         ledger, window = accounts.ledger.seconds(), accounts.stats.take_window()
         spent = {category: ledger[category] - self._spent_before[category] for category in CATEGORIES}
@@ -150,6 +150,17 @@ class Logbook:
         )  # after the line: should it begin a new file, that file's head has what was before
         self._started_ns, self._spent_before = now, ledger
         self._exposed_before, self._optimizer_before = exposed, optimizer
+
+    def _look_after_file(self) -> None:
+        """A file that others have deleted or renamed is not written any further."""
+        found = self.log.file.look_after()
+        if found is None:
+            return
+        text, lost = found
+        if lost:
+            self._faults.note("jsonl", f"{text}; {lost} lines are lost", count=lost)
+        else:
+            self._faults.tell("jsonl", text)
 
     def head_fields(self) -> dict[str, Any]:
         """What a log file begins with; after a rotation also the run so far, whose windows may be gone by then."""
@@ -179,6 +190,15 @@ class Logbook:
             "errors_total": dict(self._faults.counts),
             "log_lines_dropped": self.log.file.dropped,
         }
+
+    def write_errors(self) -> None:
+        """The errors that are not in the log yet."""
+        for line in self._faults.take_lines():
+            self.emit("error", line)
+
+    def close(self) -> None:
+        """Give the file back: there is no line after the last one."""
+        self.log.file.forget()
 
     def _totals(self) -> dict[str, Any]:
         """The run so far: in every window line, so that the newest line alone tells where the time went."""

@@ -19,6 +19,7 @@ BASE = {
     "signals",
     "sketch",
     "stacks",
+    "stderr",
     "terminal",
     "_version",
 }
@@ -26,6 +27,7 @@ ROOMS = {"attach", "collect", "diagnose", "publish", "snapshot"}
 TOP = {
     "accounts",
     "agent",
+    "callback",
     "judge",
     "logbook",
     "membership",

@@ -13,6 +13,7 @@ from time import thread_time_ns
 from typing import TYPE_CHECKING, Any
 
 from telemetry.attach.frames import forget_frame, without_frames
+from telemetry.attach.inside import Timed, end_timed, time_starts, time_wait, timed_reset
 from telemetry.attach.ring import MASK, S_DATA_WAIT, STEP, STRIDE
 from telemetry.attach.steps import OVERHEAD_EVERY, OVERHEAD_MASK, StepTracker
 from telemetry.clock import now_ns
@@ -31,12 +32,14 @@ def patch_loader(module: ModuleType, tracker: StepTracker, grad_enabled: Callabl
         module._BaseDataLoaderIter, "__next__", lambda original: timed_next(original, tracker, grad_enabled)
     )
     patch_edges(module.DataLoader, module._MultiProcessingDataLoaderIter, tracker, patches)
+    time_starts(module, tracker, patches)
 
 
 def patch_edges(loader: Any, workers: Any, tracker: StepTracker, patches: Patches) -> None:
     """Patch the two edges of an iteration, in a class of loaders and in that of its iterators with workers."""
     patches.replace(loader, "__iter__", lambda original: timed_iter(original, tracker))
     patches.replace(workers, "_shutdown_workers", lambda original: timed_shutdown(original, tracker))
+    patches.replace(workers, "_reset", lambda original: timed_reset(original, tracker))
 
 
 def timed_next(
@@ -90,7 +93,7 @@ def timed_next(
                 words[slot + 1] = end
                 ring.head = head + stride
             else:
-                ring.drop(start, end, STEP)
+                ring.push(start, end, STEP)
             tracker.waiting_since = 0
             if not head & sampled:
                 tracker.overhead_ns += (now() - end) * OVERHEAD_EVERY
@@ -118,11 +121,13 @@ def _timed_uncommon(original: Callable[[Any], Any], tracker: StepTracker) -> Cal
                 _mark(tracker, self, entry)
             cpu = thread_time_ns() if tracker.time_fetches and entry & 7 == S_DATA_WAIT else 0
             marks = tracker.wait_begins(self) if tracker.marks.makers else ()
+            timed = time_wait(tracker, self, entry) if tracker.inside.wanted else None
             start = now_ns()
             tracker.waiting_since = start if entry & 7 == S_DATA_WAIT else -start
         except Exception as error:
             tracker.fault(error)
             return original(self)
+        end = 0
         try:
             batch = original(self)
             end = now_ns()
@@ -131,8 +136,8 @@ def _timed_uncommon(original: Callable[[Any], Any], tracker: StepTracker) -> Cal
             forget_frame(error)
             raise
         finally:
-            if marks:
-                _end(tracker, marks)
+            if marks or timed is not None:
+                _end(tracker, marks, timed, self, batch=end > 0)
         try:
             if cpu:
                 tracker.fetch_timed(end - start, thread_time_ns() - cpu)
@@ -166,7 +171,11 @@ def _contain(tracker: StepTracker, error: BaseException) -> None:
     tracker.fault(error)
 
 
-def _end(tracker: StepTracker, marks: Sequence[Callable[[], object]]) -> None:
+def _end(
+    tracker: StepTracker, marks: Sequence[Callable[[], object]], timed: Timed | None, iterator: object, *, batch: bool
+) -> None:
+    if timed is not None:
+        end_timed(tracker, timed, iterator, batch=batch)
     try:
         tracker.marks.end(marks)
     except Exception as error:

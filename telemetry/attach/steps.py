@@ -23,6 +23,7 @@ from telemetry.attach import ring as r
 from telemetry.attach.frames import without_frames
 from telemetry.attach.freeing import Freeing
 from telemetry.attach.handle import ON_THREAD, WATCHED
+from telemetry.attach.inside import Inside
 from telemetry.attach.judged import Judged
 from telemetry.attach.kinds import is_loader_iterator
 from telemetry.attach.marks import Marks
@@ -92,6 +93,7 @@ class StepTracker(_OnEveryStep):
         time_fetches: so many of the next fetches of this thread's own are to be timed on the CPU's clock too;
             ``timed_fetch_ns`` and ``timed_fetch_cpu_ns`` are the sums of those that were.
         freeing: follows a batch of workers until it is freed.
+        inside: what this thread does itself while it asks for a batch: the sampler, collections.
         collecting: the garbage collector is at work on the training thread.
         overhead_ns: time the hooks took, from one call in `OVERHEAD_EVERY`.
     """
@@ -119,6 +121,7 @@ class StepTracker(_OnEveryStep):
         "freeing",
         "garbage_ns",
         "gpu",
+        "inside",
         "last_error",
         "marks",
         "native_thread",
@@ -149,6 +152,7 @@ class StepTracker(_OnEveryStep):
         self.timed_fetch_ns = 0
         self.timed_fetch_cpu_ns = 0
         self.freeing = Freeing(ring)
+        self.inside = Inside()
         self.sources = Sources()
         self.errors = 0
         self.last_error: BaseException | None = None
@@ -189,6 +193,11 @@ class StepTracker(_OnEveryStep):
     def stepping(self) -> bool:
         """Whether the training thread is in a step: not starting up, evaluating or writing a checkpoint."""
         return self._state == r.S_COMPUTE
+
+    @property
+    def asking(self) -> bool:
+        """Whether the training thread asks for training data, and it is not for the first batch of the run."""
+        return self.waiting_since > 0 and self._fetched
 
     @property
     def loop_left(self) -> bool:
@@ -235,7 +244,7 @@ class StepTracker(_OnEveryStep):
         if not training:
             return
         self._state = state
-        self._fetched, self._unnoted = True, False
+        self._fetched, self._unnoted, self.inside.at_edge = True, False, False
         self.device = self._current_device()
         if id(iterator) != self._iterator:
             self._follow(iterator)
@@ -254,7 +263,8 @@ class StepTracker(_OnEveryStep):
     def _settle(self, iterator: int) -> None:
         """The next batches are ordinary ones if this iterator (its id; 0 for none) gives them."""
         self._steady = iterator
-        self.key = iterator if self.gpu is None and self.recorder is None and not self.marks.nvtx else 0
+        ordinary = self.gpu is None and self.recorder is None and not self.marks.nvtx and not self.inside.wanted
+        self.key = iterator if ordinary else 0
 
     def failed(self, iterator: object, start: int, entry: int, error: BaseException) -> None:
         """The request raised: the end of an epoch, or an error that is the user's to see."""
@@ -263,6 +273,8 @@ class StepTracker(_OnEveryStep):
         if self._held:
             return
         during, ended = entry & 7, isinstance(error, StopIteration)
+        if during == r.S_DATA_WAIT and self._fetched:
+            self.inside.edge()
         self._judged.leave(self.optimizer_steps)
         loader = None if ended else self.sources.known(iterator)  # a batch that raised has its number too
         if during == r.S_EVALUATION:
@@ -287,6 +299,8 @@ class StepTracker(_OnEveryStep):
             self._enter_evaluation()
             return _EVALUATION
         flags = 0
+        if self._fetched:
+            self.inside.edge()
         if self._state == r.S_EVALUATION:  # an evaluation loop was left with break
             self._state = r.S_COMPUTE if self._open else r.S_OTHER
         if not self._explicit:
@@ -322,12 +336,13 @@ class StepTracker(_OnEveryStep):
             self.ring.push(start, end, entry | r.BEGINS, loader)
         self.waiting_since = 0
 
-    def time_next_batch(self) -> None:
+    def time_next_batch(self, waits: int = 1) -> None:
         """Have more than its wait timed of the next batch. Called on the agent thread.
 
         Where this thread fetches itself, the fetch on the CPU's clock: one of each loader of a step, for the next alone
-        would mostly be of the one that follows the slowest. Where workers do, how long it takes to free it. That takes
-        microseconds, so it is not done at every step.
+        would mostly be of the one that follows the slowest. Where workers do, how long it takes to free it, and of the
+        next ``waits`` batches what this thread does while it asks for them. That takes microseconds, so it is not done
+        at every step.
         """
         source = self.sources.newest() if self.active else None
         if source is None:
@@ -336,6 +351,7 @@ class StepTracker(_OnEveryStep):
             self.time_fetches = max(1, len(self._members))
         else:
             self.freeing.wanted = True
+            self.inside.wanted = waits
         if self.key:
             self._unnoted = True
             self.key = 0  # off the short path, for one batch
@@ -532,4 +548,5 @@ class StepTracker(_OnEveryStep):
         self._settle(0)
         self.gpu = None
         self.recorder = None
+        self.inside.wanted = 0
         self.freeing.forget()

@@ -18,6 +18,7 @@ import signal
 import threading
 from typing import TYPE_CHECKING, Any, Final
 
+from telemetry.files import memory_file
 from telemetry.records import STACK_END, StackPort
 from telemetry.stacks import python_threads, stack_text
 
@@ -44,7 +45,7 @@ def offer_stacks() -> StackPort:
         ask, force = next(free), next(free)
     except StopIteration:
         raise LookupError("no real-time signal is left") from None
-    file = os.memfd_create("telemetry-stacks", os.MFD_CLOEXEC)
+    file = memory_file("telemetry-stacks")
     # Every write goes to the end, also after the agent has emptied the file.
     fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)
     signal.signal(ask, _answer(file))

@@ -187,6 +187,7 @@ class StallMachine:
             checkpoint_interval=self._checkpoints.interval,
             early_checkpoint=self._checkpoints.early,
             edge_share=self._edges.share,
+            edge_share_of_sampler=self._edges.share_of_sampler,
         )
 
     def _open(self, cause: str, lost: dict[str, float], evidence: Evidence) -> Change:

@@ -1,14 +1,11 @@
-"""The board: a node-local folder where each rank publishes its newest state, and the lock that names the server.
+"""The board: a node-local folder where each rank publishes its newest state, and the locks that name the server.
 
 It lies in memory (/dev/shm) where there is one, belongs to one user and one run, and holds per rank one small file
-that is replaced whole. The server's lock is a POSIX record lock: the kernel frees it the moment its holder dies, and
-a forked DataLoader worker does not inherit it.
+that is replaced whole.
 """
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import hashlib
 import itertools
 import json
@@ -21,8 +18,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from telemetry.files import Descriptor, read_small
+from telemetry.files import read_small, remove_file, replace_file
 from telemetry.identity import slug
+from telemetry.publish.seats import Seats
 from telemetry.records import RankPace
 
 _SEPARATOR: Final = b"\0"
@@ -80,7 +78,7 @@ class Board:
         digest = hashlib.sha256(where.encode("utf-8", "surrogateescape")).hexdigest()[:12]
         self.path = self._root / f"{slug(run)[:48]}-{digest}"
         self._make()
-        self._lock: Descriptor | None = None
+        self.seats = Seats(self.path)
         self._mine: Path | None = None
         self._number: int | None = None  # the rank this process is shown under
         self._since = 0  # when it took that number
@@ -106,22 +104,12 @@ class Board:
         for header, samples in families:
             parts += (header, samples)
         path = self.path / f"rank-{rank}.{pid}"
-        temporary = f"{path}.tmp"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-        try:
-            file = os.open(temporary, flags, 0o600)
-        except FileNotFoundError:  # swept away, as systemd's RemoveIPC does at a logout
-            self._make()
-            file = os.open(temporary, flags, 0o600)
         content = _SEPARATOR.join(parts)
         try:
-            _write_whole(file, content)
-            os.replace(temporary, path)  # noqa: PTH105 - at every publication
-        except OSError:
-            _unlink(temporary)
-            raise
-        finally:
-            os.close(file)
+            replace_file(path, content)
+        except FileNotFoundError:  # swept away, as systemd's RemoveIPC does at a logout
+            self._make()
+            replace_file(path, content)
         self._mine = path
 
     def states(self) -> list[RankState]:
@@ -139,7 +127,7 @@ class Board:
             except (OSError, ValueError, KeyError, TypeError):
                 continue
             if not meta.get("ended") and start_ticks(pid) != ticks:
-                _unlink(entry)
+                remove_file(entry)
                 continue
             families = tuple(zip(parts[1::2], parts[2::2], strict=False))
             order = (bool(meta.get("ended")), *_order_of(meta, pid))
@@ -214,33 +202,21 @@ class Board:
     def _entries(self) -> list[str]:
         try:
             with os.scandir(self.path) as entries:
-                return [e.path for e in entries if e.name.startswith("rank-") and not e.name.endswith(".tmp")]
+                return [e.path for e in entries if e.name.startswith("rank-")]
         except OSError:
             return []
 
     # -- who serves --------------------------------------------------------------------------------------------
 
-    def try_lead(self) -> bool:
-        """Become the one that serves this node, if nobody is. Never blocks."""
-        if self._lock is None or not self._lock.is_ours():
-            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-            self._lock = Descriptor(os.open(self.path / "endpoint.lock", flags, 0o600))
-        try:
-            fcntl.lockf(self._lock.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return False
-        return True
+    def announce(self, port: int, seat: int = 0) -> None:
+        """Say at which port the holder of a seat serves, so that its successor serves at the same."""
+        content = json.dumps({"port": port, "pid": os.getpid()}).encode()
+        replace_file(self.path / _announcement(seat), content)
 
-    def announce(self, port: int) -> None:
-        """Say at which port the leader serves, so that its successor serves at the same."""
-        temporary = self.path / f"endpoint.{os.getpid()}.tmp"
-        temporary.write_text(json.dumps({"port": port, "pid": os.getpid()}))
-        temporary.replace(self.path / "endpoint.json")
-
-    def announced_port(self) -> int | None:
-        """The port at which this run was last served on this node."""
+    def announced_port(self, seat: int = 0) -> int | None:
+        """The port at which this run was last served on this node, by the holder of a seat."""
         try:
-            port: Any = json.loads((self.path / "endpoint.json").read_text())["port"]
+            port: Any = json.loads(read_small(self.path / _announcement(seat)))["port"]
         except (OSError, ValueError, KeyError, TypeError):
             return None
         return port if isinstance(port, int) and 0 < port < 65536 else None
@@ -256,10 +232,8 @@ class Board:
         return last
 
     def forget(self) -> None:
-        """Close the lock file: in ``leave``, and in a forked child, whose copy it is."""
-        lock, self._lock = self._lock, None
-        if lock is not None:
-            lock.close()
+        """Close the lock files: in ``leave``, and in a forked child, whose copies they are."""
+        self.seats.close()
 
     def sweep(self) -> int:
         """Remove boards of this user that no living process has written to for an hour. Returns how many."""
@@ -295,9 +269,8 @@ def _own_folder(path: Path) -> None:
         raise OSError(f"{path} is not a folder of this user alone; remove it")
 
 
-def _write_whole(file: int, content: bytes) -> None:
-    if os.write(file, content) < len(content):  # half of it would spoil the scrape of the whole node
-        raise OSError(errno.ENOSPC, "no room for the state of this rank")
+def _announcement(seat: int) -> str:
+    return "endpoint.json" if seat == 0 else f"endpoint-{seat}.json"
 
 
 def _alive(entry: str | os.PathLike[str]) -> bool:
@@ -326,10 +299,3 @@ def _pace(head: dict[str, Any]) -> RankPace | None:
         return RankPace(**head["pace"])
     except (KeyError, TypeError):
         return None
-
-
-def _unlink(path: str | os.PathLike[str]) -> None:
-    try:
-        Path(path).unlink()
-    except OSError:
-        pass

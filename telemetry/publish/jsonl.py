@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
-from telemetry.files import Descriptor
+from telemetry.files import Descriptor, opened
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -77,7 +77,7 @@ class LogFile:
 
     Attributes:
         path: the newest file.
-        dropped: lines that could not be written.
+        dropped: lines that could not be written, or were deleted by others.
     """
 
     def __init__(self, path: Path, max_bytes: int, max_files: int, head: Callable[[], bytes]) -> None:
@@ -88,6 +88,7 @@ class LogFile:
         self._max_files = max_files
         self._file: Descriptor | None = None
         self._size = 0
+        self._lines = 0
         self.dropped = 0
         self.last_error: OSError | None = None
 
@@ -110,8 +111,42 @@ class LogFile:
         assert self._file is not None  # noqa: S101 - _open has raised otherwise
         written = os.write(self._file.number, line)
         self._size += written
+        self._lines += 1
         if written < len(line):  # the disk is full; _open ends the torn line, so that the next one is whole
             raise OSError(errno.ENOSPC, "only a part of the line was written")
+
+    def look_after(self) -> tuple[str, int] | None:
+        """Begin a new file where others have taken this one away, with the line that a rotated one begins with.
+
+        Returns:
+            What has happened, in words, and how many lines were lost; None where the file is as it was left.
+        """
+        if self._file is None or not self._file.is_ours():
+            return None  # the next line opens it again
+        size = links = 0
+        try:
+            status = os.fstat(self._file.number)
+            size, links = status.st_size, status.st_nlink
+            there = self.path.lstat()
+            moved = (there.st_dev, there.st_ino) != self._file.identity
+        except OSError as error:
+            if error.errno not in {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}:
+                return None  # it cannot be told
+            moved = True
+        if not moved and size >= self._size:
+            return None
+        lost = self._lines if moved and not links else 0
+        self.dropped += lost
+        what = "emptied" if not moved else "renamed" if links else "deleted"
+        self.forget()
+        try:
+            self._open()
+            if not moved:  # else a new file was made, and has its head
+                self._append(self._head())
+        except OSError as error:
+            self.last_error = error
+            self.forget()
+        return f"the log file was {what} by others: a new one begins", lost
 
     def forget(self) -> None:
         """Close the file; the next line opens it again. In a forked child, whose copy it is, there is no next line."""
@@ -151,7 +186,7 @@ class LogFile:
         if self._made is None or not self._reopen():
             lost = self._made is not None
             file, self.path = self._reserve(taken_by_us=self.path if lost else None)
-            self._file, self._size = Descriptor(file), 0
+            self._file, self._size, self._lines = Descriptor(file), 0, 0
             self._made = self._file.identity
             if lost:
                 self._append(self._head())
@@ -159,7 +194,7 @@ class LogFile:
     def _reopen(self) -> bool:
         """Open the file that was made before; False if it is there no more. A torn line in it is ended."""
         try:
-            file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            file = opened(self.path, os.O_RDWR | os.O_APPEND | os.O_NONBLOCK)
         except FileNotFoundError:
             return False
         self._file = Descriptor(file)
@@ -177,12 +212,12 @@ class LogFile:
         Args:
             taken_by_us: the name whose rotated files are this one's own.
         """
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND
         name = self._wanted.name.removesuffix(".jsonl")
         for number in range(1, _MOST_LIVES):
             path = self._wanted if number == 1 else self._wanted.with_name(f"{name}.{number}.jsonl")
             try:
-                file = os.open(path, flags, 0o644)
+                file = opened(path, flags, 0o644)
             except FileExistsError:
                 if not stat.S_ISREG(path.lstat().st_mode):
                     raise

@@ -22,6 +22,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from telemetry.clock import NS, now_ns
+from telemetry.files import raised
 from telemetry.snapshot.outcome import Trace
 from telemetry.snapshot.quiet import quiet
 
@@ -140,7 +141,12 @@ def gather_no_more() -> None:
 
 def gather_no_more_in_child() -> None:
     """The same right after a fork. Torch warns of it on stderr; there is no other thread yet whose words got lost."""
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        kept = raised(os.dup(2))
+    except OSError:  # no stderr, or no descriptor left for it
+        gather_no_more()
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     gather_no_more()
     os.dup2(kept, 2)

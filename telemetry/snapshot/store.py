@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from telemetry.clock import NS, now_ns
+from telemetry.files import raised
 from telemetry.snapshot import plan as p
 from telemetry.snapshot.folder import Folder, open_folder
 from telemetry.snapshot.space import NoRoomError, Room, age, parse
@@ -248,7 +249,7 @@ def _inflate(file: int) -> tuple[int, int]:
     """Read a gzip file as a stream. Returns its size and checksum, uncompressed."""
     size = checksum = 0
     try:
-        with gzip.open(os.fdopen(os.dup(file), "rb")) as stream:
+        with gzip.open(os.fdopen(raised(os.dup(file)), "rb")) as stream:
             while chunk := stream.read(_CHUNK):
                 size += len(chunk)
                 checksum = zlib.crc32(chunk, checksum)

@@ -235,7 +235,7 @@ class RaisingAttribute(Resetting):
     _num_workers = _index_sampler = _dataset = _data_queue = _shutdown = _profile_name = dataset = _workers
 
 
-class Untrue(Resetting):
+class Untrue(Reiterable):
     """Raises when asked whether it is true, as an array does."""
 
     def __bool__(self) -> bool:
