@@ -190,7 +190,10 @@ class Config:
         30.0, _number(1, 86400, "seconds"), "length of the window a stall is judged over"
     )
     on_stall: Any = _setting(
-        None, _callback, "function (or its dotted name) called with the fields of every stall that opens"
+        None,
+        _callback,
+        "function (or its dotted name) called with the fields of every stall that opens, on a thread of its own; "
+        "stalls that open while it runs are counted and not told",
     )
     stuck_seconds: float | None = _setting(
         None,
