@@ -207,8 +207,11 @@ def _running() -> Agent | None:
 
 
 def _is_patched_loader(agent: Agent, iterable: object) -> bool:
+    """Whether the hooks see its iteration: a subclass that iterates in its own way may do so on another thread."""
     torch = sys.modules.get("torch")
-    return agent.config.patch and torch is not None and isinstance(iterable, torch.utils.data.DataLoader)
+    if not agent.config.patch or torch is None or not isinstance(iterable, torch.utils.data.DataLoader):
+        return False
+    return agent.attachment.watch_class(type(iterable))
 
 
 def _in_worker() -> bool:

@@ -62,7 +62,7 @@ def test_one_that_goes_on_from_a_state_does_not_match_its_first_epoch_with_fetch
 def test_detaching_puts_it_back(observed):
     places = [
         (module.StatefulDataLoader, "__iter__"),
-        (module.StatefulDataLoader, "_get_iterator"),
+        (module._StatefulMultiProcessingDataLoaderIter, "__init__"),
         (module._StatefulMultiProcessingDataLoaderIter, "_shutdown_workers"),
     ]
     assert all(hasattr(vars(owner)[name], "__wrapped__") for owner, name in places)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from telemetry.attach import checkpoints, garbage, loader, workers
+from telemetry.attach import checkpoints, garbage, loader, prefetchers, workers
 from telemetry.attach.gpu_clock import GpuClock
 from telemetry.attach.imports import ImportWatch
 from telemetry.attach.patches import Patches
@@ -55,6 +55,8 @@ class Attachment:
         self._watch.when_imported("torch.distributed.checkpoint", self._distributed_checkpoint)
         self._watch.when_imported("safetensors.torch", self._saving)
         self._watch.when_imported("torchdata.stateful_dataloader.stateful_dataloader", self._stateful_loader)
+        for name, patch in prefetchers.PATCHES.items():
+            self._watch.when_imported(name, lambda module, patch=patch: patch(module, self._tracker, self._patches))
 
     def watch_gpu(self) -> None:
         """CUDA has come into use: time waits on its clock, if that is wanted. Called again and again, on any thread."""
@@ -65,6 +67,10 @@ class Attachment:
             tracker.gpu = GpuClock(lambda: torch.cuda.Event(enable_timing=True), lambda: _events_usable(torch))
         if tracker.gpu is not None:
             tracker.key = 0  # off the short path, which knows nothing of the clock
+
+    def watch_class(self, cls: type) -> bool:
+        """Time the iterations of a class of loaders that iterates in its own way. Returns whether they are timed."""
+        return prefetchers.watch_class(cls, self._tracker, self._patches)
 
     def detach(self) -> list[str]:
         """Remove every hook. Returns the names of patches that others have patched over and that stay, inert."""
@@ -81,8 +87,8 @@ class Attachment:
         tracker = self._tracker
         dataloader = sys.modules["torch.utils.data.dataloader"]
         places: tuple[Callable[[], None], ...] = (
+            lambda: workers.patch_workers(dataloader._MultiProcessingDataLoaderIter, tracker, self._patches),
             lambda: loader.patch_loader(dataloader, tracker, torch.is_grad_enabled, self._patches),
-            lambda: workers.patch_workers(dataloader.DataLoader, tracker, self._patches),
             lambda: self._optimizer(sys.modules["torch.optim.optimizer"]),
             lambda: self._profilers(torch),
             lambda: tracker.marks.use_nvtx(torch.cuda.nvtx) if self._nvtx else None,
@@ -121,8 +127,8 @@ class Attachment:
 
     def _stateful_loader(self, module: Any) -> None:
         stateful, iterators = module.StatefulDataLoader, module._StatefulMultiProcessingDataLoaderIter
+        workers.patch_workers(iterators, self._tracker, self._patches)
         loader.patch_edges(stateful, iterators, self._tracker, self._patches)
-        workers.patch_workers(stateful, self._tracker, self._patches)
 
     def _distributed_checkpoint(self, package: ModuleType) -> None:
         self._saving(package)

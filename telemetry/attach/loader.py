@@ -3,6 +3,7 @@
 `_BaseDataLoaderIter.__next__` is the one place every iterator passes through, single- or multi-process, made before
 or after the agent; `StopIteration` leaves through it too. `DataLoader.__iter__` starts the workers, and
 `_shutdown_workers` ends them. The StatefulDataLoader of torchdata has the last two anew, and the first from torch.
+A loader that is no DataLoader may construct torch's iterators itself: then the constructor is where an iteration begins.
 """
 
 from __future__ import annotations
@@ -31,11 +32,13 @@ def patch_loader(module: ModuleType, tracker: StepTracker, grad_enabled: Callabl
         module._BaseDataLoaderIter, "__next__", lambda original: timed_next(original, tracker, grad_enabled)
     )
     patch_edges(module.DataLoader, module._MultiProcessingDataLoaderIter, tracker, patches)
+    patches.replace(module._SingleProcessDataLoaderIter, "__init__", lambda original: timed_making(original, tracker))
 
 
 def patch_edges(loader: Any, workers: Any, tracker: StepTracker, patches: Patches) -> None:
     """Patch the two edges of an iteration, in a class of loaders and in that of its iterators with workers."""
     patches.replace(loader, "__iter__", lambda original: timed_iter(original, tracker))
+    patches.replace(workers, "__init__", lambda original: timed_making(original, tracker))
     patches.replace(workers, "_shutdown_workers", lambda original: timed_shutdown(original, tracker))
 
 
@@ -105,7 +108,9 @@ def _timed_uncommon(original: Callable[[Any], Any], tracker: StepTracker) -> Cal
     """All the other cases: another thread, another loader, evaluation, a phase, a GPU whose clock is read."""
 
     def __next__(self: Any) -> Any:  # noqa: N807
-        if get_ident() != tracker.thread or tracker.waiting_since:
+        elsewhere = get_ident() != tracker.thread
+        if elsewhere or tracker.waiting_since:
+            tracker.requests_elsewhere += elsewhere
             try:
                 return original(self)
             except BaseException as error:
@@ -197,7 +202,30 @@ def _without_gpu(tracker: StepTracker, error: Exception) -> None:
 
 def timed_iter(original: Callable[[Any], Any], tracker: StepTracker) -> Callable[[Any], Any]:
     """``DataLoader.__iter__`` with the start of the workers written into the ring."""
-    return _timed_edge(original, tracker, leaves=False)
+    edge = _timed_edge(original, tracker, leaves=False)
+    edge._telemetry_timed = True  # type: ignore[attr-defined]
+    return edge
+
+
+def timed_making(original: Callable[..., None], tracker: StepTracker) -> Callable[..., None]:
+    """The constructor of an iterator, as the edge at which an iteration of its loader begins.
+
+    Within a loader's ``__iter__`` it is part of that edge.
+    """
+
+    @functools.wraps(original)
+    def __init__(self: Any, loader: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        def make(loader: Any) -> Any:
+            original(self, loader, *args, **kwargs)
+            return self
+
+        try:
+            timed_iter(make, tracker)(loader)
+        except BaseException as error:
+            forget_frame(error)
+            raise
+
+    return __init__
 
 
 def timed_shutdown(original: Callable[[Any], Any], tracker: StepTracker) -> Callable[[Any], Any]:
@@ -236,6 +264,11 @@ def _timed_edge(original: Callable[[Any], Any], tracker: StepTracker, *, leaves:
         finally:
             if entry is not None:
                 _edge_passed(tracker, start, entry, result)
+        try:
+            if not leaves and tracker.active:
+                tracker.sources.begun(result)
+        except Exception as error:
+            tracker.fault(error)
         return result
 
     return edge

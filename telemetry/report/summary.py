@@ -16,6 +16,16 @@ if TYPE_CHECKING:
 STARVED_RATIO: Final = 0.20
 """From this share of the training loop on, a rank is said to starve: the default of ``stall_enter_ratio``."""
 
+_UNSEEN_RATIO: Final = 0.05
+"""From this share of a rank's steps on whose batches came unseen, nothing is said of how little was waited for them."""
+
+_WATCH: Final = "Put telemetry.watch() around what the training loop takes its batches from."
+
+_NOTHING_SEEN: Final = (
+    f" The training thread requested no batch of a DataLoader or a watched iterable; batches that come another way are "
+    f"not seen, and waiting for them is counted as compute. {_WATCH}"
+)
+
 _MARKED_RATIO: Final = 0.20
 """A category outside of the training loop is mentioned from this share of the wall clock on."""
 
@@ -28,9 +38,10 @@ def summarize(processes: Sequence[ProcessLog]) -> dict[str, Any]:
     ranks = [_rank(process) for process in processes]
     stalls = [stall for process in processes for stall in _stalls(process)]
     first_waits = {process.pid: _number(process.totals.get("first_wait_seconds")) for process in processes}
+    unseen = {process.pid: _number(process.totals.get("unseen_steps_total")) for process in processes}
     return {
         "run": str(processes[-1].run) if processes else "",
-        "verdict": _stuck(processes) or verdict(ranks, stalls, first_waits),
+        "verdict": _stuck(processes) or verdict(ranks, stalls, first_waits, unseen),
         "ranks": ranks,
         "stalls": stalls,
         "snapshots": [
@@ -39,13 +50,27 @@ def summarize(processes: Sequence[ProcessLog]) -> dict[str, Any]:
     }
 
 
-def verdict(ranks: Sequence[dict[str, Any]], stalls: Sequence[dict[str, Any]], first_waits: Mapping[int, float]) -> str:
-    """One sentence for a person: what this run lost most to. ``first_waits``: for the first batch, by pid."""
+def verdict(
+    ranks: Sequence[dict[str, Any]],
+    stalls: Sequence[dict[str, Any]],
+    first_waits: Mapping[int, float],
+    unseen_steps: Mapping[int, float],
+) -> str:
+    """One sentence for a person: what this run lost most to.
+
+    Args:
+        ranks: of the report. ``stalls``: the same.
+        first_waits: seconds waited for the first batch, by pid.
+        unseen_steps: steps before which no batch was requested where the hooks see it, by pid.
+    """
     newest = list({rank["rank"]: rank for rank in ranks}.values())
     stepping = [rank for rank in newest if rank["steps"]]
     if not stepping:
         return "No training step has ended yet."
     measured = [rank for rank in stepping if rank["exposed_wait_ratio"] is not None]
+    unseen = _unseen(stepping, unseen_steps)
+    if not measured and unseen:
+        return _not_known(stepping, stalls, unseen)
     if not measured:
         worst = max(stepping, key=_wait_ratio)
         return (
@@ -56,18 +81,34 @@ def verdict(ranks: Sequence[dict[str, Any]], stalls: Sequence[dict[str, Any]], f
     worst = max(measured, key=lambda rank: _without_start(rank, first_waits.get(rank["pid"], 0.0)))
     ratio = worst["exposed_wait_ratio"]
     if _without_start(worst, first_waits.get(worst["pid"], 0.0)) >= STARVED_RATIO:
-        return _starved(worst, measured, ratio) + _why(worst["rank"], stalls)
+        return _starved(worst, measured, ratio) + _why(worst["rank"], stalls) + unseen
+    if unseen or not any(rank["ledger"]["data_wait"] for rank in measured):
+        return _not_known(newest, stalls, unseen or _NOTHING_SEEN)
     if stalls:
         # Who waits for a slow rank loses as much as it does; the slow rank's own stall, if it has one, says more.
         stall = max(stalls, key=lambda stall: (stall["cause"] != "straggler", _lost(stall)))
         return f"Not starved, but rank {stall['rank']} stalled.{_why(stall['rank'], stalls)}"
-    if not any(rank["ledger"]["data_wait"] for rank in measured):
-        return (
-            "Healthy, as far as was seen: the training thread waited for no DataLoader and no watched iterable. "
-            "Batches that come another way are not seen: put telemetry.watch() around what the loop takes them from."
-            f"{_beside(newest)}"
-        )
     return f"Healthy: no rank lost more than {_percent(ratio)} of its training loop waiting for data.{_beside(newest)}"
+
+
+def _unseen(stepping: Sequence[dict[str, Any]], unseen_steps: Mapping[int, float]) -> str:
+    """What is to be said of steps whose batches came in a way that is not seen; empty where that is next to nothing."""
+    shares = [(unseen_steps.get(rank["pid"], 0.0) / rank["steps"], rank) for rank in stepping]
+    share, rank = max(shares, key=lambda pair: pair[0])
+    if share < _UNSEEN_RATIO:
+        return ""
+    many = min(rank["steps"], int(unseen_steps[rank["pid"]]))
+    return (
+        f" The batches of {many} of {rank['steps']} steps of rank {rank['rank']} reached the training thread in a way "
+        f"that is not seen, and waiting for them is counted as compute. {_WATCH}"
+    )
+
+
+def _not_known(ranks: Sequence[dict[str, Any]], stalls: Sequence[dict[str, Any]], unseen: str) -> str:
+    """The verdict of a run that may be starved, as far as anybody can tell."""
+    stall = max(stalls, key=_lost, default=None)
+    other = "" if stall is None else f" Rank {stall['rank']} stalled.{_why(stall['rank'], stalls)}"
+    return f"Not known whether this run waits for data.{unseen}{other}{_beside(ranks)}"
 
 
 def _stuck(processes: Sequence[ProcessLog]) -> str:
