@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from telemetry.attach import checkpoints, garbage, loader, prefetchers, workers
@@ -56,7 +57,7 @@ class Attachment:
         self._watch.when_imported("safetensors.torch", self._saving)
         self._watch.when_imported("torchdata.stateful_dataloader.stateful_dataloader", self._stateful_loader)
         for name, patch in prefetchers.PATCHES.items():
-            self._watch.when_imported(name, lambda module, patch=patch: patch(module, self._tracker, self._patches))
+            self._watch.when_imported(name, partial(patch, tracker=self._tracker, patches=self._patches))
 
     def watch_gpu(self) -> None:
         """CUDA has come into use: time waits on its clock, if that is wanted. Called again and again, on any thread."""

@@ -3,7 +3,7 @@
 `_BaseDataLoaderIter.__next__` is the one place every iterator passes through, single- or multi-process, made before
 or after the agent; `StopIteration` leaves through it too. `DataLoader.__iter__` starts the workers, and
 `_shutdown_workers` ends them. The StatefulDataLoader of torchdata has the last two anew, and the first from torch.
-A loader that is no DataLoader may construct torch's iterators itself: then the constructor is where an iteration begins.
+A loader that is no DataLoader may make torch's iterators itself: an iteration begins with the constructor then.
 """
 
 from __future__ import annotations
@@ -216,7 +216,11 @@ def timed_making(original: Callable[..., None], tracker: StepTracker) -> Callabl
     @functools.wraps(original)
     def __init__(self: Any, loader: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         def make(loader: Any) -> Any:
-            original(self, loader, *args, **kwargs)
+            try:
+                original(self, loader, *args, **kwargs)
+            except BaseException as error:
+                forget_frame(error)
+                raise
             return self
 
         try:

@@ -59,7 +59,8 @@ def verdict(
     """One sentence for a person: what this run lost most to.
 
     Args:
-        ranks: of the report. ``stalls``: the same.
+        ranks: of the report.
+        stalls: of the report.
         first_waits: seconds waited for the first batch, by pid.
         unseen_steps: steps before which no batch was requested where the hooks see it, by pid.
     """
@@ -69,18 +70,16 @@ def verdict(
         return "No training step has ended yet."
     measured = [rank for rank in stepping if rank["exposed_wait_ratio"] is not None]
     unseen = _unseen(stepping, unseen_steps)
-    if not measured and unseen:
-        return _not_known(stepping, stalls, unseen)
-    if not measured:
+    if not measured and not unseen:
         worst = max(stepping, key=_wait_ratio)
         return (
             f"Rank {worst['rank']} spent {_percent(_wait_ratio(worst))} of its training loop waiting for data; "
             "how much of that the GPU felt was not measured."
         )
     # Every run has to start: what it waited for its first batch is lost, but no sign of starving.
-    worst = max(measured, key=lambda rank: _without_start(rank, first_waits.get(rank["pid"], 0.0)))
-    ratio = worst["exposed_wait_ratio"]
-    if _without_start(worst, first_waits.get(worst["pid"], 0.0)) >= STARVED_RATIO:
+    worst = max(measured, key=lambda rank: _without_start(rank, first_waits.get(rank["pid"], 0.0)), default=None)
+    ratio = 0.0 if worst is None else worst["exposed_wait_ratio"]
+    if worst is not None and _without_start(worst, first_waits.get(worst["pid"], 0.0)) >= STARVED_RATIO:
         return _starved(worst, measured, ratio) + _why(worst["rank"], stalls) + unseen
     if unseen or not any(rank["ledger"]["data_wait"] for rank in measured):
         return _not_known(newest, stalls, unseen or _NOTHING_SEEN)
