@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from telemetry.attach import checkpoints, garbage, loader, prefetchers, workers
@@ -57,7 +56,7 @@ class Attachment:
         self._watch.when_imported("safetensors.torch", self._saving)
         self._watch.when_imported("torchdata.stateful_dataloader.stateful_dataloader", self._stateful_loader)
         for name, patch in prefetchers.PATCHES.items():
-            self._watch.when_imported(name, partial(patch, tracker=self._tracker, patches=self._patches))
+            self._watch.when_imported(name, self._with_patches(patch))
 
     def watch_gpu(self) -> None:
         """CUDA has come into use: time waits on its clock, if that is wanted. Called again and again, on any thread."""
@@ -130,6 +129,9 @@ class Attachment:
         stateful, iterators = module.StatefulDataLoader, module._StatefulMultiProcessingDataLoaderIter
         workers.patch_workers(iterators, self._tracker, self._patches)
         loader.patch_edges(stateful, iterators, self._tracker, self._patches)
+
+    def _with_patches(self, patch: Callable[[Any, StepTracker, Patches], None]) -> Callable[[ModuleType], None]:
+        return lambda module: patch(module, self._tracker, self._patches)
 
     def _distributed_checkpoint(self, package: ModuleType) -> None:
         self._saving(package)

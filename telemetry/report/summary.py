@@ -77,9 +77,9 @@ def verdict(
             "how much of that the GPU felt was not measured."
         )
     # Every run has to start: what it waited for its first batch is lost, but no sign of starving.
-    worst = max(measured, key=lambda rank: _without_start(rank, first_waits.get(rank["pid"], 0.0)), default=None)
-    ratio = 0.0 if worst is None else worst["exposed_wait_ratio"]
-    if worst is not None and _without_start(worst, first_waits.get(worst["pid"], 0.0)) >= STARVED_RATIO:
+    worst = max(measured or stepping, key=lambda rank: _without_start(rank, first_waits.get(rank["pid"], 0.0)))
+    ratio = worst["exposed_wait_ratio"]
+    if measured and _without_start(worst, first_waits.get(worst["pid"], 0.0)) >= STARVED_RATIO:
         return _starved(worst, measured, ratio) + _why(worst["rank"], stalls) + unseen
     if unseen or not any(rank["ledger"]["data_wait"] for rank in measured):
         return _not_known(newest, stalls, unseen or _NOTHING_SEEN)
@@ -137,7 +137,7 @@ def _without_start(rank: dict[str, Any], first_wait: float) -> float:
     """The exposed-wait ratio of a rank from its first batch on."""
     loop = rank["ledger"][DATA_WAIT] + rank["ledger"][COMPUTE]
     left = loop - first_wait
-    return float((rank["exposed_wait_ratio"] * loop - first_wait) / left) if left > 0 else 0.0
+    return float(((rank["exposed_wait_ratio"] or 0.0) * loop - first_wait) / left) if left > 0 else 0.0
 
 
 def _starved(worst: dict[str, Any], measured: Sequence[dict[str, Any]], ratio: float) -> str:
