@@ -4,7 +4,8 @@ import sys
 import tempfile
 
 import common
-from fastai.basics import Callback, DataLoaders, Learner, SaveModelCallback
+from fastai.basics import Callback, DataLoaders, Learner
+from fastai.callback.tracker import SaveModelCallback
 from fastai.data.load import DataLoader
 from torch import nn
 
