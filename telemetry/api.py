@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from telemetry.agent import Agent
+    from telemetry.attach.steps import StepTracker
 
 T = TypeVar("T")
 
@@ -89,21 +90,22 @@ def stop() -> None:
 def watch(iterable: Iterable[T]) -> Iterable[T]:
     """Time an iterable as a data source: each ``next`` is a wait, each item a step.
 
-    A DataLoader needs none of it and is returned as it is, as everything is while no agent runs.
+    What is returned behaves like the object, and ``isinstance`` takes it for one; pickled, it is the object. A
+    DataLoader or its iterator needs none of it and is returned as it is; so are what is watched already, None, and
+    everything while no agent runs.
 
     Raises:
         TypeError: the argument cannot be iterated.
     """
     agent = _running()
-    if agent is None or _is_patched_loader(agent, iterable):
+    if agent is None or iterable is None or _is_timed_already(agent, iterable):
         return iterable
     if not hasattr(iterable, "__iter__") and not hasattr(iterable, "__getitem__"):
         raise TypeError(f"telemetry.watch needs something to iterate over, not {type(iterable).__name__}")
-    from telemetry.attach.loader import Watched, WatchedIterator
+    from telemetry.attach.watched import wrap
 
-    if hasattr(iterable, "__next__"):  # an iterator may be asked for its next item without ``iter``
-        return WatchedIterator(iterable, agent.tracker)  # type: ignore[arg-type]
-    return Watched(iterable, agent.tracker)
+    watched: Iterable[T] = wrap(iterable, _tracker)
+    return watched
 
 
 def request_snapshot(*, steps: int | None = None, rank: int | None = None) -> bool:
@@ -206,23 +208,42 @@ def _running() -> Agent | None:
     return agent if agent is not None and agent.running else None
 
 
-def _is_patched_loader(agent: Agent, iterable: object) -> bool:
-    """Whether the hooks see its iteration: a subclass that iterates in its own way may do so on another thread."""
-    torch = sys.modules.get("torch")
-    if not agent.config.patch or torch is None or not isinstance(iterable, torch.utils.data.DataLoader):
+def _tracker() -> StepTracker | None:
+    """That of the agent that runs."""
+    agent = _running()
+    return None if agent is None else agent.tracker
+
+
+def _is_timed_already(agent: Agent, iterable: object) -> bool:
+    from telemetry.attach import kinds
+    from telemetry.attach.watched import Watched
+
+    if issubclass(type(iterable), Watched):
+        return True
+    if not agent.config.patch:
         return False
-    return agent.attachment.watch_class(type(iterable))
+    if kinds.is_loader(iterable):  # of a class that iterates in its own way, maybe on another thread
+        return agent.attachment.watch_class(type(iterable))
+    return kinds.is_loader_iterator(iterable)
 
 
 def _in_worker() -> bool:
     """Whether this process is no training process: a DataLoader worker, or a spawned child importing its main module.
 
-    A spawned child runs the script's top level once more, where an unguarded ``telemetry.start()`` may stand.
+    A spawned child runs the script's top level once more, where an unguarded ``telemetry.start()`` may stand. What
+    torch says of workers is not enough: where they are threads, it says that the training process is one.
     """
     if getattr(multiprocessing.process.current_process(), "_inheriting", False):
         return True
     worker = sys.modules.get("torch.utils.data._utils.worker")
-    return worker is not None and worker.get_worker_info() is not None
+    if worker is None or worker.get_worker_info() is None:
+        return False
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        if frame.f_code.co_name == "_worker_loop":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _register_fork_handler() -> None:

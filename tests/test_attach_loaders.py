@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data import dataloader as torch_dataloader
 
 import telemetry
-from telemetry.attach.loader import Watched
+from telemetry.attach.watched import Watched
 from telemetry.records import COMPUTE, DATA_WAIT, EVALUATION, OTHER, STARTUP
 
 

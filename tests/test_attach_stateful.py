@@ -66,7 +66,9 @@ def test_detaching_puts_it_back(observed):
         (module._StatefulMultiProcessingDataLoaderIter, "_shutdown_workers"),
     ]
     assert all(hasattr(vars(owner)[name], "__wrapped__") for owner, name in places)
+    assert "_worker_init_fn" in vars(places[1][0])
     observed.attachment.detach()
+    assert "_worker_init_fn" not in vars(places[1][0])
     assert not any(hasattr(vars(owner)[name], "__wrapped__") for owner, name in places)
 
 

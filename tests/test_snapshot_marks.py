@@ -10,9 +10,9 @@ from torch.utils.data import DataLoader
 
 import telemetry
 from telemetry.attach.attachment import Attachment
-from telemetry.attach.loader import Watched
 from telemetry.attach.ring import Ring
 from telemetry.attach.steps import StepTracker
+from telemetry.attach.watched import wrap
 from tests.test_attach_loaders import Numbers
 from tests.test_snapshot_capture import Taken, taken  # noqa: F401 - the fixture
 
@@ -25,11 +25,11 @@ def ranges(taken: Taken, outcome) -> list[str]:  # noqa: F811
 
 def test_a_trace_shows_steps_phases_and_waits_for_a_watched_iterable(taken, observed):  # noqa: F811
     taken.arm(2, 3)
-    for number in Watched(list(range(6)), observed.tracker):
+    for number in wrap(list(range(6)), lambda: observed.tracker):
         before = observed.tracker.enter_phase("my phase")
         observed.tracker.exit_phase("my phase", before, 0)
         del number
-    wait = "enumerate(DataLoader)#WatchedIterator.__next__"
+    wait = "enumerate(DataLoader)#list_iterator.__next__"
     step = [wait, "my phase"]
     assert ranges(taken, taken.outcome()) == ["ProfilerStep#2", *step, "ProfilerStep#3", *step]
     assert observed.tracker.marks.makers == ()

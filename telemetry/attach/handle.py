@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
@@ -39,9 +40,11 @@ class LoaderHandle(Source):
     """The outside of an iterator with workers.
 
     Attributes:
-        pids: of its workers.
+        pids: of its workers, 0 for one that is a thread of this process.
+        threads: workers that are threads of this process.
         queue: where finished batches lie.
-        block: what the workers write down of themselves; None where they were started before the agent.
+        block: what the workers write down of themselves; None where they were started before the agent, and where they
+            are threads, which write down nothing.
         training: whether it has given a training batch.
         resumed: whether its first iteration did not begin at its first batch: which fetch made which is not known then.
         in_order: whether batch number ``n`` of an epoch comes from worker ``n % len(pids)``.
@@ -50,12 +53,25 @@ class LoaderHandle(Source):
         arrivals: training batches taken since they were last looked at; the agent thread's.
     """
 
-    __slots__ = ("arrivals", "block", "delivered", "epoch", "in_order", "pids", "queue", "resumed", "training")
+    __slots__ = (
+        "arrivals",
+        "block",
+        "delivered",
+        "epoch",
+        "in_order",
+        "pids",
+        "queue",
+        "resumed",
+        "threads",
+        "training",
+    )
 
     def __init__(self, iterator: Any, block: WorkerBlock | None, *, again: bool = True) -> None:
-        self.pids = tuple(worker.pid for worker in iterator._workers)
+        threads = [isinstance(worker, threading.Thread) for worker in iterator._workers]
+        self.threads = sum(threads)
+        self.pids = tuple(0 if one else worker.pid for one, worker in zip(threads, iterator._workers, strict=True))
         self.queue = getattr(iterator, "_data_queue", None)
-        self.block = block
+        self.block = block if not self.threads else None
         self.training = False
         self.resumed = getattr(iterator, "_num_yielded", 0) > 0  # from a state, as torchdata's StatefulDataLoader can
         self.in_order = bool(getattr(iterator, "_in_order", True))

@@ -10,6 +10,8 @@ from __future__ import annotations
 import weakref
 from typing import Any, Final
 
+from telemetry.attach.kinds import is_loader, is_loader_iterator, origin
+
 _WITHOUT_A_STEP: Final = 2
 """So many times the batches that an optimizer step has taken so far may come without one and are no evaluation yet.
 Loops that accumulate gradients do not always begin with a full set, and accelerate's loaders read one batch ahead."""
@@ -99,12 +101,20 @@ class Judged:
 
 
 def _parts_of(loader: object) -> list[weakref.ref[Any]]:
-    """What a loader and its iterators have in common: its sampler, which is its own, and its data set."""
-    return [_reference(loader, "_index_sampler"), _reference(loader, "_dataset", "dataset")]
+    """What a loader and its iterators have in common: its sampler, which is its own, and its data set.
+
+    Of a watched object it is the object itself. Attributes count in torch's own classes alone.
+    """
+    watched = origin(loader)
+    if watched is not None:
+        loader = watched()
+    if is_loader(loader) or is_loader_iterator(loader):
+        return [_reference(loader, "_index_sampler"), _reference(loader, "_dataset", "dataset")]
+    return [watched or _NOBODY, _NOBODY]
 
 
 def _reference(loader: object, *names: str) -> weakref.ref[Any]:
-    try:  # a watched iterable may have anything under that name, or raise
+    try:  # a class made from torch's may raise, and not everything can be referred to
         return weakref.ref(next(part for name in names if (part := getattr(loader, name, None)) is not None))
     except Exception:
         return _NOBODY

@@ -19,7 +19,7 @@ from telemetry.attach.steps import OVERHEAD_EVERY, OVERHEAD_MASK, StepTracker
 from telemetry.clock import now_ns
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
     from types import ModuleType
 
     from telemetry.attach.patches import Patches
@@ -286,57 +286,3 @@ def _edge_passed(tracker: StepTracker, start: int, entry: int, iterator: object 
             _arrived(tracker, start, end)
     except BaseException as error:
         _contain(tracker, error)
-
-
-class Watched:
-    """A watched iterable: iterates, measures and otherwise behaves as the one it holds.
-
-    Args:
-        iterable: what to iterate over.
-        tracker: told of each wait.
-    """
-
-    def __init__(self, iterable: Iterable[Any], tracker: StepTracker) -> None:
-        self._telemetry_iterable = iterable
-        self._telemetry_tracker = tracker
-
-    def __iter__(self) -> WatchedIterator:
-        timed = timed_iter(lambda watched: iter(watched._telemetry_iterable), self._telemetry_tracker)
-        return WatchedIterator(timed(self), self._telemetry_tracker)
-
-    def __len__(self) -> int:
-        return len(self._telemetry_iterable)  # type: ignore[arg-type]
-
-    def __bool__(self) -> bool:
-        return bool(self._telemetry_iterable)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._telemetry_iterable[index]  # type: ignore[index]
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_telemetry"):
-            raise AttributeError(name)  # not there yet: a copy or an unpickle in progress
-        return getattr(self._telemetry_iterable, name)
-
-
-class WatchedIterator:
-    """The iterator of a watched iterable: every ``next`` is timed like a DataLoader's."""
-
-    def __init__(self, iterator: Iterator[Any], tracker: StepTracker) -> None:
-        self._telemetry_iterator = iterator
-        self._telemetry_next = timed_next(_pull, tracker, tracker.gradients_on)
-
-    def __iter__(self) -> WatchedIterator:
-        return self
-
-    def __next__(self) -> Any:
-        return self._telemetry_next(self)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_telemetry"):
-            raise AttributeError(name)
-        return getattr(self._telemetry_iterator, name)
-
-
-def _pull(watched: WatchedIterator) -> Any:
-    return next(watched._telemetry_iterator)

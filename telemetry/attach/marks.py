@@ -8,10 +8,12 @@ fetches in the workers: Nsight Systems shows them. That keeps every step off the
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
 from telemetry.attach.frames import forget_frame
+from telemetry.attach.worker_probe import in_worker_process, note_wrapper, without_ours
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -69,16 +71,13 @@ class MarkedWorker:
 
     def __init__(self, user: Callable[[int], None] | None) -> None:
         self.user = user
+        self._maker = os.getpid()
 
     def __call__(self, worker_id: int) -> None:
-        """Run in the worker, by the DataLoader."""
+        """Run in the worker, by the DataLoader. In one that is a thread of the training process nothing is patched."""
         try:
-            nvtx: Any = sys.modules["torch.cuda.nvtx"]
-            nvtx.range_push("telemetry")  # raises where there is none, and not in a fetch
-            nvtx.range_pop()
-            fetch: Any = sys.modules["torch.utils.data._utils.fetch"]
-            for kind in (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher):
-                kind.fetch = _marked(kind.fetch, nvtx, f"fetch, worker {worker_id}")
+            if in_worker_process(self._maker):
+                _mark_fetches(worker_id)
         except Exception:
             pass  # nowhere to tell it from here
         if self.user is None:
@@ -88,6 +87,16 @@ class MarkedWorker:
         except BaseException as error:
             forget_frame(error)
             raise
+
+
+def _mark_fetches(worker: int) -> None:
+    """Patch the fetchers of this worker process."""
+    nvtx: Any = sys.modules["torch.cuda.nvtx"]
+    nvtx.range_push("telemetry")  # raises where there is none, and not in a fetch
+    nvtx.range_pop()
+    fetch: Any = sys.modules["torch.utils.data._utils.fetch"]
+    for kind in (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher):
+        kind.fetch = _marked(without_ours(kind.fetch, "marked"), nvtx, f"fetch, worker {worker}")
 
 
 def _marked(original: Callable[[Any, Any], Any], nvtx: Any, name: str) -> Callable[[Any, Any], Any]:
@@ -102,4 +111,4 @@ def _marked(original: Callable[[Any, Any], Any], nvtx: Any, name: str) -> Callab
         finally:
             nvtx.range_pop()
 
-    return fetch
+    return note_wrapper(fetch, "marked")

@@ -32,6 +32,21 @@ class Patches:
         setattr(owner, name, replacement)
         self._undo.append((owner, name, original, replacement))
 
+    def put(self, owner: Any, name: str, value: Any) -> None:
+        """Give ``owner`` an attribute, in the place of what it has under that name, if anything."""
+        before = vars(owner).get(name, _MISSING)
+        setattr(owner, name, value)
+
+        def remove() -> None:
+            if vars(owner).get(name) is not value:
+                return
+            if before is _MISSING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
+
+        self.on_undo(remove)
+
     def on_undo(self, remove: Callable[[], None]) -> None:
         """Call ``remove`` when the patches are undone: for hooks that bring their own way out."""
         self._removers.append(remove)

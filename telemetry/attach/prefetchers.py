@@ -37,7 +37,7 @@ def patch_monai(module: Any, tracker: StepTracker, patches: Patches) -> None:
 def patch_nodes(module: Any, tracker: StepTracker, patches: Patches) -> None:
     """``torchdata.nodes``: the node that the loop asks is the outermost; it asks the others, here or on threads."""
     base = module.BaseNode
-    tracker.sources.kinds.append((base, _source_of_node))
+    tracker.sources.told.append((base, _source_of_node))
     patches.replace(base, "__next__", lambda original: loader.timed_next(original, tracker, tracker.gradients_on))
 
 
@@ -49,7 +49,7 @@ def patch_node_loader(module: Any, tracker: StepTracker, patches: Patches) -> No
 def patch_dali(module: Any, tracker: StepTracker, patches: Patches) -> None:
     """NVIDIA DALI: the pipeline's own threads, and the GPU, make the batches."""
     iterator = module.DALIGenericIterator
-    tracker.sources.kinds.append((iterator, lambda _: _DALI))
+    tracker.sources.told.append((iterator, lambda _: _DALI))
     patches.replace(iterator, "__next__", lambda original: loader.timed_next(original, tracker, tracker.gradients_on))
 
 
@@ -151,8 +151,8 @@ def timed_generator(
 
 
 def _know_feeds(tracker: StepTracker) -> None:
-    if not any(kind is Feed for kind, _ in tracker.sources.kinds):
-        tracker.sources.kinds.append((Feed, lambda feed: feed.source or READ_AHEAD))
+    if not any(kind is Feed for kind, _ in tracker.sources.told):
+        tracker.sources.told.append((Feed, lambda feed: feed.source or READ_AHEAD))
 
 
 def _find_source(feed: Feed, tracker: StepTracker) -> None:

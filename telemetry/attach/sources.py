@@ -6,6 +6,7 @@ import weakref
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
+from telemetry.attach import kinds
 from telemetry.attach.handle import ON_THREAD, WATCHED, LoaderHandle, Source
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ class Sources:
         newest: gives where the newest batches come from; None before the first, and when it is gone.
         newest_begun: the workers of the iteration that began last, on any thread; gives None where it has none.
         finding: the first batch of a generator is being asked for, and with it where its batches come from.
-        kinds: iterators that are no DataLoader's but known: their class, and what tells where their batches are from.
+        told: iterators that are no DataLoader's but known: their class, and what tells where their batches are from.
     """
 
     def __init__(self) -> None:
@@ -32,7 +33,7 @@ class Sources:
         self.newest: Callable[[], Source | None] = lambda: None  # a reference that keeps nothing
         self.newest_begun: Callable[[], LoaderHandle | None] = lambda: None  # the same
         self.finding = False
-        self.kinds: list[tuple[type, Callable[[Any], Source]]] = []
+        self.told: list[tuple[type, Callable[[Any], Source]]] = []
 
     def register(self, iterator: object, block: WorkerBlock | None = None, *, again: bool = True) -> None:
         """Note the workers of an iterator, without keeping it alive. ``again``: its loader has had one before.
@@ -40,7 +41,7 @@ class Sources:
         Only its pids and its queue are kept: a strong reference on the agent thread could make that thread the one
         that shuts the workers down.
         """
-        if not getattr(iterator, "_workers", None) or len(self._live) >= _MOST:
+        if len(self._live) >= _MOST or not kinds.workers_of(iterator):
             return
         key, live, retired = id(iterator), self._live, self._retired
         if key in live:
@@ -89,10 +90,10 @@ class Sources:
         handle = self.known(iterator)
         if handle is not None:
             return handle
-        for kind, source_of in self.kinds:
-            if isinstance(iterator, kind):
+        for kind, source_of in self.told:
+            if issubclass(type(iterator), kind):
                 return source_of(iterator)
-        workers = getattr(iterator, "_num_workers", None)
-        if workers is None:
+        if not kinds.is_loader_iterator(iterator):
             return WATCHED
+        workers = getattr(iterator, "_num_workers", 0)
         return Source("workers", {"num_workers": workers}) if workers else ON_THREAD

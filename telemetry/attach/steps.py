@@ -24,6 +24,7 @@ from telemetry.attach.frames import without_frames
 from telemetry.attach.freeing import Freeing
 from telemetry.attach.handle import ON_THREAD, WATCHED
 from telemetry.attach.judged import Judged
+from telemetry.attach.kinds import is_loader_iterator
 from telemetry.attach.marks import Marks
 from telemetry.attach.sources import Sources
 from telemetry.clock import now_ns
@@ -522,8 +523,7 @@ class StepTracker(_OnEveryStep):
 
     def wait_begins(self, iterator: object) -> Sequence[Callable[[], object]]:
         """A wait for a batch begins, and somebody looks on. Torch itself marks those for a DataLoader's in a trace."""
-        own = hasattr(iterator, "_profile_name")
-        if own and not self.marks.nvtx:
+        if is_loader_iterator(iterator) and not self.marks.nvtx:
             return ()
         return self.marks.begin(f"enumerate(DataLoader)#{type(iterator).__name__}.__next__")
 

@@ -1,9 +1,10 @@
 """Inside the DataLoader workers: each fetch is timed into a block of shared memory that the agent reads.
 
-The probe travels as the loader's ``worker_init_fn``, which runs in every worker, whatever its start method, before
-its fetcher is made. The block is an anonymous file in memory (memfd): a forked worker inherits it, a spawned one
-opens it through /proc, and when the last process that has it open is gone, so is it. The agent asks no worker
-anything; a worker that is killed in mid-write leaves at worst one count that is one fetch behind.
+The probe travels in the place of the loader's ``worker_init_fn``, which runs in every worker, whatever its start
+method, before its fetcher is made. A worker may also be a thread of the training process; then nothing is patched
+there, and its fetches are not timed. The block is an anonymous file in memory (memfd): a forked worker inherits it, a
+spawned one opens it through /proc, and when the last process that has it open is gone, so is it. The agent asks no
+worker anything; a worker that is killed in mid-write leaves at worst one count that is one fetch behind.
 """
 
 from __future__ import annotations
@@ -52,6 +53,9 @@ class WorkerBlock:
     Args:
         workers: how many.
 
+    Attributes:
+        owner: pid of the process that made it.
+
     Raises:
         OSError: the kernel gives no such memory.
     """
@@ -60,7 +64,7 @@ class WorkerBlock:
 
     def __init__(self, workers: int) -> None:
         self.workers = workers
-        self._owner = os.getpid()
+        self.owner = os.getpid()
         file = os.memfd_create("telemetry-workers", os.MFD_CLOEXEC)
         self._file = Descriptor(file)
         try:
@@ -76,14 +80,14 @@ class WorkerBlock:
 
     def __getstate__(self) -> tuple[int, int, int, tuple[int, int]]:
         number, identity = (self._file.number, self._file.identity) if self._file is not None else (-1, (0, 0))
-        return (self.workers, self._owner, number, identity)
+        return (self.workers, self.owner, number, identity)
 
     def __setstate__(self, state: tuple[int, int, int, tuple[int, int]]) -> None:
         """In a spawned worker: open the owner's file. One that cannot be opened raises, and nothing is timed."""
-        self.workers, self._owner, number, identity = state
+        self.workers, self.owner, number, identity = state
         if not 0 < self.workers <= MAX_WORKERS:
             raise ValueError("not a block of ours")
-        file = os.open(f"/proc/{self._owner}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+        file = os.open(f"/proc/{self.owner}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
         try:
             if identity_of(file) != identity:
                 raise ValueError("another file of the owner's, by now")
@@ -133,7 +137,7 @@ class WorkerBlock:
     def close(self) -> None:
         """Give the descriptor back; the memory goes with the last process that has it mapped."""
         file, self._file = self._file, None
-        if file is not None and os.getpid() == self._owner:
+        if file is not None and os.getpid() == self.owner:
             file.close()
 
     def __del__(self) -> None:
@@ -166,7 +170,7 @@ class WorkerProbe:
     def __call__(self, worker_id: int) -> None:
         """Run in the worker, by the DataLoader."""
         try:
-            if self.block is not None:
+            if self.block is not None and in_worker_process(self.block.owner):
                 _time_fetches(self.block, worker_id)
                 _offer_stacks(self.block, worker_id)
         except Exception:
@@ -180,6 +184,31 @@ class WorkerProbe:
             raise
 
 
+def in_worker_process(maker: int) -> bool:
+    """Whether the calling thread is the main one of a process that is not ``maker`` (a pid), which made the workers.
+
+    Only there may the classes of the fetchers be patched: a worker that is a thread shares them with all others.
+    """
+    return os.getpid() != maker and threading.current_thread() is threading.main_thread()
+
+
+_wrappers: Final[weakref.WeakKeyDictionary[Any, str]] = weakref.WeakKeyDictionary()
+"""What each wrapper around a ``fetch`` is for."""
+
+
+def without_ours(function: Callable[[Any, Any], Any], *kinds: str) -> Callable[[Any, Any], Any]:
+    """A ``fetch`` without the wrappers of these kinds: a process may be used for one worker after the other."""
+    while _wrappers.get(function) in kinds:
+        function = function.__wrapped__  # type: ignore[attr-defined]
+    return function
+
+
+def note_wrapper(function: Callable[[Any, Any], Any], kind: str) -> Callable[[Any, Any], Any]:
+    """Make a wrapper of ours known to `without_ours`. An attribute would be copied by ``functools.wraps``."""
+    _wrappers[function] = kind
+    return function
+
+
 def _time_fetches(block: WorkerBlock, worker: int) -> None:
     """Patch the fetchers of this worker process."""
     from torch.utils.data._utils import fetch
@@ -189,7 +218,7 @@ def _time_fetches(block: WorkerBlock, worker: int) -> None:
     words[_TID] = threading.get_native_id()
     words[_PID] = os.getpid()
     for kind in (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher):
-        kind.fetch = timed_fetch(kind.fetch, words)
+        kind.fetch = note_wrapper(timed_fetch(without_ours(kind.fetch, "timed", "marked"), words), "timed")
 
 
 def _offer_stacks(block: WorkerBlock, worker: int) -> None:

@@ -1,14 +1,16 @@
 """Planting the probe: the workers of every DataLoader iterator that is made are timed from their first fetch on.
 
-The seam is the constructor of the iterators with workers, because that is where workers are started: a library that
-brings a loader of its own (fastai) makes torch's iterators itself and never calls ``DataLoader._get_iterator``.
+An iterator's constructor takes ``worker_init_fn`` from its loader, keeps it as ``_worker_init_fn`` and hands that to
+each worker it starts. While a constructor runs, `_Planted` gives it a probe in that place. Nothing is ever set on the
+loader or kept in the iterator: loaders are shared between threads, copied, pickled and sealed, and their iterators are
+made inside one another.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.attach.frames import forget_frame
 from telemetry.attach.marks import MarkedWorker
@@ -20,71 +22,105 @@ if TYPE_CHECKING:
     from telemetry.attach.patches import Patches
     from telemetry.attach.steps import StepTracker
 
+_NAME: Final = "_worker_init_fn"
+
 
 def patch_workers(iterators: Any, tracker: StepTracker, patches: Patches) -> None:
-    """Patch the constructor of a class of iterators with workers, which starts the workers."""
-    patches.replace(iterators, "__init__", lambda original: _probed(original, tracker))
+    """Patch a class of iterators with workers: its constructor starts them.
+
+    Raises:
+        AttributeError: the class itself has a ``_worker_init_fn``, so this is a torch that we do not know.
+    """
+    for kind in iterators.__mro__:
+        if not isinstance(vars(kind).get(_NAME), _Planted | None):  # after a fork our parent's may still be there
+            raise AttributeError(f"{kind.__name__} has {_NAME} already")  # noqa: TRY004
+    planted = _Planted(tracker)
+    patches.put(iterators, _NAME, planted)
+    patches.replace(iterators, "__init__", lambda original: _probed(original, planted, tracker))
 
 
-def _probed(original: Callable[..., None], tracker: StepTracker) -> Callable[..., None]:
+def _probed(original: Callable[..., None], planted: _Planted, tracker: StepTracker) -> Callable[..., None]:
     begun: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # loaders, by id
 
     @functools.wraps(original)
     def __init__(self: Any, loader: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-        probe = _probe_for(loader, tracker) if tracker.active else None
+        if tracker.active:
+            planted.making[id(self)] = _Making()
         try:
-            original(self, loader if probe is None else _Probed(loader, probe), *args, **kwargs)
+            original(self, loader, *args, **kwargs)
         except BaseException as error:
+            planted.making.pop(id(self), None)
             forget_frame(error)
             raise
+        making = planted.making.pop(id(self), None)
+        if making is None or not tracker.active:
+            return
         try:
-            if isinstance(getattr(self, "_worker_init_fn", None), WorkerProbe):
-                self._worker_init_fn = loader.worker_init_fn
-            if tracker.active:
-                again = begun.get(id(loader)) is loader
-                begun[id(loader)] = loader
-                tracker.sources.register(self, probe.block if probe is not None else None, again=again)
+            again = begun.get(id(loader)) is loader
+            tracker.sources.register(self, making.block, again=again)
+            begun[id(loader)] = loader
         except Exception as error:
             tracker.fault(error)
 
     return __init__
 
 
-def _probe_for(loader: Any, tracker: StepTracker) -> WorkerProbe | None:
-    """The probe that is to run in the loader's workers; None where it cannot be planted."""
-    try:
-        if not 0 < loader.num_workers <= MAX_WORKERS:
-            return None
-        user = loader.worker_init_fn
-        inner = MarkedWorker(user) if tracker.marks.nvtx else user
-        return WorkerProbe(inner, WorkerBlock(loader.num_workers))
-    except Exception as error:
-        tracker.fault(error)
-        return None
+class _Making:
+    """What is known of an iterator that is being made."""
+
+    __slots__ = ("block", "failed")
+
+    def __init__(self) -> None:
+        self.block: WorkerBlock | None = None
+        self.failed = False
 
 
-class _Probed:
-    """A loader as the constructor of its iterator is to see it: with the probe as its ``worker_init_fn``.
+class _Planted:
+    """``_worker_init_fn`` of a class of iterators: what was set, and while the iterator is made, a probe around it.
 
-    The loader itself is left as it is, so that another thread may iterate it, pickle it or change it meanwhile. Torch
-    reads from it what it needs and keeps no reference.
+    Attributes:
+        making: by id, the iterators whose constructors run, on any thread.
     """
 
-    def __init__(self, loader: Any, probe: WorkerProbe) -> None:
-        vars(self).update(_telemetry_loader=loader, worker_init_fn=probe)
+    def __init__(self, tracker: StepTracker) -> None:
+        self.making: dict[int, _Making] = {}
+        self._tracker = tracker
 
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:
-        return vars(self)["_telemetry_loader"].__class__
+    def __get__(self, iterator: Any, kind: type) -> Any:
+        if iterator is None:
+            raise AttributeError(f"type object {kind.__name__!r} has no attribute {_NAME!r}")
+        try:
+            user = vars(iterator)[_NAME]
+        except KeyError:
+            raise AttributeError(f"{kind.__name__!r} object has no attribute {_NAME!r}") from None
+        making = self.making.get(id(iterator))
+        return user if making is None else self._around(user, making, iterator)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(vars(self)["_telemetry_loader"], name)
+    def __set__(self, iterator: Any, value: Any) -> None:
+        vars(iterator)[_NAME] = _without_probe(value)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(vars(self)["_telemetry_loader"], name, value)
+    def __delete__(self, iterator: Any) -> None:
+        del vars(iterator)[_NAME]
 
-    def __iter__(self) -> Any:
-        return iter(vars(self)["_telemetry_loader"])
+    def _around(self, user: Any, making: _Making, iterator: Any) -> Any:
+        try:
+            if making.block is None and not making.failed:
+                making.failed = True  # until it is there: a block that cannot be had is asked for once
+                if not 0 < iterator._num_workers <= MAX_WORKERS:
+                    return user
+                making.block = WorkerBlock(iterator._num_workers)
+            if making.block is None:
+                return user
+            return WorkerProbe(MarkedWorker(user) if self._tracker.marks.nvtx else user, making.block)
+        except Exception as error:
+            self._tracker.fault(error)
+            return user
 
-    def __len__(self) -> int:
-        return len(vars(self)["_telemetry_loader"])
+
+def _without_probe(value: Any) -> Any:
+    """What the user gave. For a data pipe the constructor takes what we gave it, and keeps it in a ``partial``."""
+    if type(value) is functools.partial and any(isinstance(argument, WorkerProbe) for argument in value.args):
+        return functools.partial(value.func, *map(_without_probe, value.args), **value.keywords)
+    if isinstance(value, WorkerProbe):
+        value = value.user
+    return value.user if isinstance(value, MarkedWorker) else value

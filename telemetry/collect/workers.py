@@ -36,7 +36,11 @@ class Loader(Protocol):
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Of its workers."""
+        """Of its workers, 0 for one that is a thread of this process."""
+
+    @property
+    def threads(self) -> int:
+        """Workers that are threads of this process. What they do is not known."""
 
     @property
     def queue(self) -> Any:
@@ -120,7 +124,8 @@ class WorkersSource:
             blocked = self._deliver(loader, counted, now) or blocked
             if loader.training or not trained:
                 ready = _ready(loader.queue, ready)
-            for pid in loader.pids:
+            everyone += loader.threads
+            for pid in filter(None, loader.pids):
                 stat = read_stat(pid)
                 if stat is None or not is_worker_of_ours(stat.parent):
                     continue  # gone; or the pid is another process's by now

@@ -1,0 +1,48 @@
+"""What an object is, by its type alone: any object may have any attribute, or raise when asked for one."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from typing import Any
+
+
+class Wrapper:
+    """Around a watched object (``_telemetry_object``), or around an iterator of the wrapper ``_telemetry_source``."""
+
+    __slots__ = ("__weakref__", "_telemetry_object", "_telemetry_source")
+
+    _telemetry_object: Any
+    _telemetry_source: Any
+
+
+def origin(candidate: object) -> weakref.ref[Any] | None:
+    """What a watched object, or an iterator of one, is known by: what was handed over. None of anything else."""
+    if not issubclass(type(candidate), Wrapper):
+        return None
+    wrapper: Any = object.__getattribute__(candidate, "_telemetry_source") or candidate
+    try:
+        return weakref.ref(wrapper._telemetry_object)
+    except TypeError:  # a list has no references of that kind
+        return weakref.ref(wrapper)
+
+
+def is_loader(candidate: object) -> bool:
+    """Whether it is a ``DataLoader`` of torch's, or of a class made from it."""
+    return _is_a(candidate, "DataLoader")
+
+
+def is_loader_iterator(candidate: object) -> bool:
+    """Whether it is an iterator of a ``DataLoader``, torchdata's among them, and not something that looks like one."""
+    return _is_a(candidate, "_BaseDataLoaderIter")
+
+
+def workers_of(candidate: Any) -> list[Any]:
+    """The workers of a ``DataLoader``'s iterator, processes or threads; none of anything else."""
+    workers = vars(candidate).get("_workers") if is_loader_iterator(candidate) else None
+    return workers if isinstance(workers, list) else []
+
+
+def _is_a(candidate: object, name: str) -> bool:
+    kind = getattr(sys.modules.get("torch.utils.data.dataloader"), name, None)
+    return isinstance(kind, type) and issubclass(type(candidate), kind)
