@@ -167,7 +167,8 @@ def _find_source(feed: Feed, tracker: StepTracker) -> None:
 def _source_of_node(node: Any) -> Source:
     """Whether a node reads ahead on threads, or makes its batches when they are asked for."""
     for _ in range(_DEEPEST):
-        if type(node).__name__ in {"Prefetcher", "ParallelMapper", "PinMemory"}:
+        # A mapper without workers maps when it is asked.
+        if type(node).__name__ in {"Prefetcher", "ParallelMapper", "PinMemory"} and getattr(node, "num_workers", 1):
             return READ_AHEAD
         node = getattr(node, "root", None) or getattr(node, "source", None)
         if node is None:
