@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from telemetry.attach.steps import StepTracker
 
 _DALI: Final = Source("read_ahead", {"reader": "DALI"})
+_AHEAD: Final = frozenset({"Prefetcher", "ParallelMapper", "PinMemory"})
 _DEEPEST: Final = 64
 
 
@@ -168,7 +169,7 @@ def _source_of_node(node: Any) -> Source:
     """Whether a node reads ahead on threads, or makes its batches when they are asked for."""
     for _ in range(_DEEPEST):
         # A mapper without workers maps when it is asked.
-        if type(node).__name__ in {"Prefetcher", "ParallelMapper", "PinMemory"} and getattr(node, "num_workers", 1):
+        if type(node).__name__ in _AHEAD and getattr(node, "num_workers", None) != 0:
             return READ_AHEAD
         node = getattr(node, "root", None) or getattr(node, "source", None)
         if node is None:
