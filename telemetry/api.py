@@ -100,11 +100,16 @@ def watch(iterable: Iterable[T]) -> Iterable[T]:
     agent = _running()
     if agent is None or iterable is None or _is_timed_already(agent, iterable):
         return iterable
-    if not hasattr(iterable, "__iter__") and not hasattr(iterable, "__getitem__"):
-        raise TypeError(f"telemetry.watch needs something to iterate over, not {type(iterable).__name__}")
+    kind = type(iterable)  # where Python looks, too; the object itself may raise anything
+    if not hasattr(kind, "__iter__") and not hasattr(kind, "__getitem__"):
+        raise TypeError(f"telemetry.watch needs something to iterate over, not {kind.__name__}")
     from telemetry.attach.watched import wrap
 
-    watched: Iterable[T] = wrap(iterable, _tracker)
+    try:
+        watched: Iterable[T] = wrap(iterable, _tracker)
+    except Exception as error:  # a class that nothing can be learned from: its waits are not seen
+        agent.tracker.fault(error)
+        return iterable
     return watched
 
 

@@ -20,11 +20,18 @@ def origin(candidate: object) -> weakref.ref[Any] | None:
     """What a watched object, or an iterator of one, is known by: what was handed over. None of anything else."""
     if not issubclass(type(candidate), Wrapper):
         return None
-    wrapper: Any = object.__getattribute__(candidate, "_telemetry_source") or candidate
+    wrapper: Any = candidate
+    if wrapper._telemetry_source is not None:
+        wrapper = wrapper._telemetry_source
     try:
         return weakref.ref(wrapper._telemetry_object)
     except TypeError:  # a list has no references of that kind
         return weakref.ref(wrapper)
+
+
+def unwrapped(candidate: Any) -> Any:
+    """What a wrapper is around; anything else as it is."""
+    return candidate._telemetry_object if issubclass(type(candidate), Wrapper) else candidate
 
 
 def is_loader(candidate: object) -> bool:

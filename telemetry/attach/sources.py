@@ -41,6 +41,7 @@ class Sources:
         Only its pids and its queue are kept: a strong reference on the agent thread could make that thread the one
         that shuts the workers down.
         """
+        iterator = kinds.unwrapped(iterator)
         if len(self._live) >= _MOST or not kinds.workers_of(iterator):
             return
         key, live, retired = id(iterator), self._live, self._retired
@@ -62,8 +63,8 @@ class Sources:
             self.newest_begun = weakref.ref(handle)
 
     def known(self, iterator: object) -> LoaderHandle | None:
-        """The handle of a live iterator with workers; None for any other."""
-        entry = self._live.get(id(iterator))
+        """The handle of a live iterator with workers, watched or not; None for any other."""
+        entry = self._live.get(id(kinds.unwrapped(iterator)))
         return None if entry is None else entry[1]
 
     def delivered(self, iterator: object, *, training: bool) -> Source:
@@ -85,6 +86,7 @@ class Sources:
             yield self._retired.popleft()
 
     def _of(self, iterator: object) -> Source:
+        iterator = kinds.unwrapped(iterator)
         if id(iterator) not in self._live:
             self.register(iterator)  # begun before the agent
         handle = self.known(iterator)

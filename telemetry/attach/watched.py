@@ -12,7 +12,7 @@ import weakref
 from types import WrapperDescriptorType
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.attach.kinds import Wrapper
+from telemetry.attach.kinds import Wrapper, unwrapped
 from telemetry.attach.loader import timed_iter, timed_next
 
 if TYPE_CHECKING:
@@ -59,8 +59,14 @@ class Watched(Wrapper):
             return self
         if issubclass(type(iterator), Watched):
             return iterator
-        wrapper = wrap(iterator, self._telemetry_tracker, self._telemetry_source or self)
-        _bind(wrapper, tracker)
+        source = self._telemetry_source
+        try:
+            wrapper = wrap(iterator, self._telemetry_tracker, self if source is None else source)
+            _bind(wrapper, tracker)
+        except Exception as error:  # a class that nothing can be learned from
+            if tracker is not None:
+                tracker.fault(error)
+            return iterator
         return wrapper
 
     def __getattr__(self, name: str) -> Any:
@@ -87,10 +93,10 @@ class Watched(Wrapper):
         return format(self._telemetry_object, form)
 
     def __eq__(self, other: object) -> Any:
-        return self._telemetry_object == _inside(other)
+        return self._telemetry_object == unwrapped(other)
 
     def __ne__(self, other: object) -> Any:
-        return self._telemetry_object != _inside(other)
+        return self._telemetry_object != unwrapped(other)
 
     def __hash__(self) -> int:
         return hash(self._telemetry_object)
@@ -157,10 +163,6 @@ def _is_its_own_iterator(inside: object) -> bool:
     return hasattr(kind, "__next__") and isinstance(getattr(kind, "__iter__", None), WrapperDescriptorType)
 
 
-def _inside(candidate: Any) -> Any:
-    return candidate._telemetry_object if issubclass(type(candidate), Watched) else candidate
-
-
 # -- the class of wrappers for a class of objects ---------------------------------------------------------------------
 
 _classes: weakref.WeakKeyDictionary[type, type[Watched]] = weakref.WeakKeyDictionary()
@@ -212,7 +214,7 @@ def _passed_on(name: str) -> Callable[..., Any]:
     def method(self: Watched, *args: Any, **kwargs: Any) -> Any:
         inside = self._telemetry_object
         if is_operator:
-            args = tuple(map(_inside, args))
+            args = tuple(map(unwrapped, args))
         result = _bound(inside, name)(*args, **kwargs)
         return self if result is inside else result
 

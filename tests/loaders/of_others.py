@@ -18,6 +18,7 @@ from tests.loaders.stand_ins import (
     RaisingAttribute,
     Reiterable,
     Resetting,
+    Untrue,
 )
 
 ABSTRACT = (collections.abc.Sized, collections.abc.Iterator, collections.abc.Sequence, collections.abc.Hashable)
@@ -83,7 +84,7 @@ def resetting():
 
 
 def measured():
-    return everything(Measured)
+    return everything(Measured), everything(Untrue)
 
 
 def reiterable():

@@ -233,3 +233,16 @@ class RaisingAttribute(Resetting):
         raise RuntimeError("not yours")
 
     _num_workers = _index_sampler = _dataset = _data_queue = _shutdown = _profile_name = dataset = _workers
+
+
+class Untrue(Reiterable):
+    """Raises when asked whether it is true, as an array does."""
+
+    def __bool__(self) -> bool:
+        raise ValueError("ambiguous")
+
+    def __len__(self) -> int:
+        raise TypeError("no length today")
+
+    def __eq__(self, other: object) -> bool:
+        raise ValueError("cannot be compared")

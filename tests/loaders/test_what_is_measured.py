@@ -189,6 +189,40 @@ def test_what_is_watched_twice_is_timed_once(agent):
     assert agent.accounts.ledger.batches == 3
 
 
+class Around:
+    """Gives a loader's own iterator."""
+
+    def __init__(self, loader: DataLoader) -> None:
+        self.loader = loader
+
+    def __iter__(self):
+        return iter(self.loader)
+
+
+def test_a_loader_inside_what_is_watched_is_seen_once(agent):
+    watched = telemetry.watch(Around(DataLoader(Numbers(), num_workers=1)))
+    seen = []
+    for batch in watched:
+        seen.append(int(batch))
+        (handle,) = agent.tracker.sources.live()
+        assert agent.tracker.sources.newest() is handle
+    assert seen == [0, 1, 2, 3]
+    for _ in telemetry.watch(Around(DataLoader(Numbers()))):
+        assert agent.tracker.sources.newest().kind == "training_thread"
+    agent.accounts.update()
+    assert agent.accounts.ledger.batches == 8
+
+
+def test_a_loader_is_watched_where_nothing_is_patched(tmp_path):
+    agent = telemetry.start(tmp_path, port="off", start_line=False, patch=False)
+    watched = telemetry.watch(DataLoader(Numbers(), num_workers=1))
+    assert isinstance(watched, DataLoader)
+    assert [int(batch) for batch in watched] == [0, 1, 2, 3]
+    assert (len(watched), watched.num_workers) == (4, 1)
+    agent.accounts.update()
+    assert agent.accounts.ledger.batches == 4
+
+
 def test_a_loader_s_iterator_needs_no_watch(agent):
     iterator = iter(DataLoader(Numbers()))
     assert telemetry.watch(iterator) is iterator
@@ -227,6 +261,18 @@ def test_a_pickle_of_what_is_watched_needs_nothing_of_ours(agent, tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code, str(path)], env=environment(), capture_output=True, text=True)
     assert done.stdout == "[1, 2, 3] [4, 5] []\n", done.stderr
+
+
+class Odd(type):
+    """A class that cannot be hashed."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def test_an_object_that_cannot_be_wrapped_is_returned_as_it_is(agent):
+    source = Odd("Source", (Resetting,), {})()
+    assert telemetry.watch(source) is source
+    assert agent.tracker.errors == 1
 
 
 def test_a_copy_of_what_is_watched_is_watched(agent):
