@@ -42,12 +42,20 @@ class Record:
         self.batches.append(round(float(values.double().sum()), 3))
 
     def epoch(self) -> None:
-        self.open.append((len(os.listdir("/proc/self/fd")), threading.active_count()))
+        self.open.append(self.count())
+
+    def count(self) -> tuple[int, int]:
+        """Descriptors and threads."""
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
 
     def end(self, steps: int) -> None:
         """``steps``: as the framework counts them."""
-        first, last = self.open[1], self.open[-1]
-        grown = {"descriptors": last[0] - first[0], "threads": last[1] - first[1]}
+        # What workers leave is closed a moment later, and the agent reads files: the least is what stays open.
+        before = [min(counts) for counts in zip(*self.open[1:])]
+        deadline = time.monotonic() + 10
+        while any(now > then for now, then in zip(self.count(), before)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        grown = [max(0, now - then) for now, then in zip(self.count(), before)]
         print("RESULT " + json.dumps({"steps": steps, "batches": self.batches, "grown": grown} | self.facts))
 
 
