@@ -44,9 +44,7 @@ JUDGED = 3
 OWN, IO = "loader_on_training_thread", "workers_io_bound"
 
 CASES = {
-    "transformers": Case("transformers_trainer", "transformers", OWN, 0, True, True, JUDGED),
     "transformers, workers": Case("transformers_trainer", "transformers", IO, 1, True, True, JUDGED),
-    "lightning": Case("lightning_trainer", "lightning", OWN, 0, True, True),
     "lightning, workers": Case("lightning_trainer", "lightning", IO, 1, True, True),
     "accelerate": Case("accelerate_loop", "accelerate", OWN, 0, True, True),
     "accelerate, workers": Case("accelerate_loop", "accelerate", IO, 1, True, True),
@@ -54,11 +52,8 @@ CASES = {
     "fastai, workers": Case("fastai_learner", "fastai", IO, 1, True, True),
     "monai": Case("monai_loop", "monai", "source_slow", 0, True),
     "monai, workers": Case("monai_loop", "monai", IO, 1, True),
-    "ignite": Case("ignite_engine", "ignite", OWN, 0, True, True, JUDGED),
     "ignite, workers": Case("ignite_engine", "ignite", IO, 1, True, True, JUDGED),
-    "webdataset": Case("webdataset_loop", "webdataset", OWN),
     "webdataset, workers": Case("webdataset_loop", "webdataset", IO, 1),
-    "datasets": Case("datasets_loop", "datasets", OWN),
     "datasets, workers": Case("datasets_loop", "datasets", IO, 1),
     "torchdata.nodes": Case("nodes_loop", "torchdata", "source_slow"),
 }
