@@ -2,15 +2,17 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+FRAMEWORKS := .venv-frameworks
 READY := $(VENV)/.ready
 
-.PHONY: help test test-stack test-matrix lint types unit demo bench bench-trace bench-fleet zoo format clean
+.PHONY: help test test-stack test-frameworks test-matrix lint types unit demo bench bench-trace bench-fleet zoo format clean
 
 help:
 	@echo "make demo    train a small network that starves, and see what is seen (90 s)"
 	@echo "make test    ruff, mypy and the tests"
 	@echo "make test-stack   what runs beside real servers: Prometheus, Alertmanager, VictoriaMetrics, Slurm (minutes)"
 	@echo "make test-matrix  the tests on other versions of Python and torch (hours, 5 GB of disk for each torch)"
+	@echo "make test-frameworks   training loops of real frameworks: transformers, Lightning, fastai, MONAI and others (minutes)"
 	@echo "make bench   what the agent costs, side by side with others (minutes)"
 	@echo "make bench-trace   what reading a trace of 200 MB costs, side by side with Holistic Trace Analysis (minutes)"
 	@echo "make bench-fleet   what a fleet of 2,000 ranks costs one Prometheus, and each dashboard query (a quarter of an hour)"
@@ -21,6 +23,12 @@ $(READY): pyproject.toml constraints.txt telemetry/_version.py
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
+$(FRAMEWORKS)/.ready: pyproject.toml constraints.txt tests/frameworks/requirements.txt
+	$(PYTHON) -m venv $(FRAMEWORKS)
+	$(FRAMEWORKS)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt -e .
+	$(FRAMEWORKS)/bin/python -m pip install -q --disable-pip-version-check --no-deps -r tests/frameworks/requirements.txt
+	@touch $@
+
 test: lint types unit
 
 # Part of `make test`, where a suite whose programs are not installed is skipped; here that is a failure.
@@ -29,6 +37,10 @@ test-stack: $(READY)
 
 test-matrix:
 	$(PYTHON) -m tests.matrix
+
+# In an environment of its own, made once; in `make test` what is not installed is skipped.
+test-frameworks: $(FRAMEWORKS)/.ready
+	TELEMETRY_TEST_REQUIRE_FRAMEWORKS=1 $(FRAMEWORKS)/bin/python -m pytest tests/frameworks
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -62,4 +74,4 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build
+	rm -rf $(VENV) $(FRAMEWORKS) .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build

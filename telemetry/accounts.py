@@ -29,6 +29,9 @@ _CHUNK: Final = 256
 """Spans folded in one go: about 0.4 ms, after which the training thread gets its turn."""
 
 _LONG_AGO_NS: Final = NS // 2
+_UNSEEN_STEPS: Final = 16
+"""Steps of optimizers since the last batch, from which on the batches are taken to come another way: many algorithms
+step more than once for a batch, but for those no other thread requests batches meanwhile."""
 
 
 class Accounts:
@@ -56,6 +59,8 @@ class Accounts:
         self._hook_errors_seen = 0
         self._updated_ns = start_ns
         self._numbering = Numbering()
+        self._batches_seen = 0
+        self._at_batch = (0, 0)  # steps of optimizers, and requests elsewhere, when the newest batch had come
 
     def update(self) -> None:
         """Bring everything up to now."""
@@ -75,6 +80,7 @@ class Accounts:
             if lost is not None:
                 self.ledger.fold((lost,))
             self.ledger.advance(now, waiting_since)
+            self._look_for_batches(waiting_since)
             self._update_exposed()
         if tracker.errors != self._hook_errors_seen:
             new, self._hook_errors_seen = tracker.errors - self._hook_errors_seen, tracker.errors
@@ -117,6 +123,32 @@ class Accounts:
     def optimizer_steps(self) -> int:
         """Calls of an optimizer's step."""
         return self._tracker.optimizer_steps
+
+    @property
+    def blind(self) -> bool:
+        """Whether no step's batch was requested where the hooks see it: then nothing is known of waiting."""
+        return 0 < self.unseen_steps >= self.steps_total
+
+    @property
+    def unseen_steps(self) -> int:
+        """Steps before which no batch was requested on the training thread."""
+        return self._tracker.unseen_steps
+
+    @property
+    def exposed_seconds(self) -> float | None:
+        """The exposed wait so far; None where nothing can tell."""
+        return None if self.blind else self.exposed.seconds
+
+    def _look_for_batches(self, waiting_since: int) -> None:
+        """Notice that the loop has gone over to batches that another thread requests."""
+        tracker, ledger = self._tracker, self.ledger
+        now = (tracker.optimizer_steps, tracker.requests_elsewhere)
+        if waiting_since or self._batches_seen != ledger.batches or not tracker.stepping:
+            self._batches_seen, self._at_batch = ledger.batches, now
+            return
+        steps, elsewhere = (new - old for new, old in zip(now, self._at_batch, strict=True))
+        if steps >= _UNSEEN_STEPS and 2 * elsewhere >= steps:
+            tracker.lose_sight()
 
     def _update_exposed(self) -> None:
         waited = self.ledger.ns[DATA_WAIT] / NS

@@ -358,7 +358,7 @@ class Agent:
             step_duration=accounts.stats.histogram(),
             wait_duration=accounts.stats.wait_histogram(),
             ledger_seconds=accounts.ledger.seconds(),
-            exposed_wait_seconds=accounts.exposed.seconds,
+            exposed_wait_seconds=accounts.exposed_seconds,
             last_step_unix_seconds=None if last is None else self._wall.unix_seconds(last),
             optimizer_steps=self.tracker.optimizer_steps,
             overhead_seconds=self._status()[1],

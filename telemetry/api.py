@@ -226,7 +226,11 @@ def _is_timed_already(agent: Agent, iterable: object) -> bool:
 
     if issubclass(type(iterable), Watched):
         return True
-    return agent.config.patch and (kinds.is_loader(iterable) or kinds.is_loader_iterator(iterable))
+    if not agent.config.patch:
+        return False
+    if kinds.is_loader(iterable):  # of a class that iterates in its own way, maybe on another thread
+        return agent.attachment.watch_class(type(iterable))
+    return kinds.is_loader_iterator(iterable)
 
 
 def _in_worker() -> bool:

@@ -127,7 +127,7 @@ class Logbook:
         accounts = self._accounts
         ledger, window = accounts.ledger.seconds(), accounts.stats.take_window()
         spent = {category: ledger[category] - self._spent_before[category] for category in CATEGORIES}
-        exposed, before = accounts.exposed.seconds, self._exposed_before
+        exposed, before = accounts.exposed_seconds, self._exposed_before
         in_window = None if exposed is None or before is None else exposed - before
         loop = spent[DATA_WAIT] + spent[COMPUTE]
         optimizer = accounts.optimizer_steps
@@ -138,7 +138,7 @@ class Logbook:
             "ledger_seconds": spent,
             "exposed_wait_seconds": in_window,
             "exposed_wait_ratio": in_window / loop if in_window is not None and loop > 0 else None,
-            "exposed_wait_source": accounts.exposed_source,
+            "exposed_wait_source": None if accounts.blind else accounts.exposed_source,
             "step_seconds": fields.percentiles(window.step.percentiles()),
             "data_wait_seconds": fields.percentiles(window.wait.percentiles()),
             "step_sketch": window.step.as_log_field(),
@@ -207,12 +207,13 @@ class Logbook:
             "steps_total": accounts.steps_total,
             "wall_seconds": accounts.ledger.wall_seconds,
             "ledger_total_seconds": accounts.ledger.seconds(),
-            "exposed_wait_total_seconds": accounts.exposed.seconds,
+            "exposed_wait_total_seconds": accounts.exposed_seconds,
             "exposed_wait_absent": accounts.exposed_absent,
             "first_wait_seconds": accounts.ledger.first_wait_ns / NS,
             "overhead_seconds": self._status()[1],
             "stall_lost_total_seconds": self._lost(),
             "dropped_steps_total": accounts.dropped_steps,
             "child_processes": self._children,
+            "unseen_steps_total": accounts.unseen_steps,
         }
         return {key: fields.rounded(value) for key, value in totals.items()}

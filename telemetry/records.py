@@ -533,7 +533,8 @@ class Slice:
         checkpoint_steps: of ``steps``, those in which a checkpoint was written; ``checkpoint_steps_compute``: of
             ``compute``, in those.
         source: where batches come from: ``training_thread`` (a DataLoader without workers), ``workers``, ``watched``
-            (an iterable that is no DataLoader), None before the first batch.
+            (an iterable that is no DataLoader), ``read_ahead`` (threads of the training process), None before the
+            first batch.
         process_cpu: CPU time of the training process, its workers not included.
         fetches, fetch_busy: batches the workers finished, and their time in fetches; None where they do not tell.
         late, moved, moved_from_busy, moved_from_long, head_of_line: waits for workers' batches, taken apart, see

@@ -165,7 +165,7 @@ VERDICTS = {
         "",
     ),
     "healthy": ([dict(wait=0.3, compute=9.7)], "Healthy: no rank lost more than 3.0 %", ""),
-    "not seen": ([dict(wait=0.0, compute=10)], "Healthy, as far as was seen", "telemetry.watch()"),
+    "not seen": ([dict(wait=0.0, compute=10)], "Not known whether this run waits for data", "telemetry.watch()"),
     "not measured": ([dict(wait=5, compute=5, exposed=None)], "Rank 0 spent 50 %", "was not measured"),
     "hidden": ([dict(wait=5, compute=5, exposed=0.1)], "Healthy", ""),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from telemetry.attach import accelerator, checkpoints, garbage, loader, workers
+from telemetry.attach import accelerator, checkpoints, garbage, loader, prefetchers, workers
 from telemetry.attach.captures import Captures
 from telemetry.attach.gpu_clock import GpuClock
 from telemetry.attach.imports import ImportWatch
@@ -61,6 +61,8 @@ class Attachment:
         self._watch.when_imported("torch.distributed.checkpoint", self._distributed_checkpoint)
         self._watch.when_imported("safetensors.torch", self._saving)
         self._watch.when_imported("torchdata.stateful_dataloader.stateful_dataloader", self._stateful_loader)
+        for name, patch in prefetchers.PATCHES.items():
+            self._watch.when_imported(name, self._with_patches(patch))
 
     def watch_gpu(self, name: str = accelerator.CUDA) -> str | None:
         """A device has come into use: time waits on its clock, if that is wanted and possible.
@@ -92,6 +94,10 @@ class Attachment:
             return f"the timing events of this device ({name}) failed"
         return "the waits that were to be timed were on another stream than the work" if self.clock.in_vain else None
 
+    def watch_class(self, cls: type) -> bool:
+        """Time the iterations of a class of loaders that iterates in its own way. Returns whether they are timed."""
+        return prefetchers.watch_class(cls, self._tracker, self._patches)
+
     def detach(self) -> list[str]:
         """Remove every hook. Returns the names of patches that others have patched over and that stay, inert."""
         self._watch.close()
@@ -109,8 +115,8 @@ class Attachment:
         tracker = self._tracker
         dataloader = sys.modules["torch.utils.data.dataloader"]
         places: tuple[Callable[[], None], ...] = (
-            lambda: loader.patch_loader(dataloader, tracker, torch.is_grad_enabled, self._patches),
             lambda: workers.patch_workers(dataloader._MultiProcessingDataLoaderIter, tracker, self._patches),
+            lambda: loader.patch_loader(dataloader, tracker, torch.is_grad_enabled, self._patches),
             lambda: self._optimizer(sys.modules["torch.optim.optimizer"]),
             lambda: self._profilers(torch),
             lambda: tracker.marks.use_nvtx(torch.cuda.nvtx) if self._nvtx else None,
@@ -150,8 +156,11 @@ class Attachment:
 
     def _stateful_loader(self, module: Any) -> None:
         stateful, iterators = module.StatefulDataLoader, module._StatefulMultiProcessingDataLoaderIter
-        loader.patch_edges(stateful, iterators, self._tracker, self._patches)
         workers.patch_workers(iterators, self._tracker, self._patches)
+        loader.patch_edges(stateful, iterators, self._tracker, self._patches)
+
+    def _with_patches(self, patch: Callable[[Any, StepTracker, Patches], None]) -> Callable[[ModuleType], None]:
+        return lambda module: patch(module, self._tracker, self._patches)
 
     def _distributed_checkpoint(self, package: ModuleType) -> None:
         self._saving(package)

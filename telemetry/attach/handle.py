@@ -35,6 +35,7 @@ class Source:
 
 ON_THREAD: Final = Source("training_thread", {"num_workers": 0})
 WATCHED: Final = Source("watched", {})
+READ_AHEAD: Final = Source("read_ahead", {})
 
 
 class LoaderHandle(Source):

@@ -3,6 +3,7 @@
 `_BaseDataLoaderIter.__next__` is the one place every iterator passes through, single- or multi-process, made before
 or after the agent; `StopIteration` leaves through it too. `DataLoader.__iter__` starts the workers, and
 `_shutdown_workers` ends them. The StatefulDataLoader of torchdata has the last two anew, and the first from torch.
+A loader that is no DataLoader may make torch's iterators itself: an iteration begins with the constructor then.
 """
 
 from __future__ import annotations
@@ -33,11 +34,13 @@ def patch_loader(module: ModuleType, tracker: StepTracker, grad_enabled: Callabl
     )
     patch_edges(module.DataLoader, module._MultiProcessingDataLoaderIter, tracker, patches)
     time_starts(module, tracker, patches)
+    patches.replace(module._SingleProcessDataLoaderIter, "__init__", lambda original: timed_making(original, tracker))
 
 
 def patch_edges(loader: Any, workers: Any, tracker: StepTracker, patches: Patches) -> None:
     """Patch the two edges of an iteration, in a class of loaders and in that of its iterators with workers."""
     patches.replace(loader, "__iter__", lambda original: timed_iter(original, tracker))
+    patches.replace(workers, "__init__", lambda original: timed_making(original, tracker))
     patches.replace(workers, "_shutdown_workers", lambda original: timed_shutdown(original, tracker))
     patches.replace(workers, "_reset", lambda original: timed_reset(original, tracker))
 
@@ -108,7 +111,9 @@ def _timed_uncommon(original: Callable[[Any], Any], tracker: StepTracker) -> Cal
     """All the other cases: another thread, another loader, evaluation, a phase, a GPU whose clock is read."""
 
     def __next__(self: Any) -> Any:  # noqa: N807
-        if get_ident() != tracker.thread or tracker.waiting_since:
+        elsewhere = get_ident() != tracker.thread
+        if elsewhere or tracker.waiting_since:
+            tracker.requests_elsewhere += elsewhere
             try:
                 return original(self)
             except BaseException as error:
@@ -199,7 +204,34 @@ def _arrived(tracker: StepTracker, start: int, end: int) -> None:
 
 def timed_iter(original: Callable[[Any], Any], tracker: StepTracker) -> Callable[[Any], Any]:
     """``DataLoader.__iter__`` with the start of the workers written into the ring."""
-    return _timed_edge(original, tracker, leaves=False)
+    edge = _timed_edge(original, tracker, leaves=False)
+    edge._telemetry_timed = True  # type: ignore[attr-defined]
+    return edge
+
+
+def timed_making(original: Callable[..., None], tracker: StepTracker) -> Callable[..., None]:
+    """The constructor of an iterator, as the edge at which an iteration of its loader begins.
+
+    Within a loader's ``__iter__`` it is part of that edge.
+    """
+
+    @functools.wraps(original)
+    def __init__(self: Any, loader: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        def make(loader: Any) -> Any:
+            try:
+                original(self, loader, *args, **kwargs)
+            except BaseException as error:
+                forget_frame(error)
+                raise
+            return self
+
+        try:
+            timed_iter(make, tracker)(loader)
+        except BaseException as error:
+            forget_frame(error)
+            raise
+
+    return __init__
 
 
 def timed_shutdown(original: Callable[[Any], Any], tracker: StepTracker) -> Callable[[Any], Any]:
@@ -238,6 +270,11 @@ def _timed_edge(original: Callable[[Any], Any], tracker: StepTracker, *, leaves:
         finally:
             if entry is not None:
                 _edge_passed(tracker, start, entry, result)
+        try:
+            if not leaves and tracker.active:
+                tracker.sources.begun(result)
+        except Exception as error:
+            tracker.fault(error)
         return result
 
     return edge

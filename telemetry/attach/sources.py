@@ -22,12 +22,18 @@ class Sources:
 
     Attributes:
         newest: gives where the newest batches come from; None before the first, and when it is gone.
+        newest_begun: the workers of the iteration that began last, on any thread; gives None where it has none.
+        finding: the first batch of a generator is being asked for, and with it where its batches come from.
+        told: iterators that are no DataLoader's but known: their class, and what tells where their batches are from.
     """
 
     def __init__(self) -> None:
         self._live: dict[int, tuple[weakref.ref[Any], LoaderHandle]] = {}
         self._retired: deque[LoaderHandle] = deque(maxlen=_MOST)
         self.newest: Callable[[], Source | None] = lambda: None  # a reference that keeps nothing
+        self.newest_begun: Callable[[], LoaderHandle | None] = lambda: None  # the same
+        self.finding = False
+        self.told: list[tuple[type, Callable[[Any], Source]]] = []
 
     def register(self, iterator: object, block: WorkerBlock | None = None, *, again: bool = True) -> None:
         """Note the workers of an iterator, without keeping it alive. ``again``: its loader has had one before.
@@ -49,6 +55,12 @@ class Sources:
                 retired.append(entry[1])
 
         live[key] = (weakref.ref(iterator, gone), LoaderHandle(iterator, block, again=again))
+
+    def begun(self, iterator: object) -> None:
+        """An iteration has begun, on whatever thread."""
+        handle = self.known(iterator)
+        if handle is not None:
+            self.newest_begun = weakref.ref(handle)
 
     def known(self, iterator: object) -> LoaderHandle | None:
         """The handle of a live iterator with workers, watched or not; None for any other."""
@@ -80,6 +92,9 @@ class Sources:
         handle = self.known(iterator)
         if handle is not None:
             return handle
+        for kind, source_of in self.told:
+            if issubclass(type(iterator), kind):
+                return source_of(iterator)
         if not kinds.is_loader_iterator(iterator):
             return WATCHED
         workers = getattr(iterator, "_num_workers", 0)

@@ -8,7 +8,7 @@ the training thread, so it only compares and stores. The rules:
 * A loader iterated with gradients off is evaluation, until it ends or training goes on; so is one that gives batch
   after batch while no optimizer steps.
 * A checkpoint, or a phase the user names, is a span of its own; what was going on before goes on after it.
-* Where no batch is ever requested on this thread (a prefetching thread does it), the optimizer's steps are the steps.
+* Where no batch is requested on this thread (a prefetching thread does it), the optimizer's steps are the steps.
 * `step()` says it explicitly, and from then on only it opens and closes steps.
 """
 
@@ -97,6 +97,8 @@ class StepTracker(_OnEveryStep):
         freeing: follows a batch of workers until it is freed.
         inside: what this thread does itself while it asks for a batch: the sampler, collections.
         collecting: the garbage collector is at work on the training thread.
+        requests_elsewhere: batches that other threads have requested.
+        unseen_steps: steps before which no batch was requested on this thread: how long it waited for one is not known.
         overhead_ns: time the hooks took, from one call in `OVERHEAD_EVERY`.
     """
 
@@ -104,6 +106,7 @@ class StepTracker(_OnEveryStep):
         "_current_device",
         "_explicit",
         "_fetched",
+        "_given",
         "_grad_enabled",
         "_held",
         "_iterator",
@@ -111,6 +114,7 @@ class StepTracker(_OnEveryStep):
         "_judged",
         "_loader",
         "_looked_at",
+        "_lost_sight",
         "_members",
         "_open",
         "_optimizer",
@@ -132,12 +136,14 @@ class StepTracker(_OnEveryStep):
         "overhead_ns",
         "phases",
         "recorder",
+        "requests_elsewhere",
         "ring",
         "sources",
         "time_fetches",
         "timed_fetch_cpu_ns",
         "timed_fetch_ns",
         "trained_on",
+        "unseen_steps",
     )
 
     def __init__(self, ring: r.Ring) -> None:
@@ -156,6 +162,8 @@ class StepTracker(_OnEveryStep):
         self.time_fetches = 0
         self.timed_fetch_ns = 0
         self.timed_fetch_cpu_ns = 0
+        self.requests_elsewhere = 0
+        self.unseen_steps = 0
         self.freeing = Freeing(ring)
         self.inside = Inside()
         self.sources = Sources()
@@ -181,6 +189,8 @@ class StepTracker(_OnEveryStep):
         self._iterator_alive: weakref.ref[Any] | None = None
         self._explicit = False  # the user says step()
         self._fetched = False  # a batch was requested on this thread
+        self._given = False  # one has come since the user's last step
+        self._lost_sight = False  # the agent thread has found that the batches come another way now
         self._optimizer = 0  # id of the optimizer whose steps are the steps where no batch is requested
 
     def use_torch(self, grad_enabled: Callable[[], bool], current_device: Callable[[], int | None]) -> None:
@@ -252,7 +262,7 @@ class StepTracker(_OnEveryStep):
         if not training:
             return
         self._state = state
-        self._fetched, self._unnoted, self.inside.at_edge = True, False, False
+        self._fetched, self._given, self._unnoted, self.inside.at_edge = True, True, False, False
         self.device = self._current_device()
         if id(iterator) != self._iterator:
             self._follow(iterator)
@@ -357,12 +367,20 @@ class StepTracker(_OnEveryStep):
             return
         if source in {ON_THREAD, WATCHED}:
             self.time_fetches = max(1, len(self._members))
-        else:
+        elif source.kind == "workers":
             self.freeing.wanted = True
             self.inside.wanted = waits
         if self.key:
             self._unnoted = True
             self.key = 0  # off the short path, for one batch
+
+    def lose_sight(self) -> None:
+        """The optimizer goes on stepping, and no batch is requested here any more. Called on the agent thread.
+
+        From its next step on the optimizer's steps are the steps, until a batch is requested here again.
+        """
+        self._lost_sight = True
+        self.key = 0  # off the short path, which would not tell of the optimizer
 
     def fetch_timed(self, wall_ns: int, cpu_ns: int) -> None:
         """A fetch on this thread took so long, and so much of it on the CPU."""
@@ -433,11 +451,15 @@ class StepTracker(_OnEveryStep):
             self._note_work(self.gpu)
         if self._held or self._explicit:
             return
+        if self._lost_sight:
+            self._lost_sight = self._fetched = self._open = False
+            self._members.clear()
         if not self._fetched:
             self._optimizer = self._optimizer or id(optimizer)
             if self._optimizer == id(optimizer):
                 stamp = now_ns()
                 self.ring.push(stamp, stamp, _BOUNDARY)
+                self.unseen_steps += 1
                 self._state = r.S_COMPUTE
                 self.boundary(opens=True)
         elif self._state == r.S_EVALUATION:  # an evaluation loop was left with break
@@ -512,7 +534,8 @@ class StepTracker(_OnEveryStep):
         if threading.get_ident() != self.thread or self._held or not self._open:
             return
         stamp = now_ns()
-        self._open = False
+        self.unseen_steps += not self._given
+        self._open = self._given = False
         self._state = r.S_OTHER
         self.ring.push(stamp, stamp, r.code(r.S_OTHER, r.S_OTHER, r.CLOSES))
         self.boundary()

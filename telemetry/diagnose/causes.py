@@ -56,6 +56,13 @@ THRESHOLDS: Final = Thresholds()
 WAITS: Final = frozenset(CAUSES) - {"straggler", "checkpoint", "gc_pause", "host_bound", "gpu_throttled"}
 """What an exposed wait is put down to. A run starves of all of them together, however many share it."""
 
+NAMED_BY_SOURCE: Final = {
+    "watched": "source_slow",
+    "read_ahead": "source_slow",
+    "training_thread": "loader_on_training_thread",
+}
+"""Where batches come from, where that alone is the cause of waiting for them."""
+
 
 def costs(evidence: Evidence, at: Thresholds = THRESHOLDS) -> dict[str, float]:
     """Seconds of the window lost, by cause; causes that cost nothing are left out."""
@@ -103,7 +110,7 @@ def steady_cause(evidence: Evidence, at: Thresholds = THRESHOLDS) -> str:
 
 def _steady(evidence: Evidence, at: Thresholds) -> dict[str, float]:
     """The causes of waiting in mid-epoch, and the share of each."""
-    named = {"watched": "source_slow", "training_thread": "loader_on_training_thread"}.get(evidence.source or "")
+    named = NAMED_BY_SOURCE.get(evidence.source or "")
     if named is not None:
         return {named: 1.0}
     if evidence.source != "workers" or evidence.busy_ratio is None:

@@ -112,11 +112,12 @@ def _no_core(evidence: Evidence) -> float:
     return min(1.0, (evidence.own_runnable or 0.0) / evidence.seconds) if evidence.seconds > 0 else 0.0
 
 
-def _fetch_in_workers(evidence: Evidence, action: str, why: str) -> list[Advice]:
+def _fetch_in_workers(evidence: Evidence, action: str, why: str, fetch: float | None = None) -> list[Advice]:
+    """``fetch``: seconds that the batches of a step take; all that is waited for them by default."""
     now = step_seconds(evidence)
     if now is None:
         return []
-    fetch = evidence.wait / evidence.steps
+    fetch = evidence.wait / evidence.steps if fetch is None else fetch
     moved, fetch_cpu = _without_own_fetches(evidence, fetch)
     first = evidence.edges * fetch / evidence.batches_per_step / evidence.steps  # of an epoch: nobody prefetches it
     workers, step = best_workers(moved, fetch, fetch_cpu, edge=first)
@@ -228,6 +229,8 @@ def slow_source(evidence: Evidence) -> list[Advice]:
     now, compute = step_seconds(evidence), compute_seconds(evidence)
     if now is None or compute is None:
         return []
+    if evidence.source == "read_ahead":
+        return _slow_threads(evidence, now)
     fetch = evidence.wait / evidence.steps
     because = f"the watched iterable takes {ms(fetch)} of every {ms(now)}{_spent_on(evidence)}"
     advice = _fetch_in_workers(
@@ -238,6 +241,16 @@ def slow_source(evidence: Evidence) -> list[Advice]:
     step = max(compute, fetch) if on_cpu < 0.5 else compute + fetch * on_cpu
     ahead = Advice("read ahead on another thread, some batches deep", None, None, gain_of(evidence, step), because)
     return sorted([ahead, *advice], key=lambda a: -(a.predicted_speedup or 0.0))
+
+
+def _slow_threads(evidence: Evidence, now: float) -> list[Advice]:
+    """Batches are made ahead on threads of the training process, and not fast enough: those work all the time."""
+    if evidence.settings.get("reader") == "DALI":
+        because = f"the DALI pipeline is waited for in {ms(evidence.wait / evidence.steps)} of every {ms(now)}"
+        action = "give the DALI pipeline more threads, or let it decode on the GPU"
+        return [Advice(action, "num_threads", None, None, because)]
+    why = "threads of the training process make the batches, one at a time and beside the loop's own Python"
+    return _fetch_in_workers(evidence, "load batches in worker processes", why, fetch=now)
 
 
 def _more_workers(evidence: Evidence, provided: str = "") -> list[Advice]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from telemetry.diagnose.causes import NAMED_BY_SOURCE
 from telemetry.records import COMPUTE, DATA_WAIT, Advice
 
 if TYPE_CHECKING:
@@ -145,7 +146,7 @@ def stuck_cause(category: str, source: str | None, fetching_seconds: float, stuc
         return "unknown"
     if source in {"workers", None} and fetching_seconds >= AS_LONG * stuck_seconds:
         return "worker_stuck"
-    return {"watched": "source_slow", "training_thread": "loader_on_training_thread"}.get(source or "", "unknown")
+    return NAMED_BY_SOURCE.get(source or "", "unknown")
 
 
 def stuck_advice(category: str, seconds: float, at: str, missing: RankPace | None = None) -> tuple[Advice, ...]:

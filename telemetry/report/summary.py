@@ -17,6 +17,16 @@ if TYPE_CHECKING:
 STARVED_RATIO: Final = 0.20
 """The default of ``stall_enter_ratio``, for logs that do not name it."""
 
+_UNSEEN_RATIO: Final = 0.05
+"""From this share of a rank's steps on whose batches came unseen, nothing is said of how little was waited for them."""
+
+_WATCH: Final = "Put telemetry.watch() around what the training loop takes its batches from."
+
+_NOTHING_SEEN: Final = (
+    f" The training thread requested no batch of a DataLoader or a watched iterable; batches that come another way are "
+    f"not seen, and waiting for them is counted as compute. {_WATCH}"
+)
+
 _MARKED_RATIO: Final = 0.20
 """A category outside of the training loop is mentioned from this share of the wall clock on."""
 
@@ -29,11 +39,13 @@ class _Known:
         first_wait_seconds: what it waited for its first batch.
         starved_ratio: its own ``stall_enter_ratio``: from this share of the training loop on it starves.
         unmeasured: why it has no exposed wait; empty where it has, or does not say.
+        unseen_steps: steps before which no batch was requested where the hooks see it.
     """
 
     first_wait_seconds: float
     starved_ratio: float
     unmeasured: str
+    unseen_steps: int
 
 
 def summarize(processes: Sequence[ProcessLog]) -> dict[str, Any]:
@@ -61,6 +73,7 @@ def _known(process: ProcessLog) -> _Known:
         first_wait_seconds=totals.get("first_wait_seconds", 0.0),
         starved_ratio=settings.get("stall_enter_ratio", STARVED_RATIO),
         unmeasured=totals.get("exposed_wait_absent", ""),
+        unseen_steps=totals.get("unseen_steps_total", 0),
     )
 
 
@@ -80,7 +93,8 @@ def _verdict(processes: Sequence[ProcessLog]) -> str:
             else ""
         )
     measured = [rank for rank in stepping if rank["exposed_wait_ratio"] is not None]
-    if not measured:
+    unseen = _unseen([(rank, of[id(rank)].unseen_steps) for rank in stepping])
+    if not measured and not unseen:
         worst = max(stepping, key=_wait_ratio)
         why = of[id(worst)].unmeasured
         return (
@@ -90,21 +104,40 @@ def _verdict(processes: Sequence[ProcessLog]) -> str:
     # Every run has to start: what it waited for its first batch is lost, but no sign of starving.
     after_start = {id(rank): _without_start(rank, of[id(rank)].first_wait_seconds) for rank in measured}
     starving = [rank for rank in measured if after_start[id(rank)] >= of[id(rank)].starved_ratio]
-    worst = max(starving or measured, key=lambda rank: after_start[id(rank)])
-    ratio = worst["exposed_wait_ratio"]
     if starving:
-        return _starved(worst, len(starving), len(measured), ratio) + _why(worst["rank"], stalls)
+        worst = max(starving, key=lambda rank: after_start[id(rank)])
+        starved = _starved(worst, len(starving), len(measured), worst["exposed_wait_ratio"])
+        return starved + _why(worst["rank"], stalls) + unseen
+    if unseen or not any(rank["ledger"]["data_wait"] for rank in measured):
+        return _not_known(ranks, stalls, unseen or _NOTHING_SEEN)
     if stalls:
         # Who waits for a slow rank loses as much as it does; the slow rank's own stall, if it has one, says more.
         stall = max(stalls, key=lambda stall: (stall["cause"] != "straggler", _lost(stall)))
         return f"Not starved, but rank {stall['rank']} stalled.{_why(stall['rank'], stalls)}"
-    if not any(rank["ledger"]["data_wait"] for rank in measured):
-        return (
-            "Healthy, as far as was seen: the training thread waited for no DataLoader and no watched iterable. "
-            "Batches that come another way are not seen: put telemetry.watch() around what the loop takes them from."
-            f"{_beside(ranks)}"
-        )
+    ratio = max(measured, key=lambda rank: after_start[id(rank)])["exposed_wait_ratio"]
     return f"Healthy: no rank lost more than {_percent(ratio)} of its training loop waiting for data.{_beside(ranks)}"
+
+
+def _unseen(stepping: Sequence[tuple[dict[str, Any], int]]) -> str:
+    """What is to be said of steps whose batches came in a way that is not seen; empty where that is next to nothing.
+
+    Args:
+        stepping: the entries of ranks with steps, each with how many of these steps came so.
+    """
+    rank, unseen = max(stepping, key=lambda pair: pair[1] / pair[0]["steps"])
+    if unseen / rank["steps"] < _UNSEEN_RATIO:
+        return ""
+    return (
+        f" The batches of {min(rank['steps'], unseen)} of {rank['steps']} steps of rank {rank['rank']} reached the "
+        f"training thread in a way that is not seen, and waiting for them is counted as compute. {_WATCH}"
+    )
+
+
+def _not_known(ranks: Sequence[dict[str, Any]], stalls: Sequence[dict[str, Any]], unseen: str) -> str:
+    """The verdict of a run that may be starved, as far as anybody can tell."""
+    stall = max(stalls, key=_lost, default=None)
+    other = "" if stall is None else f" Rank {stall['rank']} stalled.{_why(stall['rank'], stalls)}"
+    return f"Not known whether this run waits for data.{unseen}{other}{_beside(ranks)}"
 
 
 def _stuck(processes: Sequence[ProcessLog]) -> str:

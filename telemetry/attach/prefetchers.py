@@ -1,0 +1,177 @@
+"""Libraries that read ahead on threads of their own: the training thread waits in their queue, and not in a DataLoader.
+
+Each is patched when it is imported, at the place where the training thread takes its next batch. A request there is
+timed like one to a DataLoader; what is requested inside it, on the same thread, adds nothing of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+from functools import partial
+from inspect import isgeneratorfunction, unwrap
+from threading import get_ident
+from typing import TYPE_CHECKING, Any, Final
+
+from telemetry.attach import loader
+from telemetry.attach import ring as r
+from telemetry.attach.frames import forget_frame
+from telemetry.attach.handle import READ_AHEAD, WATCHED, LoaderHandle, Source
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Mapping
+
+    from telemetry.attach.patches import Patches
+    from telemetry.attach.steps import StepTracker
+
+_DALI: Final = Source("read_ahead", {"reader": "DALI"})
+_AHEAD: Final = frozenset({"Prefetcher", "ParallelMapper", "PinMemory"})
+_DEEPEST: Final = 64
+
+
+def patch_monai(module: Any, tracker: StepTracker, patches: Patches) -> None:
+    """MONAI: a thread iterates the DataLoader, and a generator hands its batches out."""
+    _know_feeds(tracker)
+    for owner in (module.ThreadDataLoader, module.ThreadBuffer):
+        patches.replace(owner, "__iter__", lambda original: timed_generator(original, tracker))
+
+
+def patch_nodes(module: Any, tracker: StepTracker, patches: Patches) -> None:
+    """``torchdata.nodes``: the node that the loop asks is the outermost; it asks the others, here or on threads."""
+    base = module.BaseNode
+    tracker.sources.told.append((base, _source_of_node))
+    patches.replace(base, "__next__", lambda original: loader.timed_next(original, tracker, tracker.gradients_on))
+
+
+def patch_node_loader(module: Any, tracker: StepTracker, patches: Patches) -> None:
+    """Its loader's ``__iter__`` starts the threads anew; where a state is loaded it takes the first batch too."""
+    patches.replace(module.Loader, "__iter__", lambda original: loader.timed_iter(original, tracker))
+
+
+def patch_dali(module: Any, tracker: StepTracker, patches: Patches) -> None:
+    """NVIDIA DALI: the pipeline's own threads, and the GPU, make the batches."""
+    iterator = module.DALIGenericIterator
+    tracker.sources.told.append((iterator, lambda _: _DALI))
+    patches.replace(iterator, "__next__", lambda original: loader.timed_next(original, tracker, tracker.gradients_on))
+
+
+PATCHES: Final[Mapping[str, Callable[[Any, StepTracker, Patches], None]]] = {
+    "monai.data.thread_buffer": patch_monai,
+    "torchdata.nodes.base_node": patch_nodes,
+    "torchdata.nodes.loader": patch_node_loader,
+    "nvidia.dali.plugin.pytorch": patch_dali,
+}
+"""What to do with a module once it is imported."""
+
+
+def watch_class(cls: type, tracker: StepTracker, patches: Patches) -> bool:
+    """Time the ``__iter__`` that a class of loaders has of its own, if that is a generator function.
+
+    Returns:
+        Whether iterations of its instances are timed from now on.
+    """
+    owner = next(base for base in cls.__mro__ if "__iter__" in vars(base))
+    iterates = vars(owner)["__iter__"]
+    if hasattr(iterates, "_telemetry_timed"):
+        return True
+    if not isgeneratorfunction(unwrap(iterates)):
+        return False
+    _know_feeds(tracker)
+    patches.replace(owner, "__iter__", lambda original: timed_generator(original, tracker, numbered=False))
+    return True
+
+
+class Feed:
+    """The batches of one iteration by a generator, as the tracker knows them.
+
+    Args:
+        iterator: the generator.
+        owner: the object whose iteration it is: it may have the sampler and the data set by which it is known again.
+        numbered: whether the batches are those of the DataLoader inside, each once and in its order.
+    """
+
+    __slots__ = ("__weakref__", "_dataset", "_index_sampler", "iterator", "numbered", "source")
+
+    def __init__(self, iterator: Any, owner: Any, *, numbered: bool) -> None:
+        self.iterator = iterator
+        self.numbered = numbered
+        self.source: Source | None = None
+        self._index_sampler = getattr(owner, "_index_sampler", None)
+        self._dataset = getattr(owner, "dataset", None)
+
+
+def timed_generator(
+    original: Callable[[Any], Generator[Any, Any, Any]], tracker: StepTracker, *, numbered: bool = True
+) -> Callable[[Any], Generator[Any, Any, Any]]:
+    """A generator function with its batches timed. It stays one: nothing runs before the first batch is asked for."""
+
+    def pull(feed: Feed) -> Any:
+        sources = tracker.sources
+        if feed.source is not None or sources.finding or get_ident() != tracker.thread:
+            return next(feed.iterator)
+        sources.finding, sources.newest_begun = True, lambda: None
+        try:
+            batch = next(feed.iterator)
+        finally:
+            sources.finding = False
+        try:
+            _find_source(feed, tracker)
+        except Exception as error:
+            tracker.fault(error)
+        return batch
+
+    begin = loader.timed_iter(original, tracker)
+    ask = loader.timed_next(pull, tracker, tracker.gradients_on)
+
+    @functools.wraps(original)
+    def __iter__(self: Any) -> Generator[Any, Any, Any]:  # noqa: N807
+        iterator = begin(self)
+        feed = Feed(iterator, self, numbered=numbered and getattr(self, "repeats", 1) == 1)
+        following = advance = partial(ask, feed)
+        while True:
+            try:
+                held = [advance()]
+            except StopIteration as end:
+                return end.value
+            except BaseException as error:
+                forget_frame(error)
+                raise
+            advance = following
+            try:
+                sent = yield held.pop()  # while the batch is used, no reference to it is kept here
+            except GeneratorExit:
+                iterator.close()
+                raise
+            except BaseException as error:  # thrown in: the generator inside may know what to do
+                advance = partial(iterator.throw, error)
+            else:
+                if sent is not None:
+                    advance = partial(iterator.send, sent)
+
+    __iter__._telemetry_timed = True  # type: ignore[attr-defined]
+    return __iter__
+
+
+def _know_feeds(tracker: StepTracker) -> None:
+    if not any(kind is Feed for kind, _ in tracker.sources.told):
+        tracker.sources.told.append((Feed, lambda feed: feed.source or READ_AHEAD))
+
+
+def _find_source(feed: Feed, tracker: StepTracker) -> None:
+    """The first batch has come: an iteration with workers that began meanwhile is the one behind the generator."""
+    handle = tracker.sources.newest_begun()
+    feed.source = handle or READ_AHEAD
+    if isinstance(handle, LoaderHandle) and feed.numbered and tracker.waiting_since > 0:
+        stamp = tracker.waiting_since  # the request began with the iteration
+        tracker.ring.push(stamp, stamp, r.code(r.S_DATA_WAIT, r.S_DATA_WAIT, r.BEGINS), handle)
+
+
+def _source_of_node(node: Any) -> Source:
+    """Whether a node reads ahead on threads, or makes its batches when they are asked for."""
+    for _ in range(_DEEPEST):
+        # A mapper without workers maps when it is asked.
+        if type(node).__name__ in _AHEAD and getattr(node, "num_workers", None) != 0:
+            return READ_AHEAD
+        node = getattr(node, "root", None) or getattr(node, "source", None)
+        if node is None:
+            break
+    return WATCHED

@@ -1,0 +1,120 @@
+"""Training loops of real frameworks: steps as they count them, the right cause, and loaders that stay what they are.
+
+Each script runs under ``telemetry run`` and, at the same time, bare. Data and models are made on the spot.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parent / "scripts"
+ROOT = Path(__file__).parents[2]
+REQUIRED = os.environ.get("TELEMETRY_TEST_REQUIRE_FRAMEWORKS") == "1"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A script, what it needs, and what is to be said of it.
+
+    Attributes:
+        cause: of the stall that costs most.
+        evaluates, saves: whether the ledger has to show evaluations and checkpoints.
+        judged: batches of the first evaluation that may be taken for steps: its loader is asked with gradients on, and
+            only that no optimizer steps tells it from training.
+    """
+
+    script: str
+    package: str
+    cause: str
+    workers: int = 0
+    evaluates: bool = False
+    saves: bool = False
+    judged: int = 0
+
+
+JUDGED = 3
+OWN, IO = "loader_on_training_thread", "workers_io_bound"
+
+CASES = {
+    "transformers, workers": Case("transformers_trainer", "transformers", IO, 1, True, True, JUDGED),
+    "lightning, workers": Case("lightning_trainer", "lightning", IO, 1, True, True),
+    "accelerate": Case("accelerate_loop", "accelerate", OWN, 0, True, True),
+    "accelerate, workers": Case("accelerate_loop", "accelerate", IO, 1, True, True),
+    "fastai": Case("fastai_learner", "fastai", OWN, 0, True, True),
+    "fastai, workers": Case("fastai_learner", "fastai", IO, 1, True, True),
+    "monai": Case("monai_loop", "monai", "source_slow", 0, True),
+    "monai, workers": Case("monai_loop", "monai", IO, 1, True),
+    "ignite, workers": Case("ignite_engine", "ignite", IO, 1, True, True, JUDGED),
+    "webdataset, workers": Case("webdataset_loop", "webdataset", IO, 1),
+    "datasets, workers": Case("datasets_loop", "datasets", IO, 1),
+    "torchdata.nodes": Case("nodes_loop", "torchdata", "source_slow"),
+}
+
+
+@pytest.mark.frameworks
+@pytest.mark.parametrize("name", CASES)
+def test_framework(tmp_path, name):
+    case = CASES[name]
+    if importlib.util.find_spec(case.package) is None:
+        text = f"{case.package} is not installed: make test-frameworks installs it"
+        pytest.fail(text) if REQUIRED else pytest.skip(text)
+    script = [str(SCRIPTS / f"{case.script}.py"), str(case.workers)]
+    attached = start(["-m", "telemetry", "run", "--run-dir", str(tmp_path / "run"), *script])
+    bare = start(script)
+    seen, expected = result(attached), result(bare)
+    report = json.loads(
+        subprocess.run(
+            [sys.executable, "-m", "telemetry", "report", str(tmp_path / "run"), "--json"],
+            capture_output=True,
+            check=True,
+            env=environment(),
+        ).stdout
+    )
+    (rank,) = report["ranks"]
+    assert seen == expected, "what the loop is given is the same, and nothing is left open from epoch to epoch"
+    assert seen["steps"] == len(seen["batches"])
+    assert 0 <= rank["steps"] - seen["steps"] <= case.judged
+    assert sum(rank["ledger"].values()) == pytest.approx(rank["wall_seconds"], rel=0.01)
+    assert bool(rank["ledger"]["evaluation"]) == case.evaluates
+    assert bool(rank["ledger"]["checkpoint"]) == case.saves
+    assert report["verdict"].startswith("Starved"), report["verdict"]
+    lost = {}
+    for stall in report["stalls"]:
+        for cause, seconds in stall["evidence"]["lost_seconds"].items():
+            lost[cause] = lost.get(cause, 0.0) + seconds
+    assert max(lost, key=lost.get) == case.cause, (report["verdict"], lost)
+
+
+def environment() -> dict[str, str]:
+    settings = {
+        "TELEMETRY_PORT": "off",
+        "TELEMETRY_INTERVAL_SECONDS": "0.1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+    }
+    return os.environ | settings
+
+
+def start(arguments: list[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    )
+
+
+def result(process: subprocess.Popen[str]) -> dict:
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err[-4000:]
+    (line,) = [line for line in out.splitlines() if line.startswith("RESULT ")]
+    return json.loads(line.removeprefix("RESULT "))
