@@ -43,6 +43,9 @@ _LEAD_SECONDS: Final = 1.0
 """How often, whatever the sampling interval, the ring is emptied, and a rank looks whether somebody serves: a dead one
 is replaced in 3 s."""
 
+_RANK_SECONDS: Final = 0.9
+"""How long after one look at who else is there, and what torch.distributed says, to take the next: once a second."""
+
 _PUBLISH_SECONDS: Final = 2.0
 """Two ticks that are not further apart publish the state once: that is 40 % of what a tick costs, and a scrape comes
 once in many seconds."""
@@ -75,6 +78,7 @@ class Agent:
         self.running = False
         self.faults = Faults()
         self._membership = Membership(self.identity, self.faults)
+        self._rank_due_ns = 0
         self._wall = WallClock()
         self._pid = os.getpid()
         self._streams = StandardStreams()
@@ -260,6 +264,7 @@ class Agent:
 
     def _settle_rank(self) -> None:
         """Follow the rank of this process: series, log, stalls and snapshots go on under the one it has now."""
+        self._rank_due_ns = now_ns() + int(_RANK_SECONDS * NS)
         before, identity = self.identity, self._membership.look(self._node, steps=self.accounts.steps_total)
         if identity == before:
             return
@@ -286,7 +291,8 @@ class Agent:
             stepped = self._wall.resync()
             if stepped:
                 self.faults.tell("clock", f"the wall clock was stepped by {stepped:.1f} s; timestamps follow it")
-        self._settle_rank()
+        if now_ns() >= self._rank_due_ns:
+            self._settle_rank()
         self.accounts.update()
         with self.faults.contained("collect"):
             self._sampler.poll(self.accounts.keep_up)
