@@ -5,12 +5,13 @@ BIN := $(VENV)/bin
 FRAMEWORKS := .venv-frameworks
 READY := $(VENV)/.ready
 
-.PHONY: help test test-stack test-frameworks lint types unit demo bench bench-trace bench-fleet zoo format clean
+.PHONY: help test test-stack test-frameworks test-matrix lint types unit demo bench bench-trace bench-fleet zoo format clean
 
 help:
 	@echo "make demo    train a small network that starves, and see what is seen (90 s)"
 	@echo "make test    ruff, mypy and the tests"
 	@echo "make test-stack   what runs beside real servers: Prometheus, Alertmanager, VictoriaMetrics, Slurm (minutes)"
+	@echo "make test-matrix  the tests on other versions of Python and torch (hours, 5 GB of disk for each torch)"
 	@echo "make test-frameworks   training loops of real frameworks: transformers, Lightning, fastai, MONAI and others (minutes)"
 	@echo "make bench   what the agent costs, side by side with others (minutes)"
 	@echo "make bench-trace   what reading a trace of 200 MB costs, side by side with Holistic Trace Analysis (minutes)"
@@ -33,6 +34,9 @@ test: lint types unit
 # Part of `make test`, where a suite whose programs are not installed is skipped; here that is a failure.
 test-stack: $(READY)
 	TELEMETRY_TEST_REQUIRE_STACK=1 $(BIN)/python -m pytest -m stack
+
+test-matrix:
+	$(PYTHON) -m tests.matrix
 
 # In an environment of its own, made once; in `make test` what is not installed is skipped.
 test-frameworks: $(FRAMEWORKS)/.ready

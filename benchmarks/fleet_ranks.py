@@ -111,6 +111,7 @@ class SimulatedRank:
             host=HostSample(0.3 + 0.2 * self._wave(now), CPUS, int((300 + 20 * self._wave(now)) * GIB), 1024 * GIB),
             process=ProcessSample(0.9 * age, int((9 + self._wave(now)) * GIB), 92),
             workers=self._workers(now, steps, waited),
+            worker_fetches=_histogram(FETCH_BUCKETS, steps, 8 * STEP_SECONDS * 0.8),
             pressure=PressureSample(
                 {"cpu": 0.02 * self._wave(now), "io": self.waits * self._wave(now), "memory": 0.0},
                 cgroup_cpu_limit=CPUS,

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Final
 
+from telemetry.attach import accelerator
 from telemetry.attach.numbering import Numbering
 from telemetry.attach.ring import BATCH, CLOSES, JOINS, LEAVES, OPENS
 from telemetry.clock import NS, now_ns
-from telemetry.collect.torch_memory import cuda
 from telemetry.diagnose.ledger import Ledger
 from telemetry.diagnose.stats import ExposedWait, StepStats
-from telemetry.records import CATEGORIES, DATA_WAIT
+from telemetry.records import CATEGORIES, DATA_WAIT, DroppedSpans
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 _CHUNK: Final = 256
 """Spans folded in one go: about 0.4 ms, after which the training thread gets its turn."""
 
+_LONG_AGO_NS: Final = NS // 2
 _UNSEEN_STEPS: Final = 16
 """Steps of optimizers since the last batch, from which on the batches are taken to come another way: many algorithms
 step more than once for a batch, but for those no other thread requests batches meanwhile."""
@@ -39,7 +40,8 @@ class Accounts:
     Attributes:
         ledger: seconds by category. ``stats``: step durations. ``exposed``: exposed wait.
         on_steps: told of the steps that have closed.
-        exposed_source: where the exposed wait is from: ``host``, ``cuda_events``, or None when nothing can tell.
+        exposed_source: where the exposed wait is from: ``host``, ``cuda_events`` (or that of another device), or None
+            when nothing can tell; ``exposed_absent`` says why then.
     """
 
     def __init__(
@@ -52,9 +54,10 @@ class Accounts:
         self.stats = StepStats(config.step_buckets)
         self.exposed = ExposedWait()
         self.exposed_source: str | None = "host"
+        self.exposed_absent: str | None = None
         self.on_steps: Callable[[list[Step]], None] = lambda _: None
-        self._dropped_seen = [0] * len(CATEGORIES)
         self._hook_errors_seen = 0
+        self._updated_ns = start_ns
         self._numbering = Numbering()
         self._batches_seen = 0
         self._at_batch = (0, 0)  # steps of optimizers, and requests elsewhere, when the newest batch had come
@@ -63,8 +66,10 @@ class Accounts:
         """Bring everything up to now."""
         tracker, ring = self._tracker, self._tracker.ring
         with self._faults.contained("ledger"):
-            # Before the ring is emptied: a request seen in progress here is either still so, or its span is there.
-            waiting_since, head = tracker.waiting_since, ring.head
+            # In this order, and before the ring is emptied. A request seen in progress here was so at ``now``, or its
+            # span is to be found; and what is in the ring up to ``head`` tells whether ``lost`` comes after it.
+            now, waiting_since, lost, head = now_ns(), tracker.waiting_since, ring.lost, ring.head
+            self._updated_ns = now
             while taken := ring.drain(_CHUNK, head):
                 self.ledger.fold(spans(taken))
                 steps = self.ledger.take_steps()
@@ -72,17 +77,19 @@ class Accounts:
                 self.on_steps(steps)
                 self._numbering.fold(taken)
                 time.sleep(0)
-            self.ledger.advance(now_ns(), waiting_since)
-            dropped = list(ring.dropped_ns)
-            if dropped != self._dropped_seen:
-                self.ledger.rebook(now - seen for now, seen in zip(dropped, self._dropped_seen, strict=True))
-                self._dropped_seen = dropped
-                self._numbering.lost()
+            if lost is not None:
+                self.ledger.fold((lost,))
+            self.ledger.advance(now, waiting_since)
             self._look_for_batches(waiting_since)
             self._update_exposed()
         if tracker.errors != self._hook_errors_seen:
             new, self._hook_errors_seen = tracker.errors - self._hook_errors_seen, tracker.errors
             self._faults.note("hook", tracker.last_error or "unknown", count=new)
+
+    def keep_up(self) -> None:
+        """`update`, if the last one is long ago: something took its time, and meanwhile the ring fills."""
+        if now_ns() - self._updated_ns > _LONG_AGO_NS:
+            self.update()
 
     def close(self) -> None:
         """The run has ended."""
@@ -105,12 +112,12 @@ class Accounts:
     @property
     def steps_total(self) -> int:
         """Steps that have ended, those that could not be kept included."""
-        return self.stats.steps + self._tracker.ring.dropped
+        return self.stats.steps + self.ledger.dropped_steps
 
     @property
     def dropped_steps(self) -> int:
         """Steps that could not be kept."""
-        return self._tracker.ring.dropped
+        return self.ledger.dropped_steps
 
     @property
     def optimizer_steps(self) -> int:
@@ -145,22 +152,26 @@ class Accounts:
 
     def _update_exposed(self) -> None:
         waited = self.ledger.ns[DATA_WAIT] / NS
-        if cuda() is None:
+        device = accelerator.in_use(self._tracker.trained_on)
+        if device is None:
             self.exposed.host(waited)
             return
-        self._attachment.watch_gpu()
-        clock = self._tracker.gpu
-        if clock is None:
-            self.exposed_source = None
+        absent = self._attachment.watch_gpu(device)
+        clock = self._attachment.clock
+        if clock is None or absent is not None:
+            self.exposed_source, self.exposed_absent = None, absent
             self.exposed.absent(waited)
-        else:
-            self.exposed_source = "cuda_events"
+        elif self.exposed_absent is None:  # once a part is missing, the run has no figure
+            self.exposed_source = f"{device}_events"
             (sampled, sampled_wait), (edge, edge_wait) = clock.sampled_ns, clock.edge_ns
             self.exposed.gpu(waited, (sampled / NS, sampled_wait / NS), (edge / NS, edge_wait / NS))
 
 
-def spans(entries: Iterable[Entry]) -> Iterator[Span]:
+def spans(entries: Iterable[Entry]) -> Iterator[Span | DroppedSpans]:
     """Ring entries in the words of the ledger."""
-    for start, end, code, _ in entries:
+    for start, end, code, origin in entries:
+        if isinstance(origin, DroppedSpans):
+            yield origin
+            continue
         flags = bool(code & CLOSES), bool(code & OPENS), bool(code & (BATCH | JOINS)), bool(code & LEAVES)
         yield (start, end, CATEGORIES[code & 7], CATEGORIES[code >> 3 & 7], *flags)

@@ -15,13 +15,16 @@ from typing import TYPE_CHECKING, Final
 from telemetry._version import __version__
 from telemetry.accounts import Accounts
 from telemetry.attach.attachment import Attachment
+from telemetry.attach.kept import keep
 from telemetry.attach.ring import Ring
 from telemetry.attach.steps import StepTracker
 from telemetry.clock import NS, WallClock, now_ns
 from telemetry.faults import Faults
+from telemetry.files import StandardStreams
 from telemetry.identity import identify, slug
 from telemetry.judge import Judge
 from telemetry.logbook import Logbook
+from telemetry.membership import Membership
 from telemetry.publish.board import Board
 from telemetry.publish.discovery import TargetFile
 from telemetry.publish.exposition import Families, Renderer
@@ -30,13 +33,18 @@ from telemetry.records import RunView
 from telemetry.sampling import Sampler
 from telemetry.signals import signals_blocked
 from telemetry.snapshots import Snapshots
+from telemetry.stderr import say
 
 if TYPE_CHECKING:
     from telemetry.config import Config
     from telemetry.records import RankPace
 
 _LEAD_SECONDS: Final = 1.0
-"""How often a rank looks whether somebody serves, whatever the sampling interval: a dead one is replaced in 3 s."""
+"""How often, whatever the sampling interval, the ring is emptied, and a rank looks whether somebody serves: a dead one
+is replaced in 3 s."""
+
+_RANK_SECONDS: Final = 0.9
+"""How long after one look at who else is there, and what torch.distributed says, to take the next: once a second."""
 
 _PUBLISH_SECONDS: Final = 2.0
 """Two ticks that are not further apart publish the state once: that is 40 % of what a tick costs, and a scrape comes
@@ -47,6 +55,9 @@ _FAMILIES_AT_A_TIME: Final = 6
 
 _STOP_SECONDS: Final = 2.0
 """How long ``stop`` waits for the agent thread at most."""
+
+_CALLBACK_SECONDS: Final = 1.0
+"""How long the end of the run waits for the user's callback, which may have been called only now."""
 
 
 class Agent:
@@ -61,13 +72,16 @@ class Agent:
     def __init__(self, config: Config) -> None:
         self._start_ns = now_ns()
         self.config = config
-        self.identity = identify(config.run, config.run_dir)
+        self.identity = identify(config.run, config.run_dir and _absolute(config.run_dir))
         # Absolute: the script may change its folder, and a rotated log must not follow it.
-        self.run_dir = (config.run_dir or Path("telemetry-runs") / slug(self.identity.run)).absolute()
+        self.run_dir = _absolute(config.run_dir or Path("telemetry-runs") / slug(self.identity.run))
         self.running = False
         self.faults = Faults()
+        self._membership = Membership(self.identity, self.faults)
+        self._rank_due_ns = 0
         self._wall = WallClock()
         self._pid = os.getpid()
+        self._streams = StandardStreams()
 
         self.tracker = StepTracker(Ring())
         self.attachment = Attachment(
@@ -111,6 +125,7 @@ class Agent:
             wall=self._wall,
             emit=self.logbook.emit,
             steps=lambda: self.accounts.steps_total,
+            log_name=lambda: self.logbook.log.file.path.name,
         )
         self.accounts.on_steps = self.snapshots.add_steps
         self._node: NodeService | None = None
@@ -126,13 +141,15 @@ class Agent:
     def start(self) -> None:
         """Attach, publish the first state and start the agent thread. Nothing here can fail the training."""
         self.running = True
+        with self.faults.contained("descriptors"):
+            self._streams.keep()
         if self.config.patch:
             with self.faults.contained("attach"):
                 self.attachment.attach()
         with self.faults.contained("board"):
             board = Board(self.identity.run, str(self.run_dir), self.identity.node)
             targets = TargetFile(
-                (self.config.targets_dir or self.run_dir / "targets").absolute(),
+                _absolute(self.config.targets_dir or self.run_dir / "targets"),
                 board.path.name,
                 self.identity.node,
             )
@@ -145,8 +162,14 @@ class Agent:
                 notice=lambda text: self.faults.tell("endpoint", text),
             )
             board.sweep()
+        self._settle_rank()
         with self.faults.contained("endpoint"):
             self._publish()
+        shown = self.identity
+        self._settle_rank()  # of two that start at the same moment one sees the other by now
+        with self.faults.contained("endpoint"):
+            if self.identity != shown:
+                self._publish()
             self._lead()
         with self.faults.contained("snapshot"):
             self.snapshots.start()
@@ -164,7 +187,7 @@ class Agent:
         self.running = False
         over = True
         with self.faults.contained("snapshot"):
-            over = self.snapshots.end_recording(self.attachment.detach)
+            over = self.snapshots.end_recording(self._detach_late)
         with self.faults.contained("attach"):
             for name in self.attachment.detach() if over else ():
                 self.faults.tell("attach", f"{name} was patched by others after us; ours stays below it, inert")
@@ -174,11 +197,25 @@ class Agent:
             self._finish()
         elif threading.current_thread() is not self._thread:
             self._thread.join(_STOP_SECONDS)
+        if not self._thread.is_alive():
+            self._streams.release()
         atexit.unregister(self.stop)
 
+    def _detach_late(self) -> None:
+        """The hooks had to outlive `stop`. Of the agent, so that it is still there for a child forked meanwhile."""
+        self.attachment.detach()
+
     def after_fork_in_child(self) -> None:
-        """Make this copy inert: no hook, no thread, no socket, no line. Takes no lock."""
+        """Make this copy inert: no hook, no thread, no socket, no line. Takes no lock.
+
+        What it refers to is kept: a session of the profiler, say, is not the child's to end.
+        """
+        keep(self)
+        if not self.running:
+            self.attachment.after_fork_in_child()
+            return
         self.running = False
+        self._streams.release()
         self.attachment.after_fork_in_child()
         self.snapshots.after_fork_in_child()
         self.logbook.log.file.forget()
@@ -206,6 +243,8 @@ class Agent:
             with self.faults.contained("agent"):
                 if due:
                     self._tick()
+                else:
+                    self.accounts.update()  # however far apart the ticks are, the ring holds so many steps and no more
                 self._lead()
             if due:  # after a suspended machine or a long stop, go on from now
                 next_tick = max(next_tick + int(interval * NS), now_ns())
@@ -223,6 +262,22 @@ class Agent:
                 with self.faults.contained("diagnose"):
                     self._judge.look()
 
+    def _settle_rank(self) -> None:
+        """Follow the rank of this process: series, log, stalls and snapshots go on under the one it has now."""
+        self._rank_due_ns = now_ns() + int(_RANK_SECONDS * NS)
+        before, identity = self.identity, self._membership.look(self._node, steps=self.accounts.steps_total)
+        if identity == before:
+            return
+        self.identity = identity
+        self._families = Families(identity.run, identity.rank)
+        self._judge.adopt(identity.rank)
+        self.snapshots.adopt(identity)
+        with self.faults.contained("board"):
+            if self._node is not None and before.rank != identity.rank:
+                self._node.move(before.rank, identity.rank)
+        self.logbook.adopt(identity, self._membership.claim.rank)
+        self._publish_this_time = False  # so that the next tick does
+
     def _lost_in_stalls(self) -> dict[str, float]:
         return self._judge.lost()
 
@@ -236,18 +291,23 @@ class Agent:
             stepped = self._wall.resync()
             if stepped:
                 self.faults.tell("clock", f"the wall clock was stepped by {stepped:.1f} s; timestamps follow it")
+        if now_ns() >= self._rank_due_ns:
+            self._settle_rank()
         self.accounts.update()
         with self.faults.contained("collect"):
-            self._sampler.poll()
+            self._sampler.poll(self.accounts.keep_up)
         with self.faults.contained("diagnose"):
             self._judge.tick(self.accounts)
+        self.accounts.keep_up()
         with self.faults.contained("snapshot"):
             self.snapshots.tick(self._judge.view().active, self._judge.stall_fields)
+        self.accounts.keep_up()
         self._agent_cpu_seconds = time.thread_time()
         self._publish_this_time = not self._publish_this_time or 2 * self.config.interval_seconds > _PUBLISH_SECONDS
         if self._publish_this_time:
             with self.faults.contained("exposition"):
                 self._publish()
+        self.accounts.keep_up()
         with self.faults.contained("jsonl"):
             self.logbook.write_what_is_due()
 
@@ -259,10 +319,16 @@ class Agent:
         with self.faults.contained("snapshot"):
             self.snapshots.finish()
         with self.faults.contained("jsonl"):
-            self._judge.end(self.accounts.stats.steps)
+            self._judge.end(self.accounts.steps_total)
             self.logbook.window(self.accounts.ledger.at_ns)
+        with self.faults.contained("on_stall"):
+            self._judge.wait_for_callback(_CALLBACK_SECONDS)
+        with self.faults.contained("jsonl"):
+            self.logbook.write_errors()
         with self.faults.contained("jsonl"):
             self.logbook.emit("run_end", self.logbook.end_fields())
+        with self.faults.contained("jsonl"):
+            self.logbook.close()
         with self.faults.contained("collect"):
             self._sampler.close()
         with self.faults.contained("exposition"):
@@ -302,7 +368,7 @@ class Agent:
             last_step_unix_seconds=None if last is None else self._wall.unix_seconds(last),
             optimizer_steps=self.tracker.optimizer_steps,
             overhead_seconds=self._status()[1],
-            dropped_steps=self.tracker.ring.dropped,
+            dropped_steps=accounts.dropped_steps,
             errors=dict(self.faults.counts),
             stalls=self._judge.view(),
             snapshots=self.snapshots.view(),
@@ -312,14 +378,14 @@ class Agent:
             process=sampler.newest("process"),
             workers=sampler.newest("workers"),
             own_fetches=accounts.own_fetches(),
+            worker_fetches=sampler.worker_fetches(),
             pressure=sampler.newest("pressure"),
             torch_memory=sampler.newest("torch_memory"),
         )
 
     def _status(self) -> tuple[str | None, dict[str, float]]:
         """Where the metrics are, and what the agent itself has cost: seconds by thread."""
-        endpoint = self._node.endpoint if self._node is not None else None
-        served = endpoint.cpu_seconds if endpoint is not None else 0.0
+        served = self._node.cpu_seconds if self._node is not None else 0.0
         return self.metrics_url, {
             "training": self.tracker.overhead_ns / NS,
             "agent": self._agent_cpu_seconds + self._sampler.cpu_seconds + served,
@@ -340,9 +406,21 @@ class Agent:
     def _say_start(self, *, logged: bool) -> None:
         logs = f"logs in {self.run_dir / 'logs'}" if logged else f"no logs ({self.logbook.log.file.last_error})"
         metrics = self.metrics_url
-        where = f"metrics at {metrics}" if metrics else "no metrics endpoint"
+        trouble = self._node.trouble if self._node is not None else ""
+        where = f"metrics at {metrics}" if metrics else "no metrics endpoint" + f" ({trouble})" * bool(trouble)
         text = f"telemetry: run {self.identity.run}, rank {self.identity.rank}: {where}, {logs}"
-        try:
-            sys.stderr.write("".join(c if c.isprintable() else "?" for c in text) + "\n")
-        except Exception:
+        if not say(text):
             self.faults.note("start_line", "stderr cannot be written")
+
+
+def _absolute(folder: Path) -> Path:
+    """The folder, wherever the script changes to.
+
+    Raises:
+        OSError: it is relative, and there is no working folder.
+    """
+    try:
+        return folder.absolute()
+    except FileNotFoundError:
+        text = f"the working folder has been removed, so there is no {folder}: set run_dir to an absolute path"
+        raise OSError(text) from None

@@ -9,10 +9,12 @@ import multiprocessing.process
 import os
 import sys
 import threading
+import weakref
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from telemetry import config as settings_module
+from telemetry import forks
 from telemetry.clock import now_ns
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _agent: Agent | None = None
+_agents: weakref.WeakSet[Agent] = weakref.WeakSet()  # stopped ones too: a hook may have to outlive its agent
 _starting = threading.Lock()
 _fork_handler_registered = False
 
@@ -68,13 +71,17 @@ def start(run_dir: str | os.PathLike[str] | None = None, **settings: Any) -> Age
             from telemetry.agent import Agent
 
             agent = _agent = Agent(config)  # known before it starts: a child may be forked at any moment
-            for variable in settings_module.unknown_variables():
-                agent.faults.tell("config", f"{variable} is no setting of ours and was ignored")
+            _agents.add(agent)
+            for variable, close in settings_module.unknown_variables().items():
+                hint = f"; did you mean {close}?" if close else ""
+                agent.faults.tell("config", f"{variable} is no setting of ours and was ignored{hint}")
             agent.start()
         except Exception as error:
             stop()
             if config.start_line:
-                _say(f"telemetry: cannot start ({type(error).__name__}: {error}); the run goes on without it")
+                from telemetry.stderr import say
+
+                say(f"telemetry: cannot start ({type(error).__name__}: {error}); the run goes on without it")
             return InactiveAgent()
         return agent
 
@@ -85,6 +92,7 @@ def stop() -> None:
     agent, _agent = _agent, None
     if agent is not None:
         agent.stop()
+        forks.after()
 
 
 def watch(iterable: Iterable[T]) -> Iterable[T]:
@@ -201,13 +209,6 @@ class phase(AbstractContextManager[None]):  # noqa: N801 - reads as the statemen
                 agent.tracker.fault(ours)
 
 
-def _say(line: str) -> None:
-    try:
-        sys.stderr.write(f"{line}\n")
-    except Exception:
-        pass  # no stderr: nobody to tell
-
-
 def _running() -> Agent | None:
     agent = _agent
     return agent if agent is not None and agent.running else None
@@ -255,15 +256,17 @@ def _register_fork_handler() -> None:
     global _fork_handler_registered  # noqa: PLW0603
     if not _fork_handler_registered:
         os.register_at_fork(after_in_child=_after_fork_in_child)
+        if forks.WARNS:
+            os.register_at_fork(before=forks.before, after_in_parent=forks.after_in_parent, after_in_child=forks.after)
         _fork_handler_registered = True
 
 
 def _after_fork_in_child() -> None:
     """A forked child is inert: no hook, no thread, no socket, no line of ours. It may start an agent of its own."""
     global _agent, _starting  # noqa: PLW0603
-    agent, _agent = _agent, None
+    _agent = None
     _starting = threading.Lock()  # the parent's may have been held
-    if agent is not None:
+    for agent in list(_agents):
         try:
             agent.after_fork_in_child()
         except Exception:

@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING, Final
 from telemetry import api, launch
 from telemetry._version import __version__
 from telemetry.config import Config, SettingError, disabled
+from telemetry.terminal import complain, show, show_json, warn
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from _typeshed import SupportsWrite
 
 USAGE_ERROR: Final = 2
 
@@ -24,10 +27,18 @@ def main(arguments: Sequence[str]) -> int:
     return command
 
 
+class _Parser(argparse.ArgumentParser):
+    """Prints as every command does: an argument may be any text."""
+
+    def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
+        if file is sys.stdout:
+            show(message)
+        else:
+            warn(message)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="telemetry", description="An always-on agent inside a PyTorch training process."
-    )
+    parser = _Parser(prog="telemetry", description="An always-on agent inside a PyTorch training process.")
     parser.add_argument("--version", action="version", version=f"telemetry {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
@@ -127,14 +138,9 @@ def _trace(options: argparse.Namespace) -> int:
     caps = limits.Limits() if options.max_bytes is None else limits.Limits(max_bytes=options.max_bytes)
     outcome = command.trace(options.path, as_json=options.json, limits=caps)
     for problem in outcome.problems:
-        sys.stderr.write(f"telemetry: {problem}\n")
-    try:
-        encoding = sys.stdout.encoding or "utf-8"
-        sys.stdout.write(outcome.text.encode(encoding, "replace").decode(encoding))  # names are anybody's text
-        sys.stdout.flush()
-    except BrokenPipeError:
-        sys.stdout = None  # the reader has seen enough; and Python is not to flush it again at exit
-    return outcome.status
+        complain(problem)
+    written = show_json(outcome.text) if options.json else show(outcome.text)
+    return outcome.status or written
 
 
 def _bytes(text: str) -> int:
@@ -151,7 +157,7 @@ def _snapshot(options: argparse.Namespace) -> int:
         wanted = command.Wanted.parse(options.rank, options.steps, options.timeout)
     except ValueError as error:
         return _usage_error(str(error))
-    return command.snapshot(options.run_dir, wanted, lambda line: print(line, flush=True))
+    return command.snapshot(options.run_dir, wanted, lambda line: show(f"{line}\n"))
 
 
 def _demo(options: argparse.Namespace) -> int:
@@ -167,5 +173,5 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _usage_error(message: str) -> int:
-    sys.stderr.write(f"telemetry: {message}\n")
+    complain(message)
     return USAGE_ERROR

@@ -6,7 +6,6 @@ agent has started.
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 import re
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
 ENV_PREFIX: Final = "TELEMETRY_"
 DISABLED_VARIABLE: Final = "TELEMETRY_DISABLED"
@@ -191,7 +190,10 @@ class Config:
         30.0, _number(1, 86400, "seconds"), "length of the window a stall is judged over"
     )
     on_stall: Any = _setting(
-        None, _callback, "function (or its dotted name) called with the fields of every stall that opens"
+        None,
+        _callback,
+        "function (or its dotted name) called with the fields of every stall that opens, on a thread of its own; "
+        "stalls that open while it runs are counted and not told",
     )
     stuck_seconds: float | None = _setting(
         None,
@@ -237,8 +239,8 @@ class Config:
         known = {f.name: f for f in fields(cls)}
         for name in settings:
             if name not in known:
-                close = difflib.get_close_matches(name, known, n=1)
-                hint = f"; did you mean {close[0]}?" if close else ""
+                close = _closest(name, known)
+                hint = f"; did you mean {close}?" if close else ""
                 raise SettingError(name, settings[name], f"no setting of that name{hint}")
         values: dict[str, Any] = {}
         for name, spec in known.items():
@@ -285,8 +287,22 @@ def disabled(environ: Mapping[str, str] | None = None) -> bool:
     return value.strip().lower() not in _FALSE
 
 
-def unknown_variables(environ: Mapping[str, str] | None = None) -> list[str]:
-    """TELEMETRY_* variables that are no setting: a typo, or another program's."""
+def unknown_variables(environ: Mapping[str, str] | None = None) -> dict[str, str | None]:
+    """TELEMETRY_* variables that are no setting: a typo, or another program's. Each with the closest one, if any is."""
     environ = os.environ if environ is None else environ
-    known = {ENV_PREFIX + f.name.upper() for f in fields(Config)} | {DISABLED_VARIABLE}
-    return sorted(name for name in environ if name.startswith(ENV_PREFIX) and name not in known)
+    known = [f.name.upper() for f in fields(Config)] + [DISABLED_VARIABLE.removeprefix(ENV_PREFIX)]
+    found: dict[str, str | None] = {}
+    for variable in sorted(environ):
+        name = variable[len(ENV_PREFIX) :]
+        if variable.upper().startswith(ENV_PREFIX) and not (variable.startswith(ENV_PREFIX) and name in known):
+            close = _closest(name.upper(), known)
+            found[variable] = ENV_PREFIX + close if close else None
+    return found
+
+
+def _closest(name: str, known: Iterable[str]) -> str | None:
+    import difflib  # 1 ms, which a process whose settings are right is spared
+
+    beginning = [other for other in known if name and other.startswith(f"{name}_")]  # INTERVAL for INTERVAL_SECONDS
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.7) or beginning
+    return close[0] if close else None

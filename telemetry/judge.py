@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
+from telemetry.callback import StallCallback
 from telemetry.collect.proc import is_running
 from telemetry.collect.whereabouts import Whereabouts
 from telemetry.diagnose.advice import advise
@@ -19,6 +19,11 @@ from telemetry.watchdog import Watchdog
 
 _WORKING: Final = 0.5
 """A GPU that runs something for this share of the time has the clock it works with."""
+
+_WORTH_TIMING: Final = 0.02
+_TIMED_WAITS: Final = 32
+"""Where waits take this share of the loop, so many of the next batches are timed in parts, and not one: a sampler may
+do its work once in a few batches. At 5 µs each that is less than a fifth of a millisecond in a second."""
 
 _LOOK_SECONDS: Final = 0.1
 _CLOSE_LOOK_SECONDS: Final = 0.02
@@ -46,7 +51,7 @@ class Judge:
         config: window and ratios.
         tracker: knows where batches come from, and what garbage collection took.
         sampler: has the newest samples.
-        faults: told when the user's callback fails.
+        faults: told when the user's callback fails, or is still busy.
         emit: writes a line of the log.
         timestamp: of now, ISO-8601.
         rank: whose stalls these are.
@@ -72,7 +77,7 @@ class Judge:
         self._whereabouts = Whereabouts(
             lambda: tracker.thread,
             lambda: tracker.stepping and not tracker.waiting_since,
-            lambda: tracker.device is None and is_running(tracker.native_thread),
+            lambda: tracker.device is None and tracker.accelerator is None and is_running(tracker.native_thread),
         )
         self._watchdog = Watchdog(config, tracker)
         self._stuck: Stuck | None = None
@@ -85,7 +90,7 @@ class Judge:
         self._tracker = tracker
         self._sampler = sampler
         self._faults = faults
-        self._on_stall: Callable[[dict[str, Any]], Any] | str | None = config.on_stall
+        self._callback = StallCallback(config.on_stall, faults)
         self._emit = emit
         self._timestamp = timestamp
         self._before: dict[str, float] = {}
@@ -97,6 +102,7 @@ class Judge:
 
     def tick(self, accounts: Accounts) -> None:
         """Take in what happened since the last tick; log a stall that opens or closes."""
+        self._callback.note_failures()
         piece, stats = self._slice(accounts), accounts.stats
         stood_still = paused(piece.seconds, self._interval, piece.process_cpu)
         self._phase = accounts.ledger.category if accounts.ledger.category in {CHECKPOINT, EVALUATION} else None
@@ -105,9 +111,9 @@ class Judge:
         self._stand(piece)
         stuck = self._stuck = self._watchdog.tick(piece, accounts.ledger, stats, stood_still=stood_still)
         if stuck is not None and stuck.kind != "held":
-            self._take_stuck(stuck, piece, stats.steps)
+            self._take_stuck(stuck, piece, accounts.steps_total)
         elif not stood_still:
-            self._take(piece, stats.steps)
+            self._take(piece, accounts.steps_total)
         stall = self._machine.stall
         self._one_is_slow = "straggler" in {stall and stall.cause, *(peer.cause for peer in piece.peers)}
 
@@ -146,6 +152,10 @@ class Judge:
         self._count_lost(stall, None)
         self._opened_now(stall, with_stacks=True)
 
+    def adopt(self, rank: int) -> None:
+        """The rank of this process is another one than was known so far."""
+        self._machine.rank = rank
+
     def end(self, steps: int) -> None:
         """The run ends, and with it the stall that is open."""
         change = self._machine.last()
@@ -155,6 +165,10 @@ class Judge:
         stall = self._machine.stall
         if stall is not None:
             self._close(stall, steps)
+
+    def wait_for_callback(self, seconds: float) -> None:
+        """Let the user's callback come to its end, for so many seconds at most."""
+        self._callback.wait(seconds)
 
     def look(self) -> None:
         """See where the training thread is, where there are other ranks to compare with."""
@@ -212,9 +226,7 @@ class Judge:
             with self._faults.contained("stacks"):
                 fields["evidence"]["stacks"] = self._watchdog.stacks()
         self._emit("stall_open", fields)
-        if self._on_stall is not None:
-            with self._faults.contained("on_stall", BaseException):  # sys.exit() would end the agent's thread
-                _resolve(self._on_stall)(dict(fields))
+        self._callback.tell(fields)
 
     def _close(self, stall: Stall, steps: int) -> None:
         when = {"opened": self._opened, "closed": self._timestamp()}
@@ -261,8 +273,7 @@ class Judge:
         source = accounts.take_source()
         first_wait = ledger.first_wait_ns / 1e9
         self._tracker.freeing.read()
-        self._tracker.time_next_batch()
-        return Slice(
+        piece = Slice(
             seconds=seconds,
             wait=self._since("wait", spent[DATA_WAIT] - first_wait),
             exposed=self._exposed_since(accounts.exposed.seconds, self._since("first_wait", first_wait), stats.steps),
@@ -274,7 +285,7 @@ class Judge:
             evaluation=self._since("evaluation", spent[EVALUATION]),
             checkpoint=self._since("checkpoint", spent[CHECKPOINT]),
             garbage=self._since("garbage", self._tracker.garbage_ns / 1e9),
-            steps=int(self._since("steps", stats.steps)),
+            steps=int(self._since("steps", accounts.steps_total)),
             batches=int(self._since("batches", ledger.batches)),
             late_wait=self._since("late_wait", stats.late_wait_seconds),
             checkpoint_steps=int(self._since("checkpoint_steps", stats.checkpoint_steps)),
@@ -290,6 +301,7 @@ class Judge:
             timed_fetch_cpu=self._since("timed_fetch_cpu", self._tracker.timed_fetch_cpu_ns / 1e9),
             freeing=self._since("freeing", self._tracker.freeing.ns / 1e9),
             freed=int(self._since("freed", self._tracker.freeing.freed)),
+            **self._inside(),
             samples=looks.samples,
             in_sync=looks.in_sync,
             where=looks.where,
@@ -306,6 +318,23 @@ class Judge:
             gpu_clock_ratio=self._clock_ratio(gpu),
             gpu_throttled=(gpu.throttled or ()) if gpu is not None else (),
         )
+        waits = piece.wait >= _WORTH_TIMING * (piece.wait + piece.compute) > 0
+        self._tracker.time_next_batch(_TIMED_WAITS if waits else 1)
+        return piece
+
+    def _inside(self) -> dict[str, Any]:
+        """What the training thread did itself while it asked for batches."""
+        inside = self._tracker.inside
+        return {
+            "timed_waits": int(self._since("timed_waits", inside.batches)),
+            "timed_sampler": self._since("timed_sampler", inside.sampler_ns / 1e9),
+            "timed_sampler_cpu": self._since("timed_sampler_cpu", inside.sampler_cpu_ns / 1e9),
+            "timed_receiving_cpu": self._since("timed_receiving_cpu", inside.receiving_cpu_ns / 1e9),
+            "edge_sampler": self._since("edge_sampler", inside.edge_sampler_ns / 1e9),
+            "edge_sampler_cpu": self._since("edge_sampler_cpu", inside.edge_sampler_cpu_ns / 1e9),
+            "garbage_wait": self._since("garbage_wait", inside.garbage_ns / 1e9),
+            "edge_garbage": self._since("edge_garbage", inside.edge_garbage_ns / 1e9),
+        }
 
     def _clock_ratio(self, gpu: GpuSample | None) -> float | None:
         """The GPU's clock relative to what it is in this run where nothing holds it back; its maximum before that."""
@@ -351,15 +380,6 @@ class Judge:
         before = self._before.get(name, 0.0)
         self._before[name] = value
         return value - before
-
-
-def _resolve(callback: Callable[[dict[str, Any]], Any] | str) -> Callable[[dict[str, Any]], Any]:
-    """Look up a callback given by its dotted name: not before a stall, when its module has long been imported."""
-    if not isinstance(callback, str):
-        return callback
-    module, _, name = callback.rpartition(".")
-    found: Callable[[dict[str, Any]], Any] = getattr(importlib.import_module(module), name)
-    return found
 
 
 def _cores(limit: float | None) -> float:

@@ -44,6 +44,9 @@ def find(target: str, *, module: bool) -> Program:
         LaunchError: it is not there, or cannot be read.
         SyntaxError: it cannot be compiled; the error names file and line, as Python's own.
     """
+    main = sys.modules.get("__main__")
+    if _working_folder() is None and getattr(main, "__spec__", None) is not None and not _safe_path():
+        sys.path.insert(0, "")  # run by -m without a working folder, we have none there that the program's can replace
     return _find_module(target) if module else _find_script(target)
 
 
@@ -78,7 +81,7 @@ def _find_script(target: str) -> Program:
     if path.is_dir() or path.suffix in {".zip", ".pyz", ".pyc"}:
         raise LaunchError(f"{target} is not a Python script; for a package use -m")
     try:
-        full = os.path.join(os.getcwd(), target)  # noqa: PTH109, PTH118 - as Python names it: absolute, not tidied up
+        full = _named(target)
         with io.open_code(full) as file:
             source = file.read()
     except OSError as error:
@@ -87,14 +90,16 @@ def _find_script(target: str) -> Program:
         code = compile(source, full, "exec", dont_inherit=True)
     except ValueError as error:
         raise LaunchError(f"{target} is not a Python script: {error}") from None
-    path0 = None if _safe_path() else str(path.resolve().parent)
+    path0 = None if _safe_path() else _folder_of(path)
     return Program(code, target, full, path0, SourceFileLoader("__main__", full), None)
 
 
 def _find_module(target: str) -> Program:
-    path0 = None if _safe_path() else str(Path.cwd())
+    path0 = None if _safe_path() else _working_folder()
     if path0 is not None:
         sys.path[0] = path0
+    elif not _safe_path():
+        del sys.path[0]  # it is ours: a module has none where there is no working folder
     try:
         spec = importlib.util.find_spec(target)
         if spec is not None and spec.submodule_search_locations is not None:
@@ -107,6 +112,28 @@ def _find_module(target: str) -> Program:
         raise LaunchError(f"there is no module {target} that can be run")
     file = spec.origin or target
     return Program(code, file, file, path0, loader, spec)
+
+
+def _named(target: str) -> str:
+    """A script as Python names it: absolute, not tidied up; as it was given where there is no working folder."""
+    folder = _working_folder()
+    return target if folder is None else os.path.join(folder, target)  # noqa: PTH118
+
+
+def _working_folder() -> str | None:
+    """None where it has been removed, which Python minds only for a module or a relative path."""
+    try:
+        return os.getcwd()  # noqa: PTH109
+    except OSError:
+        return None
+
+
+def _folder_of(path: Path) -> str:
+    """Where a script lies, links followed: what Python puts first in ``sys.path``."""
+    try:
+        return str(path.resolve().parent)
+    except OSError:  # a relative path, and no working folder
+        return str(path.parent)
 
 
 def _safe_path() -> bool:

@@ -7,7 +7,7 @@ Frozen, slotted and free of behaviour; this module imports nothing of ours. A fi
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 STARTUP: Final = "startup"
 DATA_WAIT: Final = "data_wait"
@@ -91,7 +91,10 @@ class Identity:
         world_size: number of ranks of the job.
         node: name of the machine.
         pid: process id.
-        launcher: what the above was read from: ``torchrun``, ``slurm``, ``kubernetes`` or ``plain``.
+        launcher: what the above was read from: ``torchrun``, ``slurm``, ``mpi``, ``lightning``, ``spawn``,
+            ``kubernetes`` or ``plain``.
+        rank_source: who says so: ``launcher``; ``torch.distributed``; ``default``, nobody; ``assigned``, the rank that
+            this process claims is held by another one of its node, and it is shown under a free number.
     """
 
     run: str
@@ -101,6 +104,12 @@ class Identity:
     node: str
     pid: int
     launcher: str
+    rank_source: str = "launcher"
+
+    @property
+    def told(self) -> bool:
+        """Whether a launcher or torch.distributed has said which rank this is."""
+        return self.rank_source in {"launcher", "torch.distributed"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +120,42 @@ class Step:
     wait_seconds: float
     checkpoint: bool = False
     """Whether one was written in it."""
+
+
+class DroppedSpans(NamedTuple):
+    """What one stretch of spans that found no room in the ring adds up to: from its first span to its newest.
+
+    Stamps are monotonic nanoseconds; categories are indices into `CATEGORIES`.
+
+    Attributes:
+        stretch: number of the stretch in this run, from 1. The spans of one stretch follow each other without a span
+            that was kept in between.
+        start_ns, end_ns: start of its first span, end of its newest.
+        ns: time by category. The sum is ``end_ns - start_ns``.
+        first, category: what the training thread was in during the first span, and after the newest.
+        entered_ns: when it entered ``category``; 0 if it has been in it since the start.
+        steps, batches: steps that ended, and training batches that came.
+        last_step_ns: when the newest of those steps ended; 0 for none.
+        open: whether a step is open after the newest span; ``opened``: whether a step was opened in this stretch.
+        wait_ns, compute_ns, checkpoint: of the newest step, the part in this stretch, and whether that part has a
+            checkpoint in it.
+    """
+
+    stretch: int
+    start_ns: int
+    end_ns: int
+    ns: tuple[int, ...]
+    first: int
+    category: int
+    entered_ns: int
+    steps: int
+    batches: int
+    last_step_ns: int
+    open: bool
+    opened: bool
+    wait_ns: int
+    compute_ns: int
+    checkpoint: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -408,7 +453,8 @@ class SnapshotsView:
 class RunView:
     """Everything the endpoint shows of one rank at one moment. None: not measured, so not shown.
 
-    ``own_fetches``: what the training thread took for each batch that it fetched without workers.
+    ``own_fetches``: what the training thread took for each batch that it fetched without workers. ``worker_fetches``:
+    what workers took, all there have been, whether or not ``workers`` could be read this time.
     """
 
     info: dict[str, str]
@@ -431,6 +477,7 @@ class RunView:
     process: ProcessSample | None = None
     workers: WorkersSample | None = None
     own_fetches: Histogram | None = None
+    worker_fetches: Histogram | None = None
     pressure: PressureSample | None = None
     torch_memory: TorchMemorySample | None = None
 
@@ -496,6 +543,10 @@ class Slice:
             processes under that quota have used.
         timed_fetch, timed_fetch_cpu: fetches of the training thread's own that were timed, and their CPU time.
         freeing: of ``compute``, what it took to free so many workers' batches: those ``freed`` that were followed.
+        timed_waits: waits for workers' batches that were timed in parts; of those, ``timed_sampler`` and
+            ``timed_sampler_cpu``: in the sampler, by the wall clock and on a core, and ``timed_receiving_cpu``: on a
+            core for the rest. ``edge_sampler``, ``edge_sampler_cpu``: of ``edge_wait``, in the sampler.
+        garbage_wait: of ``garbage``, while a batch was asked for in mid-epoch; ``edge_garbage``: where epochs begin.
         own_runnable: how long the training thread could have run, and had no core.
         samples, in_sync, where: of where the training thread is, see `RankPace`; ``peers``: the node's other ranks.
         host_cpu_ratio, host_cores: use of all cores of the machine, and how many there are.
@@ -534,6 +585,14 @@ class Slice:
     timed_fetch_cpu: float = 0.0
     freeing: float = 0.0
     freed: int = 0
+    timed_waits: int = 0
+    timed_sampler: float = 0.0
+    timed_sampler_cpu: float = 0.0
+    timed_receiving_cpu: float = 0.0
+    edge_sampler: float = 0.0
+    edge_sampler_cpu: float = 0.0
+    garbage_wait: float = 0.0
+    edge_garbage: float = 0.0
     startup: float = 0.0
     own_runnable: float | None = None
     samples: int = 0

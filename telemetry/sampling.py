@@ -15,9 +15,11 @@ from telemetry.publish import fields
 from telemetry.signals import signals_blocked
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from telemetry.attach.steps import StepTracker
     from telemetry.faults import Faults
-    from telemetry.records import SourceHealth
+    from telemetry.records import Histogram, SourceHealth
 
 _LOGGED_AS: Final = {
     "nvml": "gpu",
@@ -44,11 +46,12 @@ class Sampler:
         self._faults = faults
         with signals_blocked():
             self._nvml = NvmlSource(self._device_uuid, interval_seconds=interval_seconds)
+        self._workers = WorkersSource(tracker.sources.live, tracker.sources.take_retired)
         sources: list[Source[Any]] = [
             self._nvml,
             HostSource(),
             ProcessSource(lambda: tracker.native_thread),
-            WorkersSource(tracker.sources.live, tracker.sources.take_retired),
+            self._workers,
             PressureSource(),
             TorchMemorySource(self._device),
         ]
@@ -56,8 +59,8 @@ class Sampler:
         self._been_up: set[str] = set()
         self._gathered: dict[str, list[Any]] = {name: [] for name in self._pollers}
 
-    def poll(self) -> None:
-        """Read every source that is due."""
+    def poll(self, between: Callable[[], None] = lambda: None) -> None:
+        """Read every source that is due; ``between`` is called after each, for any of them may take long."""
         for name, poller in self._pollers.items():
             sample = poller.poll()
             if sample is not None:
@@ -71,6 +74,7 @@ class Sampler:
             elif poller.health.up:
                 self._been_up.add(name)
             time.sleep(0)  # let the training thread in
+            between()
 
     def newest(self, name: str) -> Any:
         """The newest sample of a source; None while it is down."""
@@ -95,6 +99,10 @@ class Sampler:
                     events.setdefault(_LOGGED_AS[name], {}).update(merged)
                 self._gathered[name] = []
         return events
+
+    def worker_fetches(self) -> Histogram | None:
+        """The fetches of all workers there have been, also where there is no newest sample; None before the first."""
+        return self._workers.fetches
 
     @property
     def cpu_seconds(self) -> float:

@@ -14,13 +14,14 @@ from telemetry.identity import slug
 from telemetry.publish.board import board_root, start_ticks
 from telemetry.publish.fields import rounded
 from telemetry.records import FAILED, RECORDED, REFUSED, SKIPPED, SLOWER, SNAPSHOT_RESULTS, SnapshotsView
-from telemetry.signals import signals_blocked
 from telemetry.snapshot import plan as p
 from telemetry.snapshot.about import describe
 from telemetry.snapshot.agree import Meeting, Position, new_id
 from telemetry.snapshot.capture import Capture
-from telemetry.snapshot.folder import open_folder
+from telemetry.snapshot.export import Export
+from telemetry.snapshot.folder import close_in_child, open_folder
 from telemetry.snapshot.outcome import Outcome
+from telemetry.snapshot.owner import Here, pid_namespace
 from telemetry.snapshot.store import Keeper, Stored, StoreError, sweep, trace_name
 from telemetry.snapshot.tracks import as_events, fetches
 from telemetry.snapshot.trigger import Limits, StepWatch, Trigger
@@ -55,6 +56,7 @@ class Snapshots:
     Args:
         emit: writes a line of the log.
         steps: how many have ended.
+        log_name: name of this process's log file.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Snapshots:
         wall: WallClock,
         emit: Callable[[str, dict[str, Any]], Any],
         steps: Callable[[], int],
+        log_name: Callable[[], str],
     ) -> None:
         self._config = config
         self._identity = identity
@@ -79,6 +82,7 @@ class Snapshots:
         self._wall = wall
         self._emit = emit
         self._steps = steps
+        self._log_name = log_name
         self.counts = dict.fromkeys(SNAPSHOT_RESULTS, 0)
         self._asked: deque[tuple[int | None, int]] = deque(maxlen=16)
         self._trigger = Trigger(
@@ -99,30 +103,40 @@ class Snapshots:
             about={"run": identity.run, "rank": identity.rank, "world_size": identity.world_size},
         )
         profilers.before_theirs = self._capture.give_way
-        root = board_root()
+        here = Here(slug(identity.node), pid_namespace(), start_ticks)
         self._keeper = Keeper(
             self._folder,
-            root if root.is_relative_to("/dev/shm") else None,  # noqa: S108 - only its name; the folder is 0700
-            owner=f"{slug(identity.node)}-{os.getpid()}-{start_ticks(os.getpid())}",
+            board_root(),
+            owner=here.name(os.getpid()),
             most_bytes=config.snapshot_max_bytes,
             budget_bytes=config.snapshot_disk_bytes,
+            is_gone=here.is_gone,
         )
-        self._thread: threading.Thread | None = None
+        self._export: Export | None = None
+        self._keeping = False
         self._kept: _Kept | None = None
         self._usable = False
 
     # -- life --------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Make the folder, and clear what a process that is gone has left in it.
+        """Make the folder, and clear what processes that are gone have left: here, and in /dev/shm by earlier versions.
 
         Raises:
-            OSError: the folder cannot be used; there will be no snapshots.
+            OSError: a folder cannot be used; there will be no snapshots if it is the run's.
         """
-        if self._config.max_snapshots:
-            with open_folder(self._folder, make=True):
-                sweep(self._folder, self._keeper.scratch, self._is_gone)
-            self._usable = True
+        try:
+            if self._config.max_snapshots:
+                with open_folder(self._folder, make=True):
+                    self._usable = True
+        finally:
+            sweep((self._folder, self._keeper.shared), self._keeper.is_gone)
+
+    def adopt(self, identity: Identity) -> None:
+        """The rank of this process is another one than was known so far. On the agent's thread."""
+        self._identity = identity
+        self._meeting.adopt(identity.rank, identity.world_size)
+        self._capture.about = self._capture.about | {"rank": identity.rank, "world_size": identity.world_size}
 
     def request(self, rank: int | None, steps: int | None) -> bool:
         """Somebody in this process asks for one. On any thread; it is put forward at the next tick."""
@@ -150,13 +164,16 @@ class Snapshots:
         """The last tick, after the hooks are gone."""
         self._capture.drop("the run ended before the step")
         self._settle_outcome()
-        if self._thread is not None:
-            self._thread.join(_END_SECONDS)
+        if self._export is not None:
+            if not self._keeping:
+                self._export.give(None)
+            self._export.join(_END_SECONDS)
         self._settle_kept()
 
     def after_fork_in_child(self) -> None:
         """A fork in the middle of a recording: this copy of it is not to grow. Takes no lock."""
         self._usable = False
+        close_in_child()
         self._capture.after_fork_in_child()
 
     def view(self) -> SnapshotsView:
@@ -202,35 +219,40 @@ class Snapshots:
 
     def _position(self) -> Position | None:
         """Where this rank is, None while it has a snapshot in hand or does not know its pace."""
-        busy = self._capture.busy or self._thread is not None
+        busy = self._capture.busy or self._keeping
         pace = self._watch.step_seconds
         return None if busy or pace is None else Position(self._steps(), pace)
 
     def _heard(self, plan: p.Plan, now: float) -> None:
         if plan.refused is not None:
             self._conclude(Outcome(plan, REFUSED, plan.refused))
-        elif self._capture.busy or self._thread is not None:
+        elif self._capture.busy or self._keeping:
             self._conclude(Outcome(plan, SKIPPED, "another snapshot is in hand"))
         elif self._capture.abandoned:
             self._conclude(Outcome(plan, REFUSED, "a recording could not be ended; there will be no other one"))
         else:
+            try:
+                self._export = Export(self._keep)
+            except RuntimeError as error:
+                self._conclude(Outcome(plan, REFUSED, f"there is no thread to save it: {error}"))
+                return
             self._trigger.took(now)
             self._capture.arm(plan)
 
     # -- what was recorded -------------------------------------------------------------------------------------
 
     def _settle_outcome(self) -> None:
-        outcome = self._capture.take() if self._thread is None else None
-        if outcome is None:
+        export = self._export
+        outcome = None if export is None or self._keeping else self._capture.take()
+        if export is None or outcome is None:
             return
         if outcome.pauses:
             self._watch.compare(outcome.plan.first_step - 1, outcome.last_step or outcome.plan.last_step)
-        if outcome.trace is None:
+        self._keeping = outcome.trace is not None
+        export.give(outcome if self._keeping else None)
+        if not self._keeping:
+            self._export = None
             self._conclude(outcome)
-            return
-        self._thread = threading.Thread(target=self._keep, args=(outcome,), name="telemetry-export", daemon=True)
-        with signals_blocked():
-            self._thread.start()
 
     def _keep(self, outcome: Outcome) -> None:
         """On a thread of its own: what takes seconds there must not stop the sampling."""
@@ -271,7 +293,7 @@ class Snapshots:
             "why": outcome.why,
             "started": self._wall.iso(outcome.started_ns),
             "ended": self._wall.iso(outcome.ended_ns),
-            "log": f"../../../logs/rank-{identity.rank}.{identity.pid}.jsonl",
+            "log": f"../../../logs/{self._log_name()}",
             "pause_seconds": rounded(outcome.pauses),
             "held_seconds": rounded(stored.held),
         }
@@ -280,7 +302,7 @@ class Snapshots:
         kept = self._kept
         if kept is None:
             return
-        self._kept, self._thread = None, None
+        self._kept, self._export, self._keeping = None, None, False
         self._conclude(kept.outcome, kept.stored, kept.error)
 
     def _conclude(self, outcome: Outcome, stored: Stored | None = None, error: str | None = None) -> None:
@@ -312,9 +334,3 @@ class Snapshots:
         self._emit("snapshot", line)
         result_of = p.Result(self._identity.rank, result, why, path, outcome.first_step, outcome.last_step)
         self._meeting.report(plan, result_of)
-
-    def _is_gone(self, owner: str) -> bool:
-        host, pid, ticks = [*owner.rsplit("-", 2), "", ""][:3]
-        if host != slug(self._identity.node) or not pid.isdigit():
-            return False
-        return str(start_ticks(int(pid))) != ticks

@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from telemetry.clock import NS, now_ns
-from telemetry.collect.stacks import DEBUGGER, EPOCH_END, all_stacks, inside, place, training_frame
+from telemetry.collect.stacks import DEBUGGER, EPOCH_END, all_stacks, inside, place
 from telemetry.diagnose.stuck import MOST_EXCUSES, Moment, Steps, StuckWatch, stuck_advice, stuck_cause
 from telemetry.records import DATA_WAIT
+from telemetry.stacks import stack_of
 
 if TYPE_CHECKING:
     from telemetry.attach.steps import StepTracker
@@ -84,8 +85,7 @@ class Watchdog:
 
     def in_debugger(self) -> bool:
         """Whether a person has stopped the training thread to look at it."""
-        frame = training_frame(self._tracker.thread)
-        return frame is not None and inside(frame, DEBUGGER)
+        return inside(stack_of(self._tracker.thread), DEBUGGER)
 
     def blame(self, stuck: Stuck, missing: RankPace) -> Stuck:
         """The same run that is stuck, now that it is known which rank it waits for."""
@@ -105,14 +105,14 @@ class Watchdog:
         return all_stacks(self._tracker.thread, workers)
 
     def _opened(self, category: str, piece: Slice) -> Stuck | None:
-        frame = training_frame(self._tracker.thread)
-        ending = inside(frame, EPOCH_END) and self._watch.excuses < MOST_EXCUSES
-        if frame is None or inside(frame, DEBUGGER) or ending:
+        stack = stack_of(self._tracker.thread)
+        ending = inside(stack, EPOCH_END) and self._watch.excuses < MOST_EXCUSES
+        if not stack or inside(stack, DEBUGGER) or ending:
             self._watch.excuse()
             return None
         seconds = self._watch.seconds
         cause = stuck_cause(category, piece.source, self._longest_fetch(), seconds)
-        return Stuck("opened", cause, category, seconds, place(frame))
+        return Stuck("opened", cause, category, seconds, place(stack))
 
     def _longest_fetch(self) -> float:
         """Seconds of the longest fetch in progress, of all loaders: what a new one is for, its first batch tells.

@@ -182,12 +182,12 @@ def test_patch_off_leaves_torch_alone_and_watch_still_works(tmp_path):
 
 def test_a_million_steps_a_second_are_counted_if_not_kept(agent):
     """A ring that overflows drops steps, counts them, and keeps the ledger whole."""
-    from telemetry.attach.ring import CAPACITY
+    from telemetry.attach.ring import CAPACITY, STEP
 
     with agent.faults.contained("test"):
         ring = agent.tracker.ring
         for _ in range(CAPACITY + 500):
-            ring.push(*(agent.accounts.ledger.at_ns,) * 2, 1 | 2 << 3 | 1 << 8)
+            ring.push(*(agent.accounts.ledger.at_ns,) * 2, STEP)
         assert ring.dropped >= 1
     telemetry.stop()
     (end,) = [line for line in log_lines(agent) if line["event"] == "run_end"]

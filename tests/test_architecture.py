@@ -9,13 +9,29 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "telemetry"
 
-BASE = {"records", "clock", "config", "identity", "faults", "files", "signals", "sketch", "stacks", "_version"}
+BASE = {
+    "records",
+    "clock",
+    "config",
+    "identity",
+    "faults",
+    "files",
+    "forks",
+    "signals",
+    "sketch",
+    "stacks",
+    "stderr",
+    "terminal",
+    "_version",
+}
 ROOMS = {"attach", "collect", "diagnose", "publish", "snapshot"}
 TOP = {
     "accounts",
     "agent",
+    "callback",
     "judge",
     "logbook",
+    "membership",
     "sampling",
     "snapshots",
     "watchdog",
@@ -27,7 +43,7 @@ TOP = {
     "__main__",
     "__init__",
 }
-REPORT_MAY = {"records", "sketch", "report", "snapshot.trace"}
+REPORT_MAY = {"files", "records", "sketch", "report", "snapshot.trace", "terminal"}
 
 OWNERS = {
     "pynvml": {"collect/nvml.py"},

@@ -100,4 +100,18 @@ def test_disabled(value, off):
 
 def test_unknown_variables_are_listed():
     environ = {"TELEMETRY_PROT": "1", "TELEMETRY_PORT": "1", "TELEMETRY_DISABLED": "0", "PATH": ""}
-    assert unknown_variables(environ) == ["TELEMETRY_PROT"]
+    assert unknown_variables(environ) == {"TELEMETRY_PROT": "TELEMETRY_PORT"}
+
+
+@pytest.mark.parametrize(
+    ("name", "closest"),
+    [
+        ("TELEMETRY_INTERVAL", "TELEMETRY_INTERVAL_SECONDS"),
+        ("telemetry_port", "TELEMETRY_PORT"),
+        ("TELEMETRY_DISABLE", "TELEMETRY_DISABLED"),
+        ("TELEMETRY_ENDPOINT_SECRET", None),
+        ("TELEMETRY_", None),
+    ],
+)
+def test_an_unknown_variable_comes_with_the_closest_setting(name, closest):
+    assert unknown_variables({name: "1"}) == {name: closest}

@@ -183,7 +183,7 @@ def test_a_batch_whose_worker_is_busy_with_another_is_told_from_one_whose_worker
             next(iterator)
         found = deliveries(observed)
         assert (found.batches, found.from_busy) == (3, 3)
-        assert 0 < found.moved_from_long == found.moved_from_busy == found.moved, "and that with a long one"
+        assert 0 < found.moved_from_busy == found.moved
         handle(observed).arrivals.clear()
     block = handle(observed).block
     while block.read()[0].ended < 8:
@@ -212,6 +212,18 @@ def test_a_batch_that_waits_for_its_worker_s_long_fetch_is_told_from_one_behind_
     found = Fetches([worker], 1).deliveries(arrivals)
     assert (found.moved, found.from_busy, found.moved_from_busy) == (15, 2, 10)
     assert found.moved_from_long == long
+
+
+@pytest.mark.parametrize(("since", "long"), [(111, 5), (125, 0)])
+def test_a_fetch_in_progress_is_long_by_what_it_has_taken_so_far(since, long):
+    """Two of 10 s each are over; the second's batch is there at 150 s."""
+    worker = WorkerCounters(
+        worker=0, pid=1, tid=1, fetches=2, wall_ns=20 * 10**9, fetching_since_ns=since * 10**9, epoch=1, ended=2,
+        epoch_began=(0,) * 8, histogram=(), recent_started_ns=(90 * 10**9, 100 * 10**9, *[0] * 62),
+        recent_finished_ns=(100 * 10**9, 110 * 10**9, *[0] * 62),
+    )  # fmt: skip
+    found = Fetches([worker], 1).deliveries([Arrival(1, 1, 145 * 10**9, 150 * 10**9)])
+    assert (found.moved_from_busy, found.moved_from_long) == (5, long)
 
 
 stamps = st.integers(0, 1 << 62)

@@ -54,10 +54,14 @@ def children_in(folder):
 
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory):
-    """Everything a small demo prints, and its folder."""
+    """Everything a small demo on slow storage prints, and its folder."""
     base = tmp_path_factory.mktemp("demo")
-    plan = Plan(pictures=160, width=384, height=288, seconds=8, look_seconds=0.5)
-    code = f"import sys; from telemetry.demo.command import *; sys.exit(demo({str(base)!r}, {plan!r}))"
+    plan = Plan(pictures=160, width=384, height=288, seconds=10, look_seconds=0.5)
+    script = Path(__file__).with_name("fakes") / "slow_storage_train.py"
+    code = (
+        "import pathlib, sys; from telemetry.demo import command; from telemetry.demo.command import Plan; "
+        f"command.SCRIPT = pathlib.Path({str(script)!r}); sys.exit(command.demo({str(base)!r}, {plan!r}))"
+    )
     env = {name: value for name, value in os.environ.items() if not name.startswith("TELEMETRY_")}
     env |= {"TELEMETRY_PORT": "0", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(

@@ -6,6 +6,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from telemetry.attach import gpu_clock, loader, steps
+from telemetry.attach.accelerator import Place
 from telemetry.attach.gpu_clock import BUDGET_RATIO, GpuClock
 from tests.test_attach_loaders import Numbers
 
@@ -22,6 +23,7 @@ class Gpu:
         self.initialised = True
         self.events = 0
         self.call_ns = 0
+        self.place = Place(0, 0)
         for module in (gpu_clock, loader, steps):
             monkeypatch.setattr(module, "now_ns", self.now)
 
@@ -35,18 +37,23 @@ class Gpu:
     def sleep(self, milliseconds: float) -> None:
         self.host_ns += int(milliseconds * MS)
 
-    def usable(self) -> bool:
-        return self.initialised and not self.capturing
+    def begin(self) -> Place | None:
+        return self.place if self.initialised and not self.capturing else None
+
+    def end(self) -> None:
+        pass
 
     def event(self):
         gpu = self
         gpu.events += 1
 
         class Event:
-            at_ns = None
+            at_ns = device = None
 
             def record(self) -> None:
                 assert not gpu.capturing, "recorded into a capture"
+                assert self.device in {None, gpu.place.device}, "recorded on another device"
+                self.device = gpu.place.device
                 gpu.host_ns += gpu.call_ns
                 self.at_ns = max(gpu.busy_until_ns, gpu.host_ns)
 
@@ -56,6 +63,7 @@ class Gpu:
 
             def elapsed_time(self, other) -> float:
                 assert self.query() and other.query()
+                assert self.device == other.device, "events of two devices"
                 return (other.at_ns - self.at_ns) / MS
 
         return Event()
@@ -82,7 +90,7 @@ def ratio(clock: GpuClock) -> float:
 
 
 def test_a_wait_that_the_gpu_works_through_is_hidden(gpu):
-    clock = GpuClock(gpu.event, gpu.usable)
+    clock = GpuClock(gpu)
     gpu.work(30)
     run(gpu, clock, 50, work=30, wait=10)
     gpu.sleep(10_000)
@@ -93,14 +101,14 @@ def test_a_wait_that_the_gpu_works_through_is_hidden(gpu):
 
 
 def test_a_wait_with_an_idle_gpu_is_exposed(gpu):
-    clock = GpuClock(gpu.event, gpu.usable)
+    clock = GpuClock(gpu)
     run(gpu, clock, 50, work=5, wait=30, host=10)
     assert clock.pairs > 5
     assert ratio(clock) == 1.0
 
 
 def test_a_wait_is_exposed_from_the_moment_the_gpu_is_done(gpu):
-    clock = GpuClock(gpu.event, gpu.usable)
+    clock = GpuClock(gpu)
     run(gpu, clock, 50, work=10, wait=30)  # 10 of the 30 ms are worked through
     assert ratio(clock) == pytest.approx(20 / 30, abs=0.02)
 
@@ -108,7 +116,7 @@ def test_a_wait_is_exposed_from_the_moment_the_gpu_is_done(gpu):
 @pytest.mark.parametrize(("step_ms", "call_us"), [(100, 5), (10, 5), (1, 5), (1, 50)])
 def test_timing_is_thinned_out_to_its_budget(gpu, step_ms, call_us):
     gpu.call_ns = call_us * 1000
-    clock = GpuClock(gpu.event, gpu.usable)
+    clock = GpuClock(gpu)
     run(gpu, clock, 3000, work=step_ms / 2, wait=step_ms)  # so that the first estimates are gone
     began, before = gpu.now(), clock.pairs
     run(gpu, clock, 5000, work=step_ms / 2, wait=step_ms)
@@ -118,7 +126,7 @@ def test_timing_is_thinned_out_to_its_budget(gpu, step_ms, call_us):
 
 
 def test_nothing_is_touched_while_a_graph_is_captured(gpu):
-    clock = GpuClock(gpu.event, gpu.usable)
+    clock = GpuClock(gpu)
     run(gpu, clock, 5, work=5, wait=200)
     pairs = clock.pairs
     gpu.capturing = True
@@ -135,13 +143,13 @@ def test_nothing_is_touched_while_a_graph_is_captured(gpu):
 
 def test_nothing_is_touched_before_cuda_is_in_use(gpu):
     gpu.initialised = False
-    clock = GpuClock(gpu.event, gpu.usable)
+    clock = GpuClock(gpu)
     run(gpu, clock, 5, work=5, wait=200)
     assert gpu.events == 0
 
 
 def test_what_contradicts_the_host_is_thrown_away(gpu):
-    clock = GpuClock(gpu.event, gpu.usable)
+    clock = GpuClock(gpu)
     for _ in range(20):
         clock.step_ended()
         start = gpu.now()
@@ -153,13 +161,13 @@ def test_what_contradicts_the_host_is_thrown_away(gpu):
 
 
 def test_a_gpu_far_behind_does_not_pile_up_events(gpu):
-    clock = GpuClock(gpu.event, gpu.usable)
+    clock = GpuClock(gpu)
     run(gpu, clock, 500, work=500, wait=100)
     assert gpu.events <= 2 * 10
 
 
 def test_the_start_of_an_epoch_is_timed_each_time(gpu):
-    clock = GpuClock(gpu.event, gpu.usable)
+    clock = GpuClock(gpu)
     for _ in range(3):
         clock.edge()
         start = gpu.now()
@@ -173,7 +181,7 @@ def test_the_start_of_an_epoch_is_timed_each_time(gpu):
 
 
 def test_the_hooks_drive_the_clock(observed, gpu):
-    clock = observed.tracker.gpu = GpuClock(gpu.event, gpu.usable)
+    clock = observed.tracker.gpu = GpuClock(gpu)
 
     class Loader(Numbers):
         def __getitem__(self, index):
@@ -186,3 +194,58 @@ def test_the_hooks_drive_the_clock(observed, gpu):
     observed.tracker.errors = 0
     assert clock.pairs >= 12
     assert ratio(clock) == pytest.approx(150 / 200, abs=0.02)
+
+
+def test_a_wait_in_a_stream_on_the_side_is_not_counted(gpu):
+    clock = GpuClock(gpu)
+    for _ in range(30):
+        clock.worked()
+        gpu.place = Place(0, 7)  # where nothing else runs
+        run(gpu, clock, 1, work=0, wait=200)
+        gpu.place = Place(0, 0)
+        gpu.work(200)
+    assert clock.pairs == 0
+    assert clock.skipped >= 20
+    assert clock.in_vain
+
+
+def test_a_pair_that_ends_in_another_stream_is_not_counted(gpu):
+    clock = GpuClock(gpu)
+    for _ in range(5):
+        clock.step_ended()
+        gpu.place = Place(0, 7)
+        gpu.sleep(200)
+        clock.batch_arrived(gpu.now() - 200 * MS, gpu.now())
+        gpu.place = Place(0, 0)
+    run(gpu, clock, 3, work=5, wait=200)
+    clock.edge()
+    assert clock.skipped == 5
+    assert clock.pairs == 3
+    assert gpu.events <= 2 * 3
+
+
+def test_events_are_used_again_on_their_own_device_only(gpu):
+    clock = GpuClock(gpu)
+    for device in (0, 1, 0, 1):
+        gpu.place = Place(device, 0)
+        run(gpu, clock, 5, work=5, wait=200)
+    clock.edge()
+    assert clock.pairs == 20
+    assert clock.distrusted == 0
+
+
+def test_a_replay_that_calls_no_optimizer_is_timed_where_it_is(gpu):
+    clock = GpuClock(gpu)
+    gpu.place = Place(0, 7)  # warming up before a capture
+    clock.worked()
+    gpu.place = Place(0, 0)
+    run(gpu, clock, 5, work=5, wait=200)
+    clock.edge()
+    assert clock.pairs == 4
+
+
+def test_requests_without_an_arrival_do_not_pile_up_events(gpu):
+    clock = GpuClock(gpu)
+    for _ in range(100):
+        clock.edge()
+    assert gpu.events <= 2

@@ -94,10 +94,13 @@ def test_what_cannot_be_written_is_counted_and_the_log_goes_on(tmp_path):
 
 def test_a_torn_line_is_ended_before_the_next(tmp_path):
     path = tmp_path / "x.jsonl"
-    path.write_bytes(b'{"torn": ')
     file = LogFile(path, 1 << 20, 3, lambda: b"")
     file.write(b"{}\n")
-    assert path.read_bytes() == b'{"torn": \n{}\n'
+    with path.open("ab") as torn:
+        torn.write(b'{"torn": ')
+    file.forget()  # as after a full disk: the next line opens it again
+    file.write(b"{}\n")
+    assert path.read_bytes() == b'{}\n{"torn": \n{}\n'
 
 
 def test_a_link_planted_in_place_of_the_log_is_not_followed(tmp_path):

@@ -24,6 +24,14 @@ SECOND = 1_000_000_000
 FETCHING = dict(workers=1, training_workers=1, busy_ratio=1.0, blocked_ratio=1.0)
 
 
+class Books(SimpleNamespace):
+    """As much of `Accounts` as is looked at."""
+
+    @property
+    def steps_total(self) -> int:
+        return self.stats.steps + self.ledger.dropped_steps
+
+
 class Run:
     """A rank whose training thread does as told, and its judge, a tick a second. Stamps are seconds from the start."""
 
@@ -32,7 +40,7 @@ class Run:
         self.lines: list[tuple[str, dict]] = []
         self.samples: dict[str, object] = {}
         self.exposed: float | None = None  # as the host sees it
-        self.books = SimpleNamespace(
+        self.books = Books(
             ledger=Ledger(0),
             stats=StepStats(config.step_buckets),
             exposed=SimpleNamespace(seconds=0.0),

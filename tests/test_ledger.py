@@ -81,17 +81,6 @@ def test_a_phase_that_is_looked_at_stays_one_phase():
     assert (phase.name, phase.start_ns, phase.seconds) == (EVALUATION, 10, 300e-9)
 
 
-def test_dropped_spans_are_rebooked():
-    ledger = Ledger(0)
-    ledger.fold([(0, 10, DATA_WAIT, COMPUTE, True, True, True, False)])
-    ledger.advance(1000)
-    ledger.rebook([300 if c == DATA_WAIT else 0 for c in CATEGORIES])
-    assert ledger.ns[DATA_WAIT] == 310
-    assert ledger.ns[COMPUTE] == 690
-    ledger.rebook([10**9 for c in CATEGORIES])
-    assert sum(ledger.ns.values()) == 1000
-
-
 @given(st.lists(st.floats(1e-6, 1e5), min_size=1, max_size=200), st.floats(0, 1))
 def test_a_quantile_is_within_one_percent(values, share):
     sketch = Sketch()

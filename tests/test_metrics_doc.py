@@ -103,6 +103,7 @@ def full_view():
             cgroup_memory_limit_bytes=2, cgroup_memory_used_bytes=1,
         ),
         own_fetches=records.Histogram(bounds=(0.1, 1.0), counts=(1, 0, 0), total=0.1),
+        worker_fetches=records.Histogram(bounds=(0.1, 1.0), counts=(1, 1, 1), total=3.0),
         torch_memory=records.TorchMemorySample(allocated_bytes=1, reserved_bytes=2),
     )  # fmt: skip
     left_out = {

@@ -798,3 +798,30 @@ def test_summary_of_a_driver_that_hangs(state):
 
 def test_the_reasons_are_those_the_endpoint_knows():
     assert set(THROTTLE_BITS) == set(THROTTLE_REASONS)
+
+
+ALL_ONES = (1 << 64) - 1
+MINUS_ONE = (1 << 32) - 1
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "absent"),
+    [
+        ("memory_used", ALL_ONES, ("memory_used_bytes", "memory_total_bytes")),
+        ("memory_used", (80 << 30) + 1, ("memory_used_bytes", "memory_total_bytes")),
+        ("memory_total", ALL_ONES, ("memory_used_bytes", "memory_total_bytes")),
+        ("temperature", MINUS_ONE, ("temperature_celsius",)),
+        ("power", MINUS_ONE, ("power_watts",)),
+        ("sm_clock", MINUS_ONE, ("sm_clock_hertz",)),
+        ("sm_clock_max", MINUS_ONE, ("sm_clock_max_hertz",)),
+        ("throttle", ALL_ONES, ("throttled",)),
+        ("utilization", MINUS_ONE, ("utilization_ratio",)),
+    ],
+)
+def test_a_value_no_gpu_can_have_is_a_failed_reading(state, field, value, absent):
+    setattr(state.gpus[0], field, value)
+    reading = read_one(state)
+    known = {name for name in absent if getattr(reading, name) is not None}
+    assert not known
+    others = {"memory_used_bytes", "temperature_celsius", "power_watts", "sm_clock_hertz", "throttled"} - set(absent)
+    assert all(getattr(reading, name) is not None for name in others)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pdb  # noqa: T100 - a debugger is what is tested
+import signal
 import threading
 import time
 
@@ -70,7 +71,7 @@ def test_a_callback_that_fails_is_counted_and_nothing_else(tmp_path, error):
     events = [line["event"] for line in log_lines(agent)]
     assert events.count("stall_open") == 1
     assert events[-1] == "run_end"
-    assert threads == ["telemetry-agent"]
+    assert threads == ["telemetry-on-stall"]
 
 
 @pytest.mark.parametrize("value", ["notdotted", "a b.c", 3, "", "a.b()"])
@@ -117,3 +118,47 @@ def test_a_debugger_s_pause_in_a_fetch_is_no_stall(tmp_path):
     os.close(writing)
     telemetry.stop()
     assert [line["event"] for line in log_lines(agent) if line["event"].startswith("stall")] == []
+
+
+def test_a_callback_that_hangs_holds_nothing_up(tmp_path):
+    """The stalls that open meanwhile are told to nobody, and are counted; the run ends without it."""
+    release, told = threading.Event(), []
+
+    def hang(stall):
+        told.append(stall)
+        release.wait(60)
+
+    agent = start(tmp_path, on_stall=hang)
+    try:
+        starve(agent, lambda: told)
+        (thread,) = [t for t in threading.enumerate() if t.name == "telemetry-on-stall"]
+        assert thread.daemon
+        with open(f"/proc/self/task/{thread.native_id}/status") as status:
+            (blocked,) = [line.split()[1] for line in status if line.startswith("SigBlk")]
+        assert int(blocked, 16) >> signal.SIGINT - 1 & 1
+        steps, before = agent.accounts.stats.steps, scrape(agent)["training_steps_total",]
+        starve(agent, lambda: scrape(agent)["training_steps_total",] > max(steps, before))
+        for _ in range(2):
+            agent._judge._callback.tell({"cause": "unknown"})
+        assert agent.faults.counts["on_stall"] == 2
+        telemetry.stop()
+        assert not agent._thread.is_alive()
+        lines = log_lines(agent)
+        assert lines[-1]["event"] == "run_end"
+        assert lines[-1]["errors_total"] == {"on_stall": 2}
+        said = [line["message"] for line in lines if line["event"] == "error" and line["source"] == "on_stall"]
+        assert any("not told of a stall (unknown)" in text for text in said)
+        assert len(told) == 1
+    finally:
+        release.set()
+        thread.join()
+
+
+def test_no_thread_is_made_before_the_first_stall_nor_left_after_the_call(tmp_path):
+    agent = start(tmp_path, on_stall=hear)
+    names = [t.name for t in threading.enumerate()]
+    HEARD.clear()
+    starve(agent, lambda: HEARD)
+    wait_for(lambda: "telemetry-on-stall" not in [t.name for t in threading.enumerate()])
+    assert "telemetry-on-stall" not in names
+    telemetry.stop()

@@ -129,9 +129,11 @@ def test_fetches_in_workers_are_ranges_and_the_user_s_own_function_runs(marked, 
     assert lines.count("pop") == (fetches + 1 if fetches else 0)
 
 
-def test_a_torch_without_nvtx_is_told_and_nothing_else(tmp_path):
-    if torch.cuda.is_available():
-        pytest.skip("this one has it")
+def test_a_torch_without_nvtx_is_told_and_nothing_else(tmp_path, monkeypatch):
+    def fail(*_: object) -> None:
+        raise RuntimeError("NVTX functions not installed. Are you sure you have a CUDA build?")
+
+    monkeypatch.setattr(torch.cuda.nvtx, "range_start", fail)  # a CUDA build has them without a GPU too
     agent = telemetry.start(tmp_path / "run", port=0, nvtx=True, interval_seconds=0.1, start_line=False)
     assert len(list(DataLoader(Numbers(5)))) == 5
     deadline = time.monotonic() + 20

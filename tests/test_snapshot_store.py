@@ -26,6 +26,12 @@ class Trace:
         self.freed = False
         self.saved_to: Path | None = None
 
+    def most_bytes(self) -> int:
+        return len(self.content)
+
+    def estimate(self) -> tuple[int, int, float]:
+        return len(self.content), len(self.content), 0.001
+
     def save(self, path: Path) -> float:
         self.saved_to = path
         path.write_bytes(self.content)
@@ -38,8 +44,8 @@ class Trace:
 
 @pytest.fixture
 def keeper(tmp_path):
-    (tmp_path / "memory").mkdir(mode=0o700)
-    return Keeper(tmp_path / "run" / "snapshots", tmp_path / "memory", "node-7-99", 1 << 20, 1 << 20)
+    (tmp_path / "shared").mkdir(mode=0o700)
+    return Keeper(tmp_path / "run" / "snapshots", tmp_path / "shared", "node-7-99", 1 << 20, 1 << 20)
 
 
 def tree(path: Path) -> list[str]:
@@ -53,11 +59,11 @@ def test_it_is_there_and_nothing_else(keeper, tmp_path):
     assert gzip.decompress(path.read_bytes()) == CONTENT
     assert (stored.raw_bytes, stored.size, stored.zero_ns) == (len(CONTENT), path.stat().st_size, 1700000000 * 10**9)
     assert trace.freed
-    assert trace.saved_to.is_relative_to(tmp_path / "memory"), "the save holds the interpreter: no disk for it"
+    assert trace.saved_to.is_relative_to(keeper.snapshots), "not in memory, which others need"
     assert tree(tmp_path) == sorted(
-        ["memory", "run", "run/snapshots", "run/snapshots/request-step5", f"run/snapshots/request-step5/{NAME}"]
+        ["shared", "run", "run/snapshots", "run/snapshots/request-step5", f"run/snapshots/request-step5/{NAME}"]
     )
-    for folder in ("memory", "run/snapshots", "run/snapshots/request-step5"):
+    for folder in ("shared", "run/snapshots", "run/snapshots/request-step5"):
         assert (tmp_path / folder).stat().st_mode & 0o777 == 0o700
 
 
@@ -74,14 +80,6 @@ def test_more_events_come_first(keeper):
 def test_nothing_is_added_where_there_is_no_place_for_it(keeper, content):
     keeper.keep(Trace(content), "request-step5", NAME, more=lambda _: b"{},")
     assert gzip.decompress((keeper.snapshots / "request-step5" / NAME).read_bytes()) == content
-
-
-def test_without_room_in_memory_it_is_saved_beside(keeper, monkeypatch):
-    monkeypatch.setattr("telemetry.snapshot.store._free_bytes", lambda _: 0)
-    trace = Trace()
-    keeper.keep(trace, "request-step5", NAME)
-    assert trace.saved_to.is_relative_to(keeper.snapshots)
-    assert tree(keeper.snapshots) == ["request-step5", f"request-step5/{NAME}"]
 
 
 @pytest.mark.parametrize(
@@ -154,7 +152,7 @@ def test_links_are_removed_and_not_followed(keeper, tmp_path):
     keeper.keep(Trace(), "request-step5", NAME)
     assert not folder.exists()
     assert (outside / "precious").read_text() == "x"
-    assert sweep(keeper.snapshots, keeper.scratch, lambda _: True) == 0
+    assert sweep((keeper.snapshots, keeper.shared), lambda *_: True) == 0
 
 
 def test_a_link_in_the_place_of_the_folder_is_refused(keeper, tmp_path):
@@ -196,13 +194,13 @@ def test_a_name_is_one_component(tmp_path, name):
 
 def test_what_the_gone_have_left_is_swept_and_nothing_else(keeper, tmp_path):
     keeper.snapshots.mkdir(parents=True, mode=0o700)
-    for root in (keeper.snapshots, keeper.scratch):
+    for root in (keeper.snapshots, keeper.shared):
         for owner in ("node-1-5", "node-2-6"):
             (root / f".partial-{owner}" / "deep").mkdir(parents=True, mode=0o700)
             (root / f".partial-{owner}" / "deep" / "file").write_text("x")
         (root / "kept").mkdir()
-    assert sweep(keeper.snapshots, keeper.scratch, lambda owner: owner == "node-1-5") == 2
-    for root in (keeper.snapshots, keeper.scratch):
+    assert sweep((keeper.snapshots, keeper.shared), lambda owner, _: owner == "node-1-5") == 2
+    for root in (keeper.snapshots, keeper.shared):
         assert sorted(os.listdir(root)) == [".partial-node-2-6", "kept"]
 
 

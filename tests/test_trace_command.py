@@ -138,6 +138,7 @@ def test_what_is_no_file_is_a_clear_error(tmp_path):
     for path, says in (
         (tmp_path / "none", "cannot be opened: No such file or directory"),
         ("/dev/zero", "is no regular file"),
+        ("/proc/self/mem", "cannot be read: Input/output error"),
         (tmp_path / "fifo", "is no regular file"),
         (tmp_path, "there is no trace in"),
     ):

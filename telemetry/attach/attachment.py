@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from telemetry.attach import checkpoints, garbage, loader, prefetchers, workers
+from telemetry.attach import accelerator, checkpoints, garbage, loader, prefetchers, workers
+from telemetry.attach.captures import Captures
 from telemetry.attach.gpu_clock import GpuClock
 from telemetry.attach.imports import ImportWatch
 from telemetry.attach.patches import Patches
@@ -24,11 +25,13 @@ class Attachment:
     Args:
         tracker: what the hooks tell.
         on_error: told of a hook that could not be placed; the others are not affected.
-        gpu_events: whether to time waits with CUDA events, where CUDA comes into use.
+        gpu_events: whether to time waits with events of the GPU, or of another device that has them, once it is used.
         nvtx: whether steps, waits, phases and the workers' fetches are to be NVTX ranges.
 
     Attributes:
         profilers: knows of the user's own profilers.
+        captures: knows of the captures of CUDA graphs.
+        clock: the GPU's, also when the hooks are gone; None where there is none.
     """
 
     def __init__(
@@ -41,11 +44,14 @@ class Attachment:
     ) -> None:
         self._gpu_events = gpu_events
         self._nvtx = nvtx
+        self._clock_absent: str | None = None
         self._gpu_watched = False
         self._tracker = tracker
         self._on_error = on_error
         self._patches = Patches()
         self.profilers = ProfilerWatch(on_error)
+        self.captures = Captures()
+        self.clock: GpuClock | None = None
         self._watch = ImportWatch(on_error)
 
     def attach(self) -> None:
@@ -58,15 +64,35 @@ class Attachment:
         for name, patch in prefetchers.PATCHES.items():
             self._watch.when_imported(name, self._with_patches(patch))
 
-    def watch_gpu(self) -> None:
-        """CUDA has come into use: time waits on its clock, if that is wanted. Called again and again, on any thread."""
+    def watch_gpu(self, name: str = accelerator.CUDA) -> str | None:
+        """A device has come into use: time waits on its clock, if that is wanted and possible.
+
+        Called again and again, on any thread.
+
+        Args:
+            name: the type of device, as `accelerator.in_use` tells it.
+
+        Returns:
+            Why there is no such clock; None where there is one.
+        """
         tracker = self._tracker
-        if self._gpu_events and not self._gpu_watched:
+        tracker.accelerator = name
+        if not self._gpu_watched:
             self._gpu_watched = True  # once: a clock that failed is not tried again
             torch = sys.modules["torch"]
-            tracker.gpu = GpuClock(lambda: torch.cuda.Event(enable_timing=True), lambda: _events_usable(torch))
+            if not self._gpu_events:
+                self._clock_absent = "gpu_events is off"
+            elif not accelerator.timed(torch, name):
+                self._clock_absent = f"torch has no events that time the work of this device ({name})"
+            else:
+                self.clock = tracker.gpu = GpuClock(accelerator.Events(torch, name, self.captures))
         if tracker.gpu is not None:
             tracker.key = 0  # off the short path, which knows nothing of the clock
+        if self.clock is None:
+            return self._clock_absent
+        if self.clock.failed:
+            return f"the timing events of this device ({name}) failed"
+        return "the waits that were to be timed were on another stream than the work" if self.clock.in_vain else None
 
     def watch_class(self, cls: type) -> bool:
         """Time the iterations of a class of loaders that iterates in its own way. Returns whether they are timed."""
@@ -76,10 +102,12 @@ class Attachment:
         """Remove every hook. Returns the names of patches that others have patched over and that stay, inert."""
         self._watch.close()
         self._tracker.detach()
+        if self.clock is not None and not self.captures.under_way:
+            self.clock.release()
         return self._patches.undo()
 
     def after_fork_in_child(self) -> None:
-        """Let the hooks pass straight through. Takes no lock."""
+        """Let the hooks pass straight through. Takes no lock, and releases no event of the parent's."""
         self._watch.close()
         self._tracker.detach()
 
@@ -92,6 +120,7 @@ class Attachment:
             lambda: self._optimizer(sys.modules["torch.optim.optimizer"]),
             lambda: self._profilers(torch),
             lambda: tracker.marks.use_nvtx(torch.cuda.nvtx) if self._nvtx else None,
+            lambda: self.captures.patch(getattr(torch.cuda, "CUDAGraph", None), self._patches),
             lambda: self._saving(torch.serialization),
             lambda: self._saving(torch),
         )
@@ -141,7 +170,3 @@ class Attachment:
 def current_device(torch: ModuleType) -> int | None:
     """The calling thread's CUDA device; None while CUDA is not in use. Does not initialise it."""
     return torch.cuda.current_device() if torch.cuda.is_initialized() else None
-
-
-def _events_usable(torch: ModuleType) -> bool:
-    return torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing()

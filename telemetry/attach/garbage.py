@@ -21,25 +21,31 @@ def time_garbage(tracker: StepTracker, patches: Patches) -> None:
     ran meanwhile, which was no Python, and unless it waits for a batch of its workers anyway.
     """
     began = ran = 0
+    in_wait = False
 
     def collected(phase: str, info: dict[str, Any]) -> None:
-        nonlocal began, ran
+        nonlocal began, ran, in_wait
         del info
         elsewhere = get_ident() != tracker.thread
         if not elsewhere:
             tracker.collecting = phase == "start"
-        if not (tracker.active and tracker.stepping) or (elsewhere and _waits_for_workers(tracker)):
+        counts = tracker.active and (tracker.stepping or (tracker.asking and not elsewhere))
+        if not counts or (elsewhere and _waits_for_workers(tracker)):
             began = 0  # what it costs the start-up or an evaluation is no step's loss
             return
         try:
             if phase == "start":
-                ran = _cpu_ns(tracker.native_thread) if elsewhere else 0
+                ran = _cpu_ns(tracker.native_thread) if elsewhere else time.thread_time_ns()
+                in_wait = tracker.asking
                 began = now_ns()
             elif began:
                 lost = now_ns() - began
                 if elsewhere:
                     lost -= _cpu_ns(tracker.native_thread) - ran
-                tracker.garbage_ns += max(0, lost)
+                lost = max(0, lost)
+                tracker.garbage_ns += lost
+                if in_wait:
+                    tracker.inside.collected(lost, 0 if elsewhere else time.thread_time_ns() - ran)
                 began = 0
         except OSError:
             began = 0  # the training thread is no more

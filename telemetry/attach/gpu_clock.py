@@ -5,18 +5,23 @@ another. The GPU reaches the first when it has finished the step and the second 
 time between the two is what it had nothing to do, however long the host waited. No synchronise is needed; a pair is
 read some steps later, when it has long passed.
 
+Both events go into the stream that the optimizer's work goes into, or the pair is not counted: a stream on the side,
+for copies say, has nothing to do while the GPU is busy.
+
 Events are touched on the training thread only: a query from another thread invalidates a graph capture in progress.
+They are never released in a forked child; see `attach.kept`.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
+from telemetry.attach.kept import keep, release
 from telemetry.clock import now_ns
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from telemetry.attach.accelerator import Place
 
 BUDGET_RATIO: Final = 0.001
 """Share of the step that timing it may cost."""
@@ -27,44 +32,72 @@ _MAX_THINNING: Final = 1000
 _BOTH_HALVES: Final = 1.5  # the half that is measured also reads an old pair; the other only records
 # A wait on the GPU cannot be longer than the host's, but for the latency of one launch and the events' 0.5 us grain.
 _TOLERANCE_SECONDS: Final = 0.001
+_IN_VAIN: Final = 20
+
+
+class Device(Protocol):
+    """What a clock needs of a device."""
+
+    def event(self) -> Any:
+        """A new timing event."""
+
+    def begin(self) -> Place | None:
+        """Calls are about to come. Returns where this thread's work goes; None: make none now."""
+
+    def end(self) -> None:
+        """No more calls. Follows every `begin`."""
+
+
+class _Pair(NamedTuple):
+    """Two events of one device, in its stream ``place``. An event belongs to the device it was first recorded on."""
+
+    before: Any
+    after: Any
+    place: Place
+    edge: bool
 
 
 class GpuClock:
     """Pairs of events around the waits of the training thread, thinned out to stay within `BUDGET_RATIO`.
 
     Args:
-        new_event: makes a timing event (``torch.cuda.Event(enable_timing=True)``).
-        usable: whether events may be recorded right now: CUDA is initialised and no stream is capturing.
+        device: whose events.
 
     Attributes:
         sampled_ns: exposed wait and host wait of the thinned-out pairs that were read.
         edge_ns: the same of the pairs around an iteration's start and end, each of which is timed.
         pairs: how many pairs were read.
         distrusted: pairs that were thrown away because they contradict the host's clock.
+        skipped: waits whose turn it was and that were not timed: their work went elsewhere than the step's.
+        failed: a call to the device raised; the clock is not used any more.
     """
 
     __slots__ = (
         "_armed",
         "_cost_ns",
+        "_device",
+        "_events",
         "_free",
         "_last_request",
-        "_new_event",
         "_pending",
         "_skip",
         "_step_ns",
-        "_usable",
+        "_worked_in",
         "distrusted",
         "edge_ns",
+        "failed",
         "pairs",
         "sampled_ns",
+        "skipped",
     )
 
-    def __init__(self, new_event: Callable[[], Any], usable: Callable[[], bool]) -> None:
-        self._new_event = new_event
-        self._usable = usable
-        self._free: list[tuple[Any, Any]] = []
-        self._pending: deque[tuple[Any, Any, int, bool]] = deque()
-        self._armed: tuple[Any, Any, bool] | None = None
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._events: list[Any] = []  # every one there is
+        self._free: dict[int, list[tuple[Any, Any]]] = {}  # by device
+        self._pending: deque[tuple[_Pair, int]] = deque()
+        self._armed: _Pair | None = None
+        self._worked_in: Place | None = None
         self._skip = 0
         self._cost_ns = 20_000.0  # until it has been measured
         self._step_ns = 0.0
@@ -73,6 +106,26 @@ class GpuClock:
         self.edge_ns = (0, 0)
         self.pairs = 0
         self.distrusted = 0
+        self.skipped = 0
+        self.failed = False
+
+    @property
+    def in_vain(self) -> bool:
+        """Whether the waits of ordinary steps come and go, and none of them can be timed."""
+        return not self.sampled_ns[1] and self.skipped + self.distrusted >= _IN_VAIN
+
+    def worked(self) -> None:
+        """The optimizer has stepped: what the training does goes where this thread's work goes now.
+
+        Noted for one request only: a graph that is replayed calls no optimizer, and need not be replayed where it was
+        captured.
+        """
+        if self._skip > 0:
+            return  # the next request is not timed
+        try:
+            self._worked_in = self._device.begin()
+        finally:
+            self._device.end()
 
     def step_ended(self) -> None:
         """The next batch is about to be requested: mark the end of the step's work, if it is this step's turn."""
@@ -80,61 +133,96 @@ class GpuClock:
             self._skip -= 1
             return
         start = now_ns()
-        if not self._usable():
-            self._last_request = 0
-            return
-        thinning = self._thinning()
-        if self._last_request:
-            self._step_ns += _SMOOTHING * ((start - self._last_request) / thinning - self._step_ns)
-        self._last_request = start
-        self._arm(edge=False)
+        try:
+            place = self._device.begin()
+            if place is None:
+                self._last_request = 0
+                return
+            thinning = self._thinning()
+            if self._last_request:
+                self._step_ns += _SMOOTHING * ((start - self._last_request) / thinning - self._step_ns)
+            self._last_request = start
+            self._arm(place, edge=False)
+        finally:
+            self._device.end()
         self._skip = self._thinning() - 1
         self._cost_ns += _SMOOTHING * (_BOTH_HALVES * (now_ns() - start) - self._cost_ns)
 
     def edge(self) -> None:
         """An iteration begins, or a request that is no ordinary step's: rare, so each is timed."""
         self._last_request = 0
-        if self._usable():
-            self._arm(edge=True)
+        try:
+            place = self._device.begin()
+            if place is not None:
+                self._arm(place, edge=True)
+        finally:
+            self._device.end()
 
     def batch_arrived(self, start: int, end: int) -> None:
         """The wait is over: mark the moment from which the GPU can have work again. Stamps are the host's."""
-        armed = self._armed
-        if armed is None:
+        pair, self._armed = self._armed, None
+        if pair is None:
             return
-        self._armed = None
-        if not self._usable():
-            return  # a capture began inside the loader: this pair is not comparable
-        before, after, edge = armed
-        after.record()
-        self._pending.append((before, after, end - start, edge))
+        try:
+            place = self._device.begin()
+            if place == pair.place:
+                pair.after.record()
+                self._pending.append((pair, end - start))
+                return
+        finally:
+            self._device.end()
+        self.skipped += place is not None  # None: a capture began inside the loader
+        self._give_back(pair)
 
-    def _arm(self, *, edge: bool) -> None:
+    def release(self) -> None:
+        """Let go of every event. Not in a forked child: there they are simply left."""
+        events, self._events = self._events, []
+        self._free, self._pending, self._armed = {}, deque(), None
+        for event in events:
+            release(event)
+
+    def _arm(self, place: Place, *, edge: bool) -> None:
+        worked_in, self._worked_in = self._worked_in, None
+        if self._armed is not None:  # nothing has arrived
+            self._give_back(self._armed)
+            self._armed = None
         self._collect()
         if len(self._pending) >= _POOL:
             return  # the GPU is that far behind: nothing waits for data
-        before, after = self._free.pop() if self._free else (self._new_event(), self._new_event())
+        if worked_in is not None and worked_in != place:
+            self.skipped += 1
+            return
+        free = self._free.setdefault(place.device, [])
+        before, after = free.pop() if free else (self._new_event(), self._new_event())
         before.record()
-        self._armed = (before, after, edge)
+        self._armed = _Pair(before, after, place, edge)
+
+    def _new_event(self) -> Any:
+        event = self._device.event()
+        keep(event)  # before anything else: a fork may come at any moment
+        self._events.append(event)
+        return event
+
+    def _give_back(self, pair: _Pair) -> None:
+        self._free.setdefault(pair.place.device, []).append((pair.before, pair.after))
 
     def _collect(self) -> None:
         while self._pending:
-            before, after, host_wait, edge = self._pending[0]
-            if not after.query():
+            pair, host_wait = self._pending[0]
+            if not pair.after.query():
                 return
             self._pending.popleft()
-            exposed = before.elapsed_time(after) / 1e3
+            exposed = pair.before.elapsed_time(pair.after) / 1e3
             if 0.0 <= exposed <= host_wait / 1e9 + _TOLERANCE_SECONDS:
                 read = (min(int(exposed * 1e9), host_wait), host_wait)
-                if edge:
+                if pair.edge:
                     self.edge_ns = (self.edge_ns[0] + read[0], self.edge_ns[1] + read[1])
                 else:
                     self.sampled_ns = (self.sampled_ns[0] + read[0], self.sampled_ns[1] + read[1])
                 self.pairs += 1
             else:
                 self.distrusted += 1
-            if len(self._free) < _POOL:
-                self._free.append((before, after))
+            self._give_back(pair)
 
     def _thinning(self) -> int:
         """Every how many steps one is timed."""

@@ -22,13 +22,15 @@ class Source:
         kind: in the words of `records.Slice`.
         settings: of the loader, by the names of DataLoader's arguments; ``loader_used_again``, whether the newest
             iteration was not its first; and ``sharing_strategy``, of torch.multiprocessing, where workers are forked.
+        unseen: iterations that found no room in the ring when they began; the training thread's.
     """
 
-    __slots__ = ("__weakref__", "kind", "settings")
+    __slots__ = ("__weakref__", "kind", "settings", "unseen")
 
     def __init__(self, kind: str, settings: dict[str, Any]) -> None:
         self.kind = kind
         self.settings = settings
+        self.unseen = 0
 
 
 ON_THREAD: Final = Source("training_thread", {"num_workers": 0})

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from importlib.abc import Loader, MetaPathFinder
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ class ImportWatch(MetaPathFinder):
     def __init__(self, on_error: Callable[[BaseException], None]) -> None:
         self._waiting: dict[str, Callable[[ModuleType], None]] = {}
         self._on_error = on_error
-        self._searching = False
+        self._searching: set[tuple[int, str]] = set()  # threads, and what each is looking for
 
     def when_imported(self, name: str, then: Callable[[ModuleType], None]) -> None:
         """Call ``then(module)``; an exception in it goes to ``on_error`` and not to the import."""
@@ -49,15 +50,17 @@ class ImportWatch(MetaPathFinder):
     ) -> ModuleSpec | None:
         """Find a watched module as everyone else would, with a loader that calls back. None for all others."""
         del path, target
-        if fullname not in self._waiting or self._searching:
+        # Of this thread and this module alone. CPython calls one finder at a time, but that is no promise.
+        search = (get_ident(), fullname)
+        if fullname not in self._waiting or search in self._searching:
             return None
-        self._searching = True
+        self._searching.add(search)
         try:
             spec = importlib.util.find_spec(fullname)
         except (ImportError, AttributeError, ValueError):
             return None  # the others on the path will say why
         finally:
-            self._searching = False
+            self._searching.discard(search)
         if spec is None or spec.loader is None:
             return None
         # Still waiting for it: who asks for a spec may only want to know whether there is such a module.

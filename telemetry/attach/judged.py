@@ -25,15 +25,12 @@ class Judged:
 
     A loader is known again by its sampler, or else by its data set, neither of which is kept alive. Where no optimizer
     of torch's has stepped yet, nothing is judged.
-
-    Attributes:
-        evaluating: they are an evaluation's.
     """
 
-    __slots__ = ("_batches", "_evaluated", "_iterator", "_most", "_parts", "_since", "_trained", "evaluating")
+    __slots__ = ("_batches", "_evaluated", "_evaluating", "_iterator", "_most", "_parts", "_since", "_trained")
 
     def __init__(self) -> None:
-        self.evaluating = False
+        self._evaluating = False
         self._iterator = 0
         self._since = 0  # optimizer steps when the first of them was asked for
         self._batches = 0  # asked for since
@@ -60,17 +57,17 @@ class Judged:
             self._parts = _parts_of(iterator)
             self._most = _WITHOUT_A_STEP * max(1, round(closed / max(1, optimizer_steps)))
             self._most *= _TRAINED_BEFORE if self._in(self._trained, self._parts[:1]) else 1
-            self.evaluating = self._evaluates(self._parts)
+            self._evaluating = self._evaluates(self._parts)
         elif optimizer_steps > self._since:
-            self.evaluating = False
-        elif optimizer_steps and not self.evaluating:
+            self._evaluating = False
+        elif optimizer_steps and not self._evaluating:
             self._batches += 1
-            self.evaluating = self._batches > self._most
-        return self.evaluating
+            self._evaluating = self._batches > self._most
+        return self._evaluating
 
     def settled(self, optimizer_steps: int) -> bool:
         """Whether nothing is left to judge of them: it is training."""
-        return not self.evaluating and (optimizer_steps > self._since or not optimizer_steps)
+        return not self._evaluating and (optimizer_steps > self._since or not optimizer_steps)
 
     def likely(self, optimizer_steps: int) -> bool:
         """Whether they are trained on, as far as is known: one that has just begun may be either."""
@@ -85,11 +82,11 @@ class Judged:
             for part in parts:
                 self._trained[id(part)] = part
                 self._evaluated.pop(id(part), None)
-        elif self.evaluating:
+        elif self._evaluating:
             for part in parts:
                 if self._trained.get(id(part)) is not part:
                     self._evaluated[id(part)] = part
-        self._iterator, self._parts, self.evaluating = 0, [], False
+        self._iterator, self._parts, self._evaluating = 0, [], False
 
     def _evaluates(self, parts: list[weakref.ref[Any]]) -> bool:
         """A data set that is evaluated with may be trained with too, by another loader: that has another sampler."""

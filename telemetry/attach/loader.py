@@ -13,7 +13,8 @@ from threading import get_ident
 from time import thread_time_ns
 from typing import TYPE_CHECKING, Any
 
-from telemetry.attach.frames import forget_frame, without_frames
+from telemetry.attach.frames import forget_frame
+from telemetry.attach.inside import Timed, end_timed, time_starts, time_wait, timed_reset
 from telemetry.attach.ring import MASK, S_DATA_WAIT, STEP, STRIDE
 from telemetry.attach.steps import OVERHEAD_EVERY, OVERHEAD_MASK, StepTracker
 from telemetry.clock import now_ns
@@ -32,6 +33,7 @@ def patch_loader(module: ModuleType, tracker: StepTracker, grad_enabled: Callabl
         module._BaseDataLoaderIter, "__next__", lambda original: timed_next(original, tracker, grad_enabled)
     )
     patch_edges(module.DataLoader, module._MultiProcessingDataLoaderIter, tracker, patches)
+    time_starts(module, tracker, patches)
     patches.replace(module._SingleProcessDataLoaderIter, "__init__", lambda original: timed_making(original, tracker))
 
 
@@ -40,6 +42,7 @@ def patch_edges(loader: Any, workers: Any, tracker: StepTracker, patches: Patche
     patches.replace(loader, "__iter__", lambda original: timed_iter(original, tracker))
     patches.replace(workers, "__init__", lambda original: timed_making(original, tracker))
     patches.replace(workers, "_shutdown_workers", lambda original: timed_shutdown(original, tracker))
+    patches.replace(workers, "_reset", lambda original: timed_reset(original, tracker))
 
 
 def timed_next(
@@ -93,7 +96,7 @@ def timed_next(
                 words[slot + 1] = end
                 ring.head = head + stride
             else:
-                ring.drop(start, end, STEP)
+                ring.push(start, end, STEP)
             tracker.waiting_since = 0
             if not head & sampled:
                 tracker.overhead_ns += (now() - end) * OVERHEAD_EVERY
@@ -123,11 +126,13 @@ def _timed_uncommon(original: Callable[[Any], Any], tracker: StepTracker) -> Cal
                 _mark(tracker, self, entry)
             cpu = thread_time_ns() if tracker.time_fetches and entry & 7 == S_DATA_WAIT else 0
             marks = tracker.wait_begins(self) if tracker.marks.makers else ()
+            timed = time_wait(tracker, self, entry) if tracker.inside.wanted else None
             start = now_ns()
             tracker.waiting_since = start if entry & 7 == S_DATA_WAIT else -start
         except Exception as error:
             tracker.fault(error)
             return original(self)
+        end = 0
         try:
             batch = original(self)
             end = now_ns()
@@ -136,8 +141,8 @@ def _timed_uncommon(original: Callable[[Any], Any], tracker: StepTracker) -> Cal
             forget_frame(error)
             raise
         finally:
-            if marks:
-                _end(tracker, marks)
+            if marks or timed is not None:
+                _end(tracker, marks, timed, self, batch=end > 0)
         try:
             if cpu:
                 tracker.fetch_timed(end - start, thread_time_ns() - cpu)
@@ -171,7 +176,11 @@ def _contain(tracker: StepTracker, error: BaseException) -> None:
     tracker.fault(error)
 
 
-def _end(tracker: StepTracker, marks: Sequence[Callable[[], object]]) -> None:
+def _end(
+    tracker: StepTracker, marks: Sequence[Callable[[], object]], timed: Timed | None, iterator: object, *, batch: bool
+) -> None:
+    if timed is not None:
+        end_timed(tracker, timed, iterator, batch=batch)
     try:
         tracker.marks.end(marks)
     except Exception as error:
@@ -182,7 +191,7 @@ def _mark(tracker: StepTracker, iterator: object, entry: int) -> None:
     try:
         tracker.mark_request(iterator, entry)
     except Exception as error:
-        _without_gpu(tracker, error)
+        tracker.without_gpu(error)
 
 
 def _arrived(tracker: StepTracker, start: int, end: int) -> None:
@@ -190,14 +199,7 @@ def _arrived(tracker: StepTracker, start: int, end: int) -> None:
         if tracker.gpu is not None:
             tracker.gpu.batch_arrived(start, end)
     except Exception as error:
-        _without_gpu(tracker, error)
-
-
-def _without_gpu(tracker: StepTracker, error: Exception) -> None:
-    """What failed once may fail at every step: the steps go on, and the GPU's part of their waits is not known."""
-    tracker.gpu = None
-    tracker.errors += 1
-    tracker.last_error = without_frames(error)
+        tracker.without_gpu(error)
 
 
 def timed_iter(original: Callable[[Any], Any], tracker: StepTracker) -> Callable[[Any], Any]:

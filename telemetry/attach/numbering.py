@@ -7,9 +7,9 @@ from bisect import bisect_left
 from typing import TYPE_CHECKING
 
 from telemetry.attach.handle import ON_THREAD, LoaderHandle, Source
-from telemetry.attach.ring import BATCH, BEGINS, S_DATA_WAIT
+from telemetry.attach.ring import BATCH, BEGINS, GAP, S_DATA_WAIT
 from telemetry.clock import NS
-from telemetry.records import FETCH_BUCKETS, Arrival, Histogram
+from telemetry.records import FETCH_BUCKETS, Arrival, DroppedSpans, Histogram
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -25,13 +25,15 @@ class Numbering:
         self._waits: dict[Source, int] = {}
         self._own_counts = [0] * (len(FETCH_BUCKETS) + 1)
         self._own_ns = 0
+        self._numbered: weakref.WeakKeyDictionary[LoaderHandle, int] = weakref.WeakKeyDictionary()
 
     def fold(self, entries: Iterable[Entry]) -> None:
         """Number entries of the ring, in the order in which they happened."""
         for start, end, code, loader in entries:
-            if isinstance(loader, LoaderHandle) and code & BEGINS:
-                loader.epoch += 1
-                loader.delivered = None if loader.resumed and loader.epoch == 1 else 0
+            if code & GAP or isinstance(loader, DroppedSpans):
+                self._lost()
+            elif isinstance(loader, LoaderHandle) and code & BEGINS:
+                self._begin(loader)
             elif loader is not None or code & BATCH:
                 waited = code & 7 == S_DATA_WAIT
                 if loader is None:
@@ -48,12 +50,6 @@ class Numbering:
                         loader.arrivals.append(Arrival(loader.epoch, loader.delivered, start, end))
                     loader.delivered += 1
 
-    def lost(self) -> None:
-        """Entries were dropped: numbers mean nothing until the next iteration begins."""
-        loader = self._current()
-        if isinstance(loader, LoaderHandle):
-            loader.delivered = None
-
     def own_fetches(self) -> Histogram | None:
         """What the training thread took for batches that it fetched itself; None before the first."""
         if not self._own_ns:
@@ -64,3 +60,17 @@ class Numbering:
         """The source that was waited for most since the last call; None where nothing was waited for."""
         waits, self._waits = self._waits, {}
         return max(waits, key=lambda source: waits[source], default=None)
+
+    def _begin(self, loader: LoaderHandle) -> None:
+        """Begin an iteration. If others were dropped since the last one, it is not certain which one this is."""
+        seen = self._numbered.get(loader, 0)
+        unseen = self._numbered[loader] = loader.unseen
+        loader.epoch += 1 + unseen - seen
+        unknown = unseen != seen or (loader.resumed and loader.epoch == 1)
+        loader.delivered = None if unknown else 0
+
+    def _lost(self) -> None:
+        """Entries were dropped: of which fetch a batch is, is not known until the next iteration begins."""
+        for loader in (*self._numbered, self._current()):
+            if isinstance(loader, LoaderHandle):
+                loader.delivered = None

@@ -3,20 +3,31 @@
 One entry is a span of the training thread's time: two monotonic stamps and a code that says which category of the
 ledger the thread was in between them, which one it is in afterwards, and whether a step closes or opens at its
 start. Preallocated and without a lock: one writer, one reader, and every operation the two share is atomic under the
-GIL. A full ring drops the entry and never waits.
+GIL. A full ring drops the entry and never waits. What was dropped is added up, and the sums go into the ring as one
+entry, in their place, as soon as there is room again: the reader knows every second, only not step by step.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.records import CATEGORIES, CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, OTHER, STARTUP
+from telemetry.records import (
+    CATEGORIES,
+    CHECKPOINT,
+    COMPUTE,
+    DATA_WAIT,
+    EVALUATION,
+    OTHER,
+    STARTUP,
+    DroppedSpans,
+)
 
 if TYPE_CHECKING:
     from telemetry.attach.handle import Source
 
-Entry = tuple[int, int, int, "Source | None"]
-"""start, end (monotonic ns), code, and where the batch is from; None for the source of the entry before."""
+Entry = tuple[int, int, int, "Source | DroppedSpans | None"]
+"""start, end (monotonic ns), code, and where the batch is from; None for the source of the entry before. With the code
+`GAP`: what was dropped here."""
 
 CAPACITY: Final = 1 << 12
 """Entries. At one drain a second this is a step of 244 µs; faster loops than that lose entries, counted. The garbage
@@ -46,6 +57,8 @@ BEGINS: Final = 1 << 9
 """An iteration of the loader began: its batches are numbered from 0 again."""
 LEAVES: Final = 1 << 11
 """The workers of an iteration that was left in the middle were stopped."""
+GAP: Final = 1 << 12
+"""Not a span: entries were dropped here, and this is what they add up to."""
 
 
 def code(during: int, after: int, flags: int = 0) -> int:
@@ -66,14 +79,18 @@ class Ring:
     but stand there already; the reader puts them back.
 
     The hot path writes ``words`` and ``head`` itself: a method call would double its cost. Everything else goes
-    through `push`. ``head`` and ``tail`` count words and only ever grow; ``limit`` is where the ring is full.
+    through `push`. ``head`` and ``tail`` count words and only ever grow. ``limit`` is how far the writer may go before
+    it has to look again where the reader is. Only the writer sets it: while entries are being dropped it stays where
+    it is, so that the hot path stores nothing before the sums of what was dropped are in their place.
 
     Attributes:
         open: whether a step is open, after the newest entry.
-        dropped: batches that found no room.
+        dropped: steps whose end found no room.
+        lost: what the newest stretch of dropped spans adds up to, None before the first. To be read before ``head``:
+            what is up to there then comes before the stretch, or has it in its place.
     """
 
-    __slots__ = ("_unclosing", "dropped", "dropped_ns", "head", "limit", "open", "tail", "words")
+    __slots__ = ("_stretch", "_stretches", "_unclosing", "dropped", "head", "limit", "lost", "open", "tail", "words")
 
     def __init__(self) -> None:
         self.words: list[Any] = [0, 0, STEP, None] * CAPACITY
@@ -83,36 +100,34 @@ class Ring:
         self.open = False
         self._unclosing = 0  # entries that closed no step; the short path writes none of these
         self.dropped = 0
-        # What dropped spans took, by category: the ledger stays right where steps could not be kept.
-        self.dropped_ns = [0] * len(CATEGORIES)
+        self.lost: DroppedSpans | None = None
+        self._stretch: _Stretch | None = None  # while spans are being dropped
+        self._stretches = 0
 
     def push(self, start: int, end: int, entry: int, source: Source | None = None) -> None:
-        """Write one span, or count it as dropped."""
-        head = self.head
-        if head >= self.limit:
-            self.drop(start, end, entry)
+        """Write one span; or add it to those that are dropped."""
+        closes = bool(entry & CLOSES) and self.open
+        if self.head < self.limit or self._find_room():
+            self._store(start, end, entry, source)
+            self._unclosing += not closes
+            if entry & (CLOSES | OPENS):
+                self.open = bool(entry & OPENS)
             return
-        slot = head & MASK
-        self.words[slot] = start
-        self.words[slot + 1] = end
-        self.words[slot + 2] = entry
-        self.words[slot + 3] = source
-        self.head = head + STRIDE
-        if not (entry & CLOSES and self.open):
-            self._unclosing += 1
         if entry & (CLOSES | OPENS):
             self.open = bool(entry & OPENS)
+        if source is not None and entry & BEGINS:
+            source.unseen += 1
+        if self._stretch is None:
+            self._stretches += 1
+            self._stretch = _Stretch(self._stretches, start, entry & 7)
+        self._stretch.add(start, end, entry, closes=closes)
+        self.dropped += closes
+        self.lost = self._stretch.sums(is_open=self.open)
 
     @property
     def closed(self) -> int:
         """Steps that have ended, those dropped included: exact on the training thread, and free on the short path."""
         return self.head // STRIDE - self._unclosing + self.dropped
-
-    def drop(self, start: int, end: int, entry: int) -> None:
-        """Count a span that found no room."""
-        if entry & BATCH:
-            self.dropped += 1
-        self.dropped_ns[entry & 7] += end - start
 
     def drain(self, limit: int, head: int | None = None) -> list[Entry]:
         """Take up to ``limit`` entries out, oldest first and none from ``head`` on."""
@@ -127,5 +142,97 @@ class Ring:
             words[slot + 3] = None
             tail += STRIDE
         self.tail = tail
-        self.limit = tail + WORDS
         return taken
+
+    def _store(self, start: int, end: int, entry: int, source: Source | DroppedSpans | None) -> None:
+        head = self.head
+        slot = head & MASK
+        self.words[slot] = start
+        self.words[slot + 1] = end
+        self.words[slot + 2] = entry
+        self.words[slot + 3] = source
+        self.head = head + STRIDE
+
+    def _find_room(self) -> bool:
+        """Look how far the reader has come. The sums of what was dropped go in first, which takes an entry as well."""
+        limit = self.tail + WORDS
+        dropped = self.lost if self._stretch is not None else None
+        if self.head + (2 if dropped is not None else 1) * STRIDE > limit:
+            return False
+        if dropped is not None:
+            self._store(dropped.start_ns, dropped.end_ns, GAP, dropped)
+            self._unclosing += 1
+            self._stretch = None
+        self.limit = limit
+        return True
+
+
+class _Stretch:
+    """Adds up spans that are dropped one after the other, as the reader would have booked them."""
+
+    __slots__ = (
+        "_batches", "_category", "_checkpoint", "_compute_ns", "_end", "_entered", "_first", "_last_step", "_ns",
+        "_number", "_opened", "_start", "_steps", "_wait_ns",
+    )  # fmt: skip
+
+    def __init__(self, number: int, start: int, first: int) -> None:
+        self._number = number
+        self._start = self._end = start
+        self._first = self._category = first
+        self._entered = 0
+        self._ns = [0] * len(CATEGORIES)
+        self._steps = self._batches = self._last_step = 0
+        self._opened = False
+        self._wait_ns = self._compute_ns = 0
+        self._checkpoint = first == S_CHECKPOINT
+
+    def add(self, start: int, end: int, entry: int, *, closes: bool) -> None:
+        """One more span; ``closes``: a step ends with it."""
+        self._pass(start)
+        if closes:
+            self._steps += 1
+            self._last_step = start
+        if entry & OPENS:
+            self._opened = True
+            self._wait_ns = self._compute_ns = 0
+            self._checkpoint = False
+        self._enter(entry & 7, start)
+        self._pass(end)
+        self._enter(entry >> 3 & 7, end)
+        self._batches += bool(entry & (BATCH | JOINS))
+
+    def sums(self, *, is_open: bool) -> DroppedSpans:
+        """What there is so far. A new object each time: the reader may look at any moment."""
+        return DroppedSpans(
+            self._number,
+            self._start,
+            self._end,
+            tuple(self._ns),
+            self._first,
+            self._category,
+            self._entered,
+            self._steps,
+            self._batches,
+            self._last_step,
+            is_open,
+            self._opened,
+            self._wait_ns,
+            self._compute_ns,
+            self._checkpoint,
+        )
+
+    def _pass(self, stamp: int) -> None:
+        passed = stamp - self._end
+        if passed <= 0:
+            return
+        self._end = stamp
+        self._ns[self._category] += passed
+        if self._category == S_DATA_WAIT:
+            self._wait_ns += passed
+        elif self._category == S_COMPUTE:
+            self._compute_ns += passed
+
+    def _enter(self, category: int, stamp: int) -> None:
+        if category != self._category:
+            self._category, self._entered = category, stamp
+            self._checkpoint |= category == S_CHECKPOINT

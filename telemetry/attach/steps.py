@@ -23,6 +23,7 @@ from telemetry.attach import ring as r
 from telemetry.attach.frames import without_frames
 from telemetry.attach.freeing import Freeing
 from telemetry.attach.handle import ON_THREAD, WATCHED
+from telemetry.attach.inside import Inside
 from telemetry.attach.judged import Judged
 from telemetry.attach.kinds import is_loader_iterator
 from telemetry.attach.marks import Marks
@@ -85,6 +86,8 @@ class StepTracker(_OnEveryStep):
         recorder: told of every step boundary, off the short path; None while there is no snapshot to take.
         marks: ranges for the profilers that look on.
         device: the CUDA device of the training thread, as of the newest first batch; None for none.
+        accelerator: the type of the asynchronous device in use; None for none.
+        trained_on: the type of device that the parameters are on which an optimizer steps; None while not known.
         sources: where batches come from.
         gpu: the clock that times waits on the GPU, None where there is none.
         native_thread: the kernel's number of the training thread.
@@ -92,6 +95,7 @@ class StepTracker(_OnEveryStep):
         time_fetches: so many of the next fetches of this thread's own are to be timed on the CPU's clock too;
             ``timed_fetch_ns`` and ``timed_fetch_cpu_ns`` are the sums of those that were.
         freeing: follows a batch of workers until it is freed.
+        inside: what this thread does itself while it asks for a batch: the sampler, collections.
         collecting: the garbage collector is at work on the training thread.
         requests_elsewhere: batches that other threads have requested.
         unseen_steps: steps before which no batch was requested on this thread: how long it waited for one is not known.
@@ -109,6 +113,7 @@ class StepTracker(_OnEveryStep):
         "_iterator_alive",
         "_judged",
         "_loader",
+        "_looked_at",
         "_lost_sight",
         "_members",
         "_open",
@@ -117,12 +122,14 @@ class StepTracker(_OnEveryStep):
         "_state",
         "_steady",
         "_unnoted",
+        "accelerator",
         "collecting",
         "device",
         "errors",
         "freeing",
         "garbage_ns",
         "gpu",
+        "inside",
         "last_error",
         "marks",
         "native_thread",
@@ -135,6 +142,7 @@ class StepTracker(_OnEveryStep):
         "time_fetches",
         "timed_fetch_cpu_ns",
         "timed_fetch_ns",
+        "trained_on",
         "unseen_steps",
     )
 
@@ -157,11 +165,15 @@ class StepTracker(_OnEveryStep):
         self.requests_elsewhere = 0
         self.unseen_steps = 0
         self.freeing = Freeing(ring)
+        self.inside = Inside()
         self.sources = Sources()
         self.errors = 0
         self.last_error: BaseException | None = None
         self.phases: deque[PhaseSpan] = deque(maxlen=_MAX_PHASES)
         self.device: int | None = None
+        self.accelerator: str | None = None
+        self.trained_on: str | None = None
+        self._looked_at = 0  # id of the optimizer that said what is trained on
         self._current_device: Callable[[], int | None] = lambda: None
         self._grad_enabled: Callable[[], bool] = lambda: True  # until torch is there
         self._state = r.S_STARTUP
@@ -199,6 +211,11 @@ class StepTracker(_OnEveryStep):
     def stepping(self) -> bool:
         """Whether the training thread is in a step: not starting up, evaluating or writing a checkpoint."""
         return self._state == r.S_COMPUTE
+
+    @property
+    def asking(self) -> bool:
+        """Whether the training thread asks for training data, and it is not for the first batch of the run."""
+        return self.waiting_since > 0 and self._fetched
 
     @property
     def loop_left(self) -> bool:
@@ -245,7 +262,7 @@ class StepTracker(_OnEveryStep):
         if not training:
             return
         self._state = state
-        self._fetched, self._given, self._unnoted = True, True, False
+        self._fetched, self._given, self._unnoted, self.inside.at_edge = True, True, False, False
         self.device = self._current_device()
         if id(iterator) != self._iterator:
             self._follow(iterator)
@@ -264,7 +281,8 @@ class StepTracker(_OnEveryStep):
     def _settle(self, iterator: int) -> None:
         """The next batches are ordinary ones if this iterator (its id; 0 for none) gives them."""
         self._steady = iterator
-        self.key = iterator if self.gpu is None and self.recorder is None and not self.marks.nvtx else 0
+        ordinary = self.gpu is None and self.recorder is None and not self.marks.nvtx and not self.inside.wanted
+        self.key = iterator if ordinary else 0
 
     def failed(self, iterator: object, start: int, entry: int, error: BaseException) -> None:
         """The request raised: the end of an epoch, or an error that is the user's to see."""
@@ -273,6 +291,8 @@ class StepTracker(_OnEveryStep):
         if self._held:
             return
         during, ended = entry & 7, isinstance(error, StopIteration)
+        if during == r.S_DATA_WAIT and self._fetched:
+            self.inside.edge()
         self._judged.leave(self.optimizer_steps)
         loader = None if ended else self.sources.known(iterator)  # a batch that raised has its number too
         if during == r.S_EVALUATION:
@@ -297,6 +317,8 @@ class StepTracker(_OnEveryStep):
             self._enter_evaluation()
             return _EVALUATION
         flags = 0
+        if self._fetched:
+            self.inside.edge()
         if self._state == r.S_EVALUATION:  # an evaluation loop was left with break
             self._state = r.S_COMPUTE if self._open else r.S_OTHER
         if not self._explicit:
@@ -332,12 +354,13 @@ class StepTracker(_OnEveryStep):
             self.ring.push(start, end, entry | r.BEGINS, loader)
         self.waiting_since = 0
 
-    def time_next_batch(self) -> None:
+    def time_next_batch(self, waits: int = 1) -> None:
         """Have more than its wait timed of the next batch. Called on the agent thread.
 
         Where this thread fetches itself, the fetch on the CPU's clock: one of each loader of a step, for the next alone
-        would mostly be of the one that follows the slowest. Where workers do, how long it takes to free it. That takes
-        microseconds, so it is not done at every step.
+        would mostly be of the one that follows the slowest. Where workers do, how long it takes to free it, and of the
+        next ``waits`` batches what this thread does while it asks for them. That takes microseconds, so it is not done
+        at every step.
         """
         source = self.sources.newest() if self.active else None
         if source is None:
@@ -346,6 +369,7 @@ class StepTracker(_OnEveryStep):
             self.time_fetches = max(1, len(self._members))
         elif source.kind == "workers":
             self.freeing.wanted = True
+            self.inside.wanted = waits
         if self.key:
             self._unnoted = True
             self.key = 0  # off the short path, for one batch
@@ -420,6 +444,11 @@ class StepTracker(_OnEveryStep):
                 return
             # start() was called on another thread than the one that trains
             self.thread, self.native_thread = here, threading.get_native_id()
+        if self.trained_on in {None, "cpu"} and id(optimizer) != self._looked_at:
+            self._looked_at = id(optimizer)
+            self.trained_on = _device_of(optimizer) or self.trained_on
+        if self.gpu is not None:
+            self._note_work(self.gpu)
         if self._held or self._explicit:
             return
         if self._lost_sight:
@@ -435,6 +464,23 @@ class StepTracker(_OnEveryStep):
                 self.boundary(opens=True)
         elif self._state == r.S_EVALUATION:  # an evaluation loop was left with break
             self._switch(r.S_COMPUTE if self._open else r.S_OTHER)
+
+    def _note_work(self, clock: GpuClock) -> None:
+        try:
+            clock.worked()
+        except Exception as error:
+            self.without_gpu(error)
+
+    def without_gpu(self, error: Exception) -> None:
+        """The clock failed, and may fail at every step: the steps go on, without the GPU's part of their waits.
+
+        Its events are not released: a device that fails is left alone.
+        """
+        if self.gpu is not None:
+            self.gpu.failed = True
+        self.gpu = None
+        self.errors += 1
+        self.last_error = without_frames(error)
 
     # -- spans the user or a patch names -----------------------------------------------------------------------
 
@@ -555,4 +601,13 @@ class StepTracker(_OnEveryStep):
         self._settle(0)
         self.gpu = None
         self.recorder = None
+        self.inside.wanted = 0
         self.freeing.forget()
+
+
+def _device_of(optimizer: Any) -> str | None:
+    """The type of device that an optimizer's parameters are on; None where it does not say."""
+    try:
+        return str(optimizer.param_groups[0]["params"][0].device.type)
+    except Exception:
+        return None

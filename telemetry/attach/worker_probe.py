@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.attach.frames import forget_frame
 from telemetry.clock import now_ns
-from telemetry.files import Descriptor, identity_of
+from telemetry.files import Descriptor, identity_of, memory_file, raised
 from telemetry.records import FETCH_BUCKETS, StackPort, WorkerCounters
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class WorkerBlock:
     def __init__(self, workers: int) -> None:
         self.workers = workers
         self.owner = os.getpid()
-        file = os.memfd_create("telemetry-workers", os.MFD_CLOEXEC)
+        file = memory_file("telemetry-workers")
         self._file = Descriptor(file)
         try:
             os.ftruncate(file, workers * _SLOT_WORDS * 8)
@@ -87,7 +87,7 @@ class WorkerBlock:
         self.workers, self.owner, number, identity = state
         if not 0 < self.workers <= MAX_WORKERS:
             raise ValueError("not a block of ours")
-        file = os.open(f"/proc/{self.owner}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+        file = raised(os.open(f"/proc/{self.owner}/fd/{number}", os.O_RDWR | os.O_CLOEXEC))  # which is a link
         try:
             if identity_of(file) != identity:
                 raise ValueError("another file of the owner's, by now")

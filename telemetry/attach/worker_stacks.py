@@ -18,8 +18,9 @@ import signal
 import threading
 from typing import TYPE_CHECKING, Any, Final
 
+from telemetry.files import memory_file
 from telemetry.records import STACK_END, StackPort
-from telemetry.stacks import python_threads, stack_text
+from telemetry.stacks import own_stack, python_threads, stack_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -44,7 +45,7 @@ def offer_stacks() -> StackPort:
         ask, force = next(free), next(free)
     except StopIteration:
         raise LookupError("no real-time signal is left") from None
-    file = os.memfd_create("telemetry-stacks", os.MFD_CLOEXEC)
+    file = memory_file("telemetry-stacks")
     # Every write goes to the end, also after the agent has emptied the file.
     fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)
     signal.signal(ask, _answer(file))
@@ -71,9 +72,9 @@ def _answer(file: int) -> Callable[[int, Any], None]:
     def answer(signum: int, frame: Any) -> None:
         del signum
         try:
-            parts = [stack_text(frame)]
+            parts = [stack_text(own_stack(frame))]
             others = [thread for thread in python_threads() if thread.ident != threading.get_ident()]
-            parts += [f"thread {thread.name}\n{stack_text(thread.frame)}" for thread in others[:_MOST_THREADS]]
+            parts += [f"thread {thread.name}\n{stack_text(thread.stack)}" for thread in others[:_MOST_THREADS]]
             text = "".join(parts).encode("utf-8", "backslashreplace")[:_MOST_BYTES]
             os.write(file, text + STACK_END)
         except Exception:

@@ -4,18 +4,21 @@ A wedged driver can hold a call for ever, so no other thread may make one. The t
 newest sample behind; ``read`` only picks it up. What the two share is a handful of attributes, each replaced
 as a whole: no lock, so that none is held during a call, or inherited locked by a forked child.
 
-The only module that imports ``pynvml`` (the binding of the package ``nvidia-ml-py``), and not before the
-thread runs.
+The only module that imports ``pynvml`` (the binding of the package ``nvidia-ml-py``): on the thread that makes the
+source, not on the sampling thread. A child that is forked during an import inherits the lock of that module without
+the thread that would release it, and hangs when it imports the module itself.
 """
 
 from __future__ import annotations
 
+import codecs
 import os
 import threading
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from telemetry import forks
 from telemetry.clock import NS, now_ns
 from telemetry.collect.nvml_activity import gpm_supported, own_pids, process_supported
 from telemetry.collect.nvml_device import (
@@ -33,6 +36,7 @@ from telemetry.collect.source import SourceError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from types import ModuleType
 
     from telemetry.records import GpuSample
 
@@ -54,12 +58,12 @@ class NvmlDriver:
     """Calls the binding, turns its errors into ours, and says which call is under way.
 
     Attributes:
-        binding: the ``pynvml`` module once ``open`` was called.
+        binding: the ``pynvml`` module, or why it cannot be imported.
         under_way: the name of the running function and its start in monotonic ns. None between calls.
     """
 
     def __init__(self, clock: Callable[[], int] = now_ns) -> None:
-        self.binding: Any = None
+        self.binding: Any = _binding()
         self.under_way: tuple[str, int] | None = None
         self._clock = clock
         self._initialised = False
@@ -73,11 +77,8 @@ class NvmlDriver:
         """
         if self._initialised:
             return
-        try:
-            import pynvml
-        except ImportError as error:
-            raise NoGpuError(f"the package nvidia-ml-py is not there: {error}") from error
-        self.binding = pynvml
+        if isinstance(self.binding, ImportError):
+            raise NoGpuError(f"the package nvidia-ml-py is not there: {self.binding}")
         try:
             self.call("nvmlInit")  # counted by NVML: other users of it in this process are not disturbed
         except NvmlError as error:
@@ -113,6 +114,15 @@ class NvmlDriver:
             raise NvmlError(function, error.value, str(error)) from None
         finally:
             self.under_way = None
+
+
+def _binding() -> ModuleType | ImportError:
+    codecs.lookup("ascii")  # what the binding's calls need is a module too
+    try:
+        import pynvml
+    except ImportError as error:
+        return error.with_traceback(None)
+    return pynvml  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +215,6 @@ class NvmlSource:
         """
         self._inert = _FORKED
         self._stop = threading.Event()
-        self._driver = NvmlDriver(self._clock)
         self._outcome = _Outcome(None, _FORKED, 0)
         self._cpu_seconds = 0.0
         self._thread = None
@@ -222,6 +231,7 @@ class NvmlSource:
 
     def _run(self) -> None:
         """The thread. Nothing leaves it."""
+        forks.ours()
         try:
             self._sample_until_told()
         except BaseException as error:

@@ -54,6 +54,18 @@ _NOT_OFFERED: Final = frozenset({NOT_SUPPORTED, NO_PERMISSION, FUNCTION_NOT_FOUN
 """A feature that answers so will answer so again."""
 
 
+_IMPLAUSIBLE: Final = 999
+"""NVML's own code for an unknown error."""
+
+_MAX_MEMORY_BYTES: Final = float(1 << 44)
+_MAX_POWER_MILLIWATTS: Final = 20e6
+_MAX_CELSIUS: Final = 200.0
+_MAX_MEGAHERTZ: Final = 10_000.0
+_MAX_REASONS: Final = float(1 << 32)
+"""What no GPU reaches. A driver that fails in part gives all ones, or a negative number read as unsigned: 1.8e19 bytes
+used, 4.3e9 degrees."""
+
+
 class DeviceReader:
     """Reads one device, tick after tick. Holds the GPM sample buffers: ``close`` gives them back.
 
@@ -166,30 +178,33 @@ class DeviceReader:
             if error.code not in _NOT_OFFERED:
                 raise
             memory = self._driver.call("nvmlDeviceGetMemoryInfo", handle)
-        return int(memory.used), int(memory.total)
+        total = plausible("memory total", memory.total, _MAX_MEMORY_BYTES)
+        return int(plausible("memory used", memory.used, total)), int(total)
 
     def _power(self) -> float:
-        return float(self._driver.call("nvmlDeviceGetPowerUsage", self.device.parent)) / 1e3
+        milliwatts = self._driver.call("nvmlDeviceGetPowerUsage", self.device.parent)
+        return plausible("power", milliwatts, _MAX_POWER_MILLIWATTS) / 1e3
 
     def _temperature(self) -> float:
         sensor = self._driver.binding.NVML_TEMPERATURE_GPU
         # The first is in every driver of today but will go; its heir is only in recent ones.
         names = ("nvmlDeviceGetTemperature", "nvmlDeviceGetTemperatureV")
-        return float(self._first_offered(names, self.device.parent, sensor))
+        return plausible("temperature", self._first_offered(names, self.device.parent, sensor), _MAX_CELSIUS)
 
     def _sm_clock(self) -> float:
         megahertz = self._driver.call("nvmlDeviceGetClockInfo", self.device.parent, self._driver.binding.NVML_CLOCK_SM)
-        return float(megahertz) * 1e6
+        return plausible("SM clock", megahertz, _MAX_MEGAHERTZ) * 1e6
 
     def _sm_clock_max(self) -> float:
         if self._clock_max is None:
             arguments = (self.device.parent, self._driver.binding.NVML_CLOCK_SM)
-            self._clock_max = float(self._driver.call("nvmlDeviceGetMaxClockInfo", *arguments)) * 1e6
+            megahertz = self._driver.call("nvmlDeviceGetMaxClockInfo", *arguments)
+            self._clock_max = plausible("highest SM clock", megahertz, _MAX_MEGAHERTZ) * 1e6
         return self._clock_max
 
     def _throttled(self) -> tuple[str, ...]:
         names = ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons")
-        bits = int(self._first_offered(names, self.device.parent))
+        bits = int(plausible("throttle reasons", self._first_offered(names, self.device.parent), _MAX_REASONS))
         return tuple(reason for reason, bit in THROTTLE_BITS.items() if bits & bit)
 
     def _first_offered(self, functions: tuple[str, str], *args: Any) -> Any:
@@ -200,6 +215,23 @@ class DeviceReader:
             if error.code != FUNCTION_NOT_FOUND:
                 raise
             return self._driver.call(functions[1], *args)
+
+
+def plausible(reading: str, value: float, most: float) -> float:
+    """A value of the driver that is physically possible.
+
+    Args:
+        reading: what it is, for the error.
+        value: as the driver gave it, in its own unit.
+        most: what it cannot exceed, in the same unit.
+
+    Raises:
+        NvmlError: it is negative, above ``most`` or no number.
+    """
+    number = float(value)
+    if not 0 <= number <= most:  # NaN compares false
+        raise NvmlError(reading, _IMPLAUSIBLE, f"the driver gives {value}, which is not possible")
+    return number
 
 
 def _measured(sample: GpuSample) -> bool:

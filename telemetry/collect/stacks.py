@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Final
 
 from telemetry.collect.proc import thread_state
 from telemetry.collect.worker_stacks import ask_workers
-from telemetry.stacks import line_of, python_threads, stack_text, users_frame
+from telemetry.stacks import Stack, line_of, python_threads, stack_text, users_spot
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from types import FrameType
 
     from telemetry.records import StackPort
 
@@ -31,31 +29,22 @@ EPOCH_END: Final[Places] = frozenset({("torch.utils.data.dataloader", "_shutdown
 """On the stack of a thread that waits for workers to end; for each up to five seconds (torch 2.13)."""
 
 
-def training_frame(ident: int) -> FrameType | None:
-    """The innermost frame of a thread; None if it has ended."""
-    return sys._current_frames().get(ident)
-
-
-def inside(frame: FrameType | None, places: Places) -> bool:
+def inside(stack: Stack, places: Places) -> bool:
     """Whether one of these is on the stack."""
-    while frame is not None:
-        if (frame.f_globals.get("__name__"), frame.f_code.co_name) in places:
-            return True
-        frame = frame.f_back
-    return False
+    return any((spot.module, spot.function) in places for spot in stack)
 
 
-def place(frame: FrameType | None) -> str:
+def place(stack: Stack) -> str:
     """Where a stack stands, in a few words: its innermost frame and the innermost of the user's own code.
 
     ``wait (threading.py:320) < ... < train (train.py:40)``
     """
-    if frame is None:
+    if not stack:
         return ""
-    own = users_frame(frame)
-    if own is None or own is frame:
-        return line_of(frame)
-    return f"{line_of(frame)} < {'' if own is frame.f_back else '... < '}{line_of(own)}"
+    own = users_spot(stack)
+    if own is None or own is stack[0]:
+        return line_of(stack[0])
+    return f"{line_of(stack[0])} < {'' if own is stack[1] else '... < '}{line_of(own)}"
 
 
 def all_stacks(training: int, workers: Sequence[tuple[int, int, float | None, StackPort | None]]) -> list[str]:
@@ -78,7 +67,7 @@ def _threads(training: int) -> list[tuple[str, str]]:
     for thread in threads:
         if not thread.name.startswith(_OURS):
             kind = "training thread" if thread.ident == training else "thread"
-            stacks.append((f"{kind} {thread.name}{_state('self', thread.native)}", stack_text(thread.frame)))
+            stacks.append((f"{kind} {thread.name}{_state('self', thread.native)}", stack_text(thread.stack)))
     return stacks
 
 

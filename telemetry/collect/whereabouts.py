@@ -7,12 +7,11 @@ job's ranks the others wait.
 from __future__ import annotations
 
 import os
-import sys
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from telemetry.stacks import line_of, users_frame
+from telemetry.stacks import line_of, stack_of, users_spot
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,15 +61,15 @@ class Whereabouts:
         """See where the thread is right now."""
         if not self._computing():
             return
-        frame = sys._current_frames().get(self._thread())
-        if frame is None:
+        stack = stack_of(self._thread())
+        if not stack:
             return
         self._samples += 1
-        file = frame.f_code.co_filename
+        file = stack[0].file
         if any(part in file for part in _TOGETHER) and not (_BACKWARD in file and self._running()):
             self._in_sync += 1
             return
-        own = users_frame(frame)
+        own = users_spot(stack)
         if own is not None:
             self._places[line_of(own)] += 1
 

@@ -98,7 +98,7 @@ class WorkersSource:
         self._not_in_turn: dict[tuple[int, ...], set[int]] = {}
         self._before: dict[tuple[int, int], _Seen] = {}
         self._before_ns = 0
-        self._counted: dict[tuple[int, int], WorkerCounters] = {}
+        self._counted: dict[tuple[int, int, int], WorkerCounters] = {}
         self._histogram = _NONE_YET
         self._late = self._moved = self._moved_from_busy = self._moved_from_long = self._head_of_line = 0.0
         self._matched = self._from_busy = 0
@@ -147,7 +147,7 @@ class WorkersSource:
             ready_batches=ready if seen else None,
             fetching_seconds=longest,
             fetches_total=sum(self._histogram.counts),
-            fetch_duration=self._histogram if sum(self._histogram.counts) else None,
+            fetch_duration=self.fetches,
             slack_seconds=self._slack / self._batches if self._batches else None,
             late_seconds_total=self._late,
             moved_seconds_total=self._moved,
@@ -168,6 +168,11 @@ class WorkersSource:
         self._counted = {key: counters for key, counters in self._counted.items() if key[0] in blocks}
         return sample
 
+    @property
+    def fetches(self) -> Histogram | None:
+        """The fetches of all workers there have been, also where the last reading failed; None before the first."""
+        return self._histogram if any(self._histogram.counts) else None
+
     def close(self) -> None:
         """Nothing is held."""
 
@@ -177,8 +182,10 @@ class WorkersSource:
             return ()
         counters = block.read()
         for worker in counters:
-            key = (id(block), worker.pid)
+            key = (id(block), worker.worker, worker.pid)
             before = self._counted.get(key)
+            if before is not None and _is_another(before, worker):
+                before = None
             seen = before.histogram if before else _NONE_YET.counts
             counts = tuple(
                 total + now - then
@@ -245,6 +252,11 @@ class WorkersSource:
             shares["read_bytes_per_second"] = sum(a.read_bytes - b.read_bytes for b, a in told) / (wall / NS)
             shares["written_bytes_per_second"] = sum(a.written_bytes - b.written_bytes for b, a in told) / (wall / NS)
         return shares
+
+
+def _is_another(before: WorkerCounters, now: WorkerCounters) -> bool:
+    """Whether these are another worker's counters: memory, and with it the id of a block, is used again."""
+    return now.wall_ns < before.wall_ns or any(n < b for n, b in zip(now.histogram, before.histogram, strict=True))
 
 
 def _allowed_cores(pids: Iterable[int]) -> int | None:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Final
 from telemetry.config import disabled
 from telemetry.demo.outcome import Outcome, outcome
 from telemetry.demo.scrape import Reading, ScrapeError, fetch, lines_that_matter
+from telemetry.terminal import show
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -397,4 +398,4 @@ def _short(path: Path) -> str:
 
 def _say(*lines: str) -> None:
     for line in lines:
-        print(line, flush=True)
+        show(f"{line}\n")

@@ -5,12 +5,13 @@ The same set is the same to the last bit on every machine with the same Pillow, 
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from PIL import Image
+
+from telemetry.files import temporary_name
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -131,6 +132,6 @@ _PATTERNS: Final = {"blocks": _blocks, "clouds": _clouds, "rings": _rings, "stri
 
 def _save(picture: Image.Image, path: Path) -> None:
     """Write a picture whole or not at all: another demo may be reading the same folder."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(temporary_name(path.name))
     picture.save(temporary, format="JPEG", quality=_QUALITY)
     temporary.replace(path)

@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from telemetry.diagnose import arrival, loading
-from telemetry.diagnose.model import gain_of, gain_over_window, ms, step_seconds, times_less
+from telemetry.diagnose.model import gain_of, gain_over_window, ms, step_seconds, supply_seconds, times_less
+from telemetry.diagnose.own_time import own_time, without_own_time
 from telemetry.diagnose.straggler import straggler
 from telemetry.records import Advice
 
@@ -20,6 +21,9 @@ WORTH_IT: Final = 1.05
 
 _WORTH_SAYING: Final = 0.1
 """What is done around checkpoints is spoken of from this share of the checkpoints themselves."""
+
+_MOSTLY: Final = 0.5
+"""From this share on, collections are spoken of as those inside ``next()``."""
 
 _MUCH_LONGER: Final = 1.5
 """From here on it is said that a rare checkpoint takes longer."""
@@ -35,6 +39,9 @@ def advise(cause: str, evidence: Evidence) -> tuple[Advice, ...]:
     make = _BY_CAUSE.get(cause)
     if make is None:
         return ()
+    own = cause in {"loader_on_training_thread", "gc_pause"}  # whose subject that time is
+    if evidence.source == "workers" and not own:
+        evidence = without_own_time(evidence)
     wanted = make(evidence)
     return tuple(a for a in wanted if a.predicted_speedup is None or a.predicted_speedup >= WORTH_IT)[:_MOST_ADVICE]
 
@@ -63,9 +70,20 @@ def _checkpoint(evidence: Evidence) -> list[Advice]:
 
 
 def _garbage(evidence: Evidence) -> list[Advice]:
-    gain = gain_over_window(evidence, evidence.loop - evidence.garbage, now=evidence.loop)
+    supply = (supply_seconds(evidence) or 0.0) * evidence.steps  # no step is shorter than the workers' supply
+    gain = gain_over_window(evidence, max(evidence.loop - evidence.garbage, supply), now=evidence.loop)
     because = f"garbage collection stopped the training thread for {evidence.garbage:.1f} s of {evidence.loop:.1f} s"
-    return [Advice("call gc.freeze() once the model and the data set are built", "gc.freeze()", None, gain, because)]
+    inside = own_time(evidence).collecting
+    freeze = "call gc.freeze() once the model and the data set are built"
+    if inside < _MOSTLY * evidence.garbage:
+        return [Advice(freeze, "gc.freeze()", None, gain, because)]
+    because += f", {inside:.1f} s of it inside next()"
+    where = "the sampler" if evidence.source == "workers" else "the data set, the sampler or collate_fn"
+    calls = f"take gc.collect() out of what runs inside next() on the training thread, if it is called there: {where}"
+    return [
+        Advice(freeze, "gc.freeze()", None, gain, because),
+        Advice(calls, None, None, gain, because),
+    ]
 
 
 def _straggler(evidence: Evidence) -> list[Advice]:
@@ -102,7 +120,7 @@ def _gpu_throttled(evidence: Evidence) -> list[Advice]:
 
 
 _BY_CAUSE: Final = {
-    "loader_on_training_thread": loading.no_workers,
+    "loader_on_training_thread": loading.on_training_thread,
     "workers_cpu_bound": loading.cpu_bound,
     "workers_io_bound": loading.io_bound,
     "workers_throttled": loading.throttled,

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from telemetry.diagnose.model import compute_seconds, supply_seconds
+from telemetry.diagnose.own_time import own_time, without_own_time
 from telemetry.diagnose.straggler import straggler
 from telemetry.records import CAUSES
 
@@ -65,28 +66,35 @@ NAMED_BY_SOURCE: Final = {
 
 def costs(evidence: Evidence, at: Thresholds = THRESHOLDS) -> dict[str, float]:
     """Seconds of the window lost, by cause; causes that cost nothing are left out."""
+    own, of_others = own_time(evidence), without_own_time(evidence)
     lost = {
         "checkpoint": evidence.checkpoint,
-        "gc_pause": evidence.garbage,
+        "gc_pause": max(0.0, evidence.garbage - (1 - own.felt) * own.collecting),  # without what the GPU did not feel
         "host_bound": evidence.gpu_idle or 0.0,
         "gpu_throttled": evidence.gpu_slowed or 0.0,
     }
     slow = straggler(evidence.pace, evidence.peers)
     if slow is not None:
         lost["straggler"] = slow.lost * evidence.steps
-    exposed = evidence.exposed
+    exposed = of_others.exposed
+    if exposed is not None:
+        lost["loader_on_training_thread"] = own.felt * own.sampler  # a sampler, whatever the workers do
+        if evidence.edges >= at.edges:
+            lost["loader_on_training_thread"] += own.felt * own.edge_sampler
+        else:
+            lost["loader_on_training_thread"] += evidence.edge_share_of_sampler * evidence.loop
     if exposed is not None and evidence.source == "workers" and evidence.edges < at.edges:
         # The start of one epoch is no pattern, but that of three is, however long they are.
-        lost["worker_startup"] = evidence.edge_share * evidence.loop
-    if exposed is not None and exposed > 0 and evidence.wait > 0:
-        edge = min(exposed, exposed * min(1.0, evidence.edge_wait / evidence.wait))
+        lost["worker_startup"] = of_others.edge_share * evidence.loop
+    if exposed is not None and exposed > 0 and of_others.wait > 0:
+        edge = min(exposed, exposed * min(1.0, of_others.edge_wait / of_others.wait))
         if evidence.source != "workers":
             edge = 0.0  # nothing is started; the first batch is a batch like the others
         elif evidence.edges < at.edges:
             exposed, edge = exposed - edge, 0.0  # it is in that already
         else:
             lost["worker_startup"] = edge
-        for cause, share in _steady(evidence, at).items():
+        for cause, share in _steady(of_others, at).items():
             lost[cause] = lost.get(cause, 0.0) + (exposed - edge) * share
     crowded = crowded_out(evidence, at)
     if crowded > 0:

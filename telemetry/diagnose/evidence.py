@@ -29,6 +29,12 @@ class Evidence:
             worker is in another fetch. None where there was none.
         freeing_seconds: mean time the training thread takes to free a batch once the next has come, which is in
             ``compute``; None where that was not seen.
+        garbage_wait: of ``garbage``, while a batch was asked for in mid-epoch; ``edge_garbage``: where epochs begin.
+        sampler: of the waits in mid-epoch, how long the training thread ran the sampler of a loader with workers, by
+            the batches that were timed; None where none was. ``edge_sampler``: of ``edge_wait``;
+            ``edge_share_of_sampler``: of ``edge_share``. ``sampler_cpu_share``: how much of that ran on a core.
+        receiving_cpu_seconds: mean CPU time of the training thread to receive and unpickle a batch of workers; None
+            where none was timed.
         own_fetch_cpu_share: of the training thread's own fetches, how much ran on a core.
         batches_per_step: 1, but where a loop takes several: of loaders side by side, between two calls of ``step()``.
             Those of loaders without workers do not count where there are others.
@@ -79,6 +85,13 @@ class Evidence:
     early_checkpoint: float
     around_checkpoints: float
     garbage: float
+    garbage_wait: float
+    edge_garbage: float
+    sampler: float | None
+    edge_sampler: float
+    edge_share_of_sampler: float
+    sampler_cpu_share: float | None
+    receiving_cpu_seconds: float | None
     source: str | None
     own_fetch_cpu_share: float | None
     workers: int
@@ -134,13 +147,14 @@ class Evidence:
             "wait", "exposed", "edge_wait", "late_wait", "late", "moved", "moved_from_long", "head_of_line",
             "compute", "checkpoint", "around_checkpoints", "garbage", "own_runnable", "gpu_idle", "gpu_slowed",
             "longest_fetch", "slowest_fetch", "evaluation", "process_cpu_per_step", "checkpoint_interval",
-            "early_checkpoint", "around_edges",
+            "early_checkpoint", "around_edges", "garbage_wait", "edge_garbage", "sampler", "edge_sampler",
         )  # fmt: skip
         plain = (
             "steps", "batches_per_step", "source", "workers", "worker_cores", "edges", "left", "fetch_seconds",
             "fetch_cpu_seconds", "moving_seconds", "moving_from_busy_seconds", "freeing_seconds", "ready_batches",
             "slack_seconds", "head_of_line_worker", "stuck_seconds", "cores", "cores_of_others", "settings",
             "read_bytes", "written_bytes", "fetches", "checkpoints", "edge_share", "packing_cores",
+            "receiving_cpu_seconds", "edge_share_of_sampler",
         )  # fmt: skip
         ratios = ("busy_ratio", "throttled_ratio", "gpu_utilization_ratio", "host_cpu_ratio")
         shares = ("cpu_share", "runnable_share", "blocked_share")
@@ -148,6 +162,7 @@ class Evidence:
         field |= {name: getattr(self, name) for name in (*plain, *ratios)}
         field |= {f"worker_{name.removesuffix('_share')}_ratio": getattr(self, name) for name in shares}
         field["own_fetch_cpu_ratio"] = self.own_fetch_cpu_share
+        field["sampler_cpu_ratio"] = self.sampler_cpu_share
         field["window_seconds"] = self.seconds
         field["long_fetches"] = [round(seconds, 3) for seconds in self.long_fetches]
         field["where"] = self.pace.where

@@ -38,6 +38,7 @@ def gather(
     checkpoint_interval: float = 0.0,
     early_checkpoint: float = 0.0,
     edge_share: float = 0.0,
+    edge_share_of_sampler: float = 0.0,
 ) -> Evidence:
     """Add up a window.
 
@@ -48,6 +49,7 @@ def gather(
         checkpoint_interval: seconds of training between the newest checkpoint and the one before it.
         early_checkpoint: what the first checkpoints of the run took, each.
         edge_share: what the edges of epochs have taken of the newest of them.
+        edge_share_of_sampler: of that, what the sampler has taken.
     """
     waited = _waited_for(slices)
     cores, of_others = _cores(slices)
@@ -91,6 +93,13 @@ def gather(
         early_checkpoint=early_checkpoint,
         around_checkpoints=_around_checkpoints(slices, steps),
         garbage=_sum(slices, lambda s: s.garbage),
+        garbage_wait=_sum(slices, lambda s: s.garbage_wait),
+        edge_garbage=_sum(slices, lambda s: s.edge_garbage),
+        sampler=_sampler(slices),
+        edge_sampler=_sum(slices, lambda s: s.edge_sampler),
+        edge_share_of_sampler=edge_share_of_sampler,
+        sampler_cpu_share=_sampler_cpu_share(slices),
+        receiving_cpu_seconds=_each(slices, lambda s: s.timed_receiving_cpu, lambda s: s.timed_waits),
         source=waited.source,
         own_fetch_cpu_share=min(1.0, _sum(slices, lambda s: s.timed_fetch_cpu) / timed) if timed > 0 else None,
         workers=_usual_workers(workers),
@@ -238,6 +247,22 @@ def _mean_fetches(samples: Sequence[WorkersSample]) -> dict[int, float]:
         if fetches - fetches_before >= _ENOUGH_FETCHES:
             means[pid] = (seconds - seconds_before) / (fetches - fetches_before)
     return means
+
+
+def _sampler(slices: Sequence[Slice]) -> float | None:
+    """Of all workers' batches in mid-epoch, from those that were timed; no more than was waited."""
+    each = _each(slices, lambda s: s.timed_sampler, lambda s: s.timed_waits)
+    if each is None:
+        return None
+    batches = _sum(slices, lambda s: s.matched) or _sum(slices, lambda s: s.batches - s.edges)
+    waited = _sum(slices, lambda s: s.wait - s.edge_wait - s.garbage_wait)
+    return max(0.0, min(each * batches, waited))
+
+
+def _sampler_cpu_share(slices: Sequence[Slice]) -> float | None:
+    took = _sum(slices, lambda s: s.timed_sampler + s.edge_sampler)
+    cpu = _sum(slices, lambda s: s.timed_sampler_cpu + s.edge_sampler_cpu)
+    return min(1.0, cpu / took) if took > 0 else None
 
 
 def _worker_cores(slices: Sequence[Slice], cores: float) -> int | None:

@@ -1,7 +1,8 @@
 """Where every second went: spans of the training thread folded into a ledger, steps and phases.
 
 The ledger has one running category and moves forward only: each instant is booked once, so at every moment the
-categories add up to the time since the start, whatever the spans are.
+categories add up to the time since the start, whatever the spans are. What is booked stays booked: no category ever
+gets less.
 """
 
 from __future__ import annotations
@@ -9,7 +10,17 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
-from telemetry.records import CATEGORIES, CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, STARTUP, PhaseSpan, Step
+from telemetry.records import (
+    CATEGORIES,
+    CHECKPOINT,
+    COMPUTE,
+    DATA_WAIT,
+    EVALUATION,
+    STARTUP,
+    DroppedSpans,
+    PhaseSpan,
+    Step,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -31,6 +42,9 @@ class Ledger:
 
     Args:
         start_ns: monotonic stamp from which the time is counted.
+
+    Attributes:
+        batches: training batches that have come; ``dropped_steps``: steps that ended in a stretch of dropped spans.
     """
 
     def __init__(self, start_ns: int) -> None:
@@ -39,6 +53,7 @@ class Ledger:
         self.category = STARTUP
         self.ns: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
         self.batches = 0
+        self.dropped_steps = 0
         self.last_step_ns: int | None = None
         # The wait for the first batch of the run; and those at the edges of later epochs: an iteration that ends or is
         # left, one that begins, and its first batch. Those that still go on are in them, as they are in the data wait.
@@ -52,17 +67,24 @@ class Ledger:
         self._at_edge = False
         self._span_at_ns = start_ns
         self._span_category = STARTUP
+        self._waiting_at_ns: int | None = None  # from here on, `advance` has booked a wait whose span is yet to come
+        self._dropped: DroppedSpans | None = None
         self._open = False
         self._wait_ns = 0
         self._compute_ns = 0
         self._checkpoint = False  # one was written in the open step
+        self._before_dropped = (0, 0, False)  # the open step's wait, compute and checkpoint, before spans were dropped
         self._phase_start_ns: int | None = None
         self._phases: list[PhaseSpan] = []
         self._steps: list[Step] = []
 
-    def fold(self, spans: Iterable[Span]) -> None:
+    def fold(self, spans: Iterable[Span | DroppedSpans]) -> None:
         """Book spans, in the order in which they happened."""
-        for start, end, during, after, closes, opens, batch, left in spans:
+        for span in spans:
+            if isinstance(span, DroppedSpans):
+                self._fold_dropped(span)
+                continue
+            start, end, during, after, closes, opens, batch, left = span
             self._pass(start)
             if closes and self._open:
                 self._close(start)
@@ -85,18 +107,10 @@ class Ledger:
         """
         if waiting_since_ns > 0 and waiting_since_ns >= self._span_at_ns:
             self._book(waiting_since_ns)
+            if self._waiting_at_ns is None:
+                self._waiting_at_ns = self.at_ns
             self.category = DATA_WAIT
         self._book(now_ns)
-
-    def rebook(self, dropped_ns: Iterable[int]) -> None:
-        """Move time from compute to the categories of spans that were dropped, in the order of `CATEGORIES`.
-
-        Nothing was booked for them, so the time ran on as compute.
-        """
-        for category, amount in zip(CATEGORIES, dropped_ns, strict=True):
-            moved = min(amount, self.ns[COMPUTE])
-            self.ns[COMPUTE] -= moved
-            self.ns[category] += moved
 
     def take_steps(self) -> list[Step]:
         """The steps closed since the last call."""
@@ -148,11 +162,66 @@ class Ledger:
         passed = stamp - self._span_at_ns
         if passed <= 0:
             return
-        self._span_at_ns = stamp
+        self._span_at_ns, self._waiting_at_ns = stamp, None
         if self._span_category == DATA_WAIT:
             self._wait_ns += passed
         elif self._span_category == COMPUTE:
             self._compute_ns += passed
+
+    def _fold_dropped(self, dropped: DroppedSpans) -> None:
+        """Book what a stretch of dropped spans adds up to; of one that has grown since the last time, what is new."""
+        before = self._dropped
+        if before is not None and (dropped.stretch, dropped.end_ns) <= (before.stretch, before.end_ns):
+            return
+        if before is not None and before.stretch < dropped.stretch:
+            before = None
+        waiting_at, running = self._waiting_at_ns, self._span_category
+        if before is None:
+            self._pass(dropped.start_ns)
+            self._enter(CATEGORIES[dropped.first], dropped.start_ns)
+            self._before_dropped = self._wait_ns, self._compute_ns, self._checkpoint
+            self._at_edge, self._epoch = False, _Epoch()
+        known = dropped.start_ns if before is None else before.end_ns
+        early = max(0, self.at_ns - known)  # what `advance` has booked of the stretch
+        waited = 0 if waiting_at is None else min(early, max(0, self.at_ns - waiting_at))
+        booked = dict.fromkeys(CATEGORIES, 0)
+        booked[DATA_WAIT] = waited
+        booked[running] += early - waited
+        earlier = before.ns if before is not None else (0,) * len(CATEGORIES)
+        owed = {c: new - old - booked[c] for c, new, old in zip(CATEGORIES, dropped.ns, earlier, strict=True)}
+        self._book_owed(owed, dropped.end_ns, first_batch=not self.batches and not dropped.batches)
+        self.batches += dropped.batches - (before.batches if before is not None else 0)
+        self.dropped_steps += dropped.steps - (before.steps if before is not None else 0)
+        self.last_step_ns = dropped.last_step_ns or self.last_step_ns
+        self._open, (wait, compute, checkpoint) = dropped.open, self._before_dropped
+        inherits = not dropped.opened
+        self._wait_ns = dropped.wait_ns + wait * inherits
+        self._compute_ns = dropped.compute_ns + compute * inherits
+        self._checkpoint = dropped.checkpoint or (checkpoint and inherits)
+        self.category = self._span_category = CATEGORIES[dropped.category]
+        if dropped.entered_ns != (before.entered_ns if before is not None else 0):
+            # What was going on before has ended at a moment that is not known.
+            self._phase_start_ns = dropped.entered_ns if self.category in _PHASES else None
+        self._span_at_ns, self._waiting_at_ns, self._dropped = dropped.end_ns, None, dropped
+
+    def _book_owed(self, owed: dict[str, int], stamp: int, *, first_batch: bool) -> None:
+        """Book the time up to a stamp, to each category what it is owed.
+
+        A category may be owed less than nothing: time that has been booked to it was another's after all. It keeps
+        that, and the others get as much less.
+        """
+        left = max(0, stamp - self.at_ns)
+        given = {category: max(0, amount) for category, amount in owed.items()}
+        excess = sum(given.values()) - left
+        for category in sorted(given, key=lambda category: given[category], reverse=True):
+            cut = min(max(0, excess), given[category])
+            given[category] -= cut
+            excess -= cut
+        for category, amount in given.items():
+            self.ns[category] += amount
+        self.at_ns += left
+        if first_batch:
+            self.first_wait_ns += given[DATA_WAIT]
 
     def _count_edge(self, waited: int, *, batch: bool) -> None:
         """A request has ended. One that brought no batch has ended an iteration, or begun one."""

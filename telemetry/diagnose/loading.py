@@ -18,6 +18,7 @@ from telemetry.diagnose.model import (
     predicted_step,
     step_seconds,
 )
+from telemetry.diagnose.own_time import own_time, without_own_time
 from telemetry.records import Advice
 
 if TYPE_CHECKING:
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 
 ON_CPU: Final = 0.5
 """Workers whose fetches run for this share of their time keep their interpreter busy."""
+
+_WORTH_SAYING: Final = 0.1
+"""Of the sampler's time, from which on it is said where it is."""
 
 _SIDE_BY_SIDE: Final = 1.1
 """CPU time of work that several processes share, relative to one that does it all: caches and memory are shared too."""
@@ -36,7 +40,52 @@ Both are measured by `python -m benchmarks.worker_cost`; where there are workers
 """
 
 
-def no_workers(evidence: Evidence) -> list[Advice]:
+def on_training_thread(evidence: Evidence) -> list[Advice]:
+    """The training thread does the loader's work: it fetches batches, or runs the sampler for workers that do."""
+    return _slow_sampler(evidence) if evidence.source == "workers" else _no_workers(evidence)
+
+
+def _slow_sampler(evidence: Evidence) -> list[Advice]:
+    """Workers fetch, and the training thread runs the sampler for every batch of theirs."""
+    now, own = step_seconds(evidence), own_time(evidence)
+    if now is None:
+        return []
+    each, at_edges = own.in_sampler / evidence.steps, own.edge_sampler
+    if evidence.edges < THRESHOLDS.edges and evidence.edge_share_of_sampler > 0:
+        rest = now - evidence.edge_sampler / evidence.steps  # what the window holds of epochs' starts is no fair part
+        now = rest / max(1e-9, 1 - evidence.edge_share_of_sampler)
+        each = own.sampler / evidence.steps + now - rest
+        at_edges = (now - rest) * evidence.steps
+    if each <= 0:
+        return []
+    cpu = evidence.sampler_cpu_share
+    because = f"the sampler takes {ms(each)} of every {ms(now)} on the training thread, however many workers there are"
+    if cpu is not None:
+        because += f", {100 * cpu:.0f} % of it on the CPU"
+    if at_edges >= _WORTH_SAYING * each * evidence.steps:
+        because += f"; {100 * at_edges / (each * evidence.steps):.0f} % of it is where epochs begin"
+    without = replace(
+        without_own_time(evidence),
+        compute=evidence.compute + own.collecting,
+        process_cpu_per_step=_less_cpu(evidence.process_cpu_per_step, each * (1.0 if cpu is None else cpu)),
+    )
+    on_its_own, fetch_cpu = _fetch_on_its_own(evidence)
+    at_least = predicted_step(without, fetch=on_its_own, fetch_cpu=fetch_cpu, workers=max(1, evidence.workers)) or 0.0
+    gain = gain_of(evidence, max(now - own.felt * each, at_least), now=now)
+    if cpu is not None and cpu + _no_core(evidence) < ON_CPU:
+        action = "let the sampler not wait: keep what it reads in memory, or draw indices ahead on another thread"
+    elif at_edges >= ON_CPU * each * evidence.steps:
+        action = "make the sampler's start cheaper: draw the indices of an epoch with torch or NumPy, or keep them"
+    else:
+        action = "make the sampler cheaper: precompute its indices, or draw them with torch or NumPy"
+    return [Advice(action, None, None, gain, because)]
+
+
+def _less_cpu(seconds: float | None, by: float) -> float | None:
+    return None if seconds is None else max(0.0, seconds - by)
+
+
+def _no_workers(evidence: Evidence) -> list[Advice]:
     """Batches are fetched on the training thread."""
     in_workers = _fetch_in_workers(
         evidence, "load batches in worker processes", "the training thread fetches each batch itself"
@@ -50,13 +99,17 @@ def _shorter_fetch(evidence: Evidence) -> list[Advice]:
     if share is None or not batches:
         return []
     fetch = evidence.wait / batches
-    no_core = min(1.0, (evidence.own_runnable or 0.0) / evidence.seconds) if evidence.seconds > 0 else 0.0
-    share = min(1.0, share + no_core)
+    share = min(1.0, share + _no_core(evidence))
     if share < ON_CPU:
         return [
             _faster_storage(f"the training thread waits in {100 * (1 - share):.0f} % of the {ms(fetch)} of a batch")
         ]
     return [_cheaper(f"each batch takes {ms(fetch * share)} of CPU time on the training thread", evidence)]
+
+
+def _no_core(evidence: Evidence) -> float:
+    """Share of the time in which the training thread could run and had no core."""
+    return min(1.0, (evidence.own_runnable or 0.0) / evidence.seconds) if evidence.seconds > 0 else 0.0
 
 
 def _fetch_in_workers(evidence: Evidence, action: str, why: str, fetch: float | None = None) -> list[Advice]:

@@ -53,20 +53,32 @@ class Edges:
     """What the starts of epochs cost: three of them, with two epochs between, tell."""
 
     def __init__(self) -> None:
-        self._loop = self._wait = 0.0  # of the epoch so far
-        self._epochs: deque[tuple[float, float]] = deque(maxlen=2)  # those that are over: seconds of loop, and at edges
+        self._loop = self._wait = self._sampler = 0.0  # of the epoch so far
+        # Those that are over: seconds of loop, at edges, and of these in the sampler.
+        self._epochs: deque[tuple[float, float, float]] = deque(maxlen=2)
 
     @property
     def share(self) -> float:
         """Of the loop, the less of the newest two epochs; 0.0 where the one that runs is much longer than they were."""
-        if len(self._epochs) < 2 or self._loop > _MUCH_LONGER * max(loop for loop, _ in self._epochs):
-            return 0.0
-        return min(wait / loop if loop > 0 else 0.0 for loop, wait in self._epochs)
+        return self._shares[0]
+
+    @property
+    def share_of_sampler(self) -> float:
+        """Of `share`, what the training thread has spent in the sampler."""
+        return self._shares[1]
+
+    @property
+    def _shares(self) -> tuple[float, float]:
+        if len(self._epochs) < 2 or self._loop > _MUCH_LONGER * max(loop for loop, _, _ in self._epochs):
+            return 0.0, 0.0
+        loop, wait, sampler = min(self._epochs, key=lambda epoch: epoch[1] / epoch[0] if epoch[0] > 0 else 0.0)
+        return (wait / loop, min(wait, sampler) / loop) if loop > 0 else (0.0, 0.0)
 
     def add(self, piece: Slice) -> None:
         """Take in a slice."""
         if piece.edges:
-            self._epochs.append((self._loop, self._wait))
-            self._loop = self._wait = 0.0
+            self._epochs.append((self._loop, self._wait, self._sampler))
+            self._loop = self._wait = self._sampler = 0.0
         self._loop += piece.wait + piece.compute
-        self._wait += piece.edge_wait
+        self._wait += max(0.0, piece.edge_wait - piece.edge_garbage)
+        self._sampler += piece.edge_sampler

@@ -82,7 +82,7 @@ class StallMachine:
     """
 
     def __init__(self, window_seconds: float, enter_ratio: float, exit_ratio: float, rank: int = 0) -> None:
-        self._rank = rank
+        self.rank = rank
         self._window = window_seconds
         self._enter = enter_ratio
         self._exit = exit_ratio
@@ -182,11 +182,12 @@ class StallMachine:
     def _gather(self) -> Evidence:
         return gather(
             tuple(self._slices),
-            rank=self._rank,
+            rank=self.rank,
             cause=self.stall.cause if self.stall is not None else None,
             checkpoint_interval=self._checkpoints.interval,
             early_checkpoint=self._checkpoints.early,
             edge_share=self._edges.share,
+            edge_share_of_sampler=self._edges.share_of_sampler,
         )
 
     def _open(self, cause: str, lost: dict[str, float], evidence: Evidence) -> Change:

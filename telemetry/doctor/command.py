@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import textwrap
 from typing import TYPE_CHECKING, Final
 
 from telemetry.config import Config, SettingError
 from telemetry.doctor import gpu, installed, kernel, places
 from telemetry.doctor.finding import PROBLEM, Finding, Place
+from telemetry.terminal import show
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -40,10 +40,7 @@ CHECKS: Final[tuple[Callable[[Place], Iterable[Finding]], ...]] = (
 def doctor(run_dir: str | None) -> int:
     """Print the findings. Returns 1 where something is a problem, else 0."""
     findings = examine(run_dir)
-    try:
-        print(render(findings), flush=True)
-    except BrokenPipeError:
-        sys.stdout = None  # the reader has seen enough; and Python is not to flush it again at exit
+    show(render(findings) + "\n")
     return int(any(finding.status == PROBLEM for finding in findings))
 
 

@@ -41,7 +41,8 @@ def check_settings(place: Place) -> Iterable[Finding]:
     else:
         yield Finding(OK, "settings", f"valid; set by the environment: {', '.join(used) or 'none'}")
     if ignored:
-        yield Finding(ABSENT, "settings", f"no settings of ours, and ignored: {', '.join(ignored)}")
+        shown = [f"{name} (did you mean {close}?)" if close else name for name, close in ignored.items()]
+        yield Finding(ABSENT, "settings", f"no settings of ours, and ignored: {', '.join(shown)}")
 
 
 def check_versions(place: Place) -> Iterable[Finding]:

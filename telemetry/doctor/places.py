@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import socket
@@ -15,41 +16,64 @@ from telemetry.doctor.finding import ABSENT, OK, PROBLEM, Finding, Place, as_byt
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from telemetry.publish.address import Address
+
 _BOARD_BYTES: Final = 16 << 20
+_RESOLVER_SECONDS: Final = 5.0
 
 
 def check_endpoint(place: Place) -> Iterable[Finding]:
     """Whether the port can be had, or which other one."""
-    from telemetry.publish.node import PORTS_TRIED
+    from telemetry.publish.node import PORTS_TRIED, explained
 
     host, port = place.config.host, place.config.port
     if port is None:
         yield Finding(ABSENT, "endpoint", "the setting port is off: no metrics")
         return
-    refused = _bind(host, port)
+    try:
+        address = _address_of(host)
+        refused = _bind(address, port)
+        free = None
+        if refused is not None and refused.errno == errno.EADDRINUSE:
+            others = range(port + 1, min(port + PORTS_TRIED, 65536)) if port else ()
+            free = next((other for other in others if _bind(address, other) is None), None)
+    except OSError as error:
+        refused, free = error, None
     if refused is None:
         where = f"port {port}" if port else "any free port"
         yield Finding(OK, "endpoint", f"{where} can be had on {host}")
-        return
-    last = min(port + PORTS_TRIED, 65536) - 1
-    free = next((other for other in range(port + 1, last + 1) if _bind(host, other) is None), None)
-    if port and free is not None:
-        why = refused.strerror or str(refused)
-        text = f"port {port} cannot be had on {host} ({why}): a run would take port {free}"
+    elif free is not None:
+        text = f"port {port} cannot be had on {host} ({refused.strerror}): a run would take port {free}"
         yield Finding(ABSENT, "endpoint", text)
     else:
-        ports = f"no port from {port} to {last}" if port else "no port at all"
-        text = f"{ports} can be had on {host} ({refused}); choose another {ENV_PREFIX}PORT or {ENV_PREFIX}HOST"
+        why, remedy = explained(refused, host, port)
+        text = f"no metrics: {why}; {remedy} ({ENV_PREFIX}HOST, {ENV_PREFIX}PORT)"
         yield Finding(PROBLEM, "endpoint", text)
 
 
-def _bind(host: str, port: int) -> OSError | None:
+def _address_of(host: str) -> Address:
+    """The address that a run would listen on.
+
+    Raises:
+        OSError: the name has none, or the resolver is silent.
+    """
+    from telemetry.publish.address import Lookup, numeric
+
+    address = numeric(host)
+    if address is not None:
+        return address
+    lookup = Lookup(host)
+    if not lookup.wait(_RESOLVER_SECONDS):
+        raise socket.gaierror(socket.EAI_AGAIN, f"the resolver is silent for {_RESOLVER_SECONDS:g} s")
+    return lookup.result()
+
+
+def _bind(address: Address, port: int) -> OSError | None:
     """Take a port as the endpoint would, and give it back. Returns why it cannot be had."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        with socket.socket(family, socket.SOCK_STREAM) as trial:
+        with socket.socket(address.family, socket.SOCK_STREAM) as trial:
             trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            trial.bind((host, port))
+            trial.bind(address.at(port))
     except OSError as error:
         return error
     return None
@@ -94,7 +118,7 @@ def check_board(place: Place) -> Iterable[Finding]:
     try:
         board = Board("doctor", str(os.getpid()), "")
         try:
-            board.try_lead()
+            board.seats.take()
         finally:
             board.leave()
         free = shutil.disk_usage(root).free

@@ -1,15 +1,13 @@
-"""The board: a node-local folder where each rank publishes its newest state, and the lock that names the server.
+"""The board: a node-local folder where each rank publishes its newest state, and the locks that name the server.
 
 It lies in memory (/dev/shm) where there is one, belongs to one user and one run, and holds per rank one small file
-that is replaced whole. The server's lock is a POSIX record lock: the kernel frees it the moment its holder dies, and
-a forked DataLoader worker does not inherit it.
+that is replaced whole.
 """
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -20,8 +18,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from telemetry.files import Descriptor, read_small
+from telemetry.files import read_small, remove_file, replace_file
 from telemetry.identity import slug
+from telemetry.publish.seats import Seats
 from telemetry.records import RankPace
 
 _SEPARATOR: Final = b"\0"
@@ -79,8 +78,11 @@ class Board:
         digest = hashlib.sha256(where.encode("utf-8", "surrogateescape")).hexdigest()[:12]
         self.path = self._root / f"{slug(run)[:48]}-{digest}"
         self._make()
-        self._lock: Descriptor | None = None
+        self.seats = Seats(self.path)
         self._mine: Path | None = None
+        self._number: int | None = None  # the rank this process is shown under
+        self._since = 0  # when it took that number
+        self._told = False  # whether that number is the one a launcher gave it
         self._ticks = start_ticks(os.getpid())
 
     def _make(self) -> None:
@@ -95,37 +97,28 @@ class Board:
         """Replace this rank's state. What has ended by itself is shown on, as long as others of the run are there."""
         pid = os.getpid()
         meta: dict[str, Any] = {"rank": rank, "pid": pid, "ticks": self._ticks, "ended": ended}
+        meta |= {"told": self._told, "since": self._since}
         if pace is not None:
             meta["pace"] = asdict(pace)
         parts = [json.dumps(meta).encode()]
         for header, samples in families:
             parts += (header, samples)
         path = self.path / f"rank-{rank}.{pid}"
-        temporary = f"{path}.tmp"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-        try:
-            file = os.open(temporary, flags, 0o600)
-        except FileNotFoundError:  # swept away, as systemd's RemoveIPC does at a logout
-            self._make()
-            file = os.open(temporary, flags, 0o600)
         content = _SEPARATOR.join(parts)
         try:
-            _write_whole(file, content)
-            os.replace(temporary, path)  # noqa: PTH105 - at every publication
-        except OSError:
-            _unlink(temporary)
-            raise
-        finally:
-            os.close(file)
+            replace_file(path, content)
+        except FileNotFoundError:  # swept away, as systemd's RemoveIPC does at a logout
+            self._make()
+            replace_file(path, content)
         self._mine = path
 
     def states(self) -> list[RankState]:
         """The state of every rank that is alive, by rank. A dead rank's file is removed.
 
-        Should two processes claim one rank, the younger is shown, of those that have not ended if there is one: the
-        same series twice would fail the scrape.
+        Until the next publication two processes may have one rank: the one that will keep it is shown, as the same
+        series twice would fail the scrape. See `rank_for`.
         """
-        states: dict[int, tuple[tuple[bool, int], RankState]] = {}
+        states: dict[int, tuple[tuple[bool, bool, int, int], RankState]] = {}
         for entry in self._entries():
             try:
                 parts = read_small(entry, _MAX_FILE_BYTES).split(_SEPARATOR)
@@ -134,13 +127,68 @@ class Board:
             except (OSError, ValueError, KeyError, TypeError):
                 continue
             if not meta.get("ended") and start_ticks(pid) != ticks:
-                _unlink(entry)
+                remove_file(entry)
                 continue
             families = tuple(zip(parts[1::2], parts[2::2], strict=False))
-            order = (not meta.get("ended"), ticks)
-            if rank not in states or states[rank][0] < order:
+            order = (bool(meta.get("ended")), *_order_of(meta, pid))
+            if rank not in states or order < states[rank][0]:
                 states[rank] = (order, RankState(rank, pid, families))
         return [states[rank][1] for rank in sorted(states)]
+
+    def rank_for(self, claimed: int, *, told: bool, world_size: int) -> int:
+        """The rank under which this process is to be shown: a number that no other living process of this board has.
+
+        That is the rank it claims, unless another one holds it: one that was told so by a launcher before one that
+        was not, and of two alike the one that has had the number for longer. Who has to give way takes a free number
+        above the ranks of the job. To be called before each publication; no lock is needed: of two that take one
+        number at once, one gives way at its next publication.
+
+        Args:
+            claimed: the rank this process has been told, or takes itself to be.
+            told: whether a launcher or torch.distributed has said so.
+            world_size: number of ranks of the job.
+        """
+        wanted = claimed if told or self._number is None else self._number
+        if self._rivals_before(wanted, told=told and wanted == claimed):
+            kept = self._number
+            if kept is None or kept == wanted or self._rivals_before(kept, told=False):
+                wanted = self._free_number(wanted, max(world_size, 1))
+            else:
+                wanted = kept
+        if wanted != self._number:
+            self._since = time.monotonic_ns()
+        self._number, self._told = wanted, told and wanted == claimed
+        return wanted
+
+    def move(self, before: int, rank: int) -> None:
+        """This process is shown under another rank from now on: its file is renamed, and never there twice."""
+        pid = os.getpid()
+        old, new = self.path / f"rank-{before}.{pid}", self.path / f"rank-{rank}.{pid}"
+        try:
+            old.replace(new)
+        except FileNotFoundError:
+            return  # nothing was published yet
+        self._mine = new
+
+    def _rivals_before(self, number: int, *, told: bool) -> int:
+        """How many living processes claim a number and come before this one."""
+        since = self._since if number == self._number else time.monotonic_ns()
+        mine = (not told, since, os.getpid())
+        return sum(1 for order in self._rivals(number) if order < mine)
+
+    def _rivals(self, number: int) -> list[tuple[bool, int, int]]:
+        start, own = f"{self.path}/rank-{number}.", f".{os.getpid()}"
+        heads = (_head(e) for e in self._entries() if e.startswith(start) and not e.endswith(own))
+        return [_order_of(head, int(head["pid"])) for head in heads if head is not None]
+
+    def _free_number(self, wanted: int, first: int) -> int:
+        """A number from ``first`` on that nobody has; those who have to give way together take different ones."""
+        own = f".{os.getpid()}"
+        heads = (_head(e) for e in self._entries() if not e.endswith(own))
+        taken = {head["rank"] for head in heads if head is not None} | {wanted}
+        free = (number for number in itertools.count(first) if number not in taken)
+        before = self._rivals_before(wanted, told=False)
+        return next(itertools.islice(free, max(0, before - 1), None))
 
     def paces(self, but: int) -> tuple[RankPace, ...]:
         """How the other ranks that are alive get on; ``but`` is one's own rank."""
@@ -154,33 +202,21 @@ class Board:
     def _entries(self) -> list[str]:
         try:
             with os.scandir(self.path) as entries:
-                return [e.path for e in entries if e.name.startswith("rank-") and not e.name.endswith(".tmp")]
+                return [e.path for e in entries if e.name.startswith("rank-")]
         except OSError:
             return []
 
     # -- who serves --------------------------------------------------------------------------------------------
 
-    def try_lead(self) -> bool:
-        """Become the one that serves this node, if nobody is. Never blocks."""
-        if self._lock is None or not self._lock.is_ours():
-            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-            self._lock = Descriptor(os.open(self.path / "endpoint.lock", flags, 0o600))
-        try:
-            fcntl.lockf(self._lock.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return False
-        return True
+    def announce(self, port: int, seat: int = 0) -> None:
+        """Say at which port the holder of a seat serves, so that its successor serves at the same."""
+        content = json.dumps({"port": port, "pid": os.getpid()}).encode()
+        replace_file(self.path / _announcement(seat), content)
 
-    def announce(self, port: int) -> None:
-        """Say at which port the leader serves, so that its successor serves at the same."""
-        temporary = self.path / f"endpoint.{os.getpid()}.tmp"
-        temporary.write_text(json.dumps({"port": port, "pid": os.getpid()}))
-        temporary.replace(self.path / "endpoint.json")
-
-    def announced_port(self) -> int | None:
-        """The port at which this run was last served on this node."""
+    def announced_port(self, seat: int = 0) -> int | None:
+        """The port at which this run was last served on this node, by the holder of a seat."""
         try:
-            port: Any = json.loads((self.path / "endpoint.json").read_text())["port"]
+            port: Any = json.loads(read_small(self.path / _announcement(seat)))["port"]
         except (OSError, ValueError, KeyError, TypeError):
             return None
         return port if isinstance(port, int) and 0 < port < 65536 else None
@@ -196,10 +232,8 @@ class Board:
         return last
 
     def forget(self) -> None:
-        """Close the lock file: in ``leave``, and in a forked child, whose copy it is."""
-        lock, self._lock = self._lock, None
-        if lock is not None:
-            lock.close()
+        """Close the lock files: in ``leave``, and in a forked child, whose copies they are."""
+        self.seats.close()
 
     def sweep(self) -> int:
         """Remove boards of this user that no living process has written to for an hour. Returns how many."""
@@ -235,9 +269,8 @@ def _own_folder(path: Path) -> None:
         raise OSError(f"{path} is not a folder of this user alone; remove it")
 
 
-def _write_whole(file: int, content: bytes) -> None:
-    if os.write(file, content) < len(content):  # half of it would spoil the scrape of the whole node
-        raise OSError(errno.ENOSPC, "no room for the state of this rank")
+def _announcement(seat: int) -> str:
+    return "endpoint.json" if seat == 0 else f"endpoint-{seat}.json"
 
 
 def _alive(entry: str | os.PathLike[str]) -> bool:
@@ -254,16 +287,15 @@ def _head(entry: str | os.PathLike[str]) -> dict[str, Any] | None:
         return None
 
 
+def _order_of(head: dict[str, Any], pid: int) -> tuple[bool, int, int]:
+    """Of two processes that claim one rank, the lesser keeps it."""
+    since = head.get("since", 0)
+    return (not head.get("told", True), since if isinstance(since, int) else 0, pid)
+
+
 def _pace(head: dict[str, Any]) -> RankPace | None:
     """None where there is none yet, or one of another version's."""
     try:
         return RankPace(**head["pace"])
     except (KeyError, TypeError):
         return None
-
-
-def _unlink(path: str | os.PathLike[str]) -> None:
-    try:
-        Path(path).unlink()
-    except OSError:
-        pass

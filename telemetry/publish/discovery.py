@@ -1,17 +1,20 @@
-"""A target file for Prometheus's ``file_sd_configs``: where this node's endpoint of this run is."""
+"""A target file for Prometheus's ``file_sd_configs``: where this node's metrics of this run are."""
 
 from __future__ import annotations
 
 import json
-import os
-import tempfile
-from pathlib import Path
+from typing import TYPE_CHECKING
 
+from telemetry.files import read_small, replace_file
 from telemetry.identity import slug
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
 
 
 class TargetFile:
-    """One file per run and node; written by the rank that serves, removed by the last rank that leaves.
+    """One file per run and node; written by a rank that serves, removed by the last rank that leaves.
 
     Args:
         folder: may be shared by many runs and nodes: the file's name tells them apart. Prometheus watches
@@ -24,24 +27,26 @@ class TargetFile:
         self.path = folder / f"{slug(run)}.{slug(node)}.json"
         self._labels = {"node": node}
 
-    def write(self, host: str, port: int) -> None:
-        """Name the endpoint, replacing the file whole.
+    def write(self, host: str, ports: Iterable[int]) -> None:
+        """Name the endpoints, replacing the file whole. One that says so already is left as it is.
+
+        Args:
+            host: of all of them.
+            ports: one of each; a second one where the rank at the first is stopped.
 
         Raises:
             OSError: the folder cannot be written.
         """
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        content = json.dumps([{"targets": [target], "labels": self._labels}], indent=2)
-        handle, temporary = tempfile.mkstemp(prefix=".", suffix=".tmp", dir=self.path.parent)
+        name = f"[{host}]" if ":" in host else host
+        targets = [f"{name}:{port}" for port in ports]
+        content = json.dumps([{"targets": targets, "labels": self._labels}], indent=2)
         try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(content + "\n")
-            Path(temporary).chmod(0o644)  # Prometheus runs as a user of its own
-            Path(temporary).replace(self.path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+            if read_small(self.path) == f"{content}\n".encode():
+                return
+        except OSError:
+            pass
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(self.path, f"{content}\n".encode(), 0o644)  # Prometheus runs as a user of its own
 
     def remove(self) -> None:
         """Take the file away."""

@@ -7,7 +7,6 @@ triggered from outside: GET /metrics and GET /healthz are all there is.
 from __future__ import annotations
 
 import errno
-import ipaddress
 import os
 import socket
 import threading
@@ -20,7 +19,9 @@ from socketserver import TCPServer, ThreadingMixIn
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.clock import NS, now_ns
-from telemetry.files import Descriptor
+from telemetry.files import Descriptor, raised_socket
+from telemetry.publish.address import Address, numeric
+from telemetry.publish.hosts import HostNames
 from telemetry.signals import signals_blocked
 
 if TYPE_CHECKING:
@@ -45,6 +46,9 @@ _MOST_HEAD_BYTES: Final = 8192
 _MOST_UNSENT_BYTES: Final = 1 << 20  # in the kernel, of one answer: a node of 64 ranks
 _FRESH_SECONDS: Final = 2.0  # the agent thread joins once a second; where it does not get to it, the request does
 _PLAIN: Final = "text/plain; charset=utf-8"
+_UNKNOWN_HOST: Final = (
+    b"unknown host: ask by IP address, by localhost or by the name of the node, or set host to the name you ask by\n"
+)
 
 
 def join(states: Iterable[RankState]) -> bytes:
@@ -69,18 +73,20 @@ class Endpoint:
     """The HTTP server of this node.
 
     Args:
-        host: address to listen on.
-        ports: ports to try, in order; 0 is any free one.
+        host: the setting: what to listen on, and a name that a request may name as its host.
+        ports: ports to try, in order, until one is not taken; 0 is any free one.
         states: reads the board.
         node: this machine's name, which a request may name as its host.
         content_type: of the metrics.
+        address: of ``host``, where that is a name.
+        alive: called about twice a second, as long as requests are answered.
 
     Attributes:
         port: where it listens.
         failures: requests that failed because of us.
 
     Raises:
-        OSError: none of the ports can be had.
+        OSError: the address cannot be listened on, or every port is taken (EADDRINUSE).
     """
 
     def __init__(
@@ -90,17 +96,23 @@ class Endpoint:
         states: Callable[[], Iterable[RankState]],
         node: str,
         content_type: str,
+        *,
+        address: Address | None = None,
+        alive: Callable[[], None] | None = None,
     ) -> None:
         self._states = states
         self._content_type = content_type
-        self._names = {"localhost", host.lower(), node.lower()}
-        self._node = node.lower()
+        self._names = HostNames([host, node])
         self.failures = 0
         self._page = (-(1 << 62), b"")
         self._cpu_ns = 0
-        self._server = self._bind(host, ports)
+        address = address or numeric(host)
+        if address is None:
+            raise OSError(f"{host} is no address")
+        self._server = self._bind(address, ports)
         self.port: int = self._server.server_address[1]
         self._server.answer = self.answer
+        self._server.alive = alive
         self._thread = threading.Thread(
             target=self._server.serve, args=(_POLL_SECONDS,), name="telemetry-endpoint", daemon=True
         )
@@ -123,15 +135,16 @@ class Endpoint:
         self._server.shutdown()
         self._server.close_sockets()
 
-    def _bind(self, host: str, ports: Iterable[int]) -> _Server:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        error: OSError | None = None
+    def _bind(self, address: Address, ports: Iterable[int]) -> _Server:
+        taken: OSError | None = None
         for port in ports:
             try:
-                return _Server((host, port), family)
-            except OSError as taken:
-                error = taken
-        raise error or OSError("no port to try")
+                return _Server(address, port)
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise  # it would be the same at every port
+                taken = error
+        raise taken or OSError("no port to try")
 
     def answer(self, method: str, path: str, host: str) -> Answer:
         """The answer to one request. Never raises."""
@@ -153,8 +166,8 @@ class Endpoint:
         return page if now_ns() - joined_ns < _FRESH_SECONDS * NS else join(self._states())
 
     def _respond(self, method: str, path: str, host: str) -> Answer:
-        if not self._knows(host):
-            return Answer(403, _PLAIN, b"unknown host: ask by IP address, by localhost or by the name of the node\n")
+        if not self._names.knows(host):
+            return Answer(403, _PLAIN, _UNKNOWN_HOST)
         if method not in {"GET", "HEAD"}:
             return Answer(405, _PLAIN, b"only GET is served here\n")
         if path == "/metrics":
@@ -162,23 +175,6 @@ class Endpoint:
         if path == "/healthz":
             return Answer(200, _PLAIN, b"ok\n")
         return Answer(404, _PLAIN, b"see /metrics and /healthz\n")
-
-    def _knows(self, header: str) -> bool:
-        """Whether the Host header is one of ours: a page elsewhere that rebinds its name to us is not answered."""
-        name = header.strip().lower()
-        if name.startswith("["):
-            name = name[1:].partition("]")[0]
-        elif name.count(":") <= 1:
-            name = name.partition(":")[0]
-        if name in self._names:
-            return True
-        if self._node != "localhost" and name.startswith(f"{self._node}."):
-            return True  # with whatever domain this network gives its nodes
-        try:
-            ipaddress.ip_address(name)
-        except ValueError:
-            return False
-        return True
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -203,7 +199,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.rest = answer[self.connection.send(answer) :]
 
     def do_GET(self) -> None:
-        answer = self.server.answer(self.command, self.path.partition("?")[0], self.headers.get("Host", ""))
+        path = self.requestline.split()[1]  # as it was sent: `self.path` has its first slashes made one
+        hosts = self.headers.get_all("Host") or [""]
+        answer = self.server.answer(self.command, path.partition("?")[0], hosts[0] if len(hosts) == 1 else "")
         self.send_response(answer.status)
         self.send_header("Content-Type", answer.content_type)
         self.send_header("Content-Length", str(len(answer.body)))
@@ -243,13 +241,21 @@ class _Server(ThreadingMixIn, TCPServer):
     allow_reuse_address = True
     request_queue_size = 16
 
-    def __init__(self, address: tuple[str, int], family: int) -> None:
-        self.address_family = family
+    def __init__(self, address: Address, port: int) -> None:
+        self.address_family = address.family
+        self.alive: Callable[[], None] | None = None
         self.answer: Callable[[str, str, str], Answer] = lambda *_: Answer(503, _PLAIN, b"not ready\n")
         self._open: dict[socket.socket, int] = {}
         self._guard = threading.Lock()
         _servers.add(self)  # before there is a socket: a child may be forked at any moment
-        super().__init__(address, _Handler)
+        super().__init__(address.at(port), _Handler, bind_and_activate=False)
+        self.socket = raised_socket(self.socket)
+        try:
+            self.server_bind()
+            self.server_activate()
+        except BaseException:
+            self.server_close()
+            raise
         self.listening = Descriptor(self.socket.fileno())
 
     def serve(self, poll_seconds: float) -> None:
@@ -264,7 +270,8 @@ class _Server(ThreadingMixIn, TCPServer):
         if not self.listening.is_ours():
             raise _SocketGoneError
         try:
-            return super().get_request()
+            request, address = super().get_request()
+            return raised_socket(request), address
         except OSError as error:
             if error.errno != errno.EINVAL:  # which is that of `wake`
                 time.sleep(_PAUSE_SECONDS)  # no descriptor is left, above all
@@ -327,7 +334,12 @@ class _Server(ThreadingMixIn, TCPServer):
             pass  # others have closed it; and a thread that raises is on the training's stderr
 
     def service_actions(self) -> None:
-        """Twice a second: end the connections that have lasted too long, however busy they keep."""
+        """Twice a second: say that we live; end the connections that have lasted too long, however busy they keep."""
+        if self.alive is not None:
+            try:
+                self.alive()
+            except OSError:
+                pass
         limit = now_ns() - int(CONNECTION_SECONDS * NS)
         with self._guard:
             late = [request for request, since in self._open.items() if since < limit]

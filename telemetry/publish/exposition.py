@@ -278,7 +278,7 @@ class Families:
 
     def _loader(self, view: RunView) -> Iterator[Metric]:
         workers = view.workers
-        fetches = _added(view.own_fetches, None if workers is None else workers.fetch_duration)
+        fetches = _added(view.own_fetches, view.worker_fetches)
         if fetches is not None:
             yield self._histogram(
                 "training_loader_fetch_duration_seconds",
@@ -325,7 +325,7 @@ class Families:
         )
         waits = (
             ("late", "Waits for batches whose fetch had not ended.", workers.late_seconds_total),
-            ("moved", "Waits for batches whose fetch had ended: sending, pinning.", workers.moved_seconds_total),
+            ("moved", "Waits for batches whose fetch had ended: sending, the sampler.", workers.moved_seconds_total),
             ("head_of_line", "Of the late waits, while a later batch was ready.", workers.head_of_line_seconds_total),
         )
         for name, text, seconds in waits:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import socket
 import time
 from typing import TYPE_CHECKING, Final
 
 from telemetry.clock import NS, now_ns
+from telemetry.publish.address import Address, Lookup, numeric
 from telemetry.publish.endpoint import Endpoint, abandon_all
 from telemetry.publish.exposition import CONTENT_TYPE
 
@@ -20,7 +23,18 @@ PORTS_TRIED: Final = 64
 """A job that finds the port taken tries so many above it."""
 
 _ANNOUNCED_SECONDS: Final = 0.2
-"""Ranks start together: one that does not serve waits so long for the one that does to say where."""
+"""Ranks start together: one that does not serve waits so long for the one that does to say where. A resolver is given
+as long."""
+
+_SLOW_LOOKUP_SECONDS: Final = 5.0
+"""A name that is looked up for longer is told of."""
+
+_FIRST_PAUSE_SECONDS: Final = 1.0
+_LONGEST_PAUSE_SECONDS: Final = 60.0
+"""Between two tries to listen, where the first one failed: each pause is twice as long as the one before."""
+
+_TARGETS_SECONDS: Final = 10.0
+"""How often it is looked whether the target file is there and names the right ports."""
 
 
 class NodeService:
@@ -33,6 +47,11 @@ class NodeService:
         port: the setting; None for off, 0 for any.
         node: this machine's name.
         notice: told, in words, of what a person should know.
+        mono_ns: the clock for pauses.
+
+    Attributes:
+        endpoint: of this rank, if it serves.
+        trouble: why there is none though it is this rank's turn; empty where there is nothing to tell.
     """
 
     def __init__(
@@ -44,6 +63,7 @@ class NodeService:
         port: int | None,
         node: str,
         notice: Callable[[str], None],
+        mono_ns: Callable[[], int] = now_ns,
     ) -> None:
         self._board = board
         self._targets = targets
@@ -51,9 +71,20 @@ class NodeService:
         self._port = port
         self._node = node
         self._notice = notice
-        self._settled_ns = now_ns() + int(_ANNOUNCED_SECONDS * NS)
+        self._now = mono_ns
+        self._settled_ns = mono_ns() + int(_ANNOUNCED_SECONDS * NS)
         self._ended = False
+        self._seat = 0
+        self._lookup: Lookup | None = None
+        self._lookup_ns = 0
+        self._address: Address | None = None
+        self._retry_ns = -(1 << 62)
+        self._pause = _FIRST_PAUSE_SECONDS
+        self._told: set[str] = set()
+        self._targets_ns = -(1 << 62)
         self.endpoint: Endpoint | None = None
+        self._closed_cpu_seconds = 0.0
+        self.trouble = ""
 
     def publish(
         self, rank: int, families: list[tuple[bytes, bytes]], *, pace: RankPace | None = None, ended: bool
@@ -66,39 +97,63 @@ class NodeService:
         self._ended = ended
         self._board.publish(rank, families, pace=pace, ended=ended)
 
+    def rank_for(self, claimed: int, *, told: bool, world_size: int) -> int:
+        """The rank under which this process is to be shown, see `Board.rank_for`."""
+        return self._board.rank_for(claimed, told=told, world_size=world_size)
+
+    def move(self, before: int, rank: int) -> None:
+        """This process is shown under another rank from now on.
+
+        Raises:
+            OSError: the board cannot be written.
+        """
+        self._board.move(before, rank)
+
     def paces(self, but: int) -> tuple[RankPace, ...]:
         """How the other ranks of this node get on; ``but`` is one's own rank."""
         return self._board.paces(but)
 
     def lead_if_vacant(self) -> None:
-        """Serve, if nobody does; and if it is this rank that does, join what the others have published by now.
+        """Serve, if nobody does or whoever does is stopped; and where this rank serves, join what is published by now.
 
-        Cheap enough for every tick; called at least once a second.
+        Cheap enough for every tick; called at least once a second. It waits neither for another rank nor for a
+        resolver.
 
         Raises:
-            OSError: no port can be had, or the target file cannot be written (the endpoint then serves all the same).
+            OSError: the address cannot be listened on (told once), or the target file cannot be written (the endpoint
+                then serves all the same).
         """
-        if self.endpoint is not None and self.endpoint.serves:
-            self.endpoint.refresh()
+        if self._port is None:
             return
-        self._close()  # who closed its socket will have closed the lock as well: it is to be won anew
-        if self._port is None or self._ended:
-            return  # and who has ended is no more waited for: the board may be gone
-        if not self._board.try_lead():
+        if self._ended:  # and who has ended is no more waited for: the board may be gone
+            if self.endpoint is not None:
+                self.endpoint.refresh()
+            return
+        seat = self._board.seats.take()
+        if seat is None:
+            self._step_down()
             self._wait_for_announcement()
             return
-        endpoint = Endpoint(self._host, self._ports(), self._board.states, self._node, CONTENT_TYPE)
-        self.endpoint = endpoint
-        self._board.announce(endpoint.port)
-        if self._port not in {0, endpoint.port}:
-            self._notice(f"port {self._port} is taken; the metrics of this run are at port {endpoint.port}")
-        if self._targets is not None:
-            self._targets.write(self._reachable_host(), endpoint.port)
+        if self.endpoint is not None and (seat != self._seat or not self.endpoint.serves):
+            self._close()
+        self._seat = seat
+        if self.endpoint is not None:
+            self.endpoint.refresh()
+        else:
+            self._board.seats.beat(seat)
+            self._serve()
+        self._name_endpoints()
 
     @property
     def port(self) -> int | None:
         """The port at which this node's metrics are served, by whichever rank; None if by none."""
         return self.endpoint.port if self.endpoint is not None else self._board.announced_port()
+
+    @property
+    def cpu_seconds(self) -> float:
+        """CPU time the answers took, those of endpoints that were replaced included."""
+        endpoint = self.endpoint
+        return self._closed_cpu_seconds + (endpoint.cpu_seconds if endpoint is not None else 0.0)
 
     def leave(self) -> None:
         """Take this rank off the board. The last one takes the target file along."""
@@ -106,24 +161,145 @@ class NodeService:
         if self._board.leave() and self._targets is not None:
             self._targets.remove()
 
-    def _close(self) -> None:
-        endpoint, self.endpoint = self.endpoint, None
-        if endpoint is not None:
-            endpoint.close()
-
     def after_fork_in_child(self) -> None:
         """Close what is the parent's."""
         abandon_all()
         self._board.forget()
 
+    # -- the endpoint ------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        """Listen, unless that failed a moment ago or the name of the address is not known yet."""
+        if self._now() < self._retry_ns:
+            return
+        seat, ports = self._seat, self._ports()
+        try:
+            if self._address is None:
+                self._address = self._found()
+            if self._address is None:
+                return
+            endpoint = Endpoint(
+                self._host,
+                ports,
+                self._board.states,
+                self._node,
+                CONTENT_TYPE,
+                address=self._address,
+                alive=lambda: self._board.seats.beat(seat),
+            )
+        except OSError as error:
+            self._give_up(error)
+            return
+        self.endpoint, self.trouble = endpoint, ""
+        self._pause, self._told = _FIRST_PAUSE_SECONDS, set()
+        self._targets_ns = -(1 << 62)
+        self._board.announce(endpoint.port, seat)
+        if seat:
+            text = "the rank that serves this node does not answer; until it does, the metrics of this run are"
+            self._notice(f"{text} at port {endpoint.port}")
+        elif self._port not in {0, endpoint.port}:
+            self._notice(f"port {self._port} is taken; the metrics of this run are at port {endpoint.port}")
+
+    def _found(self) -> Address | None:
+        """The address to listen on; None while its name is being looked up."""
+        address = numeric(self._host)
+        if address is not None:
+            return address
+        if self._lookup is None:
+            self._lookup, self._lookup_ns = Lookup(self._host), self._now()
+        if not self._lookup.wait((self._settled_ns - self._now()) / NS):
+            self.trouble = f"the name {self._host} is still being looked up"
+            if self._now() - self._lookup_ns > _SLOW_LOOKUP_SECONDS * NS:
+                self._tell_once(f"no metrics yet: {self.trouble}; set host to an address instead of a name")
+            return None
+        lookup, self._lookup = self._lookup, None
+        return lookup.result()
+
+    def _give_up(self, error: OSError) -> None:
+        """Try again later, and later still.
+
+        Raises:
+            OSError: what is wrong and what to do, unless that has been said.
+        """
+        self._retry_ns = self._now() + int(self._pause * NS)
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE_SECONDS)
+        self._address = None  # a name may have another one by then
+        self.trouble, remedy = explained(error, self._host, self._port or 0)
+        text = f"no metrics: {self.trouble}; {remedy}. It is tried again after a while"
+        if text not in self._told:
+            self._told.add(text)
+            raise OSError(text)
+
+    def _tell_once(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            self._notice(text)
+
+    def _close(self) -> None:
+        endpoint, self.endpoint = self.endpoint, None
+        if endpoint is not None:
+            try:
+                endpoint.close()
+            finally:
+                self._closed_cpu_seconds += endpoint.cpu_seconds
+
+    def _step_down(self) -> None:
+        """Somebody before us answers again."""
+        endpoint = self.endpoint
+        if endpoint is None:
+            return
+        self._close()
+        if not self._seat:
+            return  # others had closed our descriptors, and with them the lock: another rank serves now
+        text = f"the metrics of this run are no more at port {endpoint.port}: the rank that served before answers again"
+        self._notice(text)
+        if self._targets is not None:
+            self._targets.write(self._reachable_host(), self._ports_before())
+
     def _wait_for_announcement(self) -> None:
-        while now_ns() < self._settled_ns and self._board.announced_port() is None:
+        while self._now() < self._settled_ns and self._board.announced_port() is None:
             time.sleep(0.002)
 
     def _ports(self) -> list[int]:
         ports = list(range(self._port, min(65536, self._port + PORTS_TRIED))) if self._port else [0]
-        before = self._board.announced_port()  # where the one before us served: the scrape goes on there
+        before = None if self._seat else self._board.announced_port()
+        # Where the one before us served: the scrape goes on there.
         return [before, *(port for port in ports if port != before)] if before is not None else ports
 
+    # -- the target file ---------------------------------------------------------------------------------------
+
+    def _name_endpoints(self) -> None:
+        """Keep the target file as it should be: it may be removed with the run folder, or be another rank's."""
+        due = self._now() - self._targets_ns >= _TARGETS_SECONDS * NS
+        if self._targets is None or self.endpoint is None or not due:
+            return
+        self._targets_ns = self._now()
+        self._targets.write(self._reachable_host(), [*self._ports_before(), self.endpoint.port])
+
+    def _ports_before(self) -> list[int]:
+        """The ports of those who have a seat before ours, and do not answer."""
+        mine = self.endpoint.port if self.endpoint is not None else None
+        ports = [self._board.announced_port(seat) for seat in range(self._seat)]
+        return [port for port in dict.fromkeys(ports) if port is not None and port != mine]
+
     def _reachable_host(self) -> str:
-        return self._node if self._host in {"0.0.0.0", "::", ""} else self._host  # noqa: S104 - a comparison
+        address = numeric(self._host)
+        return self._node if address is not None and address.is_any else self._host
+
+
+def explained(error: OSError, host: str, port: int) -> tuple[str, str]:
+    """Why an address cannot be listened on, and what to do, in words.
+
+    Args:
+        error: of trying.
+        host: the setting.
+        port: the setting; 0 for any.
+    """
+    why = error.strerror or str(error)
+    if error.errno == errno.EADDRINUSE:
+        ports = f"every port from {port} to {min(65536, port + PORTS_TRIED) - 1}" if port else "every port"
+        return f"{ports} is taken on {host}", "set port to another one, or to 0 for any"
+    if error.errno == errno.EACCES:
+        return f"port {port} may not be listened on ({why})", "set port to one above 1023"
+    what = "be resolved" if isinstance(error, socket.gaierror) else "be listened on"
+    return f"{host} cannot {what} ({why})", "set host to an address of this machine, such as 127.0.0.1 or 0.0.0.0"

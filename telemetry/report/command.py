@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -13,6 +12,7 @@ from telemetry.report.load import NoRunError, load
 from telemetry.report.summary import summarize
 from telemetry.report.text import render
 from telemetry.report.traces import read_snapshots, verdict_of
+from telemetry.terminal import complain, show, show_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,27 +22,23 @@ if TYPE_CHECKING:
 _MISSED_WINDOWS: Final = 3
 """After so many log intervals without a line a process is taken to be gone."""
 
+_LOG_INTERVAL_SECONDS: Final = 10.0
+"""The default of ``log_interval_seconds``, for logs that do not name it."""
+
 
 def report(run_dir: str, *, as_json: bool) -> int:
     """Print the report of a run. Returns the exit status: 1 when there is no run to report on."""
     try:
         processes = load(Path(run_dir))
     except NoRunError as error:
-        sys.stderr.write(f"telemetry: {error}\n")
+        complain(str(error))
         return 1
     summary = summarize(processes)
     problems = read_snapshots(Path(run_dir), summary["snapshots"])
     summary["verdict"] += verdict_of(summary["snapshots"])
     if as_json:
-        text = orjson.dumps(summary, option=orjson.OPT_INDENT_2).decode() + "\n"
-    else:
-        text = render(summary, [*_notes(processes), *problems])
-    try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        sys.stdout = None  # the reader has seen enough; and Python is not to flush it again at exit
-    return 0
+        return show_json(orjson.dumps(summary, option=orjson.OPT_INDENT_2).decode() + "\n")
+    return show(render(summary, [*_notes(processes), *problems]))
 
 
 def _notes(processes: Sequence[ProcessLog]) -> list[str]:
@@ -57,6 +53,9 @@ def _notes(processes: Sequence[ProcessLog]) -> list[str]:
             notes.append(f"{who} {'did not end by itself' if gone else 'is running'}; newest line {process.last_time}")
         if process.torn_lines:
             notes.append(f"{who}: {process.torn_lines} line(s) of its log are torn and were passed over")
+        if process.wrong_fields:
+            notes.append(f"{who}: {process.wrong_fields} field(s) of its log are of the wrong type and were left out")
+        notes += [f"{name} is no regular file and was not read" for name in process.skipped]
         failures = [line for line in process.errors if line.get("errors_total")]
         if failures:
             newest = failures[-1]
@@ -67,9 +66,8 @@ def _notes(processes: Sequence[ProcessLog]) -> list[str]:
 
 
 def _log_interval(process: ProcessLog) -> float:
-    settings = process.head.get("settings")
-    value = settings.get("log_interval_seconds") if isinstance(settings, dict) else None
-    return float(value) if isinstance(value, (int, float)) else 10.0
+    seconds: float = process.head.get("settings", {}).get("log_interval_seconds", _LOG_INTERVAL_SECONDS)
+    return seconds
 
 
 def _age_seconds(time: str, now: datetime) -> float | None:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.records import CATEGORIES, CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, STARTUP
+from telemetry.report import lives
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from telemetry.report.load import ProcessLog
     from telemetry.sketch import Sketch
 
 STARVED_RATIO: Final = 0.20
-"""From this share of the training loop on, a rank is said to starve: the default of ``stall_enter_ratio``."""
+"""The default of ``stall_enter_ratio``, for logs that do not name it."""
 
 _UNSEEN_RATIO: Final = 0.05
 """From this share of a rank's steps on whose batches came unseen, nothing is said of how little was waited for them."""
@@ -30,6 +31,23 @@ _MARKED_RATIO: Final = 0.20
 """A category outside of the training loop is mentioned from this share of the wall clock on."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What the verdict needs to know of a process besides its entry in the report.
+
+    Attributes:
+        first_wait_seconds: what it waited for its first batch.
+        starved_ratio: its own ``stall_enter_ratio``: from this share of the training loop on it starves.
+        unmeasured: why it has no exposed wait; empty where it has, or does not say.
+        unseen_steps: steps before which no batch was requested where the hooks see it.
+    """
+
+    first_wait_seconds: float
+    starved_ratio: float
+    unmeasured: str
+    unseen_steps: int
+
+
 def summarize(processes: Sequence[ProcessLog]) -> dict[str, Any]:
     """The report of a run, as ``report --json`` prints it.
 
@@ -37,11 +55,10 @@ def summarize(processes: Sequence[ProcessLog]) -> dict[str, Any]:
     """
     ranks = [_rank(process) for process in processes]
     stalls = [stall for process in processes for stall in _stalls(process)]
-    first_waits = {process.pid: _number(process.totals.get("first_wait_seconds")) for process in processes}
-    unseen = {process.pid: _number(process.totals.get("unseen_steps_total")) for process in processes}
+    now = lives.current(processes)
     return {
         "run": str(processes[-1].run) if processes else "",
-        "verdict": _stuck(processes) or verdict(ranks, stalls, first_waits, unseen),
+        "verdict": (_stuck(now) or _verdict(now)) + lives.shared_ranks(now),
         "ranks": ranks,
         "stalls": stalls,
         "snapshots": [
@@ -50,56 +67,69 @@ def summarize(processes: Sequence[ProcessLog]) -> dict[str, Any]:
     }
 
 
-def verdict(
-    ranks: Sequence[dict[str, Any]],
-    stalls: Sequence[dict[str, Any]],
-    first_waits: Mapping[int, float],
-    unseen_steps: Mapping[int, float],
-) -> str:
-    """One sentence for a person: what this run lost most to.
+def _known(process: ProcessLog) -> _Known:
+    settings, totals = process.head.get("settings", {}), process.totals
+    return _Known(
+        first_wait_seconds=totals.get("first_wait_seconds", 0.0),
+        starved_ratio=settings.get("stall_enter_ratio", STARVED_RATIO),
+        unmeasured=totals.get("exposed_wait_absent", ""),
+        unseen_steps=totals.get("unseen_steps_total", 0),
+    )
 
-    Args:
-        ranks: of the report.
-        stalls: of the report.
-        first_waits: seconds waited for the first batch, by pid.
-        unseen_steps: steps before which no batch was requested where the hooks see it, by pid.
-    """
-    newest = list({rank["rank"]: rank for rank in ranks}.values())
-    stepping = [rank for rank in newest if rank["steps"]]
+
+def _verdict(processes: Sequence[ProcessLog]) -> str:
+    """One sentence for a person: what this run lost most to. Of lives that no other one has taken the place of."""
+    ranks = [_rank(process) for process in processes]
+    stalls = [stall for process in processes for stall in _stalls(process)]
+    of = {id(rank): _known(process) for rank, process in zip(ranks, processes, strict=True)}
+    stepping = [rank for rank in ranks if rank["steps"]]
     if not stepping:
-        return "No training step has ended yet."
+        children = lives.child_processes(processes)
+        others = "another process" if children == 1 else f"{children} processes"
+        return "No training step has ended yet." + (
+            f" The script has started {others} with multiprocessing; if the training runs there, it is not seen: call "
+            "telemetry.start() in the function that is spawned."
+            if children
+            else ""
+        )
     measured = [rank for rank in stepping if rank["exposed_wait_ratio"] is not None]
-    unseen = _unseen(stepping, unseen_steps)
+    unseen = _unseen([(rank, of[id(rank)].unseen_steps) for rank in stepping])
     if not measured and not unseen:
         worst = max(stepping, key=_wait_ratio)
+        why = of[id(worst)].unmeasured
         return (
             f"Rank {worst['rank']} spent {_percent(_wait_ratio(worst))} of its training loop waiting for data; "
-            "how much of that the GPU felt was not measured."
+            f"how much of that the GPU felt was not measured{why and f': {why}'}."
         )
     # Every run has to start: what it waited for its first batch is lost, but no sign of starving.
-    worst = max(measured or stepping, key=lambda rank: _without_start(rank, first_waits.get(rank["pid"], 0.0)))
-    ratio = worst["exposed_wait_ratio"]
-    if measured and _without_start(worst, first_waits.get(worst["pid"], 0.0)) >= STARVED_RATIO:
-        return _starved(worst, measured, ratio) + _why(worst["rank"], stalls) + unseen
+    after_start = {id(rank): _without_start(rank, of[id(rank)].first_wait_seconds) for rank in measured}
+    starving = [rank for rank in measured if after_start[id(rank)] >= of[id(rank)].starved_ratio]
+    if starving:
+        worst = max(starving, key=lambda rank: after_start[id(rank)])
+        starved = _starved(worst, len(starving), len(measured), worst["exposed_wait_ratio"])
+        return starved + _why(worst["rank"], stalls) + unseen
     if unseen or not any(rank["ledger"]["data_wait"] for rank in measured):
-        return _not_known(newest, stalls, unseen or _NOTHING_SEEN)
+        return _not_known(ranks, stalls, unseen or _NOTHING_SEEN)
     if stalls:
         # Who waits for a slow rank loses as much as it does; the slow rank's own stall, if it has one, says more.
         stall = max(stalls, key=lambda stall: (stall["cause"] != "straggler", _lost(stall)))
         return f"Not starved, but rank {stall['rank']} stalled.{_why(stall['rank'], stalls)}"
-    return f"Healthy: no rank lost more than {_percent(ratio)} of its training loop waiting for data.{_beside(newest)}"
+    ratio = max(measured, key=lambda rank: after_start[id(rank)])["exposed_wait_ratio"]
+    return f"Healthy: no rank lost more than {_percent(ratio)} of its training loop waiting for data.{_beside(ranks)}"
 
 
-def _unseen(stepping: Sequence[dict[str, Any]], unseen_steps: Mapping[int, float]) -> str:
-    """What is to be said of steps whose batches came in a way that is not seen; empty where that is next to nothing."""
-    shares = [(unseen_steps.get(rank["pid"], 0.0) / rank["steps"], rank) for rank in stepping]
-    share, rank = max(shares, key=lambda pair: pair[0])
-    if share < _UNSEEN_RATIO:
+def _unseen(stepping: Sequence[tuple[dict[str, Any], int]]) -> str:
+    """What is to be said of steps whose batches came in a way that is not seen; empty where that is next to nothing.
+
+    Args:
+        stepping: the entries of ranks with steps, each with how many of these steps came so.
+    """
+    rank, unseen = max(stepping, key=lambda pair: pair[1] / pair[0]["steps"])
+    if unseen / rank["steps"] < _UNSEEN_RATIO:
         return ""
-    many = min(rank["steps"], int(unseen_steps[rank["pid"]]))
     return (
-        f" The batches of {many} of {rank['steps']} steps of rank {rank['rank']} reached the training thread in a way "
-        f"that is not seen, and waiting for them is counted as compute. {_WATCH}"
+        f" The batches of {min(rank['steps'], unseen)} of {rank['steps']} steps of rank {rank['rank']} reached the "
+        f"training thread in a way that is not seen, and waiting for them is counted as compute. {_WATCH}"
     )
 
 
@@ -111,11 +141,10 @@ def _not_known(ranks: Sequence[dict[str, Any]], stalls: Sequence[dict[str, Any]]
 
 
 def _stuck(processes: Sequence[ProcessLog]) -> str:
-    """The verdict of a run that is stuck; empty for one that is not. What was restarted is not stuck any more."""
-    newest = {process.rank: process for process in processes}
+    """The verdict of a run that is stuck; empty for one that is not. Of the lives that are not over."""
     stalls = [
         stall
-        for process in newest.values()
+        for process in processes
         for stall in _stalls(process)
         if stall["closed"] is None and "stuck_in" in stall["evidence"]
     ]
@@ -137,19 +166,18 @@ def _without_start(rank: dict[str, Any], first_wait: float) -> float:
     """The exposed-wait ratio of a rank from its first batch on."""
     loop = rank["ledger"][DATA_WAIT] + rank["ledger"][COMPUTE]
     left = loop - first_wait
-    return float(((rank["exposed_wait_ratio"] or 0.0) * loop - first_wait) / left) if left > 0 else 0.0
+    return float((rank["exposed_wait_ratio"] * loop - first_wait) / left) if left > 0 else 0.0
 
 
-def _starved(worst: dict[str, Any], measured: Sequence[dict[str, Any]], ratio: float) -> str:
-    starving = [rank for rank in measured if rank["exposed_wait_ratio"] >= STARVED_RATIO]
+def _starved(worst: dict[str, Any], starving: int, measured: int, ratio: float) -> str:
     lost = f"{_percent(ratio)} of its training loop waiting for data"
     bound = 1 / (1 - ratio) if ratio < 0.99 else None
     gain = f"; without that wait its steps would be up to {bound:.1f} times faster" if bound else ""
-    if len(measured) == 1:
+    if measured == 1:
         return f"Starved: rank {worst['rank']} spent {lost}{gain}."
-    if len(starving) == len(measured):
+    if starving == measured:
         return f"Starved: every rank waits for data; the worst, rank {worst['rank']}, spent {lost}{gain}."
-    others = "the other ranks wait for it inside their compute" if len(starving) == 1 else "the rest wait for them"
+    others = "the other ranks wait for it inside their compute" if starving == 1 else "the rest wait for them"
     return f"Starved: rank {worst['rank']} spent {lost}{gain}; {others}."
 
 
@@ -169,13 +197,13 @@ def _why(rank: int, stalls: Sequence[dict[str, Any]]) -> str:
         setting, value, gain = (advice.get(name) for name in ("setting", "value", "predicted_speedup"))
         text += f"; try {setting}={value}" if setting and value else f"; {advice.get('action')}"
         text += f" ({advice.get('because')})" if stall["cause"] == "straggler" else ""
-        text += f", predicted {gain:g} times the steps per second" if isinstance(gain, (int, float)) else ""
+        text += f", predicted {gain:g} times the steps per second" if gain is not None else ""
     return f"{text}."
 
 
 def _lost(stall: dict[str, Any]) -> float:
-    lost = stall["evidence"].get("lost_seconds") if isinstance(stall["evidence"], dict) else None
-    return _number(lost.get(stall["cause"])) if isinstance(lost, dict) else 0.0
+    lost: float = stall["evidence"].get("lost_seconds", {}).get(stall["cause"], 0.0)
+    return lost
 
 
 def _beside(ranks: Sequence[dict[str, Any]]) -> str:
@@ -189,24 +217,22 @@ def _beside(ranks: Sequence[dict[str, Any]]) -> str:
 
 def _rank(process: ProcessLog) -> dict[str, Any]:
     totals = process.totals
-    spent = totals.get("ledger_total_seconds")
-    ledger = {c: _number(spent.get(c)) if isinstance(spent, dict) else 0.0 for c in CATEGORIES}
+    spent, overhead = totals.get("ledger_total_seconds", {}), totals.get("overhead_seconds", {})
+    ledger = {c: float(spent.get(c, 0.0)) for c in CATEGORIES}
     loop = ledger[DATA_WAIT] + ledger[COMPUTE]
     exposed = totals.get("exposed_wait_total_seconds")
-    overhead = totals.get("overhead_seconds")
-    overhead = overhead if isinstance(overhead, dict) else {}
     return {
         "rank": process.rank,
         "local_rank": process.head.get("local_rank"),
         "node": process.head.get("node"),
         "pid": process.pid,
-        "steps": int(_number(totals.get("steps_total"))),
-        "wall_seconds": _number(totals.get("wall_seconds")),
+        "steps": totals.get("steps_total", 0),
+        "wall_seconds": float(totals.get("wall_seconds", 0.0)),
         "ledger": ledger,
         "step_seconds": _percentiles(process.step),
         "data_wait_seconds": _percentiles(process.wait),
-        "exposed_wait_ratio": exposed / loop if isinstance(exposed, (int, float)) and loop > 0 else None,
-        "overhead_seconds": {name: _number(overhead.get(name)) for name in ("training", "agent")},
+        "exposed_wait_ratio": exposed / loop if exposed is not None and loop > 0 else None,
+        "overhead_seconds": {name: overhead.get(name, 0.0) for name in ("training", "agent")},
     }
 
 
@@ -222,7 +248,7 @@ def _stalls(process: ProcessLog) -> list[dict[str, Any]]:
     stalls: list[dict[str, Any]] = []
     for line in process.stalls:
         if line.get("event") == "stall_open":
-            stalls.append(_stall(process.rank, line))
+            stalls.append(_stall(process.rank, {"cause": "unknown"} | line))
         elif stalls and stalls[-1]["closed"] is None:
             said = {k: v for k, v in _stall(process.rank, line).items() if v not in (None, {}, [])}
             # The stacks of a stuck run are in the line that opens it alone.
@@ -237,11 +263,11 @@ def _stalls(process: ProcessLog) -> list[dict[str, Any]]:
 def _lost_so_far(process: ProcessLog, closed: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """What the stall that is open has cost: its own line was written when it opened."""
     total = process.totals.get("stall_lost_total_seconds")
-    if not isinstance(total, dict):
+    if total is None:
         return {}
-    told = [lost for stall in closed if isinstance(lost := stall["evidence"].get("lost_seconds"), dict)]
-    before = {cause: sum(_number(lost.get(cause)) for lost in told) for cause in total}
-    lost = {cause: round(_number(seconds) - before[cause], 3) for cause, seconds in total.items()}
+    told = [stall["evidence"].get("lost_seconds", {}) for stall in closed]
+    before = {cause: sum(lost.get(cause, 0.0) for lost in told) for cause in total}
+    lost = {cause: round(seconds - before[cause], 3) for cause, seconds in total.items()}
     return {"lost_seconds": {cause: seconds for cause, seconds in lost.items() if seconds > 0}}
 
 
@@ -250,10 +276,8 @@ def _stall(rank: int, line: dict[str, Any]) -> dict[str, Any]:
     stall: dict[str, Any] = {"rank": rank} | {name: line.get(name) for name in names}
     stall["closed"] = None
     stall["opened"] = line.get("opened") or line.get("time")
-    evidence = line.get("evidence")
-    stall["evidence"] = evidence if isinstance(evidence, dict) else {}
-    advice = line.get("advice")
-    stall["advice"] = [each for each in advice if isinstance(each, dict)] if isinstance(advice, list) else []
+    stall["evidence"] = line.get("evidence", {})
+    stall["advice"] = line.get("advice", [])
     return stall
 
 
@@ -269,7 +293,3 @@ def _wait_ratio(rank: dict[str, Any]) -> float:
 
 def _percent(ratio: float) -> str:
     return f"{100 * ratio:.0f} %" if ratio >= 0.0995 or ratio == 0 else f"{100 * ratio:.1f} %"
-
-
-def _number(value: object) -> float:
-    return float(value) if isinstance(value, (int, float)) else 0.0

@@ -53,17 +53,17 @@ def _stall(stall: dict[str, Any]) -> list[str]:
     for advice in stall["advice"]:
         setting, gain = advice.get("setting"), advice.get("predicted_speedup")
         typed = "" if not setting else f"{setting}={advice['value']}: " if advice.get("value") else f"{setting}: "
-        worth = f", predicted {gain:g} times the steps per second" if isinstance(gain, (int, float)) else ""
+        worth = f", predicted {gain:g} times the steps per second" if gain is not None else ""
         lines.append(f"  {'try ' if typed else ''}{typed}{advice.get('action')}{worth} ({advice.get('because')})")
-    return [*lines, *_stacks(stall["evidence"].get("stacks"))]
+    return [*lines, *_stacks(stall["evidence"].get("stacks", []))]
 
 
-def _stacks(stacks: object) -> list[str]:
+def _stacks(stacks: Sequence[str]) -> list[str]:
     """The innermost frames of every stack of a stuck run, more of the training thread's, which comes first."""
     lines: list[str] = []
     most = _MOST_TRAINING_FRAMES
-    for stack in stacks if isinstance(stacks, list) else []:
-        heading, *frames = str(stack).splitlines() or [""]
+    for stack in stacks:
+        heading, *frames = stack.splitlines() or [""]
         lines += [f"  {line}" for line in (heading, *frames[:most])]
         if len(frames) > most:
             lines.append(f"    ... {len(frames) - most} more lines in the log")
@@ -75,9 +75,8 @@ def _lost_by_cause(stalls: Sequence[dict[str, Any]]) -> list[tuple[str, float]]:
     """Seconds by cause, the most expensive first."""
     total: dict[str, float] = {}
     for stall in stalls:
-        lost = stall["evidence"].get("lost_seconds") if isinstance(stall["evidence"], dict) else None
-        for cause, seconds in lost.items() if isinstance(lost, dict) else ():
-            total[cause] = total.get(cause, 0.0) + (seconds if isinstance(seconds, (int, float)) else 0.0)
+        for cause, seconds in stall["evidence"].get("lost_seconds", {}).items():
+            total[cause] = total.get(cause, 0.0) + seconds
     worst_first = sorted(total.items(), key=lambda item: -item[1])
     return [(cause, seconds) for cause, seconds in worst_first if seconds >= _WORTH_A_WORD]
 

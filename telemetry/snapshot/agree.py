@@ -118,6 +118,10 @@ class Meeting:
         self._mine: set[str] = set()  # ids of requests of this rank that may be withdrawn
         self._first_seen: dict[str, float] = {}
 
+    def adopt(self, rank: int, world_size: int) -> None:
+        """This rank has another number, or the job another size, than was known so far."""
+        self._rank, self._world = rank, world_size
+
     def ask(self, request: p.Request) -> None:
         """Put a request before the ranks.
 

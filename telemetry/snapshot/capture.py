@@ -64,6 +64,7 @@ class Capture:
         about: metadata of the traces: ``rank`` and ``world_size`` at least.
 
     Attributes:
+        about: as above; replaced whole when the rank becomes known later.
         when_over: called once, on the training thread, after a session that outlived the agent.
     """
 
@@ -78,7 +79,7 @@ class Capture:
         self._hooks = hooks
         self._profilers = profilers
         self._most_ns = int(most_seconds * NS)
-        self._about = about
+        self.about = about
         self._plan: Plan | None = None
         self._state = _IDLE
         self._outcome: Outcome | None = None
@@ -200,7 +201,7 @@ class Capture:
             return
         with self._contained(plan, "prepare"):
             self._thread = threading.get_native_id()
-            session = self._session = Session(plan, self._about)
+            session = self._session = Session(plan, self.about)
             session.at_exit(self._exit)
             with self._profilers.ours():
                 session.prepare()

@@ -9,24 +9,25 @@ import getpass
 import json
 import os
 import re
-import sys
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from telemetry.files import open_regular
 from telemetry.records import RECORDED
 from telemetry.snapshot import plan as p
 from telemetry.snapshot.agree import MEETING, Files, clear, dump, load, new_id, scan
 from telemetry.snapshot.folder import Folder, open_folder
+from telemetry.terminal import complain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 _POLL_SECONDS: Final = 0.1
 _TAIL_BYTES: Final = 1 << 16
-_LOG_NAME: Final = re.compile(r"rank-\d+\.\d+\.jsonl")
+_LOG_NAME: Final = re.compile(r"rank-\d+\.\d+(?:\.\d+)?\.jsonl")
 
 
 class CannotError(Exception):
@@ -67,7 +68,7 @@ def snapshot(run_dir: str, wanted: Wanted, say: Callable[[str], object]) -> int:
         interval = _running(Path(run_dir))
         results = _ask(Path(run_dir), wanted, interval, say)
     except (CannotError, OSError) as error:
-        sys.stderr.write(f"telemetry: {error}\n")
+        complain(str(error))
         return 1
     except KeyboardInterrupt:
         return 130
@@ -132,9 +133,9 @@ def _results(folder: Folder, plan: p.Plan, wanted: Wanted) -> list[p.Result]:
             raise CannotError(f"the result of rank {rank} cannot be read: {error}") from None
     if not whole:
         missing = sorted(set(plan.ranks) - {result.rank for result in results})
-        sys.stderr.write(
-            f"telemetry: rank {', '.join(map(str, missing))} has not come to step {plan.last_step} within "
-            f"{wanted.timeout:g} s; its trace will be in {folder.path.parent / plan.folder} if it does\n"
+        complain(
+            f"rank {', '.join(map(str, missing))} has not come to step {plan.last_step} within "
+            f"{wanted.timeout:g} s; its trace will be in {folder.path.parent / plan.folder} if it does"
         )
     else:
         clear(folder, plan.request.id, _files(folder, plan.request))
@@ -173,22 +174,32 @@ def _running(run_dir: Path) -> float:
     paths = [path for path in logs.iterdir() if _LOG_NAME.fullmatch(path.name)] if logs.is_dir() else []
     if not paths:
         raise CannotError(f"{run_dir} is no run folder: there is no log in {logs}")
-    newest = [_newest_line(path) for path in paths]
+    logs_read = [ends for path in paths if (ends := _ends_of(path)) is not None]
+    if not logs_read:
+        raise CannotError(f"no log in {logs} can be read")
+    newest = [line for _, line in logs_read]
     if all(line.get("event") == "run_end" for line in newest):
         last = max(str(line.get("time")) for line in newest)
         raise CannotError(f"the run in {run_dir} has ended, at {last}")
-    going_on = next(path for path, line in zip(paths, newest, strict=True) if line.get("event") != "run_end")
-    with going_on.open("rb") as file:
-        settings = _object(file.readline(_TAIL_BYTES)).get("settings")
+    first = next(first for first, line in logs_read if line.get("event") != "run_end")
+    settings = first.get("settings")
     interval = settings.get("interval_seconds") if isinstance(settings, dict) else None
     return float(interval) if isinstance(interval, (int, float)) else 1.0
 
 
-def _newest_line(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
-        lines = file.read().splitlines()
-    return next((found for line in reversed(lines) if (found := _object(line))), {})
+def _ends_of(path: Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """The first and the newest line of a log; None where it cannot be read."""
+    try:
+        file = open_regular(path)
+        if file is None:
+            return None
+        with file:
+            first = _object(file.readline(_TAIL_BYTES))
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+            lines = file.read(_TAIL_BYTES).splitlines()
+    except OSError:
+        return None
+    return first, next((found for line in reversed(lines) if (found := _object(line))), {})
 
 
 def _object(line: bytes) -> dict[str, Any]:

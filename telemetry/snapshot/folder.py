@@ -12,11 +12,16 @@ import stat
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
+from telemetry.files import identity_of, opened, replace_file
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_OPEN: Final[dict[int, tuple[int, int]]] = {}
+"""What this module has open in this process: device and inode by descriptor. See `close_in_child`."""
+
+_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY
 _MAX_FILE_BYTES: Final = 1 << 20
 
 
@@ -52,7 +57,7 @@ class Folder:
         Raises:
             OSError: it cannot be read, is no plain file, another user's, or too large.
         """
-        fd = os.open(checked(name), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=self.fd)
+        fd = opened(checked(name), os.O_RDONLY | os.O_NONBLOCK, dir_fd=self.fd)
         try:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid() or status.st_size > _MAX_FILE_BYTES:
@@ -62,29 +67,26 @@ class Folder:
             os.close(fd)
 
     def create(self, name: str) -> int:
-        """Make a new file, open for writing and reading. Returns its descriptor."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        return os.open(checked(name), flags, 0o600, dir_fd=self.fd)
+        """Make a new file, open for writing and reading. Returns its descriptor, which `close` closes."""
+        return _noted(opened(checked(name), os.O_RDWR | os.O_CREAT | os.O_EXCL, dir_fd=self.fd))
+
+    def reopen(self, name: str) -> int:
+        """Open a file that another library has written, for writing and reading. Returns as `create`."""
+        return _noted(opened(checked(name), os.O_RDWR, dir_fd=self.fd))
+
+    @staticmethod
+    def close(fd: int, *, discard: bool = False) -> None:
+        """Close a file; with ``discard`` its content is given up first, even where another process has it open too."""
+        try:
+            if discard:
+                os.ftruncate(fd, 0)
+        finally:
+            _OPEN.pop(fd, None)
+            os.close(fd)
 
     def write(self, name: str, content: bytes, *, first: bool = False) -> bool:
         """Put a whole file in place; with ``first`` only if there is none yet. Returns whether it is this one."""
-        temporary = f".{checked(name)}.{os.getpid()}.tmp"
-        self.remove(temporary)
-        fd = self.create(temporary)
-        try:
-            if os.write(fd, content) < len(content):
-                raise OSError(errno.ENOSPC, "no room", name)
-            if not first:
-                os.rename(temporary, name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
-                return True
-            try:
-                os.link(temporary, name, src_dir_fd=self.fd, dst_dir_fd=self.fd, follow_symlinks=False)
-            except FileExistsError:
-                return False
-            return True
-        finally:
-            os.close(fd)
-            self.remove(temporary)
+        return replace_file(checked(name), content, dir_fd=self.fd, first=first)
 
     def remove(self, name: str) -> None:
         """Remove a file, a link (not what it points to) or a whole folder. What is not there is no error."""
@@ -96,7 +98,7 @@ class Folder:
             self._remove_folder(name)
 
     def _remove_folder(self, name: str) -> None:
-        fd = os.open(name, _DIRECTORY, dir_fd=self.fd)
+        fd = opened(name, _DIRECTORY, dir_fd=self.fd)
         try:
             inner = Folder(self.path / name, fd)
             for entry in inner.names():
@@ -110,7 +112,7 @@ class Folder:
         status = os.stat(checked(name), dir_fd=self.fd, follow_symlinks=False)
         if not stat.S_ISDIR(status.st_mode):
             return status.st_size, status.st_mtime
-        fd = os.open(name, _DIRECTORY, dir_fd=self.fd)
+        fd = opened(name, _DIRECTORY, dir_fd=self.fd)
         try:
             inner = Folder(self.path / name, fd)
             return sum(inner.size(entry)[0] for entry in inner.names()), status.st_mtime
@@ -146,14 +148,30 @@ def _opened(path: Path, name: str, dir_fd: int | None, *, make: bool) -> Iterato
             os.mkdir(name, 0o700, dir_fd=dir_fd)
         except FileExistsError:
             pass
-    fd = os.open(name, _DIRECTORY, dir_fd=dir_fd)
+    fd = _noted(opened(name, _DIRECTORY, dir_fd=dir_fd))
     try:
         status = os.fstat(fd)
         if status.st_uid != os.getuid() or status.st_mode & 0o077:
             raise OSError(errno.EPERM, "not a folder of this user alone (mode 0700)", str(path))
         yield Folder(path, fd)
     finally:
-        os.close(fd)
+        Folder.close(fd)
+
+
+def close_in_child() -> None:
+    """Close a forked child's copies: they would keep the disk space of what its parent removes. Takes no lock."""
+    for fd, identity in list(_OPEN.items()):
+        _OPEN.pop(fd)
+        try:
+            if identity_of(fd) == identity:  # the number may be another's by now
+                os.close(fd)
+        except OSError:
+            continue
+
+
+def _noted(fd: int) -> int:
+    _OPEN[fd] = identity_of(fd)
+    return fd
 
 
 def checked(name: str) -> str:

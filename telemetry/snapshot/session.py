@@ -8,8 +8,9 @@ The one importer of `torch.profiler`. What was measured about it (torch 2.13, an
 * `_KinetoProfile` and not `torch.profiler.profile`: that one also starts an execution trace where a variable asks for
   it, which would be the script's.
 * Its own ``prepare_trace`` first imports the whole of Inductor: 1.2 s.
-* Kineto writes a line to stderr at each start and stop, unless its log level says otherwise. It reads the level once
-  in a process, with the first profiler.
+* Kineto writes a line to stderr at each start and stop, unless its log level says otherwise. It reads the level from
+  the environment once in a process, with the first profiler: a variable that is set later changes nothing, and one
+  that is set before silences the script's own profilers too. See `snapshot.quiet`.
 """
 
 from __future__ import annotations
@@ -18,18 +19,17 @@ import atexit
 import json
 import os
 import sys
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
+from telemetry.clock import NS, now_ns
+from telemetry.files import raised
 from telemetry.snapshot.outcome import Trace
+from telemetry.snapshot.quiet import quiet
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from telemetry.snapshot.plan import Plan
-
-_LOG_LEVEL: Final = "KINETO_LOG_LEVEL"
-_SILENT: Final = "99"
 
 
 class Session:
@@ -48,6 +48,7 @@ class Session:
         activities = [ProfilerActivity.CPU]
         if cuda is not None and cuda.is_initialized():
             activities.append(ProfilerActivity.CUDA)
+        self._began_ns = now_ns()
         self._at_exit: Callable[[], None] | None = None
         self._autograd: Any = sys.modules["torch.autograd.profiler"]
         self._profiler = _KinetoProfile(activities=activities)
@@ -63,12 +64,14 @@ class Session:
         profiler = self._profiler
         profiler.has_cudagraphs = bool(getattr(getattr(inductor, "triton", None), "cudagraphs", False))
         profiler.profiler = self._autograd.profile(use_cpu=True, use_device=profiler.use_device, use_kineto=True)
-        with _silent():
+        with quiet():
             profiler.profiler._prepare_trace()
 
     def start(self) -> None:
         """From here on everything is recorded."""
-        self._profiler.start_trace()
+        with quiet():
+            self._profiler.start_trace()
+        self._began_ns = now_ns()
 
     def at_exit(self, end: Callable[[], None]) -> None:
         """Call ``end`` when the interpreter exits, on the main thread, unless the session is over by then."""
@@ -83,24 +86,28 @@ class Session:
 
     def stop(self) -> Trace:
         """End it: on the thread that began it, and on no other."""
-        self._profiler.stop_trace()
-        return Trace(self._profiler)
+        with quiet():
+            self._profiler.stop_trace()
+        return Trace(self._profiler, (now_ns() - self._began_ns) / NS, quiet)
 
     def cancel(self) -> None:
         """End what is only prepared: begun first, for torch complains on stderr if it is ended as it is."""
-        self._profiler.start_trace()
-        self._profiler.stop_trace()
+        with quiet():
+            self._profiler.start_trace()
+            self._profiler.stop_trace()
 
     def stop_after_theirs(self) -> None:
         """End it after another session has ended kineto's. Kineto must have one, or this would end the process."""
         self.prepare()
-        self._profiler.stop_trace()
+        with quiet():
+            self._profiler.stop_trace()
 
     def give_up(self) -> None:
         """After something failed: end it if it records."""
         if recording():
             try:
-                self._profiler.stop_trace()
+                with quiet():
+                    self._profiler.stop_trace()
             except Exception:
                 pass  # nothing more can be done; the plan has failed and says why
 
@@ -134,22 +141,14 @@ def gather_no_more() -> None:
 
 def gather_no_more_in_child() -> None:
     """The same right after a fork. Torch warns of it on stderr; there is no other thread yet whose words got lost."""
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        kept = raised(os.dup(2))
+    except OSError:  # no stderr, or no descriptor left for it
+        gather_no_more()
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     gather_no_more()
     os.dup2(kept, 2)
     os.close(kept)
     os.close(nowhere)
-
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    """In which kineto reads that it is to write nothing to stderr, unless the user has said what it is to write."""
-    if _LOG_LEVEL in os.environ:
-        yield
-        return
-    os.environ[_LOG_LEVEL] = _SILENT
-    try:
-        yield
-    finally:
-        os.environ.pop(_LOG_LEVEL, None)

@@ -2,10 +2,15 @@
 
     snapshots/REASON-stepN/rank-R.HOST_PID.MS.pt.trace.json.gz     one per rank, as TensorBoard's plugin wants them
     snapshots/REASON-stepN/about/snapshot.json, rank-R.json        why, which steps, and whose clock; see `about`
-    snapshots/.partial-HOST-PID-TICKS-N/                           what is not whole yet
+    snapshots/.partial-OWNER/                                      what is not whole yet
+    snapshots/.claim-BYTES-DEVICE-OWNER                            room that an export has claimed; see `space`
 
 Holistic Trace Analysis takes every ``.json`` in a folder for a trace (and one without a rank for that of rank 0),
 which is why the description lies in a folder of its own.
+
+The trace goes to disk beside its place, never to memory: /dev/shm is small, and the batches of every training on the
+machine pass through it. torch holds the interpreter while it writes, so the disk is tried first: one that does not
+take a mebibyte in time would hold up the training.
 """
 
 from __future__ import annotations
@@ -15,14 +20,18 @@ import gzip
 import os
 import re
 import zlib
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from telemetry.clock import NS, now_ns
+from telemetry.files import raised
 from telemetry.snapshot import plan as p
 from telemetry.snapshot.folder import Folder, open_folder
+from telemetry.snapshot.space import NoRoomError, Room, age, parse
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
     from telemetry.snapshot.outcome import Trace
@@ -30,13 +39,18 @@ if TYPE_CHECKING:
 PARTIAL: Final = ".partial-"
 _CHUNK: Final = 1 << 18
 _RAW: Final = "trace.json"
+_PROBE: Final = "probe"
 _PACKED: Final = "packed"  # no name by which a reader of traces would know it
 _LEVEL: Final = 4
 _COMPRESSES: Final = 5
 """How many times smaller a trace gets at least; measured 15 to 25."""
 
-_SPARE_BYTES: Final = 64 << 20
-"""Disk that is left to the training."""
+_PROBE_BYTES: Final = 1 << 20
+_PROBE_SECONDS: Final = 2.0
+"""A disk that takes longer for so much is not written to: torch would hold the interpreter all the while."""
+
+_MOST_OVERSHOOT: Final = 10
+"""How many times `Keeper.most_bytes` a trace may turn out to have before its events are counted first."""
 
 _HEAD: Final = re.compile(rb'"baseTimeNanoseconds": (\d+)')
 _EVENTS: Final = re.compile(rb'"traceEvents": \[\s*(\{)')
@@ -69,17 +83,19 @@ class Keeper:
 
     Attributes:
         snapshots: the folder ``RUN_DIR/snapshots``.
-        scratch: a folder in memory, for what is not compressed yet; None where there is none.
-        owner: ``HOST-PID-TICKS``, which names this process for good.
+        shared: a folder that this user's runs on this machine have in common; None where there is none.
+        owner: names this process for good; see `telemetry.snapshot.owner`.
         most_bytes: of one trace, uncompressed.
         budget_bytes: of all snapshots of the run, on disk.
+        is_gone: whether the process of an owner runs no more, given the seconds since it left its mark.
     """
 
     snapshots: Path
-    scratch: Path | None
+    shared: Path | None
     owner: str
     most_bytes: int
     budget_bytes: int
+    is_gone: Callable[[str, float], bool] = lambda _owner, _age: False
 
     def keep(
         self,
@@ -110,12 +126,15 @@ class Keeper:
             try:
                 with snapshots.sub(partial, make=True) as work:
                     reached("begun")
-                    raw = self._save(trace, work, held)
-                    try:
-                        reached("saved")
-                        size, zero_ns = self._compress(raw, work, more, reached)
-                    finally:
-                        os.close(raw)
+                    room = Room(self.snapshots, self.shared, self.owner, self.is_gone)
+                    with self._claimed(room, trace, held):
+                        _try_disk(work)
+                        raw = self._save(trace, work, held)
+                        try:
+                            reached("saved")
+                            size, zero_ns = self._compress(raw, work, more, reached)
+                        finally:
+                            work.close(raw, discard=True)
                     stored = Stored(name, os.stat(_PACKED, dir_fd=work.fd).st_size, size, zero_ns, held)
                     self._make_room(snapshots, folder, stored.size)
                     with snapshots.sub(folder, make=True) as final:
@@ -130,25 +149,35 @@ class Keeper:
                 snapshots.remove(partial)
         return stored
 
-    def _save(self, trace: Trace, work: Folder, held: dict[str, float]) -> int:
-        """Have torch write it, in memory if there is room. Returns the open file, which has no name any more."""
-        if self.scratch is None or _free_bytes(self.scratch) < self.most_bytes:
-            return self._save_in(work, trace, held)
-        with open_folder(self.scratch, make=True) as memory:
-            memory.remove(work.path.name)
-            try:
-                with memory.sub(work.path.name, make=True) as inner:
-                    return self._save_in(inner, trace, held)
-            finally:
-                memory.remove(work.path.name)
-
-    def _save_in(self, place: Folder, trace: Trace, held: dict[str, float]) -> int:
+    @contextmanager
+    def _claimed(self, room: Room, trace: Trace, held: dict[str, float]) -> Iterator[None]:
+        """Hold room for the trace and for what it is compressed to, or refuse it before anything is written."""
+        most = trace.most_bytes()
         try:
-            held["save"] = trace.save(place.path / _RAW)
+            if most <= _MOST_OVERSHOOT * self.most_bytes:
+                with room.claimed(most + most // _COMPRESSES):
+                    yield
+                return
+        except NoRoomError:
+            pass  # that figure is high: see what its events say
+        least, most, held["count"] = trace.estimate()
+        if least > self.most_bytes:
+            raise StoreError(f"it has at least {least} bytes, more than snapshot_max_bytes = {self.most_bytes}")
+        try:
+            with room.claimed(most + most // _COMPRESSES):
+                yield
+        except NoRoomError as error:
+            raise StoreError(str(error)) from None
+
+    @staticmethod
+    def _save(trace: Trace, work: Folder, held: dict[str, float]) -> int:
+        """Have torch write it. Returns the open file, which has no name any more."""
+        try:
+            held["save"] = trace.save(work.path / _RAW)
         finally:
             held["free"] = trace.free()
-        raw = os.open(_RAW, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=place.fd)
-        place.remove(_RAW)
+        raw = work.reopen(_RAW)
+        work.remove(_RAW)
         return raw
 
     def _compress(
@@ -157,13 +186,11 @@ class Keeper:
         size = os.fstat(raw).st_size
         if size > self.most_bytes:
             raise StoreError(f"it has {size} bytes, more than snapshot_max_bytes = {self.most_bytes}")
-        if _free_bytes_of(work.fd) < size // _COMPRESSES + _SPARE_BYTES:
-            raise StoreError(f"no room: less than {(size // _COMPRESSES + _SPARE_BYTES) >> 20} MiB are free")
         head = os.pread(raw, _CHUNK, 0)
         zero, events = _HEAD.search(head), _EVENTS.search(head)
         if os.pread(raw, 64, max(0, size - 64)).rstrip()[-1:] != b"}":
             raise StoreError("torch did not write it to its end")
-        file = work.create(_PACKED)
+        file, whole = work.create(_PACKED), False
         try:
             reached("compressing")
             begin, added = b"", b""
@@ -176,8 +203,9 @@ class Keeper:
             os.lseek(file, 0, os.SEEK_SET)
             if _inflate(file) != (size, checksum):
                 raise StoreError("what was read back is not what was written")
+            whole = True
         finally:
-            os.close(file)
+            work.close(file, discard=not whole)
         return size, None if zero is None else int(zero[1])
 
     def _make_room(self, snapshots: Folder, current: str, wanted: int) -> None:
@@ -221,7 +249,7 @@ def _inflate(file: int) -> tuple[int, int]:
     """Read a gzip file as a stream. Returns its size and checksum, uncompressed."""
     size = checksum = 0
     try:
-        with gzip.open(os.fdopen(os.dup(file), "rb")) as stream:
+        with gzip.open(os.fdopen(raised(os.dup(file)), "rb")) as stream:
             while chunk := stream.read(_CHUNK):
                 size += len(chunk)
                 checksum = zlib.crc32(chunk, checksum)
@@ -239,39 +267,54 @@ def _write(file: int, content: bytes) -> None:
         view = view[written:]
 
 
-def _free_bytes(path: Path) -> int:
+def _try_disk(work: Folder) -> None:
+    """Write a little to a disk, to its end.
+
+    Raises:
+        StoreError: it takes too long.
+        OSError: it does not take it.
+    """
+    start = now_ns()
+    file = work.create(_PROBE)
     try:
-        found = os.statvfs(path)
-    except OSError:
-        return 0
-    return found.f_bavail * found.f_frsize
+        _write(file, bytes(_PROBE_BYTES))
+        os.fsync(file)
+    finally:
+        work.close(file, discard=True)
+        work.remove(_PROBE)
+    seconds = (now_ns() - start) / NS
+    if seconds > _PROBE_SECONDS:
+        raise StoreError(
+            f"the disk is too slow: {seconds:.1f} s for {_PROBE_BYTES >> 20} MiB, and the training would wait for it"
+        )
 
 
-def _free_bytes_of(fd: int) -> int:
-    found = os.fstatvfs(fd)
-    return found.f_bavail * found.f_frsize
-
-
-def sweep(snapshots: Path, scratch: Path | None, is_gone: Callable[[str], bool]) -> int:
+def sweep(roots: Iterable[Path | None], is_gone: Callable[[str, float], bool]) -> int:
     """Remove what processes that are gone have left half done. Returns how many.
 
     Args:
-        snapshots: the folder ``RUN_DIR/snapshots``.
-        scratch: as `Keeper`'s.
-        is_gone: whether the process of an owner (``HOST-PID-TICKS``) certainly runs no more.
+        roots: folders in which they may have: the run's, and that of the machine, where earlier versions saved.
+        is_gone: whether the process of an owner certainly runs no more, given the seconds since it left its mark.
 
     Raises:
-        OSError: the folder is not this user's alone.
+        OSError: a folder is not this user's alone; the others are swept all the same.
     """
-    removed = 0
-    for root in filter(None, (snapshots, scratch)):
-        if not root.exists():
+    removed, failed = 0, None
+    for root in roots:
+        if root is None or not root.exists():
             continue
-        with open_folder(root) as folder:
-            for name in folder.names():
-                if name.startswith(PARTIAL) and is_gone(name.removeprefix(PARTIAL)):
-                    folder.remove(name)
-                    removed += 1
+        try:
+            with open_folder(root) as folder:
+                for name in folder.names():
+                    claim = parse(name)
+                    owner = name.removeprefix(PARTIAL) if name.startswith(PARTIAL) else claim and claim[2]
+                    if owner and is_gone(owner, age(folder.fd, name)):
+                        folder.remove(name)
+                        removed += 1
+        except OSError as error:
+            failed = error
+    if failed is not None:
+        raise failed
     return removed
 
 

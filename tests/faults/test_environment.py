@@ -647,7 +647,7 @@ def test_an_unknown_variable_is_noted_in_the_log_only(tmp_path):
     told = [line["message"] for line in events(tmp_path / "run", "error") if line["source"] == "config"]
     end = events(tmp_path / "run", "run_end")[0]
     assert told == [
-        "TELEMETRY_INTERVALL_SECONDS is no setting of ours and was ignored",
+        "TELEMETRY_INTERVALL_SECONDS is no setting of ours and was ignored; did you mean TELEMETRY_INTERVAL_SECONDS?",
         "TELEMETRY_OPTOUT is no setting of ours and was ignored",
     ]
     assert "config" not in end["errors_total"]

@@ -53,7 +53,8 @@ def look():
         "pid": os.getpid(),
         "threads": [thread.name for thread in threading.enumerate() if "telemetry" in thread.name],
         "listening": listening(),
-        "ours": [w for w in fds().values() if "torch-telemetry" in w or w.endswith(".jsonl")],
+        # But for a folder that the agent was reading just when it was forked: nobody can close that for it.
+        "ours": [w for w in fds().values() if ("torch-telemetry" in w or w.endswith(".jsonl")) and not os.path.isdir(w)],
         "running": bool(agent and agent.running),
         "inactive": type(api.start("never")).__name__ if api else None,
         "finders": [type(finder).__module__ for finder in sys.meta_path if "telemetry" in type(finder).__module__],

@@ -13,6 +13,7 @@ import torch
 import telemetry
 from faults.processes import HANG, events, fetch, value, wait_for
 from faults.small_run import BATCHES, Dataset, train
+from telemetry.attach.accelerator import Place
 from telemetry.publish import exposition
 
 
@@ -179,13 +180,24 @@ class BrokenEvents:
             break_()
         return 0.0
 
+    def event(self):
+        return self.make()
+
+    def begin(self):
+        if self.at == "usable":
+            break_()
+        return Place(0, 0)
+
+    def end(self):
+        pass
+
 
 @pytest.mark.parametrize("at", ["new", "record", "query", "elapsed", "usable"])
 def test_a_gpu_clock_that_fails_costs_its_own_figure_and_no_step(at, start, unharmed):
     from telemetry.attach.gpu_clock import GpuClock
 
     agent = start()
-    agent.tracker.gpu = GpuClock(BrokenEvents(at).make, break_ if at == "usable" else lambda: True)
+    agent.tracker.gpu = GpuClock(BrokenEvents(at))
     assert train(epochs=2) == unharmed[False]
     assert counted(agent, "hook") >= 1
     telemetry.stop()

@@ -100,14 +100,18 @@ def test_a_kill_at_any_stage_publishes_whole_files_only_and_leaves_nothing_for_l
 FULL = """
 import json, os
 from pathlib import Path
-from telemetry.snapshot import store
+from telemetry.snapshot import space, store
 
-store._SPARE_BYTES = -(1 << 40)  # not to be stopped by the look at the free space beforehand
+space.RESERVE_BYTES = -(1 << 40)  # not to be stopped by the look at the free space beforehand
+store._PROBE_BYTES = 1
 here = Path("full/run/snapshots")
 content = b'{"traceEvents": [' + b",".join(b'"%s"' % os.urandom(30).hex().encode() for _ in range(600)) + b"]}"
 
 
 class Trace:
+    def most_bytes(self):
+        return len(content)
+
     def save(self, path):
         path.write_bytes(content)
         return 0.0
@@ -129,10 +133,10 @@ def fill(pages):
 
 filler = Path("full/filler")
 outcomes = []
-for memory in (Path("memory"), None):
+for shared in (Path("shared"), None):
     for pages in range(40):
         fill(pages)
-        keeper = store.Keeper(here, memory, "node-1-1", 1 << 20, 1 << 20)
+        keeper = store.Keeper(here, shared, "node-1-1", 1 << 20, 1 << 20)
         try:
             keeper.keep(Trace(), "request-step5", "rank-0.gz")
             outcomes.append("kept")
@@ -153,7 +157,7 @@ with open("results.json", "w") as file:
 def test_a_disk_that_is_full_at_any_stage(tmp_path):
     """A file system of its own, filled up to so many free pages that the trace fails at each point on its way."""
     (tmp_path / "full").mkdir()
-    (tmp_path / "memory").mkdir(mode=0o700)
+    (tmp_path / "shared").mkdir(mode=0o700)
     script = write(tmp_path, "full.py", FULL)
     mount = f"mount -t tmpfs -o size=512k,mode=700 none full && exec {sys.executable} {script}"
     namespace = ["unshare", "--mount"] if os.getuid() == 0 else ["unshare", "--user", "--map-root-user", "--mount"]
@@ -174,8 +178,8 @@ def test_no_room_is_seen_beforehand_and_told(tmp_path):
     done = run_script(
         """
         from loop import loop, start
-        from telemetry.snapshot import store
-        store._SPARE_BYTES = 1 << 60
+        from telemetry.snapshot import space
+        space.RESERVE_BYTES = 1 << 60
         agent = start()
         loop(agent, lambda: sum(agent.snapshots.counts.values()))
         telemetry = __import__("telemetry"); telemetry.stop()
@@ -208,8 +212,8 @@ attachment = Attachment(tracker, print)
 attachment.attach()
 capture = Capture(tracker, profilers=attachment.profilers, most_seconds=9,
                   about={"rank": 0, "world_size": 1})
-keeper = Keeper(Path("run/snapshots"), Path("memory"), "node-1-1", 1 << 28, 1 << 18)
-os.mkdir("memory", 0o700)
+keeper = Keeper(Path("run/snapshots"), Path("shared"), "node-1-1", 1 << 28, 1 << 18)
+os.mkdir("shared", 0o700)
 layers = nn.Sequential(*[nn.Linear(4, 4) for _ in range(20)])
 iterator = iter(DataLoader(Numbers(), batch_size=4))
 

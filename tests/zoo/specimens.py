@@ -250,10 +250,21 @@ STALLS: Final = (
     ),
     _stall(
         "sampler",
-        "batch_transfer|loader_on_training_thread",
+        "loader_on_training_thread",
         "slow_sampler",
         "",
         "a slow batch sampler, which runs on the training thread whatever the workers do",
+        remedies={"loader_on_training_thread": ("--precomputed", "2000")},
+        takes_settings=False,
+    ),
+    _stall(
+        "sampler-lookup",
+        "loader_on_training_thread",
+        "slow_sampler",
+        "--lookup-ms 20 --samples 2000",
+        "a batch sampler that asks a server for every batch",
+        remedies={"loader_on_training_thread": ("--precomputed", "2000", "--lookup-ms", "0")},
+        takes_settings=False,
     ),
     _stall(
         "stuck-store",
@@ -313,6 +324,14 @@ STALLS: Final = (
         "memory_hygiene",
         "--callback --collect-every 3 --records 50000",
         "gc.collect() in a callback every third step",
+        remedies=_FREEZE,
+    ),
+    _stall(
+        "gc-sampler",
+        "gc_pause",
+        "memory_hygiene",
+        "--num-workers 2 --in-sampler --records 200000 --collect-every 5",
+        "gc.collect() in the batch sampler, inside next() of a loader with workers",
         remedies=_FREEZE,
     ),
     _stall(

@@ -142,7 +142,7 @@ def test_specimens_are_distinct_and_their_scripts_exist():
 
 
 def test_specimens_are_chosen_by_the_beginning_of_their_names():
-    assert {s.name for s in chosen(["gc-"])} == {"gc-loop", "gc-callback", "gc-timer"}
+    assert {s.name for s in chosen(["gc-"])} == {"gc-loop", "gc-callback", "gc-sampler", "gc-timer"}
     assert chosen([]) == ALL
     with pytest.raises(ValueError, match="nonsense"):
         chosen(["gc-", "nonsense"])

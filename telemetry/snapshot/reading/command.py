@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import orjson
 
 from telemetry.snapshot.reading.limits import Limits, NoTraceError, TraceError
-from telemetry.snapshot.reading.text import overview, plain, render
+from telemetry.snapshot.reading.text import overview, render
 from telemetry.snapshot.trace import Trace, read_trace
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def trace(path: str, *, as_json: bool, limits: Limits) -> Outcome:
         try:
             read = read_trace(path, limits)
         except TraceError as error:
-            return Outcome("", (plain(str(error)),), 1)
+            return Outcome("", (str(error),), 1)
         return Outcome(_dump(read.as_json()) if as_json else render(read), (), 0)
     return _folder(path, as_json=as_json, limits=limits)
 
@@ -66,12 +66,12 @@ def _folder(path: str, *, as_json: bool, limits: Limits) -> Outcome:
         except NoTraceError:
             continue
         except TraceError as error:
-            problems.append(plain(str(error)))
+            problems.append(str(error))
         if len(traces) + len(problems) >= _MOST_FILES:
-            problems.append(f"only the first {_MOST_FILES} files in {plain(path)} were read")
+            problems.append(f"only the first {_MOST_FILES} files in {path} were read")
             break
     if not traces and not problems:
-        problems.append(f"there is no trace in {plain(path)}: no file that ends in .json or .json.gz holds one")
+        problems.append(f"there is no trace in {path}: no file that ends in .json or .json.gz holds one")
     status = 1 if problems else 0
     if not traces:
         return Outcome("", tuple(problems), status)

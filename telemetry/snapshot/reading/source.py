@@ -36,8 +36,8 @@ class Source:
         self.produced = 0
         self._descriptor = descriptor
         self._limits = limits
-        self._ahead = os.read(descriptor, CHUNK)
         self._consumed = 0
+        self._ahead = self._stored()
         self._inflate = zlib.decompressobj(_GZIP_WINDOW) if self._ahead[:2] == _GZIP else None
         if not self._ahead:
             raise TraceError(f"{path} is empty: the trace was not written, or not yet")
@@ -48,16 +48,20 @@ class Source:
         Raises:
             TraceError: the file is damaged, cut off or beyond the limits.
         """
-        try:
-            chunk = self._plain() if self._inflate is None else self._unpacked()
-        except OSError as error:
-            raise TraceError(f"{self.path} cannot be read: {error.strerror}") from None
+        chunk = self._plain() if self._inflate is None else self._unpacked()
         self.produced += len(chunk)
         self._check()
         return chunk
 
+    def _stored(self) -> bytes:
+        """The next bytes as they are in the file; empty at its end."""
+        try:
+            return os.read(self._descriptor, CHUNK)
+        except OSError as error:
+            raise TraceError(f"{self.path} cannot be read: {error.strerror}") from None
+
     def _plain(self) -> bytes:
-        chunk, self._ahead = self._ahead or os.read(self._descriptor, CHUNK), b""
+        chunk, self._ahead = self._ahead or self._stored(), b""
         self._consumed += len(chunk)
         return chunk
 
@@ -67,7 +71,7 @@ class Source:
                 self._next_member()
                 continue
             if not self._ahead:
-                self._ahead = os.read(self._descriptor, CHUNK)
+                self._ahead = self._stored()
             given = len(self._ahead)
             try:
                 chunk = self._inflate.decompress(self._ahead, CHUNK)
@@ -88,7 +92,7 @@ class Source:
 
     def _next_member(self) -> None:
         """A gzip file may be several, one after the other; what follows them otherwise is no part of it."""
-        self._ahead = self._ahead or os.read(self._descriptor, CHUNK)
+        self._ahead = self._ahead or self._stored()
         more = self._ahead[:2] == _GZIP
         self._inflate = zlib.decompressobj(_GZIP_WINDOW) if more else None
         if not more:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from textwrap import wrap
 from typing import TYPE_CHECKING, Final
 
+from telemetry.terminal import one_line
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
@@ -25,7 +27,7 @@ def render(trace: Trace) -> str:
     """What the step is made of, where it waits and what to change; then steps, operators, kernels, copies and calls."""
     parts = [_head(trace), _categories(trace), _device(trace), _advice(trace), list(trace.notes)]
     parts += [_steps(trace), _operators(trace), _kernels(trace), _copies(trace), _waits(trace), _stretches(trace)]
-    return "\n\n".join("\n".join(plain(line) for line in lines) for lines in parts if lines) + "\n"
+    return "\n\n".join("\n".join(one_line(line) for line in lines) for lines in parts if lines) + "\n"
 
 
 def overview(traces: Sequence[Trace]) -> str:
@@ -45,12 +47,7 @@ def overview(traces: Sequence[Trace]) -> str:
         ]
         for trace in traces
     ]
-    return "\n".join(plain(line) for line in _table(headings, rows)) + "\n"
-
-
-def plain(line: str) -> str:
-    """A line that cannot command a terminal: names in a file are anybody's text."""
-    return line if line.isprintable() else "".join(c if c.isprintable() else "?" for c in line)
+    return "\n".join(one_line(line) for line in _table(headings, rows)) + "\n"
 
 
 def _head(trace: Trace) -> list[str]:

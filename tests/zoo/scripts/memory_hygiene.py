@@ -1,20 +1,20 @@
 """Train with the whole data set as Python objects in memory, and collect garbage now and then "to be safe".
 
 With ``--callback`` a list of callbacks runs after every step and one of them collects, with ``--timer SECONDS`` a thread
-of its own does; without either it is the loop.
+of its own does, with ``--in-sampler`` the batch sampler; without any of them it is the loop.
 """
 
 from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import common
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
 
 class Annotated(Dataset):
@@ -34,6 +34,18 @@ class Annotated(Dataset):
         return self.pictures[index % len(self.pictures)], self.records[index]["tags"]["label"]
 
 
+class Tidy(BatchSampler):
+    """Collects garbage as it draws every so many batches."""
+
+    collect_every = 10
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for number, batch in enumerate(super().__iter__()):
+            if number % self.collect_every == 0:
+                gc.collect()
+            yield batch
+
+
 def train_step(model, optimizer, pictures, labels):
     loss = nn.functional.cross_entropy(model(pictures), labels)
     optimizer.zero_grad()
@@ -51,11 +63,18 @@ def main() -> None:
     parser.add_argument("--records", type=int, default=400_000)
     parser.add_argument("--collect-every", type=int, default=10, help="steps")
     parser.add_argument("--callback", action="store_true")
+    parser.add_argument("--in-sampler", action="store_true")
     parser.add_argument("--timer", type=float, help="seconds")
     parser.add_argument("--gc-freeze", action="store_true", help="when all is built")
     options = parser.parse_args()
     dataset = Annotated(options.records)
-    loader = DataLoader(dataset, options.batch_size, shuffle=True, **common.loader_settings(options))
+    settings = common.loader_settings(options)
+    if options.in_sampler:
+        batches = Tidy(RandomSampler(dataset), options.batch_size, drop_last=False)
+        batches.collect_every = options.collect_every
+        loader = DataLoader(dataset, batch_sampler=batches, **settings)
+    else:
+        loader = DataLoader(dataset, options.batch_size, shuffle=True, **settings)
     model = common.picture_network(options.width)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     if options.gc_freeze:
@@ -71,7 +90,8 @@ def main() -> None:
         for pictures, labels in loader:
             train_step(model, optimizer, pictures, labels)
             step += 1
-            if options.timer is None and step % options.collect_every == 0:
+            in_loop = options.timer is None and not options.in_sampler
+            if in_loop and step % options.collect_every == 0:
                 for callback in callbacks:
                     callback()
                 if not callbacks:

@@ -1,0 +1,133 @@
+"""Which asynchronous device the training uses, and its events. Never imports torch and never initialises a device."""
+
+from __future__ import annotations
+
+import sys
+from threading import get_ident
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import ModuleType
+
+    from telemetry.attach.captures import Captures
+
+CUDA: Final = "cuda"
+
+_HOST: Final = frozenset({"cpu", "meta"})
+_MODULES: Final = (CUDA, "xpu", "npu", "hpu", "mlu", "musa", "mtia", "maia")
+"""Types of devices that have, or may have, a module of their own in torch which tells whether it is initialised."""
+
+_BATCHED: Final = frozenset({"xla", "hpu"})
+"""They run operations in batches of their own choosing: an event says when it was recorded, not when work was done."""
+
+
+def in_use(trained_on: str | None) -> str | None:
+    """The type of the asynchronous device that the training uses, such as ``cuda``; None where the host computes.
+
+    Args:
+        trained_on: the type of device that the optimizer's parameters are on; None as long as that is not known.
+    """
+    if trained_on is not None and trained_on not in _HOST:
+        return trained_on
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return None
+    for name in _names(torch):
+        if _says_yes(getattr(vars(torch).get(name), "is_initialized", None)):
+            return name
+    if trained_on is None:  # no optimizer of torch's has stepped yet
+        xla = getattr(sys.modules.get("torch_xla"), "_XLAC", None)
+        if _says_yes(getattr(xla, "_xla_runtime_is_initialized", None)):
+            return "xla"
+        return _allocated(torch)
+    return None
+
+
+def _names(torch: ModuleType) -> Iterator[str]:
+    yield from _MODULES
+    try:
+        yield str(torch._C._get_privateuse1_backend_name())  # of a device that somebody else has added to torch
+    except Exception:
+        return  # torch is half imported
+
+
+def _allocated(torch: ModuleType) -> str | None:
+    """The accelerator of this torch, if memory of it has been asked for. For those that do not say it (MPS)."""
+    named = getattr(vars(torch).get("accelerator"), "current_accelerator", None)
+    used = getattr(vars(torch).get("_C"), "_accelerator_isAllocatorInitialized", None)
+    try:
+        device = named() if named is not None else None
+        return str(device.type) if device is not None and _says_yes(used) else None
+    except Exception:
+        return None
+
+
+def _says_yes(question: Callable[[], object] | None) -> bool:
+    try:
+        return question is not None and question() is True
+    except Exception:
+        return False
+
+
+class Place(NamedTuple):
+    """Where the work of a thread goes: index of the device, and number of the stream."""
+
+    device: int
+    stream: int
+
+
+class Events:
+    """Timing events of one type of device. Used on the training thread alone.
+
+    Args:
+        torch: the module.
+        name: the type of device.
+        captures: in which nothing may be touched.
+    """
+
+    def __init__(self, torch: ModuleType, name: str, captures: Captures) -> None:
+        self._module: Any = vars(torch).get(name)
+        self._generic: Any = vars(torch).get("accelerator")
+        self._torch = torch
+        self._name = name
+        self._captures = captures
+
+    def event(self) -> Any:
+        """A new event with timing. Raises whatever torch does where there is no such thing."""
+        if self._name == CUDA:
+            return self._module.Event(enable_timing=True)
+        return self._torch.Event(device=self._name, enable_timing=True)
+
+    def begin(self) -> Place | None:
+        """Calls to the device are about to come. Returns where the work of this thread goes; None: make none now.
+
+        To be followed by `end`, whatever happens.
+        """
+        self._captures.touching = get_ident()
+        if self._captures.under_way:
+            return None
+        module = self._module
+        initialised = getattr(module, "is_initialized", None)
+        if initialised is not None and not initialised():
+            return None
+        capturing = getattr(module, "is_current_stream_capturing", None)
+        if capturing is not None and capturing():
+            return None
+        stream = (module if hasattr(module, "current_stream") else self._generic).current_stream()
+        return Place(stream.device_index, stream.stream_id)
+
+    def end(self) -> None:
+        """No more calls."""
+        self._captures.touching = 0
+
+
+def timed(torch: ModuleType, name: str) -> bool:
+    """Whether this torch has events for a type of device that can time its work, as far as it says."""
+    if name in _BATCHED:
+        return False
+    if name == CUDA:
+        return True
+    module, generic = vars(torch).get(name), vars(torch).get("accelerator")
+    streams = hasattr(module, "current_stream") or hasattr(generic, "current_stream")
+    return "Event" in vars(torch) and streams

@@ -1,0 +1,216 @@
+"""Which fields of a log line the report reads, and what they must be.
+
+The only place that checks what was read from a file. A field that is missing, null or of the wrong type is left out, so
+the rest of the report can rely on the types.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, Final
+
+from telemetry.terminal import one_line
+
+_LARGEST: Final = 1e15
+"""Larger numbers are no seconds, bytes or steps of a run: a field with one is taken to be damaged."""
+
+Check = Callable[[Any], Any]
+"""Gives the value as the report may use it, or raises `_WrongError`."""
+
+
+class _WrongError(Exception):
+    """The value is not what this field holds."""
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise _WrongError
+    return value if value.isprintable() else one_line(value)
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= _LARGEST:
+        raise _WrongError  # NaN compares false
+    return value
+
+
+def _count(value: Any) -> int:
+    number = _number(value)
+    if number < 0 or number != int(number):
+        raise _WrongError
+    return int(number)
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise _WrongError
+    return value
+
+
+def _scalar(value: Any) -> Any:
+    """A value that a setting may have."""
+    if isinstance(value, bool):
+        return value
+    return _text(value) if isinstance(value, str) else _number(value)
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise _WrongError
+    return value
+
+
+def _numbers(value: Any) -> dict[str, float]:
+    """By name. One wrong number spoils them all: a ledger without a category no longer sums to the wall clock."""
+    return {_text(name): _number(number) for name, number in _mapping(value).items() if number is not None}
+
+
+def _stacks(value: Any) -> list[str]:
+    """Stacks of a stuck run: the only text with line breaks."""
+    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+        raise _WrongError
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class _Object:
+    """A field that holds an object, or a list of them, whose own fields are checked one by one.
+
+    Attributes:
+        fields: what is checked.
+        keep_others: whether fields that are not among these are kept as they are.
+        listed: whether it is a list of such objects.
+    """
+
+    fields: Mapping[str, Check]
+    keep_others: bool = False
+    listed: bool = False
+
+
+Kind = Check | _Object
+
+_ADVICE: Final = _Object(
+    {
+        "action": _text,
+        "setting": _text,
+        "value": _scalar,
+        "predicted_speedup": _number,
+        "because": _text,
+    },
+    listed=True,
+)
+
+_EVIDENCE: Final = _Object(
+    {"lost_seconds": _numbers, "stuck_in": _text, "stuck_at": _text, "stacks": _stacks},
+    keep_others=True,
+)
+
+_EVERY_LINE: Final[Mapping[str, Kind]] = {
+    "event": _text,
+    "time": _text,
+    "run": _text,
+    "rank": _count,
+    "local_rank": _count,
+    "node": _text,
+    "pid": _count,
+}
+
+_TOTALS: Final[Mapping[str, Kind]] = {
+    "steps_total": _count,
+    "wall_seconds": _number,
+    "ledger_total_seconds": _numbers,
+    "exposed_wait_total_seconds": _number,
+    "exposed_wait_absent": _text,
+    "first_wait_seconds": _number,
+    "unseen_steps_total": _count,
+    "overhead_seconds": _numbers,
+    "stall_lost_total_seconds": _numbers,
+    "child_processes": _count,
+}
+
+_STALL: Final[Mapping[str, Kind]] = {
+    "cause": _text,
+    "opened": _text,
+    "closed": _text,
+    "first_step": _count,
+    "last_step": _count,
+    "exposed_wait_ratio": _number,
+    "evidence": _EVIDENCE,
+    "advice": _ADVICE,
+}
+
+FIELDS: Final[Mapping[str, Mapping[str, Kind]]] = MappingProxyType(
+    {
+        "run_start": {
+            "started": _text,
+            "continued": _flag,
+            "life": _text,
+            "world_size": _count,
+            "claimed_rank": _count,
+            "settings": _Object({"log_interval_seconds": _number, "stall_enter_ratio": _number}),
+            "step_sketch": _mapping,  # `sketch.parse_counts` checks each count
+            "step_max_seconds": _number,
+            "data_wait_sketch": _mapping,
+            "data_wait_max_seconds": _number,
+        },
+        "window": {
+            **_TOTALS,
+            "step_seconds": _numbers,
+            "data_wait_seconds": _numbers,
+            "step_sketch": _mapping,
+            "data_wait_sketch": _mapping,
+        },
+        "run_end": _TOTALS,
+        "stall_open": _STALL,
+        "stall_close": _STALL,
+        "snapshot": {
+            "path": _text,
+            "first_step": _count,
+            "last_step": _count,
+            "reason": _text,
+            "breakdown": _numbers,
+        },
+        "error": {"message": _text, "errors_total": _count},
+    }
+)
+"""The fields that the report reads, by event, besides those that every line has."""
+
+
+def checked(line: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """A log line with those of its fields that the report reads and that are sound.
+
+    Args:
+        line: the parsed JSON object.
+
+    Returns:
+        The fields, and the names of those that were left out because they were of the wrong type.
+    """
+    wrong: list[str] = []
+    event = line.get("event")
+    own = FIELDS.get(event, {}) if isinstance(event, str) else {}
+    return _sound(line, _EVERY_LINE, wrong) | _sound(line, own, wrong), wrong
+
+
+def _sound(mapping: Mapping[str, Any], fields: Mapping[str, Kind], wrong: list[str]) -> dict[str, Any]:
+    sound: dict[str, Any] = {}
+    for name, kind in fields.items():
+        value = mapping.get(name)
+        if value is None:
+            continue
+        try:
+            sound[name] = _nested(value, kind, wrong) if isinstance(kind, _Object) else kind(value)
+        except _WrongError:
+            wrong.append(name)
+    return sound
+
+
+def _nested(value: Any, kind: _Object, wrong: list[str]) -> Any:
+    if kind.listed:
+        if not isinstance(value, list):
+            raise _WrongError
+        return [_nested(each, replace(kind, listed=False), wrong) for each in value]
+    mapping = _mapping(value)
+    others = {name: each for name, each in mapping.items() if name not in kind.fields} if kind.keep_others else {}
+    return others | _sound(mapping, kind.fields, wrong)

@@ -1,0 +1,296 @@
+"""Too little room in the run folder, in TMPDIR or in /dev/shm: the training ends as it does without us.
+
+So does another training on the machine that needs /dev/shm for its own batches.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from faults.mounts import small_disk
+from faults.processes import environment, results, write
+
+HANG = 240.0
+
+TRAIN = """
+import os, shutil, sys, time, torch, telemetry
+from torch.utils.data import DataLoader, TensorDataset
+
+place, ours = sys.argv[1], sys.argv[2] == "ours"
+folder = {"run": "run", "tmp": "tmp/here", "shm": "/dev/shm/torch-telemetry-%d" % os.getuid()}[place]
+room = {"run": "run", "tmp": "tmp", "shm": "/dev/shm"}[place]
+total = 0.0
+agent = None
+if ours:
+    limit = {"snapshot_max_bytes": 1 << 20} if place == "shm" else {}
+    agent = telemetry.start("run", start_line=False, interval_seconds=0.1, log_interval_seconds=0.1, **limit)
+
+
+def train(until):
+    global total
+    step = 0
+    while step < 20 or not until():
+        for (batch,) in DataLoader(TensorDataset(torch.ones(20, 4)), batch_size=4):
+            for _ in range(4000):
+                torch.relu(batch)
+            step += 1
+            total += float(batch.sum()) if step <= 20 else 0.0
+
+
+def snapshot():
+    "One more snapshot has been taken, or has failed."
+    if agent is None:
+        return True
+    telemetry.request_snapshot(steps=5)
+    return sum(agent.snapshots.counts.values()) > before
+
+
+def fill():
+    with open(os.path.join(room, "filler"), "wb", buffering=0) as file:
+        try:
+            while file.write(bytes(4096)):
+                pass
+        except OSError:
+            pass
+
+
+for state in ("tiny", "full", "removed"):
+    before = sum(agent.snapshots.counts.values()) if ours else 0
+    if state == "full":
+        fill()
+    if state == "removed":
+        os.unlink(os.path.join(room, "filler"))
+        for name in os.listdir(folder) if os.path.isdir(folder) else ():
+            path = os.path.join(folder, name)
+            shutil.rmtree(path, ignore_errors=True) if os.path.isdir(path) else os.unlink(path)
+        if place != "run":  # that one is mounted
+            shutil.rmtree(folder, ignore_errors=True)
+    end = time.monotonic() + (2 if ours else 0)
+    train(snapshot if state != "removed" else lambda: time.monotonic() > end)
+    print(state, total, flush=True)
+    sys.stdin.readline()
+print("to the end", file=sys.stderr)
+sys.exit(3)
+"""
+
+NEIGHBOUR = """
+import os, torch
+from torch.utils.data import DataLoader
+
+
+class Large(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        return torch.full((65536,), float(index))
+
+
+epochs = 0
+while not os.path.exists("enough") or not epochs:
+    assert [float(batch[0, 0]) for batch in DataLoader(Large(), num_workers=1)] == list(range(64))
+    epochs += 1
+    if epochs == 1:
+        print("on", flush=True)
+"""
+
+DRIVER = """
+import json, os, subprocess, sys
+from pathlib import Path
+
+place, who = sys.argv[1:]
+os.makedirs("tmp/here", exist_ok=True)
+pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+neighbour = subprocess.Popen([sys.executable, "neighbour.py"], **pipes)
+on = neighbour.stdout.readline()
+train = subprocess.Popen([sys.executable, "train.py", place, who],
+                         env=os.environ | {"TMPDIR": os.path.abspath("tmp/here")}, **pipes)
+lines = [train.stdout.readline()]
+if lines[0]:  # from now on the place is full: the neighbour, which is a bystander, has to be done by then
+    Path("enough").touch()
+_, told = neighbour.communicate(timeout=100)
+for _ in range(3):
+    try:
+        train.stdin.write("go\\n")
+        train.stdin.flush()
+    except OSError:
+        break
+    lines.append(train.stdout.readline())
+rest, stderr = train.communicate(timeout=100)
+Path("results.json").write_text(json.dumps({
+    "train": [train.returncode, "".join(lines) + rest, stderr], "neighbour": [neighbour.returncode, on, told]
+}))
+"""
+
+
+def outcome(folder: Path, place: str, who: str) -> dict:
+    for name in ("run", "tmp"):
+        (folder / name).mkdir()
+    write(folder, "train.py", TRAIN)
+    write(folder, "neighbour.py", NEIGHBOUR)
+    driver = write(folder, "driver.py", DRIVER)
+    sizes = {"run": {"run": "3m"}, "tmp": {"tmp": "1m"}, "shm": {"/dev/shm": "6m"}}[place]
+    done = subprocess.run(
+        small_disk(sizes, driver, place, who),
+        cwd=folder,
+        env=environment(TELEMETRY_RUN="r"),
+        capture_output=True,
+        text=True,
+        timeout=HANG,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return results(folder)
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory):
+    return outcome(tmp_path_factory.mktemp("bare"), "run", "bare")
+
+
+@pytest.mark.parametrize("place", ["run", "tmp", "shm"])
+def test_without_room_the_training_and_its_neighbour_end_as_ever(place, tmp_path, bare):
+    """Each place in turn tiny, full, and emptied by somebody else, and a snapshot of more than it holds in each."""
+    assert bare["train"][0] == 3
+    assert bare["neighbour"] == [0, "on\n", ""]
+    found = outcome(tmp_path, place, "ours")
+    assert found == bare
+    told = [json.loads(line) for path in tmp_path.glob("run/logs/*.jsonl") for line in path.read_text().splitlines()]
+    snapshots = [line for line in told if line["event"] == "snapshot"]
+    if place == "tmp":
+        assert snapshots[0]["result"] == "recorded"
+    if place == "shm":
+        assert "more than snapshot_max_bytes" in snapshots[0]["why"]
+
+
+EXPORT = """
+import os, sys
+from pathlib import Path
+from telemetry.snapshot import space, store
+from telemetry.snapshot.store import Keeper
+
+space.RESERVE_BYTES = 4 << 20
+space._PAUSE_SECONDS = 0.02
+number = int(sys.argv[1])
+content = b'{"traceEvents": [' + b'"an operator", ' * (3 << 16) + b'1]}'
+
+
+class Trace:
+    def most_bytes(self):
+        return len(content)
+
+    def save(self, path):
+        with open(path, "wb", buffering=0) as file:
+            for at in range(0, len(content), 1 << 16):
+                assert file.write(content[at : at + (1 << 16)]) == len(content[at : at + (1 << 16)])
+        return 0.0
+
+    def free(self):
+        return 0.0
+
+
+keeper = Keeper(Path("disk/snapshots"), Path("shared"), f"node-{number}-1", 1 << 30, 1 << 30)
+sys.stdin.readline()
+stored = keeper.keep(Trace(), "request-step5", f"rank-{number}.gz")
+assert stored.raw_bytes == len(content)
+"""
+
+CROWD = """
+import os, subprocess, sys
+
+ranks = [subprocess.Popen([sys.executable, "export.py", str(n)], stdin=subprocess.PIPE) for n in range(8)]
+for rank in ranks:
+    rank.stdin.write(b"go\\n")
+    rank.stdin.flush()
+checkpoint, refused, saved = bytes(1 << 20), 0, 0
+while True:  # a training beside them, which saves all the while
+    running = [rank for rank in ranks if rank.poll() is None]
+    try:
+        with open("disk/checkpoint", "wb", buffering=0) as file:
+            refused += file.write(checkpoint) < len(checkpoint)
+        saved += 1
+    except OSError:
+        refused += 1
+    if not running:
+        break
+kept = [name for name in sorted(os.listdir("disk/snapshots/request-step5")) if name.endswith(".gz")]
+left = [name for name in os.listdir("disk/snapshots") if name != "request-step5"]
+assert ([rank.returncode for rank in ranks], len(kept), left) == ([0] * 8, 8, [])
+assert os.listdir("shared") == []
+assert saved and not refused, (saved, refused)
+"""
+
+
+def test_eight_ranks_that_export_at_once_leave_room_for_a_checkpoint(tmp_path):
+    """A disk with room for two of their traces: they take turns, and all come to an end."""
+    (tmp_path / "disk").mkdir()
+    write(tmp_path, "export.py", EXPORT)
+    crowd = write(tmp_path, "crowd.py", CROWD)
+    done = subprocess.run(
+        small_disk({"disk": "14m"}, crowd),
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=HANG,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_run_folder_in_the_place_of_a_disk_that_is_too_small_is_told(tmp_path):
+    """The reason, in the log: how much it may take, what must stay free, and what there is."""
+    (tmp_path / "disk").mkdir()
+    script = write(
+        tmp_path,
+        "script.py",
+        """
+        import torch, telemetry
+        from torch.utils.data import DataLoader, TensorDataset
+        agent = telemetry.start("disk/run", start_line=False, interval_seconds=0.1)
+        telemetry.request_snapshot(steps=2)
+        while not sum(agent.snapshots.counts.values()):
+            for (batch,) in DataLoader(TensorDataset(torch.ones(200, 4)), batch_size=4):
+                torch.relu(batch)
+        telemetry.stop()
+        with open("disk/run/logs/" + __import__("os").listdir("disk/run/logs")[0]) as log:
+            print(next(line for line in log if '"snapshot"' in line and '"why"' in line))
+        """,
+    )
+    command = small_disk({"disk": "64m"}, script)
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=HANG)
+    assert (done.returncode, done.stderr) == (0, "")
+    line = json.loads(done.stdout)
+    assert line["result"] == "failed"
+    assert "1024 MiB must stay free, and 6" in line["why"]
+
+
+@pytest.mark.parametrize("most", [0, 10])
+def test_leftovers_of_a_killed_export_are_swept_by_the_next_agent(tmp_path, most):
+    """Of whatever run, in /dev/shm too: earlier versions saved there."""
+    script = write(
+        tmp_path,
+        "script.py",
+        f"""
+        import os, telemetry
+        from pathlib import Path
+        from telemetry.identity import identify, slug
+        node = slug(identify(None, None, {{}}).node)
+        shared = Path("/dev/shm/torch-telemetry-%d" % os.getuid())
+        for place in (shared, Path("run/snapshots")):
+            place.mkdir(mode=0o700, parents=True)
+            (place / f".partial-{{node}}-1-5").mkdir(mode=0o700)
+            (place / f".partial-{{node}}-1-5" / "trace.json").write_bytes(b"x" * 100_000)
+            (place / f".claim-5-5-{{node}}-1-5-ns1").touch()
+            os.utime(place / f".claim-5-5-{{node}}-1-5-ns1", (1e9, 1e9))
+        telemetry.start("run", start_line=False, max_snapshots={most})
+        left = [n for place in (shared, Path("run/snapshots")) for n in os.listdir(place) if n[0] == "." and "-5" in n]
+        telemetry.stop()
+        print(left)
+        """,
+    )
+    command = small_disk({"/dev/shm": "4m"}, script)
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=HANG)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[]\n", "")

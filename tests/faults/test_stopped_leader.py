@@ -1,0 +1,251 @@
+"""The rank that serves its node is stopped: another one serves until it goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import urllib.error
+
+import pytest
+
+from faults.processes import Child, environment, events, fetch, free_port, samples, value, wait_for, write
+from telemetry.publish import seats
+from telemetry.publish.seats import SEATS, STILL_SECONDS, Seats
+
+NS = 10**9
+
+RANK = """
+import sys, telemetry
+agent = telemetry.start("run", run="r", start_line=False, interval_seconds=0.2, log_interval_seconds=0.5)
+source = telemetry.watch(iter(lambda: 1, 0))
+for _ in range(5):
+    next(source)
+print("ready", flush=True)
+sys.stdin.readline()
+telemetry.stop()
+"""
+
+
+class Job:
+    """Ranks of one node as real processes; the first one to start serves."""
+
+    def __init__(self, folder, ranks: int) -> None:
+        self.folder = folder
+        self.port = free_port()
+        script = write(folder, "rank.py", RANK)
+        self.ranks = []
+        for rank in range(ranks):
+            env = environment(
+                RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), TELEMETRY_PORT=str(self.port)
+            )
+            self.ranks.append(Child(script, cwd=folder, env=env))
+            assert self.ranks[-1].line() == "ready"
+
+    def stop(self, rank: int, signum: int = signal.SIGSTOP) -> None:
+        os.kill(self.ranks[rank].pid, signum)
+
+    def targets(self) -> list[str]:
+        (path,) = (self.folder / "run" / "targets").glob("*.json")
+        (entry,) = json.loads(path.read_text())
+        return entry["targets"]
+
+    def page(self, target: str) -> str | None:
+        """What is served there; None where nothing is."""
+        try:
+            return fetch(f"http://{target}/metrics", timeout=2.0)
+        except (urllib.error.URLError, OSError):
+            return None
+
+    def wait_for_targets(self, count: int) -> list[str]:
+        return wait_for(lambda: len(self.targets()) == count and self.targets(), f"{count} targets")
+
+    def end(self) -> None:
+        for child in self.ranks:
+            if child.process.poll() is None:
+                child.tell()
+        for child in self.ranks:
+            child.wait()
+
+
+@pytest.fixture
+def job(tmp_path):
+    made = []
+
+    def start(ranks):
+        made.append(Job(tmp_path, ranks))
+        return made[0]
+
+    yield start
+    for each in made:
+        for child in each.ranks:
+            child.__exit__()
+
+
+def test_another_rank_serves_while_the_first_is_stopped(job, tmp_path):
+    job = job(2)
+    first = f"127.0.0.1:{job.port}"
+    assert job.targets() == [first]
+    job.stop(0)
+    both = job.wait_for_targets(2)
+    assert both[0] == first
+    assert job.page(first) is None
+    page = job.page(both[1])
+    last = {labels["rank"]: stamp for labels, stamp in samples(page)["training_last_step_timestamp_seconds"]}
+    assert set(last) == {"0", "1"}, "the last state of the stopped rank is shown, and how old it is"
+
+    job.stop(0, signal.SIGCONT)
+    assert job.wait_for_targets(1) == [first]
+    wait_for(lambda: job.page(both[1]) is None, "the second one serves no more")
+    assert value(job.page(first), "training_steps_total", rank="1") == 4
+    job.end()
+    errors = [line for line in events(tmp_path / "run", "error") if line["source"] == "endpoint"]
+    said = [line["message"] for line in errors if line["rank"] == 1]
+    port = both[1].rpartition(":")[2]
+    assert said == [
+        "the rank that serves this node does not answer; until it does, the metrics of this run are at port " + port,
+        f"the metrics of this run are no more at port {port}: the rank that served before answers again",
+    ]
+    assert list((tmp_path / "run" / "targets").iterdir()) == []
+
+
+def test_a_stopped_leader_that_is_killed_is_followed_at_its_port(job):
+    job = job(2)
+    first = f"127.0.0.1:{job.port}"
+    job.stop(0)
+    job.wait_for_targets(2)
+    job.ranks[0].process.kill()
+    assert job.wait_for_targets(1) == [first]
+    page = wait_for(lambda: job.page(first), "it serves at the first port")
+    assert {labels["rank"] for labels, _ in samples(page)["training_steps_total"]} == {"1"}
+    job.end()
+
+
+def test_two_ranks_may_be_stopped(job):
+    job = job(3)
+    job.stop(0)
+    second = job.wait_for_targets(2)[1]
+    server = next(r for r in (1, 2) if _listens(job.ranks[r].pid, int(second.rpartition(":")[2])))
+    job.stop(server)
+    three = job.wait_for_targets(3)
+    page = job.page(three[2])
+    assert {labels["rank"] for labels, _ in samples(page)["training_steps_total"]} == {"0", "1", "2"}
+    job.stop(server, signal.SIGCONT)
+    job.stop(0, signal.SIGCONT)
+    assert job.wait_for_targets(1) == [f"127.0.0.1:{job.port}"]
+    for target in three[1:]:
+        wait_for(lambda target=target: job.page(target) is None, "one serves")
+    job.end()
+
+
+def _listens(pid: int, port: int) -> bool:
+    import psutil
+
+    return port in {c.laddr.port for c in psutil.Process(pid).net_connections("tcp") if c.status == "LISTEN"}
+
+
+# -- the seats, with a clock set by hand -------------------------------------------------------------------------
+
+HOLDER = """
+import sys
+from pathlib import Path
+from telemetry.publish.seats import Seats
+taken = Seats(Path(sys.argv[1]))
+for line in sys.stdin:
+    if line.startswith("take"):
+        print(taken.take(), flush=True)
+    else:
+        taken.beat(int(line))
+        print("beaten", flush=True)
+"""
+
+
+class Other(Child):
+    """Another process that has seats."""
+
+    def ask(self, what: object) -> str:
+        self.tell(str(what))
+        return self.line()
+
+
+@pytest.fixture
+def other(tmp_path):
+    with Other(write(tmp_path, "holder.py", HOLDER), tmp_path, cwd=tmp_path) as child:
+        yield child
+
+
+class Clock:
+    now = 1000 * NS
+
+    def __call__(self) -> int:
+        return self.now
+
+    def pass_(self, seconds: float) -> None:
+        self.now += int(seconds * NS)
+
+
+def test_a_seat_is_taken_behind_one_that_stands_still(other, tmp_path):
+    clock = Clock()
+    mine = Seats(tmp_path, clock)
+    assert other.ask("take") == "0"
+    for _ in range(20):
+        clock.pass_(1)
+        other.ask(0)
+        assert mine.take() is None, "it lives"
+    seconds = 0
+    while mine.take() is None and seconds < 60:
+        clock.pass_(1)
+        seconds += 1
+    assert STILL_SECONDS < seconds <= 8, "within 10 s, with a second for each look and each sign"
+    assert mine.take() == 1, "it is kept"
+    other.ask(0)
+    clock.pass_(1)
+    assert mine.take() is None, "it lives again"
+
+
+def test_who_stood_still_himself_waits_again(other, tmp_path):
+    """All processes of a machine may have been stopped at once: the others need a moment too."""
+    clock = Clock()
+    mine = Seats(tmp_path, clock)
+    assert other.ask("take") == "0"
+    assert mine.take() is None
+    clock.pass_(3600)
+    assert mine.take() is None
+    clock.pass_(1)
+    assert mine.take() is None
+
+
+def test_a_seat_whose_holder_dies_is_free(other, tmp_path):
+    clock = Clock()
+    mine = Seats(tmp_path, clock)
+    assert other.ask("take") == "0"
+    for _ in range(7):
+        clock.pass_(1)
+        last = mine.take()
+    assert last == 1
+    other.process.kill()
+    other.process.wait()
+    assert mine.take() == 0
+    assert list(mine._locks) == [0], "the second seat is given up"
+
+
+def test_a_forked_child_takes_no_seat_away(other, tmp_path):
+    mine = Seats(tmp_path)
+    assert mine.take() == 0
+    pid = os.fork()
+    if pid == 0:
+        mine.close()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert other.ask("take") == "None"
+
+
+def test_the_row_ends(other, tmp_path, monkeypatch):
+    monkeypatch.setattr(seats, "SEATS", 1)
+    assert SEATS > 2
+    clock = Clock()
+    mine = Seats(tmp_path, clock)
+    assert other.ask("take") == "0"
+    for _ in range(10):
+        clock.pass_(1)
+        assert mine.take() is None

@@ -1,0 +1,151 @@
+"""``make test-matrix``: the test suite on other versions of Python and torch, and the table of docs/versions.md.
+
+Each combination gets a virtual environment of its own below ``.venv-matrix/``. A wheel of torch for CUDA takes about
+5 GB of disk; it is imported, and the tests run, without a GPU. What needs real servers (``stack``) or a GPU (``gpu``)
+does not depend on these versions alone and is left to `make test` and to a machine with a GPU.
+
+    python -m tests.matrix                      all combinations
+    python -m tests.matrix 3.12:2.9.1 --keep    one of them; its environment stays for the next time
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ET
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENTS = ROOT / ".venv-matrix"
+RESULTS = ROOT / "benchmarks" / "results" / "versions.json"
+PAGE = ROOT / "docs" / "versions.md"
+BEGIN, END = "<!-- results: made by `make test-matrix` -->", "<!-- end of results -->"
+
+COMBINATIONS = ("3.10:2.4.1", "3.11:2.13.0", "3.12:2.9.1", "3.12:2.15.0", "3.13:2.15.0")
+"""The oldest of both, the versions that development is pinned to, one in between, and the newest."""
+
+PYPI_TORCH = re.compile(r"^(torch|numpy)==")
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the suite said on one combination of versions."""
+
+    python: str
+    torch: str
+    passed: int
+    skipped: int
+    failed: tuple[str, ...]
+    seconds: int
+
+
+def main() -> int:
+    """Run what was asked for. Returns 1 where a test failed."""
+    parser = argparse.ArgumentParser(prog="python -m tests.matrix", description=__doc__.splitlines()[0])
+    parser.add_argument("combinations", nargs="*", default=COMBINATIONS, metavar="PYTHON:TORCH")
+    parser.add_argument("--keep", action="store_true", help="keep the environments for the next time")
+    parser.add_argument("--tests", nargs="*", default=[], help="run these tests only, and publish nothing")
+    options = parser.parse_args()
+    results = []
+    for combination in options.combinations:
+        python, _, torch = combination.partition(":")
+        results.append(run(python, torch, options.tests))
+        print(results[-1], flush=True)
+        if not options.keep:
+            shutil.rmtree(environment_of(python, torch))
+        if not options.tests:
+            publish(results[-1])
+    return int(any(result.failed for result in results))
+
+
+def environment_of(python: str, torch: str) -> Path:
+    """The folder of the environment of one combination."""
+    return ENVIRONMENTS / f"{python}-torch-{torch}"
+
+
+def interpreter(version: str) -> str:
+    """A Python of this version: pyenv's, or the one on the PATH."""
+    pyenv = sorted((Path.home() / ".pyenv" / "versions").glob(f"{version}.*/bin/python"))
+    found = str(pyenv[-1]) if pyenv else shutil.which(f"python{version}")
+    if found is None:
+        raise SystemExit(f"there is no Python {version}: install it with pyenv, or put python{version} on the PATH")
+    return found
+
+
+def prepare(python: str, torch: str) -> Path:
+    """Make the environment, unless it is there from an earlier run. Returns its interpreter."""
+    folder = environment_of(python, torch)
+    inside = folder / "bin" / "python"
+    if (folder / ".ready").exists():
+        return inside
+    shutil.rmtree(folder, ignore_errors=True)
+    subprocess.run([interpreter(python), "-m", "venv", folder], check=True)
+    pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not PYPI_TORCH.match(line)]
+    constraints = folder / "constraints.txt"
+    # Old wheels of torch were built for numpy 1, and torch without any is fine too.
+    numpy = ["numpy<2"] if tuple(map(int, torch.split(".")[:2])) < (2, 5) else []
+    constraints.write_text("\n".join([*pins, f"torch=={torch}", *numpy]) + "\n")
+    pip = [inside, "-m", "pip", "install", "-q", "--disable-pip-version-check", "-c", constraints]
+    subprocess.run([*pip, "-e", f"{ROOT}[dev]"], check=True, stdout=sys.stderr)
+    (folder / ".ready").touch()
+    return inside
+
+
+def run(python: str, torch: str, tests: list[str]) -> Result:
+    """The suite on one combination."""
+    inside = prepare(python, torch)
+    report = environment_of(python, torch) / "junit.xml"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TELEMETRY_")}
+    began = time.monotonic()
+    subprocess.run(
+        [inside, "-m", "pytest", "-q", "-m", "not stack and not gpu", f"--junitxml={report}", *tests],
+        cwd=ROOT,
+        env=environment,
+        check=False,
+        stdout=sys.stderr,
+    )
+    cases = list(ET.parse(report).iter("testcase"))
+    failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
+    skipped = [case for case in cases if case.find("skipped") is not None]
+    return Result(
+        python=python,
+        torch=torch,
+        passed=len(cases) - len(failed) - len(skipped),
+        skipped=len(skipped),
+        failed=tuple(f"{case.get('classname')}.{case.get('name')}" for case in failed),
+        seconds=round(time.monotonic() - began),
+    )
+
+
+def publish(result: Result) -> None:
+    """Put a result in the place of an older one of the same versions, in the record and in the table."""
+    found = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+    kept = [each for each in found if (each["python"], each["torch"]) != (result.python, result.torch)]
+    rows = sorted(
+        [*kept, asdict(result)], key=lambda row: [[int(n) for n in row[k].split(".")] for k in ("python", "torch")]
+    )
+    RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
+    page = PAGE.read_text()
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    PAGE.write_text(f"{before}{BEGIN}\n{table(rows)}{END}{after}")
+
+
+def table(rows: list[dict]) -> str:
+    """The table of docs/versions.md."""
+    lines = ["| Python | torch | passed | skipped | failed |", "| --- | --- | --- | --- | --- |"]
+    for row in rows:
+        failed = ", ".join(f"`{name}`" for name in row["failed"]) or "none"
+        lines.append(f"| {row['python']} | {row['torch']} | {row['passed']} | {row['skipped']} | {failed} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

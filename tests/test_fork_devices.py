@@ -1,0 +1,148 @@
+"""A forked child releases nothing of a device that it has inherited from us."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+
+TRAINING = """
+import gc, os, sys, time
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+import telemetry
+from tests.fakes.device import Event, install_cuda
+
+report, folder = int(sys.argv[1]), sys.argv[2]
+install_cuda(torch, report)
+parent = os.getpid()
+agent = telemetry.start(folder, port="off", interval_seconds=0.1, start_line=False)
+agent.canary = Event(enable_timing=True)  # whatever else the agent may hold of a device
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = TensorDataset(torch.rand(16, 2))
+
+
+def train(loader):
+    for (batch,) in loader:
+        optimizer.zero_grad()
+        model(batch).sum().backward()
+        optimizer.step()
+        while agent.tracker.gpu is None:  # the agent has seen that the device is in use
+            time.sleep(0.01)
+
+
+def ends(loader):
+    workers = []
+    iterator = iter(loader)
+    workers += iterator._workers
+    yield from iterator
+    for worker in workers:
+        worker.join(30)
+        assert worker.exitcode == 0, worker.exitcode
+
+
+train(DataLoader(data, batch_size=4))
+"""
+
+EPOCHS = """
+for epoch in range(3):
+    train(ends(DataLoader(data, batch_size=4, num_workers=2)))
+    with torch.no_grad():
+        for _ in ends(DataLoader(data, batch_size=4, num_workers=2)):
+            pass
+"""
+
+FORKS = """
+for end in ("_exit", "exit", "agent", "hooks"):
+    child = os.fork()
+    if child == 0:
+        if end == "agent":
+            second = telemetry.start(folder, port="off", start_line=False)
+            telemetry.stop()
+            del second
+        if end == "hooks":
+            for _ in DataLoader(data, batch_size=4):
+                optimizer.step()
+        del agent
+        gc.collect()
+        if end == "_exit":
+            os._exit(0)
+        sys.exit(0)
+    assert os.waitpid(child, 0)[1] == 0, end
+"""
+
+LAST = """
+assert agent.tracker.gpu.pairs > 0
+assert Event.made >= 3
+telemetry.stop()
+"""
+
+
+def run(tmp_path, *parts: str, script: str = TRAINING) -> tuple[set[int], int, str]:
+    """The processes in which an event was destroyed, the pid of the training, and what came on stderr."""
+    report, write = os.pipe()
+    code = "\n".join((script, *parts))
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    arguments = [sys.executable, "-c", code, str(write), str(tmp_path / "run")]
+    process = subprocess.Popen(
+        arguments, pass_fds=(write,), env=environment, stderr=subprocess.PIPE, text=True, cwd=tmp_path
+    )
+    os.close(write)
+    try:
+        _, errors = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    with os.fdopen(report) as lines:
+        destroyed = {int(line) for line in lines}
+    assert process.returncode == 0, errors
+    return destroyed, process.pid, errors
+
+
+def test_workers_destroy_no_event_of_the_training(tmp_path):
+    destroyed, training, errors = run(tmp_path, EPOCHS, LAST)
+    assert destroyed == {training}  # it is stopped there, and what it has made is released
+    assert errors == ""
+
+
+def test_plain_forks_destroy_no_event_of_the_training(tmp_path):
+    destroyed, training, errors = run(tmp_path, FORKS, LAST)
+    assert destroyed == {training}
+    assert errors == ""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU with its driver")
+def test_children_end_well_beside_real_events(tmp_path):
+    real = TRAINING.replace("install_cuda(torch, report)\n", "").replace(
+        "model = torch.nn.Linear(2, 2)", "model = torch.nn.Linear(2, 2).cuda()"
+    )
+    real = real.replace(
+        "agent.canary = Event(enable_timing=True)", "agent.canary = torch.cuda.Event(enable_timing=True)"
+    )
+    real = real.replace("model(batch)", "model(batch.cuda())")
+    last = LAST.replace("assert Event.made >= 3\n", "")
+    assert run(tmp_path, EPOCHS, FORKS, last, script=real)[2] == ""
+
+
+KEPT = """
+import os, sys
+from telemetry.attach.kept import keep
+from tests.fakes.device import Event
+
+Event.report = int(sys.argv[1])
+keep(Event(enable_timing=True))
+child = os.fork()
+if child:
+    assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+def test_what_is_kept_outlives_the_interpreter(tmp_path):
+    assert run(tmp_path, script=KEPT)[0] == set()

@@ -1,0 +1,58 @@
+"""Python 3.12's warning of forks beside threads: shown exactly where it would be shown without us."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.skipif(sys.version_info < (3, 12), reason="this Python does not warn of forks")
+
+SCRIPT = """
+import os, sys, threading, warnings
+import telemetry
+
+telemetry.start(sys.argv[1], port=0, interval_seconds=0.1, start_line=False)
+if "thread" in sys.argv:
+    over = threading.Event()
+    threading.Thread(target=over.wait, daemon=True).start()
+filters, before = warnings.filters, list(warnings.filters)
+for _ in range(3):
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if warnings.filters == before else 1)
+    assert os.waitpid(child, 0)[1] == 0
+assert warnings.filters is filters
+telemetry.stop()
+assert filters == before
+for _ in range(2):
+    warnings.warn("the user's own", DeprecationWarning)
+"""
+
+
+def run(tmp_path, *arguments: str, action: str = "default") -> str:
+    command = [sys.executable, "-W", action, "-c", SCRIPT, str(tmp_path), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+def test_a_fork_beside_our_threads_alone_does_not_warn(tmp_path):
+    shown = run(tmp_path)
+    assert "multi-threaded" not in shown
+    assert shown.count("Warning: the user's own") == 1  # once, as without us
+
+
+def test_a_fork_beside_a_thread_of_the_users_warns(tmp_path):
+    assert "multi-threaded" in run(tmp_path, "thread")
+
+
+def test_forks_do_not_raise_where_warnings_are_errors(tmp_path):
+    shown = subprocess.run(
+        [sys.executable, "-W", "error", "-c", SCRIPT.partition("for _ in range(2)")[0], str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (shown.returncode, shown.stderr) == (0, "")

@@ -1,0 +1,116 @@
+"""No counter goes back when one of its parts is replaced or goes down; and the ring is emptied every second."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+from torch.utils.data import DataLoader
+
+import telemetry
+from telemetry.collect.host import HostSource
+from telemetry.collect.pressure import PressureSource
+from telemetry.collect.workers import WorkersSource
+from telemetry.records import FETCH_BUCKETS, WorkerCounters
+from tests.test_agent import log_lines, scrape, wait_for
+from tests.test_attach_loaders import Numbers
+
+FETCHES = ("training_loader_fetch_duration_seconds_count",)
+OVERHEAD = ("telemetry_overhead_seconds_total", "agent")
+
+
+def drained(ring) -> bool:
+    return ring.tail == ring.head
+
+
+def test_the_ring_is_emptied_long_before_the_next_sample(tmp_path):
+    hour = {"interval_seconds": 3600, "stall_window_seconds": 3600}
+    agent = telemetry.start(tmp_path / "run", port="off", start_line=False, **hour)
+    ring = agent.tracker.ring
+    wait_for(lambda: agent.logbook.log.file.path.exists() and agent._agent_cpu_seconds)  # the first sample
+    for round_ in range(3):
+        for _ in telemetry.watch(range(3000)):
+            pass
+        wait_for(lambda: drained(ring))
+        assert agent.accounts.stats.steps >= 3000 * (round_ + 1) - 1
+    telemetry.stop()
+    assert log_lines(agent)[-1]["dropped_steps_total"] == 0
+
+
+def test_the_ring_is_emptied_between_slow_collectors(agent, monkeypatch):
+    """A collector that takes long delays the next one's reading, and not the books until all of them are read."""
+    ring, pushed, seen = agent.tracker.ring, [], []
+    read_host, read_pressure = HostSource.read, PressureSource.read
+
+    def slow(source):
+        time.sleep(0.6)
+        pushed.append(ring.push(agent.accounts.ledger.at_ns, agent.accounts.ledger.at_ns, 0))
+        return read_host(source)
+
+    def after(source):
+        if pushed:
+            seen.append(drained(ring))
+        return read_pressure(source)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(HostSource, "read", slow)
+        patched.setattr(PressureSource, "read", after)
+        wait_for(lambda: seen)
+        telemetry.stop()
+    assert seen[0]
+
+
+def test_the_cost_of_an_endpoint_that_was_replaced_stays_counted(agent):
+    first = agent._node.endpoint
+    first._cpu_ns += 10 * 10**9
+    wait_for(lambda: scrape(agent)[OVERHEAD] >= 10)
+    os.close(first._server.listening.number)  # as a library that closes all descriptors does
+    wait_for(lambda: agent._node.endpoint not in {None, first})
+    assert scrape(agent)[OVERHEAD] >= 10
+    assert agent._status()[1]["agent"] >= 10
+
+
+@pytest.mark.parametrize("way", ["fails", "run ends"])
+def test_the_fetches_of_workers_stay_counted(agent, monkeypatch, way):
+    for _ in DataLoader(Numbers(8), batch_size=1, num_workers=2):
+        pass
+    wait_for(lambda: scrape(agent).get(FETCHES) == 8)
+    published = []
+    original = agent._node.publish
+
+    def publish(rank, rendered, **more):
+        published.append(b"".join(part for family in rendered for part in family).decode())
+        return original(rank, rendered, **more)
+
+    def fail(source):
+        raise OSError("no /proc")
+
+    monkeypatch.setattr(agent._node, "publish", publish)
+    if way == "fails":
+        monkeypatch.setattr(WorkersSource, "read", fail)
+        wait_for(lambda: scrape(agent).get(("telemetry_collector_up", "workers")) == 0)
+        assert scrape(agent)[FETCHES] == 8
+    telemetry.stop()
+    counts = [line.split()[-1] for line in published[-1].splitlines() if line.startswith(FETCHES[0] + "{")]
+    assert [float(count) for count in counts] == [8]
+
+
+def test_another_worker_in_the_same_place_takes_no_fetch_away():
+    """Memory is used again, and so are pids: counters that are smaller than before are another worker's."""
+
+    class Block:
+        def __init__(self) -> None:
+            self.fetches = 0
+
+        def read(self):
+            counts = (self.fetches, *(0,) * len(FETCH_BUCKETS))
+            return (WorkerCounters(0, 1, 1, self.fetches, self.fetches, 0, 0, 0, (), counts, (), ()),)
+
+    source, block = WorkersSource(tuple, tuple), Block()
+    seen = []
+    for fetches in (5, 2, 3):
+        block.fetches = fetches
+        source._count(block)
+        seen.append(sum(source.fetches.counts))
+    assert seen == [5, 7, 8]

@@ -1,0 +1,150 @@
+"""What the agent's own threads must not do to the training process: import, write the environment, hold frames."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+from itertools import repeat
+
+import pytest
+
+from telemetry.collect.stacks import all_stacks
+from telemetry.collect.whereabouts import Whereabouts
+
+WATCHED = """
+import os, sys, threading, urllib.request
+from importlib.abc import MetaPathFinder
+
+class Watch(MetaPathFinder):
+    seen = []
+
+    def find_spec(self, name, path, target=None):
+        thread = threading.current_thread().name
+        if thread.startswith("telemetry-"):
+            self.seen.append((thread, name))
+        return None
+
+sys.meta_path.insert(0, Watch())
+import telemetry
+
+agent = telemetry.start(sys.argv[1], port=0, interval_seconds=0.1, log_interval_seconds=0.2, start_line=False)
+agent._sampler._nvml._thread.join()  # there is no GPU, or it is a fake one that ends
+for _ in range(3):
+    urllib.request.urlopen(agent.metrics_url, timeout=10).read()
+    before = agent.accounts.ledger.at_ns
+    while agent.accounts.ledger.at_ns == before:
+        pass
+telemetry.stop()
+print(*Watch.seen)
+"""
+
+
+def test_our_threads_import_nothing(tmp_path):
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    code = WATCHED if not os.path.exists("/dev/nvidiactl") else WATCHED.replace("._thread.join()", "")
+    arguments = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == ""
+
+
+class Batch:
+    """Something that the training holds in a local variable. Notes which thread frees it."""
+
+    freed_by: set[int] = set()
+
+    def __del__(self, get_ident=threading.get_ident) -> None:
+        self.freed_by.add(get_ident())
+
+
+class Training:
+    """A thread in whose functions batches come and go."""
+
+    def __init__(self) -> None:
+        self.over = False
+        self.thread = threading.Thread(target=self.run)
+
+    def step(self, depth: int) -> None:
+        batch = Batch()
+        if depth:
+            self.step(depth - 1)
+        del depth
+        assert batch is not None
+
+    def run(self) -> None:
+        while not self.over:
+            self.step(5)
+
+    def __enter__(self):
+        Batch.freed_by = set()
+        self.interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e-6)  # threads change as often as they can
+        gc.callbacks.append(self.collected)
+        self.thresholds = gc.get_threshold()
+        gc.set_threshold(50, 2, 2)
+        self.thread.start()
+        return self
+
+    def collected(self, phase, info) -> None:
+        """Python code in a garbage collection, in which threads may change."""
+        for _ in range(20):
+            pass
+
+    def __exit__(self, *_) -> None:
+        self.over = True
+        self.thread.join()
+        sys.setswitchinterval(self.interval)
+        gc.callbacks.remove(self.collected)
+        gc.set_threshold(*self.thresholds)
+
+
+def look(training) -> None:
+    Whereabouts(lambda: training.thread.ident, lambda: True, lambda: True).look()
+
+
+@pytest.mark.parametrize("see", [look, lambda training: all_stacks(training.thread.ident, ())], ids=["look", "stacks"])
+def test_a_look_at_the_training_frees_nothing_of_it(see):
+    with Training() as training:
+        for _ in repeat(None, 2000):
+            see(training)
+    assert Batch.freed_by == {training.thread.ident}
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_look_leaves_garbage_collection_as_it_is(enabled):
+    training = Training()
+    with training:
+        (gc.enable if enabled else gc.disable)()
+        try:
+            look(training)
+            assert gc.isenabled() is enabled
+        finally:
+            gc.enable()
+
+
+SILENT = """
+import os, sys
+import torch
+from types import SimpleNamespace
+from telemetry.snapshot.session import Session
+
+written = []
+sys.addaudithook(lambda event, _: written.append(event) if event in {"os.putenv", "os.unsetenv"} else None)
+plan = SimpleNamespace(request=SimpleNamespace(reason="test"), first_step=1, last_step=2)
+for _ in range(2):
+    session = Session(plan, {"rank": 0, "world_size": 1})
+    session.prepare()
+    session.start()
+    torch.ones(3)
+    session.stop()
+assert not written, written
+"""
+
+
+def test_a_recording_is_silent_and_writes_no_environment():
+    done = subprocess.run([sys.executable, "-c", SILENT], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""

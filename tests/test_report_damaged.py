@@ -1,0 +1,153 @@
+"""The report reads what it can of logs that are damaged, hostile or no files at all."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import orjson
+import pytest
+
+import telemetry
+from telemetry.config import Config
+from telemetry.records import CATEGORIES
+from telemetry.report.command import report
+from telemetry.report.load import load
+from telemetry.report.schema import FIELDS
+from telemetry.report.summary import summarize
+
+JUNK = [None, True, -1, 1e300, 2.5, "", "\x1b]0;x\x07", [], [1], {}, {"a": "b"}, [[{}]], [None], {"p50": []}]
+
+COMMON = dict(run="r", rank=0, local_rank=0, node="n", pid=10, tid=11, step=3, time="2026-01-01T00:00:10.000Z")
+TOTALS = dict(
+    steps_total=100,
+    wall_seconds=11.0,
+    ledger_total_seconds=dict.fromkeys(CATEGORIES, 0.0) | dict(startup=1.0, data_wait=5.0, compute=5.0),
+    exposed_wait_total_seconds=5.0,
+    first_wait_seconds=0.5,
+    overhead_seconds=dict(training=1e-4, agent=0.01),
+    stall_lost_total_seconds=dict(workers_cpu_bound=4.0),
+)
+STALL = dict(
+    cause="workers_cpu_bound",
+    opened="2026-01-01T00:00:05.000Z",
+    first_step=5,
+    last_step=20,
+    exposed_wait_ratio=0.5,
+    evidence=dict(lost_seconds=dict(workers_cpu_bound=2.0), worker_cpu_ratio=0.9, stuck_in="compute", stacks=["a\n b"]),
+    advice=[dict(action="more", setting="num_workers", value=4, predicted_speedup=1.5, because="busy")],
+)
+SKETCHES = dict(
+    step_sketch={"-100": 90, "-50": 10}, step_seconds=dict(p50=0.1, p95=0.2, p99=0.3, max=0.4),
+    data_wait_sketch={"-110": 100}, data_wait_seconds=dict(p50=0.1, p95=0.2, p99=0.3, max=0.4),
+)  # fmt: skip
+LINES = [
+    dict(event="run_start", started="2026-01-01T00:00:00.000Z", settings=Config().as_log_fields()),
+    dict(event="window") | TOTALS | SKETCHES,
+    dict(event="stall_open") | STALL,
+    dict(event="stall_close", closed="2026-01-01T00:00:09.000Z") | STALL,
+    dict(event="stall_open") | STALL,
+    dict(event="snapshot", path="snapshots/a/b", first_step=1, last_step=5, reason="stall", breakdown=dict(Kernel=0.5)),
+    dict(event="error", source="jsonl", message="no room", errors_total=2),
+    dict(event="window") | TOTALS | SKETCHES,
+    dict(event="run_end") | TOTALS,
+]
+
+
+def places(value, path=()):
+    """Every place in a JSON value, as the keys that lead to it."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield (*path, key)
+        yield from places(inner, (*path, key))
+
+
+def replaced(value, path, junk):
+    changed = copy.deepcopy(value)
+    inner = changed
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = junk
+    return changed
+
+
+def write(folder: Path, lines) -> None:
+    (folder / "logs").mkdir(exist_ok=True)
+    (folder / "logs" / "rank-0.10.jsonl").write_bytes(b"".join(orjson.dumps(COMMON | each) + b"\n" for each in lines))
+
+
+@pytest.mark.parametrize("number", range(len(LINES)), ids=lambda number: f"{number}-{LINES[number]['event']}")
+def test_no_field_of_a_log_can_break_the_report(tmp_path, capsys, number):
+    whole = COMMON | LINES[number]
+    for path in places(whole):
+        for junk in JUNK:
+            lines = [*LINES[:number], replaced(whole, path, junk), *LINES[number + 1 :]]
+            write(tmp_path, lines)
+            assert report(str(tmp_path), as_json=True) == 0, (path, junk)
+            found = json.loads(capsys.readouterr().out)
+            for rank in found["ranks"]:
+                assert abs(sum(rank["ledger"].values()) - rank["wall_seconds"]) <= 0.01 * rank["wall_seconds"] or (
+                    path[0] in {"wall_seconds", "ledger_total_seconds"}
+                ), (path, junk)
+            assert report(str(tmp_path), as_json=False) == 0, (path, junk)
+            assert "\x1b" not in capsys.readouterr().out
+
+
+def test_a_damaged_line_leaves_the_totals_before_it(tmp_path, capsys):
+    write(tmp_path, [*LINES[:-1], LINES[-1] | {"ledger_total_seconds": {"data_wait": "much"}}])
+    assert summarize(load(tmp_path))["ranks"][0]["ledger"]["data_wait"] == 5.0
+    report(str(tmp_path), as_json=False)
+    assert "1 field(s) of its log are of the wrong type" in capsys.readouterr().out
+
+
+def test_what_the_agent_writes_is_all_of_the_right_type(agent):
+    """A field that is renamed, or changes its type, must not vanish from the report."""
+    import torch
+
+    for _ in torch.utils.data.DataLoader(range(8), batch_size=2):
+        pass
+    log = agent.run_dir
+    telemetry.stop()
+    (process,) = load(log)
+    assert process.wrong_fields == 0
+    may_be_absent = {"exposed_wait_total_seconds", "exposed_wait_absent"}
+    assert set(FIELDS["run_end"]) - set(process.totals) <= may_be_absent
+
+
+def test_a_fifo_named_like_a_log_is_not_waited_for(tmp_path):
+    write(tmp_path, LINES)
+    os.mkfifo(tmp_path / "logs" / "rank-1.11.jsonl")
+    (tmp_path / "logs" / "rank-2.12.jsonl").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-m", "telemetry", "report", str(tmp_path)], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert "rank-1.11.jsonl is no regular file" in done.stdout
+    asked = subprocess.run(
+        [sys.executable, "-m", "telemetry", "snapshot", str(tmp_path)], capture_output=True, text=True, timeout=60
+    )
+    assert asked.returncode == 1
+    assert asked.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(("ratio", "starved"), [(0.6, False), (0.4, True), (None, True)])
+def test_the_verdict_uses_the_threshold_of_the_run(tmp_path, ratio, starved):
+    settings = {} if ratio is None else dict(settings=dict(stall_enter_ratio=ratio))
+    write(tmp_path, [LINES[0] | {"settings": None} | settings, LINES[1], LINES[-1]])
+    assert summarize(load(tmp_path))["verdict"].startswith("Starved") is starved
+
+
+def test_a_rotated_log_still_knows_its_threshold(tmp_path):
+    agent = telemetry.start(
+        tmp_path, port=None, stall_enter_ratio=0.35, log_max_bytes=65536, log_max_files=1, start_line=False
+    )
+    for _ in range(100):
+        agent.logbook.emit("error", {"source": "test", "message": "x" * 1000})
+    telemetry.stop()
+    (process,) = load(tmp_path)
+    assert process.head["continued"]
+    assert process.head["settings"]["stall_enter_ratio"] == 0.35
