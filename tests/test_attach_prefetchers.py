@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, SequentialSampler
 from torch.utils.data import dataloader as torch_dataloader
 from torchdata.nodes import Batcher, Loader, Mapper, Prefetcher, SamplerWrapper
 
+from telemetry.attach.ring import BEGINS, S_DATA_WAIT
 from telemetry.records import DATA_WAIT, EVALUATION
 from tests.test_attach_loaders import Numbers
 
@@ -183,6 +184,7 @@ def test_workers_of_a_loader_that_makes_its_iterators_are_timed(observed):
         assert handle.block is not None
         assert sum(counters.fetches for counters in handle.block.read()) == 6
         assert [arrival.number for arrival in handle.arrivals] == list(range(6))
+        assert {arrival.epoch for arrival in handle.arrivals} == {1}, "as the workers count them"
         assert handle.settings["loader_used_again"] is (epoch == 2)
         assert ledger.edges == epoch
     assert observed.waited_for == "workers"
@@ -192,8 +194,11 @@ def test_workers_of_a_loader_that_makes_its_iterators_are_timed(observed):
 def test_starting_those_workers_is_waiting_for_data(observed):
     iterator = iter(OwnLoader(Numbers(6), 2))
     next(iterator)
-    first = observed.tracker.ring.drain(1)
-    assert first[0][2] & 7 == 1, "the first span is the start of the workers"
+    (start, end, code, loader), (first_request, *_) = observed.tracker.ring.drain(2)
+    assert code & 7 == S_DATA_WAIT
+    assert code & BEGINS
+    assert loader is not None
+    assert start < end <= first_request, "the workers are started before the first batch is asked for"
     iterator.close()
 
 
