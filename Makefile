@@ -51,9 +51,9 @@ types: $(READY)
 	@# Grafana's SDK needs Python 3.11: before it the dashboards cannot be generated, and so not be checked.
 	! $(BIN)/python -c 'import grafana_foundation_sdk' 2>/dev/null || $(BIN)/mypy --python-version 3.11 grafana
 
-# On several cores: most tests wait for other processes. Tests of one file stay together, for what they share.
+# On several cores: most tests wait for other processes. Which of them stay together is said in tests/conftest.py.
 unit: $(READY)
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadgroup
 
 demo: $(READY)
 	$(BIN)/telemetry demo

@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from telemetry import config as settings_module
-from telemetry import forks
 from telemetry.clock import now_ns
 
 if TYPE_CHECKING:
@@ -92,6 +91,8 @@ def stop() -> None:
     agent, _agent = _agent, None
     if agent is not None:
         agent.stop()
+        from telemetry import forks
+
         forks.after()
 
 
@@ -111,7 +112,7 @@ def watch(iterable: Iterable[T]) -> Iterable[T]:
     kind = type(iterable)  # where Python looks, too; the object itself may raise anything
     if not hasattr(kind, "__iter__") and not hasattr(kind, "__getitem__"):
         raise TypeError(f"telemetry.watch needs something to iterate over, not {kind.__name__}")
-    from telemetry.attach.watched import wrap
+    from telemetry.attach.watched import wrap  # loaded since `start`
 
     try:
         watched: Iterable[T] = wrap(iterable, _tracker)
@@ -255,6 +256,8 @@ def _in_worker() -> bool:
 def _register_fork_handler() -> None:
     global _fork_handler_registered  # noqa: PLW0603
     if not _fork_handler_registered:
+        from telemetry import forks
+
         os.register_at_fork(after_in_child=_after_fork_in_child)
         if forks.WARNS:
             os.register_at_fork(before=forks.before, after_in_parent=forks.after_in_parent, after_in_child=forks.after)

@@ -66,7 +66,7 @@ def warn(text: str) -> None:
     try:
         _write(sys.stderr, plain(text))
     except (OSError, ValueError):
-        pass  # nobody to tell
+        sys.stderr = None  # nobody to tell; what is in its buffer must not fail once more at exit, with status 120
 
 
 def _to_stdout(text: str) -> int:

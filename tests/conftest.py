@@ -19,6 +19,13 @@ from telemetry.diagnose.ledger import Ledger
 from telemetry.records import PhaseSpan, Step
 
 
+def pytest_collection_modifyitems(items):
+    """Tests of one file stay on one worker, for what they share; so do all that start real servers, for their ports."""
+    for item in items:
+        file = item.path.relative_to(Path(__file__).parent)
+        item.add_marker(pytest.mark.xdist_group("stack" if file.parts[0] == "stack" else str(file)))
+
+
 @dataclass
 class Observed:
     """A tracker attached to the real torch, and the ledger of what it has seen."""

@@ -184,8 +184,8 @@ def _make_class(kind: type) -> type[Watched]:
         for name, value in special.items()
         if name not in _NOT_PASSED_ON and (value is None or callable(value))
     }
-    if "__add__" in members and "__radd__" not in members:  # a list leaves [0] + watched to the one on the right
-        members["__radd__"] = lambda self, other: other + self._telemetry_object
+    if "__add__" in members and "__radd__" not in members:
+        members["__radd__"] = _added_to
     if "__next__" in special:
         members["__next__"] = _next
     members["__hash__"] = Watched.__hash__ if callable(kind.__hash__) else None
@@ -197,6 +197,15 @@ def _make_class(kind: type) -> type[Watched]:
         "__doc__": kind.__doc__,
     }
     return type(kind.__name__, (Watched,), members)
+
+
+def _added_to(self: Watched, other: Any) -> Any:
+    """``other + watched``: a tuple leaves that to the one on the right.
+
+    So does a list, but for ``other += watched`` too. That extends the list in place and iterates, which is timed: so a
+    list is not added here, at the price of ``[0] + watched`` being a TypeError.
+    """
+    return NotImplemented if hasattr(type(other), "__iadd__") else other + self._telemetry_object
 
 
 def _is_special(name: str) -> bool:

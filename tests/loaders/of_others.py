@@ -64,7 +64,7 @@ def a_list():
         everything(lambda: [1, 2, 3]),
         list(watched),
         watched + [6],
-        [0] + watched,
+        raised(lambda: (0,) + watched),  # to a list it cannot be added: see attach.watched
         watched == [9, 3, 4, 5],
         sorted(watched),
         repr(watched),
