@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
+from itertools import accumulate
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -18,13 +21,18 @@ def current(processes: Sequence[ProcessLog]) -> list[ProcessLog]:
     A life is over for good once one of the same rank has begun after its newest line; or one of a job that has no such
     rank any more, as after an elastic restart with fewer ranks.
     """
-    return [process for process in processes if not any(_replaces(other, process) for other in processes)]
+    newest: dict[int, str] = {}
+    for process in processes:
+        newest[process.rank] = max(newest.get(process.rank, ""), process.started)
+    began = sorted((process.started, process.head.get("world_size") or math.inf) for process in processes)
+    # From each start on: the fewest ranks that a job had which began then or later.
+    fewest = list(accumulate((world_size for _, world_size in reversed(began)), min))[::-1]
 
+    def replaced(process: ProcessLog) -> bool:
+        later = bisect_right(began, (process.last_time, math.inf))
+        return newest[process.rank] > process.last_time or (later < len(began) and fewest[later] <= process.rank)
 
-def _replaces(new: ProcessLog, old: ProcessLog) -> bool:
-    if not new.started or new.started <= old.last_time:
-        return False
-    return new.rank == old.rank or 0 < new.head.get("world_size", 0) <= old.rank
+    return [process for process in processes if not replaced(process)]
 
 
 def shared_ranks(processes: Sequence[ProcessLog]) -> str:
