@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _MOST: Final = 8192
 _LOWEST: Final = 3
-"""Below are stdin, stdout and stderr, whoever has them open."""
+"""Lower numbers are stdin, stdout and stderr."""
 
 _MOST_NAME: Final = 120  # of 255 that a file system allows: the rest is for what makes a temporary name unique
 

@@ -108,7 +108,7 @@ def test_a_sampler_where_epochs_begin_is_no_start_of_workers():
     assert advice.predicted_speedup == pytest.approx(1 / 0.6, abs=0.01)
 
 
-def test_a_sampler_at_the_starts_of_long_epochs_is_judged_from_one_to_the_next():
+def test_a_sampler_at_epoch_starts_is_judged_from_one_to_the_next():
     edges = Edges()
     for _ in range(3):
         edges.add(a_slice(wait=1.0, compute=0.0, edge_wait=1.0, edges=1, edge_sampler=0.8, edge_garbage=0.1))

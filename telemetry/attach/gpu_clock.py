@@ -175,7 +175,7 @@ class GpuClock:
         self._give_back(pair)
 
     def release(self) -> None:
-        """Let go of every event. Not in a forked child: there they are simply left."""
+        """Release every event. Never in a forked child: there they stay as they are."""
         events, self._events = self._events, []
         self._free, self._pending, self._armed = {}, deque(), None
         for event in events:

@@ -23,5 +23,5 @@ def keep(owner: Any) -> None:
 
 
 def release(owner: Any) -> None:
-    """Let go of an object again. Never in a forked child, of what its parent has kept."""
+    """Release an object. Never in a forked child, for an object that its parent has kept."""
     _KEPT.pop(id(owner), None)

@@ -102,7 +102,7 @@ class Watched(Wrapper):
         return hash(self._telemetry_object)
 
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
-        """Pickled, it is the object inside: whoever reads it needs nothing of ours."""
+        """It pickles as the object inside, so that unpickling needs nothing of this package."""
         return operator.itemgetter(0), ((self._telemetry_object,),)
 
     def __reduce__(self) -> tuple[Any, ...]:

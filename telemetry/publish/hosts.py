@@ -71,7 +71,7 @@ def _plain(name: str) -> str:
 
 
 def _name_of(header: str) -> str | None:
-    """The name in ``name``, ``name:port``, ``[address]`` or ``[address]:port``; None where it is none of these."""
+    """The name in ``name``, ``name:port``, ``[address]`` or ``[address]:port``; None for anything else."""
     text = header.strip()
     if text.startswith("["):
         name, bracket, port = text[1:].partition("]")

@@ -1,7 +1,7 @@
 """Who serves the node: the ranks of a run agree through lock files on the board, without ever waiting.
 
-There is a row of seats. Whoever has the first one serves. A seat is a POSIX record lock: the kernel frees it the moment
-its holder dies, and a forked DataLoader worker does not inherit it. A process that is stopped, by SIGSTOP or in a
+There is a row of seats. The holder of the first one serves. A seat is a POSIX record lock: the kernel frees it when its
+holder dies, and a forked DataLoader worker does not inherit it. A process that is stopped, by SIGSTOP or in a
 debugger, keeps its lock and does not answer. So the holder of a seat also gives a sign of life, the time of last change
 of its lock file: once it has not moved for `STILL_SECONDS`, another rank takes the next seat and serves too, until the
 sign moves again.
@@ -66,7 +66,7 @@ class Seats:
         return None
 
     def beat(self, seat: int) -> None:
-        """Give a sign of life; whoever has a seat does so about twice a second."""
+        """Give a sign of life; the holder of a seat calls this about twice a second."""
         lock = self._locks.get(seat)
         if lock is not None and lock.is_ours():
             stamp = self._now()

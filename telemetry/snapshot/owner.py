@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _STALE_SECONDS: Final = 3600.0
-"""What another machine or container has not touched for so long is left over: an export takes seconds."""
+"""What another machine or container has not touched for this long is left over: an export takes seconds."""
 
 _NAME: Final = re.compile(r"(?P<host>.+?)-(?P<pid>\d+)-(?P<ticks>\d+|None)(-ns(?P<namespace>\d+))?")
 

@@ -140,7 +140,7 @@ def test_a_data_pipe_keeps_its_init_function_and_is_timed(observed):
     assert loader.worker_init_fn is note
 
 
-def test_detaching_takes_the_probe_out_of_the_class_and_a_second_agent_puts_it_back(observed):
+def test_detaching_removes_the_probe_and_a_second_agent_restores_it(observed):
     iterators = torch_dataloader._MultiProcessingDataLoaderIter
     assert "_worker_init_fn" in vars(iterators)
     assert not hasattr(iterators, "_worker_init_fn"), "as on the bare class"

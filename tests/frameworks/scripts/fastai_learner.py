@@ -1,4 +1,4 @@
-"""fastai's Learner: its DataLoader is none of torch's, but makes torch's iterators."""
+"""fastai's Learner: its DataLoader does not derive from torch's, but makes torch's iterators."""
 
 import sys
 import tempfile
