@@ -114,7 +114,7 @@ class NodeService:
         return self._board.paces(but)
 
     def lead_if_vacant(self) -> None:
-        """Serve, if nobody does or the rank that does is stopped. Where this rank serves, join what is published by now.
+        """Serve, if nobody does or the rank that does is stopped. Where this rank serves, join what is published.
 
         Cheap enough for every tick; called at least once a second. It waits neither for another rank nor for a
         resolver.
