@@ -53,7 +53,7 @@ types: $(READY)
 
 # On several cores: most tests wait for other processes. Which of them stay together is said in tests/conftest.py.
 unit: $(READY)
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadgroup
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 demo: $(READY)
 	$(BIN)/telemetry demo

@@ -19,11 +19,17 @@ from telemetry.diagnose.ledger import Ledger
 from telemetry.records import PhaseSpan, Step
 
 
-def pytest_collection_modifyitems(items):
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
     """Tests of one file stay on one worker, for what they share; so do all that start real servers, for their ports."""
-    for item in items:
-        file = item.path.relative_to(Path(__file__).parent)
-        item.add_marker(pytest.mark.xdist_group("stack" if file.parts[0] == "stack" else str(file)))
+    from xdist.scheduler import LoadFileScheduling
+
+    class Together(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            file = super()._split_scope(nodeid)
+            return "stack" if "/stack/" in file else file
+
+    return Together(config, log)
 
 
 @dataclass
