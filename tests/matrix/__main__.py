@@ -105,7 +105,20 @@ def run(python: str, torch: str, tests: list[str]) -> Result:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TELEMETRY_")}
     began = time.monotonic()
     subprocess.run(
-        [inside, "-m", "pytest", "-q", "-m", "not stack and not gpu", f"--junitxml={report}", *tests],
+        [
+            inside,
+            "-m",
+            "pytest",
+            "-q",
+            "-n",
+            "2",
+            "--dist",
+            "loadfile",
+            "-m",
+            "not stack and not gpu",
+            f"--junitxml={report}",
+            *tests,
+        ],
         cwd=ROOT,
         env=environment,
         check=False,
