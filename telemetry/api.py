@@ -5,6 +5,7 @@ All of it works, and does nothing, while no agent runs: a script may keep its ca
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing.process
 import os
 import sys
@@ -69,6 +70,7 @@ def start(run_dir: str | os.PathLike[str] | None = None, **settings: Any) -> Age
         try:
             from telemetry.agent import Agent
 
+            importlib.import_module("telemetry.attach.watched")  # now: later there may be no descriptor to load it with
             agent = _agent = Agent(config)  # known before it starts: a child may be forked at any moment
             _agents.add(agent)
             for variable, close in settings_module.unknown_variables().items():

@@ -82,10 +82,16 @@ def job(tmp_path):
             child.__exit__()
 
 
+def steps_of(page):
+    """The ranks of which steps are shown."""
+    return {labels["rank"] for labels, _ in samples(page or "").get("training_last_step_timestamp_seconds", ())}
+
+
 def test_another_rank_serves_while_the_first_is_stopped(job, tmp_path):
     job = job(2)
     first = f"127.0.0.1:{job.port}"
     assert job.targets() == [first]
+    wait_for(lambda: steps_of(job.page(first)) == {"0", "1"}, "steps of both ranks")
     job.stop(0)
     both = job.wait_for_targets(2)
     assert both[0] == first
