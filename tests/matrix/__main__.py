@@ -152,11 +152,12 @@ def publish(result: Result) -> None:
 
 
 def table(rows: list[dict]) -> str:
-    """The table of docs/versions.md."""
+    """The table of docs/versions.md. The names of the tests that failed are in the results file."""
     lines = ["| Python | torch | passed | skipped | failed |", "| --- | --- | --- | --- | --- |"]
     for row in rows:
-        failed = ", ".join(f"`{name}`" for name in row["failed"]) or "none"
-        lines.append(f"| {row['python']} | {row['torch']} | {row['passed']} | {row['skipped']} | {failed} |")
+        lines.append(
+            f"| {row['python']} | {row['torch']} | {row['passed']} | {row['skipped']} | {len(row['failed'])} |"
+        )
     return "\n".join(lines) + "\n"
 
 
