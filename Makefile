@@ -3,13 +3,16 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 FRAMEWORKS := .venv-frameworks
+DOCS := .venv-docs
 READY := $(VENV)/.ready
 
-.PHONY: help test test-stack test-frameworks test-matrix lint types unit demo bench bench-trace bench-fleet zoo format clean
+.PHONY: help test test-stack test-frameworks test-matrix lint types unit demo bench bench-trace bench-fleet zoo docs docs-reference format clean
 
 help:
 	@echo "make demo    train a small network that starves, and see what is seen (90 s)"
-	@echo "make test    ruff, mypy and the tests"
+	@echo "make test    ruff, mypy, the documentation's links and the tests"
+	@echo "make docs-reference   write the parts of docs/ that are made from the code: metrics, settings, examples"
+	@echo "make docs    build the documentation's site into site/; a broken link is an error"
 	@echo "make test-stack   what runs beside real servers: Prometheus, Alertmanager, VictoriaMetrics, Slurm (minutes)"
 	@echo "make test-matrix  the tests on other versions of Python and torch (hours, 5 GB of disk for each torch)"
 	@echo "make test-frameworks   training loops of real frameworks: transformers, Lightning, fastai, MONAI and others (minutes)"
@@ -29,7 +32,17 @@ $(FRAMEWORKS)/.ready: pyproject.toml constraints.txt tests/frameworks/requiremen
 	$(FRAMEWORKS)/bin/python -m pip install -q --disable-pip-version-check --no-deps -r tests/frameworks/requirements.txt
 	@touch $@
 
-test: lint types unit
+$(DOCS)/.ready: docs/tools/requirements.txt constraints.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt -r docs/tools/requirements.txt
+	@touch $@
+
+test: lint types docs unit
+
+# Strict: a page that is in no menu, a link or an anchor without a target is an error. The variable turns an
+# advertisement off.
+docs: $(DOCS)/.ready
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
 
 # Part of `make test`, where a suite whose programs are not installed is skipped; here that is a failure.
 test-stack: $(READY)
@@ -70,9 +83,14 @@ bench-fleet: $(READY)
 zoo: $(READY)
 	$(BIN)/python -m tests.zoo $(ZOO)
 
+docs-reference: $(READY)
+	$(BIN)/python docs/tools/generate_metrics.py
+	$(BIN)/python docs/tools/generate_settings.py
+	$(BIN)/python docs/tools/generate_examples.py
+
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(FRAMEWORKS) .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build
+	rm -rf $(VENV) $(FRAMEWORKS) $(DOCS) site .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build

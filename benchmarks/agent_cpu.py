@@ -1,22 +1,43 @@
-"""What the agent's own threads take of a core, at one tick a second, with DataLoader workers to watch."""
+"""CPU time of the threads that an agent adds: one tick a second, eight DataLoader workers, one scrape a second.
+
+The same loop runs with ours and, in its own environment, with the rival. All threads of the training process that
+Python has started count, but for the one that trains and those of its DataLoader.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 import tempfile
 import threading
 import time
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from benchmarks import child
 
-_PREFIX: Final = "telemetry-"
-_SETTLE_SECONDS: Final = 2.0
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SLICE_SECONDS: Final = 5.0
+"""One reading each: long enough for the log's window, which is written every ten seconds, to even out over a few."""
+
+_SETTLE_SECONDS: Final = 4.0
 _STEP_SECONDS: Final = 0.01
+_LOADER_THREADS: Final = ("QueueFeederThread", "Thread-")
+SCRAPER: Final = """
+import sys, time, urllib.request
+while True:
+    began = time.monotonic()
+    urllib.request.urlopen(sys.argv[1], timeout=5).read()
+    time.sleep(max(0.0, 1.0 - (time.monotonic() - began)))
+"""
 
 
 class Samples(Dataset[Any]):  # type: ignore[misc]
@@ -30,52 +51,76 @@ class Samples(Dataset[Any]):  # type: ignore[misc]
         return torch.full((3, 8, 8), float(index))
 
 
-def measure(*, seconds: float, workers: int) -> dict[str, Any]:
-    """CPU time of our threads over the wall clock, while a loop with workers runs."""
+Step = AbstractContextManager[Any]
+
+
+def measure(*, slices: int, workers: int, slice_seconds: float = SLICE_SECONDS) -> dict[str, Any]:
+    """Shares of a core, by thread, in each slice of a loop with workers that the agent watches."""
     import telemetry
 
-    torch.set_num_threads(1)
-    loader = DataLoader(Samples(), batch_size=4, num_workers=workers)
     with tempfile.TemporaryDirectory(prefix="telemetry-bench-") as run_dir:
-        telemetry.start(run_dir, port=0, start_line=False)
+        agent: Any = telemetry.start(run_dir, port=0, start_line=False)
+        scraper = subprocess.Popen([sys.executable, "-c", SCRAPER, agent.metrics_url])
         try:
-            iterator = iter(loader)
-            _train(iterator, _SETTLE_SECONDS)
-            threads, start, before = _threads(), time.perf_counter(), cpu_seconds()
-            steps = _train(iterator, seconds)
-            spent = {name: after - before.get(name, 0.0) for name, after in cpu_seconds().items()}
-            wall = time.perf_counter() - start
-            del iterator
+            return shares(slices, workers, slice_seconds)
         finally:
+            scraper.kill()
+            scraper.wait()
             telemetry.stop()
-    by_thread = {threads.get(task, "ended"): used / wall for task, used in spent.items()}
-    return {"share": sum(by_thread.values()), "by_thread": by_thread, "wall_seconds": wall, "steps": steps}
 
 
-def _train(iterator: Any, seconds: float) -> int:
+def measure_rival(*, slices: int, workers: int, slice_seconds: float = SLICE_SECONDS) -> dict[str, Any]:
+    """The same with TraceML, whose process that collects and shows is not counted; runs in its environment."""
+    import traceml_ai  # type: ignore[import-not-found,unused-ignore]
+
+    config = traceml_ai.init(mode="auto")
+    model = torch.nn.Linear(1, 1)
+    return shares(slices, workers, slice_seconds, lambda: traceml_ai.trace_step(model)) | {
+        "running": not config.disabled
+    }
+
+
+def shares(slices: int, workers: int, slice_seconds: float, step: Callable[[], Step] = nullcontext) -> dict[str, Any]:
+    """Train, and read the CPU time of the other threads after each slice."""
+    torch.set_num_threads(1)
+    iterator = iter(DataLoader(Samples(), batch_size=4, num_workers=workers))
+    train(iterator, _SETTLE_SECONDS if slice_seconds > 1.0 else 0.0, step)
+    readings: list[dict[str, float]] = []
+    steps, before, began = 0, cpu_seconds(), time.perf_counter()
+    for _ in range(slices):
+        steps += train(iterator, slice_seconds, step)
+        after, ended = cpu_seconds(), time.perf_counter()
+        readings.append({name: (used - before.get(name, 0.0)) / (ended - began) for name, used in after.items()})
+        before, began = after, ended
+    del iterator
+    return {"slices": readings, "steps": steps}
+
+
+def train(iterator: Any, seconds: float, step: Callable[[], Step] = nullcontext) -> int:
     """Some steps that wait more than they compute, as a GPU's do."""
     end = time.perf_counter() + seconds
     steps = 0
     while time.perf_counter() < end:
-        next(iterator).square().mean()
-        time.sleep(_STEP_SECONDS)
+        batch = next(iterator)
+        with step():
+            batch.square().mean()
+            time.sleep(_STEP_SECONDS)
         steps += 1
     return steps
 
 
-def _threads() -> dict[str, str]:
-    """Our threads, as kernel task ids with their names. Their kernel names are set from Python 3.14 on only."""
-    return {str(t.native_id): t.name for t in threading.enumerate() if t.name.startswith(_PREFIX)}
-
-
 def cpu_seconds() -> dict[str, float]:
-    """CPU time of each of our threads, by task id."""
-    spent = {}
-    for task in _threads():
+    """CPU time by the name of the thread, of all threads but those that are there without an agent."""
+    spent: dict[str, float] = {}
+    for thread in threading.enumerate():
+        loaders = thread.name.startswith(_LOADER_THREADS)
+        if thread is threading.main_thread() or loaders or thread.native_id is None:
+            continue
         try:
-            spent[task] = _task_seconds(Path(f"/proc/self/task/{task}"))
+            seconds = _task_seconds(Path(f"/proc/self/task/{thread.native_id}"))
         except OSError:
             continue  # it has ended
+        spent[thread.name] = spent.get(thread.name, 0.0) + seconds
     return spent
 
 
@@ -88,5 +133,46 @@ def _task_seconds(task: Path) -> float:
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+# -- a node of several ranks -----------------------------------------------------------------------------------------
+
+
+def measure_node(*, ranks: int, workers: int, slices: int, slice_seconds: float = SLICE_SECONDS) -> dict[str, Any]:
+    """Shares of a core, of all ranks of a node together: each a process, all with the agent, one scrape a second."""
+    with tempfile.TemporaryDirectory(prefix="telemetry-bench-") as folder:
+        parameters = {"workers": workers, "slices": slices, "slice_seconds": slice_seconds, "run_dir": f"{folder}/run"}
+        answers = [Path(folder) / f"{rank}.json" for rank in range(ranks)]
+        command = [sys.executable, "-m", "benchmarks.agent_cpu", json.dumps(parameters)]
+        processes = [
+            subprocess.Popen(
+                [*command, str(answer), "rank"],
+                env=child.environment() | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)},
+                stderr=subprocess.DEVNULL,
+            )
+            for rank, answer in enumerate(answers)
+        ]
+        for process in processes:
+            process.wait(child.TIMEOUT_SECONDS)
+        readings = [json.loads(answer.read_text())["slices"] for answer in answers]
+    return {"slices": [[sum(reading[at].values()) for reading in readings] for at in range(slices)]}
+
+
+def measure_rank(*, run_dir: str, slices: int, workers: int, slice_seconds: float) -> dict[str, Any]:
+    """One rank's part of it. The first one has the scraper."""
+    import telemetry
+
+    agent: Any = telemetry.start(run_dir, run="node", port=0, start_line=False)
+    scraper = None
+    if agent.identity.rank == 0:
+        scraper = subprocess.Popen([sys.executable, "-c", SCRAPER, agent.metrics_url])
+    try:
+        return shares(slices, workers, slice_seconds)
+    finally:
+        if scraper is not None:
+            scraper.kill()
+            scraper.wait()
+        telemetry.stop()
+
+
 if __name__ == "__main__":
-    child.answer(measure)
+    roles: dict[str, Callable[..., dict[str, Any]]] = {"rank": measure_rank, "node": measure_node}
+    child.answer(roles[sys.argv[3]] if len(sys.argv) > 3 else measure)

@@ -21,15 +21,15 @@ class ChildError(RuntimeError):
     """A measurement could not be taken; the text is one line and fit for a table."""
 
 
-def run(module: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Run ``module``'s measurement in a fresh interpreter.
+def run(module: str, parameters: Mapping[str, Any], *roles: str) -> dict[str, Any]:
+    """Run ``module``'s measurement in a fresh interpreter; ``roles`` tells it which, where it has several.
 
     Raises:
         ChildError: it failed, took too long or gave no answer.
     """
     with tempfile.TemporaryDirectory(prefix="telemetry-bench-") as folder:
         answer = Path(folder) / "answer.json"
-        arguments = [json.dumps(parameters), str(answer)]
+        arguments = [json.dumps(parameters), str(answer), *roles]
         return collect([sys.executable, "-m", module, *arguments], answer, environment(), cwd=folder)
 
 

@@ -10,27 +10,25 @@ import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from telemetry import records
 from telemetry._version import __version__
 from telemetry.config import STEP_BUCKETS
-from telemetry.publish.board import RankState
-from telemetry.publish.endpoint import join
-from telemetry.publish.exposition import Families, Renderer
-from telemetry.records import (
-    CAUSES,
-    FETCH_BUCKETS,
+from telemetry.core import labels as records  # RECORDS
+from telemetry.core.distribution import Histogram
+from telemetry.core.labels import CAUSES
+from telemetry.core.samples import (
+    CollectorHealth,
     GpuSample,
-    Histogram,
     HostSample,
     PressureSample,
     ProcessSample,
-    RunView,
-    SnapshotsView,
-    SourceHealth,
-    StallView,
     TorchMemorySample,
-    WorkersSample,
 )
+from telemetry.core.totals import Totals
+from telemetry.core.views import RunView, SnapshotsView, StallView
+from telemetry.core.worker_records import FETCH_BUCKETS, Deliveries, WorkersSample
+from telemetry.publish.board import RankState
+from telemetry.publish.endpoint import join
+from telemetry.publish.exposition import Exposition
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -94,19 +92,20 @@ class SimulatedRank:
                 "torch_version": "2.13.0+cu130",
             },
             ended=False,
-            steps=steps,
+            totals=Totals(
+                steps=steps,
+                ledger_seconds=ledger,
+                exposed_wait_seconds=waited,
+                optimizer_steps=steps,
+                overhead_seconds={"training": 4e-6 * steps, "agent": 0.005 * age},
+            ),
             step_duration=_histogram(STEP_BUCKETS, steps, STEP_SECONDS),
             wait_duration=_histogram(STEP_BUCKETS, steps, STEP_SECONDS * self.waits),
-            ledger_seconds=ledger,
-            exposed_wait_seconds=waited,
             last_step_unix_seconds=now - STEP_SECONDS * self._wave(now),
-            optimizer_steps=steps,
-            overhead_seconds={"training": 4e-6 * steps, "agent": 0.005 * age},
-            dropped_steps=0,
             errors={},
             stalls=StallView(self.cause, opened, lost, straggler=0 if self.cause == "straggler" else None),
             snapshots=SnapshotsView({"recorded": int(self.cause is not None), "refused": 0, "failed": 0, "skipped": 0}),
-            collectors=tuple(SourceHealth(name, True, 0.001 * (1 + self._wave(now)), None) for name in _COLLECTORS),
+            collectors=tuple(CollectorHealth(name, True, 0.001 * (1 + self._wave(now)), None) for name in _COLLECTORS),
             gpu=gpu or self._gpu(now),
             host=HostSample(0.3 + 0.2 * self._wave(now), CPUS, int((300 + 20 * self._wave(now)) * GIB), 1024 * GIB),
             process=ProcessSample(0.9 * age, int((9 + self._wave(now)) * GIB), 92),
@@ -163,9 +162,11 @@ class SimulatedRank:
             blocked_ratio=0.5 * self.waits,
             read_bytes_per_second=2e8,
             slack_seconds=(1 - self.waits) * self._wave(now),
-            late_seconds_total=0.9 * waited,
-            moved_seconds_total=0.1 * waited,
-            head_of_line_seconds_total=0.2 * waited,
+            deliveries=Deliveries(
+                fetch_wait_seconds=0.9 * waited,
+                transfer_wait_seconds=0.1 * waited,
+                head_of_line_wait_seconds=0.2 * waited,
+            ),
             head_of_line_batches=round(self.waits * self._wave(now)),
         )
 
@@ -203,15 +204,12 @@ class Node:
 
     def __init__(self, ranks: Iterable[SimulatedRank]) -> None:
         self.ranks = tuple(ranks)
-        self._parts = [(Families(rank.run, rank.rank), Renderer()) for rank in self.ranks]
+        self._expositions = [Exposition(rank.run, rank.rank) for rank in self.ranks]
 
     def expose(self, views: Iterable[RunView]) -> bytes:
         """The exposition of one view of each rank."""
-        states = []
-        for (families, renderer), view, rank in zip(self._parts, views, self.ranks, strict=True):
-            rendered = tuple(renderer.render(family) for family in families.of(view))
-            states.append(RankState(rank.rank, 0, rendered))
-        return join(states)
+        parts = zip(self.ranks, self._expositions, views, strict=True)
+        return join(RankState(rank.rank, 0, tuple(exposition.render(view))) for rank, exposition, view in parts)
 
 
 def _histogram(bounds: tuple[float, ...], count: int, value: float) -> Histogram:

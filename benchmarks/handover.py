@@ -4,8 +4,8 @@
 
 A batch of NumPy arrays is pickled, written into a pipe, read and put together again. The bytes of a tensor lie in
 shared memory and are sent by name; but their pages are still mapped, touched for the first time and given back.
-`telemetry.diagnose.arrival` counts that in the speed-up it predicts for sending large tensors instead: its figure is
-the last column.
+`telemetry.diagnose.advice.latency` counts that in the speed-up that it predicts for sending large tensors instead. Its
+figure is the last column.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from benchmarks.loops import (
 if TYPE_CHECKING:
     from collections.abc import Callable, MutableSequence
 
-    from telemetry.agent import Agent
+    from telemetry.agent.agent import Agent
 
 BARE: Final = "bare"
 FLOOR: Final = "floor, array"
@@ -150,7 +150,7 @@ def _health(agent: Agent | Any) -> dict[str, Any]:
         "running": bool(agent.running),
         "dropped_steps": agent.tracker.ring.dropped,
         "hook_errors": agent.tracker.errors,
-        "steps": agent.accounts.stats.steps,
+        "steps": agent.accounting.stats.steps,
         "gpu_pairs": agent.tracker.gpu.pairs if agent.tracker.gpu is not None else None,
     }
 

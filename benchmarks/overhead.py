@@ -12,16 +12,15 @@ import random
 import statistics
 import sys
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from benchmarks import child, machine, report, rival
+from benchmarks import background, child, machine, report, rival
+from benchmarks.effort import FULL, MS, QUICK, US, Effort, Pool
 from benchmarks.instruments import BARE, FLOOR, FLOOR_LIST, NEXT_ONLY, PROMETHEUS, TELEMETRY
 from benchmarks.report import AT_LEAST, AT_MOST, BELOW, Row, Target
 from benchmarks.spread import (
     Spread,
-    differences,
     of_groups,
     of_percentile,
     paired,
@@ -35,109 +34,15 @@ if TYPE_CHECKING:
 
 RESULTS: Final = Path(__file__).resolve().parent / "results"
 
-_US: Final = 1e-3
-_MS: Final = 1e-6
 _HOT: Final = "Per step on the training thread, hot (a tight loop that does nothing else)"
 _COLD: Final = "Per step on the training thread, cold (in place inside a real training step)"
 _GPU: Final = "Per step on the training thread, with CUDA events on a GPU"
 _FETCH: Final = "Per fetch in a DataLoader worker"
-_THREADS: Final = "The agent's own threads"
 _MEMORY: Final = "Memory"
 _SCRAPE: Final = "A scrape of a node of 8 ranks, at 5 Hz, in a process that trains"
 
 
-@dataclass(frozen=True, slots=True)
-class Effort:
-    """How much is measured."""
-
-    name: str
-    processes: int
-    hot_rounds: int
-    hot_steps: int
-    cold_rounds: int
-    cold_steps: int
-    cpu_seconds: float
-    memory_pairs: int
-    growth_warm_up: int
-    growth_steps: int
-    growth_pairs: int
-    scrape_pairs: int
-    segment_seconds: float
-    install_rival: bool
-
-    def loops(self) -> dict[str, Any]:
-        """The part that concerns the loops."""
-        return {key: getattr(self, key) for key in ("hot_rounds", "hot_steps", "cold_rounds", "cold_steps")}
-
-
-FULL: Final = Effort(
-    name="full",
-    processes=3,
-    hot_rounds=60,
-    hot_steps=240,
-    cold_rounds=50,
-    cold_steps=12,
-    cpu_seconds=25.0,
-    memory_pairs=3,
-    growth_warm_up=100_000,
-    growth_steps=1_000_000,
-    growth_pairs=1,
-    scrape_pairs=5,
-    segment_seconds=5.0,
-    install_rival=True,
-)
-
-QUICK: Final = Effort(
-    name="quick: a smoke test, too short for its figures to be quoted",
-    processes=1,
-    hot_rounds=10,
-    hot_steps=80,
-    cold_rounds=4,
-    cold_steps=6,
-    cpu_seconds=3.0,
-    memory_pairs=1,
-    growth_warm_up=20_000,
-    growth_steps=20_000,
-    growth_pairs=1,
-    scrape_pairs=1,
-    segment_seconds=1.5,
-    install_rival=False,
-)
-
-
 # -- (a) the training thread ---------------------------------------------------------------------------------------
-
-
-@dataclass
-class Pool:
-    """Readings of several processes, and why there are none where there are none."""
-
-    answers: list[dict[str, Any]] = field(default_factory=list)
-    missing: str = ""
-
-    def add(self, measure: Callable[[], dict[str, Any]]) -> None:
-        """Take a measurement in, or note why it could not be taken."""
-        try:
-            self.answers.append(measure())
-        except (child.ChildError, rival.RivalError) as error:
-            self.missing = str(error)
-
-    def values(self, loop: str, name: str, site: str = "cost") -> list[float]:
-        """All readings of an instrument at a site, in the order they were taken."""
-        return [reading[site] for answer in self.answers for reading in answer[loop][name]]
-
-    def added(self, loop: str, name: str, site: str = "cost") -> Spread | None:
-        """What an instrument adds to the bare loop beside it, in microseconds."""
-        added = self.differences(loop, name, site)
-        return spread(added).scaled(_US) if added else None
-
-    def differences(self, loop: str, name: str, site: str = "cost") -> list[float]:
-        """The single differences to the bare loop, in nanoseconds."""
-        return differences(self.values(loop, name, site), self.values(loop, BARE, site))
-
-    def plain(self, loop: str, name: str, site: str = "cost") -> Spread | None:
-        """What a loop takes, in microseconds."""
-        return spread(self.values(loop, name, site)).scaled(_US) if self.answers else None
 
 
 def training_thread(effort: Effort) -> list[Row]:
@@ -238,7 +143,7 @@ def worker_fetches(effort: Effort) -> list[Row]:
     rows = []
     for kind, name in (("hot", "hot, nothing else is done"), ("cold", "cold, after a convolution of an image")):
         taken = pool.answers[0][kind] if pool.answers else {}
-        floor, added = (spread(taken[what]).scaled(_US) if taken else None for what in ("floor", "timed"))
+        floor, added = (spread(taken[what]).scaled(US) if taken else None for what in ("floor", "timed"))
         note = f"{pool.answers[0]['fetches']} fetches counted" if pool.answers else pool.missing
         rows += [
             Row(_FETCH, f"{name}: floor adds: two stamps, stored in shared memory", "us", floor),
@@ -247,21 +152,7 @@ def worker_fetches(effort: Effort) -> list[Row]:
     return rows
 
 
-# -- (b) threads, (c) memory, (d) scrapes --------------------------------------------------------------------------
-
-
-def agent_threads(effort: Effort) -> list[Row]:
-    """CPU of the agent's threads."""
-    pool = Pool()
-    workers = 8
-    pool.add(lambda: child.run("benchmarks.agent_cpu", {"seconds": effort.cpu_seconds, "workers": workers}))
-    name, target = f"CPU at 1 Hz with {workers} DataLoader workers", Target(AT_MOST, 0.5)
-    if not pool.answers:
-        return [Row(_THREADS, name, "% of a core", None, target, pool.missing)]
-    answer = pool.answers[0]
-    figure = spread([100 * answer["share"]])
-    parts = ", ".join(f"{thread} {100 * share:.2f} %" for thread, share in sorted(answer["by_thread"].items()))
-    return [Row(_THREADS, name, "% of a core", figure, target, f"over {answer['wall_seconds']:.0f} s: {parts}")]
+# -- (b) memory, (c) scrapes ------------------------------------------------------------------------------------------
 
 
 def memory(effort: Effort) -> list[Row]:
@@ -307,22 +198,22 @@ def scrapes(effort: Effort) -> list[Row]:
     between = [percentile(each["between"], 0.5) for each in answer["met"] if each["during"]]
     under, above = Target(BELOW, 5.0), Target(BELOW, 1.0)
     return [
-        Row(_SCRAPE, "GET /metrics", "ms", spread(latencies).scaled(_MS), under, size),
-        Row(_SCRAPE, "GET /metrics, 99th percentile", "ms", of_percentile(latencies, 0.99).scaled(_MS), under),
+        Row(_SCRAPE, "GET /metrics", "ms", spread(latencies).scaled(MS), under, size),
+        Row(_SCRAPE, "GET /metrics, 99th percentile", "ms", of_percentile(latencies, 0.99).scaled(MS), under),
         Row(_SCRAPE, "bare: a step, median", "ms", _reduced(answer["quiet"], statistics.median)),
         Row(_SCRAPE, "step longer by, 99.9th percentile", "ms", _longer(answer, lambda s: percentile(s, 0.999)), above),
         Row(_SCRAPE, "step longer by, worst of a segment", "ms", _longer(answer, max), above),
-        Row(_SCRAPE, "steps met by a scrape longer by, median", "ms", paired(during, between).scaled(_MS), above),
+        Row(_SCRAPE, "steps met by a scrape longer by, median", "ms", paired(during, between).scaled(MS), above),
     ]
 
 
 def _reduced(groups: Sequence[Sequence[float]], reduce: Callable[[Sequence[float]], float]) -> Spread:
-    return spread(of_groups(groups, reduce)).scaled(_MS)
+    return spread(of_groups(groups, reduce)).scaled(MS)
 
 
 def _longer(answer: dict[str, Any], reduce: Callable[[Sequence[float]], float]) -> Spread:
     """How much longer, by some measure, the steps of a scraped segment are than those of the quiet one beside it."""
-    return paired(of_groups(answer["scraped"], reduce), of_groups(answer["quiet"], reduce)).scaled(_MS)
+    return paired(of_groups(answer["scraped"], reduce), of_groups(answer["quiet"], reduce)).scaled(MS)
 
 
 # -- all of it -----------------------------------------------------------------------------------------------------
@@ -331,7 +222,9 @@ PARTS: Final[dict[str, Callable[[Effort], list[Row]]]] = {
     "steps": training_thread,
     "gpu": gpu,
     "fetch": worker_fetches,
-    "threads": agent_threads,
+    "threads": background.agent_threads,
+    "node": background.node,
+    "tail": background.tail,
     "memory": memory,
     "scrape": scrapes,
 }

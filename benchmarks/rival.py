@@ -47,8 +47,13 @@ def python(*, install: bool) -> Path:
     return interpreter
 
 
-def run(interpreter: Path, parameters: dict[str, Any]) -> dict[str, Any]:
+def run(interpreter: Path, parameters: dict[str, Any], measure: str = "rival.measure") -> dict[str, Any]:
     """Measure in the rival's environment, under its own launcher.
+
+    Args:
+        interpreter: of its environment.
+        parameters: of the measurement.
+        measure: a function of this package, with its module.
 
     Raises:
         ChildError: the measurement could not be taken.
@@ -56,7 +61,8 @@ def run(interpreter: Path, parameters: dict[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="traceml-bench-") as folder:
         script, answer = Path(folder) / "train.py", Path(folder) / "answer.json"
         arguments = [json.dumps(parameters), str(answer)]
-        script.write_text(f"from benchmarks import child, rival\nchild.answer(rival.measure, {arguments!r})\n")
+        module = measure.partition(".")[0]
+        script.write_text(f"from benchmarks import child, {module}\nchild.answer({measure}, {arguments!r})\n")
         variables = child.environment() | {"TRACEML_ON_MISSING_AGGREGATOR": "raise"}
         ports = ["--aggregator-port", str(_free_port()), "--master-port", str(_free_port())]
         launcher = [str(interpreter), "-m", "traceml_ai.launcher.cli", "run", str(script), "--mode", "summary", *ports]

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 from benchmarks import child
 
 if TYPE_CHECKING:
-    from telemetry.records import RunView
+    from telemetry.core.views import RunView
 
 RANKS: Final = 8
 _STEP_MS: Final = 3.0
@@ -167,20 +167,19 @@ def _get(url: str) -> bytes:
 def publish_ranks(run: str, scope: str, node: str) -> None:
     """Put the states of ranks 1 to 7 on a board, once a second, until terminated."""
     from telemetry.publish.board import Board
-    from telemetry.publish.exposition import Families, Renderer
+    from telemetry.publish.exposition import Exposition
 
     board = Board(run, scope, node)
-    families = {rank: Families(run, rank) for rank in range(1, RANKS)}
     while True:
         view = full_view()
-        for rank, of_rank in families.items():
-            board.publish(rank, [Renderer().render(family) for family in of_rank.of(view)])
+        for rank in range(1, RANKS):
+            board.publish(rank, list(Exposition(run, rank).render(view)))  # a new one, so that every family is rendered
         time.sleep(1.0)
 
 
 def full_view() -> RunView:
     """A view in which everything is measured: no rank publishes more."""
-    from telemetry.records import RunView
+    from telemetry.core.views import RunView
 
     view: RunView = _filled(RunView, "view")
     return view
@@ -189,12 +188,16 @@ def full_view() -> RunView:
 def _filled(hint: Any, name: str) -> Any:
     """A value of an annotated type with every field filled: fields that are added later are there too."""
     from telemetry.config import STEP_BUCKETS
-    from telemetry.records import CATEGORIES, Histogram
+    from telemetry.core import samples, totals, worker_records
+    from telemetry.core.distribution import Histogram
+    from telemetry.core.labels import CATEGORIES
 
     if hint is Histogram:
         return Histogram(STEP_BUCKETS, tuple(range(1000, 1001 + len(STEP_BUCKETS))), 123456.789)
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-        hints = typing.get_type_hints(hint)
+        # Modules import the records for type checking alone: their names are given here.
+        names = {**vars(samples), **vars(totals), **vars(worker_records), "Histogram": Histogram}
+        hints = typing.get_type_hints(hint, localns=names)
         return hint(**{field.name: _filled(hints[field.name], field.name) for field in dataclasses.fields(hint)})
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in {typing.Union, types.UnionType}:

@@ -4,8 +4,8 @@
 
 Where the work of a batch takes all cores, workers win less than the number of cores: processes side by side share
 caches and memory, batches are sent and mapped, and the next one is not always there when it is asked for.
-`telemetry.diagnose.loading` counts that in the speed-up it predicts for a loader that has no workers yet: its two
-figures are what is measured here.
+`telemetry.diagnose.advice.throughput` counts that in the speed-up that it predicts for a loader without workers. Its
+two figures are measured here.
 """
 
 from __future__ import annotations

@@ -36,4 +36,4 @@ CAUSES: Final = {
     "gpu_throttled": "dark-blue",
     "unknown": "#808080",
 }
-"""Reds and yellows wait for data; blues and purples are held up otherwise."""
+"""Reds and yellows: waiting for data. Blues and purples: other causes."""

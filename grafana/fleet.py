@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from grafana_foundation_sdk.builders.dashboard import Row
 
-from grafana import frame
+from grafana import frame, shared_columns
 from grafana.colours import BAD, CAUSES, FAIR
 from grafana.panels import Query, bars, fair_bad, figure, graph, half
 from grafana.tables import Column, rows
@@ -163,16 +163,9 @@ def _worst_runs() -> table.Panel:
             steps=fair_bad(0.2, 1),
             decimals=2,
         ),
-        Column(
-            "exposed wait",
-            "percentunit",
-            f"avg by (run) (run_rank:training_exposed_wait:ratio_rate5m{{{_RUNS}}})",
-            steps=fair_bad(0.1, 0.2),
-            bar=1,
-            width=200,
-        ),
+        shared_columns.exposed_wait(f"avg by (run) (run_rank:training_exposed_wait:ratio_rate5m{{{_RUNS}}})", 200),
         Column("ranks", "short", f"sum by (run) (run:training_ranks_alive:sum{{{_RUNS}}})", width=90),
-        Column("steps/s a rank", "short", f"avg by (run) (run_rank:training_steps:rate5m{{{_RUNS}}})", decimals=2),
+        shared_columns.steps("steps/s a rank", f"avg by (run) (run_rank:training_steps:rate5m{{{_RUNS}}})"),
         keys={"run": 0, "cause": 240},
         links={"run": frame.TO_RUN},
         sort=["GPU-hours lost"],
@@ -186,24 +179,13 @@ def _worst_ranks() -> table.Panel:
         "Worst ranks",
         "The 25 ranks that lose most at this moment. Starving: the cause names what the loader lacks. Straggler: this "
         "rank waits for another one, which is named where its run is shown.",
-        Column("lost now", "percentunit", f"{selection} {_NODE} {_CAUSE}", steps=fair_bad(0.1, 0.2), bar=1, width=200),
-        Column(
-            "exposed wait",
-            "percentunit",
-            f"max by (run, rank) (run_rank:training_exposed_wait:ratio_rate5m{{{_RUNS}}} {worst})",
-            steps=fair_bad(0.1, 0.2),
-            bar=1,
-            width=200,
+        shared_columns.lost("lost now", f"{selection} {_NODE} {_CAUSE}", 200),
+        shared_columns.exposed_wait(
+            f"max by (run, rank) (run_rank:training_exposed_wait:ratio_rate5m{{{_RUNS}}} {worst})", 200
         ),
-        Column(
-            "steps/s", "short", f"max by (run, rank) (run_rank:training_steps:rate5m{{{_RUNS}}} {worst})", decimals=2
-        ),
-        Column(
-            "SM activity",
-            "percentunit",
-            f"max by (run, rank) (run_rank_gpu:training_gpu_sm_active:ratio{{{_RUNS}}}) {worst}",
-            bar=1,
-            width=160,
+        shared_columns.steps("steps/s", f"max by (run, rank) (run_rank:training_steps:rate5m{{{_RUNS}}} {worst})"),
+        shared_columns.sm_activity(
+            f"max by (run, rank) (run_rank_gpu:training_gpu_sm_active:ratio{{{_RUNS}}}) {worst}", 160
         ),
         keys={"run": 0, "rank": 80, "node": 220, "cause": 240},
         links={"run": frame.TO_RUN, "rank": frame.TO_RANK, "node": frame.TO_NODE},
@@ -238,7 +220,7 @@ def _no_progress() -> table.Panel:
             f"training_run_info) or {_NONE_OF_THEM}",
             steps=((1, BAD),),
         ),
-        Column("steps/s a rank", "short", f"avg by (run) (run_rank:training_steps:rate1m{{{_RUNS}}})", decimals=2),
+        shared_columns.steps("steps/s a rank", f"avg by (run) (run_rank:training_steps:rate1m{{{_RUNS}}})"),
         keys={"run": 0},
         links={"run": frame.TO_RUN},
         sort=["ranks gone", "since the last step"],
@@ -264,21 +246,11 @@ def _starved_gpus() -> table.Panel:
             bar=1,
             width=200,
         ),
-        Column(
-            "SM activity",
-            "percentunit",
-            f"max by (run, rank, gpu) ({activity} {shown})",
-            bar=1,
-            width=200,
-        ),
-        Column(
-            "exposed wait",
-            "percentunit",
+        shared_columns.sm_activity(f"max by (run, rank, gpu) ({activity} {shown})", 200),
+        shared_columns.exposed_wait(
             f"max by (run, rank, gpu) ((run_rank_gpu:training_gpu_info:max {shown}) * on (run, rank) group_left () "
             f"run_rank:training_exposed_wait:ratio_rate5m{{{_RUNS}}})",
-            steps=fair_bad(0.1, 0.2),
-            bar=1,
-            width=200,
+            200,
         ),
         keys={"run": 0, "rank": 80, "node": 220, "gpu": 70},
         links={"run": frame.TO_RUN, "rank": frame.TO_RANK, "node": frame.TO_NODE},

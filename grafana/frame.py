@@ -35,7 +35,7 @@ def board(uid: str, title: str, description: str, *, hours: int, refresh: str = 
         title: shown on top, and in lists.
         description: what it is for.
         hours: the time range it opens with.
-        refresh: how often it is drawn anew.
+        refresh: how often it is refreshed.
     """
     source = build.DatasourceVariable("datasource").label("Data source").type("prometheus")
     links = [_link(other, text) for other, text in _OTHERS.items() if other != uid]

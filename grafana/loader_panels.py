@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from grafana import shared_panels
 from grafana.panels import Query, graph, half
-from grafana.selection import LOOP, WORST, of, rate
+from grafana.selection import LOOP, RUN_SCOPE, WORST, of, rate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -17,19 +18,11 @@ _NONE: Final = "No workers (num_workers=0)"
 
 def loader() -> Iterator[timeseries.Panel]:
     """What the workers do, and how far they are ahead."""
-    yield graph(
-        "What the workers do",
+    yield shared_panels.worker_states(
+        RUN_SCOPE,
         "Mean over the workers of the chosen ranks. Running near one: bound by the CPU, more workers or cheaper "
         "decoding help. Blocked: storage, network, locks. Without a core: more workers than cores, or a CPU limit. "
         "Idle: they are ahead of the training.",
-        "percentunit",
-        Query(f"avg({of('training_loader_worker_cpu_ratio')})", "running"),
-        Query(f"avg({of('training_loader_worker_blocked_ratio')})", "blocked"),
-        Query(f"avg({of('training_loader_worker_runnable_ratio')})", "without a core"),
-        stacked=True,
-        top=1,
-        colours={"running": "green", "blocked": "orange", "without a core": "red"},
-        no_value=_NONE,
     )
     yield graph(
         "Workers",
@@ -56,20 +49,20 @@ def loader() -> Iterator[timeseries.Panel]:
         no_value=_NONE,
     )
     loop = f"(sum({rate('training_time_seconds_total', LOOP)}) > 0)"
-    late = f"sum({rate('training_loader_late_seconds_total')})"
+    fetch_wait = f"sum({rate('training_loader_fetch_wait_seconds_total')})"
     blocked = f"sum({rate('training_loader_head_of_line_seconds_total')})"
     yield graph(
         "What the waits are for",
-        "Share of the training loop. Late: the fetch of the batch had not ended; a faster loader helps. Behind a late "
-        "one: the same, while another worker's later batch lay finished; a larger prefetch_factor or in_order=False "
-        "helps. Moved: it had, and the batch was still being sent and pinned; pin_memory and fewer, larger tensors "
-        "help.",
+        "Share of the training loop. Fetch wait: the fetch of the batch had not ended; a faster loader helps. Head of "
+        "line: the same, while a later batch of another worker was ready; a larger prefetch_factor or in_order=False "
+        "helps. Transfer wait: the fetch had ended, and the batch was still being sent and pinned; pin_memory and "
+        "fewer, larger tensors help.",
         "percentunit",
-        Query(f"clamp_min({late} - {blocked}, 0) / {loop}", "late"),
-        Query(f"{blocked} / {loop}", "behind a late one"),
-        Query(f"sum({rate('training_loader_moved_seconds_total')}) / {loop}", "moved"),
+        Query(f"clamp_min({fetch_wait} - {blocked}, 0) / {loop}", "fetch wait"),
+        Query(f"{blocked} / {loop}", "head of line"),
+        Query(f"sum({rate('training_loader_transfer_wait_seconds_total')}) / {loop}", "transfer wait"),
         stacked=True,
-        colours={"late": "red", "behind a late one": "yellow", "moved": "purple"},
+        colours={"fetch wait": "red", "head of line": "yellow", "transfer wait": "purple"},
         no_value=_NONE,
     )
     buckets = f"sum by (le) ({rate('training_loader_fetch_duration_seconds_bucket')})"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from grafana import frame
+from grafana import frame, shared_columns
 from grafana.colours import BAD, CATEGORIES, CAUSES
 from grafana.panels import Query, fair_bad, figure, graph, half, timeline
 from grafana.selection import LOOP, SELECTED, WORST, of, rate, spent
@@ -233,22 +233,10 @@ def _table() -> table.Panel:
         "The chosen ranks over the last five minutes, those that lose most first. One rank with much wait and little "
         "compute, and all others the other way round: that one is the straggler. `held up by it` is what the ranks of "
         "its node lose to it.",
-        Column(
-            "lost",
-            "percentunit",
-            f"topk(100, {of('run_rank:training_stall_lost_seconds:rate5m')}) {node} {cause}",
-            steps=fair_bad(0.1, 0.2),
-            bar=1,
-            width=150,
+        shared_columns.lost(
+            "lost", f"topk(100, {of('run_rank:training_stall_lost_seconds:rate5m')}) {node} {cause}", 150
         ),
-        Column(
-            "exposed wait",
-            "percentunit",
-            f"max by (run, rank) ({of('run_rank:training_exposed_wait:ratio_rate5m')})",
-            steps=fair_bad(0.1, 0.2),
-            bar=1,
-            width=150,
-        ),
+        shared_columns.exposed_wait(f"max by (run, rank) ({of('run_rank:training_exposed_wait:ratio_rate5m')})", 150),
         Column(
             "waiting",
             "percentunit",
@@ -270,16 +258,8 @@ def _table() -> table.Panel:
             steps=fair_bad(0.05, 0.15),
             width=130,
         ),
-        Column(
-            "steps/s", "short", f"max by (run, rank) ({of('run_rank:training_steps:rate5m')})", decimals=2, width=90
-        ),
-        Column(
-            "SM activity",
-            "percentunit",
-            f"max by (run, rank) ({of('run_rank_gpu:training_gpu_sm_active:ratio')})",
-            bar=1,
-            width=140,
-        ),
+        shared_columns.steps("steps/s", f"max by (run, rank) ({of('run_rank:training_steps:rate5m')})", 90),
+        shared_columns.sm_activity(f"max by (run, rank) ({of('run_rank_gpu:training_gpu_sm_active:ratio')})", 140),
         keys={"rank": 80, "node": 0, "cause": 240},
         links={"rank": frame.TO_RANK_OF_RUN, "node": frame.TO_NODE},
         sort=["lost"],

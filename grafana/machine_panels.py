@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
+from grafana import shared_panels
 from grafana.panels import Query, fair_bad, graph
-from grafana.selection import WORST, of, rate
+from grafana.selection import RUN, RUN_SCOPE, WORST, of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from grafana_foundation_sdk.builders import timeseries
-
-_RUN: Final = 'run="$run"'
 
 
 def machine() -> Iterator[timeseries.Panel]:
@@ -21,7 +20,7 @@ def machine() -> Iterator[timeseries.Panel]:
         "CPU of the machines",
         "Of all cores, by node. Near one, and workers without a core: fewer workers, or less beside the training.",
         "percentunit",
-        Query(f"run_node:training_host_cpu:ratio{{{_RUN}}}", "{{node}}"),
+        Query(f"run_node:training_host_cpu:ratio{{{RUN}}}", "{{node}}"),
         steps=fair_bad(0.9, 0.98),
         top=1,
     )
@@ -30,21 +29,12 @@ def machine() -> Iterator[timeseries.Panel]:
         "In use, of what there is, by node; page cache is not counted. Above 90 % find out who grows: the processes "
         "and their workers are below and in the row of the loader.",
         "percentunit",
-        Query(f"run_node:training_host_memory_used:ratio{{{_RUN}}}", "{{node}}"),
-        Query(f"run_node:training_cgroup_memory_used:ratio{{{_RUN}}}", "{{node}}, of the cgroup's limit"),
+        Query(f"run_node:training_host_memory_used:ratio{{{RUN}}}", "{{node}}"),
+        Query(f"run_node:training_cgroup_memory_used:ratio{{{RUN}}}", "{{node}}, of the cgroup's limit"),
         steps=fair_bad(0.9, 0.97),
         top=1,
     )
-    yield graph(
-        "Pressure",
-        "Share of time in which some task of a machine waited for the resource; the worst node. I/O: the storage is "
-        "slow. CPU: too few cores. Memory: it is about to run out.",
-        "percentunit",
-        Query(f"max by (resource) (run_node_resource:training_host_pressure:ratio{{{_RUN}}})", "{{resource}}"),
-        top=1,
-        colours={"cpu": "green", "io": "orange", "memory": "red"},
-        no_value="The kernel does not tell (/proc/pressure)",
-    )
+    yield shared_panels.pressure(RUN_SCOPE, "a machine waited for the resource, on the worst node")
     yield graph(
         "Throttled by the CPU limit",
         "Share of the periods in which the job's cgroup had used up its CPU and was stopped. Anything but zero slows "
@@ -55,16 +45,7 @@ def machine() -> Iterator[timeseries.Panel]:
         top=1,
         no_value="No CPU limit",
     )
-    yield graph(
-        "CPU of the training processes",
-        "Cores that each rank's own process uses, without its workers. Near one for a single-threaded loop says that "
-        "the host holds the GPU up.",
-        "short",
-        Query(f"{rate('training_process_cpu_seconds_total')} {WORST}", "rank {{rank}}"),
+    yield shared_panels.process_cpu(
+        RUN_SCOPE, "Near one for a single-threaded loop says that the host holds the GPU up."
     )
-    yield graph(
-        "Memory of the training processes",
-        "Resident memory of each rank's own process. Steady growth is a leak: look for losses that are kept.",
-        "bytes",
-        Query(f"{of('training_process_resident_memory_bytes')} {WORST}", "rank {{rank}}"),
-    )
+    yield shared_panels.process_memory(RUN_SCOPE, "Steady growth is a leak: look for losses that are kept.")

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from grafana_foundation_sdk.builders.dashboard import Row
 
-from grafana import frame
+from grafana import frame, shared_columns, shared_panels
 from grafana.colours import BAD
 from grafana.panels import Query, fair_bad, figure, graph, half
+from grafana.shared_panels import Scope
 from grafana.tables import Column, rows
 
 if TYPE_CHECKING:
@@ -19,14 +20,14 @@ if TYPE_CHECKING:
 
 _NODE: Final = 'node="$node", run=~"$run"'
 
-# Whoever runs here. Series without the label `node` are first narrowed down by the ranks of this node, which are few,
-# and then held against it, because a rank's number alone may be of another node.
+# The ranks on this node. Series without the label `node` are first narrowed down to the ranks of this node, which are
+# few. Then they are matched with this node, because a rank of the same number may run on another node.
 _HERE: Final = f"and on (run, rank) run_rank_node:training_run_info:max{{{_NODE}}}"
 _RANKS: Final = 'run=~"$run", rank=~"$rank"'
 
 _RANK: Final = "{{run}} rank {{rank}}"
 _GPU: Final = "GPU {{gpu}}, {{run}} {{rank}}"
-_NONE: Final = "No GPU, or no NVML"
+_SCOPE: Final = Scope(matchers=_RANKS, machines=_NODE, filter=_HERE, shown=_HERE, rank=_RANK, gpu=_GPU)
 
 
 def node() -> dashboard.Dashboard:
@@ -128,25 +129,9 @@ def _ranks() -> Iterator[Any]:
         "Ranks",
         "The ranks on this machine over the last five minutes, those that lose most first. All of them starving points "
         "at the machine or its storage; one of them at that rank's data.",
-        Column(
-            "lost",
-            "percentunit",
-            f"({_of('run_rank:training_stall_lost_seconds:rate5m')}) {cause}",
-            steps=fair_bad(0.1, 0.2),
-            bar=1,
-            width=160,
-        ),
-        Column(
-            "exposed wait",
-            "percentunit",
-            f"max by (run, rank) ({_of('run_rank:training_exposed_wait:ratio_rate5m')})",
-            steps=fair_bad(0.1, 0.2),
-            bar=1,
-            width=160,
-        ),
-        Column(
-            "steps/s", "short", f"max by (run, rank) ({_of('run_rank:training_steps:rate5m')})", decimals=2, width=90
-        ),
+        shared_columns.lost("lost", f"({_of('run_rank:training_stall_lost_seconds:rate5m')}) {cause}", 160),
+        shared_columns.exposed_wait(f"max by (run, rank) ({_of('run_rank:training_exposed_wait:ratio_rate5m')})", 160),
+        shared_columns.steps("steps/s", f"max by (run, rank) ({_of('run_rank:training_steps:rate5m')})", 90),
         Column(
             "since the last step",
             "s",
@@ -168,68 +153,13 @@ def _ranks() -> Iterator[Any]:
 
 
 def _gpus() -> Iterator[timeseries.Panel]:
-    yield graph(
-        "SM activity",
-        "How much of each GPU worked: from hardware counters (the agent's, or else DCGM exporter's), on older GPUs the "
-        "share of time in which the process ran a kernel. One that lags behind its neighbours: see its clock and "
-        "power.",
-        "percentunit",
-        Query(_of("run_rank_gpu:training_gpu_sm_active:ratio"), _GPU),
-        top=1,
-        no_value=_NONE,
-    )
-    yield graph(
-        "Utilisation",
-        "Share of time in which any kernel ran. High with a low SM activity: busy but starved.",
-        "percentunit",
-        Query(_of("run_rank_gpu:training_gpu_utilization:ratio"), _GPU),
-        top=1,
-        no_value=_NONE,
-    )
-    yield graph(
-        "GPU memory in use",
-        "Of what each GPU has, by all processes: one that is nobody's any more may still hold some.",
-        "percentunit",
-        Query(
-            f"training_gpu_memory_used_bytes{{{_RANKS}}} / training_gpu_memory_total_bytes{{{_RANKS}}} {_HERE}", _GPU
-        ),
-        steps=fair_bad(0.9, 0.97),
-        top=1,
-        no_value=_NONE,
-    )
-    yield graph(
-        "Power",
-        "Power draw. Much less than the neighbours': it waits, or it is held back.",
-        "watt",
-        Query(_of("training_gpu_power_watts"), _GPU),
-        no_value=_NONE,
-    )
-    yield graph(
-        "Temperature",
-        "Around 85 to 90 degrees most GPUs lower their clocks by themselves: look at fans and air flow.",
-        "celsius",
-        Query(_of("training_gpu_temperature_celsius"), _GPU),
-        steps=fair_bad(80, 88),
-        no_value=_NONE,
-    )
-    yield graph(
-        "SM clock, of the highest",
-        "The clock of each GPU as a share of the highest it has. Low: the graph of what holds GPUs back says why.",
-        "percentunit",
-        Query(f"training_gpu_sm_clock_hertz{{{_RANKS}}} / training_gpu_sm_clock_max_hertz{{{_RANKS}}} {_HERE}", _GPU),
-        top=1,
-        no_value=_NONE,
-    )
-    yield half(
-        graph(
-            "GPUs held back, by reason",
-            "GPUs whose clock is lowered right now. Heat and power brakes are faults of this machine: drain it if they "
-            "do not pass. The power cap is what a well-used GPU runs into.",
-            "short",
-            Query(f"sum by (reason) ({_of('training_gpu_throttled')}) > 0", "{{reason}}"),
-            no_value="No GPU is held back",
-        )
-    )
+    yield shared_panels.sm_activity(_SCOPE, "One that lags behind its neighbours: see its clock and power.")
+    yield shared_panels.utilisation(_SCOPE, "High with a low SM activity: busy but starved.")
+    yield shared_panels.gpu_memory(_SCOPE, "A process that no longer belongs to a run may still hold some.")
+    yield shared_panels.power(_SCOPE, "Much less than its neighbours': it waits, or it is held back.")
+    yield shared_panels.temperature(_SCOPE)
+    yield shared_panels.sm_clock(_SCOPE, "Low: the graph of what holds GPUs back says why.")
+    yield half(shared_panels.held_back(_SCOPE, "drain it if they do not pass"))
     yield half(
         graph(
             "Xid errors (DCGM)",
@@ -256,16 +186,7 @@ def _machine() -> Iterator[timeseries.Panel]:
         steps=fair_bad(0.9, 0.98),
         top=1,
     )
-    yield graph(
-        "Pressure",
-        "Share of time in which some task of this machine waited for the resource. I/O: the storage is slow. CPU: too "
-        "few cores. Memory: it is about to run out.",
-        "percentunit",
-        Query(f"max by (resource) (run_node_resource:training_host_pressure:ratio{{{_NODE}}})", "{{resource}}"),
-        top=1,
-        colours={"cpu": "green", "io": "orange", "memory": "red"},
-        no_value="The kernel does not tell (/proc/pressure)",
-    )
+    yield shared_panels.pressure(_SCOPE, "this machine waited for the resource")
     yield graph(
         "Memory",
         "In use on the machine, without page cache, and what of it the training processes and their workers hold; "
@@ -276,27 +197,11 @@ def _machine() -> Iterator[timeseries.Panel]:
         Query(f"sum({_of('training_process_resident_memory_bytes')})", "training processes"),
         Query(f"sum({_of('training_loader_workers_memory_bytes')})", "workers"),
     )
-    yield graph(
-        "What the workers do",
+    yield shared_panels.worker_states(
+        _SCOPE,
         "Mean over the workers on this machine. Without a core: too many of them. Blocked: storage, network, locks.",
-        "percentunit",
-        Query(f"avg({_of('training_loader_worker_cpu_ratio')})", "running"),
-        Query(f"avg({_of('training_loader_worker_blocked_ratio')})", "blocked"),
-        Query(f"avg({_of('training_loader_worker_runnable_ratio')})", "without a core"),
-        stacked=True,
-        top=1,
-        colours={"running": "green", "blocked": "orange", "without a core": "red"},
-        no_value="No workers (num_workers=0)",
     )
-    yield graph(
-        "CPU of the training processes",
-        "Cores that each rank's own process uses, without its workers.",
-        "short",
-        Query(f"rate(training_process_cpu_seconds_total{{{_RANKS}}}[$__rate_interval]) {_HERE}", _RANK),
-    )
-    yield graph(
-        "Memory of the training processes",
-        "Resident memory of each rank's own process. One that grows is the one to look at when the machine runs out.",
-        "bytes",
-        Query(_of("training_process_resident_memory_bytes"), _RANK),
+    yield shared_panels.process_cpu(_SCOPE)
+    yield shared_panels.process_memory(
+        _SCOPE, "When the machine runs out of memory, look first at the process that grows."
     )

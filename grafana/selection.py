@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from typing import Final
 
+from grafana.shared_panels import Scope
+
+RUN: Final = 'run="$run"'
+"""Matcher of the run."""
+
 SELECTED: Final = 'run="$run", rank=~"$rank"'
 """Matchers of the run and the ranks that are chosen."""
 
@@ -14,6 +19,11 @@ _LOST: Final = f"sum_over_time(run_rank:training_stall_lost_seconds:rate5m{{{SEL
 
 WORST: Final = f"and on (run, rank) topk(16, {_LOST})"
 """Keeps a graph by rank readable: of the chosen ranks those that lost most in the time range, the same all along it."""
+
+RUN_SCOPE: Final = Scope(
+    matchers=SELECTED, machines=RUN, filter="", shown=WORST, rank="rank {{rank}}", gpu="rank {{rank}}, GPU {{gpu}}"
+)
+"""For the panels that the Run dashboard shares with another one."""
 
 
 def rate(metric: str, more: str = "") -> str:

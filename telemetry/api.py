@@ -1,6 +1,6 @@
-"""The public face: `start`, `stop`, `watch`, `step`, `phase`.
+"""The public API: `start`, `stop`, `watch`, `step`, `phase`, `request_snapshot`.
 
-All of it works, and does nothing, while no agent runs: a script may keep its calls with ``TELEMETRY_DISABLED=1``.
+While no agent runs, every call is allowed and does nothing. A script can keep its calls with ``TELEMETRY_DISABLED=1``.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from telemetry import config as settings_module
-from telemetry.clock import now_ns
+from telemetry.core.clock import now_ns
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from types import TracebackType
 
-    from telemetry.agent import Agent
-    from telemetry.attach.steps import StepTracker
+    from telemetry.agent.agent import Agent
+    from telemetry.attach.step_tracker import StepTracker
 
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ _fork_handler_registered = False
 
 
 class InactiveAgent:
-    """What `start` returns where nothing is to run: TELEMETRY_DISABLED, or a DataLoader worker."""
+    """What `start` returns if no agent runs: with TELEMETRY_DISABLED, in a DataLoader worker, or after a failure."""
 
     running = False
     run_dir = None
@@ -45,14 +45,18 @@ class InactiveAgent:
 
 
 def start(run_dir: str | os.PathLike[str] | None = None, **settings: Any) -> Agent | InactiveAgent:
-    """Start the agent of this process. A second call returns the one that runs.
+    """Start the agent of this process. A second call returns the running agent.
 
-    The calling thread is taken to be the one that trains; should the first optimizer step happen on another, that
-    one is followed.
+    The calling thread is assumed to be the training thread. If the first optimizer step happens on another thread, the
+    agent observes that thread instead.
 
     Args:
         run_dir: folder for this run's logs; ``telemetry-runs/RUN`` by default.
         settings: see `Config`; each can also be set as ``TELEMETRY_<NAME>``.
+
+    Returns:
+        The running agent; an `InactiveAgent` if telemetry is disabled, in a DataLoader worker, or if the agent cannot
+        start. A failed start is reported on stderr and does not stop the script.
 
     Raises:
         SettingError: a setting has a value that is not allowed. Nothing was started.
@@ -68,19 +72,21 @@ def start(run_dir: str | os.PathLike[str] | None = None, **settings: Any) -> Age
             settings["run_dir"] = run_dir
         config = settings_module.Config.load(settings)
         try:
-            from telemetry.agent import Agent
+            from telemetry.agent.agent import Agent
 
-            importlib.import_module("telemetry.attach.watched")  # now: later there may be no descriptor to load it with
+            importlib.import_module(
+                "telemetry.attach.watched_iterable"
+            )  # now: later there may be no descriptor to load it with
             agent = _agent = Agent(config)  # known before it starts: a child may be forked at any moment
             _agents.add(agent)
             for variable, close in settings_module.unknown_variables().items():
                 hint = f"; did you mean {close}?" if close else ""
-                agent.faults.tell("config", f"{variable} is no setting of ours and was ignored{hint}")
+                agent.errors.tell("config", f"{variable} is no setting of ours and was ignored{hint}")
             agent.start()
         except Exception as error:
             stop()
             if config.start_line:
-                from telemetry.stderr import say
+                from telemetry.core.stderr import say
 
                 say(f"telemetry: cannot start ({type(error).__name__}: {error}); the run goes on without it")
             return InactiveAgent()
@@ -88,22 +94,22 @@ def start(run_dir: str | os.PathLike[str] | None = None, **settings: Any) -> Age
 
 
 def stop() -> None:
-    """Stop the agent: every patch is undone, the log ended, threads and sockets are gone. Harmless when none runs."""
+    """Stop the agent: undo every patch, finish the log, end the threads and close the sockets. No-op if none runs."""
     global _agent
     agent, _agent = _agent, None
     if agent is not None:
         agent.stop()
-        from telemetry import forks
+        from telemetry.core import fork_warning
 
-        forks.after()
+        fork_warning.after()
 
 
 def watch(iterable: Iterable[T]) -> Iterable[T]:
-    """Time an iterable as a data source: each ``next`` is a wait, each item a step.
+    """Time an iterable as a data source: each ``next`` counts as a wait, each item as a step.
 
-    What is returned behaves like the object, and ``isinstance`` takes it for one; pickled, it is the object. A
-    DataLoader or its iterator needs none of it and is returned as it is; so are what is watched already, None, and
-    everything while no agent runs.
+    The returned wrapper behaves like the iterable and passes its ``isinstance`` checks. Pickling it pickles the
+    iterable. The argument itself is returned if it is a DataLoader or its iterator (the agent times those anyway), if
+    it is watched already, if it is None, and while no agent runs.
 
     Raises:
         TypeError: the argument cannot be iterated.
@@ -111,30 +117,31 @@ def watch(iterable: Iterable[T]) -> Iterable[T]:
     agent = _running()
     if agent is None or iterable is None or _is_timed_already(agent, iterable):
         return iterable
-    kind = type(iterable)  # where Python looks, too; the object itself may raise anything
+    kind = type(iterable)  # Python looks up these methods on the type, too; the object itself may raise anything
     if not hasattr(kind, "__iter__") and not hasattr(kind, "__getitem__"):
         raise TypeError(f"telemetry.watch needs something to iterate over, not {kind.__name__}")
-    from telemetry.attach.watched import wrap  # loaded since `start`
+    from telemetry.attach.watched_iterable import wrap
 
     try:
         watched: Iterable[T] = wrap(iterable, _tracker)
-    except Exception as error:  # a class that nothing can be learned from: its waits are not seen
+    except Exception as error:  # a class that cannot be wrapped: its waits are not measured
         agent.tracker.fault(error)
         return iterable
     return watched
 
 
 def request_snapshot(*, steps: int | None = None, rank: int | None = None) -> bool:
-    """Ask for a trace of a few steps, of all ranks, as soon as they have agreed on which. Returns at once.
+    """Request a trace of a few steps on all ranks. Returns immediately.
 
-    Several ranks that ask at the same time get one together. The log says what came of it (event ``snapshot``).
+    The ranks first agree on the steps. Requests of several ranks at the same time give one snapshot. The event
+    ``snapshot`` in the log says how it ended.
 
     Args:
-        steps: how many, from 1 to 50; the setting ``snapshot_steps`` by default.
-        rank: the one rank to record; all by default.
+        steps: number of steps, from 1 to 50; the setting ``snapshot_steps`` by default.
+        rank: the only rank to record; all by default.
 
     Returns:
-        Whether it will be put before the ranks: not while no agent runs, nor where ``max_snapshots`` is 0.
+        Whether the request was accepted. False while no agent runs, or if ``max_snapshots`` is 0.
 
     Raises:
         TypeError: an argument is no whole number.
@@ -152,16 +159,17 @@ def request_snapshot(*, steps: int | None = None, rank: int | None = None) -> bo
 
 
 class step(AbstractContextManager[None]):  # noqa: N801 - reads as the statement it is
-    """``with telemetry.step():`` one training step, said by the user.
+    """``with telemetry.step():`` marks one training step.
 
-    From the first one on, only these open and close steps. A batch requested since the last one belongs to it.
+    From the first use on, only these blocks start and end steps. A batch that was requested since the previous block
+    belongs to this step.
     """
 
     def __enter__(self) -> None:
         agent = self._agent = _running()
         if agent is not None:
             try:
-                agent.tracker.enter_step()
+                agent.tracker.scopes.enter_step()
             except Exception as error:
                 agent.tracker.fault(error)
 
@@ -171,17 +179,18 @@ class step(AbstractContextManager[None]):  # noqa: N801 - reads as the statement
         agent = self._agent
         if agent is not None:
             try:
-                agent.tracker.exit_step()
+                agent.tracker.scopes.exit_step()
             except Exception as ours:
                 agent.tracker.fault(ours)
 
 
 class phase(AbstractContextManager[None]):  # noqa: N801 - reads as the statement it is
-    """``with telemetry.phase("evaluation"):`` a part of the run that is not training.
+    """``with telemetry.phase("evaluation"):`` marks a part of the run that is not training.
 
     Args:
-        name: ``"evaluation"`` and ``"checkpoint"`` have categories of their own in the ledger; the time of any other
-            phase, unless training goes on inside it, is ``other``. The name stands in the log.
+        name: ``"evaluation"`` and ``"checkpoint"`` have their own categories in the ledger. The time of any other
+            phase counts as ``other``, except for training steps inside it. The log contains the name, cut to 200
+            characters.
 
     Raises:
         TypeError: the name is no text.
@@ -197,7 +206,7 @@ class phase(AbstractContextManager[None]):  # noqa: N801 - reads as the statemen
         self._start, self._before = now_ns(), None
         if agent is not None:
             try:
-                self._before = agent.tracker.enter_phase(self._name)
+                self._before = agent.tracker.scopes.enter_phase(self._name)
             except Exception as error:
                 agent.tracker.fault(error)
 
@@ -207,7 +216,7 @@ class phase(AbstractContextManager[None]):  # noqa: N801 - reads as the statemen
         agent = self._agent
         if agent is not None:
             try:
-                agent.tracker.exit_phase(self._name, self._before, self._start)
+                agent.tracker.scopes.exit_phase(self._name, self._before, self._start)
             except Exception as ours:
                 agent.tracker.fault(ours)
 
@@ -218,29 +227,29 @@ def _running() -> Agent | None:
 
 
 def _tracker() -> StepTracker | None:
-    """That of the agent that runs."""
+    """The step tracker of the running agent."""
     agent = _running()
     return None if agent is None else agent.tracker
 
 
 def _is_timed_already(agent: Agent, iterable: object) -> bool:
-    from telemetry.attach import kinds
-    from telemetry.attach.watched import Watched
+    from telemetry.attach import loader_types
+    from telemetry.attach.watched_iterable import Watched
 
     if issubclass(type(iterable), Watched):
         return True
     if not agent.config.patch:
         return False
-    if kinds.is_loader(iterable):  # of a class that iterates in its own way, maybe on another thread
+    if loader_types.is_loader(iterable):  # of a class that iterates in its own way, maybe on another thread
         return agent.attachment.watch_class(type(iterable))
-    return kinds.is_loader_iterator(iterable)
+    return loader_types.is_loader_iterator(iterable)
 
 
 def _in_worker() -> bool:
-    """Whether this process is no training process: a DataLoader worker, or a spawned child importing its main module.
+    """Whether this process is a DataLoader worker, or a spawned child that is importing its main module.
 
-    A spawned child runs the script's top level once more, where an unguarded ``telemetry.start()`` may stand. What
-    torch says of workers is not enough: where they are threads, it says that the training process is one.
+    A spawned child runs the script's top level again, which may contain an unguarded ``telemetry.start()``. For workers
+    ``get_worker_info`` is not enough: if workers are threads, it reports the training process as a worker, too.
     """
     if getattr(multiprocessing.process.current_process(), "_inheriting", False):
         return True
@@ -258,16 +267,20 @@ def _in_worker() -> bool:
 def _register_fork_handler() -> None:
     global _fork_handler_registered  # noqa: PLW0603
     if not _fork_handler_registered:
-        from telemetry import forks
+        from telemetry.core import fork_warning
 
         os.register_at_fork(after_in_child=_after_fork_in_child)
-        if forks.WARNS:
-            os.register_at_fork(before=forks.before, after_in_parent=forks.after_in_parent, after_in_child=forks.after)
+        if fork_warning.WARNS:
+            os.register_at_fork(
+                before=fork_warning.before,
+                after_in_parent=fork_warning.after_in_parent,
+                after_in_child=fork_warning.after,
+            )
         _fork_handler_registered = True
 
 
 def _after_fork_in_child() -> None:
-    """A forked child is inert: no hook, no thread, no socket, no line of ours. It may start an agent of its own."""
+    """Make the agent inactive in a forked child: no hook, thread, socket or log line. The child may start its own."""
     global _agent, _starting  # noqa: PLW0603
     _agent = None
     _starting = threading.Lock()  # the parent's may have been held

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
 from typing import TYPE_CHECKING, Final
 
 from telemetry import api, launch
 from telemetry._version import __version__
-from telemetry.config import Config, SettingError, disabled
-from telemetry.terminal import complain, show, show_json, warn
+from telemetry.config import GROUPS, Config, SettingDoc, SettingError, disabled, setting_docs
+from telemetry.core.terminal import complain, show, show_json, warn
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,14 +20,14 @@ USAGE_ERROR: Final = 2
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one command. Returns the exit status; a script under ``run`` may leave by its own ``sys.exit``."""
+    """Run one command and return its exit status. A script under ``run`` may also end with ``sys.exit``."""
     options = _parser().parse_args(arguments)
     command: int = options.command(options)
     return command
 
 
 class _Parser(argparse.ArgumentParser):
-    """Prints as every command does: an argument may be any text."""
+    """Prints as the commands do, because an argument may hold text that the terminal cannot encode."""
 
     def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
         if file is sys.stdout:
@@ -42,65 +41,90 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"telemetry {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
-    run = commands.add_parser(
-        "run",
-        help="run a training script, unchanged, with the agent on",
-        usage="telemetry run [OPTIONS] SCRIPT [ARGS...]\n       telemetry run [OPTIONS] -m MODULE [ARGS...]",
-        description="Runs a script as Python would. Options of ours stand before the script, its own after it.",
-    )
-    run.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's dotted name")
-    settings = run.add_argument_group("settings", "each also as the variable TELEMETRY_<NAME>")
-    for spec in dataclasses.fields(Config):
-        option = "--" + spec.name.replace("_", "-")
-        settings.add_argument(option, dest=f"setting_{spec.name}", metavar="VALUE", help=_help_of(spec))
-    run.add_argument("target", metavar="SCRIPT", help="the script")
-    run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="its arguments")
-    run.set_defaults(command=_run)
+    _add_run(commands)
 
-    report = commands.add_parser("report", help="where the time of a run went, from its run folder")
-    report.add_argument("run_dir", metavar="RUN_DIR")
-    report.add_argument("--json", action="store_true", help="as one JSON object, for programs")
+    report = commands.add_parser("report", help="show where the time of a run went, from its run folder")
+    report.add_argument("run_dir", metavar="RUN_DIR", help="the run folder")
+    report.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     report.set_defaults(command=_report)
 
     trace = commands.add_parser(
-        "trace", help="what the steps in a trace of torch.profiler are made of, and what to change"
+        "trace", help="show what the steps of a torch.profiler trace consist of, and what to change"
     )
     trace.add_argument("path", metavar="FILE_OR_DIR", help="a .json or .json.gz trace, or a folder of them")
-    trace.add_argument("--json", action="store_true", help="an object for a file, a list for a folder; for programs")
     trace.add_argument(
-        "--max-bytes", metavar="N", type=_bytes, default=None, help="of a file, uncompressed (default: 4 GiB)"
+        "--json", action="store_true", help="print JSON instead of text: an object for a file, a list for a folder"
+    )
+    trace.add_argument(
+        "--max-bytes",
+        metavar="N",
+        type=_bytes,
+        default=None,
+        help="maximum size of a file, uncompressed (default: 4 GiB)",
     )
     trace.set_defaults(command=_trace)
 
     snapshot = commands.add_parser(
         "snapshot",
-        help="have a running job record a torch.profiler trace of a few steps",
-        description="Asks the ranks of a running job, through its run folder, for a trace of the same steps on all.",
+        help="make a running job record a torch.profiler trace of a few steps",
+        description="Asks the ranks of a running job, through its run folder, to trace the same steps.",
     )
-    snapshot.add_argument("run_dir", metavar="RUN_DIR")
+    snapshot.add_argument("run_dir", metavar="RUN_DIR", help="the run folder of the job")
     snapshot.add_argument("--rank", metavar="all|N", default="all", help="the ranks to record (default: %(default)s)")
-    snapshot.add_argument("--steps", metavar="K", default="5", help="how many, 1 to 50 (default: %(default)s)")
     snapshot.add_argument(
-        "--timeout", metavar="SECONDS", default="300", help="how long to wait for the traces (default: %(default)s)"
+        "--steps", metavar="K", default="5", help="number of steps, from 1 to 50 (default: %(default)s)"
+    )
+    snapshot.add_argument(
+        "--timeout",
+        metavar="SECONDS",
+        default="300",
+        help="maximum time to wait for the traces, in seconds (default: %(default)s)",
     )
     snapshot.set_defaults(command=_snapshot)
 
-    demo = commands.add_parser("demo", help="train a small network that starves, and show what is seen (90 s)")
-    demo.add_argument("--run-dir", metavar="DIR", default="demo-run", help="default: %(default)s")
+    demo = commands.add_parser(
+        "demo", help="train a small network whose data loader is too slow, and show the findings (90 s)"
+    )
+    demo.add_argument(
+        "--run-dir", metavar="DIR", default="demo-run", help="run folder of the demo (default: %(default)s)"
+    )
     demo.set_defaults(command=_demo)
 
-    doctor = commands.add_parser("doctor", help="what would work on this machine, and why not")
-    doctor.add_argument("--run-dir", metavar="DIR", default=None, help="the run folder you mean to use")
+    doctor = commands.add_parser("doctor", help="check what works on this machine, and what to do about the rest")
+    doctor.add_argument("--run-dir", metavar="DIR", default=None, help="the run folder that you want to use")
     doctor.set_defaults(command=_doctor)
     return parser
 
 
-def _help_of(spec: dataclasses.Field[object]) -> str:
-    default = spec.default
-    shown = "auto" if spec.name == "stuck_seconds" else default
-    text = str(spec.metadata["help"]).replace("%", "%%")
-    hide = default is None and spec.name != "stuck_seconds" or isinstance(default, tuple)  # noqa: RUF021
-    return text if hide else f"{text} (default: {shown})"
+def _add_run(commands: argparse._SubParsersAction[_Parser]) -> None:
+    run = commands.add_parser(
+        "run",
+        help="run a training script, unchanged, with the agent on",
+        usage="telemetry run [OPTIONS] SCRIPT [ARGS...]\n       telemetry run [OPTIONS] -m MODULE [ARGS...]",
+        description="Runs a script as Python would, with the agent on. Put telemetry's options before the script and "
+        "the script's own after it.",
+        epilog="Each option is also a keyword of telemetry.start (--host: host=...) and an environment variable "
+        "(--host: TELEMETRY_HOST). TELEMETRY_DISABLED=1 turns everything off.",
+    )
+    run.add_argument("-m", dest="module", action="store_true", help="SCRIPT is the dotted name of a module")
+    groups = {name: run.add_argument_group(name, purpose) for name, purpose in GROUPS.items()}
+    for doc in setting_docs():
+        groups[doc.group].add_argument(
+            doc.option, dest=f"setting_{doc.name}", metavar=_placeholder(doc), help=_help_text(doc).replace("%", "%%")
+        )
+    run.add_argument("target", metavar="SCRIPT", help="the training script")
+    run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="the script's arguments")
+    run.set_defaults(command=_run)
+
+
+def _placeholder(doc: SettingDoc) -> str:
+    """What stands for the value: its unit, else its type."""
+    return (doc.unit or doc.type).upper() if "|" not in doc.type else doc.type.replace(" ", "")
+
+
+def _help_text(doc: SettingDoc) -> str:
+    allowed = f"{doc.allowed}; " if doc.allowed else ""
+    return f"{doc.help} ({allowed}default: {doc.default})"
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -117,10 +141,7 @@ def _run(options: argparse.Namespace) -> int:
     except SyntaxError as error:
         sys.excepthook(type(error), error.with_traceback(None), None)
         return 1
-    sys.argv = [
-        program.argv0,
-        *options.arguments,
-    ]  # before the start: a run without a name is named by its script
+    sys.argv = [program.argv0, *options.arguments]  # before the start: the script names a run without a name
     api.start(**settings)
     launch.run(program, options.arguments)
     return 0
@@ -133,9 +154,11 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _trace(options: argparse.Namespace) -> int:
-    from telemetry.snapshot.reading import command, limits
+    from telemetry.trace import command, read_limits
 
-    caps = limits.Limits() if options.max_bytes is None else limits.Limits(max_bytes=options.max_bytes)
+    caps = (
+        read_limits.ReadLimits() if options.max_bytes is None else read_limits.ReadLimits(max_bytes=options.max_bytes)
+    )
     outcome = command.trace(options.path, as_json=options.json, limits=caps)
     for problem in outcome.problems:
         complain(problem)
@@ -154,7 +177,7 @@ def _snapshot(options: argparse.Namespace) -> int:
     from telemetry.snapshot import command
 
     try:
-        wanted = command.Wanted.parse(options.rank, options.steps, options.timeout)
+        wanted = command.SnapshotOptions.parse(options.rank, options.steps, options.timeout)
     except ValueError as error:
         return _usage_error(str(error))
     return command.snapshot(options.run_dir, wanted, lambda line: show(f"{line}\n"))

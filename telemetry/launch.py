@@ -1,7 +1,7 @@
-"""Run a script or module as Python itself would, in this process.
+"""Run a script or module in this process, as Python itself would.
 
-The script sees what it would see without us: its own ``__main__``, ``sys.argv`` and ``sys.path``, its exit code, and
-tracebacks without a frame of ours.
+The script sees no difference: it has its own ``__main__``, ``sys.argv`` and ``sys.path``, its exit code is kept, and
+its tracebacks contain no frame of telemetry.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class LaunchError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What to run, compiled. ``path0`` is None where Python is told to leave ``sys.path`` alone."""
+    """A compiled program. ``path0`` is None if Python was told to leave ``sys.path`` alone."""
 
     code: CodeType
     argv0: str
@@ -51,7 +51,7 @@ def find(target: str, *, module: bool) -> Program:
 
 
 def run(program: Program, arguments: list[str]) -> None:
-    """Run a program in a fresh ``__main__``. Whatever it raises, it raises."""
+    """Run a program in a fresh ``__main__``. Exceptions of the program are passed on."""
     main = ModuleType("__main__")
     vars(main).update(
         __file__=program.file,
@@ -115,13 +115,13 @@ def _find_module(target: str) -> Program:
 
 
 def _named(target: str) -> str:
-    """A script as Python names it: absolute, not tidied up; as it was given where there is no working folder."""
+    """The script's path as Python sets ``__file__``: absolute, not normalized; unchanged without a working folder."""
     folder = _working_folder()
     return target if folder is None else os.path.join(folder, target)  # noqa: PTH118
 
 
 def _working_folder() -> str | None:
-    """None where it has been removed, which Python minds only for a module or a relative path."""
+    """The working folder, or None if it was removed. Python fails then only for a module or a relative path."""
     try:
         return os.getcwd()  # noqa: PTH109
     except OSError:
@@ -129,7 +129,7 @@ def _working_folder() -> str | None:
 
 
 def _folder_of(path: Path) -> str:
-    """Where a script lies, links followed: what Python puts first in ``sys.path``."""
+    """The script's folder with links resolved, which Python puts first in ``sys.path``."""
     try:
         return str(path.resolve().parent)
     except OSError:  # a relative path, and no working folder
@@ -137,12 +137,12 @@ def _folder_of(path: Path) -> str:
 
 
 def _safe_path() -> bool:
-    """Whether Python puts no folder of the program's in front of ``sys.path`` (-P, -I, from Python 3.11 on)."""
+    """Whether Python does not put the program's folder in front of ``sys.path`` (-P, -I, from Python 3.11 on)."""
     return bool(getattr(sys.flags, "safe_path", sys.flags.isolated))
 
 
 def _hide_our_frames() -> None:
-    """Let the traceback that Python prints begin in the script. Called with an exception on its way out."""
+    """Remove telemetry's frames from the traceback that Python prints. Called while an exception propagates."""
     hook = sys.excepthook
 
     def without_ours(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -7,16 +7,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 import telemetry
-from telemetry.accounts import spans
+from telemetry.agent.accounting import spans
 from telemetry.attach.attachment import Attachment
-from telemetry.attach.numbering import Numbering
+from telemetry.attach.batch_numbering import BatchNumbering
 from telemetry.attach.ring import Ring
-from telemetry.attach.steps import StepTracker
-from telemetry.clock import now_ns
+from telemetry.attach.step_tracker import StepTracker
+from telemetry.core.clock import now_ns
+from telemetry.core.spans import PhaseSpan, Step
 from telemetry.diagnose.ledger import Ledger
-from telemetry.records import PhaseSpan, Step
+
+# How long an example may take says something of the machine, and nothing of the code.
+settings.register_profile("telemetry", deadline=None)
+settings.load_profile("telemetry")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -44,7 +49,7 @@ class Observed:
     def __post_init__(self) -> None:
         self.steps: list[Step] = []
         self.phases: list[PhaseSpan] = []
-        self.numbering = Numbering()
+        self.numbering = BatchNumbering()
 
     def read(self) -> Ledger:
         """Bring the ledger up to now, as the agent thread does once a second."""
@@ -93,3 +98,11 @@ def _nothing_left_behind():
     telemetry.stop()
     ours = [t.name for t in threading.enumerate() if t.name.startswith("telemetry-")]
     assert ours in ([], ["telemetry-nvml"]), ours
+
+
+@pytest.fixture
+def taken(observed, tmp_path):
+    """A capture on the real hooks; see `snapshot_recording`."""
+    from tests.snapshot_recording import Taken
+
+    return Taken(observed, tmp_path)

@@ -1,4 +1,4 @@
-"""Exposed wait on devices other than CUDA, with modules of theirs that say they are in use."""
+"""Exposed wait on devices other than CUDA, with stand-ins for their torch modules."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 import telemetry
 from telemetry.attach import accelerator
-from telemetry.report.load import load
+from telemetry.report.log_reader import load
 from telemetry.report.summary import summarize
 from tests.fakes.device import Device, Event
 from tests.test_agent import log_lines, wait_for
@@ -40,11 +40,11 @@ def train(parameter, steps: int = 30) -> None:
 
 
 def wait_until(agent, source: str | None) -> None:
-    assert wait_for(lambda: agent.accounts.exposed_source == source)
+    assert wait_for(lambda: agent.accounting.exposed_source == source)
 
 
 def finished(agent):
-    """The log's last line, and the verdict."""
+    """The last line of the log, and the verdict."""
     telemetry.stop()
     (end,) = [line for line in log_lines(agent) if line["event"] == "run_end"]
     return end, summarize(load(agent.run_dir))["verdict"]
@@ -71,18 +71,18 @@ def test_a_device_without_them_has_no_exposed_wait(agent, monkeypatch, name):
     assert f"was not measured: {end['exposed_wait_absent']}" in verdict
 
 
-def test_a_device_that_somebody_added_to_torch_is_known(agent, monkeypatch):
+def test_a_device_of_an_extension_is_known(agent, monkeypatch):
     monkeypatch.setattr(torch._C, "_get_privateuse1_backend_name", lambda: "abacus")
     monkeypatch.setattr(torch, "abacus", SimpleNamespace(is_initialized=lambda: True), raising=False)
     monkeypatch.delattr(torch, "Event", raising=False)
     wait_until(agent, None)
 
 
-def test_what_the_optimizer_trains_names_the_device(agent, monkeypatch):
-    monkeypatch.setattr("telemetry.attach.steps._device_of", lambda optimizer: "xla")
+def test_the_parameters_of_the_optimizer_name_the_device(agent, monkeypatch):
+    monkeypatch.setattr("telemetry.attach.optimizer_hook._device_of", lambda optimizer: "xla")
     train(torch.nn.Parameter(torch.ones(1)), steps=3)
     wait_until(agent, None)
-    assert "(xla)" in agent.accounts.exposed_absent
+    assert "(xla)" in agent.accounting.exposed_absent
 
 
 def test_the_device_of_a_parameter_is_read_from_the_optimizer(agent):
@@ -112,7 +112,7 @@ def test_xla_counts_once_its_runtime_is_initialised(monkeypatch):
 def test_an_accelerator_counts_once_memory_of_it_is_allocated(monkeypatch):
     allocated = False
     named = SimpleNamespace(current_accelerator=lambda: SimpleNamespace(type="mps"))
-    monkeypatch.setattr(torch, "accelerator", named)
+    monkeypatch.setattr(torch, "accelerator", named, raising=False)  # torch 2.4 has none
     monkeypatch.setattr(torch._C, "_accelerator_isAllocatorInitialized", lambda: allocated, raising=False)
     assert accelerator.in_use(None) is None
     allocated = True
@@ -131,7 +131,7 @@ def test_events_that_fail_leave_the_reason_in_the_verdict(agent, device, monkeyp
     assert "the timing events of this device (xpu) failed" in verdict
 
 
-def test_waits_on_a_stream_on_the_side_are_not_measured(agent, device):
+def test_waits_in_a_side_stream_are_not_measured(agent, device):
     wait_until(agent, "xpu_events")
     work, side = device.stream, SimpleNamespace(device_index=0, stream_id=9)
     parameter = torch.nn.Parameter(torch.ones(1))
@@ -149,11 +149,11 @@ def test_waits_on_a_stream_on_the_side_are_not_measured(agent, device):
     assert clock.sampled_ns == (0, 0)
     assert clock.skipped >= 290
     wait_until(agent, None)
-    assert "another stream" in agent.accounts.exposed_absent
+    assert "another stream" in agent.accounting.exposed_absent
 
 
 class Graph:
-    """As ``torch.cuda.CUDAGraph``."""
+    """Stands for ``torch.cuda.CUDAGraph``."""
 
     def capture_begin(self, pool=None) -> None:
         if pool == "bad":
@@ -184,14 +184,14 @@ def test_nothing_is_touched_while_another_thread_captures_a_graph(graph, request
     assert not agent.attachment.captures.under_way
 
 
-def test_a_capture_that_fails_to_begin_is_over(graph, request):
+def test_a_capture_that_fails_to_begin_does_not_count(graph, request):
     agent = request.getfixturevalue("agent")
     with pytest.raises(RuntimeError, match="bad pool"):
         graph.capture_begin(pool="bad")
     assert not agent.attachment.captures.under_way
 
 
-def test_a_capture_begins_after_the_call_that_is_under_way(graph, request):
+def test_a_capture_begins_after_the_device_call_in_progress(graph, request):
     captures = request.getfixturevalue("agent").attachment.captures
     order = []
     captures.touching = threading.get_ident()

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader
 
 import telemetry
 from telemetry.config import SettingError
-from telemetry.records import FETCH_BUCKETS
-from telemetry.report.load import load
+from telemetry.core.worker_records import FETCH_BUCKETS
+from telemetry.report.log_reader import load
 from telemetry.report.summary import summarize
 from tests.test_attach_loaders import Numbers
 
@@ -176,18 +176,18 @@ def test_patch_off_leaves_torch_alone_and_watch_still_works(tmp_path):
     assert DataLoader.__iter__ is original
     loader = DataLoader(Numbers(4), batch_size=1)
     assert len(list(telemetry.watch(loader))) == 4
-    agent.accounts.update()
-    assert agent.accounts.stats.steps == 4
+    agent.accounting.update()
+    assert agent.accounting.stats.steps == 4
 
 
 def test_a_million_steps_a_second_are_counted_if_not_kept(agent):
     """A ring that overflows drops steps, counts them, and keeps the ledger whole."""
     from telemetry.attach.ring import CAPACITY, STEP
 
-    with agent.faults.contained("test"):
+    with agent.errors.contained("test"):
         ring = agent.tracker.ring
         for _ in range(CAPACITY + 500):
-            ring.push(*(agent.accounts.ledger.at_ns,) * 2, STEP)
+            ring.push(*(agent.accounting.ledger.at_ns,) * 2, STEP)
         assert ring.dropped >= 1
     telemetry.stop()
     (end,) = [line for line in log_lines(agent) if line["event"] == "run_end"]
@@ -237,13 +237,13 @@ def test_a_step_left_with_break_is_a_step(agent):
     assert summarize(load(agent.run_dir))["ranks"][0]["steps"] == 10
 
 
-def test_looks_at_uneven_times_leave_the_training_s_random_numbers_as_they_are(tmp_path, monkeypatch):
+def test_sampling_at_random_times_keeps_the_training_s_random_state(tmp_path, monkeypatch):
     """In a job of several ranks. A run must give what it gives without us."""
     for name, value in {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     agent = telemetry.start(tmp_path / "run", port="off", start_line=False)
-    looked, look = [], agent._judge.look
-    monkeypatch.setattr(agent._judge, "look", lambda: looked.append(look()))
+    looked, look = [], agent._thread_sampler.sample
+    monkeypatch.setattr(agent._thread_sampler, "sample", lambda: looked.append(look()))
     before = random.getstate()
     wait_for(lambda: len(looked) >= 5)
     assert random.getstate() == before

@@ -1,75 +1,52 @@
-"""Imports go one way, and each third-party library has one importer."""
+"""Imports go one way, and only named files import a third-party library."""
 
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "telemetry"
 
-BASE = {
-    "records",
-    "clock",
-    "config",
-    "identity",
-    "faults",
-    "files",
-    "forks",
-    "signals",
-    "sketch",
-    "stacks",
-    "stderr",
-    "terminal",
-    "_version",
-}
-ROOMS = {"attach", "collect", "diagnose", "publish", "snapshot"}
-TOP = {
-    "accounts",
-    "agent",
-    "callback",
-    "judge",
-    "logbook",
-    "membership",
-    "sampling",
-    "snapshots",
-    "watchdog",
-    "api",
-    "cli",
-    "launch",
-    "doctor",
-    "demo",
-    "__main__",
-    "__init__",
-}
-REPORT_MAY = {"files", "records", "sketch", "report", "snapshot.trace", "terminal"}
+BASE = {"core", "config", "_version"}
+FOLDERS = {"attach", "collect", "diagnose", "job", "publish", "snapshot", "trace"}
+"""Siblings: none of them imports another one. `agent` hands them what they need of each other."""
+ABOVE = {"agent"}
+FACE = {"__init__", "__main__", "api", "cli", "launch"}
+OFFLINE = {"demo", "doctor", "report"}
+REPORT_MAY = {"core", "report", "trace"}
 
 OWNERS = {
-    "pynvml": {"collect/nvml.py"},
+    "pynvml": {"collect/nvml/driver.py"},
     "psutil": {"collect/host.py"},
     "structlog": {"publish/jsonl.py"},
-    "prometheus_client": {"publish/exposition.py", "publish/endpoint.py"},
+    "prometheus_client": set(),
     "torch": {
         "attach/worker_probe.py",
         "demo/train.py",
-        "doctor/gpu.py",
+        "doctor/gpu_checks.py",
         "snapshot/session.py",
     },  # else attach/ works on the modules that the script has imported
     "PIL": {"demo/pictures.py", "demo/train.py", "demo/command.py"},
     "orjson": {
         "publish/jsonl.py",
-        "report/load.py",
+        "report/log_reader.py",
         "report/command.py",
-        "snapshot/reading/scanner.py",
-        "snapshot/reading/command.py",
+        "trace/json_scanner.py",
+        "trace/command.py",
     },
 }
 
 
-def imports(path: Path):
-    """Every module a file imports, at the top, inside functions and for type checking."""
-    for node in ast.walk(ast.parse(path.read_text())):
+def imports(path: Path, *, at_runtime: bool = False):
+    """Every module that a file imports: at the top, inside functions and for type checking.
+
+    ``at_runtime``: at the top alone, without those for type checking.
+    """
+    tree = ast.parse(path.read_text())
+    for node in tree.body if at_runtime else ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield alias.name
@@ -79,9 +56,13 @@ def imports(path: Path):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def ours(path: Path) -> set[str]:
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+
+
+def ours(path: Path, *, at_runtime: bool = False) -> set[str]:
     found = set()
-    for name in imports(path):
+    for name in imports(path, at_runtime=at_runtime):
         if name.startswith("telemetry."):
             rest = name.removeprefix("telemetry.")
             if (PACKAGE / (rest.replace(".", "/") + ".py")).exists() or (PACKAGE / rest.replace(".", "/")).is_dir():
@@ -94,19 +75,48 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_imports_go_one_way(path):
-    room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-    used = ours(path)
-    if room == "report":
-        assert {u for u in used if u not in REPORT_MAY and not u.startswith("report")} == set()
-        return
-    for use in used:
-        floor = use.split(".")[0]
-        if room == "records":
-            pytest.fail(f"records imports {use}")
-        elif room in BASE:
-            assert floor in BASE, f"{room} imports {use}"
-        elif room in ROOMS:
-            assert floor in BASE | {room}, f"{room} imports its sibling {use}"
+    folder = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    used = {name.split(".")[0] for name in ours(path)}
+    if folder == "report":
+        assert used <= REPORT_MAY
+    elif folder == "trace":
+        assert used <= {"core", "trace"}
+    elif folder in BASE:
+        assert used <= BASE
+    elif folder in FOLDERS:
+        assert used <= BASE | {folder}
+    elif folder in ABOVE:
+        assert used <= BASE | FOLDERS | ABOVE
+
+
+def test_no_file_imports_itself_through_others():
+    """No import cycles, those for type checking left out."""
+    graph = {module_of(path): {use for use in ours(path, at_runtime=True)} for path in FILES}
+    state: dict[str, int] = {}
+
+    def visit(module: str, way: tuple[str, ...]) -> None:
+        assert state.get(module) != 1, " -> ".join((*way, module))
+        if state.get(module) == 2:
+            return
+        state[module] = 1
+        for use in graph.get(module, ()):
+            visit(use, (*way, module))
+        state[module] = 2
+
+    for module in graph:
+        visit(module, ())
+
+
+def test_file_names_are_unique():
+    names = Counter(path.name for path in FILES)
+    assert {name for name, count in names.items() if count > 1} <= {"command.py", "__init__.py"}
+
+
+def test_class_names_are_unique():
+    classes = Counter(
+        node.name for path in FILES for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)
+    )
+    assert {name for name, count in classes.items() if count > 1} == set()
 
 
 def test_the_profiler_has_one_importer():
@@ -124,17 +134,23 @@ def test_each_library_has_its_importers(library):
     assert users <= OWNERS[library]
 
 
-def test_every_file_is_on_a_floor():
-    rooms = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in FILES}
-    assert rooms <= BASE | ROOMS | TOP | {"report"}
+def test_every_file_is_in_a_known_folder():
+    folders = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in FILES}
+    assert folders <= BASE | FOLDERS | ABOVE | FACE | OFFLINE
+
+
+def test_the_top_level_holds_the_face_alone():
+    assert len(list(PACKAGE.glob("*.py"))) <= 8
 
 
 def test_nothing_is_printed_or_registered_where_training_runs():
     """No signal handler and no output of ours: only the command line prints, and the start line."""
     for path in FILES:
-        room = path.relative_to(PACKAGE).parts[0]
-        if room in ROOMS | {"agent.py", "sampling.py"}:
-            handlers = {"signal.signal"} if path == PACKAGE / "attach" / "worker_stacks.py" else set()  # in a worker
+        folder = path.relative_to(PACKAGE).parts[0]
+        if folder in {"attach", "collect", "diagnose", "publish", "snapshot", "agent"}:
+            handlers = (
+                {"signal.signal"} if path == PACKAGE / "attach" / "worker_stack_responder.py" else set()
+            )  # in a worker
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.Call):
                     name = ast.unparse(node.func)

@@ -13,7 +13,7 @@ from torch.utils.data import dataloader as torch_dataloader
 from torchdata.nodes import Batcher, Loader, Mapper, Prefetcher, SamplerWrapper
 
 from telemetry.attach.ring import BEGINS, S_DATA_WAIT
-from telemetry.records import DATA_WAIT, EVALUATION
+from telemetry.core.labels import DATA_WAIT, EVALUATION
 from tests.test_attach_loaders import Numbers
 
 THREAD_BUFFER = """
@@ -67,7 +67,7 @@ class ThreadDataLoader(DataLoader):
 
 @pytest.fixture
 def monai(tmp_path, monkeypatch, observed):
-    """A library of MONAI's names and ways, imported while the hooks are there."""
+    """A stand-in for MONAI, imported while the hooks are attached."""
     folder = tmp_path / "monai" / "data"
     folder.mkdir(parents=True)
     for package in (folder.parent, folder):
@@ -104,7 +104,7 @@ def test_the_workers_behind_a_thread_are_known(monai, observed, persistent):
     assert len(observed.steps) == 12
 
 
-def test_batches_that_are_given_twice_are_not_matched(monai, observed):
+def test_batches_that_are_yielded_twice_are_not_matched(monai, observed):
     loader = monai.ThreadDataLoader(Numbers(6), repeats=2, num_workers=1)
     for _ in loader:
         handles = observed.tracker.sources.live()
@@ -117,7 +117,7 @@ def test_its_iteration_stays_a_generator(monai, observed):
     loader = monai.ThreadDataLoader(Numbers(6), batch_size=2)
     iterator = iter(loader)
     assert isinstance(iterator, types.GeneratorType)
-    assert observed.tracker.ring.head == 0, "nothing has begun before the first batch is asked for"
+    assert observed.tracker.ring.head == 0, "nothing has begun before the first batch is requested"
     next(iterator)
     iterator.close()
     with pytest.raises(StopIteration):
@@ -146,7 +146,7 @@ def test_detaching_puts_the_generators_back(monai, observed):
 
 
 class Source:
-    """What an own loader hands to torch's iterator in place of a DataLoader: only what that asks for."""
+    """What such a loader passes to torch's iterator instead of a DataLoader: only the attributes that it reads."""
 
     _IterableDataset_len_called, collate_fn, drop_last, in_order = None, staticmethod(torch.tensor), False, True
     _auto_collation, _dataset_kind, generator, prefetch_factor = True, torch_dataloader._DatasetKind.Map, None, 2
@@ -164,7 +164,7 @@ class Source:
 
 
 class OwnLoader:
-    """As fastai's: no DataLoader, and its iterations are torch's iterators that it makes itself."""
+    """Like fastai's: no DataLoader, but it makes torch's iterators itself."""
 
     def __init__(self, dataset, workers: int) -> None:
         self.source = Source(dataset, workers)
@@ -184,9 +184,9 @@ def test_workers_of_a_loader_that_makes_its_iterators_are_timed(observed):
         assert handle.block is not None
         assert sum(counters.fetches for counters in handle.block.read()) == 6
         assert [arrival.number for arrival in handle.arrivals] == list(range(6))
-        assert {arrival.epoch for arrival in handle.arrivals} == {1}, "as the workers count them"
+        assert {arrival.epoch for arrival in handle.arrivals} == {1}, "as in the workers' counters"
         assert handle.settings["loader_used_again"] is (epoch == 2)
-        assert ledger.edges == epoch
+        assert ledger.epoch_boundaries == epoch
     assert observed.waited_for == "workers"
     assert len(observed.steps) == 12
 
@@ -198,7 +198,7 @@ def test_starting_those_workers_is_waiting_for_data(observed):
     assert code & 7 == S_DATA_WAIT
     assert code & BEGINS
     assert loader is not None
-    assert start < end <= first_request, "the workers are started before the first batch is asked for"
+    assert start < end <= first_request, "the workers are started before the first batch is requested"
     iterator.close()
 
 
@@ -223,7 +223,7 @@ def test_waits_for_nodes_are_seen_once(observed, ahead):
 
 
 class ReadsOneAhead(DataLoader):
-    """As accelerate's: on the training thread, and so seen already."""
+    """Like accelerate's: it reads ahead on the training thread, where the hooks see it."""
 
     def __iter__(self):
         iterator = super().__iter__()

@@ -9,7 +9,7 @@ import pytest
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader import stateful_dataloader as module
 
-from telemetry.records import DATA_WAIT
+from telemetry.core.labels import DATA_WAIT
 from tests.test_attach_loaders import Numbers
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
@@ -33,15 +33,15 @@ def test_its_workers_are_timed_and_their_start_is_data_wait(observed, persistent
         assert [c.worker for c in read] == [0, 1]
         assert sum(c.fetches for c in read) == 6 * epochs
         assert {c.epoch for c in read} == {epochs}
-        assert [a.number for a in handle.arrivals][-6:] == list(range(6)), "each is told from the others"
+        assert [a.number for a in handle.arrivals][-6:] == list(range(6)), "each has its number"
         assert ledger.ns[DATA_WAIT] > 0
-        assert ledger.edges == epoch
+        assert ledger.epoch_boundaries == epoch
     assert observed.waited_for == "workers"
     assert len(observed.steps) == 12
 
 
-def test_one_that_goes_on_from_a_state_does_not_match_its_first_epoch_with_fetches(observed):
-    """Which worker goes on, and with which fetch, stands in the state."""
+def test_batches_of_a_resumed_first_epoch_are_not_matched(observed):
+    """The state says which worker goes on, and with which fetch."""
     first = StatefulDataLoader(Numbers(24), batch_size=2, num_workers=2)
     iterator = iter(first)
     for _ in range(5):

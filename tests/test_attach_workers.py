@@ -13,8 +13,9 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from telemetry.attach.worker_probe import WorkerBlock, WorkerProbe
-from telemetry.records import FETCH_BUCKETS
-from tests.test_attach_loaders import Numbers, Stream, _trace
+from telemetry.core.worker_records import FETCH_BUCKETS
+from tests.test_attach_loaders import Numbers, Stream
+from tests.tracebacks import traceback_of
 
 
 def note_worker(path, worker_id: int) -> None:
@@ -123,10 +124,10 @@ FAILING = {
 
 
 @pytest.mark.parametrize("what", FAILING)
-def test_what_fails_in_a_worker_says_what_it_always_said(observed, what):
-    attached = _trace(FAILING[what])
+def test_tracebacks_from_workers_stay_as_they_were(observed, what):
+    attached = traceback_of(FAILING[what])
     observed.attachment.detach()
-    assert attached == _trace(FAILING[what])
+    assert attached == traceback_of(FAILING[what])
 
 
 def test_a_killed_worker_leaves_its_last_counts_and_nothing_else(observed):
@@ -154,7 +155,7 @@ def test_a_killed_worker_leaves_its_last_counts_and_nothing_else(observed):
 
 
 def test_a_block_that_is_another_process_s_is_not_touched(tmp_path):
-    """The descriptor number of a spawned worker's block may by then be another file of the owner's."""
+    """The owner may have another file under the descriptor number by the time a spawned worker opens it."""
     victim = tmp_path / "victim"
     block, newer = WorkerBlock(2), WorkerBlock(2)
     victim.write_bytes(bytes(len(newer.words) * 8))
@@ -173,7 +174,7 @@ def test_a_block_that_is_another_process_s_is_not_touched(tmp_path):
 
 
 class Cleaned(IterableDataset):
-    """Leaves a file behind once its iterator has cleaned up after itself."""
+    """Writes a file when its iterator cleans up."""
 
     def __init__(self, file):
         self.file = file
@@ -186,7 +187,7 @@ class Cleaned(IterableDataset):
 
 
 def test_an_iterable_data_set_that_is_left_cleans_up_in_its_worker(observed, tmp_path):
-    """The probe must not be what keeps its iterator alive when the worker ends."""
+    """The probe must not keep the iterator alive when the worker ends."""
     loader = DataLoader(Cleaned(tmp_path / "done"), batch_size=1, num_workers=1)
     iterator = iter(loader)
     next(iterator)
@@ -200,7 +201,7 @@ def test_the_bucket_is_found_from_the_highest_bit():
         assert bucket == sum(seconds > bound for bound in FETCH_BUCKETS)
 
 
-def test_a_loader_that_is_made_for_every_epoch_is_told_from_one_that_is_used_again(observed):
+def test_a_new_loader_per_epoch_differs_from_one_that_is_reused(observed):
     def used_again(loader):
         iterator = iter(loader)
         next(iterator)
@@ -223,8 +224,8 @@ def test_a_sharing_strategy_is_known_of_workers_that_inherit_it(observed):
     assert strategy("forkserver") is None
 
 
-def test_of_loaders_without_workers_that_are_read_side_by_side_one_fetch_of_each_is_timed(observed):
-    """The one that comes next, as the agent asks, would mostly be of the one after the slowest."""
+def test_one_fetch_of_each_loader_of_a_step_is_timed(observed):
+    """The next fetch alone would mostly be that of the loader after the slowest one."""
     for _ in zip(DataLoader(Numbers(8), batch_size=1), DataLoader(Numbers(8, seconds=0.02), batch_size=1)):
         observed.tracker.time_next_batch()
     tracker = observed.tracker

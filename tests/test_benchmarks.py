@@ -2,11 +2,24 @@
 
 import json
 import re
+from array import array
 from pathlib import Path
 
 import pytest
 
-from benchmarks import agent_cpu, instruments, loops, machine, memory, overhead, report, scrape, spread, worker_fetch
+from benchmarks import (
+    agent_cpu,
+    instruments,
+    loops,
+    machine,
+    memory,
+    overhead,
+    report,
+    scrape,
+    spread,
+    tail,
+    worker_fetch,
+)
 
 TINY = {"hot_rounds": 1, "hot_steps": 40, "cold_rounds": 1, "cold_steps": 2}
 
@@ -33,10 +46,28 @@ def test_hooks_are_put_back():
 
 
 def test_the_agents_threads():
-    answer = agent_cpu.measure(seconds=0.3, workers=1)
+    answer = agent_cpu.measure(slices=2, workers=1, slice_seconds=0.3)
     assert answer["steps"] > 0
-    assert "telemetry-agent" in answer["by_thread"]
-    assert answer["share"] >= 0
+    assert [set(reading) for reading in answer["slices"]] == [{"telemetry-agent", "telemetry-endpoint"}] * 2
+    assert all(share >= 0 for reading in answer["slices"] for share in reading.values())
+
+
+def test_the_threads_of_a_node():
+    answer = agent_cpu.measure_node(ranks=2, workers=1, slices=1, slice_seconds=0.3)
+    assert [len(reading) for reading in answer["slices"]] == [2]
+
+
+def test_the_longest_of_many_short_steps():
+    answer = tail.measure(pairs=1, segment_seconds=0.2)
+    for kind in ("bare", "agent"):
+        (segment,) = answer[kind]
+        assert segment["max"] >= segment["p99.99"] >= segment["p99.9"] >= segment["p50"] > 0
+
+
+def test_long_steps_are_summed_up():
+    summed = tail.summary(array("q", [10, 2_000_000, 40, 1_500_000]), [5, 7], seconds=2.0)
+    assert (summed["steps"], summed["max"], summed["long"]) == (4, 2_000_000, 1_750_000)
+    assert (summed["gil"], summed["gil_max"]) == (6, 7)
 
 
 @pytest.mark.parametrize("agent", [True, False])
@@ -56,9 +87,9 @@ def test_a_scraped_node():
 
 
 def test_a_full_view_shows_every_family():
-    from telemetry.publish.exposition import Families
+    from telemetry.publish.exposition import Exposition
 
-    names = [family.name for family in Families("run", 1).of(scrape.full_view())]
+    names = [family.header.decode().split()[2] for family in Exposition("run", 1).render(scrape.full_view())]
     assert len(names) == len(set(names))
     assert "training_gpu_sm_active_ratio" in names
     assert "training_loader_workers" in names
@@ -122,16 +153,16 @@ WORST_STEP = ((SCRAPE, "step longer by, worst of a segment"), (SCRAPE, "steps me
 @pytest.mark.parametrize(
     ("document", "row", "figures"),
     [
-        ("README.md", "the floor: two stamps and a store", ((HOT, FLOOR), (COLD, FLOOR))),
-        ("README.md", "**telemetry**, everything on", PER_STEP),
-        ("README.md", "prometheus_client: a counter", ((HOT, "prometheus_client"), (COLD, "prometheus_client"))),
-        ("README.md", "TraceML 0.5.0 |", ((HOT, "TraceML 0.5.0 adds"), (COLD, "TraceML 0.5.0 adds"))),
-        ("README.md", "the agent's threads", THREADS),
-        ("README.md", "per fetch in a DataLoader worker", PER_FETCH),
-        ("README.md", "resident memory over torch itself", AT_THE_START),
-        ("README.md", "growth over a million steps", GROWTH),
-        ("README.md", "`GET /metrics` of a node with 8 ranks", SCRAPED),
-        ("README.md", "the worst step, with five scrapes a second", WORST_STEP),
+        ("docs/overhead.md", "the floor: two stamps and a store", ((HOT, FLOOR), (COLD, FLOOR))),
+        ("docs/overhead.md", "**telemetry**, everything on", PER_STEP),
+        ("docs/overhead.md", "prometheus_client: a counter", ((HOT, "prometheus_client"), (COLD, "prometheus_client"))),
+        ("docs/overhead.md", "TraceML 0.5.0 |", ((HOT, "TraceML 0.5.0 adds"), (COLD, "TraceML 0.5.0 adds"))),
+        ("docs/overhead.md", "the agent's threads", THREADS),
+        ("docs/overhead.md", "per fetch in a DataLoader worker", PER_FETCH),
+        ("docs/overhead.md", "resident memory over torch itself", AT_THE_START),
+        ("docs/overhead.md", "growth over a million steps", GROWTH),
+        ("docs/overhead.md", "`GET /metrics` of a node with 8 ranks", SCRAPED),
+        ("docs/overhead.md", "the worst step, with five scrapes a second", WORST_STEP),
         ("docs/production.md", "per step on the training thread", PER_STEP),
         ("docs/production.md", "the agent's threads", THREADS),
         ("docs/production.md", "per fetch in a DataLoader worker", PER_FETCH),
@@ -141,7 +172,9 @@ WORST_STEP = ((SCRAPE, "step longer by, worst of a segment"), (SCRAPE, "steps me
 )
 def test_the_documents_say_what_was_measured(document, row, figures):
     """Every figure of a table is that of the published results, rounded, and so is the spread that stands behind it."""
-    (named,) = re.findall(r"benchmarks/results/(overhead-[\w-]+)\.md", (ROOT / "README.md").read_text("utf-8"))
+    (named,) = re.findall(
+        r"benchmarks/results/(overhead-[\w-]+)\.md", (ROOT / "docs" / "overhead.md").read_text("utf-8")
+    )
     results = json.loads((ROOT / "benchmarks" / "results" / f"{named}.json").read_text("utf-8"))["rows"]
     (line,) = [s for s in (ROOT / document).read_text("utf-8").splitlines() if s.startswith(f"| {row}")]
     number = r"-?\d+(?:\.\d+)?"

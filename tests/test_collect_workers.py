@@ -18,9 +18,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from telemetry.clock import now_ns
-from telemetry.collect.proc import read_schedule
-from telemetry.collect.workers import WorkersSource
+from telemetry.collect.procfs import read_schedule
+from telemetry.collect.worker_source import WorkersSource
+from telemetry.core.clock import now_ns
 from tests.test_agent import wait_for
 from tests.test_attach_loaders import Numbers
 
@@ -81,7 +81,7 @@ def test_what_workers_run_to_pack_their_batches_is_no_fetch(source, dataset, pac
     iterator = iter(loader)
     next(iterator)
     sample = fetch_on(source, iterator, 30)
-    assert (sample.packing_ratio > sample.cpu_ratio) == packs
+    assert (sample.pickling_ratio > sample.cpu_ratio) == packs
 
 
 def test_workers_with_nothing_to_do_are_idle(source):
@@ -223,7 +223,7 @@ def test_batches_behind_a_slow_worker_and_those_that_lie_ready(source, observed)
     next(iterator)
     releasing.join()
     sample = tick()
-    assert 0.1 < sample.head_of_line_seconds_total <= sample.late_seconds_total
+    assert 0.1 < sample.deliveries.head_of_line_wait_seconds <= sample.deliveries.fetch_wait_seconds
     assert (sample.head_of_line_batches, sample.head_of_line_worker) == (0, None)
     wait_for(lambda: tick().fetches_total == 3 + 8)
     began = now_ns()
@@ -264,7 +264,7 @@ def test_workers_begun_before_the_agent_are_seen_from_outside():
     assert (sample.busy_ratio, sample.blocked_ratio, sample.fetch_duration) == (None, None, None)  # not known: not said
 
 
-def test_idle_workers_of_an_evaluation_do_not_dilute_those_of_the_training(source):
+def test_idle_evaluation_workers_do_not_dilute_training_workers(source):
     training = DataLoader(Sleeping(400), batch_size=1, num_workers=1, persistent_workers=True, prefetch_factor=8)
     evaluation = DataLoader(Numbers(4), batch_size=1, num_workers=2, persistent_workers=True)
     iterator = iter(training)
@@ -302,7 +302,7 @@ def test_what_a_worker_has_others_compute_is_no_waiting(source, dataset):
     assert sample.cpu_ratio > 0.2  # of its own thread it would be some hundredths
 
 
-def test_what_is_not_dealt_in_turn_is_matched_with_nothing_at_any_later_reading(observed, source):
+def test_batches_out_of_turn_are_not_matched_later_either(observed, source):
     """One worker of two has ended: each batch is the other's, whichever fetch its number would be of."""
 
     class Stream(IterableDataset):
@@ -312,11 +312,11 @@ def test_what_is_not_dealt_in_turn_is_matched_with_nothing_at_any_later_reading(
     for number, _ in enumerate(DataLoader(Stream(), batch_size=1, num_workers=2)):
         if not number % 2:
             observed.read()
-            matched = source.read().matched_total
+            matched = source.read().deliveries.batches
     assert 0 < matched <= 6
 
 
-def test_workers_of_an_evaluation_are_not_the_training_s_while_those_are_gone(observed, source):
+def test_evaluation_workers_never_count_as_training_workers(observed, source):
     """Without persistent_workers they are: between two epochs there are none."""
     for _ in DataLoader(Numbers(4), batch_size=1, num_workers=1):
         observed.read()
@@ -333,5 +333,5 @@ def test_workers_of_an_evaluation_are_not_the_training_s_while_those_are_gone(ob
 
 @pytest.mark.parametrize(("text", "known"), [("0 0 0", False), ("5 0 1", True), ("", False)])
 def test_schedstat_that_is_switched_off_tells_nothing(monkeypatch, text, known):
-    monkeypatch.setattr("telemetry.collect.proc.read_small", lambda path: text.encode())
+    monkeypatch.setattr("telemetry.collect.procfs.read_small", lambda path: text.encode())
     assert (read_schedule(1, 1) is not None) is known

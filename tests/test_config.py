@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from telemetry.config import Config, SettingError, disabled, unknown_variables
+from telemetry import cli
+from telemetry.config import GROUPS, Config, SettingError, disabled, setting_docs, unknown_variables
 
 
 def test_defaults_are_those_of_the_contract():
@@ -46,12 +47,12 @@ BAD = [
     ("run_dir", "", "the path of a folder"),
     ("run_dir", "a\0b", "the path of a folder"),
     ("stall_enter_ratio", 2, "from 0.01 to 1"),
-    ("stuck_seconds", "never", "auto, or seconds"),
+    ("stuck_seconds", "never", "auto, or a number from 1 to 604800"),
     ("gpu_events", "maybe", "auto | on | off"),
     ("patch", "perhaps", "true or false"),
-    ("max_snapshots", 1.5, "a number of traces"),
-    ("step_buckets", "3,2,1", "rising numbers"),
-    ("step_buckets", [], "rising numbers"),
+    ("max_snapshots", 1.5, "a whole number from 0 to 10000"),
+    ("step_buckets", "3,2,1", "increasing numbers"),
+    ("step_buckets", [], "increasing numbers"),
 ]
 
 
@@ -115,3 +116,32 @@ def test_unknown_variables_are_listed():
 )
 def test_an_unknown_variable_comes_with_the_closest_setting(name, closest):
     assert unknown_variables({name: "1"}) == {name: closest}
+
+
+def test_every_setting_is_documented():
+    docs = setting_docs()
+    assert {doc.name for doc in docs} == set(Config.load({}, {}).as_log_fields())
+    assert list(dict.fromkeys(doc.group for doc in docs)) == list(GROUPS)
+    for doc in docs:
+        assert doc.help.endswith("."), doc.name
+        assert doc.default, doc.name
+        assert doc.unit or not doc.name.endswith(("_seconds", "_bytes", "_ratio")), doc.name
+
+
+def test_a_setting_is_documented_with_unit_range_and_default():
+    docs = {doc.name: doc for doc in setting_docs()}
+    interval = docs["interval_seconds"]
+    assert (interval.option, interval.variable) == ("--interval-seconds", "TELEMETRY_INTERVAL_SECONDS")
+    assert (interval.unit, interval.allowed, interval.default) == ("seconds", "from 0.1 to 3600", "1")
+    assert docs["snapshot_disk_bytes"].default == "1073741824 (1024 MiB)"
+    assert (docs["patch"].default, docs["stuck_seconds"].default) == ("on", "auto")
+
+
+def test_help_of_run_groups_the_settings(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["run", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    positions = [shown.index(f"{name}: {purpose}") for name, purpose in GROUPS.items()]
+    assert positions == sorted(positions)
+    assert "--stall-window-seconds SECONDS Length of the window" in shown
+    assert "(from 1 to 86400; default: 30)" in shown

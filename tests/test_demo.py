@@ -1,4 +1,4 @@
-"""The demo: a real run of it, small; what it prints is measured, and what it starts it ends."""
+"""The demo: a small run of it prints what was measured, and ends what it has started."""
 
 import ast
 import os
@@ -12,18 +12,20 @@ from pathlib import Path
 import pytest
 
 from telemetry.demo import command
-from telemetry.demo.command import Plan, demo
-from telemetry.demo.outcome import Outcome
+from telemetry.demo.command import DemoPlan, demo
+from telemetry.demo.demo_outcome import DemoOutcome
 from telemetry.demo.scrape import Reading, ScrapeError, fetch, lines_that_matter
 
 pytest.importorskip("PIL")
 ROOT = Path(__file__).parents[1]
 SMALL = {"pictures": 32, "width": 96, "height": 64}
+LIGHT = {"pictures": 160, "width": 96, "height": 64, "arguments": ("--batch-size", "8")}
+"""Short steps that mostly wait for storage. So a busy machine makes enough of them, too: a stall needs 20."""
 
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch):
-    """No setting of whoever runs the tests; any port; and our package, wherever the tests were started."""
+    """Without settings from outside, with any port, and with this package wherever the tests are started."""
     for name in [name for name in os.environ if name.startswith("TELEMETRY_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("TELEMETRY_PORT", "0")
@@ -56,10 +58,10 @@ def children_in(folder):
 def shown(tmp_path_factory):
     """Everything a small demo on slow storage prints, and its folder."""
     base = tmp_path_factory.mktemp("demo")
-    plan = Plan(pictures=160, width=384, height=288, seconds=10, look_seconds=0.5)
+    plan = DemoPlan(**LIGHT, seconds=10, poll_seconds=0.5)
     script = Path(__file__).with_name("fakes") / "slow_storage_train.py"
     code = (
-        "import pathlib, sys; from telemetry.demo import command; from telemetry.demo.command import Plan; "
+        "import pathlib, sys; from telemetry.demo import command; from telemetry.demo.command import DemoPlan; "
         f"command.SCRIPT = pathlib.Path({str(script)!r}); sys.exit(command.demo({str(base)!r}, {plan!r}))"
     )
     env = {name: value for name, value in os.environ.items() if not name.startswith("TELEMETRY_")}
@@ -80,10 +82,12 @@ class TestARun:
     def test_rows_of_the_run_as_it_goes(self, shown):
         rows = [line for line in shown[0].splitlines() if re.match(r" +\d+ s +\d+ +\d+\.\d ", line)]
         steps = [int(row.split()[2]) for row in rows]
-        assert len(rows) >= 3
         assert steps == sorted(steps)
         assert steps[-1] > 0
-        assert any("epoch" in row for row in rows)  # the newest line of the script
+        printed = (shown[1] / "demo-1" / "train.out").read_text().splitlines()
+        newest = [row[row.index("epoch") :] for row in rows if "epoch" in row]
+        assert set(newest) <= set(printed)
+        assert newest or len(printed) < 2  # with a second epoch, there were rows since the first had ended
         assert any(re.search(r"\d+ % +\d+ ms", row) for row in rows)  # waiting, and p50
 
     def test_exposition_as_it_was_scraped(self, shown):
@@ -108,8 +112,8 @@ class TestARun:
         assert total >= rows[-1] > 0
         assert list((base / "demo-1" / "logs").glob("rank-0.*.jsonl"))
 
-    def test_the_advice_is_taken_and_both_speed_ups_are_told(self, shown):
-        """Of the pace of both runs, which stand above them."""
+    def test_the_advice_is_followed_and_both_speed_ups_are_told(self, shown):
+        """The realised one is the ratio of the steps per second that are printed above it."""
         text = shown[0]
         advised = advised_workers(text)
         assert f"5. Taking the advice, num_workers={advised}" in text
@@ -117,7 +121,9 @@ class TestARun:
         before, after = map(float, rates)
         predicted, realised = re.search(r"speed-up: predicted (\S+), realised (\S+)$", text, re.MULTILINE).groups()
         assert f"num_workers={advised}, predicted {float(predicted):g} times" in text
-        assert float(realised) == pytest.approx(after / before, rel=0.02)
+        # The rates are printed with one decimal. On a busy machine they are small, and what is rounded off is not.
+        lowest, highest = (after - 0.05) / (before + 0.05), (after + 0.05) / (before - 0.05)
+        assert lowest - 0.006 < float(realised) < highest + 0.006
 
     def test_commands_it_suggests_can_be_typed(self, shown):
         text, base = shown
@@ -134,7 +140,7 @@ class TestARun:
         base = shown[1]
         picture = next(base.glob("pictures-*/*/*.jpg"))
         before = picture.stat().st_mtime_ns
-        plan = Plan(pictures=160, width=384, height=288, seconds=0.1, look_seconds=0.5)
+        plan = DemoPlan(**LIGHT, seconds=0.1, poll_seconds=0.5)
         assert demo(str(base), plan) == 0
         assert "from an earlier demo" in capsys.readouterr().out
         assert picture.stat().st_mtime_ns == before
@@ -190,7 +196,7 @@ def test_a_folder_that_cannot_be_written(tmp_path, capsys):
 
 
 def test_a_script_that_fails_shows_its_stderr(tmp_path, capsys):
-    plan = Plan(**SMALL, seconds=5, look_seconds=0.5, arguments=("--device", "nonsense"))
+    plan = DemoPlan(**SMALL, seconds=5, poll_seconds=0.5, arguments=("--device", "nonsense"))
     assert demo(str(tmp_path), plan) == 1
     printed = capsys.readouterr()
     assert "ended with exit status 1; its stderr:" in printed.err
@@ -201,8 +207,8 @@ def test_a_script_that_fails_shows_its_stderr(tmp_path, capsys):
 
 def test_a_second_training_that_fails_shows_its_stderr_and_counts(tmp_path, capsys, monkeypatch):
     """Of a number of workers that no loader takes."""
-    monkeypatch.setattr(command, "outcome", lambda run: Outcome(10.0, -1, 1.5))
-    assert demo(str(tmp_path), Plan(**SMALL, seconds=0.1, look_seconds=0.5)) == 1
+    monkeypatch.setattr(command, "outcome", lambda run: DemoOutcome(10.0, -1, 1.5))
+    assert demo(str(tmp_path), DemoPlan(**SMALL, seconds=0.1, poll_seconds=0.5)) == 1
     printed = capsys.readouterr()
     assert "5. Taking the advice" in printed.out
     assert "ended with exit status 1; its stderr:" in printed.err
@@ -213,7 +219,7 @@ def test_a_second_training_that_fails_shows_its_stderr_and_counts(tmp_path, caps
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_it_ends_the_training(tmp_path, sent):
-    plan = Plan(**SMALL, seconds=60, look_seconds=0.5)
+    plan = DemoPlan(**SMALL, seconds=60, poll_seconds=0.5)
     # Where the tests run in the background, Ctrl-C is ignored, and whatever they start would inherit that.
     code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
     code += f"from telemetry.demo.command import *; sys.exit(demo({str(tmp_path)!r}, {plan!r}))"

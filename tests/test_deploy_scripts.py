@@ -10,7 +10,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from stack.conftest import free_ports, must_have, wait_for
+from stack.jobs import free_ports, must_have, wait_for
 
 DEPLOY = Path(__file__).resolve().parents[1] / "deploy"
 

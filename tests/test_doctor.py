@@ -11,11 +11,11 @@ import pytest
 from fakes import nvml as fake
 from fakes.nvml import Gpu, State
 
-from telemetry.collect.source import SourceError
+from telemetry.collect.collector import CollectorError
 from telemetry.config import Config
-from telemetry.doctor import command, gpu, installed, places
+from telemetry.doctor import command, folder_checks, gpu_checks, package_checks
 from telemetry.doctor.command import HEIGHT, WIDTH, doctor, examine, render
-from telemetry.doctor.finding import ABSENT, OK, PROBLEM, Finding, Place
+from telemetry.doctor.finding import ABSENT, OK, PROBLEM, CheckContext, Finding
 
 ROOT = Path(__file__).parents[1]
 
@@ -45,7 +45,7 @@ def test_a_machine_that_is_well(tmp_path, capsys):
     before = set(os.listdir(tmp_path))
     assert doctor(str(tmp_path / "run")) == 0
     printed = capsys.readouterr()
-    assert "everything that is needed works" in printed.out
+    assert "no problem found" in printed.out
     assert PROBLEM not in printed.out.splitlines()[0]
     assert printed.err == ""
     assert set(os.listdir(tmp_path)) == before  # it leaves nothing behind
@@ -62,8 +62,8 @@ class TestEndpoint:
         monkeypatch.setenv("TELEMETRY_PORT", str(taken))
         finding = found("endpoint")
         assert finding.status == ABSENT
-        assert f"port {taken} cannot be had on 127.0.0.1 (Address already in use)" in finding.text
-        port = int(finding.text.rpartition("port ")[2])
+        assert f"port {taken} is taken on 127.0.0.1 (Address already in use)" in finding.text
+        port = int(finding.text.rpartition("port ")[2].split()[0])
         assert taken < port <= taken + 63
         with socket.create_server(("127.0.0.1", port)):
             pass
@@ -97,7 +97,7 @@ class TestEndpoint:
         with socket.create_server(("127.0.0.1", 0)) as server:
             free = server.getsockname()[1]
         monkeypatch.setenv("TELEMETRY_PORT", str(free))
-        assert found("endpoint") == Finding(OK, "endpoint", f"port {free} can be had on 127.0.0.1")
+        assert found("endpoint") == Finding(OK, "endpoint", f"port {free} is free on 127.0.0.1")
 
 
 class TestRunFolder:
@@ -110,16 +110,16 @@ class TestRunFolder:
         assert doctor(str(tmp_path / "file")) == 1
 
     def test_no_room_for_the_log(self, tmp_path, monkeypatch):
-        usage = places.shutil.disk_usage(tmp_path)
-        monkeypatch.setattr(places.shutil, "disk_usage", lambda path: usage._replace(free=1 << 20))
+        usage = folder_checks.shutil.disk_usage(tmp_path)
+        monkeypatch.setattr(folder_checks.shutil, "disk_usage", lambda path: usage._replace(free=1 << 20))
         finding = found("run folder", str(tmp_path))
         assert finding.status == PROBLEM
         assert "1.0 MiB free" in finding.text
 
     def test_from_the_environment(self, tmp_path, monkeypatch):
         monkeypatch.setenv("TELEMETRY_RUN_DIR", str(tmp_path / "theirs"))
-        assert f"{tmp_path}/theirs can be made" in found("run folder").text
-        assert f"{tmp_path}/mine can be made" in found("run folder", str(tmp_path / "mine")).text
+        assert f"{tmp_path}/theirs can be created" in found("run folder").text
+        assert f"{tmp_path}/mine can be created" in found("run folder", str(tmp_path / "mine")).text
 
 
 class TestSettings:
@@ -128,9 +128,9 @@ class TestSettings:
         finding = found("settings")
         assert finding.status == PROBLEM
         assert "interval_seconds (from TELEMETRY_INTERVAL_SECONDS) = 'soon'" in finding.text
-        assert f"{tmp_path}/mine can be made" in found("run folder", str(tmp_path / "mine")).text
+        assert f"{tmp_path}/mine can be created" in found("run folder", str(tmp_path / "mine")).text
         assert doctor(None) == 1
-        assert "1 problem, see !!" in capsys.readouterr().out
+        assert "1 problem, see the lines with !!" in capsys.readouterr().out
 
     def test_a_bad_folder(self):
         assert found("settings", "").status == PROBLEM
@@ -142,24 +142,24 @@ class TestSettings:
 
     def test_disabled(self, monkeypatch, capsys):
         monkeypatch.setenv("TELEMETRY_DISABLED", "yes")
-        assert found("enabled") == Finding(PROBLEM, "enabled", "TELEMETRY_DISABLED=yes turns everything off: unset it")
+        assert found("enabled") == Finding(PROBLEM, "enabled", "TELEMETRY_DISABLED=yes turns everything off; unset it")
         assert doctor(None) == 1
 
 
 class TestVersions:
     def test_old_torch(self, monkeypatch):
-        monkeypatch.setattr(installed, "version_of", lambda package: {"torch": "2.3.1+cu121"}.get(package, "99.0"))
+        monkeypatch.setattr(package_checks, "version_of", lambda package: {"torch": "2.3.1+cu121"}.get(package, "99.0"))
         assert found("versions").status == PROBLEM
         assert "2.4 or newer" in found("versions").text
 
     def test_nothing_installed(self, monkeypatch):
-        monkeypatch.setattr(installed, "version_of", lambda package: None)
+        monkeypatch.setattr(package_checks, "version_of", lambda package: None)
         assert found("versions").status == PROBLEM
-        assert "pip install structlog prometheus-client" in found("packages").text
+        assert "pip install structlog psutil orjson" in found("packages").text
         assert found("cuda events").status == ABSENT
 
     def test_the_package_that_overwrites_the_binding(self, monkeypatch):
-        monkeypatch.setattr(installed, "version_of", lambda package: "11.5.3" if package == "pynvml" else "99.0")
+        monkeypatch.setattr(package_checks, "version_of", lambda package: "11.5.3" if package == "pynvml" else "99.0")
         texts = [f.text for f in examine(None) if f.name == "packages" and f.status == PROBLEM]
         assert len(texts) == 1
         assert "pip uninstall pynvml" in texts[0]
@@ -167,19 +167,19 @@ class TestVersions:
 
 class TestGpu:
     def test_no_driver(self, monkeypatch):
-        from telemetry.collect.nvml_device import NoGpuError
+        from telemetry.collect.nvml.device import NoGpuError
 
         def none(timeout_seconds=5.0):
-            raise SourceError("no NVIDIA driver") from NoGpuError("no NVIDIA driver")
+            raise CollectorError("no NVIDIA driver") from NoGpuError("no NVIDIA driver")
 
-        monkeypatch.setattr("telemetry.collect.nvml.device_summary", none)
-        assert found("gpu") == Finding(ABSENT, "gpu", "no NVIDIA driver: no GPU metrics")
+        monkeypatch.setattr("telemetry.collect.nvml.gpu_summary.device_summary", none)
+        assert found("gpu") == Finding(ABSENT, "gpu", "no NVIDIA driver: there are no GPU metrics")
 
     def test_a_driver_that_hangs(self, monkeypatch):
         def hung(timeout_seconds=5.0):
-            raise SourceError("NVML has not answered for 5 s")
+            raise CollectorError("NVML has not answered for 5 s")
 
-        monkeypatch.setattr("telemetry.collect.nvml.device_summary", hung)
+        monkeypatch.setattr("telemetry.collect.nvml.gpu_summary.device_summary", hung)
         assert found("gpu").status == PROBLEM
 
     def test_alike_ones_share_a_line(self):
@@ -197,15 +197,15 @@ class TestGpu:
         import torch
 
         monkeypatch.setattr(torch.version, "cuda", None)
-        place = Place(Config.load({}, environ={}), gpus=True)
-        (finding,) = gpu.check_cuda_events(place)
+        place = CheckContext(Config.load({}, environ={}), gpus=True)
+        (finding,) = gpu_checks.check_cuda_events(place)
         assert finding.status == PROBLEM
         assert "install a CUDA build" in finding.text
 
     def test_cuda_that_hangs(self, monkeypatch):
         release = threading.Event()
-        monkeypatch.setattr(gpu, "_time_with_events", lambda gpus: release.wait())
-        monkeypatch.setattr(gpu, "_CUDA_SECONDS", 0.1)
+        monkeypatch.setattr(gpu_checks, "_time_with_events", lambda gpus: release.wait())
+        monkeypatch.setattr(gpu_checks, "_CUDA_SECONDS", 0.1)
         finding = found("cuda events")
         release.set()
         for thread in threading.enumerate():
@@ -251,7 +251,7 @@ class TestTheScreen:
 
         monkeypatch.setattr(command, "CHECKS", (check_the_weather,))
         assert doctor(None) == 1
-        assert capsys.readouterr().out.startswith("!! the weather the check itself failed: RuntimeError: it rains\n")
+        assert capsys.readouterr().out.startswith("!! the weather this check failed itself: RuntimeError: it rains\n")
 
 
 def test_as_a_command(tmp_path):

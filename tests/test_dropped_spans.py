@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from telemetry.accounts import spans
+from telemetry.agent.accounting import spans
 from telemetry.attach import ring as r
-from telemetry.attach.handle import LoaderHandle
-from telemetry.attach.numbering import Numbering
+from telemetry.attach.batch_numbering import BatchNumbering
+from telemetry.attach.loader_handle import LoaderHandle
 from telemetry.attach.ring import CAPACITY, Ring
+from telemetry.core.labels import CATEGORIES, CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION
 from telemetry.diagnose.ledger import Ledger
-from telemetry.records import CATEGORIES, CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION
 
 CODES = (
     r.STEP,
@@ -160,7 +160,7 @@ def test_the_sums_of_what_was_dropped_come_before_what_is_kept_after_it():
 @pytest.mark.parametrize("dropped", [1, 3])
 def test_batches_are_numbered_again_once_the_iteration_is_certain(dropped):
     handle = LoaderHandle(type("Iterator", (), {"_workers": []})(), None)
-    numbering, ring = Numbering(), Ring()
+    numbering, ring = BatchNumbering(), Ring()
     begins = r.code(r.S_DATA_WAIT, r.S_COMPUTE, r.BEGINS)
 
     def epoch() -> None:

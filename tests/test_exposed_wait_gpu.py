@@ -69,10 +69,10 @@ def test_exposed_wait_is_what_a_trace_shows(observed, monkeypatch, wait_ms, work
         train(loader, matrix, rounds)
         torch.cuda.synchronize()
     clock = observed.tracker.gpu
-    clock.edge()  # reads what is left
+    clock.epoch_boundary()  # reads what is left
     observed.tracker.gpu = None
     idle, waited = idle_in_waits(profile)
-    measured = (clock.sampled_ns[0] + clock.edge_ns[0]) / 1e9
+    measured = (clock.sampled_ns[0] + clock.boundary_ns[0]) / 1e9
     assert clock.pairs >= 25
     assert measured == pytest.approx(idle, abs=0.05 * waited + 0.01)
 

@@ -5,13 +5,13 @@ import shutil
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from stack.conftest import ROOT, must_have
+from stack.jobs import ROOT, must_have
 
 from benchmarks import fleet as benchmark
 from benchmarks import fleet_prometheus, scrape
 from benchmarks.fleet_ranks import Node, fleet
 from benchmarks.inlining import inlined
-from telemetry.publish.exposition import Families
+from telemetry.publish.exposition import Exposition
 
 BEGAN = 1_000_000.0
 RULES = {
@@ -32,9 +32,9 @@ def samples(node, now):
 
 def test_a_simulated_rank_shows_every_family_that_there_is():
     (ranks,) = fleet(8, 8, BEGAN)
-    shown = [family.name for rank in ranks for family in Families("run", 1).of(rank.view(BEGAN + 100))]
+    shown = [family.header for rank in ranks for family in Exposition("run", 1).render(rank.view(BEGAN + 100))]
 
-    full = [family.name for family in Families("run", 1).of(scrape.full_view())]
+    full = [family.header for family in Exposition("run", 1).render(scrape.full_view())]
     assert set(full) - set(shown) == set()
 
 

@@ -1,4 +1,4 @@
-"""A forked child releases nothing of a device that it has inherited from us."""
+"""A forked child never releases what it has inherited of a device."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ report, folder = int(sys.argv[1]), sys.argv[2]
 install_cuda(torch, report)
 parent = os.getpid()
 agent = telemetry.start(folder, port="off", interval_seconds=0.1, start_line=False)
-agent.canary = Event(enable_timing=True)  # whatever else the agent may hold of a device
+agent.canary = Event(enable_timing=True)  # stands for anything else of a device that the agent may hold
 model = torch.nn.Linear(2, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 data = TensorDataset(torch.rand(16, 2))
@@ -86,7 +86,7 @@ telemetry.stop()
 
 
 def run(tmp_path, *parts: str, script: str = TRAINING) -> tuple[set[int], int, str]:
-    """The processes in which an event was destroyed, the pid of the training, and what came on stderr."""
+    """The pids in which an event was destroyed, the pid of the training, and its stderr."""
     report, write = os.pipe()
     code = "\n".join((script, *parts))
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -107,7 +107,7 @@ def run(tmp_path, *parts: str, script: str = TRAINING) -> tuple[set[int], int, s
 
 def test_workers_destroy_no_event_of_the_training(tmp_path):
     destroyed, training, errors = run(tmp_path, EPOCHS, LAST)
-    assert destroyed == {training}  # it is stopped there, and what it has made is released
+    assert destroyed == {training}  # the agent is stopped there, and releases its events
     assert errors == ""
 
 
@@ -133,7 +133,7 @@ def test_children_end_well_beside_real_events(tmp_path):
 
 KEPT = """
 import os, sys
-from telemetry.attach.kept import keep
+from telemetry.attach.fork_keepalive import keep
 from tests.fakes.device import Event
 
 Event.report = int(sys.argv[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 
@@ -13,6 +14,11 @@ SCRIPT = """
 import os, sys, threading, warnings
 import telemetry
 
+if "at-fork" in sys.argv:
+    over = threading.Event()
+    thread = threading.Thread(target=over.wait)
+    thread.start()
+    os.register_at_fork(before=lambda: (over.set(), thread.join()))
 telemetry.start(sys.argv[1], port=0, interval_seconds=0.1, start_line=False)
 if "thread" in sys.argv:
     over = threading.Event()
@@ -46,6 +52,17 @@ def test_a_fork_beside_our_threads_alone_does_not_warn(tmp_path):
 
 def test_a_fork_beside_a_thread_of_the_users_warns(tmp_path):
     assert "multi-threaded" in run(tmp_path, "thread")
+
+
+def test_a_thread_that_ends_before_the_fork_does_not_warn(tmp_path):
+    """OpenBLAS does this. torch starts its threads wherever numpy is installed."""
+    assert "multi-threaded" not in run(tmp_path, "at-fork")
+
+
+def test_a_filter_that_is_sent_elsewhere_matches_nothing():
+    from telemetry.core import fork_warning
+
+    assert pickle.loads(pickle.dumps(fork_warning._FILTER))[1].match("This process (pid=1) is multi-threaded") is None
 
 
 def test_forks_do_not_raise_where_warnings_are_errors(tmp_path):

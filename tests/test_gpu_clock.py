@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from torch.utils.data import DataLoader
 
-from telemetry.attach import gpu_clock, loader, steps
-from telemetry.attach.accelerator import Place
+from telemetry.attach import gpu_clock, loader_hooks, optimizer_hook, scopes, step_boundaries, step_state, step_tracker
+from telemetry.attach.accelerator import DeviceStream
 from telemetry.attach.gpu_clock import BUDGET_RATIO, GpuClock
 from tests.test_attach_loaders import Numbers
 
@@ -14,7 +14,7 @@ MS = 1_000_000
 
 
 class Gpu:
-    """One stream. The host's clock is ours to move; work is queued and runs in order."""
+    """A GPU with one stream and a simulated host clock. Work is queued and runs in order."""
 
     def __init__(self, monkeypatch) -> None:
         self.host_ns = 1_000 * MS
@@ -23,21 +23,23 @@ class Gpu:
         self.initialised = True
         self.events = 0
         self.call_ns = 0
-        self.place = Place(0, 0)
-        for module in (gpu_clock, loader, steps):
+        self.place = DeviceStream(0, 0)
+        for module in (
+            gpu_clock, loader_hooks, optimizer_hook, scopes, step_boundaries, step_state, step_tracker,
+        ):  # fmt: skip
             monkeypatch.setattr(module, "now_ns", self.now)
 
     def now(self) -> int:
         return self.host_ns
 
     def work(self, milliseconds: float) -> None:
-        """Queue a kernel: the host goes on at once."""
+        """Queue a kernel. The host does not wait for it."""
         self.busy_until_ns = max(self.busy_until_ns, self.host_ns) + int(milliseconds * MS)
 
     def sleep(self, milliseconds: float) -> None:
         self.host_ns += int(milliseconds * MS)
 
-    def begin(self) -> Place | None:
+    def begin(self) -> DeviceStream | None:
         return self.place if self.initialised and not self.capturing else None
 
     def end(self) -> None:
@@ -94,7 +96,7 @@ def test_a_wait_that_the_gpu_works_through_is_hidden(gpu):
     gpu.work(30)
     run(gpu, clock, 50, work=30, wait=10)
     gpu.sleep(10_000)
-    clock.edge()  # reads what is left
+    clock.epoch_boundary()  # reads what is left
     assert clock.pairs > 5
     assert clock.sampled_ns[0] == 0
     assert clock.distrusted == 0
@@ -117,7 +119,7 @@ def test_a_wait_is_exposed_from_the_moment_the_gpu_is_done(gpu):
 def test_timing_is_thinned_out_to_its_budget(gpu, step_ms, call_us):
     gpu.call_ns = call_us * 1000
     clock = GpuClock(gpu)
-    run(gpu, clock, 3000, work=step_ms / 2, wait=step_ms)  # so that the first estimates are gone
+    run(gpu, clock, 3000, work=step_ms / 2, wait=step_ms)  # enough for the first estimates to be replaced
     began, before = gpu.now(), clock.pairs
     run(gpu, clock, 5000, work=step_ms / 2, wait=step_ms)
     spent = (clock.pairs - before) * 2 * gpu.call_ns
@@ -148,7 +150,7 @@ def test_nothing_is_touched_before_cuda_is_in_use(gpu):
     assert gpu.events == 0
 
 
-def test_what_contradicts_the_host_is_thrown_away(gpu):
+def test_a_pair_that_contradicts_the_host_clock_is_dropped(gpu):
     clock = GpuClock(gpu)
     for _ in range(20):
         clock.step_ended()
@@ -169,15 +171,15 @@ def test_a_gpu_far_behind_does_not_pile_up_events(gpu):
 def test_the_start_of_an_epoch_is_timed_each_time(gpu):
     clock = GpuClock(gpu)
     for _ in range(3):
-        clock.edge()
+        clock.epoch_boundary()
         start = gpu.now()
         gpu.sleep(500)
         clock.batch_arrived(start, gpu.now())
         gpu.work(1)
         run(gpu, clock, 3, work=1, wait=2)
-    clock.edge()  # reads what is left
-    assert clock.edge_ns[1] == 3 * 500 * MS
-    assert clock.edge_ns[0] == pytest.approx(3 * 500 * MS, rel=0.01)
+    clock.epoch_boundary()  # reads what is left
+    assert clock.boundary_ns[1] == 3 * 500 * MS
+    assert clock.boundary_ns[0] == pytest.approx(3 * 500 * MS, rel=0.01)
 
 
 def test_the_hooks_drive_the_clock(observed, gpu):
@@ -196,13 +198,13 @@ def test_the_hooks_drive_the_clock(observed, gpu):
     assert ratio(clock) == pytest.approx(150 / 200, abs=0.02)
 
 
-def test_a_wait_in_a_stream_on_the_side_is_not_counted(gpu):
+def test_a_wait_in_a_side_stream_is_not_counted(gpu):
     clock = GpuClock(gpu)
     for _ in range(30):
         clock.worked()
-        gpu.place = Place(0, 7)  # where nothing else runs
+        gpu.place = DeviceStream(0, 7)  # where nothing else runs
         run(gpu, clock, 1, work=0, wait=200)
-        gpu.place = Place(0, 0)
+        gpu.place = DeviceStream(0, 0)
         gpu.work(200)
     assert clock.pairs == 0
     assert clock.skipped >= 20
@@ -213,12 +215,12 @@ def test_a_pair_that_ends_in_another_stream_is_not_counted(gpu):
     clock = GpuClock(gpu)
     for _ in range(5):
         clock.step_ended()
-        gpu.place = Place(0, 7)
+        gpu.place = DeviceStream(0, 7)
         gpu.sleep(200)
         clock.batch_arrived(gpu.now() - 200 * MS, gpu.now())
-        gpu.place = Place(0, 0)
+        gpu.place = DeviceStream(0, 0)
     run(gpu, clock, 3, work=5, wait=200)
-    clock.edge()
+    clock.epoch_boundary()
     assert clock.skipped == 5
     assert clock.pairs == 3
     assert gpu.events <= 2 * 3
@@ -227,25 +229,25 @@ def test_a_pair_that_ends_in_another_stream_is_not_counted(gpu):
 def test_events_are_used_again_on_their_own_device_only(gpu):
     clock = GpuClock(gpu)
     for device in (0, 1, 0, 1):
-        gpu.place = Place(device, 0)
+        gpu.place = DeviceStream(device, 0)
         run(gpu, clock, 5, work=5, wait=200)
-    clock.edge()
+    clock.epoch_boundary()
     assert clock.pairs == 20
     assert clock.distrusted == 0
 
 
-def test_a_replay_that_calls_no_optimizer_is_timed_where_it_is(gpu):
+def test_a_replay_without_an_optimizer_is_timed_in_its_own_stream(gpu):
     clock = GpuClock(gpu)
-    gpu.place = Place(0, 7)  # warming up before a capture
+    gpu.place = DeviceStream(0, 7)  # warming up before a capture
     clock.worked()
-    gpu.place = Place(0, 0)
+    gpu.place = DeviceStream(0, 0)
     run(gpu, clock, 5, work=5, wait=200)
-    clock.edge()
+    clock.epoch_boundary()
     assert clock.pairs == 4
 
 
 def test_requests_without_an_arrival_do_not_pile_up_events(gpu):
     clock = GpuClock(gpu)
     for _ in range(100):
-        clock.edge()
+        clock.epoch_boundary()
     assert gpu.events <= 2

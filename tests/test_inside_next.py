@@ -1,4 +1,4 @@
-"""What the training thread does itself inside ``next()`` while workers fetch: the sampler, and collections."""
+"""What the training thread does itself inside ``next()`` while workers fetch: the sampler, garbage collections."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from torch.utils.data import DataLoader
 from torch.utils.data import dataloader as torch_loader
 
 from tests.test_attach_loaders import Numbers
+from tests.tracebacks import FRAMES_STAY
 
 SLEEP = 0.004
 
 
 class Slow:
-    """A batch sampler that takes its time for every batch, or at the start of an epoch.
+    """A batch sampler that is slow for every batch, or at the start of an epoch.
 
     ``seen``: for each batch, whether something of ours stood in the iterator's ``__dict__`` as it was drawn.
     """
@@ -64,18 +65,18 @@ def test_the_sampler_is_timed_for_as_many_batches_as_wanted(observed):
     iterator = begin(loader(sampler), sampler)
     next(iterator)
     before = len(sampler.seen)
-    inside = observed.tracker.inside
+    inside = observed.tracker.next_timer
     assert (inside.batches, inside.sampler_ns) == (0, 0)
     observed.tracker.time_next_batch(3)
     for _ in range(6):
         next(iterator)
-        assert "_next_index" not in vars(iterator), "nothing of ours is left between batches"
+        assert "_next_index" not in vars(iterator), "our callable is removed between batches"
     assert inside.batches == 3
     assert inside.sampler_ns >= 3 * SLEEP * 1e9
     assert 0 < inside.sampler_cpu_ns < inside.sampler_ns
     assert inside.receiving_cpu_ns > 0
     assert sampler.seen[before:] == [True] * 3 + [False] * 3
-    assert observed.tracker.key == id(iterator), "the short path again"
+    assert observed.tracker.fast_path_iterator_id == id(iterator), "the fast path again"
     observed.read()
 
 
@@ -83,13 +84,15 @@ def test_the_sampler_is_timed_for_as_many_batches_as_wanted(observed):
 def test_the_sampler_is_timed_where_every_later_epoch_begins(observed, persistent):
     sampler = Slow(6)
     batches = loader(sampler, prefetch_factor=3, persistent_workers=persistent)
-    inside = observed.tracker.inside
+    inside = observed.tracker.next_timer
     list(batches)
-    assert inside.edge_sampler_ns == 0, "every run has to start"
+    assert inside.boundary_sampler_ns == 0, "the start of the run does not count"
     list(batches)
-    assert inside.edge_sampler_ns >= 4 * SLEEP * 1e9, "the three that are prefetched, and the next for the first batch"
+    assert inside.boundary_sampler_ns >= 4 * SLEEP * 1e9, (
+        "the three that are prefetched, and the next for the first batch"
+    )
     observed.read()
-    assert observed.ledger.edge_wait_ns >= inside.edge_sampler_ns
+    assert observed.ledger.boundary_wait_ns >= inside.boundary_sampler_ns
 
 
 @pytest.mark.parametrize("persistent", [False, True])
@@ -99,7 +102,7 @@ def test_what_the_sampler_does_in_its_own_start_is_counted(observed, persistent)
     list(batches)
     list(batches)
     starts = 1 if persistent else 2  # torch calls iter(sampler) twice for a new iterator
-    assert observed.tracker.inside.edge_sampler_ns >= starts * 0.02e9
+    assert observed.tracker.next_timer.boundary_sampler_ns >= starts * 0.02e9
     observed.check_sum()
 
 
@@ -112,7 +115,7 @@ def test_what_the_sampler_raises_arrives_as_it_would(observed, timed):
     with pytest.raises(KeyError) as caught:
         list(iterator)
     files = [frame.filename for frame in traceback.extract_tb(caught.tb)]
-    assert not any("telemetry/attach" in file for file in files), files
+    assert FRAMES_STAY or not any("telemetry/attach" in file for file in files), files
     assert "_next_index" not in vars(iterator)
     observed.read()
 
@@ -124,12 +127,12 @@ def test_another_thread_that_reads_the_loader_is_not_timed(observed):
     thread = threading.Thread(target=lambda: [next(iterator) for _ in range(3)])
     thread.start()
     thread.join()
-    assert observed.tracker.inside.batches == 0
+    assert observed.tracker.next_timer.batches == 0
     next(iterator)
-    assert observed.tracker.inside.batches == 1
+    assert observed.tracker.next_timer.batches == 1
 
 
-def test_an_iterator_that_was_timed_goes_when_it_is_let_go(observed):
+def test_a_timed_iterator_is_freed_when_it_is_released(observed):
     sampler = Slow()
     iterator = begin(loader(sampler), sampler)
     observed.tracker.time_next_batch(2)
@@ -149,13 +152,13 @@ def test_collections_in_the_sampler_are_no_time_of_the_sampler(observed):
     sampler = Slow(collects=True)
     iterator = begin(loader(sampler), sampler)
     observed.tracker.time_next_batch(20)
-    tracker, inside = observed.tracker, observed.tracker.inside
+    tracker, inside = observed.tracker, observed.tracker.next_timer
     before, took = tracker.garbage_ns, time.perf_counter_ns()
     for _ in range(5):
         next(iterator)
     took = time.perf_counter_ns() - took
     assert 0 < inside.garbage_ns <= tracker.garbage_ns - before
-    assert inside.edge_garbage_ns == 0
+    assert inside.boundary_garbage_ns == 0
     assert inside.sampler_ns + inside.garbage_ns <= took
 
 
@@ -163,13 +166,13 @@ def test_collections_where_an_epoch_begins_are_counted(observed):
     sampler = Slow(6, collects=True)
     batches = loader(sampler)
     list(batches)
-    assert observed.tracker.inside.edge_garbage_ns == 0
-    in_first, before = observed.tracker.inside.garbage_ns, observed.tracker.garbage_ns
+    assert observed.tracker.next_timer.boundary_garbage_ns == 0
+    in_first, before = observed.tracker.next_timer.garbage_ns, observed.tracker.garbage_ns
     assert before >= in_first > 0
     list(batches)
-    inside = observed.tracker.inside
-    assert inside.edge_garbage_ns > 0
-    assert observed.tracker.garbage_ns - before >= inside.edge_garbage_ns + inside.garbage_ns - in_first
+    inside = observed.tracker.next_timer
+    assert inside.boundary_garbage_ns > 0
+    assert observed.tracker.garbage_ns - before >= inside.boundary_garbage_ns + inside.garbage_ns - in_first
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
@@ -181,7 +184,7 @@ def test_a_stateful_loader_is_timed_too_and_keeps_its_state(observed):
     iterator = begin(batches, sampler)
     observed.tracker.time_next_batch(2)
     assert [next(iterator).tolist() for _ in range(3)] == [[1], [2], [3]]
-    assert observed.tracker.inside.batches == 2
+    assert observed.tracker.next_timer.batches == 2
     state = batches.state_dict()
     again = StatefulDataLoader(Numbers(100), batch_sampler=Slow(), num_workers=1, multiprocessing_context="fork")
     again.load_state_dict(state)

@@ -1,4 +1,4 @@
-"""The sampler and collections inside ``next()``: the cause that is named, its evidence, and the advice."""
+"""The sampler and garbage collections inside ``next()``: the cause named, its evidence, the advice."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ import pytest
 from torch.utils.data import DataLoader
 
 import telemetry
-from telemetry.diagnose.advice import advise
+from telemetry.core.interval import Tick
+from telemetry.diagnose.advice.advise import advise
 from telemetry.diagnose.causes import costs
-from telemetry.diagnose.gather import gather
-from telemetry.diagnose.periods import Edges
+from telemetry.diagnose.evidence_log import evidence_field
+from telemetry.diagnose.recurring_costs import RecurringCostsWatch
+from tests.interval_records import a_slice, with_workers
+from tests.slices import gather, next_tick
 from tests.test_attach_loaders import Numbers
-from tests.test_stall import a_slice, with_workers
 
 IDLE_WORKERS = dict(busy=0.1, cpu=0.1, fetches=10, workers=2, matched=10, batches=10)
 SLOW_SAMPLER = dict(timed_waits=5, timed_sampler=0.25, timed_sampler_cpu=0.25, timed_receiving_cpu=0.01)
@@ -26,8 +28,8 @@ SLOW_SAMPLER = dict(timed_waits=5, timed_sampler=0.25, timed_sampler_cpu=0.25, t
 
 def test_a_slow_sampler_is_work_of_the_training_thread():
     evidence = gather([with_workers(wait=0.6, compute=0.4, moved=0.6, **SLOW_SAMPLER, **IDLE_WORKERS)])
-    assert evidence.sampler == pytest.approx(0.5)
-    assert evidence.receiving_cpu_seconds == pytest.approx(0.002)
+    assert evidence.sampler.wait_seconds == pytest.approx(0.5)
+    assert evidence.delivery.receive_cpu_seconds == pytest.approx(0.002)
     lost = costs(evidence)
     assert lost == {"loader_on_training_thread": pytest.approx(0.5), "batch_transfer": pytest.approx(0.1)}
     (advice,) = advise("loader_on_training_thread", evidence)
@@ -36,7 +38,7 @@ def test_a_slow_sampler_is_work_of_the_training_thread():
     assert "100 % of it on the CPU" in advice.because
     assert advice.setting is None
     (transfer,) = advise("batch_transfer", evidence)
-    assert transfer.predicted_speedup == pytest.approx(1 / 0.9, abs=0.01), "no more than what is really moved"
+    assert transfer.predicted_speedup == pytest.approx(1 / 0.9, abs=0.01), "only the transfer itself"
 
 
 def test_a_sampler_that_waits_is_advised_not_to():
@@ -44,20 +46,20 @@ def test_a_sampler_that_waits_is_advised_not_to():
     evidence = gather([with_workers(wait=0.6, compute=0.4, moved=0.6, **waits, **IDLE_WORKERS)])
     (advice,) = advise("loader_on_training_thread", evidence)
     assert "not wait" in advice.action
-    no_core = dataclasses.replace(evidence, own_runnable=0.5)
+    no_core = dataclasses.replace(evidence, cpu=dataclasses.replace(evidence.cpu, run_queue_delay_seconds=0.5))
     (advice,) = advise("loader_on_training_thread", no_core)
-    assert "cheaper" in advice.action, "it had no core"
+    assert "cheaper" in advice.action, "it waited in the run queue"
 
 
 def test_a_sampler_that_was_not_timed_is_absent():
     evidence = gather([with_workers(wait=0.6, compute=0.4, moved=0.6, **IDLE_WORKERS)])
-    assert evidence.sampler is None
-    assert "sampler_seconds" not in evidence.as_log_field()
+    assert evidence.sampler.wait_seconds is None
+    assert "sampler_seconds" not in evidence_field(evidence)
     assert set(costs(evidence)) == {"batch_transfer"}
 
 
 def test_workers_that_are_the_limit_are_named_with_a_sampler_beside_them():
-    """A batch every 100 ms; the sampler's 20 ms are no more than a part of the wait for it."""
+    """A batch every 100 ms; the 20 ms of the sampler are a part of the wait for it."""
     sampler = dict(timed_waits=10, timed_sampler=0.2, timed_sampler_cpu=0.2)
     fetching = dict(busy=1.0, cpu=0.95, blocked=0.05, fetches=10, workers=1, matched=10)
     evidence = gather([with_workers(wait=0.5, compute=0.5, late=0.3, moved=0.2, **sampler, **fetching)])
@@ -66,7 +68,7 @@ def test_workers_that_are_the_limit_are_named_with_a_sampler_beside_them():
     assert lost["loader_on_training_thread"] == pytest.approx(0.2)
     more, *_ = advise("workers_cpu_bound", evidence)
     assert more.predicted_speedup == pytest.approx(1 / 0.7, rel=0.01), "the sampler's time stays"
-    assert advise("loader_on_training_thread", evidence) == (), "alone it wins nothing"
+    assert advise("loader_on_training_thread", evidence) == (), "on its own it gains nothing"
 
 
 def test_a_collection_inside_next_is_no_wait():
@@ -109,12 +111,19 @@ def test_a_sampler_where_epochs_begin_is_no_start_of_workers():
 
 
 def test_a_sampler_at_epoch_starts_is_judged_from_one_to_the_next():
-    edges = Edges()
+    recurring, tick = RecurringCostsWatch(), Tick()
     for _ in range(3):
-        edges.add(a_slice(wait=1.0, compute=0.0, edge_wait=1.0, edges=1, edge_sampler=0.8, edge_garbage=0.1))
-        edges.add(a_slice(compute=1.0))
-    assert (edges.share, edges.share_of_sampler) == (pytest.approx(0.45), pytest.approx(0.4))
-    evidence = gather([with_workers(compute=1.0, **IDLE_WORKERS)], edge_share=edges.share, edge_share_of_sampler=0.4)
+        boundary = a_slice(wait=1.0, compute=0.0, edge_wait=1.0, edges=1, edge_sampler=0.8, edge_garbage=0.1)
+        for piece in (boundary, a_slice(compute=1.0)):
+            tick = next_tick(tick.totals, piece)
+            recurring.add(tick)
+    ratios = {"boundary_ratio": pytest.approx(0.45), "sampler_boundary_ratio": pytest.approx(0.4)}
+    assert {name: getattr(recurring.costs, name) for name in ratios} == ratios
+    evidence = gather(
+        [with_workers(compute=1.0, **IDLE_WORKERS)],
+        boundary_ratio=recurring.costs.boundary_ratio,
+        sampler_boundary_ratio=0.4,
+    )
     assert costs(evidence) == {
         "loader_on_training_thread": pytest.approx(0.4),
         "worker_startup": pytest.approx(0.05),
@@ -124,7 +133,7 @@ def test_a_sampler_at_epoch_starts_is_judged_from_one_to_the_next():
 
 
 class Sampling:
-    """A batch sampler that costs the training thread ``seconds`` a batch, in its own way."""
+    """A batch sampler that takes the training thread ``seconds`` a batch."""
 
     def __init__(self, way: str) -> None:
         self.way = way
@@ -175,7 +184,7 @@ def test_a_run_names_what_its_sampler_does(tmp_path, way):
     stall = next(line for line in lines if line["event"] == "stall_open")
     evidence = stall["evidence"]
     assert stall["cause"] == CAUSES[way], evidence
-    assert "send less" not in stall["advice"][0]["action"]
+    assert "send less data" not in stall["advice"][0]["action"]
     assert stall["advice"][0]["predicted_speedup"] > 1
     if way != "collect":
         assert 0 < evidence["sampler_seconds"] <= evidence["wait_seconds"]

@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-from telemetry.identity import adopt, identify
+from telemetry.core.identity import adopt, identify
 
 
 def mpi(prefix: str, rank: int, size: int, local: int) -> dict[str, str]:
@@ -107,3 +107,9 @@ def test_a_process_group_that_goes_meanwhile_is_no_error(distributed):
     del distributed.is_initialized  # torch is being imported
     del distributed.group
     assert adopt(plain, None) == (plain, None)
+
+
+def test_the_setting_names_the_node():
+    env = {"SLURMD_NODENAME": "from-slurm", "NODE_NAME": "from-kubernetes"}
+    assert identify("r", None, env).node == "from-slurm"
+    assert identify("r", None, env, node="mine").node == "mine"

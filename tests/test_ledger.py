@@ -8,10 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from telemetry.core.distribution import Histogram
+from telemetry.core.labels import CATEGORIES, COMPUTE, DATA_WAIT, EVALUATION, OTHER, STARTUP
+from telemetry.core.quantile_sketch import Sketch, parse_counts
+from telemetry.core.spans import Step
 from telemetry.diagnose.ledger import Ledger
-from telemetry.diagnose.stats import ExposedWait, StepStats
-from telemetry.records import CATEGORIES, COMPUTE, DATA_WAIT, EVALUATION, OTHER, STARTUP, Histogram, Step
-from telemetry.sketch import Sketch, parse_counts
+from telemetry.diagnose.step_stats import ExposedWait, StepStats
 
 stamps = st.integers(min_value=0, max_value=10**12)
 spans = st.tuples(
@@ -85,7 +87,7 @@ def test_a_phase_that_is_looked_at_stays_one_phase():
 def test_a_quantile_is_within_one_percent(values, share):
     sketch = Sketch()
     for value in values:
-        sketch.add(value)
+        sketch.add([value])
     true = sorted(values)[math.floor(share * (len(values) - 1))]
     assert abs(sketch.quantile(share) - true) <= 0.0101 * true
     assert sketch.percentiles().max == max(values)
@@ -97,8 +99,8 @@ def test_sketches_of_windows_add_up(first, second):
     for values in (first, second):
         part = Sketch()
         for value in values:
-            part.add(value)
-            whole.add(value)
+            part.add([value])
+            whole.add([value])
         parts.merge(parse_counts(part.as_log_field()), part.largest)
     assert parts.counts == whole.counts
     assert parts.percentiles() == whole.percentiles()
@@ -142,24 +144,24 @@ def test_the_first_batch_is_the_first_while_it_is_still_waited_for():
         ]
     )
     ledger.advance(900, 800)
-    assert (ledger.first_wait_ns, ledger.edge_wait_ns, ledger.edges) == (520, 0, 0)
+    assert (ledger.first_wait_ns, ledger.boundary_wait_ns, ledger.epoch_boundaries) == (520, 0, 0)
 
 
-def test_the_first_batch_of_an_epoch_is_at_its_edge_while_it_is_still_waited_for():
+def test_the_wait_for_a_first_batch_is_at_the_epoch_boundary():
     ledger = Ledger(0)
     ledger.fold(
         [(0, 10, DATA_WAIT, COMPUTE, True, True, True, False), (20, 24, DATA_WAIT, OTHER, True, False, False, False)]
     )
     ledger.advance(90, 30)
-    assert ledger.at_edge
-    assert (ledger.edge_wait_ns, ledger.edges) == (4 + 60, 1)
+    assert ledger.at_epoch_boundary
+    assert (ledger.boundary_wait_ns, ledger.epoch_boundaries) == (4 + 60, 1)
     ledger.fold(
         [
             (30, 100, DATA_WAIT, COMPUTE, False, True, True, False),
             (110, 150, DATA_WAIT, COMPUTE, True, True, True, False),
         ]
     )
-    assert (ledger.edge_wait_ns, ledger.edges) == (4 + 70, 1)
+    assert (ledger.boundary_wait_ns, ledger.epoch_boundaries) == (4 + 70, 1)
     assert ledger.ns[DATA_WAIT] == 10 + 4 + 70 + 40
 
 
@@ -186,9 +188,9 @@ def test_how_much_longer_batches_next_to_the_edges_of_an_epoch_take(waits, later
     ledger = Ledger(0)
     spans, at = epoch(0, waits)
     ledger.fold(spans)
-    assert ledger.around_edges_ns == later
+    assert ledger.near_boundary_wait_ns == later
     ledger.fold(epoch(at, waits)[0])
-    assert ledger.around_edges_ns == 2 * later
+    assert ledger.near_boundary_wait_ns == 2 * later
 
 
 def test_the_first_batch_of_a_run_is_not_next_to_an_edge():
@@ -196,7 +198,7 @@ def test_the_first_batch_of_a_run_is_not_next_to_an_edge():
     ledger = Ledger(0)
     spans, _ = epoch(0, [90, *[2] * 15])
     ledger.fold(spans[1:])
-    assert (ledger.first_wait_ns, ledger.around_edges_ns) == (90, 0)
+    assert (ledger.first_wait_ns, ledger.near_boundary_wait_ns) == (90, 0)
 
 
 def test_an_epoch_that_is_left_has_not_ended():
@@ -204,7 +206,7 @@ def test_an_epoch_that_is_left_has_not_ended():
     spans, at = epoch(0, [90, *[2] * 14, 70, 70], left=True)
     ledger.fold(spans)
     ledger.fold(epoch(at, [90, *[2] * 14])[0])
-    assert ledger.around_edges_ns == 0
+    assert ledger.near_boundary_wait_ns == 0
 
 
 def test_the_histogram_counts_each_step_once():

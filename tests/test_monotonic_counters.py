@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader
 import telemetry
 from telemetry.collect.host import HostSource
 from telemetry.collect.pressure import PressureSource
-from telemetry.collect.workers import WorkersSource
-from telemetry.records import FETCH_BUCKETS, WorkerCounters
+from telemetry.collect.worker_source import WorkersSource
+from telemetry.core.worker_records import FETCH_BUCKETS, WorkerCounters
 from tests.test_agent import log_lines, scrape, wait_for
 from tests.test_attach_loaders import Numbers
 
@@ -28,12 +28,12 @@ def test_the_ring_is_emptied_long_before_the_next_sample(tmp_path):
     hour = {"interval_seconds": 3600, "stall_window_seconds": 3600}
     agent = telemetry.start(tmp_path / "run", port="off", start_line=False, **hour)
     ring = agent.tracker.ring
-    wait_for(lambda: agent.logbook.log.file.path.exists() and agent._agent_cpu_seconds)  # the first sample
+    wait_for(lambda: agent.event_log.log.file.path.exists() and agent.overhead.agent_thread_seconds)  # the first sample
     for round_ in range(3):
         for _ in telemetry.watch(range(3000)):
             pass
         wait_for(lambda: drained(ring))
-        assert agent.accounts.stats.steps >= 3000 * (round_ + 1) - 1
+        assert agent.accounting.stats.steps >= 3000 * (round_ + 1) - 1
     telemetry.stop()
     assert log_lines(agent)[-1]["dropped_steps_total"] == 0
 
@@ -45,7 +45,7 @@ def test_the_ring_is_emptied_between_slow_collectors(agent, monkeypatch):
 
     def slow(source):
         time.sleep(0.6)
-        pushed.append(ring.push(agent.accounts.ledger.at_ns, agent.accounts.ledger.at_ns, 0))
+        pushed.append(ring.push(agent.accounting.ledger.at_ns, agent.accounting.ledger.at_ns, 0))
         return read_host(source)
 
     def after(source):
@@ -68,7 +68,7 @@ def test_the_cost_of_an_endpoint_that_was_replaced_stays_counted(agent):
     os.close(first._server.listening.number)  # as a library that closes all descriptors does
     wait_for(lambda: agent._node.endpoint not in {None, first})
     assert scrape(agent)[OVERHEAD] >= 10
-    assert agent._status()[1]["agent"] >= 10
+    assert agent.overhead.seconds()["agent"] >= 10
 
 
 @pytest.mark.parametrize("way", ["fails", "run ends"])

@@ -4,8 +4,10 @@ import time
 
 import pytest
 
-from telemetry.collect.nvml import THROTTLE_BITS, NvmlSource, device_summary
-from telemetry.collect.source import SourceError
+from telemetry.collect.collector import CollectorError
+from telemetry.collect.nvml.gpu_summary import device_summary
+from telemetry.collect.nvml.readings import THROTTLE_BITS
+from telemetry.collect.nvml.source import NvmlSource
 
 torch = pytest.importorskip("torch")
 
@@ -27,7 +29,7 @@ def torch_uuid():
 def newest(source):
     try:
         return source.read()
-    except SourceError as error:
+    except CollectorError as error:
         return str(error)
 
 

@@ -8,11 +8,15 @@ import subprocess
 import sys
 import threading
 from itertools import repeat
+from pathlib import Path
 
 import pytest
 
-from telemetry.collect.stacks import all_stacks
-from telemetry.collect.whereabouts import Whereabouts
+from telemetry.collect.stack_capture import all_stacks
+from telemetry.collect.thread_sampler import ThreadSampler
+from telemetry.core.stacks import stack_of
+
+ROOT = Path(__file__).parents[1]
 
 WATCHED = """
 import os, sys, threading, urllib.request
@@ -34,8 +38,8 @@ agent = telemetry.start(sys.argv[1], port=0, interval_seconds=0.1, log_interval_
 agent._sampler._nvml._thread.join()  # there is no GPU, or it is a fake one that ends
 for _ in range(3):
     urllib.request.urlopen(agent.metrics_url, timeout=10).read()
-    before = agent.accounts.ledger.at_ns
-    while agent.accounts.ledger.at_ns == before:
+    before = agent.accounting.ledger.at_ns
+    while agent.accounting.ledger.at_ns == before:
         pass
 telemetry.stop()
 print(*Watch.seen)
@@ -102,7 +106,7 @@ class Training:
 
 
 def look(training) -> None:
-    Whereabouts(lambda: training.thread.ident, lambda: True, lambda: True).look()
+    ThreadSampler(lambda: training.thread.ident, lambda: True, lambda: True).sample()
 
 
 @pytest.mark.parametrize("see", [look, lambda training: all_stacks(training.thread.ident, ())], ids=["look", "stacks"])
@@ -111,6 +115,36 @@ def test_a_look_at_the_training_frees_nothing_of_it(see):
         for _ in repeat(None, 2000):
             see(training)
     assert Batch.freed_by == {training.thread.ident}
+
+
+AUDITED = """
+import sys, threading
+sys.addaudithook(lambda *_: threading.get_ident())
+from tests.test_our_threads import all_stacks, look, test_a_look_at_the_training_frees_nothing_of_it as check
+check(look)
+check(lambda training: all_stacks(training.thread.ident, ()))
+"""
+
+
+def test_a_look_frees_nothing_beside_a_python_audit_hook():
+    """filelock has such a hook, and torch.compile imports it. A hook cannot be removed, so this needs its own process."""
+    done = subprocess.run([sys.executable, "-c", AUDITED], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_file_with_quotes_and_control_characters_keeps_its_name():
+    """A stack knows only what the frame prints."""
+    name = 'it\'s "quoted", line 7, code x>\n\\\udc80.py'
+    over, inside = threading.Event(), threading.Event()
+    scope = {"over": over, "inside": inside, "__name__": "strange"}
+    exec(compile("def wait():\n    inside.set()\n    over.wait()\n", name, "exec"), scope)
+    thread = threading.Thread(target=scope["wait"])
+    thread.start()
+    assert inside.wait(60)
+    (spot,) = [spot for spot in stack_of(thread.ident) if spot.module == "strange"]
+    over.set()
+    thread.join()
+    assert (spot.file, spot.function) == (name, "wait")
 
 
 @pytest.mark.parametrize("enabled", [True, False])

@@ -14,10 +14,10 @@ import pytest
 
 import telemetry
 from telemetry.config import Config
-from telemetry.records import CATEGORIES
+from telemetry.core.labels import CATEGORIES
 from telemetry.report.command import report
-from telemetry.report.load import load
-from telemetry.report.schema import FIELDS
+from telemetry.report.log_reader import load
+from telemetry.report.log_schema import FIELDS
 from telemetry.report.summary import summarize
 
 JUNK = [None, True, -1, 1e300, 2.5, "", "\x1b]0;x\x07", [], [1], {}, {"a": "b"}, [[{}]], [None], {"p50": []}]
@@ -146,7 +146,7 @@ def test_a_rotated_log_still_knows_its_threshold(tmp_path):
         tmp_path, port=None, stall_enter_ratio=0.35, log_max_bytes=65536, log_max_files=1, start_line=False
     )
     for _ in range(100):
-        agent.logbook.emit("error", {"source": "test", "message": "x" * 1000})
+        agent.event_log.emit("error", {"source": "test", "message": "x" * 1000})
     telemetry.stop()
     (process,) = load(tmp_path)
     assert process.head["continued"]

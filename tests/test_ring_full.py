@@ -1,4 +1,4 @@
-"""The hot path while the ring is full: ordinary steps are added up as they would have been booked."""
+"""The fast path while the ring is full: ordinary steps are added up as they would have been booked."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def test_ordinary_steps_that_are_dropped_add_up():
     lost = ring.lost
     assert (lost.steps, lost.batches, ring.dropped) == (DROPPED, DROPPED, DROPPED)
     assert lost.ns[S_DATA_WAIT] == DROPPED * WAIT
-    assert lost.ns[S_COMPUTE] == (DROPPED - 1) * (STEP_NS - WAIT), "after the last wait nothing is known yet"
+    assert lost.ns[S_COMPUTE] == (DROPPED - 1) * (STEP_NS - WAIT), "what follows the last wait is not known yet"
     assert sum(lost.ns) == lost.end_ns - lost.start_ns
     assert (lost.wait_ns, lost.compute_ns, lost.open, lost.opened) == (WAIT, 0, True, True)
     assert lost.last_step_ns == (CAPACITY + DROPPED - 1) * STEP_NS
@@ -22,7 +22,7 @@ def test_ordinary_steps_that_are_dropped_add_up():
     assert ring.closed == CAPACITY + DROPPED - 1
 
 
-def test_what_was_dropped_goes_into_the_ring_once_there_is_room():
+def test_the_sums_of_dropped_spans_go_into_the_ring_once_there_is_room():
     ring = Ring()
     for number in range(CAPACITY + DROPPED):
         ring.push(number * STEP_NS, number * STEP_NS + WAIT, STEP)

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from telemetry.records import RECORDED, REFUSED
+from telemetry.core.labels import RECORDED, REFUSED
 from tests.test_attach_loaders import Numbers
-from tests.test_snapshot_capture import Taken, taken  # noqa: F401 - the fixture
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,7 +18,7 @@ pytestmark = [
 ]
 
 
-def test_kernels_are_in_the_trace(taken):  # noqa: F811
+def test_kernels_are_in_the_trace(taken):
     matrix = torch.randn(256, 256, device="cuda")
     taken.arm(4, 6)
     for _ in DataLoader(Numbers(12)):
@@ -29,7 +28,7 @@ def test_kernels_are_in_the_trace(taken):  # noqa: F811
     assert any(event.get("cat") == "kernel" for event in taken.events(outcome))
 
 
-def test_a_captured_graph_is_replayed_before_during_and_after(taken):  # noqa: F811
+def test_a_captured_graph_is_replayed_before_during_and_after(taken):
     static = torch.ones(64, device="cuda")
     graph = torch.cuda.CUDAGraph()
     (static * 2).sum()
@@ -45,7 +44,7 @@ def test_a_captured_graph_is_replayed_before_during_and_after(taken):  # noqa: F
 
 
 @pytest.mark.parametrize("at", [2, 4, 5, 6, 7])
-def test_a_capture_over_a_boundary_stays_valid(taken, at):  # noqa: F811
+def test_a_capture_over_a_boundary_stays_valid(taken, at):
     """Batches requested while a graph is being captured: ours neither begins nor ends in there."""
     iterator = iter(DataLoader(Numbers(20)))
     torch.ones(1, device="cuda")
@@ -65,7 +64,7 @@ def test_a_capture_over_a_boundary_stays_valid(taken, at):  # noqa: F811
     assert taken.outcome().result in {RECORDED, REFUSED}
 
 
-def test_what_a_finished_profile_leaves_behind(taken, record_property):  # noqa: F811
+def test_what_a_finished_profile_leaves_behind(taken, record_property):
     """Launch-bound steps before and after ten snapshots: measured, and told; the policy switches off above 10 %."""
     tensor = torch.ones(16, device="cuda")
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from telemetry.snapshot import plan as p
-from telemetry.snapshot.trigger import Limits, StepWatch, Trigger
+from telemetry.snapshot import protocol as p
+from telemetry.snapshot.trigger import SnapshotLimits, StepWatch, Trigger
 
 CAUSE = "uneven_batches"
 
 
 def trigger(settle: float = 10, cooldown: float = 100, most: int = 3) -> Trigger:
-    return Trigger(Limits(settle, cooldown, most))
+    return Trigger(SnapshotLimits(settle, cooldown, most))
 
 
 def fired(one: Trigger, until: int, cause: str | None = CAUSE, since: int = 0) -> list[int]:

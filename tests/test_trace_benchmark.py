@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import child
 from benchmarks import trace as benchmark
-from telemetry.snapshot.trace import read_trace
+from telemetry.trace.reader import read_trace
 
 
 @pytest.mark.parametrize("name", ["t.json", "t.json.gz"])

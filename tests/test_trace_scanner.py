@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from telemetry.snapshot.reading import scanner as scanner_module
-from telemetry.snapshot.reading.limits import Limits, NoTraceError, TraceError
-from telemetry.snapshot.reading.scanner import Scanner
-from telemetry.snapshot.reading.source import open_source
+from telemetry.trace import json_scanner as scanner_module
+from telemetry.trace.file_stream import open_stream
+from telemetry.trace.json_scanner import Scanner
+from telemetry.trace.read_limits import NoTraceError, ReadLimits, TraceError
 
 
 class Pieces:
@@ -36,8 +36,8 @@ class Pieces:
         return piece
 
 
-def read(data: bytes, sizes: list[int] = [7], limits: Limits | None = None):
-    scanner = Scanner(Pieces(data, sizes), limits or Limits())
+def read(data: bytes, sizes: list[int] = [7], limits: ReadLimits | None = None):
+    scanner = Scanner(Pieces(data, sizes), limits or ReadLimits())
     events = [event for batch in scanner.batches() for event in batch]
     return events, scanner
 
@@ -127,11 +127,11 @@ def test_bare_words_and_stray_bytes_in_an_event_are_read_all_the_same():
 )
 def test_what_is_wrong_and_where(data, says):
     with pytest.raises(TraceError, match=says):
-        read(data, [4096], Limits(max_event_bytes=1_000_000))
+        read(data, [4096], ReadLimits(max_event_bytes=1_000_000))
 
 
-def source(path: Path, limits: Limits = Limits()) -> bytes:
-    with open_source(path, limits) as opened:
+def source(path: Path, limits: ReadLimits = ReadLimits()) -> bytes:
+    with open_stream(path, limits) as opened:
         return b"".join(iter(opened.read, b""))
 
 
@@ -161,7 +161,10 @@ def test_a_link_is_not_opened_where_it_must_not_be_followed(tmp_path):
     (tmp_path / "a.json").write_bytes(b"{}")
     (tmp_path / "b.json").symlink_to("a.json")
     assert source(tmp_path / "b.json") == b"{}"
-    with pytest.raises(TraceError, match="cannot be opened"), open_source(tmp_path / "b.json", Limits(), follow=False):
+    with (
+        pytest.raises(TraceError, match="cannot be opened"),
+        open_stream(tmp_path / "b.json", ReadLimits(), follow=False),
+    ):
         pass
 
 
@@ -169,12 +172,12 @@ def test_size_is_capped_whatever_the_compression(tmp_path):
     file = tmp_path / "a.json"
     file.write_bytes(b" " * 300_000)
     with pytest.raises(TraceError, match="larger than 200000 bytes.*--max-bytes"):
-        source(file, Limits(max_bytes=200_000))
+        source(file, ReadLimits(max_bytes=200_000))
 
 
 BOMB_READER = """
 import resource, sys
-from telemetry.snapshot.trace import read_trace, TraceError
+from telemetry.trace.reader import read_trace, TraceError
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 try:
     read_trace(sys.argv[1])
@@ -211,7 +214,7 @@ def test_a_gzip_bomb_is_refused_with_bounded_memory(tmp_path, head, body):
 
 
 def test_the_number_and_the_names_of_events_are_capped(tmp_path):
-    from telemetry.snapshot.trace import read_trace
+    from telemetry.trace.reader import read_trace
 
     def write(count, name):
         rows = ({"ph": "X", "cat": "cpu_op", "name": name(i), "ts": i, "dur": 1, "tid": 1} for i in range(count))
@@ -219,13 +222,13 @@ def test_the_number_and_the_names_of_events_are_capped(tmp_path):
         return tmp_path / "t.json"
 
     with pytest.raises(TraceError, match="more than 500 events"):
-        read_trace(write(1000, lambda i: "op"), Limits(max_events=500))
+        read_trace(write(1000, lambda i: "op"), ReadLimits(max_events=500))
     with pytest.raises(TraceError, match="names are longer than 1000 bytes"):
-        read_trace(write(1000, lambda i: f"op {i}"), Limits(max_name_bytes=1000))
+        read_trace(write(1000, lambda i: f"op {i}"), ReadLimits(max_name_bytes=1000))
 
 
 def test_sound_json_that_is_no_trace(tmp_path):
-    from telemetry.snapshot.trace import read_trace
+    from telemetry.trace.reader import read_trace
 
     for document in ({"traceEvents": []}, [1, [2], None, "x"], {"traceEvents": [{"ph": "M", "name": "a"}]}, {}):
         (tmp_path / "t.json").write_text(json.dumps(document))

@@ -11,10 +11,10 @@ import torch
 from torch.utils.data import DataLoader
 
 import telemetry
-from telemetry.report.load import load
+from telemetry.report.log_reader import load
 from telemetry.report.summary import summarize
+from tests.report_logs import START, line, totals, write
 from tests.test_attach_loaders import Numbers
-from tests.test_report import START, line, totals, write
 
 
 def read_on_a_thread(batches):
@@ -74,7 +74,7 @@ def test_a_step_of_the_users_without_a_batch_is_unseen(agent):
             next(iter(DataLoader(Numbers(1))))
         with telemetry.step():
             pass
-    assert agent.accounts.unseen_steps == 4
+    assert agent.accounting.unseen_steps == 4
     assert "4 of 10 steps" in finished(agent)["verdict"]
 
 
@@ -89,9 +89,9 @@ def test_going_over_to_a_thread_is_noticed(agent):
     for batch in read_on_a_thread(DataLoader(Numbers(1_000_000, 0.001), batch_size=None)):
         training.step(batch)
         steps += 1
-        if agent.accounts.unseen_steps >= 50 or time.monotonic() > deadline:
+        if agent.accounting.unseen_steps >= 50 or time.monotonic() > deadline:
             break
-    assert agent.accounts.unseen_steps >= 50
+    assert agent.accounting.unseen_steps >= 50
     report = finished(agent)
     assert report["verdict"].startswith("Not known")
     assert report["ranks"][0]["steps"] >= 50
@@ -103,8 +103,8 @@ def test_many_optimizer_steps_for_one_batch_are_one_step(agent):
     for batch in DataLoader(Numbers(4), batch_size=None):
         for _ in range(100):
             training.step(batch)
-        agent.accounts.update()
-    assert agent.accounts.unseen_steps == 0
+        agent.accounting.update()
+    assert agent.accounting.unseen_steps == 0
     report = finished(agent)
     assert report["ranks"][0]["steps"] == 4
     assert "Not known" not in report["verdict"]
@@ -116,7 +116,7 @@ def test_a_loader_that_iterates_in_its_own_way_can_be_watched(agent):
     for batch in loader:
         training.step(batch)
     report = finished(agent)
-    assert agent.accounts.unseen_steps == 0
+    assert agent.accounting.unseen_steps == 0
     assert report["ranks"][0]["steps"] == 20
     assert report["verdict"].startswith("Starved"), report["verdict"]
     assert not hasattr(Threaded.__iter__, "__wrapped__"), "the class is as it was when the agent has stopped"

@@ -11,7 +11,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 RULES = ("telemetry.recording.rules.yml", "telemetry.alerts.rules.yml")
 RULES_HEAD = """\
-# Made by generate.py from deploy/prometheus/*.rules.yml: change those, and make it anew.
+# Made by generate.py from deploy/prometheus/*.rules.yml: change those and regenerate.
 apiVersion: monitoring.coreos.com/v1
 kind: PrometheusRule
 metadata:
@@ -24,7 +24,7 @@ spec:
 """
 
 DASHBOARDS = HERE.parents[1] / "grafana" / "dashboards"
-DASHBOARDS_HEAD = "# Made by generate.py from grafana/dashboards/*.json: change what makes those, and make it anew.\n"
+DASHBOARDS_HEAD = "# Made by generate.py from grafana/dashboards/*.json: change what generates those and regenerate.\n"
 CONFIG_MAP = """\
 ---
 apiVersion: v1

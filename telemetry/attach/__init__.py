@@ -1,1 +1,1 @@
-"""The only code that runs on the training thread."""
+"""Runs on the training thread and in the DataLoader workers. So does `snapshot.capture`, on the training thread."""

@@ -10,23 +10,23 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import ModuleType
 
-    from telemetry.attach.captures import Captures
+    from telemetry.attach.graph_captures import Captures
 
 CUDA: Final = "cuda"
 
 _HOST: Final = frozenset({"cpu", "meta"})
 _MODULES: Final = (CUDA, "xpu", "npu", "hpu", "mlu", "musa", "mtia", "maia")
-"""Types of devices that have, or may have, a module of their own in torch which tells whether it is initialised."""
+"""Types of devices that may have a module in torch which tells whether it is initialised."""
 
 _BATCHED: Final = frozenset({"xla", "hpu"})
-"""They run operations in batches of their own choosing: an event says when it was recorded, not when work was done."""
+"""They queue operations and run them later: an event tells when it was recorded, not when the work was done."""
 
 
 def in_use(trained_on: str | None) -> str | None:
     """The type of the asynchronous device that the training uses, such as ``cuda``; None where the host computes.
 
     Args:
-        trained_on: the type of device that the optimizer's parameters are on; None as long as that is not known.
+        trained_on: the type of device that holds the optimizer's parameters; None until it is known.
     """
     if trained_on is not None and trained_on not in _HOST:
         return trained_on
@@ -47,13 +47,13 @@ def in_use(trained_on: str | None) -> str | None:
 def _names(torch: ModuleType) -> Iterator[str]:
     yield from _MODULES
     try:
-        yield str(torch._C._get_privateuse1_backend_name())  # of a device that somebody else has added to torch
+        yield str(torch._C._get_privateuse1_backend_name())  # of a device that an extension has added to torch
     except Exception:
         return  # torch is half imported
 
 
 def _allocated(torch: ModuleType) -> str | None:
-    """The accelerator of this torch, if memory of it has been asked for. For those that do not say it (MPS)."""
+    """The accelerator of this torch, if memory of it has been allocated. For those that do not tell otherwise (MPS)."""
     named = getattr(vars(torch).get("accelerator"), "current_accelerator", None)
     used = getattr(vars(torch).get("_C"), "_accelerator_isAllocatorInitialized", None)
     try:
@@ -70,20 +70,20 @@ def _says_yes(question: Callable[[], object] | None) -> bool:
         return False
 
 
-class Place(NamedTuple):
+class DeviceStream(NamedTuple):
     """Where the work of a thread goes: index of the device, and number of the stream."""
 
     device: int
     stream: int
 
 
-class Events:
+class DeviceEvents:
     """Timing events of one type of device. Used on the training thread alone.
 
     Args:
         torch: the module.
         name: the type of device.
-        captures: in which nothing may be touched.
+        captures: during which the device must not be touched.
     """
 
     def __init__(self, torch: ModuleType, name: str, captures: Captures) -> None:
@@ -94,15 +94,16 @@ class Events:
         self._captures = captures
 
     def event(self) -> Any:
-        """A new event with timing. Raises whatever torch does where there is no such thing."""
+        """A new event with timing. Raises what torch raises where there are none."""
         if self._name == CUDA:
             return self._module.Event(enable_timing=True)
         return self._torch.Event(device=self._name, enable_timing=True)
 
-    def begin(self) -> Place | None:
-        """Calls to the device are about to come. Returns where the work of this thread goes; None: make none now.
+    def begin(self) -> DeviceStream | None:
+        """Announce calls to the device. Always to be followed by `end`.
 
-        To be followed by `end`, whatever happens.
+        Returns:
+            Where the work of this thread goes; None if no call may be made now.
         """
         self._captures.touching = get_ident()
         if self._captures.under_way:
@@ -115,15 +116,15 @@ class Events:
         if capturing is not None and capturing():
             return None
         stream = (module if hasattr(module, "current_stream") else self._generic).current_stream()
-        return Place(stream.device_index, stream.stream_id)
+        return DeviceStream(stream.device_index, stream.stream_id)
 
     def end(self) -> None:
-        """No more calls."""
+        """The calls are over."""
         self._captures.touching = 0
 
 
 def timed(torch: ModuleType, name: str) -> bool:
-    """Whether this torch has events for a type of device that can time its work, as far as it says."""
+    """Whether this torch has events that can time the work of a type of device, as far as it tells."""
     if name in _BATCHED:
         return False
     if name == CUDA:

@@ -1,37 +1,39 @@
-"""Everything that is hooked into torch, as one thing that can be undone."""
+"""Every hook into torch, attached and detached together."""
 
 from __future__ import annotations
 
 import sys
 from typing import TYPE_CHECKING, Any
 
-from telemetry.attach import accelerator, checkpoints, garbage, loader, prefetchers, workers
-from telemetry.attach.captures import Captures
+from telemetry.attach import accelerator, checkpoint_hooks, gc_timer, loader_hooks, prefetchers, worker_patch
+from telemetry.attach.fast_path import GPU_CLOCK
 from telemetry.attach.gpu_clock import GpuClock
-from telemetry.attach.imports import ImportWatch
+from telemetry.attach.graph_captures import Captures
+from telemetry.attach.import_watch import ImportWatch
+from telemetry.attach.optimizer_hook import optimizer_hook
 from telemetry.attach.patches import Patches
-from telemetry.attach.profilers import ProfilerWatch
+from telemetry.attach.profiler_watch import ProfilerWatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import ModuleType
 
-    from telemetry.attach.steps import StepTracker
+    from telemetry.attach.step_tracker import StepTracker
 
 
 class Attachment:
-    """The hooks of one tracker: patched when torch is there, or as soon as it is.
+    """The hooks of one tracker. They are placed at once if torch is imported already, else when it is imported.
 
     Args:
-        tracker: what the hooks tell.
+        tracker: is told of everything.
         on_error: told of a hook that could not be placed; the others are not affected.
         gpu_events: whether to time waits with events of the GPU, or of another device that has them, once it is used.
         nvtx: whether steps, waits, phases and the workers' fetches are to be NVTX ranges.
 
     Attributes:
-        profilers: knows of the user's own profilers.
-        captures: knows of the captures of CUDA graphs.
-        clock: the GPU's, also when the hooks are gone; None where there is none.
+        profilers: knows which of the user's own profilers record.
+        captures: knows which CUDA graphs are being captured.
+        clock: the GPU's, also after `detach`; None where there is none.
     """
 
     def __init__(
@@ -56,7 +58,7 @@ class Attachment:
 
     def attach(self) -> None:
         """Place the hooks. Imports nothing."""
-        garbage.time_garbage(self._tracker, self._patches)
+        gc_timer.time_garbage(self._tracker, self._patches)
         self._watch.when_imported("torch", self._torch)
         self._watch.when_imported("torch.distributed.checkpoint", self._distributed_checkpoint)
         self._watch.when_imported("safetensors.torch", self._saving)
@@ -65,9 +67,9 @@ class Attachment:
             self._watch.when_imported(name, self._with_patches(patch))
 
     def watch_gpu(self, name: str = accelerator.CUDA) -> str | None:
-        """A device has come into use: time waits on its clock, if that is wanted and possible.
+        """The training uses a device: time waits on its clock, if that is wanted and possible.
 
-        Called again and again, on any thread.
+        To be called once a tick while the device is in use, on any thread.
 
         Args:
             name: the type of device, as `accelerator.in_use` tells it.
@@ -85,9 +87,9 @@ class Attachment:
             elif not accelerator.timed(torch, name):
                 self._clock_absent = f"torch has no events that time the work of this device ({name})"
             else:
-                self.clock = tracker.gpu = GpuClock(accelerator.Events(torch, name, self.captures))
+                self.clock = tracker.gpu = GpuClock(accelerator.DeviceEvents(torch, name, self.captures))
         if tracker.gpu is not None:
-            tracker.key = 0  # off the short path, which knows nothing of the clock
+            tracker.fast_path.disable(GPU_CLOCK)
         if self.clock is None:
             return self._clock_absent
         if self.clock.failed:
@@ -115,11 +117,11 @@ class Attachment:
         tracker = self._tracker
         dataloader = sys.modules["torch.utils.data.dataloader"]
         places: tuple[Callable[[], None], ...] = (
-            lambda: workers.patch_workers(dataloader._MultiProcessingDataLoaderIter, tracker, self._patches),
-            lambda: loader.patch_loader(dataloader, tracker, torch.is_grad_enabled, self._patches),
+            lambda: worker_patch.patch_workers(dataloader._MultiProcessingDataLoaderIter, tracker, self._patches),
+            lambda: loader_hooks.patch_loader(dataloader, tracker, torch.is_grad_enabled, self._patches),
             lambda: self._optimizer(sys.modules["torch.optim.optimizer"]),
             lambda: self._profilers(torch),
-            lambda: tracker.marks.use_nvtx(torch.cuda.nvtx) if self._nvtx else None,
+            lambda: tracker.profiler_ranges.use_nvtx(torch.cuda.nvtx) if self._nvtx else None,
             lambda: self.captures.patch(getattr(torch.cuda, "CUDAGraph", None), self._patches),
             lambda: self._saving(torch.serialization),
             lambda: self._saving(torch),
@@ -132,32 +134,20 @@ class Attachment:
         tracker.use_torch(torch.is_grad_enabled, lambda: current_device(torch))
 
     def _optimizer(self, module: Any) -> None:
-        tracker = self._tracker
-
-        # The tracker as a default and not in a cell: see `loader.timed_next`.
-        def stepped(optimizer: object, _args: object, _kwargs: object, tracker: StepTracker = tracker) -> None:
-            tracker.optimizer_steps += 1
-            if not tracker.key:
-                try:
-                    tracker.optimizer_stepped(optimizer)
-                except Exception as error:
-                    tracker.fault(error)
-
-        # As torch.compiler.disable marks a function, which would import Dynamo: a compiled step is not to trace it.
-        stepped._torchdynamo_disable = True  # type: ignore[attr-defined]
-        self._patches.on_undo(module.register_optimizer_step_post_hook(stepped).remove)
+        handle = module.register_optimizer_step_post_hook(optimizer_hook(self._tracker))
+        self._patches.on_undo(handle.remove)
 
     def _profilers(self, torch: ModuleType) -> None:
         profiler = sys.modules["torch.autograd.profiler"]
         self.profilers.patch(profiler, torch.autograd._profiler_enabled, self._patches)
 
     def _saving(self, module: ModuleType) -> None:
-        checkpoints.patch_saving(module, self._tracker, self._patches)
+        checkpoint_hooks.patch_saving(module, self._tracker, self._patches)
 
     def _stateful_loader(self, module: Any) -> None:
         stateful, iterators = module.StatefulDataLoader, module._StatefulMultiProcessingDataLoaderIter
-        workers.patch_workers(iterators, self._tracker, self._patches)
-        loader.patch_edges(stateful, iterators, self._tracker, self._patches)
+        worker_patch.patch_workers(iterators, self._tracker, self._patches)
+        loader_hooks.patch_epoch_boundaries(stateful, iterators, self._tracker, self._patches)
 
     def _with_patches(self, patch: Callable[[Any, StepTracker, Patches], None]) -> Callable[[ModuleType], None]:
         return lambda module: patch(module, self._tracker, self._patches)

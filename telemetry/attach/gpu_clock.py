@@ -1,15 +1,15 @@
 """Exposed wait, on the GPU's own clock.
 
-At the request for a batch one event goes into the stream, behind all the work of the step; when the batch has come,
-another. The GPU reaches the first when it has finished the step and the second when the next work may begin: the
-time between the two is what it had nothing to do, however long the host waited. No synchronise is needed; a pair is
-read some steps later, when it has long passed.
+At the request for a batch, one event goes into the stream, behind all the work of the step. When the batch has come,
+another one follows. The GPU reaches the first when it has finished the step, and the second when the next work may
+begin. In the time between the two it had nothing to do, however long the host waited. No synchronise is needed: a pair
+is read some steps later, when the GPU has passed it.
 
-Both events go into the stream that the optimizer's work goes into, or the pair is not counted: a stream on the side,
-for copies say, has nothing to do while the GPU is busy.
+Both events go into the stream of the optimizer's work, or the pair is not counted: a side stream, for copies say, is
+idle while the GPU is busy.
 
 Events are touched on the training thread only: a query from another thread invalidates a graph capture in progress.
-They are never released in a forked child; see `attach.kept`.
+They are never released in a forked child; see `attach.fork_keepalive`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
-from telemetry.attach.kept import keep, release
-from telemetry.clock import now_ns
+from telemetry.attach.fork_keepalive import keep, release
+from telemetry.core.clock import now_ns
 
 if TYPE_CHECKING:
-    from telemetry.attach.accelerator import Place
+    from telemetry.attach.accelerator import DeviceStream
 
 BUDGET_RATIO: Final = 0.001
-"""Share of the step that timing it may cost."""
+"""Share of a step that timing it may cost."""
 
 _POOL: Final = 8
 _SMOOTHING: Final = 0.1
@@ -35,17 +35,17 @@ _TOLERANCE_SECONDS: Final = 0.001
 _IN_VAIN: Final = 20
 
 
-class Device(Protocol):
+class ClockedDevice(Protocol):
     """What a clock needs of a device."""
 
     def event(self) -> Any:
         """A new timing event."""
 
-    def begin(self) -> Place | None:
-        """Calls are about to come. Returns where this thread's work goes; None: make none now."""
+    def begin(self) -> DeviceStream | None:
+        """Announce calls. Returns where this thread's work goes; None if no call may be made now."""
 
     def end(self) -> None:
-        """No more calls. Follows every `begin`."""
+        """The calls are over. Follows every `begin`."""
 
 
 class _Pair(NamedTuple):
@@ -53,8 +53,8 @@ class _Pair(NamedTuple):
 
     before: Any
     after: Any
-    place: Place
-    edge: bool
+    place: DeviceStream
+    at_boundary: bool
 
 
 class GpuClock:
@@ -64,12 +64,12 @@ class GpuClock:
         device: whose events.
 
     Attributes:
-        sampled_ns: exposed wait and host wait of the thinned-out pairs that were read.
-        edge_ns: the same of the pairs around an iteration's start and end, each of which is timed.
+        sampled_ns: exposed wait and host wait of the pairs of ordinary steps that were read.
+        boundary_ns: the same at epoch boundaries, where every wait is timed.
         pairs: how many pairs were read.
-        distrusted: pairs that were thrown away because they contradict the host's clock.
-        skipped: waits whose turn it was and that were not timed: their work went elsewhere than the step's.
-        failed: a call to the device raised; the clock is not used any more.
+        distrusted: pairs that were dropped because they contradict the host's clock.
+        skipped: waits that were to be timed and were not, because their stream was not that of the step's work.
+        failed: a call to the device raised. The clock is not used any more.
     """
 
     __slots__ = (
@@ -83,27 +83,27 @@ class GpuClock:
         "_skip",
         "_step_ns",
         "_worked_in",
+        "boundary_ns",
         "distrusted",
-        "edge_ns",
         "failed",
         "pairs",
         "sampled_ns",
         "skipped",
     )
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: ClockedDevice) -> None:
         self._device = device
-        self._events: list[Any] = []  # every one there is
+        self._events: list[Any] = []  # all of them
         self._free: dict[int, list[tuple[Any, Any]]] = {}  # by device
         self._pending: deque[tuple[_Pair, int]] = deque()
         self._armed: _Pair | None = None
-        self._worked_in: Place | None = None
+        self._worked_in: DeviceStream | None = None
         self._skip = 0
         self._cost_ns = 20_000.0  # until it has been measured
         self._step_ns = 0.0
         self._last_request = 0
         self.sampled_ns = (0, 0)
-        self.edge_ns = (0, 0)
+        self.boundary_ns = (0, 0)
         self.pairs = 0
         self.distrusted = 0
         self.skipped = 0
@@ -111,14 +111,14 @@ class GpuClock:
 
     @property
     def in_vain(self) -> bool:
-        """Whether the waits of ordinary steps come and go, and none of them can be timed."""
+        """Whether none of the ordinary steps' waits could be timed, though many should have been."""
         return not self.sampled_ns[1] and self.skipped + self.distrusted >= _IN_VAIN
 
     def worked(self) -> None:
-        """The optimizer has stepped: what the training does goes where this thread's work goes now.
+        """The optimizer has stepped: note the stream of this thread's work as that of the training.
 
-        Noted for one request only: a graph that is replayed calls no optimizer, and need not be replayed where it was
-        captured.
+        It holds for one request only: a replayed graph calls no optimizer, and may run in another stream than it was
+        captured in.
         """
         if self._skip > 0:
             return  # the next request is not timed
@@ -128,7 +128,7 @@ class GpuClock:
             self._device.end()
 
     def step_ended(self) -> None:
-        """The next batch is about to be requested: mark the end of the step's work, if it is this step's turn."""
+        """The next batch is about to be requested: mark the end of the step's work, if this step is to be timed."""
         if self._skip > 0:
             self._skip -= 1
             return
@@ -142,24 +142,29 @@ class GpuClock:
             if self._last_request:
                 self._step_ns += _SMOOTHING * ((start - self._last_request) / thinning - self._step_ns)
             self._last_request = start
-            self._arm(place, edge=False)
+            self._arm(place, at_boundary=False)
         finally:
             self._device.end()
         self._skip = self._thinning() - 1
         self._cost_ns += _SMOOTHING * (_BOTH_HALVES * (now_ns() - start) - self._cost_ns)
 
-    def edge(self) -> None:
-        """An iteration begins, or a request that is no ordinary step's: rare, so each is timed."""
+    def epoch_boundary(self) -> None:
+        """An iteration begins, or a request that is no ordinary step's. These are rare, so each is timed."""
         self._last_request = 0
         try:
             place = self._device.begin()
             if place is not None:
-                self._arm(place, edge=True)
+                self._arm(place, at_boundary=True)
         finally:
             self._device.end()
 
     def batch_arrived(self, start: int, end: int) -> None:
-        """The wait is over: mark the moment from which the GPU can have work again. Stamps are the host's."""
+        """The wait is over: mark the moment from which the GPU can have work again.
+
+        Args:
+            start: of the wait, monotonic ns.
+            end: of the wait, monotonic ns.
+        """
         pair, self._armed = self._armed, None
         if pair is None:
             return
@@ -175,27 +180,27 @@ class GpuClock:
         self._give_back(pair)
 
     def release(self) -> None:
-        """Release every event. Never in a forked child: there they stay as they are."""
+        """Release every event. Must not be called in a forked child."""
         events, self._events = self._events, []
         self._free, self._pending, self._armed = {}, deque(), None
         for event in events:
             release(event)
 
-    def _arm(self, place: Place, *, edge: bool) -> None:
+    def _arm(self, place: DeviceStream, *, at_boundary: bool) -> None:
         worked_in, self._worked_in = self._worked_in, None
-        if self._armed is not None:  # nothing has arrived
+        if self._armed is not None:  # no batch has come
             self._give_back(self._armed)
             self._armed = None
         self._collect()
         if len(self._pending) >= _POOL:
-            return  # the GPU is that far behind: nothing waits for data
+            return  # the GPU is far behind, so it does not wait for data
         if worked_in is not None and worked_in != place:
             self.skipped += 1
             return
         free = self._free.setdefault(place.device, [])
         before, after = free.pop() if free else (self._new_event(), self._new_event())
         before.record()
-        self._armed = _Pair(before, after, place, edge)
+        self._armed = _Pair(before, after, place, at_boundary)
 
     def _new_event(self) -> Any:
         event = self._device.event()
@@ -215,8 +220,8 @@ class GpuClock:
             exposed = pair.before.elapsed_time(pair.after) / 1e3
             if 0.0 <= exposed <= host_wait / 1e9 + _TOLERANCE_SECONDS:
                 read = (min(int(exposed * 1e9), host_wait), host_wait)
-                if pair.edge:
-                    self.edge_ns = (self.edge_ns[0] + read[0], self.edge_ns[1] + read[1])
+                if pair.at_boundary:
+                    self.boundary_ns = (self.boundary_ns[0] + read[0], self.boundary_ns[1] + read[1])
                 else:
                     self.sampled_ns = (self.sampled_ns[0] + read[0], self.sampled_ns[1] + read[1])
                 self.pairs += 1
@@ -225,7 +230,7 @@ class GpuClock:
             self._give_back(pair)
 
     def _thinning(self) -> int:
-        """Every how many steps one is timed."""
+        """One step in so many is timed."""
         if self._step_ns <= 0:
             return 1
         return min(_MAX_THINNING, max(1, round(self._cost_ns / (BUDGET_RATIO * self._step_ns))))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, Final
+
+from telemetry.attach.traceback_frames import forget_frame
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -10,11 +13,46 @@ if TYPE_CHECKING:
 _MISSING: Final = object()
 
 
+def _nothing(_owner: object) -> None:
+    """Nothing is to be done before."""
+
+
+def around(
+    original: Callable[..., Any],
+    *,
+    before: Callable[[Any], Any] = _nothing,
+    after: Callable[[Any, Any, bool], object],
+) -> Callable[..., Any]:
+    """Wrap a method with a call before and a call after it. What it raises passes with its traceback as it was.
+
+    Args:
+        original: the method.
+        before: called with the object. What it raises goes to the caller, and the method is not called.
+        after: called with the object, what ``before`` returned, and whether the method has raised. It must not raise.
+    """
+
+    @functools.wraps(original)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        noted = before(self)
+        failed = True
+        try:
+            result = original(self, *args, **kwargs)
+            failed = False
+        except BaseException as error:
+            forget_frame(error)
+            raise
+        finally:
+            after(self, noted, failed)
+        return result
+
+    return wrapper
+
+
 class Patches:
     """Patches that can all be undone, in reverse order.
 
-    What somebody else patched over ours is left alone: taking it away would undo theirs. Ours then stays underneath,
-    passing straight through.
+    A patch of ours that somebody else has patched over is not undone, for that would undo theirs. It stays underneath
+    and passes straight through.
     """
 
     def __init__(self) -> None:
@@ -22,7 +60,11 @@ class Patches:
         self._removers: list[Callable[[], None]] = []
 
     def replace(self, owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
-        """Replace ``owner.name`` by ``wrap(original)``."""
+        """Replace ``owner.name`` by ``wrap(original)``.
+
+        Raises:
+            AttributeError: the owner itself has no such attribute; one that it inherits does not count.
+        """
         original = vars(owner).get(name, _MISSING)
         if original is _MISSING:
             raise AttributeError(f"{getattr(owner, '__name__', owner)!s} has no {name} of its own to patch")
@@ -33,7 +75,7 @@ class Patches:
         self._undo.append((owner, name, original, replacement))
 
     def put(self, owner: Any, name: str, value: Any) -> None:
-        """Give ``owner`` an attribute, in the place of what it has under that name, if anything."""
+        """Set an attribute of ``owner``. `undo` restores what it had under that name, if anything."""
         before = vars(owner).get(name, _MISSING)
         setattr(owner, name, value)
 
@@ -48,11 +90,11 @@ class Patches:
         self.on_undo(remove)
 
     def on_undo(self, remove: Callable[[], None]) -> None:
-        """Call ``remove`` when the patches are undone: for hooks that bring their own way out."""
+        """Call ``remove`` when the patches are undone: for hooks that are removed in another way."""
         self._removers.append(remove)
 
     def undo(self) -> list[str]:
-        """Put everything back. Returns the names of what was not ours any more and was left as it is."""
+        """Put everything back. Returns the names of patches that others have patched over, which stay."""
         left: list[str] = []
         for owner, name, original, replacement in reversed(self._undo):
             if vars(owner).get(name) is replacement:

@@ -1,7 +1,7 @@
-"""Libraries that read ahead on threads of their own: the training thread waits in their queue, and not in a DataLoader.
+"""Libraries that read ahead on threads of their own: the training thread waits for their queue, not for a DataLoader.
 
-Each is patched when it is imported, at the place where the training thread takes its next batch. A request there is
-timed like one to a DataLoader; what is requested inside it, on the same thread, adds nothing of its own.
+Each is patched when it is imported, where the training thread takes its next batch. A request there is timed like one
+to a DataLoader. Requests inside it, on the same thread, are part of it.
 """
 
 from __future__ import annotations
@@ -12,46 +12,48 @@ from inspect import isgeneratorfunction, unwrap
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.attach import loader
+from telemetry.attach import loader_hooks
 from telemetry.attach import ring as r
-from telemetry.attach.frames import forget_frame
-from telemetry.attach.handle import READ_AHEAD, WATCHED, LoaderHandle, Source
+from telemetry.attach.loader_handle import READ_AHEAD, WATCHED, BatchSource, LoaderHandle
+from telemetry.attach.traceback_frames import forget_frame
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping
 
     from telemetry.attach.patches import Patches
-    from telemetry.attach.steps import StepTracker
+    from telemetry.attach.step_tracker import StepTracker
 
-_DALI: Final = Source("read_ahead", {"reader": "DALI"})
+_DALI: Final = BatchSource("read_ahead", {"reader": "DALI"})
 _AHEAD: Final = frozenset({"Prefetcher", "ParallelMapper", "PinMemory"})
-_DEEPEST: Final = 64
+_MAX_DEPTH: Final = 64
 
 
 def patch_monai(module: Any, tracker: StepTracker, patches: Patches) -> None:
-    """MONAI: a thread iterates the DataLoader, and a generator hands its batches out."""
+    """MONAI: a thread iterates over the DataLoader, and a generator yields its batches."""
     _know_feeds(tracker)
     for owner in (module.ThreadDataLoader, module.ThreadBuffer):
         patches.replace(owner, "__iter__", lambda original: timed_generator(original, tracker))
 
 
 def patch_nodes(module: Any, tracker: StepTracker, patches: Patches) -> None:
-    """``torchdata.nodes``: the node that the loop asks is the outermost; it asks the others, here or on threads."""
+    """``torchdata.nodes``: the loop asks the outermost node; that asks the others, on this thread or on others."""
     base = module.BaseNode
     tracker.sources.told.append((base, _source_of_node))
-    patches.replace(base, "__next__", lambda original: loader.timed_next(original, tracker, tracker.gradients_on))
+    patches.replace(base, "__next__", lambda original: loader_hooks.timed_next(original, tracker, tracker.gradients_on))
 
 
 def patch_node_loader(module: Any, tracker: StepTracker, patches: Patches) -> None:
-    """Its loader's ``__iter__`` starts the threads anew; where a state is loaded it takes the first batch too."""
-    patches.replace(module.Loader, "__iter__", lambda original: loader.timed_iter(original, tracker))
+    """``torchdata.nodes.Loader``: ``__iter__`` starts the threads, and takes the first batch if a state is loaded."""
+    patches.replace(module.Loader, "__iter__", lambda original: loader_hooks.timed_iter(original, tracker))
 
 
 def patch_dali(module: Any, tracker: StepTracker, patches: Patches) -> None:
-    """NVIDIA DALI: the pipeline's own threads, and the GPU, make the batches."""
+    """NVIDIA DALI: the threads of its pipeline and the GPU make the batches."""
     iterator = module.DALIGenericIterator
     tracker.sources.told.append((iterator, lambda _: _DALI))
-    patches.replace(iterator, "__next__", lambda original: loader.timed_next(original, tracker, tracker.gradients_on))
+    patches.replace(
+        iterator, "__next__", lambda original: loader_hooks.timed_next(original, tracker, tracker.gradients_on)
+    )
 
 
 PATCHES: Final[Mapping[str, Callable[[Any, StepTracker, Patches], None]]] = {
@@ -60,11 +62,16 @@ PATCHES: Final[Mapping[str, Callable[[Any, StepTracker, Patches], None]]] = {
     "torchdata.nodes.loader": patch_node_loader,
     "nvidia.dali.plugin.pytorch": patch_dali,
 }
-"""What to do with a module once it is imported."""
+"""The patch for each module, applied when it is imported."""
 
 
 def watch_class(cls: type, tracker: StepTracker, patches: Patches) -> bool:
-    """Time the ``__iter__`` that a class of loaders has of its own, if that is a generator function.
+    """Time the ``__iter__`` of a class of loaders, if it is a generator function.
+
+    Args:
+        cls: the class.
+        tracker: is told of its batches.
+        patches: undo it.
 
     Returns:
         Whether iterations of its instances are timed from now on.
@@ -81,12 +88,15 @@ def watch_class(cls: type, tracker: StepTracker, patches: Patches) -> bool:
 
 
 class Feed:
-    """The batches of one iteration by a generator, as the tracker knows them.
+    """One iteration by a generator, in the place of an iterator for the tracker.
 
     Args:
         iterator: the generator.
-        owner: the object whose iteration it is: it may have the sampler and the data set by which it is known again.
+        owner: the object that is iterated over. Its sampler and data set, if any, identify it.
         numbered: whether the batches are those of the DataLoader inside, each once and in its order.
+
+    Attributes:
+        source: where its batches come from; None until the first has come.
     """
 
     __slots__ = ("__weakref__", "_dataset", "_index_sampler", "iterator", "numbered", "source")
@@ -94,7 +104,7 @@ class Feed:
     def __init__(self, iterator: Any, owner: Any, *, numbered: bool) -> None:
         self.iterator = iterator
         self.numbered = numbered
-        self.source: Source | None = None
+        self.source: BatchSource | None = None
         self._index_sampler = getattr(owner, "_index_sampler", None)
         self._dataset = getattr(owner, "dataset", None)
 
@@ -102,7 +112,7 @@ class Feed:
 def timed_generator(
     original: Callable[[Any], Generator[Any, Any, Any]], tracker: StepTracker, *, numbered: bool = True
 ) -> Callable[[Any], Generator[Any, Any, Any]]:
-    """A generator function with its batches timed. It stays one: nothing runs before the first batch is asked for."""
+    """A generator function with its batches timed. It is one too: nothing runs before the first batch is requested."""
 
     def pull(feed: Feed) -> Any:
         sources = tracker.sources
@@ -119,8 +129,8 @@ def timed_generator(
             tracker.fault(error)
         return batch
 
-    begin = loader.timed_iter(original, tracker)
-    ask = loader.timed_next(pull, tracker, tracker.gradients_on)
+    begin = loader_hooks.timed_iter(original, tracker)
+    ask = loader_hooks.timed_next(pull, tracker, tracker.gradients_on)
 
     @functools.wraps(original)
     def __iter__(self: Any) -> Generator[Any, Any, Any]:  # noqa: N807
@@ -129,7 +139,7 @@ def timed_generator(
         following = advance = partial(ask, feed)
         while True:
             try:
-                held = [advance()]
+                batch = [advance()]
             except StopIteration as end:
                 return end.value
             except BaseException as error:
@@ -137,11 +147,11 @@ def timed_generator(
                 raise
             advance = following
             try:
-                sent = yield held.pop()  # while the batch is used, no reference to it is kept here
+                sent = yield batch.pop()  # while the batch is used, no reference to it is kept here
             except GeneratorExit:
                 iterator.close()
                 raise
-            except BaseException as error:  # thrown in: the generator inside may know what to do
+            except BaseException as error:  # thrown in: the generator inside may handle it
                 advance = partial(iterator.throw, error)
             else:
                 if sent is not None:
@@ -157,7 +167,7 @@ def _know_feeds(tracker: StepTracker) -> None:
 
 
 def _find_source(feed: Feed, tracker: StepTracker) -> None:
-    """The first batch has come: an iteration with workers that began meanwhile is the one behind the generator."""
+    """The first batch has come: an iteration with workers that began meanwhile is the source of the generator."""
     handle = tracker.sources.newest_begun()
     feed.source = handle or READ_AHEAD
     if isinstance(handle, LoaderHandle) and feed.numbered and tracker.waiting_since > 0:
@@ -165,10 +175,10 @@ def _find_source(feed: Feed, tracker: StepTracker) -> None:
         tracker.ring.push(stamp, stamp, r.code(r.S_DATA_WAIT, r.S_DATA_WAIT, r.BEGINS), handle)
 
 
-def _source_of_node(node: Any) -> Source:
-    """Whether a node reads ahead on threads, or makes its batches when they are asked for."""
-    for _ in range(_DEEPEST):
-        # A mapper without workers maps when it is asked.
+def _source_of_node(node: Any) -> BatchSource:
+    """Whether a node reads ahead on threads, or makes its batches when they are requested."""
+    for _ in range(_MAX_DEPTH):
+        # A mapper without workers maps on the thread that asks.
         if type(node).__name__ in _AHEAD and getattr(node, "num_workers", None) != 0:
             return READ_AHEAD
         node = getattr(node, "root", None) or getattr(node, "source", None)

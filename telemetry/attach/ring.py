@@ -2,9 +2,9 @@
 
 One entry is a span of the training thread's time: two monotonic stamps and a code that says which category of the
 ledger the thread was in between them, which one it is in afterwards, and whether a step closes or opens at its
-start. Preallocated and without a lock: one writer, one reader, and every operation the two share is atomic under the
-GIL. A full ring drops the entry and never waits. What was dropped is added up, and the sums go into the ring as one
-entry, in their place, as soon as there is room again: the reader knows every second, only not step by step.
+start. The ring is preallocated and has no lock: there is one writer and one reader, and every operation the two share
+is atomic under the GIL. A full ring drops the entry and never waits. Dropped entries are added up. As soon as there is
+room again, the sums go into the ring as one entry in their place: so every second is known, though not step by step.
 """
 
 from __future__ import annotations
@@ -12,30 +12,22 @@ from __future__ import annotations
 from time import sleep
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.records import (
-    CATEGORIES,
-    CHECKPOINT,
-    COMPUTE,
-    DATA_WAIT,
-    EVALUATION,
-    OTHER,
-    STARTUP,
-    DroppedSpans,
-)
+from telemetry.core.labels import CATEGORIES, CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, OTHER, STARTUP
+from telemetry.core.spans import DroppedSpans
 
 if TYPE_CHECKING:
-    from telemetry.attach.handle import Source
+    from telemetry.attach.loader_handle import BatchSource
 
-Entry = tuple[int, int, int, "Source | DroppedSpans | None"]
-"""start, end (monotonic ns), code, and where the batch is from; None for the source of the entry before. With the code
-`GAP`: what was dropped here."""
+Entry = tuple[int, int, int, "BatchSource | DroppedSpans | None"]
+"""start, end (monotonic ns), code, and the source of the batch; None for the source of the entry before. With the code
+`GAP`: the sums of what was dropped here."""
 
 CAPACITY: Final = 1 << 12
-"""Entries. At one drain a second this is a step of 244 µs; faster loops than that lose entries, counted. The garbage
-collector looks through the list in a full collection, so it is no longer than it has to be."""
+"""Entries. With one drain a second this suffices for steps of 244 µs; in faster loops entries are dropped, and counted.
+A full garbage collection visits the whole list, so it is no longer than needed."""
 
-_READS: Final = 100
-"""So often the sums are read again at most. The writer is in the middle of them for less than a microsecond."""
+_MAX_READS: Final = 100
+"""Attempts to read the sums while the writer changes them, which takes it less than a microsecond."""
 
 STRIDE: Final = 4
 WORDS: Final = CAPACITY * STRIDE
@@ -58,11 +50,11 @@ BATCH: Final = 1 << 8
 JOINS: Final = 1 << 10
 """A batch was delivered that adds to the open step."""
 BEGINS: Final = 1 << 9
-"""An iteration of the loader began: its batches are numbered from 0 again."""
+"""An iteration of the loader began. Its batches are numbered from 0."""
 LEAVES: Final = 1 << 11
 """The workers of an iteration that was left in the middle were stopped."""
 GAP: Final = 1 << 12
-"""Not a span: entries were dropped here, and this is what they add up to."""
+"""Not a span but the sums of the entries that were dropped here."""
 
 
 def code(during: int, after: int, flags: int = 0) -> int:
@@ -75,17 +67,17 @@ STEP: Final = code(S_DATA_WAIT, S_COMPUTE, CLOSES | OPENS | BATCH)
 
 
 class Ring:
-    """Spans of the training thread, in one list: start, end, code and source to an entry.
+    """Spans of the training thread, in one list with four words per entry: start, end, code and source.
 
-    A list, because a store into it is one pointer: into an ``array`` it goes through the C library's argument parsing,
-    which a real step has evicted from the caches, and costs twice as much there (`benchmarks/`: the floor, cold). For
-    the same reason the code of an ordinary batch, and the None of a source that is the same as before, are not stored
-    but stand there already; the reader puts them back.
+    It is a list because a store into it is one pointer. A store into an ``array`` goes through argument parsing in C,
+    which a real step evicts from the caches, and costs twice as much there (`benchmarks/`: the floor, cold). For the
+    same reason the code of an ordinary batch, and None for an unchanged source, are not stored: the reader resets each
+    entry to them.
 
-    The hot path writes ``words`` and ``head`` itself: a method call would double its cost. Everything else goes
-    through `push`. ``head`` and ``tail`` count words and only ever grow. ``limit`` is how far the writer may go before
-    it has to look again where the reader is. Only the writer sets it: while entries are being dropped it stays where
-    it is, so that the hot path stores nothing before the sums of what was dropped are in their place.
+    The fast path writes ``words`` and ``head`` itself: a method call would double its cost. Everything else goes
+    through `push`. ``head`` and ``tail`` count words and never decrease. ``limit`` is how far the writer may go before
+    it has to check where the reader is. Only the writer sets it. While entries are being dropped it does not move, so
+    that the fast path stores nothing before the sums of the dropped entries are in their place.
 
     Attributes:
         open: whether a step is open, after the newest entry.
@@ -100,17 +92,24 @@ class Ring:
         self.tail = 0
         self.limit = WORDS
         self.open = False
-        self._unclosing = 0  # entries that closed no step; the short path writes none of these
+        self._unclosing = 0  # entries that closed no step; the fast path writes none of these
         self.dropped = 0
         self._lost: DroppedSpans | None = None
         self._stretch: _Stretch | None = None  # while spans are being dropped
         self._stretches = 0
 
-    def push(self, start: int, end: int, entry: int, source: Source | None = None) -> None:
-        """Write one span; or add it to those that are dropped."""
+    def push(self, start: int, end: int, entry: int, source: BatchSource | None = None) -> None:
+        """Write one span, or add it to the dropped ones if the ring is full.
+
+        Args:
+            start: of the span, monotonic ns.
+            end: of the span, monotonic ns.
+            entry: its code; see `code`.
+            source: of the batch; None for the same as before.
+        """
         stretch = self._stretch
         if stretch is not None and entry == STEP and self.open and self.head + 2 * STRIDE > self.tail + WORDS:
-            stretch.add_step(start, end)  # the hot path, while the ring is full
+            stretch.add_step(start, end)  # the fast path, while the ring is full
             self.dropped += 1
             return
         closes = bool(entry & CLOSES) and self.open
@@ -135,9 +134,9 @@ class Ring:
 
     @property
     def lost(self) -> DroppedSpans | None:
-        """What the newest stretch of dropped spans adds up to, None before the first. For the reader.
+        """The sums of the newest stretch of dropped spans; None before the first. For the reader.
 
-        To be read before ``head``: what is up to there then comes before the stretch, or has it in its place.
+        To be read before ``head``: then the entries up to there lie before the stretch, or contain it.
         """
         stretch = self._stretch
         sums = stretch.read() if stretch is not None else None
@@ -145,11 +144,11 @@ class Ring:
 
     @property
     def closed(self) -> int:
-        """Steps that have ended, those dropped included: exact on the training thread, and free on the short path."""
+        """Steps that have ended, including dropped ones: exact on the training thread, and free on the fast path."""
         return self.head // STRIDE - self._unclosing + self.dropped
 
     def drain(self, limit: int, head: int | None = None) -> list[Entry]:
-        """Take up to ``limit`` entries out, oldest first and none from ``head`` on."""
+        """Take up to ``limit`` entries out, oldest first. ``head``: take none from there on."""
         tail = self.tail
         stop = min(self.head if head is None else head, tail + limit * STRIDE)
         words, taken = self.words, []
@@ -163,7 +162,7 @@ class Ring:
         self.tail = tail
         return taken
 
-    def _store(self, start: int, end: int, entry: int, source: Source | DroppedSpans | None) -> None:
+    def _store(self, start: int, end: int, entry: int, source: BatchSource | DroppedSpans | None) -> None:
         head = self.head
         slot = head & MASK
         self.words[slot] = start
@@ -173,7 +172,7 @@ class Ring:
         self.head = head + STRIDE
 
     def _find_room(self) -> bool:
-        """Look how far the reader has come. The sums of what was dropped go in first, which takes an entry as well."""
+        """Check how far the reader has come. The sums of dropped spans go in first, and need an entry as well."""
         limit = self.tail + WORDS
         dropped = self._stretch.sums() if self._stretch is not None else None
         if self.head + (2 if dropped is not None else 1) * STRIDE > limit:
@@ -188,10 +187,10 @@ class Ring:
 
 
 class _Stretch:
-    """Adds up spans that are dropped one after the other, as the reader would have booked them.
+    """Adds up consecutive dropped spans, as the reader would have booked them.
 
-    The writer changes it in several stores, and the reader may look in between: ``_version`` is odd meanwhile. To make
-    a new object of the sums for every span would cost the writer 1.5 µs more a step (7 µs steps, a full ring).
+    The writer changes it in several stores, and the reader may read in between: ``_version`` is odd meanwhile. A new
+    object for every span would cost the writer 1.5 µs more per step (7 µs steps, a full ring).
     """
 
     __slots__ = (
@@ -248,8 +247,8 @@ class _Stretch:
         self._version += 1
 
     def read(self) -> DroppedSpans | None:
-        """The sums, for another thread than the one that adds; None where that one was always in the middle of it."""
-        for _ in range(_READS):
+        """The sums, for the reader's thread; None if the writer was changing them at every attempt."""
+        for _ in range(_MAX_READS):
             version = self._version
             if not version & 1:
                 sums = self.sums()
@@ -259,7 +258,7 @@ class _Stretch:
         return None
 
     def sums(self) -> DroppedSpans:
-        """What there is so far."""
+        """The sums so far."""
         return DroppedSpans(
             self._number,
             self._start,

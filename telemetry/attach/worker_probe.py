@@ -1,10 +1,10 @@
 """Inside the DataLoader workers: each fetch is timed into a block of shared memory that the agent reads.
 
-The probe travels in the place of the loader's ``worker_init_fn``, which runs in every worker, whatever its start
-method, before its fetcher is made. A worker may also be a thread of the training process; then nothing is patched
-there, and its fetches are not timed. The block is an anonymous file in memory (memfd): a forked worker inherits it, a
-spawned one opens it through /proc, and when the last process that has it open is gone, so is it. The agent asks no
-worker anything; a worker that is killed in mid-write leaves at worst one count that is one fetch behind.
+The probe replaces the loader's ``worker_init_fn``, which runs in every worker, whatever its start method, before its
+fetcher is made. If a worker is a thread of the training process, nothing is patched and its fetches are not timed. The
+block is an anonymous file in memory (memfd): a forked worker inherits it, a spawned one opens it through /proc, and it
+is freed with the last process that has it open. The agent never waits for a worker. A worker that is killed in
+mid-write leaves at worst one count that is one fetch behind.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.attach.frames import forget_frame
-from telemetry.clock import now_ns
-from telemetry.files import Descriptor, identity_of, memory_file, raised
-from telemetry.records import FETCH_BUCKETS, StackPort, WorkerCounters
+from telemetry.attach.traceback_frames import forget_frame
+from telemetry.core.clock import now_ns
+from telemetry.core.filesystem import Descriptor, identity_of, memory_file, raised
+from telemetry.core.worker_records import FETCH_BUCKETS, StackPort, WorkerCounters
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 _SLOT_WORDS: Final = 192
-"""One and a half KiB a worker: no two workers share a cache line."""
+"""One and a half KiB per worker: no two workers share a cache line."""
 
 _PID, _TID, _EPOCH, _FETCHES, _WALL, _SINCE, _ENDED = range(7)
 _COUNTS: Final = struct.Struct("=4q")
-"""Fetches, wall, since and ended, which lie side by side."""
+"""Fetches, wall, since and ended, which are adjacent."""
 _COUNTS_AT: Final = 8 * _FETCHES
 _STACK_FORCE, _STACK_FILE, _STACK_INODE, _STACK_ASK = range(10, 14)
 _HISTOGRAM: Final = 16
 _EPOCHS: Final = 40
 EPOCHS: Final = 8
-"""Epochs of which it is kept with which fetch they began."""
+"""For so many epochs the number of their first fetch is kept."""
 _RECENT: Final = 64
 RECENT: Final = 64
-"""Fetches of a worker whose begin and end are kept: its newest, by number."""
+"""For so many of a worker's newest fetches the start and the end are kept."""
 
 _SPAN: Final = struct.Struct("=2q")
 
@@ -57,7 +57,7 @@ class WorkerBlock:
         owner: pid of the process that made it.
 
     Raises:
-        OSError: the kernel gives no such memory.
+        OSError: the kernel has no such memory to give.
     """
 
     _file: Descriptor | None = None
@@ -83,14 +83,19 @@ class WorkerBlock:
         return (self.workers, self.owner, number, identity)
 
     def __setstate__(self, state: tuple[int, int, int, tuple[int, int]]) -> None:
-        """In a spawned worker: open the owner's file. One that cannot be opened raises, and nothing is timed."""
+        """In a spawned worker: open the owner's file.
+
+        Raises:
+            OSError: it cannot be opened.
+            ValueError: it is not the owner's file any more, or ``state`` is not a block of ours.
+        """
         self.workers, self.owner, number, identity = state
         if not 0 < self.workers <= MAX_WORKERS:
             raise ValueError("not a block of ours")
         file = raised(os.open(f"/proc/{self.owner}/fd/{number}", os.O_RDWR | os.O_CLOEXEC))  # which is a link
         try:
             if identity_of(file) != identity:
-                raise ValueError("another file of the owner's, by now")
+                raise ValueError("the owner has another file under this number now")
             self._map(file)
         finally:
             os.close(file)
@@ -121,7 +126,7 @@ class WorkerBlock:
         return tuple(counters)
 
     def stack_ports(self) -> dict[int, StackPort]:
-        """By pid, the workers that can be asked for their stacks."""
+        """How to ask each worker for its stacks, by pid."""
         ports = {}
         for worker in range(self.workers):
             slot = self.words[worker * _SLOT_WORDS : (worker + 1) * _SLOT_WORDS]
@@ -135,7 +140,7 @@ class WorkerBlock:
         return ports
 
     def close(self) -> None:
-        """Give the descriptor back; the memory goes with the last process that has it mapped."""
+        """Close the descriptor. The memory is freed with the last process that has it mapped."""
         file, self._file = self._file, None
         if file is not None and os.getpid() == self.owner:
             file.close()
@@ -148,8 +153,8 @@ class WorkerProbe:
     """A ``worker_init_fn`` that times the fetches of its worker, and then runs the user's own.
 
     Args:
-        user: the loader's ``worker_init_fn``, None where it has none.
-        block: where the counts go.
+        user: the loader's ``worker_init_fn``; None where it has none.
+        block: where the counters go.
     """
 
     def __init__(self, user: Callable[[int], None] | None, block: WorkerBlock) -> None:
@@ -174,7 +179,7 @@ class WorkerProbe:
                 _time_fetches(self.block, worker_id)
                 _offer_stacks(self.block, worker_id)
         except Exception:
-            pass  # nowhere to tell it from here; the agent sees a worker that does not report
+            pass  # it cannot be reported from here; the agent sees a worker without counters
         if self.user is None:
             return
         try:
@@ -185,26 +190,26 @@ class WorkerProbe:
 
 
 def in_worker_process(maker: int) -> bool:
-    """Whether the calling thread is the main one of a process that is not ``maker`` (a pid), which made the workers.
+    """Whether this is the main thread of another process than ``maker``, the pid that made the workers.
 
-    Only there may the classes of the fetchers be patched: a worker that is a thread shares them with all others.
+    Only there the classes of the fetchers may be patched: a worker that is a thread shares them with all others.
     """
     return os.getpid() != maker and threading.current_thread() is threading.main_thread()
 
 
 _wrappers: Final[weakref.WeakKeyDictionary[Any, str]] = weakref.WeakKeyDictionary()
-"""What each wrapper around a ``fetch`` is for."""
+"""The kind of each of our wrappers around a ``fetch``."""
 
 
 def without_ours(function: Callable[[Any, Any], Any], *kinds: str) -> Callable[[Any, Any], Any]:
-    """A ``fetch`` without the wrappers of these kinds: a process may be used for one worker after the other."""
+    """A ``fetch`` without our wrappers of these kinds. A process may be used for several workers, one after another."""
     while _wrappers.get(function) in kinds:
         function = function.__wrapped__  # type: ignore[attr-defined]
     return function
 
 
 def note_wrapper(function: Callable[[Any, Any], Any], kind: str) -> Callable[[Any, Any], Any]:
-    """Make a wrapper of ours known to `without_ours`. An attribute would be copied by ``functools.wraps``."""
+    """Register a wrapper for `without_ours`. An attribute would not do: ``functools.wraps`` copies it."""
     _wrappers[function] = kind
     return function
 
@@ -222,15 +227,15 @@ def _time_fetches(block: WorkerBlock, worker: int) -> None:
 
 
 def _offer_stacks(block: WorkerBlock, worker: int) -> None:
-    """Make this worker ready to be asked for its stacks, and write down how."""
-    from telemetry.attach.worker_stacks import offer_stacks
+    """Prepare this worker to be asked for its stacks, and write into the block how."""
+    from telemetry.attach.worker_stack_responder import offer_stacks
 
     port = offer_stacks()
     base = worker * _SLOT_WORDS
     block.words[base + _STACK_FORCE] = port.force
     block.words[base + _STACK_FILE] = port.file
     block.words[base + _STACK_INODE] = port.inode
-    block.words[base + _STACK_ASK] = port.ask  # last: it says that the others are there
+    block.words[base + _STACK_ASK] = port.ask  # last: it says that the others are set
 
 
 def _nobody() -> None:
@@ -238,21 +243,24 @@ def _nobody() -> None:
 
 
 def timed_fetch(original: Callable[[Any, Any], Any], words: memoryview) -> Callable[[Any, Any], Any]:
-    """``fetch``, counted in the words of one worker's slot.
+    """``fetch``, counted in one worker's slot.
 
-    The counts are kept in the closure and stored in one go: each store into the memory takes a call of its own. The
-    CPU time is not among them: the kernel counts it (schedstat), and to ask it twice a fetch would cost as much as all
-    of this.
+    The counts are kept in the closure and stored together, because each store into the memory is a call. CPU time is
+    not among them: the kernel counts it (schedstat), and reading it twice per fetch would double the cost.
+
+    Args:
+        original: the fetcher's method.
+        words: the worker's slot, as 64-bit integers.
     """
     last_bucket = len(FETCH_BUCKETS)
     slot, store, store_span = words.cast("B"), _COUNTS.pack_into, _SPAN.pack_into
     fetches = wall = ended = 0
-    current: Callable[[], Any] = _nobody  # not the fetcher itself: its iterator ends with it, and runs its clean-up
+    current: Callable[[], Any] = _nobody  # not the fetcher itself: a reference would delay the clean-up of its iterator
 
     @functools.wraps(original)
     def fetch(self: Any, possibly_batched_index: Any) -> Any:
         nonlocal fetches, wall, ended, current
-        if current() is not self:  # a fetcher is made anew for every epoch
+        if current() is not self:  # each epoch has a new fetcher
             current = weakref.ref(self)
             epoch = words[_EPOCH] + 1
             words[_EPOCHS + epoch % EPOCHS] = ended

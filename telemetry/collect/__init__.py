@@ -1,1 +1,1 @@
-"""Polled sources: one file each, one importer per third-party library."""
+"""What is read on the agent thread: collectors, one file each, and what they read with."""

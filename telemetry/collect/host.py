@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from telemetry.clock import NS
-from telemetry.collect.proc import read_schedule, read_stat
-from telemetry.collect.source import SourceError
-from telemetry.records import HostSample, ProcessSample
+from telemetry.collect.collector import CollectorError
+from telemetry.collect.procfs import read_schedule, read_stat
+from telemetry.core.clock import NS
+from telemetry.core.samples import HostSample, ProcessSample
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,7 +55,7 @@ class ProcessSource:
     """This process.
 
     Args:
-        training_thread: the kernel's number of it.
+        training_thread: its native thread id.
     """
 
     name = "process"
@@ -64,14 +64,14 @@ class ProcessSource:
         self._training_thread = training_thread
 
     def read(self) -> ProcessSample:
-        """CPU time, resident memory and threads, and the training thread's waits for a core.
+        """CPU time, resident memory and threads, and the training thread's run-queue delay.
 
         Raises:
-            SourceError: there is no /proc.
+            CollectorError: there is no /proc.
         """
         stat = read_stat("self")
         if stat is None:
-            raise SourceError("/proc/self/stat cannot be read")
+            raise CollectorError("/proc/self/stat cannot be read")
         schedule = read_schedule("self", self._training_thread())
         runnable = schedule.runnable_ns / NS if schedule is not None else None
         return ProcessSample(stat.cpu_seconds, stat.resident_bytes, stat.threads, runnable)

@@ -1,14 +1,14 @@
-"""What the kernel says of scarcity: pressure stall information, and the limits of our cgroup (v2, or v1)."""
+"""Pressure stall information of the kernel, and the limits of this process's cgroup (v2 or v1)."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Final
 
-from telemetry.clock import now_ns
-from telemetry.collect.source import SourceError
-from telemetry.files import read_small
-from telemetry.records import PressureSample
+from telemetry.collect.collector import CollectorError
+from telemetry.core.clock import now_ns
+from telemetry.core.filesystem import read_small
+from telemetry.core.samples import PressureSample
 
 _RESOURCES: Final = ("cpu", "io", "memory")
 _NO_LIMIT: Final = 1 << 60  # cgroup v1 writes a number near 2**63 for "no limit"
@@ -37,7 +37,7 @@ class PressureSource:
         """Pressure and throttling since the previous reading (absent at the first), and the limits now.
 
         Raises:
-            SourceError: the kernel offers neither pressure files nor cgroup limits.
+            CollectorError: the kernel offers neither pressure files nor cgroup limits.
         """
         totals = {name: total for name in _RESOURCES if (total := self._stalled_us(name)) is not None}
         now = now_ns()
@@ -49,7 +49,7 @@ class PressureSource:
         }
         self._before, self._before_ns = totals, now
         if not totals and not self._groups:
-            raise SourceError("neither /proc/pressure nor a cgroup of ours can be read")
+            raise CollectorError("neither /proc/pressure nor a cgroup of ours can be read")
         limit, limited = self._cpu_limit()
         return PressureSample(
             pressure_ratio=ratios,
@@ -64,7 +64,7 @@ class PressureSource:
         """Nothing is held."""
 
     def _stalled_us(self, resource: str) -> int | None:
-        """Microseconds in which some task waited for the resource, since boot."""
+        """Microseconds since boot in which some task waited for the resource."""
         text = _read(self._pressure + resource)
         for line in (text or "").splitlines():
             if line.startswith("some") and "total=" in line:
@@ -72,12 +72,12 @@ class PressureSource:
         return None
 
     def _cpu_limit(self) -> tuple[float | None, Path | None]:
-        """Cores, and the group that has no more: ours, or one above it."""
+        """The lowest limit in cores, and the group that sets it: this process's group or one above it."""
         limits = [(limit, folder) for folder in self._groups.get("cpu", ()) if (limit := _cores(folder)) is not None]
         return min(limits, default=(None, None))
 
     def _used(self, limited: Path, now: int) -> float | None:
-        """Cores, by all processes of the group that has the limit."""
+        """Cores used by all processes of the group that sets the limit."""
         stat = _read(f"{limited}/cpu.stat") or ""
         used = next((int(line.split()[1]) * 1000 for line in stat.splitlines() if line.startswith("usage_usec ")), None)
         if used is None:  # version 1, where the controllers are mounted together
@@ -108,7 +108,7 @@ class PressureSource:
         return amount if amount < _NO_LIMIT else None
 
     def _first(self, controller: str, file: str) -> str | None:
-        """The file in our cgroup, or in the nearest group above that has it; looked for once."""
+        """The file in this process's cgroup or in the nearest group above that has it. Searched once."""
         if file not in self._paths:
             folders = self._groups.get(controller, ())
             self._paths[file] = next((str(folder / file) for folder in folders if (folder / file).is_file()), None)
@@ -117,7 +117,7 @@ class PressureSource:
 
 
 def _cores(folder: Path) -> float | None:
-    """What a group's quota lets it use; None without one."""
+    """The number of cores that a group's quota allows; None without a quota."""
     text = _read(f"{folder}/cpu.max")
     if text is not None:
         quota, _, period = text.partition(" ")
@@ -127,7 +127,7 @@ def _cores(folder: Path) -> float | None:
 
 
 def _cgroup_folders(proc: Path, mount: Path) -> dict[str, tuple[Path, ...]]:
-    """For each controller the folders of our cgroup, innermost first."""
+    """For each controller the folders of this process's cgroup and those above it, innermost first."""
     found: dict[str, tuple[Path, ...]] = {}
     for line in (_read(f"{proc}/self/cgroup") or "").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -139,7 +139,7 @@ def _cgroup_folders(proc: Path, mount: Path) -> dict[str, tuple[Path, ...]]:
             else:
                 continue
             inner = root / path.lstrip("/")
-            # Inside a container the path is the host's and the mount is our own group already.
+            # Inside a container the path is that of the host, but the mount is already this process's group.
             folders = tuple(f for f in (inner, *inner.parents) if f == root or root in f.parents)
             if any(f.is_dir() for f in folders) and (controllers or controller not in found):
                 found[controller] = tuple(f for f in folders if f.is_dir())

@@ -1,11 +1,11 @@
-"""PyTorch's CUDA caching allocator, where CUDA is in use. Never imports torch and never initialises CUDA."""
+"""Memory of PyTorch's CUDA caching allocator. Never imports torch and never initialises CUDA."""
 
 from __future__ import annotations
 
 import sys
 from typing import TYPE_CHECKING, Any
 
-from telemetry.records import TorchMemorySample
+from telemetry.core.samples import TorchMemorySample
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,14 +18,14 @@ def cuda() -> Any | None:
     try:
         return module if module is not None and module.is_initialized() else None
     except Exception:
-        return None  # torch is half imported
+        return None  # torch is being imported
 
 
 class TorchMemorySource:
-    """What tensors hold, and what the allocator holds.
+    """The bytes allocated for tensors, and the bytes reserved by the allocator.
 
     Args:
-        device: index of the training thread's device; an agent thread has a current device of its own.
+        device: index of the training thread's device. It is passed because the agent thread has its own current device.
     """
 
     name = "torch_memory"
@@ -34,7 +34,7 @@ class TorchMemorySource:
         self._device = device
 
     def read(self) -> TorchMemorySample | None:
-        """None while CUDA is not in use: that is no failure."""
+        """One reading; None while CUDA is not in use, which is no failure."""
         module = cuda()
         if module is None:
             return None

@@ -1,6 +1,6 @@
 """Draws the pictures that the demo trains on: real JPEG files, of four kinds that a small network can tell apart.
 
-The same set is the same to the last bit on every machine with the same Pillow, and is drawn only once.
+A set is identical on every machine with the same version of Pillow. It is drawn once.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from PIL import Image
 
-from telemetry.files import temporary_name
+from telemetry.core.filesystem import temporary_name
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 KINDS: Final = ("blocks", "clouds", "rings", "stripes")
 
 _COMPLETE: Final = ".complete"
-"""Written into the folder last: without it, drawing was interrupted."""
+"""The file that is written last. If it is missing, the drawing was interrupted."""
 
 _QUALITY: Final = 92
 _GRAIN: Final = 10.0
-"""Noise of a camera, in steps of 255: without it a JPEG decodes several times faster than a photograph."""
+"""Standard deviation of the noise, 0 to 255. Without noise a JPEG decodes several times faster than a photograph."""
 
 
 @dataclass(frozen=True, slots=True)
 class PictureSet:
-    """How many pictures, and how large."""
+    """How many pictures there are, and their width and height in pixels."""
 
     count: int
     width: int
@@ -40,12 +40,12 @@ class PictureSet:
 
     @property
     def folder_name(self) -> str:
-        """A name that tells sets apart, so that none is ever taken for another, or written over it."""
+        """Name of the folder; another for each set, so that none overwrites another."""
         return f"pictures-{self.count}-{self.width}x{self.height}"
 
 
 def ensure(folder: Path, wanted: PictureSet) -> int:
-    """Make sure that a set lies in a folder: ``KIND/NUMBER.jpg``. Returns how many pictures had to be drawn.
+    """Draw a set into a folder, as ``KIND/NUMBER.jpg``, unless it is complete. Returns how many were drawn.
 
     Raises:
         OSError: the folder cannot be written.
@@ -64,7 +64,7 @@ def ensure(folder: Path, wanted: PictureSet) -> int:
 
 
 def draw(number: int, size: PictureSet) -> Image.Image:
-    """One picture; its number decides everything about it."""
+    """Draw one picture. Its number is the seed."""
     random = np.random.default_rng(number)
     across, down = _coordinates(size)
     pattern = _PATTERNS[KINDS[number % len(KINDS)]](across, down, random)
@@ -78,14 +78,14 @@ def draw(number: int, size: PictureSet) -> Image.Image:
 
 
 def _coordinates(size: PictureSet) -> tuple[Pixels, Pixels]:
-    """For each pixel how far right and down of the middle it is; the width is 2."""
+    """Two arrays of the picture's shape: how far right and how far down of the middle a pixel is. The width is 2."""
     unit = 2.0 / size.width
     across = (np.arange(size.width, dtype=np.float32) - size.width / 2) * unit
     down = (np.arange(size.height, dtype=np.float32) - size.height / 2) * unit
     return across[None, :] + 0 * down[:, None], down[:, None] + 0 * across[None, :]
 
 
-# Each pattern: a number from 0 to 1 for each pixel.
+# Each pattern is an array of the picture's shape with values from 0 to 1.
 
 
 def _blocks(across: Pixels, down: Pixels, random: Any) -> Pixels:
@@ -131,7 +131,7 @@ _PATTERNS: Final = {"blocks": _blocks, "clouds": _clouds, "rings": _rings, "stri
 
 
 def _save(picture: Image.Image, path: Path) -> None:
-    """Write a picture whole or not at all: another demo may be reading the same folder."""
+    """Write a picture under a temporary name first: another demo may be reading the same folder."""
     temporary = path.with_name(temporary_name(path.name))
     picture.save(temporary, format="JPEG", quality=_QUALITY)
     temporary.replace(path)

@@ -1,4 +1,4 @@
-"""Reads a metrics endpoint the way Prometheus does: over HTTP, and from nothing but the text that it answers."""
+"""Reads a metrics endpoint as Prometheus does: over HTTP, and only from the text of the response."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class ScrapeError(Exception):
 
 
 def fetch(url: str) -> str:
-    """The exposition at a URL. Goes there directly, whatever proxy the environment names.
+    """The exposition at a URL. A proxy that the environment names is not used.
 
     Raises:
-        ScrapeError: nobody answers, or not with metrics.
+        ScrapeError: there is no response, or it is not status 200.
     """
     where = urlsplit(url)
     connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=_TIMEOUT_SECONDS)
@@ -41,13 +41,13 @@ def fetch(url: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What the demo follows, in one exposition of one rank.
+    """The figures of one exposition of one rank that the demo shows.
 
     Attributes:
-        steps: that have ended.
-        ledger_seconds: by category; their sum is the wall clock of the run.
-        buckets: of the step duration: the upper bound in seconds, and how many steps took no longer.
-        stall: the cause of the stall that is open, None where none is.
+        steps: how many steps have ended.
+        ledger_seconds: seconds by category; their sum is the wall clock of the run.
+        buckets: histogram of the step duration: upper bounds in seconds, and how many steps took no longer.
+        stall: the cause of the open stall; None without one.
     """
 
     steps: float
@@ -76,7 +76,7 @@ class Reading:
         return cls(steps, ledger, tuple(buckets), stall)
 
     def since(self, before: Reading) -> Reading:
-        """What has come between two readings."""
+        """The differences to an earlier reading."""
         spent = before.ledger_seconds
         earlier = dict(before.buckets)
         return Reading(
@@ -88,25 +88,25 @@ class Reading:
 
     @property
     def wall_seconds(self) -> float:
-        """The wall clock."""
+        """Seconds of wall clock: the sum of the ledger."""
         return sum(self.ledger_seconds.values())
 
     @property
     def waiting_ratio(self) -> float | None:
-        """The share of the training loop that waits for data; None where there was no training."""
+        """The share of the training loop that waits for data; None without any training."""
         waited = self.ledger_seconds.get("data_wait", 0.0)
         loop = waited + self.ledger_seconds.get("compute", 0.0)
         return waited / loop if loop > 0 else None
 
     @property
     def median_step_seconds(self) -> float | None:
-        """The p50 of the step duration as PromQL's ``histogram_quantile`` has it: on a line through its bucket."""
+        """The p50 of the step duration as PromQL's ``histogram_quantile`` computes it; None without a step."""
         half = self.buckets[-1][1] / 2 if self.buckets else 0.0
         if half <= 0:
             return None
         for (low, below), (high, up_to) in pairwise(((0.0, 0.0), *self.buckets)):
             if up_to >= half:
-                # The last bucket has no upper bound: all that is known is that the step is longer than the one before.
+                # The last bucket has no upper bound: the step is longer than the bound before, and no more is known.
                 return low if high == float("inf") else low + (high - low) * (half - below) / (up_to - below)
         return None
 

@@ -1,7 +1,7 @@
 """Train a small classifier on a folder of pictures, one sub-folder per class: a plain PyTorch script.
 
-It has the mistake that most first scripts have: with ``--num-workers 0``, the default here as in PyTorch, pictures
-are decoded on the training thread, and whatever computes has to wait for them.
+It makes a common mistake: with ``--num-workers 0``, the default here as in PyTorch, the training thread decodes the
+pictures itself, and the computation waits for them.
 """
 
 from __future__ import annotations

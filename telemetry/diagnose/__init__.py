@@ -1,1 +1,1 @@
-"""Pure functions over records: no clock, no I/O, no torch."""
+"""From records to causes and advice: no clock, no I/O, no torch."""

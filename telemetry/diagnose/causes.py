@@ -1,8 +1,8 @@
 """Name the cause: what each cause has cost in a window, from the evidence.
 
-The thresholds stand in `Thresholds`; those of ranks that wait for one another, and of a run that is stuck, beside their
-signs in `straggler` and `stuck`. A cause is named only on evidence of its own; lost time that nothing explains
-is ``unknown``.
+The thresholds are in `Thresholds`. Those of stragglers and of stuck runs are in `straggler` and `hang_detector`, next
+to the code that checks them. A cause is named only on evidence of its own. Time that
+nothing explains is ``unknown``.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
+from telemetry.core.labels import CAUSES
 from telemetry.diagnose.model import compute_seconds, supply_seconds
 from telemetry.diagnose.own_time import own_time, without_own_time
 from telemetry.diagnose.straggler import straggler
-from telemetry.records import CAUSES
 
 if TYPE_CHECKING:
     from telemetry.diagnose.evidence import Evidence
@@ -24,8 +24,8 @@ class Thresholds:
     """What the evidence has to show.
 
     Attributes:
-        starved_supply: workers deliver a batch in at least this share of a step's compute: they are the limit.
-        busy: ... or they are in fetches for at least this share of their time.
+        starved_supply: the workers are the limit if the compute of a step is at most this share of the supply time.
+        busy: the workers are also the limit if they are in fetches for at least this share of their time.
         runnable: this share of the workers' fetch time without a core: more workers would not help.
         cores_busy: where the kernel does not tell that share: all cores of the machine are busy to this degree.
         throttled: ... or the CPU quota was used up in this share of its periods.
@@ -33,7 +33,7 @@ class Thresholds:
         ready: where batches could not be matched with their fetches: this many lay ready on average while the
             training thread waited, so they wait to be moved.
         late: ... unless single late batches make at least this share of the waiting.
-        edges: so many iterations begun in the window before their waits are a pattern, and no single start.
+        edges: epoch starts in the window from which on their waits are a pattern. Fewer are single events.
         stuck_fetches: a fetch that lasts this many times the mean of the others ...
         stuck_seconds: ... and at least so long is stuck.
     """
@@ -68,30 +68,33 @@ def costs(evidence: Evidence, at: Thresholds = THRESHOLDS) -> dict[str, float]:
     """Seconds of the window lost, by cause; causes that cost nothing are left out."""
     own, of_others = own_time(evidence), without_own_time(evidence)
     lost = {
-        "checkpoint": evidence.checkpoint,
-        "gc_pause": max(0.0, evidence.garbage - (1 - own.felt) * own.collecting),  # without what the GPU did not feel
-        "host_bound": evidence.gpu_idle or 0.0,
-        "gpu_throttled": evidence.gpu_slowed or 0.0,
+        "checkpoint": evidence.checkpoints.seconds,
+        # Collections during hidden waits cost nothing.
+        "gc_pause": max(0.0, evidence.garbage.seconds - (1 - own.exposed_ratio) * own.all_garbage_seconds),
+        "host_bound": evidence.gpu.idle_seconds or 0.0,
+        "gpu_throttled": evidence.gpu.slowed_seconds or 0.0,
     }
     slow = straggler(evidence.pace, evidence.peers)
     if slow is not None:
         lost["straggler"] = slow.lost * evidence.steps
-    exposed = of_others.exposed
+    exposed = of_others.exposed_wait_seconds
     if exposed is not None:
-        lost["loader_on_training_thread"] = own.felt * own.sampler  # a sampler, whatever the workers do
-        if evidence.edges >= at.edges:
-            lost["loader_on_training_thread"] += own.felt * own.edge_sampler
+        lost["loader_on_training_thread"] = (
+            own.exposed_ratio * own.sampler_seconds
+        )  # a sampler, whatever the workers do
+        if evidence.epochs.boundaries >= at.edges:
+            lost["loader_on_training_thread"] += own.exposed_ratio * own.boundary_sampler_seconds
         else:
-            lost["loader_on_training_thread"] += evidence.edge_share_of_sampler * evidence.loop
-    if exposed is not None and evidence.source == "workers" and evidence.edges < at.edges:
+            lost["loader_on_training_thread"] += evidence.sampler.boundary_ratio * evidence.loop_seconds
+    if exposed is not None and evidence.source == "workers" and evidence.epochs.boundaries < at.edges:
         # The start of one epoch is no pattern, but that of three is, however long they are.
-        lost["worker_startup"] = of_others.edge_share * evidence.loop
-    if exposed is not None and exposed > 0 and of_others.wait > 0:
-        edge = min(exposed, exposed * min(1.0, of_others.edge_wait / of_others.wait))
+        lost["worker_startup"] = of_others.epochs.boundary_ratio * evidence.loop_seconds
+    if exposed is not None and exposed > 0 and of_others.wait_seconds > 0:
+        edge = min(exposed, exposed * min(1.0, of_others.epochs.boundary_wait_seconds / of_others.wait_seconds))
         if evidence.source != "workers":
             edge = 0.0  # nothing is started; the first batch is a batch like the others
-        elif evidence.edges < at.edges:
-            exposed, edge = exposed - edge, 0.0  # it is in that already
+        elif evidence.epochs.boundaries < at.edges:
+            exposed, edge = exposed - edge, 0.0  # `boundary_ratio` has counted it
         else:
             lost["worker_startup"] = edge
         for cause, share in _steady(of_others, at).items():
@@ -113,22 +116,23 @@ def _steady(evidence: Evidence, at: Thresholds) -> dict[str, float]:
     named = NAMED_BY_SOURCE.get(evidence.source or "")
     if named is not None:
         return {named: 1.0}
-    if evidence.source != "workers" or evidence.busy_ratio is None:
+    if evidence.source != "workers" or evidence.workers.busy_ratio is None:
         return {"unknown": 1.0}
     stuck_for = _stuck_for(evidence, at)
     if stuck_for > 0:  # each was waited for from its begin to its end, and no longer
-        stuck = min(1.0, stuck_for / max(evidence.wait - evidence.edge_wait, 1e-9))
-        rest = _steady(replace(evidence, long_fetches=()), at) if stuck < 1 else {}
+        stuck = min(1.0, stuck_for / max(evidence.mid_epoch_wait_seconds, 1e-9))
+        without = replace(evidence, workers=replace(evidence.workers, long_fetch_seconds=()))
+        rest = _steady(without, at) if stuck < 1 else {}
         return {"worker_stuck": stuck} | {cause: share * (1.0 - stuck) for cause, share in rest.items()}
     limited = _workers_are_the_limit(evidence, at)
     limit = _what_limits_them(evidence, at) if limited else "uneven_batches"
     if limit == "workers_throttled":
         return {limit: 1.0}  # moving a batch takes a core too
-    if not limited and evidence.runnable_share is not None and evidence.runnable_share >= at.runnable:
-        limit = "workers_throttled"  # want of cores makes compute longer too: to compare it with supply says nothing
+    if not limited and evidence.workers.runnable_ratio is not None and evidence.workers.runnable_ratio >= at.runnable:
+        limit = "workers_throttled"  # too few cores slow the compute too, so comparing it with supply says nothing
     moved = _moved_share(evidence, at)
-    # Of the time in which a batch was on its way, the training thread had no core for as much as it had none at all.
-    no_core = moved * min(1.0, (evidence.own_runnable or 0.0) / max(evidence.seconds, 1e-9))
+    # Part of the transfer share is run-queue delay: as much as the training thread had in the whole window.
+    no_core = moved * min(1.0, (evidence.cpu.run_queue_delay_seconds or 0.0) / max(evidence.seconds, 1e-9))
     shares = {"batch_transfer": moved - no_core, "workers_throttled": no_core}
     shares[limit] = shares.get(limit, 0.0) + 1.0 - moved
     return {cause: share for cause, share in shares.items() if share > 0}
@@ -136,25 +140,28 @@ def _steady(evidence: Evidence, at: Thresholds) -> dict[str, float]:
 
 def _moved_share(evidence: Evidence, at: Thresholds) -> float:
     """How much of the waiting was for batches that were made already."""
-    matched = evidence.late + evidence.moved
+    matched = evidence.delivery.fetch_wait_seconds + evidence.delivery.transfer_wait_seconds
     limited = _workers_are_the_limit(evidence, at)
     if matched > 0:
         # A batch that its worker, in a long fetch, hands over late would have come with ease behind a usual one.
-        moved = max(0.0, evidence.moved - evidence.moved_from_long) / matched
+        moved = (
+            max(0.0, evidence.delivery.transfer_wait_seconds - evidence.delivery.transfer_wait_long_fetch_seconds)
+            / matched
+        )
         # While one batch is moved the next is fetched: no step can be shorter than the workers' supply of batches.
         return min(moved, 1.0 - _short_of_supply(evidence)) if limited else moved
     if limited:
         return 0.0
-    lying_ready = evidence.ready_batches is not None and evidence.ready_batches >= at.ready
+    lying_ready = evidence.delivery.ready_batches is not None and evidence.delivery.ready_batches >= at.ready
     # Moving a batch takes every batch its time; where single ones are late, they are waited for, and not moved.
-    single = evidence.late_wait >= at.late * max(evidence.wait - evidence.edge_wait, 1e-9)
+    single = evidence.delivery.outlier_wait_seconds >= at.late * max(evidence.mid_epoch_wait_seconds, 1e-9)
     return 1.0 if lying_ready and not single else 0.0
 
 
 def _short_of_supply(evidence: Evidence) -> float:
     """Share of the waiting in mid-epoch that comes from workers that cannot make batches as fast as they are used."""
     supply, compute = supply_seconds(evidence), compute_seconds(evidence)
-    waited = evidence.wait - evidence.edge_wait
+    waited = evidence.mid_epoch_wait_seconds
     if supply is None or compute is None or waited <= 0:
         return 0.0
     return min(1.0, max(0.0, supply - compute) * evidence.steps / waited)
@@ -166,38 +173,49 @@ def crowded_out(evidence: Evidence, at: Thresholds = THRESHOLDS) -> float:
     They keep ahead of it, so it waits for no batch. What others on the machine take of the cores is none of this run's
     doing: the workers answer for their part of it, and for none where they are not short of cores themselves.
     """
-    if evidence.own_runnable is None or evidence.runnable_share is None or evidence.runnable_share < at.runnable:
+    if (
+        evidence.cpu.run_queue_delay_seconds is None
+        or evidence.workers.runnable_ratio is None
+        or evidence.workers.runnable_ratio < at.runnable
+    ):
         return 0.0
-    running = (evidence.busy_ratio or 0.0) * evidence.workers * (evidence.cpu_share or 0.0)
-    if running < at.own_load * evidence.cores:
+    running = (evidence.workers.busy_ratio or 0.0) * evidence.workers.count * (evidence.workers.cpu_ratio or 0.0)
+    if running < at.own_load * evidence.cpu.cores:
         return 0.0
-    theirs = running / (running + (evidence.cores_of_others or 0.0))
-    return theirs * evidence.own_runnable * evidence.compute / max(evidence.seconds, evidence.loop, 1e-9)
+    theirs = running / (running + (evidence.cpu.cores_of_others or 0.0))
+    return (
+        theirs
+        * evidence.cpu.run_queue_delay_seconds
+        * evidence.compute_seconds
+        / max(evidence.seconds, evidence.loop_seconds, 1e-9)
+    )
 
 
 def _stuck_for(evidence: Evidence, at: Thresholds) -> float:
-    """Seconds that fetches of the window were stuck, those that are over included: the wait for them has not been."""
-    longest, fetches = max(evidence.long_fetches, default=0.0), evidence.fetches or 0
-    usual = max(0.0, (evidence.fetch_seconds or 0.0) * fetches - longest) / max(1, fetches)  # without the longest
+    """Seconds that fetches were stuck. Finished ones count too: they were waited for in this window."""
+    longest, fetches = max(evidence.workers.long_fetch_seconds, default=0.0), evidence.workers.fetches or 0
+    usual = max(0.0, (evidence.workers.fetch_seconds or 0.0) * fetches - longest) / max(
+        1, fetches
+    )  # without the longest
     stuck = max(at.stuck_seconds, at.stuck_fetches * usual)
-    return sum(seconds for seconds in evidence.long_fetches if seconds >= stuck)
+    return sum(seconds for seconds in evidence.workers.long_fetch_seconds if seconds >= stuck)
 
 
 def _workers_are_the_limit(evidence: Evidence, at: Thresholds) -> bool:
     supply, compute = supply_seconds(evidence), compute_seconds(evidence)
-    if evidence.busy_ratio is not None and evidence.busy_ratio >= at.busy:
+    if evidence.workers.busy_ratio is not None and evidence.workers.busy_ratio >= at.busy:
         return True
     return supply is not None and compute is not None and supply >= compute / at.starved_supply
 
 
 def _what_limits_them(evidence: Evidence, at: Thresholds) -> str:
-    cpu, blocked = evidence.cpu_share, evidence.blocked_share
+    cpu, blocked = evidence.workers.cpu_ratio, evidence.workers.blocked_ratio
     if cpu is None or blocked is None:
         return "unknown"  # busy, but nobody can tell with what
-    runnable = evidence.runnable_share
+    runnable = evidence.workers.runnable_ratio
     if runnable is None:  # not running, and nobody can tell whether for want of a core
-        used_up = (evidence.throttled_ratio or 0.0) >= at.throttled
-        without_core = blocked >= at.runnable and (used_up or (evidence.host_cpu_ratio or 0.0) >= at.cores_busy)
+        used_up = (evidence.cpu.throttled_ratio or 0.0) >= at.throttled
+        without_core = blocked >= at.runnable and (used_up or (evidence.cpu.host_ratio or 0.0) >= at.cores_busy)
     else:
         without_core = runnable >= at.runnable
     if without_core:

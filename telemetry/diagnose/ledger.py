@@ -10,17 +10,8 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
-from telemetry.records import (
-    CATEGORIES,
-    CHECKPOINT,
-    COMPUTE,
-    DATA_WAIT,
-    EVALUATION,
-    STARTUP,
-    DroppedSpans,
-    PhaseSpan,
-    Step,
-)
+from telemetry.core.labels import CATEGORIES, CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, STARTUP
+from telemetry.core.spans import DroppedSpans, PhaseSpan, Step
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -28,7 +19,7 @@ if TYPE_CHECKING:
 _NS: Final = 1e9
 _PHASES: Final = frozenset({EVALUATION, CHECKPOINT})
 
-_NEAR_EDGE: Final = 8
+_NEAR_BOUNDARY: Final = 8
 """Batches after the first of an epoch, and as many before its end, with which its workers may be late: each of them
 starts, and ends."""
 
@@ -55,16 +46,16 @@ class Ledger:
         self.batches = 0
         self.dropped_steps = 0
         self.last_step_ns: int | None = None
-        # The wait for the first batch of the run; and those at the edges of later epochs: an iteration that ends or is
+        # The wait for the first batch of the run; and those at later epoch boundaries: an iteration that ends or is
         # left, one that begins, and its first batch. Those that still go on are in them, as they are in the data wait.
         self.first_wait_ns = 0
-        self.edge_wait_ns = 0
-        self.edges = 0
-        self.left = 0
-        # How much longer the batches next to the edges were waited for than those in the middle of their epochs.
-        self.around_edges_ns = 0
+        self.boundary_wait_ns = 0
+        self.epoch_boundaries = 0
+        self.iterations_left = 0
+        # How much longer the batches next to the boundaries were waited for than those in the middle of their epochs.
+        self.near_boundary_wait_ns = 0
         self._epoch = _Epoch()
-        self._at_edge = False
+        self._at_boundary = False
         self._span_at_ns = start_ns
         self._span_category = STARTUP
         self._waiting_at_ns: int | None = None  # from here on, `advance` has booked a wait whose span is yet to come
@@ -95,7 +86,7 @@ class Ledger:
             if left:
                 self._count_left(max(0, end - start))
             elif during == DATA_WAIT:
-                self._count_edge(max(0, end - start), batch=batch)
+                self._count_boundary(max(0, end - start), batch=batch)
             self._enter(after, end)
             self.batches += batch
 
@@ -123,9 +114,9 @@ class Ledger:
         return self._open
 
     @property
-    def at_edge(self) -> bool:
+    def at_epoch_boundary(self) -> bool:
         """Whether an iteration has ended or begun, and no batch of the next has come yet."""
-        return self._at_edge
+        return self._at_boundary
 
     def take_phases(self) -> list[PhaseSpan]:
         """The evaluations and checkpoints closed since the last call."""
@@ -149,8 +140,8 @@ class Ledger:
             self.ns[self.category] += passed
             if self.category == DATA_WAIT and not self.batches:
                 self.first_wait_ns += passed
-            elif self.category == DATA_WAIT and self._at_edge:
-                self.edge_wait_ns += passed
+            elif self.category == DATA_WAIT and self._at_boundary:
+                self.boundary_wait_ns += passed
 
     def _pass(self, stamp: int) -> None:
         """Go on to a stamp of a span: in the ledger, and in the step that is open.
@@ -180,7 +171,7 @@ class Ledger:
             self._pass(dropped.start_ns)
             self._enter(CATEGORIES[dropped.first], dropped.start_ns)
             self._before_dropped = self._wait_ns, self._compute_ns, self._checkpoint
-            self._at_edge, self._epoch = False, _Epoch()
+            self._at_boundary, self._epoch = False, _Epoch()
         known = dropped.start_ns if before is None else before.end_ns
         early = max(0, self.at_ns - known)  # what `advance` has booked of the stretch
         waited = 0 if waiting_at is None else min(early, max(0, self.at_ns - waiting_at))
@@ -223,23 +214,23 @@ class Ledger:
         if first_batch:
             self.first_wait_ns += given[DATA_WAIT]
 
-    def _count_edge(self, waited: int, *, batch: bool) -> None:
+    def _count_boundary(self, waited: int, *, batch: bool) -> None:
         """A request has ended. One that brought no batch has ended an iteration, or begun one."""
-        if self.batches and not batch and not self._at_edge:
-            self.edge_wait_ns += waited  # nobody knew before
-            self.edges += 1
-            self.around_edges_ns += self._epoch.late_ns()
+        if self.batches and not batch and not self._at_boundary:
+            self.boundary_wait_ns += waited  # nobody knew before
+            self.epoch_boundaries += 1
+            self.near_boundary_wait_ns += self._epoch.extra_wait_ns()
             self._epoch = _Epoch()
-        elif self.batches and batch and not self._at_edge:
+        elif self.batches and batch and not self._at_boundary:
             self._epoch.add(waited)
-        self._at_edge = not batch
+        self._at_boundary = not batch
 
     def _count_left(self, waited: int) -> None:
-        """It is at an edge itself. What comes next may be of another loader, in the middle of its iteration."""
-        self.left += 1
+        """It is at a boundary itself. What comes next may be of another loader, in the middle of its iteration."""
+        self.iterations_left += 1
         self._epoch = _Epoch()  # where it was left, nothing has ended by itself
-        if not self._at_edge:
-            self.edge_wait_ns += waited
+        if not self._at_boundary:
+            self.boundary_wait_ns += waited
 
     def _enter(self, category: str, stamp: int) -> None:
         self.category = category
@@ -260,28 +251,28 @@ class Ledger:
 
 
 class _Epoch:
-    """The waits for the batches of one epoch, its first not among them: that one is at the edge."""
+    """The waits for the batches of one epoch, its first not among them: that one is at the boundary."""
 
     __slots__ = ("_batches", "_first", "_last", "_total_ns")
 
     def __init__(self) -> None:
         self._batches = self._total_ns = 0
         self._first: list[int] = []
-        self._last: deque[int] = deque(maxlen=_NEAR_EDGE)
+        self._last: deque[int] = deque(maxlen=_NEAR_BOUNDARY)
 
     def add(self, waited_ns: int) -> None:
         """The next batch has come."""
         self._batches += 1
         self._total_ns += waited_ns
         self._last.append(waited_ns)
-        if len(self._first) < _NEAR_EDGE:
+        if len(self._first) < _NEAR_BOUNDARY:
             self._first.append(waited_ns)
 
-    def late_ns(self) -> int:
-        """How much longer those next to the edges were waited for than as many in the middle; negative for shorter."""
-        near = min(_NEAR_EDGE, self._batches // 4)
+    def extra_wait_ns(self) -> int:
+        """How much longer those next to the boundaries were waited for than as many in the middle; may be negative."""
+        near = min(_NEAR_BOUNDARY, self._batches // 4)
         if not near:
             return 0
-        at_edges = sum(self._first[:near]) + sum([*self._last][-near:])
-        usual = (self._total_ns - at_edges) / (self._batches - 2 * near)
-        return int(at_edges - 2 * near * usual)
+        at_boundaries = sum(self._first[:near]) + sum([*self._last][-near:])
+        usual = (self._total_ns - at_boundaries) / (self._batches - 2 * near)
+        return int(at_boundaries - 2 * near * usual)

@@ -15,71 +15,79 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class OwnTime:
-    """Seconds of the window's waits: in mid-epoch, and at the edges of epochs.
+    """Seconds of the window's waits: in mid-epoch, and at epoch boundaries.
 
     Attributes:
-        sampler, edge_sampler: in the sampler of a loader with workers.
-        garbage, edge_garbage: in collections.
-        felt: the share of the waits that is exposed; 1.0 where that is not known.
+        sampler_seconds, boundary_sampler_seconds: in the sampler of a loader with workers.
+        garbage_seconds, boundary_garbage_seconds: in collections.
+        exposed_ratio: the share of the waits that is exposed; 1.0 where that is not known.
     """
 
-    sampler: float
-    edge_sampler: float
-    garbage: float
-    edge_garbage: float
-    felt: float
+    sampler_seconds: float
+    boundary_sampler_seconds: float
+    garbage_seconds: float
+    boundary_garbage_seconds: float
+    exposed_ratio: float
 
     @property
-    def in_sampler(self) -> float:
+    def all_sampler_seconds(self) -> float:
         """Seconds in the sampler."""
-        return self.sampler + self.edge_sampler
+        return self.sampler_seconds + self.boundary_sampler_seconds
 
     @property
-    def collecting(self) -> float:
+    def all_garbage_seconds(self) -> float:
         """Seconds in collections."""
-        return self.garbage + self.edge_garbage
+        return self.garbage_seconds + self.boundary_garbage_seconds
 
 
 def own_time(evidence: Evidence) -> OwnTime:
     """Never more than was waited: what the sampler took is an estimate."""
-    edge = min(evidence.edge_wait, evidence.wait)
-    middle = evidence.wait - edge
-    garbage, edge_garbage = min(evidence.garbage_wait, middle), min(evidence.edge_garbage, edge)
-    sampler = edge_sampler = 0.0
+    boundary = min(evidence.epochs.boundary_wait_seconds, evidence.wait_seconds)
+    middle = evidence.wait_seconds - boundary
+    garbage = min(evidence.garbage.wait_seconds, middle)
+    boundary_garbage = min(evidence.garbage.boundary_wait_seconds, boundary)
+    sampler = boundary_sampler = 0.0
     if evidence.source == "workers":
-        sampler = min(evidence.sampler or 0.0, middle - garbage)
-        edge_sampler = min(evidence.edge_sampler, edge - edge_garbage)
-    felt = 1.0
-    if evidence.exposed is not None and evidence.wait > 0:
-        felt = min(1.0, evidence.exposed / evidence.wait)
-    return OwnTime(sampler, edge_sampler, garbage, edge_garbage, felt)
+        sampler = min(evidence.sampler.wait_seconds or 0.0, middle - garbage)
+        boundary_sampler = min(evidence.sampler.boundary_wait_seconds, boundary - boundary_garbage)
+    exposed = 1.0
+    if evidence.exposed_wait_seconds is not None and evidence.wait_seconds > 0:
+        exposed = min(1.0, evidence.exposed_wait_seconds / evidence.wait_seconds)
+    return OwnTime(sampler, boundary_sampler, garbage, boundary_garbage, exposed)
 
 
 def without_own_time(evidence: Evidence) -> Evidence:
     """The same window, with the training thread's own time in ``next()`` booked as compute."""
-    own = own_time(evidence)
-    middle, edge = own.sampler + own.garbage, own.edge_sampler + own.edge_garbage
-    if middle + edge + evidence.edge_share_of_sampler <= 0:
+    own, epochs, delivery = own_time(evidence), evidence.epochs, evidence.delivery
+    middle = own.sampler_seconds + own.garbage_seconds
+    boundary = own.boundary_sampler_seconds + own.boundary_garbage_seconds
+    if middle + boundary + evidence.sampler.boundary_ratio <= 0:
         return evidence
-    moved = max(0.0, evidence.moved - middle)
+    before = delivery.transfer_wait_seconds
+    transfer = max(0.0, before - middle)
     batches = evidence.steps * evidence.batches_per_step
     each = middle / batches if batches else 0.0
+    exposed = evidence.exposed_wait_seconds
     return replace(
         evidence,
-        wait=evidence.wait - middle - edge,
-        exposed=None if evidence.exposed is None else max(0.0, evidence.exposed - own.felt * (middle + edge)),
-        edge_wait=max(0.0, evidence.edge_wait - edge),
-        compute=evidence.compute + middle + edge,
-        moved=moved,
-        moved_from_long=evidence.moved_from_long * (moved / evidence.moved if evidence.moved > 0 else 0.0),
-        moving_seconds=_less(evidence.moving_seconds, each),
-        moving_from_busy_seconds=_less(evidence.moving_from_busy_seconds, each),
-        edge_share=max(0.0, evidence.edge_share - evidence.edge_share_of_sampler),
-        edge_share_of_sampler=0.0,
-        sampler=0.0,
-        edge_sampler=0.0,
-        garbage_wait=0.0,
-        edge_garbage=0.0,
+        wait_seconds=evidence.wait_seconds - middle - boundary,
+        exposed_wait_seconds=None if exposed is None else max(0.0, exposed - own.exposed_ratio * (middle + boundary)),
+        compute_seconds=evidence.compute_seconds + middle + boundary,
+        epochs=replace(
+            epochs,
+            boundary_wait_seconds=max(0.0, epochs.boundary_wait_seconds - boundary),
+            boundary_ratio=max(0.0, epochs.boundary_ratio - evidence.sampler.boundary_ratio),
+        ),
+        delivery=replace(
+            delivery,
+            transfer_wait_seconds=transfer,
+            transfer_wait_long_fetch_seconds=delivery.transfer_wait_long_fetch_seconds
+            * (transfer / before if before > 0 else 0.0),
+            transfer_seconds=_less(delivery.transfer_seconds, each),
+            transfer_from_busy_seconds=_less(delivery.transfer_from_busy_seconds, each),
+        ),
+        sampler=replace(evidence.sampler, wait_seconds=0.0, boundary_wait_seconds=0.0, boundary_ratio=0.0),
+        garbage=replace(evidence.garbage, wait_seconds=0.0, boundary_wait_seconds=0.0),
     )
 
 

@@ -1,14 +1,14 @@
-"""Ranks that keep pace lose the time of the slowest: which it is, what it costs, and why it is slow.
+"""Stragglers of a synchronised job: which rank is the slowest, what it costs the others, and why it is slow.
 
-In a synchronised job a rank that is done early waits for the others inside its compute, where its own clock cannot
-tell waiting from work (design: judged across the ranks of the board). Two signs tell it:
+A rank that finishes early waits for the others inside its compute, where its own clock cannot tell waiting from work.
+So the ranks are compared with each other. There are two signs:
 
-* Steps take all ranks the same. A rank whose compute is shorter than the others' does something else in the rest of
-  its steps (it waits for data, it writes a checkpoint), and the others wait for it. Waiting for data that its GPU did
-  not feel delays nobody and does not count.
-* A rank that is slow in its own compute spends less of it where ranks wait for one another (the calls of
-  `torch.distributed`; the backward pass, but on a CPU only while its thread is on no core) than its peers do: from
-  samples of where the training threads are. On GPUs its own has to idle besides.
+* A step takes equally long on all ranks. If the compute of one rank is shorter than that of the others, it does
+  something else in the rest of the step, such as waiting for data or writing a checkpoint, and the others wait for it.
+  Only its exposed wait counts: a hidden wait delays nobody.
+* A rank with slow compute spends less of it in synchronisation than its peers do. This comes from samples of the
+  training threads: calls of `torch.distributed` and the backward pass count as synchronisation, on a CPU the latter
+  only while the thread is off the CPU. On GPUs the slow rank's own GPU must be idle as well.
 """
 
 from __future__ import annotations
@@ -19,51 +19,63 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from telemetry.records import RankPace
+    from telemetry.core.interval import RankPace
 
-LEAST_STEPS: Final = 5
+MIN_STEPS: Final = 5
 _ABREAST: Final = 0.15
-"""Ranks whose steps per second differ by less keep pace with one another."""
+"""Ranks keep pace with one another if their step durations differ by less than this ratio."""
 
-_MOSTLY: Final = 0.8
-"""Share of the looks at a rank from which on it has spent its time waiting for the others."""
+_MOSTLY_IN_SYNC: Final = 0.8
+"""A rank has mostly waited for the others from this share of its samples on."""
 
-_AS_LONG: Final = 0.5
-"""Who has not gone on for this share of the time that others have not either may be who they wait for."""
+_MIN_STANDSTILL_SHARE: Final = 0.5
+"""A rank can hold up this one if it has been without a step for at least this share of this rank's time without one."""
 
-_LEAST_SAMPLES: Final = 30
-"""Of where a training thread is: fewer say too little (with 30, a share is known to within 0.09)."""
+_MIN_SAMPLES: Final = 30
+"""Minimum samples of a training thread. With 30, a share is known to within 0.09."""
 
 
 @dataclass(frozen=True, slots=True)
 class Straggler:
-    """The rank that others wait for. ``lost`` is seconds of each of their steps; ``why`` continues "rank 3 ..."."""
+    """The rank that others wait for.
+
+    Attributes:
+        lost: seconds of each of their steps.
+        why: continues "rank 3 ...".
+        node: its node, where that is another one; None for this node.
+    """
 
     rank: int
     lost: float
     why: str
+    node: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The rank as a person reads it: ``rank 3``, or ``rank 3 on n2``."""
+        return f"rank {self.rank}" if self.node is None else f"rank {self.rank} on {self.node}"
 
 
 def straggler(own: RankPace, others: Iterable[RankPace]) -> Straggler | None:
-    """The rank this one waits for most; None where there is none, or nobody keeps pace with this one."""
+    """The rank that this one waits for most; None if there is none, or if no rank keeps pace with this one."""
     found = (_waited_for(own, other) for other in abreast(own, others))
     return max((slow for slow in found if slow is not None), key=lambda slow: slow.lost, default=None)
 
 
 def abreast(own: RankPace, others: Iterable[RankPace]) -> list[RankPace]:
-    """Those of the others that keep pace with this rank: that wait for it, or it for them."""
-    if own.steps < LEAST_STEPS:
+    """The other ranks that keep pace with this one, so that they wait for each other."""
+    if own.steps < MIN_STEPS:
         return []
     mine = own.seconds / own.steps
-    pace = [(other, other.seconds / other.steps) for other in others if other.steps >= LEAST_STEPS]
+    pace = [(other, other.seconds / other.steps) for other in others if other.steps >= MIN_STEPS]
     return [other for other, theirs in pace if abs(mine - theirs) <= _ABREAST * max(mine, theirs)]
 
 
 def _waited_for(own: RankPace, other: RankPace) -> Straggler | None:
-    """What this rank loses to the other, and the larger part of it as the reason.
+    """What this rank loses to the other one, with the larger part of it as the reason.
 
-    While the other is elsewhere it does not wait where ranks wait for one another either, so `_slow` has all of the
-    loss in it, and what is over `_elsewhere` is compute that takes longer.
+    While the other rank is outside of its compute, it is not in synchronisation either. So `_slow` includes the loss of
+    `_elsewhere`, and the rest of it is slow compute.
     """
     elsewhere, slow = _elsewhere(own, other), _slow(own, other)
     if elsewhere is None or slow is None:
@@ -72,58 +84,71 @@ def _waited_for(own: RankPace, other: RankPace) -> Straggler | None:
 
 
 def _elsewhere(own: RankPace, other: RankPace) -> Straggler | None:
-    """What the other does outside of its compute while this one is in its own."""
-    if own.exposed is None or other.exposed is None:
+    """Loss while the other rank is outside of its compute and this one is in its own."""
+    if own.exposed_wait_seconds is None or other.exposed_wait_seconds is None:
         return None
-    waiting = other.exposed / other.steps - own.exposed / own.steps
-    absent = other.away / other.steps - own.away / own.steps
-    lost = min(own.compute / own.steps - other.compute / other.steps, waiting + absent)
-    if not own.on_gpu and own.samples >= _LEAST_SAMPLES:
-        lost = min(lost, _together(own))  # the rest of its compute it was seen to work
+    waiting = other.exposed_wait_seconds / other.steps - own.exposed_wait_seconds / own.steps
+    absent = other.away_seconds / other.steps - own.away_seconds / own.steps
+    lost = min(own.compute_seconds / own.steps - other.compute_seconds / other.steps, waiting + absent)
+    if not own.on_gpu and own.samples >= _MIN_SAMPLES:
+        lost = min(lost, _sync_seconds(own))  # in the rest of its compute the samples show work
     if lost <= 0:
         return None
     cause = f" ({other.cause})" if other.cause is not None else ""
     why = f"waits for data{cause}" if waiting >= absent else f"is busy outside of its steps{cause}"
-    return Straggler(other.rank, lost, why)
+    return Straggler(other.rank, lost, why, other.node)
 
 
 def _slow(own: RankPace, other: RankPace) -> Straggler | None:
-    """How much less of its compute the other spends where ranks wait for one another."""
-    if min(own.samples, other.samples) < _LEAST_SAMPLES:
+    """Loss by slow compute: how much less of its compute the other rank spends in synchronisation."""
+    if min(own.samples, other.samples) < _MIN_SAMPLES:
         return None
-    lost = _together(own) - _together(other)
+    lost = _sync_seconds(own) - _sync_seconds(other)
     if own.on_gpu or other.on_gpu:
-        # A host that waits for its own GPU (`.item()`) is in no call of torch.distributed either, and delays nobody.
-        # Where its GPU idles meanwhile, and the others' do not, it does.
-        if own.gpu_busy is None or other.gpu_busy is None:
+        # A host that waits for its own GPU (`.item()`) is not in torch.distributed either, but delays nobody. It delays
+        # the others if its GPU is idle meanwhile and theirs are not.
+        if own.gpu_busy_ratio is None or other.gpu_busy_ratio is None:
             return None
-        lost = min(lost, (own.gpu_busy - other.gpu_busy) * own.seconds / own.steps)
+        lost = min(lost, (own.gpu_busy_ratio - other.gpu_busy_ratio) * own.seconds / own.steps)
     if lost <= 0:
         return None
     where = f", mostly in {other.where}" if other.where is not None else ""
-    return Straggler(other.rank, lost, f"takes longer to compute a step{where}")
+    return Straggler(other.rank, lost, f"takes longer to compute a step{where}", other.node)
 
 
-def _together(pace: RankPace) -> float:
-    """Seconds of a step where ranks wait for one another."""
-    return pace.compute / pace.steps * pace.in_sync / pace.samples
+def _sync_seconds(pace: RankPace) -> float:
+    """Seconds of a step in synchronisation."""
+    return pace.compute_seconds / pace.steps * pace.in_sync_samples / pace.samples
 
 
 def held_up_by(own: RankPace, others: Iterable[RankPace]) -> RankPace | None:
-    """Of ranks that do not go on: the one that is not where this one waits for the others; None where all are there."""
-    if not own.still_in_sync:
+    """During a standstill: a rank that has not reached the synchronisation that this one waits in; None if all have."""
+    if not own.waits_for_ranks:
         return None
-    return next((o for o in others if o.still >= _AS_LONG * own.still and not o.still_in_sync), None)
+    return next(
+        (
+            o
+            for o in others
+            if o.seconds_without_step >= _MIN_STANDSTILL_SHARE * own.seconds_without_step and not o.waits_for_ranks
+        ),
+        None,
+    )
+
+
+def absent_rank(pace: RankPace) -> Straggler:
+    """A rank that has not come to where the others wait for it, for `held_up_by`."""
+    where = f"was last seen in {pace.where}" if pace.where is not None else "has not come to where the others wait"
+    return Straggler(pace.rank, pace.seconds_without_step, where, pace.node)
 
 
 def mostly_in_sync(samples: int, in_sync: int) -> bool:
-    """Whether a rank that was looked at so many times was mostly where ranks wait for one another."""
-    return samples > 0 and in_sync >= _MOSTLY * samples
+    """Whether most of a rank's samples were in synchronisation."""
+    return samples > 0 and in_sync >= _MOSTLY_IN_SYNC * samples
 
 
 def own_compute(pace: RankPace, everyone: Iterable[RankPace]) -> float:
-    """Seconds of compute of a step that are a rank's own, without waiting for others in it; 0.0 before a first step."""
+    """Seconds of a step's compute without waiting for other ranks; 0.0 before the first step."""
     if not pace.steps:
         return 0.0
     slow = straggler(pace, [other for other in everyone if other.rank != pace.rank])
-    return max(0.0, pace.compute / pace.steps - (slow.lost if slow is not None else 0.0))
+    return max(0.0, pace.compute_seconds / pace.steps - (slow.lost if slow is not None else 0.0))

@@ -1,5 +1,4 @@
-"""``telemetry doctor``: what would work here, and why not.
+"""``telemetry doctor``: check what works on this machine, and what to do about the rest.
 
-A list of small checks, each of which finds one thing out and is contained: a check that fails is itself a finding.
-Nothing that a check makes is left behind.
+Each small check answers one question. A check that raises becomes a finding itself. A check leaves nothing behind.
 """

@@ -1,4 +1,4 @@
-"""Make every check, and show what they found."""
+"""Run all checks and print what they found."""
 
 from __future__ import annotations
 
@@ -6,66 +6,66 @@ import textwrap
 from typing import TYPE_CHECKING, Final
 
 from telemetry.config import Config, SettingError
-from telemetry.doctor import gpu, installed, kernel, places
-from telemetry.doctor.finding import PROBLEM, Finding, Place
-from telemetry.terminal import show
+from telemetry.core.terminal import show
+from telemetry.doctor import folder_checks, gpu_checks, kernel_checks, package_checks
+from telemetry.doctor.finding import PROBLEM, CheckContext, Finding
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
 WIDTH: Final = 100
 HEIGHT: Final = 24
-"""A screen: whatever is found fits into it."""
+"""Size of a terminal. The output always fits."""
 
 _NAME_WIDTH: Final = 11
 
-CHECKS: Final[tuple[Callable[[Place], Iterable[Finding]], ...]] = (
-    installed.check_enabled,
-    installed.check_settings,
-    installed.check_versions,
-    installed.check_packages,
-    gpu.check_gpu,
-    gpu.check_cuda_events,
-    places.check_endpoint,
-    places.check_run_folder,
-    places.check_board,
-    kernel.check_workers,
-    kernel.check_schedstat,
-    kernel.check_pressure,
-    kernel.check_cgroup,
+CHECKS: Final[tuple[Callable[[CheckContext], Iterable[Finding]], ...]] = (
+    package_checks.check_enabled,
+    package_checks.check_settings,
+    package_checks.check_versions,
+    package_checks.check_packages,
+    gpu_checks.check_gpu,
+    gpu_checks.check_cuda_events,
+    folder_checks.check_endpoint,
+    folder_checks.check_run_folder,
+    folder_checks.check_board,
+    kernel_checks.check_workers,
+    kernel_checks.check_schedstat,
+    kernel_checks.check_pressure,
+    kernel_checks.check_cgroup,
 )
-"""In the order in which they are shown. `gpu.check_cuda_events` relies on what `gpu.check_gpu` has noted."""
+"""In the order of the output. `check_cuda_events` uses a result of `check_gpu`."""
 
 
 def doctor(run_dir: str | None) -> int:
-    """Print the findings. Returns 1 where something is a problem, else 0."""
+    """Print the findings. Returns 1 if there is a problem, else 0."""
     findings = examine(run_dir)
     show(render(findings) + "\n")
     return int(any(finding.status == PROBLEM for finding in findings))
 
 
 def examine(run_dir: str | None) -> list[Finding]:
-    """Make every check.
+    """Run all checks.
 
     Args:
-        run_dir: the folder one means to use; that of the settings by default.
+        run_dir: the run folder to check; by default that of the settings.
     """
     given = {} if run_dir is None else {"run_dir": run_dir}
     try:
-        place = Place(Config.load(given))
+        place = CheckContext(Config.load(given))
     except SettingError as error:
         folder = given if _valid(given) else {}
-        place = Place(Config.load(folder, environ={}), error)
+        place = CheckContext(Config.load(folder, environ={}), error)
     return [finding for check in CHECKS for finding in _contained(check, place)]
 
 
 def render(findings: Sequence[Finding]) -> str:
-    """The findings as lines that fit a screen: problems in two lines at most, or one where there are many."""
+    """The findings as lines that fit a terminal: at most two lines each, or one if there are many."""
     problems = sum(finding.status == PROBLEM for finding in findings)
     verdict = (
-        "everything that is needed works" if not problems else f"{problems} problem{'s' * (problems != 1)}, see !!"
+        "no problem found" if not problems else f"{problems} problem{'s' * (problems != 1)}, see the lines with !!"
     )
-    last = f"{verdict}; -- is absent and does no harm"
+    last = f"{verdict}. Lines with -- are optional: the agent works without them."
     for most in (2, 1):
         lines = [line for finding in findings for line in _lines(finding, most)]
         if len(lines) < HEIGHT:
@@ -74,7 +74,7 @@ def render(findings: Sequence[Finding]) -> str:
 
 
 def _lines(finding: Finding, most: int) -> list[str]:
-    text = " ".join(finding.text.split())  # an error of others may have several lines
+    text = " ".join(finding.text.split())  # an error message may have several lines
     first = f"{finding.status} {finding.name:<{_NAME_WIDTH}} "
     width = WIDTH - len(first)
     wrapped = textwrap.wrap(text, width, max_lines=most, placeholder=" ...") or [""]
@@ -89,10 +89,10 @@ def _valid(given: dict[str, str]) -> bool:
     return True
 
 
-def _contained(check: Callable[[Place], Iterable[Finding]], place: Place) -> list[Finding]:
-    """Run a check; whatever it raises becomes its finding."""
+def _contained(check: Callable[[CheckContext], Iterable[Finding]], place: CheckContext) -> list[Finding]:
+    """Run a check. If it raises, the error becomes its finding."""
     try:
         return list(check(place))
     except Exception as error:
         name = check.__name__.removeprefix("check_").replace("_", " ")
-        return [Finding(PROBLEM, name, f"the check itself failed: {type(error).__name__}: {error}")]
+        return [Finding(PROBLEM, name, f"this check failed itself: {type(error).__name__}: {error}")]

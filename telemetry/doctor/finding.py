@@ -1,4 +1,4 @@
-"""What checks are told, and what they find."""
+"""The input and the results of checks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROBLEM: Final = "!!"
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a check has found. ``status`` is ``ok``, ``--`` (absent, but harmless) or ``!!`` (a problem)."""
+    """The result of a check. ``status`` is ``ok``, ``--`` (optional and missing) or ``!!`` (a problem)."""
 
     status: str
     name: str
@@ -23,24 +23,15 @@ class Finding:
 
 
 @dataclass(slots=True)
-class Place:
-    """What the checks are told, and tell each other.
+class CheckContext:
+    """The input of the checks, and results that later checks use.
 
     Attributes:
-        config: the settings; the defaults where they are not valid.
-        error: why they are not.
+        config: the settings; the defaults if the settings are not valid.
+        error: why the settings are not valid.
         gpus: whether NVML has found any.
     """
 
     config: Config
     error: SettingError | None = None
     gpus: bool = False
-
-
-def as_bytes(amount: float) -> str:
-    """Bytes in the unit a person would use."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if amount < 1024:
-            return f"{amount:.0f} {unit}" if unit == "B" or amount >= 100 else f"{amount:.1f} {unit}"
-        amount /= 1024
-    return f"{amount:.1f} TiB"

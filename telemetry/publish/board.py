@@ -1,7 +1,6 @@
 """The board: a node-local folder where each rank publishes its newest state, and the locks that name the server.
 
-It lies in memory (/dev/shm) where there is one, belongs to one user and one run, and holds per rank one small file
-that is replaced whole.
+It is in /dev/shm if possible, belongs to one user and one run, and has one small file per rank, replaced as a whole.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from telemetry.files import read_small, remove_file, replace_file
-from telemetry.identity import slug
-from telemetry.publish.seats import Seats
-from telemetry.records import RankPace
+from telemetry.core.filesystem import read_small, remove_file, replace_file
+from telemetry.core.identity import slug
+from telemetry.core.interval import RankPace
+from telemetry.publish.server_locks import ServerLocks
 
 _SEPARATOR: Final = b"\0"
 _STALE_SECONDS: Final = 3600.0
 _PREFIX: Final = "torch-telemetry"
 _MAX_FILE_BYTES: Final = 4 << 20
 _MAX_HEAD_BYTES: Final = 4096
-"""What stands before the families: who it is, and its pace."""
+"""What precedes the families: the identity of the rank, and its pace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +39,17 @@ class RankState:
     families: tuple[tuple[bytes, bytes], ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _File:
+    """A rank's file as it was read. ``version``: its inode and time; one that replaces it has others."""
+
+    version: tuple[int, int]
+    head: dict[str, Any]
+    state: RankState
+
+
 def start_ticks(pid: int) -> int | None:
-    """When a process began, in clock ticks since boot; with its pid that names it for good. None if it is gone."""
+    """When a process began, in clock ticks since boot; with its pid that identifies it. None if it is gone."""
     try:
         fields = read_small(f"/proc/{pid}/stat").rpartition(b")")[2].split()
     except OSError:
@@ -78,12 +86,14 @@ class Board:
         digest = hashlib.sha256(where.encode("utf-8", "surrogateescape")).hexdigest()[:12]
         self.path = self._root / f"{slug(run)[:48]}-{digest}"
         self._make()
-        self.seats = Seats(self.path)
+        self.server_locks = ServerLocks(self.path)
         self._mine: Path | None = None
         self._number: int | None = None  # the rank this process is shown under
         self._since = 0  # when it took that number
         self._told = False  # whether that number is the one a launcher gave it
         self._ticks = start_ticks(os.getpid())
+        self._known: dict[str, _File] = {}
+        self._own: _File | None = None  # what was published last
 
     def _make(self) -> None:
         _own_folder(self._root)
@@ -100,9 +110,7 @@ class Board:
         meta |= {"told": self._told, "since": self._since}
         if pace is not None:
             meta["pace"] = asdict(pace)
-        parts = [json.dumps(meta).encode()]
-        for header, samples in families:
-            parts += (header, samples)
+        parts = [json.dumps(meta).encode(), *itertools.chain.from_iterable(families)]
         path = self.path / f"rank-{rank}.{pid}"
         content = _SEPARATOR.join(parts)
         try:
@@ -111,6 +119,7 @@ class Board:
             self._make()
             replace_file(path, content)
         self._mine = path
+        self._own = _File((0, 0), meta, RankState(rank, pid, tuple(families)))
 
     def states(self) -> list[RankState]:
         """The state of every rank that is alive, by rank. A dead rank's file is removed.
@@ -119,20 +128,21 @@ class Board:
         series twice would fail the scrape. See `rank_for`.
         """
         states: dict[int, tuple[tuple[bool, bool, int, int], RankState]] = {}
+        known, self._known = self._known, {}
         for entry in self._entries():
             try:
-                parts = read_small(entry, _MAX_FILE_BYTES).split(_SEPARATOR)
-                meta = json.loads(parts[0])
-                rank, pid, ticks = int(meta["rank"]), int(meta["pid"]), meta["ticks"]
+                own = self._own if entry == str(self._mine) else None
+                file = own or _newest(entry, known.get(entry))
+                ended, state, ticks = bool(file.head.get("ended")), file.state, file.head["ticks"]
             except (OSError, ValueError, KeyError, TypeError):
                 continue
-            if not meta.get("ended") and start_ticks(pid) != ticks:
+            if own is None and not ended and start_ticks(state.pid) != ticks:
                 remove_file(entry)
                 continue
-            families = tuple(zip(parts[1::2], parts[2::2], strict=False))
-            order = (bool(meta.get("ended")), *_order_of(meta, pid))
-            if rank not in states or order < states[rank][0]:
-                states[rank] = (order, RankState(rank, pid, families))
+            self._known[entry] = file
+            order = (ended, *_order_of(file.head, state.pid))
+            if state.rank not in states or order < states[state.rank][0]:
+                states[state.rank] = (order, state)
         return [states[rank][1] for rank in sorted(states)]
 
     def rank_for(self, claimed: int, *, told: bool, world_size: int) -> int:
@@ -168,7 +178,7 @@ class Board:
             old.replace(new)
         except FileNotFoundError:
             return  # nothing was published yet
-        self._mine = new
+        self._mine, self._own = new, None
 
     def _rivals_before(self, number: int, *, told: bool) -> int:
         """How many living processes claim a number and come before this one."""
@@ -190,8 +200,8 @@ class Board:
         before = self._rivals_before(wanted, told=False)
         return next(itertools.islice(free, max(0, before - 1), None))
 
-    def paces(self, but: int) -> tuple[RankPace, ...]:
-        """How the other ranks that are alive get on; ``but`` is one's own rank."""
+    def paces(self, but: int | None = None) -> tuple[RankPace, ...]:
+        """How the ranks that are alive get on, without rank ``but``."""
         paces = (_pace(head) for entry in self._entries() if (head := _head(entry)) is not None)
         return tuple(pace for pace in paces if pace is not None and pace.rank != but)
 
@@ -206,17 +216,39 @@ class Board:
         except OSError:
             return []
 
+    def put(self, name: str, content: bytes) -> None:
+        """Leave a file for the other ranks of this node.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        replace_file(self.path / name, content)
+
+    def get(self, name: str) -> bytes | None:
+        """A file that a rank of this node has left; None without one."""
+        try:
+            return read_small(self.path / name, _MAX_FILE_BYTES)
+        except OSError:
+            return None
+
+    def stamp(self, name: str) -> int:
+        """Changes when a file does; 0 where there is none."""
+        try:
+            return (self.path / name).stat(follow_symlinks=False).st_mtime_ns
+        except OSError:
+            return 0
+
     # -- who serves --------------------------------------------------------------------------------------------
 
-    def announce(self, port: int, seat: int = 0) -> None:
-        """Say at which port the holder of a seat serves, so that its successor serves at the same."""
+    def announce(self, port: int, place: int = 0) -> None:
+        """Say at which port the holder of a server lock serves, so that its successor serves at the same."""
         content = json.dumps({"port": port, "pid": os.getpid()}).encode()
-        replace_file(self.path / _announcement(seat), content)
+        replace_file(self.path / _announcement(place), content)
 
-    def announced_port(self, seat: int = 0) -> int | None:
-        """The port at which this run was last served on this node, by the holder of a seat."""
+    def announced_port(self, place: int = 0) -> int | None:
+        """The port at which this run was last served on this node, by the holder of a server lock."""
         try:
-            port: Any = json.loads(read_small(self.path / _announcement(seat)))["port"]
+            port: Any = json.loads(read_small(self.path / _announcement(place)))["port"]
         except (OSError, ValueError, KeyError, TypeError):
             return None
         return port if isinstance(port, int) and 0 < port < 65536 else None
@@ -233,7 +265,7 @@ class Board:
 
     def forget(self) -> None:
         """Close the lock files: in ``leave``, and in a forked child, whose copies they are."""
-        self.seats.close()
+        self.server_locks.close()
 
     def sweep(self) -> int:
         """Remove boards of this user that no living process has written to for an hour. Returns how many."""
@@ -269,8 +301,25 @@ def _own_folder(path: Path) -> None:
         raise OSError(f"{path} is not a folder of this user alone; remove it")
 
 
-def _announcement(seat: int) -> str:
-    return "endpoint.json" if seat == 0 else f"endpoint-{seat}.json"
+def _newest(path: str, known: _File | None) -> _File:
+    """A rank's file, which is not read again while it is the one that is known.
+
+    Raises:
+        OSError: it is not there any more.
+        ValueError, KeyError, TypeError: it is no file of this version's.
+    """
+    status = os.lstat(path)
+    version = (status.st_ino, status.st_mtime_ns)
+    if known is not None and known.version == version:
+        return known
+    parts = read_small(path, _MAX_FILE_BYTES).split(_SEPARATOR)
+    head = json.loads(parts[0])
+    state = RankState(int(head["rank"]), int(head["pid"]), tuple(zip(parts[1::2], parts[2::2], strict=False)))
+    return _File(version, head, state)
+
+
+def _announcement(place: int) -> str:
+    return "endpoint.json" if place == 0 else f"endpoint-{place}.json"
 
 
 def _alive(entry: str | os.PathLike[str]) -> bool:

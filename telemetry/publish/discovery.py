@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from telemetry.files import read_small, replace_file
-from telemetry.identity import slug
+from telemetry.core.filesystem import read_small, replace_file
+from telemetry.core.identity import slug
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -19,7 +19,7 @@ class TargetFile:
     Args:
         folder: may be shared by many runs and nodes: the file's name tells them apart. Prometheus watches
             ``folder/*.json``.
-        run: what names the run for sure: two may bear the same name. The board's name does.
+        run: identifies the run, because two runs may have the same name; the board's name does.
         node: this machine's name.
     """
 
@@ -28,11 +28,11 @@ class TargetFile:
         self._labels = {"node": node}
 
     def write(self, host: str, ports: Iterable[int]) -> None:
-        """Name the endpoints, replacing the file whole. One that says so already is left as it is.
+        """Replace the file by one that names the endpoints. A file that already does is left unchanged.
 
         Args:
             host: of all of them.
-            ports: one of each; a second one where the rank at the first is stopped.
+            ports: one for each endpoint; there is a second if the rank at the first is stopped.
 
         Raises:
             OSError: the folder cannot be written.
@@ -49,5 +49,5 @@ class TargetFile:
         replace_file(self.path, f"{content}\n".encode(), 0o644)  # Prometheus runs as a user of its own
 
     def remove(self) -> None:
-        """Take the file away."""
+        """Remove the file."""
         self.path.unlink(missing_ok=True)

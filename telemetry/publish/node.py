@@ -7,34 +7,35 @@ import socket
 import time
 from typing import TYPE_CHECKING, Final
 
-from telemetry.clock import NS, now_ns
-from telemetry.publish.address import Address, Lookup, numeric
-from telemetry.publish.endpoint import Endpoint, abandon_all
+from telemetry.core.clock import NS, now_ns
+from telemetry.publish.endpoint import Endpoint
 from telemetry.publish.exposition import CONTENT_TYPE
+from telemetry.publish.http_server import abandon_all
+from telemetry.publish.listen_address import Address, Lookup, numeric
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from telemetry.core.interval import RankPace
     from telemetry.publish.board import Board
     from telemetry.publish.discovery import TargetFile
-    from telemetry.records import RankPace
 
 PORTS_TRIED: Final = 64
-"""A job that finds the port taken tries so many above it."""
+"""If the port is taken, so many ports above it are tried."""
 
 _ANNOUNCED_SECONDS: Final = 0.2
-"""Ranks start together: one that does not serve waits so long for the one that does to say where. A resolver is given
-as long."""
+"""Ranks start together: one that does not serve waits so long for the serving rank to announce its port. A resolver
+gets the same time."""
 
 _SLOW_LOOKUP_SECONDS: Final = 5.0
-"""A name that is looked up for longer is told of."""
+"""A lookup that takes longer is reported."""
 
 _FIRST_PAUSE_SECONDS: Final = 1.0
 _LONGEST_PAUSE_SECONDS: Final = 60.0
-"""Between two tries to listen, where the first one failed: each pause is twice as long as the one before."""
+"""Between two attempts to listen, after the first one failed. Each pause is twice as long as the one before."""
 
 _TARGETS_SECONDS: Final = 10.0
-"""How often it is looked whether the target file is there and names the right ports."""
+"""How often the agent checks that the target file exists and names the right ports."""
 
 
 class NodeService:
@@ -46,12 +47,13 @@ class NodeService:
         host: address to listen on.
         port: the setting; None for off, 0 for any.
         node: this machine's name.
-        notice: told, in words, of what a person should know.
+        notice: called with a message for the user.
         mono_ns: the clock for pauses.
 
     Attributes:
         endpoint: of this rank, if it serves.
-        trouble: why there is none though it is this rank's turn; empty where there is nothing to tell.
+        leads: whether it is this rank's turn to act for its node, with an endpoint or without one.
+        trouble: why there is no endpoint although it is this rank's turn; empty if there is no problem.
     """
 
     def __init__(
@@ -74,7 +76,7 @@ class NodeService:
         self._now = mono_ns
         self._settled_ns = mono_ns() + int(_ANNOUNCED_SECONDS * NS)
         self._ended = False
-        self._seat = 0
+        self._place = 0
         self._lookup: Lookup | None = None
         self._lookup_ns = 0
         self._address: Address | None = None
@@ -83,6 +85,7 @@ class NodeService:
         self._told: set[str] = set()
         self._targets_ns = -(1 << 62)
         self.endpoint: Endpoint | None = None
+        self.leads = False
         self._closed_cpu_seconds = 0.0
         self.trouble = ""
 
@@ -109,9 +112,34 @@ class NodeService:
         """
         self._board.move(before, rank)
 
-    def paces(self, but: int) -> tuple[RankPace, ...]:
-        """How the other ranks of this node get on; ``but`` is one's own rank."""
+    def paces(self, but: int | None = None) -> tuple[RankPace, ...]:
+        """How the ranks of this node get on, without rank ``but``."""
         return self._board.paces(but)
+
+    @property
+    def board_name(self) -> str:
+        """Tells this board from another one of a node of the same name, as two containers of one machine have it."""
+        return self._board.path.name
+
+    def live_ranks(self) -> int:
+        """How many ranks of this node publish, and are alive."""
+        return self._board.live_ranks()
+
+    def put(self, name: str, content: bytes) -> None:
+        """Leave a file on the board for the other ranks of this node.
+
+        Raises:
+            OSError: the board cannot be written.
+        """
+        self._board.put(name, content)
+
+    def get(self, name: str) -> bytes | None:
+        """A file that a rank of this node has left on the board; None without one."""
+        return self._board.get(name)
+
+    def stamp(self, name: str) -> int:
+        """Changes when a file on the board does; 0 where there is none."""
+        return self._board.stamp(name)
 
     def lead_if_vacant(self) -> None:
         """Serve, if nobody does or the rank that does is stopped. Where this rank serves, join what is published.
@@ -124,23 +152,26 @@ class NodeService:
                 then serves all the same).
         """
         if self._port is None:
+            place = self._board.server_locks.take() if not self._ended else None
+            self.leads = place is not None
+            if place is not None:
+                self._board.server_locks.beat(place)
             return
-        if self._ended:  # and who has ended is no more waited for: the board may be gone
+        if self._ended:  # other ranks do not wait for one that has ended: the board may be gone
             if self.endpoint is not None:
-                self.endpoint.refresh()
+                self.endpoint.keep_page()
             return
-        seat = self._board.seats.take()
-        if seat is None:
+        place = self._board.server_locks.take()
+        self.leads = place is not None
+        if place is None:
             self._step_down()
             self._wait_for_announcement()
             return
-        if self.endpoint is not None and (seat != self._seat or not self.endpoint.serves):
+        if self.endpoint is not None and (place != self._place or not self.endpoint.serves):
             self._close()
-        self._seat = seat
-        if self.endpoint is not None:
-            self.endpoint.refresh()
-        else:
-            self._board.seats.beat(seat)
+        self._place = place
+        if self.endpoint is None:
+            self._board.server_locks.beat(place)
             self._serve()
         self._name_endpoints()
 
@@ -156,13 +187,13 @@ class NodeService:
         return self._closed_cpu_seconds + (endpoint.cpu_seconds if endpoint is not None else 0.0)
 
     def leave(self) -> None:
-        """Take this rank off the board. The last one takes the target file along."""
+        """Remove this rank from the board. The last rank also removes the target file."""
         self._close()
         if self._board.leave() and self._targets is not None:
             self._targets.remove()
 
     def after_fork_in_child(self) -> None:
-        """Close what is the parent's."""
+        """Close what belongs to the parent."""
         abandon_all()
         self._board.forget()
 
@@ -172,7 +203,7 @@ class NodeService:
         """Listen, unless that failed a moment ago or the name of the address is not known yet."""
         if self._now() < self._retry_ns:
             return
-        seat, ports = self._seat, self._ports()
+        place, ports = self._place, self._ports()
         try:
             if self._address is None:
                 self._address = self._found()
@@ -185,7 +216,7 @@ class NodeService:
                 self._node,
                 CONTENT_TYPE,
                 address=self._address,
-                alive=lambda: self._board.seats.beat(seat),
+                alive=lambda: self._board.server_locks.beat(place),
             )
         except OSError as error:
             self._give_up(error)
@@ -193,8 +224,8 @@ class NodeService:
         self.endpoint, self.trouble = endpoint, ""
         self._pause, self._told = _FIRST_PAUSE_SECONDS, set()
         self._targets_ns = -(1 << 62)
-        self._board.announce(endpoint.port, seat)
-        if seat:
+        self._board.announce(endpoint.port, place)
+        if place:
             text = "the rank that serves this node does not answer; until it does, the metrics of this run are"
             self._notice(f"{text} at port {endpoint.port}")
         elif self._port not in {0, endpoint.port}:
@@ -244,14 +275,16 @@ class NodeService:
                 self._closed_cpu_seconds += endpoint.cpu_seconds
 
     def _step_down(self) -> None:
-        """Somebody before us answers again."""
+        """Stop serving: a rank before this one answers again."""
         endpoint = self.endpoint
         if endpoint is None:
             return
         self._close()
-        if not self._seat:
+        if not self._place:
             return  # others had closed our descriptors, and with them the lock: another rank serves now
-        text = f"the metrics of this run are no more at port {endpoint.port}: the rank that served before answers again"
+        text = (
+            f"the metrics of this run are no longer at port {endpoint.port}: the rank that served before answers again"
+        )
         self._notice(text)
         if self._targets is not None:
             self._targets.write(self._reachable_host(), self._ports_before())
@@ -262,14 +295,14 @@ class NodeService:
 
     def _ports(self) -> list[int]:
         ports = list(range(self._port, min(65536, self._port + PORTS_TRIED))) if self._port else [0]
-        before = None if self._seat else self._board.announced_port()
-        # Where the one before us served: the scrape goes on there.
+        before = None if self._place else self._board.announced_port()
+        # The port of the rank that served before comes first, so that scrapes continue.
         return [before, *(port for port in ports if port != before)] if before is not None else ports
 
     # -- the target file ---------------------------------------------------------------------------------------
 
     def _name_endpoints(self) -> None:
-        """Keep the target file as it should be: it may be removed with the run folder, or be another rank's."""
+        """Keep the target file correct: it may be removed with the run folder, or written by another rank."""
         due = self._now() - self._targets_ns >= _TARGETS_SECONDS * NS
         if self._targets is None or self.endpoint is None or not due:
             return
@@ -277,9 +310,9 @@ class NodeService:
         self._targets.write(self._reachable_host(), [*self._ports_before(), self.endpoint.port])
 
     def _ports_before(self) -> list[int]:
-        """The ports of those who have a seat before ours, and do not answer."""
+        """The ports of the ranks that hold a lock before ours and do not answer."""
         mine = self.endpoint.port if self.endpoint is not None else None
-        ports = [self._board.announced_port(seat) for seat in range(self._seat)]
+        ports = [self._board.announced_port(place) for place in range(self._place)]
         return [port for port in dict.fromkeys(ports) if port is not None and port != mine]
 
     def _reachable_host(self) -> str:

@@ -1,1 +1,1 @@
-"""Offline: reads the log files of a run; never imports torch."""
+"""The report of a run, read from its log files. Works offline and never imports torch."""

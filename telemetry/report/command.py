@@ -1,4 +1,4 @@
-"""``telemetry report RUN_DIR [--json]``."""
+"""``telemetry report RUN_DIR [--json]``: prints the report of a run, and what is missing in its logs."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from typing import TYPE_CHECKING, Final
 
 import orjson
 
-from telemetry.report.load import NoRunError, load
+from telemetry.core.terminal import complain, show, show_json
+from telemetry.report.log_reader import NoRunError, load
+from telemetry.report.report_text import render
+from telemetry.report.snapshot_traces import read_snapshots, verdict_of
 from telemetry.report.summary import summarize
-from telemetry.report.text import render
-from telemetry.report.traces import read_snapshots, verdict_of
-from telemetry.terminal import complain, show, show_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from telemetry.report.load import ProcessLog
+    from telemetry.report.log_reader import ProcessLog
 
 _MISSED_WINDOWS: Final = 3
-"""After so many log intervals without a line a process is taken to be gone."""
+"""A process that wrote no line for so many log intervals counts as ended."""
 
 _LOG_INTERVAL_SECONDS: Final = 10.0
-"""The default of ``log_interval_seconds``, for logs that do not name it."""
+"""The default of ``log_interval_seconds``, for logs that do not have it."""
 
 
 def report(run_dir: str, *, as_json: bool) -> int:
-    """Print the report of a run. Returns the exit status: 1 when there is no run to report on."""
+    """Print the report of a run. Returns the exit status: 1 if there is no run in the folder."""
     try:
         processes = load(Path(run_dir))
     except NoRunError as error:
@@ -42,7 +42,7 @@ def report(run_dir: str, *, as_json: bool) -> int:
 
 
 def _notes(processes: Sequence[ProcessLog]) -> list[str]:
-    """What a person should know about how whole the picture is."""
+    """What is missing or damaged in the logs, a line each."""
     notes: list[str] = []
     now = datetime.now(tz=timezone.utc)
     for process in processes:
@@ -52,7 +52,7 @@ def _notes(processes: Sequence[ProcessLog]) -> list[str]:
             gone = age is None or age > _MISSED_WINDOWS * _log_interval(process)
             notes.append(f"{who} {'did not end by itself' if gone else 'is running'}; newest line {process.last_time}")
         if process.torn_lines:
-            notes.append(f"{who}: {process.torn_lines} line(s) of its log are torn and were passed over")
+            notes.append(f"{who}: {process.torn_lines} line(s) of its log are torn and were skipped")
         if process.wrong_fields:
             notes.append(f"{who}: {process.wrong_fields} field(s) of its log are of the wrong type and were left out")
         notes += [f"{name} is no regular file and was not read" for name in process.skipped]

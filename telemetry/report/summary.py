@@ -1,24 +1,28 @@
-"""From the logs of a run to the report: the contract of ``report --json``, and the verdict."""
+"""Makes the report of a run from its logs: the values of ``report --json``, and the verdict."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.records import CATEGORIES, CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, STARTUP
-from telemetry.report import lives
+from telemetry.core.formatting import rounded_percent
+from telemetry.core.labels import CATEGORIES, CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, STARTUP
+from telemetry.report import rank_processes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from telemetry.report.load import ProcessLog
-    from telemetry.sketch import Sketch
+    from telemetry.core.quantile_sketch import Sketch
+    from telemetry.report.log_reader import ProcessLog
 
 STARVED_RATIO: Final = 0.20
-"""The default of ``stall_enter_ratio``, for logs that do not name it."""
+"""The default of ``stall_enter_ratio``, for logs that do not have it."""
 
-_UNSEEN_RATIO: Final = 0.05
-"""From this share of a rank's steps on whose batches came unseen, nothing is said of how little was waited for them."""
+_ADVICE_FIELDS: Final = ("action", "setting", "value", "predicted_speedup", "because")
+"""All of them are in the report, as null where the log has none."""
+
+_MAX_UNSEEN_RATIO: Final = 0.05
+"""If a rank did not see the batches of more than this share of its steps, it is unknown whether it waits for data."""
 
 _WATCH: Final = "Put telemetry.watch() around what the training loop takes its batches from."
 
@@ -27,19 +31,19 @@ _NOTHING_SEEN: Final = (
     f"not seen, and waiting for them is counted as compute. {_WATCH}"
 )
 
-_MARKED_RATIO: Final = 0.20
+_MIN_MENTIONED_RATIO: Final = 0.20
 """A category outside of the training loop is mentioned from this share of the wall clock on."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
-    """What the verdict needs to know of a process besides its entry in the report.
+class _VerdictInputs:
+    """What the verdict needs of a process that is not in its entry of the report.
 
     Attributes:
-        first_wait_seconds: what it waited for its first batch.
-        starved_ratio: its own ``stall_enter_ratio``: from this share of the training loop on it starves.
-        unmeasured: why it has no exposed wait; empty where it has, or does not say.
-        unseen_steps: steps before which no batch was requested where the hooks see it.
+        first_wait_seconds: how long it waited for its first batch.
+        starved_ratio: its ``stall_enter_ratio``: from this share of the training loop on it is starved.
+        unmeasured: why it has no exposed wait; empty if it has one or the log does not tell.
+        unseen_steps: how many steps had no batch request that the hooks see.
     """
 
     first_wait_seconds: float
@@ -55,10 +59,10 @@ def summarize(processes: Sequence[ProcessLog]) -> dict[str, Any]:
     """
     ranks = [_rank(process) for process in processes]
     stalls = [stall for process in processes for stall in _stalls(process)]
-    now = lives.current(processes)
+    now = rank_processes.not_replaced(processes)
     return {
         "run": str(processes[-1].run) if processes else "",
-        "verdict": (_stuck(now) or _verdict(now)) + lives.shared_ranks(now),
+        "verdict": (_stuck(now) or _verdict(now)) + rank_processes.duplicate_ranks(now),
         "ranks": ranks,
         "stalls": stalls,
         "snapshots": [
@@ -67,9 +71,9 @@ def summarize(processes: Sequence[ProcessLog]) -> dict[str, Any]:
     }
 
 
-def _known(process: ProcessLog) -> _Known:
+def _verdict_inputs(process: ProcessLog) -> _VerdictInputs:
     settings, totals = process.head.get("settings", {}), process.totals
-    return _Known(
+    return _VerdictInputs(
         first_wait_seconds=totals.get("first_wait_seconds", 0.0),
         starved_ratio=settings.get("stall_enter_ratio", STARVED_RATIO),
         unmeasured=totals.get("exposed_wait_absent", ""),
@@ -78,13 +82,17 @@ def _known(process: ProcessLog) -> _Known:
 
 
 def _verdict(processes: Sequence[ProcessLog]) -> str:
-    """One sentence for a person: what this run lost most to. Of lives that no other one has taken the place of."""
+    """One sentence on what this run lost most to.
+
+    Args:
+        processes: those that no later one has replaced.
+    """
     ranks = [_rank(process) for process in processes]
     stalls = [stall for process in processes for stall in _stalls(process)]
-    of = {id(rank): _known(process) for rank, process in zip(ranks, processes, strict=True)}
+    of = {id(rank): _verdict_inputs(process) for rank, process in zip(ranks, processes, strict=True)}
     stepping = [rank for rank in ranks if rank["steps"]]
     if not stepping:
-        children = lives.child_processes(processes)
+        children = rank_processes.child_processes(processes)
         others = "another process" if children == 1 else f"{children} processes"
         return "No training step has ended yet." + (
             f" The script has started {others} with multiprocessing; if the training runs there, it is not seen: call "
@@ -98,10 +106,10 @@ def _verdict(processes: Sequence[ProcessLog]) -> str:
         worst = max(stepping, key=_wait_ratio)
         why = of[id(worst)].unmeasured
         return (
-            f"Rank {worst['rank']} spent {_percent(_wait_ratio(worst))} of its training loop waiting for data; "
+            f"Rank {worst['rank']} spent {rounded_percent(_wait_ratio(worst))} of its training loop waiting for data; "
             f"how much of that the GPU felt was not measured{why and f': {why}'}."
         )
-    # Every run has to start: what it waited for its first batch is lost, but no sign of starving.
+    # Each run has to wait for its first batch. That time is lost, but it is no sign of starvation.
     after_start = {id(rank): _without_start(rank, of[id(rank)].first_wait_seconds) for rank in measured}
     starving = [rank for rank in measured if after_start[id(rank)] >= of[id(rank)].starved_ratio]
     if starving:
@@ -109,23 +117,24 @@ def _verdict(processes: Sequence[ProcessLog]) -> str:
         starved = _starved(worst, len(starving), len(measured), worst["exposed_wait_ratio"])
         return starved + _why(worst["rank"], stalls) + unseen
     if unseen or not any(rank["ledger"]["data_wait"] for rank in measured):
-        return _not_known(ranks, stalls, unseen or _NOTHING_SEEN)
+        return _unknown_verdict(ranks, stalls, unseen or _NOTHING_SEEN)
     if stalls:
-        # Who waits for a slow rank loses as much as it does; the slow rank's own stall, if it has one, says more.
+        # A rank that waits for a slow rank loses as much as that one. The slow rank's own stall names the cause.
         stall = max(stalls, key=lambda stall: (stall["cause"] != "straggler", _lost(stall)))
         return f"Not starved, but rank {stall['rank']} stalled.{_why(stall['rank'], stalls)}"
     ratio = max(measured, key=lambda rank: after_start[id(rank)])["exposed_wait_ratio"]
-    return f"Healthy: no rank lost more than {_percent(ratio)} of its training loop waiting for data.{_beside(ranks)}"
+    lost = f"{rounded_percent(ratio)} of its training loop"
+    return f"Healthy: no rank lost more than {lost} waiting for data.{_other_time(ranks)}"
 
 
 def _unseen(stepping: Sequence[tuple[dict[str, Any], int]]) -> str:
-    """What is to be said of steps whose batches came in a way that is not seen; empty where that is next to nothing.
+    """A sentence on steps whose batches were not seen; empty if these are few.
 
     Args:
-        stepping: the entries of ranks with steps, each with how many of these steps came so.
+        stepping: the entries of ranks with steps, each with its number of such steps.
     """
     rank, unseen = max(stepping, key=lambda pair: pair[1] / pair[0]["steps"])
-    if unseen / rank["steps"] < _UNSEEN_RATIO:
+    if unseen / rank["steps"] < _MAX_UNSEEN_RATIO:
         return ""
     return (
         f" The batches of {min(rank['steps'], unseen)} of {rank['steps']} steps of rank {rank['rank']} reached the "
@@ -133,15 +142,15 @@ def _unseen(stepping: Sequence[tuple[dict[str, Any], int]]) -> str:
     )
 
 
-def _not_known(ranks: Sequence[dict[str, Any]], stalls: Sequence[dict[str, Any]], unseen: str) -> str:
-    """The verdict of a run that may be starved, as far as anybody can tell."""
+def _unknown_verdict(ranks: Sequence[dict[str, Any]], stalls: Sequence[dict[str, Any]], unseen: str) -> str:
+    """The verdict of a run that may be starved, because its batches are not seen."""
     stall = max(stalls, key=_lost, default=None)
     other = "" if stall is None else f" Rank {stall['rank']} stalled.{_why(stall['rank'], stalls)}"
-    return f"Not known whether this run waits for data.{unseen}{other}{_beside(ranks)}"
+    return f"Not known whether this run waits for data.{unseen}{other}{_other_time(ranks)}"
 
 
 def _stuck(processes: Sequence[ProcessLog]) -> str:
-    """The verdict of a run that is stuck; empty for one that is not. Of the lives that are not over."""
+    """The verdict of a run that is stuck; empty if it is not."""
     stalls = [
         stall
         for process in processes
@@ -150,7 +159,7 @@ def _stuck(processes: Sequence[ProcessLog]) -> str:
     ]
     if not stalls:
         return ""
-    # Ranks in compute mostly wait for one that is not, and those in a collective for one that has not come to it.
+    # Ranks in compute mostly wait for a rank that is not, and ranks in a collective for one that has not reached it.
     stall = min(stalls, key=lambda stall: (stall["cause"] == "straggler", stall["evidence"]["stuck_in"] == COMPUTE))
     others = {other["rank"] for other in stalls} - {stall["rank"]}
     doing = "waits for a batch" if stall["evidence"]["stuck_in"] == DATA_WAIT else "is in the compute of a step"
@@ -163,14 +172,14 @@ def _stuck(processes: Sequence[ProcessLog]) -> str:
 
 
 def _without_start(rank: dict[str, Any], first_wait: float) -> float:
-    """The exposed-wait ratio of a rank from its first batch on."""
+    """The exposed-wait ratio of a rank, without the wait for its first batch."""
     loop = rank["ledger"][DATA_WAIT] + rank["ledger"][COMPUTE]
     left = loop - first_wait
     return float((rank["exposed_wait_ratio"] * loop - first_wait) / left) if left > 0 else 0.0
 
 
 def _starved(worst: dict[str, Any], starving: int, measured: int, ratio: float) -> str:
-    lost = f"{_percent(ratio)} of its training loop waiting for data"
+    lost = f"{rounded_percent(ratio)} of its training loop waiting for data"
     bound = 1 / (1 - ratio) if ratio < 0.99 else None
     gain = f"; without that wait its steps would be up to {bound:.1f} times faster" if bound else ""
     if measured == 1:
@@ -182,13 +191,13 @@ def _starved(worst: dict[str, Any], starving: int, measured: int, ratio: float) 
 
 
 def costliest(rank: int, stalls: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """The stall of the rank that has cost most; None without one."""
+    """The stall of a rank that has cost most time; None without one."""
     own = [stall for stall in stalls if stall["rank"] == rank and stall["cause"]]
     return max(own, key=_lost, default=None)
 
 
 def _why(rank: int, stalls: Sequence[dict[str, Any]]) -> str:
-    """The cause of the rank's costliest stall, and the change to make first."""
+    """The cause of a rank's costliest stall, and its first advice."""
     stall = costliest(rank, stalls)
     if stall is None:
         return ""
@@ -206,12 +215,12 @@ def _lost(stall: dict[str, Any]) -> float:
     return lost
 
 
-def _beside(ranks: Sequence[dict[str, Any]]) -> str:
-    """What else took long, of the wall clock of all ranks."""
+def _other_time(ranks: Sequence[dict[str, Any]]) -> str:
+    """What else took a large share of the wall clock of all ranks."""
     wall = sum(rank["wall_seconds"] for rank in ranks)
     words = {STARTUP: "starting up", EVALUATION: "evaluating", CHECKPOINT: "writing checkpoints"}
     shares = {c: sum(rank["ledger"][c] for rank in ranks) / wall for c in words} if wall > 0 else {}
-    large = [f"{_percent(share)} {words[c]}" for c, share in shares.items() if share >= _MARKED_RATIO]
+    large = [f"{rounded_percent(share)} {words[c]}" for c, share in shares.items() if share >= _MIN_MENTIONED_RATIO]
     return f" Of its wall clock the run spent {' and '.join(large)}." if large else ""
 
 
@@ -244,14 +253,14 @@ def _percentiles(sketch: Sketch) -> dict[str, float | None]:
 
 
 def _stalls(process: ProcessLog) -> list[dict[str, Any]]:
-    """Opened stalls, each with what its close added."""
+    """The stalls of a process, each with what the line that closed it added."""
     stalls: list[dict[str, Any]] = []
     for line in process.stalls:
         if line.get("event") == "stall_open":
             stalls.append(_stall(process.rank, {"cause": "unknown"} | line))
         elif stalls and stalls[-1]["closed"] is None:
             said = {k: v for k, v in _stall(process.rank, line).items() if v not in (None, {}, [])}
-            # The stacks of a stuck run are in the line that opens it alone.
+            # The stacks of a stuck run are only in the line that opens its stall.
             evidence = stalls[-1]["evidence"] | said.get("evidence", {})
             stalls[-1] |= said | {"opened": stalls[-1]["opened"], "evidence": evidence}
             stalls[-1]["closed"] = line.get("closed") or line.get("time")
@@ -261,7 +270,7 @@ def _stalls(process: ProcessLog) -> list[dict[str, Any]]:
 
 
 def _lost_so_far(process: ProcessLog, closed: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What the stall that is open has cost: its own line was written when it opened."""
+    """What the open stall has cost so far. Its own line does not tell, because it was written when the stall opened."""
     total = process.totals.get("stall_lost_total_seconds")
     if total is None:
         return {}
@@ -277,7 +286,7 @@ def _stall(rank: int, line: dict[str, Any]) -> dict[str, Any]:
     stall["closed"] = None
     stall["opened"] = line.get("opened") or line.get("time")
     stall["evidence"] = line.get("evidence", {})
-    stall["advice"] = line.get("advice", [])
+    stall["advice"] = [{name: each.get(name) for name in _ADVICE_FIELDS} for each in line.get("advice", [])]
     return stall
 
 
@@ -289,7 +298,3 @@ def _snapshot(rank: int, line: dict[str, Any]) -> dict[str, Any]:
 def _wait_ratio(rank: dict[str, Any]) -> float:
     loop = rank["ledger"][DATA_WAIT] + rank["ledger"][COMPUTE]
     return float(rank["ledger"][DATA_WAIT] / loop) if loop > 0 else 0.0
-
-
-def _percent(ratio: float) -> str:
-    return f"{100 * ratio:.0f} %" if ratio >= 0.0995 or ratio == 0 else f"{100 * ratio:.1f} %"

@@ -1,88 +1,69 @@
-"""A plan on the training thread: once its steps come, a profiler is prepared, started and stopped at their boundaries.
+"""Carries out a plan on the training thread: prepares, starts and stops a profiler at step boundaries.
 
-Nobody else stops it: a recording whose training thread never comes back is never stopped. Where a profiler of the
-user's begins, ours is over before; see `attach.profilers`.
+Only the training thread stops the profiler. If that thread never reaches another boundary, the recording is never
+stopped. When a profiler of the user's ("theirs") starts, ours ends first; see `attach.profiler_watch`.
 """
 
 from __future__ import annotations
 
 import threading
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.clock import NS, now_ns
-from telemetry.records import FAILED, RECORDED, REFUSED, SKIPPED
-from telemetry.snapshot.outcome import Outcome
-from telemetry.snapshot.session import Session, capturing, gather_no_more, gather_no_more_in_child
+from telemetry.core.clock import NS, now_ns
+from telemetry.core.labels import FAILED, RECORDED, REFUSED, SKIPPED
+from telemetry.snapshot.session import Session, capturing, starts_beside_ours, stop_collecting, stop_collecting_in_child
+from telemetry.snapshot.snapshot_outcome import SnapshotOutcome
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from contextlib import AbstractContextManager
 
-    from telemetry.snapshot.plan import Plan
+    from telemetry.snapshot.capture_interfaces import Hooks, Profilers
+    from telemetry.snapshot.protocol import Plan
 
 _IDLE, _ARMED, _PREPARED, _RECORDING = range(4)
 
 _GIVE_WAY_SECONDS: Final = 60.0
-"""How long a profiler of the user's on another thread waits at most for the training thread to end ours."""
+"""The longest that a profiler of the user's on another thread waits for the training thread to end ours.
+
+If this torch cannot start it beside ours, it waits until the training has ended.
+"""
+
+_TRIES_WHERE_THEIRS_WOULD_FAIL: Final = 5
+"""Before torch 2.13 a profiler that starts beside ours raises in the script, so it waits longer."""
 
 _GIVEN_WAY: Final = "a profiler of the script's own began"
 _CAPTURING: Final = "a CUDA graph is being captured"
 
-
-class Profilers(Protocol):
-    """What is known of the profilers of the process."""
-
-    def theirs(self) -> str | None:
-        """Why ours must not begin on the calling thread, None where it may."""
-
-    def ours(self) -> AbstractContextManager[None]:
-        """To begin and end ours in."""
-
-    def at_work(self) -> bool:
-        """Whether one of the user's is at work, on whatever thread."""
-
-
-class Hooks(Protocol):
-    """The training thread's hooks, as far as a capture needs them."""
-
-    recorder: Any
-    marks: Any
-    key: int
+_SNAPSHOT: Final = "snapshot"
+"""Why the hooks leave their fast path, in the words of `attach.fast_path`."""
 
 
 class Capture:
     """Takes one snapshot at a time.
 
-    `arm`, `hold`, `take` and `drop` are the agent thread's, `boundary` and `interrupt` the training thread's, and
-    `give_way` belongs to whoever starts a profiler.
+    The agent thread calls `arm`, `hold`, `take`, `end` and `drop`. The training thread calls `boundary` and
+    `interrupt`. The thread that starts a profiler of the user's calls `give_way`.
 
     Args:
-        hooks: of the training thread.
-        profilers: knows those of the user.
-        most_seconds: a recording is ended at the first boundary after so long.
-        about: metadata of the traces: ``rank`` and ``world_size`` at least.
+        hooks: those of the training thread.
+        profilers: tells whether a profiler of the user's is on.
+        max_seconds: a recording that takes longer is stopped at the next boundary.
+        metadata: written into each trace; it has at least ``rank`` and ``world_size``.
 
     Attributes:
-        about: as above; replaced whole when the rank becomes known later.
-        when_over: called once, on the training thread, after a session that outlived the agent.
+        metadata: as above; replaced as a whole if the rank becomes known later.
+        when_over: called once, on the training thread, after a session that outlived the agent has ended.
     """
 
-    def __init__(
-        self,
-        hooks: Hooks,
-        *,
-        profilers: Profilers,
-        most_seconds: float,
-        about: dict[str, Any],
-    ) -> None:
+    def __init__(self, hooks: Hooks, *, profilers: Profilers, max_seconds: float, metadata: dict[str, Any]) -> None:
         self._hooks = hooks
         self._profilers = profilers
-        self._most_ns = int(most_seconds * NS)
-        self.about = about
+        self._most_ns = int(max_seconds * NS)
+        self.metadata = metadata
         self._plan: Plan | None = None
         self._state = _IDLE
-        self._outcome: Outcome | None = None
+        self._outcome: SnapshotOutcome | None = None
         self._session: Session | None = None
         self._range: Callable[[], None] | None = None
         self._range_step = 0
@@ -90,11 +71,11 @@ class Capture:
         self._ended = 0
         self._started_ns = 0
         self._pauses: dict[str, float] = {}
-        # Set while no session of ours exists. Cleared before anybody looks whether theirs does; theirs is known before
-        # it looks at this: so one of the two always sees the other.
+        # Set while no session of ours exists. We clear it before we check for a profiler of the user's. Theirs is
+        # registered before it checks this event. So when both start at once, at least one of the two sees the other.
         self._over = threading.Event()
         self._over.set()
-        self._asked: str | None = None  # why the session is to end at the next boundary
+        self._asked: str | None = None  # why the session must end at the next boundary
         self._gate = threading.Lock()
         self.when_over: Callable[[], object] = lambda: None
         self._abandoned = False
@@ -103,51 +84,62 @@ class Capture:
 
     @property
     def busy(self) -> bool:
-        """Whether there is a plan that has not ended, or an outcome that nobody has taken."""
+        """Whether a plan is not finished yet, or its outcome has not been taken."""
         return self._plan is not None or self._outcome is not None
 
     @property
     def abandoned(self) -> bool:
-        """Whether a session of ours could not be ended. There will be no other one."""
+        """Whether a session of ours could not be ended. Then no other is started."""
         return self._abandoned
 
     def arm(self, plan: Plan) -> None:
-        """Take the snapshot of a plan when its steps come."""
+        """Record the steps of a plan when they come."""
         self._pauses, self._asked = {}, None
         self._plan, self._state = plan, _ARMED
         self.hold()
 
     def hold(self) -> None:
-        """Keep the training thread off its short path. Called again and again: it may be going back to it just now."""
+        """Keep the training thread off its fast path, which does not call `boundary`.
+
+        Called at every tick, because the training thread may return to its fast path at any moment.
+        """
         if self._plan is not None:
             self._hooks.recorder = self
-            self._hooks.key = 0
+            self._hooks.fast_path.disable(_SNAPSHOT)
 
     def after_fork_in_child(self) -> None:
-        """The child has a copy of the session, which nobody will end: let it gather nothing."""
+        """The child has a copy of the session that nobody will end: stop it from collecting."""
         if self._state == _RECORDING:
-            gather_no_more_in_child()
+            stop_collecting_in_child()
 
-    def take(self) -> Outcome | None:
-        """The outcome of the plan, once there is one."""
+    def take(self) -> SnapshotOutcome | None:
+        """The outcome of the plan, given out once; None while there is none."""
         outcome, self._outcome = self._outcome, None
         return outcome
 
     def end(self, why: str, seconds: float) -> bool:
-        """Have the training thread end our session when it comes by. Returns whether it has, after so long at most."""
+        """Have the training thread end our session at its next boundary; returns whether it did within ``seconds``."""
         self._asked = why
         return self._over.wait(seconds)
 
     def drop(self, why: str) -> None:
-        """The run has ended: a plan whose steps have not come is skipped. A session that is on is not touched."""
+        """The run has ended: skip a plan whose steps have not come. A session that is on is left alone."""
         plan = self._plan
         if plan is not None and self._state == _ARMED:
-            self._finish(Outcome(plan, SKIPPED, why))
+            self._finish(SnapshotOutcome(plan, SKIPPED, why))
 
     # -- the training thread -----------------------------------------------------------------------------------
 
     def boundary(self, ended: int, *, opens: bool) -> bool:
-        """``ended`` steps have ended; with ``opens`` the next begins now. Returns whether ours took its time."""
+        """The training thread is between two steps.
+
+        Args:
+            ended: how many steps have ended.
+            opens: whether the next step begins now.
+
+        Returns:
+            Whether the profiler was prepared, started or stopped, which takes longer than a hook may.
+        """
         plan = self._plan
         if plan is None:
             self._hooks.recorder = None
@@ -158,11 +150,11 @@ class Capture:
         if self._asked:
             return self._cancel(plan, REFUSED, self._asked)
         if ended >= plan.first_step:
-            return self._cancel(plan, SKIPPED, f"this rank was past step {plan.first_step} when it heard of it")
+            return self._cancel(plan, SKIPPED, f"this rank had passed step {plan.first_step} before it read the plan")
         return opens and ended >= plan.first_step - 2 and self._begin(plan)
 
     def interrupt(self, ended: int, why: str) -> bool:
-        """Something that is no training begins, or the run ends: what is recorded is kept. Returns as `boundary`."""
+        """An evaluation begins, or the run ends: stop, and keep what is recorded. Returns as `boundary`."""
         plan, self._ended = self._plan, ended
         if plan is None or self._state == _ARMED:
             return False
@@ -171,7 +163,7 @@ class Capture:
         return self._cancel(plan, SKIPPED, f"{why} came before step {plan.first_step}")
 
     def _recording(self, plan: Plan, *, opens: bool) -> bool:
-        if self._ended >= self._range_step:  # a request that ends an epoch opens no step: the next one goes on
+        if self._ended >= self._range_step:  # the request that ends an epoch opens no step, so the range stays open
             self._leave_range()
         if self._ended >= plan.last_step:
             return self._stop(plan, None)
@@ -191,17 +183,17 @@ class Capture:
         return True
 
     def _prepare(self, plan: Plan) -> None:
-        """A step ahead: on a GPU the tracing has to warm up."""
+        """Prepare the session one step ahead, because tracing a GPU has to warm up."""
         self._over.clear()
         refused = self._profilers.theirs() or (_CAPTURING if capturing() else None)
         if threading.current_thread() is not threading.main_thread():
-            refused = "the training is not on the main thread, where torch's profiler would write to stderr"
+            refused = "the training does not run on the main thread; on any other, torch's profiler writes to stderr"
         if refused is not None:
-            self._finish(Outcome(plan, REFUSED, refused))
+            self._finish(SnapshotOutcome(plan, REFUSED, refused))
             return
         with self._contained(plan, "prepare"):
             self._thread = threading.get_native_id()
-            session = self._session = Session(plan, self.about)
+            session = self._session = Session(plan, self.metadata)
             session.at_exit(self._exit)
             with self._profilers.ours():
                 session.prepare()
@@ -215,21 +207,21 @@ class Capture:
             with self._profilers.ours():
                 session.start()
             self._started_ns, self._state = now_ns(), _RECORDING
-            self._hooks.marks.makers += (session.begin_range,)
+            self._hooks.profiler_ranges.makers += (session.begin_range,)
             self._enter_range(session)
 
     def _stop(self, plan: Plan, why: str | None) -> bool:
-        """End the recording. Returns whether it has ended."""
+        """Stop the recording. Returns whether it has stopped."""
         return self._end(plan, "stop", lambda session: self._stop_session(plan, session, why))
 
-    def _stop_session(self, plan: Plan, session: Session, why: str | None) -> Outcome:
+    def _stop_session(self, plan: Plan, session: Session, why: str | None) -> SnapshotOutcome:
         ended_ns, whole = now_ns(), self._ended >= plan.first_step
         self._leave_range()
         trace = session.stop()
         self._pauses["stop"] = (now_ns() - ended_ns) / NS
         if not whole:
-            return Outcome(plan, SKIPPED, why, pauses=self._pauses)
-        return Outcome(
+            return SnapshotOutcome(plan, SKIPPED, why, pauses=self._pauses)
+        return SnapshotOutcome(
             plan,
             RECORDED,
             why,
@@ -243,19 +235,19 @@ class Capture:
         )
 
     def _cancel(self, plan: Plan, result: str, why: str) -> bool:
-        """End a plan that does not record. Returns whether that took its time."""
+        """End a plan before it records. Returns as `boundary`."""
         if self._state == _PREPARED:
             return self._end(plan, "cancel", lambda session: self._cancel_session(plan, session, result, why))
-        self._finish(Outcome(plan, result, why))
+        self._finish(SnapshotOutcome(plan, result, why))
         return False
 
     @staticmethod
-    def _cancel_session(plan: Plan, session: Session, result: str, why: str) -> Outcome:
+    def _cancel_session(plan: Plan, session: Session, result: str, why: str) -> SnapshotOutcome:
         session.cancel()
-        return Outcome(plan, result, why)
+        return SnapshotOutcome(plan, result, why)
 
-    def _end(self, plan: Plan, doing: str, end: Callable[[Session], Outcome]) -> bool:
-        """End our session. Returns whether it has: not on another thread, and not while a graph is captured."""
+    def _end(self, plan: Plan, doing: str, end: Callable[[Session], SnapshotOutcome]) -> bool:
+        """End our session, but not on another thread and not while a CUDA graph is captured. Returns whether it has."""
         session = self._session
         if session is None or threading.get_native_id() != self._thread or capturing():
             return False
@@ -273,24 +265,26 @@ class Capture:
         return True
 
     def _end_abandoned(self, plan: Plan, session: Session) -> bool:
-        """Theirs has begun while this thread did not come by. While it is on, ending ours would end the process."""
+        """End our session after theirs has started without waiting any longer. Not while theirs is on: it crashes."""
         if self._profilers.at_work():
-            gather_no_more()
+            stop_collecting()
             return False
         with self._contained(plan, "end"):
             with self._profilers.ours():
                 session.stop_after_theirs()
-            self._finish(Outcome(plan, FAILED, f"{_GIVEN_WAY} while this thread did not come by"))
+            self._finish(SnapshotOutcome(plan, FAILED, f"{_GIVEN_WAY} while this thread reached no step boundary"))
         return True
 
-    def _finish(self, outcome: Outcome) -> None:
+    def _finish(self, outcome: SnapshotOutcome) -> None:
         self._state, self._plan = _IDLE, None
         self._outcome = outcome
         self._hooks.recorder = None
         if self._session is not None:
             ours = self._session.begin_range
-            self._hooks.marks.makers = tuple(maker for maker in self._hooks.marks.makers if maker != ours)
-            self._session.over()
+            self._hooks.profiler_ranges.makers = tuple(
+                maker for maker in self._hooks.profiler_ranges.makers if maker != ours
+            )
+            self._session.not_at_exit()
             self._session = None
         self._over.set()
         then, self.when_over = self.when_over, lambda: None
@@ -298,7 +292,7 @@ class Capture:
 
     @contextmanager
     def _contained(self, plan: Plan, doing: str) -> Iterator[None]:
-        """Whatever fails leaves no profiler of ours behind. Ctrl-C, which may come in between, goes on."""
+        """If something fails inside, stop our profiler and fail the plan. Ctrl-C is raised again."""
         start = now_ns()
         try:
             yield
@@ -306,23 +300,23 @@ class Capture:
             session, self._range = self._session, None
             if session is not None:
                 with self._profilers.ours():
-                    session.give_up()
+                    session.abort()
             if self._plan is not None:
-                self._finish(Outcome(plan, FAILED, f"{doing}: {type(error).__name__}: {error}"))
+                self._finish(SnapshotOutcome(plan, FAILED, f"{doing}: {type(error).__name__}: {error}"))
             if not isinstance(error, Exception):
                 raise
         finally:
             self._pauses.setdefault(doing, (now_ns() - start) / NS)
 
     def _exit(self) -> None:
-        """The interpreter exits, and the agent has not ended the session: it was stopped on another thread."""
+        """The process exits while the session is on, because the agent was stopped on another thread."""
         try:
             self.interrupt(self._ended, "the end of the process")
         except Exception:
-            pass  # there is nobody left to tell
+            pass  # the agent has ended: nobody can report it
 
     def _enter_range(self, session: Session) -> None:
-        """The range by which every reader of traces knows a step."""
+        """Open the range by which all readers of traces recognise a step."""
         self._range_step = self._ended + 1
         self._range = session.begin_range(f"ProfilerStep#{self._range_step}")
 
@@ -331,10 +325,10 @@ class Capture:
         if end is not None:
             end()
 
-    # -- whoever starts a profiler -----------------------------------------------------------------------------
+    # -- the thread that starts a profiler of the user's -------------------------------------------------------
 
     def give_way(self) -> None:
-        """A profiler of the user's begins on this thread. Returns when ours is over, or never will be."""
+        """A profiler of the user's starts on this thread. Returns when ours has ended, or the wait has timed out."""
         if self._over.is_set():
             return
         plan = self._plan
@@ -344,6 +338,12 @@ class Capture:
             elif plan is not None:
                 self._cancel(plan, REFUSED, _GIVEN_WAY)
             return
-        if not self.end(_GIVEN_WAY, _GIVE_WAY_SECONDS):
-            with self._gate:
-                self._abandoned = not self._over.is_set()
+        # A training thread that itself waits for this one never ends ours. So there is a limit on every torch.
+        tries = 1 if starts_beside_ours() else _TRIES_WHERE_THEIRS_WOULD_FAIL
+        for _ in range(tries):
+            if self.end(_GIVEN_WAY, _GIVE_WAY_SECONDS):
+                return
+            if not threading.main_thread().is_alive():
+                break
+        with self._gate:
+            self._abandoned = not self._over.is_set()

@@ -1,53 +1,52 @@
-"""``telemetry snapshot RUN_DIR [--rank all|N] [--steps K]``: asks the ranks of a running job, and waits for the traces.
+"""``telemetry snapshot RUN_DIR [--rank all|N] [--steps K]``: requests a snapshot of a running job, and waits for it.
 
-Same user, same file system; nothing is asked for over HTTP.
+It must be called by the same user, on the same file system. Nothing is requested over HTTP.
 """
 
 from __future__ import annotations
 
 import getpass
-import json
 import os
-import re
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.files import open_regular
-from telemetry.records import RECORDED
-from telemetry.snapshot import plan as p
-from telemetry.snapshot.agree import MEETING, Files, clear, dump, load, new_id, scan
-from telemetry.snapshot.folder import Folder, open_folder
-from telemetry.terminal import complain
+from telemetry.core.filesystem import open_regular
+from telemetry.core.json_object import parse_object
+from telemetry.core.labels import RECORDED
+from telemetry.core.log_names import LOG_NAME
+from telemetry.core.terminal import complain
+from telemetry.snapshot import protocol as p
+from telemetry.snapshot.private_folder import Folder, open_folder
+from telemetry.snapshot.rendezvous import RENDEZVOUS_FOLDER, RequestFiles, clear, dump, load, new_id, scan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 _POLL_SECONDS: Final = 0.1
 _TAIL_BYTES: Final = 1 << 16
-_LOG_NAME: Final = re.compile(r"rank-\d+\.\d+(?:\.\d+)?\.jsonl")
 
 
-class CannotError(Exception):
-    """There will be no trace; the text says why, and what to do."""
+class SnapshotCommandError(Exception):
+    """There is no trace; the text says why, and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """What is asked for: the rank (None for all), how many steps, how long to wait for it in seconds."""
+class SnapshotOptions:
+    """The options of the command: the rank (None for all), how many steps, and how many seconds to wait."""
 
     rank: int | None
     steps: int
     timeout: float
 
     @classmethod
-    def parse(cls, rank: str, steps: str, timeout: str) -> Wanted:
-        """From the options.
+    def parse(cls, rank: str, steps: str, timeout: str) -> SnapshotOptions:
+        """Read the options.
 
         Raises:
-            ValueError: one is not allowed; the text says which and what is.
+            ValueError: one is invalid; the text says which, and what is allowed.
         """
         if rank != "all" and not rank.isdecimal():
             raise ValueError(f"--rank {rank}: allowed is all, or the number of a rank")
@@ -62,12 +61,12 @@ class Wanted:
         return cls(None if rank == "all" else int(rank), int(steps), seconds)
 
 
-def snapshot(run_dir: str, wanted: Wanted, say: Callable[[str], object]) -> int:
-    """Ask, wait, and say where the traces are. Returns the exit status: 1 where there is none."""
+def snapshot(run_dir: str, wanted: SnapshotOptions, say: Callable[[str], object]) -> int:
+    """Request a snapshot, wait for it, and print where the traces are. Returns the exit status: 1 without a trace."""
     try:
         interval = _running(Path(run_dir))
         results = _ask(Path(run_dir), wanted, interval, say)
-    except (CannotError, OSError) as error:
+    except (SnapshotCommandError, OSError) as error:
         complain(str(error))
         return 1
     except KeyboardInterrupt:
@@ -82,7 +81,7 @@ def snapshot(run_dir: str, wanted: Wanted, say: Callable[[str], object]) -> int:
     return 0 if any(result.result == RECORDED for result in results) else 1
 
 
-def _ask(run_dir: Path, wanted: Wanted, interval: float, say: Callable[[str], object]) -> list[p.Result]:
+def _ask(run_dir: Path, wanted: SnapshotOptions, interval: float, say: Callable[[str], object]) -> list[p.Result]:
     request = p.Request(
         id=new_id(time.time()),
         kind=p.COMMAND,
@@ -91,59 +90,59 @@ def _ask(run_dir: Path, wanted: Wanted, interval: float, say: Callable[[str], ob
         steps=wanted.steps,
         asked_by=f"telemetry snapshot, pid {os.getpid()}",
     )
-    with _meeting(run_dir) as folder:
+    with _rendezvous(run_dir) as folder:
         folder.write(f"{request.id}.request.json", dump(request))
         try:
             plan = _agreed(folder, request, wanted, interval)
             if plan.refused is not None:
-                raise CannotError(f"refused: {plan.refused}")
+                raise SnapshotCommandError(f"refused: {plan.refused}")
             ranks = ", ".join(map(str, plan.ranks))
             say(f"steps {plan.first_step} to {plan.last_step}, agreed on by rank {ranks}")
             return _results(folder, plan, wanted)
         finally:
-            files = scan(folder).get(request.id, Files())
-            if not files.plan:  # nobody is to answer now that nobody waits
+            files = scan(folder).get(request.id, RequestFiles())
+            if not files.plan:  # withdraw the request: nobody waits for it any more
                 clear(folder, request.id, files)
 
 
-def _agreed(folder: Folder, request: p.Request, wanted: Wanted, interval: float) -> p.Plan:
+def _agreed(folder: Folder, request: p.Request, wanted: SnapshotOptions, interval: float) -> p.Plan:
     patience = min(wanted.timeout, 5 + 10 * interval)
     if not _until(lambda: _files(folder, request).plan, patience):
         answered = sorted(_files(folder, request).answers)
         if answered:
-            raise CannotError(f"rank {', '.join(map(str, answered))} answered, but nothing was agreed on")
-        who = "nobody answers" if request.rank is None else f"rank {request.rank} does not answer"
-        raise CannotError(
-            f"{who} within {patience:.0f} s: the run makes no steps yet, has another snapshot in hand, runs with "
-            "another run folder, or its processes are gone; `telemetry report` says what was last heard of it"
+            raise SnapshotCommandError(f"rank {', '.join(map(str, answered))} answered, but wrote no plan")
+        who = "no rank answers" if request.rank is None else f"rank {request.rank} does not answer"
+        raise SnapshotCommandError(
+            f"{who} within {patience:.0f} s: the run makes no steps yet, is taking another snapshot, has another run "
+            "folder, or its processes have ended; `telemetry report` shows the newest lines of its logs"
         )
     try:
         return p.plan_from(load(folder, f"{request.id}.plan.json"))
     except p.InvalidError as error:
-        raise CannotError(f"the plan cannot be read: {error}") from None
+        raise SnapshotCommandError(f"the plan cannot be read: {error}") from None
 
 
-def _results(folder: Folder, plan: p.Plan, wanted: Wanted) -> list[p.Result]:
+def _results(folder: Folder, plan: p.Plan, wanted: SnapshotOptions) -> list[p.Result]:
     whole = _until(lambda: _files(folder, plan.request).results >= set(plan.ranks), wanted.timeout)
     results = []
     for rank in sorted(_files(folder, plan.request).results):
         try:
             results.append(p.result_from(load(folder, f"{plan.request.id}.result-{rank}.json")))
         except p.InvalidError as error:
-            raise CannotError(f"the result of rank {rank} cannot be read: {error}") from None
+            raise SnapshotCommandError(f"the result of rank {rank} cannot be read: {error}") from None
     if not whole:
         missing = sorted(set(plan.ranks) - {result.rank for result in results})
         complain(
-            f"rank {', '.join(map(str, missing))} has not come to step {plan.last_step} within "
-            f"{wanted.timeout:g} s; its trace will be in {folder.path.parent / plan.folder} if it does"
+            f"rank {', '.join(map(str, missing))} has not reached step {plan.last_step} within "
+            f"{wanted.timeout:g} s; when it does, its trace will be in {folder.path.parent / plan.folder}"
         )
     else:
         clear(folder, plan.request.id, _files(folder, plan.request))
     return results
 
 
-def _files(folder: Folder, request: p.Request) -> Files:
-    return scan(folder).get(request.id, Files())
+def _files(folder: Folder, request: p.Request) -> RequestFiles:
+    return scan(folder).get(request.id, RequestFiles())
 
 
 def _until(condition: Callable[[], bool], seconds: float) -> bool:
@@ -156,55 +155,55 @@ def _until(condition: Callable[[], bool], seconds: float) -> bool:
 
 
 @contextmanager
-def _meeting(run_dir: Path) -> Iterator[Folder]:
+def _rendezvous(run_dir: Path) -> Iterator[Folder]:
     snapshots = run_dir / "snapshots"
     try:
         owner = snapshots.lstat().st_uid
     except FileNotFoundError:
-        raise CannotError(f"there is no {snapshots}: this run takes no snapshots (max_snapshots is 0)") from None
+        raise SnapshotCommandError(
+            f"there is no {snapshots}: this run takes no snapshots (max_snapshots is 0)"
+        ) from None
     if owner != os.getuid():
-        raise CannotError(f"{snapshots} is another user's (uid {owner}); this is {getpass.getuser()}")
-    with open_folder(snapshots), open_folder(snapshots / MEETING, make=True) as folder:
+        raise SnapshotCommandError(f"{snapshots} belongs to another user (uid {owner}); this is {getpass.getuser()}")
+    with open_folder(snapshots), open_folder(snapshots / RENDEZVOUS_FOLDER, make=True) as folder:
         yield folder
 
 
 def _running(run_dir: Path) -> float:
-    """Check that there is a run that goes on. Returns how often its ranks listen, in seconds."""
+    """Check that the run is still going on. Returns how often its ranks poll, in seconds."""
     logs = run_dir / "logs"
-    paths = [path for path in logs.iterdir() if _LOG_NAME.fullmatch(path.name)] if logs.is_dir() else []
+    paths = [path for path in logs.iterdir() if _is_newest_log(path.name)] if logs.is_dir() else []
     if not paths:
-        raise CannotError(f"{run_dir} is no run folder: there is no log in {logs}")
+        raise SnapshotCommandError(f"{run_dir} is not a run folder: there is no log in {logs}")
     logs_read = [ends for path in paths if (ends := _ends_of(path)) is not None]
     if not logs_read:
-        raise CannotError(f"no log in {logs} can be read")
+        raise SnapshotCommandError(f"no log in {logs} can be read")
     newest = [line for _, line in logs_read]
     if all(line.get("event") == "run_end" for line in newest):
         last = max(str(line.get("time")) for line in newest)
-        raise CannotError(f"the run in {run_dir} has ended, at {last}")
+        raise SnapshotCommandError(f"the run in {run_dir} has ended, at {last}")
     first = next(first for first, line in logs_read if line.get("event") != "run_end")
     settings = first.get("settings")
     interval = settings.get("interval_seconds") if isinstance(settings, dict) else None
     return float(interval) if isinstance(interval, (int, float)) else 1.0
 
 
+def _is_newest_log(name: str) -> bool:
+    """Whether a file is a log that was not rotated away."""
+    match = LOG_NAME.fullmatch(name)
+    return match is not None and match["rotated"] is None
+
+
 def _ends_of(path: Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """The first and the newest line of a log; None where it cannot be read."""
+    """The first and the newest complete line of a log; None if it cannot be read."""
     try:
         file = open_regular(path)
         if file is None:
             return None
         with file:
-            first = _object(file.readline(_TAIL_BYTES))
+            first = parse_object(file.readline(_TAIL_BYTES)) or {}
             file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
             lines = file.read(_TAIL_BYTES).splitlines()
     except OSError:
         return None
-    return first, next((found for line in reversed(lines) if (found := _object(line))), {})
-
-
-def _object(line: bytes) -> dict[str, Any]:
-    try:
-        value = json.loads(line)
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
+    return first, next((found for line in reversed(lines) if (found := parse_object(line))), {})

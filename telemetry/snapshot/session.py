@@ -1,16 +1,17 @@
-"""One session of torch's profiler, on the training thread from its beginning to its end.
+"""One session of torch's profiler. It is prepared, started and stopped on the training thread.
 
-The one importer of `torch.profiler`. What was measured about it (torch 2.13, and pytorch#64795):
+This is the only file that imports `torch.profiler`. What was measured about it (torch 2.13, and pytorch#64795):
 
-* Stopping it on another thread than the one that started it ends the process. So does an exit with a session on:
-  `at_exit` comes before.
-* Where the first one of a process is not on the main thread, kineto says so on stderr, whatever its log level.
-* `_KinetoProfile` and not `torch.profiler.profile`: that one also starts an execution trace where a variable asks for
-  it, which would be the script's.
-* Its own ``prepare_trace`` first imports the whole of Inductor: 1.2 s.
-* Kineto writes a line to stderr at each start and stop, unless its log level says otherwise. It reads the level from
-  the environment once in a process, with the first profiler: a variable that is set later changes nothing, and one
-  that is set before silences the script's own profilers too. See `snapshot.quiet`.
+* Stopping a session on another thread than the one that started it crashes the process. So does an exit while a
+  session is on; `at_exit` registers what stops it before.
+* If the first session of a process is not on the main thread, Kineto says so on stderr, whatever its log level.
+* `_KinetoProfile` is used because `torch.profiler.profile` also starts an execution trace if an environment variable
+  asks for one. That trace would belong to the script.
+* `_KinetoProfile.prepare_trace` first imports all of Inductor, which takes 1.2 s. `Session.prepare` does the rest. In
+  torch 2.4 `_KinetoProfile.start_trace` imports it.
+* Before torch 2.13 (seen in 2.4 and 2.9), if Kineto is prepared and not started, every later profiler of the process
+  fails: "Can't disable Kineto profiler when it's not running". So does one that starts on another thread than ours.
+* Kineto writes a line to stderr at each start and stop. `snapshot.kineto_quiet` silences those of our session.
 """
 
 from __future__ import annotations
@@ -19,28 +20,31 @@ import atexit
 import json
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.clock import NS, now_ns
-from telemetry.files import raised
-from telemetry.snapshot.outcome import Trace
-from telemetry.snapshot.quiet import quiet
+from telemetry.core.clock import NS, now_ns
+from telemetry.core.filesystem import raised
+from telemetry.snapshot.kineto_quiet import quiet
+from telemetry.snapshot.snapshot_outcome import RecordedTrace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from telemetry.snapshot.plan import Plan
+    from telemetry.snapshot.protocol import Plan
+
+_STARTS_BESIDE_OURS: Final = (2, 13)
+"""The oldest version of torch in which this was tried."""
 
 
 class Session:
-    """Prepared, started and stopped, each once.
+    """One recording of the profiler. It is prepared, started and stopped once each.
 
     Args:
-        plan: what is to be recorded.
-        about: metadata of the trace: ``rank`` and ``world_size`` at least.
+        plan: which steps are recorded, and why.
+        metadata: written into the trace; it has at least ``rank`` and ``world_size``.
     """
 
-    def __init__(self, plan: Plan, about: dict[str, Any]) -> None:
+    def __init__(self, plan: Plan, metadata: dict[str, Any]) -> None:
         from torch.profiler import ProfilerActivity
         from torch.profiler.profiler import _KinetoProfile
 
@@ -52,103 +56,172 @@ class Session:
         self._at_exit: Callable[[], None] | None = None
         self._autograd: Any = sys.modules["torch.autograd.profiler"]
         self._profiler = _KinetoProfile(activities=activities)
-        if self._profiler._get_distributed_info() is None:  # what tells the ranks' traces apart, without process groups
-            ranks = {"backend": "none", "rank": about["rank"], "world_size": about["world_size"]}
+        self._start_imports_inductor = not hasattr(self._profiler, "has_cudagraphs")
+        self._may_be_prepared = False  # and not started
+        if self._profiler._get_distributed_info() is None:  # without a process group torch does not name the rank
+            ranks = {"backend": "none", "rank": metadata["rank"], "world_size": metadata["world_size"]}
             self._profiler.preset_metadata_json("distributedInfo", json.dumps(ranks))
         steps = {"reason": plan.request.reason, "first_step": plan.first_step, "last_step": plan.last_step}
-        self._profiler.preset_metadata_json("telemetry", json.dumps(about | steps))
+        self._profiler.preset_metadata_json("telemetry", json.dumps(metadata | steps))
 
     def prepare(self) -> None:
-        """What is slow about a start, above all on a GPU."""
+        """Do the slow part of a start. It is slowest on a GPU, where tracing has to warm up."""
         inductor: Any = sys.modules.get("torch._inductor.config")
         profiler = self._profiler
         profiler.has_cudagraphs = bool(getattr(getattr(inductor, "triton", None), "cudagraphs", False))
         profiler.profiler = self._autograd.profile(use_cpu=True, use_device=profiler.use_device, use_kineto=True)
+        profiler.profiler._parse_kineto_results = _parse_nothing
+        self._may_be_prepared = True
         with quiet():
             profiler.profiler._prepare_trace()
 
     def start(self) -> None:
-        """From here on everything is recorded."""
+        """Start to record. The session must be prepared."""
         with quiet():
-            self._profiler.start_trace()
+            self._start_trace()
         self._began_ns = now_ns()
 
+    def _start_trace(self) -> None:
+        profiler = self._profiler
+        if self._start_imports_inductor and "torch._inductor.config" not in sys.modules:
+            profiler.profiler._start_trace()
+            distributed = profiler._get_distributed_info()
+            if distributed:
+                profiler.add_metadata_json("distributedInfo", json.dumps(distributed))
+            for name, value in profiler.preset_metadata.items():
+                profiler.add_metadata_json(name, value)
+        else:
+            profiler.start_trace()
+        self._may_be_prepared = False
+
     def at_exit(self, end: Callable[[], None]) -> None:
-        """Call ``end`` when the interpreter exits, on the main thread, unless the session is over by then."""
+        """Call ``end`` when the process exits, on the main thread. `not_at_exit` cancels it."""
         atexit.register(end)
         self._at_exit = end
 
-    def over(self) -> None:
-        """The session is over: there is nothing left to end."""
+    def not_at_exit(self) -> None:
+        """Cancel `at_exit`, because the session has ended."""
         if self._at_exit is not None:
             atexit.unregister(self._at_exit)
             self._at_exit = None
 
-    def stop(self) -> Trace:
-        """End it: on the thread that began it, and on no other."""
+    def stop(self) -> RecordedTrace:
+        """Stop to record. Must be called on the thread that started the session."""
         with quiet():
             self._profiler.stop_trace()
-        return Trace(self._profiler, (now_ns() - self._began_ns) / NS, quiet)
+        return RecordedTrace(self._profiler, (now_ns() - self._began_ns) / NS, quiet)
 
     def cancel(self) -> None:
-        """End what is only prepared: begun first, for torch complains on stderr if it is ended as it is."""
+        """End a session that is prepared and not started.
+
+        It is started first: torch writes a complaint to stderr when a session is stopped that was never started.
+        """
         with quiet():
-            self._profiler.start_trace()
+            self._start_trace()
             self._profiler.stop_trace()
 
     def stop_after_theirs(self) -> None:
-        """End it after another session has ended kineto's. Kineto must have one, or this would end the process."""
+        """Stop after a profiler of the user's has ended Kineto's session.
+
+        Without a session in Kineto, stopping crashes the process. So another one is prepared first.
+        """
         self.prepare()
         with quiet():
             self._profiler.stop_trace()
 
-    def give_up(self) -> None:
-        """After something failed: end it if it records."""
-        if recording():
-            try:
-                with quiet():
+    def abort(self) -> None:
+        """Stop after an error, if it records or is prepared. Raises nothing."""
+        try:
+            with quiet():
+                if not recording() and self._may_be_prepared:
+                    self._prepare_again()
+                    self._start_trace()
+                if recording():
                     self._profiler.stop_trace()
-            except Exception:
-                pass  # nothing more can be done; the plan has failed and says why
+        except Exception:
+            pass  # nothing more can be done, and the snapshot has failed already
+
+    def _prepare_again(self) -> None:
+        """Prepare a session that may be prepared already. Without it, a start would crash the process."""
+        try:
+            self._profiler.profiler._prepare_trace()
+        except RuntimeError as error:
+            if "when it's not running" not in str(error):  # before torch 2.13 it is the sign of one that is prepared
+                raise
 
     def begin_range(self, name: str) -> Callable[[], None]:
-        """Begin a range of the trace. Returns what ends it."""
+        """Begin a named range of the trace. Returns the function that ends it."""
         range_ = self._autograd.record_function(name)
         range_.__enter__()
         return lambda: range_.__exit__(None, None, None)
 
 
+def _parse_nothing(_results: object) -> list[Any]:
+    """Replace what makes a Python object of each event. Older versions of torch do that when a recording stops.
+
+    Nothing reads these objects: the trace is saved without them. With them, a stop took 8 times as long (torch 2.4).
+    """
+    return []
+
+
 def recording() -> bool:
-    """Whether a profiler records on this thread."""
+    """Whether any profiler records on this thread."""
     autograd: Any = sys.modules.get("torch.autograd")
     return autograd is not None and bool(autograd._profiler_enabled())
 
 
 def capturing() -> bool:
-    """Whether a CUDA graph is being captured on this thread's stream: nothing that synchronises may come now."""
+    """Whether a CUDA graph is being captured on this thread's stream. Nothing may synchronise during a capture."""
     cuda: Any = sys.modules.get("torch.cuda")
     return cuda is not None and cuda.is_initialized() and bool(cuda.is_current_stream_capturing())
 
 
-def gather_no_more() -> None:
-    """A session that cannot be ended: let it at least gather nothing more on this thread, where torch can do that."""
+def stop_collecting() -> bool:
+    """Stop a session that cannot be ended from collecting on this thread. Returns whether this torch can do that."""
     try:
         autograd: Any = sys.modules["torch.autograd"]
         autograd._toggle_collection_dynamic(False, {autograd.ProfilerActivity.CPU})
     except Exception:
-        pass  # a torch that has no such switch
+        return False  # a torch that has no such switch
+    return True
 
 
-def gather_no_more_in_child() -> None:
-    """The same right after a fork. Torch warns of it on stderr; there is no other thread yet whose words got lost."""
+def stop_collecting_in_child() -> None:
+    """Do the same in a child, right after the fork.
+
+    torch writes a warning to stderr, so stderr is closed meanwhile. The child has no other thread yet that writes.
+    An older torch (2.4) has no such switch. There no profiler sees what this thread of the child does.
+    """
     try:
         kept = raised(os.dup(2))
-    except OSError:  # no stderr, or no descriptor left for it
-        gather_no_more()
+    except OSError:  # stderr is closed, or no descriptor is left
+        _stop_collecting_in_child()
         return
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
-    gather_no_more()
+    _stop_collecting_in_child()
     os.dup2(kept, 2)
     os.close(kept)
     os.close(nowhere)
+
+
+def _stop_collecting_in_child() -> None:
+    if not stop_collecting():
+        try:
+            autograd: Any = sys.modules["torch.autograd"]
+            autograd._enable_record_function(False)
+        except Exception:
+            pass  # it collects until it ends
+
+
+def starts_beside_ours() -> bool:
+    """Whether a profiler can start on one thread while a session of ours is on on another.
+
+    It then ends ours in Kineto. In older versions of torch it fails instead.
+    """
+    torch: Any = sys.modules.get("torch")
+    try:
+        major, minor = str(torch.__version__).split(".")[:2]
+        return (int(major), int(minor)) >= _STARTS_BESIDE_OURS
+    except (AttributeError, ValueError):
+        return False

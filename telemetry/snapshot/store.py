@@ -1,16 +1,16 @@
-"""From a recording to a file that can be trusted: saved, compressed, read back, and only then given its name.
+"""Turns a recording into a trace file. The file gets its name only after it was compressed and read back.
 
-    snapshots/REASON-stepN/rank-R.HOST_PID.MS.pt.trace.json.gz     one per rank, as TensorBoard's plugin wants them
-    snapshots/REASON-stepN/about/snapshot.json, rank-R.json        why, which steps, and whose clock; see `about`
-    snapshots/.partial-OWNER/                                      what is not whole yet
-    snapshots/.claim-BYTES-DEVICE-OWNER                            room that an export has claimed; see `space`
+    snapshots/REASON-stepN/rank-R.HOST_PID.MS.pt.trace.json.gz     one per rank, named as TensorBoard's plugin needs it
+    snapshots/REASON-stepN/about/snapshot.json, rank-R.json        the manifest: why, which steps, and when
+    snapshots/.partial-OWNER/                                      an unfinished export
+    snapshots/.claim-BYTES-DEVICE-OWNER                            space reserved by an export; see `export_space`
 
-Holistic Trace Analysis takes every ``.json`` in a folder for a trace (and one without a rank for that of rank 0),
-which is why the description lies in a folder of its own.
+Holistic Trace Analysis takes every ``.json`` in a folder for a trace (and one without a rank for that of rank 0). So
+the manifest has a folder of its own.
 
-The trace goes to disk beside its place, never to memory: /dev/shm is small, and the batches of every training on the
-machine pass through it. torch holds the interpreter while it writes, so the disk is tried first: one that does not
-take a mebibyte in time would hold up the training.
+An unfinished trace is on the same disk, never in memory: /dev/shm is small, and all trainings of the machine pass
+their batches through it. torch holds the GIL while it writes. So the disk is tried first: if it takes too long to
+write one mebibyte, it would block the training.
 """
 
 from __future__ import annotations
@@ -24,50 +24,51 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from telemetry.clock import NS, now_ns
-from telemetry.files import raised
-from telemetry.snapshot import plan as p
-from telemetry.snapshot.folder import Folder, open_folder
-from telemetry.snapshot.space import NoRoomError, Room, age, parse
+from telemetry.core.clock import NS, now_ns
+from telemetry.core.filesystem import raised
+from telemetry.snapshot import protocol as p
+from telemetry.snapshot.export_space import ExportSpace, NoSpaceError, Reservation, age_seconds
+from telemetry.snapshot.private_folder import Folder, open_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
-    from telemetry.snapshot.outcome import Trace
+    from telemetry.snapshot.snapshot_outcome import RecordedTrace
 
 PARTIAL: Final = ".partial-"
 _CHUNK: Final = 1 << 18
 _RAW: Final = "trace.json"
 _PROBE: Final = "probe"
-_PACKED: Final = "packed"  # no name by which a reader of traces would know it
+_COMPRESSED: Final = "packed"  # not a name that a reader of traces would look for
 _LEVEL: Final = 4
-_COMPRESSES: Final = 5
-"""How many times smaller a trace gets at least; measured 15 to 25."""
+_MIN_COMPRESSION: Final = 5
+"""A trace gets at least this many times smaller; measured: 15 to 25."""
 
 _PROBE_BYTES: Final = 1 << 20
 _PROBE_SECONDS: Final = 2.0
-"""A disk that takes longer for so much is not written to: torch would hold the interpreter all the while."""
+"""If a disk takes longer for `_PROBE_BYTES`, no trace is written: torch would hold the GIL meanwhile."""
 
-_MOST_OVERSHOOT: Final = 10
-"""How many times `Keeper.most_bytes` a trace may turn out to have before its events are counted first."""
+_MAX_OVERSHOOT: Final = 10
+"""If the upper bound of a trace is above this many times `TraceStore.max_bytes`, its events are counted first."""
 
 _HEAD: Final = re.compile(rb'"baseTimeNanoseconds": (\d+)')
 _EVENTS: Final = re.compile(rb'"traceEvents": \[\s*(\{)')
 
 
 class StoreError(Exception):
-    """The trace is not kept; the text says why."""
+    """The trace is not published; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
-    """A trace that is in its place.
+class StoredTrace:
+    """A trace file that is complete.
 
     Attributes:
-        name: of the file; ``size`` in bytes, ``raw_bytes`` uncompressed.
-        zero_ns: Unix time in nanoseconds from which the trace's microseconds count; None where it does not say.
-        held: seconds for which the interpreter was held, by ``save`` and ``free``.
+        name: name of the file.
+        size: its bytes; ``raw_bytes``: uncompressed.
+        zero_ns: Unix time in nanoseconds from which the trace's microseconds count; None if the trace does not say.
+        held: for how many seconds the GIL was held, by what was done: ``count``, ``save``, ``free``.
     """
 
     name: str
@@ -78,46 +79,46 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
-class Keeper:
-    """Keeps the traces of one process.
+class TraceStore:
+    """Publishes the traces of one process.
 
     Attributes:
         snapshots: the folder ``RUN_DIR/snapshots``.
-        shared: a folder that this user's runs on this machine have in common; None where there is none.
-        owner: names this process for good; see `telemetry.snapshot.owner`.
-        most_bytes: of one trace, uncompressed.
-        budget_bytes: of all snapshots of the run, on disk.
-        is_gone: whether the process of an owner runs no more, given the seconds since it left its mark.
+        shared: a folder that all runs of this user on this machine share; None without one.
+        owner: name of this process, see `export_owner`.
+        max_bytes: limit of one trace, uncompressed.
+        budget_bytes: limit of all snapshots of the run, on disk.
+        is_gone: whether the process of an owner has ended, given the seconds since it wrote its file.
     """
 
     snapshots: Path
     shared: Path | None
     owner: str
-    most_bytes: int
+    max_bytes: int
     budget_bytes: int
     is_gone: Callable[[str, float], bool] = lambda _owner, _age: False
 
-    def keep(
+    def publish(
         self,
-        trace: Trace,
+        trace: RecordedTrace,
         folder: str,
         name: str,
         *,
-        more: Callable[[int], bytes] = lambda _: b"",
-        reached: Callable[[str], None] = lambda _: None,
-    ) -> Stored:
-        """Save a trace, and publish it whole. It is freed in any case.
+        extra_events: Callable[[int], bytes] = lambda _: b"",
+        on_stage: Callable[[str], None] = lambda _: None,
+    ) -> StoredTrace:
+        """Save a trace and make it visible once it is complete. It is freed in any case.
 
         Args:
-            trace: to save.
-            folder: of the snapshot.
-            name: of the file.
-            more: given the trace's zero (`Stored.zero_ns`), events to put first into it, a comma after each.
-            reached: told of each stage as it is reached, for whoever watches.
+            trace: the recording.
+            folder: name of the snapshot's folder.
+            name: name of the file.
+            extra_events: given `StoredTrace.zero_ns`, events to insert first: JSON objects, a comma after each.
+            on_stage: called with the name of each stage when it is reached.
 
         Raises:
-            StoreError: there is no room, or it is too large, or not whole.
-            OSError: something else on the way.
+            StoreError: there is no space, or the trace is too large or incomplete.
+            OSError: a file cannot be read or written.
         """
         held: dict[str, float] = {}
         with open_folder(self.snapshots, make=True) as snapshots:
@@ -125,24 +126,24 @@ class Keeper:
             snapshots.remove(partial)
             try:
                 with snapshots.sub(partial, make=True) as work:
-                    reached("begun")
-                    room = Room(self.snapshots, self.shared, self.owner, self.is_gone)
-                    with self._claimed(room, trace, held):
-                        _try_disk(work)
+                    on_stage("begun")
+                    space = ExportSpace(self.snapshots, self.shared, self.owner, self.is_gone)
+                    with self._space_reserved(space, trace, held):
+                        _probe_disk(work)
                         raw = self._save(trace, work, held)
                         try:
-                            reached("saved")
-                            size, zero_ns = self._compress(raw, work, more, reached)
+                            on_stage("saved")
+                            size, zero_ns = self._compress(raw, work, extra_events, on_stage)
                         finally:
                             work.close(raw, discard=True)
-                    stored = Stored(name, os.stat(_PACKED, dir_fd=work.fd).st_size, size, zero_ns, held)
-                    self._make_room(snapshots, folder, stored.size)
+                    stored = StoredTrace(name, os.stat(_COMPRESSED, dir_fd=work.fd).st_size, size, zero_ns, held)
+                    self._remove_oldest(snapshots, folder, stored.size)
                     with snapshots.sub(folder, make=True) as final:
-                        reached("verified")
-                        os.rename(_PACKED, name, src_dir_fd=work.fd, dst_dir_fd=final.fd)
+                        on_stage("verified")
+                        os.rename(_COMPRESSED, name, src_dir_fd=work.fd, dst_dir_fd=final.fd)
                         final.sync()
                 snapshots.sync()
-                reached("published")
+                on_stage("published")
             finally:
                 if "free" not in held:
                     held["free"] = trace.free()
@@ -150,28 +151,28 @@ class Keeper:
         return stored
 
     @contextmanager
-    def _claimed(self, room: Room, trace: Trace, held: dict[str, float]) -> Iterator[None]:
-        """Hold room for the trace and for what it is compressed to, or refuse it before anything is written."""
-        most = trace.most_bytes()
+    def _space_reserved(self, space: ExportSpace, trace: RecordedTrace, held: dict[str, float]) -> Iterator[None]:
+        """Reserve space for the trace and for the compressed file, or raise before anything is written."""
+        upper = trace.max_bytes()
         try:
-            if most <= _MOST_OVERSHOOT * self.most_bytes:
-                with room.claimed(most + most // _COMPRESSES):
+            if upper <= _MAX_OVERSHOOT * self.max_bytes:
+                with space.reserved(upper + upper // _MIN_COMPRESSION):
                     yield
                 return
-        except NoRoomError:
-            pass  # that figure is high: see what its events say
-        least, most, held["count"] = trace.estimate()
-        if least > self.most_bytes:
-            raise StoreError(f"it has at least {least} bytes, more than snapshot_max_bytes = {self.most_bytes}")
+        except NoSpaceError:
+            pass  # this bound is high: count the events for a lower one
+        lower, upper, held["count"] = trace.estimate()
+        if lower > self.max_bytes:
+            raise StoreError(f"it has at least {lower} bytes, more than snapshot_max_bytes = {self.max_bytes}")
         try:
-            with room.claimed(most + most // _COMPRESSES):
+            with space.reserved(upper + upper // _MIN_COMPRESSION):
                 yield
-        except NoRoomError as error:
+        except NoSpaceError as error:
             raise StoreError(str(error)) from None
 
     @staticmethod
-    def _save(trace: Trace, work: Folder, held: dict[str, float]) -> int:
-        """Have torch write it. Returns the open file, which has no name any more."""
+    def _save(trace: RecordedTrace, work: Folder, held: dict[str, float]) -> int:
+        """Have torch write the trace. Returns the open file. Its name is removed, so a crash leaves nothing behind."""
         try:
             held["save"] = trace.save(work.path / _RAW)
         finally:
@@ -181,44 +182,45 @@ class Keeper:
         return raw
 
     def _compress(
-        self, raw: int, work: Folder, more: Callable[[int], bytes], reached: Callable[[str], None]
+        self, raw: int, work: Folder, extra_events: Callable[[int], bytes], on_stage: Callable[[str], None]
     ) -> tuple[int, int | None]:
+        """Compress the trace and read it back. Returns its uncompressed size and `StoredTrace.zero_ns`."""
         size = os.fstat(raw).st_size
-        if size > self.most_bytes:
-            raise StoreError(f"it has {size} bytes, more than snapshot_max_bytes = {self.most_bytes}")
+        if size > self.max_bytes:
+            raise StoreError(f"it has {size} bytes, more than snapshot_max_bytes = {self.max_bytes}")
         head = os.pread(raw, _CHUNK, 0)
         zero, events = _HEAD.search(head), _EVENTS.search(head)
         if os.pread(raw, 64, max(0, size - 64)).rstrip()[-1:] != b"}":
             raise StoreError("torch did not write it to its end")
-        file, whole = work.create(_PACKED), False
+        file, complete = work.create(_COMPRESSED), False
         try:
-            reached("compressing")
+            on_stage("compressing")
             begin, added = b"", b""
             if zero is not None and events is not None:
-                begin, added = os.read(raw, events.start(1)), more(int(zero[1]))
+                begin, added = os.read(raw, events.start(1)), extra_events(int(zero[1]))
                 size += len(added)
             checksum = _deflate(begin + added, raw, file)
             os.fsync(file)
-            reached("compressed")
+            on_stage("compressed")
             os.lseek(file, 0, os.SEEK_SET)
             if _inflate(file) != (size, checksum):
                 raise StoreError("what was read back is not what was written")
-            whole = True
+            complete = True
         finally:
-            work.close(file, discard=not whole)
+            work.close(file, discard=not complete)
         return size, None if zero is None else int(zero[1])
 
-    def _make_room(self, snapshots: Folder, current: str, wanted: int) -> None:
-        """Remove the oldest snapshots until one more trace fits in. The current one, others' parts included, stays."""
+    def _remove_oldest(self, snapshots: Folder, current: str, added: int) -> None:
+        """Remove the oldest snapshots until ``added`` bytes fit the budget. The current one stays, on all ranks."""
         found: list[tuple[float, str, int]] = []
         for name in snapshots.names():
             if p.valid_folder(name):
                 try:
                     size, changed = snapshots.size(name)
                 except OSError:
-                    continue  # removed by another rank, or no folder of ours
+                    continue  # removed by another rank, or not our folder
                 found.append((float("inf") if name == current else changed, name, size))
-        total = wanted + sum(size for _, _, size in found)
+        total = added + sum(size for _, _, size in found)
         for _, name, size in sorted(found):
             if total <= self.budget_bytes:
                 return
@@ -231,22 +233,22 @@ class Keeper:
 
 
 def _deflate(begin: bytes, raw: int, file: int) -> int:
-    """Compress ``begin`` and what is left of ``raw`` into ``file``, gzip. Returns the checksum of all of it.
+    """Compress ``begin`` and the rest of ``raw`` into ``file``, gzip. Returns the checksum of the uncompressed bytes.
 
-    zlib works without the interpreter.
+    zlib releases the GIL while it works.
     """
-    packer = zlib.compressobj(_LEVEL, zlib.DEFLATED, 16 + zlib.MAX_WBITS)
+    compressor = zlib.compressobj(_LEVEL, zlib.DEFLATED, 16 + zlib.MAX_WBITS)
     checksum = zlib.crc32(begin)
-    _write(file, packer.compress(begin))
+    _write(file, compressor.compress(begin))
     while chunk := os.read(raw, _CHUNK):
         checksum = zlib.crc32(chunk, checksum)
-        _write(file, packer.compress(chunk))
-    _write(file, packer.flush())
+        _write(file, compressor.compress(chunk))
+    _write(file, compressor.flush())
     return checksum
 
 
 def _inflate(file: int) -> tuple[int, int]:
-    """Read a gzip file as a stream. Returns its size and checksum, uncompressed."""
+    """Read a gzip file as a stream. Returns its uncompressed size and checksum; -1 and 0 if it is damaged."""
     size = checksum = 0
     try:
         with gzip.open(os.fdopen(raised(os.dup(file)), "rb")) as stream:
@@ -267,12 +269,12 @@ def _write(file: int, content: bytes) -> None:
         view = view[written:]
 
 
-def _try_disk(work: Folder) -> None:
-    """Write a little to a disk, to its end.
+def _probe_disk(work: Folder) -> None:
+    """Write and sync `_PROBE_BYTES`.
 
     Raises:
         StoreError: it takes too long.
-        OSError: it does not take it.
+        OSError: the bytes cannot be written.
     """
     start = now_ns()
     file = work.create(_PROBE)
@@ -290,14 +292,14 @@ def _try_disk(work: Folder) -> None:
 
 
 def sweep(roots: Iterable[Path | None], is_gone: Callable[[str, float], bool]) -> int:
-    """Remove what processes that are gone have left half done. Returns how many.
+    """Remove unfinished exports and reservations of processes that have ended. Returns how many.
 
     Args:
-        roots: folders in which they may have: the run's, and that of the machine, where earlier versions saved.
-        is_gone: whether the process of an owner certainly runs no more, given the seconds since it left its mark.
+        roots: the folders to search: the run's, and the machine's, where earlier versions saved.
+        is_gone: whether the process of an owner has certainly ended, given the seconds since it wrote its file.
 
     Raises:
-        OSError: a folder is not this user's alone; the others are swept all the same.
+        OSError: a folder does not belong to this user alone; the others are swept nevertheless.
     """
     removed, failed = 0, None
     for root in roots:
@@ -306,9 +308,11 @@ def sweep(roots: Iterable[Path | None], is_gone: Callable[[str, float], bool]) -
         try:
             with open_folder(root) as folder:
                 for name in folder.names():
-                    claim = parse(name)
-                    owner = name.removeprefix(PARTIAL) if name.startswith(PARTIAL) else claim and claim[2]
-                    if owner and is_gone(owner, age(folder.fd, name)):
+                    reservation = Reservation.parse(name)
+                    owner = reservation.owner if reservation else ""
+                    if name.startswith(PARTIAL):
+                        owner = name.removeprefix(PARTIAL)
+                    if owner and is_gone(owner, age_seconds(folder.fd, name)):
                         folder.remove(name)
                         removed += 1
         except OSError as error:
@@ -319,5 +323,5 @@ def sweep(roots: Iterable[Path | None], is_gone: Callable[[str, float], bool]) -
 
 
 def trace_name(rank: int, host: str, pid: int, stamp_ms: int) -> str:
-    """The name of a rank's trace: worker and span, in the words of TensorBoard's plugin."""
+    """Name of a rank's trace file. TensorBoard's plugin reads the worker and the span from it."""
     return f"rank-{rank}.{host}_{pid}.{stamp_ms}.pt.trace.json.gz"

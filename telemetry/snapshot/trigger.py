@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Final
 
-from telemetry.snapshot import plan as p
+from telemetry.snapshot import protocol as p
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -16,41 +16,41 @@ STRAGGLER: Final = "straggler"
 
 _WINDOW_STEPS: Final = 50
 _WINDOW_SECONDS: Final = 2.0
-"""Steps are compared in windows of at least so many, and of at least so long: shorter ones are noise."""
+"""Steps are compared in windows of at least so many steps and seconds: shorter windows are noise."""
 
 _KEPT_STEPS: Final = 4096
-_LEAST_STEPS: Final = 10
-"""With fewer steps before a snapshot there is nothing to compare with."""
+_MIN_STEPS: Final = 10
+"""With fewer steps before a snapshot no comparison is made."""
 
 _PACE_STEPS: Final = 3
 _PACES: Final = 5
-"""The pace: the mean of the steps that were read in one go, at least so many; the quickest of so many times."""
+"""The pace is the shortest of the last `_PACES` mean step times, each of at least `_PACE_STEPS` steps."""
 
 _SETTLING_STEPS: Final = 3
 _SLOW_WINDOWS: Final = 3
 _SLOW_RATIO: Final = 1.10
-"""Slower than before by a tenth, in so many windows in a row: it lasts. On GPUs a finished profile has been seen to
-leave steps 10 to 20 % slower (pytorch#144455)."""
+"""A slowdown lasts if steps are slower by a tenth in so many windows in a row. On GPUs, steps have been seen to stay 10
+to 20 % slower after a profile (pytorch#144455)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """The settings that limit snapshots: settle and cooldown in seconds, the most in one run."""
+class SnapshotLimits:
+    """The settings that limit snapshots: settle time and cooldown in seconds, and how many one run may take."""
 
     settle_seconds: float
     cooldown_seconds: float
-    most: int
+    max_snapshots: int
 
 
 class Trigger:
     """One rank's policy.
 
     Attributes:
-        taken: snapshots so far, those that failed on this rank included.
-        off: why there will be no more in this run, None where there may.
+        taken: snapshots so far, with those that failed on this rank.
+        off: why this run takes no more snapshots; None if it may.
     """
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: SnapshotLimits) -> None:
         self._limits = limits
         self._stall_since: float | None = None
         self._fired = False
@@ -59,10 +59,14 @@ class Trigger:
         self.off: str | None = None
 
     def stalled(self, now: float, cause: str | None) -> bool:
-        """Follow the stall that is open (its cause; None for none). Whether it has earned a snapshot just now.
+        """Whether the open stall triggers a snapshot now. Called at each tick.
 
-        A stall earns one when it has held for the settle time, and the cooldown is over; one of checkpoints does not: a
-        trace of steps has nothing to say of them.
+        A stall triggers one snapshot, after the settle time and if the cooldown is over. A stall caused by checkpoints
+        triggers none, because a trace of steps does not show them.
+
+        Args:
+            now: monotonic seconds.
+            cause: the cause of the open stall; None without one.
         """
         if cause is None or cause == "checkpoint":
             self._stall_since, self._fired = None, False
@@ -70,7 +74,7 @@ class Trigger:
         if self._stall_since is None:
             self._stall_since = now
         held = now - self._stall_since
-        # Whoever waits for a straggler lets it speak first: what ails it is there to be recorded.
+        # A rank that waits for a straggler waits longer: the straggler's own snapshot shows the reason.
         settle = self._limits.settle_seconds * (2 if cause == STRAGGLER else 1)
         if self._fired or held < settle or self.refuses(now, p.STALL) is not None:
             return False
@@ -78,18 +82,18 @@ class Trigger:
         return True
 
     def refuses(self, now: float, kind: str) -> str | None:
-        """Why a request is refused; None where it is not. The cooldown is for stalls: a person means it."""
+        """Why a request is refused; None if it is not. The cooldown holds for stalls, not for a person's request."""
         if self.off is not None:
             return self.off
-        if self.taken >= self._limits.most:
-            return f"this run has taken its max_snapshots = {self._limits.most}"
+        if self.taken >= self._limits.max_snapshots:
+            return f"this run has taken its max_snapshots = {self._limits.max_snapshots}"
         if kind == p.STALL and self._last is not None and now - self._last < self._limits.cooldown_seconds:
             left = self._limits.cooldown_seconds - (now - self._last)
             return f"the cooldown since the last snapshot has {left:.0f} s to go"
         return None
 
     def took(self, now: float) -> None:
-        """A snapshot has been agreed on. It shows the stall that is open, too, whoever has asked."""
+        """A snapshot was agreed on. It also shows the open stall, whoever requested it."""
         self.taken += 1
         self._fired = self._stall_since is not None
         self._last = now
@@ -97,7 +101,7 @@ class Trigger:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Median step seconds before a snapshot, and after it; ``slower`` where that is a lasting slowdown."""
+    """Median step seconds before and after a snapshot; ``slower`` if that is a lasting slowdown."""
 
     before: float
     after: float
@@ -118,7 +122,7 @@ class StepWatch:
         self._slow = 0
 
     def add(self, seconds: Iterable[float]) -> Comparison | None:
-        """Take in steps that have closed. Returns a comparison when one is due."""
+        """Add the seconds of steps that have ended. Returns a comparison once one is complete."""
         found, before, total = None, self._count, 0.0
         for step in seconds:
             self._count += 1
@@ -133,7 +137,7 @@ class StepWatch:
         return found
 
     def compare(self, first: int, last: int) -> None:
-        """A profiler was at work from step ``first`` to step ``last``, counted from 1 as they close."""
+        """Start a comparison: the profiler was on from step ``first`` to step ``last``, counted from 1."""
         before, total = [], 0.0
         for number, seconds in reversed(self._recent):
             if number < first:
@@ -141,7 +145,7 @@ class StepWatch:
                 total += seconds
                 if len(before) >= _WINDOW_STEPS and total >= _WINDOW_SECONDS:
                     break
-        if len(before) < _LEAST_STEPS:
+        if len(before) < _MIN_STEPS:
             return
         self._before, self._window, self._window_seconds, self._slow = median(before), [], 0.0, 0
         self._from = last + 1 + _SETTLING_STEPS
@@ -160,6 +164,6 @@ class StepWatch:
 
     @property
     def step_seconds(self) -> float | None:
-        """What a step takes at the quickest pace of late; None before there is any."""
+        """Seconds of a step at the fastest recent pace; None as long as there are too few steps."""
         newest = [seconds for _, seconds in self._recent[-_PACE_STEPS:]]
         return min([*self._paces, sum(newest) / len(newest)]) if len(newest) == _PACE_STEPS else None

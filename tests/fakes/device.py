@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,6 +60,9 @@ def install_cuda(torch: Any, report: int = -1) -> Device:
     device = Device()
     Event.report = report
     torch.cuda.Event = Event
+    base = getattr(sys.modules.get("torch._streambase"), "_EventBase", None)
+    if base is not None:  # torch 2.4 checks that its events are of this class
+        base.register(Event)
     for name in ("is_initialized", "current_stream", "is_current_stream_capturing", "current_device"):
         setattr(torch.cuda, name, getattr(device, name))
     return device

@@ -15,365 +15,56 @@ on every call. For a subprocess the state is a JSON file, read anew at each call
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
-import threading
 import time
-from collections import Counter
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, fields
 from pathlib import Path
 
-SUCCESS = 0
-UNINITIALIZED = 1
-INVALID_ARGUMENT = 2
-NOT_SUPPORTED = 3
-NO_PERMISSION = 4
-NOT_FOUND = 6
-INSUFFICIENT_SIZE = 7
-DRIVER_NOT_LOADED = 9
-FUNCTION_NOT_FOUND = 13
-GPU_IS_LOST = 15
-UNKNOWN = 999
-
-STATE_VARIABLE = "FAKE_NVML_STATE"
-
-_GPU_HANDLE = 0x1000
-_MIG_HANDLE = 0x2000
-_MIG_PER_GPU = 0x10
-_SM_UTIL, _SM_OCCUPANCY, _ANY_TENSOR, _DRAM_BW = 2, 3, 5, 10
-
-
-@dataclass
-class Mig:
-    uuid: str = "MIG-11111111-2222-3333-4444-555555555555"
-    name: str = "NVIDIA Fake MIG 1g.10gb"
-    gpu_instance: int = 7
-    compute_instance: int = 0
-    memory_total: int = 10 << 30
-    memory_used: int = 1 << 30
-
-
-@dataclass
-class Process:
-    """A process that used the GPU since the last look. ``pid`` None is the process the driver is loaded in."""
-
-    pid: int | None = None
-    sm: int = 50
-    age_seconds: float = 0.2
-
-
-@dataclass
-class Gpu:
-    """Values as NVML gives them: percent, bytes, milliwatts, degrees, megahertz, bits."""
-
-    uuid: str = "GPU-aaaaaaaa-0000-0000-0000-000000000000"
-    name: str = "NVIDIA Fake H100"
-    utilization: int = 80
-    memory_total: int = 80 << 30
-    memory_used: int = 20 << 30
-    memory_reserved: int = 1 << 30
-    power: int = 350_500
-    temperature: int = 61
-    sm_clock: int = 1_980
-    sm_clock_max: int = 1_980
-    throttle: int = 0
-    gpm: bool = False
-    gpm_values: dict[int, float] = field(
-        default_factory=lambda: {_SM_UTIL: 62.5, _SM_OCCUPANCY: 25.0, _ANY_TENSOR: 12.5, _DRAM_BW: 40.0}
-    )
-    gpm_returns: dict[int, int] = field(default_factory=dict)
-    processes: list[Process] = field(default_factory=list)
-    mig_enabled: bool = False
-    mig: list[Mig] = field(default_factory=list)
-    lost: bool = False
-
-
-@dataclass
-class State:
-    """The machine.
-
-    ``errors`` gives return codes by function; ``hang`` names functions that do not return while they stand there.
-    The rest is what the driver has seen: functions that hang right now, calls by function, the arguments of the last one, live GPM buffers,
-    initialisations not yet given back, and the threads that called.
-    """
-
-    gpus: list[Gpu] = field(default_factory=lambda: [Gpu()])
-    driver_version: str = "570.00"
-    errors: dict[str, int] = field(default_factory=dict)
-    hang: dict[str, threading.Event] = field(default_factory=dict)
-    hanging: set[str] = field(default_factory=set)
-    calls: Counter = field(default_factory=Counter)
-    arguments: dict[str, tuple] = field(default_factory=dict)
-    gpm_buffers: dict[int, tuple[float, object]] = field(default_factory=dict)
-    gpm_allocated: int = 0
-    initialised: int = 0
-    callers: set[str] = field(default_factory=set)
-
-    def hang_in(self, function: str) -> threading.Event:
-        """From now on this function hangs, until the returned event is set."""
-        self.hang[function] = threading.Event()
-        return self.hang[function]
-
-
-class FakeLibrary:
-    """Stands where the binding keeps the loaded library: its attributes are the C functions."""
-
-    def __init__(self, state: State) -> None:
-        self.state = state
-
-    def __getattr__(self, function: str):
-        if function.startswith("__"):
-            raise AttributeError(function)
-
-        def call(*args):  # a plain function, because the binding sets attributes (restype) on it
-            return self._call(function, args)
-
-        return call
-
-    def _call(self, function, args):
-        state = self.state
-        state.calls[function] += 1
-        state.arguments[function] = args
-        state.callers.add(threading.current_thread().name)
-        self._hang(function)
-        if function in state.errors:
-            return state.errors[function]
-        run = getattr(self, "_" + function, None)
-        if run is None:
-            return FUNCTION_NOT_FOUND
-        if not state.initialised and function not in ("nvmlInitWithFlags", "nvmlErrorString"):
-            return UNINITIALIZED
-        try:
-            return run(*args) or SUCCESS
-        except _Failed as failed:
-            return failed.code
-
-    def _hang(self, function):
-        release = self.state.hang.get(function)
-        if release is not None:
-            self.state.hanging.add(function)
-            release.wait()
-            self.state.hang.pop(function, None)
-            self.state.hanging.discard(function)
-
-    # --- the library and its devices
-
-    def _nvmlInitWithFlags(self, _flags):
-        self.state.initialised += 1
-
-    def _nvmlShutdown(self):
-        self.state.initialised -= 1
-
-    def _nvmlErrorString(self, code):
-        return f"fake error {getattr(code, 'value', code)}".encode()
-
-    def _nvmlSystemGetDriverVersion(self, buffer, _size):
-        buffer.value = self.state.driver_version.encode()
-
-    def _nvmlDeviceGetCount_v2(self, count):
-        count._obj.value = len(self.state.gpus)
-
-    def _nvmlDeviceGetHandleByIndex_v2(self, index, device):
-        if index.value >= len(self.state.gpus):
-            return INVALID_ARGUMENT
-        _alive(self.state.gpus[index.value])
-        return _point(device, _GPU_HANDLE + index.value)
-
-    def _nvmlDeviceGetHandleByUUID(self, uuid, device):
-        wanted = uuid.value.decode()
-        for index, gpu in enumerate(self.state.gpus):
-            if gpu.uuid == wanted:
-                _alive(gpu)
-                return _point(device, _GPU_HANDLE + index)
-            for slot, mig in enumerate(gpu.mig):
-                if mig.uuid == wanted:
-                    return _point(device, _MIG_HANDLE + index * _MIG_PER_GPU + slot)
-        return NOT_FOUND
-
-    def _nvmlDeviceGetUUID(self, handle, buffer, _size):
-        gpu, mig = self._found(handle)
-        buffer.value = (mig or gpu).uuid.encode()
-
-    def _nvmlDeviceGetName(self, handle, buffer, _size):
-        gpu, mig = self._found(handle)
-        buffer.value = (mig or gpu).name.encode()
-
-    def _nvmlDeviceGetIndex(self, handle, index):
-        index._obj.value = self.state.gpus.index(self._gpu(handle))
-
-    # --- MIG
-
-    def _nvmlDeviceGetMigMode(self, handle, current, pending):
-        gpu = self._gpu(handle)
-        current._obj.value = pending._obj.value = int(gpu.mig_enabled)
-
-    def _nvmlDeviceGetMaxMigDeviceCount(self, handle, count):
-        self._gpu(handle)
-        count._obj.value = 7
-
-    def _nvmlDeviceGetMigDeviceHandleByIndex(self, handle, slot, device):
-        gpu = self._gpu(handle)
-        if slot.value >= len(gpu.mig):
-            return NOT_FOUND
-        index = self.state.gpus.index(gpu)
-        return _point(device, _MIG_HANDLE + index * _MIG_PER_GPU + slot.value)
-
-    def _nvmlDeviceGetDeviceHandleFromMigDeviceHandle(self, handle, device):
-        gpu, _mig = self._found(handle)
-        return _point(device, _GPU_HANDLE + self.state.gpus.index(gpu))
-
-    def _nvmlDeviceGetGpuInstanceId(self, handle, number):
-        number._obj.value = self._mig(handle).gpu_instance
-
-    def _nvmlDeviceGetComputeInstanceId(self, handle, number):
-        number._obj.value = self._mig(handle).compute_instance
-
-    # --- readings
-
-    def _nvmlDeviceGetUtilizationRates(self, handle, rates):
-        gpu = self._gpu(handle)
-        if gpu.mig_enabled:
-            return NOT_SUPPORTED
-        rates._obj.gpu = gpu.utilization
-
-    def _nvmlDeviceGetMemoryInfo(self, handle, memory):
-        """Version 1: what is reserved counts as used."""
-        gpu, mig = self._found(handle)
-        memory._obj.total = (mig or gpu).memory_total
-        memory._obj.used = (mig or gpu).memory_used + (0 if mig else gpu.memory_reserved)
-
-    def _nvmlDeviceGetMemoryInfo_v2(self, handle, memory):
-        gpu, mig = self._found(handle)
-        memory._obj.total = (mig or gpu).memory_total
-        memory._obj.used = (mig or gpu).memory_used
-
-    def _nvmlDeviceGetPowerUsage(self, handle, power):
-        power._obj.value = self._gpu(handle).power
-
-    def _nvmlDeviceGetTemperature(self, handle, _sensor, degrees):
-        degrees._obj.value = self._gpu(handle).temperature
-
-    def _nvmlDeviceGetTemperatureV(self, handle, temperature):
-        temperature._obj.temperature = self._gpu(handle).temperature
-
-    def _nvmlDeviceGetClockInfo(self, handle, _kind, megahertz):
-        megahertz._obj.value = self._gpu(handle).sm_clock
-
-    def _nvmlDeviceGetMaxClockInfo(self, handle, _kind, megahertz):
-        megahertz._obj.value = self._gpu(handle).sm_clock_max
-
-    def _nvmlDeviceGetCurrentClocksEventReasons(self, handle, bits):
-        bits._obj.value = self._gpu(handle).throttle
-
-    _nvmlDeviceGetCurrentClocksThrottleReasons = _nvmlDeviceGetCurrentClocksEventReasons
-
-    def _nvmlDeviceGetProcessUtilization(self, handle, samples, count, since):
-        gpu = self._gpu(handle)
-        if gpu.mig_enabled:
-            return NOT_SUPPORTED
-        now_us = time.time_ns() // 1000
-        stamped = [(now_us - int(process.age_seconds * 1e6), process) for process in gpu.processes]
-        recent = [(stamp, process) for stamp, process in stamped if stamp > since.value]
-        if not recent:
-            return NOT_FOUND
-        if samples is None:
-            count._obj.value = len(recent)
-            return INSUFFICIENT_SIZE
-        for entry, (stamp, process) in zip(samples, recent):
-            entry.pid = os.getpid() if process.pid is None else process.pid
-            entry.timeStamp = stamp
-            entry.smUtil = process.sm
-        return SUCCESS
-
-    # --- GPM: handles are numbers of buffers; taking a sample stamps the buffer
-
-    def _nvmlGpmQueryDeviceSupport(self, handle, support):
-        support._obj.isSupportedDevice = int(self._gpu(handle).gpm)
-
-    def _nvmlGpmSampleAlloc(self, sample):
-        self.state.gpm_allocated += 1
-        self.state.gpm_buffers[self.state.gpm_allocated] = (0.0, None)
-        return _point(sample, self.state.gpm_allocated)
-
-    def _nvmlGpmSampleFree(self, sample):
-        if self.state.gpm_buffers.pop(_number(sample), None) is None:
-            return INVALID_ARGUMENT
-
-    def _nvmlGpmSampleGet(self, handle, sample):
-        self._stamp(sample, self._gpu(handle))
-
-    def _nvmlGpmMigSampleGet(self, handle, gpu_instance, sample):
-        gpu = self._gpu(handle)
-        if gpu_instance not in [mig.gpu_instance for mig in gpu.mig]:
-            return INVALID_ARGUMENT
-        self._stamp(sample, gpu)
-
-    def _stamp(self, sample, gpu):
-        if not gpu.gpm:
-            raise _Failed(NOT_SUPPORTED)
-        if _number(sample) not in self.state.gpm_buffers:
-            raise _Failed(INVALID_ARGUMENT)
-        self.state.gpm_buffers[_number(sample)] = (time.monotonic_ns(), gpu)
-
-    def _nvmlGpmMetricsGet(self, request):
-        request = request._obj
-        older, gpu = self.state.gpm_buffers.get(_number(request.sample1), (0.0, None))
-        newer, same = self.state.gpm_buffers.get(_number(request.sample2), (0.0, None))
-        if gpu is None or gpu is not same or not older < newer:
-            return INVALID_ARGUMENT
-        for slot in range(request.numMetrics):
-            metric = request.metrics[slot]
-            metric.nvmlReturn = gpu.gpm_returns.get(metric.metricId, SUCCESS)
-            metric.value = gpu.gpm_values.get(metric.metricId, float("nan"))
-
-    # --- handles
-
-    def _found(self, handle):
-        """The GPU of a handle, and the MIG device where it is one."""
-        number = _number(handle)
-        if number >= _MIG_HANDLE:
-            index, slot = divmod(number - _MIG_HANDLE, _MIG_PER_GPU)
-            gpu = self.state.gpus[index]
-            return _alive(gpu), gpu.mig[slot]
-        return _alive(self.state.gpus[number - _GPU_HANDLE]), None
-
-    def _gpu(self, handle):
-        """A physical GPU; what is read only there is not supported of a MIG device."""
-        gpu, mig = self._found(handle)
-        if mig is not None:
-            raise _Failed(NOT_SUPPORTED)
-        return gpu
-
-    def _mig(self, handle):
-        _gpu, mig = self._found(handle)
-        if mig is None:
-            raise _Failed(NOT_SUPPORTED)
-        return mig
-
-
-class _Failed(Exception):
-    def __init__(self, code: int) -> None:
-        self.code = code
-
-
-def _alive(gpu: Gpu) -> Gpu:
-    if gpu.lost:
-        raise _Failed(GPU_IS_LOST)
-    return gpu
-
-
-def _point(reference, number: int) -> int:
-    """Let the pointer behind ``byref`` hold a number of ours."""
-    ctypes.c_void_p.from_buffer(reference._obj).value = number
-    return SUCCESS
-
-
-def _number(pointer) -> int:
-    return ctypes.cast(pointer, ctypes.c_void_p).value or 0
-
-
-# --- installing it
+from fakes.nvml_library import FakeLibrary
+from fakes.nvml_state import (
+    DRIVER_NOT_LOADED,
+    FUNCTION_NOT_FOUND,
+    GPU_IS_LOST,
+    INSUFFICIENT_SIZE,
+    INVALID_ARGUMENT,
+    NO_PERMISSION,
+    NOT_FOUND,
+    NOT_SUPPORTED,
+    STATE_VARIABLE,
+    SUCCESS,
+    UNINITIALIZED,
+    UNKNOWN,
+    Gpu,
+    Mig,
+    Process,
+    State,
+)
+
+__all__ = [
+    "DRIVER_NOT_LOADED",
+    "FUNCTION_NOT_FOUND",
+    "FakeLibrary",
+    "GPU_IS_LOST",
+    "Gpu",
+    "INSUFFICIENT_SIZE",
+    "INVALID_ARGUMENT",
+    "Mig",
+    "NOT_FOUND",
+    "NOT_SUPPORTED",
+    "NO_PERMISSION",
+    "Process",
+    "STATE_VARIABLE",
+    "SUCCESS",
+    "State",
+    "UNINITIALIZED",
+    "UNKNOWN",
+    "install",
+    "installed",
+    "no_driver",
+    "subprocess_environment",
+    "write_state",
+]
 
 
 def install(state: State | str | os.PathLike) -> State:

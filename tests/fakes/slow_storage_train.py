@@ -8,7 +8,7 @@ import time
 
 from telemetry.demo import train
 
-READ_SECONDS = 0.003
+READ_SECONDS = 0.005
 
 decode = train.PictureFolder.__getitem__
 

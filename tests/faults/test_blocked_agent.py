@@ -1,7 +1,7 @@
 """The agent's thread hangs, in a callback, a file system or a resolver, while the ring overflows.
 
-The script keeps its own books with stamps of its own. Whatever could not be kept, no counter goes back, each step is
-counted once, and the ledger is the script's.
+The script measures its own times. Although spans are dropped, no counter decreases, each step is counted once, and the
+ledger equals the script's own measurement.
 """
 
 from __future__ import annotations
@@ -67,6 +67,11 @@ SCRIPT = """
     BATCHES, EVALUATED = 60 if explicit else 170, 20
     spent = dict.fromkeys(("startup", "data_wait", "compute", "evaluation", "checkpoint", "other"), 0)
     now, steps, current = time.monotonic_ns, 0, "startup"
+
+    def waited_for_a_core():
+        "Run-queue delay of this thread, in seconds."
+        with open("/proc/thread-self/schedstat") as file:
+            return int(file.read().split()[1]) / 1e9
 
     def switch(category):
         global at, current
@@ -136,7 +141,7 @@ SCRIPT = """
 
     published = []
     agent = telemetry.start("run", port=0, **json.loads(sys.argv[3]), **prepare(what))
-    at = agent.accounts.ledger.start_ns  # the imports before it are not the agent's to know
+    at = agent.accounting.ledger.start_ns  # the imports before it are not the agent's to know
     publish = agent._node.publish
 
     def publishing(rank, rendered, **more):
@@ -166,7 +171,8 @@ SCRIPT = """
     switch("other")
     telemetry.stop()
     with open("results.json", "w") as file:
-        json.dump([steps, dropped, went_on, {k: v / 1e9 for k, v in spent.items()}, published, agent.faults.counts], file)
+        seconds = {k: v / 1e9 for k, v in spent.items()}
+        json.dump([steps, dropped, went_on, seconds, published, agent.errors.counts, waited_for_a_core()], file)
     """
 
 
@@ -193,7 +199,7 @@ def value(samples: dict, name: str, **labels: str) -> float:
 def test_an_agent_that_hangs_loses_no_second_and_no_step(tmp_path, what, steps_are):
     write(tmp_path, "hangs.py", HANGS)
     run_script(SCRIPT, tmp_path, what, steps_are, json.dumps(QUIET))
-    steps, dropped, went_on, spent, published, errors = results(tmp_path)
+    steps, dropped, went_on, spent, published, errors, without_core = results(tmp_path)
     assert not set(errors) - {"on_stall", "endpoint"}
     if what == "callback":
         assert went_on, "a callback holds nothing up"
@@ -212,7 +218,8 @@ def test_an_agent_that_hangs_loses_no_second_and_no_step(tmp_path, what, steps_a
     wall = sum(spent.values())
     ledger = {c: value(last, "training_time_seconds_total", category=c) for c in spent}
     assert sum(ledger.values()) == pytest.approx(wall, rel=0.01)
-    assert ledger == pytest.approx(spent, abs=0.01 * wall)
+    # Between the script's stamp and the agent's the thread may have lost its core: those two differ by that.
+    assert ledger == pytest.approx(spent, abs=0.01 * wall + without_core)
 
     (log,) = (tmp_path / "run" / "logs").iterdir()
     lines = [json.loads(line) for line in log.read_text().splitlines()]

@@ -11,11 +11,12 @@ import time
 
 from faults.processes import HANG, events, fetch, run_script, wait_for
 from telemetry.publish.board import RankState
-from telemetry.publish.endpoint import CONNECTION_SECONDS, Endpoint
+from telemetry.publish.endpoint import Endpoint
 from telemetry.publish.exposition import CONTENT_TYPE
+from telemetry.publish.http_server import CONNECTION_SECONDS
 
 
-def test_whoever_gets_the_number_of_a_closed_descriptor_of_ours_keeps_it_to_himself(tmp_path):
+def test_a_reused_descriptor_number_belongs_to_its_new_owner(tmp_path):
     """As a daemon does it: all descriptors are closed, and the files opened next have the numbers of ours."""
     done = run_script(
         """
@@ -91,7 +92,7 @@ def test_a_connection_that_others_close_ends_in_silence(capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_connection_that_cannot_be_accepted_is_not_tried_without_a_pause(monkeypatch):
+def test_a_connection_that_cannot_be_accepted_is_retried_with_a_pause(monkeypatch):
     """No descriptor is left, say: poll then finds the connection ready again and again."""
     tried = []
     enough = threading.Event()

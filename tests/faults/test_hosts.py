@@ -1,4 +1,4 @@
-"""The setting ``host``: a bad one costs nobody time, and says once what to do."""
+"""The setting ``host``: an unusable value delays nothing, and one message says what to do."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import threading
 import pytest
 
 from faults.processes import HANG, environment, events, fetch, results, run_script, value, wait_for, write
-from telemetry.publish import address, node
+from telemetry.publish import listen_address, node
 from telemetry.publish.board import Board
 from telemetry.publish.discovery import TargetFile
 from telemetry.publish.endpoint import Endpoint
 from telemetry.publish.exposition import CONTENT_TYPE
-from telemetry.publish.hosts import HostNames
+from telemetry.publish.host_names import HostNames
 from telemetry.publish.node import NodeService
 
 S = 10**9
@@ -167,14 +167,14 @@ def test_an_address_needs_no_resolver(host, service, lookups):
 
 
 def test_only_a_port_that_is_taken_leads_to_the_next(monkeypatch):
-    where, tried = address.numeric("127.0.0.1"), []
+    where, tried = listen_address.numeric("127.0.0.1"), []
 
     class Refused:
-        def __init__(self, address, port):
+        def __init__(self, listen_address, port):
             tried.append(port)
             raise OSError(errno.EADDRINUSE if port < 3 else errno.EACCES, "refused")
 
-    monkeypatch.setattr("telemetry.publish.endpoint._Server", Refused)
+    monkeypatch.setattr("telemetry.publish.endpoint.Server", Refused)
     with pytest.raises(OSError, match="refused"):
         Endpoint("127.0.0.1", range(1, 10), list, "n", CONTENT_TYPE, address=where)
     assert tried == [1, 2, 3]
@@ -207,7 +207,7 @@ def test_the_training_starts_at_once_with_a_silent_resolver(tmp_path):
             pass
         for _ in telemetry.watch(range(100)):
             pass
-        while agent.accounts.stats.steps < 99:
+        while agent.accounting.stats.steps < 99:
             pass
         with open("results.json", "w") as file:
             json.dump([asked_on, agent.metrics_url], file)
@@ -225,7 +225,7 @@ def test_a_bad_host_is_one_line_in_the_log(tmp_path):
         """
         import telemetry
         agent = telemetry.start("run", host="192.0.2.1", port=9464, interval_seconds=0.1, log_interval_seconds=0.1)
-        while agent.faults.counts.get("endpoint", 0) < 1 or agent._node._pause < 4:
+        while agent.errors.counts.get("endpoint", 0) < 1 or agent._node._pause < 4:
             agent._wake.wait(0.01)
         telemetry.stop()
         """,
@@ -321,7 +321,7 @@ def test_a_resolver_that_never_answers_holds_nothing_up(tmp_path):
         assert b"example" in server.recv(512), "it is asked"
         for _ in telemetry.watch(range(100)):
             pass
-        while agent.accounts.stats.steps < 99:
+        while agent.accounting.stats.steps < 99:
             agent._wake.wait(0.01)
         print(agent._node.trouble)
         telemetry.stop()

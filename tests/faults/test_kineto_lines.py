@@ -1,4 +1,4 @@
-"""Kineto writes a line to stderr at each start and stop: for the script's own profilers as ever, for ours never."""
+"""Kineto's lines on stderr at each start and stop appear for the script's own profilers and never for a snapshot."""
 
 from __future__ import annotations
 

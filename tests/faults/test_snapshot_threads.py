@@ -9,7 +9,7 @@ from faults.processes import events, python, write
 
 SCRIPT = """
 import os, sys, threading, torch, telemetry
-from telemetry.snapshot.store import Keeper
+from telemetry.snapshot.store import TraceStore
 from torch.utils.data import DataLoader, TensorDataset
 
 
@@ -31,19 +31,21 @@ def recording():
     return plan is not None and agent.snapshots._capture._ended > plan.first_step
 
 
-def fork(reached):
+def fork(stage):
     "Say what a child that is forked now, as a worker is, has open in the run folder, the log aside."
-    if reached == "saved" and not (child := os.fork()):
+    if stage == "saved" and not (child := os.fork()):
         links = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
         print("open", [link for link in links if "/run/snapshots" in link], flush=True)
         os._exit(0)
-    elif reached == "saved":
+    elif stage == "saved":
         os.waitpid(child, 0)
 
 
 if sys.argv[1] == "fork":
-    keep = Keeper.keep
-    Keeper.keep = lambda self, trace, folder, name, more: keep(self, trace, folder, name, more=more, reached=fork)
+    publish = TraceStore.publish
+    TraceStore.publish = lambda self, trace, folder, name, extra_events: publish(
+        self, trace, folder, name, extra_events=extra_events, on_stage=fork
+    )
 agent = telemetry.start("run", start_line=False, interval_seconds=0.1, snapshot_max_seconds=600)
 if sys.argv[1] == "exit":
     loop(recording, 50)

@@ -169,17 +169,17 @@ def test_without_room_the_training_and_its_neighbour_end_as_ever(place, tmp_path
 EXPORT = """
 import os, sys
 from pathlib import Path
-from telemetry.snapshot import space, store
-from telemetry.snapshot.store import Keeper
+from telemetry.snapshot import export_space, store
+from telemetry.snapshot.store import TraceStore
 
-space.RESERVE_BYTES = 4 << 20
-space._PAUSE_SECONDS = 0.02
+export_space.MIN_FREE_BYTES = 4 << 20
+export_space._PAUSE_SECONDS = 0.02
 number = int(sys.argv[1])
 content = b'{"traceEvents": [' + b'"an operator", ' * (3 << 16) + b'1]}'
 
 
 class Trace:
-    def most_bytes(self):
+    def max_bytes(self):
         return len(content)
 
     def save(self, path):
@@ -192,9 +192,9 @@ class Trace:
         return 0.0
 
 
-keeper = Keeper(Path("disk/snapshots"), Path("shared"), f"node-{number}-1", 1 << 30, 1 << 30)
+trace_store = TraceStore(Path("disk/snapshots"), Path("shared"), f"node-{number}-1", 1 << 30, 1 << 30)
 sys.stdin.readline()
-stored = keeper.keep(Trace(), "request-step5", f"rank-{number}.gz")
+stored = trace_store.publish(Trace(), "request-step5", f"rank-{number}.gz")
 assert stored.raw_bytes == len(content)
 """
 
@@ -276,7 +276,7 @@ def test_leftovers_of_a_killed_export_are_swept_by_the_next_agent(tmp_path, most
         f"""
         import os, telemetry
         from pathlib import Path
-        from telemetry.identity import identify, slug
+        from telemetry.core.identity import identify, slug
         node = slug(identify(None, None, {{}}).node)
         shared = Path("/dev/shm/torch-telemetry-%d" % os.getuid())
         for place in (shared, Path("run/snapshots")):

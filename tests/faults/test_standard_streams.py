@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from faults.processes import HANG, environment, events, results, run_script, write
-from telemetry import files, stderr
+from telemetry.core import filesystem, stderr
 
 RUN = ("-m", "telemetry", "run", "--run-dir", "run", "--interval-seconds", "0.1", "--log-interval-seconds", "0.1")
 
@@ -73,18 +73,18 @@ def test_no_descriptor_of_ours_is_a_standard_one(tmp_path):
         agent = telemetry.start("run", port=0, start_line=False, interval_seconds=0.1, log_interval_seconds=0.1)
         os.close(1)
         os.close(2)
-        agent.logbook.log.file.forget()  # both are opened anew, and find the numbers free
-        agent._node._board.seats.close()
+        agent.event_log.log.file.forget()  # both are opened anew, and find the numbers free
+        agent._node._board.server_locks.close()
         agent._node._close()
-        while not agent._node.endpoint or not agent.logbook.log.file._file:
+        while not agent._node.endpoint or not agent.event_log.log.file._file:
             agent._wake.wait(0.01)
         assert urllib.request.urlopen(agent.metrics_url).status == 200
         from telemetry.attach.worker_probe import WorkerBlock
         ours = [
             WorkerBlock(1)._file.number,
-            agent.logbook.log.file._file.number,
+            agent.event_log.log.file._file.number,
             agent._node.endpoint._server.listening.number,
-            *[lock.number for lock in agent._node._board.seats._locks.values()],
+            *[lock.number for lock in agent._node._board.server_locks._locks.values()],
         ]
         theirs = [os.open(f"theirs-{number}", os.O_CREAT | os.O_WRONLY) for number in range(2)]
         telemetry.stop()
@@ -170,7 +170,7 @@ def test_a_full_pipe_or_one_without_a_reader_is_not_waited_for(tmp_path):
         for each in (full, broken):
             os.dup2(each, 2)
             agent = telemetry.start(f"run-{each}", port="off")
-            counts.append(agent.faults.counts)
+            counts.append(agent.errors.counts)
             telemetry.stop()
         os.dup2(kept, 2)
         with open("results.json", "w") as file:
@@ -220,7 +220,7 @@ def test_two_writers_of_a_file_never_meet(tmp_path):
         import os, sys
         from pathlib import Path
         from telemetry.publish.discovery import TargetFile
-        from telemetry.snapshot.folder import open_folder
+        from telemetry.snapshot.private_folder import open_folder
         os.getpid = lambda: 77
         content = (sys.argv[1] * 2000).encode()
         targets = TargetFile(Path("targets"), "run", "node")
@@ -250,14 +250,14 @@ def test_two_writers_of_a_file_never_meet(tmp_path):
 
 
 def test_a_temporary_name_says_whose_it_is_and_repeats_never():
-    names = {files.temporary_name("x" * 255) for _ in range(1000)}
+    names = {filesystem.temporary_name("x" * 255) for _ in range(1000)}
     assert len(names) == 1000
     assert all(name.startswith(".") and name.endswith(".tmp") and f".{os.getpid()}." in name for name in names)
     assert max(len(os.fsencode(name)) for name in names) <= 255
 
 
 def test_nobody_makes_temporary_names_of_its_own():
-    package = os.path.dirname(files.__file__)
+    package = os.path.dirname(filesystem.__file__)
     users = []
     for folder, _, names in os.walk(package):
         for name in names:
@@ -266,16 +266,16 @@ def test_nobody_makes_temporary_names_of_its_own():
                     text = file.read()
                 if '.tmp"' in text or "mkstemp" in text:
                     users.append(name)
-    assert users == ["files.py"]
+    assert users == ["filesystem.py"]
 
 
 def test_what_cannot_be_written_whole_leaves_the_file_as_it_was(tmp_path):
     path = tmp_path / "file"
-    files.replace_file(path, b"before")
-    assert files.replace_file(path, b"not this", first=True) is False
+    filesystem.replace_file(path, b"before")
+    assert filesystem.replace_file(path, b"not this", first=True) is False
     code = f"""
 import resource, signal
-from telemetry.files import replace_file
+from telemetry.core.filesystem import replace_file
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
 replace_file({str(path)!r}, b"x" * 1000)

@@ -10,8 +10,8 @@ import urllib.error
 import pytest
 
 from faults.processes import Child, environment, events, fetch, free_port, samples, value, wait_for, write
-from telemetry.publish import seats
-from telemetry.publish.seats import SEATS, STILL_SECONDS, Seats
+from telemetry.publish import server_locks
+from telemetry.publish.server_locks import LOCK_COUNT, STILL_SECONDS, ServerLocks
 
 NS = 10**9
 
@@ -110,7 +110,7 @@ def test_another_rank_serves_while_the_first_is_stopped(job, tmp_path):
     port = both[1].rpartition(":")[2]
     assert said == [
         "the rank that serves this node does not answer; until it does, the metrics of this run are at port " + port,
-        f"the metrics of this run are no more at port {port}: the rank that served before answers again",
+        f"the metrics of this run are no longer at port {port}: the rank that served before answers again",
     ]
     assert list((tmp_path / "run" / "targets").iterdir()) == []
 
@@ -150,13 +150,13 @@ def _listens(pid: int, port: int) -> bool:
     return port in {c.laddr.port for c in psutil.Process(pid).net_connections("tcp") if c.status == "LISTEN"}
 
 
-# -- the seats, with a clock set by hand -------------------------------------------------------------------------
+# -- the server_locks, with a clock set by hand -------------------------------------------------------------------------
 
 HOLDER = """
 import sys
 from pathlib import Path
-from telemetry.publish.seats import Seats
-taken = Seats(Path(sys.argv[1]))
+from telemetry.publish.server_locks import ServerLocks
+taken = ServerLocks(Path(sys.argv[1]))
 for line in sys.stdin:
     if line.startswith("take"):
         print(taken.take(), flush=True)
@@ -167,7 +167,7 @@ for line in sys.stdin:
 
 
 class Other(Child):
-    """Another process that has seats."""
+    """Another process that has server_locks."""
 
     def ask(self, what: object) -> str:
         self.tell(str(what))
@@ -192,7 +192,7 @@ class Clock:
 
 def test_a_seat_is_taken_behind_one_that_stands_still(other, tmp_path):
     clock = Clock()
-    mine = Seats(tmp_path, clock)
+    mine = ServerLocks(tmp_path, clock)
     assert other.ask("take") == "0"
     for _ in range(20):
         clock.pass_(1)
@@ -212,7 +212,7 @@ def test_a_seat_is_taken_behind_one_that_stands_still(other, tmp_path):
 def test_who_stood_still_himself_waits_again(other, tmp_path):
     """All processes of a machine may have been stopped at once: the others need a moment too."""
     clock = Clock()
-    mine = Seats(tmp_path, clock)
+    mine = ServerLocks(tmp_path, clock)
     assert other.ask("take") == "0"
     assert mine.take() is None
     clock.pass_(3600)
@@ -223,7 +223,7 @@ def test_who_stood_still_himself_waits_again(other, tmp_path):
 
 def test_a_seat_whose_holder_dies_is_free(other, tmp_path):
     clock = Clock()
-    mine = Seats(tmp_path, clock)
+    mine = ServerLocks(tmp_path, clock)
     assert other.ask("take") == "0"
     for _ in range(7):
         clock.pass_(1)
@@ -232,11 +232,11 @@ def test_a_seat_whose_holder_dies_is_free(other, tmp_path):
     other.process.kill()
     other.process.wait()
     assert mine.take() == 0
-    assert list(mine._locks) == [0], "the second seat is given up"
+    assert list(mine._locks) == [0], "the second lock is released"
 
 
-def test_a_forked_child_takes_no_seat_away(other, tmp_path):
-    mine = Seats(tmp_path)
+def test_a_forked_child_releases_no_lock(other, tmp_path):
+    mine = ServerLocks(tmp_path)
     assert mine.take() == 0
     pid = os.fork()
     if pid == 0:
@@ -247,10 +247,10 @@ def test_a_forked_child_takes_no_seat_away(other, tmp_path):
 
 
 def test_the_row_ends(other, tmp_path, monkeypatch):
-    monkeypatch.setattr(seats, "SEATS", 1)
-    assert SEATS > 2
+    monkeypatch.setattr(server_locks, "LOCK_COUNT", 1)
+    assert LOCK_COUNT > 2
     clock = Clock()
-    mine = Seats(tmp_path, clock)
+    mine = ServerLocks(tmp_path, clock)
     assert other.ask("take") == "0"
     for _ in range(10):
         clock.pass_(1)

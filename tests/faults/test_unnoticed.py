@@ -1,4 +1,4 @@
-"""What the user's own code notices of the hooks: nothing. Its exceptions, its objects and its imports are its own."""
+"""The hooks are invisible to the user's code: its exceptions, objects and imports are the same as without them."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_the_user_s_exceptions_pass_unchanged_and_nothing_sticks(error, how, sta
     for _ in torch.utils.data.DataLoader(Dataset(), batch_size=2):
         pass
     telemetry.stop()
-    assert again.accounts.stats.steps == BATCHES
+    assert again.accounting.stats.steps == BATCHES
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, GeneratorExit, ValueError])
@@ -93,8 +93,8 @@ def test_steps_go_on_after_an_exception_in_the_middle_of_an_epoch(error, start):
     for _ in torch.utils.data.DataLoader(Dataset(), batch_size=2):
         pass
     telemetry.stop()
-    assert agent.accounts.stats.steps == 3 + BATCHES
-    assert "hook" not in agent.faults.counts
+    assert agent.accounting.stats.steps == 3 + BATCHES
+    assert "hook" not in agent.errors.counts
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, Odd, ValueError])
@@ -104,14 +104,14 @@ def test_an_exception_leaves_a_phase_or_step_closed(error, name, start):
     with pytest.raises(error):
         with telemetry.step() if name == "step" else telemetry.phase(name):
             raise error
-    assert agent.tracker._held is False
+    assert agent.tracker.in_phase is False
     for _ in torch.utils.data.DataLoader(Dataset(), batch_size=2):
         with telemetry.step():
             pass
     telemetry.stop()
-    assert agent.accounts.stats.steps == BATCHES + (name == "step")
-    seconds = agent.accounts.ledger.seconds()
-    assert sum(seconds.values()) == pytest.approx(agent.accounts.ledger.wall_seconds, abs=1e-6)
+    assert agent.accounting.stats.steps == BATCHES + (name == "step")
+    seconds = agent.accounting.ledger.seconds()
+    assert sum(seconds.values()) == pytest.approx(agent.accounting.ledger.wall_seconds, abs=1e-6)
 
 
 def test_an_exception_while_saving_passes_unchanged(start, tmp_path):
@@ -123,7 +123,7 @@ def test_an_exception_while_saving_passes_unchanged(start, tmp_path):
 
     with pytest.raises(Odd):
         torch.save({"x": Unpicklable()}, tmp_path / "x.pt")
-    assert agent.tracker._held is False
+    assert agent.tracker.in_phase is False
     with pytest.raises(TypeError, match="missing 1 required positional argument"):
         torch.save({})
 
@@ -144,7 +144,7 @@ def test_ctrl_c_inside_a_hook_passes_and_nothing_sticks(inside, start, monkeypat
     for _ in torch.utils.data.DataLoader(Dataset(), batch_size=2):
         pass
     assert agent.tracker.ring.head > before
-    assert "hook" not in agent.faults.counts
+    assert "hook" not in agent.errors.counts
 
 
 def test_a_generator_that_is_watched_is_closed_as_it_would_be(start):
@@ -197,8 +197,8 @@ def test_saving_functions_can_still_be_pickled_by_name(start):
     assert torch.save is torch.serialization.save is save
 
 
-def test_a_module_that_is_only_looked_for_is_still_recognised_when_imported(tmp_path):
-    """As libraries do that ask whether torch is there."""
+def test_a_module_searched_before_its_import_is_still_patched(tmp_path):
+    """Libraries search for torch in this way to check whether it is installed."""
     done = run_script(
         """
         import importlib.util, sys
@@ -209,12 +209,12 @@ def test_a_module_that_is_only_looked_for_is_still_recognised_when_imported(tmp_
         assert "torch" not in sys.modules
         import torch
         assert torch.__spec__.loader is torch.__loader__
-        assert type(torch.__loader__).__module__ != "telemetry.attach.imports"
+        assert type(torch.__loader__).__module__ != "telemetry.attach.import_watch"
         assert "telemetry" in torch.save.__code__.co_filename
         for _ in torch.utils.data.DataLoader([1, 2, 3]):
             pass
         telemetry.stop()
-        assert agent.accounts.stats.steps == 3, agent.accounts.stats.steps
+        assert agent.accounting.stats.steps == 3, agent.accounting.stats.steps
         assert not [f for f in sys.meta_path if type(f).__module__.startswith("telemetry")]
         """,
         tmp_path,

@@ -1,4 +1,4 @@
-"""What a job can see of its own loaders, as JSON: run bare and under the agent, and compared.
+"""What a job observes of its own loaders, as JSON: run bare and under the agent, and compared.
 
 Usage: ``python observe.py GROUP RESULTS``. With ``TELEMETRY_DISABLED=1`` it is the bare run.
 """
@@ -28,7 +28,7 @@ def depth(function: object) -> int:
 
 
 def descriptors() -> int:
-    """How many are open in this process."""
+    """Open descriptors of this process."""
     return len(os.listdir("/proc/self/fd"))
 
 
@@ -38,7 +38,7 @@ def threads() -> list[str]:
 
 
 def left_over(count, before: int) -> int:
-    """What is more than before, once the agent has had the time to read what has gone."""
+    """What has been added, after the agent has had time to read what is gone."""
     until = time.monotonic() + 5
     while (more := count() - before) > 0 and time.monotonic() < until:
         gc.collect()
@@ -47,7 +47,7 @@ def left_over(count, before: int) -> int:
 
 
 def raised(action) -> list[str]:
-    """The type and the message of what it raises, and of nothing if it does not."""
+    """The type and the message of what it raises, if anything."""
     try:
         return ["returned", repr(action())]
     except BaseException as error:  # noqa: BLE001
@@ -64,7 +64,7 @@ def layers() -> dict[str, int]:
 
 
 def observe(case) -> dict:
-    """Run one case. What it returns, and what it leaves behind."""
+    """Run one case. Returns its result and what it leaves behind."""
     gc.collect()
     before = descriptors(), len(threads())
     try:
@@ -93,7 +93,7 @@ def main(group: str, results: str) -> None:
     ran = agent.running
     errors = agent.tracker.errors if ran else 0
     last = repr(agent.tracker.last_error) if errors else None
-    batches = agent.accounts.ledger.batches if ran else 0
+    batches = agent.accounting.ledger.batches if ran else 0
     telemetry.stop()
     stopped = {"layers": layers(), "threads": threads()}
     with open(results, "w") as file:

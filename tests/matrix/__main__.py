@@ -6,6 +6,7 @@ does not depend on these versions alone and is left to `make test` and to a mach
 
     python -m tests.matrix                      all combinations
     python -m tests.matrix 3.12:2.9.1 --keep    one of them; its environment stays for the next time
+    python -m tests.matrix 3.12:2.9.1 --failed  once more what failed there; what passes now is recorded as mended
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ET
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -36,7 +38,12 @@ PYPI_TORCH = re.compile(r"^(torch|numpy)==")
 
 @dataclass(frozen=True)
 class Result:
-    """What the suite said on one combination of versions."""
+    """Result of the suite on one combination of versions.
+
+    Attributes:
+        failed: tests that failed in the run of the whole suite, and have not passed since.
+        mended: tests that failed in that run, and passed when they were run again later, or now say why they cannot.
+    """
 
     python: str
     torch: str
@@ -44,6 +51,7 @@ class Result:
     skipped: int
     failed: tuple[str, ...]
     seconds: int
+    mended: tuple[str, ...] = ()
 
 
 def main() -> int:
@@ -51,12 +59,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.matrix", description=__doc__.splitlines()[0])
     parser.add_argument("combinations", nargs="*", default=COMBINATIONS, metavar="PYTHON:TORCH")
     parser.add_argument("--keep", action="store_true", help="keep the environments for the next time")
+    parser.add_argument("--failed", action="store_true", help="run again what failed, and record what passes now")
     parser.add_argument("--tests", nargs="*", default=[], help="run these tests only, and publish nothing")
     options = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a job that a shell has put in the background
     results = []
     for combination in options.combinations:
         python, _, torch = combination.partition(":")
-        results.append(run(python, torch, options.tests))
+        if options.failed:
+            results.append(again(recorded(python, torch)))
+        else:
+            results.append(run(python, torch, options.tests))
         print(results[-1], flush=True)
         if not options.keep:
             shutil.rmtree(environment_of(python, torch))
@@ -137,6 +150,34 @@ def run(python: str, torch: str, tests: list[str]) -> Result:
     )
 
 
+def recorded(python: str, torch: str) -> Result:
+    """The result of an earlier run of the whole suite."""
+    for row in json.loads(RESULTS.read_text()):
+        if (row["python"], row["torch"]) == (python, torch):
+            return Result(**row | {"failed": tuple(row["failed"]), "mended": tuple(row.get("mended", ()))})
+    raise SystemExit(f"nothing is recorded of Python {python} with torch {torch}: run the whole suite first")
+
+
+def again(before: Result) -> Result:
+    """The same result, after what failed was run once more."""
+    now = run(before.python, before.torch, [node_of(test) for test in before.failed])
+    if now.passed + now.skipped + len(now.failed) != len(before.failed):
+        raise SystemExit("not all of them are there any more: run the whole suite")
+    failed = set(now.failed)
+    return replace(
+        before,
+        failed=tuple(test for test in before.failed if test in failed),
+        mended=(*before.mended, *(test for test in before.failed if test not in failed)),
+    )
+
+
+def node_of(test: str) -> str:
+    """A test as pytest wants it named, from its name in the record: ``tests.test_x.test_y`` is in a file."""
+    names, bracket, parameters = test.partition("[")
+    *folders, name = names.split(".")
+    return f"{'/'.join(folders)}.py::{name}{bracket}{parameters}"
+
+
 def publish(result: Result) -> None:
     """Put a result in the place of an older one of the same versions, in the record and in the table."""
     found = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
@@ -153,10 +194,11 @@ def publish(result: Result) -> None:
 
 def table(rows: list[dict]) -> str:
     """The table of docs/versions.md. The names of the tests that failed are in the results file."""
-    lines = ["| Python | torch | passed | skipped | failed |", "| --- | --- | --- | --- | --- |"]
+    lines = ["| Python | torch | passed | skipped | failed | passed later |", "| --- | --- | --- | --- | --- | --- |"]
     for row in rows:
         lines.append(
-            f"| {row['python']} | {row['torch']} | {row['passed']} | {row['skipped']} | {len(row['failed'])} |"
+            f"| {row['python']} | {row['torch']} | {row['passed']} | {row['skipped']} | {len(row['failed'])} "
+            f"| {len(row.get('mended', ()))} |"
         )
     return "\n".join(lines) + "\n"
 

@@ -8,7 +8,7 @@ from datetime import datetime
 
 import pytest
 
-from stack.conftest import scrape, wait_for
+from stack.jobs import scrape, wait_for
 
 pytestmark = pytest.mark.stack
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from stack.conftest import SLOW_RANK, Job, environment, wait_for
+from stack.jobs import SLOW_RANK, Job, environment, wait_for
 
 pytestmark = pytest.mark.stack
 
@@ -141,7 +141,7 @@ def test_a_rank_that_dies_between_agreement_and_recording(nodes):
     assert agreed["ranks"] == [0, 1, 2, 3], "it was there when they agreed"
     assert asking.returncode == 0
     assert [line.split(":")[0] for line in out.splitlines()[1:]] == ["rank 0", "rank 1", "rank 2"]
-    assert "rank 3 has not come to step" in err
+    assert "rank 3 has not reached step" in err
     assert len(traces(nodes.run_dir, "request")) == 3
     before = {line["rank"]: line["step"] for line in nodes.logs()}
     wait_for("the others train on", lambda: all(

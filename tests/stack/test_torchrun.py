@@ -9,7 +9,7 @@ import time
 import psutil
 import pytest
 
-from stack.conftest import SLOW_RANK, Job, get, scrape, wait_for
+from stack.jobs import SLOW_RANK, Job, get, scrape, wait_for
 
 pytestmark = pytest.mark.stack
 
@@ -157,7 +157,7 @@ def test_report_after_sigkill_of_all_ranks(second_job):
 
 
 AT_ONCE = """
-import os, sys, time, telemetry, telemetry.agent, structlog, psutil, prometheus_client
+import os, sys, time, telemetry, telemetry.agent.agent, structlog, psutil, prometheus_client
 while time.time() < float(sys.argv[2]): pass
 telemetry.start(sys.argv[1], port=int(sys.argv[3]), start_line=False)
 time.sleep(0.5)

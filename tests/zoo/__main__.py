@@ -14,7 +14,8 @@ from benchmarks import machine
 
 from . import rival, runner, score, table
 from .journal import Journal
-from .specimens import ALL, Specimen, chosen
+from .specimen import Specimen
+from .specimens import ALL, chosen
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

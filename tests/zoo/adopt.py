@@ -1,7 +1,7 @@
-"""``python adopt.py COMMAND…``: run it, and adopt what outlives its parent.
+"""``python adopt.py COMMAND…``: run the command and adopt processes that outlive their parent.
 
-The workers of a fork server are no children of the run's: when it ends they are init's, and what they used of the CPU
-would be counted as somebody else's.
+The workers of a fork server are not children of the run. When the fork server ends, init would adopt them, and their
+CPU time would be counted as that of other processes.
 """
 
 from __future__ import annotations

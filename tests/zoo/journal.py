@@ -1,4 +1,4 @@
-"""Results as they come, so that the zoo, which takes hours, goes on where it was stopped."""
+"""Stores each result immediately, so that the zoo, which takes hours, can continue after it was stopped."""
 
 from __future__ import annotations
 
@@ -14,17 +14,15 @@ from . import processes
 from .judgement import Advised, Result
 
 if TYPE_CHECKING:
-    from .specimens import Specimen
+    from .specimen import Specimen
 
 _AGENT: Final = Path(__file__).resolve().parents[2] / "telemetry"
-_JUDGES: Final = (
-    "attach", "collect", "diagnose", "report", "accounts.py", "judge.py", "records.py", "sampling.py", "watchdog.py",
-)  # fmt: skip
+_JUDGES: Final = ("agent", "attach", "collect", "core", "diagnose", "report")
 _SHARED: Final = ("common.py", "samples.py", "store_server.py")
 
 
 class Journal:
-    """A file of JSON lines. What was said of another script, or by another version of the code, does not count.
+    """A file of JSON lines. Results of another version of the script or of the agent's code are ignored.
 
     Args:
         path: of the file; None to keep nothing.
@@ -70,14 +68,13 @@ def _judges() -> str:
     """The version of the code on which the agent's judgement depends."""
     digest = hashlib.sha256()
     for part in _JUDGES:
-        path = _AGENT / part
-        for file in sorted(path.glob("*.py")) if path.is_dir() else (path,):
+        for file in sorted((_AGENT / part).rglob("*.py")):
             digest.update(file.read_bytes())
     return digest.hexdigest()
 
 
 def _version(specimen: Specimen, judges: str) -> str:
-    """Of what is judged, and of who judges it."""
+    """The version of the specimen and of the agent's code."""
     script = b"".join((processes.SCRIPTS / name).read_bytes() for name in (f"{specimen.script}.py", *_SHARED))
     how = (specimen.arguments, specimen.seconds, specimen.ranks, specimen.cores, specimen.causes)
     return hashlib.sha256(script + repr((*how, judges)).encode()).hexdigest()[:12]

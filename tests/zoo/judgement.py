@@ -1,4 +1,4 @@
-"""What a report says of a specimen, and whether it is so. Pure: reads reports, starts nothing."""
+"""Compares a report with what is true of the specimen. Reads reports and starts nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from .specimens import Specimen
+    from .specimen import Specimen
 
 _NAMED: Final = re.compile(r"Cause: (\w+)")
 
@@ -91,7 +91,7 @@ def advice_to_follow(specimen: Specimen, report: dict[str, Any]) -> Advised | No
     if not of_it or named is None:
         return None
     for advice in max(of_it, key=_cost)["advice"]:
-        setting, value, predicted = advice["setting"], advice["value"], advice["predicted_speedup"]
+        setting, value, predicted = (advice.get(name) for name in ("setting", "value", "predicted_speedup"))
         arguments = specimen.with_advice(named, setting, value) if predicted is not None else None
         if arguments is not None:
             return Advised(named, setting, value, arguments, float(predicted))

@@ -1,4 +1,4 @@
-"""What else the machine did during a run: a misjudgement on a busy machine may be the truth."""
+"""Load of the machine by other processes during a run. On a busy machine an unexpected cause may be the true one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TraceML's verdict on the same scripts, with in them what its documentation says to write in a loop of one's own.
+"""TraceML's verdict on the same scripts, with the calls that its documentation recommends for a custom loop.
 
 That is ``init(mode="auto")`` at the start, ``trace_step(model)`` around the body of each training step, and
 ``wrap_dataloader_fetch`` around a source that is no DataLoader. Every script has its step in a function
@@ -21,7 +21,7 @@ from benchmarks.rival import RivalError
 from . import processes
 
 if TYPE_CHECKING:
-    from .specimens import Specimen
+    from .specimen import Specimen
 
 __all__ = ["RivalError", "python", "rewritten", "verdict"]
 

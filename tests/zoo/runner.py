@@ -16,14 +16,14 @@ from .load import Load
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from .specimens import Specimen
+    from .specimen import Specimen
 
 
-_MOST_TRIES: Final = 6
-"""A machine that is never quiet enough does not stop the zoo: the last run counts, and its load stands beside it."""
+_MAX_TRIES: Final = 6
+"""Runs until a quiet one is found. If none is quiet enough, the last one counts, and its load is recorded."""
 
-_MOST_COMPARISONS: Final = 3
-"""Nor does one whose pace never lasts: the last comparison counts, and both paces stand beside it."""
+_MAX_COMPARISONS: Final = 3
+"""Comparisons until the pace is steady. If none is steady, the last one counts, and both paces are recorded."""
 
 
 def run(
@@ -68,7 +68,7 @@ def _follow(
     steady: float,
 ) -> Result:
     """The result, and what came of its advice, if it has one to follow."""
-    for tries_left in reversed(range(_MOST_COMPARISONS)):
+    for tries_left in reversed(range(_MAX_COMPARISONS)):
         advised = advice_to_follow(specimen, report)
         if advised is None:
             break
@@ -96,7 +96,7 @@ def _undisturbed(
 ) -> tuple[dict[str, Any], float]:
     """Run it, again and again until others have left it the machine. The load of the run that counts is noted."""
     found: tuple[dict[str, Any], float] | processes.RunError
-    for tries_left in reversed(range(_MOST_TRIES)):
+    for tries_left in reversed(range(_MAX_TRIES)):
         load = Load()
         with tempfile.TemporaryDirectory(prefix=f"zoo-{specimen.name}-") as folder:
             try:

@@ -10,12 +10,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from .judgement import Result
-    from .specimens import Specimen
+    from .specimen import Specimen
 
-LEAST_RIGHT: Final = 0.95
+MIN_RIGHT: Final = 0.95
 """Share of the runs in which the cause named first must be right."""
 
-MOST_OFF: Final = 0.20
+MAX_OFF: Final = 0.20
 """How far a predicted speed-up may be from the realised one, as a share of the realised one."""
 
 
@@ -93,17 +93,17 @@ def goals(scored: Sequence[Score]) -> list[Goal]:
     found, right = sum(s.detected for s in stalls), sum(s.right for s in stalls)
     accused, calm = sum(s.accused for s in controls), sum(len(s.results) for s in controls)
     compared = [s for s in scored if s.followed]
-    near = [s for s in compared if s.off is not None and s.off <= MOST_OFF]
+    near = [s for s in compared if s.off is not None and s.off <= MAX_OFF]
     return [
         Goal("every stall is found", found == wanted, f"{found} of {wanted} runs"),
         Goal("no control is accused", not accused, f"{accused} of {calm} runs accused"),
         Goal(
-            f"the cause named first is right in {100 * LEAST_RIGHT:.0f} % of the runs",
-            right >= LEAST_RIGHT * wanted,
+            f"the cause named first is right in {100 * MIN_RIGHT:.0f} % of the runs",
+            right >= MIN_RIGHT * wanted,
             f"{right} of {wanted} runs",
         ),
         Goal(
-            f"each predicted speed-up is within {100 * MOST_OFF:.0f} % of the realised one",
+            f"each predicted speed-up is within {100 * MAX_OFF:.0f} % of the realised one",
             len(near) == len(compared),
             f"{len(near)} of {len(compared)} specimens whose advice can be followed here",
         ),

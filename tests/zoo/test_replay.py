@@ -1,4 +1,4 @@
-"""Evidence recorded in runs of the zoo is named as it was true then: a change of the reasons cannot lose a cause unseen."""
+"""Replays evidence recorded in runs of the zoo: its true causes are still named after a change of the rules."""
 
 import dataclasses
 import json
@@ -6,28 +6,87 @@ from pathlib import Path
 
 import pytest
 
+from telemetry.core.interval import RankPace
 from telemetry.diagnose.causes import costs
-from telemetry.diagnose.evidence import Evidence
-from telemetry.records import RankPace
+from telemetry.diagnose.evidence import (
+    CheckpointEvidence,
+    CpuEvidence,
+    DeliveryEvidence,
+    EpochEvidence,
+    Evidence,
+    GarbageEvidence,
+    GpuEvidence,
+    SamplerEvidence,
+    WorkerEvidence,
+)
+from telemetry.diagnose.evidence_log import evidence_field
 
 RECORDED = sorted((Path(__file__).parent / "evidence").glob("*.json"))
 
 
-def evidence_of(logged):
-    """Evidence from its log field. What the log left out was None, or no seconds."""
-    renamed = {"seconds": logged["window_seconds"], "own_fetch_cpu_share": logged.get("own_fetch_cpu_ratio")}
-    for name in ("cpu", "runnable", "blocked"):
-        renamed[f"{name}_share"] = logged.get(f"worker_{name}_ratio")
+GROUPS = {
+    "epochs": EpochEvidence, "delivery": DeliveryEvidence, "sampler": SamplerEvidence, "garbage": GarbageEvidence,
+    "checkpoints": CheckpointEvidence, "workers": WorkerEvidence, "cpu": CpuEvidence, "gpu": GpuEvidence,
+}  # fmt: skip
+PACE = {
+    "compute": "compute_seconds", "exposed": "exposed_wait_seconds", "away": "away_seconds", "in_sync": "in_sync_samples",
+    "still": "seconds_without_step", "still_in_sync": "waits_for_ranks", "gpu_busy": "gpu_busy_ratio",
+}  # fmt: skip
+"""Fields of a pace as the log has them, and as `RankPace` has them."""
+
+
+class Field:
+    """Stands for the value of a field while `evidence_field` says under which name of the log it is."""
+
+    def __init__(self, path: tuple[str, ...]) -> None:
+        self.path = path
+
+
+def log_names() -> dict[tuple[str, ...], str]:
+    """By path in `Evidence`, the name in the log."""
     values = {}
     for field in dataclasses.fields(Evidence):
-        name = field.name
-        value = renamed.get(name, logged.get(name, logged.get(f"{name}_seconds")))
-        values[name] = 0.0 if value is None and field.type in {"float", "int"} else value
-    alone = RankPace(0, values["seconds"], values["steps"], values["compute"], values["exposed"], 0.0)
-    pace, *peers = [RankPace(**told) for told in logged.get("paces", ())] or [alone]
-    known = {"pace": pace, "peers": tuple(peers), "settings": logged["settings"]}
-    known["long_fetches"] = tuple(logged.get("long_fetches", (values["stuck_seconds"],)))
-    return Evidence(**(values | known | {"batches_per_step": logged.get("batches_per_step", 1.0)}))
+        group = GROUPS.get(field.name)
+        if group is None:
+            values[field.name] = Field((field.name,))
+        else:
+            inner = {f.name: Field((field.name, f.name)) for f in dataclasses.fields(group)}
+            if group is WorkerEvidence:
+                inner["long_fetch_seconds"] = ()
+            values[field.name] = group(**inner)
+    values |= {"pace": RankPace(0, 0.0, 0, 0.0, None, 0.0), "peers": ()}
+    return {value.path: name for name, value in evidence_field(Evidence(**values)).items() if isinstance(value, Field)}
+
+
+def evidence_of(logged):
+    """Evidence from its log field. What the log left out was None, or no seconds."""
+    names = log_names()
+
+    def value_of(path, kind):
+        value = logged.get(names[path])
+        return 0.0 if value is None and kind in {"float", "int"} else value
+
+    values = {}
+    for field in dataclasses.fields(Evidence):
+        group = GROUPS.get(field.name)
+        if group is not None:
+            told = {f.name: (field.name, f.name) for f in dataclasses.fields(group)}
+            kinds = {f.name: f.type for f in dataclasses.fields(group)}
+            values[field.name] = group(
+                **{name: value_of(path, kinds[name]) if path in names else () for name, path in told.items()}
+            )
+        elif (field.name,) in names:
+            values[field.name] = value_of((field.name,), field.type)
+    seconds = values["workers"].fetching_seconds
+    long_fetches = tuple(logged.get("long_fetches", (seconds,)))
+    values["workers"] = dataclasses.replace(values["workers"], long_fetch_seconds=long_fetches)
+    alone = RankPace(
+        0, values["seconds"], values["steps"], values["compute_seconds"], values["exposed_wait_seconds"], 0.0
+    )
+    paces = [{PACE.get(name, name): value for name, value in told.items()} for told in logged.get("paces", ())]
+    pace, *peers = [RankPace(**told) for told in paces] or [alone]
+    known = {"pace": pace, "peers": tuple(peers), "batches_per_step": logged.get("batches_per_step", 1.0)}
+    return Evidence(**(values | known))
 
 
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)

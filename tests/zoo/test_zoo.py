@@ -8,23 +8,20 @@ to wait for but a copy.
 """
 
 import dataclasses
-import json
-import re
 import resource
 import sys
-from collections import defaultdict
-from pathlib import Path
-from statistics import median
 
 import pytest
 
-from telemetry.records import CAUSES
+from telemetry.core.labels import CAUSES
+from tests.zoo.zoo_results import STARVED, more_workers, stall
 
-from . import journal, judgement, processes, rival, runner, score, table
+from . import journal, processes, runner, score
 from .journal import Journal
 from .judgement import Advised, Result
 from .load import Load
-from .specimens import ALL, CONTROLS, STALLS, Specimen, chosen
+from .specimen import Specimen
+from .specimens import ALL, CONTROLS, STALLS, chosen
 
 QUICK = {"TELEMETRY_STALL_WINDOW_SECONDS": "4"}
 SECONDS = 6.0
@@ -154,199 +151,3 @@ def test_a_run_that_fails_says_so(tmp_path):
     assert result.error is not None
     assert result.accused is None
     assert score.scores([broken], [result])[0].accused == 1
-
-
-# -- the judgement ---------------------------------------------------------------------------------------------
-
-STARVED = Specimen("starved", "x", ("workers_cpu_bound",), "")
-CALM = Specimen("calm", "x", (), "")
-
-
-def stall(cause, *, rank=0, lost=1.0, advice=(), **evidence):
-    return {
-        "rank": rank,
-        "cause": cause,
-        "exposed_wait_ratio": 0.5,
-        "evidence": {"lost_seconds": {cause: lost}, **evidence},
-        "advice": list(advice),
-    }
-
-
-def more_workers(predicted):
-    return {"action": "", "setting": "num_workers", "value": "4", "predicted_speedup": predicted, "because": ""}
-
-
-def test_the_cause_of_the_verdict_comes_first():
-    report = {
-        "verdict": "Starved: rank 0 spent much. Cause: workers_cpu_bound; try less.",
-        "stalls": [stall("gc_pause", lost=9), stall("workers_cpu_bound")],
-    }
-    result = judgement.judge(STARVED, report)
-    assert result.named == "workers_cpu_bound"
-    assert result.right
-    assert result.others == ("gc_pause",)
-
-
-def test_without_one_in_the_verdict_it_is_the_stall_that_cost_most():
-    report = {"verdict": "Not starved.", "stalls": [stall("workers_cpu_bound"), stall("gc_pause", lost=9)]}
-    assert judgement.judge(STARVED, report).named == "gc_pause"
-    assert judgement.judge(STARVED, report).right is False
-
-
-@pytest.mark.parametrize(
-    ("verdict", "stalls", "accused"),
-    [
-        ("Healthy: no rank waits.", [], False),
-        ("Starved: rank 0 spent 30 %.", [], True),
-        ("Healthy: no rank waits.", [stall("unknown")], True),
-    ],
-)
-def test_a_control_is_accused_by_a_stall_or_by_the_verdict(verdict, stalls, accused):
-    assert judgement.judge(CALM, {"verdict": verdict, "stalls": stalls}).accused is accused
-
-
-def test_a_straggler_is_right_when_a_peer_points_at_the_slow_rank():
-    specimen = dataclasses.replace(STARVED, causes=("straggler",), slow_rank=1, ranks=2)
-    peer = stall("straggler", rank=0, slow_rank="rank 1")
-    assert judgement.judge(specimen, {"verdict": "Cause: straggler", "stalls": [peer]}).right
-    itself = stall("straggler", rank=1, slow_rank="rank 1")
-    assert judgement.judge(specimen, {"verdict": "Cause: straggler", "stalls": [itself]}).right is False
-    elsewhere = stall("straggler", rank=0, slow_rank="rank 3")
-    assert judgement.judge(specimen, {"verdict": "Cause: straggler", "stalls": [elsewhere]}).right is False
-
-
-def test_the_first_advice_that_predicts_and_can_be_followed_is_followed():
-    words = more_workers(None) | {"setting": None, "value": None}
-    report = {
-        "verdict": "Cause: workers_cpu_bound",
-        "stalls": [stall("workers_cpu_bound", advice=[words, more_workers(1.5)])],
-    }
-    advised = judgement.advice_to_follow(STARVED, report)
-    assert advised == Advised("workers_cpu_bound", "num_workers", "4", ("--num-workers", "4"), 1.5)
-
-
-def test_an_advice_in_words_is_followed_where_the_specimen_says_how():
-    words = more_workers(1.4) | {"setting": None, "value": None}
-    report = {"verdict": "Cause: checkpoint", "stalls": [stall("checkpoint", advice=[words])]}
-    assert judgement.advice_to_follow(STARVED, report) is None
-    specimen = dataclasses.replace(STARVED, remedies={"checkpoint": ("--seldom",)})
-    assert judgement.advice_to_follow(specimen, report).arguments == ("--seldom",)
-
-
-# -- the goals -------------------------------------------------------------------------------------------------
-
-
-def run_of(specimen, *, named, predicted=None, realised=None):
-    report = {"verdict": f"Cause: {named}" if named else "Healthy", "stalls": [stall(named)] if named else []}
-    advised = None if predicted is None else Advised(named, "num_workers", "4", (), predicted)
-    return dataclasses.replace(judgement.judge(specimen, report), advised=advised, realised=realised)
-
-
-def goals_of(*results):
-    return [goal.met for goal in score.goals(score.scores([STARVED, CALM], results))]
-
-
-def test_all_goals_are_reached():
-    good = run_of(STARVED, named="workers_cpu_bound", predicted=1.5, realised=1.4)
-    assert goals_of(good, good, run_of(CALM, named=None)) == [True] * 4
-
-
-def test_each_goal_can_be_missed():
-    good = run_of(STARVED, named="workers_cpu_bound")
-    calm = run_of(CALM, named=None)
-    assert goals_of(good, run_of(STARVED, named=None), calm) == [False, True, False, True]
-    assert goals_of(good, run_of(CALM, named="unknown")) == [True, False, True, True]
-    assert goals_of(*[good] * 18, run_of(STARVED, named="gc_pause"), calm) == [True, True, False, True]
-    assert goals_of(*[good] * 19, run_of(STARVED, named="gc_pause"), calm) == [True, True, True, True]
-    far = run_of(STARVED, named="workers_cpu_bound", predicted=2.0, realised=1.5)
-    assert goals_of(far, calm) == [True, True, True, False]
-
-
-def test_a_run_that_failed_counts_against_every_goal_it_could_have_met():
-    good, calm = run_of(STARVED, named="workers_cpu_bound"), run_of(CALM, named=None)
-    assert goals_of(good, Result("starved", error="ended with 1"), calm) == [False, True, False, True]
-    assert goals_of(good, Result("calm", error="ended with 1")) == [True, False, True, True]
-    worse = run_of(STARVED, named="workers_cpu_bound", predicted=2.0)
-    assert goals_of(worse, calm) == [True, True, True, False]
-
-
-def test_the_table_shows_every_specimen(tmp_path):
-    results = [run_of(STARVED, named="workers_cpu_bound", predicted=1.5, realised=1.4), run_of(CALM, named=None)]
-    shown, scored, reached = shown_of(results)
-    assert "workers_cpu_bound" in shown
-    assert "1.40 (7 % off)" in shown
-    assert "INPUT-BOUND" in shown
-    paths = table.write(tmp_path, "here", {}, "about", scored, reached, {})
-    assert [path.name for path in paths] == ["zoo-here.json", "zoo-here.md"]
-
-
-def shown_of(results):
-    scored = score.scores([STARVED, CALM], results)
-    reached = score.goals(scored)
-    return table.text("about", scored, reached, {"starved": "INPUT-BOUND"}), scored, reached
-
-
-def test_the_table_shows_of_how_many_runs_a_speed_up_is():
-    calm, found = run_of(CALM, named=None), run_of(STARVED, named="workers_cpu_bound")
-    once = run_of(STARVED, named="workers_cpu_bound", predicted=1.5, realised=1.4)
-    assert "1.40 (7 % off, 1 run)" in shown_of([once, found, found, calm])[0]
-    assert "1.40 (7 % off, 2 runs)" in shown_of([once, once, found, calm])[0]
-    assert "failed" in shown_of([dataclasses.replace(once, realised=None), calm])[0]
-
-
-# -- the rival -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("script", sorted({s.script for s in ALL}))
-def test_the_rival_is_put_into_every_script(script):
-    source = rival.rewritten((processes.SCRIPTS / f"{script}.py").read_text())
-    assert source.count("with traceml_ai.trace_step(") == 1
-    assert source.count("traceml_ai.init(mode='auto')") == 1
-    compile(source, script, "exec")
-
-
-@pytest.fixture(scope="module")
-def readme():
-    return (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
-
-
-@pytest.fixture(scope="module")
-def published(readme):
-    (named,) = re.findall(r"benchmarks/results/(zoo-[\w-]+)\.md", readme)
-    results = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
-    return json.loads((results / f"{named}.json").read_text(encoding="utf-8"))
-
-
-def test_the_readme_says_what_the_published_results_say(published, readme):
-    assert len(published["goals"]) == 4
-    for goal in published["goals"]:
-        assert f" {goal['reached']} |" in readme, goal["name"]
-    starving, healthy = (
-        [s for s in published["specimens"] if bool(s["causes"]) is starves] for starves in (True, False)
-    )
-    said = " ".join(readme.split())
-    assert f"`INPUT-BOUND` for {_called('INPUT-BOUND', starving)} of the {len(starving)} that starve" in said
-    assert f"`COMPUTE-BOUND` for the other {_called('COMPUTE-BOUND', starving)}:" in said
-    assert f"`INPUT-BOUND` for {_called('INPUT-BOUND', healthy)} of the {len(healthy)} healthy" in said
-
-
-def test_the_readme_says_of_every_cause_how_far_off_its_predictions_are(published, readme):
-    """Each script counts with the median of its runs."""
-    followed = defaultdict(list)
-    for specimen in published["specimens"]:
-        runs = [run for run in specimen["runs"] if run["advised"] is not None and run["realised"]]
-        if runs:
-            predicted = median(run["advised"]["predicted"] for run in runs)
-            off = median(abs(run["advised"]["predicted"] / run["realised"] - 1) for run in runs)
-            followed[runs[0]["advised"]["cause"]].append((predicted, 100 * off))
-    for cause, scripts in followed.items():
-        low, *_, high = sorted(predicted for predicted, _ in scripts * 2)
-        between = f"{low:.2f} to {high:.2f} times" if low < high else f"{low:.2f} times"
-        off = [off for _, off in scripts]
-        most = f"{median(off):.0f} %, {max(off):.0f} %" if len(scripts) > 1 else f"{off[0]:.0f} %"
-        assert f"| `{cause}` | {len(scripts)} | {between} | {most} |" in readme
-    assert len(re.findall(r"\| `\w+` \| \d+ \| [^|]+ times \|", readme)) == len(followed)
-
-
-def _called(status, specimens):
-    return sum(specimen["rival"].startswith(f"{status}:") for specimen in specimens)

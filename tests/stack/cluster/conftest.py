@@ -15,7 +15,7 @@ from fakes import nvml
 
 from stack.cluster import dashboards, servers
 from stack.cluster.recorded import Recorded
-from stack.conftest import SCRIPT, Job, free_ports, get
+from stack.jobs import SCRIPT, Job, free_ports, get
 
 STARVED, HEALTHY = "cluster-starved", "cluster-healthy"
 STARVED_RANK = 2

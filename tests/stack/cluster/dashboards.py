@@ -13,7 +13,7 @@ import yaml
 
 from benchmarks import grafana
 from stack.cluster import shipped
-from stack.conftest import get
+from stack.jobs import get
 
 RANGE_SECONDS = 300
 ASKED_AT_A_TIME = 4

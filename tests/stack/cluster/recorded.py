@@ -14,11 +14,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from fakes import nvml
 
 from benchmarks.fleet_ranks import Node, SimulatedRank
-from stack.conftest import wait_for
-from telemetry.collect.nvml import NvmlSource
-from telemetry.collect.source import SourceError
+from stack.jobs import wait_for
+from telemetry.collect.collector import CollectorError
+from telemetry.collect.nvml.source import NvmlSource
+from telemetry.core.samples import CollectorHealth
 from telemetry.publish.exposition import CONTENT_TYPE
-from telemetry.records import SourceHealth
 
 RUN, NODE = "recorded", "recorded-node"
 POWER_CAP = 4
@@ -63,7 +63,7 @@ def whole(source):
     """A sample that has SM activity, which takes two readings."""
     try:
         sample = source.read()
-    except SourceError:
+    except CollectorError:
         return None
     return sample if sample.sm_active_ratio is not None else None
 
@@ -104,7 +104,7 @@ class Recorded:
         views = []
         for rank, gpu in zip(self._node.ranks, self.gpus, strict=True):
             view = rank.view(time.time(), gpu)
-            failed = SourceHealth("pressure", False, 0.001, "made up")
+            failed = CollectorHealth("pressure", False, 0.001, "made up")
             collectors = (*view.collectors[:4], failed)
             views.append(dataclasses.replace(view, errors={"collect.pressure": 1}, collectors=collectors))
         return self._node.expose(views) + DCGM.format(*(gpu.uuid for gpu in self.gpus), node=NODE).encode()

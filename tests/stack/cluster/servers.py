@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from stack.cluster import shipped
-from stack.conftest import Prometheus, free_ports, get, must_have, wait_for
+from stack.jobs import Prometheus, free_ports, get, must_have, wait_for
 
 LOGS = {}
 """What each server says, by its name: shown where a test fails."""

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 from stack.cluster.servers import LOGS, stop
-from stack.conftest import TOKEN, environment, free_ports, must_have, wait_for
+from stack.jobs import TOKEN, environment, free_ports, must_have, wait_for
 
 NODES = ("127.0.0.1", "127.0.0.2")
 """Names that lead to this machine without a name server: the shipped job meets, and is scraped, by the nodes' names."""

@@ -12,7 +12,7 @@ import pytest
 
 from stack.cluster import shipped
 from stack.cluster.slurm import NODES, Slurm
-from stack.conftest import SCRIPT, environment, wait_for
+from stack.jobs import SCRIPT, environment, wait_for
 from stack.test_snapshot_ranks import recorded_steps, traces
 from telemetry.publish.board import Board
 

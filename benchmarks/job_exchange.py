@@ -1,0 +1,119 @@
+"""What it costs a node to hear of all ranks of a large job: CPU time and wall time of one cycle of `JobExchange`.
+
+    python -m benchmarks.job_exchange [--nodes 1250] [--ranks 8] [--cycles 10] [--folder DIR]
+
+The files of the other nodes are simulated, and all of them change before each cycle. The second row adds 20 ms to each
+operation on a file, as a busy shared file system does: that is time in which the thread of the exchange sleeps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from telemetry.core.filesystem import read_small, replace_file
+from telemetry.core.interval import RankPace
+from telemetry.job import exchange
+from telemetry.job.candidates import candidates
+from telemetry.job.node_report import MAX_BYTES, NodeReport, encoded
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+OPERATIONS_OF_A_READ = 3  # open, read, close
+OPERATIONS_OF_A_WRITE = 4  # open, write, close, rename
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.job_exchange", description=__doc__.splitlines()[0])
+    parser.add_argument("--nodes", type=int, default=1250)
+    parser.add_argument("--ranks", type=int, default=8, help="on each node")
+    parser.add_argument("--cycles", type=int, default=10)
+    parser.add_argument("--folder", type=Path, help="run folder to use (default: a temporary one)")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        job = Job(Path(folder), options.nodes, options.ranks)
+        print(f"{options.nodes} nodes of {options.ranks} ranks, median (and worst) of {options.cycles} cycles")
+        for name, latency in (("as this file system is", 0.0), ("20 ms for each operation on a file", 0.02)):
+            cpu, wall, files, heard = job.measured(options.cycles if not latency else 3, latency)
+            busy = f"{statistics.median(cpu) * 1e3:.1f} ms ({max(cpu) * 1e3:.1f}) of CPU"
+            took = f"{statistics.median(wall):.2f} s ({max(wall):.2f}) of wall time"
+            print(f"  {name}: {busy}, {took}, {files} files, {heard} ranks passed on")
+
+
+class Job:
+    """A run folder with the files of all nodes but one, whose exchange is measured."""
+
+    def __init__(self, folder: Path, nodes: int, ranks: int) -> None:
+        self.run_dir, self.folder = folder, folder / "job"
+        self.folder.mkdir()
+        self.sequence = 0
+        self.nodes = {f"n{n:05d}": [_pace(n * ranks + rank) for rank in range(ranks)] for n in range(nodes)}
+        self.own = f"n{nodes // 2:05d}"
+
+    def advance(self) -> None:
+        """All other nodes write their files once more, and each group its own."""
+        self.sequence += 1
+        groups: dict[int, list[RankPace]] = {}
+        for name, paces in self.nodes.items():
+            file = f"node-{name}.json"
+            if name != self.own:
+                (self.folder / file).write_bytes(encoded(NodeReport(name, self.sequence, 1, tuple(paces))))
+            groups.setdefault(exchange._group_of(file), []).extend(paces)
+        for group, paces in groups.items():
+            report = NodeReport("n", self.sequence, len(paces), candidates(paces))
+            (self.folder / exchange._group_file(group)).write_bytes(encoded(report))
+
+    def measured(self, cycles: int, latency: float) -> tuple[list[float], list[float], int, int]:
+        """Seconds of CPU and of wall time of each cycle, files touched in the last one, and ranks heard of."""
+        files = 0
+
+        def slow(operations: int, call: Callable[..., Any], *args: object) -> Any:
+            nonlocal files
+            files += 1
+            if latency:
+                time.sleep(operations * latency)
+            return call(*args)
+
+        node = exchange.JobExchange(
+            self.run_dir,
+            self.own,
+            read=partial(slow, OPERATIONS_OF_A_READ, lambda path: read_small(path, MAX_BYTES)),
+            write=partial(slow, OPERATIONS_OF_A_WRITE, replace_file),
+        )
+        cpu, wall = [], []
+        for number in range(cycles + 2):  # who writes is known to live from the second cycle on
+            self.advance()
+            files, began, busy = 0, time.perf_counter(), time.thread_time()
+            heard = node.cycle(self.nodes[self.own])
+            if number >= 2:
+                cpu.append(time.thread_time() - busy)
+                wall.append(time.perf_counter() - began)
+        return cpu, wall, files, len(heard)
+
+
+def _pace(rank: int) -> RankPace:
+    return RankPace(
+        rank=rank,
+        seconds=30.0,
+        steps=300,
+        compute_seconds=27.0 + rank % 100 / 100,
+        exposed_wait_seconds=0.3,
+        away_seconds=0.0,
+        samples=150,
+        in_sync_samples=rank % 50,
+        on_gpu=True,
+        where="training_step (train.py:120)",
+        gpu_busy_ratio=0.9,
+        node=f"n{rank // 8:05d}",
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""Panels that the Run and the Node dashboard share. Each dashboard adds its own advice to what a panel means."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from grafana.panels import Query, fair_bad, graph
+
+if TYPE_CHECKING:
+    from grafana_foundation_sdk.builders import timeseries
+
+_NO_GPU: Final = "No GPU, or no NVML"
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """How the queries of one dashboard choose their series.
+
+    Args:
+        matchers: of the runs and ranks.
+        machines: matchers of the recorded series of whole machines.
+        filter: PromQL after an aggregated metric; empty for none.
+        shown: PromQL after a metric that is drawn as one line per rank or GPU.
+        rank: legend of a rank.
+        gpu: legend of a GPU.
+    """
+
+    matchers: str
+    machines: str
+    filter: str
+    shown: str
+    rank: str
+    gpu: str
+
+    def of(self, metric: str) -> str:
+        """A metric, to be aggregated over the ranks."""
+        return f"{metric}{{{self.matchers}}} {self.filter}".rstrip()
+
+    def each(self, metric: str) -> str:
+        """A metric, one line per rank or GPU."""
+        return f"{metric}{{{self.matchers}}} {self.shown}"
+
+    def each_ratio(self, part: str, whole: str) -> str:
+        """One metric as a share of another, one line per rank or GPU."""
+        return f"{part}{{{self.matchers}}} / {self.each(whole)}"
+
+    def each_rate(self, counter: str) -> str:
+        """The rate of a counter, one line per rank or GPU."""
+        return f"rate({counter}{{{self.matchers}}}[$__rate_interval]) {self.shown}"
+
+
+def sm_activity(scope: Scope, advice: str) -> timeseries.Panel:
+    """How much of each GPU worked."""
+    return graph(
+        "SM activity",
+        "How much of each GPU worked: from hardware counters (the agent's, or else DCGM exporter's), on older GPUs the "
+        f"share of time in which the process ran a kernel. {advice}",
+        "percentunit",
+        Query(scope.each("run_rank_gpu:training_gpu_sm_active:ratio"), scope.gpu),
+        top=1,
+        no_value=_NO_GPU,
+    )
+
+
+def utilisation(scope: Scope, advice: str) -> timeseries.Panel:
+    """The share of time in which any kernel ran."""
+    return graph(
+        "Utilisation",
+        f"Share of time in which any kernel ran. {advice}",
+        "percentunit",
+        Query(scope.each("run_rank_gpu:training_gpu_utilization:ratio"), scope.gpu),
+        top=1,
+        no_value=_NO_GPU,
+    )
+
+
+def gpu_memory(scope: Scope, advice: str) -> timeseries.Panel:
+    """The memory of each GPU that is in use, as a share of what it has."""
+    return graph(
+        "GPU memory in use",
+        f"Share of each GPU's memory that is in use, by all processes. {advice}",
+        "percentunit",
+        Query(scope.each_ratio("training_gpu_memory_used_bytes", "training_gpu_memory_total_bytes"), scope.gpu),
+        steps=fair_bad(0.9, 0.97),
+        top=1,
+        no_value=_NO_GPU,
+    )
+
+
+def power(scope: Scope, advice: str) -> timeseries.Panel:
+    """The power draw of each GPU."""
+    return graph(
+        "Power",
+        f"Power draw of each GPU. {advice}",
+        "watt",
+        Query(scope.each("training_gpu_power_watts"), scope.gpu),
+        no_value=_NO_GPU,
+    )
+
+
+def sm_clock(scope: Scope, advice: str) -> timeseries.Panel:
+    """The clock of each GPU."""
+    return graph(
+        "SM clock, of the highest",
+        f"The clock of each GPU as a share of the highest it has. {advice}",
+        "percentunit",
+        Query(scope.each_ratio("training_gpu_sm_clock_hertz", "training_gpu_sm_clock_max_hertz"), scope.gpu),
+        top=1,
+        no_value=_NO_GPU,
+    )
+
+
+def temperature(scope: Scope) -> timeseries.Panel:
+    """The temperature of each GPU."""
+    return graph(
+        "Temperature",
+        "Temperature of each GPU. Most GPUs lower their clocks at 85 to 90 degrees: check the fans and the air flow of "
+        "the node.",
+        "celsius",
+        Query(scope.each("training_gpu_temperature_celsius"), scope.gpu),
+        steps=fair_bad(80, 88),
+        no_value=_NO_GPU,
+    )
+
+
+def held_back(scope: Scope, advice: str) -> timeseries.Panel:
+    """GPUs whose clock is lowered."""
+    return graph(
+        "GPUs held back, by reason",
+        f"GPUs whose clock is lowered right now. Heat and power brakes are faults of the machine: {advice}. The power "
+        "cap is what a well-used GPU runs into.",
+        "short",
+        Query(f"sum by (reason) ({scope.of('training_gpu_throttled')}) > 0", "{{reason}}"),
+        no_value="No GPU is held back",
+    )
+
+
+def worker_states(scope: Scope, description: str) -> timeseries.Panel:
+    """What the workers do with their time."""
+    return graph(
+        "What the workers do",
+        description,
+        "percentunit",
+        Query(f"avg({scope.of('training_loader_worker_cpu_ratio')})", "running"),
+        Query(f"avg({scope.of('training_loader_worker_blocked_ratio')})", "blocked"),
+        Query(f"avg({scope.of('training_loader_worker_runnable_ratio')})", "without a core"),
+        stacked=True,
+        top=1,
+        colours={"running": "green", "blocked": "orange", "without a core": "red"},
+        no_value="No workers (num_workers=0)",
+    )
+
+
+def pressure(scope: Scope, where: str) -> timeseries.Panel:
+    """The pressure on each resource of the machines."""
+    return graph(
+        "Pressure",
+        f"Share of time in which some task of {where}. I/O: the storage is slow. CPU: too few cores. Memory: it is "
+        "about to run out.",
+        "percentunit",
+        Query(
+            f"max by (resource) (run_node_resource:training_host_pressure:ratio{{{scope.machines}}})", "{{resource}}"
+        ),
+        top=1,
+        colours={"cpu": "green", "io": "orange", "memory": "red"},
+        no_value="The kernel does not tell (/proc/pressure)",
+    )
+
+
+def process_cpu(scope: Scope, advice: str = "") -> timeseries.Panel:
+    """Cores that the training processes use."""
+    return graph(
+        "CPU of the training processes",
+        f"Cores that each rank's own process uses, without its workers. {advice}".rstrip(),
+        "short",
+        Query(scope.each_rate("training_process_cpu_seconds_total"), scope.rank),
+    )
+
+
+def process_memory(scope: Scope, advice: str) -> timeseries.Panel:
+    """Memory of the training processes."""
+    return graph(
+        "Memory of the training processes",
+        f"Resident memory of each rank's own process. {advice}",
+        "bytes",
+        Query(scope.each("training_process_resident_memory_bytes"), scope.rank),
+    )

@@ -1,0 +1,1 @@
+"""The agent thread: what it does once a tick, and with what."""

@@ -1,0 +1,304 @@
+"""The agent's life: it starts, its thread ticks, and it ends in bounded time."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import random
+import threading
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from telemetry.agent.job_link import JobLink
+from telemetry.agent.parts import AgentParts
+from telemetry.agent.start_line import absolute, say_start
+from telemetry.attach.fork_keepalive import keep
+from telemetry.core.clock import NS, now_ns
+from telemetry.core.filesystem import StandardStreams
+from telemetry.core.signal_mask import signals_blocked
+from telemetry.publish.board import Board
+from telemetry.publish.discovery import TargetFile
+from telemetry.publish.exposition import Exposition
+from telemetry.publish.node import NodeService
+
+if TYPE_CHECKING:
+    from telemetry.config import Config
+    from telemetry.core.views import RunView
+
+_LEAD_SECONDS: Final = 1.0
+"""How often, whatever the sampling interval, the ring is emptied, and a rank looks whether somebody serves: a dead one
+is replaced in 3 s."""
+
+_RANK_SECONDS: Final = 0.9
+"""How long after one look at who else is there, and what torch.distributed says, to take the next: once a second."""
+
+_PUBLISH_SECONDS: Final = 2.0
+"""Two ticks that are not further apart publish the state once: that is 40 % of what a tick costs, and a scrape comes
+once in many seconds."""
+
+_FAMILIES_AT_A_TIME: Final = 24
+"""Rendered in one go: 0.1 ms, after which the training thread gets its turn. A turn costs 20 us."""
+
+_STOP_SECONDS: Final = 2.0
+"""How long ``stop`` waits for the agent thread at most."""
+
+_CALLBACK_SECONDS: Final = 1.0
+"""How long the end of the run waits for the user's callback, which may have been called only now."""
+
+
+class Agent(AgentParts):
+    """The agent of one training process. `telemetry.start` makes it.
+
+    Attributes:
+        running: whether it has been started and not stopped.
+    """
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.running = False
+        self._pid = os.getpid()
+        self._streams = StandardStreams()
+        self._rank_due_ns = 0
+        self._random = random.Random()  # noqa: S311 - of our own: the training's must give what it gives without us
+        self._thread = threading.Thread(target=self._main, name="telemetry-agent", daemon=True)
+        self._wake = threading.Event()
+        self._ended = False
+        self._publish_this_time = False
+
+    # -- life --------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Attach, publish the first state and start the agent thread. Nothing here can fail the training."""
+        self.running = True
+        with self.errors.contained("descriptors"):
+            self._streams.keep()
+        if self.config.patch:
+            with self.errors.contained("attach"):
+                self.attachment.attach()
+        with self.errors.contained("board"):
+            board = Board(self.identity.run, str(self.run_dir), self.identity.node)
+            targets = TargetFile(
+                absolute(self.config.targets_dir or self.run_dir / "targets"),
+                board.path.name,
+                self.identity.node,
+            )
+            self._node = NodeService(
+                board,
+                targets,
+                host=self.config.host,
+                port=self.config.port,
+                node=self.identity.node,
+                notice=partial(self.errors.tell, "endpoint"),
+            )
+            self.overhead.node = self._address.node = self._node
+            self._job = self.overhead.job = JobLink(self.run_dir, self.identity.node, self._node, self.errors)
+            board.sweep()
+        self._settle_rank()
+        with self.errors.contained("endpoint"):
+            self._publish()
+        shown = self.identity
+        self._settle_rank()  # of two that start at the same moment one sees the other by now
+        with self.errors.contained("endpoint"):
+            if self.identity != shown:
+                self._publish()
+            self._lead()
+        with self.errors.contained("snapshot"):
+            self.snapshots.start()
+        logged = self.event_log.start()
+        atexit.register(self.stop)
+        with signals_blocked():
+            self._thread.start()
+        if self.config.start_line and self.identity.local_rank == 0:
+            self._say_start(logged=logged)
+
+    def stop(self) -> None:
+        """Undo every patch, write what is left, end the threads. Returns within a few seconds, whatever happens."""
+        if not self.running or os.getpid() != self._pid:
+            return
+        self.running = False
+        over = True
+        with self.errors.contained("snapshot"):
+            over = self.snapshots.end_recording(self._detach_late)
+        with self.errors.contained("attach"):
+            for name in self.attachment.detach() if over else ():
+                self.errors.tell("attach", f"{name} was patched by others after us; ours stays below it, inert")
+        self._ended = True
+        self._wake.set()
+        if self._thread.ident is None:  # it could not be started
+            self._finish()
+        elif threading.current_thread() is not self._thread:
+            self._thread.join(_STOP_SECONDS)
+        if not self._thread.is_alive():
+            self._streams.release()
+        atexit.unregister(self.stop)
+
+    def _detach_late(self) -> None:
+        """The hooks had to outlive `stop`. Of the agent, so that it is still there for a child forked meanwhile."""
+        self.attachment.detach()
+
+    def after_fork_in_child(self) -> None:
+        """Make this copy inert: no hook, no thread, no socket, no line. Takes no lock.
+
+        What it refers to is kept: a session of the profiler, say, is not the child's to end.
+        """
+        keep(self)
+        if not self.running:
+            self.attachment.after_fork_in_child()
+            return
+        self.running = False
+        self._streams.release()
+        self.attachment.after_fork_in_child()
+        self.snapshots.after_fork_in_child()
+        self.event_log.log.file.forget()
+        if self._node is not None:
+            self._node.after_fork_in_child()
+        if self._job is not None:
+            self._job.after_fork_in_child()
+        self._sampler.after_fork_in_child()
+
+    @property
+    def metrics_url(self) -> str | None:
+        """Where this node's metrics are, or None."""
+        return self._address.url
+
+    # -- the agent thread --------------------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        interval = self.config.interval_seconds
+        next_tick = now_ns()
+        while not self._ended:
+            due = now_ns() >= next_tick
+            with self.errors.contained("agent"):
+                if due:
+                    self._tick_or_skip()
+                else:
+                    self.accounting.update()  # the ring must not overflow, however far apart the ticks are
+                self._lead()
+            if due:  # after a suspended machine or a long stop, go on from now
+                next_tick = max(next_tick + int(interval * NS), now_ns())
+            self._wait_until(min(next_tick, now_ns() + int(_LEAD_SECONDS * NS)))
+        self._finish()
+
+    def _wait_until(self, stamp: int) -> None:
+        """Sleep; in a job of several ranks, look up now and then to see where the training thread is."""
+        alone = self.identity.world_size < 2
+        while not self._ended and (left := (stamp - now_ns()) / NS) > 0:
+            # Not evenly: the steps of the training may come as evenly.
+            apart = self._stall_monitor.sample_seconds * (0.5 + self._random.random())
+            self._wake.wait(left if alone else min(left, apart))
+            if not alone:
+                with self.errors.contained("diagnose"):
+                    self._thread_sampler.sample()
+
+    def _settle_rank(self) -> None:
+        """Follow the rank of this process: series, log, stalls and snapshots go on under the one it has now."""
+        self._rank_due_ns = now_ns() + int(_RANK_SECONDS * NS)
+        before, identity = self.identity, self._membership.look(self._node, steps=self.accounting.steps_total)
+        if identity == before:
+            return
+        self.identity = identity
+        self._exposition = Exposition(identity.run, identity.rank)
+        self._stall_monitor.adopt(identity.rank)
+        self.snapshots.adopt(identity)
+        with self.errors.contained("board"):
+            if self._node is not None and before.rank != identity.rank:
+                self._node.move(before.rank, identity.rank)
+        self.event_log.adopt(identity, self._membership.claim.rank)
+        self._publish_this_time = False  # so that the next tick does
+
+    def _tick_or_skip(self) -> None:
+        self.accounting.update()
+        # A tick that did not publish is followed by one that does: the state is at most two intervals old.
+        busy = self._stall_monitor.view().active is not None or not self._publish_this_time
+        if not self._tick_pace.skips(busy=busy):
+            self._tick()
+            return
+        with self.errors.contained("snapshot"):  # the ranks count on it in each interval
+            self.snapshots.tick(None, self._stall_monitor.stall_fields)
+        self._publish_this_time = False  # so that the next tick does
+
+    def _tick(self) -> None:
+        with self.errors.contained("clock"):
+            stepped = self._wall.resync()
+            if stepped:
+                self.errors.tell("clock", f"the wall clock was stepped by {stepped:.1f} s; timestamps follow it")
+        if now_ns() >= self._rank_due_ns:
+            self._settle_rank()
+        self.accounting.keep_up()
+        with self.errors.contained("collect"):
+            self._sampler.poll(self.accounting.keep_up)
+        with self.errors.contained("diagnose"):
+            self.tracker.batch_release.read()
+            self._stall_monitor.tick(self._builder.tick(), self.accounting)
+            self.tracker.time_next_batch(self._stall_monitor.waits_to_time)
+        self.accounting.keep_up()
+        with self.errors.contained("snapshot"):
+            self.snapshots.tick(self._stall_monitor.view().active, self._stall_monitor.stall_fields)
+        self.accounting.keep_up()
+        self.overhead.measure()
+        self._publish_this_time = not self._publish_this_time or 2 * self.config.interval_seconds > _PUBLISH_SECONDS
+        if self._publish_this_time:
+            with self.errors.contained("exposition"):
+                self._publish()
+        self.accounting.keep_up()
+        with self.errors.contained("jsonl"):
+            self.event_log.write_what_is_due()
+
+    def _finish(self) -> None:
+        """The last things: what is left goes to the log, and this rank leaves the board."""
+        with self.errors.contained("agent"):
+            self.accounting.update()
+        self.accounting.close()
+        with self.errors.contained("snapshot"):
+            self.snapshots.finish()
+        with self.errors.contained("jsonl"):
+            self._stall_monitor.end(self._builder.update())
+            self.event_log.window()
+        with self.errors.contained("on_stall"):
+            self._stall_monitor.wait_for_callback(_CALLBACK_SECONDS)
+        with self.errors.contained("jsonl"):
+            self.event_log.write_errors()
+        with self.errors.contained("jsonl"):
+            self.event_log.emit("run_end", self.event_log.end_fields())
+        with self.errors.contained("jsonl"):
+            self.event_log.close()
+        with self.errors.contained("collect"):
+            self._sampler.close()
+        with self.errors.contained("exposition"):
+            self._publish()
+        if self._job is not None:
+            self._job.close()
+        with self.errors.contained("board"):
+            if self._node is not None:
+                self._node.leave()
+
+    # -- publishing --------------------------------------------------------------------------------------------
+
+    def _lead(self) -> None:
+        if self._node is not None:
+            with self.errors.contained("endpoint"):
+                self._node.lead_if_vacant()
+        if self._job is not None and self.identity.world_size > 1:
+            with self.errors.contained("job"):
+                self._job.tick(self.identity.world_size)
+
+    def _publish(self) -> None:
+        if self._node is None:
+            return
+        rendered: list[tuple[bytes, bytes]] = []
+        for number, family in enumerate(self._exposition.render(self._view()), 1):
+            rendered.append(family)
+            if number % _FAMILIES_AT_A_TIME == 0:
+                time.sleep(0)
+        pace = self._stall_monitor.pace() if self.identity.world_size > 1 else None
+        self._node.publish(self.identity.rank, rendered, pace=pace, ended=self._ended)
+
+    def _view(self) -> RunView:
+        return self._views.view(self._builder.current(), self.identity, ended=self._ended)
+
+    def _say_start(self, *, logged: bool) -> None:
+        trouble = self._node.trouble if self._node is not None else ""
+        logs = f"logs in {self.run_dir / 'logs'}" if logged else f"no logs ({self.event_log.log.file.last_error})"
+        if not say_start(self.identity, metrics_url=self.metrics_url, trouble=trouble, logs=logs):
+            self.errors.note("start_line", "stderr cannot be written")

@@ -1,0 +1,215 @@
+"""What is written into the log, and when."""
+
+from __future__ import annotations
+
+import os
+import platform
+import secrets
+from typing import TYPE_CHECKING, Any, Final
+
+from telemetry._version import __version__
+from telemetry.collect import child_processes
+from telemetry.core.labels import COMPUTE, DATA_WAIT
+from telemetry.core.totals import Totals
+from telemetry.publish import log_fields
+from telemetry.publish.jsonl import JsonLog
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from telemetry.agent.accounting import Accounting
+    from telemetry.agent.endpoint_address import EndpointAddress
+    from telemetry.agent.sampler import Sampler
+    from telemetry.agent.stall_report import StallCounts
+    from telemetry.agent.totals_builder import TotalsBuilder
+    from telemetry.config import Config
+    from telemetry.core.clock import WallClock
+    from telemetry.core.errors import ErrorLog
+    from telemetry.core.identity import Identity
+
+_FIRST_WINDOW_SECONDS: Final = 1.0
+"""The first window of a run; each following one is twice as long, up to the log interval, so that young runs show."""
+
+_SHORTEST_PHASE_SECONDS: Final = 0.001
+"""Shorter ones are in the ledger, but no line of the log."""
+
+
+class EventLog:
+    """Turns the books and the samples of one rank into lines.
+
+    Args:
+        run_dir: the log goes into its ``logs``.
+        builder: has the newest totals.
+        address: where the metrics are.
+        stall_counts: has the seconds lost in stalls.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        identity: Identity,
+        config: Config,
+        *,
+        accounting: Accounting,
+        builder: TotalsBuilder,
+        address: EndpointAddress,
+        sampler: Sampler,
+        stall_counts: StallCounts,
+        errors: ErrorLog,
+        wall: WallClock,
+    ) -> None:
+        self._identity = identity
+        self._claimed_rank = identity.rank
+        self._config = config
+        self._accounting = accounting
+        self._sampler = sampler
+        self._errors = errors
+        self._wall = wall
+        self._builder = builder
+        self._address = address
+        self._stall_counts = stall_counts
+        self.log = JsonLog(
+            run_dir / "logs",
+            identity,
+            timestamp=wall.iso,
+            step=accounting.count_steps,
+            head=self.head_fields,
+            max_bytes=config.log_max_bytes,
+            max_files=config.log_max_files,
+        )
+        self._seconds = min(_FIRST_WINDOW_SECONDS, config.log_interval_seconds)
+        self._life, self._began = secrets.token_hex(8), False
+        self._before = Totals()  # at the end of the last window
+        self._children = 0
+
+    def emit(self, event: str, values: dict[str, Any]) -> bool:
+        """Write a line; what cannot be written is counted. Returns whether it is in the file."""
+        try:
+            if self.log.emit(event, values):
+                return True
+            self._errors.note("jsonl", self.log.file.last_error or "the log cannot be written")
+        except Exception as error:
+            self._errors.note("jsonl", error)
+        return False
+
+    def start(self) -> bool:
+        """The first line of the run."""
+        self._began = True
+        return self.emit("run_start", self.head_fields())
+
+    def adopt(self, identity: Identity, claimed_rank: int) -> None:
+        """The rank of this process is another one than was known so far: the log goes on under it, and says so.
+
+        Args:
+            identity: with the rank it is shown under.
+            claimed_rank: the rank it takes itself to be.
+        """
+        self._identity, self._claimed_rank = identity, claimed_rank
+        with self._errors.contained("jsonl"):
+            self.log.adopt(identity)
+        if self._began:
+            self.emit("run_start", self.head_fields() | {"continued": True})
+
+    def write_what_is_due(self) -> None:
+        """Phases and errors as they come; a window, and the samples of it, when its time is over."""
+        for span in (*self._accounting.ledger.take_phases(), *self._accounting.take_named_phases()):
+            if span.seconds >= _SHORTEST_PHASE_SECONDS:
+                self.emit("phase", log_fields.phase(span, self._wall.iso(span.start_ns)))
+        self._children = max(self._children, child_processes.started())
+        if self._builder.current().wall_seconds - self._before.wall_seconds >= self._seconds:
+            self._seconds = min(2 * self._seconds, self._config.log_interval_seconds)
+            self.window()
+            for event, values in self._sampler.take_log_fields().items():
+                self.emit(event, values)
+        self.write_errors()
+
+    def window(self) -> None:
+        """The window that ends now, and the run so far."""
+        self._look_after_file()
+        accounting, totals = self._accounting, self._builder.current()
+        window, added = accounting.stats.take_window(), totals - self._before
+        exposed, loop = added.exposed_wait_seconds, added.ledger_seconds[DATA_WAIT] + added.ledger_seconds[COMPUTE]
+        line = {
+            "window_seconds": added.wall_seconds,
+            "steps": window.steps,
+            "optimizer_steps": added.optimizer_steps,
+            "ledger_seconds": added.ledger_seconds,
+            "exposed_wait_seconds": exposed,
+            "exposed_wait_ratio": exposed / loop if exposed is not None and loop > 0 else None,
+            "exposed_wait_source": None if accounting.blind else accounting.exposed_source,
+            "step_seconds": log_fields.percentiles(window.step.percentiles()),
+            "data_wait_seconds": log_fields.percentiles(window.wait.percentiles()),
+            "step_sketch": window.step.as_log_field(),
+            "data_wait_sketch": window.wait.as_log_field(),
+        }
+        self.emit("window", log_fields.rounded(line) | self._totals())
+        # After the line: should it begin a new file, that file's head has what was before.
+        accounting.stats.commit(window)
+        self._before = totals
+
+    def _look_after_file(self) -> None:
+        """A file that others have deleted or renamed is not written any further."""
+        found = self.log.file.look_after()
+        if found is None:
+            return
+        text, lost = found
+        if lost:
+            self._errors.note("jsonl", f"{text}; {lost} lines are lost", count=lost)
+        else:
+            self._errors.tell("jsonl", text)
+
+    def head_fields(self) -> dict[str, Any]:
+        """What a log file begins with; after a rotation also the run so far, whose windows may be gone by then."""
+        head: dict[str, Any] = {
+            "started": self._wall.iso(self._accounting.ledger.start_ns),
+            "world_size": self._identity.world_size,
+            "launcher": self._identity.launcher,
+            "rank_source": self._identity.rank_source,
+            "claimed_rank": self._claimed_rank,
+            "life": self._life,
+            "telemetry_version": __version__,
+            "python_version": platform.python_version(),
+            "cpu_count": os.cpu_count(),
+            "metrics_url": self._address.url,
+            "settings": self._config.as_log_fields(),
+        }
+        stats = self._accounting.stats
+        for name, sketch in (("step", stats.run_step), ("data_wait", stats.run_wait)):
+            if sketch.total:
+                head[f"{name}_sketch"] = sketch.as_log_field()
+                head[f"{name}_max_seconds"] = log_fields.rounded(sketch.largest)
+        return head
+
+    def end_fields(self) -> dict[str, Any]:
+        """The last line of the run."""
+        return self._totals() | {
+            "errors_total": dict(self._errors.counts),
+            "log_lines_dropped": self.log.file.dropped,
+        }
+
+    def write_errors(self) -> None:
+        """The errors that are not in the log yet."""
+        for line in self._errors.take_lines():
+            self.emit("error", line)
+
+    def close(self) -> None:
+        """Give the file back: there is no line after the last one."""
+        self.log.file.forget()
+
+    def _totals(self) -> dict[str, Any]:
+        """The run so far: in every window line, so that the newest line alone tells where the time went."""
+        totals = self._builder.current()
+        fields = {
+            "steps_total": totals.steps,
+            "wall_seconds": totals.wall_seconds,
+            "ledger_total_seconds": totals.ledger_seconds,
+            "exposed_wait_total_seconds": totals.exposed_wait_seconds,
+            "exposed_wait_absent": self._accounting.exposed_absent,
+            "first_wait_seconds": totals.first_wait_seconds,
+            "overhead_seconds": totals.overhead_seconds,
+            "stall_lost_total_seconds": self._stall_counts.lost(),
+            "dropped_steps_total": totals.dropped_steps,
+            "child_processes": self._children,
+            "unseen_steps_total": totals.unseen_steps,
+        }
+        return {key: log_fields.rounded(value) for key, value in fields.items()}

@@ -1,0 +1,149 @@
+"""This node's link to the other nodes of its job: who runs the exchange, and what each rank learns from it.
+
+The rank that serves the node runs `telemetry.job.exchange` on a thread of its own, because a shared file system may
+take seconds or hang. What it learns it puts on the board, where every rank of the node reads it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING, Final
+
+from telemetry.core.clock import NS, now_ns
+from telemetry.core.signal_mask import signals_blocked
+from telemetry.job.exchange import JobExchange
+from telemetry.job.node_report import NodeReport, decoded, encoded
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from telemetry.core.errors import ErrorLog
+    from telemetry.core.interval import RankPace
+    from telemetry.publish.node import NodeService
+
+CYCLE_SECONDS: Final = 5.0
+"""How often a node tells the others. A straggler is judged over a window of 30 s."""
+
+LARGE_CYCLE_SECONDS: Final = 10.0
+"""The same for a job of more than `LARGE_NODES` nodes, whose cycle reads some 70 files."""
+
+LARGE_NODES: Final = 64
+
+_SETTLE_SECONDS: Final = 10.0
+"""Ranks that have not come to this node for so long are taken to be on other ones."""
+
+_STALE_SECONDS: Final = 60.0
+"""What was learned so long ago is dropped: the exchange hangs, or the rank that ran it is gone."""
+
+_END_SECONDS: Final = 0.5
+"""How long the end of the run waits for the thread of the exchange. A file that stays does no harm."""
+
+_FILE: Final = "job.json"
+
+_SOURCE: Final = "job"
+
+
+class JobLink:
+    """What the agent of one rank knows of the other nodes.
+
+    Args:
+        run_dir: the run folder; the nodes have to share it.
+        node_name: of this node.
+        node: the board of this node.
+        errors: told of files that cannot be written, and of a run folder that is not shared.
+        mono_ns: the clock.
+
+    Attributes:
+        cpu_seconds: CPU time that the exchange took.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        node_name: str,
+        node: NodeService,
+        errors: ErrorLog,
+        *,
+        mono_ns: Callable[[], int] = now_ns,
+    ) -> None:
+        self._run_dir = run_dir
+        self._node_name = node_name
+        self._node = node
+        self._errors = errors
+        self._now = mono_ns
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+        self._trouble: str | None = None
+        self._told: set[str] = set()
+        self._ranks = 0
+        self._elsewhere_ns = mono_ns()  # until then there may have been no ranks on other nodes
+        self._cpu_before = 0.0  # of threads that have ended
+        self.cpu_seconds = 0.0
+        self._stamp = 0
+        self._learned_ns = 0
+        self._learned: tuple[RankPace, ...] = ()
+
+    def tick(self, world_size: int) -> None:
+        """Run the exchange where it is this rank's turn. Called about once a second; never waits."""
+        trouble, self._trouble = self._trouble, None
+        if trouble is not None and trouble not in self._told:
+            self._told.add(trouble)
+            self._errors.tell(_SOURCE, trouble)
+        # Ranks of this node may end before others: the most there have been are those of the node.
+        self._ranks = max(self._ranks, self._node.live_ranks()) if self._node.leads else self._ranks
+        elsewhere = self._node.leads and world_size > self._ranks
+        if not elsewhere:
+            self._elsewhere_ns = self._now()
+        # The ranks of a node do not all start at the same moment.
+        wanted = elsewhere and self._now() - self._elsewhere_ns >= _SETTLE_SECONDS * NS
+        running = self._thread is not None and self._thread.is_alive()
+        if wanted and not running:
+            self._stop, self._cpu_before = threading.Event(), self.cpu_seconds
+            self._thread = threading.Thread(target=self._run, args=(self._stop,), name="telemetry-job", daemon=True)
+            with signals_blocked():
+                self._thread.start()
+        elif not wanted and running:
+            self._stop.set()
+
+    def paces(self) -> tuple[RankPace, ...]:
+        """The ranks of other nodes that this rank may wait for; empty where nothing is known of any."""
+        stamp = self._node.stamp(_FILE)
+        if stamp != self._stamp:
+            content = self._node.get(_FILE)
+            report = decoded(content) if content is not None else None
+            self._learned = report.ranks if report is not None else ()
+            self._stamp, self._learned_ns = stamp, self._now()
+        elif self._learned and self._now() - self._learned_ns > _STALE_SECONDS * NS:
+            self._learned = ()
+        return self._learned
+
+    def close(self) -> None:
+        """End the exchange and remove this node's file, unless the file system hangs."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(_END_SECONDS)
+
+    def after_fork_in_child(self) -> None:
+        """The thread is the parent's."""
+        self._thread = None
+
+    def _run(self, stop: threading.Event) -> None:
+        exchange = JobExchange(self._run_dir, self._node_name, self._node.board_name, mono_ns=self._now)
+        while not stop.is_set():
+            try:
+                found = exchange.cycle(self._node.paces())
+                content = encoded(NodeReport(self._node_name, self._now(), exchange.nodes, found))
+                self._node.put(_FILE, content)
+            except Exception as error:
+                why = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+                self._trouble = f"the other nodes cannot be told of this one's ranks: {self._run_dir / 'job'}: {why}"
+            if exchange.shared is False:
+                self._trouble = (
+                    "no other node of this job writes to the run folder, so stragglers are judged on this node alone: "
+                    "put run_dir on a file system that all nodes share"
+                )
+            self.cpu_seconds = time.thread_time() + self._cpu_before
+            stop.wait(CYCLE_SECONDS if exchange.nodes <= LARGE_NODES else LARGE_CYCLE_SECONDS)
+        exchange.leave()

@@ -1,0 +1,134 @@
+"""The composition root: every part of an agent, made with what it needs."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from telemetry.agent.accounting import Accounting
+from telemetry.agent.endpoint_address import EndpointAddress
+from telemetry.agent.event_log import EventLog
+from telemetry.agent.overhead import Overhead
+from telemetry.agent.rank_membership import Membership
+from telemetry.agent.run_view import RunViewBuilder
+from telemetry.agent.sampler import Sampler
+from telemetry.agent.snapshot_control import SnapshotControl
+from telemetry.agent.stall_monitor import StallMonitor
+from telemetry.agent.stall_report import StallCounts
+from telemetry.agent.start_line import absolute
+from telemetry.agent.tick_pace import TickPace
+from telemetry.agent.totals_builder import TotalsBuilder
+from telemetry.agent.training_thread import TrainingThread
+from telemetry.attach.attachment import Attachment
+from telemetry.attach.ring import Ring
+from telemetry.attach.step_tracker import StepTracker
+from telemetry.collect.thread_sampler import ThreadSampler
+from telemetry.core.clock import WallClock, now_ns
+from telemetry.core.errors import ErrorLog
+from telemetry.core.identity import identify, slug
+from telemetry.publish.exposition import Exposition
+
+if TYPE_CHECKING:
+    from telemetry.agent.job_link import JobLink
+    from telemetry.config import Config
+    from telemetry.core.interval import RankPace
+    from telemetry.publish.node import NodeService
+
+
+class AgentParts:
+    """Made in the order in which they need each other. Nothing runs yet.
+
+    Attributes:
+        run_dir: the run folder.
+        identity: run, rank, node and so on.
+        errors: the failures of the agent's own parts.
+        tracker: state of the training thread; ``attachment`` puts the hooks in place that tell it.
+        accounting: ledger, steps and exposed wait. ``overhead``: what the agent costs.
+        event_log: writes the log. ``snapshots``: takes traces.
+    """
+
+    def __init__(self, config: Config) -> None:
+        start_ns = now_ns()
+        self.config = config
+        self.identity = identify(config.run, config.run_dir and absolute(config.run_dir), node=config.node)
+        # Absolute: the script may change its folder, and a rotated log must not follow it.
+        self.run_dir = absolute(config.run_dir or Path("telemetry-runs") / slug(self.identity.run))
+        self.errors = ErrorLog()
+        self._membership = Membership(self.identity, self.errors)
+        self._wall = WallClock()
+
+        self.tracker = StepTracker(Ring())
+        self.attachment = Attachment(
+            self.tracker,
+            partial(self.errors.note, "attach"),
+            gpu_events=config.gpu_events != "off",
+            nvtx=config.nvtx,
+        )
+        self.accounting = Accounting(self.tracker, self.attachment, config, self.errors, start_ns)
+        self._tick_pace = TickPace(config, self.accounting)
+        self._node: NodeService | None = None  # from the start on
+        self._job: JobLink | None = None  # the same
+        self._exposition = Exposition(self.identity.run, self.identity.rank)
+        self._sampler = Sampler(self.tracker, config.interval_seconds, self.errors)
+        self._address = EndpointAddress(config, self.identity.node)
+        self.overhead = Overhead(self.tracker, self._sampler)
+        training = TrainingThread(self.tracker)
+        self._thread_sampler = ThreadSampler(training.ident, training.is_computing, training.is_running)
+        self._builder = TotalsBuilder(
+            self.accounting,
+            self.tracker,
+            self._sampler,
+            self._thread_sampler,
+            self.overhead,
+            peers=self._paces_of_others,
+        )
+        stall_counts = StallCounts()
+        self.event_log = EventLog(
+            self.run_dir,
+            self.identity,
+            config,
+            accounting=self.accounting,
+            builder=self._builder,
+            address=self._address,
+            sampler=self._sampler,
+            stall_counts=stall_counts,
+            errors=self.errors,
+            wall=self._wall,
+        )
+        self._stall_monitor = StallMonitor(
+            config,
+            self.tracker,
+            stall_counts,
+            errors=self.errors,
+            emit=self.event_log.emit,
+            timestamp=self._wall.iso,
+            rank=self.identity.rank,
+            node=self.identity.node,
+        )
+        self.snapshots = SnapshotControl(
+            config,
+            self.identity,
+            self.run_dir,
+            tracker=self.tracker,
+            profilers=self.attachment.profilers,
+            errors=self.errors,
+            wall=self._wall,
+            accounting=self.accounting,
+            event_log=self.event_log,
+        )
+        self._views = RunViewBuilder(
+            accounting=self.accounting,
+            sampler=self._sampler,
+            stalls=self._stall_monitor,
+            snapshots=self.snapshots,
+            errors=self.errors,
+            wall=self._wall,
+        )
+        self.accounting.on_steps = self.snapshots.add_steps
+
+    def _paces_of_others(self) -> tuple[RankPace, ...]:
+        if self._node is None or self.identity.world_size < 2:
+            return ()
+        elsewhere = self._job.paces() if self._job is not None else ()
+        return (*self._node.paces(self.identity.rank), *elsewhere)

@@ -1,0 +1,141 @@
+"""The collectors of one agent: polled, contained, and gathered for the log and the endpoint."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+from telemetry.collect.collector import Collector, CollectorError, Poller
+from telemetry.collect.host import HostSource, ProcessSource
+from telemetry.collect.nvml.source import NvmlSource
+from telemetry.collect.pressure import PressureSource
+from telemetry.collect.torch_memory import TorchMemorySource, cuda
+from telemetry.collect.worker_source import WorkersSource
+from telemetry.core.signal_mask import signals_blocked
+from telemetry.publish import log_fields
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from telemetry.attach.step_tracker import StepTracker
+    from telemetry.core.distribution import Histogram
+    from telemetry.core.errors import ErrorLog
+    from telemetry.core.samples import CollectorHealth
+
+_LOGGED_AS: Final = {
+    "nvml": "gpu",
+    "torch_memory": "gpu",
+    "host": "host",
+    "pressure": "host",
+    "process": "host",
+    "workers": "workers",
+}
+"""Which log event a collector's samples go into."""
+
+
+class Sampler:
+    """Polls every source once a tick.
+
+    Args:
+        tracker: knows the device and the workers of the training thread.
+        interval_seconds: between two samples.
+        errors: told when a source goes down.
+    """
+
+    def __init__(self, tracker: StepTracker, interval_seconds: float, errors: ErrorLog) -> None:
+        self._tracker = tracker
+        self._errors = errors
+        with signals_blocked():
+            self._nvml = NvmlSource(self._device_uuid, interval_seconds=interval_seconds)
+        self._workers = WorkersSource(tracker.sources.live, tracker.sources.take_retired)
+        sources: list[Collector[Any]] = [
+            self._nvml,
+            HostSource(),
+            ProcessSource(lambda: tracker.native_thread),
+            self._workers,
+            PressureSource(),
+            TorchMemorySource(self._device),
+        ]
+        self._pollers: dict[str, Poller[Any]] = {source.name: Poller(source) for source in sources}
+        self._been_up: set[str] = set()
+        self._gathered: dict[str, list[Any]] = {name: [] for name in self._pollers}
+
+    def poll(self, between: Callable[[], None] = lambda: None) -> None:
+        """Read every source that is due; ``between`` is called after each, for any of them may take long."""
+        for name, poller in self._pollers.items():
+            sample = poller.poll()
+            if sample is not None:
+                self._gathered[name].append(sample)
+            if poller.news and poller.health.up is False:
+                reason = poller.health.reason or "no reading"
+                # What was never there (no driver on a CPU machine) is worth a line, but is no failure.
+                missing = poller.expected and name not in self._been_up
+                tell = self._errors.tell if missing else self._errors.note
+                tell(name, reason)
+            elif poller.health.up:
+                self._been_up.add(name)
+            time.sleep(0)  # let the training thread in
+            between()
+
+    def newest(self, name: str) -> Any:
+        """The newest sample of a source; None while it is down."""
+        return self._pollers[name].newest
+
+    def health(self) -> tuple[CollectorHealth, ...]:
+        """How each source fares. One that has nothing to read (no CUDA in use) is left out."""
+        return tuple(
+            poller.health for poller in self._pollers.values() if not (poller.health.up and poller.newest is None)
+        )
+
+    def take_log_fields(self) -> dict[str, dict[str, Any]]:
+        """By log event, the means over the samples since the last call; an event without samples is left out."""
+        events: dict[str, dict[str, Any]] = {}
+        for name, samples in self._gathered.items():
+            if samples:
+                prefix = "process_" if name == "process" else ""
+                merged = {f"{prefix}{key}": value for key, value in log_fields.mean_of(samples).items()}
+                if name == "workers" and not samples[-1].workers and not any(s.workers for s in samples):
+                    merged = {}
+                if merged:
+                    events.setdefault(_LOGGED_AS[name], {}).update(merged)
+                self._gathered[name] = []
+        return events
+
+    def worker_fetches(self) -> Histogram | None:
+        """The fetches of all workers there have been, also where there is no newest sample; None before the first."""
+        return self._workers.fetches
+
+    @property
+    def cpu_seconds(self) -> float:
+        """CPU time of threads of the sources' own."""
+        return self._nvml.cpu_seconds()
+
+    def close(self) -> None:
+        """Close every source. From now on there are no newest samples: what has ended uses nothing any more."""
+        for poller in self._pollers.values():
+            poller.close()
+            poller.newest = None
+
+    def after_fork_in_child(self) -> None:
+        """Forget the threads that did not come along, and close the copies of files that are kept open."""
+        self._nvml.after_fork_in_child()
+        self._workers.close()
+
+    def _device(self) -> int:
+        device = self._tracker.device
+        if device is None:
+            module = cuda()
+            if module is not None and module.device_count() == 1:
+                return 0
+            raise CollectorError("the training thread's device is not known before its first batch")
+        return device
+
+    def _device_uuid(self) -> str | None:
+        """The UUID of the training thread's device; None before it is known."""
+        module = cuda()
+        if module is None:
+            return None
+        try:
+            return str(module.get_device_properties(self._device()).uuid)
+        except (CollectorError, AttributeError):
+            return None

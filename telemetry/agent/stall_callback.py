@@ -1,0 +1,90 @@
+"""The user's callback for stalls: called on a thread of its own, one call at a time."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections import deque
+from typing import TYPE_CHECKING, Any, Final
+
+from telemetry.core.signal_mask import signals_blocked
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from telemetry.core.errors import ErrorLog
+
+_SOURCE: Final = "on_stall"
+
+
+class StallCallback:
+    """Calls the user's function for each stall. The caller never waits for it.
+
+    There is a thread only while a call is in progress. A stall that opens meanwhile is not told: that is counted as
+    an error, and the log names it. What the function raises is counted too.
+
+    Args:
+        callback: the function, or its dotted name, which is looked up at the first stall; None for none.
+        errors: told of calls that failed and of stalls that were not told. By the caller's thread alone.
+    """
+
+    def __init__(self, callback: Callable[[dict[str, Any]], Any] | str | None, errors: ErrorLog) -> None:
+        self._callback = callback
+        self._errors = errors
+        self._thread: threading.Thread | None = None
+        self._failed: deque[str] = deque()
+
+    def tell(self, stall: dict[str, Any]) -> None:
+        """Have the function called with the fields of a stall. Returns at once."""
+        if self._callback is None:
+            return
+        self.note_failures()
+        if self._thread is not None and self._thread.is_alive():
+            cause = stall.get("cause")
+            self._errors.note(_SOURCE, f"not told of a stall ({cause}): the call for an earlier one has not returned")
+            return
+        thread = threading.Thread(
+            target=self._call, args=(self._callback, stall), name="telemetry-on-stall", daemon=True
+        )
+        with self._errors.contained(_SOURCE):  # no more threads can be had
+            with signals_blocked():
+                thread.start()
+            self._thread = thread
+
+    def note_failures(self) -> None:
+        """Count the calls that have failed since the last time."""
+        while self._failed:
+            self._errors.note(_SOURCE, self._failed.popleft())
+
+    def wait(self, seconds: float) -> None:
+        """Wait for the call in progress, but no longer than so many seconds."""
+        thread = self._thread
+        if thread is None:
+            return
+        thread.join(seconds)
+        self.note_failures()
+        if thread.is_alive():
+            self._errors.tell(_SOURCE, "the run has ended, and the call for a stall has not returned")
+
+    def _call(self, callback: Callable[[dict[str, Any]], Any] | str, stall: dict[str, Any]) -> None:
+        try:
+            _resolve(callback)(stall)
+        except BaseException as error:  # also of sys.exit(): Python would print others to stderr
+            self._failed.append(_text(error))
+
+
+def _text(error: BaseException) -> str:
+    """What the exception says. Only the text is kept: its frames hold what the function has at hand."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return type(error).__name__
+
+
+def _resolve(callback: Callable[[dict[str, Any]], Any] | str) -> Callable[[dict[str, Any]], Any]:
+    """Look up a callback given by its dotted name: not before a stall, when its module has long been imported."""
+    if not isinstance(callback, str):
+        return callback
+    module, _, name = callback.rpartition(".")
+    found: Callable[[dict[str, Any]], Any] = getattr(importlib.import_module(module), name)
+    return found

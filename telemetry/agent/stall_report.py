@@ -1,0 +1,73 @@
+"""A stall as the fields of its log lines, which the user's callback and a snapshot's manifest have too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from telemetry.core.labels import CAUSES
+from telemetry.diagnose.advice.advise import advise
+from telemetry.diagnose.evidence_log import evidence_field
+from telemetry.diagnose.straggler import absent_rank, straggler
+
+if TYPE_CHECKING:
+    from telemetry.agent.hang_monitor import Stuck
+    from telemetry.diagnose.stall_detector import Stall
+    from telemetry.diagnose.straggler import Straggler
+
+
+@dataclass(slots=True)
+class StallCounts:
+    """Stalls so far, by cause: how many have opened, and the seconds lost."""
+
+    opened: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0))
+    lost_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0.0))
+
+    def lost(self) -> dict[str, float]:
+        """The seconds lost; causes that cost nothing are left out."""
+        return {cause: seconds for cause, seconds in self.lost_seconds.items() if seconds}
+
+
+def stall_fields(stall: Stall, stuck: Stuck | None, node: str) -> dict[str, Any]:
+    """Cause, evidence and advice.
+
+    Args:
+        stall: as far as it has come.
+        stuck: the run that is stuck, where that is the stall.
+        node: name of this node.
+    """
+    lost = {cause: round(seconds, 3) for cause, seconds in stall.lost_seconds.items()}
+    ratio, stuck = stall.exposed_ratio, stuck if stall.stuck else None
+    evidence = evidence_field(stall.evidence) | {"lost_seconds": lost}
+    slow = slow_rank(stall, stuck)
+    if slow is not None:
+        evidence |= {"straggler_rank": slow.rank, "straggler_node": slow.node or node, "straggler_reason": slow.why}
+    advice = advise(stall.cause, stall.evidence)
+    if stuck is not None:
+        evidence |= stuck.evidence()
+        advice = advice if stall.cause == "worker_stuck" else stuck.advice()
+    return {
+        "cause": stall.cause,
+        "first_step": stall.opened_step,
+        "exposed_wait_ratio": None if ratio is None else round(ratio, 4),
+        "evidence": evidence,
+        "advice": [
+            {
+                "action": a.action,
+                "setting": a.setting,
+                "value": a.value,
+                "predicted_speedup": a.predicted_speedup,
+                "because": a.because,
+            }
+            for a in advice
+        ],
+    }
+
+
+def slow_rank(stall: Stall, stuck: Stuck | None) -> Straggler | None:
+    """The rank that this one waits for, while that is what it loses its time to."""
+    if stall.cause != "straggler":
+        return None
+    if stall.stuck:
+        return absent_rank(stuck.missing) if stuck is not None and stuck.missing is not None else None
+    return straggler(stall.evidence.pace, stall.evidence.peers)

@@ -1,0 +1,64 @@
+"""Captures of CUDA graphs in progress in this process, on any thread.
+
+In the capture mode "global", torch's default, a capture fails if any thread of the process makes a call meanwhile that
+CUDA considers unsafe; the query of an event is one. Torch tells a thread about its own stream only. So the beginning
+and the end of every capture are noted here.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from threading import get_ident
+from typing import TYPE_CHECKING, Any, Final
+
+from telemetry.attach.patches import around
+from telemetry.core.clock import now_ns
+
+if TYPE_CHECKING:
+    from telemetry.attach.patches import Patches
+
+_MAX_NS: Final = 1_000_000_000
+"""How long the beginning of a capture waits at most for a call of ours to return. Such a call takes microseconds."""
+
+
+class Captures:
+    """Follows the captures.
+
+    Each side first says what it is about to do and then checks the other. So no event is touched during a capture, even
+    if both begin at the same moment.
+
+    Attributes:
+        touching: ident of the thread that makes calls to the device for us right now; 0 for none.
+    """
+
+    def __init__(self) -> None:
+        self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.touching = 0
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a graph is being captured."""
+        return len(self._graphs) > 0
+
+    def patch(self, graph: Any, patches: Patches) -> None:
+        """Patch a class of graphs, such as ``torch.cuda.CUDAGraph``, if it has what there is to patch."""
+        if graph is None or not {"capture_begin", "capture_end"} <= vars(graph).keys():
+            return
+        patches.replace(
+            graph, "capture_begin", lambda original: around(original, before=self._begin, after=self._begun)
+        )
+        patches.replace(graph, "capture_end", lambda original: around(original, after=self._ended))
+
+    def _begin(self, graph: Any) -> None:
+        self._graphs.add(graph)
+        deadline = now_ns() + _MAX_NS
+        while self.touching not in {0, get_ident()} and now_ns() < deadline:
+            time.sleep(0.0001)
+
+    def _begun(self, graph: Any, _noted: None, failed: bool) -> None:  # noqa: FBT001
+        if failed:
+            self._graphs.discard(graph)
+
+    def _ended(self, graph: Any, _noted: None, _failed: bool) -> None:  # noqa: FBT001
+        self._graphs.discard(graph)

@@ -1,0 +1,316 @@
+"""The hooks in the DataLoader: the request for a batch, and the start and the end of an iteration.
+
+`_BaseDataLoaderIter.__next__` is the one place that every iterator passes through, single- or multi-process, made
+before or after the agent; `StopIteration` leaves through it too. `DataLoader.__iter__` starts the workers, and
+`_shutdown_workers` stops them. The StatefulDataLoader of torchdata defines the last two itself, and inherits the first.
+A loader that is no DataLoader may make torch's iterators itself: then an iteration begins with their constructor.
+"""
+
+from __future__ import annotations
+
+import functools
+from threading import get_ident
+from time import thread_time_ns
+from typing import TYPE_CHECKING, Any
+
+from telemetry.attach.next_timer import TimedWait, end_timed, time_starts, time_wait, timed_reset
+from telemetry.attach.ring import MASK, S_DATA_WAIT, STEP, STRIDE
+from telemetry.attach.step_tracker import OVERHEAD_EVERY, OVERHEAD_MASK, StepTracker
+from telemetry.attach.traceback_frames import forget_frame
+from telemetry.core.clock import now_ns
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from types import ModuleType
+
+    from telemetry.attach.patches import Patches
+    from telemetry.attach.ring import Ring
+
+
+def patch_loader(module: ModuleType, tracker: StepTracker, grad_enabled: Callable[[], bool], patches: Patches) -> None:
+    """Patch ``torch.utils.data.dataloader``.
+
+    Args:
+        module: that one.
+        tracker: is told of every request and every iteration.
+        grad_enabled: ``torch.is_grad_enabled``.
+        patches: undo it.
+    """
+    patches.replace(
+        module._BaseDataLoaderIter, "__next__", lambda original: timed_next(original, tracker, grad_enabled)
+    )
+    patch_epoch_boundaries(module.DataLoader, module._MultiProcessingDataLoaderIter, tracker, patches)
+    time_starts(module, tracker, patches)
+    patches.replace(
+        module._SingleProcessDataLoaderIter, "__init__", lambda original: timed_constructor(original, tracker)
+    )
+
+
+def patch_epoch_boundaries(loader: Any, workers: Any, tracker: StepTracker, patches: Patches) -> None:
+    """Patch the start and the end of an iteration.
+
+    Args:
+        loader: a class of loaders.
+        workers: the class of its iterators with workers.
+        tracker: is told of both.
+        patches: undo it.
+    """
+    patches.replace(loader, "__iter__", lambda original: timed_iter(original, tracker))
+    patches.replace(workers, "__init__", lambda original: timed_constructor(original, tracker))
+    patches.replace(workers, "_shutdown_workers", lambda original: timed_shutdown(original, tracker))
+    patches.replace(workers, "_reset", lambda original: timed_reset(original, tracker))
+
+
+def timed_next(
+    original: Callable[[Any], Any], tracker: StepTracker, grad_enabled: Callable[[], bool]
+) -> Callable[[Any], Any]:
+    """``__next__`` with its wait written into the ring.
+
+    The fast path (see `FastPath`) is inlined: a call costs more than all the stores together. All that it needs are
+    defaults of its parameters, which lie side by side in memory: a variable of the closure lies in a cell of its own,
+    and a global one behind two dictionaries, and a real step evicts them from the caches. Between the arrival of the
+    batch and the last store there is no call, so neither a signal nor a thread switch can come in between.
+
+    Args:
+        original: the ``__next__`` of an iterator.
+        tracker: is told of each request.
+        grad_enabled: whether gradients are on.
+    """
+
+    @functools.wraps(original)
+    def __next__(  # noqa: N807, PLR0917
+        self: Any,
+        tracker: StepTracker = tracker,
+        identity: Callable[[object], int] = id,
+        thread: Callable[[], int] = get_ident,
+        grad_enabled: Callable[[], bool] = grad_enabled,
+        now: Callable[[], int] = now_ns,
+        original: Callable[[Any], Any] = original,
+        ring: Ring = tracker.ring,
+        words: list[Any] = tracker.ring.words,
+        mask: int = MASK,
+        stride: int = STRIDE,
+        sampled: int = OVERHEAD_MASK,
+        slow_path: Callable[[Any], Any] = _timed_on_slow_path(original, tracker),  # noqa: B008
+    ) -> Any:
+        if identity(self) != tracker.fast_path_iterator_id or thread() != tracker.thread or not grad_enabled():
+            try:
+                return slow_path(self)
+            except BaseException as error:
+                forget_frame(error)
+                raise
+        start = now()
+        tracker.waiting_since = start
+        try:
+            batch = original(self)
+            end = now()
+        except BaseException as error:
+            _failed(tracker, self, start, STEP, error)
+            forget_frame(error)
+            raise
+        try:
+            head = ring.head
+            if head < ring.limit:
+                slot = head & mask
+                words[slot] = start
+                words[slot + 1] = end
+                ring.head = head + stride
+            else:
+                ring.push(start, end, STEP)
+            tracker.waiting_since = 0
+            if not head & sampled:
+                tracker.overhead_ns += (now() - end) * OVERHEAD_EVERY
+        except BaseException as error:
+            _contain(tracker, error)
+        return batch
+
+    return __next__
+
+
+def _timed_on_slow_path(original: Callable[[Any], Any], tracker: StepTracker) -> Callable[[Any], Any]:
+    """All other cases: another thread, another loader, evaluation, a phase, a wait that the GPU's clock times."""
+
+    def __next__(self: Any) -> Any:  # noqa: N807
+        elsewhere = get_ident() != tracker.thread
+        if elsewhere or tracker.waiting_since:
+            tracker.requests_elsewhere += elsewhere
+            try:
+                return original(self)
+            except BaseException as error:
+                forget_frame(error)
+                raise
+        try:
+            entry = tracker.request(self)
+            tracker.boundaries.requested(entry)
+            if tracker.gpu is not None:
+                _mark(tracker, self, entry)
+            cpu = thread_time_ns() if tracker.time_fetches and entry & 7 == S_DATA_WAIT else 0
+            ranges = tracker.boundaries.wait_begins(self) if tracker.profiler_ranges.makers else ()
+            timed = time_wait(tracker, self, entry) if tracker.next_timer.wanted else None
+            start = now_ns()
+            tracker.waiting_since = start if entry & 7 == S_DATA_WAIT else -start
+        except Exception as error:
+            tracker.fault(error)
+            return original(self)
+        end = 0
+        try:
+            batch = original(self)
+            end = now_ns()
+        except BaseException as error:
+            _failed(tracker, self, start, entry, error)
+            forget_frame(error)
+            raise
+        finally:
+            if ranges or timed is not None:
+                _end(tracker, ranges, timed, self, batch=end > 0)
+        try:
+            if cpu:
+                tracker.fetch_timed(end - start, thread_time_ns() - cpu)
+            tracker.delivered(self, start, end, entry)
+            if tracker.batch_release.wanted and entry & 7 == S_DATA_WAIT:
+                tracker.batch_release.follow(batch)
+            tracker.overhead_ns += now_ns() - end
+            if tracker.gpu is not None:
+                _arrived(tracker, start, end)
+        except BaseException as error:
+            _contain(tracker, error)
+        return batch
+
+    return __next__
+
+
+def _failed(tracker: StepTracker, iterator: object, start: int, entry: int, error: BaseException) -> None:
+    try:
+        tracker.failed(iterator, start, entry, error)
+        if tracker.gpu is not None:
+            _arrived(tracker, start, now_ns())
+    except BaseException as ours:
+        _contain(tracker, ours)
+
+
+def _contain(tracker: StepTracker, error: BaseException) -> None:
+    """Count a failure of ours. Ctrl-C in our code is none: it is raised, and the next request is measured again."""
+    if not isinstance(error, Exception):
+        tracker.waiting_since = 0
+        raise error
+    tracker.fault(error)
+
+
+def _end(
+    tracker: StepTracker,
+    ranges: Sequence[Callable[[], object]],
+    timed: TimedWait | None,
+    iterator: object,
+    *,
+    batch: bool,
+) -> None:
+    if timed is not None:
+        end_timed(tracker, timed, iterator, batch=batch)
+    try:
+        tracker.profiler_ranges.end(ranges)
+    except Exception as error:
+        tracker.fault(error)
+
+
+def _mark(tracker: StepTracker, iterator: object, entry: int) -> None:
+    try:
+        tracker.mark_request(iterator, entry)
+    except Exception as error:
+        tracker.without_gpu(error)
+
+
+def _arrived(tracker: StepTracker, start: int, end: int) -> None:
+    try:
+        if tracker.gpu is not None:
+            tracker.gpu.batch_arrived(start, end)
+    except Exception as error:
+        tracker.without_gpu(error)
+
+
+def timed_iter(original: Callable[[Any], Any], tracker: StepTracker) -> Callable[[Any], Any]:
+    """``DataLoader.__iter__`` with the start of the workers written into the ring."""
+    timed = _timed_boundary(original, tracker, leaves=False)
+    timed._telemetry_timed = True  # type: ignore[attr-defined]
+    return timed
+
+
+def timed_constructor(original: Callable[..., None], tracker: StepTracker) -> Callable[..., None]:
+    """The constructor of an iterator, as the start of an iteration of its loader.
+
+    Within the loader's ``__iter__`` it is part of that span.
+    """
+
+    @functools.wraps(original)
+    def __init__(self: Any, loader: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        def make(loader: Any) -> Any:
+            try:
+                original(self, loader, *args, **kwargs)
+            except BaseException as error:
+                forget_frame(error)
+                raise
+            return self
+
+        try:
+            timed_iter(make, tracker)(loader)
+        except BaseException as error:
+            forget_frame(error)
+            raise
+
+    return __init__
+
+
+def timed_shutdown(original: Callable[[Any], Any], tracker: StepTracker) -> Callable[[Any], Any]:
+    """``_shutdown_workers`` with its time written into the ring.
+
+    At the end of an epoch it is part of a request. But an iterator that is left (with ``break``, or because it was
+    asked for one batch only) stops its workers when it is released. The training thread waits for that, because a
+    fetch in progress is not cancelled.
+    """
+    return _timed_boundary(original, tracker, leaves=True)
+
+
+def _timed_boundary(original: Callable[[Any], Any], tracker: StepTracker, *, leaves: bool) -> Callable[[Any], Any]:
+    """The start or the end of an iteration, written into the ring if the tracker has a code for its span."""
+
+    @functools.wraps(original)
+    def boundary(self: Any) -> Any:
+        entry = None
+        try:
+            if get_ident() == tracker.thread and not tracker.waiting_since:
+                entry = tracker.leaving(self) if leaves else tracker.iteration(self)
+            if entry is not None:
+                tracker.boundaries.requested(entry)
+                if tracker.gpu is not None:
+                    _mark(tracker, None, entry)
+                start = now_ns()
+                tracker.waiting_since = start if entry & 7 == S_DATA_WAIT else -start
+        except Exception as error:
+            tracker.fault(error)
+            return original(self)
+        result = None
+        try:
+            result = original(self)
+        except BaseException as error:
+            forget_frame(error)
+            raise
+        finally:
+            if entry is not None:
+                _boundary_passed(tracker, start, entry, result)
+        try:
+            if not leaves and tracker.active:
+                tracker.sources.begun(result)
+        except Exception as error:
+            tracker.fault(error)
+        return result
+
+    return boundary
+
+
+def _boundary_passed(tracker: StepTracker, start: int, entry: int, iterator: object | None) -> None:
+    try:
+        end = now_ns()
+        tracker.iterated(start, end, entry, iterator)
+        if tracker.gpu is not None:
+            _arrived(tracker, start, end)
+    except BaseException as error:
+        _contain(tracker, error)

@@ -1,0 +1,59 @@
+"""What an object is, by its type alone: its attributes prove nothing, and reading one may raise."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from typing import Any
+
+
+class Wrapper:
+    """Around a watched object (``_telemetry_object``), or around an iterator of the wrapper ``_telemetry_source``."""
+
+    __slots__ = ("__weakref__", "_telemetry_object", "_telemetry_source")
+
+    _telemetry_object: Any
+    _telemetry_source: Any
+
+
+def origin(candidate: object) -> weakref.ref[Any] | None:
+    """A weak reference to the object handed to ``watch()``.
+
+    Args:
+        candidate: its wrapper, or an iterator of the wrapper. For anything else the result is None.
+    """
+    if not issubclass(type(candidate), Wrapper):
+        return None
+    wrapper: Any = candidate
+    if wrapper._telemetry_source is not None:
+        wrapper = wrapper._telemetry_source
+    try:
+        return weakref.ref(wrapper._telemetry_object)
+    except TypeError:  # a list takes no weak references
+        return weakref.ref(wrapper)
+
+
+def unwrapped(candidate: Any) -> Any:
+    """The object inside a wrapper; anything else as it is."""
+    return candidate._telemetry_object if issubclass(type(candidate), Wrapper) else candidate
+
+
+def is_loader(candidate: object) -> bool:
+    """Whether it is a ``DataLoader`` of torch or of a subclass."""
+    return _is_a(candidate, "DataLoader")
+
+
+def is_loader_iterator(candidate: object) -> bool:
+    """Whether it is an iterator of a ``DataLoader``, including torchdata's."""
+    return _is_a(candidate, "_BaseDataLoaderIter")
+
+
+def workers_of(candidate: Any) -> list[Any]:
+    """The workers of a ``DataLoader``'s iterator, processes or threads; empty for anything else."""
+    workers = vars(candidate).get("_workers") if is_loader_iterator(candidate) else None
+    return workers if isinstance(workers, list) else []
+
+
+def _is_a(candidate: object, name: str) -> bool:
+    kind = getattr(sys.modules.get("torch.utils.data.dataloader"), name, None)
+    return isinstance(kind, type) and issubclass(type(candidate), kind)

@@ -1,0 +1,241 @@
+"""What the training thread does itself inside ``next()`` where workers fetch: above all, it runs the sampler.
+
+A DataLoader with workers asks its sampler for the next indices on the thread that asks for batches, before it returns
+the batch that has come. That time is added to every step, however many workers there are. The iterator does it in
+``_next_index``. To time it, a callable of ours is put into the iterator's own ``__dict__`` during one call of
+``next()``: for a few batches a second, and where an epoch begins. All other steps run torch's own code.
+"""
+
+from __future__ import annotations
+
+import weakref
+from threading import get_ident
+from time import thread_time_ns
+from typing import TYPE_CHECKING, Any, Final
+
+from telemetry.attach.patches import around
+from telemetry.attach.ring import S_DATA_WAIT
+from telemetry.attach.traceback_frames import forget_frame
+from telemetry.core.clock import now_ns
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from telemetry.attach.patches import Patches
+    from telemetry.attach.step_tracker import StepTracker
+
+_NAME: Final = "_next_index"
+
+
+class NextTimer:
+    """Sums over timed waits and over garbage collections, nanoseconds. Written on the training thread.
+
+    Attributes:
+        wanted: how many of the next batches are to be timed. Set on the agent thread, and where an epoch begins.
+        at_boundary: an iteration has begun or ended since the newest batch. Not before the first batch of the run.
+        batches: batches of workers that were timed, without the first of each epoch.
+        sampler_ns, sampler_cpu_ns: what the sampler took for them, by the wall clock and by this thread's CPU clock,
+            without garbage collections.
+        receiving_cpu_ns: CPU time of this thread for the rest of those waits: to receive and unpickle the batch.
+        boundary_sampler_ns, boundary_sampler_cpu_ns: what the sampler took where epochs began, in every epoch but the
+            first.
+        garbage_ns: garbage collections that stopped this thread while it asked for a batch. ``boundary_garbage_ns``:
+            where an epoch ended or began. ``garbage_cpu_ns``: CPU time of this thread for all of them.
+    """
+
+    __slots__ = (
+        "at_boundary",
+        "batches",
+        "boundary_garbage_ns",
+        "boundary_sampler_cpu_ns",
+        "boundary_sampler_ns",
+        "garbage_cpu_ns",
+        "garbage_ns",
+        "receiving_cpu_ns",
+        "sampler_cpu_ns",
+        "sampler_ns",
+        "wanted",
+    )
+
+    def __init__(self) -> None:
+        self.wanted = 0
+        self.at_boundary = False
+        self.batches = 0
+        self.sampler_ns = self.sampler_cpu_ns = self.receiving_cpu_ns = 0
+        self.boundary_sampler_ns = self.boundary_sampler_cpu_ns = 0
+        self.garbage_ns = self.boundary_garbage_ns = self.garbage_cpu_ns = 0
+
+    def epoch_boundary(self) -> None:
+        """An iteration begins or has ended, and it is not the first of the run."""
+        self.at_boundary = True
+        self.wanted = self.wanted or 1
+
+    @property
+    def collecting(self) -> tuple[int, int]:
+        """Garbage collections in waits so far, ns: by the wall clock, and by this thread's CPU clock."""
+        return self.garbage_ns + self.boundary_garbage_ns, self.garbage_cpu_ns
+
+    def collected(self, lost_ns: int, cpu_ns: int) -> None:
+        """A garbage collection has stopped the training thread in a wait."""
+        self.garbage_cpu_ns += cpu_ns
+        if self.at_boundary:
+            self.boundary_garbage_ns += lost_ns
+        else:
+            self.garbage_ns += lost_ns
+
+
+class TimedWait:
+    """A wait for a batch of workers, or the start of an epoch, whose parts are timed.
+
+    Args:
+        tracker: knows of garbage collections, and takes the sums.
+        iterator: of the loader.
+    """
+
+    __slots__ = ("_before", "_sampler", "_tracker")
+
+    def __init__(self, tracker: StepTracker, iterator: object) -> None:
+        self._tracker = tracker
+        self._sampler = _TimedSampler(tracker.next_timer, iterator)
+        vars(iterator)[_NAME] = self._sampler
+        self._before = _Clocks(tracker.next_timer)
+
+    def end(self, iterator: object, *, batch: bool) -> None:
+        """The wait is over. ``batch``: it returned one."""
+        timer, sampler = self._tracker.next_timer, self._sampler
+        _, cpu = self._before.passed(timer)
+        if vars(iterator).get(_NAME) is sampler:
+            del vars(iterator)[_NAME]
+        if timer.at_boundary:
+            timer.boundary_sampler_ns += sampler.ns
+            timer.boundary_sampler_cpu_ns += sampler.cpu_ns
+        elif batch:
+            timer.batches += 1
+            timer.sampler_ns += sampler.ns
+            timer.sampler_cpu_ns += sampler.cpu_ns
+            timer.receiving_cpu_ns += max(0, cpu - sampler.cpu_ns)
+
+
+class _Clocks:
+    """The wall clock and this thread's CPU clock, from which garbage collections are subtracted."""
+
+    __slots__ = ("_collecting", "_cpu_ns", "_wall_ns")
+
+    def __init__(self, timer: NextTimer) -> None:
+        self._collecting = timer.collecting
+        self._cpu_ns = thread_time_ns()
+        self._wall_ns = now_ns()
+
+    def passed(self, timer: NextTimer) -> tuple[int, int]:
+        """Nanoseconds since then without collections: by the wall clock, and on the CPU."""
+        wall, cpu = now_ns() - self._wall_ns, thread_time_ns() - self._cpu_ns
+        (wall_after, cpu_after), (wall_before, cpu_before) = timer.collecting, self._collecting
+        return max(0, wall - wall_after + wall_before), max(0, cpu - cpu_after + cpu_before)
+
+
+class _TimedSampler:
+    """Replaces ``_next_index`` of one iterator, and times it on the training thread.
+
+    It does not keep the iterator alive, for its workers end with it.
+    """
+
+    __slots__ = ("_iterator", "_thread", "_timer", "cpu_ns", "ns")
+
+    def __init__(self, timer: NextTimer, iterator: object) -> None:
+        self._timer = timer
+        self._iterator = weakref.ref(iterator)
+        self._thread = get_ident()
+        self.ns = self.cpu_ns = 0
+
+    def __call__(self) -> Any:
+        iterator: Any = self._iterator()
+        before = _Clocks(self._timer) if get_ident() == self._thread else None
+        try:
+            return type(iterator)._next_index(iterator)
+        except BaseException as error:
+            forget_frame(error)
+            raise
+        finally:
+            if before is not None:
+                ns, cpu_ns = before.passed(self._timer)
+                self.ns += ns
+                self.cpu_ns += cpu_ns
+
+
+def time_wait(tracker: StepTracker, iterator: object, entry: int) -> TimedWait | None:
+    """Time a wait that is about to begin. None if it is not for training, or if no workers are known to fetch.
+
+    Args:
+        tracker: asks for it.
+        iterator: of the loader.
+        entry: the code of the wait's span.
+    """
+    if entry & 7 != S_DATA_WAIT:
+        return None
+    tracker.next_timer.wanted -= 1
+    return TimedWait(tracker, iterator) if tracker.sources.known(iterator) is not None and _timeable(iterator) else None
+
+
+def end_timed(tracker: StepTracker, timed: TimedWait, iterator: object, *, batch: bool) -> None:
+    """End what `time_wait` began. Never raises."""
+    try:
+        timed.end(iterator, batch=batch)
+    except Exception as error:
+        tracker.note_error(error)
+
+
+def _timeable(iterator: object) -> bool:
+    own = getattr(iterator, "__dict__", None)
+    return (
+        own is not None and hasattr(type(iterator), _NAME) and isinstance(own.get(_NAME), (_TimedSampler, type(None)))
+    )
+
+
+def time_starts(module: Any, tracker: StepTracker, patches: Patches) -> None:
+    """Patch what calls ``iter(sampler)`` in the base class of all iterators: the constructor, and ``_reset``.
+
+    Args:
+        module: ``torch.utils.data.dataloader``.
+        tracker: takes the sums.
+        patches: undo it.
+    """
+    map_style = module._DatasetKind.Map
+
+    def before(_iterator: Any) -> _Clocks | None:
+        return _Clocks(tracker.next_timer) if _at_boundary(tracker) else None
+
+    def after(iterator: Any, clocks: _Clocks | None, failed: bool) -> None:  # noqa: FBT001
+        # An iterable data set has no sampler of its own; but there may be a seed to agree on with other ranks.
+        if clocks is None or failed or not _fetches_in_workers(iterator, map_style):
+            return
+        ns, cpu_ns = clocks.passed(tracker.next_timer)
+        tracker.next_timer.boundary_sampler_ns += ns
+        tracker.next_timer.boundary_sampler_cpu_ns += cpu_ns
+
+    for name in ("__init__", "_reset"):
+        patches.replace(module._BaseDataLoaderIter, name, lambda original: around(original, before=before, after=after))
+
+
+def _at_boundary(tracker: StepTracker) -> bool:
+    return tracker.next_timer.at_boundary and get_ident() == tracker.thread and tracker.waiting_since > 0
+
+
+def _fetches_in_workers(iterator: Any, map_style: object) -> bool:
+    return bool(getattr(iterator, "_num_workers", 0)) and getattr(iterator, "_dataset_kind", None) == map_style
+
+
+def timed_reset(original: Callable[..., Any], tracker: StepTracker) -> Callable[..., Any]:
+    """``_reset`` of an iterator with workers: it draws the indices of all batches that are prefetched."""
+
+    def before(iterator: Any) -> TimedWait | None:
+        try:
+            return TimedWait(tracker, iterator) if _at_boundary(tracker) and _timeable(iterator) else None
+        except Exception as error:
+            tracker.fault(error)
+            return None
+
+    def after(iterator: Any, timed: TimedWait | None, _failed: bool) -> None:  # noqa: FBT001
+        if timed is not None:
+            end_timed(tracker, timed, iterator, batch=False)
+
+    return around(original, before=before, after=after)

@@ -1,0 +1,102 @@
+"""The user's own profilers: which ones record, and a call before one begins.
+
+Kineto has one session per process. A second one empties the first, and the one that stops last then ends the process
+with a segmentation fault (torch 2.13, sessions on two threads). So our profiler never begins while one of the user's
+records, and ours has ended before one of theirs begins.
+
+Everything that records passes through `torch.autograd.profiler`: `torch.profiler.profile` with its schedules (its
+warm-up included, which no public state shows), Lightning's profilers, the autograd profiler and ``emit_nvtx``.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+from telemetry.attach.patches import around
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import ModuleType
+
+    from telemetry.attach.patches import Patches
+
+_BEGIN: Final = {
+    "profile": ("_prepare_trace", "_start_trace"),
+    "emit_nvtx": ("__enter__",),
+    "emit_itt": ("__enter__",),
+}
+
+_DAEMON_VARIABLE: Final = "KINETO_USE_DAEMON"
+
+
+class ProfilerWatch:
+    """Follows the profilers of the process.
+
+    Args:
+        on_error: told of a failure of ours while one of theirs begins.
+
+    Attributes:
+        before_theirs: called before one of theirs begins, on its thread; it returns when ours has ended.
+    """
+
+    def __init__(self, on_error: Callable[[BaseException], None]) -> None:
+        self.before_theirs: Callable[[], None] | None = None
+        self._on_error = on_error
+        self._theirs: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._our_thread = 0
+        self._enabled: Callable[[], bool] = lambda: False
+
+    def patch(self, module: ModuleType, enabled: Callable[[], bool], patches: Patches) -> None:
+        """Patch ``torch.autograd.profiler``. ``enabled``: whether a profiler records on the calling thread."""
+        self._enabled = enabled
+        for name, beginnings in _BEGIN.items():
+            owner = vars(module).get(name)
+            if owner is None:
+                continue
+            for beginning in beginnings:
+                patches.replace(
+                    owner, beginning, lambda original: around(original, before=self._begin, after=self._begun)
+                )
+            patches.replace(owner, "__exit__", lambda original: around(original, after=self._ended))
+
+    def theirs(self) -> str | None:
+        """Why our profiler must not begin on the calling thread; None if it may."""
+        if os.environ.get(_DAEMON_VARIABLE):
+            return f"{_DAEMON_VARIABLE} is set: profiling is left to the daemon"
+        if self.at_work() or self._enabled():
+            return "a profiler of the script's own is at work"
+        return None
+
+    def at_work(self) -> bool:
+        """Whether one of theirs records or warms up, on any thread."""
+        return len(self._theirs) > 0
+
+    @contextmanager
+    def ours(self) -> Iterator[None]:
+        """A context in which this thread begins or ends our own profiler."""
+        self._our_thread = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._our_thread = 0
+
+    def _begin(self, profiler: Any) -> None:
+        if threading.get_ident() == self._our_thread:
+            return
+        try:
+            self._theirs.add(profiler)  # first: from here on ours does not begin
+            if self.before_theirs is not None:
+                self.before_theirs()
+        except Exception as error:
+            self._on_error(error)
+
+    def _begun(self, profiler: Any, _noted: None, failed: bool) -> None:  # noqa: FBT001
+        if failed:
+            self._theirs.discard(profiler)
+
+    def _ended(self, profiler: Any, _noted: None, _failed: bool) -> None:  # noqa: FBT001
+        self._theirs.discard(profiler)

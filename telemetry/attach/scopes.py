@@ -1,0 +1,128 @@
+"""Phases and steps that the script names: ``with telemetry.phase(...)``, ``with telemetry.step()``, a checkpoint."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from telemetry.attach import ring as r
+from telemetry.attach.fast_path import LOOP_CHANGED
+from telemetry.core.clock import now_ns
+from telemetry.core.labels import CHECKPOINT, EVALUATION, OTHER
+from telemetry.core.spans import PhaseSpan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from telemetry.attach.fast_path import FastPath
+    from telemetry.attach.step_boundaries import StepBoundaries
+    from telemetry.attach.step_state import StepState
+
+_CATEGORY_OF: Final = {EVALUATION: r.S_EVALUATION, CHECKPOINT: r.S_CHECKPOINT}
+
+
+class Interrupted(NamedTuple):
+    """What went on when a phase began.
+
+    Attributes:
+        category: of the ledger, as a code ``S_*``.
+        in_phase: whether a checkpoint or an evaluation phase was in progress.
+        steady_iterator_id: of the fast path.
+        at: when that was, monotonic ns.
+        ranges: what ends the profiler ranges of the phase.
+    """
+
+    category: int
+    in_phase: bool
+    steady_iterator_id: int
+    at: int
+    ranges: Sequence[Callable[[], object]]
+
+
+class Scopes:
+    """Enters and leaves the phases and steps of the training thread. On another thread it does nothing.
+
+    Args:
+        state: of the training thread.
+        fast_path: disabled where a phase or a step begins.
+        boundaries: told of steps that begin and end.
+    """
+
+    __slots__ = ("_boundaries", "_fast_path", "_state")
+
+    def __init__(self, state: StepState, fast_path: FastPath, boundaries: StepBoundaries) -> None:
+        self._state = state
+        self._fast_path = fast_path
+        self._boundaries = boundaries
+
+    def enter_phase(self, name: str) -> Interrupted | None:
+        """A phase begins. Returns what `exit_phase` needs; None off the training thread."""
+        state = self._state
+        if threading.get_ident() != state.thread:
+            return None
+        if name == EVALUATION:
+            self._boundaries.interrupt(EVALUATION)
+        ranges = state.profiler_ranges.begin(name) if state.profiler_ranges.makers else ()
+        before = Interrupted(state.category, state.in_phase, self._fast_path.steady_iterator_id, now_ns(), ranges)
+        if name in _CATEGORY_OF:
+            state.in_phase = True
+            self._fast_path.disable(LOOP_CHANGED)
+            state.switch(_CATEGORY_OF[name], before.at)
+        elif not state.in_phase:
+            self._fast_path.disable(LOOP_CHANGED)
+            state.switch(r.S_OTHER, before.at)
+        return before
+
+    def exit_phase(self, name: str, before: Interrupted | None, start: int) -> None:
+        """A phase has ended; what it interrupted goes on.
+
+        Args:
+            name: of the phase.
+            before: what `enter_phase` returned.
+            start: when it began, monotonic ns.
+        """
+        state = self._state
+        end = now_ns()
+        category = name if name in _CATEGORY_OF else OTHER
+        if category == OTHER or before is None:  # the others show in the ring
+            state.phases.append(PhaseSpan(name, category, start, (end - start) / 1e9))
+        if before is None:
+            return
+        state.profiler_ranges.end(before.ranges)
+        state.in_phase = before.in_phase
+        if category == OTHER and state.category != r.S_OTHER:
+            return  # training has gone on inside
+        if state.batch_seen and not state.step_open and before.category in {r.S_STARTUP, r.S_COMPUTE}:
+            self._fast_path.disable(LOOP_CHANGED)  # the loop that it interrupted has ended inside
+            state.switch(r.S_OTHER, end)
+            return
+        if before.steady_iterator_id:
+            self._fast_path.enable(before.steady_iterator_id)
+        else:
+            self._fast_path.disable(LOOP_CHANGED)
+        state.switch(before.category, end)
+
+    def enter_step(self) -> None:
+        """The user's step begins. A batch requested since the last one belongs to it."""
+        state = self._state
+        if threading.get_ident() != state.thread or state.in_phase:
+            return
+        stamp = now_ns()
+        flags = 0 if state.step_open else r.OPENS
+        state.explicit = state.step_open = state.batch_seen = True
+        self._fast_path.disable(LOOP_CHANGED)
+        state.category = r.S_COMPUTE
+        state.ring.push(stamp, stamp, r.code(r.S_COMPUTE, r.S_COMPUTE, flags))
+        self._boundaries.passed(opens=bool(flags))
+
+    def exit_step(self) -> None:
+        """The user's step has ended."""
+        state = self._state
+        if threading.get_ident() != state.thread or state.in_phase or not state.step_open:
+            return
+        stamp = now_ns()
+        state.unseen_steps += not state.batch_since_step
+        state.step_open = state.batch_since_step = False
+        state.category = r.S_OTHER
+        state.ring.push(stamp, stamp, r.code(r.S_OTHER, r.S_OTHER, r.CLOSES))
+        self._boundaries.passed()

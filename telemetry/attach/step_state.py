@@ -1,0 +1,200 @@
+"""What the training thread is doing, as its hooks see it: the state that `StepTracker` and its parts share."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import TYPE_CHECKING, Final, Protocol
+
+from telemetry.attach import ring as r
+from telemetry.attach.next_timer import NextTimer
+from telemetry.attach.profiler_ranges import ProfilerRanges
+from telemetry.attach.traceback_frames import without_frames
+from telemetry.core.clock import now_ns
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from telemetry.attach.gpu_clock import GpuClock
+    from telemetry.core.spans import PhaseSpan
+
+NO_THREAD: Final = -1
+"""In the place of the training thread's ident: no hook does anything."""
+
+_MAX_PHASES: Final = 4096
+
+
+class Recorder(Protocol):
+    """Is told of step boundaries: a snapshot that is armed or recording."""
+
+    def boundary(self, ended: int, *, opens: bool) -> bool:
+        """``ended`` steps have ended; with ``opens`` the next begins right now. Returns whether that took its time."""
+
+    def interrupt(self, ended: int, why: str) -> bool:
+        """Something that is no training begins. Returns as `boundary`."""
+
+
+class HotState:
+    """What the hooks read and write at every step. Slots of a base class come first, so these lie side by side.
+
+    Attributes:
+        fast_path_iterator_id: ``id()`` of the iterator for which the fast path is enabled, 0 where it is disabled. Only
+            `FastPath` writes it.
+        optimizer_steps: calls of an optimizer's step.
+        thread: ident of the training thread. Hooks on any other thread pass straight through.
+        waiting_since: monotonic ns of the request in progress: negative if it is not a wait for training data, 0 if
+            there is none. An inner fetch (a dataset that reads another loader) is recognised by it too.
+    """
+
+    __slots__ = ("fast_path_iterator_id", "optimizer_steps", "thread", "waiting_since")
+
+
+class StepState(HotState):
+    """State of the training thread. The training thread writes it, and the agent thread reads it.
+
+    Attributes:
+        ring: where the spans go.
+        native_thread: the kernel's thread ID of the training thread.
+        category: of the ledger, as one of the codes ``S_*`` of `ring`: where the time goes now.
+        step_open: a step is open.
+        in_phase: a checkpoint or an evaluation phase is in progress: batches do not change the category.
+        explicit: the user says ``step()``.
+        batch_seen: a batch was requested on this thread.
+        batch_since_step: a batch has come since the user's last ``step()``.
+        batches_unseen: the agent thread has found that the batches are requested elsewhere now.
+        step_iterators: ids of the iterators that gave a batch to the open step.
+        iterator_id: of the iterator that gave the newest batch, 0 when it is gone.
+        gpu: the clock that times waits on the GPU, None where there is none.
+        device: index of the training thread's CUDA device, as of the newest first batch; None for none.
+        accelerator: type of the asynchronous device in use; None for none.
+        trained_on: type of the device that holds the parameters of an optimizer that steps; None until known.
+        recorder: is told of every step boundary; None while there is no snapshot to take.
+        profiler_ranges: ranges for the profilers that are recording.
+        next_timer: times what this thread does itself inside ``next()``: the sampler, garbage collections.
+        phases: named phases that have ended, for the log.
+        collecting: the garbage collector runs on the training thread.
+        garbage_ns: time for which garbage collection stopped the training thread.
+        requests_elsewhere: batches that other threads have requested.
+        unseen_steps: steps before which no batch was requested on this thread: their wait is not known.
+        overhead_ns: time the hooks took. The fast path's is extrapolated from one call in ``OVERHEAD_EVERY``.
+        errors: failures of the hooks; ``last_error`` is the newest, without its frames.
+    """
+
+    __slots__ = (
+        "accelerator",
+        "batch_seen",
+        "batch_since_step",
+        "batches_unseen",
+        "category",
+        "collecting",
+        "device",
+        "errors",
+        "explicit",
+        "garbage_ns",
+        "gpu",
+        "grad_enabled",
+        "in_phase",
+        "iterator_id",
+        "last_error",
+        "native_thread",
+        "next_timer",
+        "overhead_ns",
+        "phases",
+        "profiler_ranges",
+        "recorder",
+        "requests_elsewhere",
+        "ring",
+        "step_iterators",
+        "step_open",
+        "trained_on",
+        "unseen_steps",
+    )
+
+    def __init__(self, ring: r.Ring) -> None:
+        self.fast_path_iterator_id = 0
+        self.optimizer_steps = 0
+        self.thread = threading.get_ident()
+        self.waiting_since = 0
+        self.ring = ring
+        self.native_thread = threading.get_native_id()
+        self.category = r.S_STARTUP
+        self.step_open = False
+        self.in_phase = False
+        self.explicit = False
+        self.batch_seen = False
+        self.batch_since_step = False
+        self.batches_unseen = False
+        self.step_iterators: set[int] = set()
+        self.iterator_id = 0
+        self.gpu: GpuClock | None = None
+        self.device: int | None = None
+        self.accelerator: str | None = None
+        self.trained_on: str | None = None
+        self.recorder: Recorder | None = None
+        self.profiler_ranges = ProfilerRanges()
+        self.next_timer = NextTimer()
+        self.phases: deque[PhaseSpan] = deque(maxlen=_MAX_PHASES)
+        self.collecting = False
+        self.garbage_ns = 0
+        self.requests_elsewhere = 0
+        self.unseen_steps = 0
+        self.overhead_ns = 0
+        self.errors = 0
+        self.last_error: BaseException | None = None
+        self.grad_enabled: Callable[[], bool] = lambda: True  # until torch is imported
+
+    @property
+    def active(self) -> bool:
+        """Whether the hooks are to do anything: not after ``stop()``, and not in a forked child."""
+        return self.thread != NO_THREAD
+
+    @property
+    def stepping(self) -> bool:
+        """Whether the training thread is in a step: not starting up, evaluating or writing a checkpoint."""
+        return self.category == r.S_COMPUTE
+
+    @property
+    def asking(self) -> bool:
+        """Whether the training thread waits for training data, the first batch of the run excepted."""
+        return self.waiting_since > 0 and self.batch_seen
+
+    @property
+    def checkpointing(self) -> bool:
+        """Whether a checkpoint is in progress on the training thread."""
+        return self.in_phase and self.category == r.S_CHECKPOINT
+
+    @property
+    def loop_left(self) -> bool:
+        """Whether the iterator of the newest batch is gone: a loop left with ``break``, after which no step is open."""
+        return self.batch_seen and not self.explicit and not self.iterator_id
+
+    @property
+    def progress(self) -> tuple[int, int, int]:
+        """Changes with whatever the hooks see of the training thread."""
+        return self.ring.head, self.optimizer_steps, self.waiting_since
+
+    def switch(self, category: int, stamp: int | None = None) -> None:
+        """Time goes to another category from ``stamp`` on (monotonic ns; now by default)."""
+        stamp = now_ns() if stamp is None else stamp
+        self.category = category
+        self.ring.push(stamp, stamp, r.code(category, category))
+
+    def fault(self, error: BaseException) -> None:
+        """Count a failure of ours on the training thread, and keep it for the log. The training goes on."""
+        self.waiting_since = 0
+        self.note_error(error)
+
+    def note_error(self, error: BaseException) -> None:
+        """The same, for a failure that leaves the wait in progress as it is."""
+        self.errors += 1
+        self.last_error = without_frames(error)
+
+    def without_gpu(self, error: Exception) -> None:
+        """The GPU's clock failed, and may fail at every step: the steps go on without the GPU's part of their waits.
+
+        Its events are not released: a device that fails is left alone.
+        """
+        if self.gpu is not None:
+            self.gpu.failed = True
+        self.gpu = None
+        self.note_error(error)

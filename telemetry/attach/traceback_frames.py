@@ -1,0 +1,20 @@
+"""Keeps our frames out of the user's tracebacks, and the user's frames out of the exceptions that we keep."""
+
+from __future__ import annotations
+
+
+def forget_frame(error: BaseException) -> None:
+    """Drop the first frame, the caller's own, from the traceback of the exception it has just caught.
+
+    To be followed by a bare ``raise``, which (from Python 3.11 on) restores the traceback as it now is and adds
+    nothing. On 3.10 the frame stays: there a bare ``raise`` restores the traceback as it was caught.
+    """
+    trace = error.__traceback__
+    if trace is not None and trace.tb_next is not None:
+        error.__traceback__ = trace.tb_next
+
+
+def without_frames(error: BaseException) -> BaseException:
+    """The exception without its traceback, which would keep every local of the training loop alive."""
+    error.__traceback__ = error.__context__ = error.__cause__ = None
+    return error

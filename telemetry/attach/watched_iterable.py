@@ -1,0 +1,245 @@
+"""A wrapper around a watched iterable: it behaves as the object inside, and its waits are timed.
+
+Python looks up special methods on the class. So for each class of watched objects a class of wrappers is made, with
+exactly its special methods. Everything else goes to the object by ``getattr``.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+import weakref
+from types import WrapperDescriptorType
+from typing import TYPE_CHECKING, Any, Final
+
+from telemetry.attach.loader_hooks import timed_iter, timed_next
+from telemetry.attach.loader_types import Wrapper, unwrapped
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from telemetry.attach.step_tracker import StepTracker
+
+    Tracker = Callable[[], StepTracker | None]
+
+_NOT_PASSED_ON: Final = frozenset(dir(Wrapper)) - {"__lt__", "__le__", "__gt__", "__ge__", "__getstate__"} | {
+    *("__class_getitem__", "__copy__", "__deepcopy__", "__del__", "__dict__", "__get__", "__set__", "__delete__"),
+    *("__getattr__", "__iter__", "__next__", "__set_name__", "__torch_function__", "__instancecheck__"),
+}
+"""Special methods that every wrapper defines itself, or that take part in making a class."""
+
+_ARITHMETIC: Final = (
+    *("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "divmod", "pow"),
+    *("lshift", "rshift", "and", "or", "xor"),
+)
+_OPERATORS: Final = frozenset(f"__{prefix}{name}__" for name in _ARITHMETIC for prefix in ("", "r", "i")) | {
+    *("__lt__", "__le__", "__gt__", "__ge__")
+}
+
+_MISSING: Final = object()
+
+
+class Watched(Wrapper):
+    """Base class of all wrappers; `wrap` makes them. While no agent runs, a wrapper only forwards."""
+
+    __slots__ = ("_telemetry_bound", "_telemetry_next", "_telemetry_tracker")
+
+    _telemetry_bound: StepTracker | None
+    _telemetry_next: Callable[[Any], Any]
+    _telemetry_tracker: Tracker
+
+    def __iter__(self) -> Any:
+        inside, tracker = self._telemetry_object, self._telemetry_tracker()
+        if tracker is None or _is_its_own_iterator(inside):
+            iterator = iter(inside)
+        else:
+            iterator = timed_iter(_begin, tracker)(self)
+        if iterator is inside:
+            _bind(self, tracker)
+            return self
+        if issubclass(type(iterator), Watched):
+            return iterator
+        source = self._telemetry_source
+        try:
+            wrapper = wrap(iterator, self._telemetry_tracker, self if source is None else source)
+            _bind(wrapper, tracker)
+        except Exception as error:  # a class for which no wrapper can be made
+            if tracker is not None:
+                tracker.fault(error)
+            return iterator
+        return wrapper
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_telemetry_"):
+            raise AttributeError(name)
+        return getattr(self._telemetry_object, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._telemetry_object, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._telemetry_object, name)
+
+    def __dir__(self) -> list[str]:
+        return dir(self._telemetry_object)
+
+    def __repr__(self) -> str:
+        return repr(self._telemetry_object)
+
+    def __str__(self) -> str:
+        return str(self._telemetry_object)
+
+    def __format__(self, form: str) -> str:
+        return format(self._telemetry_object, form)
+
+    def __eq__(self, other: object) -> Any:
+        return self._telemetry_object == unwrapped(other)
+
+    def __ne__(self, other: object) -> Any:
+        return self._telemetry_object != unwrapped(other)
+
+    def __hash__(self) -> int:
+        return hash(self._telemetry_object)
+
+    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
+        """Pickle the object inside, so that unpickling does not need this package."""
+        return operator.itemgetter(0), ((self._telemetry_object,),)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.__reduce_ex__(2)
+
+    def __copy__(self) -> Any:
+        return wrap(copy.copy(self._telemetry_object), self._telemetry_tracker)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return wrap(copy.deepcopy(self._telemetry_object, memo), self._telemetry_tracker)
+
+
+def wrap(inside: Any, tracker: Tracker, source: Watched | None = None) -> Any:
+    """Watch an object.
+
+    Args:
+        inside: the iterable.
+        tracker: returns the tracker of the agent that runs; None while there is none.
+        source: the wrapper whose iterator ``inside`` is, if any.
+
+    Returns:
+        A wrapper that behaves as ``inside``.
+    """
+    wrapper = object.__new__(_class_for(type(inside)))
+    keep = object.__setattr__
+    keep(wrapper, "_telemetry_object", inside)
+    keep(wrapper, "_telemetry_tracker", tracker)
+    keep(wrapper, "_telemetry_source", source)
+    keep(wrapper, "_telemetry_bound", None)
+    keep(wrapper, "_telemetry_next", _first_pull)
+    return wrapper
+
+
+def _begin(wrapper: Watched) -> Iterator[Any]:
+    return iter(wrapper._telemetry_object)
+
+
+def _pull(wrapper: Watched) -> Any:
+    return next(wrapper._telemetry_object)
+
+
+def _first_pull(wrapper: Watched) -> Any:
+    """``next`` of a wrapper whose ``iter`` was not called, or was called while no agent ran."""
+    _bind(wrapper, wrapper._telemetry_tracker())
+    pull = wrapper._telemetry_next
+    return next(wrapper._telemetry_object) if pull is _first_pull else pull(wrapper)
+
+
+def _bind(wrapper: Watched, tracker: StepTracker | None) -> None:
+    """Time the waits for the agent that runs now."""
+    if tracker is wrapper._telemetry_bound:
+        return
+    timed = _first_pull if tracker is None else timed_next(_pull, tracker, tracker.gradients_on)
+    object.__setattr__(wrapper, "_telemetry_next", timed)
+    object.__setattr__(wrapper, "_telemetry_bound", tracker)
+
+
+def _is_its_own_iterator(inside: object) -> bool:
+    """Whether ``iter`` only returns the object itself, as for a generator or a list's iterator."""
+    kind = type(inside)
+    return hasattr(kind, "__next__") and isinstance(getattr(kind, "__iter__", None), WrapperDescriptorType)
+
+
+# -- the class of wrappers for a class of objects ---------------------------------------------------------------------
+
+_classes: weakref.WeakKeyDictionary[type, type[Watched]] = weakref.WeakKeyDictionary()
+
+
+def _class_for(kind: type) -> type[Watched]:
+    made = _classes.get(kind)
+    if made is None:
+        made = _classes[kind] = _make_class(kind)
+    return made
+
+
+def _make_class(kind: type) -> type[Watched]:
+    special: dict[str, Any] = {}
+    for base in reversed(kind.__mro__[:-1]):
+        special |= {name: value for name, value in vars(base).items() if _is_special(name)}
+    members: dict[str, Any] = {
+        name: _passed_on(name) if value is not None else None
+        for name, value in special.items()
+        if name not in _NOT_PASSED_ON and (value is None or callable(value))
+    }
+    if "__add__" in members and "__radd__" not in members:
+        members["__radd__"] = _added_to
+    if "__next__" in special:
+        members["__next__"] = _next
+    members["__hash__"] = Watched.__hash__ if callable(kind.__hash__) else None
+    members |= {
+        "__slots__": (),
+        "__class__": property(lambda self: self._telemetry_object.__class__),
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__doc__": kind.__doc__,
+    }
+    return type(kind.__name__, (Watched,), members)
+
+
+def _added_to(self: Watched, other: Any) -> Any:
+    """``other + watched``, which a tuple leaves to the right operand.
+
+    A list does too, but also for ``other += watched``. That must extend the list in place, and its iteration must be
+    timed. So a list is not added here, and ``[0] + watched`` is a TypeError.
+    """
+    return NotImplemented if hasattr(type(other), "__iadd__") else other + self._telemetry_object
+
+
+def _is_special(name: str) -> bool:
+    return name.startswith("__") and name.endswith("__")
+
+
+def _next(self: Watched) -> Any:
+    return self._telemetry_next(self)
+
+
+def _passed_on(name: str) -> Callable[..., Any]:
+    """A special method that calls the object's. Where that returns the object itself, it returns the wrapper."""
+    is_operator = name in _OPERATORS
+
+    def method(self: Watched, *args: Any, **kwargs: Any) -> Any:
+        inside = self._telemetry_object
+        if is_operator:
+            args = tuple(map(unwrapped, args))
+        result = _bound(inside, name)(*args, **kwargs)
+        return self if result is inside else result
+
+    method.__name__ = name
+    return method
+
+
+def _bound(inside: Any, name: str) -> Callable[..., Any]:
+    """A special method of an object, found as Python finds it: on the class."""
+    kind = type(inside)
+    for base in kind.__mro__:
+        value = vars(base).get(name, _MISSING)
+        if value is not _MISSING:
+            bind = getattr(type(value), "__get__", None)
+            return value if bind is None else bind(value, inside, kind)  # type: ignore[no-any-return]
+    raise AttributeError(f"{kind.__name__!r} object has no attribute {name!r}")

@@ -1,0 +1,1 @@
+"""This rank's GPU through NVML."""

@@ -1,0 +1,304 @@
+"""The DataLoader workers of this process: what they do, and where their time goes.
+
+What they have written down of their fetches tells how busy they are; the kernel's schedstat of the same threads
+splits that time into running, runnable (there was no core) and the rest, blocked. Between fetches a worker sleeps, so
+what it runs, it runs for its fetches, on other threads of its own and in programs it starts as well.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from telemetry.collect.batch_matching import Blocked, Fetches
+from telemetry.collect.worker_files import FilesOfWorkers
+from telemetry.core.clock import NS, now_ns
+from telemetry.core.distribution import Histogram
+from telemetry.core.worker_records import FETCH_BUCKETS, Arrival, Deliveries, WorkerCounters, WorkersSample
+
+if TYPE_CHECKING:
+    from collections import deque
+    from collections.abc import Callable, Iterable
+
+    from telemetry.collect.procfs import Io, Schedule
+    from telemetry.collect.worker_files import WorkerFiles
+
+_TICK_NS: Final = 10_000_000
+_NONE_YET: Final = Histogram(FETCH_BUCKETS, (0,) * (len(FETCH_BUCKETS) + 1), 0.0)
+
+
+class Block(Protocol):
+    """Where workers write down what they do."""
+
+    def read(self) -> tuple[WorkerCounters, ...]:
+        """The counters of the workers that have begun."""
+
+
+class Loader(Protocol):
+    """A live iterator with workers, as the training thread has noted it."""
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Of its workers, 0 for one that is a thread of this process."""
+
+    @property
+    def threads(self) -> int:
+        """Workers that are threads of this process. What they do is not known."""
+
+    @property
+    def queue(self) -> Any:
+        """Where finished batches lie."""
+
+    @property
+    def block(self) -> Block | None:
+        """None where the workers were started before the agent."""
+
+    @property
+    def training(self) -> bool:
+        """Whether it has given a training batch."""
+
+    @property
+    def in_order(self) -> bool:
+        """Whether its workers are dealt the batches in turn."""
+
+    @property
+    def epoch(self) -> int:
+        """Iterations begun."""
+
+    @property
+    def delivered(self) -> int | None:
+        """Batches taken in the newest iteration; None where they were not counted."""
+
+    @property
+    def arrivals(self) -> deque[Arrival]:
+        """Training batches taken since the last reading, which takes them out."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """One worker at one moment. ``busy_ns`` includes the fetch in progress."""
+
+    cpu_seconds: float
+    busy_ns: int | None
+    schedule: Schedule | None
+    io: Io | None
+
+
+class WorkersSource:
+    """All workers of all live iterators.
+
+    Args:
+        live: iterators that are there.
+        retired: iterators that went since the last call, whose counts are still to be read; each is given once.
+    """
+
+    name = "workers"
+
+    def __init__(self, live: Callable[[], Iterable[Loader]], retired: Callable[[], Iterable[Loader]]) -> None:
+        self._live = live
+        self._retired = retired
+        self._files = FilesOfWorkers()
+        self._trained = False
+        self._not_in_turn: dict[tuple[int, ...], set[int]] = {}
+        self._before: dict[tuple[int, int], _Seen] = {}
+        self._before_ns = 0
+        self._counted: dict[tuple[int, int, int], WorkerCounters] = {}
+        self._histogram = _NONE_YET
+        self._deliveries = Deliveries()
+
+    def read(self) -> WorkersSample:
+        """Workers that are alive and still ours; zero of them is a reading too."""
+        before = self._deliveries
+        for loader in self._retired():
+            self._deliver(loader, self._count(loader.block), now_ns())
+        now = now_ns()
+        blocked: Blocked | None = None
+        seen: dict[tuple[int, int], _Seen] = {}
+        fetched: dict[int, tuple[int, float]] = {}
+        resident, ready, longest = 0, None, 0.0
+        live = list(self._live())
+        self._not_in_turn = {loader.pids: epochs for loader in live if (epochs := self._not_in_turn.get(loader.pids))}
+        self._trained = trained = self._trained or any(loader.training for loader in live)
+        everyone = 0
+        for loader in live:
+            counted = self._count(loader.block)
+            counters = {c.pid: c for c in counted}
+            blocked = self._deliver(loader, counted, now) or blocked
+            if loader.training or not trained:
+                ready = _ready(loader.queue, ready)
+            everyone += loader.threads
+            for pid in filter(None, loader.pids):
+                files = self._files.of(pid)
+                stat = files.stat()
+                if stat is None:
+                    continue  # gone; or the pid is another process's by now
+                resident += stat.resident_bytes
+                everyone += 1
+                if trained and not loader.training:
+                    continue
+                # With its threads, and the programs it has run: what they compute is no waiting of the worker's.
+                cpu = stat.cpu_seconds + stat.children_cpu_seconds
+                seen[pid, stat.start_ticks] = _see(files, cpu, counters.get(pid), now)
+                worker = counters.get(pid)
+                longest = max(longest, _fetching_seconds(worker, now))
+                if worker is not None:
+                    fetched[pid] = (worker.fetches, worker.wall_ns / NS)
+        sample = WorkersSample(
+            workers=everyone,
+            training_workers=len(seen),
+            resident_memory_bytes=resident,
+            ready_batches=ready if seen else None,
+            fetching_seconds=longest,
+            fetches_total=sum(self._histogram.counts),
+            fetch_duration=self.fetches,
+            slack_seconds=_mean_slack(before, self._deliveries),
+            deliveries=self._deliveries,
+            head_of_line_batches=blocked.batches if blocked is not None else 0,
+            head_of_line_worker=blocked.worker if blocked is not None else None,
+            head_of_line_since_seconds=blocked.seconds if blocked is not None else None,
+            fetched=fetched,
+            allowed_cores=_allowed_cores(pid for pid, _ in seen),
+            **self._shares(seen, now),
+        )
+        self._before, self._before_ns = seen, now
+        self._files.close(but={pid for loader in live for pid in loader.pids})
+        blocks = {id(loader.block) for loader in live}
+        self._counted = {key: counters for key, counters in self._counted.items() if key[0] in blocks}
+        return sample
+
+    @property
+    def fetches(self) -> Histogram | None:
+        """The fetches of all workers there have been, also where the last reading failed; None before the first."""
+        return self._histogram if any(self._histogram.counts) else None
+
+    def close(self) -> None:
+        """Close the files; also in a forked child, whose copies they are."""
+        self._files.close()
+
+    def _count(self, block: Block | None) -> tuple[WorkerCounters, ...]:
+        """Read a block and add what is new in it to the histogram."""
+        if block is None:
+            return ()
+        counters = block.read()
+        for worker in counters:
+            key = (id(block), worker.worker, worker.pid)
+            before = self._counted.get(key)
+            if before is not None and _is_another(before, worker):
+                before = None
+            seen = before.histogram if before else _NONE_YET.counts
+            counts = tuple(
+                total + now - then
+                for total, now, then in zip(self._histogram.counts, worker.histogram, seen, strict=True)
+            )
+            took = (worker.wall_ns - (before.wall_ns if before else 0)) / NS
+            self._histogram = Histogram(FETCH_BUCKETS, counts, self._histogram.total + took)
+            self._counted[key] = worker
+        return counters
+
+    def _deliver(self, loader: Loader, counters: tuple[WorkerCounters, ...], now: int) -> Blocked | None:
+        """Match what the training thread has taken with the fetches behind it."""
+        arrivals = loader.arrivals
+        taken = [arrivals.popleft() for _ in range(len(arrivals))]
+        if not counters or not loader.in_order:
+            return None
+        not_in_turn = self._not_in_turn.setdefault(loader.pids, set())
+        fetches = Fetches(counters, len(loader.pids), not_in_turn)
+        if taken:
+            self._deliveries += fetches.deliveries(taken)
+        not_in_turn -= {epoch for epoch in not_in_turn if epoch < loader.epoch - 1}
+        if loader.delivered is None or not loader.training:
+            return None
+        return fetches.blocked(loader.epoch, loader.delivered, now)
+
+    def _shares(self, seen: dict[tuple[int, int], _Seen], now: int) -> dict[str, float | None]:
+        """Means over the workers that were there at the last reading too, as shares of the wall clock between."""
+        wall = now - self._before_ns
+        both = [(self._before[worker], after) for worker, after in seen.items() if worker in self._before]
+        shares: dict[str, float | None] = dict.fromkeys(
+            (
+                "cpu_ratio", "busy_ratio", "runnable_ratio", "blocked_ratio", "pickling_ratio",
+                "read_bytes_per_second", "written_bytes_per_second",
+            )
+        )  # fmt: skip
+        if not both or wall <= 0:
+            return shares
+        process_cpu = _mean(after.cpu_seconds - before.cpu_seconds for before, after in both) / (wall / NS)
+        shares["cpu_ratio"] = process_cpu
+        known = [(b, a) for b, a in both if a.busy_ns is not None and b.busy_ns is not None]
+        if known and len(known) == len(both):
+            busy = _mean(max(0, (a.busy_ns or 0) - (b.busy_ns or 0)) for b, a in known) / wall
+            shares["busy_ratio"] = min(1.0, busy)
+            run, runnable = _scheduled(known, wall)
+            if run is not None and runnable is not None:
+                # The kernel counts the whole process in ticks of 10 ms, and the thread exactly.
+                elsewhere = process_cpu - run > _TICK_NS / wall
+                cpu = max(run, min(busy - runnable, process_cpu)) if elsewhere else run
+                shares["cpu_ratio"] = cpu
+                shares["runnable_ratio"] = runnable
+                shares["blocked_ratio"] = min(1.0, max(0.0, busy - cpu - runnable))
+                # One thread more at most, and Python's: what is over a core are threads of the data set's own.
+                shares["pickling_ratio"] = max(0.0, min(1.0, process_cpu) - cpu)
+        told = [(b.io, a.io) for b, a in both if b.io is not None and a.io is not None]
+        if len(told) == len(both):
+            shares["read_bytes_per_second"] = sum(a.read_bytes - b.read_bytes for b, a in told) / (wall / NS)
+            shares["written_bytes_per_second"] = sum(a.written_bytes - b.written_bytes for b, a in told) / (wall / NS)
+        return shares
+
+
+def _mean_slack(before: Deliveries, after: Deliveries) -> float | None:
+    """How long a batch had lain ready, the mean of those that were taken between two readings."""
+    batches = after.batches - before.batches
+    return (after.slack_seconds - before.slack_seconds) / batches if batches else None
+
+
+def _is_another(before: WorkerCounters, now: WorkerCounters) -> bool:
+    """Whether these are another worker's counters: memory, and with it the id of a block, is used again."""
+    return now.wall_ns < before.wall_ns or any(n < b for n, b in zip(now.histogram, before.histogram, strict=True))
+
+
+def _allowed_cores(pids: Iterable[int]) -> int | None:
+    """Of all workers together. A user's ``worker_init_fn`` may have held each of them to a few."""
+    cores: set[int] = set()
+    for pid in pids:
+        try:
+            cores |= os.sched_getaffinity(pid)
+        except OSError:  # gone meanwhile
+            continue
+    return len(cores) or None
+
+
+def _see(files: WorkerFiles, cpu_seconds: float, counters: WorkerCounters | None, now: int) -> _Seen:
+    if counters is None:
+        return _Seen(cpu_seconds, None, None, files.io())
+    busy = counters.wall_ns + int(_fetching_seconds(counters, now) * NS)
+    return _Seen(cpu_seconds, busy, files.schedule(counters.tid), files.io())
+
+
+def _fetching_seconds(counters: WorkerCounters | None, now: int) -> float:
+    """How long the fetch in progress has taken; 0.0 where there is none."""
+    if counters is None or not counters.fetching_since_ns:
+        return 0.0
+    return max(0, now - counters.fetching_since_ns) / NS
+
+
+def _scheduled(pairs: list[tuple[_Seen, _Seen]], wall: int) -> tuple[float | None, float | None]:
+    """Shares of the wall clock the workers ran, and waited for a core; None where the kernel does not tell."""
+    known = [(b.schedule, a.schedule) for b, a in pairs if b.schedule is not None and a.schedule is not None]
+    if len(known) < len(pairs):
+        return None, None
+    run = _mean(a.run_ns - b.run_ns for b, a in known) / wall
+    runnable = _mean(a.runnable_ns - b.runnable_ns for b, a in known) / wall
+    return min(1.0, run), min(1.0, runnable)
+
+
+def _mean(values: Iterable[float]) -> float:
+    numbers = list(values)
+    return sum(numbers) / len(numbers)
+
+
+def _ready(queue: Any, before: int | None) -> int | None:
+    try:
+        return (before or 0) + int(queue.qsize())
+    except Exception:  # a queue that cannot tell, or is closed
+        return before

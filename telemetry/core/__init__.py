@@ -1,0 +1,1 @@
+"""Records, names and helpers that every other folder may import."""

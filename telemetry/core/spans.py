@@ -1,0 +1,62 @@
+"""The results of reading the ring: steps, phases and dropped spans."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One closed training step. ``seconds`` = wait + compute; evaluation and checkpoints in it are not counted."""
+
+    seconds: float
+    wait_seconds: float
+    checkpoint: bool = False
+    """Whether one was written in it."""
+
+
+class DroppedSpans(NamedTuple):
+    """The sum of one stretch of spans that did not fit into the ring, from its first span to its newest.
+
+    Stamps are monotonic nanoseconds; categories are indices into `CATEGORIES`.
+
+    Attributes:
+        stretch: number of the stretch in this run, from 1. The spans of one stretch follow each other without a span
+            that was kept in between.
+        start_ns, end_ns: start of its first span, end of its newest.
+        ns: time by category. The sum is ``end_ns - start_ns``.
+        first, category: what the training thread was in during the first span, and after the newest.
+        entered_ns: when it entered ``category``; 0 if it has been in it since the start.
+        steps, batches: steps that ended, and training batches that came.
+        last_step_ns: when the newest of those steps ended; 0 for none.
+        open: whether a step is open after the newest span; ``opened``: whether a step was opened in this stretch.
+        wait_ns, compute_ns, checkpoint: of the newest step, the part in this stretch, and whether that part has a
+            checkpoint in it.
+    """
+
+    stretch: int
+    start_ns: int
+    end_ns: int
+    ns: tuple[int, ...]
+    first: int
+    category: int
+    entered_ns: int
+    steps: int
+    batches: int
+    last_step_ns: int
+    open: bool
+    opened: bool
+    wait_ns: int
+    compute_ns: int
+    checkpoint: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseSpan:
+    """One closed evaluation, checkpoint or named phase, with its start on the monotonic clock."""
+
+    name: str
+    category: str
+    start_ns: int
+    seconds: float

@@ -1,0 +1,283 @@
+"""The counters of one rank: `Totals`, which the agent makes once a tick.
+
+The endpoint shows the newest `Totals`, the log writes what was added since its last window, and the stall monitor
+compares the newest with the oldest of its window: all three by ``newest - oldest``. Nothing else takes differences.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from functools import cache
+from operator import attrgetter, sub
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
+
+from telemetry.core.labels import COMPUTE, DATA_WAIT, STARTUP
+from telemetry.core.worker_records import Deliveries
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable
+
+_T = TypeVar("_T")
+
+_NUMBERS: Final = frozenset({int, float})
+
+ROUNDING_SECONDS: Final = 1e-6
+"""Differences of totals below this are rounding: ``a - (a - b)`` is not exactly ``b``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A value that is sampled, as its integral: value times seconds, and the seconds over which it was known."""
+
+    integral: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def mean(self) -> float | None:
+        """Mean over time; None where it was never known."""
+        return self.integral / self.seconds if self.seconds > ROUNDING_SECONDS else None
+
+    @property
+    def known(self) -> float | None:
+        """The integral; None where the value was never known."""
+        return self.integral if self.seconds > ROUNDING_SECONDS else None
+
+    def plus(self, value: float | None, seconds: float) -> Sampled:
+        """With one more sample, which stands for so many seconds."""
+        return self if value is None else Sampled(self.integral + value * seconds, self.seconds + seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class EpochTotals:
+    """Where epochs begin and end, see `Ledger`.
+
+    Attributes:
+        near_boundary_wait_seconds: how much longer the batches next to the boundaries were waited for than others: the
+            one counter that may go back.
+    """
+
+    boundaries: int = 0
+    left: int = 0
+    boundary_wait_seconds: float = 0.0
+    near_boundary_wait_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class GarbageTotals:
+    """Garbage collection on the training thread: all of it; while a batch was requested in mid-epoch; at boundaries."""
+
+    seconds: float = 0.0
+    wait_seconds: float = 0.0
+    boundary_wait_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerTotals:
+    """What the training thread does itself in the waits for workers' batches that were timed, see `NextTimer`."""
+
+    timed_batches: int = 0
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    receive_cpu_seconds: float = 0.0
+    boundary_seconds: float = 0.0
+    boundary_cpu_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class OwnTotals:
+    """What the training thread does for a batch outside of its waits, where that was timed.
+
+    Attributes:
+        fetch_seconds, fetch_cpu_seconds: its own fetches, by the wall clock and on a core.
+        releases, release_seconds: batches of workers that it was seen to free, and what that took.
+        samples, in_sync_samples: how often it was sampled while it computed; of them, where ranks wait for one another.
+    """
+
+    fetch_seconds: float = 0.0
+    fetch_cpu_seconds: float = 0.0
+    releases: int = 0
+    release_seconds: float = 0.0
+    samples: int = 0
+    in_sync_samples: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerTotals:
+    """What samples of the workers add up to.
+
+    Attributes:
+        fetches, fetch_busy_seconds: batches they finished, and their time in fetches, in ticks that tell both; those
+            are ``counted_seconds`` long.
+        cpu_seconds, runnable_seconds, blocked_seconds: shares of the mean worker's time, where the kernel tells them.
+            ``unscheduled_busy_seconds``, ``unscheduled_cpu_seconds``: in fetches and on a core, where it does not.
+        seconds_by_count: by number of workers. ``head_of_line_seconds``: by the worker that was waited for.
+    """
+
+    fetches: int = 0
+    fetch_busy_seconds: float = 0.0
+    counted_seconds: float = 0.0
+    sampled_seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    runnable_seconds: float = 0.0
+    blocked_seconds: float = 0.0
+    unscheduled_busy_seconds: float = 0.0
+    unscheduled_cpu_seconds: float = 0.0
+    busy_ratio: Sampled = Sampled()
+    pickling_cores: Sampled = Sampled()
+    ready_batches: Sampled = Sampled()
+    slack_seconds: Sampled = Sampled()
+    seconds_by_count: dict[int, float] = field(default_factory=dict)
+    head_of_line_seconds: dict[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class CpuTotals:
+    """Cores, by who used them. Only ticks that were mostly spent in the training loop are in the first four.
+
+    Attributes:
+        process_seconds: CPU time of the training process in the loop. ``used_cores``: with its workers.
+        other_cores: of other processes of the machine; ``other_quota_cores``: of those under the same CPU quota.
+    """
+
+    process_seconds: Sampled = Sampled()
+    used_cores: Sampled = Sampled()
+    other_cores: Sampled = Sampled()
+    other_quota_cores: Sampled = Sampled()
+    host_ratio: Sampled = Sampled()
+    throttled_ratio: Sampled = Sampled()
+
+
+@dataclass(frozen=True, slots=True)
+class GpuTotals:
+    """The GPU.
+
+    Attributes:
+        unused_ratio: while the loop ran, and nothing else; ``exposed_wait_seconds`` and ``garbage_seconds``: of the
+            same time. What NVML and the events tell is not of the very same moments: only their sums are compared.
+        slowed_ratio: share of the compute that a clock that is held back has cost.
+    """
+
+    utilization_ratio: Sampled = Sampled()
+    unused_ratio: Sampled = Sampled()
+    exposed_wait_seconds: float = 0.0
+    garbage_seconds: float = 0.0
+    slowed_ratio: Sampled = Sampled()
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTotals:
+    """All that is sampled.
+
+    Attributes:
+        workers: in the ticks that were mostly spent in the training loop; ``idle_workers``: in the others. In an
+            evaluation, say, the training's workers have nothing to do.
+    """
+
+    workers: WorkerTotals = WorkerTotals()
+    idle_workers: WorkerTotals = WorkerTotals()
+    read_bytes: Sampled = Sampled()
+    written_bytes: Sampled = Sampled()
+    cpu: CpuTotals = CpuTotals()
+    gpu: GpuTotals = GpuTotals()
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Counters of the run so far; or, as a difference of two, of the time between. None: nothing tells.
+
+    Attributes:
+        ledger_seconds: by category; they add up to ``wall_seconds``.
+        first_wait_seconds: for the first batch of the run.
+        exposed_wait_seconds: of the run; ``exposed_after_first_seconds``: without the wait for the first batch.
+        outlier_wait_seconds: in single steps that waited much longer than those around them.
+        checkpoint_steps: steps in which a checkpoint was written; ``checkpoint_steps_compute_seconds``: their compute.
+        wait_seconds_by_source: without the first batch; see `Conditions` for the sources.
+        process_cpu_seconds: of the training process. ``run_queue_delay_seconds``: of the training thread.
+        worker_fetches: of all workers; ``fetch_counts``: by bucket of `FETCH_BUCKETS`.
+        overhead_seconds: what the agent itself cost, by thread.
+    """
+
+    wall_seconds: float = 0.0
+    ledger_seconds: dict[str, float] = field(default_factory=dict)
+    first_wait_seconds: float = 0.0
+    steps: int = 0
+    dropped_steps: int = 0
+    unseen_steps: int = 0
+    optimizer_steps: int = 0
+    batches: int = 0
+    exposed_wait_seconds: float | None = 0.0
+    exposed_after_first_seconds: float | None = 0.0
+    outlier_wait_seconds: float = 0.0
+    checkpoint_steps: int = 0
+    checkpoint_steps_compute_seconds: float = 0.0
+    wait_seconds_by_source: dict[str | None, float] = field(default_factory=dict)
+    epochs: EpochTotals = EpochTotals()
+    deliveries: Deliveries = Deliveries()
+    sampler: SamplerTotals = SamplerTotals()
+    garbage: GarbageTotals = GarbageTotals()
+    own: OwnTotals = OwnTotals()
+    process_cpu_seconds: float | None = 0.0
+    run_queue_delay_seconds: float | None = 0.0
+    worker_fetches: int = 0
+    sampled: SampledTotals = SampledTotals()
+    fetch_counts: tuple[int, ...] = ()
+    overhead_seconds: dict[str, float] = field(default_factory=dict)
+
+    def __sub__(self, earlier: Totals) -> Totals:
+        """What was added since."""
+        return _fieldwise(self, earlier)
+
+    @property
+    def wait_seconds(self) -> float:
+        """For batches, the first of the run not included: every run has to start."""
+        return max(0.0, self.ledger_seconds.get(DATA_WAIT, 0.0) - self.first_wait_seconds)
+
+    @property
+    def compute_seconds(self) -> float:
+        """Of steps."""
+        return self.ledger_seconds.get(COMPUTE, 0.0)
+
+    @property
+    def loop_seconds(self) -> float:
+        """Seconds of the training loop."""
+        return self.wait_seconds + self.compute_seconds
+
+    @property
+    def startup_seconds(self) -> float:
+        """Before the first step."""
+        return self.ledger_seconds.get(STARTUP, 0.0) + self.first_wait_seconds
+
+
+@cache
+def _getter(kind: Hashable) -> Callable[[Any], tuple[Any, ...]]:
+    return attrgetter(*(spec.name for spec in fields(cast("Any", kind))))
+
+
+def difference(later: _T, earlier: _T) -> _T:
+    """Two values, subtracted. What one of them does not tell, nor does the difference.
+
+    Records, and dictionaries and tuples of numbers, are subtracted part by part. A key or place that the earlier one
+    does not have counts from zero; one that the later one does not have is gone.
+    """
+    if isinstance(later, (int, float)) and isinstance(earlier, (int, float)):
+        return later - earlier  # type: ignore[return-value,operator]
+    if later is None or earlier is None:
+        return None  # type: ignore[return-value]
+    if isinstance(later, dict) and isinstance(earlier, dict):
+        return {key: value - earlier.get(key, 0) for key, value in later.items()}  # type: ignore[return-value]
+    if isinstance(later, tuple) and isinstance(earlier, tuple):
+        same_places = len(earlier) == len(later)
+        return tuple(map(sub, later, earlier)) if same_places else later  # type: ignore[return-value]
+    # The same object: a part in which nothing has been counted meanwhile.
+    return type(later)() if later is earlier else _fieldwise(later, earlier)
+
+
+def _fieldwise(later: _T, earlier: _T) -> _T:
+    values = _getter(cast("Hashable", type(later)))
+    # Numbers are most of it, and are not worth a call each.
+    return type(later)(
+        *[
+            now - then if type(now) in _NUMBERS and type(then) in _NUMBERS else difference(now, then)
+            for now, then in zip(values(later), values(earlier), strict=True)
+        ]
+    )

@@ -1,0 +1,71 @@
+"""What the endpoint shows of a rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from telemetry.core.distribution import Histogram
+    from telemetry.core.samples import (
+        CollectorHealth,
+        GpuSample,
+        HostSample,
+        PressureSample,
+        ProcessSample,
+        TorchMemorySample,
+    )
+    from telemetry.core.totals import Totals
+    from telemetry.core.worker_records import WorkersSample
+
+LogFields = dict[str, Any]
+"""The event's own fields of a log line: JSON values only."""
+
+
+@dataclass(frozen=True, slots=True)
+class StallView:
+    """Stalls so far: the cause of the one that is open (None for none), and by cause their number and seconds lost.
+
+    ``straggler`` is the rank that is waited for, while that is the cause.
+    """
+
+    active: str | None
+    opened: dict[str, int]
+    lost_seconds: dict[str, float]
+    straggler: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotsView:
+    """Snapshots so far, by how they ended; and why no more are taken, from `SNAPSHOT_OFF_REASONS`, None if they are."""
+
+    results: dict[str, int]
+    off: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RunView:
+    """Everything the endpoint shows of one rank at one moment: its counters, and what has no total. None: not measured.
+
+    ``own_fetches``: what the training thread took for each batch that it fetched without workers. ``worker_fetches``:
+    what workers took, all there have been, whether or not ``workers`` could be read this time.
+    """
+
+    info: dict[str, str]
+    ended: bool
+    totals: Totals
+    step_duration: Histogram
+    wait_duration: Histogram
+    last_step_unix_seconds: float | None
+    errors: dict[str, int]
+    stalls: StallView | None = None
+    snapshots: SnapshotsView | None = None
+    collectors: tuple[CollectorHealth, ...] = ()
+    gpu: GpuSample | None = None
+    host: HostSample | None = None
+    process: ProcessSample | None = None
+    workers: WorkersSample | None = None
+    own_fetches: Histogram | None = None
+    worker_fetches: Histogram | None = None
+    pressure: PressureSample | None = None
+    torch_memory: TorchMemorySample | None = None

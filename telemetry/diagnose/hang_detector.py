@@ -1,0 +1,171 @@
+"""Decides whether a run is stuck: its training thread has made no progress for much longer than a step takes.
+
+Only time in the training loop counts: waiting for a batch, and the compute of a step. Startup, evaluation, checkpoints,
+phases that the user has named and the time after a loop do not count. Time in which the agent did not run either does
+not count: the machine slept, or the process was stopped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from telemetry.core.labels import COMPUTE, DATA_WAIT
+from telemetry.core.recommendation import Advice
+from telemetry.diagnose.causes import NAMED_BY_SOURCE
+from telemetry.diagnose.straggler import absent_rank
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from telemetry.core.interval import RankPace
+
+MIN_SECONDS: Final = 30.0
+"""Without the setting ``stuck_seconds``, a run is stuck after this time at the earliest, ..."""
+
+TIMES_P99: Final = 20.0
+"""... and at the earliest after this multiple of the 99th percentile of its step durations."""
+
+TIMES_LONGEST: Final = 2.0
+"""The first batch of an epoch may take this multiple of the longest step so far, because workers have to start."""
+
+MIN_STEPS: Final = 10
+"""The first steps of a run compile and allocate. Before this many steps have ended, ..."""
+
+EARLY_SECONDS: Final = 540.0
+"""... a run is stuck after this time at the earliest. NCCL ends a hung collective after ten minutes; then the cause is
+gone."""
+
+LATE_TICKS: Final = 2.0
+"""A tick counts at most this many intervals. The agent did not observe the rest."""
+
+MAX_EXCUSES: Final = 10
+"""The end of an epoch may take this many times as long, because workers can be slow to stop."""
+
+MIN_FETCH_SHARE: Final = 0.25
+"""A worker is stuck if its fetch has been in progress for this share of the training thread's wait. For the rest of the
+wait the worker may have been starting, or busy with the previous batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Durations of the run's steps so far, in seconds; None before the first step."""
+
+    p99: float | None
+    longest: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """What one tick has observed of the training thread.
+
+    Attributes:
+        loop_seconds: seconds since the last tick that the thread waited for a batch or computed a step.
+        progress: changes with every observed action: a batch request, a batch, an optimizer step, a phase.
+        steps: completed steps of the run.
+        loop_left: whether the loop of the newest step has been left, for example by ``break``.
+        at_edge: whether the thread waits for the first batch of an epoch.
+    """
+
+    loop_seconds: float
+    progress: tuple[int, ...]
+    steps: int
+    loop_left: bool
+    at_edge: bool
+
+
+class StuckWatch:
+    """Decides for one rank, tick by tick.
+
+    Args:
+        setting: ``stuck_seconds``; None for auto.
+        interval: seconds between two ticks.
+
+    Attributes:
+        seconds: counted seconds without progress.
+        stuck: whether the run is stuck.
+        excuses: how many times in a row `excuse` was called.
+    """
+
+    def __init__(self, setting: float | None, interval: float) -> None:
+        self._setting = setting
+        self._most = LATE_TICKS * interval
+        self._progress: tuple[int, ...] | None = None
+        self.seconds = 0.0
+        self.stuck = False
+        self.excuses = 0
+
+    def update(self, moment: Moment, steps: Callable[[], StepTimes]) -> str | None:
+        """Add a tick.
+
+        Args:
+            moment: what the tick has observed.
+            steps: returns the step durations. It is called only when they matter.
+
+        Returns:
+            ``opened`` when the run becomes stuck, ``held`` while it is, ``closed`` when it goes on; else None.
+        """
+        if moment.progress != self._progress or moment.loop_left:
+            self._progress = moment.progress
+            was, self.stuck, self.seconds, self.excuses = self.stuck, False, 0.0, 0
+            return "closed" if was else None
+        self.seconds += min(moment.loop_seconds, self._most)
+        if self.stuck:
+            return "held"
+        early = EARLY_SECONDS if moment.steps < MIN_STEPS else 0.0
+        if self.seconds < max(early, self._setting or MIN_SECONDS):
+            return None
+        self.stuck = self.seconds >= stuck_after(self._setting, steps(), at_edge=moment.at_edge)
+        return "opened" if self.stuck else None
+
+    def excuse(self) -> None:
+        """Start counting again: what looked like a stuck run is none."""
+        self.seconds, self.stuck = 0.0, False
+        self.excuses += 1
+
+
+def stuck_after(setting: float | None, steps: StepTimes, *, at_edge: bool) -> float:
+    """Seconds without progress after which a run is stuck."""
+    seconds = setting if setting is not None else max(MIN_SECONDS, TIMES_P99 * (steps.p99 or 0.0))
+    return max(seconds, TIMES_LONGEST * (steps.longest or 0.0)) if at_edge else seconds
+
+
+def paused(seconds: float, interval: float, process_cpu: float | None) -> bool:
+    """Whether the process or the machine was stopped since the last tick: it is late, and nothing ran meanwhile."""
+    late = seconds > LATE_TICKS * interval + 1.0
+    return late and process_cpu is not None and process_cpu < 0.02 * seconds
+
+
+def stuck_cause(category: str, source: str | None, fetching_seconds: float, stuck_seconds: float) -> str:
+    """The cause of a run that is stuck.
+
+    Args:
+        category: the ledger category that the training thread is in.
+        source: where its batches come from, see `Conditions`; None before the first batch of a new loader, too.
+        fetching_seconds: duration so far of the longest fetch in progress in a worker.
+        stuck_seconds: how long the run has been stuck.
+    """
+    if category != DATA_WAIT:
+        return "unknown"
+    if source in {"workers", None} and fetching_seconds >= MIN_FETCH_SHARE * stuck_seconds:
+        return "worker_stuck"
+    return NAMED_BY_SOURCE.get(source or "", "unknown")
+
+
+def stuck_advice(category: str, seconds: float, at: str, missing: RankPace | None = None) -> tuple[Advice, ...]:
+    """Advice for a stuck run: where to look.
+
+    Args:
+        category: the ledger category that the training thread is in.
+        seconds: how long the run has been stuck.
+        at: the innermost frames of the training thread, as text.
+        missing: the rank that has not reached the synchronisation that this one waits in.
+    """
+    if missing is not None:
+        slow = absent_rank(missing)
+        because = f"this rank has waited {seconds:.0f} s in a step for {slow.name}, which {slow.why}"
+        return (Advice(f"find out what {slow.name} does", None, None, None, because),)
+    doing = {DATA_WAIT: "waiting for a batch", COMPUTE: "in the compute of a step"}.get(category, f"in {category}")
+    because = f"the training thread has been {doing} for {seconds:.0f} s"
+    action = f"find out what it waits for: {at}" if at else "find out what it waits for"
+    return (Advice(action, None, None, None, because),)

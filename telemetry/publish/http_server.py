@@ -1,0 +1,269 @@
+"""The HTTP server below the endpoint: a few threads, and a deadline on every connection."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import threading
+import time
+import weakref
+from http.server import BaseHTTPRequestHandler
+from io import BytesIO
+from socketserver import TCPServer, ThreadingMixIn
+from typing import TYPE_CHECKING, Any, Final
+
+from telemetry.core.clock import NS, now_ns
+from telemetry.core.filesystem import Descriptor, raised_socket
+from telemetry.publish.http_text import PLAIN_TEXT, SERVER, HttpAnswer, as_http, plain_request
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from telemetry.publish.listen_address import Address
+
+CONNECTION_SECONDS: Final = 5.0
+"""The deadline of a connection: request and answer together."""
+
+MAX_CONNECTIONS: Final = 8
+"""Connections above this number are closed at once."""
+
+_REQUEST_SECONDS: Final = 0.002
+"""The request of a client that is near arrives this soon after the connection. The others get a thread each."""
+
+_PAUSE_SECONDS: Final = 0.1
+"""The pause after a connection that could not be accepted."""
+
+_MAX_HEAD_BYTES: Final = 8192
+_MAX_UNSENT_BYTES: Final = 1 << 20  # in the kernel, of one answer: a node of 64 ranks
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """One request: HTTP/1.0, so one to a connection. Nothing of it reaches the training's stderr.
+
+    Attributes:
+        rest: of the answer, what the kernel has not taken at once.
+    """
+
+    timeout = CONNECTION_SECONDS
+    server: Server
+    rest = b""
+
+    def setup(self) -> None:
+        super().setup()
+        self.wfile = self._answer = BytesIO()
+
+    def finish(self) -> None:
+        answer = self._answer.getvalue()
+        super().finish()
+        self.rest = _sent(self.connection, answer)
+
+    def do_GET(self) -> None:
+        path = self.requestline.split()[1]  # as it was sent: `self.path` has its first slashes made one
+        hosts = self.headers.get_all("Host") or [""]
+        answer = self.server.answer(self.command, path.partition("?")[0], hosts[0] if len(hosts) == 1 else "")
+        self.send_response(answer.status)
+        self.send_header("Content-Type", answer.content_type)
+        self.send_header("Content-Length", str(len(answer.body)))
+        self.send_header("X-Content-Type-Options", "nosniff")
+        if answer.status == 405:
+            self.send_header("Allow", "GET, HEAD")
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(answer.body)
+
+    do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = do_GET  # noqa: N815 - the base class's names
+
+    def version_string(self) -> str:
+        return SERVER
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base class's name
+        del format, args
+
+
+def _head_at_once(request: socket.socket) -> bytes:
+    """The request, if all of it has come, or does within `_REQUEST_SECONDS`; it stays to be read. Else nothing."""
+    try:
+        request.settimeout(_REQUEST_SECONDS)
+        head = request.recv(_MAX_HEAD_BYTES, socket.MSG_PEEK)
+    except OSError:
+        return b""
+    return head if b"\r\n\r\n" in head else b""
+
+
+def _on_a_thread(target: Callable[..., None], *args: Any) -> None:
+    """Named like all threads of the agent: the fork warning and the stacks of a hang tell them from the script's."""
+    threading.Thread(target=target, args=args, name="telemetry-request", daemon=True).start()
+
+
+def _sent(connection: socket.socket, answer: bytes) -> bytes:
+    """Send what the kernel takes at once; returns the rest.
+
+    Raises:
+        OSError: the client is gone.
+    """
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, min(len(answer), _MAX_UNSENT_BYTES))
+    return answer[connection.send(answer) :]
+
+
+class _SocketGoneError(Exception):
+    """Others have closed the socket that listens."""
+
+
+class Server(ThreadingMixIn, TCPServer):
+    """Threads per connection, capped in number and in time."""
+
+    daemon_threads = True
+    allow_reuse_address = True
+    request_queue_size = 16
+
+    def __init__(self, address: Address, port: int) -> None:
+        self.address_family = address.family
+        self.alive: Callable[[], None] | None = None
+        self.answer: Callable[[str, str, str], HttpAnswer] = lambda *_: HttpAnswer(503, PLAIN_TEXT, b"not ready\n")
+        self._open: dict[socket.socket, int] = {}
+        self._guard = threading.Lock()
+        _servers.add(self)  # before there is a socket: a child may be forked at any moment
+        super().__init__(address.at(port), _Handler, bind_and_activate=False)
+        self.socket = raised_socket(self.socket)
+        try:
+            self.server_bind()
+            self.server_activate()
+        except BaseException:
+            self.server_close()
+            raise
+        self.listening = Descriptor(self.socket.fileno())
+
+    def serve(self, poll_seconds: float) -> None:
+        """Serve until `shutdown`, or until the socket is another's."""
+        try:
+            self.serve_forever(poll_seconds)
+        except _SocketGoneError:
+            pass
+
+    def get_request(self) -> tuple[Any, Any]:
+        """Accept a connection. Where that fails at once, it would fail again at once, on a core of the training's."""
+        if not self.listening.is_ours():
+            raise _SocketGoneError
+        try:
+            request, address = super().get_request()
+            return raised_socket(request), address
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # which is that of `wake`
+                time.sleep(_PAUSE_SECONDS)  # no descriptor is left, above all
+            raise
+
+    def wake(self) -> None:
+        """End the wait for connections."""
+        try:
+            if self.listening.is_ours():
+                self.socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer a request that is there at once, or give it a thread."""
+        with self._guard:
+            full = len(self._open) >= MAX_CONNECTIONS
+            if not full:
+                self._open[request] = now_ns()
+        if full:
+            self.shutdown_request(request)
+        elif head := _head_at_once(request):
+            self._answer_here(request, client_address, head)
+        else:
+            _on_a_thread(self.process_request_thread, request, client_address)
+
+    def _answer_here(self, request: Any, client_address: Any, head: bytes) -> None:
+        """Without a thread of its own, which has to wait for the GIL more often than all the rest of it.
+
+        With one the 99th percentile of a scrape took twice as long beside a training loop (`benchmarks/`), and the
+        steps that it met 0.3 ms more. Nothing here waits for the client: what it does not take at once gets its thread.
+        """
+        rest = b""
+        try:
+            scrape = plain_request(head)
+            if scrape is None:
+                rest = _Handler(request, client_address, self).rest
+            else:
+                request.settimeout(_Handler.timeout)
+                request.recv(_MAX_HEAD_BYTES)
+                answer = self.answer(scrape.method, scrape.path, scrape.host)
+                rest = _sent(request, as_http(answer, with_body=scrape.method == "GET"))
+        except Exception:
+            self.handle_error(request, client_address)
+        if rest:
+            _on_a_thread(self._send_rest, request, rest)
+        else:
+            self.shutdown_request(request)
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        """On a thread of its own."""
+        request.sendall(_Handler(request, client_address, self).rest)
+
+    def _send_rest(self, request: Any, rest: bytes) -> None:
+        try:
+            request.sendall(rest)
+        except OSError:
+            pass
+        finally:
+            self.shutdown_request(request)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection, which makes room for another one."""
+        with self._guard:
+            self._open.pop(request, None)
+        try:
+            super().shutdown_request(request)
+        except OSError:
+            pass  # others have closed it; and a thread that raises is on the training's stderr
+
+    def service_actions(self) -> None:
+        """Twice a second: say that we live; end the connections that have lasted too long, however busy they keep."""
+        if self.alive is not None:
+            try:
+                self.alive()
+            except OSError:
+                pass
+        limit = now_ns() - int(CONNECTION_SECONDS * NS)
+        with self._guard:
+            late = [request for request, since in self._open.items() if since < limit]
+        for request in late:
+            try:
+                request.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that went away, mostly; nothing for the training's stderr."""
+
+    def close_sockets(self) -> None:
+        """Close the listening socket and every connection."""
+        self.socket.detach()
+        self.listening.close()
+        for request in list(self._open):
+            try:
+                request.shutdown(socket.SHUT_RDWR)  # its thread closes it: `close` waits for the file on the socket
+            except OSError:
+                pass
+
+    def abandon(self) -> None:
+        """Close this process's copies, in a forked child. Not `socket.close`: it waits for a file on the socket."""
+        listening = getattr(self, "listening", None)
+        if listening is not None and not listening.is_ours():
+            self.socket.detach()
+        for each in (getattr(self, "socket", None), *list(self._open)):
+            try:
+                if each is not None:
+                    os.close(each.detach())
+            except OSError:
+                pass
+
+
+_servers: Final[weakref.WeakSet[Server]] = weakref.WeakSet()
+
+
+def abandon_all() -> None:
+    """In a forked child: close the sockets, which are the parent's, also of a server that is only being made."""
+    for server in list(_servers):
+        server.abandon()

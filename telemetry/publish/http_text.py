@@ -1,0 +1,64 @@
+"""The request of a scraper, and the answer to it, as text.
+
+The handler of the standard library takes a request apart with the parser for mail: half a millisecond of the GIL on a
+cold cache. What Prometheus, curl and browsers send is recognised here; everything else is left to that handler.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from email.utils import formatdate
+from http import HTTPStatus
+from typing import Final
+
+SERVER: Final = "telemetry"
+PLAIN_TEXT: Final = "text/plain; charset=utf-8"
+
+_REQUEST: Final = re.compile(
+    rb"(GET|HEAD) (/[!-~]*) HTTP/1\.[01]\r\n"
+    rb"((?:[A-Za-z0-9-]{1,64}:[ -~]*\r\n){0,50})\r\n",
+)
+_HOST: Final = re.compile(rb"(?:^|\n)host:[ ]*([^\r]*)", re.IGNORECASE)
+_EXPECT: Final = re.compile(rb"(?:^|\n)expect:", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class HttpAnswer:
+    """What a request gets."""
+
+    status: int
+    content_type: str
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PlainRequest:
+    """A request without anything special. ``host`` is empty unless there is one such header."""
+
+    method: str
+    path: str
+    host: str
+
+
+def plain_request(head: bytes) -> PlainRequest | None:
+    """What a request asks for; None where it is none of the plain ones."""
+    found = _REQUEST.match(head)
+    if found is None or _EXPECT.search(found[3]):
+        return None
+    hosts = _HOST.findall(found[3])
+    host = hosts[0].decode("ascii") if len(hosts) == 1 else ""
+    return PlainRequest(found[1].decode(), found[2].decode("ascii").partition("?")[0], host)
+
+
+def as_http(answer: HttpAnswer, *, with_body: bool) -> bytes:
+    """An answer in HTTP/1.0, after which the connection is closed."""
+    head = (
+        f"HTTP/1.0 {answer.status} {HTTPStatus(answer.status).phrase}\r\n"
+        f"Server: {SERVER}\r\n"
+        f"Date: {formatdate(usegmt=True)}\r\n"
+        f"Content-Type: {answer.content_type}\r\n"
+        f"Content-Length: {len(answer.body)}\r\n"
+        "X-Content-Type-Options: nosniff\r\n\r\n"
+    ).encode()
+    return head + answer.body if with_body else head

@@ -1,0 +1,93 @@
+"""Records as the fields of a log line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from typing import TYPE_CHECKING, Any, Final
+
+from telemetry.core.distribution import Histogram
+from telemetry.core.worker_records import Deliveries
+
+if TYPE_CHECKING:
+    from telemetry.core.distribution import Percentiles
+    from telemetry.core.spans import PhaseSpan
+
+
+_RUNNING_TOTALS: Final = frozenset(
+    {
+        "cpu_seconds",
+        "runnable_seconds",
+        "fetches_total",
+    }
+)
+"""Counters over the run: the newest value is logged."""
+
+_NO_MEAN: Final = frozenset({"head_of_line_worker", "head_of_line_since_seconds", "allowed_cores"})
+"""A mean of these makes no sense (a worker's number, a time, a number of cores): the newest value is logged."""
+
+
+def rounded(value: Any, digits: int = 6) -> Any:
+    """Floats to microseconds: finer digits are noise, and they would make a log of weeks larger."""
+    if isinstance(value, float):
+        return round(value, digits)
+    if isinstance(value, Mapping):
+        return {key: rounded(item, digits) for key, item in value.items()}
+    return value
+
+
+def percentiles(value: Percentiles | None) -> dict[str, float] | None:
+    """``{"p50", "p95", "p99", "max"}``, or null where nothing was counted."""
+    return None if value is None else rounded(asdict(value))
+
+
+def mean_of(samples: Sequence[Any]) -> dict[str, Any]:
+    """One set of fields for the samples of an interval: numbers averaged, the rest as it was last.
+
+    A number that no sample has is null; one that some have is the mean of those.
+    """
+    newest = samples[-1]
+    merged: dict[str, Any] = {}
+    for spec in fields(newest):
+        values = [v for s in samples if (v := getattr(s, spec.name)) is not None]
+        last = getattr(newest, spec.name)
+        if isinstance(last, Histogram) or spec.name == "fetched":
+            continue  # a log line would grow by it every time
+        if isinstance(last, Deliveries):
+            merged |= rounded(_deliveries(last))
+            continue
+        if spec.name in _RUNNING_TOTALS:
+            merged[spec.name] = rounded(last)
+        elif spec.name in _NO_MEAN:
+            merged[spec.name] = rounded(values[-1]) if values else None
+        elif values and all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in values):
+            mean = sum(values) / len(values)
+            merged[spec.name] = round(mean) if isinstance(values[-1], int) else rounded(mean)
+        else:
+            merged[spec.name] = list(last) if isinstance(last, tuple) else rounded(last)
+    if "pickling_ratio" in merged:
+        merged["packing_ratio"] = merged.pop("pickling_ratio")
+    return merged
+
+
+def _deliveries(total: Deliveries) -> dict[str, float]:
+    """Counted up over the run. The names are older than those of the record."""
+    return {
+        "late_seconds_total": total.fetch_wait_seconds,
+        "moved_seconds_total": total.transfer_wait_seconds,
+        "head_of_line_seconds_total": total.head_of_line_wait_seconds,
+        "matched_total": total.batches,
+        "from_busy_total": total.from_busy,
+        "moved_from_busy_seconds_total": total.transfer_wait_busy_worker_seconds,
+        "moved_from_long_seconds_total": total.transfer_wait_long_fetch_seconds,
+    }
+
+
+def phase(span: PhaseSpan, started: str) -> dict[str, Any]:
+    """An evaluation, checkpoint or named phase that has ended."""
+    return {
+        "name": span.name,
+        "category": span.category,
+        "started": started,
+        "seconds": rounded(span.seconds),
+    }

@@ -1,0 +1,75 @@
+"""Metrics of stalls and snapshots."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from telemetry.core.labels import CAUSES, SNAPSHOT_OFF_REASONS, SNAPSHOT_RESULTS
+from telemetry.publish.metrics.metric import COUNTER, GAUGE, Metric, MetricGroup, MetricLabel
+
+if TYPE_CHECKING:
+    from telemetry.core.views import SnapshotsView, StallView
+
+CAUSE: Final = MetricLabel("cause", CAUSES)
+
+STALLS: Final[MetricGroup[StallView]] = MetricGroup(
+    record=lambda view: view.stalls,
+    metrics=(
+        Metric(
+            name="training_stall_active",
+            type=GAUGE,
+            label=CAUSE,
+            help="1 for the cause of the open stall, 0 for the others.",
+            read=lambda stalls: () if stalls.active is None else (stalls.active,),
+        ),
+        Metric(
+            name="training_straggler_rank",
+            type=GAUGE,
+            help="Number of the rank that this one waits for.",
+            absent="unless the cause of the open stall is `straggler`",
+            read=lambda stalls: stalls.straggler,
+        ),
+        Metric(
+            name="training_stalls_total",
+            type=COUNTER,
+            label=CAUSE,
+            help="Stalls that have opened, by the cause they opened with.",
+            read=lambda stalls: stalls.opened,
+        ),
+        Metric(
+            name="training_stall_lost_seconds_total",
+            type=COUNTER,
+            unit="seconds",
+            label=CAUSE,
+            help="Time that this rank lost in stalls.",
+            details="Multiply it by the number of GPUs to get GPU time.",
+            read=lambda stalls: stalls.lost_seconds,
+        ),
+    ),
+)
+
+SNAPSHOTS: Final[MetricGroup[SnapshotsView]] = MetricGroup(
+    record=lambda view: view.snapshots,
+    metrics=(
+        Metric(
+            name="training_snapshots_total",
+            type=COUNTER,
+            label=MetricLabel("result", SNAPSHOT_RESULTS),
+            help="Snapshots that this rank was asked for, by result.",
+            details=(
+                "`recorded`: the trace was written. `refused`: something else had priority (the script's own profiler, "
+                "a limit). `failed`: an error. `skipped`: this rank did not reach the steps. The log has the reasons, "
+                "in lines with `event` = `snapshot`."
+            ),
+            read=lambda snapshots: snapshots.results,
+        ),
+        Metric(
+            name="training_snapshots_off",
+            type=GAUGE,
+            label=MetricLabel("reason", SNAPSHOT_OFF_REASONS),
+            help="1 for the reason why this run takes no more snapshots.",
+            details="`slower`: steps stayed slower after a snapshot. The log has the figures.",
+            read=lambda snapshots: () if snapshots.off is None else (snapshots.off,),
+        ),
+    ),
+)

@@ -1,0 +1,205 @@
+"""Reads the log files of a run. They may be damaged, of a killed process, still growing, or of a newer version."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import orjson
+
+from telemetry.core.filesystem import open_regular
+from telemetry.core.log_names import LOG_NAME
+from telemetry.core.quantile_sketch import Sketch, parse_counts
+from telemetry.report.log_schema import checked
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+_RANK_FIELDS: Final = ("local_rank", "world_size", "claimed_rank")
+"""Fields of ``run_start`` that change when a process learns its rank."""
+
+
+class NoRunError(Exception):
+    """The folder has no run; the text says what is missing."""
+
+
+@dataclass
+class ProcessLog:
+    """What one process of a run has logged.
+
+    A process lasts here from one start of the agent to its end. A program that starts the agent twice counts as two
+    processes. The field ``life`` of a log line tells them apart.
+
+    Attributes:
+        rank: its last rank; a process may learn its rank after its first lines.
+        head: its ``run_start``.
+        totals: the newest line with the totals of the run so far (``window`` or ``run_end``).
+        last_time: time of the newest line, ISO-8601.
+        ended: whether there is a ``run_end``, which means that the process ended by itself.
+        step, wait: durations of steps and of data waits, over the whole run, even if old files were rotated away.
+        stalls, snapshots, errors: lines of these events, oldest first.
+        torn_lines: how many lines could not be read.
+        wrong_fields: how many fields were left out because of a wrong type.
+        skipped: names of logs that are not regular files and were not read; only in the newest process.
+        run: name of the run.
+    """
+
+    rank: int
+    pid: int
+    head: dict[str, Any] = field(default_factory=dict)
+    totals: dict[str, Any] = field(default_factory=dict)
+    last_time: str = ""
+    ended: bool = False
+    step: Sketch = field(default_factory=Sketch)
+    wait: Sketch = field(default_factory=Sketch)
+    stalls: list[dict[str, Any]] = field(default_factory=list)
+    snapshots: list[dict[str, Any]] = field(default_factory=list)
+    errors: list[dict[str, Any]] = field(default_factory=list)
+    torn_lines: int = 0
+    wrong_fields: int = 0
+    skipped: list[str] = field(default_factory=list)
+    run: str = ""
+
+    @property
+    def started(self) -> str:
+        """When the process started, ISO-8601, which sorts as text."""
+        started: str = self.head.get("started") or self.head.get("time") or ""
+        return started
+
+
+def load(run_dir: Path) -> list[ProcessLog]:
+    """All processes of the newest run in a folder, by rank and then by start.
+
+    Raises:
+        NoRunError: the folder does not exist, or has no log.
+    """
+    logs = run_dir / "logs"
+    if not logs.is_dir():
+        raise NoRunError(f"{run_dir} is not a run folder: there is no {logs}")
+    files: dict[tuple[int, int, int], list[tuple[int, Path]]] = {}
+    skipped: list[str] = []
+    for path in logs.iterdir():
+        match = LOG_NAME.fullmatch(path.name)
+        if match and not path.is_file():  # a FIFO would be waited for
+            skipped.append(path.name)
+        elif match:
+            key = (int(match["rank"]), int(match["pid"]), int(match["number"] or 1))
+            files.setdefault(key, []).append((int(match["rotated"] or 0), path))
+    if not files:
+        raise NoRunError(f"there is no log in {logs}: no file is named rank-<rank>.<pid>.jsonl")
+    logs_of_processes = _ProcessLogs()
+    for (rank, pid, _), parts in sorted(files.items()):
+        logs_of_processes.load(rank, pid, parts)
+    processes = logs_of_processes.all
+    newest = max(processes, key=lambda process: process.started)
+    newest.skipped = sorted(skipped)
+    return sorted(
+        (process for process in processes if process.run == newest.run),
+        key=lambda process: (process.rank, process.started),
+    )
+
+
+class _ProcessLogs:
+    """Sorts log lines by process, whichever file they are in.
+
+    Several processes write to one file if a container is restarted with the same pid, or if two nodes share the folder.
+    A ``run_start`` that does not continue a log begins another process.
+    """
+
+    def __init__(self) -> None:
+        self.all: list[ProcessLog] = []
+        self._by_id: dict[str, ProcessLog] = {}
+
+    def load(self, rank: int, pid: int, parts: list[tuple[int, Path]]) -> None:
+        """Read one file and the files that were rotated away from it."""
+        newest = unused = ProcessLog(rank, pid)
+        by_node: dict[str, ProcessLog] = {}
+        self.all.append(unused)
+        for _, path in sorted(parts, reverse=True):  # the highest number is the oldest
+            for line, wrong in _lines(path):
+                if line is None:
+                    newest.torn_lines += 1
+                    continue
+                node = line.get("node")
+                log = newest if node is None else by_node.get(node)  # a line without a node is damaged
+                if log is None or line.get("event") == "run_start":
+                    log = self._log_of(line, log, ProcessLog(rank, pid) if by_node else unused)
+                newest = log
+                if node is not None:
+                    by_node[node] = log
+                log.wrong_fields += wrong
+                _take(line, log)
+        if by_node and not unused.head and not unused.torn_lines:  # all lines belong to processes of other files
+            self.all = [log for log in self.all if log is not unused]
+
+    def _log_of(self, line: dict[str, Any], log: ProcessLog | None, fresh: ProcessLog) -> ProcessLog:
+        id_ = line.get("life")
+        if id_ in self._by_id:
+            return self._by_id[id_]
+        if log is None or not line.get("continued"):
+            log = fresh
+            if self.all[-1] is not fresh:
+                self.all.append(fresh)
+        if id_ is not None:
+            self._by_id[id_] = log
+        return log
+
+
+def _lines(path: Path) -> Iterator[tuple[dict[str, Any] | None, int]]:
+    """The lines of a file, None for a line that cannot be read; and how many fields of each were left out as wrong."""
+    try:
+        file = open_regular(path)
+        if file is None:
+            return
+        with file:
+            for raw in file:
+                try:
+                    line = orjson.loads(raw)
+                except ValueError:
+                    if raw.strip():
+                        yield None, 0
+                    continue
+                if isinstance(line, dict):
+                    sound, wrong = checked(line)
+                    yield sound, len(wrong)
+    except OSError:
+        yield None, 0  # rotated away or unreadable; the other files still count
+
+
+def _take(line: dict[str, Any], log: ProcessLog) -> None:
+    event, log.rank = line.get("event"), line.get("rank", log.rank)
+    log.run = line.get("run", log.run)
+    log.head = log.head or {name: line.get(name) for name in ("local_rank", "node", "time")}
+    log.last_time = max(log.last_time, line.get("time", ""))
+    if event == "run_start":
+        if "started" in log.head:  # it continues in another file, or as another rank
+            log.head |= {name: line[name] for name in _RANK_FIELDS if name in line}
+        else:
+            log.head = line
+            if line.get("continued"):  # earlier files are gone; this line has the sums of what was in them
+                _add(log.step, line.get("step_sketch"), line.get("step_max_seconds"))
+                _add(log.wait, line.get("data_wait_sketch"), line.get("data_wait_max_seconds"))
+    elif event == "window":
+        _take_totals(line, log)
+        for sketch, name in ((log.step, "step"), (log.wait, "data_wait")):
+            _add(sketch, line.get(f"{name}_sketch"), line.get(f"{name}_seconds", {}).get("max"))
+    elif event == "run_end":
+        _take_totals(line, log)
+        log.ended = True
+    elif event in {"stall_open", "stall_close"}:
+        log.stalls.append(line)
+    elif event == "snapshot":
+        log.snapshots.append(line)
+    elif event == "error":
+        log.errors.append(line)
+
+
+def _take_totals(line: dict[str, Any], log: ProcessLog) -> None:
+    """Keep the newest totals, which are those of the whole run, unless the line is damaged."""
+    if line.keys() >= {"ledger_total_seconds", "wall_seconds", "steps_total"}:
+        log.totals = line
+
+
+def _add(sketch: Sketch, counts: object, largest: float | None) -> None:
+    sketch.merge(parse_counts(counts), largest or 0.0)

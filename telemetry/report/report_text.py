@@ -1,0 +1,127 @@
+"""The report as text."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from telemetry.core.formatting import duration, percent, table
+from telemetry.core.labels import CATEGORIES
+from telemetry.report.snapshot_traces import shown_by
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_MAX_ROWS: Final = 64
+_MIN_LOST_SECONDS: Final = 1.8
+"""Half of the last digit of the hours that are shown."""
+
+_MAX_FRAMES: Final = 4
+_MAX_TRAINING_FRAMES: Final = 12
+_HEADINGS: Final = {c: c.replace("_", " ") for c in CATEGORIES}
+
+
+def render(report: dict[str, Any], notes: Sequence[str] = ()) -> str:
+    """The verdict, a table of steps and a ledger by rank, the stalls, the snapshots and the notes.
+
+    Args:
+        report: as `summarize` returns it.
+        notes: lines on what is missing or damaged in the logs.
+    """
+    ranks = report["ranks"]
+    lines = [f"run {report['run']}", "", report["verdict"], ""]
+    shown = _worst_first(ranks)[:_MAX_ROWS] if len(ranks) > _MAX_ROWS else ranks
+    lines += table(_STEP_COLUMNS, [_step_row(rank) for rank in shown])
+    lines.append("")
+    lines += table(["rank", "wall", *_HEADINGS.values()], [_ledger_row(rank) for rank in shown])
+    if len(shown) < len(ranks):
+        lines += ["", f"the {len(shown)} of {len(ranks)} ranks that waited most; --json has all"]
+    for stall in report["stalls"]:
+        lines += ["", *_stall(stall)]
+    lost = _lost_by_cause(report["stalls"])
+    if lost:
+        shares = ", ".join(f"{cause} {seconds / 3600:.3f}" for cause, seconds in lost)
+        lines += ["", f"GPU-hours lost in stalls, over all ranks: {shares}"]
+    lines += _snapshots(report["snapshots"])
+    if notes:
+        lines += ["", *notes]
+    return "\n".join(lines) + "\n"
+
+
+_STEP_COLUMNS: Final = [
+    "rank", "node", "pid", "steps", "step p50", "p95", "p99", "wait p50", "p95", "p99", "exposed",
+    "agent/step", "agent cpu",
+]  # fmt: skip
+
+
+def _stall(stall: dict[str, Any]) -> list[str]:
+    until = f"until {stall['closed']}" if stall["closed"] else "still open"
+    lines = [f"stall on rank {stall['rank']}: {stall['cause']}, since {stall['opened']}, {until}"]
+    for advice in stall["advice"]:
+        setting, gain = advice.get("setting"), advice.get("predicted_speedup")
+        typed = "" if not setting else f"{setting}={advice['value']}: " if advice.get("value") else f"{setting}: "
+        worth = f", predicted {gain:g} times the steps per second" if gain is not None else ""
+        lines.append(f"  {'try ' if typed else ''}{typed}{advice.get('action')}{worth} ({advice.get('because')})")
+    return [*lines, *_stacks(stall["evidence"].get("stacks", []))]
+
+
+def _stacks(stacks: Sequence[str]) -> list[str]:
+    """The innermost frames of each stack of a stuck run. The training thread's stack is first and gets more frames."""
+    lines: list[str] = []
+    most = _MAX_TRAINING_FRAMES
+    for stack in stacks:
+        heading, *frames = stack.splitlines() or [""]
+        lines += [f"  {line}" for line in (heading, *frames[:most])]
+        if len(frames) > most:
+            lines.append(f"    ... {len(frames) - most} more lines in the log")
+        most = _MAX_FRAMES
+    return lines
+
+
+def _lost_by_cause(stalls: Sequence[dict[str, Any]]) -> list[tuple[str, float]]:
+    """Lost seconds by cause, the most expensive cause first."""
+    total: dict[str, float] = {}
+    for stall in stalls:
+        for cause, seconds in stall["evidence"].get("lost_seconds", {}).items():
+            total[cause] = total.get(cause, 0.0) + seconds
+    worst_first = sorted(total.items(), key=lambda item: -item[1])
+    return [(cause, seconds) for cause, seconds in worst_first if seconds >= _MIN_LOST_SECONDS]
+
+
+def _snapshots(snapshots: Sequence[dict[str, Any]]) -> list[str]:
+    """A line for each folder, with the traces of all ranks, and a line for each trace that was read."""
+    folders: dict[str, list[dict[str, Any]]] = {}
+    for snapshot in snapshots:
+        folders.setdefault(str(snapshot["path"]).rpartition("/")[0], []).append(snapshot)
+    lines = []
+    for folder, traces in folders.items():
+        steps = f"steps {traces[0]['first_step']} to {traces[0]['last_step']}"
+        ranks = ", ".join(str(rank) for rank in sorted({trace["rank"] for trace in traces}))
+        lines += ["", f"snapshot: {steps} of rank {ranks}, for {traces[0]['reason']}, in {folder}"]
+        lines += [f"  rank {trace['rank']}: {shown}" for trace in traces if (shown := shown_by(trace))]
+    return lines
+
+
+def _step_row(rank: dict[str, Any]) -> list[str]:
+    steps, waits = rank["step_seconds"], rank["data_wait_seconds"]
+    overhead, exposed = rank["overhead_seconds"], rank["exposed_wait_ratio"]
+    return [
+        str(rank["rank"]),
+        str(rank["node"]),
+        str(rank["pid"]),
+        str(rank["steps"]),
+        *(duration(steps[p]) for p in ("p50", "p95", "p99")),
+        *(duration(waits[p]) for p in ("p50", "p95", "p99")),
+        percent(exposed),
+        duration(overhead["training"] / rank["steps"]) if rank["steps"] else "-",
+        percent(overhead["agent"] / rank["wall_seconds"], 2) if rank["wall_seconds"] else "-",
+    ]
+
+
+def _ledger_row(rank: dict[str, Any]) -> list[str]:
+    wall = rank["wall_seconds"]
+    cells = [f"{s:.1f} s {100 * s / wall:5.1f} %" if wall else "-" for s in rank["ledger"].values()]
+    return [str(rank["rank"]), f"{wall:.1f} s", *cells]
+
+
+def _worst_first(ranks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return sorted(ranks, key=lambda rank: -(rank["exposed_wait_ratio"] or 0.0))

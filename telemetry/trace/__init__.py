@@ -1,0 +1,1 @@
+"""Reads traces of torch.profiler. Imports nothing of this package but `core`."""

@@ -1,0 +1,213 @@
+"""A trace's JSON as a stream: batches of events, and the few other values that are needed.
+
+The events are one array. A batch is cut where the text looks like the border between two events, and then parsed. If
+that succeeds, it was a border, because the parsed text begins at one and consists of complete values. If it fails, the
+events of that stretch are found one by one, by a scanner that knows strings and brackets.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any, Final
+
+import orjson
+
+from telemetry.trace.file_stream import CHUNK
+from telemetry.trace.read_limits import NoTraceError, ReadLimits, TraceError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from telemetry.trace.file_stream import FileStream
+
+_WANTED: Final = frozenset({"deviceProperties", "distributedInfo"})
+_BORDER: Final = re.compile(rb"\}\s*,\s*\{")
+_BORDERS_TRIED: Final = 64
+_BLANK: Final = re.compile(rb"\s*")
+_STRING: Final = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+_STRUCTURE: Final = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|["{}\[\]]', re.DOTALL)
+_SCALAR: Final = re.compile(rb'[^\s,:"{}\[\]]+')
+_NO_NUMBER: Final = re.compile(
+    rb'("[^"\\]*(?:\\.[^"\\]*)*")|[-+]?(?:inf(?:inity)?|nan|N/A)\b', re.DOTALL | re.IGNORECASE
+)
+_OPEN: Final = b"{["
+_BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
+
+
+class Scanner:
+    """Reads one file, once.
+
+    Attributes:
+        metadata: the values in `_WANTED`, complete after the last batch.
+        repaired: how many events were not valid JSON (a bare ``nan``, bytes that are not UTF-8) and could be read.
+    """
+
+    def __init__(self, source: FileStream, limits: ReadLimits) -> None:
+        self.metadata: dict[str, Any] = {}
+        self.repaired = 0
+        self._source = source
+        self._limits = limits
+        self._buffer = b""
+        self._at = 0
+        self._one_by_one_to = 0  # the place in the file up to which no batch is tried again
+
+    def batches(self) -> Iterator[list[Any]]:
+        """The events of the trace in batches, in the order of the file. An event may be any JSON value.
+
+        Raises:
+            TraceError: the file is no JSON, cut off, damaged or beyond the limits.
+            NoTraceError: it is JSON and holds no events.
+        """
+        if self._peek() == _BYTE_ORDER_MARK[:1] and self._buffer.startswith(_BYTE_ORDER_MARK, self._at):
+            self._at += len(_BYTE_ORDER_MARK)
+        first = self._peek()
+        if first == b"[":  # the events alone: the other form of the Trace Event Format
+            yield from self._array()
+        elif first == b"{":
+            yield from self._object()
+        else:
+            raise TraceError(
+                f"{self._source.path} is no JSON: it begins with {first!r}; name a trace of torch.profiler"
+            )
+
+    def _object(self) -> Iterator[list[Any]]:
+        self._at += 1
+        found = False
+        while (mark := self._peek()) != b"}":
+            if mark == b",":
+                self._at += 1
+                continue
+            if mark != b'"':
+                raise self._damaged("a name is expected")
+            key = self._parse(self._value())
+            if self._peek() != b":":
+                raise self._damaged("a colon is expected")
+            self._at += 1
+            mark = self._peek()
+            if key == "traceEvents":
+                if mark != b"[":
+                    raise self._damaged("traceEvents is no list")
+                found = True
+                yield from self._array()
+            else:
+                value = self._value()
+                if key in _WANTED:
+                    self.metadata[key] = self._parse(value)
+        if not found:
+            raise NoTraceError(f"{self._source.path} is no trace of torch.profiler: it has no traceEvents")
+
+    def _array(self) -> Iterator[list[Any]]:
+        self._at += 1
+        while (mark := self._peek()) != b"]":
+            if mark == b",":
+                self._at += 1
+                continue
+            while len(self._buffer) - self._at < CHUNK and self._more():
+                pass
+            yield self._batch() or [self._parse(self._value())]
+        self._at += 1
+
+    def _batch(self) -> list[Any]:
+        """All events up to the last border in the buffer; none if they have to be found one by one."""
+        buffer, end = self._buffer, len(self._buffer)
+        if self._offset() < self._one_by_one_to:
+            return []
+        self._one_by_one_to = self._source.produced
+        for _ in range(_BORDERS_TRIED):
+            end = buffer.rfind(b"}", self._at, end)
+            if end < 0:
+                return []
+            if _BORDER.match(buffer, end):
+                break
+        else:
+            return []
+        try:
+            batch: list[Any] = orjson.loads(b"[" + memoryview(buffer)[self._at : end + 1] + b"]")
+        except orjson.JSONDecodeError:
+            return []
+        self._at = end + 1
+        self._one_by_one_to = 0
+        return batch
+
+    def _value(self) -> bytes:
+        """The bytes of the value at the current place. The place moves behind it."""
+        while (end := self._end_of_value()) < 0:
+            held = len(self._buffer) - self._at
+            if held > self._limits.max_event_bytes:
+                raise self._damaged(f"one event or value is longer than {self._limits.max_event_bytes} bytes")
+            while len(self._buffer) - self._at < 2 * held and self._more():
+                pass  # read twice as much each time: a long value would otherwise be scanned again and again
+            if len(self._buffer) - self._at == held:
+                raise self._cut_off()
+        value = self._buffer[self._at : end]
+        self._at = end
+        return value
+
+    def _end_of_value(self) -> int:
+        """Where the value at the current place ends in the buffer; -1 if it does not end there."""
+        buffer, at = self._buffer, self._at
+        first = buffer[at : at + 1]
+        if first not in (b"{", b"["):
+            match = (_STRING if first == b'"' else _SCALAR).match(buffer, at)
+            if match is None:
+                if first == b'"':
+                    return -1
+                raise self._damaged(f"{first!r} is not expected")
+            return -1 if first != b'"' and match.end() == len(buffer) else match.end()
+        depth = 0
+        for match in _STRUCTURE.finditer(buffer, at):
+            mark = buffer[match.start()]
+            if mark in _OPEN:
+                depth += 1
+                if depth > self._limits.max_depth:
+                    raise self._damaged(f"brackets are nested more than {self._limits.max_depth} deep")
+            elif mark != 0x22:
+                depth -= 1
+                if not depth:
+                    return match.end()
+            elif match.end() - match.start() == 1:  # a string that does not end in the buffer
+                return -1
+        return -1
+
+    def _parse(self, value: bytes) -> Any:
+        try:
+            return orjson.loads(value)
+        except orjson.JSONDecodeError:
+            pass
+        try:
+            text = _NO_NUMBER.sub(lambda found: found[1] or b"null", value).decode("utf-8", "replace")
+            parsed = json.loads(text, strict=False)
+        except (ValueError, RecursionError):
+            raise self._damaged("an event is no JSON", len(value)) from None
+        self.repaired += 1
+        return parsed
+
+    def _peek(self) -> bytes:
+        """The next byte that is not whitespace. The place moves to it."""
+        while True:
+            match = _BLANK.match(self._buffer, self._at)
+            self._at = match.end() if match else self._at
+            if self._at < len(self._buffer):
+                return self._buffer[self._at : self._at + 1]
+            if not self._more():
+                raise self._cut_off()
+
+    def _more(self) -> bool:
+        chunk = self._source.read()
+        self._buffer = self._buffer[self._at :] + chunk
+        self._at = 0
+        return bool(chunk)
+
+    def _offset(self, back: int = 0) -> int:
+        return self._source.produced - len(self._buffer) + self._at - back
+
+    def _damaged(self, what: str, back: int = 0) -> TraceError:
+        where = f"at byte {self._offset(back)} of its JSON"
+        return TraceError(f"{self._source.path} is no sound trace: {what} {where}; record the trace again")
+
+    def _cut_off(self) -> TraceError:
+        return TraceError(
+            f"{self._source.path} is cut off after {self._source.produced} bytes of JSON: it was not written to its "
+            "end, or not copied whole"
+        )

@@ -1,0 +1,218 @@
+"""Reads a trace of torch.profiler: what its steps consist of, where they wait, and what to change.
+
+It needs neither torch nor numpy. A file is read as a stream, within `ReadLimits`. docs/TRACE.md explains each figure.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from telemetry.trace import (
+    avoidable_time,
+    device_waits,
+    launch_gaps,
+    operator_links,
+    operator_tables,
+    step_breakdown,
+    stream_analysis,
+)
+from telemetry.trace import device_usage as devices
+from telemetry.trace.file_stream import open_stream
+from telemetry.trace.intervals import SECONDS_PER_US
+from telemetry.trace.json_scanner import Scanner
+from telemetry.trace.read_limits import NoTraceError, ReadLimits, TraceError
+from telemetry.trace.trace_advice import Hardware, Suggestion, advise
+from telemetry.trace.trace_events import TraceEvents
+
+__all__ = ["NoTraceError", "ReadLimits", "Trace", "TraceError", "TraceStep", "read_trace"]
+
+_RANK: Final = re.compile(r"rank[-_.]?(\d{1,9})", re.IGNORECASE)
+_MAX_STRETCHES: Final = 20
+
+
+@dataclass(frozen=True, slots=True)
+class TraceStep:
+    """One step: its number, its seconds, and the seconds by category, which sum to those of the step."""
+
+    step: int
+    seconds: float
+    categories: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Average:
+    """The mean step: its seconds, and the share of each category (0 to 1)."""
+
+    seconds: float
+    categories: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """The figures of one trace file. The fields are those of ``telemetry trace --json``.
+
+    Attributes:
+        file: the path as it was given.
+        rank, world_size: those of the process that recorded it; None if neither the trace nor the file's name tells.
+        device: name of the GPU that most work ran on; None without a GPU, or if the trace does not tell.
+        device_memory_bytes: memory of that GPU.
+        peak_memory_bytes: the most memory that torch had reserved there.
+        steps, average: the breakdown into TensorBoard's categories.
+        gpu: how well the GPUs were used over the steps.
+        temporal, overlap_ratio, idle: as Holistic Trace Analysis defines them.
+        operators, kernels, memcpy, synchronizations: those that took longest; see `trace.operator_tables`.
+        launch_bound: stretches in which the GPU waits for each launch.
+        layout_conversions: those of `kernels` that only change a tensor's layout.
+        advice: what to change; the change that wins most is first.
+        notes: what is missing in the trace, in words.
+    """
+
+    file: str
+    rank: int | None
+    world_size: int | None
+    device: str | None
+    device_memory_bytes: int | None
+    peak_memory_bytes: int | None
+    steps: tuple[TraceStep, ...]
+    average: Average
+    gpu: devices.GpuUsage
+    temporal: stream_analysis.TemporalBreakdown
+    overlap_ratio: float | None
+    idle: tuple[stream_analysis.StreamIdle, ...]
+    operators: tuple[operator_tables.Operator, ...]
+    kernels: tuple[operator_tables.Kernel, ...]
+    memcpy: tuple[operator_tables.Copy, ...]
+    synchronizations: tuple[operator_tables.Synchronization, ...]
+    launch_bound: tuple[launch_gaps.LaunchBoundStretch, ...]
+    layout_conversions: tuple[operator_tables.Kernel, ...]
+    advice: tuple[Suggestion, ...]
+    notes: tuple[str, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """The trace as dicts, lists, text and numbers."""
+        return asdict(self)
+
+
+def read_trace(path: str | os.PathLike[str], limits: ReadLimits | None = None, *, follow: bool = True) -> Trace:
+    """Read one trace file, ``.json`` or gzip.
+
+    Args:
+        path: the file.
+        limits: the limits for reading it.
+        follow: whether the path may be a symbolic link. It may not if it was found in a folder.
+
+    Raises:
+        NoTraceError: the file is valid JSON, but not a trace.
+        TraceError: it cannot be read as a trace; the text says why and what to do.
+    """
+    file, limits = Path(path), limits or ReadLimits()
+    collecting = gc.isenabled()
+    gc.disable()  # batches of dicts are freed by their reference counts; collecting cycles doubles the time
+    try:
+        with open_stream(file, limits, follow=follow) as source:
+            scanner, events = Scanner(source, limits), TraceEvents(limits)
+            try:
+                for batch in scanner.batches():
+                    events.add(batch)
+                events.close()
+            except MemoryError:
+                raise TraceError(f"{file} needs more memory than there is: record fewer steps") from None
+        return _analyse(file, events, scanner)
+    except (ArithmeticError, MemoryError) as error:
+        raise TraceError(f"{file} has times or numbers that cannot be computed with ({error!r})") from error
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _analyse(file: Path, events: TraceEvents, scanner: Scanner) -> Trace:
+    found = step_breakdown.find_steps(events)
+    if found is None or found.length <= 0:
+        raise NoTraceError(f"{file} is no trace of torch.profiler: it has no operator, runtime call or kernel")
+    parts = step_breakdown.exclusive(found, step_breakdown.find_categories(events))
+    each = step_breakdown.breakdown(found, parts)
+    average = {name: sum(step[name] for step in each) / found.length for name in step_breakdown.CATEGORIES}
+    temporal, overlap, idle = stream_analysis.measure(events)
+    owner = operator_links.owners(events)
+    bound = launch_gaps.find(events, found)
+    waiting = device_waits.find(events, found)
+    lost = avoidable_time.measure(events, found, parts=parts, owner=owner, waits=waiting, gaps=bound.gaps)
+    number = devices.main_device(events)
+    properties = _properties(scanner.metadata.get("deviceProperties"), number)
+    hardware = Hardware(
+        _integer(properties.get("computeMajor")) if not devices.is_amd(events) else None,
+        _integer(properties.get("totalGlobalMem")),
+        events.reserved_bytes.get(-1 if number is None else number),
+    )
+    distributed = scanner.metadata.get("distributedInfo")
+    distributed = distributed if isinstance(distributed, dict) else {}
+    rank = _integer(distributed.get("rank"))
+    kernels = operator_tables.kernels(events)
+    return Trace(
+        file=os.fsencode(file).decode("utf-8", "replace"),
+        rank=_rank_of(file) if rank is None else rank,
+        world_size=_integer(distributed.get("world_size")),
+        device=_text(properties.get("name")),
+        device_memory_bytes=hardware.memory_bytes,
+        peak_memory_bytes=hardware.reserved_bytes,
+        steps=tuple(
+            TraceStep(
+                span.number,
+                (span.end - span.start) * SECONDS_PER_US,
+                {name: took * SECONDS_PER_US for name, took in step.items()},
+            )
+            for span, step in zip(found.spans, each, strict=True)
+        ),
+        average=Average(found.length * SECONDS_PER_US / len(found.spans), average),
+        gpu=devices.measure(events, found),
+        temporal=temporal,
+        overlap_ratio=overlap,
+        idle=idle,
+        operators=tuple(operator_tables.operators(events, owner)),
+        kernels=tuple(kernels),
+        memcpy=tuple(operator_tables.copies(events)),
+        synchronizations=tuple(operator_tables.synchronizations(waiting)),
+        launch_bound=bound.stretches[:_MAX_STRETCHES],
+        layout_conversions=tuple(kernel for kernel in kernels if kernel.layout_conversion),
+        advice=advise(lost, average, hardware),
+        notes=tuple(_notes(events, scanner, found)),
+    )
+
+
+def _properties(listed: object, number: int | None) -> dict[str, Any]:
+    """The properties of one device, from the values beside the events; empty if there are none."""
+    for each in listed if isinstance(listed, list) else []:
+        if isinstance(each, dict) and number is not None and each.get("id") == number:
+            return each
+    return {}
+
+
+def _notes(events: TraceEvents, scanner: Scanner, found: step_breakdown.TraceSteps) -> list[str]:
+    notes: list[str] = []
+    if not found.marked:
+        notes.append("no step is marked (ProfilerStep#…): all of the trace is taken as one step")
+    if found.dropped:
+        notes.append(f"the last {found.dropped} step(s) are left out: the trace ends before their kernels do")
+    if events.malformed:
+        notes.append(f"{events.malformed} event(s) with fields that make no sense were passed over")
+    if scanner.repaired:
+        notes.append(f"{scanner.repaired} event(s) were no JSON by the letter and were read all the same")
+    return notes
+
+
+def _rank_of(file: Path) -> int | None:
+    match = _RANK.search(file.name)
+    return int(match[1]) if match else None
+
+
+def _integer(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _text(value: object) -> str | None:
+    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else None

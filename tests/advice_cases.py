@@ -1,0 +1,28 @@
+"""Intervals and a shorthand for the tests of advice."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from telemetry.diagnose.advice.advise import advise
+from tests.interval_records import with_workers
+from tests.slices import Slice, gather
+
+
+def first(cause: str, piece: Slice):
+    return advise(cause, gather([piece]))[0]
+
+
+HELD = with_workers(busy=0.99, cpu=0.24, runnable=0.75, fetches=20, steps=20, wait=0.7, compute=0.3, cores=2.0)
+
+
+def uneven(slowest_seconds: float, **settings):
+    """A second of ten steps: 50 ms of compute, fetches of 100 ms in four workers, of which one may be slower."""
+
+    def at(fetches):
+        fetched = {1: (fetches, 0.06 * fetches), 2: (fetches, slowest_seconds * fetches)}
+        piece = with_workers(busy=0.25, blocked=0.25, fetches=10, wait=0.5, compute=0.5, late=0.4, moved=0.05)
+        sample = dataclasses.replace(piece.workers, fetched=fetched)
+        return dataclasses.replace(piece, workers=sample, settings={"in_order": True, "prefetch_factor": 2} | settings)
+
+    return gather([at(10), at(20), at(30)])

@@ -1,0 +1,184 @@
+"""A run ends, or a profiler of the user's begins, in the middle of a recording."""
+
+from __future__ import annotations
+
+import pytest
+
+from faults.processes import events, python, run_script, write
+from faults.snapshot_scripts import LOOP, partial, whole
+from telemetry.snapshot.session import starts_beside_ours
+
+
+@pytest.mark.parametrize("ending", ["telemetry.stop()", "pass", "os._exit(3)", "raise SystemExit(3)"])
+def test_a_run_that_ends_during_a_recording(tmp_path, ending):
+    write(tmp_path, "loop.py", LOOP)
+    script = write(
+        tmp_path,
+        "script.py",
+        f"""
+        import os
+        from loop import loop, recording, start
+        import telemetry
+        agent = start(snapshot_max_seconds=600)
+        loop(agent, lambda: recording(agent), steps=50)
+        {ending}
+        """,
+    )
+    done = python(script, cwd=tmp_path)
+    assert done.returncode == (3 if "3" in ending else 0)
+    assert done.stderr == ""
+    published = list(tmp_path.glob("run/snapshots/request-step*/*.gz"))
+    assert len(published) == ("_exit" not in ending)
+    assert all(whole(path) for path in published)
+    assert partial(tmp_path) == []
+
+
+def test_a_run_stopped_by_another_thread_during_a_recording(tmp_path):
+    write(tmp_path, "loop.py", LOOP)
+    done = run_script(
+        """
+        import threading
+        from loop import loop, recording, start
+        import telemetry
+        agent = start(snapshot_max_seconds=600)
+        loop(agent, lambda: recording(agent), steps=50)
+        over = threading.Event()
+        thread = threading.Thread(target=lambda: (telemetry.stop(), over.set()))
+        thread.start()
+        loop(agent, over.is_set)
+        thread.join()
+        """,
+        tmp_path,
+    )
+    (line,) = events(tmp_path / "run", "snapshot")
+    assert (line["result"], line["why"]) == ("recorded", "cut short: the end of the run")
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize("then", ["loop", "exit"])
+def test_a_profiler_on_another_thread_does_not_wait_for_ever(tmp_path, then):
+    """The training thread ends no step meanwhile: the user's profiler starts first, and ours ends only after it."""
+    pytest.importorskip("torch")  # its version counts
+    if not starts_beside_ours():
+        pytest.skip("before torch 2.13 theirs would fail, so it waits")
+    write(tmp_path, "loop.py", LOOP)
+    script = write(
+        tmp_path,
+        "script.py",
+        f"""
+        import threading, torch
+        from torch.profiler import ProfilerActivity, profile
+        from loop import loop, recording, start
+        import telemetry
+        from telemetry.snapshot import capture
+        capture._GIVE_WAY_SECONDS = 0.05
+        agent = start(snapshot_max_seconds=600)
+        loop(agent, lambda: recording(agent), steps=50)
+        found = []
+
+        def theirs():
+            with profile(activities=[ProfilerActivity.CPU]) as prof:
+                torch.ones(3).sum()
+            found.extend(event.name for event in prof.events())
+
+        thread = threading.Thread(target=theirs)
+        thread.start()
+        thread.join()
+        assert "aten::sum" in found
+        assert torch.autograd._profiler_enabled()
+        if "{then}" == "loop":
+            loop(agent, lambda: not torch.autograd._profiler_enabled())
+            with profile(activities=[ProfilerActivity.CPU]) as prof:
+                torch.ones(3).sum()
+            assert "aten::sum" in [event.name for event in prof.events()]
+            while not agent.snapshots.counts["failed"]:
+                agent._wake.wait(0.01)
+            telemetry.stop()
+        """,
+    )
+    done = python(script, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_before_torch_2_13_it_waits_for_the_training_thread(tmp_path):
+    """A profiler on another thread cannot begin beside ours. It is released when ours ends."""
+    write(tmp_path, "loop.py", LOOP)
+    run_script(
+        """
+        import threading, torch
+        from torch.profiler import ProfilerActivity, profile
+        from loop import loop, recording, start
+        import telemetry
+        from telemetry.snapshot import capture
+        capture._GIVE_WAY_SECONDS, capture._TRIES_WHERE_THEIRS_WOULD_FAIL = 0.01, 100_000
+        asked, waits = threading.Event(), iter(range(100))
+
+        def starts_beside_ours():
+            if next(waits) == 10:
+                asked.set()
+            return False
+
+        capture.starts_beside_ours = starts_beside_ours
+        agent = start(snapshot_max_seconds=600)
+        loop(agent, lambda: recording(agent), steps=50)
+        found = []
+
+        def theirs():
+            with profile(activities=[ProfilerActivity.CPU]) as prof:
+                torch.ones(3).sum()
+            found.extend(event.name for event in prof.events())
+
+        thread = threading.Thread(target=theirs)
+        thread.start()
+        assert asked.wait(60)
+        assert not found
+        loop(agent, lambda: not thread.is_alive())
+        assert "aten::sum" in found
+        telemetry.stop()
+        """,
+        tmp_path,
+    )
+    (line,) = events(tmp_path / "run", "snapshot")
+    assert (line["result"], line["why"]) == ("recorded", "cut short: a profiler of the script's own began")
+
+
+def test_a_run_stopped_while_its_training_thread_is_busy(tmp_path):
+    """The session is ended when it does, the hooks go then, and the exit is a clean one."""
+    write(tmp_path, "loop.py", LOOP)
+    done = run_script(
+        """
+        import threading, torch
+        from loop import loop, recording, start
+        import telemetry
+        agent = start(snapshot_max_seconds=600)
+        loop(agent, lambda: recording(agent), steps=50)
+        thread = threading.Thread(target=telemetry.stop)
+        thread.start()
+        thread.join()
+        assert torch.autograd._profiler_enabled(), "it is still on: nobody else may end it"
+        assert torch.utils.data.dataloader._BaseDataLoaderIter.__next__.__module__ == "torch.utils.data.dataloader"
+        loop(agent, lambda: not torch.autograd._profiler_enabled())
+        assert not hasattr(torch.utils.data.dataloader._BaseDataLoaderIter.__next__, "__wrapped__")
+        """,
+        tmp_path,
+    )
+    assert done.stderr == ""
+
+
+def test_an_exit_with_a_session_that_could_not_be_ended(tmp_path):
+    write(tmp_path, "loop.py", LOOP)
+    done = run_script(
+        """
+        import threading, torch
+        from loop import loop, recording, start
+        import telemetry
+        agent = start(snapshot_max_seconds=600)
+        loop(agent, lambda: recording(agent), steps=50)
+        thread = threading.Thread(target=telemetry.stop)
+        thread.start()
+        thread.join()
+        assert torch.autograd._profiler_enabled()
+        """,
+        tmp_path,
+    )
+    assert done.stderr == ""

@@ -1,0 +1,155 @@
+"""A snapshot's export is killed at any stage, or the disk is full."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from faults.processes import environment, events, python, results, run_script, write
+from faults.snapshot_scripts import LOOP, whole
+
+STAGES = ("saving", "begun", "saved", "compressing", "compressed", "verified", "published")
+
+KILLED = """
+import os, signal, sys
+from loop import loop, start
+from telemetry.snapshot import snapshot_outcome, store
+
+stage = sys.argv[1]
+kill = lambda at: at == stage and os.kill(os.getpid(), signal.SIGKILL)
+publish, save = store.TraceStore.publish, snapshot_outcome.RecordedTrace.save
+store.TraceStore.publish = lambda self, trace, folder, name, extra_events: publish(
+    self, trace, folder, name, extra_events=extra_events, on_stage=kill
+)
+snapshot_outcome.RecordedTrace.save = lambda self, path: (save(self, path), kill("saving"))[0]
+agent = start()
+loop(agent, lambda: agent.snapshots.counts["failed"])
+"""
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_kill_at_any_stage_publishes_only_complete_files(tmp_path, stage):
+    write(tmp_path, "loop.py", LOOP)
+    script = write(tmp_path, "killed.py", KILLED)
+    env = environment(TMPDIR=str(tmp_path))
+    assert python(script, stage, cwd=tmp_path, env=env).returncode == -9
+    published = list(tmp_path.glob("run/snapshots/request-step*/*.gz"))
+    assert len(published) == (stage == "published")
+    assert all(whole(path) for path in published)
+    again = run_script(
+        """
+        import json, os, glob
+        import telemetry
+        before = glob.glob("run/snapshots/.partial-*") + glob.glob("/dev/shm/torch-telemetry-*/.partial-*")
+        agent = telemetry.start("run", start_line=False)
+        after = glob.glob("run/snapshots/.partial-*") + glob.glob("/dev/shm/torch-telemetry-*/.partial-*")
+        telemetry.stop()
+        with open("results.json", "w") as file:
+            json.dump({"before": before, "after": after}, file)
+        """,
+        tmp_path,
+        env=env,
+    )
+    found = results(tmp_path)
+    assert found["before"], "the kill came before it had cleared up"
+    assert found["after"] == []
+    assert again.stderr == ""
+
+
+FULL = """
+import json, os
+from pathlib import Path
+from telemetry.snapshot import export_space, store
+
+export_space.MIN_FREE_BYTES = -(1 << 40)  # not to be stopped by the look at the free space beforehand
+store._PROBE_BYTES = 1
+here = Path("full/run/snapshots")
+content = b'{"traceEvents": [' + b",".join(b'"%s"' % os.urandom(30).hex().encode() for _ in range(600)) + b"]}"
+
+
+class Trace:
+    def max_bytes(self):
+        return len(content)
+
+    def save(self, path):
+        path.write_bytes(content)
+        return 0.0
+
+    def free(self):
+        return 0.0
+
+
+def fill(pages):
+    filler.unlink(missing_ok=True)
+    with open(filler, "wb", buffering=0) as file:
+        try:
+            while file.write(b"x" * 4096):
+                pass
+        except OSError:
+            pass
+        file.truncate(max(0, file.tell() - 4096 * pages))
+
+
+filler = Path("full/filler")
+outcomes = []
+for shared in (Path("shared"), None):
+    for pages in range(40):
+        fill(pages)
+        trace_store = store.TraceStore(here, shared, "node-1-1", 1 << 20, 1 << 20)
+        try:
+            trace_store.publish(Trace(), "request-step5", "rank-0.gz")
+            outcomes.append("kept")
+        except (OSError, store.StoreError) as error:
+            outcomes.append(type(error).__name__)
+        filler.unlink()
+        files = [str(path.relative_to(here)) for path in here.rglob("*") if path.is_file()]
+        assert files == (["request-step5/rank-0.gz"] if outcomes[-1] == "kept" else []), (pages, outcomes[-1], files)
+        assert not [name for name in os.listdir(here) if name.startswith(".partial")] if here.exists() else True
+        for name in os.listdir(here) if here.exists() else ():
+            with store.open_folder(here) as folder:
+                folder.remove(name)
+with open("results.json", "w") as file:
+    json.dump(outcomes, file)
+"""
+
+
+def test_a_disk_that_is_full_at_any_stage(tmp_path):
+    """A file system of its own, filled up to so many free pages that the trace fails at each point on its way."""
+    (tmp_path / "full").mkdir()
+    (tmp_path / "shared").mkdir(mode=0o700)
+    script = write(tmp_path, "full.py", FULL)
+    mount = f"mount -t tmpfs -o size=512k,mode=700 none full && exec {sys.executable} {script}"
+    namespace = ["unshare", "--mount"] if os.getuid() == 0 else ["unshare", "--user", "--map-root-user", "--mount"]
+    if shutil.which("unshare") is None or subprocess.run([*namespace, "true"], capture_output=True).returncode:
+        pytest.skip("a file system of one's own needs mount namespaces")
+    done = subprocess.run(
+        [*namespace, "sh", "-c", mount], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    outcomes = results(tmp_path)
+    assert outcomes[0] != "kept"
+    assert outcomes[39] == "kept"
+    assert {"OSError", "kept"} <= set(outcomes)
+
+
+def test_no_room_is_seen_beforehand_and_told(tmp_path):
+    write(tmp_path, "loop.py", LOOP)
+    done = run_script(
+        """
+        from loop import loop, start
+        from telemetry.snapshot import export_space
+        export_space.MIN_FREE_BYTES = 1 << 60
+        agent = start()
+        loop(agent, lambda: sum(agent.snapshots.counts.values()))
+        telemetry = __import__("telemetry"); telemetry.stop()
+        """,
+        tmp_path,
+    )
+    (line,) = events(tmp_path / "run", "snapshot")
+    assert (line["result"], line["path"]) == ("failed", None)
+    assert "no room" in line["why"]
+    assert done.stderr == ""

@@ -1,0 +1,312 @@
+"""Unusual loaders are measured correctly, and what cannot be measured is absent."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, _utils, get_worker_info
+from torch.utils.data import dataloader as torch_dataloader
+from torch.utils.data.datapipes.iter import IterableWrapper
+
+import telemetry
+from telemetry.attach.profiler_ranges import MarkedWorker
+from telemetry.attach.worker_probe import WorkerBlock, WorkerProbe
+from telemetry.core.labels import DATA_WAIT, EVALUATION
+from tests.faults.processes import HANG, environment
+from tests.loaders.observe import depth, layers
+from tests.loaders.torch_cases import note
+from tests.loaders.unusual_loaders import AnyAttribute, LikeALoader, Numbers, RaisingAttribute, Resetting, ThreadContext
+
+KINDS = (_utils.fetch._MapDatasetFetcher, _utils.fetch._IterableDatasetFetcher)
+
+
+# -- workers that are threads -----------------------------------------------------------------------------------------
+
+
+def test_the_wait_for_thread_workers_is_counted_and_their_fetches_are_not(agent):
+    loader = DataLoader(Numbers(20), num_workers=2, multiprocessing_context=ThreadContext())
+    batches = iter(loader)
+    next(batches)
+    (handle,) = agent.tracker.sources.live()
+    assert (handle.kind, handle.threads, handle.block) == ("workers", 2, None)
+    list(batches)
+    agent.accounting.update()
+    assert agent.accounting.ledger.batches == 20
+    assert agent.accounting.ledger.ns[DATA_WAIT] > 0
+    assert layers() == {"_MapDatasetFetcher": 0, "_IterableDatasetFetcher": 0}
+
+
+def test_an_agent_starts_while_thread_workers_are_there(tmp_path):
+    batches = iter(DataLoader(Numbers(), num_workers=1, multiprocessing_context=ThreadContext()))
+    while get_worker_info() is None:
+        next(batches)
+    assert telemetry.start(tmp_path, port="off", start_line=False).running
+    list(batches)
+
+
+def start_in_worker(worker_id: int) -> None:
+    assert not telemetry.start(port="off", start_line=False).running
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_no_agent_starts_in_a_worker_process(method):
+    loader = DataLoader(Numbers(2), num_workers=1, multiprocessing_context=method, worker_init_fn=start_in_worker)
+    assert len(list(loader)) == 2
+
+
+def test_no_fetch_of_a_thread_worker_is_marked_for_nvtx(observed):
+    observed.tracker.profiler_ranges.nvtx = True
+    for _ in range(3):
+        list(DataLoader(Numbers(), num_workers=1, multiprocessing_context=ThreadContext()))
+    observed.tracker.profiler_ranges.nvtx = False
+    assert layers() == {"_MapDatasetFetcher": 0, "_IterableDatasetFetcher": 0}
+
+
+def test_a_thread_worker_keeps_no_memory_of_ours_open(observed):
+    loader = DataLoader(Numbers(), num_workers=1, multiprocessing_context=ThreadContext())
+    list(loader)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        list(loader)
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+class Nvtx:
+    @staticmethod
+    def range_push(name: str) -> None:
+        """Does nothing."""
+
+    @staticmethod
+    def range_pop() -> None:
+        """Does nothing."""
+
+
+def be_worker_again_and_again(block: WorkerBlock, answer) -> None:
+    sys.modules["torch.cuda.nvtx"] = Nvtx  # type: ignore[assignment]
+    probe = WorkerProbe(MarkedWorker(None), block)
+    probe.user._maker = block.owner
+    for _ in range(5):
+        probe(0)
+    answer.put([depth(kind.fetch) for kind in KINDS])
+
+
+def test_a_process_that_is_worker_after_worker_has_one_probe(observed):
+    context = multiprocessing.get_context("fork")
+    block, answer = WorkerBlock(1), context.Queue()
+    process = context.Process(target=be_worker_again_and_again, args=(block, answer))
+    process.start()
+    assert answer.get(timeout=HANG) == [2, 2]  # the timer's and the NVTX range's
+    process.join(HANG)
+    assert layers() == {"_MapDatasetFetcher": 0, "_IterableDatasetFetcher": 0}
+
+
+# -- iterators that are made in other ways ----------------------------------------------------------------------------
+
+
+class SpareLoader:
+    """What a library passes to torch's iterator instead of a loader."""
+
+    def __init__(self, loader: DataLoader) -> None:
+        self._loader = loader
+
+    def __getattr__(self, name: str):
+        return getattr(self._loader, name)
+
+
+def test_an_iterator_made_without_its_loader_is_timed(observed):
+    spare = SpareLoader(DataLoader(Numbers(), num_workers=1, worker_init_fn=note))
+    iterator = torch_dataloader._MultiProcessingDataLoaderIter(spare)
+    assert len(list(iterator)) == 4
+    (handle,) = observed.tracker.sources.live()
+    assert sum(c.fetches for c in handle.block.read()) == 4
+    assert iterator._worker_init_fn is note
+
+
+def test_a_data_pipe_keeps_its_init_function_and_is_timed(observed):
+    loader = DataLoader(IterableWrapper(range(4)), num_workers=1, worker_init_fn=note)
+    iterator = iter(loader)
+    assert len(list(iterator)) == 4
+    (handle,) = observed.tracker.sources.live()
+    assert sum(c.fetches for c in handle.block.read()) == 4
+    assert iterator._worker_init_fn.args[0] is note
+    assert loader.worker_init_fn is note
+
+
+def test_detaching_removes_the_probe_and_a_second_agent_restores_it(observed):
+    iterators = torch_dataloader._MultiProcessingDataLoaderIter
+    assert "_worker_init_fn" in vars(iterators)
+    assert not hasattr(iterators, "_worker_init_fn"), "as on the bare class"
+    iterator = iter(DataLoader(Numbers(), num_workers=1, worker_init_fn=note))
+    observed.attachment.detach()
+    assert "_worker_init_fn" not in vars(iterators)
+    assert iterator._worker_init_fn is note
+    assert len(list(iterator)) == 4
+
+
+# -- what is watched --------------------------------------------------------------------------------------------------
+
+
+class Slow(Resetting):
+    def __next__(self):
+        time.sleep(0.002)
+        return super().__next__()
+
+
+@pytest.mark.parametrize("kind", [LikeALoader, AnyAttribute, RaisingAttribute])
+def test_a_source_that_looks_like_a_loader_does_not_hide_its_waits(agent, kind):
+    source = type("SlowKind", (kind, Slow), {"__next__": Slow.__next__})(range(50))
+    for _ in telemetry.watch(source):
+        assert agent.tracker.sources.newest().kind == "watched"
+    agent.accounting.update()
+    assert agent.tracker.errors == 0, agent.tracker.last_error
+    assert agent.accounting.stats.steps == 50
+    assert agent.accounting.ledger.ns[DATA_WAIT] >= 50 * 0.002e9
+
+
+def test_each_epoch_of_an_object_that_resets_itself_is_counted(agent):
+    watched = telemetry.watch(Slow())
+    assert [list(watched) for _ in range(3)] == [[1, 2, 3]] * 3
+    agent.accounting.update()
+    assert agent.accounting.ledger.batches == 9
+    assert agent.accounting.ledger.ns[DATA_WAIT] >= 9 * 0.002e9
+
+
+def test_what_is_watched_twice_is_timed_once(agent):
+    watched = telemetry.watch(Slow())
+    assert telemetry.watch(watched) is watched
+    assert telemetry.watch(iterator := iter(watched)) is iterator
+    for _ in telemetry.watch(x for x in watched):
+        pass
+    agent.accounting.update()
+    assert agent.accounting.ledger.batches == 3
+
+
+class Around:
+    """Returns the iterator of a loader."""
+
+    def __init__(self, loader: DataLoader) -> None:
+        self.loader = loader
+
+    def __iter__(self):
+        return iter(self.loader)
+
+
+def test_a_loader_inside_what_is_watched_is_seen_once(agent):
+    watched = telemetry.watch(Around(DataLoader(Numbers(), num_workers=1)))
+    seen = []
+    for batch in watched:
+        seen.append(int(batch))
+        (handle,) = agent.tracker.sources.live()
+        assert agent.tracker.sources.newest() is handle
+    assert seen == [0, 1, 2, 3]
+    for _ in telemetry.watch(Around(DataLoader(Numbers()))):
+        assert agent.tracker.sources.newest().kind == "training_thread"
+    agent.accounting.update()
+    assert agent.accounting.ledger.batches == 8
+
+
+def test_a_loader_is_watched_where_nothing_is_patched(tmp_path):
+    agent = telemetry.start(tmp_path, port="off", start_line=False, patch=False)
+    watched = telemetry.watch(DataLoader(Numbers(), num_workers=1))
+    assert isinstance(watched, DataLoader)
+    assert [int(batch) for batch in watched] == [0, 1, 2, 3]
+    assert (len(watched), watched.num_workers) == (4, 1)
+    agent.accounting.update()
+    assert agent.accounting.ledger.batches == 4
+
+
+def test_a_loader_s_iterator_needs_no_watch(agent):
+    iterator = iter(DataLoader(Numbers()))
+    assert telemetry.watch(iterator) is iterator
+    assert telemetry.watch(None) is None
+
+
+def test_what_was_watched_goes_on_without_an_agent_and_with_the_next(tmp_path):
+    first = telemetry.start(tmp_path / "first", port="off", start_line=False)
+    watched, generator = telemetry.watch(Slow()), telemetry.watch(x for x in range(5))
+    assert (list(watched), next(generator)) == ([1, 2, 3], 0)
+    telemetry.stop()
+    assert (list(watched), next(generator)) == ([1, 2, 3], 1)
+    second = telemetry.start(tmp_path / "second", port="off", start_line=False)
+    assert (list(watched), list(generator)) == ([1, 2, 3], [2, 3, 4])
+    second.accounting.update()
+    assert first.accounting.ledger.batches == 4
+    assert second.accounting.ledger.batches == 6
+
+
+def test_while_no_agent_runs_watch_returns_the_object(tmp_path, monkeypatch):
+    source = Slow()
+    assert telemetry.watch(source) is source
+    monkeypatch.setenv("TELEMETRY_DISABLED", "1")
+    telemetry.start(tmp_path)
+    assert telemetry.watch(source) is source
+
+
+def test_a_pickle_of_what_is_watched_needs_nothing_of_ours(agent, tmp_path):
+    import pickle
+
+    path = tmp_path / "pickle"
+    path.write_bytes(pickle.dumps({"watched": telemetry.watch([1, 2, 3]), "iterator": telemetry.watch(iter([4, 5]))}))
+    code = (
+        "import pickle, sys; d = pickle.load(open(sys.argv[1], 'rb'));"
+        "print(d['watched'], list(d['iterator']), [m for m in sys.modules if 'telemetry' in m])"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(path)], env=environment(), capture_output=True, text=True)
+    assert done.stdout == "[1, 2, 3] [4, 5] []\n", done.stderr
+
+
+class Odd(type):
+    """A class that cannot be hashed."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def test_an_object_that_cannot_be_wrapped_is_returned_as_it_is(agent):
+    source = Odd("Source", (Resetting,), {})()
+    assert telemetry.watch(source) is source
+    assert agent.tracker.errors == 1
+
+
+def test_a_copy_of_what_is_watched_is_watched(agent):
+    import copy
+
+    watched = telemetry.watch(Slow())
+    for other in (copy.copy(watched), copy.deepcopy(watched)):
+        assert type(other) is type(watched)
+        assert list(other) == [1, 2, 3]
+    agent.accounting.update()
+    assert agent.accounting.ledger.batches == 6
+
+
+def test_an_evaluation_is_known_again_by_the_object_that_is_watched(observed_loop):
+    """Also if it is handed to ``watch`` again for each epoch."""
+    agent, step = observed_loop
+    training, evaluation = Slow(range(12)), Slow(range(12))
+    for _ in range(3):
+        for _ in telemetry.watch(training):
+            step()
+        for _ in telemetry.watch(evaluation):
+            pass
+    agent.accounting.update()
+    assert agent.accounting.ledger.ns[EVALUATION] >= 2 * 12 * 0.002e9
+    assert 36 <= agent.accounting.stats.steps <= 36 + 4, "the first batches of the first evaluation may be either"
+
+
+@pytest.fixture
+def observed_loop(agent):
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+
+    def step() -> None:
+        weight.grad = torch.ones(1)
+        optimizer.step()
+
+    return agent, step

@@ -1,0 +1,206 @@
+"""Cases with torch's loaders."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import pickle
+import threading
+
+from torch.utils.data import DataLoader, get_worker_info
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from tests.loaders.observe import EPOCHS, depth, raised
+from tests.loaders.unusual_loaders import (
+    BufferedLoader,
+    FailingContext,
+    Numbers,
+    Outer,
+    PicklingContext,
+    ReadsLoader,
+    Sealed,
+    ThreadContext,
+    TogetherContext,
+)
+
+
+def epochs(loader, count: int = EPOCHS) -> list:
+    """The batches of each epoch, where they differ from those before; and how many epochs there were."""
+    seen: list = []
+    for _ in range(count):
+        batches = [batch.tolist() for batch in loader]
+        if not seen or seen[-1] != batches:
+            seen.append(batches)
+    return [count, seen]
+
+
+def of(loader) -> list:
+    """What a loader and its iterator look like."""
+    iterator = iter(loader)
+    init = vars(iterator).get("_worker_init_fn", "none")
+    return [
+        repr(loader.worker_init_fn),
+        repr(init),
+        sorted(vars(loader)),
+        sorted(vars(iterator)),
+        len(loader),
+        type(iterator).__name__,
+    ]
+
+
+def note(worker_id: int) -> None:
+    """A ``worker_init_fn`` that anybody can import."""
+    assert get_worker_info() is not None
+
+
+def fails(worker_id: int) -> None:
+    raise KeyError(f"worker {worker_id} cannot begin")
+
+
+def thread_workers():
+    loader = DataLoader(Numbers(), batch_size=2, num_workers=2, multiprocessing_context=ThreadContext())
+    return epochs(loader), of(loader)
+
+
+def thread_workers_of_an_iterable():
+    data = ReadsLoader(DataLoader(Numbers(6), batch_size=2))
+    return epochs(DataLoader(data, batch_size=None, num_workers=1, multiprocessing_context=ThreadContext()), 60)
+
+
+def several_loaders_with_thread_workers():
+    loaders = [
+        DataLoader(Numbers(), batch_size=1, num_workers=2, multiprocessing_context=ThreadContext()) for _ in range(3)
+    ]
+    for _ in range(60):
+        seen = [[int(batch) for batch in batches] for batches in zip(*loaders)]
+    return seen
+
+
+def buffered_thread_workers():
+    loader = BufferedLoader(Numbers(), batch_size=2, num_workers=2, multiprocessing_context=ThreadContext())
+    return epochs(loader), type(iter(loader)).__name__
+
+
+def no_workers():
+    loader = DataLoader(Numbers(), batch_size=2)
+    return epochs(loader), of(loader)
+
+
+def process_workers():
+    loader = DataLoader(Numbers(), batch_size=2, num_workers=1, worker_init_fn=note)
+    return epochs(loader, 10), of(loader)
+
+
+def persistent_workers():
+    loader = DataLoader(Numbers(), batch_size=2, num_workers=1, persistent_workers=True)
+    return epochs(loader), loader._iterator._shutdown_workers()
+
+
+def two_threads_read_one_loader():
+    loader = DataLoader(
+        Numbers(), batch_size=2, num_workers=1, multiprocessing_context=TogetherContext(), worker_init_fn=note
+    )
+    seen: list = [None, None]
+
+    def read(which: int) -> None:
+        seen[which] = raised(lambda: epochs(loader))
+
+    reading = [threading.Thread(target=read, args=(which,)) for which in (0, 1)]
+    for thread in reading:
+        thread.start()
+    for thread in reading:
+        thread.join()
+    return seen, depth(loader.worker_init_fn), repr(loader.worker_init_fn)
+
+
+def pickled_while_workers_start():
+    context = PicklingContext()
+    loader = DataLoader(Numbers(), num_workers=1, multiprocessing_context=context, worker_init_fn=note)
+    context.loader = loader
+    return epochs(loader, 3), context.seen
+
+
+def copied_and_pickled():
+    loader = DataLoader(Numbers(), batch_size=2, num_workers=0, worker_init_fn=note)
+    list(loader)
+    return [
+        [sorted(vars(other)), repr(other.worker_init_fn), epochs(other, 2)]
+        for other in (copy.copy(loader), copy.deepcopy(loader), pickle.loads(pickle.dumps(loader)))
+    ]
+
+
+def sealed():
+    loader = Sealed(Numbers(), num_workers=1, multiprocessing_context=ThreadContext())
+    Sealed.sealed = True
+    return epochs(loader, 5), raised(lambda: setattr(loader, "worker_init_fn", None))
+
+
+def nested_loaders():
+    inner = DataLoader(Numbers(), num_workers=1, multiprocessing_context=ThreadContext())
+    outer = Outer(Numbers(), num_workers=1, multiprocessing_context=ThreadContext(), worker_init_fn=note)
+    outer.inner = inner
+    reading = DataLoader(ReadsLoader(inner), batch_size=None)
+    return epochs(outer, 60), int(outer.first), of(outer), epochs(reading, 60)
+
+
+def init_function_that_changes():
+    loader = DataLoader(Numbers(), num_workers=1, multiprocessing_context=ThreadContext())
+    iterator = iter(loader)
+    loader.worker_init_fn = note
+    list(iterator)
+    return of(loader), epochs(loader, 3), repr(vars(loader)["worker_init_fn"])
+
+
+def failures():
+    threads = ThreadContext()
+    broken = DataLoader(Numbers(), num_workers=1, multiprocessing_context=FailingContext(), worker_init_fn=note)
+    failing = DataLoader(Numbers(), num_workers=1, multiprocessing_context=threads, worker_init_fn=fails)
+    local = DataLoader(Numbers(), num_workers=1, multiprocessing_context="spawn", worker_init_fn=lambda _: 0)
+    seen = [raised(lambda loader=loader: list(loader)) for loader in (broken, broken, failing)]
+    seen.append(raised(lambda: iter(local))[:1])
+    for workers in (0, 1):
+        context = threads if workers else None
+        bad = DataLoader(Numbers(fail_at=1), num_workers=workers, multiprocessing_context=context)
+        seen.append(raised(lambda bad=bad: list(bad)))
+    return seen, repr(broken.worker_init_fn), repr(failing.worker_init_fn), "lambda" in repr(local.worker_init_fn)
+
+
+def stateful_loader():
+    plain = StatefulDataLoader(Numbers(), batch_size=2)
+    threads = StatefulDataLoader(Numbers(), batch_size=2, num_workers=2, multiprocessing_context=ThreadContext())
+    forked = StatefulDataLoader(Numbers(), batch_size=2, num_workers=1, worker_init_fn=note)
+    iterator = iter(forked)
+    next(iterator)
+    state = sorted(forked.state_dict())
+    return epochs(plain), epochs(threads, 60), of(threads), [b.tolist() for b in iterator], state, epochs(forked, 2)
+
+
+def left_in_the_middle():
+    loader = DataLoader(Numbers(8), num_workers=1, multiprocessing_context=ThreadContext())
+    for _ in range(30):
+        with contextlib.closing(iter(x for x in loader)) as batches:
+            first = next(batches).tolist()
+    return first
+
+
+CASES = {
+    case.__name__: case
+    for case in (
+        no_workers,
+        thread_workers,
+        thread_workers_of_an_iterable,
+        several_loaders_with_thread_workers,
+        buffered_thread_workers,
+        process_workers,
+        persistent_workers,
+        two_threads_read_one_loader,
+        pickled_while_workers_start,
+        copied_and_pickled,
+        sealed,
+        nested_loaders,
+        init_function_that_changes,
+        failures,
+        stateful_loader,
+        left_in_the_middle,
+    )
+}

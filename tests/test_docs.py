@@ -1,0 +1,164 @@
+"""The documentation against the code: links, figures, names, and what is generated from the code."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from telemetry.core.labels import CAUSES
+from telemetry.diagnose import hang_detector, stall_detector, straggler
+from telemetry.diagnose.causes import Thresholds
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+MAX_README_WORDS = 700
+
+OUTSIDE_DOCS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "tests/zoo/README.md")]
+PAGES = [*OUTSIDE_DOCS, *sorted(DOCS.glob("*.md"))]
+WRITTEN = [page for page in PAGES if page.name != "CHANGELOG.md"]
+"""Pages about the package as it is now. The changelog may name what is gone."""
+
+
+def of_page(path):
+    return str(path.relative_to(ROOT))
+
+
+def text_of(path):
+    return path.read_text(encoding="utf-8")
+
+
+def table(text, heading):
+    """The cells of the table below a heading, row by row, without its first two lines."""
+    section = text.split(f"\n{heading}\n", 1)[1].split("\n#", 1)[0]
+    rows = [line for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip(" `") for cell in row.strip("|").split("|")] for row in rows[2:]]
+
+
+def test_the_readme_is_short():
+    assert len(text_of(ROOT / "README.md").split()) <= MAX_README_WORDS
+
+
+# -- links -----------------------------------------------------------------------------------------------------
+
+
+def anchors(path):
+    """The anchors of a page's headings, as GitHub and the site make them."""
+    text = re.sub(r"^```.*?^```", "", text_of(path), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=of_page)
+def test_links_lead_to_files_and_headings(page):
+    for target, anchor in re.findall(r"\]\((?!\w+:)([^)#\s]*)(?:#([^)\s]+))?\)", text_of(page)):
+        file = (page.parent / target) if target else page
+        assert file.exists(), target
+        assert not anchor or anchor in anchors(file), f"{target}#{anchor}"
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=of_page)
+def test_the_files_that_a_page_names_exist(page):
+    named = re.findall(r"`((?:telemetry|tests|benchmarks|grafana|deploy|docs)/[\w./*-]*)`", text_of(page))
+    missing = [name for name in named if not any(ROOT.glob(name.rstrip("/")))]
+    assert missing == []
+
+
+# -- what the code says ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tool", ["generate_settings", "generate_examples"])
+def test_what_is_generated_is_up_to_date(tool):
+    """Run ``make docs-reference`` where this fails."""
+    spec = importlib.util.spec_from_file_location(tool, DOCS / "tools" / f"{tool}.py")
+    generator = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generator)
+    assert text_of(generator.PAGE) == generator.page()
+
+
+def test_every_threshold_of_the_causes_is_documented():
+    written = {name: float(value) for name, value, _ in table(text_of(DOCS / "causes.md"), "### Of the causes")}
+    assert written == dataclasses.asdict(Thresholds())
+
+
+@pytest.mark.parametrize(("heading", "module"), [("### Of a stall", stall_detector), ("### Of a straggler", straggler)])
+def test_the_documented_thresholds_are_those_of_the_code(heading, module):
+    rows = table(text_of(DOCS / "causes.md"), heading)
+    assert {name: float(value) for name, value, _ in rows} == {name: getattr(module, name) for name, *_ in rows}
+
+
+def test_the_documented_thresholds_of_a_stuck_run_are_those_of_the_code():
+    rows = table(text_of(DOCS / "hangs.md"), "## When a run is stuck")[1:]
+    for _, value, where in rows:
+        name = where.split("`")[0]
+        assert float(value.removesuffix(" s")) == getattr(hang_detector, name), name
+
+
+def test_every_cause_has_a_section():
+    sections = re.split(r"^## ", text_of(DOCS / "causes.md"), flags=re.MULTILINE)
+    written = {section.split("\n", 1)[0]: section for section in sections}
+    assert [name for name in written if name in CAUSES] == list(CAUSES)
+    for cause in CAUSES:
+        parts = ("**Symptom.**", "**Fix.**") if cause == "unknown" else ("**Symptom.**", "**Fix.**", "**Example.**")
+        assert all(part in written[cause] for part in parts), cause
+
+
+@pytest.mark.parametrize("page", [page for page in WRITTEN if page.name != "METRICS.md"], ids=of_page)
+def test_the_metrics_that_a_page_names_exist(page):
+    known = set(re.findall(r"^\| `(\w+)`", text_of(DOCS / "METRICS.md"), flags=re.MULTILINE))
+    named = set(re.findall(r"`((?:training|telemetry)_[a-z_]+)", text_of(page)))
+    assert named - known == set()
+
+
+SECOND_WORDS = {
+    r"interpreter's lock": "GIL",
+    r"\b(pack|packs|packed|packing)\b": "pickling",
+    r"\bedges? of (an |the )?epochs?\b": "epoch boundary",
+    r"\bgave up\b": "timed out",
+    r"\blet go of\b": "released",
+}
+"""What the documentation has another word for."""
+
+
+@pytest.mark.parametrize("page", [page for page in WRITTEN if page.parent == DOCS or page.parent == ROOT], ids=of_page)
+def test_a_page_uses_the_words_of_the_glossary(page):
+    text = text_of(page)
+    assert {found: word for second, word in SECOND_WORDS.items() for found in re.findall(f"(?i){second}", text)} == {}
+
+
+# -- figures ---------------------------------------------------------------------------------------------------
+
+
+def test_the_readme_says_what_the_benchmark_measured():
+    rows = json.loads(text_of(results_of("overhead")))["rows"]
+
+    def median(section, name):
+        return next(r["median"] for r in rows if r["section"].startswith(section) and r["name"].startswith(name))
+
+    said = " ".join(text_of(ROOT / "README.md").split())
+    hot = median("Per step on the training thread, hot", "telemetry adds")
+    cold = median("Per step on the training thread, cold", "telemetry adds")
+    assert f"takes {hot:.2f} µs longer in a tight loop, and {cold:.1f} µs inside a real training step" in said
+    assert f"threads take {median('The agent', 'CPU at 1 Hz'):.2f} % of a core" in said
+
+
+def test_the_readme_says_what_the_zoo_found():
+    published = json.loads(text_of(results_of("zoo")))
+    found, accused, named, predicted = published["goals"]
+    del found
+    said = " ".join(text_of(ROOT / "README.md").split())
+    assert f"On {len(published['specimens'])} scripts" in said
+    assert f"named in {named['reached']}," in said
+    assert f"{accused['reached'].removesuffix(' accused').replace(' runs', ' healthy runs')} were accused" in said
+    assert f"On {predicted['reached'].split(' specimens')[0]} scripts whose advice could be followed" in said
+
+
+def results_of(kind):
+    """The results that the documentation links to."""
+    page = {"overhead": "overhead.md", "zoo": "accuracy.md"}[kind]
+    (name,) = re.findall(rf"benchmarks/results/({kind}-[\w-]+)\.md", text_of(DOCS / page))
+    return ROOT / "benchmarks" / "results" / f"{name}.json"

@@ -1,0 +1,242 @@
+"""Training and evaluation are told apart where gradients are on while batches are requested."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from telemetry.core.labels import COMPUTE, EVALUATION, OTHER
+
+FIRST = 3
+"""Most batches before the first evaluation with a data set is detected."""
+
+
+class Numbers(Dataset):
+    def __init__(self, length: int, seconds: float = 0.0) -> None:
+        self.length, self.seconds = length, seconds
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(self.seconds)
+        return index
+
+
+class Loop:
+    """A typical training loop."""
+
+    def __init__(self, observed, accumulate: int = 1) -> None:
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.optimizer = torch.optim.SGD([self.weight], lr=0.1)
+        self.observed, self.accumulate, self.batches = observed, accumulate, 0
+
+    def train(self, loader) -> None:
+        for _ in loader:
+            self.step()
+
+    def step(self) -> None:
+        self.weight.grad = torch.ones(1)
+        self.batches += 1
+        if self.batches % self.accumulate == 0:
+            self.optimizer.step()
+
+    def evaluate(self, loader) -> None:
+        """Gradients are off around the model alone."""
+        for _ in loader:
+            with torch.no_grad():
+                self.weight * 2
+
+    def read(self) -> int:
+        """The steps so far."""
+        self.observed.read()
+        return len(self.observed.steps)
+
+    def evaluated(self) -> float:
+        self.observed.read()
+        return self.observed.ledger.ns[EVALUATION] / 1e9
+
+
+@pytest.fixture
+def loop(observed):
+    return Loop(observed)
+
+
+def test_batches_without_an_optimizer_step_are_an_evaluation(loop):
+    training, evaluation = DataLoader(Numbers(12)), DataLoader(Numbers(20, 0.002))
+    loop.train(training)
+    loop.evaluate(evaluation)
+    assert 12 <= loop.read() <= 12 + FIRST
+    assert loop.evaluated() >= (20 - FIRST) * 0.002
+    assert loop.observed.ledger.category == OTHER
+
+
+@pytest.mark.parametrize("anew", [False, True])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_next_evaluation_with_it_is_known_from_its_first_batch(loop, anew, workers):
+    """The loader may be a new one each time, as transformers' Trainer makes it: the data set is the same."""
+    data = Numbers(20)
+    training, evaluation = DataLoader(Numbers(12), num_workers=workers), DataLoader(data, num_workers=workers)
+    loop.train(training)
+    loop.evaluate(evaluation)
+    for _ in range(3):
+        steps, waited = loop.read(), loop.observed.ledger.epoch_boundaries
+        loop.evaluate(DataLoader(data, num_workers=workers) if anew else evaluation)
+        assert loop.read() == steps
+        assert loop.observed.ledger.epoch_boundaries == waited, (
+            "the start of its workers does not count as training either"
+        )
+        loop.train(training)
+        assert loop.read() == steps + 12
+
+
+def test_an_evaluation_in_mid_epoch_is_no_part_of_its_step(loop):
+    evaluation = DataLoader(Numbers(20, 0.002))
+    for number, _ in enumerate(DataLoader(Numbers(30))):
+        if number % 10 == 5:
+            loop.evaluate(evaluation)
+        loop.step()
+        if number % 10 == 9:
+            assert loop.observed.tracker.fast_path_iterator_id, "training is back on the fast path"
+    assert 30 <= loop.read() <= 30 + FIRST
+    assert loop.evaluated() >= (60 - FIRST) * 0.002
+
+
+@pytest.mark.parametrize("accumulate", [2, 8])
+def test_gradients_that_are_accumulated_are_training(observed, accumulate):
+    loop = Loop(observed, accumulate)
+    for _ in range(3):
+        loop.train(DataLoader(Numbers(40)))
+    assert loop.read() == 120
+    assert loop.evaluated() == 0.0
+
+
+def test_a_training_loader_may_later_take_many_batches_per_step(loop):
+    training = DataLoader(Numbers(32))
+    loop.train(training)
+    loop.train(training)
+    loop.accumulate = 8
+    loop.train(training)
+    assert loop.read() == 96
+    assert loop.evaluated() == 0.0
+
+
+def test_the_loss_over_the_training_s_own_data_is_an_evaluation(loop):
+    training = DataLoader(Numbers(40))
+    loop.train(training)
+    loop.train(training)
+    loop.evaluate(training)
+    assert 80 <= loop.read() <= 80 + 4 * FIRST
+    assert loop.evaluated() > 0.0
+    steps = loop.read()
+    loop.train(training)
+    assert loop.read() == steps + 40, "and training goes on as before"
+
+
+def test_an_evaluation_loader_may_be_trained_with_later(loop):
+    held_out = DataLoader(Numbers(20))
+    loop.train(DataLoader(Numbers(12)))
+    loop.evaluate(held_out)
+    steps = loop.read()
+    loop.train(held_out)
+    assert steps + 18 <= loop.read() <= steps + 20, "training from its first optimizer step on"
+    steps = loop.read()
+    loop.train(held_out)
+    assert loop.read() == steps + 20
+
+
+def test_evaluated_data_may_be_trained_with_by_another_loader(loop):
+    data = Numbers(20)
+    loop.train(DataLoader(Numbers(12)))
+    loop.evaluate(DataLoader(data))
+    loop.train(DataLoader(data))
+    steps = loop.read()
+    loop.train(DataLoader(data))
+    assert loop.read() == steps + 20
+
+
+def test_a_batch_read_ahead_is_no_evaluation(loop):
+    """Like accelerate's loaders, which thus know the last batch."""
+
+    def ahead(loader):
+        iterator = iter(loader)
+        batch = next(iterator)
+        for following in iterator:
+            yield batch
+            batch = following
+        yield batch
+
+    for _ in range(3):
+        loop.train(ahead(DataLoader(Numbers(12))))
+    assert loop.read() == 36
+    assert loop.evaluated() == 0.0
+
+
+def test_two_zipped_loaders_are_training_at_any_batches_per_step(loop):
+    loop.train(DataLoader(Numbers(12)))
+    loop.accumulate = 16
+    loop.train(zip(DataLoader(Numbers(20)), DataLoader(Numbers(20)), strict=True))
+    assert loop.evaluated() == 0.0
+
+
+def test_without_optimizer_steps_all_batches_are_training(loop):
+    for _ in range(3):
+        loop.evaluate(DataLoader(Numbers(20)))
+    assert loop.read() == 60
+    assert loop.evaluated() == 0.0
+
+
+def test_an_evaluation_left_with_break_ends_where_training_goes_on(loop):
+    evaluation = DataLoader(Numbers(20))
+    loop.train(DataLoader(Numbers(12)))
+    loop.evaluate(evaluation)
+    for number, _ in enumerate(DataLoader(Numbers(12))):
+        if number == 5:
+            for turn, _ in enumerate(evaluation):
+                if turn == 8:
+                    break
+        loop.step()
+        loop.read()
+        assert loop.observed.ledger.category == COMPUTE
+    steps = loop.read()
+    loop.train(DataLoader(Numbers(12)))
+    assert loop.read() == steps + 12
+
+
+def test_the_workers_of_an_evaluation_are_not_the_training_s(loop):
+    data = Numbers(20)
+    loop.train(DataLoader(Numbers(12)))
+    for _ in range(2):
+        for number, _ in enumerate(DataLoader(data, num_workers=1)):
+            if number == 10:
+                (handle,) = loop.observed.tracker.sources.live()
+                assert not handle.training
+    for number, _ in enumerate(DataLoader(Numbers(12), num_workers=1)):
+        loop.step()
+        if number == 10:
+            (handle,) = loop.observed.tracker.sources.live()
+            assert handle.training
+
+
+def test_the_detector_keeps_no_loader_alive(loop):
+    data, held_out = Numbers(12), Numbers(20)
+    alive = [weakref.ref(data), weakref.ref(held_out)]
+    loop.train(DataLoader(data))
+    loop.evaluate(DataLoader(held_out))
+    del data, held_out
+    gc.collect()
+    assert [reference() for reference in alive] == [None, None]
+
+
+def test_data_without_weak_references_is_detected_anew_each_time(loop):
+    loop.train(DataLoader(list(range(12))))
+    for _ in range(2):
+        steps, evaluated = loop.read(), loop.evaluated()
+        loop.evaluate(DataLoader(list(range(20))))
+        assert loop.read() <= steps + FIRST
+        assert loop.evaluated() > evaluated

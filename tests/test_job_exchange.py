@@ -1,0 +1,222 @@
+"""Nodes of a job tell one another of their ranks through files in the run folder."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from telemetry.core.clock import NS
+from telemetry.core.interval import RankPace
+from telemetry.job import exchange as exchange_module
+from telemetry.job.candidates import candidates
+from telemetry.job.exchange import JobExchange
+from telemetry.job.node_report import NodeReport, decoded, encoded
+
+
+def pace(rank: int, compute: float = 9.0, **fields) -> RankPace:
+    return RankPace(
+        rank=rank,
+        seconds=10.0,
+        steps=100,
+        compute_seconds=compute,
+        exposed_wait_seconds=0.0,
+        away_seconds=0.0,
+        **fields,
+    )
+
+
+class Job:
+    """Nodes with one run folder and one clock. ``files``: how often one was read or written in the last cycle."""
+
+    def __init__(self, folder, nodes: int, ranks: int = 2) -> None:
+        self.seconds, self.files = 0.0, 0
+        self.paces = {f"n{node:04d}": [pace(node * ranks + rank) for rank in range(ranks)] for node in range(nodes)}
+        self.exchanges = {name: self.exchange(folder, name) for name in self.paces}
+        self.heard: dict[str, tuple[RankPace, ...]] = {}
+
+    def exchange(self, folder, name: str) -> JobExchange:
+        def read(path: str) -> bytes:
+            self.files += 1
+            with open(path, "rb") as file:
+                return file.read()
+
+        def write(path: str, content: bytes) -> None:
+            with open(path, "wb") as file:
+                file.write(content)
+
+        return JobExchange(folder, name, mono_ns=lambda: int(self.seconds * NS), read=read, write=write)
+
+    def cycles(self, count: int, but: str = "") -> None:
+        for _ in range(count):
+            self.seconds += 5
+            for name, exchange in self.exchanges.items():
+                if name != but:
+                    self.files = 0
+                    self.heard[name] = exchange.cycle(self.paces[name])
+
+
+def test_a_node_hears_of_the_ranks_of_another(tmp_path):
+    job = Job(tmp_path, nodes=2)
+    job.cycles(3)
+    assert {(p.rank, p.node) for p in job.heard["n0000"]} == {(2, "n0001"), (3, "n0001")}
+    assert {(p.rank, p.node) for p in job.heard["n0001"]} == {(0, "n0000"), (1, "n0000")}
+    assert job.exchanges["n0000"].nodes == 2
+
+
+def test_the_files_of_an_earlier_attempt_are_nobody(tmp_path):
+    before = Job(tmp_path, nodes=3)
+    before.cycles(2)
+    after = Job(tmp_path, nodes=2)
+    after.cycles(4)
+    assert {p.node for p in after.heard["n0000"]} == {"n0001"}
+    assert after.exchanges["n0000"].nodes == 2
+
+
+def test_two_containers_of_one_machine_have_a_file_each(tmp_path):
+    seconds = [0.0]
+    ours, theirs = (
+        JobExchange(tmp_path, "host", board, mono_ns=lambda: int(seconds[0] * NS)) for board in ("one", "two")
+    )
+    for _ in range(3):
+        seconds[0] += 5
+        heard = ours.cycle([pace(0)]), theirs.cycle([pace(1)])
+    assert [[p.rank for p in ranks] for ranks in heard] == [[1], [0]]
+
+
+def test_a_node_that_is_gone_is_forgotten_in_a_minute(tmp_path):
+    job = Job(tmp_path, nodes=3)
+    job.cycles(3)
+    assert {p.node for p in job.heard["n0000"]} == {"n0001", "n0002"}
+    job.cycles(12, but="n0002")
+    assert {p.node for p in job.heard["n0000"]} == {"n0001"}
+
+
+def test_a_node_that_joins_later_is_found(tmp_path):
+    job = Job(tmp_path, nodes=2)
+    job.cycles(3)
+    job.paces["late"] = [pace(9)]
+    job.exchanges["late"] = job.exchange(tmp_path, "late")
+    job.cycles(20)
+    assert 9 in {p.rank for p in job.heard["n0000"]}
+
+
+@pytest.fixture
+def large(monkeypatch):
+    """A job of 20 nodes is large enough for groups."""
+    monkeypatch.setattr(exchange_module, "_FLAT", 8)
+    monkeypatch.setattr(exchange_module, "_GROUPS", 4)
+    return 20
+
+
+@pytest.mark.parametrize("slow", [0, 7, 19])
+def test_in_a_large_job_all_hear_of_the_one_slow_rank(tmp_path, large, slow):
+    job = Job(tmp_path, nodes=large, ranks=1)
+    job.paces[f"n{slow:04d}"] = [pace(slow, compute=1.0)]
+    job.cycles(5)
+    deaf = [name for name, heard in job.heard.items() if name != f"n{slow:04d}" and slow not in {p.rank for p in heard}]
+    assert deaf == []
+    assert job.exchanges["n0000"].nodes == large
+
+
+def test_a_large_job_reads_few_files_a_cycle(tmp_path):
+    job = Job(tmp_path, nodes=1, ranks=1)
+    (tmp_path / "job").mkdir()
+    for node in range(1, 1250):
+        report = NodeReport(f"n{node:04d}", 1, 1, (pace(node),))
+        (tmp_path / "job" / f"node-n{node:04d}.json").write_bytes(encoded(report))
+    job.cycles(2)
+    assert 40 < job.files < 100
+
+
+def test_the_first_living_node_speaks_for_its_group(tmp_path, large):
+    job = Job(tmp_path, nodes=large, ranks=1)
+    job.cycles(5)
+    file = next((tmp_path / "job").glob("group-*.json"))
+    speaker = decoded(file.read_bytes()).writer
+    job.cycles(12, but=speaker)
+    report = decoded(file.read_bytes())
+    assert report.writer != speaker
+    assert job.exchanges[report.writer].nodes == large - 1
+
+
+def test_a_folder_that_is_not_shared_is_told_apart(tmp_path):
+    alone = Job(tmp_path, nodes=1)
+    alone.cycles(2)
+    assert alone.exchanges["n0000"].shared is None
+    alone.cycles(20)
+    assert alone.exchanges["n0000"].shared is False
+    together = Job(tmp_path / "shared", nodes=2)
+    together.cycles(3)
+    assert together.exchanges["n0000"].shared is True
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'{"version": 2}',
+        b'{"version": 1, "writer": "n", "sequence": 1, "nodes": 1, "ranks": [{"rank": 0}]}',
+        b'{"version": 1, "writer": "n", "sequence": 1, "nodes": 1, "ranks": 7}',
+        b'{"version": 1, "writer": "n", "sequence": 1, "nodes": 1, "ranks": [3]}',
+        b'{"version": 1, "writer": "n", "sequence": 1e999, "nodes": 1, "ranks": []}',
+        bytes(range(128, 192)),
+    ],
+)
+def test_a_file_that_makes_no_sense_is_no_report(content):
+    assert decoded(content) is None
+
+
+def test_a_report_of_a_newer_version_loses_only_what_is_new():
+    report = NodeReport("n", 3, 1, (pace(0, node="n"),))
+    content = json.loads(encoded(report))
+    content["ranks"][0]["from_the_future"] = 1
+    assert decoded(json.dumps(content).encode()) == report
+
+
+def test_leaving_removes_the_file(tmp_path):
+    job = Job(tmp_path, nodes=1)
+    job.cycles(1)
+    job.exchanges["n0000"].leave()
+    assert list((tmp_path / "job").iterdir()) == []
+
+
+ranks = st.lists(
+    st.builds(
+        pace,
+        rank=st.integers(0, 500),
+        compute=st.floats(0, 10),
+        samples=st.integers(0, 50),
+        in_sync_samples=st.integers(0, 50),
+        seconds_without_step=st.sampled_from([0.0, 3.0, 70.0]),
+        waits_for_ranks=st.booleans(),
+        phase=st.sampled_from([None, "checkpoint"]),
+    ),
+    unique_by=lambda p: p.rank,
+    max_size=60,
+)
+
+
+@given(ranks, st.integers(1, 5))
+def test_candidates_of_candidates_hold_the_extremes(paces, parts):
+    """The rank of the shortest compute, and those that do not go on, survive each level of the tree."""
+    groups = [candidates(paces[part::parts]) for part in range(parts)]
+    chosen = {p.rank for p in candidates(p for group in groups for p in group)}
+    assert chosen <= {p.rank for p in paces}
+    if paces:
+        shortest = min(p.compute_seconds for p in paces)
+        assert shortest in {p.compute_seconds for p in paces if p.rank in chosen}
+    missing = [p for p in paces if p.seconds_without_step and not p.waits_for_ranks]
+    assert not missing or any(p.rank in chosen for p in missing)
+
+
+def test_at_most_a_few_ranks_of_each_kind_are_passed_on():
+    paces = [pace(rank, compute=rank / 100, samples=30, in_sync_samples=rank % 30) for rank in range(1000)]
+    chosen = candidates(replace(p, phase="evaluation", seconds_without_step=5.0) for p in paces)
+    assert len(chosen) <= 32
+    assert [p.rank for p in chosen] == sorted(p.rank for p in chosen)

@@ -1,0 +1,81 @@
+"""Which ticks are skipped: every second one of a healthy loop, and none of any other."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from telemetry.agent.tick_pace import TickPace
+from telemetry.config import Config
+from telemetry.core.clock import NS
+from telemetry.core.labels import CATEGORIES
+
+
+class Loop:
+    """A training loop, as the ledger has it, and the pace of its agent."""
+
+    def __init__(self, **settings: float) -> None:
+        self.ledger = SimpleNamespace(at_ns=0, ns=dict.fromkeys(CATEGORIES, 0))
+        self.steps_total = 0
+        self.pace = TickPace(Config(**settings), self)
+
+    def second(self, *, steps: int = 10, busy: bool = False, seconds: float = 1.0, **spent: float) -> bool:
+        """Whether the tick after a second is skipped; what is not spent otherwise is compute."""
+        self.ledger.at_ns += int(seconds * NS)
+        for category, share in {**spent, "compute": seconds - sum(spent.values())}.items():
+            self.ledger.ns[category] += int(share * NS)
+        self.steps_total += steps
+        return self.pace.skips(busy=busy)
+
+
+def skipped_after(trouble: dict) -> list[bool]:
+    """Whether the tick is skipped that comes with the trouble, had the one before been skipped or not."""
+    found = []
+    for before in (3, 4):
+        loop = Loop()
+        for _ in range(before):
+            loop.second()
+        found.append(loop.second(**trouble))
+    return found
+
+
+def test_every_second_tick_of_a_loop_that_goes_on_as_before():
+    assert sorted(skipped_after({})) == [False, True]
+    assert sorted(skipped_after({"data_wait": 0.08})) == [False, True]
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        {"data_wait": 0.12},
+        {"other": 0.12},
+        {"evaluation": 0.3},
+        {"checkpoint": 0.3},
+        {"startup": 1.0},
+        {"steps": 0},
+        {"busy": True},
+        {"seconds": 5.0},
+    ],
+    ids=lambda trouble: next(iter(trouble)),
+)
+def test_the_tick_in_which_trouble_begins_is_not_skipped(trouble):
+    assert skipped_after(trouble) == [False, False]
+
+
+@pytest.mark.parametrize("trouble", [{"steps": 0}, {"busy": True}], ids=["no step", "an open stall"])
+def test_no_tick_is_skipped_while_there_is_something_to_follow(trouble):
+    loop = Loop()
+    loop.second()
+    assert not any(loop.second(**trouble) for _ in range(6))
+
+
+def test_a_loop_that_has_always_waited_goes_on_as_before():
+    loop = Loop()
+    assert sum(loop.second(data_wait=0.18) for _ in range(10)) >= 4
+
+
+@pytest.mark.parametrize("interval", [0.1, 0.5, 2.0])
+def test_other_intervals_are_kept(interval):
+    loop = Loop(interval_seconds=interval)
+    assert not any(loop.second(seconds=interval) for _ in range(4))
