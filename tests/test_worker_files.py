@@ -15,7 +15,10 @@ from telemetry.collect.worker_files import FilesOfWorkers, WorkerFiles
 
 @pytest.fixture
 def process():
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as started:
+    """It has run for a while, because the kernel counts its run time at the first timer tick."""
+    script = [sys.executable, "-c", "print(flush=True); input()"]
+    with subprocess.Popen(script, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as started:
+        started.stdout.readline()
         yield started
         started.kill()
 

@@ -85,7 +85,10 @@ def lookups(monkeypatch):
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
-    return asked, answers
+    yield asked, answers
+    for thread in threading.enumerate():
+        if thread.name == "telemetry-resolver":
+            thread.join(60)
 
 
 @pytest.fixture
