@@ -76,6 +76,9 @@ class Ledger:
                 self._fold_dropped(span)
                 continue
             start, end, during, after, closes, opens, batch, left = span
+            if closes and opens and batch and during == DATA_WAIT and after == COMPUTE and self._computes_until(start):
+                self._fold_step(start, end)
+                continue
             self._pass(start)
             if closes and self._open:
                 self._close(start)
@@ -89,6 +92,36 @@ class Ledger:
                 self._count_boundary(max(0, end - start), batch=batch)
             self._enter(after, end)
             self.batches += batch
+
+    def _computes_until(self, stamp: int) -> bool:
+        """Whether an open step in the middle of an epoch computes, and has been booked to one and the same moment."""
+        return (
+            self._open
+            and self._span_category == COMPUTE
+            and self.category == COMPUTE
+            and self._phase_start_ns is None
+            and not self._at_boundary
+            and self.batches > 0
+            and self.at_ns == self._span_at_ns <= stamp
+        )
+
+    def _fold_step(self, start: int, end: int) -> None:
+        """Book the usual span after such a moment: it ends a step, and is the wait of the next.
+
+        The general way books the same in three times the time, and nearly all spans are of this kind.
+        """
+        waited = max(0, end - start)
+        computed = start - self.at_ns
+        self.ns[COMPUTE] += computed
+        self.ns[DATA_WAIT] += waited
+        seconds = (self._wait_ns + self._compute_ns + computed) / _NS
+        self._steps.append(Step(seconds, self._wait_ns / _NS, self._checkpoint))
+        self._wait_ns, self._compute_ns, self._checkpoint = waited, 0, False
+        self.at_ns = self._span_at_ns = start + waited
+        self._waiting_at_ns = None
+        self.last_step_ns = start
+        self._epoch.add(waited)
+        self.batches += 1
 
     def advance(self, now_ns: int, waiting_since_ns: int = 0) -> None:
         """Book the time up to now: as waiting for data from ``waiting_since_ns`` on, where a request is in progress.
