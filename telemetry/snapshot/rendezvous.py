@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 RENDEZVOUS_FOLDER: Final = ".meeting"
 """The command and the ranks of a run may be of different versions, so the name stays."""
 
+_STAMP_SECONDS: Final = 3.0
+"""Files that come within such a time may leave the same modification time. File systems keep it to 2 s or better."""
+
 NOTICE_TICKS: Final = 3
 """A rank polls once per tick. One that misses two ticks still reads a plan in time."""
 
@@ -118,6 +121,8 @@ class Rendezvous:
         self._done: set[str] = set()  # ids that this rank has dealt with
         self._mine: set[str] = set()  # ids of this rank's own requests, which it may withdraw
         self._first_seen: dict[str, float] = {}
+        self._empty: tuple[tuple[int, int], float] | None = None  # stamp of the folder while empty, and since when
+        self._stays_empty: tuple[int, int] | None = None  # the same stamp, once no file can have come unseen
 
     def adopt(self, rank: int, world_size: int) -> None:
         """The rank of this process, or the size of the job, is now known to be another one."""
@@ -146,10 +151,19 @@ class Rendezvous:
         Raises:
             OSError: the folder cannot be read or written.
         """
+        stamp = self._stamp()
+        if stamp is not None and stamp == self._stays_empty:
+            return None  # no file has come: to list the folder costs 30 times as much
         with self._open() as folder:
             found = scan(folder)
             now = self._clock()
             self._forget(found)
+            if found or stamp is None:
+                self._empty = None
+            elif self._empty is None or self._empty[0] != stamp:
+                self._empty = stamp, now
+            settled = self._empty is not None and now - self._empty[1] > _STAMP_SECONDS
+            self._stays_empty = stamp if settled else None
             waits = False
             for id_, files in sorted(found.items()):
                 if now - id_seconds(id_) > _FILE_SECONDS:
@@ -256,6 +270,14 @@ class Rendezvous:
         with open_folder(self._snapshots, make=True):
             pass
         return open_folder(self._snapshots / RENDEZVOUS_FOLDER, make=True)
+
+    def _stamp(self) -> tuple[int, int] | None:
+        """Inode and modification time of the folder: one of them changes when a file is added. None without one."""
+        try:
+            status = (self._snapshots / RENDEZVOUS_FOLDER).stat(follow_symlinks=False)
+        except OSError:
+            return None
+        return status.st_ino, status.st_mtime_ns
 
     def _forget(self, found: dict[str, RequestFiles]) -> None:
         self._done &= found.keys()
