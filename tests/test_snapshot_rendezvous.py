@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from functools import partial
 
 import pytest
 
@@ -38,7 +39,7 @@ class Ranks:
         """One tick of some ranks, by default of all. Returns the plans that they read."""
         heard = {}
         for rank in ranks or range(len(self.each)):
-            plan = self.each[rank].poll(Position((at or {}).get(rank, 100), 0.1))
+            plan = self.each[rank].poll(partial(Position, (at or {}).get(rank, 100), 0.1))
             if plan is not None:
                 heard[rank] = plan
         self.now += 1
@@ -144,7 +145,7 @@ def test_one_rank_alone(tmp_path):
 def test_a_rank_that_is_busy_does_not_answer_but_hears(tmp_path):
     ranks = Ranks(tmp_path, 2)
     ranks.each[0].ask(ranks.request())
-    heard = [ranks.poll(0) and ranks.each[1].poll(None) for _ in range(5)]
+    heard = [ranks.poll(0) and ranks.each[1].poll(lambda: None) for _ in range(5)]
     assert [plan.ranks for plan in heard if plan] == [(0,)]
 
 
@@ -165,9 +166,9 @@ def test_what_is_left_of_a_run_before_is_not_followed_up(tmp_path):
     ranks.each[0].ask(ranks.request())
     ranks.now += 30
     again = ranks.rank(0, 1)
-    assert again.poll(Position(0, 0.1)) is None
+    assert again.poll(partial(Position, 0, 0.1)) is None
     ranks.now += 1000
-    assert again.poll(Position(0, 0.1)) is None
+    assert again.poll(partial(Position, 0, 0.1)) is None
     assert ranks.names() == []
 
 

@@ -138,12 +138,12 @@ class Rendezvous:
             folder.write(f"{request.id}.request.json", dump(request))
         self._mine.add(request.id)
 
-    def poll(self, position: Position | None) -> p.Plan | None:
+    def poll(self, position: Callable[[], Position | None]) -> p.Plan | None:
         """Read new files, answer a request, and write the plan if it is this rank's turn.
 
         Args:
-            position: how far this rank is. None while that is unknown or a snapshot is in progress; then no request is
-                answered.
+            position: tells how far this rank is. It is called only if there are files. None while that is unknown or a
+                snapshot is in progress; then no request is answered.
 
         Returns:
             A plan for this rank that it has not read before. The plan may be a refusal.
@@ -164,14 +164,14 @@ class Rendezvous:
                 self._empty = stamp, now
             settled = self._empty is not None and now - self._empty[1] > _STAMP_SECONDS
             self._stays_empty = stamp if settled else None
-            waits = False
+            waits, where = False, position() if found else None
             for id_, files in sorted(found.items()):
                 if now - id_seconds(id_) > _FILE_SECONDS:
                     clear(folder, id_, files)
                 elif id_seconds(id_) < self._began - _CLOCK_SECONDS:
                     self._done.add(id_)  # of an earlier run in the same folder
                 elif id_ not in self._done:
-                    heard = self._follow(folder, id_, files, position, waits=waits)
+                    heard = self._follow(folder, id_, files, where, waits=waits)
                     if heard is not None:
                         return heard
                     waits = waits or id_ not in self._done
