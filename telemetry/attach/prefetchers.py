@@ -38,7 +38,7 @@ def patch_monai(module: Any, tracker: StepTracker, patches: Patches) -> None:
 def patch_nodes(module: Any, tracker: StepTracker, patches: Patches) -> None:
     """``torchdata.nodes``: the loop asks the outermost node; that asks the others, on this thread or on others."""
     base = module.BaseNode
-    tracker.sources.told.append((base, _source_of_node))
+    tracker.sources.known_iterators.append((base, _source_of_node))
     patches.replace(base, "__next__", lambda original: loader_hooks.timed_next(original, tracker, tracker.gradients_on))
 
 
@@ -50,7 +50,7 @@ def patch_node_loader(module: Any, tracker: StepTracker, patches: Patches) -> No
 def patch_dali(module: Any, tracker: StepTracker, patches: Patches) -> None:
     """NVIDIA DALI: the threads of its pipeline and the GPU make the batches."""
     iterator = module.DALIGenericIterator
-    tracker.sources.told.append((iterator, lambda _: _DALI))
+    tracker.sources.known_iterators.append((iterator, lambda _: _DALI))
     patches.replace(
         iterator, "__next__", lambda original: loader_hooks.timed_next(original, tracker, tracker.gradients_on)
     )
@@ -162,8 +162,8 @@ def timed_generator(
 
 
 def _know_feeds(tracker: StepTracker) -> None:
-    if not any(kind is Feed for kind, _ in tracker.sources.told):
-        tracker.sources.told.append((Feed, lambda feed: feed.source or READ_AHEAD))
+    if not any(kind is Feed for kind, _ in tracker.sources.known_iterators):
+        tracker.sources.known_iterators.append((Feed, lambda feed: feed.source or READ_AHEAD))
 
 
 def _find_source(feed: Feed, tracker: StepTracker) -> None:

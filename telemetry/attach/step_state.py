@@ -7,8 +7,8 @@ from collections import deque
 from typing import TYPE_CHECKING, Final, Protocol
 
 from telemetry.attach import ring as r
-from telemetry.attach.next_timer import NextTimer
 from telemetry.attach.profiler_ranges import ProfilerRanges
+from telemetry.attach.sampler_timer import SamplerTimer
 from telemetry.attach.traceback_frames import without_frames
 from telemetry.core.clock import now_ns
 
@@ -70,7 +70,7 @@ class StepState(HotState):
         trained_on: type of the device that holds the parameters of an optimizer that steps; None until known.
         recorder: is told of every step boundary; None while there is no snapshot to take.
         profiler_ranges: ranges for the profilers that are recording.
-        next_timer: times what this thread does itself inside ``next()``: the sampler, garbage collections.
+        sampler_timer: times what this thread does itself inside ``next()``: the sampler, garbage collections.
         phases: named phases that have ended, for the log.
         collecting: the garbage collector runs on the training thread.
         garbage_ns: time for which garbage collection stopped the training thread.
@@ -97,13 +97,13 @@ class StepState(HotState):
         "iterator_id",
         "last_error",
         "native_thread",
-        "next_timer",
         "overhead_ns",
         "phases",
         "profiler_ranges",
         "recorder",
         "requests_elsewhere",
         "ring",
+        "sampler_timer",
         "step_iterators",
         "step_open",
         "trained_on",
@@ -132,7 +132,7 @@ class StepState(HotState):
         self.trained_on: str | None = None
         self.recorder: Recorder | None = None
         self.profiler_ranges = ProfilerRanges()
-        self.next_timer = NextTimer()
+        self.sampler_timer = SamplerTimer()
         self.phases: deque[PhaseSpan] = deque(maxlen=_MAX_PHASES)
         self.collecting = False
         self.garbage_ns = 0

@@ -145,7 +145,7 @@ class StepTracker(StepState):
             return
         self.category = category
         self.batch_seen = self.batch_since_step = True
-        self._steps_at_open_unknown = self.next_timer.at_boundary = False
+        self._steps_at_open_unknown = self.sampler_timer.at_boundary = False
         self.device = self._current_device()
         if id(iterator) != self.iterator_id:
             self._follow(iterator)
@@ -173,7 +173,7 @@ class StepTracker(StepState):
             return
         during, ended = entry & 7, isinstance(error, StopIteration)
         if during == r.S_DATA_WAIT and self.batch_seen:
-            self.next_timer.epoch_boundary()
+            self.sampler_timer.epoch_boundary()
         self._detector.leave(self.optimizer_steps)
         loader = None if ended else self.sources.known(iterator)  # a batch that raised has its number too
         if during == r.S_EVALUATION:
@@ -199,7 +199,7 @@ class StepTracker(StepState):
             return _EVALUATION
         flags = 0
         if self.batch_seen:
-            self.next_timer.epoch_boundary()
+            self.sampler_timer.epoch_boundary()
         if self.category == r.S_EVALUATION:  # an evaluation loop was left with break
             self.category = r.S_COMPUTE if self.step_open else r.S_OTHER
         if not self.explicit:
@@ -306,7 +306,7 @@ class StepTracker(StepState):
             self.time_fetches = max(1, len(self.step_iterators))
         elif source.kind == "workers":
             self.batch_release.wanted = True
-            self.next_timer.wanted = waits
+            self.sampler_timer.wanted = waits
         if self.fast_path_iterator_id:
             self._steps_at_open_unknown = True
             self.fast_path.disable(TIMED_BATCH)
@@ -328,5 +328,5 @@ class StepTracker(StepState):
         self.fast_path.disable(STOPPED)
         self.gpu = None
         self.recorder = None
-        self.next_timer.wanted = 0
+        self.sampler_timer.wanted = 0
         self.batch_release.forget()

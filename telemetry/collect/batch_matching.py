@@ -27,7 +27,7 @@ _LONG: Final = 3.0
 
 
 @dataclass(frozen=True, slots=True)
-class Blocked:
+class HeadOfLine:
     """Finished batches that wait behind one that is not.
 
     Attributes:
@@ -109,7 +109,7 @@ class Fetches:
             head_of_line_worker_seconds={worker: blocked / NS for worker, blocked in head_of_line.items()},
         )
 
-    def blocked(self, epoch: int, next_batch: int, now_ns: int) -> Blocked | None:
+    def blocked(self, epoch: int, next_batch: int, now_ns: int) -> HeadOfLine | None:
         """Finished batches behind ``next_batch``, which is not; None where there is no such thing."""
         worker = self._counters.get(next_batch % self._workers)
         if worker is None or epoch in self._not_in_turn or self.finished_ns(epoch, next_batch) is not None:
@@ -121,7 +121,7 @@ class Fetches:
         if finished <= next_batch:
             return None
         since = worker.fetching_since_ns
-        return Blocked(finished - next_batch, worker.worker, max(0, now_ns - since) / NS if since else 0.0)
+        return HeadOfLine(finished - next_batch, worker.worker, max(0, now_ns - since) / NS if since else 0.0)
 
     def _impossible(self, arrival: Arrival, finished: int | None) -> bool:
         """Whether a batch has arrived whose fetch has not ended.

@@ -57,7 +57,7 @@ class Identity:
     rank_source: str = "launcher"
 
     @property
-    def told(self) -> bool:
+    def rank_given(self) -> bool:
         """Whether a launcher or torch.distributed has said which rank this is."""
         return self.rank_source in {"launcher", "torch.distributed"}
 
@@ -99,7 +99,7 @@ def identify(
         node: the setting; by default the name that Slurm or Kubernetes gives the node, else that of the machine.
     """
     env = os.environ if environ is None else environ
-    launcher, rank, world, local_rank, told = _place(env)
+    launcher, rank, world, local_rank, rank_given = _place(env)
     job, folder = _job_name(env, launcher), run_dir.resolve().name if run_dir else ""
     # The id of a single-node torchrun is random. The folder's name tells a reader more.
     name = run or (folder if _UUID.fullmatch(job) else job) or folder or job or _made_up_name(launcher, local_rank)
@@ -111,7 +111,7 @@ def identify(
         node=clean_name(node or _node_name(env)),
         pid=os.getpid(),
         launcher=launcher,
-        rank_source="launcher" if told else "default",
+        rank_source="launcher" if rank_given else "default",
     )
 
 
@@ -142,9 +142,9 @@ def adopt(identity: Identity, seen: int | None) -> tuple[Identity, int | None]:
         rank, world = int(distributed.get_rank()), int(distributed.get_world_size())
     except (AttributeError, ValueError, RuntimeError):  # torch is being imported, or the group was just destroyed
         return identity, None
-    if not 0 <= rank < world or (identity.told and world < identity.world_size):
+    if not 0 <= rank < world or (identity.rank_given and world < identity.world_size):
         return identity, current  # a group of some ranks only: the launcher's numbers are those of the job
-    if identity.told and (rank, world) == (identity.rank, identity.world_size):
+    if identity.rank_given and (rank, world) == (identity.rank, identity.world_size):
         return identity, current
     local_rank = _whole(os.environ.get("LOCAL_RANK"))
     return replace(

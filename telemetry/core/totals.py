@@ -73,7 +73,7 @@ class GarbageTotals:
 
 @dataclass(frozen=True, slots=True)
 class SamplerTotals:
-    """What the training thread does itself in the waits for workers' batches that were timed, see `NextTimer`."""
+    """What the training thread does itself in the waits for workers' batches that were timed, see `SamplerTimer`."""
 
     timed_batches: int = 0
     seconds: float = 0.0

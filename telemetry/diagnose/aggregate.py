@@ -6,8 +6,8 @@ from collections import Counter
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
-from telemetry.core.interval import RankPace
 from telemetry.core.labels import CHECKPOINT, EVALUATION
+from telemetry.core.tick import RankPace
 from telemetry.core.totals import ROUNDING_SECONDS
 from telemetry.core.worker_records import FETCH_BUCKETS
 from telemetry.diagnose.evidence import (
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import Any
 
-    from telemetry.core.interval import Conditions, Tick
+    from telemetry.core.tick import Conditions, Tick
     from telemetry.core.totals import GpuTotals, Sampled, Totals, WorkerTotals
 
 _LONG_FETCH_SECONDS: Final = 1.0

@@ -46,7 +46,7 @@ class Thresholds:
     own_load: float = 0.4
     ready: float = 0.5
     late: float = 0.5
-    edges: int = 2
+    epoch_boundaries: int = 2
     stuck_fetches: float = 20.0
     stuck_seconds: float = 5.0
 
@@ -82,36 +82,36 @@ def costs(evidence: Evidence, at: Thresholds = THRESHOLDS) -> dict[str, float]:
         lost["loader_on_training_thread"] = (
             own.exposed_ratio * own.sampler_seconds
         )  # a sampler, whatever the workers do
-        if evidence.epochs.boundaries >= at.edges:
+        if evidence.epochs.boundaries >= at.epoch_boundaries:
             lost["loader_on_training_thread"] += own.exposed_ratio * own.boundary_sampler_seconds
         else:
             lost["loader_on_training_thread"] += evidence.sampler.boundary_ratio * evidence.loop_seconds
-    if exposed is not None and evidence.source == "workers" and evidence.epochs.boundaries < at.edges:
+    if exposed is not None and evidence.source == "workers" and evidence.epochs.boundaries < at.epoch_boundaries:
         # The start of one epoch is no pattern, but that of three is, however long they are.
         lost["worker_startup"] = of_others.epochs.boundary_ratio * evidence.loop_seconds
     if exposed is not None and exposed > 0 and of_others.wait_seconds > 0:
-        edge = min(exposed, exposed * min(1.0, of_others.epochs.boundary_wait_seconds / of_others.wait_seconds))
+        boundary = min(exposed, exposed * min(1.0, of_others.epochs.boundary_wait_seconds / of_others.wait_seconds))
         if evidence.source != "workers":
-            edge = 0.0  # nothing is started; the first batch is a batch like the others
-        elif evidence.epochs.boundaries < at.edges:
-            exposed, edge = exposed - edge, 0.0  # `boundary_ratio` has counted it
+            boundary = 0.0  # nothing is started; the first batch is a batch like the others
+        elif evidence.epochs.boundaries < at.epoch_boundaries:
+            exposed, boundary = exposed - boundary, 0.0  # `boundary_ratio` has counted it
         else:
-            lost["worker_startup"] = edge
-        for cause, share in _steady(of_others, at).items():
-            lost[cause] = lost.get(cause, 0.0) + (exposed - edge) * share
+            lost["worker_startup"] = boundary
+        for cause, share in _mid_epoch_shares(of_others, at).items():
+            lost[cause] = lost.get(cause, 0.0) + (exposed - boundary) * share
     crowded = crowded_out(evidence, at)
     if crowded > 0:
         lost["workers_throttled"] = lost.get("workers_throttled", 0.0) + crowded
     return {cause: seconds for cause, seconds in lost.items() if seconds > 0}
 
 
-def steady_cause(evidence: Evidence, at: Thresholds = THRESHOLDS) -> str:
+def mid_epoch_cause(evidence: Evidence, at: Thresholds = THRESHOLDS) -> str:
     """Why the training thread waits in mid-epoch: what makes most of it."""
-    shares = _steady(evidence, at)
+    shares = _mid_epoch_shares(evidence, at)
     return max(shares, key=lambda cause: shares[cause])
 
 
-def _steady(evidence: Evidence, at: Thresholds) -> dict[str, float]:
+def _mid_epoch_shares(evidence: Evidence, at: Thresholds) -> dict[str, float]:
     """The causes of waiting in mid-epoch, and the share of each."""
     named = NAMED_BY_SOURCE.get(evidence.source or "")
     if named is not None:
@@ -122,7 +122,7 @@ def _steady(evidence: Evidence, at: Thresholds) -> dict[str, float]:
     if stuck_for > 0:  # each was waited for from its begin to its end, and no longer
         stuck = min(1.0, stuck_for / max(evidence.mid_epoch_wait_seconds, 1e-9))
         without = replace(evidence, workers=replace(evidence.workers, long_fetch_seconds=()))
-        rest = _steady(without, at) if stuck < 1 else {}
+        rest = _mid_epoch_shares(without, at) if stuck < 1 else {}
         return {"worker_stuck": stuck} | {cause: share * (1.0 - stuck) for cause, share in rest.items()}
     limited = _workers_are_the_limit(evidence, at)
     limit = _what_limits_them(evidence, at) if limited else "uneven_batches"

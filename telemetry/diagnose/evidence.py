@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from telemetry.core.interval import RankPace
+    from telemetry.core.tick import RankPace
 
 
 @dataclass(frozen=True, slots=True)

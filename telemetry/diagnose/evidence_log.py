@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from telemetry.core.interval import RankPace
+    from telemetry.core.tick import RankPace
     from telemetry.diagnose.evidence import Evidence
 
 

@@ -18,7 +18,7 @@ from telemetry.diagnose.straggler import absent_rank
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from telemetry.core.interval import RankPace
+    from telemetry.core.tick import RankPace
 
 MIN_SECONDS: Final = 30.0
 """Without the setting ``stuck_seconds``, a run is stuck after this time at the earliest, ..."""
@@ -71,10 +71,10 @@ class Moment:
     progress: tuple[int, ...]
     steps: int
     loop_left: bool
-    at_edge: bool
+    at_epoch_boundary: bool
 
 
-class StuckWatch:
+class HangDetector:
     """Decides for one rank, tick by tick.
 
     Args:
@@ -92,7 +92,7 @@ class StuckWatch:
         self._most = LATE_TICKS * interval
         self._progress: tuple[int, ...] | None = None
         self.seconds = 0.0
-        self.stuck = False
+        self.hanging = False
         self.excuses = 0
 
     def update(self, moment: Moment, steps: Callable[[], StepTimes]) -> str | None:
@@ -107,27 +107,29 @@ class StuckWatch:
         """
         if moment.progress != self._progress or moment.loop_left:
             self._progress = moment.progress
-            was, self.stuck, self.seconds, self.excuses = self.stuck, False, 0.0, 0
+            was, self.hanging, self.seconds, self.excuses = self.hanging, False, 0.0, 0
             return "closed" if was else None
         self.seconds += min(moment.loop_seconds, self._most)
-        if self.stuck:
+        if self.hanging:
             return "held"
         early = EARLY_SECONDS if moment.steps < MIN_STEPS else 0.0
         if self.seconds < max(early, self._setting or MIN_SECONDS):
             return None
-        self.stuck = self.seconds >= stuck_after(self._setting, steps(), at_edge=moment.at_edge)
-        return "opened" if self.stuck else None
+        self.hanging = self.seconds >= hang_after_seconds(
+            self._setting, steps(), at_epoch_boundary=moment.at_epoch_boundary
+        )
+        return "opened" if self.hanging else None
 
     def excuse(self) -> None:
         """Start counting again: what looked like a stuck run is none."""
-        self.seconds, self.stuck = 0.0, False
+        self.seconds, self.hanging = 0.0, False
         self.excuses += 1
 
 
-def stuck_after(setting: float | None, steps: StepTimes, *, at_edge: bool) -> float:
+def hang_after_seconds(setting: float | None, steps: StepTimes, *, at_epoch_boundary: bool) -> float:
     """Seconds without progress after which a run is stuck."""
     seconds = setting if setting is not None else max(MIN_SECONDS, TIMES_P99 * (steps.p99 or 0.0))
-    return max(seconds, TIMES_LONGEST * (steps.longest or 0.0)) if at_edge else seconds
+    return max(seconds, TIMES_LONGEST * (steps.longest or 0.0)) if at_epoch_boundary else seconds
 
 
 def paused(seconds: float, interval: float, process_cpu: float | None) -> bool:
@@ -136,7 +138,7 @@ def paused(seconds: float, interval: float, process_cpu: float | None) -> bool:
     return late and process_cpu is not None and process_cpu < 0.02 * seconds
 
 
-def stuck_cause(category: str, source: str | None, fetching_seconds: float, stuck_seconds: float) -> str:
+def hang_cause(category: str, source: str | None, fetching_seconds: float, stuck_seconds: float) -> str:
     """The cause of a run that is stuck.
 
     Args:
@@ -152,7 +154,7 @@ def stuck_cause(category: str, source: str | None, fetching_seconds: float, stuc
     return NAMED_BY_SOURCE.get(source or "", "unknown")
 
 
-def stuck_advice(category: str, seconds: float, at: str, missing: RankPace | None = None) -> tuple[Advice, ...]:
+def hang_advice(category: str, seconds: float, at: str, missing: RankPace | None = None) -> tuple[Advice, ...]:
     """Advice for a stuck run: where to look.
 
     Args:

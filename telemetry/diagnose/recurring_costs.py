@@ -14,7 +14,7 @@ from telemetry.core.labels import CHECKPOINT
 from telemetry.core.totals import Totals
 
 if TYPE_CHECKING:
-    from telemetry.core.interval import Tick
+    from telemetry.core.tick import Tick
 
 _FIRST_CHECKPOINTS: Final = 2
 """One file is written, and beside it the next: from then on each may reuse what the one it replaces has left."""

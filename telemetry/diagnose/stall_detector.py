@@ -10,13 +10,13 @@ from collections import deque
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.core.interval import Tick
+from telemetry.core.tick import Tick
 from telemetry.diagnose.aggregate import aggregate
 from telemetry.diagnose.causes import WAITS, costs
 from telemetry.diagnose.recurring_costs import RecurringCostsWatch
 
 if TYPE_CHECKING:
-    from telemetry.core.interval import RankPace
+    from telemetry.core.tick import RankPace
     from telemetry.core.totals import Totals
     from telemetry.diagnose.evidence import Evidence
 
@@ -60,7 +60,7 @@ class Stall:
     loop_seconds: float
     exposed_wait_seconds: float | None
     evidence: Evidence
-    stuck: bool = False
+    is_hang: bool = False
 
     @property
     def exposed_ratio(self) -> float | None:
@@ -118,8 +118,8 @@ class StallDetector:
             self._begin_anew(tick)
             return None
         self._add(tick)
-        if self.stall is not None and self.stall.stuck:
-            return self._hold_stuck(self.stall, added)
+        if self.stall is not None and self.stall.is_hang:
+            return self._hold_hang(self.stall, added)
         evidence = self._aggregate()
         if evidence.loop_seconds + evidence.checkpoints.seconds <= 0:
             return None  # an evaluation, a start-up: no training to judge
@@ -140,7 +140,7 @@ class StallDetector:
         missing: dict[str, Any] = {field.name: 0.0 for field in fields(skipped) if getattr(skipped, field.name) is None}
         self._skipped = replace(skipped, **missing)
 
-    def open_stuck(self, cause: str, seconds: float, tick: Tick) -> Stall:
+    def open_hang(self, cause: str, seconds: float, tick: Tick) -> Stall:
         """The run is stuck, and has been for so many seconds. What was open is replaced."""
         added = self._added(tick)
         self._add(tick)
@@ -150,20 +150,20 @@ class StallDetector:
         # What has been lost so far stands in the stall that is replaced.
         lost = 0.0 if self.stall is not None else seconds
         self._ever_opened = True
-        self.stall = Stall(cause, tick.totals.steps, {cause: lost}, seconds, exposed, self._aggregate(), stuck=True)
+        self.stall = Stall(cause, tick.totals.steps, {cause: lost}, seconds, exposed, self._aggregate(), is_hang=True)
         return self.stall
 
-    def close_stuck(self, tick: Tick) -> None:
+    def close_hang(self, tick: Tick) -> None:
         """The run goes on. What the window holds has been told: the next stall is judged from now on."""
         self.stall = None
         self._begin_anew(tick)
 
-    def _hold_stuck(self, before: Stall, added: _Added) -> Change:
+    def _hold_hang(self, before: Stall, added: _Added) -> Change:
         spent, more = added.loop, added.exposed_wait
         exposed = None if before.exposed_wait_seconds is None or more is None else before.exposed_wait_seconds + more
         lost = {before.cause: before.lost_seconds[before.cause] + spent}
         loop = before.loop_seconds + spent
-        self.stall = Stall(before.cause, before.opened_step, lost, loop, exposed, self._aggregate(), stuck=True)
+        self.stall = Stall(before.cause, before.opened_step, lost, loop, exposed, self._aggregate(), is_hang=True)
         return Change("held", self.stall)
 
     def _begin_anew(self, tick: Tick) -> None:

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from telemetry.core.interval import RankPace
+    from telemetry.core.tick import RankPace
 
 MIN_STEPS: Final = 5
-_ABREAST: Final = 0.15
+_SAME_PACE: Final = 0.15
 """Ranks keep pace with one another if their step durations differ by less than this ratio."""
 
 _MOSTLY_IN_SYNC: Final = 0.8
@@ -58,17 +58,17 @@ class Straggler:
 
 def straggler(own: RankPace, others: Iterable[RankPace]) -> Straggler | None:
     """The rank that this one waits for most; None if there is none, or if no rank keeps pace with this one."""
-    found = (_waited_for(own, other) for other in abreast(own, others))
+    found = (_waited_for(own, other) for other in peers_at_same_pace(own, others))
     return max((slow for slow in found if slow is not None), key=lambda slow: slow.lost, default=None)
 
 
-def abreast(own: RankPace, others: Iterable[RankPace]) -> list[RankPace]:
+def peers_at_same_pace(own: RankPace, others: Iterable[RankPace]) -> list[RankPace]:
     """The other ranks that keep pace with this one, so that they wait for each other."""
     if own.steps < MIN_STEPS:
         return []
     mine = own.seconds / own.steps
     pace = [(other, other.seconds / other.steps) for other in others if other.steps >= MIN_STEPS]
-    return [other for other, theirs in pace if abs(mine - theirs) <= _ABREAST * max(mine, theirs)]
+    return [other for other, theirs in pace if abs(mine - theirs) <= _SAME_PACE * max(mine, theirs)]
 
 
 def _waited_for(own: RankPace, other: RankPace) -> Straggler | None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from telemetry.core.interval import RankPace
+    from telemetry.core.tick import RankPace
 
 EACH: Final = 8
 """Ranks that are passed on of each kind."""

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
 
-    from telemetry.core.interval import RankPace
+    from telemetry.core.tick import RankPace
 
 _FLAT: Final = 64
 """Nodes up to which each one reads every other one's file."""

@@ -10,7 +10,7 @@ import json
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Final
 
-from telemetry.core.interval import RankPace
+from telemetry.core.tick import RankPace
 
 _VERSION: Final = 1
 MAX_BYTES: Final = 1 << 20

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from telemetry.core.filesystem import read_small, remove_file, replace_file
 from telemetry.core.identity import slug
-from telemetry.core.interval import RankPace
+from telemetry.core.tick import RankPace
 from telemetry.publish.server_locks import ServerLocks
 
 _SEPARATOR: Final = b"\0"
@@ -90,7 +90,7 @@ class Board:
         self._mine: Path | None = None
         self._number: int | None = None  # the rank this process is shown under
         self._since = 0  # when it took that number
-        self._told = False  # whether that number is the one a launcher gave it
+        self._rank_given = False  # whether that number is the one a launcher gave it
         self._ticks = start_ticks(os.getpid())
         self._known: dict[str, _File] = {}
         self._own: _File | None = None  # what was published last
@@ -107,7 +107,7 @@ class Board:
         """Replace this rank's state. What has ended by itself is shown on, as long as others of the run are there."""
         pid = os.getpid()
         meta: dict[str, Any] = {"rank": rank, "pid": pid, "ticks": self._ticks, "ended": ended}
-        meta |= {"told": self._told, "since": self._since}
+        meta |= {"told": self._rank_given, "since": self._since}
         if pace is not None:
             meta["pace"] = asdict(pace)
         parts = [json.dumps(meta).encode(), *itertools.chain.from_iterable(families)]
@@ -145,7 +145,7 @@ class Board:
                 states[state.rank] = (order, state)
         return [states[rank][1] for rank in sorted(states)]
 
-    def rank_for(self, claimed: int, *, told: bool, world_size: int) -> int:
+    def rank_for(self, claimed: int, *, rank_given: bool, world_size: int) -> int:
         """The rank under which this process is to be shown: a number that no other living process of this board has.
 
         That is the rank it claims, unless another one holds it: one that was told so by a launcher before one that
@@ -155,19 +155,19 @@ class Board:
 
         Args:
             claimed: the rank this process has been told, or takes itself to be.
-            told: whether a launcher or torch.distributed has said so.
+            rank_given: whether a launcher or torch.distributed has given it.
             world_size: number of ranks of the job.
         """
-        wanted = claimed if told or self._number is None else self._number
-        if self._rivals_before(wanted, told=told and wanted == claimed):
+        wanted = claimed if rank_given or self._number is None else self._number
+        if self._claimants_before(wanted, rank_given=rank_given and wanted == claimed):
             kept = self._number
-            if kept is None or kept == wanted or self._rivals_before(kept, told=False):
+            if kept is None or kept == wanted or self._claimants_before(kept, rank_given=False):
                 wanted = self._free_number(wanted, max(world_size, 1))
             else:
                 wanted = kept
         if wanted != self._number:
             self._since = time.monotonic_ns()
-        self._number, self._told = wanted, told and wanted == claimed
+        self._number, self._rank_given = wanted, rank_given and wanted == claimed
         return wanted
 
     def move(self, before: int, rank: int) -> None:
@@ -180,13 +180,13 @@ class Board:
             return  # nothing was published yet
         self._mine, self._own = new, None
 
-    def _rivals_before(self, number: int, *, told: bool) -> int:
+    def _claimants_before(self, number: int, *, rank_given: bool) -> int:
         """How many living processes claim a number and come before this one."""
         since = self._since if number == self._number else time.monotonic_ns()
-        mine = (not told, since, os.getpid())
-        return sum(1 for order in self._rivals(number) if order < mine)
+        mine = (not rank_given, since, os.getpid())
+        return sum(1 for order in self._claimants(number) if order < mine)
 
-    def _rivals(self, number: int) -> list[tuple[bool, int, int]]:
+    def _claimants(self, number: int) -> list[tuple[bool, int, int]]:
         start, own = f"{self.path}/rank-{number}.", f".{os.getpid()}"
         heads = (_head(e) for e in self._entries() if e.startswith(start) and not e.endswith(own))
         return [_order_of(head, int(head["pid"])) for head in heads if head is not None]
@@ -197,7 +197,7 @@ class Board:
         heads = (_head(e) for e in self._entries() if not e.endswith(own))
         taken = {head["rank"] for head in heads if head is not None} | {wanted}
         free = (number for number in itertools.count(first) if number not in taken)
-        before = self._rivals_before(wanted, told=False)
+        before = self._claimants_before(wanted, rank_given=False)
         return next(itertools.islice(free, max(0, before - 1), None))
 
     def paces(self, but: int | None = None) -> tuple[RankPace, ...]:

@@ -73,7 +73,7 @@ class LogFile:
         if written < len(line):  # the disk is full; _open ends the torn line, so that the next one is whole
             raise OSError(errno.ENOSPC, "only a part of the line was written")
 
-    def look_after(self) -> tuple[str, int] | None:
+    def replace_if_removed(self) -> tuple[str, int] | None:
         """Begin a new file, with a head, if another process has removed or emptied this one.
 
         Returns:

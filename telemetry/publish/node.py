@@ -16,7 +16,7 @@ from telemetry.publish.listen_address import Address, Lookup, numeric
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from telemetry.core.interval import RankPace
+    from telemetry.core.tick import RankPace
     from telemetry.publish.board import Board
     from telemetry.publish.discovery import TargetFile
 
@@ -100,9 +100,9 @@ class NodeService:
         self._ended = ended
         self._board.publish(rank, families, pace=pace, ended=ended)
 
-    def rank_for(self, claimed: int, *, told: bool, world_size: int) -> int:
+    def rank_for(self, claimed: int, *, rank_given: bool, world_size: int) -> int:
         """The rank under which this process is to be shown, see `Board.rank_for`."""
-        return self._board.rank_for(claimed, told=told, world_size=world_size)
+        return self._board.rank_for(claimed, rank_given=rank_given, world_size=world_size)
 
     def move(self, before: int, rank: int) -> None:
         """This process is shown under another rank from now on.
