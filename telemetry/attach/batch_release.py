@@ -5,7 +5,7 @@ cost of the batch: to unmap hundreds of small tensors takes 13 ms where the step
 is followed with weak references, whose callbacks record when it is freed. A batch that is freed in another way (kept,
 moved to a GPU, taken apart) is not counted.
 
-The advice for `batch_transfer` needs this. In the zoo, sending one large graph instead of hundreds of small tensors made
+The advice `batch_transfer` needs this. In the zoo, sending one large graph instead of hundreds of small tensors made
 steps 10.0 times faster. The prediction was 9.3 with this figure, and would be 4.1 without it.
 """
 
@@ -69,7 +69,7 @@ class BatchRelease:
         self._followed.append(_Followed(batch, self._ring))
 
     def forget(self) -> None:
-        """Stop following. Must be called before the interpreter exits: then no statement frees the remaining batches."""
+        """Stop following. Must be called before the interpreter exits: then no statement frees the last batches."""
         self.wanted = False
         self._followed = deque(maxlen=_MAX_FOLLOWED)
 

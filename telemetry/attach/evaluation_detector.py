@@ -89,7 +89,7 @@ class EvaluationDetector:
         self._iterator, self._parts, self._evaluating = 0, [], False
 
     def _evaluates(self, parts: list[weakref.ref[Any]]) -> bool:
-        """Whether the loader was last used for evaluation. Another loader, with another sampler, may train on the data."""
+        """Whether the loader evaluates. Another loader, with another sampler, may train on the same data set."""
         return self._in(self._evaluated, parts) and not self._in(self._trained, parts[:1])
 
     @staticmethod

@@ -70,7 +70,7 @@ class FastPath:
         self._state.fast_path_iterator_id = 0 if self.disabled_by else iterator_id
 
     def disable(self, reason: str) -> None:
-        """Send the next batch to the slow path. Any thread may call it, but only the training thread if the loop changes.
+        """Send the next batch to the slow path. If the loop changes, only on the training thread.
 
         Args:
             reason: a reason of the table.

@@ -1,4 +1,4 @@
-"""One tick of the agent, what happened between two of them, and the pace that peers see."""
+"""One tick of the agent, the conditions at it, and the pace of a rank as its peers see it."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ class RankPace:
     """One rank over its newest window, as its peers see it.
 
     Attributes:
-        seconds: length of the window without the start of the run. ``steps``: that ended in it.
-        compute_seconds: of it. ``exposed_wait_seconds``: None where it is not known. ``away_seconds``: neither waiting
-            nor computing.
-        samples: how often the training thread was sampled while it computed; ``in_sync_samples``: of them, in calls in
+        seconds: length of the window without the start of the run. ``steps``: steps that ended in it.
+        compute_seconds: compute in the window. ``exposed_wait_seconds``: None if unknown. ``away_seconds``: neither
+            wait nor compute.
+        samples: how often the training thread was sampled while it computed. ``in_sync_samples``: samples in calls in
             which ranks wait for one another.
-        on_gpu: whether it trains on a GPU: there ranks wait for one another wherever the host waits for the GPU.
-            ``gpu_busy_ratio``: share of the time in which that ran something; a rank that waits for others keeps it
-            busy.
-        cause: of the rank's open stall. ``where``: the line of its own code it was sampled in most, outside of calls in
-            which ranks wait.
-        phase: the category of the ledger it is in, of an evaluation or a checkpoint: the others may wait for its end.
-        seconds_without_step: since its newest step; ``waits_for_ranks``: whether it has spent them where ranks wait for
-            one another.
-        node: name of its node, of a rank on another one; None for a rank of this node.
+        on_gpu: whether it trains on a GPU. There, ranks wait for one another wherever the host waits for the GPU.
+            ``gpu_busy_ratio``: share of the time in which the GPU ran something. A rank that waits for others keeps its
+            GPU busy.
+        cause: the cause of the rank's open stall; None without one. ``where``: the line of the user's code in most
+            samples, outside of calls in which ranks wait.
+        phase: the category of the ledger, if it is an evaluation or a checkpoint: other ranks may wait for its end.
+        seconds_without_step: time since its newest step. ``waits_for_ranks``: whether it has spent this time in calls
+            in which ranks wait for one another.
+        node: name of its node, for a rank on another node; None for a rank of this node.
     """
 
     rank: int
@@ -49,20 +49,20 @@ class RankPace:
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """What was true at a tick, and is no counter.
+    """What was true at a tick and is not a counter.
 
     Attributes:
         source: where the batches since the last tick came from: ``training_thread`` (a DataLoader without workers),
-            ``workers``, ``watched`` (an iterable that is no DataLoader), ``read_ahead`` (threads of the training
+            ``workers``, ``watched`` (an iterable that is not a DataLoader), ``read_ahead`` (threads of the training
             process), None before the first batch.
-        settings: of the loader in use, by the names of DataLoader's arguments.
-        in_loop: the time since the last tick was mostly spent in the training loop.
-        where: the line of the user's own code that the training thread was sampled in most, see `RankPace`.
-        fetching_seconds: how long the longest fetch in progress has taken; None without a sample of the workers.
-        fetched: of each live training worker, by its pid: its fetches so far, and the seconds they took.
-        worker_cores: on how many cores the workers may run; None where that is not known.
-        cores: that this rank may use, by its affinity and its cgroup's quota. ``quota_cores``: that quota.
-        host_cores: of the machine, 0 where that is not known.
+        settings: settings of the loader in use, by the names of DataLoader's arguments.
+        in_loop: whether most of the time since the last tick was spent in the training loop.
+        where: the line of the user's code in most samples of the training thread, see `RankPace`.
+        fetching_seconds: duration so far of the longest fetch in progress; None without a sample of the workers.
+        fetched: for each live training worker, by pid: its fetches so far, and their seconds.
+        worker_cores: number of cores that the workers may use; None if unknown.
+        cores: cores that this rank may use, by its affinity and its cgroup's quota. ``quota_cores``: that quota.
+        host_cores: cores of the machine, 0 if unknown.
         on_gpu: whether there is a reading of the GPU.
         peers: the other ranks of this node.
     """

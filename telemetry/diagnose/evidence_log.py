@@ -1,4 +1,4 @@
-"""Evidence as a field of the log. The names here are what users' queries and stored logs rely on."""
+"""Evidence as a field of the log. Users' queries and stored logs rely on these names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def evidence_field(evidence: Evidence) -> dict[str, Any]:
-    """The figures that are there. What was not measured is left out."""
+    """The figures that were measured. The others are left out."""
     field = _loop(evidence) | _delivery(evidence) | _workers(evidence) | _machine(evidence)
     if evidence.peers:
         field["paces"] = [_pace(pace) for pace in (evidence.pace, *evidence.peers)]

@@ -1,4 +1,4 @@
-"""Decides whether a run is stuck: its training thread has made no progress for much longer than a step takes.
+"""Decides whether a run hangs: its training thread has made no progress for much longer than a step takes.
 
 Only time in the training loop counts: waiting for a batch, and the compute of a step. Startup, evaluation, checkpoints,
 phases that the user has named and the time after a loop do not count. Time in which the agent did not run either does
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from telemetry.core.tick import RankPace
 
 MIN_SECONDS: Final = 30.0
-"""Without the setting ``stuck_seconds``, a run is stuck after this time at the earliest, ..."""
+"""Without the setting ``stuck_seconds``, a hang is reported after this time at the earliest, ..."""
 
 TIMES_P99: Final = 20.0
 """... and at the earliest after this multiple of the 99th percentile of its step durations."""
@@ -33,8 +33,8 @@ MIN_STEPS: Final = 10
 """The first steps of a run compile and allocate. Before this many steps have ended, ..."""
 
 EARLY_SECONDS: Final = 540.0
-"""... a run is stuck after this time at the earliest. NCCL ends a hung collective after ten minutes; then the cause is
-gone."""
+"""... a hang is reported after this time at the earliest. NCCL ends a hung collective after ten minutes; then the cause
+can no longer be found."""
 
 LATE_TICKS: Final = 2.0
 """A tick counts at most this many intervals. The agent did not observe the rest."""
@@ -83,7 +83,7 @@ class HangDetector:
 
     Attributes:
         seconds: counted seconds without progress.
-        stuck: whether the run is stuck.
+        hanging: whether the run hangs.
         excuses: how many times in a row `excuse` was called.
     """
 
@@ -103,7 +103,7 @@ class HangDetector:
             steps: returns the step durations. It is called only when they matter.
 
         Returns:
-            ``opened`` when the run becomes stuck, ``held`` while it is, ``closed`` when it goes on; else None.
+            ``opened`` when a hang begins, ``held`` while it lasts, ``closed`` when the run goes on; else None.
         """
         if moment.progress != self._progress or moment.loop_left:
             self._progress = moment.progress
@@ -121,31 +121,31 @@ class HangDetector:
         return "opened" if self.hanging else None
 
     def excuse(self) -> None:
-        """Start counting again: what looked like a stuck run is none."""
+        """Start counting again: the run does not hang, although it looked like it."""
         self.seconds, self.hanging = 0.0, False
         self.excuses += 1
 
 
 def hang_after_seconds(setting: float | None, steps: StepTimes, *, at_epoch_boundary: bool) -> float:
-    """Seconds without progress after which a run is stuck."""
+    """Seconds without progress after which a run counts as hanging."""
     seconds = setting if setting is not None else max(MIN_SECONDS, TIMES_P99 * (steps.p99 or 0.0))
     return max(seconds, TIMES_LONGEST * (steps.longest or 0.0)) if at_epoch_boundary else seconds
 
 
 def paused(seconds: float, interval: float, process_cpu: float | None) -> bool:
-    """Whether the process or the machine was stopped since the last tick: it is late, and nothing ran meanwhile."""
+    """Whether the process or the machine was stopped since the last tick: the tick is late, and nothing ran."""
     late = seconds > LATE_TICKS * interval + 1.0
     return late and process_cpu is not None and process_cpu < 0.02 * seconds
 
 
 def hang_cause(category: str, source: str | None, fetching_seconds: float, stuck_seconds: float) -> str:
-    """The cause of a run that is stuck.
+    """The cause of a hang.
 
     Args:
         category: the ledger category that the training thread is in.
         source: where its batches come from, see `Conditions`; None before the first batch of a new loader, too.
         fetching_seconds: duration so far of the longest fetch in progress in a worker.
-        stuck_seconds: how long the run has been stuck.
+        stuck_seconds: how long the run has made no progress.
     """
     if category != DATA_WAIT:
         return "unknown"
@@ -155,11 +155,11 @@ def hang_cause(category: str, source: str | None, fetching_seconds: float, stuck
 
 
 def hang_advice(category: str, seconds: float, at: str, missing: RankPace | None = None) -> tuple[Advice, ...]:
-    """Advice for a stuck run: where to look.
+    """Advice for a hang: where to look.
 
     Args:
         category: the ledger category that the training thread is in.
-        seconds: how long the run has been stuck.
+        seconds: how long the run has made no progress.
         at: the innermost frames of the training thread, as text.
         missing: the rank that has not reached the synchronisation that this one waits in.
     """

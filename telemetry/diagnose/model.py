@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from telemetry.diagnose.evidence import Evidence
 
 _HEADROOM: Final = 0.8
-"""Workers are added until fetching takes this share of the compute. A loader without slack stalls on every hiccup."""
+"""Workers are added until fetching takes this share of the compute. Without headroom, every delay stalls the loop."""
 
 _WORTH_A_WORKER: Final = 1.01
 """A further worker must shorten the step by more than this factor."""
@@ -89,10 +89,10 @@ def _with_their_peers(evidence: Evidence, cpu: float) -> float:
 
 
 def with_transfer(evidence: Evidence, step: float) -> float:
-    """Seconds of a step with the transfer of its batches; ``step`` is without it. The workers keep ahead.
+    """Seconds of a step including the transfer of its batches. ``step`` is without it, and the workers are fast enough.
 
-    A transfer needs the worker too, because it sends the file descriptors of the tensors. A busy worker answers later,
-    and the shorter the step, the more of the time it is busy.
+    A transfer needs the worker, too, because it sends the file descriptors of the tensors. A busy worker answers later.
+    The shorter the step, the larger the share of time in which the worker is busy.
     """
     idle, busy, supply = (
         evidence.delivery.transfer_seconds,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _MAX_PROCESSES: Final = 10_000
-"""So many processes of one rank and pid can log into one folder."""
+"""Maximum number of processes with the same rank and pid that can log into one folder."""
 
 
 class LogFile:
