@@ -30,7 +30,7 @@ class Hang:
         cause: from `CAUSES`. ``category``: the ledger category that the training thread is in.
         seconds: time without progress.
         at: the innermost frames of the training thread, as text.
-        missing: the rank that has not reached the synchronisation that this rank waits in; None if there is none.
+        missing: the rank that has not reached the synchronisation that this rank waits in; else None.
     """
 
     kind: str
@@ -58,7 +58,7 @@ class HangMonitor:
         self._hang: Hang | None = None
 
     def tick(self, loop_seconds: float, source: str | None, accounting: Accounting) -> Hang | None:
-        """Add a tick. Returns the hang that is open or that has just closed; None if there is none.
+        """Add a tick. Returns the hang that is open or that has just closed; else None.
 
         Args:
             loop_seconds: seconds in the training loop since the last tick; 0.0 if the process did not run.

@@ -109,7 +109,7 @@ class JobLink:
             self._stop.set()
 
     def paces(self) -> tuple[RankPace, ...]:
-        """The ranks of other nodes that this rank may wait for; empty if none is known."""
+        """The ranks of other nodes that this rank may wait for; empty if no such rank is known."""
         stamp = self._node.stamp(_FILE)
         if stamp != self._stamp:
             content = self._node.get(_FILE)

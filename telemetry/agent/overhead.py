@@ -22,8 +22,8 @@ class Overhead:
         collectors: the collectors, some of which have their own threads.
 
     Attributes:
-        node: the endpoint, which has its own threads; None if there is none.
-        job: the link to other nodes, which has its own thread; None if there is none.
+        node: the endpoint, which has its own threads; else None.
+        job: the link to other nodes, which has its own thread; else None.
         agent_thread_seconds: CPU time of the agent thread.
     """
 

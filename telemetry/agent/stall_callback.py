@@ -24,7 +24,7 @@ class StallCallback:
     That is counted as an error, and the log names the stall. An exception in the function is counted, too.
 
     Args:
-        callback: the function, or its dotted name, which is resolved at the first stall; None if none is set.
+        callback: the function, or its dotted name, which is resolved at the first stall; None if it is not set.
         errors: counts failed calls and skipped stalls. Used only on the caller's thread.
     """
 

@@ -33,7 +33,7 @@ class Attachment:
     Attributes:
         profilers: knows which of the user's own profilers record.
         captures: knows which CUDA graphs are being captured.
-        clock: the GPU's clock, also after `detach`; None if there is none.
+        clock: the GPU's clock, also after `detach`; else None.
     """
 
     def __init__(

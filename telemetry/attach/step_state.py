@@ -64,7 +64,7 @@ class StepState(HotState):
         batches_unseen: whether the agent thread has found that batches are now requested on another thread.
         step_iterators: ids of the iterators that gave a batch to the open step.
         iterator_id: id of the iterator that gave the newest batch, 0 if it no longer exists.
-        gpu: the clock that times waits on the GPU; None if there is none.
+        gpu: the clock that times waits on the GPU; else None.
         device: index of the training thread's CUDA device at the newest first batch; None for none.
         accelerator: type of the asynchronous device in use; None for none.
         trained_on: type of the device that holds the parameters of an optimizer that steps; None until known.

@@ -110,7 +110,7 @@ class Fetches:
         )
 
     def blocked(self, epoch: int, next_batch: int, now_ns: int) -> HeadOfLine | None:
-        """Finished batches behind ``next_batch``, which is not finished; None if there are none."""
+        """Finished batches behind ``next_batch``, which is not finished; else None."""
         worker = self._counters.get(next_batch % self._workers)
         if worker is None or epoch in self._not_in_turn or self.finished_ns(epoch, next_batch) is not None:
             return None

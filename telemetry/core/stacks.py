@@ -120,7 +120,7 @@ def is_library(file: str) -> bool:
 
 
 def users_spot(stack: Stack) -> Spot | None:
-    """The innermost place in the user's own code; None if there is none."""
+    """The innermost place in the user's own code; else None."""
     return next((spot for spot in stack if not is_library(spot.file)), None)
 
 

@@ -57,7 +57,7 @@ class Straggler:
 
 
 def straggler(own: RankPace, others: Iterable[RankPace]) -> Straggler | None:
-    """The rank that this one waits for most; None if there is none, or if no rank has the same pace as this one."""
+    """The rank that this one waits for most; None without such a rank, or if no rank has the same pace as this one."""
     found = (_waited_for(own, other) for other in peers_at_same_pace(own, others))
     return max((slow for slow in found if slow is not None), key=lambda slow: slow.lost, default=None)
 

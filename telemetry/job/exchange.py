@@ -164,7 +164,7 @@ class JobExchange:
         return [report for name in names if (report := self._look(name)) is not None]
 
     def _look(self, name: str) -> NodeReport | None:
-        """The report in a file; None if there is none, or its writer has ended or was not seen alive yet."""
+        """The report in a file; None without a report, or if its writer has ended or was not seen alive yet."""
         now, seen = self._now(), self._seen.get(name)
         try:
             report = decoded(self._read(str(self._folder / name)))

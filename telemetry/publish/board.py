@@ -225,7 +225,7 @@ class Board:
         replace_file(self.path / name, content)
 
     def get(self, name: str) -> bytes | None:
-        """Read a file that a rank of this node has written; None if there is none."""
+        """Read a file that a rank of this node has written; else None."""
         try:
             return read_small(self.path / name, _MAX_FILE_BYTES)
         except OSError:
@@ -343,7 +343,7 @@ def _order_of(head: dict[str, Any], pid: int) -> tuple[bool, int, int]:
 
 
 def _pace(head: dict[str, Any]) -> RankPace | None:
-    """The pace in a head; None if there is none yet, or it is of another version."""
+    """The pace in a head; None before the first pace, or if it is of another version."""
     try:
         return RankPace(**head["pace"])
     except (KeyError, TypeError):

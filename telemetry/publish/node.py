@@ -134,7 +134,7 @@ class NodeService:
         self._board.put(name, content)
 
     def get(self, name: str) -> bytes | None:
-        """Read a file that a rank of this node has written on the board; None if there is none."""
+        """Read a file that a rank of this node has written on the board; else None."""
         return self._board.get(name)
 
     def stamp(self, name: str) -> int:
