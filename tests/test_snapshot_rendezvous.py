@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+from functools import partial
 
 import pytest
 
 from telemetry.snapshot import protocol as p
+from telemetry.snapshot import rendezvous
 from telemetry.snapshot.rendezvous import Position, Rendezvous, first_step, new_id
 
 
@@ -37,7 +39,7 @@ class Ranks:
         """One tick of some ranks, by default of all. Returns the plans that they read."""
         heard = {}
         for rank in ranks or range(len(self.each)):
-            plan = self.each[rank].poll(Position((at or {}).get(rank, 100), 0.1))
+            plan = self.each[rank].poll(partial(Position, (at or {}).get(rank, 100), 0.1))
             if plan is not None:
                 heard[rank] = plan
         self.now += 1
@@ -112,8 +114,8 @@ def test_the_first_plan_written_holds(tmp_path):
 
 def test_requests_of_several_ranks_at_once_become_one(tmp_path):
     ranks = Ranks(tmp_path, 3)
-    for rendezvous in ranks.each:
-        rendezvous.ask(ranks.request(p.API))
+    for rank in ranks.each:
+        rank.ask(ranks.request(p.API))
     heard: list[p.Plan] = []
     for _ in range(8):
         heard += ranks.poll().values()
@@ -143,7 +145,7 @@ def test_one_rank_alone(tmp_path):
 def test_a_rank_that_is_busy_does_not_answer_but_hears(tmp_path):
     ranks = Ranks(tmp_path, 2)
     ranks.each[0].ask(ranks.request())
-    heard = [ranks.poll(0) and ranks.each[1].poll(None) for _ in range(5)]
+    heard = [ranks.poll(0) and ranks.each[1].poll(lambda: None) for _ in range(5)]
     assert [plan.ranks for plan in heard if plan] == [(0,)]
 
 
@@ -164,9 +166,9 @@ def test_what_is_left_of_a_run_before_is_not_followed_up(tmp_path):
     ranks.each[0].ask(ranks.request())
     ranks.now += 30
     again = ranks.rank(0, 1)
-    assert again.poll(Position(0, 0.1)) is None
+    assert again.poll(partial(Position, 0, 0.1)) is None
     ranks.now += 1000
-    assert again.poll(Position(0, 0.1)) is None
+    assert again.poll(partial(Position, 0, 0.1)) is None
     assert ranks.names() == []
 
 
@@ -233,3 +235,26 @@ def test_names_that_are_no_ids_are_no_requests(tmp_path):
 def test_the_steps_of_a_fast_loop_are_far_enough_ahead():
     answers = [p.Answer(rank, 1000, 0.001, 100.0, 1.0) for rank in range(2)]
     assert first_step(answers, 100.5) >= 1000 + 500 + 3000
+
+
+def test_a_folder_that_stays_empty_is_not_listed(tmp_path, monkeypatch):
+    ranks, listed = Ranks(tmp_path, 1), []
+    real = rendezvous.scan
+    monkeypatch.setattr(rendezvous, "scan", lambda folder: listed.append(folder) or real(folder))
+    for _ in range(20):
+        ranks.poll()
+    assert 0 < len(listed) <= 6
+    ranks.each[0].ask(ranks.request(steps=3))
+    assert ranks.poll().keys() == {0}, "a request is read at the next tick"
+
+
+def test_a_file_with_the_stamp_of_the_empty_folder_is_found(tmp_path):
+    """A file system may keep times to two seconds."""
+    ranks = Ranks(tmp_path, 1)
+    for _ in range(3):
+        ranks.poll()
+    meeting = ranks.folder / ".meeting"
+    empty = meeting.stat().st_mtime_ns
+    ranks.each[0].ask(ranks.request(steps=3))
+    os.utime(meeting, ns=(empty, empty))
+    assert ranks.poll().keys() == {0}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import cache
 from typing import TYPE_CHECKING, Final
 
 from telemetry.attach import accelerator
@@ -181,6 +182,12 @@ def spans(entries: Iterable[Entry]) -> Iterator[Span | DroppedSpans]:
     for start, end, code, origin in entries:
         if isinstance(origin, DroppedSpans):
             yield origin
-            continue
-        flags = bool(code & CLOSES), bool(code & OPENS), bool(code & (BATCH | JOINS)), bool(code & LEAVES)
-        yield (start, end, CATEGORIES[code & 7], CATEGORIES[code >> 3 & 7], *flags)
+        else:
+            yield (start, end, *_decoded(code))
+
+
+@cache
+def _decoded(code: int) -> tuple[str, str, bool, bool, bool, bool]:
+    """The category during a span and after it, and its flags, as `Span` has them."""
+    flags = bool(code & CLOSES), bool(code & OPENS), bool(code & (BATCH | JOINS)), bool(code & LEAVES)
+    return (CATEGORIES[code & 7], CATEGORIES[code >> 3 & 7], *flags)

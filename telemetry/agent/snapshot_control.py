@@ -209,7 +209,7 @@ class SnapshotControl:
         while self._asked:
             rank, steps = self._asked.popleft()
             self._ask(p.API, p.REQUEST, rank, steps, None)
-        plan = self._rendezvous.poll(self._position())
+        plan = self._rendezvous.poll(self._position)
         if plan is not None:
             self._heard(plan, now)
         self._capture.hold()

@@ -88,8 +88,8 @@ class StallMonitor:
     def tick(self, tick: Tick, accounting: Accounting) -> None:
         """Take in what happened since the last tick; log a stall that opens or closes."""
         self._callback.note_failures()
-        added, peers = tick.totals - self._last.totals, tick.conditions.peers
-        did_not_run = paused(added.wall_seconds, self._interval, added.process_cpu_seconds)
+        added, peers = tick.totals.passed_since(self._last.totals), tick.conditions.peers
+        did_not_run = paused(added.seconds, self._interval, added.process_cpu_seconds)
         category = accounting.ledger.category
         self._phase = category if category in {CHECKPOINT, EVALUATION} else None
         if not added.steps and not did_not_run:

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from typing import TYPE_CHECKING
 
 from telemetry.attach.loader_handle import ON_THREAD, BatchSource, LoaderHandle
-from telemetry.attach.ring import BATCH, BEGINS, GAP, S_DATA_WAIT
+from telemetry.attach.ring import BATCH, BEGINS, S_DATA_WAIT
 from telemetry.core.clock import NS
 from telemetry.core.distribution import Histogram
 from telemetry.core.spans import DroppedSpans
@@ -31,26 +31,32 @@ class BatchNumbering:
 
     def fold(self, entries: Iterable[Entry]) -> None:
         """Number entries of the ring, in the order in which they happened."""
-        for start, end, code, loader in entries:
-            if code & GAP or isinstance(loader, DroppedSpans):
+        for start, end, code, source in entries:
+            if source is None:
+                if code & BATCH:
+                    self._batch(start, end, code, self._current())  # an ordinary batch does not say where it is from
+            elif isinstance(source, DroppedSpans):
                 self._lost()
-            elif isinstance(loader, LoaderHandle) and code & BEGINS:
-                self._begin(loader)
-            elif loader is not None or code & BATCH:
-                waited = code & 7 == S_DATA_WAIT
-                if loader is None:
-                    loader = self._current()  # noqa: PLW2901 - an ordinary batch does not say where it is from
-                elif waited:
-                    self._current = weakref.ref(loader)
-                if loader is not None and waited:
-                    self._waits[loader] = self._waits.get(loader, 0) + end - start
-                    if loader is ON_THREAD:  # without workers the wait is the fetch
-                        self._own_counts[bisect_left(FETCH_BUCKETS, (end - start) / NS)] += 1
-                        self._own_ns += end - start
-                if isinstance(loader, LoaderHandle) and loader.delivered is not None:
-                    if waited:
-                        loader.arrivals.append(Arrival(loader.epoch, loader.delivered, start, end))
-                    loader.delivered += 1
+            elif code & BEGINS and isinstance(source, LoaderHandle):
+                self._begin(source)
+            else:
+                if code & 7 == S_DATA_WAIT:
+                    self._current = weakref.ref(source)
+                self._batch(start, end, code, source)
+
+    def _batch(self, start: int, end: int, code: int, source: BatchSource | None) -> None:
+        if source is None:
+            return
+        waited = code & 7 == S_DATA_WAIT
+        if waited:
+            self._waits[source] = self._waits.get(source, 0) + end - start
+            if source is ON_THREAD:  # without workers the wait is the fetch
+                self._own_counts[bisect_left(FETCH_BUCKETS, (end - start) / NS)] += 1
+                self._own_ns += end - start
+        if isinstance(source, LoaderHandle) and source.delivered is not None:
+            if waited:
+                source.arrivals.append(Arrival(source.epoch, source.delivered, start, end))
+            source.delivered += 1
 
     def own_fetches(self) -> Histogram | None:
         """Durations of the training thread's own fetches; None before the first."""

@@ -9,7 +9,6 @@ another fetch.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -53,23 +52,23 @@ class Fetches:
         self._not_in_turn = not_in_turn if not_in_turn is not None else set()
         self._counters: Mapping[int, WorkerCounters] = {c.worker: c for c in counters}
         self._workers = workers
+        self._epochs: dict[tuple[int, int], _EpochFetches | None] = {}
 
     def finished_ns(self, epoch: int, batch: int) -> int | None:
         """When the fetch of a batch ended; None if it has not ended, or is no longer kept."""
-        worker = self._counters.get(batch % self._workers)
-        if worker is None:
+        number, worker = divmod(batch, self._workers)
+        fetches = self._of_epoch(worker, epoch)
+        if fetches is None:
             return None
-        began = _began(worker, epoch)
-        if began is None:
-            return None
-        number = began + batch // self._workers
-        after = _began(worker, epoch + 1)
-        newest, kept = worker.ended - 1, len(worker.recent_finished_ns)
-        if number > newest or (after is not None and number >= after):
-            return None
-        if number <= newest - (kept - 1):  # the oldest may be overwritten during the read
-            return None
-        return worker.recent_finished_ns[number % kept]
+        number += fetches.began
+        return fetches.finished_ns[number % fetches.kept] if fetches.oldest <= number < fetches.end else None
+
+    def _of_epoch(self, worker: int, epoch: int) -> _EpochFetches | None:
+        """A worker's fetches of one epoch; None if they are not kept. The many batches of a tick ask for the same."""
+        key = worker, epoch
+        if key not in self._epochs:
+            self._epochs[key] = _epoch_fetches(self._counters.get(worker), epoch)
+        return self._epochs[key]
 
     def deliveries(self, arrivals: Iterable[Arrival]) -> Deliveries:
         """The sums over these batches: slack, fetch wait and transfer wait. The first batch of an epoch is left out."""
@@ -77,26 +76,29 @@ class Fetches:
         from_busy, transfer_wait_busy, transfer_wait_long = 0, 0, 0
         head_of_line: dict[int, int] = {}  # by the worker that is waited for
         for arrival in arrivals:
-            finished = self.finished_ns(arrival.epoch, arrival.number)
+            epoch, number, requested, arrived = arrival
+            finished = self.finished_ns(epoch, number)
             if self._impossible(arrival, finished):
-                self._not_in_turn.add(arrival.epoch)
-            if finished is None or not arrival.number or arrival.epoch in self._not_in_turn:
+                self._not_in_turn.add(epoch)
+            if finished is None or not number or epoch in self._not_in_turn:
                 continue
             batches += 1
-            slack += max(0, arrival.requested_ns - finished)
-            since = max(arrival.requested_ns, finished)
-            transfer_wait += arrival.arrived_ns - since
+            if finished > requested:
+                since = finished
+                fetch_wait += finished - requested
+                behind = self._earliest_behind(arrival)
+                if behind is not None and behind < finished:
+                    worker, blocked = number % self._workers, finished - max(behind, requested)
+                    head_of_line[worker] = head_of_line.get(worker, 0) + blocked
+            else:
+                since = requested
+                slack += requested - finished
+            transfer_wait += arrived - since
             longest = self._busy_again(arrival, since)
             if longest:
                 from_busy += 1
-                transfer_wait_busy += arrival.arrived_ns - since
-                transfer_wait_long += arrival.arrived_ns - since if self._is_long(arrival, longest) else 0
-            if finished > arrival.requested_ns:
-                fetch_wait += finished - arrival.requested_ns
-                behind = self._earliest_behind(arrival)
-                if behind is not None and behind < finished:
-                    worker, blocked = arrival.number % self._workers, finished - max(behind, arrival.requested_ns)
-                    head_of_line[worker] = head_of_line.get(worker, 0) + blocked
+                transfer_wait_busy += arrived - since
+                transfer_wait_long += arrived - since if self._is_long(arrival, longest) else 0
         return Deliveries(
             batches=batches,
             slack_seconds=slack / NS,
@@ -139,19 +141,21 @@ class Fetches:
 
         Nanoseconds; for a fetch still in progress, up to the arrival. 0 if there was none.
         """
-        worker = self._counters[arrival.number % self._workers]
-        number = (_began(worker, arrival.epoch) or 0) + arrival.number // self._workers
-        starts, ends = worker.recent_started_ns, worker.recent_finished_ns
-        kept = len(starts)
-        later = range(number + 1, worker.ended)  # these are kept, because this batch's own fetch is
-        begun = bisect_left(later, arrival.arrived_ns, key=lambda fetch: starts[fetch % kept])
+        number, index = divmod(arrival.number, self._workers)
+        fetches, worker = self._of_epoch(index, arrival.epoch), self._counters[index]
+        if fetches is None:
+            return 0
+        starts, ends, kept = worker.recent_started_ns, fetches.finished_ns, fetches.kept
         longest = 0
-        if begun == len(later) and 0 < worker.fetching_since_ns < arrival.arrived_ns:
-            longest = arrival.arrived_ns - worker.fetching_since_ns
-        for fetch in reversed(later[:begun]):
-            if ends[fetch % kept] <= since_ns:
-                break
-            longest = max(longest, ends[fetch % kept] - starts[fetch % kept])
+        # These are kept, because this batch's own fetch is. They are few: at most `prefetch_factor` batches ahead.
+        for fetch in range(fetches.began + number + 1, worker.ended):
+            started, ended = starts[fetch % kept], ends[fetch % kept]
+            if started >= arrival.arrived_ns:
+                return longest
+            if ended > since_ns:
+                longest = max(longest, ended - started)
+        if 0 < worker.fetching_since_ns < arrival.arrived_ns:
+            longest = max(longest, arrival.arrived_ns - worker.fetching_since_ns)
         return longest
 
     def _is_long(self, arrival: Arrival, fetch_ns: int) -> bool:
@@ -163,6 +167,33 @@ class Fetches:
         after = range(arrival.number + 1, arrival.number + self._workers)
         ends = [end for batch in after if (end := self.finished_ns(arrival.epoch, batch)) is not None]
         return min(ends, default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class _EpochFetches:
+    """The fetches of one worker in one epoch.
+
+    Attributes:
+        began: number of its first fetch. The fetches from ``oldest`` to before ``end`` have ended, and their stamps
+            are kept.
+        finished_ns: when they ended. Fetch ``n`` is at ``n % kept``.
+    """
+
+    began: int
+    oldest: int
+    end: int
+    kept: int
+    finished_ns: tuple[int, ...]
+
+
+def _epoch_fetches(worker: WorkerCounters | None, epoch: int) -> _EpochFetches | None:
+    began = None if worker is None else _began(worker, epoch)
+    if worker is None or began is None:
+        return None
+    after, kept = _began(worker, epoch + 1), len(worker.recent_finished_ns)
+    # The oldest stamp may be overwritten as it is read.
+    oldest, end = worker.ended - kept + 1, worker.ended if after is None else min(after, worker.ended)
+    return _EpochFetches(began, oldest, end, kept, worker.recent_finished_ns)
 
 
 def _began(worker: WorkerCounters, epoch: int) -> int | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from operator import add, sub
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from telemetry.collect.batch_matching import Fetches, HeadOfLine
@@ -187,10 +188,7 @@ class WorkersSource:
             if before is not None and _is_another(before, worker):
                 before = None
             seen = before.histogram if before else _NONE_YET.counts
-            counts = tuple(
-                total + now - then
-                for total, now, then in zip(self._histogram.counts, worker.histogram, seen, strict=True)
-            )
+            counts = tuple(map(add, self._histogram.counts, map(sub, worker.histogram, seen)))
             took = (worker.wall_ns - (before.wall_ns if before else 0)) / NS
             self._histogram = Histogram(FETCH_BUCKETS, counts, self._histogram.total + took)
             self._counted[key] = worker
@@ -254,7 +252,7 @@ def _mean_slack(before: Deliveries, after: Deliveries) -> float | None:
 
 def _is_another(before: WorkerCounters, now: WorkerCounters) -> bool:
     """Whether these are another worker's counters: memory, and with it the id of a block, is used again."""
-    return now.wall_ns < before.wall_ns or any(n < b for n, b in zip(now.histogram, before.histogram, strict=True))
+    return now.wall_ns < before.wall_ns or min(map(sub, now.histogram, before.histogram)) < 0
 
 
 def _allowed_cores(pids: Iterable[int]) -> int | None:

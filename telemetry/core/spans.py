@@ -6,14 +6,18 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One closed training step. ``seconds`` = wait + compute; evaluation and checkpoints in it are not counted."""
+class Step(NamedTuple):
+    """One closed training step. A tuple, because one is made for each step of the run.
+
+    Attributes:
+        seconds: wait + compute. Evaluation and checkpoints in the step are not counted.
+        wait_seconds: the part of ``seconds`` that was the wait for the batch.
+        checkpoint: whether a checkpoint was written in the step.
+    """
 
     seconds: float
     wait_seconds: float
     checkpoint: bool = False
-    """Whether a checkpoint was written in it."""
 
 
 class DroppedSpans(NamedTuple):

@@ -185,6 +185,18 @@ class SampledTotals:
 
 
 @dataclass(frozen=True, slots=True)
+class Passed:
+    """The difference of two `Totals`, but only the figures that are needed at every tick. See `Totals`."""
+
+    seconds: float
+    wait_seconds: float
+    loop_seconds: float
+    steps: int
+    exposed_wait_seconds: float | None
+    process_cpu_seconds: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class Totals:
     """Counters of the run so far. The difference of two is the time between them. None: not measured.
 
@@ -229,6 +241,17 @@ class Totals:
     def __sub__(self, earlier: Totals) -> Totals:
         """What was added since ``earlier``."""
         return _fieldwise(self, earlier)
+
+    def passed_since(self, earlier: Totals) -> Passed:
+        """The figures of the difference that every tick needs. The whole difference costs ten times as much."""
+        return Passed(
+            seconds=self.wall_seconds - earlier.wall_seconds,
+            wait_seconds=self.wait_seconds - earlier.wait_seconds,
+            loop_seconds=self.loop_seconds - earlier.loop_seconds,
+            steps=self.steps - earlier.steps,
+            exposed_wait_seconds=difference(self.exposed_after_first_seconds, earlier.exposed_after_first_seconds),
+            process_cpu_seconds=difference(self.process_cpu_seconds, earlier.process_cpu_seconds),
+        )
 
     @property
     def wait_seconds(self) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
     from telemetry.core.distribution import Histogram
@@ -57,9 +57,8 @@ class StackPort:
     inode: int
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """A batch that the training thread has taken from its workers.
+class Arrival(NamedTuple):
+    """A batch that the training thread has taken from its workers. A tuple, because one is made for each batch.
 
     Attributes:
         epoch: epoch of the loader's iterator, the first is 1. ``number``: of the batch in the epoch, the first is 0.

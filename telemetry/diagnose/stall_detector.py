@@ -17,7 +17,7 @@ from telemetry.diagnose.recurring_costs import RecurringCostsWatch
 
 if TYPE_CHECKING:
     from telemetry.core.tick import RankPace
-    from telemetry.core.totals import Totals
+    from telemetry.core.totals import Passed, Totals
     from telemetry.diagnose.evidence import Evidence
 
 MIN_STEPS: Final = 5
@@ -78,16 +78,6 @@ class Change:
     stall: Stall
 
 
-@dataclass(frozen=True, slots=True)
-class _Added:
-    """Seconds since the last tick."""
-
-    seconds: float
-    wait: float
-    loop: float
-    exposed_wait: float | None
-
-
 class StallDetector:
     """Follows one rank.
 
@@ -145,8 +135,8 @@ class StallDetector:
         added = self._added(tick)
         self._add(tick)
         # On the GPU's clock, a wait can only be measured after it is over.
-        known = added.exposed_wait is not None and added.exposed_wait >= added.wait
-        exposed = (seconds if added.wait > 0 else 0.0) if known else None
+        known = added.exposed_wait_seconds is not None and added.exposed_wait_seconds >= added.wait_seconds
+        exposed = (seconds if added.wait_seconds > 0 else 0.0) if known else None
         # What has been lost so far is in the stall that is replaced.
         lost = 0.0 if self.stall is not None else seconds
         self._ever_opened = True
@@ -158,8 +148,8 @@ class StallDetector:
         self.stall = None
         self._begin_anew(tick)
 
-    def _hold_hang(self, before: Stall, added: _Added) -> Change:
-        spent, more = added.loop, added.exposed_wait
+    def _hold_hang(self, before: Stall, added: Passed) -> Change:
+        spent, more = added.loop_seconds, added.exposed_wait_seconds
         exposed = None if before.exposed_wait_seconds is None or more is None else before.exposed_wait_seconds + more
         lost = {before.cause: before.lost_seconds[before.cause] + spent}
         loop = before.loop_seconds + spent
@@ -174,15 +164,8 @@ class StallDetector:
     def _without_skipped(self, tick: Tick) -> Tick:
         return tick if self._skipped is None else Tick(tick.totals - self._skipped, tick.conditions)
 
-    def _added(self, tick: Tick) -> _Added:
-        now, before = self._without_skipped(tick).totals, self._ticks[-1].totals
-        exposed, exposed_before = now.exposed_after_first_seconds, before.exposed_after_first_seconds
-        return _Added(
-            seconds=now.wall_seconds - before.wall_seconds,
-            wait=now.wait_seconds - before.wait_seconds,
-            loop=now.loop_seconds - before.loop_seconds,
-            exposed_wait=None if exposed is None or exposed_before is None else exposed - exposed_before,
-        )
+    def _added(self, tick: Tick) -> Passed:
+        return self._without_skipped(tick).totals.passed_since(self._ticks[-1].totals)
 
     def _add(self, tick: Tick) -> None:
         self._steps = tick.totals.steps
@@ -232,17 +215,17 @@ class StallDetector:
         self.stall = Stall(cause, opened_step, dict(lost), loop, exposed, evidence)
         return Change("opened", self.stall)
 
-    def _go_on(self, before: Stall, added: _Added, lost: dict[str, float], ratio: float, evidence: Evidence) -> Change:
+    def _go_on(self, before: Stall, added: Passed, lost: dict[str, float], ratio: float, evidence: Evidence) -> Change:
         share = min(1.0, added.seconds / evidence.seconds) if evidence.seconds > 0 else 0.0
         total = dict(before.lost_seconds)
         for cause, seconds in lost.items():
             total[cause] = total.get(cause, 0.0) + seconds * share
-        more = added.exposed_wait
+        more = added.exposed_wait_seconds
         exposed = None if before.exposed_wait_seconds is None or more is None else before.exposed_wait_seconds + more
         cause, _ = _costliest(total)
         if {cause, before.cause} <= WAITS and total[cause] <= _MORE * total.get(before.cause, 0.0):
             cause = before.cause
-        loop = before.loop_seconds + added.loop
+        loop = before.loop_seconds + added.loop_seconds
         if ratio < self._enter and cause == before.cause:
             evidence = before.evidence
         self.stall = Stall(cause, before.opened_step, total, loop, exposed, evidence)
