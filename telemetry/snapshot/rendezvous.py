@@ -38,8 +38,8 @@ RENDEZVOUS_FOLDER: Final = ".meeting"
 """The command and the ranks of a run may be of different versions, so the name stays."""
 
 _STAMP_SECONDS: Final = 3.0
-"""Files that are added within this time may leave the folder's modification time unchanged. File systems store it with a
-resolution of 2 s or better."""
+"""Files that are added within this time may leave the folder's modification time unchanged. File systems store it
+with a resolution of 2 s or better."""
 
 NOTICE_TICKS: Final = 3
 """A rank polls once per tick. One that misses two ticks still reads a plan in time."""
@@ -273,7 +273,7 @@ class Rendezvous:
         return open_folder(self._snapshots / RENDEZVOUS_FOLDER, make=True)
 
     def _stamp(self) -> tuple[int, int] | None:
-        """Inode and modification time of the folder. One of them changes when a file is added. None without a folder."""
+        """Inode and modification time of the folder. One of them changes when a file is added. None without one."""
         try:
             status = (self._snapshots / RENDEZVOUS_FOLDER).stat(follow_symlinks=False)
         except OSError:
