@@ -44,8 +44,8 @@ def agent_threads(effort: Effort) -> list[Row]:
     mine, other = _shares(ours), _shares(theirs)
     rows = [Row(_THREADS, name, _UNIT, spread(mine) if mine else None, target, ours.missing or _by_thread(ours))]
     rival_name, note = f"TraceML {rival.VERSION}: the same, ", theirs.missing or _by_thread(theirs)
-    in_process = f"{rival_name}its threads in the training process"
-    rows.append(Row(_THREADS, in_process, _UNIT, spread(other) if other else None, note=note))
+    threads_name = f"{rival_name}its threads in the training process"
+    rows.append(Row(_THREADS, threads_name, _UNIT, spread(other) if other else None, note=note))
     everything = _shares(theirs, but=())
     note = "with its launcher and the process that collects"
     rows.append(Row(_THREADS, f"{rival_name}all of it", _UNIT, spread(everything) if everything else None, note=note))

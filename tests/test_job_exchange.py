@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from telemetry.core.clock import NS
-from telemetry.core.interval import RankPace
+from telemetry.core.tick import RankPace
 from telemetry.job import exchange as exchange_module
 from telemetry.job.candidates import candidates
 from telemetry.job.exchange import JobExchange

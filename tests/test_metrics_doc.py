@@ -14,7 +14,7 @@ from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 
-from telemetry.agent.sampler import Sampler
+from telemetry.agent.collector_poller import CollectorPoller
 from telemetry.attach.ring import Ring
 from telemetry.attach.step_tracker import StepTracker
 from telemetry.config import STEP_BUCKETS
@@ -314,7 +314,7 @@ def test_contract(rendered):
 
 
 def test_collectors_are_those_of_the_agent():
-    sampler = Sampler(StepTracker(Ring()), 1.0, ErrorLog())
+    sampler = CollectorPoller(StepTracker(Ring()), 1.0, ErrorLog())
     try:
         assert {health.name for health in sampler.health()} == set(COLLECTOR.values)
     finally:

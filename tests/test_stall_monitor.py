@@ -19,12 +19,12 @@ from telemetry.attach.step_tracker import StepTracker
 from telemetry.collect.thread_sampler import ThreadSampler
 from telemetry.config import Config
 from telemetry.core.errors import ErrorLog
-from telemetry.core.interval import RankPace
 from telemetry.core.labels import CHECKPOINT, COMPUTE, DATA_WAIT, OTHER
+from telemetry.core.tick import RankPace
 from telemetry.core.worker_records import Deliveries
 from telemetry.diagnose.ledger import Ledger
 from telemetry.diagnose.step_stats import StepStats
-from tests.interval_records import IDLE
+from tests.slice_cases import IDLE
 from tests.test_agent import wait_for
 
 SECOND = 1_000_000_000

@@ -135,7 +135,7 @@ class Accounting:
         return self._tracker.optimizer_steps
 
     @property
-    def blind(self) -> bool:
+    def no_batch_seen(self) -> bool:
         """Whether no step's batch was requested where the hooks see it: then nothing is known of waiting."""
         return 0 < self.unseen_steps >= self.steps_total
 
@@ -147,7 +147,7 @@ class Accounting:
     @property
     def exposed_seconds(self) -> float | None:
         """The exposed wait so far; None where nothing can tell."""
-        return None if self.blind else self.exposed.seconds
+        return None if self.no_batch_seen else self.exposed.seconds
 
     def _look_for_batches(self, waiting_since: int) -> None:
         """Notice that the loop has gone over to batches that another thread requests."""

@@ -1,4 +1,4 @@
-"""What the endpoint shows of this rank, put together from the agent's parts."""
+"""Collects from the agent's parts what the endpoint shows of this rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from telemetry.core.views import RunView
 
 if TYPE_CHECKING:
     from telemetry.agent.accounting import Accounting
-    from telemetry.agent.sampler import Sampler
+    from telemetry.agent.collector_poller import CollectorPoller
     from telemetry.agent.snapshot_control import SnapshotControl
     from telemetry.agent.stall_monitor import StallMonitor
     from telemetry.core.clock import WallClock
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 class RunViewBuilder:
-    """Knows where each part of a `RunView` comes from."""
+    """Builds a `RunView` from the agent's parts."""
 
     def __init__(
         self,
         *,
         accounting: Accounting,
-        sampler: Sampler,
+        sampler: CollectorPoller,
         stalls: StallMonitor,
         snapshots: SnapshotControl,
         errors: ErrorLog,
@@ -41,7 +41,7 @@ class RunViewBuilder:
         self._wall = wall
 
     def view(self, totals: Totals, identity: Identity, *, ended: bool) -> RunView:
-        """The state of this moment, with these counters."""
+        """The current state, with these counters."""
         accounting, sampler, last = self._accounting, self._sampler, self._accounting.ledger.last_step_ns
         return RunView(
             info=_info_labels(identity),

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Final
 from telemetry.agent.hang_monitor import HangMonitor
 from telemetry.agent.stall_callback import StallCallback
 from telemetry.agent.stall_report import slow_rank, stall_fields
-from telemetry.core.interval import Tick
 from telemetry.core.labels import CHECKPOINT, EVALUATION
+from telemetry.core.tick import Tick
 from telemetry.core.views import StallView
 from telemetry.diagnose.hang_detector import paused
 from telemetry.diagnose.stall_detector import StallDetector
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from telemetry.agent.accounting import Accounting
-    from telemetry.agent.hang_monitor import Stuck
+    from telemetry.agent.hang_monitor import Hang
     from telemetry.agent.stall_report import StallCounts
     from telemetry.attach.step_tracker import StepTracker
     from telemetry.config import Config
     from telemetry.core.errors import ErrorLog
-    from telemetry.core.interval import RankPace
+    from telemetry.core.tick import RankPace
     from telemetry.core.totals import Totals
     from telemetry.diagnose.stall_detector import Stall
 
@@ -70,7 +70,7 @@ class StallMonitor:
             config.stall_window_seconds, config.stall_enter_ratio, config.stall_exit_ratio, rank
         )
         self._hang_monitor = HangMonitor(config, tracker)
-        self._stuck: Stuck | None = None
+        self._hang: Hang | None = None
         self._phase: str | None = None
         self._one_is_slow = False
         self._last = Tick()
@@ -98,11 +98,11 @@ class StallMonitor:
         if added.steps:
             self._last_step = tick
         self._waits_matter = added.wait_seconds >= _WORTH_TIMING * added.loop_seconds > 0
-        stuck = self._stuck = self._hang_monitor.tick(
+        hang = self._hang = self._hang_monitor.tick(
             0.0 if did_not_run else added.loop_seconds, tick.conditions.source, accounting
         )
-        if stuck is not None and stuck.kind != "held":
-            self._take_stuck(stuck, tick)
+        if hang is not None and hang.kind != "held":
+            self._take_hang(hang, tick)
         elif did_not_run:
             self._detector.skip(tick)
         else:
@@ -134,19 +134,19 @@ class StallMonitor:
         elif change.kind == "closed":
             self._close(change.stall)
 
-    def _take_stuck(self, stuck: Stuck, tick: Tick) -> None:
+    def _take_hang(self, hang: Hang, tick: Tick) -> None:
         """One stall at a time: a run that is stuck takes the place of what was open."""
         before = self._detector.stall
         if before is not None:
             self._close(before)
-        if stuck.kind == "closed":
-            self._detector.close_stuck(tick)
+        if hang.kind == "closed":
+            self._detector.close_hang(tick)
             return
         pace = self.pace()
-        missing = held_up_by(pace, tick.conditions.peers) if stuck.cause == "unknown" and pace is not None else None
+        missing = held_up_by(pace, tick.conditions.peers) if hang.cause == "unknown" and pace is not None else None
         if missing is not None:
-            stuck = self._stuck = self._hang_monitor.blame(stuck, missing)
-        stall = self._detector.open_stuck(stuck.cause, stuck.seconds, tick)
+            hang = self._hang = self._hang_monitor.blame(hang, missing)
+        stall = self._detector.open_hang(hang.cause, hang.seconds, tick)
         self._count_lost(stall, None)
         self._opened_now(stall, with_stacks=True)
 
@@ -188,13 +188,13 @@ class StallMonitor:
         """For the endpoint."""
         stall = self._detector.stall
         cause = None if stall is None else stall.cause
-        slow = None if stall is None else slow_rank(stall, self._stuck)
+        slow = None if stall is None else slow_rank(stall, self._hang)
         return StallView(cause, dict(self._counts.opened), dict(self._counts.lost_seconds), slow.rank if slow else None)
 
     def stall_fields(self) -> dict[str, Any] | None:
         """Fields of the stall that is open, as in the log; None without one."""
         stall = self._detector.stall
-        return None if stall is None else stall_fields(stall, self._stuck, self._node) | {"opened": self._opened}
+        return None if stall is None else stall_fields(stall, self._hang, self._node) | {"opened": self._opened}
 
     def _count_lost(self, stall: Stall, before: Stall | None) -> None:
         for cause, seconds in stall.lost_seconds.items():
@@ -205,7 +205,7 @@ class StallMonitor:
     def _opened_now(self, stall: Stall, *, with_stacks: bool = False) -> None:
         self._opened = self._timestamp()
         self._counts.opened[stall.cause] += 1
-        fields = stall_fields(stall, self._stuck, self._node) | {"opened": self._opened}
+        fields = stall_fields(stall, self._hang, self._node) | {"opened": self._opened}
         if with_stacks:
             with self._errors.contained("stacks"):
                 fields["evidence"]["stacks"] = self._hang_monitor.stacks()
@@ -215,5 +215,5 @@ class StallMonitor:
     def _close(self, stall: Stall) -> None:
         when = {"opened": self._opened, "closed": self._timestamp()}
         self._emit(
-            "stall_close", stall_fields(stall, self._stuck, self._node) | when | {"last_step": self._last.totals.steps}
+            "stall_close", stall_fields(stall, self._hang, self._node) | when | {"last_step": self._last.totals.steps}
         )

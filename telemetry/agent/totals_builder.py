@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from telemetry.core.clock import NS
-from telemetry.core.interval import Conditions, Tick
+from telemetry.core.tick import Conditions, Tick
 from telemetry.core.totals import EpochTotals, GarbageTotals, OwnTotals, SamplerTotals, Totals
 from telemetry.diagnose.integrals import HELD_BACK, Readings, integrated
 from telemetry.diagnose.stall_detector import MIN_STEPS_OF_A_RUN
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from telemetry.agent.accounting import Accounting
+    from telemetry.agent.collector_poller import CollectorPoller
     from telemetry.agent.overhead import Overhead
-    from telemetry.agent.sampler import Sampler
     from telemetry.attach.step_tracker import StepTracker
     from telemetry.collect.thread_sampler import ThreadSampler, ThreadSamples
-    from telemetry.core.interval import RankPace
     from telemetry.core.samples import GpuSample, HostSample, PressureSample, ProcessSample
+    from telemetry.core.tick import RankPace
     from telemetry.core.worker_records import WorkersSample
 
 _WORKING_RATIO: Final = 0.5
@@ -45,7 +45,7 @@ class TotalsBuilder:
         self,
         accounting: Accounting,
         tracker: StepTracker,
-        sampler: Sampler,
+        sampler: CollectorPoller,
         thread_sampler: ThreadSampler,
         overhead: Overhead,
         *,
@@ -116,7 +116,7 @@ class TotalsBuilder:
         process: ProcessSample | None = self._sampler.newest("process")
         workers: WorkersSample | None = self._sampler.newest("workers")
         histogram = None if workers is None else workers.fetch_duration
-        timer = tracker.next_timer
+        timer = tracker.sampler_timer
         first_wait = ledger.first_wait_ns / NS
         return Totals(
             wall_seconds=ledger.wall_seconds,

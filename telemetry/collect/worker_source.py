@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from operator import add, sub
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from telemetry.collect.batch_matching import Blocked, Fetches
+from telemetry.collect.batch_matching import Fetches, HeadOfLine
 from telemetry.collect.worker_files import FilesOfWorkers
 from telemetry.core.clock import NS, now_ns
 from telemetry.core.distribution import Histogram
@@ -114,7 +114,7 @@ class WorkersSource:
         for loader in self._retired():
             self._deliver(loader, self._count(loader.block), now_ns())
         now = now_ns()
-        blocked: Blocked | None = None
+        blocked: HeadOfLine | None = None
         seen: dict[tuple[int, int], _Seen] = {}
         fetched: dict[int, tuple[int, float]] = {}
         resident, ready, longest = 0, None, 0.0
@@ -194,7 +194,7 @@ class WorkersSource:
             self._counted[key] = worker
         return counters
 
-    def _deliver(self, loader: Loader, counters: tuple[WorkerCounters, ...], now: int) -> Blocked | None:
+    def _deliver(self, loader: Loader, counters: tuple[WorkerCounters, ...], now: int) -> HeadOfLine | None:
         """Match what the training thread has taken with the fetches behind it."""
         arrivals = loader.arrivals
         taken = [arrivals.popleft() for _ in range(len(arrivals))]

@@ -38,7 +38,7 @@ class WorkerStack:
     """The stack of one worker.
 
     Attributes:
-        stack: its lines, the main thread's first; empty if there is none, and ``missing`` gives the reason.
+        stack: its lines, the main thread's first; empty if the stack is missing; ``missing`` gives the reason.
         state: of its main thread, in words; empty if it is unknown.
     """
 

@@ -42,7 +42,7 @@ def raised(number: int) -> int:
 
 
 def raised_socket(opened: socket.socket) -> socket.socket:
-    """As `raised`, for a socket."""
+    """The same as `raised`, for a socket."""
     if opened.fileno() >= _LOWEST:
         return opened
     timeout = opened.gettimeout()
@@ -64,7 +64,7 @@ def memory_file(name: str) -> int:
     """A new anonymous file in memory.
 
     Raises:
-        OSError: the kernel gives none.
+        OSError: the kernel gives no such file.
     """
     return raised(os.memfd_create(name, os.MFD_CLOEXEC))
 
@@ -73,7 +73,7 @@ def read_small(path: str | os.PathLike[str], most: int = _MOST) -> bytes:
     """The first ``most`` bytes of a file that one ``read`` returns whole: from the kernel or from another rank.
 
     Raises:
-        OSError: it is not there, may not be read, or is a symbolic link.
+        OSError: it does not exist, may not be read, or is a symbolic link.
     """
     file = opened(path, os.O_RDONLY)
     try:
@@ -86,7 +86,7 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO | None:
     """Open a regular file for reading. Returns None for a FIFO, a device or a folder, and never blocks on one.
 
     Raises:
-        OSError: it is not there, or may not be read.
+        OSError: it does not exist, or may not be read.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -121,7 +121,7 @@ def replace_file(
         Whether the file was written. False only with ``first``.
 
     Raises:
-        OSError: it cannot be written, or there is no room for all of it.
+        OSError: it cannot be written, or there is not enough space.
     """
     folder, name = os.path.split(os.fspath(path))
     temporary = os.path.join(folder, temporary_name(name))  # noqa: PTH118 - at every publication

@@ -62,7 +62,7 @@ def summarize(processes: Sequence[ProcessLog]) -> dict[str, Any]:
     now = rank_processes.not_replaced(processes)
     return {
         "run": str(processes[-1].run) if processes else "",
-        "verdict": (_stuck(now) or _verdict(now)) + rank_processes.duplicate_ranks(now),
+        "verdict": (_hang_verdict(now) or _verdict(now)) + rank_processes.duplicate_ranks(now),
         "ranks": ranks,
         "stalls": stalls,
         "snapshots": [
@@ -149,7 +149,7 @@ def _unknown_verdict(ranks: Sequence[dict[str, Any]], stalls: Sequence[dict[str,
     return f"Not known whether this run waits for data.{unseen}{other}{_other_time(ranks)}"
 
 
-def _stuck(processes: Sequence[ProcessLog]) -> str:
+def _hang_verdict(processes: Sequence[ProcessLog]) -> str:
     """The verdict of a run that is stuck; empty if it is not."""
     stalls = [
         stall

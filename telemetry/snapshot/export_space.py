@@ -81,7 +81,7 @@ class ExportSpace:
 
     @contextmanager
     def reserved(self, size: int) -> Iterator[None]:
-        """The context in which so many bytes are reserved. Waits for other exports if these block it.
+        """The context in which ``size`` bytes are reserved. Waits for other exports if these block it.
 
         Raises:
             NoSpaceError: fewer bytes than ``size`` and `MIN_FREE_BYTES` are free, or waiting for the others timed out.

@@ -38,7 +38,8 @@ RENDEZVOUS_FOLDER: Final = ".meeting"
 """The command and the ranks of a run may be of different versions, so the name stays."""
 
 _STAMP_SECONDS: Final = 3.0
-"""Files that come within such a time may leave the same modification time. File systems keep it to 2 s or better."""
+"""Files that are added within this time may leave the folder's modification time unchanged. File systems store it
+with a resolution of 2 s or better."""
 
 NOTICE_TICKS: Final = 3
 """A rank polls once per tick. One that misses two ticks still reads a plan in time."""
@@ -121,8 +122,8 @@ class Rendezvous:
         self._done: set[str] = set()  # ids that this rank has dealt with
         self._mine: set[str] = set()  # ids of this rank's own requests, which it may withdraw
         self._first_seen: dict[str, float] = {}
-        self._empty: tuple[tuple[int, int], float] | None = None  # stamp of the folder while empty, and since when
-        self._stays_empty: tuple[int, int] | None = None  # the same stamp, once no file can have come unseen
+        self._empty: tuple[tuple[int, int], float] | None = None  # stamp of the empty folder, and since when it has it
+        self._stays_empty: tuple[int, int] | None = None  # the same stamp, once it shows that no file was added
 
     def adopt(self, rank: int, world_size: int) -> None:
         """The rank of this process, or the size of the job, is now known to be another one."""
@@ -142,8 +143,8 @@ class Rendezvous:
         """Read new files, answer a request, and write the plan if it is this rank's turn.
 
         Args:
-            position: tells how far this rank is. It is called only if there are files. None while that is unknown or a
-                snapshot is in progress; then no request is answered.
+            position: returns how far this rank is. It is called only if there are files. It returns None while that is
+                unknown or a snapshot is in progress. Then no request is answered.
 
         Returns:
             A plan for this rank that it has not read before. The plan may be a refusal.
@@ -153,7 +154,7 @@ class Rendezvous:
         """
         stamp = self._stamp()
         if stamp is not None and stamp == self._stays_empty:
-            return None  # no file has come: to list the folder costs 30 times as much
+            return None  # no file was added; listing the folder would cost 30 times as much
         with self._open() as folder:
             found = scan(folder)
             now = self._clock()
@@ -272,7 +273,7 @@ class Rendezvous:
         return open_folder(self._snapshots / RENDEZVOUS_FOLDER, make=True)
 
     def _stamp(self) -> tuple[int, int] | None:
-        """Inode and modification time of the folder: one of them changes when a file is added. None without one."""
+        """Inode and modification time of the folder. One of them changes when a file is added. None without one."""
         try:
             status = (self._snapshots / RENDEZVOUS_FOLDER).stat(follow_symlinks=False)
         except OSError:

@@ -149,7 +149,7 @@ HOLDER = """
     board = Board("r", "s", "n", Path(sys.argv[1]))
     for line in sys.stdin:
         claimed, told, world = line.split()
-        number = board.rank_for(int(claimed), told=told == "told", world_size=int(world))
+        number = board.rank_for(int(claimed), rank_given=told == "told", world_size=int(world))
         if board._mine is not None and board._mine.name != f"rank-{number}.{os.getpid()}":
             board.move(int(board._mine.name.split(".")[0][5:]), number)
         board.publish(number, [(b"h", b"s")])
