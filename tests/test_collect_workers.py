@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from telemetry.collect.procfs import read_schedule
 from telemetry.collect.worker_source import WorkersSource
 from telemetry.core.clock import now_ns
-from tests.test_agent import wait_for
-from tests.test_attach_loaders import Numbers
+from tests.data_sets import Numbers
+from tests.running_agent import wait_for
 
 
 class Sleeping(Numbers):
