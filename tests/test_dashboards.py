@@ -12,7 +12,7 @@ import pytest
 import yaml
 from dashboard_lint import RULES, Exclusions
 from grafana_queries import expanded, graphs, names_read, queries
-from test_alerts import ALERTS, RECORDS, documented_metrics, must_have
+from shipped_rules import ALERTS, RECORDS, documented_metrics, must_have
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "grafana" / "dashboards"

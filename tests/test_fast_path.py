@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 import telemetry
 from telemetry.attach import fast_path as f
-from tests.test_attach_loaders import Numbers
+from tests.data_sets import Numbers
 
 PACKAGE = Path(telemetry.__file__).parent
 

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 from telemetry.attach import gpu_clock, loader_hooks, optimizer_hook, scopes, step_boundaries, step_state, step_tracker
 from telemetry.attach.accelerator import DeviceStream
 from telemetry.attach.gpu_clock import BUDGET_RATIO, GpuClock
-from tests.test_attach_loaders import Numbers
+from tests.data_sets import Numbers
 
 MS = 1_000_000
 

@@ -12,7 +12,7 @@ import pytest
 from torch.utils.data import DataLoader
 from torch.utils.data import dataloader as torch_loader
 
-from tests.test_attach_loaders import Numbers
+from tests.data_sets import Numbers
 from tests.tracebacks import FRAMES_STAY
 
 SLEEP = 0.004

@@ -17,9 +17,9 @@ from telemetry.diagnose.advice.advise import advise
 from telemetry.diagnose.causes import costs
 from telemetry.diagnose.evidence_log import evidence_field
 from telemetry.diagnose.recurring_costs import RecurringCostsWatch
+from tests.data_sets import Numbers
 from tests.slice_cases import a_slice, with_workers
 from tests.slices import gather, next_tick
-from tests.test_attach_loaders import Numbers
 
 IDLE_WORKERS = dict(busy=0.1, cpu=0.1, fetches=10, workers=2, matched=10, batches=10)
 SLOW_SAMPLER = dict(timed_waits=5, timed_sampler=0.25, timed_sampler_cpu=0.25, timed_receiving_cpu=0.01)

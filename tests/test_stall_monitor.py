@@ -24,8 +24,8 @@ from telemetry.core.tick import RankPace
 from telemetry.core.worker_records import Deliveries
 from telemetry.diagnose.ledger import Ledger
 from telemetry.diagnose.step_stats import StepStats
+from tests.running_agent import wait_for
 from tests.slice_cases import IDLE
-from tests.test_agent import wait_for
 
 SECOND = 1_000_000_000
 FETCHING = dict(workers=1, training_workers=1, busy_ratio=1.0, blocked_ratio=1.0)

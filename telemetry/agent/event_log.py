@@ -54,7 +54,7 @@ class EventLog:
         accounting: Accounting,
         builder: TotalsBuilder,
         address: EndpointAddress,
-        sampler: CollectorPoller,
+        collectors: CollectorPoller,
         stall_counts: StallCounts,
         errors: ErrorLog,
         wall: WallClock,
@@ -63,7 +63,7 @@ class EventLog:
         self._claimed_rank = identity.rank
         self._config = config
         self._accounting = accounting
-        self._sampler = sampler
+        self._collectors = collectors
         self._errors = errors
         self._wall = wall
         self._builder = builder
@@ -120,7 +120,7 @@ class EventLog:
         if self._builder.current().wall_seconds - self._before.wall_seconds >= self._seconds:
             self._seconds = min(2 * self._seconds, self._config.log_interval_seconds)
             self.window()
-            for event, values in self._sampler.take_log_fields().items():
+            for event, values in self._collectors.take_log_fields().items():
                 self.emit(event, values)
         self.write_errors()
 

@@ -27,9 +27,9 @@ class Overhead:
         agent_thread_seconds: CPU time of the agent thread.
     """
 
-    def __init__(self, tracker: StepTracker, sampler: CollectorPoller) -> None:
+    def __init__(self, tracker: StepTracker, collectors: CollectorPoller) -> None:
         self._tracker = tracker
-        self._sampler = sampler
+        self._collectors = collectors
         self.node: NodeService | None = None
         self.job: JobLink | None = None
         self.agent_thread_seconds = 0.0
@@ -44,5 +44,5 @@ class Overhead:
         job = self.job.cpu_seconds if self.job is not None else 0.0
         return {
             "training": self._tracker.overhead_ns / NS,
-            "agent": self.agent_thread_seconds + self._sampler.cpu_seconds + endpoint + job,
+            "agent": self.agent_thread_seconds + self._collectors.cpu_seconds + endpoint + job,
         }

@@ -70,15 +70,15 @@ class AgentParts:
         self._node: NodeService | None = None  # set by `start`
         self._job: JobLink | None = None  # set by `start`
         self._exposition = Exposition(self.identity.run, self.identity.rank)
-        self._sampler = CollectorPoller(self.tracker, config.interval_seconds, self.errors)
+        self._collectors = CollectorPoller(self.tracker, config.interval_seconds, self.errors)
         self._address = EndpointAddress(config, self.identity.node)
-        self.overhead = Overhead(self.tracker, self._sampler)
+        self.overhead = Overhead(self.tracker, self._collectors)
         training = TrainingThread(self.tracker)
         self._thread_sampler = ThreadSampler(training.ident, training.is_computing, training.is_running)
         self._builder = TotalsBuilder(
             self.accounting,
             self.tracker,
-            self._sampler,
+            self._collectors,
             self._thread_sampler,
             self.overhead,
             peers=self._paces_of_others,
@@ -91,7 +91,7 @@ class AgentParts:
             accounting=self.accounting,
             builder=self._builder,
             address=self._address,
-            sampler=self._sampler,
+            collectors=self._collectors,
             stall_counts=stall_counts,
             errors=self.errors,
             wall=self._wall,
@@ -119,7 +119,7 @@ class AgentParts:
         )
         self._views = RunViewBuilder(
             accounting=self.accounting,
-            sampler=self._sampler,
+            collectors=self._collectors,
             stalls=self._stall_monitor,
             snapshots=self.snapshots,
             errors=self.errors,

@@ -27,14 +27,14 @@ class RunViewBuilder:
         self,
         *,
         accounting: Accounting,
-        sampler: CollectorPoller,
+        collectors: CollectorPoller,
         stalls: StallMonitor,
         snapshots: SnapshotControl,
         errors: ErrorLog,
         wall: WallClock,
     ) -> None:
         self._accounting = accounting
-        self._sampler = sampler
+        self._collectors = collectors
         self._stalls = stalls
         self._snapshots = snapshots
         self._errors = errors
@@ -42,7 +42,7 @@ class RunViewBuilder:
 
     def view(self, totals: Totals, identity: Identity, *, ended: bool) -> RunView:
         """The current state, with these counters."""
-        accounting, sampler, last = self._accounting, self._sampler, self._accounting.ledger.last_step_ns
+        accounting, collectors, last = self._accounting, self._collectors, self._accounting.ledger.last_step_ns
         return RunView(
             info=_info_labels(identity),
             ended=ended,
@@ -53,15 +53,15 @@ class RunViewBuilder:
             errors=dict(self._errors.counts),
             stalls=self._stalls.view(),
             snapshots=self._snapshots.view(),
-            collectors=sampler.health(),
-            gpu=sampler.newest("nvml"),
-            host=sampler.newest("host"),
-            process=sampler.newest("process"),
-            workers=sampler.newest("workers"),
+            collectors=collectors.health(),
+            gpu=collectors.newest("nvml"),
+            host=collectors.newest("host"),
+            process=collectors.newest("process"),
+            workers=collectors.newest("workers"),
             own_fetches=accounting.own_fetches(),
-            worker_fetches=sampler.worker_fetches(),
-            pressure=sampler.newest("pressure"),
-            torch_memory=sampler.newest("torch_memory"),
+            worker_fetches=collectors.worker_fetches(),
+            pressure=collectors.newest("pressure"),
+            torch_memory=collectors.newest("torch_memory"),
         )
 
 

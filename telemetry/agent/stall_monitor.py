@@ -1,4 +1,4 @@
-"""Whether this rank stalls, and why: ticks in, stalls with a cause and advice out."""
+"""Follows whether this rank stalls, and why: turns ticks into stalls with a cause and advice."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ if TYPE_CHECKING:
 
 _WORTH_TIMING: Final = 0.02
 _TIMED_WAITS: Final = 32
-"""Where waits take this share of the loop, so many of the next batches are timed in parts, and not one: a sampler may
-do its work once in a few batches. At 5 µs each that is less than a fifth of a millisecond in a second."""
+"""If waits take this share of the loop, this many of the next batches are timed in parts instead of one: a sampler may
+work only once in a few batches. With 5 µs each, this takes less than 0.2 ms a second."""
 
 _SAMPLE_SECONDS: Final = 0.1
 _CLOSE_SAMPLE_SECONDS: Final = 0.02
-"""How far apart samples of the training thread are: usually, and while one rank holds the others up. A sample costs the
-agent thread 0.12 ms, its wake-up included. From ten a second, what a rank that pauses for 60 ms of a step of 71 costs
-is known so roughly that predictions were up to 42 % off; with fifty a second, up to 15 %."""
+"""Seconds between samples of the training thread: usually, and while one rank holds the others up. A sample costs the
+agent thread 0.12 ms, including its wake-up. One rank paused for 60 ms in steps of 71 ms: with ten samples a second the
+predictions were up to 42 % off, with fifty a second up to 15 %."""
 
 
 class StallMonitor:
-    """Follows one rank through its stalls.
+    """Follows the stalls of one rank.
 
     Args:
         config: window and ratios.
-        tracker: knows what the training thread does now.
-        counts: of stalls, kept here.
-        errors: told when the user's callback fails, or is still busy.
+        tracker: the current state of the training thread.
+        counts: counts of stalls, updated here.
+        errors: counts failed and skipped calls of the user's callback.
         emit: writes a line of the log.
-        timestamp: of now, ISO-8601.
-        rank: whose stalls these are.
+        timestamp: returns the current time, ISO-8601.
+        rank: the rank.
         node: name of this node.
     """
 
@@ -86,7 +86,7 @@ class StallMonitor:
         self._node = node
 
     def tick(self, tick: Tick, accounting: Accounting) -> None:
-        """Take in what happened since the last tick; log a stall that opens or closes."""
+        """Add a tick. Logs a stall that opens or closes."""
         self._callback.note_failures()
         added, peers = tick.totals.passed_since(self._last.totals), tick.conditions.peers
         did_not_run = paused(added.seconds, self._interval, added.process_cpu_seconds)
@@ -112,14 +112,14 @@ class StallMonitor:
 
     @property
     def waits_to_time(self) -> int:
-        """How many of the next batches are worth timing in parts: more where waits matter."""
+        """How many of the next batches to time in parts: more if waits matter."""
         return _TIMED_WAITS if self._waits_matter else 1
 
     @property
     def sample_seconds(self) -> float:
-        """How long after one sample of the training thread to take the next, on average.
+        """Mean time between two samples of the training thread, in seconds.
 
-        Sooner while this rank waits for a slow one, or a peer does: the slow one is sampled as often.
+        It is shorter while this rank waits for a slow rank, or a peer does: the slow rank is sampled as often.
         """
         return _CLOSE_SAMPLE_SECONDS if self._one_is_slow else _SAMPLE_SECONDS
 
@@ -135,7 +135,7 @@ class StallMonitor:
             self._close(change.stall)
 
     def _take_hang(self, hang: Hang, tick: Tick) -> None:
-        """One stall at a time: a run that is stuck takes the place of what was open."""
+        """Follow a hang. Only one stall is open at a time, so a hang replaces an open stall."""
         before = self._detector.stall
         if before is not None:
             self._close(before)
@@ -151,11 +151,11 @@ class StallMonitor:
         self._opened_now(stall, with_stacks=True)
 
     def adopt(self, rank: int) -> None:
-        """The rank of this process is another one than was known so far."""
+        """Use another rank: the rank of this process has become known or has changed."""
         self._detector.rank = rank
 
     def end(self, totals: Totals) -> None:
-        """The run ends, and with it the stall that is open."""
+        """Close the open stall at the end of the run."""
         self._last = replace(self._last, totals=totals)
         change = self._detector.last()
         if change is not None:
@@ -166,11 +166,11 @@ class StallMonitor:
             self._close(stall)
 
     def wait_for_callback(self, seconds: float) -> None:
-        """Let the user's callback come to its end, for so many seconds at most."""
+        """Wait for a call of the user's callback in progress, at most this many seconds."""
         self._callback.wait(seconds)
 
     def pace(self) -> RankPace | None:
-        """What the other ranks of this node may know of this one."""
+        """The pace of this rank, for the other ranks."""
         pace = self._detector.pace()
         if pace is None:
             return None
@@ -192,7 +192,7 @@ class StallMonitor:
         return StallView(cause, dict(self._counts.opened), dict(self._counts.lost_seconds), slow.rank if slow else None)
 
     def stall_fields(self) -> dict[str, Any] | None:
-        """Fields of the stall that is open, as in the log; None without one."""
+        """Fields of the open stall, as in the log; None without one."""
         stall = self._detector.stall
         return None if stall is None else stall_fields(stall, self._hang, self._node) | {"opened": self._opened}
 
