@@ -23,7 +23,7 @@ from telemetry.core.samples import (
     ProcessSample,
     TorchMemorySample,
 )
-from telemetry.core.totals import Totals
+from telemetry.core.totals import OwnTotals, Totals
 from telemetry.core.views import RunView, SnapshotsView, StallView
 from telemetry.core.worker_records import FETCH_BUCKETS, Deliveries, WorkersSample
 from telemetry.publish.board import RankState
@@ -97,6 +97,10 @@ class SimulatedRank:
                 ledger_seconds=ledger,
                 exposed_wait_seconds=waited,
                 optimizer_steps=steps,
+                own=OwnTotals(
+                    samples=int(loop - waited),
+                    in_sync_samples=int((loop - waited) * (0.6 if self.cause == "straggler" else 0.05)),
+                ),
                 overhead_seconds={"training": 4e-6 * steps, "agent": 0.005 * age},
             ),
             step_duration=_histogram(STEP_BUCKETS, steps, STEP_SECONDS),

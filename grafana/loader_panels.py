@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from grafana import shared_panels
 from grafana.panels import Query, graph, half
-from grafana.selection import LOOP, RUN_SCOPE, WORST, of, rate
+from grafana.selection import LOOP, RUN_SCOPE, buckets, of, of_each, rate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,7 +37,7 @@ def loader() -> Iterator[timeseries.Panel]:
         "Batches that lie ready for the training. At zero each step waits for its batch; at the prefetch depth the "
         "loader is fast enough.",
         "short",
-        Query(f"{of('training_loader_ready_batches')} {WORST}", "rank {{rank}}"),
+        Query(of_each("training_loader_ready_batches"), "rank {{rank}}"),
         no_value=_NONE,
     )
     yield graph(
@@ -45,7 +45,7 @@ def loader() -> Iterator[timeseries.Panel]:
         "How long a batch had lain ready when it was asked for. It shrinks before the device idles; at zero the loader "
         "has fallen behind.",
         "s",
-        Query(f"{of('training_loader_slack_seconds')} {WORST}", "rank {{rank}}"),
+        Query(of_each("training_loader_slack_seconds"), "rank {{rank}}"),
         no_value=_NONE,
     )
     loop = f"(sum({rate('training_time_seconds_total', LOOP)}) > 0)"
@@ -65,7 +65,7 @@ def loader() -> Iterator[timeseries.Panel]:
         colours={"fetch wait": "red", "head of line": "yellow", "transfer wait": "purple"},
         no_value=_NONE,
     )
-    buckets = f"sum by (le) ({rate('training_loader_fetch_duration_seconds_bucket')})"
+    fetches = buckets("training_loader_fetch_duration_seconds")
     yield graph(
         "Fetch time of a batch",
         "Percentiles over all workers of the chosen ranks; without workers, of what the training thread takes. Divided "
@@ -73,7 +73,7 @@ def loader() -> Iterator[timeseries.Panel]:
         "samples or files.",
         "s",
         *(
-            Query(f"histogram_quantile({q}, {buckets})", name)
+            Query(f"histogram_quantile({q}, {fetches})", name)
             for q, name in ((0.5, "p50"), (0.95, "p95"), (0.99, "p99"))
         ),
         no_value="No fetch was seen to end",
@@ -84,7 +84,7 @@ def loader() -> Iterator[timeseries.Panel]:
             "Batches that are finished and wait for one before them that is not. Which worker they wait for is in the "
             "log (workers).",
             "short",
-            Query(f"{of('training_loader_head_of_line_batches')} {WORST}", "rank {{rank}}"),
+            Query(of_each("training_loader_head_of_line_batches"), "rank {{rank}}"),
             no_value=_NONE,
         )
     )
@@ -94,7 +94,7 @@ def loader() -> Iterator[timeseries.Panel]:
             "Resident memory, summed over a rank's workers; pages they share count for each. Growth with every epoch "
             "is Python objects that are copied as they are counted: hold the index in numpy or Arrow.",
             "bytes",
-            Query(f"{of('training_loader_workers_memory_bytes')} {WORST}", "rank {{rank}}"),
+            Query(of_each("training_loader_workers_memory_bytes"), "rank {{rank}}"),
             no_value=_NONE,
         )
     )

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 from grafana import frame, shared_columns
 from grafana.colours import BAD, CATEGORIES, CAUSES
-from grafana.panels import Query, fair_bad, figure, graph, half, timeline
-from grafana.selection import LOOP, SELECTED, WORST, of, rate, spent
+from grafana.panels import Query, fair_bad, figure, graph, half, heat_map, timeline
+from grafana.selection import LOOP, SHOWN, WORST, buckets, of, of_each, rate, rate_of_each, spent
 from grafana.tables import Column, rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from grafana_foundation_sdk.builders import table, timeseries
+    from grafana_foundation_sdk.builders import heatmap, table, timeseries
 
 _STATES: Final = {0: ("no stall", "green")} | {
     number: (cause, colour) for number, (cause, colour) in enumerate(CAUSES.items(), start=1)
@@ -73,7 +73,7 @@ def verdict() -> Iterator[Any]:
         Query('run:training_ranks_alive:sum{run="$run"}'),
     )
     terms = " + ".join(
-        f'{number} * sum by (run, rank) (training_stall_active{{{SELECTED}, cause="{cause}"}})'
+        f'{number} * sum by (run, rank) (training_stall_active{{{SHOWN}, cause="{cause}"}})'
         for number, cause in enumerate(CAUSES, start=1)
     )
     yield timeline(
@@ -89,7 +89,7 @@ def verdict() -> Iterator[Any]:
             "Time lost in stalls a second over the chosen ranks: as if so many GPUs stood still. The runbook says what "
             "each cause asks for.",
             "short",
-            Query(f"sum by (cause) ({rate('training_stall_lost_seconds_total')}) > 0.005", "{{cause}}"),
+            Query(f"sum by (cause) ({of('run_rank_cause:training_stall_lost_seconds:rate5m')}) > 0.005", "{{cause}}"),
             stacked=True,
             colours=CAUSES,
             decimals=2,
@@ -145,17 +145,16 @@ def ledger() -> Iterator[timeseries.Panel]:
             no_value="Not measured",
         )
     )
-    buckets = f"sum by (le) ({rate('training_step_duration_seconds_bucket')})"
+    steps, waits = buckets("training_step_duration_seconds"), buckets("training_wait_duration_seconds")
     yield half(
         graph(
             "Step duration",
             "Percentiles over all steps of the chosen ranks, from a histogram with wide buckets: the log has them "
             "exact. A 99th percentile that leaves the median behind is single late batches, or pauses.",
             "s",
-            *(Query(f"histogram_quantile({q}, {buckets})", name) for q, name in _PERCENTILES),
+            *(Query(f"histogram_quantile({q}, {steps})", name) for q, name in _PERCENTILES),
         )
     )
-    waits = f"sum by (le) ({rate('training_wait_duration_seconds_bucket')})"
     yield half(
         graph(
             "Wait a step",
@@ -172,7 +171,8 @@ _PERCENTILES: Final = ((0.5, "p50"), (0.95, "p95"), (0.99, "p99"))
 
 def ranks() -> Iterator[Any]:
     """One rank against the others."""
-    steps, buckets = rate("training_steps_total"), rate("training_step_duration_seconds_bucket")
+    durations, waits = (rate_of_each(f"training_{what}_duration_seconds_bucket") for what in ("step", "wait"))
+    own_step = of("run_rank:training_own_step:seconds_rate5m")
     yield half(
         graph(
             "Step duration (p95), by rank",
@@ -180,12 +180,11 @@ def ranks() -> Iterator[Any]:
             "nothing of who is slow: the wait does.",
             "s",
             Query(
-                f"histogram_quantile(0.95, sum by (run, rank, le) ({buckets})) {WORST}",
+                f"histogram_quantile(0.95, sum by (run, rank, le) ({durations})) {WORST}",
                 "rank {{rank}}",
             ),
         )
     )
-    waits, own_step = rate("training_wait_duration_seconds_bucket"), of("run_rank:training_own_step:seconds_rate5m")
     yield half(
         graph(
             "Wait a step (p95), by rank",
@@ -200,12 +199,14 @@ def ranks() -> Iterator[Any]:
             "Exposed wait, by rank",
             "Share of each rank's training loop in which its device had nothing to run. Above the lines: starving.",
             "percentunit",
-            Query(f"{of('run_rank:training_exposed_wait:ratio_rate1m')} {WORST}", "rank {{rank}}"),
+            Query(of_each("run_rank:training_exposed_wait:ratio_rate1m"), "rank {{rank}}"),
             steps=fair_bad(0.2, 0.5),
             top=1,
             no_value="Not measured",
         )
     )
+    computing = rate_of_each("training_time_seconds_total", 'category="compute"')
+    steps = rate_of_each("training_steps_total")
     yield half(
         graph(
             "Compute a step, by rank",
@@ -213,7 +214,7 @@ def ranks() -> Iterator[Any]:
             "pace the straggler is the rank with the least of it: the others wait for it here.",
             "s",
             Query(
-                f"sum by (run, rank) ({spent('compute')}) / (sum by (run, rank) ({steps}) > 0) {WORST}",
+                f"sum by (run, rank) ({computing}) / (sum by (run, rank) ({steps}) > 0) {WORST}",
                 "rank {{rank}}",
             ),
         )
@@ -242,15 +243,37 @@ def ranks() -> Iterator[Any]:
             no_value="Needs several ranks",
         )
     )
+    yield from _maps()
     yield _table()
+
+
+def _maps() -> Iterator[heatmap.Panel]:
+    yield heat_map(
+        "Exposed wait, every rank over time",
+        "A line of the map for each rank: the share of its training loop in which its device had nothing to run for "
+        "want of a batch. A line that stands out is a rank whose loader is slow, several side by side are a node. A "
+        "column is all ranks at that moment, such as the start of an epoch.",
+        "percentunit",
+        Query(of("run_rank:training_exposed_wait:ratio_rate1m"), "{{rank}}"),
+        no_value="Not measured",
+    )
+    yield heat_map(
+        "Slower than the median rank, every rank over time",
+        "A line of the map for each rank: how much longer it takes for its own part of a step than the median rank. "
+        "Waiting for data is part of it. All ranks wait for a line that stands out; several side by side are a node.",
+        "percentunit",
+        Query(f"clamp_min({of('run_rank_node:training_own_step:excess_ratio')}, 0)", "{{rank}}"),
+        no_value="Needs several ranks",
+    )
 
 
 def _table() -> table.Panel:
     node = "* on (run, rank) group_left (node) run_rank_node:training_run_info:max"
     cause = "* on (run, rank) group_left (cause) run_rank_cause:training_stall_lost_seconds:top_rate5m"
+    zero = f"0 * max by (run, rank) ({of('run_rank:training_stall_lost_seconds:rate5m')})"
     waiting, computing = (
-        of("run_rank_category:training_time_seconds:rate5m", f'category="{category}"')
-        for category in ("data_wait", "compute")
+        f"sum by (run, rank) ({of('run_rank_category:training_time_seconds:rate5m', matcher)}) or {zero}"
+        for matcher in ('category="data_wait"', 'category="compute"')
     )
     return rows(
         "Ranks",
@@ -264,14 +287,14 @@ def _table() -> table.Panel:
         Column(
             "waiting",
             "percentunit",
-            f"sum by (run, rank) ({waiting})",
+            waiting,
             bar=1,
             width=150,
         ),
         Column(
             "computing",
             "percentunit",
-            f"sum by (run, rank) ({computing})",
+            computing,
             bar=1,
             width=150,
         ),

@@ -13,6 +13,7 @@ from grafana.gpu_panels import gpus
 from grafana.loader_panels import loader
 from grafana.loop_panels import ledger, ranks, verdict
 from grafana.machine_panels import machine
+from grafana.selection import ALL_RANKS, SHOWN_RANKS
 
 if TYPE_CHECKING:
     from grafana_foundation_sdk.models import dashboard
@@ -35,6 +36,12 @@ def run() -> dashboard.Dashboard:
                 'label_values(training_run_info{run="$run"}, rank)',
                 "Ranks that are shown; of many, graphs by rank show the 16 that lose most",
                 several=True,
+                every=ALL_RANKS,
+            )
+        )
+        .with_variable(
+            frame.variable(
+                "worst", "Worst ranks", SHOWN_RANKS, "Ranks that graphs by rank read", several=True, hidden=True
             )
         )
         .annotation(

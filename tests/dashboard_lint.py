@@ -15,7 +15,9 @@ VALID_UNITS = {
 }  # fmt: skip
 """Of the linter's list, those that a dashboard of ours may want."""
 
-QUERIED = {"stat", "singlestat", "graph", "table-old", "timeseries", "gauge", "table", "state-timeline", "bargauge"}
+QUERIED = {
+    "stat", "singlestat", "graph", "table-old", "timeseries", "gauge", "table", "state-timeline", "bargauge", "heatmap",
+}  # fmt: skip
 """Types of panels that the rules are for; the linter's own list, and all others that are in use here."""
 
 
