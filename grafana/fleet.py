@@ -1,4 +1,4 @@
-"""All runs: what is lost, where first, and why."""
+"""The Fleet dashboard, for all runs: what is lost, where to look first, and why."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _NONE_OF_THEM: Final = f"0 * sum by (run) (run:training_ranks_alive:sum{{{_RUNS}
 _NODE: Final = "* on (run, rank) group_left (node) run_rank_node:training_run_info:max"
 _CAUSE: Final = "* on (run, rank) group_left (cause) run_rank_cause:training_stall_lost_seconds:top_rate5m"
 
-# A number of GPUs, read once a minute and summed, is GPU-minutes. A run that comes or goes counts for as long as it was
-# there.
+# A number of GPUs, read once a minute and summed, gives GPU-minutes. A run that starts or ends counts for the time that
+# it was there.
 _LOST_MINUTES: Final = f"sum_over_time(run_cause:training_stall_lost_seconds:rate5m{{{_RUNS}}}[$__range:1m])"
 _LOST_MINUTES_AT_END: Final = _LOST_MINUTES.replace("1m]", "1m] @ end()")
 

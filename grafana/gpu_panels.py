@@ -1,4 +1,4 @@
-"""The GPUs of the ranks that are chosen."""
+"""The GPUs of the chosen ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def gpus() -> Iterator[timeseries.Panel]:
-    """Activity, memory, power, and what holds the clocks back."""
+    """Activity, memory, power, and reasons for low clocks."""
     yield shared_panels.sm_activity(
         RUN_SCOPE,
         "Low while the rank does not wait for data: kernels are too small, or the host is too slow; take a snapshot.",

@@ -1,4 +1,4 @@
-"""The data loaders of the ranks that are chosen."""
+"""The data loaders of the chosen ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NONE: Final = "No workers (num_workers=0)"
 
 
 def loader() -> Iterator[timeseries.Panel]:
-    """What the workers do, and how far they are ahead."""
+    """What the workers do, and how far ahead they are."""
     yield shared_panels.worker_states(
         RUN_SCOPE,
         "Mean over the workers of the chosen ranks. Running near one: bound by the CPU, more workers or cheaper "

@@ -1,4 +1,4 @@
-"""Panels that the Run and the Node dashboard share. Each dashboard adds its own advice to what a panel means."""
+"""Panels that the Run and the Node dashboard share. Each dashboard adds its own advice to the description."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Scope:
     """How the queries of one dashboard choose their series.
 
     Args:
-        matchers: of the runs and ranks.
+        matchers: matchers of the runs and ranks.
         machines: matchers of the recorded series of whole machines.
         filter: PromQL after an aggregated metric; empty for none.
         shown: PromQL after a metric that is drawn as one line per rank or GPU.
@@ -34,19 +34,19 @@ class Scope:
     gpu: str
 
     def of(self, metric: str) -> str:
-        """A metric, to be aggregated over the ranks."""
+        """A metric that is then aggregated over the ranks."""
         return f"{metric}{{{self.matchers}}} {self.filter}".rstrip()
 
     def each(self, metric: str) -> str:
-        """A metric, one line per rank or GPU."""
+        """A metric as one line per rank or GPU."""
         return f"{metric}{{{self.matchers}}} {self.shown}"
 
     def each_ratio(self, part: str, whole: str) -> str:
-        """One metric as a share of another, one line per rank or GPU."""
+        """The ratio of two metrics as one line per rank or GPU."""
         return f"{part}{{{self.matchers}}} / {self.each(whole)}"
 
     def each_rate(self, counter: str) -> str:
-        """The rate of a counter, one line per rank or GPU."""
+        """The rate of a counter as one line per rank or GPU."""
         return f"rate({counter}{{{self.matchers}}}[$__rate_interval]) {self.shown}"
 
 
@@ -76,7 +76,7 @@ def utilisation(scope: Scope, advice: str) -> timeseries.Panel:
 
 
 def gpu_memory(scope: Scope, advice: str) -> timeseries.Panel:
-    """The memory of each GPU that is in use, as a share of what it has."""
+    """The used memory of each GPU, as a share of its total memory."""
     return graph(
         "GPU memory in use",
         f"Share of each GPU's memory that is in use, by all processes. {advice}",
@@ -125,7 +125,7 @@ def temperature(scope: Scope) -> timeseries.Panel:
 
 
 def held_back(scope: Scope, advice: str) -> timeseries.Panel:
-    """GPUs whose clock is lowered."""
+    """GPUs whose clock is reduced."""
     return graph(
         "GPUs held back, by reason",
         f"GPUs whose clock is lowered right now. Heat and power brakes are faults of the machine: {advice}. The power "
@@ -137,7 +137,7 @@ def held_back(scope: Scope, advice: str) -> timeseries.Panel:
 
 
 def worker_states(scope: Scope, description: str) -> timeseries.Panel:
-    """What the workers do with their time."""
+    """The shares of the workers' time by state."""
     return graph(
         "What the workers do",
         description,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from benchmarks import machine
 
-from . import rival, runner, score, table
+from . import runner, score, table, traceml
 from .journal import Journal
 from .specimen import Specimen
 from .specimens import ALL, chosen
@@ -61,7 +61,7 @@ def main() -> int:
             print(f"{repetition + 1}/{options.repeat}  {_line(specimen, result)}", flush=True)
             if options.evidence is not None:
                 _keep_evidence(options.evidence, specimen, result, repetition)
-    verdicts = {} if options.no_rival else _ask_the_rival(specimens, journal)
+    verdicts = {} if options.no_rival else _ask_traceml(specimens, journal)
     scored = score.scores(specimens, results)
     reached = score.goals(scored)
     about = _about(about_machine)
@@ -121,17 +121,17 @@ def _line(specimen: Specimen, result: Result) -> str:
     return f"{text}  [{pace} steps/s; others use {others} cores]"
 
 
-def _ask_the_rival(specimens: Sequence[Specimen], journal: Journal) -> dict[str, str]:
+def _ask_traceml(specimens: Sequence[Specimen], journal: Journal) -> dict[str, str]:
     verdicts: dict[str, str] = {}
     try:
-        interpreter = rival.python()
-    except rival.RivalError as error:
+        interpreter = traceml.python()
+    except traceml.ToolError as error:
         print(f"without TraceML's verdicts: {error}")
         return verdicts
     for specimen in specimens:
         verdict = journal.known_verdict(specimen)
         if verdict is None:
-            verdict = rival.verdict(interpreter, specimen)
+            verdict = traceml.verdict(interpreter, specimen)
             journal.keep_verdict(specimen, verdict)
         verdicts[specimen.name] = verdict
         print(f"TraceML  {specimen.name:22} {verdict}", flush=True)

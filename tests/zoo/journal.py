@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from benchmarks import rival
+from benchmarks import traceml
 
 from . import processes
 from .judgement import Advised, Result
@@ -48,12 +48,12 @@ class Journal:
 
     def known_verdict(self, specimen: Specimen) -> str | None:
         """TraceML's, if it is there."""
-        verdict: str | None = self._entries.get((specimen.name, _version(specimen, rival.VERSION), 0))
+        verdict: str | None = self._entries.get((specimen.name, _version(specimen, traceml.VERSION), 0))
         return verdict
 
     def keep_verdict(self, specimen: Specimen, verdict: str) -> None:
         """Add TraceML's."""
-        self._add(specimen, rival.VERSION, 0, verdict)
+        self._add(specimen, traceml.VERSION, 0, verdict)
 
     def _add(self, specimen: Specimen, judges: str, repetition: int, said: Any) -> None:
         if self._path is None:

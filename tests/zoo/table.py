@@ -17,20 +17,20 @@ if TYPE_CHECKING:
 _HEADINGS: Final = ("specimen", "is", "found", "named first", "right", "predicted", "realised", "TraceML 0.5.0")
 
 
-def text(about: str, scored: Sequence[Score], reached: Sequence[Goal], rival: Mapping[str, str]) -> str:
+def text(about: str, scored: Sequence[Score], reached: Sequence[Goal], diagnoses: Mapping[str, str]) -> str:
     """The table for a terminal."""
-    rows = [list(_HEADINGS), *(_cells(score, rival) for score in scored)]
+    rows = [list(_HEADINGS), *(_cells(score, diagnoses) for score in scored)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return "\n".join([about, "", *lines, "", *_goal_lines(reached)])
 
 
-def markdown(about: str, scored: Sequence[Score], reached: Sequence[Goal], rival: Mapping[str, str]) -> str:
+def markdown(about: str, scored: Sequence[Score], reached: Sequence[Goal], diagnoses: Mapping[str, str]) -> str:
     """The table for a page."""
     lines = ["# What the agent says of the zoo", "", about, ""]
     lines += [f"- {line}" for line in _goal_lines(reached)]
     lines += ["", f"| {' | '.join(_HEADINGS)} |", "|---" * len(_HEADINGS) + "|"]
-    lines += [f"| {' | '.join(_cells(score, rival))} |" for score in scored]
+    lines += [f"| {' | '.join(_cells(score, diagnoses))} |" for score in scored]
     return "\n".join([*lines, ""])
 
 
@@ -41,7 +41,7 @@ def write(
     about: str,
     scored: Sequence[Score],
     reached: Sequence[Goal],
-    rival: Mapping[str, str],
+    diagnoses: Mapping[str, str],
 ) -> list[Path]:
     """Write both files, replacing those of an earlier run on the same kind of machine."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -54,14 +54,14 @@ def write(
                 "name": score.specimen.name,
                 "about": score.specimen.about,
                 "causes": score.specimen.causes,
-                "rival": rival.get(score.specimen.name),
+                "rival": diagnoses.get(score.specimen.name),
                 "runs": [_run(result) for result in score.results],
             }
             for score in scored
         ],
     }
     as_json.write_text(json.dumps(content) + "\n", encoding="utf-8")
-    as_markdown.write_text(markdown(about, scored, reached, rival), encoding="utf-8")
+    as_markdown.write_text(markdown(about, scored, reached, diagnoses), encoding="utf-8")
     return [as_json, as_markdown]
 
 
@@ -76,7 +76,7 @@ def _run(result: Result) -> dict[str, Any]:
     return fields
 
 
-def _cells(score: Score, rival: Mapping[str, str]) -> list[str]:
+def _cells(score: Score, diagnoses: Mapping[str, str]) -> list[str]:
     specimen, runs = score.specimen, len(score.results)
     named = Counter(_said(result) for result in score.results)
     return [
@@ -87,7 +87,7 @@ def _cells(score: Score, rival: Mapping[str, str]) -> list[str]:
         f"{score.right}/{runs}" if not specimen.healthy else f"{runs - score.accused}/{runs}",
         "" if score.predicted is None else f"{score.predicted:.2f}",
         _realised(score),
-        rival.get(specimen.name, ""),
+        diagnoses.get(specimen.name, ""),
     ]
 
 
