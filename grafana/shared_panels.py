@@ -10,6 +10,8 @@ from grafana.panels import Query, fair_bad, graph
 if TYPE_CHECKING:
     from grafana_foundation_sdk.builders import timeseries
 
+    from grafana.panels import Steps
+
 _NO_GPU: Final = "No GPU, or no NVML"
 
 
@@ -52,84 +54,68 @@ class Scope:
 
 def sm_activity(scope: Scope, advice: str) -> timeseries.Panel:
     """How much of each GPU worked."""
-    return graph(
+    return _by_gpu(
+        scope,
         "SM activity",
-        "How much of each GPU worked: from hardware counters (the agent's, or else DCGM exporter's), on older GPUs the "
-        f"share of time in which the process ran a kernel. {advice}",
+        "How much of each GPU worked, from hardware counters (the agent's, else DCGM exporter's). On older GPUs, the "
+        "share "
+        f"of time in which the process ran a kernel. {advice}",
         "percentunit",
-        Query(scope.each("run_rank_gpu:training_gpu_sm_active:ratio"), scope.gpu),
+        scope.each("run_rank_gpu:training_gpu_sm_active:ratio"),
         top=1,
-        no_value=_NO_GPU,
     )
 
 
 def utilisation(scope: Scope, advice: str) -> timeseries.Panel:
     """The share of time in which any kernel ran."""
-    return graph(
-        "Utilisation",
-        f"Share of time in which any kernel ran. {advice}",
-        "percentunit",
-        Query(scope.each("run_rank_gpu:training_gpu_utilization:ratio"), scope.gpu),
-        top=1,
-        no_value=_NO_GPU,
-    )
+    description = f"Share of time in which any kernel ran. {advice}"
+    expr = scope.each("run_rank_gpu:training_gpu_utilization:ratio")
+    return _by_gpu(scope, "Utilisation", description, "percentunit", expr, top=1)
 
 
 def gpu_memory(scope: Scope, advice: str) -> timeseries.Panel:
     """The used memory of each GPU, as a share of its total memory."""
-    return graph(
-        "GPU memory in use",
-        f"Share of each GPU's memory that is in use, by all processes. {advice}",
-        "percentunit",
-        Query(scope.each_ratio("training_gpu_memory_used_bytes", "training_gpu_memory_total_bytes"), scope.gpu),
-        steps=fair_bad(0.9, 0.97),
-        top=1,
-        no_value=_NO_GPU,
-    )
+    description = f"Share of each GPU's memory that is in use, by all processes. {advice}"
+    expr = scope.each_ratio("training_gpu_memory_used_bytes", "training_gpu_memory_total_bytes")
+    return _by_gpu(scope, "GPU memory in use", description, "percentunit", expr, steps=fair_bad(0.9, 0.97), top=1)
 
 
 def power(scope: Scope, advice: str) -> timeseries.Panel:
     """The power draw of each GPU."""
-    return graph(
-        "Power",
-        f"Power draw of each GPU. {advice}",
-        "watt",
-        Query(scope.each("training_gpu_power_watts"), scope.gpu),
-        no_value=_NO_GPU,
-    )
+    description = f"Power draw of each GPU. {advice}"
+    return _by_gpu(scope, "Power", description, "watt", scope.each("training_gpu_power_watts"))
 
 
 def sm_clock(scope: Scope, advice: str) -> timeseries.Panel:
     """The clock of each GPU."""
-    return graph(
-        "SM clock, of the highest",
-        f"The clock of each GPU as a share of the highest it has. {advice}",
-        "percentunit",
-        Query(scope.each_ratio("training_gpu_sm_clock_hertz", "training_gpu_sm_clock_max_hertz"), scope.gpu),
-        top=1,
-        no_value=_NO_GPU,
-    )
+    description = f"The clock of each GPU as a share of its maximum. {advice}"
+    expr = scope.each_ratio("training_gpu_sm_clock_hertz", "training_gpu_sm_clock_max_hertz")
+    return _by_gpu(scope, "SM clock, of the highest", description, "percentunit", expr, top=1)
 
 
 def temperature(scope: Scope) -> timeseries.Panel:
     """The temperature of each GPU."""
-    return graph(
-        "Temperature",
+    description = (
         "Temperature of each GPU. Most GPUs lower their clocks at 85 to 90 degrees: check the fans and the air flow of "
-        "the node.",
-        "celsius",
-        Query(scope.each("training_gpu_temperature_celsius"), scope.gpu),
-        steps=fair_bad(80, 88),
-        no_value=_NO_GPU,
+        "the node."
     )
+    expr = scope.each("training_gpu_temperature_celsius")
+    return _by_gpu(scope, "Temperature", description, "celsius", expr, steps=fair_bad(80, 88))
+
+
+def _by_gpu(
+    scope: Scope, title: str, description: str, unit: str, expr: str, *, steps: Steps = (), top: float | None = None
+) -> timeseries.Panel:
+    """A graph with one line for each GPU. The arguments are those of `graph`."""
+    return graph(title, description, unit, Query(expr, scope.gpu), steps=steps, top=top, no_value=_NO_GPU)
 
 
 def held_back(scope: Scope, advice: str) -> timeseries.Panel:
     """GPUs whose clock is reduced."""
     return graph(
         "GPUs held back, by reason",
-        f"GPUs whose clock is lowered right now. Heat and power brakes are faults of the machine: {advice}. The power "
-        "cap is what a well-used GPU runs into.",
+        f"GPUs whose clock is lowered right now. Heat and power brakes are faults of the machine: {advice}. A "
+        "well-used GPU reaches its power cap.",
         "short",
         Query(f"sum by (reason) ({scope.of('training_gpu_throttled')}) > 0", "{{reason}}"),
         no_value="No GPU is held back",
@@ -156,15 +142,15 @@ def pressure(scope: Scope, where: str) -> timeseries.Panel:
     """The pressure on each resource of the machines."""
     return graph(
         "Pressure",
-        f"Share of time in which some task of {where}. I/O: the storage is slow. CPU: too few cores. Memory: it is "
-        "about to run out.",
+        f"Share of time in which some task of {where}. I/O: the storage is slow. CPU: there are too few cores. "
+        "Memory: it is running out.",
         "percentunit",
         Query(
             f"max by (resource) (run_node_resource:training_host_pressure:ratio{{{scope.machines}}})", "{{resource}}"
         ),
         top=1,
         colours={"cpu": "green", "io": "orange", "memory": "red"},
-        no_value="The kernel does not tell (/proc/pressure)",
+        no_value="The kernel does not report it (/proc/pressure)",
     )
 
 
