@@ -87,7 +87,7 @@ QUICK: Final = Effort(
 
 @dataclass
 class Pool:
-    """Readings of several processes. If there are none, ``missing`` gives the reason."""
+    """Readings of several processes. If all failed, ``missing`` gives the reason."""
 
     answers: list[dict[str, Any]] = field(default_factory=list)
     missing: str = ""

@@ -53,7 +53,7 @@ def test_a_run_from_start_to_end(agent):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_each_fetch_is_counted_whoever_makes_it(agent, workers):
+def test_each_fetch_is_counted_with_and_without_workers(agent, workers):
     for _ in DataLoader(Numbers(12, seconds=0.02), batch_size=2, num_workers=workers):
         time.sleep(0.001)
     name = "training_loader_fetch_duration_seconds"

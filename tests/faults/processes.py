@@ -189,7 +189,7 @@ def samples(text: str) -> dict[str, list[tuple[dict[str, str], float]]]:
 
 
 def value(text: str, name: str, **labels: str) -> float | None:
-    """The one sample of that name with these labels; None if there is none."""
+    """The only sample with this name and these labels; else None."""
     matching = [v for have, v in samples(text).get(name, []) if labels.items() <= have.items()]
     assert len(matching) <= 1, (name, labels, matching)
     return matching[0] if matching else None

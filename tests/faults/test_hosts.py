@@ -65,7 +65,7 @@ def service(tmp_path):
 
 @pytest.fixture
 def lookups(monkeypatch):
-    """Names that are asked of the resolver, and what it says of each; by default that there is none."""
+    """A fake resolver: the answer for each name. By default a name does not exist."""
     asked: list[str] = []
     answers: dict[str, object] = {}
     real = socket.getaddrinfo

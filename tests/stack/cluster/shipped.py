@@ -19,7 +19,7 @@ _BARE = re.compile(r"(run_rank:training_last_step_age:seconds > |predict_linear\
 
 
 def faster(duration):
-    """``5m`` is ``20s``. A sum of units (``1h30m``) is none that the files use."""
+    """``5m`` is ``20s``. The files use no sum of units (``1h30m``)."""
     match = re.fullmatch(r"(\d+)(ms|s|m|h|d)", duration)
     if match is None:
         raise ValueError(f"no duration of one unit: {duration!r}")
