@@ -25,7 +25,7 @@ class Journal:
     """A file of JSON lines. Results of another version of the script or of the agent's code are ignored.
 
     Args:
-        path: of the file; None to keep nothing.
+        path: path of the file; None to keep nothing.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -38,7 +38,7 @@ class Journal:
                 self._entries[entry["specimen"], entry["version"], entry["repetition"]] = entry["said"]
 
     def known(self, specimen: Specimen, repetition: int) -> Result | None:
-        """The result of this repetition, if it is there."""
+        """The stored result of this repetition; else None."""
         said = self._entries.get((specimen.name, _version(specimen, self._judges), repetition))
         return None if said is None else _result(said)
 
@@ -47,12 +47,12 @@ class Journal:
         self._add(specimen, self._judges, repetition, dataclasses.asdict(result))
 
     def known_verdict(self, specimen: Specimen) -> str | None:
-        """TraceML's, if it is there."""
+        """TraceML's stored diagnosis; else None."""
         verdict: str | None = self._entries.get((specimen.name, _version(specimen, traceml.VERSION), 0))
         return verdict
 
     def keep_verdict(self, specimen: Specimen, verdict: str) -> None:
-        """Add TraceML's."""
+        """Add TraceML's diagnosis."""
         self._add(specimen, traceml.VERSION, 0, verdict)
 
     def _add(self, specimen: Specimen, judges: str, repetition: int, said: Any) -> None:

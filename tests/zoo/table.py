@@ -1,4 +1,4 @@
-"""The results as a table to read, as Markdown and as JSON."""
+"""The results as text, Markdown and JSON."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def text(about: str, scored: Sequence[Score], reached: Sequence[Goal], diagnoses
 
 
 def markdown(about: str, scored: Sequence[Score], reached: Sequence[Goal], diagnoses: Mapping[str, str]) -> str:
-    """The table for a page."""
+    """The table as a Markdown page."""
     lines = ["# What the agent says of the zoo", "", about, ""]
     lines += [f"- {line}" for line in _goal_lines(reached)]
     lines += ["", f"| {' | '.join(_HEADINGS)} |", "|---" * len(_HEADINGS) + "|"]
@@ -43,7 +43,7 @@ def write(
     reached: Sequence[Goal],
     diagnoses: Mapping[str, str],
 ) -> list[Path]:
-    """Write both files, replacing those of an earlier run on the same kind of machine."""
+    """Write both files. They replace those of an earlier run on the same kind of machine."""
     folder.mkdir(parents=True, exist_ok=True)
     as_json, as_markdown = folder / f"zoo-{slug}.json", folder / f"zoo-{slug}.md"
     content = {
@@ -66,7 +66,7 @@ def write(
 
 
 def _run(result: Result) -> dict[str, Any]:
-    """A result without the whole stalls: ``--evidence`` keeps those."""
+    """A result without its stalls, which ``--evidence`` stores."""
     fields = dataclasses.asdict(result)
     fields["stalls"] = [
         {name: stall.get(name) for name in ("rank", "cause", "exposed_wait_ratio")}
@@ -92,7 +92,7 @@ def _cells(score: Score, diagnoses: Mapping[str, str]) -> list[str]:
 
 
 def _realised(score: Score) -> str:
-    """The speed-up, how far the prediction was off, and how many runs it is of where these are not all."""
+    """The speed-up, the error of the prediction, and the number of runs if these are not all."""
     if score.realised is None or score.off is None:
         return "failed" if score.followed else ""
     runs = "" if score.followed == len(score.results) else f", {score.followed} run{'s' * (score.followed > 1)}"

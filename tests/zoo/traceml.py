@@ -1,8 +1,8 @@
 """TraceML's verdict on the same scripts, with the calls that its documentation recommends for a custom loop.
 
-That is ``init(mode="auto")`` at the start, ``trace_step(model)`` around the body of each training step, and
-``wrap_dataloader_fetch`` around a source that is no DataLoader. Every script has its step in a function
-``train_step``, so the three are put in by rewriting its syntax tree; nothing else of it changes.
+These are ``init(mode="auto")`` at the start, ``trace_step(model)`` around the body of each training step, and
+``wrap_dataloader_fetch`` around a source that is not a DataLoader. Every script has its step in a function
+``train_step``. So the calls are inserted into its syntax tree, and nothing else changes.
 """
 
 from __future__ import annotations
