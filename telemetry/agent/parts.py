@@ -116,6 +116,7 @@ class AgentParts:
             wall=self._wall,
             accounting=self.accounting,
             event_log=self.event_log,
+            ranks_elsewhere=self._ranks_elsewhere,
         )
         self._views = RunViewBuilder(
             accounting=self.accounting,
@@ -126,6 +127,9 @@ class AgentParts:
             wall=self._wall,
         )
         self.accounting.on_steps = self.snapshots.add_steps
+
+    def _ranks_elsewhere(self) -> bool:
+        return self._node is not None and self.identity.world_size > max(1, self._node.live_ranks())
 
     def _paces_of_others(self) -> tuple[RankPace, ...]:
         if self._node is None or self.identity.world_size < 2:

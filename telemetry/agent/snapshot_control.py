@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.core.clock import NS, now_ns
+from telemetry.core.filesystem import caches_folders
 from telemetry.core.identity import slug
 from telemetry.core.labels import FAILED, RECORDED, REFUSED, SKIPPED, SLOWER, SNAPSHOT_RESULTS
 from telemetry.core.views import SnapshotsView
@@ -60,6 +61,7 @@ class SnapshotControl:
     Args:
         accounting: knows how many steps have ended.
         event_log: gets a line for each snapshot. The manifest names the log file.
+        ranks_elsewhere: whether the job has ranks on other nodes.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class SnapshotControl:
         wall: WallClock,
         accounting: Accounting,
         event_log: EventLog,
+        ranks_elsewhere: Callable[[], bool],
     ) -> None:
         self._config = config
         self._identity = identity
@@ -96,6 +99,7 @@ class SnapshotControl:
             world_size=identity.world_size,
             tick_seconds=config.interval_seconds,
             refuses=lambda request: self._trigger.refuses(now_ns() / NS, request.kind),
+            far=lambda: ranks_elsewhere() and caches_folders(self._folder),
         )
         self._capture = Capture(
             tracker,

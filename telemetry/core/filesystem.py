@@ -12,16 +12,45 @@ import os
 import re
 import socket
 import stat
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from typing import BinaryIO
+
+MOUNTS: Final = Path("/proc/self/mountinfo")
+
+_CACHING: Final = ("nfs", "cifs", "smb", "9p", "fuse")
+"""How the names of file systems begin that may show a folder as it was a while ago."""
 
 _MOST: Final = 8192
 _LOWEST: Final = 3
 """Lower numbers are stdin, stdout and stderr."""
 
 _MAX_NAME: Final = 120  # of 255 that a file system allows: the rest is for what makes a temporary name unique
+
+
+def file_system_of(path: Path) -> str | None:
+    """The type of the file system that a file or folder is on, such as ``ext4``; None if the kernel does not tell.
+
+    Raises:
+        OSError: the path does not exist.
+    """
+    device = path.stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    for line in MOUNTS.read_text("utf-8", "replace").splitlines():
+        fields = line.split()
+        if len(fields) > 2 and fields[2] == number and "-" in fields:
+            return fields[fields.index("-") + 1]
+    return None
+
+
+def caches_folders(path: Path) -> bool:
+    """Whether a folder is on a file system that may show it to another node as it was up to a minute ago."""
+    try:
+        return (file_system_of(path) or "").startswith(_CACHING)
+    except OSError:
+        return False
 
 
 def raised(number: int) -> int:

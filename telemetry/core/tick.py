@@ -27,6 +27,7 @@ class RankPace:
         seconds_without_step: time since its newest step. ``waits_for_ranks``: whether it has spent this time in calls
             in which ranks wait for one another.
         node: name of its node, for a rank on another node; None for a rank of this node.
+        node_ranks: number of ranks on that node; 0 for a rank of this node.
     """
 
     rank: int
@@ -45,6 +46,7 @@ class RankPace:
     waits_for_ranks: bool = False
     gpu_busy_ratio: float | None = None
     node: str | None = None
+    node_ranks: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,9 @@ MIN_STEPS: Final = 5
 _SAME_PACE: Final = 0.15
 """Ranks have the same pace if their step durations differ by less than this ratio."""
 
+_ALIKE: Final = 0.5
+"""A node is slow if each of its ranks costs the others at least this share of what its slowest one does."""
+
 _MOSTLY_IN_SYNC: Final = 0.8
 """A rank has mostly waited for the others from this share of its samples on."""
 
@@ -58,8 +61,16 @@ class Straggler:
 
 def straggler(own: RankPace, others: Iterable[RankPace]) -> Straggler | None:
     """The rank that this one waits for most; None without such a rank, or if no rank has the same pace as this one."""
-    found = (_waited_for(own, other) for other in peers_at_same_pace(own, others))
-    return max((slow for slow in found if slow is not None), key=lambda slow: slow.lost, default=None)
+    peers = peers_at_same_pace(own, others)
+    found = [slow for peer in peers if (slow := _waited_for(own, peer)) is not None]
+    slowest = max(found, key=lambda slow: slow.lost, default=None)
+    if slowest is None or slowest.node is None:
+        return slowest
+    ranks = max(peer.node_ranks for peer in peers if peer.node == slowest.node)
+    alike = [slow for slow in found if slow.node == slowest.node and slow.lost >= _ALIKE * slowest.lost]
+    if ranks < 2 or len(alike) < ranks:
+        return slowest
+    return replace(slowest, why=f"{slowest.why}, as do all {ranks} ranks of that node: the node is slow")
 
 
 def peers_at_same_pace(own: RankPace, others: Iterable[RankPace]) -> list[RankPace]:

@@ -108,7 +108,8 @@ class JobExchange:
         Raises:
             OSError: this node's file cannot be written.
         """
-        own = tuple(replace(pace, node=self._node) for pace in ranks)
+        here = tuple(ranks)
+        own = tuple(replace(pace, node=self._node, node_ranks=len(here)) for pace in here)
         self._sequence += 1
         self._put(self._mine, NodeReport(self._node, self._sequence, 1, own))
         self._list()
@@ -120,8 +121,8 @@ class JobExchange:
         else:
             found = self._through_groups(own, others)
         self._judge_sharing()
-        here = {pace.rank for pace in own}
-        return tuple(pace for pace in found if pace.rank not in here)
+        ranks_here = {pace.rank for pace in own}
+        return tuple(pace for pace in found if pace.rank not in ranks_here)
 
     def leave(self) -> None:
         """Remove this node's file, because the run has ended here."""

@@ -18,6 +18,7 @@ MAX_BYTES: Final = 1 << 20
 
 _NUMBERS: Final = (
     "rank", "seconds", "steps", "compute_seconds", "away_seconds", "samples", "in_sync_samples", "seconds_without_step",
+    "node_ranks",
 )  # fmt: skip
 _PACE_FIELDS: Final = frozenset(field.name for field in fields(RankPace))
 

@@ -41,6 +41,11 @@ _STAMP_SECONDS: Final = 3.0
 """Files that are added within this time may leave the folder's modification time unchanged. File systems store it
 with a resolution of 2 s or better."""
 
+_CACHED_SECONDS: Final = 90.0
+"""Notice for ranks on other nodes that see a folder late. NFS keeps what it knows of a folder for 30 to 60 s by default
+(``acdirmin`` and ``acdirmax`` of nfs(5)). A request and its answer take up to 90 s together: a node that writes into a
+folder looks at it anew."""
+
 NOTICE_TICKS: Final = 3
 """A rank polls once per tick. One that misses two ticks still reads a plan in time."""
 
@@ -48,7 +53,7 @@ _WARM_UP_STEPS: Final = 2
 """The profiler is prepared one step ahead, and that step must not have begun."""
 
 _REQUEST_SECONDS: Final = 120.0
-"""An older request is ignored: nobody waits for it any more, or it is of another run."""
+"""An older request is ignored, or one older by twice the notice: nobody waits for it any more."""
 
 _FILE_SECONDS: Final = 600.0
 """Older files are removed by any rank that finds them."""
@@ -100,6 +105,7 @@ class Rendezvous:
         tick_seconds: how often `poll` is called.
         refuses: the policy of this rank: why a request is refused; None if it is not.
         clock: Unix time.
+        far: whether other nodes may see a file late, called only while there is a request.
     """
 
     def __init__(
@@ -111,6 +117,7 @@ class Rendezvous:
         tick_seconds: float,
         refuses: Callable[[p.Request], str | None],
         clock: Callable[[], float] = time.time,
+        far: Callable[[], bool] = lambda: False,
     ) -> None:
         self._snapshots = snapshots
         self._rank = rank
@@ -118,6 +125,7 @@ class Rendezvous:
         self._tick = tick_seconds
         self._refuses = refuses
         self._clock = clock
+        self._far = far
         self._began = clock()
         self._done: set[str] = set()  # ids that this rank has dealt with
         self._mine: set[str] = set()  # ids of this rank's own requests, which it may withdraw
@@ -215,7 +223,7 @@ class Rendezvous:
     ) -> p.Plan | None:
         request = p.request_from(load(folder, f"{id_}.request.json"))
         now = self._clock()
-        if request.id != id_ or now - id_seconds(id_) > _REQUEST_SECONDS:
+        if request.id != id_ or now - id_seconds(id_) > _REQUEST_SECONDS + 2 * NOTICE_TICKS * self._hears():
             self._done.add(id_)
             return None
         if waits and request.kind != p.COMMAND:  # an older request is open, and its snapshot serves both
@@ -226,7 +234,7 @@ class Rendezvous:
         if not request.concerns(self._rank):
             return None
         if self._rank not in files.answers:
-            answer = p.Answer(self._rank, position.steps, position.step_seconds, now, self._tick)
+            answer = p.Answer(self._rank, position.steps, position.step_seconds, now, self._hears())
             folder.write(f"{id_}.answer-{self._rank}.json", dump(answer))
             files.answers.add(self._rank)
         return self._propose(folder, request, files)
@@ -237,7 +245,7 @@ class Rendezvous:
         expected = 1 if request.rank is not None else self._world
         turn = answered.index(self._rank)
         complete = len(answered) >= expected and turn == 0
-        if not complete and since < (NOTICE_TICKS + 2 * turn) * self._tick:
+        if not complete and since < (NOTICE_TICKS + 2 * turn) * self._hears():
             return None
         refused = self._refuses(request)
         plan = p.Plan(request, refused) if refused else self._plan(folder, request, answered)
@@ -245,6 +253,10 @@ class Rendezvous:
             self._done.add(request.id)
             return plan
         return None  # another rank was first: its plan is read at the next tick
+
+    def _hears(self) -> float:
+        """How late this rank may see a file, seconds; a third of the notice that it needs."""
+        return max(self._tick, _CACHED_SECONDS / NOTICE_TICKS) if self._far() else self._tick
 
     def _plan(self, folder: Folder, request: p.Request, answered: list[int]) -> p.Plan:
         answers = [p.answer_from(load(folder, f"{request.id}.answer-{rank}.json")) for rank in answered]
