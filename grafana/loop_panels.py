@@ -221,8 +221,9 @@ def ranks() -> Iterator[Any]:
     yield half(
         graph(
             "Own part of a step, by rank",
-            "Mean time of a step that each rank does not spend waiting for other ranks, of the 16 slowest. The rank "
-            "that stands out is the slowest of the run, also by a few percent. On GPUs it is the host's time.",
+            "Mean time of a step that each rank does not spend waiting for other ranks, of the 16 slowest. The highest "
+            "line is the slowest rank of the run, even if it is only a few percent slower. On GPUs it is the host's "
+            "time.",
             "s",
             Query(
                 f"{own_step} and on (run, rank) topk(16, avg_over_time({own_step}[$__range] @ end()))", "rank {{rank}}"

@@ -1,4 +1,4 @@
-"""A window of the stall detector in a test's own words: slices of time, each with what happened in it."""
+"""Windows of the stall detector for tests: slices of time, each with what happened in it."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ _SAME_PACE: Final = 0.15
 """Ranks have the same pace if their step durations differ by less than this ratio."""
 
 _ALIKE: Final = 0.5
-"""A node is slow if each of its ranks costs the others at least this share of what its slowest one does."""
+"""A node is slow if each of its ranks costs the others at least this share of what its slowest rank costs."""
 
 _MOSTLY_IN_SYNC: Final = 0.8
 """A rank has mostly waited for the others from this share of its samples on."""
