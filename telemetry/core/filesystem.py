@@ -140,9 +140,9 @@ def replace_file(
     """Replace a file atomically. No reader sees a partly written file.
 
     Args:
-        path: of the file.
+        path: path of the file.
         content: all of it.
-        mode: of the file, whatever the umask.
+        mode: mode of the file; the umask does not apply.
         dir_fd: the folder that a relative path is in.
         first: write only if the file does not exist yet.
 
@@ -196,7 +196,7 @@ class Descriptor:
         number: as `os.open` returned it.
 
     Attributes:
-        identity: of the file, see `identity_of`.
+        identity: identity of the file, see `identity_of`.
 
     Raises:
         OSError: it is not open.

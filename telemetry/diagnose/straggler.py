@@ -45,7 +45,7 @@ class Straggler:
     Attributes:
         lost: seconds of each of their steps.
         why: continues "rank 3 ...".
-        node: its node, where that is another one; None for this node.
+        node: name of its node if it is on another node; None for this node.
     """
 
     rank: int
@@ -133,7 +133,7 @@ def _sync_seconds(pace: RankPace) -> float:
 
 
 def held_up_by(own: RankPace, others: Iterable[RankPace]) -> RankPace | None:
-    """During a standstill: a rank that has not reached the synchronisation that this one waits in; None if all have."""
+    """During a standstill: a rank that has not reached the synchronisation that this one waits in; else None."""
     if not own.waits_for_ranks:
         return None
     return next(
