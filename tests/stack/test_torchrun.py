@@ -17,7 +17,7 @@ CATEGORIES = {"startup", "data_wait", "compute", "evaluation", "checkpoint", "ot
 
 
 def check_report(report, ranks):
-    """What holds of every report, however the run ended."""
+    """Checks that hold for every report, however the run ended."""
     assert [rank["rank"] for rank in report["ranks"]] == list(ranks)
     assert [rank["local_rank"] for rank in report["ranks"]] == list(ranks)
     for rank in report["ranks"]:
