@@ -105,7 +105,7 @@ SPAWN = (
         rank = (index + shift) % 3
         if distributed:
             dist.init_process_group("gloo", init_method=f"file://{os.getcwd()}/store", rank=rank, world_size=3)
-            loop(10, wanted=lambda: agent.identity.told and agent.identity.rank == rank)
+            loop(10, wanted=lambda: agent.identity.rank_given and agent.identity.rank == rank)
             dist.barrier()
             dist.destroy_process_group()
         loop(10)
