@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from grafana import shared_panels
 from grafana.panels import Query, graph, half
-from grafana.selection import LOOP, RUN_SCOPE, buckets, of, of_each, rate
+from grafana.selection import LOOP, RUN_SCOPE, buckets, of, of_each, summed_rate, summed_time
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -48,9 +48,10 @@ def loader() -> Iterator[timeseries.Panel]:
         Query(of_each("training_loader_slack_seconds"), "rank {{rank}}"),
         no_value=_NONE,
     )
-    loop = f"(sum({rate('training_time_seconds_total', LOOP)}) > 0)"
-    fetch_wait = f"sum({rate('training_loader_fetch_wait_seconds_total')})"
-    blocked = f"sum({rate('training_loader_head_of_line_seconds_total')})"
+    loop = f"({summed_time(LOOP)} > 0)"
+    fetch_wait, blocked, transfer_wait = (
+        summed_rate(f"training_loader_{what}_seconds") for what in ("fetch_wait", "head_of_line", "transfer_wait")
+    )
     yield graph(
         "What the waits are for",
         "Share of the training loop. Fetch wait: the fetch of the batch had not ended; a faster loader helps. Head of "
@@ -60,7 +61,7 @@ def loader() -> Iterator[timeseries.Panel]:
         "percentunit",
         Query(f"clamp_min({fetch_wait} - {blocked}, 0) / {loop}", "fetch wait"),
         Query(f"{blocked} / {loop}", "head of line"),
-        Query(f"sum({rate('training_loader_transfer_wait_seconds_total')}) / {loop}", "transfer wait"),
+        Query(f"{transfer_wait} / {loop}", "transfer wait"),
         stacked=True,
         colours={"fetch wait": "red", "head of line": "yellow", "transfer wait": "purple"},
         no_value=_NONE,

@@ -7,7 +7,19 @@ from typing import TYPE_CHECKING, Any, Final
 from grafana import frame, shared_columns
 from grafana.colours import BAD, CATEGORIES, CAUSES
 from grafana.panels import Query, fair_bad, figure, graph, half, heat_map, timeline
-from grafana.selection import LOOP, SHOWN, WORST, buckets, of, of_each, rate, rate_of_each, spent
+from grafana.selection import (
+    LOOP,
+    SHOWN,
+    WORST,
+    buckets,
+    of,
+    of_each,
+    rate,
+    rate_of_each,
+    spent,
+    summed_rate,
+    summed_time,
+)
 from grafana.tables import Column, rows
 
 if TYPE_CHECKING:
@@ -37,7 +49,7 @@ def verdict() -> Iterator[Any]:
         "Ranks in a stall",
         "Ranks that now lose more than 20 % of their time to one avoidable cause.",
         "short",
-        Query(f"sum({of('training_stall_active')})"),
+        Query(f"count({of('run_rank_cause:training_stall_active:max')}) or vector(0)"),
         steps=((1, BAD),),
     )
     yield figure(
@@ -127,9 +139,8 @@ def ledger() -> Iterator[timeseries.Panel]:
             colours=CATEGORIES,
         )
     )
-    exposed = f"sum({rate('training_exposed_wait_seconds_total')})"
-    waited = f"sum({spent('data_wait')})"
-    loop = f"sum({rate('training_time_seconds_total', LOOP)})"
+    exposed = summed_rate("training_exposed_wait_seconds")
+    waited, loop = summed_time('category="data_wait"'), summed_time(LOOP)
     yield half(
         graph(
             "Exposed and hidden wait",

@@ -69,9 +69,32 @@ def buckets(histogram: str) -> str:
     )
 
 
+def rate_of_all(record: str, counter: str, more: str = "") -> str:
+    """The rate of a counter: recorded for all ranks, else of each of the chosen ranks."""
+    more = f", {more}" if more else ""
+    return f"({record}{{{SELECTED}{more}}} or rate({counter}{{{SELECTED_NOT_ALL}{more}}}[$__rate_interval]))"
+
+
+def of_all(record: str, metric: str) -> str:
+    """A metric: recorded for all ranks, else of each of the chosen ranks."""
+    return f"({record}{{{SELECTED}}} or {metric}{{{SELECTED_NOT_ALL}}})"
+
+
+def summed_rate(seconds: str) -> str:
+    """The rate of a counter of seconds, summed over the chosen ranks."""
+    return f"sum({rate_of_all(f'run:{seconds}:sum_rate1m', f'{seconds}_total')})"
+
+
+def summed_time(matcher: str) -> str:
+    """Seconds per second in categories of the ledger, summed over the chosen ranks."""
+    times = rate_of_all("run_category:training_time_seconds:sum_rate1m", "training_time_seconds_total", matcher)
+    return f"sum({times})"
+
+
 def spent(category: str) -> str:
-    """Seconds a second that the chosen ranks spend in a category of the ledger."""
-    return rate("training_time_seconds_total", f'category="{category}"')
+    """Seconds per second that the chosen ranks spend in a category of the ledger, of each or as a recorded mean."""
+    record = "run_category:training_time_seconds:avg_rate1m"
+    return rate_of_all(record, "training_time_seconds_total", f'category="{category}"')
 
 
 def of_each(metric: str) -> str:
