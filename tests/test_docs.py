@@ -120,8 +120,11 @@ SECOND_WORDS = {
     r"\bedges? of (an |the )?epochs?\b": "epoch boundary",
     r"\bgave up\b": "timed out",
     r"\blet go of\b": "released",
+    r"\b(whoever|as it were|for so long|it is to be)\b": "plain words",
+    r"\b(is|are) none\b": "plain words: no ..., else None, is missing",
+    r"\bdoes no harm\b": "harmless",
 }
-"""What the documentation has another word for."""
+"""Words that the documentation must not use, with the word to use instead."""
 
 
 @pytest.mark.parametrize("page", [page for page in WRITTEN if page.parent == DOCS or page.parent == ROOT], ids=of_page)

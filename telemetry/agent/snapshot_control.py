@@ -182,7 +182,7 @@ class SnapshotControl:
         self._capture.after_fork_in_child()
 
     def view(self) -> SnapshotsView:
-        """For the endpoint."""
+        """Snapshots so far, for the endpoint."""
         return SnapshotsView(dict(self.counts), SLOWER if self._trigger.off is not None else None)
 
     # -- the agent thread --------------------------------------------------------------------------------------

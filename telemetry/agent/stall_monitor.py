@@ -185,7 +185,7 @@ class StallMonitor:
         )
 
     def view(self) -> StallView:
-        """For the endpoint."""
+        """Stalls so far, for the endpoint."""
         stall = self._detector.stall
         cause = None if stall is None else stall.cause
         slow = None if stall is None else slow_rank(stall, self._hang)

@@ -260,7 +260,7 @@ class Totals:
 
     @property
     def compute_seconds(self) -> float:
-        """Of steps."""
+        """Seconds of compute of the steps."""
         return self.ledger_seconds.get(COMPUTE, 0.0)
 
     @property

@@ -81,7 +81,7 @@ def costs(evidence: Evidence, at: Thresholds = THRESHOLDS) -> dict[str, float]:
     if exposed is not None:
         lost["loader_on_training_thread"] = (
             own.exposed_ratio * own.sampler_seconds
-        )  # a sampler, whatever the workers do
+        )  # a slow sampler costs this time with any number of workers
         if evidence.epochs.boundaries >= at.epoch_boundaries:
             lost["loader_on_training_thread"] += own.exposed_ratio * own.boundary_sampler_seconds
         else:

@@ -64,7 +64,7 @@ class Moment:
         progress: changes with every observed action: a batch request, a batch, an optimizer step, a phase.
         steps: completed steps of the run.
         loop_left: whether the loop of the newest step has been left, for example by ``break``.
-        at_edge: whether the thread waits for the first batch of an epoch.
+        at_epoch_boundary: whether the thread waits for the first batch of an epoch.
     """
 
     loop_seconds: float

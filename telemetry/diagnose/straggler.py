@@ -26,7 +26,7 @@ _SAME_PACE: Final = 0.15
 """Ranks have the same pace if their step durations differ by less than this ratio."""
 
 _ALIKE: Final = 0.5
-"""A node is slow if each of its ranks costs the others at least this share of what its slowest one does."""
+"""A node is slow if each of its ranks costs the others at least this share of what its slowest rank costs."""
 
 _MOSTLY_IN_SYNC: Final = 0.8
 """A rank has mostly waited for the others from this share of its samples on."""
@@ -45,7 +45,7 @@ class Straggler:
     Attributes:
         lost: seconds of each of their steps.
         why: continues "rank 3 ...".
-        node: its node, where that is another one; None for this node.
+        node: name of its node if it is on another node; None for this node.
     """
 
     rank: int
@@ -133,7 +133,7 @@ def _sync_seconds(pace: RankPace) -> float:
 
 
 def held_up_by(own: RankPace, others: Iterable[RankPace]) -> RankPace | None:
-    """During a standstill: a rank that has not reached the synchronisation that this one waits in; None if all have."""
+    """During a standstill: a rank that has not reached the synchronisation that this one waits in; else None."""
     if not own.waits_for_ranks:
         return None
     return next(

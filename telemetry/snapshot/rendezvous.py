@@ -42,9 +42,9 @@ _STAMP_SECONDS: Final = 3.0
 with a resolution of 2 s or better."""
 
 _CACHED_SECONDS: Final = 90.0
-"""Notice for ranks on other nodes that see a folder late. NFS keeps what it knows of a folder for 30 to 60 s by default
-(``acdirmin`` and ``acdirmax`` of nfs(5)). A request and its answer take up to 90 s together: a node that writes into a
-folder looks at it anew."""
+"""Notice for ranks on other nodes that see a folder late. By default NFS caches a folder's state for 30 to 60 s
+(``acdirmin`` and ``acdirmax`` of nfs(5)). A request and its answer take up to 90 s together, because a node that writes
+into a folder reads its state again."""
 
 NOTICE_TICKS: Final = 3
 """A rank polls once per tick. One that misses two ticks still reads a plan in time."""
@@ -53,7 +53,7 @@ _WARM_UP_STEPS: Final = 2
 """The profiler is prepared one step ahead, and that step must not have begun."""
 
 _REQUEST_SECONDS: Final = 120.0
-"""An older request is ignored, or one older by twice the notice: nobody waits for it any more."""
+"""A request that is older by this time, plus twice the notice, is ignored: nobody waits for it any more."""
 
 _FILE_SECONDS: Final = 600.0
 """Older files are removed by any rank that finds them."""
@@ -255,7 +255,7 @@ class Rendezvous:
         return None  # another rank was first: its plan is read at the next tick
 
     def _hears(self) -> float:
-        """How late this rank may see a file, seconds; a third of the notice that it needs."""
+        """Seconds after which this rank has seen a new file. It needs three times this as notice."""
         return max(self._tick, _CACHED_SECONDS / NOTICE_TICKS) if self._far() else self._tick
 
     def _plan(self, folder: Folder, request: p.Request, answered: list[int]) -> p.Plan:
