@@ -13,14 +13,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.core.filesystem import open_regular
+from telemetry.core.filesystem import caches_folders, open_regular
 from telemetry.core.json_object import parse_object
 from telemetry.core.labels import RECORDED
 from telemetry.core.log_names import LOG_NAME
 from telemetry.core.terminal import complain
 from telemetry.snapshot import protocol as p
 from telemetry.snapshot.private_folder import Folder, open_folder
-from telemetry.snapshot.rendezvous import RENDEZVOUS_FOLDER, RequestFiles, clear, dump, load, new_id, scan
+from telemetry.snapshot.rendezvous import (
+    CACHED_SECONDS,
+    RENDEZVOUS_FOLDER,
+    RequestFiles,
+    clear,
+    dump,
+    load,
+    new_id,
+    scan,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -106,7 +115,9 @@ def _ask(run_dir: Path, wanted: SnapshotOptions, interval: float, say: Callable[
 
 
 def _agreed(folder: Folder, request: p.Request, wanted: SnapshotOptions, interval: float) -> p.Plan:
-    patience = min(wanted.timeout, 5 + 10 * interval)
+    late = CACHED_SECONDS if caches_folders(folder.path) else 0.0
+    # The ranks may see the request late, the one that writes the plan waits for late answers, and we see the plan late.
+    patience = min(wanted.timeout, 5 + 10 * interval + 3 * late)
     if not _until(lambda: _files(folder, request).plan, patience):
         answered = sorted(_files(folder, request).answers)
         if answered:

@@ -41,7 +41,7 @@ _STAMP_SECONDS: Final = 3.0
 """Files that are added within this time may leave the folder's modification time unchanged. File systems store it
 with a resolution of 2 s or better."""
 
-_CACHED_SECONDS: Final = 90.0
+CACHED_SECONDS: Final = 90.0
 """Notice for ranks on other nodes that see a folder late. By default NFS caches a folder's state for 30 to 60 s
 (``acdirmin`` and ``acdirmax`` of nfs(5)). A request and its answer take up to 90 s together, because a node that writes
 into a folder reads its state again."""
@@ -256,7 +256,7 @@ class Rendezvous:
 
     def _hears(self) -> float:
         """Seconds after which this rank has seen a new file. It needs three times this as notice."""
-        return max(self._tick, _CACHED_SECONDS / NOTICE_TICKS) if self._far() else self._tick
+        return max(self._tick, CACHED_SECONDS / NOTICE_TICKS) if self._far() else self._tick
 
     def _plan(self, folder: Folder, request: p.Request, answered: list[int]) -> p.Plan:
         answers = [p.answer_from(load(folder, f"{request.id}.answer-{rank}.json")) for rank in answered]
