@@ -22,7 +22,8 @@ from telemetry.snapshot.export_owner import LocalProcesses, pid_namespace
 from telemetry.snapshot.export_thread import ExportThread
 from telemetry.snapshot.manifest import add_to_manifest
 from telemetry.snapshot.private_folder import close_in_child, open_folder
-from telemetry.snapshot.rendezvous import Position, Rendezvous, new_id
+from telemetry.snapshot.rendezvous import Position, Rendezvous
+from telemetry.snapshot.request_files import new_id
 from telemetry.snapshot.snapshot_outcome import SnapshotOutcome
 from telemetry.snapshot.store import StoredTrace, StoreError, TraceStore, sweep, trace_name
 from telemetry.snapshot.trigger import SnapshotLimits, StepWatch, Trigger

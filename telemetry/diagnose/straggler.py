@@ -70,7 +70,7 @@ def straggler(own: RankPace, others: Iterable[RankPace]) -> Straggler | None:
     alike = [slow for slow in found if slow.node == slowest.node and slow.lost >= _ALIKE * slowest.lost]
     if ranks < 2 or len(alike) < ranks:
         return slowest
-    return replace(slowest, why=f"{slowest.why}, as do all {ranks} ranks of that node: the node is slow")
+    return replace(slowest, why=f"{slowest.why}; all {ranks} ranks of that node are waited for, so the node is slow")
 
 
 def peers_at_same_pace(own: RankPace, others: Iterable[RankPace]) -> list[RankPace]:

@@ -20,16 +20,8 @@ from telemetry.core.log_names import LOG_NAME
 from telemetry.core.terminal import complain
 from telemetry.snapshot import protocol as p
 from telemetry.snapshot.private_folder import Folder, open_folder
-from telemetry.snapshot.rendezvous import (
-    CACHED_SECONDS,
-    RENDEZVOUS_FOLDER,
-    RequestFiles,
-    clear,
-    dump,
-    load,
-    new_id,
-    scan,
-)
+from telemetry.snapshot.rendezvous import CACHED_SECONDS
+from telemetry.snapshot.request_files import RENDEZVOUS_FOLDER, RequestFiles, clear, dump, load, new_id, scan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -115,9 +107,7 @@ def _ask(run_dir: Path, wanted: SnapshotOptions, interval: float, say: Callable[
 
 
 def _agreed(folder: Folder, request: p.Request, wanted: SnapshotOptions, interval: float) -> p.Plan:
-    late = CACHED_SECONDS if caches_folders(folder.path) else 0.0
-    # The ranks may see the request late, the one that writes the plan waits for late answers, and we see the plan late.
-    patience = min(wanted.timeout, 5 + 10 * interval + 3 * late)
+    patience = min(wanted.timeout, 5 + 10 * interval) + _notice(folder)
     if not _until(lambda: _files(folder, request).plan, patience):
         answered = sorted(_files(folder, request).answers)
         if answered:
@@ -134,7 +124,8 @@ def _agreed(folder: Folder, request: p.Request, wanted: SnapshotOptions, interva
 
 
 def _results(folder: Folder, plan: p.Plan, wanted: SnapshotOptions) -> list[p.Result]:
-    whole = _until(lambda: _files(folder, plan.request).results >= set(plan.ranks), wanted.timeout)
+    timeout = wanted.timeout + _notice(folder)
+    whole = _until(lambda: _files(folder, plan.request).results >= set(plan.ranks), timeout)
     results = []
     for rank in sorted(_files(folder, plan.request).results):
         try:
@@ -145,11 +136,16 @@ def _results(folder: Folder, plan: p.Plan, wanted: SnapshotOptions) -> list[p.Re
         missing = sorted(set(plan.ranks) - {result.rank for result in results})
         complain(
             f"rank {', '.join(map(str, missing))} has not reached step {plan.last_step} within "
-            f"{wanted.timeout:g} s; when it does, its trace will be in {folder.path.parent / plan.folder}"
+            f"{timeout:g} s; when it does, its trace will be in {folder.path.parent / plan.folder}"
         )
     else:
         clear(folder, plan.request.id, _files(folder, plan.request))
     return results
+
+
+def _notice(folder: Folder) -> float:
+    """Seconds by which the ranks may answer and record later, because other nodes see the folder late."""
+    return CACHED_SECONDS if caches_folders(folder.path) else 0.0
 
 
 def _files(folder: Folder, request: p.Request) -> RequestFiles:
