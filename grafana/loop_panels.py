@@ -234,25 +234,24 @@ def ranks() -> Iterator[Any]:
         graph(
             "Own part of a step, by rank",
             "Mean time of a step that each rank does not spend waiting for other ranks, of the 16 slowest. The highest "
-            "line is the slowest rank of the run, even if it is only a few percent slower. On GPUs it is the host's "
-            "time.",
+            "line is the slowest rank of the run, even if it is only a few percent slower.",
             "s",
             Query(
                 f"{own_step} and on (run, rank) topk(16, avg_over_time({own_step}[$__range] @ end()))", "rank {{rank}}"
             ),
-            no_value="Needs several ranks",
+            no_value="Needs several ranks, and no GPU",
         )
     )
     yield half(
         graph(
             "The slowest rank, and slow nodes",
-            "How much longer the slowest rank takes for its own part of a step than the median rank; and each node "
-            "whose ranks are all slower, on average. All ranks wait for them.",
+            "By how much of a step the slowest rank's own part is longer than the median rank's; and the same for "
+            "each node whose ranks are all slower, on average. All ranks wait for them.",
             "percentunit",
             Query('run_rank_node:training_slowest_rank:excess_ratio{run="$run"}', "rank {{rank}} on {{node}}"),
             Query('run_node:training_slow_node:excess_ratio{run="$run"} > 0', "every rank on {{node}}"),
             steps=fair_bad(0.03, 0.15),
-            no_value="Needs several ranks",
+            no_value="Needs several ranks, and no GPU",
         )
     )
     yield from _maps()
@@ -271,11 +270,11 @@ def _maps() -> Iterator[heatmap.Panel]:
     )
     yield heat_map(
         "Slower than the median rank, every rank over time",
-        "A line of the map for each rank: how much longer it takes for its own part of a step than the median rank. "
-        "Waiting for data is part of it. All ranks wait for a line that stands out; several side by side are a node.",
+        "A line of the map for each rank: by how much of a step its own part is longer than the median rank's. Waiting "
+        "for data is part of it. All ranks wait for a line that stands out; several side by side are a node.",
         "percentunit",
         Query(f"clamp_min({of('run_rank_node:training_own_step:excess_ratio')}, 0)", "{{rank}}"),
-        no_value="Needs several ranks",
+        no_value="Needs several ranks, and no GPU",
     )
 
 
