@@ -86,6 +86,8 @@ def test_variables_are_put_in_as_grafana_does():
     assert grafana.chosen(multi, ["a.b"]) == r"a\\.b"
     assert grafana.chosen(multi, ["a.b", "c|d"]) == r"(a\\.b|c\\|d)"
     assert grafana.chosen(multi, ["a\\b"]) == r"a\\\\b"
+    assert grafana.every({"multi": True, "allValue": ".+"}, ["a", "b"]) == ".+"
+    assert grafana.every(multi, ["a", "b"]) == "(a|b)"
 
 
 def test_times_are_put_in_as_grafana_does():
