@@ -42,13 +42,15 @@ class Usage:
     Attributes:
         resident_bytes: memory. ``cores``: CPU seconds per second since the last sample. ``samples``: scraped samples
             per second, likewise.
-        rules_seconds: duration of the newest evaluation of all groups of rules, one after another.
+        rules_seconds: duration of the evaluations of all rules between two scrapes, one after another.
+        rule_seconds: the same of each rule, by its name.
     """
 
     resident_bytes: list[float] = field(default_factory=list)
     cores: list[float] = field(default_factory=list)
     samples: list[float] = field(default_factory=list)
     rules_seconds: list[float] = field(default_factory=list)
+    rule_seconds: dict[str, list[float]] = field(default_factory=dict)
 
     def look(self, prometheus: Prometheus, seconds: float) -> None:
         """Sample for ``seconds``."""
@@ -61,7 +63,10 @@ class Usage:
             self.resident_bytes.append(resident)
             self.cores.append((after - cpu) / passed)
             self.samples.append((_appended(prometheus) - samples) / passed)
-            self.rules_seconds.append(prometheus.own("prometheus_rule_group_last_duration_seconds"))
+            rules = prometheus.rule_seconds(SCRAPE_SECONDS)
+            self.rules_seconds.append(sum(rules.values()))
+            for name, took in rules.items():
+                self.rule_seconds.setdefault(name, []).append(took)
 
 
 def targets(ranks: int, ranks_per_node: int, port: int) -> list[dict[str, object]]:
@@ -93,7 +98,7 @@ def cost_rows(prometheus: Prometheus, usage: Usage, ranks: int) -> list[Row]:
         Row(section, "scrape of a node", "ms", spread.spread(durations).scaled(1e3), note="with the time to render it"),
         Row(section, "CPU", "cores", spread.spread(usage.cores), note="scrapes, rules and alerts"),
         Row(section, "resident memory", "GiB", spread.spread(usage.resident_bytes).scaled(1 / _GIB)),
-        Row(section, "all rules, once", "s", spread.spread(usage.rules_seconds), note=f"every {SCRAPE_SECONDS} s"),
+        Row(section, "all rules", "s", spread.spread(usage.rules_seconds), note=f"in {SCRAPE_SECONDS} s"),
         Row(
             section,
             "evaluations missed",
@@ -109,9 +114,11 @@ def cost_rows(prometheus: Prometheus, usage: Usage, ranks: int) -> list[Row]:
         Row(section, "samples a second", "", spread.spread(usage.samples).scaled(factor), note=note),
         Row(section, "CPU", "cores", spread.spread(usage.cores).scaled(factor), note=note),
         Row(section, "resident memory", "GiB", spread.spread(usage.resident_bytes).scaled(factor / _GIB), note=note),
-        Row(section, "all rules, once", "s", spread.spread(usage.rules_seconds).scaled(factor), note=note),
+        Row(section, "all rules", "s", spread.spread(usage.rules_seconds).scaled(factor), note=note),
     ]
-    return rows
+    each = {name: spread.spread(took).scaled(1e3) for name, took in usage.rule_seconds.items()}
+    dearest = sorted(each, key=lambda name: -each[name].median)
+    return rows + [Row(f"Each rule in {SCRAPE_SECONDS} s, dearest first", name, "ms", each[name]) for name in dearest]
 
 
 @dataclass(slots=True)
@@ -259,7 +266,10 @@ def _choice(prometheus: Prometheus, dashboard: dict[str, object]) -> dict[str, s
         text = variable["query"] if isinstance(variable["query"], str) else variable["query"]["query"]
         selector, _, label = text.removeprefix("label_values(").removesuffix(")").rpartition(",")
         options = prometheus.values(label.strip(), grafana.substituted(selector, values))
-        values[variable["name"]] = grafana.chosen(variable, options if variable.get("multi") else options[:1])
+        several = variable.get("multi")
+        values[variable["name"]] = (
+            grafana.every(variable, options) if several else grafana.chosen(variable, options[:1])
+        )
     return values
 
 

@@ -97,8 +97,11 @@ class SimulatedRank:
                 ledger_seconds=ledger,
                 exposed_wait_seconds=waited,
                 optimizer_steps=steps,
+                own=OwnTotals(
+                    samples=int(loop - waited),
+                    in_sync_samples=int((loop - waited) * (0.6 if self.cause == "straggler" else 0.05)),
+                ),
                 overhead_seconds={"training": 4e-6 * steps, "agent": 0.005 * age},
-                own=OwnTotals(samples=int(10 * age), in_sync_samples=int(2 * age)),
             ),
             step_duration=_histogram(STEP_BUCKETS, steps, STEP_SECONDS),
             wait_duration=_histogram(STEP_BUCKETS, steps, STEP_SECONDS * self.waits),

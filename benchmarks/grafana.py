@@ -73,6 +73,11 @@ def chosen(variable: Mapping[str, Any], values: Sequence[str]) -> str:
     return escaped[0] if len(escaped) == 1 else f"({'|'.join(escaped)})"
 
 
+def every(variable: Mapping[str, Any], values: Sequence[str]) -> str:
+    """What stands for a variable of several values when all are chosen."""
+    return str(variable.get("allValue") or chosen(variable, values))
+
+
 def times(range_seconds: int, interval_seconds: int, scrape_seconds: int) -> dict[str, str]:
     """The variables of the time range.
 

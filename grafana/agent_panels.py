@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from grafana.colours import CAUSES
 from grafana.panels import Query, fair_bad, graph
-from grafana.selection import of, rate
+from grafana.selection import of, of_all, rate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -16,12 +16,16 @@ if TYPE_CHECKING:
 
 def agent() -> Iterator[timeseries.Panel]:
     """Its findings, its cost, its health."""
+    snapshots = of_all("run_result:training_snapshots:sum", "training_snapshots_total")
+    stalls = of_all("run_cause:training_stalls:sum", "training_stalls_total")
+    durations = of_all("run_collector:telemetry_collector_duration_seconds:max", "telemetry_collector_duration_seconds")
+    failing = of_all("run_collector:telemetry_collector_down:count", "1 - telemetry_collector_up")
     yield graph(
         "Snapshots",
         "Traces since the start, by how they ended, over the chosen ranks. Recorded traces are in the run folder; "
         "`telemetry trace` reads them. The log (event snapshot) says why others were refused or failed.",
         "short",
-        Query(f"sum by (result) ({of('training_snapshots_total')}) > 0", "{{result}}"),
+        Query(f"sum by (result) {snapshots} > 0", "{{result}}"),
         Query(f"sum by (reason) ({of('training_snapshots_off')}) > 0", "switched off: {{reason}}"),
         no_value="No snapshots",
     )
@@ -30,7 +34,7 @@ def agent() -> Iterator[timeseries.Panel]:
         "Stalls that have opened since the start, by the cause they opened with, over the chosen ranks. Each has its "
         "evidence and its advice in the log and in `telemetry report`.",
         "short",
-        Query(f"sum by (cause) ({of('training_stalls_total')}) > 0", "{{cause}}"),
+        Query(f"sum by (cause) {stalls} > 0", "{{cause}}"),
         colours=CAUSES,
         no_value="No stall has opened",
     )
@@ -48,14 +52,14 @@ def agent() -> Iterator[timeseries.Panel]:
         "How long each collector's last attempt took, the longest of the chosen ranks. A slow `nvml` means that the "
         "driver has a problem; slow `workers` means that there are very many workers.",
         "s",
-        Query(f"max by (collector) ({of('telemetry_collector_duration_seconds')})", "{{collector}}"),
+        Query(f"max by (collector) {durations}", "{{collector}}"),
     )
     yield graph(
         "Collectors that fail",
         "Ranks on which a collector's last attempt failed. The log (event error) has the message. What the "
         "collector measures is absent meanwhile, not zero.",
         "short",
-        Query(f"count by (collector) ({of('telemetry_collector_up')} == 0)", "{{collector}}"),
+        Query(f"sum by (collector) {failing} > 0", "{{collector}}"),
         stacked=True,
         no_value="All collectors work",
     )

@@ -64,7 +64,16 @@ def built(builder: build.Dashboard) -> dashboard.Dashboard:
     return made
 
 
-def variable(name: str, label: str, query: str, description: str, *, several: bool = False) -> build.QueryVariable:
+def variable(
+    name: str,
+    label: str,
+    query: str,
+    description: str,
+    *,
+    several: bool = False,
+    every: str | None = None,
+    hidden: bool = False,
+) -> build.QueryVariable:
     """A variable whose values come from a query.
 
     Args:
@@ -73,6 +82,8 @@ def variable(name: str, label: str, query: str, description: str, *, several: bo
         query: ``label_values(…)``.
         description: shown on hover.
         several: whether several values, or all, can be chosen. Then all is the default.
+        every: regular expression that stands for all values; None for an alternation of them.
+        hidden: whether it is left off the page.
     """
     made = (
         build.QueryVariable(name)
@@ -85,6 +96,10 @@ def variable(name: str, label: str, query: str, description: str, *, several: bo
     )
     if several:
         made = made.multi(True).include_all(True).current(dashboard.VariableOption(text=["All"], value=["$__all"]))
+    if every is not None:
+        made = made.all_value(every)
+    if hidden:
+        made = made.hide(dashboard.VariableHide.HIDE_VARIABLE)
     return made
 
 

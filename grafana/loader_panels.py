@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from grafana import shared_panels
 from grafana.panels import Query, graph, half
-from grafana.selection import LOOP, RUN_SCOPE, WORST, of, rate
+from grafana.selection import LOOP, RUN_SCOPE, buckets, of, of_each, summed_rate, summed_time
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,7 +37,7 @@ def loader() -> Iterator[timeseries.Panel]:
         "Batches that are ready for the training. At zero each step waits for its batch. At the prefetch depth the "
         "loader is fast enough.",
         "short",
-        Query(f"{of('training_loader_ready_batches')} {WORST}", "rank {{rank}}"),
+        Query(of_each("training_loader_ready_batches"), "rank {{rank}}"),
         no_value=_NONE,
     )
     yield graph(
@@ -45,12 +45,13 @@ def loader() -> Iterator[timeseries.Panel]:
         "How long a batch had been ready when it was requested. It shrinks before the device idles. At zero the "
         "loader is too slow.",
         "s",
-        Query(f"{of('training_loader_slack_seconds')} {WORST}", "rank {{rank}}"),
+        Query(of_each("training_loader_slack_seconds"), "rank {{rank}}"),
         no_value=_NONE,
     )
-    loop = f"(sum({rate('training_time_seconds_total', LOOP)}) > 0)"
-    fetch_wait = f"sum({rate('training_loader_fetch_wait_seconds_total')})"
-    blocked = f"sum({rate('training_loader_head_of_line_seconds_total')})"
+    loop = f"({summed_time(LOOP)} > 0)"
+    fetch_wait, blocked, transfer_wait = (
+        summed_rate(f"training_loader_{what}_seconds") for what in ("fetch_wait", "head_of_line", "transfer_wait")
+    )
     yield graph(
         "What the waits are for",
         "Share of the training loop. Fetch wait: the fetch of the batch had not ended; a faster loader helps. Head of "
@@ -60,12 +61,12 @@ def loader() -> Iterator[timeseries.Panel]:
         "percentunit",
         Query(f"clamp_min({fetch_wait} - {blocked}, 0) / {loop}", "fetch wait"),
         Query(f"{blocked} / {loop}", "head of line"),
-        Query(f"sum({rate('training_loader_transfer_wait_seconds_total')}) / {loop}", "transfer wait"),
+        Query(f"{transfer_wait} / {loop}", "transfer wait"),
         stacked=True,
         colours={"fetch wait": "red", "head of line": "yellow", "transfer wait": "purple"},
         no_value=_NONE,
     )
-    buckets = f"sum by (le) ({rate('training_loader_fetch_duration_seconds_bucket')})"
+    fetches = buckets("training_loader_fetch_duration_seconds")
     yield graph(
         "Fetch time of a batch",
         "Percentiles over all workers of the chosen ranks; without workers, over the fetches of the training "
@@ -73,7 +74,7 @@ def loader() -> Iterator[timeseries.Panel]:
         "step. A long tail shows single slow samples or files.",
         "s",
         *(
-            Query(f"histogram_quantile({q}, {buckets})", name)
+            Query(f"histogram_quantile({q}, {fetches})", name)
             for q, name in ((0.5, "p50"), (0.95, "p95"), (0.99, "p99"))
         ),
         no_value="No fetch was seen to end",
@@ -84,7 +85,7 @@ def loader() -> Iterator[timeseries.Panel]:
             "Finished batches that wait for an earlier, unfinished one. The log (event workers) names the worker "
             "that they wait for.",
             "short",
-            Query(f"{of('training_loader_head_of_line_batches')} {WORST}", "rank {{rank}}"),
+            Query(of_each("training_loader_head_of_line_batches"), "rank {{rank}}"),
             no_value=_NONE,
         )
     )
@@ -94,7 +95,7 @@ def loader() -> Iterator[timeseries.Panel]:
             "Resident memory, summed over a rank's workers. Shared pages count for each worker. If it grows with "
             "every epoch, reference counts of Python objects cause copies: keep the index in NumPy or Arrow.",
             "bytes",
-            Query(f"{of('training_loader_workers_memory_bytes')} {WORST}", "rank {{rank}}"),
+            Query(of_each("training_loader_workers_memory_bytes"), "rank {{rank}}"),
             no_value=_NONE,
         )
     )

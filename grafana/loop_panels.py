@@ -6,14 +6,26 @@ from typing import TYPE_CHECKING, Any, Final
 
 from grafana import frame, shared_columns
 from grafana.colours import BAD, CATEGORIES, CAUSES
-from grafana.panels import Query, fair_bad, figure, graph, half, timeline
-from grafana.selection import LOOP, SELECTED, WORST, of, rate, spent
+from grafana.panels import Query, fair_bad, figure, graph, half, heat_map, timeline
+from grafana.selection import (
+    LOOP,
+    SHOWN,
+    WORST,
+    buckets,
+    of,
+    of_each,
+    rate,
+    rate_of_each,
+    spent,
+    summed_rate,
+    summed_time,
+)
 from grafana.tables import Column, rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from grafana_foundation_sdk.builders import table, timeseries
+    from grafana_foundation_sdk.builders import heatmap, table, timeseries
 
 _STATES: Final = {0: ("no stall", "green")} | {
     number: (cause, colour) for number, (cause, colour) in enumerate(CAUSES.items(), start=1)
@@ -37,7 +49,7 @@ def verdict() -> Iterator[Any]:
         "Ranks in a stall",
         "Ranks that now lose more than 20 % of their time to one avoidable cause.",
         "short",
-        Query(f"sum({of('training_stall_active')})"),
+        Query(f"count({of('run_rank_cause:training_stall_active:max')}) or vector(0)"),
         steps=((1, BAD),),
     )
     yield figure(
@@ -73,7 +85,7 @@ def verdict() -> Iterator[Any]:
         Query('run:training_ranks_alive:sum{run="$run"}'),
     )
     terms = " + ".join(
-        f'{number} * sum by (run, rank) (training_stall_active{{{SELECTED}, cause="{cause}"}})'
+        f'{number} * sum by (run, rank) (training_stall_active{{{SHOWN}, cause="{cause}"}})'
         for number, cause in enumerate(CAUSES, start=1)
     )
     yield timeline(
@@ -89,7 +101,7 @@ def verdict() -> Iterator[Any]:
             "Time lost in stalls per second, summed over the chosen ranks. 3 means the equivalent of three idle "
             "GPUs. The runbook says what to do about each cause.",
             "short",
-            Query(f"sum by (cause) ({rate('training_stall_lost_seconds_total')}) > 0.005", "{{cause}}"),
+            Query(f"sum by (cause) ({of('run_rank_cause:training_stall_lost_seconds:rate5m')}) > 0.005", "{{cause}}"),
             stacked=True,
             colours=CAUSES,
             decimals=2,
@@ -127,9 +139,8 @@ def ledger() -> Iterator[timeseries.Panel]:
             colours=CATEGORIES,
         )
     )
-    exposed = f"sum({rate('training_exposed_wait_seconds_total')})"
-    waited = f"sum({spent('data_wait')})"
-    loop = f"sum({rate('training_time_seconds_total', LOOP)})"
+    exposed = summed_rate("training_exposed_wait_seconds")
+    waited, loop = summed_time('category="data_wait"'), summed_time(LOOP)
     yield half(
         graph(
             "Exposed and hidden wait",
@@ -145,17 +156,16 @@ def ledger() -> Iterator[timeseries.Panel]:
             no_value="Not measured",
         )
     )
-    buckets = f"sum by (le) ({rate('training_step_duration_seconds_bucket')})"
+    steps, waits = buckets("training_step_duration_seconds"), buckets("training_wait_duration_seconds")
     yield half(
         graph(
             "Step duration",
             "Percentiles over all steps of the chosen ranks, from a histogram with wide buckets. The log has them "
             "within 1 %. A 99th percentile far above the median shows single late batches, or pauses.",
             "s",
-            *(Query(f"histogram_quantile({q}, {buckets})", name) for q, name in _PERCENTILES),
+            *(Query(f"histogram_quantile({q}, {steps})", name) for q, name in _PERCENTILES),
         )
     )
-    waits = f"sum by (le) ({rate('training_wait_duration_seconds_bucket')})"
     yield half(
         graph(
             "Wait a step",
@@ -172,7 +182,8 @@ _PERCENTILES: Final = ((0.5, "p50"), (0.95, "p95"), (0.99, "p99"))
 
 def ranks() -> Iterator[Any]:
     """One rank against the others."""
-    steps, buckets = rate("training_steps_total"), rate("training_step_duration_seconds_bucket")
+    durations, waits = (rate_of_each(f"training_{what}_duration_seconds_bucket") for what in ("step", "wait"))
+    own_step = of("run_rank:training_own_step:seconds_rate5m")
     yield half(
         graph(
             "Step duration (p95), by rank",
@@ -180,12 +191,11 @@ def ranks() -> Iterator[Any]:
             "show the slow rank. The wait shows it.",
             "s",
             Query(
-                f"histogram_quantile(0.95, sum by (run, rank, le) ({buckets})) {WORST}",
+                f"histogram_quantile(0.95, sum by (run, rank, le) ({durations})) {WORST}",
                 "rank {{rank}}",
             ),
         )
     )
-    waits, own_step = rate("training_wait_duration_seconds_bucket"), of("run_rank:training_own_step:seconds_rate5m")
     yield half(
         graph(
             "Wait a step (p95), by rank",
@@ -200,12 +210,14 @@ def ranks() -> Iterator[Any]:
             "Exposed wait, by rank",
             "Share of each rank's training loop in which its device had nothing to run. Above the lines: starving.",
             "percentunit",
-            Query(f"{of('run_rank:training_exposed_wait:ratio_rate1m')} {WORST}", "rank {{rank}}"),
+            Query(of_each("run_rank:training_exposed_wait:ratio_rate1m"), "rank {{rank}}"),
             steps=fair_bad(0.2, 0.5),
             top=1,
             no_value="Not measured",
         )
     )
+    computing = rate_of_each("training_time_seconds_total", 'category="compute"')
+    steps = rate_of_each("training_steps_total")
     yield half(
         graph(
             "Compute a step, by rank",
@@ -213,7 +225,7 @@ def ranks() -> Iterator[Any]:
             "has the least compute: the others wait for it here.",
             "s",
             Query(
-                f"sum by (run, rank) ({spent('compute')}) / (sum by (run, rank) ({steps}) > 0) {WORST}",
+                f"sum by (run, rank) ({computing}) / (sum by (run, rank) ({steps}) > 0) {WORST}",
                 "rank {{rank}}",
             ),
         )
@@ -233,7 +245,7 @@ def ranks() -> Iterator[Any]:
     yield half(
         graph(
             "The slowest rank, and slow nodes",
-            "By how much of a step the slowest rank's own part is longer than that of the median rank; and the same for "
+            "By how much of a step the slowest rank's own part is longer than the median rank's; and the same for "
             "each node whose ranks are all slower, on average. All ranks wait for them.",
             "percentunit",
             Query('run_rank_node:training_slowest_rank:excess_ratio{run="$run"}', "rank {{rank}} on {{node}}"),
@@ -242,15 +254,37 @@ def ranks() -> Iterator[Any]:
             no_value="Needs several ranks, and no GPU",
         )
     )
+    yield from _maps()
     yield _table()
+
+
+def _maps() -> Iterator[heatmap.Panel]:
+    yield heat_map(
+        "Exposed wait, every rank over time",
+        "A line of the map for each rank: the share of its training loop in which its device had nothing to run for "
+        "want of a batch. A line that stands out is a rank whose loader is slow, several side by side are a node. A "
+        "column is all ranks at that moment, such as the start of an epoch.",
+        "percentunit",
+        Query(of("run_rank:training_exposed_wait:ratio_rate1m"), "{{rank}}"),
+        no_value="Not measured",
+    )
+    yield heat_map(
+        "Slower than the median rank, every rank over time",
+        "A line of the map for each rank: by how much of a step its own part is longer than the median rank's. Waiting "
+        "for data is part of it. All ranks wait for a line that stands out; several side by side are a node.",
+        "percentunit",
+        Query(f"clamp_min({of('run_rank_node:training_own_step:excess_ratio')}, 0)", "{{rank}}"),
+        no_value="Needs several ranks, and no GPU",
+    )
 
 
 def _table() -> table.Panel:
     node = "* on (run, rank) group_left (node) run_rank_node:training_run_info:max"
     cause = "* on (run, rank) group_left (cause) run_rank_cause:training_stall_lost_seconds:top_rate5m"
+    zero = f"0 * max by (run, rank) ({of('run_rank:training_stall_lost_seconds:rate5m')})"
     waiting, computing = (
-        of("run_rank_category:training_time_seconds:rate5m", f'category="{category}"')
-        for category in ("data_wait", "compute")
+        f"sum by (run, rank) ({of('run_rank_category:training_time_seconds:rate5m', matcher)}) or {zero}"
+        for matcher in ('category="data_wait"', 'category="compute"')
     )
     return rows(
         "Ranks",
@@ -264,14 +298,14 @@ def _table() -> table.Panel:
         Column(
             "waiting",
             "percentunit",
-            f"sum by (run, rank) ({waiting})",
+            waiting,
             bar=1,
             width=150,
         ),
         Column(
             "computing",
             "percentunit",
-            f"sum by (run, rank) ({computing})",
+            computing,
             bar=1,
             width=150,
         ),

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from grafana import shared_panels
 from grafana.panels import Query, fair_bad, graph
-from grafana.selection import RUN, RUN_SCOPE, WORST, of
+from grafana.selection import RUN, RUN_SCOPE, SHOWN, WORST
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,7 +41,7 @@ def machine() -> Iterator[timeseries.Panel]:
         "Share of the periods in which the job's cgroup had used up its CPU and was stopped. Anything but zero slows "
         "workers and training alike: raise the limit, or start fewer workers.",
         "percentunit",
-        Query(f"max by (run, rank) ({of('training_cgroup_cpu_throttled_ratio')}) {WORST}", "rank {{rank}}"),
+        Query(f"max by (run, rank) (training_cgroup_cpu_throttled_ratio{{{SHOWN}}}) {WORST}", "rank {{rank}}"),
         steps=fair_bad(0.05, 0.2),
         top=1,
         no_value="No CPU limit",

@@ -27,7 +27,9 @@ _RANKS: Final = 'run=~"$run", rank=~"$rank"'
 
 _RANK: Final = "{{run}} rank {{rank}}"
 _GPU: Final = "GPU {{gpu}}, {{run}} {{rank}}"
-_SCOPE: Final = Scope(matchers=_RANKS, machines=_NODE, filter=_HERE, shown=_HERE, rank=_RANK, gpu=_GPU)
+_SCOPE: Final = Scope(
+    matchers=_RANKS, each_matchers=_RANKS, machines=_NODE, filter=_HERE, shown=_HERE, rank=_RANK, gpu=_GPU
+)
 
 
 def node() -> dashboard.Dashboard:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from grafana_foundation_sdk.builders import bargauge, prometheus, stat, statetimeline, timeseries
+from grafana_foundation_sdk.builders import bargauge, heatmap, prometheus, stat, statetimeline, timeseries
 from grafana_foundation_sdk.builders import common as look
 from grafana_foundation_sdk.builders import dashboard as build
 from grafana_foundation_sdk.models import common, dashboard
+from grafana_foundation_sdk.models.heatmap import HeatmapColorMode
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 
 from grafana.colours import BAD, FAIR, GOOD, NEUTRAL
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 DATA_SOURCE: Final = dashboard.DataSourceRef(type_val="prometheus", uid="${datasource}")
+
+_COLUMNS: Final = 150
+"""Of a map: each is a value of every series."""
 
 Steps: TypeAlias = "Sequence[tuple[float, str]]"
 """Thresholds as (value, colour): the colour holds from this value on. Below the first value it is green."""
@@ -243,4 +247,38 @@ def timeline(title: str, description: str, query: Query, states: Mapping[int, tu
         .tooltip(look.VizTooltipOptions().mode(common.TooltipDisplayMode.SINGLE))
         .height(8)
         .span(24)
+    )
+
+
+def heat_map(title: str, description: str, unit: str, query: Query, *, no_value: str) -> heatmap.Panel:
+    """One row of cells for each series, the rows in the order of their names; half of the width, for a thousand rows.
+
+    Args:
+        title: of the panel.
+        description: what it means, and what to look at next.
+        unit: Grafana's id of the unit.
+        query: series whose legend is a number.
+        no_value: what is shown where there is nothing.
+    """
+    return (
+        heatmap.Panel()
+        .title(title)
+        .description(description)
+        .unit(unit)
+        .datasource(DATA_SOURCE)
+        .targets(list(targets([query])))
+        .max_data_points(_COLUMNS)
+        .no_value(no_value)
+        .calculate(False)
+        .color(
+            heatmap.HeatmapColorOptions().mode(HeatmapColorMode.SCHEME).scheme("Oranges").exponent(0.5).steps(64).min(0)
+        )
+        .cell_gap(0)
+        .filter_values(heatmap.FilterValueRange().le(0))
+        .show_value(common.VisibilityMode.NEVER)
+        .cell_values(heatmap.CellValues().unit(unit).decimals(0))
+        .show_legend()
+        .mode(common.TooltipDisplayMode.SINGLE)
+        .height(14)
+        .span(12)
     )

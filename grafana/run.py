@@ -13,6 +13,7 @@ from grafana.gpu_panels import gpus
 from grafana.loader_panels import loader
 from grafana.loop_panels import ledger, ranks, verdict
 from grafana.machine_panels import machine
+from grafana.selection import ALL_RANKS, SELECTED, SELECTED_NOT_ALL, SHOWN_RANKS, of
 
 if TYPE_CHECKING:
     from grafana_foundation_sdk.models import dashboard
@@ -35,12 +36,18 @@ def run() -> dashboard.Dashboard:
                 'label_values(training_run_info{run="$run"}, rank)',
                 "Ranks that are shown; of many, graphs by rank show the 16 that lose most",
                 several=True,
+                every=ALL_RANKS,
+            )
+        )
+        .with_variable(
+            frame.variable(
+                "worst", "Worst ranks", SHOWN_RANKS, "Ranks that graphs by rank read", several=True, hidden=True
             )
         )
         .annotation(
             frame.Marks(
                 "Stalls",
-                'count by (cause) (training_stall_active{run="$run", rank=~"$rank"} == 1)',
+                f"count by (cause) ({of('run_rank_cause:training_stall_active:max')})",
                 "stall: {{cause}}",
                 FAIR,
             )
@@ -48,7 +55,8 @@ def run() -> dashboard.Dashboard:
         .annotation(
             frame.Marks(
                 "Snapshots",
-                'sum by (result) (increase(training_snapshots_total{run="$run", rank=~"$rank"}[$__rate_interval])) > 0',
+                f"sum by (result) (run_result:training_snapshots:increase2m{{{SELECTED}}} or "
+                f"increase(training_snapshots_total{{{SELECTED_NOT_ALL}}}[$__rate_interval])) > 0",
                 "snapshot {{result}}",
                 NEUTRAL,
             )

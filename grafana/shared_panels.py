@@ -21,6 +21,7 @@ class Scope:
 
     Args:
         matchers: matchers of the runs and ranks.
+        each_matchers: matchers of the runs and ranks that are drawn as one line each.
         machines: matchers of the recorded series of whole machines.
         filter: PromQL after an aggregated metric; empty for none.
         shown: PromQL after a metric that is drawn as one line per rank or GPU.
@@ -29,6 +30,7 @@ class Scope:
     """
 
     matchers: str
+    each_matchers: str
     machines: str
     filter: str
     shown: str
@@ -41,15 +43,15 @@ class Scope:
 
     def each(self, metric: str) -> str:
         """A metric as one line per rank or GPU."""
-        return f"{metric}{{{self.matchers}}} {self.shown}"
+        return f"{metric}{{{self.each_matchers}}} {self.shown}"
 
     def each_ratio(self, part: str, whole: str) -> str:
         """The ratio of two metrics as one line per rank or GPU."""
-        return f"{part}{{{self.matchers}}} / {self.each(whole)}"
+        return f"{part}{{{self.each_matchers}}} / {self.each(whole)}"
 
     def each_rate(self, counter: str) -> str:
         """The rate of a counter as one line per rank or GPU."""
-        return f"rate({counter}{{{self.matchers}}}[$__rate_interval]) {self.shown}"
+        return f"rate({counter}{{{self.each_matchers}}}[$__rate_interval]) {self.shown}"
 
 
 def sm_activity(scope: Scope, advice: str) -> timeseries.Panel:

@@ -15,7 +15,9 @@ VALID_UNITS = {
 }  # fmt: skip
 """The entries of the linter's list that these dashboards may need."""
 
-QUERIED = {"stat", "singlestat", "graph", "table-old", "timeseries", "gauge", "table", "state-timeline", "bargauge"}
+QUERIED = {
+    "stat", "singlestat", "graph", "table-old", "timeseries", "gauge", "table", "state-timeline", "bargauge", "heatmap",
+}  # fmt: skip
 """Types of panels that the rules check: the linter's own list, and all other types in these dashboards."""
 
 

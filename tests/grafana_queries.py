@@ -6,7 +6,7 @@ from benchmarks import grafana
 
 VALUES = {
     "__rate_interval": "5m", "__interval": "1m", "__range": "6h", "__range_s": "21600",
-    "run": "(a|b)", "rank": "(0|1)", "node": "n",
+    "run": "(a|b)", "rank": "(0|1)", "worst": "(0|1)", "node": "n",
 }  # fmt: skip
 """The values that Grafana would substitute."""
 
@@ -53,7 +53,8 @@ def queries(dashboard):
 
 def names_read(expression):
     """Every metric that an expression reads: all names except functions, keywords, labels and text."""
+    named = {name for names in re.findall(r'__name__=~"([^"]*)"', expression) for name in names.split("|")}
     bare = re.sub(r'"[^"]*"', "", expression)
     bare = re.sub(r"\{[^}]*\}|\[[^\]]*\]", "", bare)
     bare = re.sub(r"\b(?:by|without|on|ignoring|group_left|group_right)\s*\([^)]*\)", "", bare)
-    return set(re.findall(r"\b[a-zA-Z_:][\w:]*\b(?!\s*\()", bare)) - _WORDS
+    return set(re.findall(r"\b[a-zA-Z_:][\w:]*\b(?!\s*\()", bare)) - _WORDS | named

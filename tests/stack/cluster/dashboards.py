@@ -101,7 +101,8 @@ def scenes_of(store, dashboard, answers, name):
             single = not variable.get("multi")
             for choice in [[option] for option in options] if single else [options]:
                 label = (*labels, choice[0]) if single else labels
-                following.append((label, values | {variable["name"]: grafana.chosen(variable, choice)}))
+                put_in = grafana.chosen(variable, choice) if single else grafana.every(variable, choice)
+                following.append((label, values | {variable["name"]: put_in}))
         scenes = following
     return scenes
 

@@ -41,7 +41,8 @@ def faster_rules(document):
         for rule in group["rules"]:
             times = {key: faster(rule[key]) for key in ("for", "keep_firing_for") if key in rule}
             rules.append({**rule, "expr": faster_expression(rule["expr"]), **times})
-        groups.append({**group, "rules": rules})
+        interval = {"interval": faster(group["interval"])} if "interval" in group else {}
+        groups.append({**group, **interval, "rules": rules})
     return {"groups": groups}
 
 

@@ -22,7 +22,7 @@ EMPTY = {
 RECORDED_ONLY = {
     r"training_(gpu|cuda)_|dcgm_": "there is no GPU: the run that was recorded on one has them, or the fake driver",
     r"training_cgroup_": "a machine may set no limit",
-    r"collector_up.* == 0": "no collector fails here",
+    r"collector_up": "no collector fails here",
     r"telemetry_errors_total": "nothing fails here",
 }
 """What the live runs need not show, by what is asked for, and why: the recorded run has it all."""
@@ -86,6 +86,8 @@ def test_variables_are_put_in_as_grafana_does():
     assert grafana.chosen(multi, ["a.b"]) == r"a\\.b"
     assert grafana.chosen(multi, ["a.b", "c|d"]) == r"(a\\.b|c\\|d)"
     assert grafana.chosen(multi, ["a\\b"]) == r"a\\\\b"
+    assert grafana.every({"multi": True, "allValue": ".+"}, ["a", "b"]) == ".+"
+    assert grafana.every(multi, ["a", "b"]) == "(a|b)"
 
 
 def test_times_are_put_in_as_grafana_does():
