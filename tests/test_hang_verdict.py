@@ -55,7 +55,7 @@ def test_a_rank_in_a_fetch_is_named_with_node_and_line():
 
 
 CASES = [
-    (stands(2, process=GONE), "rank_gone", "rank 2 on n2 is gone: its process is not there any more"),
+    (stands(2, process=GONE), "rank_gone", "rank 2 on n2 is gone: its process has ended"),
     (stands(2, process=STOPPED), "rank_stopped", "rank 2 on n2 is stopped at train.py:12, by a signal or a debugger"),
     (stands(2, state="sleeping in futex_do_wait"), "compute", "rank 2 on n2 is in a step at train.py:12, waiting for a lock"),
     (stands(2, state="running"), "compute", "rank 2 on n2 is in a step at train.py:12, running"),

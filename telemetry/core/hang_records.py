@@ -14,6 +14,10 @@ LEFT: Final = "left"
 ENDED: Final = "ended"
 """The same: the agent has ended by itself, as at the end of the script."""
 
+SILENT: Final = "its agent does not answer"
+NODE_SILENT: Final = "nothing comes from its node"
+"""In the place of what the kernel says of the thread."""
+
 RANK_GONE: Final = "rank_gone"
 RANK_STOPPED: Final = "rank_stopped"
 RANK_LEFT: Final = "rank_left"

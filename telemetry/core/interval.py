@@ -27,6 +27,8 @@ class RankPace:
         seconds_without_step: since its newest step; ``waits_for_ranks``: whether it has spent them where ranks wait for
             one another.
         node: name of its node, of a rank on another one; None for a rank of this node.
+        stuck: whether it has ended no step for ``stuck_seconds``. ``still_seconds``: since the hooks last saw its
+            training thread go on, in whatever it does.
     """
 
     rank: int
@@ -45,6 +47,8 @@ class RankPace:
     waits_for_ranks: bool = False
     gpu_busy_ratio: float | None = None
     node: str | None = None
+    stuck: bool = False
+    still_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

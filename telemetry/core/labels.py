@@ -43,6 +43,7 @@ EVENTS: Final = (
     "phase",
     "stall_open",
     "stall_close",
+    "hang",
     "snapshot",
     "error",
     "run_end",

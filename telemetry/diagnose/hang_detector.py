@@ -39,6 +39,11 @@ gone."""
 LATE_TICKS: Final = 2.0
 """A tick counts at most this many intervals. The agent did not observe the rest."""
 
+PHASE_SECONDS: Final = 540.0
+PHASE_TIMES: Final = 6.0
+"""While another rank evaluates or writes a checkpoint, this one is not stuck. But if that one stands still for so long,
+or for this multiple of ``stuck_seconds``, it is stuck itself."""
+
 MAX_EXCUSES: Final = 10
 """The end of an epoch may take this many times as long, because workers can be slow to stop."""
 
@@ -65,6 +70,7 @@ class Moment:
         steps: completed steps of the run.
         loop_left: whether the loop of the newest step has been left, for example by ``break``.
         at_edge: whether the thread waits for the first batch of an epoch.
+        seconds: since the last tick, whatever the thread did.
     """
 
     loop_seconds: float
@@ -72,6 +78,7 @@ class Moment:
     steps: int
     loop_left: bool
     at_edge: bool
+    seconds: float = 0.0
 
 
 class StuckWatch:
@@ -82,7 +89,7 @@ class StuckWatch:
         interval: seconds between two ticks.
 
     Attributes:
-        seconds: counted seconds without progress.
+        seconds: counted seconds without progress. ``still_seconds``: all of them, such as those in a checkpoint.
         stuck: whether the run is stuck.
         excuses: how many times in a row `excuse` was called.
     """
@@ -92,6 +99,7 @@ class StuckWatch:
         self._most = LATE_TICKS * interval
         self._progress: tuple[int, ...] | None = None
         self.seconds = 0.0
+        self.still_seconds = 0.0
         self.stuck = False
         self.excuses = 0
 
@@ -108,7 +116,9 @@ class StuckWatch:
         if moment.progress != self._progress or moment.loop_left:
             self._progress = moment.progress
             was, self.stuck, self.seconds, self.excuses = self.stuck, False, 0.0, 0
+            self.still_seconds = 0.0
             return "closed" if was else None
+        self.still_seconds += moment.seconds
         self.seconds += min(moment.loop_seconds, self._most)
         if self.stuck:
             return "held"
@@ -122,6 +132,17 @@ class StuckWatch:
         """Start counting again: what looked like a stuck run is none."""
         self.seconds, self.stuck = 0.0, False
         self.excuses += 1
+
+
+def longest_phase(setting: float | None, longest: float) -> float:
+    """Seconds for which the evaluation or the checkpoint of one rank may stand still while the others wait for it.
+
+    Args:
+        setting: ``stuck_seconds``; None for auto.
+        longest: of those that others have waited for so far.
+    """
+    seconds = PHASE_SECONDS if setting is None else PHASE_TIMES * setting
+    return max(seconds, TIMES_LONGEST * longest)
 
 
 def stuck_after(setting: float | None, steps: StepTimes, *, at_edge: bool) -> float:

@@ -19,10 +19,12 @@ from telemetry.core.hang_records import (
     LEFT,
     MAX_SUSPECTS,
     MISMATCH,
+    NODE_SILENT,
     PHASE,
     RANK_GONE,
     RANK_LEFT,
     RANK_STOPPED,
+    SILENT,
     STOPPED,
     UNKNOWN,
     HangSuspect,
@@ -51,6 +53,7 @@ _DOING: Final = {
     ENDED: "at its end: it has left the job by itself",
 }
 _KERNEL: Final = (
+    (SILENT, "and its agent does not answer, as while C code holds the GIL"),
     ("stopped", "stopped"),
     ("uninterruptible", "in uninterruptible sleep, as of storage that does not answer"),
     ("futex", "waiting for a lock"),
@@ -129,7 +132,8 @@ def told(verdict: HangVerdict, since: str) -> HangVerdict:
 def doing(state: HangState) -> str:
     """What a rank does, continues "rank 3 is ..."."""
     if state.process == GONE:
-        return "gone: its process is not there any more"
+        what = "nothing has come from its node for a minute" if state.state == NODE_SILENT else "its process has ended"
+        return f"gone: {what}"
     if state.process == STOPPED:
         return "stopped, by a signal or a debugger"
     words = _DOING.get(state.doing, "outside of its training loop")

@@ -1,0 +1,140 @@
+"""Jobs of several ranks on gloo that are made to hang, and what is written of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+from tests.faults.processes import Child, environment, events, wait_for, write
+
+STUCK_SECONDS = 2.0
+ODD_STEP = 12
+
+JOB = """
+    import os, sys, threading, time
+    import telemetry
+    import torch
+    import torch.distributed as dist
+    from torch.utils.data import DataLoader, Dataset
+
+    rank, world, odd, what = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+    torch.set_num_threads(1)
+    mine = rank == odd
+    lock = threading.Lock()
+    lock.acquire()
+    reading, writing = os.pipe()
+
+
+    def say(text):
+        print(text, flush=True)
+
+
+    class Numbers(Dataset):
+        def __len__(self):
+            return AT if mine and what == "left" else 40
+
+        def __getitem__(self, index):
+            if index == AT and mine and what in {"fetch", "worker"}:
+                say("reached") if what == "fetch" else None
+                os.read(reading, 1)  # the fetch
+            return index
+
+
+    def in_the_step():
+        say("reached")
+        if what == "compute":
+            time.sleep(1000)  # the compute
+        elif what == "lock":
+            lock.acquire()  # the lock
+        elif what == "checkpoint":
+            class Storage:
+                def write(self, data):
+                    os.read(reading, 1)  # the checkpoint
+
+                def flush(self):
+                    pass
+
+            torch.save({}, Storage(), _use_new_zipfile_serialization=False)
+        elif what == "order":
+            dist.broadcast(torch.ones(3), 0)  # the other collective
+        elif what == "exit":
+            time.sleep(1000)
+
+
+    AT = 12
+    options = {"store": sys.argv[5], "rank": rank, "world_size": world}
+    dist.init_process_group("gloo", init_method=f"file://{options['store']}", rank=rank, world_size=world)
+    telemetry.start("run", run="r", port="off", interval_seconds=0.2, log_interval_seconds=0.5, start_line=False,
+                    stuck_seconds=float(sys.argv[6]), stall_window_seconds=600)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2)) if what == "ddp" else None
+    for batch in DataLoader(Numbers(), batch_size=1, num_workers=int(what == "worker")):
+        if int(batch) == AT and mine and what in {"compute", "lock", "checkpoint", "order", "ddp", "exit"}:
+            in_the_step() if what != "ddp" else (say("reached"), time.sleep(1000))
+        if int(batch) == AT and what == "worker" and not mine:
+            say("reached")
+        if model is not None:
+            model(torch.ones(1, 2)).sum().backward()
+        else:
+            dist.all_reduce(torch.ones(4, 8))  # the collective
+        time.sleep(0.002)
+    if mine and what == "left":
+        say("reached")
+        sys.stdin.readline()  # after the loop
+"""
+
+
+def line_of(comment: str) -> int:
+    """The line of the script that has this comment."""
+    (number,) = [n for n, text in enumerate(JOB.lstrip("\n").splitlines(), 1) if text.endswith(f"# {comment}")]
+    return number
+
+
+class HangingJob:
+    """Ranks as real processes, one node each if it has names for them.
+
+    Args:
+        folder: of the test.
+        what: what goes wrong on rank ``odd``, see `JOB`.
+        nodes: name of the node of each rank.
+    """
+
+    def __init__(
+        self, folder: Path, what: str, *, odd: int, nodes: tuple[str, ...], stuck: float = STUCK_SECONDS
+    ) -> None:
+        self.run_dir, self.odd = folder / "run", odd
+        script = write(folder, "train.py", JOB)
+        self.ranks: list[Child] = []
+        for rank, node in enumerate(nodes):
+            env = environment(
+                RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(len(nodes)), TELEMETRY_NODE=node, OMP_NUM_THREADS="1"
+            )
+            rest = (rank, len(nodes), odd, what, folder / "store", stuck)
+            self.ranks.append(Child(script, *rest, cwd=folder, env=env))
+
+    def __enter__(self) -> HangingJob:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for child in self.ranks:
+            child.__exit__()
+
+    def reached(self, rank: int | None = None) -> None:
+        """Wait until a rank is where it goes wrong."""
+        child = self.ranks[self.odd if rank is None else rank]
+        while child.line() != "reached":
+            pass
+
+    def send(self, signum: signal.Signals) -> None:
+        os.kill(self.ranks[self.odd].pid, signum)
+
+    def hangs(self) -> list[dict]:
+        return events(self.run_dir, "hang", running=True) if (self.run_dir / "logs").exists() else []
+
+    def verdict(self, kind: str) -> dict:
+        """The first line in the log that names this kind."""
+        return wait_for(
+            lambda: next((line for line in self.hangs() if line.get("kind") == kind), None),
+            lambda: f"a hang of kind {kind}, not {json.dumps(self.hangs(), indent=1)}",
+        )
