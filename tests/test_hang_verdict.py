@@ -51,7 +51,7 @@ def test_a_rank_in_a_fetch_is_named_with_node_and_line():
     (suspect,) = found.suspects
     assert (suspect.rank, suspect.node, suspect.where, suspect.doing) == (3, "n2", "data.py:88 (read)", "in a fetch")
     (waiting,) = found.fields()["waiting"]
-    assert waiting == {"ranks": [0, 1, 2], "collective": "all_reduce", "sequence": 81234}
+    assert waiting == {"ranks": [(0, 2)], "collective": "all_reduce", "sequence": 81234}
 
 
 CASES = [

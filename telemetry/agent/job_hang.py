@@ -95,6 +95,7 @@ class JobHang:
         self._lines = 0
         self._since = ""
         self._steps = 0
+        self._over: dict[str, Any] | None = None
         self._verdict: HangVerdict | None = None
         self.local: tuple[HangState, ...] = ()
 
@@ -108,10 +109,13 @@ class JobHang:
         """
         if not hangs:
             if self._began_ns is not None:
-                self._end(around(), steps)
+                self._end(around())
+            if self._over is not None and steps > self._steps:
+                self._emit("hang", self._over)
+                self._over = None
             return
         if self._began_ns is None:
-            self._began_ns, self._steps = self._now(), steps
+            self._began_ns, self._steps, self._over = self._now(), steps, None
         surroundings = around()
         own = self._say(surroundings.board)
         if surroundings.leads or surroundings.world_size == 1:
@@ -156,7 +160,7 @@ class JobHang:
             try:
                 pid, age = int(row["pid"]), (self._now() - int(row["at_ns"])) / NS
                 (state,) = from_rows([row])
-            except (KeyError, TypeError, ValueError):
+            except (KeyError, TypeError, ValueError, AttributeError):
                 continue
             # Of a process that is stopped, what it said last is all there is.
             yield pid, state if age < _OLD_SECONDS else replace(state, stuck=False, waits=False, where=None, call=None)
@@ -182,12 +186,12 @@ class JobHang:
             recorder = {"recorder": _RECORDER_OFF} if self._recorder() == "off" else {}
             self._emit("hang", {"since": self._since} | self._verdict.fields() | recorder)
 
-    def _end(self, around: HangSurroundings, steps: int) -> None:
-        """Nothing hangs any more. It is over where steps end again; else the processes are about to end."""
+    def _end(self, around: HangSurroundings) -> None:
+        """Nothing hangs any more. It is over once steps end again; else the processes are about to end."""
         if around.board is not None and self._rank is not None:
             around.board.take_back(self._rank)
-        if self._verdict is not None and steps > self._steps:
-            self._emit("hang", {"since": self._since, "kind": self._verdict.kind, "over": True})
+        if self._verdict is not None:
+            self._over = {"since": self._since, "kind": self._verdict.kind, "over": True}
         self._began_ns = self._said_ns = self._rank = self._written = self._verdict = None
         self._lines, self._since, self.local = 0, "", ()
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
+from telemetry.core.rank_ranges import ranges
+
 ALIVE: Final = "alive"
 STOPPED: Final = "stopped"
 GONE: Final = "gone"
@@ -123,14 +125,15 @@ class HangVerdict:
     sentence: str = ""
 
     def fields(self) -> dict[str, Any]:
-        """For the log, in the words of ``report --json``."""
+        """For the log, in the words of ``report --json``; ranks as ranges, with the first and the last of each."""
         return {
             "verdict": self.sentence,
             "kind": self.kind,
             "suspects": [{"rank": s.rank, "node": s.node, "where": s.where, "doing": s.doing} for s in self.suspects],
             "suspects_total": self.suspects_total,
             "waiting": [
-                {"ranks": list(w.ranks), "collective": w.collective, "sequence": w.sequence} for w in self.waiting
+                {"ranks": ranges(w.ranks), "collective": w.collective, "sequence": w.sequence}
+                for w in self.waiting[:MAX_SUSPECTS]
             ],
             "silent_ranks": len(self.silent),
         }

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from pathlib import Path
 
 from tests.faults.processes import Child, environment, events, wait_for, write
 
-STUCK_SECONDS = 2.0
-ODD_STEP = 12
+STUCK_SECONDS = 1.0
+
+UNNOTICED = """
+    import os
+
+    reading, writing = os.pipe()
+
+
+    def all_reduce():
+        os.read(reading, 1)
+"""
+"""Stands in for a collective of NCCL, which waits on when a peer dies. One of gloo raises."""
 
 JOB = """
     import os, sys, threading, time
     import telemetry
     import torch
     import torch.distributed as dist
+    from telemetry.agent import job_link
     from torch.utils.data import DataLoader, Dataset
 
     rank, world, odd, what = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
@@ -44,7 +54,7 @@ JOB = """
 
     def in_the_step():
         say("reached")
-        if what == "compute":
+        if what in {"compute", "ddp"}:
             time.sleep(1000)  # the compute
         elif what == "lock":
             lock.acquire()  # the lock
@@ -59,19 +69,27 @@ JOB = """
             torch.save({}, Storage(), _use_new_zipfile_serialization=False)
         elif what == "order":
             dist.broadcast(torch.ones(3), 0)  # the other collective
-        elif what == "exit":
+        elif what == "signal":
+            time.sleep(1000)
+        elif what == "end":
+            telemetry.stop()
             time.sleep(1000)
 
 
     AT = 12
-    options = {"store": sys.argv[5], "rank": rank, "world_size": world}
-    dist.init_process_group("gloo", init_method=f"file://{options['store']}", rank=rank, world_size=world)
+    job_link.CYCLE_SECONDS = job_link._SETTLE_SECONDS = 0.5
+    sys.path.insert(0, sys.argv[5] + "/site-packages/torch/distributed")
+    import unnoticed
+
+    dist.init_process_group("gloo", init_method=f"file://{sys.argv[5]}/store", rank=rank, world_size=world)
     telemetry.start("run", run="r", port="off", interval_seconds=0.2, log_interval_seconds=0.5, start_line=False,
                     stuck_seconds=float(sys.argv[6]), stall_window_seconds=600)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2)) if what == "ddp" else None
     for batch in DataLoader(Numbers(), batch_size=1, num_workers=int(what == "worker")):
-        if int(batch) == AT and mine and what in {"compute", "lock", "checkpoint", "order", "ddp", "exit"}:
-            in_the_step() if what != "ddp" else (say("reached"), time.sleep(1000))
+        if int(batch) == AT and mine and what not in {"fetch", "worker", "left"}:
+            in_the_step()
+        if int(batch) == AT and what in {"signal", "end"}:
+            unnoticed.all_reduce()  # the unnoticed collective
         if int(batch) == AT and what == "worker" and not mine:
             say("reached")
         if model is not None:
@@ -98,19 +116,33 @@ class HangingJob:
         folder: of the test.
         what: what goes wrong on rank ``odd``, see `JOB`.
         nodes: name of the node of each rank.
+        variables: of the environment of all ranks.
     """
 
     def __init__(
-        self, folder: Path, what: str, *, odd: int, nodes: tuple[str, ...], stuck: float = STUCK_SECONDS
+        self,
+        folder: Path,
+        what: str,
+        *,
+        odd: int,
+        nodes: tuple[str, ...],
+        stuck: float = STUCK_SECONDS,
+        **variables: str,
     ) -> None:
         self.run_dir, self.odd = folder / "run", odd
         script = write(folder, "train.py", JOB)
+        write(folder, "site-packages/torch/distributed/unnoticed.py", UNNOTICED)
         self.ranks: list[Child] = []
         for rank, node in enumerate(nodes):
             env = environment(
-                RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(len(nodes)), TELEMETRY_NODE=node, OMP_NUM_THREADS="1"
+                RANK=str(rank),
+                LOCAL_RANK="0",
+                WORLD_SIZE=str(len(nodes)),
+                TELEMETRY_NODE=node,
+                OMP_NUM_THREADS="1",
+                **variables,
             )
-            rest = (rank, len(nodes), odd, what, folder / "store", stuck)
+            rest = (rank, len(nodes), odd, what, folder, stuck)
             self.ranks.append(Child(script, *rest, cwd=folder, env=env))
 
     def __enter__(self) -> HangingJob:
@@ -135,6 +167,5 @@ class HangingJob:
     def verdict(self, kind: str) -> dict:
         """The first line in the log that names this kind."""
         return wait_for(
-            lambda: next((line for line in self.hangs() if line.get("kind") == kind), None),
-            lambda: f"a hang of kind {kind}, not {json.dumps(self.hangs(), indent=1)}",
+            lambda: next((line for line in self.hangs() if line.get("kind") == kind), None), f"a hang of kind {kind}"
         )

@@ -57,9 +57,9 @@ HANG: Final[MetricGroup[HangView]] = MetricGroup(
             name="training_hang_active",
             type=GAUGE,
             label=MetricLabel("kind", HANG_KINDS),
-            help="1 while the job hangs, with why.",
-            details="It has one sample, of the present kind. The log has the sentence, in lines with `event` = `hang`.",
-            read=lambda hang: {hang.kind: 1},
+            help="1 for the kind of the hang, 0 for the others.",
+            details="The log has the ranks and a sentence, in lines with `event` = `hang`.",
+            read=lambda hang: (hang.kind,),
         ),
         Metric(
             name="training_hang_suspect_rank",
