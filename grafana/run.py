@@ -47,6 +47,14 @@ def run() -> dashboard.Dashboard:
         )
         .annotation(
             frame.Marks(
+                "Hangs",
+                'count by (kind) (training_hang_active{run="$run"} == 1)',
+                "the job hangs: {{kind}}",
+                BAD,
+            )
+        )
+        .annotation(
+            frame.Marks(
                 "Snapshots",
                 'sum by (result) (increase(training_snapshots_total{run="$run", rank=~"$rank"}[$__rate_interval])) > 0',
                 "snapshot {{result}}",
