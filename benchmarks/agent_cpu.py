@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 from benchmarks import child
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 SLICE_SECONDS: Final = 5.0
 """One reading each: long enough for the log's window, which is written every ten seconds, to even out over a few."""
@@ -31,6 +31,8 @@ SLICE_SECONDS: Final = 5.0
 _SETTLE_SECONDS: Final = 4.0
 _STEP_SECONDS: Final = 0.01
 _LOADER_THREADS: Final = ("QueueFeederThread", "Thread-")
+BESIDE: Final = "its other processes"
+
 SCRAPER: Final = """
 import sys, time, urllib.request
 while True:
@@ -70,26 +72,57 @@ def measure(*, slices: int, workers: int, slice_seconds: float = SLICE_SECONDS) 
 
 
 def measure_rival(*, slices: int, workers: int, slice_seconds: float = SLICE_SECONDS) -> dict[str, Any]:
-    """The same with TraceML, whose process that collects and shows is not counted; runs in its environment."""
+    """The same with TraceML. Its launcher and the process that collects are told apart. Runs in its environment."""
     import traceml_ai  # type: ignore[import-not-found,unused-ignore]
 
     config = traceml_ai.init(mode="auto")
     model = torch.nn.Linear(1, 1)
-    return shares(slices, workers, slice_seconds, lambda: traceml_ai.trace_step(model)) | {
+    return shares(slices, workers, slice_seconds, lambda: traceml_ai.trace_step(model), _launched_beside()) | {
         "running": not config.disabled
     }
 
 
-def shares(slices: int, workers: int, slice_seconds: float, step: Callable[[], Step] = nullcontext) -> dict[str, Any]:
-    """Train, and read the CPU time of the other threads after each slice."""
+def _launched_beside() -> list[int]:
+    """The rival's launcher, and every process that it has started, but for this one and those between."""
+    parents = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue  # it has ended
+    above = [os.getpid()]
+    while "traceml_ai.launcher" not in _command(above[-1]) and above[-1] > 1:
+        above.append(parents[above[-1]])
+    launcher, beside = above[-1], []
+    for pid in parents:
+        line = [pid]
+        while line[-1] not in {launcher, 0}:
+            line.append(parents.get(line[-1], 0))
+        if line[-1] == launcher and os.getpid() not in line:
+            beside.append(pid)
+    return beside
+
+
+def _command(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+
+
+def shares(
+    slices: int,
+    workers: int,
+    slice_seconds: float,
+    step: Callable[[], Step] = nullcontext,
+    beside: Sequence[int] = (),
+) -> dict[str, Any]:
+    """Train, and read the CPU time of the other threads, and of processes ``beside``, after each slice."""
     torch.set_num_threads(1)
     iterator = iter(DataLoader(Samples(), batch_size=4, num_workers=workers))
     train(iterator, _SETTLE_SECONDS if slice_seconds > 1.0 else 0.0, step)
     readings: list[dict[str, float]] = []
-    steps, before, began = 0, cpu_seconds(), time.perf_counter()
+    steps, before, began = 0, cpu_seconds(beside), time.perf_counter()
     for _ in range(slices):
         steps += train(iterator, slice_seconds, step)
-        after, ended = cpu_seconds(), time.perf_counter()
+        after, ended = cpu_seconds(beside), time.perf_counter()
         readings.append({name: (used - before.get(name, 0.0)) / (ended - began) for name, used in after.items()})
         before, began = after, ended
     del iterator
@@ -109,9 +142,15 @@ def train(iterator: Any, seconds: float, step: Callable[[], Step] = nullcontext)
     return steps
 
 
-def cpu_seconds() -> dict[str, float]:
-    """CPU time by the name of the thread, of all threads but those that are there without an agent."""
+def cpu_seconds(beside: Sequence[int] = ()) -> dict[str, float]:
+    """CPU time by the name of the thread, of all threads but those that are there without an agent.
+
+    Under `BESIDE` it has that of processes ``beside``, if there are any.
+    """
     spent: dict[str, float] = {}
+    for pid in beside:
+        tasks = Path(f"/proc/{pid}/task").glob("*")
+        spent[BESIDE] = spent.get(BESIDE, 0.0) + sum(map(_task_seconds, tasks))
     for thread in threading.enumerate():
         loaders = thread.name.startswith(_LOADER_THREADS)
         if thread is threading.main_thread() or loaders or thread.native_id is None:

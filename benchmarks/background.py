@@ -5,13 +5,17 @@ from __future__ import annotations
 import functools
 import random
 import statistics
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from benchmarks import child, rival
+from benchmarks.agent_cpu import BESIDE
 from benchmarks.effort import MS, US, Effort, Pool
 from benchmarks.report import AT_MOST, BELOW, Row, Target
 from benchmarks.spread import Spread, paired, ratio_of_medians, spread
 from benchmarks.tail import STEP_US
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
 _THREADS: Final = "The agent's own threads"
 _TAIL: Final = f"The longest of many steps of {STEP_US:.0f} us, 8 DataLoader workers and one scrape a second"
@@ -39,17 +43,21 @@ def agent_threads(effort: Effort) -> list[Row]:
     name, target = f"CPU at 1 Hz with {_WORKERS} DataLoader workers, one scrape a second", Target(AT_MOST, 0.25)
     mine, other = _shares(ours), _shares(theirs)
     rows = [Row(_THREADS, name, _UNIT, spread(mine) if mine else None, target, ours.missing or _by_thread(ours))]
-    note = theirs.missing or f"{_by_thread(theirs)}; its process that collects is not counted"
-    rival_name = f"TraceML {rival.VERSION}: the same, its threads in the training process"
-    rows.append(Row(_THREADS, rival_name, _UNIT, spread(other) if other else None, note=note))
+    rival_name, note = f"TraceML {rival.VERSION}: the same, ", theirs.missing or _by_thread(theirs)
+    threads_name = f"{rival_name}its threads in the training process"
+    rows.append(Row(_THREADS, threads_name, _UNIT, spread(other) if other else None, note=note))
+    everything = _shares(theirs, but=())
+    note = "with its launcher and the process that collects"
+    rows.append(Row(_THREADS, f"{rival_name}all of it", _UNIT, spread(everything) if everything else None, note=note))
     ratio = ratio_of_medians(mine, other) if mine and other else None
     rows.append(Row(_THREADS, f"telemetry / TraceML {rival.VERSION}", "x", ratio, Target(BELOW, 1.0), theirs.missing))
     return rows
 
 
-def _shares(pool: Pool) -> list[float]:
+def _shares(pool: Pool, but: Collection[str] = (BESIDE,)) -> list[float]:
     """Percent of a core, of each slice."""
-    return [100 * sum(reading.values()) for answer in pool.answers for reading in answer["slices"]]
+    readings = [reading for answer in pool.answers for reading in answer["slices"]]
+    return [100 * sum(used for name, used in reading.items() if name not in but) for reading in readings]
 
 
 def _by_thread(pool: Pool) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from telemetry.core.filesystem import read_small, replace_file
-from telemetry.core.interval import RankPace
+from telemetry.core.tick import RankPace
 from telemetry.job import exchange
 from telemetry.job.candidates import candidates
 from telemetry.job.node_report import MAX_BYTES, NodeReport, encoded

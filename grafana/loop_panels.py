@@ -190,7 +190,7 @@ def ranks() -> Iterator[Any]:
             ),
         )
     )
-    waits = rate("training_wait_duration_seconds_bucket")
+    waits, own_step = rate("training_wait_duration_seconds_bucket"), of("run_rank:training_own_step:seconds_rate5m")
     yield half(
         graph(
             "Wait a step (p95), by rank",
@@ -221,6 +221,30 @@ def ranks() -> Iterator[Any]:
                 f"sum by (run, rank) ({spent('compute')}) / (sum by (run, rank) ({steps}) > 0) {WORST}",
                 "rank {{rank}}",
             ),
+        )
+    )
+    yield half(
+        graph(
+            "Own part of a step, by rank",
+            "Mean time of a step that each rank does not spend waiting for other ranks, of the 16 slowest. The rank "
+            "that stands out is the slowest of the run, also by a few percent. On GPUs it is the host's time.",
+            "s",
+            Query(
+                f"{own_step} and on (run, rank) topk(16, avg_over_time({own_step}[$__range] @ end()))", "rank {{rank}}"
+            ),
+            no_value="Needs several ranks",
+        )
+    )
+    yield half(
+        graph(
+            "The slowest rank, and slow nodes",
+            "How much longer the slowest rank takes for its own part of a step than the median rank; and each node "
+            "whose ranks are all slower, on average. All ranks wait for them.",
+            "percentunit",
+            Query('run_rank_node:training_slowest_rank:excess_ratio{run="$run"}', "rank {{rank}} on {{node}}"),
+            Query('run_node:training_slow_node:excess_ratio{run="$run"} > 0', "every rank on {{node}}"),
+            steps=fair_bad(0.03, 0.15),
+            no_value="Needs several ranks",
         )
     )
     yield _table()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from telemetry.diagnose.advice.advise import advise
-from tests.interval_records import with_workers
+from tests.slice_cases import with_workers
 from tests.slices import Slice, gather
 
 

@@ -9,7 +9,6 @@ import time
 import urllib.request
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 from torch.utils.data import DataLoader
 
 import telemetry
@@ -17,38 +16,8 @@ from telemetry.config import SettingError
 from telemetry.core.worker_records import FETCH_BUCKETS
 from telemetry.report.log_reader import load
 from telemetry.report.summary import summarize
-from tests.test_attach_loaders import Numbers
-
-
-def wait_for(condition, seconds: float = 20.0):
-    """Poll until a condition holds; what it returned."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        found = condition()
-        if found:
-            return found
-        time.sleep(0.02)
-    raise AssertionError("it did not come to be in time")
-
-
-def scrape(agent) -> dict:
-    """By sample name and the labels that are not run and rank."""
-    with urllib.request.urlopen(agent.metrics_url, timeout=10) as answer:
-        text = answer.read().decode()
-    found = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            rest = tuple(v for k, v in sorted(sample.labels.items()) if k not in {"run", "rank"})
-            assert {"run", "rank"} <= set(sample.labels)
-            key = (sample.name, *rest)
-            assert key not in found
-            found[key] = sample.value
-    return found
-
-
-def log_lines(agent) -> list[dict]:
-    (path,) = (agent.run_dir / "logs").iterdir()
-    return [json.loads(line) for line in path.read_text().splitlines()]
+from tests.data_sets import Numbers
+from tests.running_agent import log_lines, scrape, wait_for
 
 
 def test_a_run_from_start_to_end(agent):

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from telemetry.attach import gpu_clock
-from tests.test_attach_loaders import Numbers
+from tests.data_sets import Numbers
 
 pytestmark = [
     pytest.mark.gpu,

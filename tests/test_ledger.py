@@ -44,6 +44,37 @@ def test_every_instant_is_booked_once(events, waiting_since):
     assert all(step.seconds >= step.wait_seconds >= 0 for step in ledger.take_steps())
 
 
+class General(Ledger):
+    """Books every span in the general way."""
+
+    def _computes_until(self, stamp):
+        return False
+
+
+USUAL = (DATA_WAIT, COMPUTE, True, True, True, False)
+kinds = st.one_of(st.just(USUAL), st.just(USUAL), st.just(USUAL), spans.map(lambda span: span[2:]))
+apart, lengths = st.integers(-3, 30), st.integers(-3, 30)
+
+
+@given(st.lists(st.tuples(apart, lengths, st.one_of(kinds, st.none())), max_size=80))
+def test_usual_spans_are_booked_as_all_others_are(events):
+    """The two ways of booking give the same, whatever comes between the usual spans; None is a reading."""
+    quick, general, at = Ledger(0), General(0), 0
+    for gap, length, kind in events:
+        at += gap
+        for ledger in (quick, general):
+            if kind is None:
+                ledger.advance(at + length, at if length > 10 else 0)
+            else:
+                ledger.fold([(at, at + length, *kind)])
+        at += length
+        assert quick.take_steps() == general.take_steps()
+        assert quick.take_phases() == general.take_phases()
+        ours, theirs = vars(quick).copy(), vars(general).copy()
+        assert ours.pop("_epoch").extra_wait_ns() == theirs.pop("_epoch").extra_wait_ns()
+        assert ours == theirs
+
+
 @given(st.lists(st.tuples(st.integers(1, 10**9), st.integers(1, 10**9)), min_size=1, max_size=50))
 def test_steps_are_wait_and_compute_wherever_the_agent_looks(pairs):
     ledger, looked_at = Ledger(1), Ledger(1)

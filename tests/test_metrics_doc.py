@@ -14,7 +14,7 @@ from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 
-from telemetry.agent.sampler import Sampler
+from telemetry.agent.collector_poller import CollectorPoller
 from telemetry.attach.ring import Ring
 from telemetry.attach.step_tracker import StepTracker
 from telemetry.config import STEP_BUCKETS
@@ -29,7 +29,7 @@ from telemetry.core.samples import (
     ProcessSample,
     TorchMemorySample,
 )
-from telemetry.core.totals import Totals
+from telemetry.core.totals import OwnTotals, Totals
 from telemetry.core.views import HangView, RunView, SnapshotsView, StallView
 from telemetry.core.worker_records import WorkersSample
 from telemetry.publish.endpoint import join
@@ -87,6 +87,7 @@ def full_view():
         totals=Totals(
             steps=3, ledger_seconds=dict.fromkeys(CATEGORIES, 1.5), exposed_wait_seconds=0.5, optimizer_steps=3,
             overhead_seconds={"training": 1e-6, "agent": 1e-3}, dropped_steps=1,
+            own=OwnTotals(samples=30, in_sync_samples=10),
         ),
         step_duration=Histogram(STEP_BUCKETS, (1,) * (len(STEP_BUCKETS) + 1), 9.0),
         wait_duration=Histogram(STEP_BUCKETS, (1,) * (len(STEP_BUCKETS) + 1), 9.0),
@@ -191,7 +192,7 @@ def test_entries_of_the_table_are_complete(metric):
     if suffixes:
         assert metric.unit == UNITS[max(suffixes, key=len)]
     else:
-        assert metric.unit in {"", "threads", "processes", "batches", "errors"}
+        assert metric.unit in {"", "threads", "processes", "batches", "errors", "samples"}
 
 
 def test_label_values_are_those_of_the_table(exposition):
@@ -315,7 +316,7 @@ def test_contract(rendered):
 
 
 def test_collectors_are_those_of_the_agent():
-    sampler = Sampler(StepTracker(Ring()), 1.0, ErrorLog())
+    sampler = CollectorPoller(StepTracker(Ring()), 1.0, ErrorLog())
     try:
         assert {health.name for health in sampler.health()} == set(COLLECTOR.values)
     finally:

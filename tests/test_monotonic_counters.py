@@ -13,8 +13,8 @@ from telemetry.collect.host import HostSource
 from telemetry.collect.pressure import PressureSource
 from telemetry.collect.worker_source import WorkersSource
 from telemetry.core.worker_records import FETCH_BUCKETS, WorkerCounters
-from tests.test_agent import log_lines, scrape, wait_for
-from tests.test_attach_loaders import Numbers
+from tests.data_sets import Numbers
+from tests.running_agent import log_lines, scrape, wait_for
 
 FETCHES = ("training_loader_fetch_duration_seconds_count",)
 OVERHEAD = ("telemetry_overhead_seconds_total", "agent")

@@ -19,13 +19,13 @@ from telemetry.attach.step_tracker import StepTracker
 from telemetry.collect.thread_sampler import ThreadSampler
 from telemetry.config import Config
 from telemetry.core.errors import ErrorLog
-from telemetry.core.interval import RankPace
 from telemetry.core.labels import CHECKPOINT, COMPUTE, DATA_WAIT, OTHER
+from telemetry.core.tick import RankPace
 from telemetry.core.worker_records import Deliveries
 from telemetry.diagnose.ledger import Ledger
 from telemetry.diagnose.step_stats import StepStats
-from tests.interval_records import IDLE
-from tests.test_agent import wait_for
+from tests.running_agent import wait_for
+from tests.slice_cases import IDLE
 
 SECOND = 1_000_000_000
 FETCHING = dict(workers=1, training_workers=1, busy_ratio=1.0, blocked_ratio=1.0)

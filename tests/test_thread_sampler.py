@@ -9,7 +9,7 @@ import torch
 
 from telemetry.collect.procfs import is_running
 from telemetry.collect.thread_sampler import ThreadSampler
-from tests.test_agent import wait_for
+from tests.running_agent import wait_for
 
 
 class Backward:

@@ -1,4 +1,4 @@
-"""The composition root: every part of an agent, made with what it needs."""
+"""Makes every part of an agent and connects them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from telemetry.agent.accounting import Accounting
+from telemetry.agent.collector_poller import CollectorPoller
 from telemetry.agent.endpoint_address import EndpointAddress
 from telemetry.agent.event_log import EventLog
 from telemetry.agent.job_hang import HangSurroundings, JobHang
@@ -15,7 +16,6 @@ from telemetry.agent.overhead import Overhead
 from telemetry.agent.rank_membership import Membership
 from telemetry.agent.rank_state import RankStateReader
 from telemetry.agent.run_view import RunViewBuilder
-from telemetry.agent.sampler import Sampler
 from telemetry.agent.snapshot_control import SnapshotControl
 from telemetry.agent.stall_monitor import StallMonitor
 from telemetry.agent.stall_report import StallCounts
@@ -36,19 +36,19 @@ if TYPE_CHECKING:
     from telemetry.agent.job_link import JobLink
     from telemetry.config import Config
     from telemetry.core.hang_records import HangState
-    from telemetry.core.interval import RankPace
+    from telemetry.core.tick import RankPace
     from telemetry.publish.node import NodeService
 
 
 class AgentParts:
-    """Made in the order in which they need each other. Nothing runs yet.
+    """All parts of an agent, made in order of their dependencies. Nothing runs yet.
 
     Attributes:
         run_dir: the run folder.
         identity: run, rank, node and so on.
         errors: the failures of the agent's own parts.
-        tracker: state of the training thread; ``attachment`` puts the hooks in place that tell it.
-        accounting: ledger, steps and exposed wait. ``overhead``: what the agent costs.
+        tracker: state of the training thread. ``attachment``: places the hooks that update it.
+        accounting: ledger, steps and exposed wait. ``overhead``: the cost of the agent.
         event_log: writes the log. ``snapshots``: takes traces. ``job_hang``: why the whole job hangs.
     """
 
@@ -56,7 +56,7 @@ class AgentParts:
         start_ns = now_ns()
         self.config = config
         self.identity = identify(config.run, config.run_dir and absolute(config.run_dir), node=config.node)
-        # Absolute: the script may change its folder, and a rotated log must not follow it.
+        # An absolute path: the script may change its working folder, and a rotated log must not move.
         self.run_dir = absolute(config.run_dir or Path("telemetry-runs") / slug(self.identity.run))
         self.errors = ErrorLog()
         self._membership = Membership(self.identity, self.errors)
@@ -71,18 +71,18 @@ class AgentParts:
         )
         self.accounting = Accounting(self.tracker, self.attachment, config, self.errors, start_ns)
         self._tick_pace = TickPace(config, self.accounting)
-        self._node: NodeService | None = None  # from the start on
-        self._job: JobLink | None = None  # the same
+        self._node: NodeService | None = None  # set by `start`
+        self._job: JobLink | None = None  # set by `start`
         self._exposition = Exposition(self.identity.run, self.identity.rank)
-        self._sampler = Sampler(self.tracker, config.interval_seconds, self.errors)
+        self._collectors = CollectorPoller(self.tracker, config.interval_seconds, self.errors)
         self._address = EndpointAddress(config, self.identity.node)
-        self.overhead = Overhead(self.tracker, self._sampler)
+        self.overhead = Overhead(self.tracker, self._collectors)
         training = TrainingThread(self.tracker)
         self._thread_sampler = ThreadSampler(training.ident, training.is_computing, training.is_running)
         self._builder = TotalsBuilder(
             self.accounting,
             self.tracker,
-            self._sampler,
+            self._collectors,
             self._thread_sampler,
             self.overhead,
             peers=self._paces_of_others,
@@ -95,7 +95,7 @@ class AgentParts:
             accounting=self.accounting,
             builder=self._builder,
             address=self._address,
-            sampler=self._sampler,
+            collectors=self._collectors,
             stall_counts=stall_counts,
             errors=self.errors,
             wall=self._wall,
@@ -127,10 +127,11 @@ class AgentParts:
             wall=self._wall,
             accounting=self.accounting,
             event_log=self.event_log,
+            ranks_elsewhere=self._ranks_elsewhere,
         )
         self._views = RunViewBuilder(
             accounting=self.accounting,
-            sampler=self._sampler,
+            collectors=self._collectors,
             stalls=self._stall_monitor,
             snapshots=self.snapshots,
             errors=self.errors,
@@ -141,12 +142,12 @@ class AgentParts:
 
     def _state_in_hang(self) -> HangState:
         stalls = self._stall_monitor
-        return self._rank_state.read(self.identity, stalls.stuck, stalls.fetch, stalls.still_seconds)
+        return self._rank_state.read(self.identity, stalls.hang, stalls.fetch, stalls.still_seconds)
 
     def _follow_hang(self) -> None:
-        """What other ranks need to know while one is stuck, and why the job hangs. On a calm run nothing."""
+        """During a hang, share the state of this rank and find the cause. On a calm run this does nothing."""
         elsewhere = self._job.elsewhere if self._job is not None else ()
-        hangs = self._stall_monitor.job_is_stuck or any(state.stuck for state in elsewhere)
+        hangs = self._stall_monitor.job_hangs or any(state.stuck for state in elsewhere)
         self.job_hang.tick(hangs=hangs, steps=self.accounting.steps_total, around=self._around_hang)
         if self._job is not None:
             self._job.local = self.job_hang.local
@@ -159,6 +160,9 @@ class AgentParts:
             elsewhere=job.elsewhere if job is not None else (),
             world_size=self.identity.world_size,
         )
+
+    def _ranks_elsewhere(self) -> bool:
+        return self._node is not None and self.identity.world_size > max(1, self._node.live_ranks())
 
     def _paces_of_others(self) -> tuple[RankPace, ...]:
         if self._node is None or self.identity.world_size < 2:

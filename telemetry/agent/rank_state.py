@@ -13,7 +13,7 @@ from telemetry.core.stacks import stack_of
 
 if TYPE_CHECKING:
     from telemetry.agent.accounting import Accounting
-    from telemetry.agent.hang_monitor import Stuck
+    from telemetry.agent.hang_monitor import Hang
     from telemetry.attach.step_tracker import StepTracker
     from telemetry.collect.stuck_place import StuckPlace
     from telemetry.core.identity import Identity
@@ -36,14 +36,12 @@ class RankStateReader:
         self._flight_recorder = FlightRecorder()
         self.recorder: str | None = None
 
-    def read(
-        self, identity: Identity, stuck: Stuck | None, fetch: StuckPlace | None, still_seconds: float
-    ) -> HangState:
+    def read(self, identity: Identity, hang: Hang | None, fetch: StuckPlace | None, still_seconds: float) -> HangState:
         """The state of this moment.
 
         Args:
             identity: of this rank.
-            stuck: the run that is stuck on this rank.
+            hang: of this rank; None without one.
             fetch: where a worker stands that has been in a fetch since then.
             still_seconds: since the training thread last went on.
         """
@@ -68,8 +66,8 @@ class RankStateReader:
             node=identity.node,
             doing=doing,
             process=ALIVE,
-            stuck=stuck is not None,
-            seconds=round(max(still_seconds, stuck.seconds if stuck is not None else 0.0), 1),
+            stuck=hang is not None,
+            seconds=round(max(still_seconds, hang.seconds if hang is not None else 0.0), 1),
             waits=waits,
             where=place.where,
             call=place.call,

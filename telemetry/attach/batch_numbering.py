@@ -1,4 +1,4 @@
-"""Numbers of batches, by which they are matched with the workers' fetches; and the wait for each source."""
+"""Numbers batches, so that they can be matched with the workers' fetches, and sums the waits by source."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from bisect import bisect_left
 from typing import TYPE_CHECKING
 
 from telemetry.attach.loader_handle import ON_THREAD, BatchSource, LoaderHandle
-from telemetry.attach.ring import BATCH, BEGINS, GAP, S_DATA_WAIT
+from telemetry.attach.ring import BATCH, BEGINS, S_DATA_WAIT
 from telemetry.core.clock import NS
 from telemetry.core.distribution import Histogram
 from telemetry.core.spans import DroppedSpans
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class BatchNumbering:
-    """Numbers the batches in the ring, and adds up the waits by source."""
+    """Numbers the batches in the ring, and sums the waits by source."""
 
     def __init__(self) -> None:
         self._current: Callable[[], BatchSource | None] = lambda: None  # or a weak reference
@@ -31,40 +31,46 @@ class BatchNumbering:
 
     def fold(self, entries: Iterable[Entry]) -> None:
         """Number entries of the ring, in the order in which they happened."""
-        for start, end, code, loader in entries:
-            if code & GAP or isinstance(loader, DroppedSpans):
+        for start, end, code, source in entries:
+            if source is None:
+                if code & BATCH:
+                    self._batch(start, end, code, self._current())  # an ordinary batch does not say where it is from
+            elif isinstance(source, DroppedSpans):
                 self._lost()
-            elif isinstance(loader, LoaderHandle) and code & BEGINS:
-                self._begin(loader)
-            elif loader is not None or code & BATCH:
-                waited = code & 7 == S_DATA_WAIT
-                if loader is None:
-                    loader = self._current()  # noqa: PLW2901 - an ordinary batch does not say where it is from
-                elif waited:
-                    self._current = weakref.ref(loader)
-                if loader is not None and waited:
-                    self._waits[loader] = self._waits.get(loader, 0) + end - start
-                    if loader is ON_THREAD:  # without workers the wait is the fetch
-                        self._own_counts[bisect_left(FETCH_BUCKETS, (end - start) / NS)] += 1
-                        self._own_ns += end - start
-                if isinstance(loader, LoaderHandle) and loader.delivered is not None:
-                    if waited:
-                        loader.arrivals.append(Arrival(loader.epoch, loader.delivered, start, end))
-                    loader.delivered += 1
+            elif code & BEGINS and isinstance(source, LoaderHandle):
+                self._begin(source)
+            else:
+                if code & 7 == S_DATA_WAIT:
+                    self._current = weakref.ref(source)
+                self._batch(start, end, code, source)
+
+    def _batch(self, start: int, end: int, code: int, source: BatchSource | None) -> None:
+        if source is None:
+            return
+        waited = code & 7 == S_DATA_WAIT
+        if waited:
+            self._waits[source] = self._waits.get(source, 0) + end - start
+            if source is ON_THREAD:  # without workers the wait is the fetch
+                self._own_counts[bisect_left(FETCH_BUCKETS, (end - start) / NS)] += 1
+                self._own_ns += end - start
+        if isinstance(source, LoaderHandle) and source.delivered is not None:
+            if waited:
+                source.arrivals.append(Arrival(source.epoch, source.delivered, start, end))
+            source.delivered += 1
 
     def own_fetches(self) -> Histogram | None:
-        """Durations of the fetches of the training thread itself; None before the first."""
+        """Durations of the training thread's own fetches; None before the first."""
         if not self._own_ns:
             return None
         return Histogram(FETCH_BUCKETS, tuple(self._own_counts), self._own_ns / NS)
 
     def take_source(self) -> BatchSource | None:
-        """The source that was waited for most since the last call; None where nothing was waited for."""
+        """The source with the longest wait since the last call; None without a wait."""
         waits, self._waits = self._waits, {}
         return max(waits, key=lambda source: waits[source], default=None)
 
     def _begin(self, loader: LoaderHandle) -> None:
-        """Begin an iteration. If the starts of others were dropped, its batches cannot be numbered."""
+        """Begin an iteration. Its batches cannot be numbered if the starts of others were dropped."""
         seen = self._numbered.get(loader, 0)
         unseen = self._numbered[loader] = loader.unseen
         loader.epoch += 1 + unseen - seen
@@ -72,7 +78,7 @@ class BatchNumbering:
         loader.delivered = None if unknown else 0
 
     def _lost(self) -> None:
-        """Entries were dropped: batches cannot be matched with fetches until the next iteration begins."""
+        """Note that entries were dropped. Batches cannot be matched with fetches until the next iteration begins."""
         for loader in (*self._numbered, self._current()):
             if isinstance(loader, LoaderHandle):
                 loader.delivered = None

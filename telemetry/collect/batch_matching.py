@@ -1,15 +1,14 @@
-"""Each batch that was taken, matched with the fetch that made it: how long it lay ready, or what it was waited for.
+"""Matches each batch that was taken with the fetch that made it: how long it was ready, or what it was waited for.
 
-In an epoch the DataLoader gives batch number ``n`` to worker ``n % workers``, whose fetch number ``n // workers`` it
-is; the stamps of both processes are of one clock. A wait for a batch is then split where its fetch ended: before,
-it is fetch wait; after, it is transfer wait (pickling, sending, pinning, unpickling). While the fetch of one batch is
-waited for, those behind it may lie finished: head-of-line blocking. A transfer takes the worker too, which may be busy
-with another fetch.
+In an epoch the DataLoader gives batch number ``n`` to worker ``n % workers``. It is that worker's fetch number
+``n // workers``. The stamps of both processes come from one clock. A wait for a batch is split at the end of its fetch:
+before it is fetch wait, after it is transfer wait (pickling, sending, pinning, unpickling). If a later batch is already
+finished during the fetch wait, that is head-of-line blocking. A transfer needs the worker too, which may be busy with
+another fetch.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -23,16 +22,16 @@ if TYPE_CHECKING:
 
 
 _LONG: Final = 3.0
-"""A fetch that takes so many times the mean of its worker's is a long one."""
+"""A fetch is long if it takes this many times the mean of its worker's fetches."""
 
 
 @dataclass(frozen=True, slots=True)
-class Blocked:
-    """Finished batches that wait behind one that is not.
+class HeadOfLine:
+    """Finished batches that wait behind one that is not finished.
 
     Attributes:
-        batches: how many. ``worker``: the number of the worker they wait for.
-        seconds: how long its fetch has taken; 0.0 while it has not begun.
+        batches: how many. ``worker``: the number of the worker that they wait for.
+        seconds: how long its fetch has taken; 0.0 if it has not begun.
     """
 
     batches: int
@@ -41,62 +40,65 @@ class Blocked:
 
 
 class Fetches:
-    """When the newest fetches of a loader's workers ended.
+    """The ends of the newest fetches of a loader's workers.
 
     Args:
-        counters: of its workers.
-        workers: how many it has.
-        not_in_turn: epochs in which its batches have been seen not to come in turn; those that are found are added.
+        counters: the counters of its workers.
+        workers: number of its workers.
+        not_in_turn: epochs in which batches did not come in order. Newly found ones are added.
     """
 
     def __init__(self, counters: Iterable[WorkerCounters], workers: int, not_in_turn: set[int] | None = None) -> None:
         self._not_in_turn = not_in_turn if not_in_turn is not None else set()
         self._counters: Mapping[int, WorkerCounters] = {c.worker: c for c in counters}
         self._workers = workers
+        self._epochs: dict[tuple[int, int], _EpochFetches | None] = {}
 
     def finished_ns(self, epoch: int, batch: int) -> int | None:
-        """When the fetch of a batch ended; None where it has not, or is no longer kept."""
-        worker = self._counters.get(batch % self._workers)
-        if worker is None:
+        """When the fetch of a batch ended; None if it has not ended, or is no longer kept."""
+        number, worker = divmod(batch, self._workers)
+        fetches = self._of_epoch(worker, epoch)
+        if fetches is None:
             return None
-        began = _began(worker, epoch)
-        if began is None:
-            return None
-        number = began + batch // self._workers
-        after = _began(worker, epoch + 1)
-        newest, kept = worker.ended - 1, len(worker.recent_finished_ns)
-        if number > newest or (after is not None and number >= after):
-            return None
-        if number <= newest - (kept - 1):  # the oldest may be overwritten as it is read
-            return None
-        return worker.recent_finished_ns[number % kept]
+        number += fetches.began
+        return fetches.finished_ns[number % fetches.kept] if fetches.oldest <= number < fetches.end else None
+
+    def _of_epoch(self, worker: int, epoch: int) -> _EpochFetches | None:
+        """A worker's fetches of one epoch; None if they are not kept. The many batches of a tick ask for the same."""
+        key = worker, epoch
+        if key not in self._epochs:
+            self._epochs[key] = _epoch_fetches(self._counters.get(worker), epoch)
+        return self._epochs[key]
 
     def deliveries(self, arrivals: Iterable[Arrival]) -> Deliveries:
-        """What the batches had behind them when they were taken. The first of an epoch has nothing to say."""
+        """The sums over these batches: slack, fetch wait and transfer wait. The first batch of an epoch is left out."""
         batches, slack, fetch_wait, transfer_wait = 0, 0, 0, 0
         from_busy, transfer_wait_busy, transfer_wait_long = 0, 0, 0
         head_of_line: dict[int, int] = {}  # by the worker that is waited for
         for arrival in arrivals:
-            finished = self.finished_ns(arrival.epoch, arrival.number)
+            epoch, number, requested, arrived = arrival
+            finished = self.finished_ns(epoch, number)
             if self._impossible(arrival, finished):
-                self._not_in_turn.add(arrival.epoch)
-            if finished is None or not arrival.number or arrival.epoch in self._not_in_turn:
+                self._not_in_turn.add(epoch)
+            if finished is None or not number or epoch in self._not_in_turn:
                 continue
             batches += 1
-            slack += max(0, arrival.requested_ns - finished)
-            since = max(arrival.requested_ns, finished)
-            transfer_wait += arrival.arrived_ns - since
+            if finished > requested:
+                since = finished
+                fetch_wait += finished - requested
+                behind = self._earliest_behind(arrival)
+                if behind is not None and behind < finished:
+                    worker, blocked = number % self._workers, finished - max(behind, requested)
+                    head_of_line[worker] = head_of_line.get(worker, 0) + blocked
+            else:
+                since = requested
+                slack += requested - finished
+            transfer_wait += arrived - since
             longest = self._busy_again(arrival, since)
             if longest:
                 from_busy += 1
-                transfer_wait_busy += arrival.arrived_ns - since
-                transfer_wait_long += arrival.arrived_ns - since if self._is_long(arrival, longest) else 0
-            if finished > arrival.requested_ns:
-                fetch_wait += finished - arrival.requested_ns
-                behind = self._earliest_behind(arrival)
-                if behind is not None and behind < finished:
-                    worker, blocked = arrival.number % self._workers, finished - max(behind, arrival.requested_ns)
-                    head_of_line[worker] = head_of_line.get(worker, 0) + blocked
+                transfer_wait_busy += arrived - since
+                transfer_wait_long += arrived - since if self._is_long(arrival, longest) else 0
         return Deliveries(
             batches=batches,
             slack_seconds=slack / NS,
@@ -109,8 +111,8 @@ class Fetches:
             head_of_line_worker_seconds={worker: blocked / NS for worker, blocked in head_of_line.items()},
         )
 
-    def blocked(self, epoch: int, next_batch: int, now_ns: int) -> Blocked | None:
-        """Finished batches behind ``next_batch``, which is not; None where there is no such thing."""
+    def blocked(self, epoch: int, next_batch: int, now_ns: int) -> HeadOfLine | None:
+        """Finished batches behind ``next_batch``, which is not finished; else None."""
         worker = self._counters.get(next_batch % self._workers)
         if worker is None or epoch in self._not_in_turn or self.finished_ns(epoch, next_batch) is not None:
             return None
@@ -121,12 +123,12 @@ class Fetches:
         if finished <= next_batch:
             return None
         since = worker.fetching_since_ns
-        return Blocked(finished - next_batch, worker.worker, max(0, now_ns - since) / NS if since else 0.0)
+        return HeadOfLine(finished - next_batch, worker.worker, max(0, now_ns - since) / NS if since else 0.0)
 
     def _impossible(self, arrival: Arrival, finished: int | None) -> bool:
-        """Whether a batch has arrived whose fetch has not ended.
+        """Whether a batch has arrived although the fetch matched with it has not ended.
 
-        The workers of an iterable data set have ended one by one then, and those left are dealt more.
+        This happens when the workers of an iterable data set end one by one, and the others get more batches.
         """
         if finished is not None:
             return finished > arrival.arrived_ns
@@ -135,23 +137,25 @@ class Fetches:
         return worker is not None and began is not None and began + arrival.number // self._workers >= worker.ended
 
     def _busy_again(self, arrival: Arrival, since_ns: int) -> int:
-        """The longest later fetch that the worker of a batch was in at some time from ``since_ns`` until it was there.
+        """The longest later fetch that a batch's worker was in at any time from ``since_ns`` until the batch arrived.
 
-        In ns, up to then of one that goes on; 0 for none.
+        Nanoseconds; for a fetch still in progress, up to the arrival. 0 if there was none.
         """
-        worker = self._counters[arrival.number % self._workers]
-        number = (_began(worker, arrival.epoch) or 0) + arrival.number // self._workers
-        starts, ends = worker.recent_started_ns, worker.recent_finished_ns
-        kept = len(starts)
-        later = range(number + 1, worker.ended)  # kept, since this batch's own is
-        begun = bisect_left(later, arrival.arrived_ns, key=lambda fetch: starts[fetch % kept])
+        number, index = divmod(arrival.number, self._workers)
+        fetches, worker = self._of_epoch(index, arrival.epoch), self._counters[index]
+        if fetches is None:
+            return 0
+        starts, ends, kept = worker.recent_started_ns, fetches.finished_ns, fetches.kept
         longest = 0
-        if begun == len(later) and 0 < worker.fetching_since_ns < arrival.arrived_ns:
-            longest = arrival.arrived_ns - worker.fetching_since_ns
-        for fetch in reversed(later[:begun]):
-            if ends[fetch % kept] <= since_ns:
-                break
-            longest = max(longest, ends[fetch % kept] - starts[fetch % kept])
+        # These are kept, because this batch's own fetch is. They are few: at most `prefetch_factor` batches ahead.
+        for fetch in range(fetches.began + number + 1, worker.ended):
+            started, ended = starts[fetch % kept], ends[fetch % kept]
+            if started >= arrival.arrived_ns:
+                return longest
+            if ended > since_ns:
+                longest = max(longest, ended - started)
+        if 0 < worker.fetching_since_ns < arrival.arrived_ns:
+            longest = max(longest, arrival.arrived_ns - worker.fetching_since_ns)
         return longest
 
     def _is_long(self, arrival: Arrival, fetch_ns: int) -> bool:
@@ -159,14 +163,41 @@ class Fetches:
         return fetch_ns * worker.fetches >= _LONG * worker.wall_ns > 0
 
     def _earliest_behind(self, arrival: Arrival) -> int | None:
-        """When the first of the batches behind one, each the next of another worker, was finished."""
+        """When the first of the next batches, one of each other worker, was finished."""
         after = range(arrival.number + 1, arrival.number + self._workers)
         ends = [end for batch in after if (end := self.finished_ns(arrival.epoch, batch)) is not None]
         return min(ends, default=None)
 
 
+@dataclass(frozen=True, slots=True)
+class _EpochFetches:
+    """The fetches of one worker in one epoch.
+
+    Attributes:
+        began: number of its first fetch. The fetches from ``oldest`` to before ``end`` have ended, and their stamps
+            are kept.
+        finished_ns: when they ended. Fetch ``n`` is at ``n % kept``.
+    """
+
+    began: int
+    oldest: int
+    end: int
+    kept: int
+    finished_ns: tuple[int, ...]
+
+
+def _epoch_fetches(worker: WorkerCounters | None, epoch: int) -> _EpochFetches | None:
+    began = None if worker is None else _began(worker, epoch)
+    if worker is None or began is None:
+        return None
+    after, kept = _began(worker, epoch + 1), len(worker.recent_finished_ns)
+    # The oldest stamp may be overwritten as it is read.
+    oldest, end = worker.ended - kept + 1, worker.ended if after is None else min(after, worker.ended)
+    return _EpochFetches(began, oldest, end, kept, worker.recent_finished_ns)
+
+
 def _began(worker: WorkerCounters, epoch: int) -> int | None:
-    """The number of a worker's first fetch of an epoch; None where it has not come to it, or has forgotten."""
+    """The number of a worker's first fetch of an epoch; None if it has not begun the epoch, or no longer keeps it."""
     if not worker.epoch - len(worker.epoch_began) < epoch <= worker.epoch or epoch <= 0:
         return None
     return worker.epoch_began[epoch % len(worker.epoch_began)]

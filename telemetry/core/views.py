@@ -1,4 +1,4 @@
-"""What the endpoint shows of a rank."""
+"""The state of a rank that the endpoint shows."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ LogFields = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class StallView:
-    """Stalls so far: the cause of the one that is open (None for none), and by cause their number and seconds lost.
+    """Stalls so far: the cause of the open one (None for none), and by cause their number and seconds lost.
 
-    ``straggler`` is the rank that is waited for, while that is the cause.
+    ``straggler`` is the rank that this one waits for, if that is the cause of the open stall.
     """
 
     active: str | None
@@ -45,7 +45,7 @@ class HangView:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotsView:
-    """Snapshots so far, by how they ended; and why no more are taken, from `SNAPSHOT_OFF_REASONS`, None if they are."""
+    """Snapshots so far by result. ``off``: why no more are taken, from `SNAPSHOT_OFF_REASONS`; None if they are."""
 
     results: dict[str, int]
     off: str | None = None
@@ -53,10 +53,10 @@ class SnapshotsView:
 
 @dataclass(frozen=True, slots=True)
 class RunView:
-    """Everything the endpoint shows of one rank at one moment: its counters, and what has no total. None: not measured.
+    """Everything the endpoint shows of one rank at one moment: its counters and gauges. None: not measured.
 
-    ``own_fetches``: what the training thread took for each batch that it fetched without workers. ``worker_fetches``:
-    what workers took, all there have been, whether or not ``workers`` could be read this time.
+    ``own_fetches``: durations of the training thread's own fetches, without workers. ``worker_fetches``: those of all
+    workers so far, even if ``workers`` could not be read this time.
     """
 
     info: dict[str, str]

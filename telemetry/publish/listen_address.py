@@ -62,7 +62,7 @@ class Lookup:
             thread.start()
 
     def wait(self, seconds: float) -> bool:
-        """Wait so long for the answer. Returns whether it is there."""
+        """Wait at most this many seconds for the answer. Returns whether it has come."""
         return self._done.wait(max(0.0, seconds))
 
     def result(self) -> Address:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from telemetry.report.log_reader import ProcessLog
 
 _MISSED_WINDOWS: Final = 3
-"""A process that wrote no line for so many log intervals counts as ended."""
+"""A process that wrote no line for this many log intervals counts as ended."""
 
 _LOG_INTERVAL_SECONDS: Final = 10.0
 """The default of ``log_interval_seconds``, for logs that do not have it."""

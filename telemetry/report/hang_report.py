@@ -48,7 +48,7 @@ def hang_of(processes: Sequence[ProcessLog]) -> dict[str, Any] | None:
     }
 
 
-def hang_verdict(hang: dict[str, Any] | None, processes: Sequence[ProcessLog]) -> str:
+def job_hang_verdict(hang: dict[str, Any] | None, processes: Sequence[ProcessLog]) -> str:
     """For the verdict of the report; empty where there is no hang, or no rank waits for another."""
     if hang is None or not hang["waiting"]:
         return ""

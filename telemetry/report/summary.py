@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from telemetry.core.formatting import rounded_percent
 from telemetry.core.labels import CATEGORIES, CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, STARTUP
 from telemetry.report import rank_processes
-from telemetry.report.hang_report import hang_of, hang_verdict
+from telemetry.report.hang_report import hang_of, job_hang_verdict
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,7 +64,8 @@ def summarize(processes: Sequence[ProcessLog]) -> dict[str, Any]:
     hang = hang_of(now)
     return {
         "run": str(processes[-1].run) if processes else "",
-        "verdict": (hang_verdict(hang, now) or _stuck(now) or _verdict(now)) + rank_processes.duplicate_ranks(now),
+        "verdict": (job_hang_verdict(hang, now) or _hang_verdict(now) or _verdict(now))
+        + rank_processes.duplicate_ranks(now),
         "ranks": ranks,
         "stalls": stalls,
         "hang": hang,
@@ -152,7 +153,7 @@ def _unknown_verdict(ranks: Sequence[dict[str, Any]], stalls: Sequence[dict[str,
     return f"Not known whether this run waits for data.{unseen}{other}{_other_time(ranks)}"
 
 
-def _stuck(processes: Sequence[ProcessLog]) -> str:
+def _hang_verdict(processes: Sequence[ProcessLog]) -> str:
     """The verdict of a run that is stuck; empty if it is not."""
     stalls = [
         stall

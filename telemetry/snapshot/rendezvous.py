@@ -37,6 +37,15 @@ if TYPE_CHECKING:
 RENDEZVOUS_FOLDER: Final = ".meeting"
 """The command and the ranks of a run may be of different versions, so the name stays."""
 
+_STAMP_SECONDS: Final = 3.0
+"""Files that are added within this time may leave the folder's modification time unchanged. File systems store it
+with a resolution of 2 s or better."""
+
+_CACHED_SECONDS: Final = 90.0
+"""Notice for ranks on other nodes that see a folder late. NFS keeps what it knows of a folder for 30 to 60 s by default
+(``acdirmin`` and ``acdirmax`` of nfs(5)). A request and its answer take up to 90 s together: a node that writes into a
+folder looks at it anew."""
+
 NOTICE_TICKS: Final = 3
 """A rank polls once per tick. One that misses two ticks still reads a plan in time."""
 
@@ -44,7 +53,7 @@ _WARM_UP_STEPS: Final = 2
 """The profiler is prepared one step ahead, and that step must not have begun."""
 
 _REQUEST_SECONDS: Final = 120.0
-"""An older request is ignored: nobody waits for it any more, or it is of another run."""
+"""An older request is ignored, or one older by twice the notice: nobody waits for it any more."""
 
 _FILE_SECONDS: Final = 600.0
 """Older files are removed by any rank that finds them."""
@@ -96,6 +105,7 @@ class Rendezvous:
         tick_seconds: how often `poll` is called.
         refuses: the policy of this rank: why a request is refused; None if it is not.
         clock: Unix time.
+        far: whether other nodes may see a file late, called only while there is a request.
     """
 
     def __init__(
@@ -107,6 +117,7 @@ class Rendezvous:
         tick_seconds: float,
         refuses: Callable[[p.Request], str | None],
         clock: Callable[[], float] = time.time,
+        far: Callable[[], bool] = lambda: False,
     ) -> None:
         self._snapshots = snapshots
         self._rank = rank
@@ -114,10 +125,13 @@ class Rendezvous:
         self._tick = tick_seconds
         self._refuses = refuses
         self._clock = clock
+        self._far = far
         self._began = clock()
         self._done: set[str] = set()  # ids that this rank has dealt with
         self._mine: set[str] = set()  # ids of this rank's own requests, which it may withdraw
         self._first_seen: dict[str, float] = {}
+        self._empty: tuple[tuple[int, int], float] | None = None  # stamp of the empty folder, and since when it has it
+        self._stays_empty: tuple[int, int] | None = None  # the same stamp, once it shows that no file was added
 
     def adopt(self, rank: int, world_size: int) -> None:
         """The rank of this process, or the size of the job, is now known to be another one."""
@@ -133,12 +147,12 @@ class Rendezvous:
             folder.write(f"{request.id}.request.json", dump(request))
         self._mine.add(request.id)
 
-    def poll(self, position: Position | None) -> p.Plan | None:
+    def poll(self, position: Callable[[], Position | None]) -> p.Plan | None:
         """Read new files, answer a request, and write the plan if it is this rank's turn.
 
         Args:
-            position: how far this rank is. None while that is unknown or a snapshot is in progress; then no request is
-                answered.
+            position: returns how far this rank is. It is called only if there are files. It returns None while that is
+                unknown or a snapshot is in progress. Then no request is answered.
 
         Returns:
             A plan for this rank that it has not read before. The plan may be a refusal.
@@ -146,18 +160,27 @@ class Rendezvous:
         Raises:
             OSError: the folder cannot be read or written.
         """
+        stamp = self._stamp()
+        if stamp is not None and stamp == self._stays_empty:
+            return None  # no file was added; listing the folder would cost 30 times as much
         with self._open() as folder:
             found = scan(folder)
             now = self._clock()
             self._forget(found)
-            waits = False
+            if found or stamp is None:
+                self._empty = None
+            elif self._empty is None or self._empty[0] != stamp:
+                self._empty = stamp, now
+            settled = self._empty is not None and now - self._empty[1] > _STAMP_SECONDS
+            self._stays_empty = stamp if settled else None
+            waits, where = False, position() if found else None
             for id_, files in sorted(found.items()):
                 if now - id_seconds(id_) > _FILE_SECONDS:
                     clear(folder, id_, files)
                 elif id_seconds(id_) < self._began - _CLOCK_SECONDS:
                     self._done.add(id_)  # of an earlier run in the same folder
                 elif id_ not in self._done:
-                    heard = self._follow(folder, id_, files, position, waits=waits)
+                    heard = self._follow(folder, id_, files, where, waits=waits)
                     if heard is not None:
                         return heard
                     waits = waits or id_ not in self._done
@@ -200,7 +223,7 @@ class Rendezvous:
     ) -> p.Plan | None:
         request = p.request_from(load(folder, f"{id_}.request.json"))
         now = self._clock()
-        if request.id != id_ or now - id_seconds(id_) > _REQUEST_SECONDS:
+        if request.id != id_ or now - id_seconds(id_) > _REQUEST_SECONDS + 2 * NOTICE_TICKS * self._hears():
             self._done.add(id_)
             return None
         if waits and request.kind != p.COMMAND:  # an older request is open, and its snapshot serves both
@@ -211,7 +234,7 @@ class Rendezvous:
         if not request.concerns(self._rank):
             return None
         if self._rank not in files.answers:
-            answer = p.Answer(self._rank, position.steps, position.step_seconds, now, self._tick)
+            answer = p.Answer(self._rank, position.steps, position.step_seconds, now, self._hears())
             folder.write(f"{id_}.answer-{self._rank}.json", dump(answer))
             files.answers.add(self._rank)
         return self._propose(folder, request, files)
@@ -222,7 +245,7 @@ class Rendezvous:
         expected = 1 if request.rank is not None else self._world
         turn = answered.index(self._rank)
         complete = len(answered) >= expected and turn == 0
-        if not complete and since < (NOTICE_TICKS + 2 * turn) * self._tick:
+        if not complete and since < (NOTICE_TICKS + 2 * turn) * self._hears():
             return None
         refused = self._refuses(request)
         plan = p.Plan(request, refused) if refused else self._plan(folder, request, answered)
@@ -230,6 +253,10 @@ class Rendezvous:
             self._done.add(request.id)
             return plan
         return None  # another rank was first: its plan is read at the next tick
+
+    def _hears(self) -> float:
+        """How late this rank may see a file, seconds; a third of the notice that it needs."""
+        return max(self._tick, _CACHED_SECONDS / NOTICE_TICKS) if self._far() else self._tick
 
     def _plan(self, folder: Folder, request: p.Request, answered: list[int]) -> p.Plan:
         answers = [p.answer_from(load(folder, f"{request.id}.answer-{rank}.json")) for rank in answered]
@@ -256,6 +283,14 @@ class Rendezvous:
         with open_folder(self._snapshots, make=True):
             pass
         return open_folder(self._snapshots / RENDEZVOUS_FOLDER, make=True)
+
+    def _stamp(self) -> tuple[int, int] | None:
+        """Inode and modification time of the folder. One of them changes when a file is added. None without one."""
+        try:
+            status = (self._snapshots / RENDEZVOUS_FOLDER).stat(follow_symlinks=False)
+        except OSError:
+            return None
+        return status.st_ino, status.st_mtime_ns
 
     def _forget(self, found: dict[str, RequestFiles]) -> None:
         self._done &= found.keys()

@@ -11,8 +11,8 @@ import threading
 import time
 
 import telemetry
+from tests.data_sets import Numbers
 from tests.faults.processes import wait_for
-from tests.test_attach_loaders import Numbers
 
 STUCK_SECONDS = 1.0
 AT = 40

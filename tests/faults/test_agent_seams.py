@@ -42,20 +42,20 @@ AGENT_SEAMS = {
     "accounting.exposed.host": "ledger",
     "accounting.stats.take_window": "jsonl",
     "accounting.stats.commit": "jsonl",
-    "_sampler.poll": "collect",
-    "_sampler.take_log_fields": "jsonl",
+    "_collectors.poll": "collect",
+    "_collectors.take_log_fields": "jsonl",
     "event_log.log.emit": "jsonl",
     "event_log.log.file._append": "jsonl",
     "event_log.window": "jsonl",
     "_tick": "agent",
     "_lead": "agent",
-    "_sampler._pollers.host.source.read": "host",
-    "_sampler._pollers.process.source.read": "process",
-    "_sampler._pollers.workers.source.read": "workers",
-    "_sampler._pollers.pressure.source.read": "pressure",
-    "_sampler._pollers.torch_memory.source.read": "torch_memory",
-    "_sampler._pollers.nvml.source.read": "nvml",
-    "_sampler._pollers.host.poll": "collect",
+    "_collectors._pollers.host.source.read": "host",
+    "_collectors._pollers.process.source.read": "process",
+    "_collectors._pollers.workers.source.read": "workers",
+    "_collectors._pollers.pressure.source.read": "pressure",
+    "_collectors._pollers.torch_memory.source.read": "torch_memory",
+    "_collectors._pollers.nvml.source.read": "nvml",
+    "_collectors._pollers.host.poll": "collect",
 }
 
 
@@ -153,7 +153,7 @@ ENDS = [
     "event_log.end_fields",
     "event_log.emit",
     "_publish",
-    "_sampler.close",
+    "_collectors.close",
     "_node.leave",
 ]
 

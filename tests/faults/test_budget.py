@@ -101,7 +101,7 @@ def trained(tmp_path_factory):
         started = state()
         for _ in torch.utils.data.DataLoader([1, 2, 3]):
             torch.set_rng_state(torch.get_rng_state())
-        while agent.accounting.stats.steps < 3 or not agent._sampler._pollers["host"].health.up:
+        while agent.accounting.stats.steps < 3 or not agent._collectors._pollers["host"].health.up:
             agent._wake.wait(0.01)
         running = {"threads": sorted(t.name for t in threading.enumerate()), "modules": sorted(set(sys.modules) - modules),
                    "non_daemon": [t.name for t in threading.enumerate() if not t.daemon]}

@@ -15,9 +15,9 @@ import torch
 from torch.utils.data import DataLoader
 
 import telemetry
+from tests.data_sets import Numbers
 from tests.faults.processes import Child, events, wait_for, write
 from tests.faults.stuck_runs import AT, STUCK_SECONDS, Hanging, lines, start, train
-from tests.test_attach_loaders import Numbers
 
 # -- what is not stuck --------------------------------------------------------------------------------------------
 

@@ -28,6 +28,8 @@ LIFE = (
     print("trained", os.getpid(), flush=True)
     if sys.argv[1:] == ["hang"]:
         train(1, 1000)
+    if sys.argv[1:] == ["wait"]:
+        sys.stdin.readline()
     telemetry.stop()
 """
 )
@@ -36,9 +38,8 @@ LIFE = (
 def namespaced(script: Path, *arguments: str, cwd: Path, **variables: str) -> subprocess.Popen:
     """Run as the first process of a PID namespace, as a container does: its pid is always the same."""
     command = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", sys.executable, str(script), *arguments]
-    return subprocess.Popen(
-        command, cwd=cwd, env=env(**variables), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=cwd, env=env(**variables), stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
 
 def can_unshare() -> bool:
@@ -78,10 +79,11 @@ def test_a_restart_with_the_same_pid_has_a_log_of_its_own(tmp_path):
 @needs_namespaces
 def test_two_nodes_with_equal_pids_do_not_share_a_file(tmp_path):
     script = write(tmp_path, "train.py", LIFE)
-    nodes = [namespaced(script, cwd=tmp_path, NODE_NAME=node) for node in ("node-a", "node-b")]
+    nodes = [namespaced(script, "wait", cwd=tmp_path, NODE_NAME=node) for node in ("node-a", "node-b")]
+    assert [node.stdout.readline() for node in nodes] == ["trained 1\n"] * 2
     for node in nodes:
-        out, err = node.communicate(timeout=HANG)
-        assert (node.returncode, err, out) == (0, "", "trained 1\n")
+        _, err = node.communicate("\n", timeout=HANG)
+        assert (node.returncode, err) == (0, "")
     for path in (tmp_path / "run" / "logs").iterdir():
         assert len({json.loads(line)["node"] for line in path.read_text().splitlines()}) == 1
     summary = report(tmp_path / "run")
@@ -147,7 +149,7 @@ HOLDER = """
     board = Board("r", "s", "n", Path(sys.argv[1]))
     for line in sys.stdin:
         claimed, told, world = line.split()
-        number = board.rank_for(int(claimed), told=told == "told", world_size=int(world))
+        number = board.rank_for(int(claimed), rank_given=told == "told", world_size=int(world))
         if board._mine is not None and board._mine.name != f"rank-{number}.{os.getpid()}":
             board.move(int(board._mine.name.split(".")[0][5:]), number)
         board.publish(number, [(b"h", b"s")])

@@ -183,3 +183,32 @@ def test_an_exit_with_a_session_that_could_not_be_ended(tmp_path):
         tmp_path,
     )
     assert done.stderr == ""
+
+
+def test_before_torch_2_13_it_gives_up_where_the_training_waits_for_it(tmp_path):
+    """The training thread joins the one that starts a profiler, so it reaches no boundary."""
+    write(tmp_path, "loop.py", LOOP)
+    run_script(
+        """
+        import threading, torch
+        from torch.profiler import ProfilerActivity, profile
+        from loop import loop, recording, start
+        import telemetry
+        from telemetry.snapshot import capture
+        capture._GIVE_WAY_SECONDS = 0.05
+        capture.starts_beside_ours = lambda: False
+        agent = start(snapshot_max_seconds=600)
+        loop(agent, lambda: recording(agent), steps=50)
+
+        def theirs():
+            with profile(activities=[ProfilerActivity.CPU]):
+                torch.ones(3).sum()
+
+        thread = threading.Thread(target=theirs, daemon=True)
+        thread.start()
+        thread.join(60)
+        assert not thread.is_alive()
+        telemetry.stop()
+        """,
+        tmp_path,
+    )

@@ -11,13 +11,13 @@ import pytest
 from torch.utils.data import DataLoader
 
 from telemetry.collect.worker_stack_requests import ask_workers
+from tests.data_sets import Numbers
 from tests.faults.processes import Child, wait_for, write
 from tests.faults.stuck_runs import (
     Release,
     in_read,
     start,
 )
-from tests.test_attach_loaders import Numbers
 
 
 def ports(agent) -> dict:

@@ -9,6 +9,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 import telemetry
+from tests.data_sets import Numbers
 from tests.faults.processes import Child, environment, events, wait_for, write
 from tests.faults.stuck_runs import (
     AT,
@@ -22,8 +23,7 @@ from tests.faults.stuck_runs import (
     train,
     when_stuck,
 )
-from tests.test_agent import scrape
-from tests.test_attach_loaders import Numbers
+from tests.running_agent import scrape
 
 
 def test_a_step_that_hangs_is_shown_in_log_metrics_and_report(tmp_path, capsys):

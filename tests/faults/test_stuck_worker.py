@@ -10,6 +10,7 @@ import time
 import pytest
 from torch.utils.data import DataLoader
 
+from tests.data_sets import Numbers
 from tests.faults.processes import wait_for
 from tests.faults.stuck_runs import (
     AT,
@@ -23,7 +24,6 @@ from tests.faults.stuck_runs import (
     train,
     when_stuck,
 )
-from tests.test_attach_loaders import Numbers
 
 
 def in_lock(release):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from telemetry.core.interval import RankPace
+from telemetry.core.tick import RankPace
 from telemetry.diagnose.causes import costs
 from telemetry.diagnose.evidence import (
     CheckpointEvidence,

@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Final
 
+from telemetry.core.formatting import milliseconds as ms
 from telemetry.core.recommendation import Advice
 from telemetry.diagnose.advice.throughput import ON_CPU
 from telemetry.diagnose.causes import THRESHOLDS
 from telemetry.diagnose.model import (
     compute_seconds,
     gain_of,
-    ms,
     step_seconds,
     supply_in_order,
     supply_seconds,
@@ -53,15 +53,17 @@ def startup(evidence: Evidence) -> list[Advice]:
     now, epochs = step_seconds(evidence), evidence.epochs
     if now is None:
         return []
-    edge = (epochs.boundary_wait_seconds + epochs.near_boundary_wait_seconds) / evidence.steps
+    boundary = (epochs.boundary_wait_seconds + epochs.near_boundary_wait_seconds) / evidence.steps
     often = f"{epochs.boundaries} epochs began in the window"
-    if epochs.boundaries < THRESHOLDS.edges:  # epochs are longer than the window, so it holds no fair share of them
+    if (
+        epochs.boundaries < THRESHOLDS.epoch_boundaries
+    ):  # epochs are longer than the window, so it holds no fair share of them
         rest = now - epochs.boundary_wait_seconds / evidence.steps
         now = rest / max(1e-9, 1 - epochs.boundary_ratio)
-        edge = now - rest
+        boundary = now - rest
         often = f"{100 * epochs.boundary_ratio:.0f} % of the loop is spent at epoch boundaries"
     if evidence.settings.get("persistent_workers"):
-        return _longer_epochs(evidence, now, edge, often)
+        return _longer_epochs(evidence, now, boundary, often)
     because = (
         f"{often}: workers were started and stopped for {epochs.boundary_wait_seconds:.1f} s of "
         f"{evidence.loop_seconds:.1f} s"
@@ -70,8 +72,8 @@ def startup(evidence: Evidence) -> list[Advice]:
     # finish the batches that it had requested.
     asked = int(evidence.settings.get("prefetch_factor") or 2)
     fetches = epochs.boundaries + epochs.left * asked
-    first = min(edge, (evidence.workers.fetch_seconds or 0.0) * fetches / evidence.steps)
-    gain = gain_of(evidence, now - edge + first, now=now)
+    first = min(boundary, (evidence.workers.fetch_seconds or 0.0) * fetches / evidence.steps)
+    gain = gain_of(evidence, now - boundary + first, now=now)
     if evidence.settings.get("loader_used_again") is False:
         action = "make the DataLoader once, with persistent_workers=True, and iterate over it in every epoch"
         because += "; every epoch made a new DataLoader"
@@ -79,12 +81,12 @@ def startup(evidence: Evidence) -> list[Advice]:
     return [Advice("keep the workers between epochs", "persistent_workers", "True", gain, because)]
 
 
-def _longer_epochs(evidence: Evidence, now: float, edge: float, often: str) -> list[Advice]:
+def _longer_epochs(evidence: Evidence, now: float, boundary: float, often: str) -> list[Advice]:
     """For persistent workers: longer epochs, so that the work at the start of an epoch is done less often."""
-    rest, epochs = now - edge, evidence.epochs
+    rest, epochs = now - boundary, evidence.epochs
     if rest <= 0:
         return []
-    longer = times_less(edge, rest, _BOUNDARY_SHARE)
+    longer = times_less(boundary, rest, _BOUNDARY_SHARE)
     because = (
         f"{often}: {epochs.boundary_wait_seconds:.1f} s of {evidence.loop_seconds:.1f} s were waits for first batches, "
         "although the workers are persistent"
@@ -95,7 +97,7 @@ def _longer_epochs(evidence: Evidence, now: float, edge: float, often: str) -> l
             "workers start and end one by one"
         )
     action = f"make epochs {longer} times as long, or do the data set's work at the start of an epoch only once"
-    return [Advice(action, None, str(longer), gain_of(evidence, rest + edge / longer, now=now), because)]
+    return [Advice(action, None, str(longer), gain_of(evidence, rest + boundary / longer, now=now), because)]
 
 
 def uneven(evidence: Evidence) -> list[Advice]:
@@ -111,12 +113,12 @@ def uneven(evidence: Evidence) -> list[Advice]:
         because += (
             f"; for {evidence.delivery.head_of_line_wait_seconds:.1f} s finished batches waited behind a slow one"
         )
-    edge = evidence.epochs.boundary_wait_seconds / evidence.steps
-    advice = _further_ahead(evidence, compute, max(compute, in_order) + edge, because)
+    boundary = evidence.epochs.boundary_wait_seconds / evidence.steps
+    advice = _further_ahead(evidence, compute, max(compute, in_order) + boundary, because)
     if not evidence.settings.get("in_order") or evidence.workers.count < 2:
         return advice
     moved = evidence.delivery.transfer_wait_seconds / evidence.steps  # unchanged: no worker prefetches more
-    gain = gain_of(evidence, max(compute, supply) + edge + moved)
+    gain = gain_of(evidence, max(compute, supply) + boundary + moved)
     action = "take batches in the order in which they are finished, if their order does not matter"
     if in_order <= compute:
         return [*advice, Advice(action, "in_order", "False", gain, because)]
