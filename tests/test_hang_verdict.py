@@ -107,6 +107,18 @@ def test_a_stuck_rank_comes_before_one_that_is_not():
     assert (found.kind, blamed(found)) == ("fetch", [2, 3])
 
 
+def test_a_rank_that_left_and_waits_in_a_barrier_has_left():
+    odd = replace(waits(1, "barrier"), doing=LEFT, steps=90, where="train.py:60")
+    found = verdict(job(odd))
+    assert (found.kind, blamed(found)) == ("rank_left", [1])
+    assert found.sentence == (
+        "ranks 0, 2-3 have waited in all_reduce #81234 since 14:05:12; rank 1 on n1 is out of its training loop at "
+        "train.py:60, after 90 steps, waiting for the others in barrier"
+    )
+    everyone = [replace(odd, rank=rank) for rank in range(4)]
+    assert verdict(everyone).kind == "unknown"
+
+
 # -- all of them wait ---------------------------------------------------------------------------------------------
 
 

@@ -175,7 +175,8 @@ class JobHang:
             return
         if passed < (_PATIENCE_SECONDS if found.silent else _SETTLE_SECONDS if any(map(_may_go_on, states)) else 0.0):
             return
-        key = (found.kind, found.suspects, tuple((w.ranks, w.collective, w.sequence) for w in found.waiting))
+        ranks = tuple(suspect.rank for suspect in found.suspects)  # not their places: one that computes has many
+        key = (found.kind, ranks, tuple((w.ranks, w.collective, w.sequence) for w in found.waiting))
         if key == self._written:
             return
         self._since = self._since or self._clock(found.seconds)

@@ -9,7 +9,7 @@ from telemetry.agent.hang_monitor import HangMonitor
 from telemetry.agent.stall_callback import StallCallback
 from telemetry.agent.stall_report import slow_rank, stall_fields
 from telemetry.core.labels import CHECKPOINT, EVALUATION
-from telemetry.core.tick import Tick
+from telemetry.core.tick import DEBUGGED, Tick
 from telemetry.core.views import StallView
 from telemetry.diagnose.hang_detector import longest_phase, paused
 from telemetry.diagnose.stall_detector import StallDetector
@@ -97,7 +97,9 @@ class StallMonitor:
         category = accounting.ledger.category
         self._phase = category if category in {CHECKPOINT, EVALUATION} else None
         if not added.steps and not did_not_run:
-            did_not_run = self._waits_for_phase(peers) or self._hang_monitor.in_debugger()
+            debugged = self._hang_monitor.in_debugger()
+            did_not_run = debugged or self._waits_for_phase(peers)
+            self._phase = DEBUGGED if debugged else self._phase
         self._last = tick
         if added.steps:
             self._last_step = tick
@@ -150,10 +152,12 @@ class StallMonitor:
         return self._hang_monitor.fetch
 
     def _waits_for_phase(self, peers: Sequence[RankPace]) -> bool:
-        """Whether a peer evaluates or writes a checkpoint, and may still be doing so."""
+        """Whether a peer is in a debugger, or evaluates or writes a checkpoint and may still make progress."""
         still = [peer.still_seconds for peer in peers if peer.phase]
         if not still:
             return False
+        if any(peer.phase == DEBUGGED for peer in peers):
+            return True
         self._phase_waited_for = max(self._phase_waited_for, *still)
         return max(still) < longest_phase(self._stuck_setting, self._longest_phase)
 

@@ -140,7 +140,8 @@ def doing(state: HangState) -> str:
     if state.doing == LEFT:
         words += f", after {state.steps} steps"
     if state.waits:
-        words = "waiting for other ranks"
+        name = state.collective.name if state.collective is not None else ""
+        words = f"{words}, waiting for the others in {name or 'a collective'}"
     kernel = next((text for part, text in _KERNEL if part in state.state), "")
     # In a fetch by a worker the training thread waits for the worker, which says nothing.
     said = f", {kernel}" if kernel and not state.waits and state.doing in {DATA_WAIT, COMPUTE} else ""
@@ -179,6 +180,9 @@ def _suspects(
         return kind, elsewhere[kind] if waiting else _minority_of(elsewhere[kind])
     if left and waiting:
         return RANK_LEFT, left
+    out = [state for group in waiting for state in group if state.doing == LEFT]
+    if out and len(waiting) > 1 and any(state.doing != LEFT for group in waiting for state in group):
+        return RANK_LEFT, sorted(out, key=lambda state: state.rank)  # its loop is over, and it waits for them elsewhere
     if len(waiting) > 1 and not silent:
         return MISMATCH, _odd_ones(waiting)
     return UNKNOWN, []

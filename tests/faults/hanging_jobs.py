@@ -22,7 +22,7 @@ UNNOTICED = """
 """Stands in for a collective of NCCL, which waits on when a peer dies. One of gloo raises."""
 
 JOB = """
-    import os, sys, threading, time
+    import os, pdb, sys, threading, time
     import telemetry
     import torch
     import torch.distributed as dist
@@ -43,7 +43,7 @@ JOB = """
 
     class Numbers(Dataset):
         def __len__(self):
-            return AT if mine and what == "left" else 40
+            return AT if mine and what in {"left", "barrier"} else 40
 
         def __getitem__(self, index):
             if index == AT and mine and what in {"fetch", "worker"}:
@@ -76,7 +76,25 @@ JOB = """
             time.sleep(1000)
 
 
+    def quiet(batch):
+        if what == "evaluate" and batch == AT or what == "one_evaluates" and mine and batch == AT:
+            with torch.no_grad():  # for longer than a checkpoint may stand still
+                for _ in DataLoader(range(40), batch_size=1):
+                    time.sleep(float(sys.argv[6]) / 4)
+        elif what == "compile" and batch == 0 and mine:
+            time.sleep(3 * float(sys.argv[6]))
+        elif what == "debugger" and mine and batch == AT:
+            lines, to_lines = os.pipe()
+            debugger = pdb.Pdb(stdin=open(lines), stdout=open(os.devnull, "w"), nosigint=True, readrc=False)
+            debugger.use_rawinput = False
+            threading.Timer(8 * float(sys.argv[6]), os.write, (to_lines, b"continue" + bytes([10]))).start()
+            debugger.set_trace()
+        elif what == "slow" and mine:
+            time.sleep(float(sys.argv[6]) / 2 if batch % 8 == 0 else 0)
+
+
     AT = 12
+    QUIET = {"evaluate", "one_evaluates", "compile", "debugger", "slow"}
     job_link.CYCLE_SECONDS = job_link._SETTLE_SECONDS = 0.5
     sys.path.insert(0, sys.argv[5] + "/site-packages/torch/distributed")
     import unnoticed
@@ -86,8 +104,10 @@ JOB = """
                     stuck_seconds=float(sys.argv[6]), stall_window_seconds=600)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2)) if what == "ddp" else None
     for batch in DataLoader(Numbers(), batch_size=1, num_workers=int(what == "worker")):
-        if int(batch) == AT and mine and what not in {"fetch", "worker", "left"}:
+        if int(batch) == AT and mine and what not in {"fetch", "worker", "left", "barrier", *QUIET}:
             in_the_step()
+        if what in QUIET:
+            quiet(int(batch))
         if int(batch) == AT and what in {"signal", "end"}:
             unnoticed.all_reduce()  # the unnoticed collective
         if int(batch) == AT and what == "worker" and not mine:
@@ -100,6 +120,12 @@ JOB = """
     if mine and what == "left":
         say("reached")
         sys.stdin.readline()  # after the loop
+    if mine and what == "barrier":
+        say("reached")
+        dist.barrier()  # after the loop, in a barrier
+    if what in QUIET:
+        say("done")
+        sys.stdin.readline()
 """
 
 
@@ -152,17 +178,20 @@ class HangingJob:
         for child in self.ranks:
             child.__exit__()
 
-    def reached(self, rank: int | None = None) -> None:
-        """Wait until a rank is where it goes wrong."""
+    def reached(self, rank: int | None = None, what: str = "reached") -> None:
+        """Wait until a rank is where it goes wrong, or says something else."""
         child = self.ranks[self.odd if rank is None else rank]
-        while child.line() != "reached":
+        while child.line() != what:
             pass
 
-    def send(self, signum: signal.Signals) -> None:
-        os.kill(self.ranks[self.odd].pid, signum)
+    def send(self, signum: signal.Signals, rank: int | None = None) -> None:
+        os.kill(self.ranks[self.odd if rank is None else rank].pid, signum)
+
+    def logged(self, event: str) -> list[dict]:
+        return events(self.run_dir, event, running=True) if (self.run_dir / "logs").exists() else []
 
     def hangs(self) -> list[dict]:
-        return events(self.run_dir, "hang", running=True) if (self.run_dir / "logs").exists() else []
+        return self.logged("hang")
 
     def verdict(self, kind: str) -> dict:
         """The first line in the log that names this kind."""

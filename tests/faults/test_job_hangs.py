@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 
 import pytest
 
@@ -17,6 +18,7 @@ STANDING = [
     ("lock", "compute", "the lock", "in a step, waiting for a lock"),
     ("checkpoint", "phase", "the checkpoint", "in a checkpoint"),
     ("left", "rank_left", "after the loop", "out of its training loop, after 12 steps"),
+    ("barrier", "rank_left", "after the loop, in a barrier", "out of its training loop, after 12 steps, waiting for"),
 ]
 
 
@@ -116,3 +118,27 @@ def test_without_torch_s_recorder_the_stack_names_the_collective(tmp_path):
         said = job.verdict("compute")
     assert said["waiting"] == [{"ranks": [[0, 0]], "collective": "all_reduce", "sequence": 13}]
     assert said["recorder"].startswith("off; start the job with TORCH_FR_BUFFER_SIZE=")
+
+
+# -- what is no hang ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["evaluate", "one_evaluates", "compile", "debugger", "slow"])
+def test_a_job_that_goes_on_accuses_nobody(tmp_path, what):
+    with HangingJob(tmp_path, what, odd=1, nodes=ONE_NODE[:2], stuck=1.0) as job:
+        for rank in (0, 1):
+            job.reached(rank, "done")
+        assert job.hangs() == []
+        assert [line for line in job.logged("stall_open") if "stuck_in" in line["evidence"]] == []
+
+
+def test_a_job_whose_processes_were_all_stopped_accuses_nobody(tmp_path):
+    with HangingJob(tmp_path, "slow", odd=1, nodes=ONE_NODE[:2], stuck=1.0) as job:
+        wait_for(lambda: job.logged("window"), "it goes on")
+        for signum in (signal.SIGSTOP, signal.SIGCONT):
+            for rank in (0, 1):
+                job.send(signum, rank)
+            time.sleep(3.0 if signum == signal.SIGSTOP else 0)  # so long the machine was suspended
+        for rank in (0, 1):
+            job.reached(rank, "done")
+        assert job.hangs() == []
