@@ -22,11 +22,11 @@ UNNOTICED = """
 """Stands in for a collective of NCCL, which waits on when a peer dies. One of gloo raises."""
 
 JOB = """
-    import os, pdb, sys, threading, time
+    import ctypes, os, pdb, sys, threading, time
     import telemetry
     import torch
     import torch.distributed as dist
-    from telemetry.agent import job_link
+    from telemetry.agent import job_hang, job_link
     from torch.utils.data import DataLoader, Dataset
 
     rank, world, odd, what = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
@@ -69,6 +69,8 @@ JOB = """
             torch.save({}, Storage(), _use_new_zipfile_serialization=False)
         elif what == "order":
             dist.broadcast(torch.ones(3), 0)  # the other collective
+        elif what == "gil":
+            ctypes.PyDLL(None).sleep(1000)
         elif what == "signal":
             time.sleep(1000)
         elif what == "end":
@@ -93,9 +95,10 @@ JOB = """
             time.sleep(float(sys.argv[6]) / 2 if batch % 8 == 0 else 0)
 
 
-    AT = 12
+    AT = int(os.environ.get("AT", "12"))
     QUIET = {"evaluate", "one_evaluates", "compile", "debugger", "slow"}
     job_link.CYCLE_SECONDS = job_link._SETTLE_SECONDS = 0.5
+    job_hang._PATIENCE_SECONDS = 6.0
     sys.path.insert(0, sys.argv[5] + "/site-packages/torch/distributed")
     import unnoticed
 

@@ -84,6 +84,15 @@ def test_a_rank_that_has_ended_is_named(tmp_path):
     assert [(s["rank"], s["doing"]) for s in said["suspects"]] == [(1, "at its end: it has left the job by itself")]
 
 
+def test_c_code_that_holds_the_gil_is_told_by_the_other_ranks(tmp_path):
+    with HangingJob(tmp_path, "gil", odd=0, nodes=ONE_NODE[:2]) as job:
+        job.reached()
+        said = job.verdict("compute")
+    (suspect,) = said["suspects"]
+    assert (suspect["rank"], suspect["where"]) == (0, None)
+    assert suspect["doing"] == "in a step, and its agent does not answer, as while C code holds the GIL"
+
+
 def test_collectives_in_another_order(tmp_path):
     with HangingJob(tmp_path, "order", odd=2, nodes=ONE_NODE) as job:
         job.reached()
