@@ -26,6 +26,9 @@ MIN_SECONDS: Final = 30.0
 TIMES_P99: Final = 20.0
 """... and at the earliest after this multiple of the 99th percentile of its step durations."""
 
+LEAST_TIMES_P99: Final = 4.0
+"""Where that is longer than `EARLY_SECONDS`, this multiple is enough: the report has to come before NCCL's timeout."""
+
 TIMES_LONGEST: Final = 2.0
 """The first batch of an epoch may take this multiple of the longest step so far, because workers have to start."""
 
@@ -39,7 +42,7 @@ can no longer be found."""
 LATE_TICKS: Final = 2.0
 """A tick counts at most this many intervals. The agent did not observe the rest."""
 
-PHASE_SECONDS: Final = 540.0
+PHASE_SECONDS: Final = 480.0
 PHASE_TIMES: Final = 6.0
 """While another rank evaluates or writes a checkpoint, this one is not stuck. But if that one stands still for so long,
 or for this multiple of ``stuck_seconds``, it is stuck itself."""
@@ -149,7 +152,9 @@ def longest_phase(setting: float | None, longest: float) -> float:
 
 def hang_after_seconds(setting: float | None, steps: StepTimes, *, at_epoch_boundary: bool) -> float:
     """Seconds without progress after which a run counts as hanging."""
-    seconds = setting if setting is not None else max(MIN_SECONDS, TIMES_P99 * (steps.p99 or 0.0))
+    p99 = steps.p99 or 0.0
+    auto = max(MIN_SECONDS, min(TIMES_P99 * p99, max(EARLY_SECONDS, LEAST_TIMES_P99 * p99)))
+    seconds = setting if setting is not None else auto
     return max(seconds, TIMES_LONGEST * (steps.longest or 0.0)) if at_epoch_boundary else seconds
 
 
