@@ -23,11 +23,6 @@ def hang_of(processes: Sequence[ProcessLog]) -> dict[str, Any] | None:
         processes: those that no later one has replaced.
     """
     lines = [line for process in processes for line in process.hangs]
-    if not lines:
-        return None
-    newest = max(lines, key=lambda line: line.get("time", ""))
-    if newest.get("over"):
-        return None
     over = max((line.get("time", "") for line in lines if line.get("over")), default="")
     open_lines = [line for line in lines if line.get("time", "") > over and line.get("verdict")]
     if not open_lines:
