@@ -1,7 +1,7 @@
 """CPU time of the threads that an agent adds: one tick a second, eight DataLoader workers, one scrape a second.
 
-The same loop runs with ours and, in its own environment, with the rival. All threads of the training process that
-Python has started count, but for the one that trains and those of its DataLoader.
+The same loop runs with telemetry and, in its own environment, with TraceML. All Python threads of the training process
+count, except the training thread and those of its DataLoader.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 SLICE_SECONDS: Final = 5.0
-"""One reading each: long enough for the log's window, which is written every ten seconds, to even out over a few."""
+"""Length of one reading. It is long enough that the log's window, written every ten seconds, evens out over a few."""
 
 _SETTLE_SECONDS: Final = 4.0
 _STEP_SECONDS: Final = 0.01
@@ -43,7 +43,7 @@ while True:
 
 
 class Samples(Dataset[Any]):  # type: ignore[misc]
-    """Small samples that take a little time, without end as far as a benchmark goes."""
+    """Small samples that take a little time. The data set is longer than any benchmark."""
 
     def __len__(self) -> int:
         return 10_000_000
@@ -57,7 +57,7 @@ Step = AbstractContextManager[Any]
 
 
 def measure(*, slices: int, workers: int, slice_seconds: float = SLICE_SECONDS) -> dict[str, Any]:
-    """Shares of a core, by thread, in each slice of a loop with workers that the agent watches."""
+    """Shares of a core, by thread, in each slice of a loop with workers that the agent observes."""
     import telemetry
 
     with tempfile.TemporaryDirectory(prefix="telemetry-bench-") as run_dir:
@@ -71,8 +71,8 @@ def measure(*, slices: int, workers: int, slice_seconds: float = SLICE_SECONDS) 
             telemetry.stop()
 
 
-def measure_rival(*, slices: int, workers: int, slice_seconds: float = SLICE_SECONDS) -> dict[str, Any]:
-    """The same with TraceML. Its launcher and the process that collects are told apart. Runs in its environment."""
+def measure_traceml(*, slices: int, workers: int, slice_seconds: float = SLICE_SECONDS) -> dict[str, Any]:
+    """The same with TraceML. Its launcher and its collector process count separately. Runs in its environment."""
     import traceml_ai  # type: ignore[import-not-found,unused-ignore]
 
     config = traceml_ai.init(mode="auto")
@@ -83,13 +83,13 @@ def measure_rival(*, slices: int, workers: int, slice_seconds: float = SLICE_SEC
 
 
 def _launched_beside() -> list[int]:
-    """The rival's launcher, and every process that it has started, but for this one and those between."""
+    """TraceML's launcher and all processes that it has started, except this one and its parents up to the launcher."""
     parents = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
         except OSError:
-            continue  # it has ended
+            continue  # the process has ended
     above = [os.getpid()]
     while "traceml_ai.launcher" not in _command(above[-1]) and above[-1] > 1:
         above.append(parents[above[-1]])
@@ -130,7 +130,7 @@ def shares(
 
 
 def train(iterator: Any, seconds: float, step: Callable[[], Step] = nullcontext) -> int:
-    """Some steps that wait more than they compute, as a GPU's do."""
+    """Take some steps that wait more than they compute, like the steps of a GPU."""
     end = time.perf_counter() + seconds
     steps = 0
     while time.perf_counter() < end:
@@ -143,9 +143,9 @@ def train(iterator: Any, seconds: float, step: Callable[[], Step] = nullcontext)
 
 
 def cpu_seconds(beside: Sequence[int] = ()) -> dict[str, float]:
-    """CPU time by the name of the thread, of all threads but those that are there without an agent.
+    """CPU time by name of the thread, of all threads that do not exist without an agent.
 
-    Under `BESIDE` it has that of processes ``beside``, if there are any.
+    Under `BESIDE` it has the CPU time of processes ``beside``, if there are any.
     """
     spent: dict[str, float] = {}
     for pid in beside:
@@ -158,13 +158,13 @@ def cpu_seconds(beside: Sequence[int] = ()) -> dict[str, float]:
         try:
             seconds = _task_seconds(Path(f"/proc/self/task/{thread.native_id}"))
         except OSError:
-            continue  # it has ended
+            continue  # the thread has ended
         spent[thread.name] = spent.get(thread.name, 0.0) + seconds
     return spent
 
 
 def _task_seconds(task: Path) -> float:
-    """From schedstat, in nanoseconds, where the kernel has it; from stat, in ticks of 10 ms, elsewhere."""
+    """From schedstat, in nanoseconds, if the kernel has it; else from stat, in ticks of 10 ms."""
     try:
         return int((task / "schedstat").read_text().split()[0]) / 1e9
     except FileNotFoundError:
@@ -176,7 +176,7 @@ def _task_seconds(task: Path) -> float:
 
 
 def measure_node(*, ranks: int, workers: int, slices: int, slice_seconds: float = SLICE_SECONDS) -> dict[str, Any]:
-    """Shares of a core, of all ranks of a node together: each a process, all with the agent, one scrape a second."""
+    """Shares of a core of all ranks of a node together. Each is a process with the agent. One scrape a second."""
     with tempfile.TemporaryDirectory(prefix="telemetry-bench-") as folder:
         parameters = {"workers": workers, "slices": slices, "slice_seconds": slice_seconds, "run_dir": f"{folder}/run"}
         answers = [Path(folder) / f"{rank}.json" for rank in range(ranks)]
@@ -196,7 +196,7 @@ def measure_node(*, ranks: int, workers: int, slices: int, slice_seconds: float 
 
 
 def measure_rank(*, run_dir: str, slices: int, workers: int, slice_seconds: float) -> dict[str, Any]:
-    """One rank's part of it. The first one has the scraper."""
+    """One rank's part of the measurement. Rank 0 starts the scraper."""
     import telemetry
 
     agent: Any = telemetry.start(run_dir, run="node", port=0, start_line=False)

@@ -1,10 +1,10 @@
-"""What it costs a node to hear of all ranks of a large job: CPU time and wall time of one cycle of `JobExchange`.
+"""Measures what it costs a node to get the paces of a large job: CPU and wall time of one cycle of `JobExchange`.
 
     python -m benchmarks.job_exchange [--nodes 1250] [--ranks 8] [--cycles 10] [--folder DIR]
 
 The files of the other nodes are simulated, and all of them change before each cycle. The second row adds 20 ms to each
-operation on a file, as a busy shared file system does: that is time in which the thread of the exchange sleeps. The
-third row is of a job that hangs, in which each node tells what its ranks do. The last line is the verdict on them.
+file operation, like a busy shared file system. During that time the thread of the exchange sleeps.
+In the third row the job hangs, and each node writes the states of its ranks. The last line is the verdict on them.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ def main() -> None:
         cpu, wall, files, _ = job.measured(options.cycles, 0.0)
         busy = f"{statistics.median(cpu) * 1e3:.1f} ms ({max(cpu) * 1e3:.1f}) of CPU"
         print(f"  while the job hangs: {busy}, {files} files")
-        took, peak, sentence = verdict(job)
-        print(f"  the verdict: {took * 1e3:.1f} ms, {peak / 2**20:.1f} MiB: {sentence}")
+        seconds, peak, sentence = verdict(job)
+        print(f"  the verdict: {seconds * 1e3:.1f} ms, {peak / 2**20:.1f} MiB: {sentence}")
 
 
 class Job:
-    """A run folder with the files of all nodes but one, whose exchange is measured."""
+    """A run folder with the files of all nodes except the one whose exchange is measured."""
 
     def __init__(self, folder: Path, nodes: int, ranks: int) -> None:
         self.run_dir, self.folder = folder, folder / "job"
@@ -78,7 +78,7 @@ class Job:
         }
 
     def advance(self) -> None:
-        """All other nodes write their files once more, and each group its own."""
+        """All other nodes write their files again, and each group its own."""
         self.sequence += 1
         groups: dict[int, list[RankPace]] = {}
         states: dict[int, list[HangState]] = {}
@@ -96,7 +96,7 @@ class Job:
         return NodeReport(name, self.sequence, 1, tuple(paces), self.states.get(name, ()))
 
     def measured(self, cycles: int, latency: float) -> tuple[list[float], list[float], int, int]:
-        """Seconds of CPU and of wall time of each cycle, files touched in the last one, and ranks heard of."""
+        """CPU and wall seconds of each cycle, files used in the last one, and ranks received."""
         files = 0
 
         def slow(operations: int, call: Callable[..., Any], *args: object) -> Any:
@@ -113,7 +113,7 @@ class Job:
             write=partial(slow, OPERATIONS_OF_A_WRITE, replace_file),
         )
         cpu, wall = [], []
-        for number in range(cycles + 2):  # who writes is known to live from the second cycle on
+        for number in range(cycles + 2):  # a writer is known to be alive from the second cycle on
             self.advance()
             files, began, busy = 0, time.perf_counter(), time.thread_time()
             heard = node.cycle(self.nodes[self.own], self.states.get(self.own, ()))

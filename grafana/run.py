@@ -1,4 +1,4 @@
-"""One run: what becomes of its time, why, and where."""
+"""The Run dashboard, for one run: where its time goes, and why."""
 
 from __future__ import annotations
 

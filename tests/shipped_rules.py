@@ -1,4 +1,4 @@
-"""The rules of deploy/prometheus, and what the tests of rules and dashboards need besides."""
+"""The rules of deploy/prometheus, and helpers for the tests of rules and dashboards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records of intervals for the tests of diagnose: healthy, starved, and one for each cause."""
+"""Slices of time for the tests of diagnose: healthy, starved, and one for each cause."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A window of the stall detector in a test's own words: slices of time, each with what happened in it."""
+"""Windows of the stall detector for tests: slices of time, each with what happened in it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from telemetry.diagnose.stall_detector import Change, Stall, StallDetector
 
 @dataclass(frozen=True)
 class Slice:
-    """What happened between two ticks. Seconds, unless said."""
+    """What happened between two ticks. In seconds, unless the name says otherwise."""
 
     seconds: float
     wait: float
@@ -168,7 +168,7 @@ def gather(slices, *, rank=0, cause=None, **recurring: float) -> Evidence:
 
 
 class Detector:
-    """A `StallDetector` that is fed slices."""
+    """A `StallDetector` that gets slices."""
 
     def __init__(self, *settings: float) -> None:
         self._detector = StallDetector(*settings)

@@ -317,7 +317,7 @@ def test_batches_out_of_turn_are_not_matched_later_either(observed, source):
 
 
 def test_evaluation_workers_never_count_as_training_workers(observed, source):
-    """Without persistent_workers they are: between two epochs there are none."""
+    """Without persistent_workers the training's workers end with each epoch, and only the evaluation's are alive then."""
     for _ in DataLoader(Numbers(4), batch_size=1, num_workers=1):
         observed.read()
         training = source.read()

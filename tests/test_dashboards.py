@@ -220,7 +220,7 @@ def test_every_metric_can_be_seen_somewhere():
 
 
 def test_alerts_have_their_figure_in_a_dashboard():
-    """Whoever is paged finds what the alert reads."""
+    """Each alert's figure is in a dashboard, so that the person who is paged finds it."""
     shown = {found for d in DASHBOARDS.values() for _, query in queries(d) for found in names_read(query)}
     recorded = {rule["record"]: names_read(rule["expr"]) for rule in RECORDS}
     for _ in range(3):

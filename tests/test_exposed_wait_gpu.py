@@ -25,7 +25,7 @@ def train(loader, matrix, rounds: int) -> None:
 
 
 def rounds_for(milliseconds: float, matrix) -> int:
-    """How many rounds of work keep this GPU busy for so long."""
+    """How many rounds of work keep this GPU busy for the given time."""
     train([0], matrix, 20)
     torch.cuda.synchronize()
     began = time.perf_counter()

@@ -151,4 +151,4 @@ def test_it_has_one_owner():
             if isinstance(node, ast.Attribute) and node.attr == "fast_path_iterator_id":
                 if isinstance(node.ctx, ast.Store):
                     writers.add(path.name)
-    assert writers == {"fast_path.py", "step_state.py"}, "besides FastPath, its initial value alone"
+    assert writers == {"fast_path.py", "step_state.py"}, "only FastPath, and the initial value"

@@ -62,7 +62,7 @@ CONTRACT = set(
 """The names that dashboards and alerts rely on."""
 
 NOT_YET: set[str] = set()
-"""Those of the contract that come with what measures them. Whoever adds one takes it out here."""
+"""Metrics of the contract that are not measured yet. Remove a name here when you add the metric."""
 
 UNITS = {
     "_seconds": "seconds",
@@ -140,7 +140,7 @@ def exposition():
 
 @pytest.fixture(scope="module")
 def rendered(exposition):
-    """``{name: (type, labels besides run and rank)}`` of what the endpoint shows."""
+    """``{name: (type, labels without run and rank)}`` of what the endpoint shows."""
     found = {}
     for family in text_string_to_metric_families(exposition):
         name = f"{family.name}_total" if family.type == "counter" else family.name

@@ -39,7 +39,7 @@ def test_the_ring_is_emptied_long_before_the_next_sample(tmp_path):
 
 
 def test_the_ring_is_emptied_between_slow_collectors(agent, monkeypatch):
-    """A collector that takes long delays the next one's reading, and not the books until all of them are read."""
+    """A slow collector delays the next collector, but the accounting does not wait until all of them are read."""
     ring, pushed, seen = agent.tracker.ring, [], []
     read_host, read_pressure = HostSource.read, PressureSource.read
 

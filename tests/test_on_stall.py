@@ -1,4 +1,4 @@
-"""A stall of a real loop: in the log, at the endpoint, and told to whoever wants to hear of it."""
+"""A stall of a real loop: in the log, at the endpoint, and in a call of the user's callback."""
 
 from __future__ import annotations
 

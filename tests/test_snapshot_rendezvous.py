@@ -11,7 +11,8 @@ import pytest
 from telemetry.core import filesystem
 from telemetry.snapshot import protocol as p
 from telemetry.snapshot import rendezvous
-from telemetry.snapshot.rendezvous import Position, Rendezvous, first_step, new_id
+from telemetry.snapshot.rendezvous import Position, Rendezvous, first_step
+from telemetry.snapshot.request_files import new_id
 
 
 class Ranks:

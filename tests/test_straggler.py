@@ -17,7 +17,7 @@ def test_all_ranks_of_a_node_are_slow():
     slow = straggler(pace(0, 40), [pace(1, 41), *(pace(rank, rank - 4, "n2", 4) for rank in range(4, 8))])
     assert slow.name == "rank 4 on n2"
     assert slow.lost == pytest.approx(0.4)
-    assert slow.why == "takes longer to compute a step, as do all 4 ranks of that node: the node is slow"
+    assert slow.why == "takes longer to compute a step; all 4 ranks of that node are waited for, so the node is slow"
 
 
 @pytest.mark.parametrize(

@@ -210,7 +210,7 @@ class Agent(AgentParts):
     def _tick_or_skip(self) -> None:
         self.accounting.update()
         # A tick that did not publish is followed by one that does. So the state is at most two intervals old.
-        busy = self._stall_monitor.view().active is not None or not self._publish_this_time
+        busy = self._stall_monitor.active_cause is not None or not self._publish_this_time
         if not self._tick_pace.skips(busy=busy):
             self._tick()
             return
@@ -235,7 +235,7 @@ class Agent(AgentParts):
             self._follow_hang()
         self.accounting.keep_up()
         with self.errors.contained("snapshot"):
-            self.snapshots.tick(self._stall_monitor.view().active, self._stall_monitor.stall_fields)
+            self.snapshots.tick(self._stall_monitor.active_cause, self._stall_monitor.stall_fields)
         self.accounting.keep_up()
         self.overhead.measure()
         self._publish_this_time = not self._publish_this_time or 2 * self.config.interval_seconds > _PUBLISH_SECONDS

@@ -43,7 +43,7 @@ class Hang:
     missing: RankPace | None = None
 
     def evidence(self) -> dict[str, Any]:
-        """For the log."""
+        """The fields of the hang in the evidence of the log."""
         return {"stuck_seconds": round(self.seconds, 3), "stuck_in": self.category, "stuck_at": self.at}
 
     def advice(self) -> tuple[Advice, ...]:

@@ -35,6 +35,9 @@ LARGE_NODES: Final = 64
 _SETTLE_SECONDS: Final = 10.0
 """A rank that has not appeared on this node after this time is assumed to be on another node."""
 
+_COUNT_SECONDS: Final = 60.0
+"""How often a rank that does not serve its node counts the ranks there."""
+
 _STALE_SECONDS: Final = 60.0
 """Reports that are older than this are dropped: the exchange hangs, or the rank that ran it has ended."""
 
@@ -81,6 +84,7 @@ class JobLink:
         self._trouble: str | None = None
         self._told: set[str] = set()
         self._ranks = 0
+        self._counted_ns = mono_ns()
         self._elsewhere_ns = mono_ns()  # until this time there may have been no ranks on other nodes
         self._cpu_before = 0.0  # CPU time of threads that have ended
         self.cpu_seconds = 0.0
@@ -96,11 +100,12 @@ class JobLink:
         if trouble is not None and trouble not in self._told:
             self._told.add(trouble)
             self._errors.tell(_SOURCE, trouble)
-        # Ranks of this node may end early. So the largest number seen counts as the ranks of the node.
-        self._ranks = max(self._ranks, self._node.live_ranks()) if self._node.leads else self._ranks
+        now = self._now()
+        if self._node.leads or now - self._counted_ns >= _COUNT_SECONDS * NS:
+            self._count_ranks(now)
         elsewhere = self._node.leads and world_size > self._ranks
         if not elsewhere:
-            self._elsewhere_ns = self._now()
+            self._elsewhere_ns = now
         # The ranks of a node start at different moments.
         wanted = elsewhere and self._now() - self._elsewhere_ns >= _SETTLE_SECONDS * NS
         running = self._thread is not None and self._thread.is_alive()
@@ -111,6 +116,15 @@ class JobLink:
                 self._thread.start()
         elif not wanted and running:
             self._stop.set()
+
+    def ranks_elsewhere(self, world_size: int) -> bool:
+        """Whether the job has ranks on other nodes."""
+        self._count_ranks(self._now())
+        return world_size > self._ranks
+
+    def _count_ranks(self, now: int) -> None:
+        """Ranks of this node may end early. So the largest number seen counts."""
+        self._ranks, self._counted_ns = max(self._ranks, self._node.live_ranks()), now
 
     def paces(self) -> tuple[RankPace, ...]:
         """The ranks of other nodes that this rank may wait for; empty if no such rank is known."""

@@ -162,7 +162,7 @@ class AgentParts:
         )
 
     def _ranks_elsewhere(self) -> bool:
-        return self._node is not None and self.identity.world_size > max(1, self._node.live_ranks())
+        return self._job is not None and self._job.ranks_elsewhere(self.identity.world_size)
 
     def _paces_of_others(self) -> tuple[RankPace, ...]:
         if self._node is None or self.identity.world_size < 2:

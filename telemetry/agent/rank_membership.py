@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from telemetry.publish.node import NodeService
 
 _REMEDY: Final = (
-    "give each process RANK and WORLD_SIZE, or call torch.distributed.init_process_group; a job of its own wants a "
+    "give each process RANK and WORLD_SIZE, or call torch.distributed.init_process_group; a separate job needs a "
     "run folder of its own"
 )
 

@@ -22,7 +22,8 @@ from telemetry.snapshot.export_owner import LocalProcesses, pid_namespace
 from telemetry.snapshot.export_thread import ExportThread
 from telemetry.snapshot.manifest import add_to_manifest
 from telemetry.snapshot.private_folder import close_in_child, open_folder
-from telemetry.snapshot.rendezvous import Position, Rendezvous, new_id
+from telemetry.snapshot.rendezvous import Position, Rendezvous
+from telemetry.snapshot.request_files import new_id
 from telemetry.snapshot.snapshot_outcome import SnapshotOutcome
 from telemetry.snapshot.store import StoredTrace, StoreError, TraceStore, sweep, trace_name
 from telemetry.snapshot.trigger import SnapshotLimits, StepWatch, Trigger
@@ -182,7 +183,7 @@ class SnapshotControl:
         self._capture.after_fork_in_child()
 
     def view(self) -> SnapshotsView:
-        """For the endpoint."""
+        """Snapshots so far, for the endpoint."""
         return SnapshotsView(dict(self.counts), SLOWER if self._trigger.off is not None else None)
 
     # -- the agent thread --------------------------------------------------------------------------------------

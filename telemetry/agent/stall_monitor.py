@@ -224,10 +224,14 @@ class StallMonitor:
             ),
         )
 
+    @property
+    def active_cause(self) -> str | None:
+        """The cause of the open stall; None without one."""
+        return None if self._detector.stall is None else self._detector.stall.cause
+
     def view(self) -> StallView:
-        """For the endpoint."""
-        stall = self._detector.stall
-        cause = None if stall is None else stall.cause
+        """Stalls so far, for the endpoint."""
+        stall, cause = self._detector.stall, self.active_cause
         slow = None if stall is None else slow_rank(stall, self._hang)
         return StallView(cause, dict(self._counts.opened), dict(self._counts.lost_seconds), slow.rank if slow else None)
 

@@ -35,7 +35,7 @@ class TotalsBuilder:
         accounting: ledger, steps and exposed wait. ``tracker``: counters of the training thread itself.
         collectors: the newest samples. ``thread_sampler``: samples of the training thread.
         overhead: the cost of the agent itself, seconds by thread.
-        peers: returns the newest paces of the other ranks of this node.
+        peers: returns the newest paces of other ranks, see `Conditions`.
 
     Attributes:
         totals: the newest totals.

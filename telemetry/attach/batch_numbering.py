@@ -34,7 +34,7 @@ class BatchNumbering:
         for start, end, code, source in entries:
             if source is None:
                 if code & BATCH:
-                    self._batch(start, end, code, self._current())  # an ordinary batch does not say where it is from
+                    self._batch(start, end, code, self._current())  # an ordinary batch has no source in its entry
             elif isinstance(source, DroppedSpans):
                 self._lost()
             elif code & BEGINS and isinstance(source, LoaderHandle):

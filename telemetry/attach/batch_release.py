@@ -96,7 +96,7 @@ class _Followed:
         self._references = [weakref.ref(tensor, note) for tensor in _ends_of(batch)]
 
     def took_ns(self) -> int | None:
-        """From the arrival of the next batch until this one's last tensor was freed, ns; None if freed otherwise."""
+        """Time from the next batch's arrival until this one's last tensor was freed, ns; None if freed otherwise."""
         return max((now - came for now, came in map(self._freed, self._seen) if came), default=None)
 
     def _freed(self, seen: _Seen) -> tuple[int, int]:

@@ -48,7 +48,7 @@ class FastPath:
     also a fact that `enable` checks (`_blocked`), and the agent thread disables the fast path again at every tick.
 
     Args:
-        state: of the training thread.
+        state: state of the training thread.
 
     Attributes:
         steady_iterator_id: ``id()`` of the iterator that gives ordinary batches, 0 for none. It stays if the fast path

@@ -44,7 +44,7 @@ class ProfilerRanges:
             nvtx: ``torch.cuda.nvtx``.
 
         Raises:
-            RuntimeError: this torch has none.
+            RuntimeError: this torch has no NVTX.
         """
         nvtx.range_end(nvtx.range_start("telemetry"))
         self.makers += (lambda name: functools.partial(nvtx.range_end, nvtx.range_start(name)),)

@@ -102,9 +102,9 @@ class Ring:
         """Write one span, or add it to the dropped ones if the ring is full.
 
         Args:
-            start: of the span, monotonic ns.
-            end: of the span, monotonic ns.
-            entry: its code; see `code`.
+            start: start of the span, monotonic ns.
+            end: end of the span, monotonic ns.
+            entry: code of the span, see `code`.
             source: source of the batch; None for the same as before.
         """
         stretch = self._stretch

@@ -77,9 +77,9 @@ class Scopes:
         """End a phase, and go back to the state before it.
 
         Args:
-            name: of the phase.
+            name: name of the phase.
             before: what `enter_phase` returned.
-            start: when it began, monotonic ns.
+            start: start of the phase, monotonic ns.
         """
         state = self._state
         end = now_ns()

@@ -120,7 +120,7 @@ def wrap(inside: Any, tracker: Tracker, source: Watched | None = None) -> Any:
 
     Args:
         inside: the iterable.
-        tracker: returns the tracker of the running agent; None while none runs.
+        tracker: returns the tracker of the running agent; None while no agent runs.
         source: the wrapper whose iterator ``inside`` is, if any.
 
     Returns:

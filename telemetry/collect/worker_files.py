@@ -113,7 +113,7 @@ class FilesOfWorkers:
         self._workers: dict[int, WorkerFiles] = {}
 
     def of(self, pid: int) -> WorkerFiles:
-        """Those of a worker."""
+        """The files of one worker."""
         files = self._workers.get(pid)
         if files is None:
             keep = sum(1 for others in self._workers.values() if others.kept) < MAX_WORKERS

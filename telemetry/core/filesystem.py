@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 MOUNTS: Final = Path("/proc/self/mountinfo")
 
 _CACHING: Final = ("nfs", "cifs", "smb", "9p", "fuse")
-"""How the names of file systems begin that may show a folder as it was a while ago."""
+"""Prefixes of the names of file systems that may show an outdated state of a folder."""
 
 _MOST: Final = 8192
 _LOWEST: Final = 3
@@ -31,7 +31,7 @@ _MAX_NAME: Final = 120  # of 255 that a file system allows: the rest is for what
 
 
 def file_system_of(path: Path) -> str | None:
-    """The type of the file system that a file or folder is on, such as ``ext4``; None if the kernel does not tell.
+    """The type of the file system that a file or folder is on, such as ``ext4``; None if it is unknown.
 
     Raises:
         OSError: the path does not exist.
@@ -46,7 +46,7 @@ def file_system_of(path: Path) -> str | None:
 
 
 def caches_folders(path: Path) -> bool:
-    """Whether a folder is on a file system that may show it to another node as it was up to a minute ago."""
+    """Whether a folder is on a file system whose state another node may see up to a minute late."""
     try:
         return (file_system_of(path) or "").startswith(_CACHING)
     except OSError:
@@ -140,9 +140,9 @@ def replace_file(
     """Replace a file atomically. No reader sees a partly written file.
 
     Args:
-        path: of the file.
+        path: path of the file.
         content: all of it.
-        mode: of the file, whatever the umask.
+        mode: mode of the file; the umask does not apply.
         dir_fd: the folder that a relative path is in.
         first: write only if the file does not exist yet.
 
@@ -196,7 +196,7 @@ class Descriptor:
         number: as `os.open` returned it.
 
     Attributes:
-        identity: of the file, see `identity_of`.
+        identity: identity of the file, see `identity_of`.
 
     Raises:
         OSError: it is not open.

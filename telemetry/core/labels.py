@@ -34,21 +34,6 @@ CAUSES: Final = (
 )
 """Why a run loses time: the values of the ``cause`` label."""
 
-EVENTS: Final = (
-    "run_start",
-    "window",
-    "gpu",
-    "host",
-    "workers",
-    "phase",
-    "stall_open",
-    "stall_close",
-    "hang",
-    "snapshot",
-    "error",
-    "run_end",
-)
-"""The values of ``event`` in a log line."""
 RECORDED: Final = "recorded"
 REFUSED: Final = "refused"
 FAILED: Final = "failed"

@@ -71,7 +71,7 @@ def own_stack(frame: FrameType | None) -> Stack:
 
 
 def _described(ident: int) -> Iterator[tuple[str, object]]:
-    """For each frame of a thread its ``repr`` and the module of its globals."""
+    """The ``repr`` and the module of the globals, for each frame of a thread."""
     frames, same = tee(_frames(ident))
     return zip(map(repr, frames), map(_NAME, map(_GLOBALS, same)), strict=False)
 

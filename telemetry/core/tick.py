@@ -74,7 +74,7 @@ class Conditions:
         cores: cores that this rank may use, by its affinity and its cgroup's quota. ``quota_cores``: that quota.
         host_cores: cores of the machine, 0 if unknown.
         on_gpu: whether there is a reading of the GPU.
-        peers: the other ranks of this node.
+        peers: the other ranks of this node, and the ranks of other nodes that this one may wait for.
     """
 
     source: str | None = None

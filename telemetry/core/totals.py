@@ -192,7 +192,7 @@ class Passed:
     wait_seconds: float
     loop_seconds: float
     steps: int
-    exposed_wait_seconds: float | None
+    exposed_after_first_seconds: float | None
     process_cpu_seconds: float | None
 
 
@@ -249,7 +249,9 @@ class Totals:
             wait_seconds=self.wait_seconds - earlier.wait_seconds,
             loop_seconds=self.loop_seconds - earlier.loop_seconds,
             steps=self.steps - earlier.steps,
-            exposed_wait_seconds=difference(self.exposed_after_first_seconds, earlier.exposed_after_first_seconds),
+            exposed_after_first_seconds=difference(
+                self.exposed_after_first_seconds, earlier.exposed_after_first_seconds
+            ),
             process_cpu_seconds=difference(self.process_cpu_seconds, earlier.process_cpu_seconds),
         )
 
@@ -260,7 +262,7 @@ class Totals:
 
     @property
     def compute_seconds(self) -> float:
-        """Of steps."""
+        """Seconds of compute of the steps."""
         return self.ledger_seconds.get(COMPUTE, 0.0)
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from telemetry.core.distribution import Histogram
@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     )
     from telemetry.core.totals import Totals
     from telemetry.core.worker_records import WorkersSample
-
-LogFields = dict[str, Any]
-"""The event's own fields of a log line: JSON values only."""
 
 
 @dataclass(frozen=True, slots=True)

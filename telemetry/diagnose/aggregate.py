@@ -174,7 +174,7 @@ def _checkpoints(added: Totals, recurring: RecurringCosts) -> CheckpointEvidence
     if 0 < steps < added.steps:  # there are steps without a checkpoint to compare with
         in_them = added.checkpoint_steps_compute_seconds
         usual = (added.compute_seconds - in_them) / (added.steps - steps)
-        if usual > 0:  # 0 if a long checkpoint lies mostly before the window
+        if usual > 0:  # 0 if most of a long checkpoint was before the window
             extra = max(0.0, in_them - steps * usual)
     return CheckpointEvidence(
         seconds=added.ledger_seconds.get(CHECKPOINT, 0.0),

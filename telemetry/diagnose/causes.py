@@ -81,7 +81,7 @@ def costs(evidence: Evidence, at: Thresholds = THRESHOLDS) -> dict[str, float]:
     if exposed is not None:
         lost["loader_on_training_thread"] = (
             own.exposed_ratio * own.sampler_seconds
-        )  # a sampler, whatever the workers do
+        )  # a slow sampler costs this time with any number of workers
         if evidence.epochs.boundaries >= at.epoch_boundaries:
             lost["loader_on_training_thread"] += own.exposed_ratio * own.boundary_sampler_seconds
         else:
@@ -130,26 +130,26 @@ def _mid_epoch_shares(evidence: Evidence, at: Thresholds) -> dict[str, float]:
         return {limit: 1.0}  # a transfer needs a core, too
     if not limited and evidence.workers.runnable_ratio is not None and evidence.workers.runnable_ratio >= at.runnable:
         limit = "workers_throttled"  # too few cores also slow the compute, so supply and compute cannot be compared
-    moved = _moved_share(evidence, at)
+    transfer = _transfer_share(evidence, at)
     # Part of the transfer share is run-queue delay: as much as the training thread had in the whole window.
-    no_core = moved * min(1.0, (evidence.cpu.run_queue_delay_seconds or 0.0) / max(evidence.seconds, 1e-9))
-    shares = {"batch_transfer": moved - no_core, "workers_throttled": no_core}
-    shares[limit] = shares.get(limit, 0.0) + 1.0 - moved
+    no_core = transfer * min(1.0, (evidence.cpu.run_queue_delay_seconds or 0.0) / max(evidence.seconds, 1e-9))
+    shares = {"batch_transfer": transfer - no_core, "workers_throttled": no_core}
+    shares[limit] = shares.get(limit, 0.0) + 1.0 - transfer
     return {cause: share for cause, share in shares.items() if share > 0}
 
 
-def _moved_share(evidence: Evidence, at: Thresholds) -> float:
+def _transfer_share(evidence: Evidence, at: Thresholds) -> float:
     """The share of the wait for batches whose fetch had ended."""
     matched = evidence.delivery.fetch_wait_seconds + evidence.delivery.transfer_wait_seconds
     limited = _workers_are_the_limit(evidence, at)
     if matched > 0:
         # A batch that a worker transfers late because of a long fetch would have been on time behind a usual fetch.
-        moved = (
+        transfer = (
             max(0.0, evidence.delivery.transfer_wait_seconds - evidence.delivery.transfer_wait_long_fetch_seconds)
             / matched
         )
         # While one batch is transferred the next is fetched. No step can be shorter than the workers' supply.
-        return min(moved, 1.0 - _short_of_supply(evidence)) if limited else moved
+        return min(transfer, 1.0 - _short_of_supply(evidence)) if limited else transfer
     if limited:
         return 0.0
     lying_ready = evidence.delivery.ready_batches is not None and evidence.delivery.ready_batches >= at.ready

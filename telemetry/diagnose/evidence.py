@@ -87,7 +87,7 @@ class CheckpointEvidence:
             several.
         first_seconds: mean time of the first checkpoints of the run; 0.0 before there are any.
         extra_compute_seconds: how much longer the compute of their steps took than that of other steps: work for a
-            checkpoint besides writing it.
+            checkpoint other than writing it.
     """
 
     seconds: float

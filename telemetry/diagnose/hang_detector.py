@@ -73,7 +73,7 @@ class Moment:
         steps: completed steps of the run.
         loop_left: whether the loop of the newest step has been left, for example by ``break``.
         at_epoch_boundary: whether the thread waits for the first batch of an epoch.
-        seconds: since the last tick, whatever the thread did.
+        seconds: time since the last tick, whatever the thread did.
     """
 
     loop_seconds: float

@@ -1,7 +1,7 @@
 """The ledger: turns spans of the training thread into seconds by category, steps and phases.
 
 The ledger has one current category and only moves forward. Each instant is booked once. So the categories always add up
-to the time since the start, whatever the spans are. What is booked stays booked: no category ever decreases.
+to the time since the start, with any spans. What is booked stays booked: no category ever decreases.
 """
 
 from __future__ import annotations

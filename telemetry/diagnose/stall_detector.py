@@ -135,7 +135,9 @@ class StallDetector:
         added = self._added(tick)
         self._add(tick)
         # On the GPU's clock, a wait can only be measured after it is over.
-        known = added.exposed_wait_seconds is not None and added.exposed_wait_seconds >= added.wait_seconds
+        known = (
+            added.exposed_after_first_seconds is not None and added.exposed_after_first_seconds >= added.wait_seconds
+        )
         exposed = (seconds if added.wait_seconds > 0 else 0.0) if known else None
         # What has been lost so far is in the stall that is replaced.
         lost = 0.0 if self.stall is not None else seconds
@@ -149,7 +151,7 @@ class StallDetector:
         self._begin_anew(tick)
 
     def _hold_hang(self, before: Stall, added: Passed) -> Change:
-        spent, more = added.loop_seconds, added.exposed_wait_seconds
+        spent, more = added.loop_seconds, added.exposed_after_first_seconds
         exposed = None if before.exposed_wait_seconds is None or more is None else before.exposed_wait_seconds + more
         lost = {before.cause: before.lost_seconds[before.cause] + spent}
         loop = before.loop_seconds + spent
@@ -220,7 +222,7 @@ class StallDetector:
         total = dict(before.lost_seconds)
         for cause, seconds in lost.items():
             total[cause] = total.get(cause, 0.0) + seconds * share
-        more = added.exposed_wait_seconds
+        more = added.exposed_after_first_seconds
         exposed = None if before.exposed_wait_seconds is None or more is None else before.exposed_wait_seconds + more
         cause, _ = _costliest(total)
         if {cause, before.cause} <= WAITS and total[cause] <= _MORE * total.get(before.cause, 0.0):

@@ -26,7 +26,7 @@ _SAME_PACE: Final = 0.15
 """Ranks have the same pace if their step durations differ by less than this ratio."""
 
 _ALIKE: Final = 0.5
-"""A node is slow if each of its ranks costs the others at least this share of what its slowest one does."""
+"""A node is slow if each of its ranks costs the others at least this share of what its slowest rank costs."""
 
 _MOSTLY_IN_SYNC: Final = 0.8
 """A rank has mostly waited for the others from this share of its samples on."""
@@ -45,7 +45,7 @@ class Straggler:
     Attributes:
         lost: seconds of each of their steps.
         why: continues "rank 3 ...".
-        node: its node, where that is another one; None for this node.
+        node: name of its node if it is on another node; None for this node.
     """
 
     rank: int
@@ -70,7 +70,7 @@ def straggler(own: RankPace, others: Iterable[RankPace]) -> Straggler | None:
     alike = [slow for slow in found if slow.node == slowest.node and slow.lost >= _ALIKE * slowest.lost]
     if ranks < 2 or len(alike) < ranks:
         return slowest
-    return replace(slowest, why=f"{slowest.why}, as do all {ranks} ranks of that node: the node is slow")
+    return replace(slowest, why=f"{slowest.why}; all {ranks} ranks of that node are waited for, so the node is slow")
 
 
 def peers_at_same_pace(own: RankPace, others: Iterable[RankPace]) -> list[RankPace]:
@@ -133,7 +133,7 @@ def _sync_seconds(pace: RankPace) -> float:
 
 
 def held_up_by(own: RankPace, others: Iterable[RankPace]) -> RankPace | None:
-    """During a standstill: a rank that has not reached the synchronisation that this one waits in; None if all have."""
+    """During a standstill: a rank that has not reached the synchronisation that this one waits in; else None."""
     if not own.waits_for_ranks:
         return None
     return next(

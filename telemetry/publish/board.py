@@ -206,7 +206,7 @@ class Board:
         return tuple(pace for pace in paces if pace is not None and pace.rank != but)
 
     def live_ranks(self, but: Path | None = None) -> int:
-        """How many living processes publish here, without this process's own file."""
+        """How many living processes publish here. The file ``but`` does not count."""
         return sum(1 for entry in self._entries() if entry != str(but) and _alive(entry))
 
     def _entries(self) -> list[str]:

@@ -20,7 +20,7 @@ STARVED_RATIO: Final = 0.20
 """The default of ``stall_enter_ratio``, for logs that do not have it."""
 
 _ADVICE_FIELDS: Final = ("action", "setting", "value", "predicted_speedup", "because")
-"""All of them are in the report, as null where the log has none."""
+"""All of them are in the report. A field that the log does not have is null."""
 
 _MAX_UNSEEN_RATIO: Final = 0.05
 """If a rank did not see the batches of more than this share of its steps, it is unknown whether it waits for data."""

@@ -20,31 +20,31 @@ the recordings do not overlap. If nodes do not share the run folder, the ranks o
 from __future__ import annotations
 
 import math
-import re
-import secrets
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.core.json_object import dump_object, parse_object
 from telemetry.snapshot import protocol as p
 from telemetry.snapshot.private_folder import Folder, open_folder
+from telemetry.snapshot.request_files import (
+    RENDEZVOUS_FOLDER,
+    RequestFiles,
+    RequestFolderWatch,
+    clear,
+    dump,
+    id_seconds,
+    load,
+    scan,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-RENDEZVOUS_FOLDER: Final = ".meeting"
-"""The command and the ranks of a run may be of different versions, so the name stays."""
-
-_STAMP_SECONDS: Final = 3.0
-"""Files that are added within this time may leave the folder's modification time unchanged. File systems store it
-with a resolution of 2 s or better."""
-
-_CACHED_SECONDS: Final = 90.0
-"""Notice for ranks on other nodes that see a folder late. NFS keeps what it knows of a folder for 30 to 60 s by default
-(``acdirmin`` and ``acdirmax`` of nfs(5)). A request and its answer take up to 90 s together: a node that writes into a
-folder looks at it anew."""
+CACHED_SECONDS: Final = 90.0
+"""Notice for ranks on other nodes that see a folder late. By default NFS caches a folder's state for 30 to 60 s
+(``acdirmin`` and ``acdirmax`` of nfs(5)). A request and its answer take up to 90 s together, because a node that writes
+into a folder reads its state again."""
 
 NOTICE_TICKS: Final = 3
 """A rank polls once per tick. One that misses two ticks still reads a plan in time."""
@@ -53,7 +53,7 @@ _WARM_UP_STEPS: Final = 2
 """The profiler is prepared one step ahead, and that step must not have begun."""
 
 _REQUEST_SECONDS: Final = 120.0
-"""An older request is ignored, or one older by twice the notice: nobody waits for it any more."""
+"""A request that is older by this time, plus twice the notice, is ignored: nobody waits for it any more."""
 
 _FILE_SECONDS: Final = 600.0
 """Older files are removed by any rank that finds them."""
@@ -64,18 +64,6 @@ _CLOCK_SECONDS: Final = 2.0
 _ALONE_SECONDS: Final = 0.1
 """Time from a plan until the training thread sees it, if there is only one rank."""
 
-_NAME: Final = re.compile(r"([0-9a-z-]+)\.(request|plan|(answer|result)-(\d+))\.json")
-
-
-@dataclass
-class RequestFiles:
-    """The files of one request. ``answers`` and ``results`` have the ranks that have written one."""
-
-    request: bool = False
-    plan: bool = False
-    answers: set[int] = field(default_factory=set)
-    results: set[int] = field(default_factory=set)
-
 
 @dataclass(frozen=True, slots=True)
 class Position:
@@ -83,16 +71,6 @@ class Position:
 
     steps: int
     step_seconds: float
-
-
-def new_id(now: float) -> str:
-    """An id for a request that is made now (Unix time)."""
-    return f"{int(now * 1000):013d}-{secrets.token_hex(4)}"
-
-
-def id_seconds(text: str) -> float:
-    """Unix time at which the request with an id was made."""
-    return int(text[:13]) / 1000
 
 
 class Rendezvous:
@@ -130,8 +108,7 @@ class Rendezvous:
         self._done: set[str] = set()  # ids that this rank has dealt with
         self._mine: set[str] = set()  # ids of this rank's own requests, which it may withdraw
         self._first_seen: dict[str, float] = {}
-        self._empty: tuple[tuple[int, int], float] | None = None  # stamp of the empty folder, and since when it has it
-        self._stays_empty: tuple[int, int] | None = None  # the same stamp, once it shows that no file was added
+        self._watch = RequestFolderWatch(snapshots / RENDEZVOUS_FOLDER)
 
     def adopt(self, rank: int, world_size: int) -> None:
         """The rank of this process, or the size of the job, is now known to be another one."""
@@ -145,6 +122,7 @@ class Rendezvous:
         """
         with self._open() as folder:
             folder.write(f"{request.id}.request.json", dump(request))
+        self._watch.expect()
         self._mine.add(request.id)
 
     def poll(self, position: Callable[[], Position | None]) -> p.Plan | None:
@@ -160,19 +138,13 @@ class Rendezvous:
         Raises:
             OSError: the folder cannot be read or written.
         """
-        stamp = self._stamp()
-        if stamp is not None and stamp == self._stays_empty:
-            return None  # no file was added; listing the folder would cost 30 times as much
+        if self._watch.stays_empty():
+            return None
         with self._open() as folder:
             found = scan(folder)
             now = self._clock()
+            self._watch.listed(found, now)
             self._forget(found)
-            if found or stamp is None:
-                self._empty = None
-            elif self._empty is None or self._empty[0] != stamp:
-                self._empty = stamp, now
-            settled = self._empty is not None and now - self._empty[1] > _STAMP_SECONDS
-            self._stays_empty = stamp if settled else None
             waits, where = False, position() if found else None
             for id_, files in sorted(found.items()):
                 if now - id_seconds(id_) > _FILE_SECONDS:
@@ -255,8 +227,8 @@ class Rendezvous:
         return None  # another rank was first: its plan is read at the next tick
 
     def _hears(self) -> float:
-        """How late this rank may see a file, seconds; a third of the notice that it needs."""
-        return max(self._tick, _CACHED_SECONDS / NOTICE_TICKS) if self._far() else self._tick
+        """Seconds after which this rank has seen a new file. It needs three times this as notice."""
+        return max(self._tick, CACHED_SECONDS / NOTICE_TICKS) if self._far() else self._tick
 
     def _plan(self, folder: Folder, request: p.Request, answered: list[int]) -> p.Plan:
         answers = [p.answer_from(load(folder, f"{request.id}.answer-{rank}.json")) for rank in answered]
@@ -284,14 +256,6 @@ class Rendezvous:
             pass
         return open_folder(self._snapshots / RENDEZVOUS_FOLDER, make=True)
 
-    def _stamp(self) -> tuple[int, int] | None:
-        """Inode and modification time of the folder. One of them changes when a file is added. None without one."""
-        try:
-            status = (self._snapshots / RENDEZVOUS_FOLDER).stat(follow_symlinks=False)
-        except OSError:
-            return None
-        return status.st_ino, status.st_mtime_ns
-
     def _forget(self, found: dict[str, RequestFiles]) -> None:
         self._done &= found.keys()
         self._mine &= found.keys()
@@ -305,46 +269,3 @@ def first_step(answers: list[p.Answer], now: float) -> int:
     furthest = max(answer.steps + max(0.0, now - answer.at) / fastest for answer in answers)
     notice = NOTICE_TICKS * max(answer.hears for answer in answers) if len(answers) > 1 else _ALONE_SECONDS
     return math.ceil(furthest + notice / fastest) + _WARM_UP_STEPS + 1
-
-
-def clear(folder: Folder, id_: str, files: RequestFiles) -> None:
-    """Remove the files of a request."""
-    names = ["request"] * files.request + ["plan"] * files.plan
-    names += [f"answer-{rank}" for rank in files.answers] + [f"result-{rank}" for rank in files.results]
-    for name in names:
-        folder.remove(f"{id_}.{name}.json")
-
-
-def scan(folder: Folder) -> dict[str, RequestFiles]:
-    """The files in the folder, by the id of the request. Files with other names are ignored."""
-    found: dict[str, RequestFiles] = {}
-    for name in folder.names():
-        match = _NAME.fullmatch(name)
-        if match is None or not p.valid_id(match[1]):
-            continue
-        files = found.setdefault(match[1], RequestFiles())
-        if match[2] == "request":
-            files.request = True
-        elif match[2] == "plan":
-            files.plan = True
-        else:
-            (files.answers if match[3] == "answer" else files.results).add(int(match[4]))
-    return found
-
-
-def load(folder: Folder, name: str) -> dict[str, Any]:
-    """Read a message; `protocol` checks its fields.
-
-    Raises:
-        InvalidError: it is not a JSON object.
-        OSError: it cannot be read.
-    """
-    value = parse_object(folder.read(name))
-    if value is None:
-        raise p.InvalidError(f"{name}: not a JSON object")
-    return value
-
-
-def dump(message: p.Request | p.Answer | p.Plan | p.Result) -> bytes:
-    """A message as it is written to a file."""
-    return dump_object(p.as_json(message))

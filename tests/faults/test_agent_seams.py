@@ -16,13 +16,13 @@ from tests.faults.broken_seams import HOOKS, break_, break_seam, counted
 
 @pytest.fixture(scope="module")
 def unharmed():
-    """What the loop gives without us."""
+    """The result of the loop without the agent."""
     assert telemetry.api._agent is None
     return {steps: train(epochs=2, steps=steps) for steps in (False, True)}
 
 
 def ticked(agent, times: int = 2) -> None:
-    """Wait until the agent has gone on for some ticks."""
+    """Wait until the agent has made some ticks."""
     before = agent.accounting.ledger.at_ns
     for _ in range(times):
         wait_for(lambda: agent.accounting.ledger.at_ns > before, "the agent's next tick")
@@ -73,7 +73,7 @@ def test_an_error_on_the_agent_s_thread_stays_there(seam, start, unharmed, monke
             f"an error of {source}, in {agent.errors.counts}",
         )
         assert agent._thread.is_alive()
-    assert counted(agent, source) >= 1  # the page is served, and it is there
+    assert counted(agent, source) >= 1  # the metrics are served and count it
     ticked(agent)
     assert train(epochs=2) == unharmed[False]
     telemetry.stop()
@@ -136,7 +136,7 @@ def test_an_error_in_the_start_leaves_the_rest(part, start, unharmed, monkeypatc
         patch.setattr(*places[part], None if part == "line" else break_)
         agent = start(start_line=part == "line")
     assert train(epochs=2) == unharmed[False]
-    if part == "atexit":  # without it nothing would end the agent: it is not started, and says so
+    if part == "atexit":  # without atexit nothing would end the agent: it does not start, and reports that
         assert agent.running is False
         assert "cannot start (Broken: injected)" not in capfd.readouterr().err, "start_line is off"
         return

@@ -1,4 +1,4 @@
-"""Files and folders of ours that others delete or rename in the middle of a run; and a working folder that is gone."""
+"""Others delete or rename the agent's files and folders during a run; the working folder is removed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_run_folder_that_is_deleted_comes_back(log):
 
 @pytest.mark.parametrize("create", [False, True])
 def test_a_log_that_is_renamed_loses_nothing(create, log):
-    """As logrotate does it, with and without ``create``."""
+    """As logrotate does, with and without ``create``."""
     old = log.path.with_suffix(".jsonl.1")
     log.path.rename(old)
     if create:
@@ -54,7 +54,7 @@ def test_a_log_that_is_renamed_loses_nothing(create, log):
 
 
 def test_a_log_that_is_emptied_has_its_first_line_again(log):
-    """As logrotate does it with ``copytruncate``."""
+    """As logrotate does with ``copytruncate``."""
     os.truncate(log.path, 0)
     assert log.replace_if_removed() == ("the log file was emptied by others: a new one begins", 0)
     assert log.path.read_bytes() == HEAD

@@ -175,12 +175,12 @@ COLLECTIVE = """
 
 
 def stuck(run_dir, event):
-    """Of a run that is stuck, and not of what a short window has made of it before."""
+    """The advice is about the hang, and not about a stall that a short window has seen before it."""
     return [line for line in events(run_dir, event) if "stuck_in" in line["evidence"]]
 
 
 def the_stalls_of_a_collective(tmp_path, stuck_seconds):
-    """By rank, what is logged when rank 1 reads from a pipe where the other waits for it in an all-reduce."""
+    """The log lines by rank, when rank 1 reads from a pipe and rank 0 waits for it in an all-reduce."""
     script = write(tmp_path, "script.py", COLLECTIVE)
     environments = [environment(RANK=str(rank), WORLD_SIZE="2") for rank in (0, 1)]
     rest = (tmp_path / "store", stuck_seconds)
@@ -189,7 +189,7 @@ def the_stalls_of_a_collective(tmp_path, stuck_seconds):
         Child(script, 1, *rest, cwd=tmp_path, env=environments[1]) as one,
     ):
         said = one.line()
-        while said.startswith("[Gloo]"):  # torch 2.9 says on stdout how many peers it has
+        while said.startswith("[Gloo]"):  # torch 2.9 prints the number of peers to stdout
             said = one.line()
         assert said == "late"
         opened = wait_for(

@@ -59,7 +59,7 @@ class NvmlSource:
         device_uuid: returns the UUID that torch reports for the training thread's device; None before CUDA is
             initialised. It is called on the NVML thread once per tick. It must be quick and must not initialise
             CUDA.
-        interval_seconds: from the end of one tick to the next.
+        interval_seconds: time from the end of one tick to the next.
         deadline_seconds: a call that takes longer counts as hung.
         environ: source of ``CUDA_VISIBLE_DEVICES`` before CUDA is initialised.
         clock: monotonic nanoseconds.

@@ -117,8 +117,8 @@ def uneven(evidence: Evidence) -> list[Advice]:
     advice = _further_ahead(evidence, compute, max(compute, in_order) + boundary, because)
     if not evidence.settings.get("in_order") or evidence.workers.count < 2:
         return advice
-    moved = evidence.delivery.transfer_wait_seconds / evidence.steps  # unchanged: no worker prefetches more
-    gain = gain_of(evidence, max(compute, supply) + boundary + moved)
+    transfer_wait = evidence.delivery.transfer_wait_seconds / evidence.steps  # unchanged: no worker prefetches more
+    gain = gain_of(evidence, max(compute, supply) + boundary + transfer_wait)
     action = "take batches in the order in which they are finished, if their order does not matter"
     if in_order <= compute:
         return [*advice, Advice(action, "in_order", "False", gain, because)]
@@ -197,24 +197,24 @@ def transfer(evidence: Evidence) -> list[Advice]:
     now, compute = step_seconds(evidence), compute_seconds(evidence)
     if now is None or compute is None:
         return []
-    moved = evidence.delivery.transfer_wait_seconds / evidence.steps
+    transfer_wait = evidence.delivery.transfer_wait_seconds / evidence.steps
     freed = min(compute, (evidence.delivery.release_seconds or 0.0) * evidence.batches_per_step)
     crowded = _crowded_by_pickling(evidence) * (compute - freed)
     size = _pickled_bytes(evidence) * evidence.batches_per_step
-    kept = min(moved + freed, size * _MAPPED_BYTE_SECONDS)
-    if moved > 0:
-        because = f"a finished batch takes {ms(moved)} of every {ms(now)} to reach the training thread"
-        if freed >= _MIN_MENTIONED_SHARE * moved:
+    kept = min(transfer_wait + freed, size * _MAPPED_BYTE_SECONDS)
+    if transfer_wait > 0:
+        because = f"a finished batch takes {ms(transfer_wait)} of every {ms(now)} to reach the training thread"
+        if freed >= _MIN_MENTIONED_SHARE * transfer_wait:
             because += f", and {ms(freed)} to be released"
-        if crowded >= _MIN_MENTIONED_SHARE * moved:
+        if crowded >= _MIN_MENTIONED_SHARE * transfer_wait:
             because += f"; the training thread waits {ms(crowded)} for a core while workers pickle batches"
-        if kept >= _MIN_MENTIONED_SHARE * moved:
+        if kept >= _MIN_MENTIONED_SHARE * transfer_wait:
             because += f"; {ms(kept)} remain for its {size / 1e6:.1f} MB, however it is sent"
     else:
         ready = evidence.delivery.ready_batches or 0.0
         because = f"{ready:.1f} batches are ready on average, and a step still takes {ms(now)}"
-    then = max(now - moved - freed - crowded + kept, supply_seconds(evidence) or 0.0)
-    gain = gain_of(evidence, then) if moved > 0 else None
+    then = max(now - transfer_wait - freed - crowded + kept, supply_seconds(evidence) or 0.0)
+    gain = gain_of(evidence, then) if transfer_wait > 0 else None
     action = (
         "send less data: few large tensors per batch instead of many small ones or Python objects; "
         "smaller types (uint8)"
@@ -222,7 +222,7 @@ def transfer(evidence: Evidence) -> list[Advice]:
     advice = [Advice(action, None, None, gain, because)]
     if evidence.on_gpu and not evidence.settings.get("pin_memory"):
         action = "pin batches in the background and copy them with non_blocking=True"
-        background = gain_of(evidence, now - moved) if moved > 0 else None
+        background = gain_of(evidence, now - transfer_wait) if transfer_wait > 0 else None
         advice.insert(0, Advice(action, "pin_memory", "True", background, because))
     if _transferred_by_busy_workers(evidence):
         action = "share tensors as files: torch.multiprocessing.set_sharing_strategy('file_system')"

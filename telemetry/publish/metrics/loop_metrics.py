@@ -103,7 +103,7 @@ LOOP: Final[MetricGroup[RunView]] = MetricGroup(
             help="Samples of the training thread in a step, by whether it waited for other ranks.",
             details=(
                 "`in_sync`: in a call in which ranks wait for one another (a collective, the backward pass of DDP). "
-                "`own`: anywhere else. On a GPU they tell what the host does, not the device."
+                "`own`: anywhere else. On a GPU they show what the host does, not the device."
             ),
             absent="in a job of one rank",
             read=lambda view: _samples(view.totals.own),

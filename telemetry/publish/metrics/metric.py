@@ -40,7 +40,7 @@ class MetricLabel:
     """A label. The metric has one sample for each of its values.
 
     Attributes:
-        name: of the label.
+        name: name of the label.
         values: all possible values; empty if the set is open.
     """
 
