@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from telemetry.core.filesystem import read_small, replace_file
 from telemetry.core.hang_records import Collective, HangState
 from telemetry.core.tick import RankPace
-from telemetry.diagnose.hang_verdict import decide, told
+from telemetry.diagnose.hang_verdict import decide, with_sentence
 from telemetry.job import exchange
 from telemetry.job.candidates import candidates
 from telemetry.job.node_report import MAX_BYTES, NodeReport, encoded
@@ -137,7 +137,7 @@ def verdict(job: Job) -> tuple[float, int, str]:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert found is not None
-    return statistics.median(seconds), peak, told(found, "14:05:12").sentence
+    return statistics.median(seconds), peak, with_sentence(found, "14:05:12").sentence
 
 
 def _state(rank: int, node: str, *, odd: bool) -> HangState:

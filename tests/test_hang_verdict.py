@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from telemetry.core.hang_records import ENDED, GONE, LEFT, STOPPED, Collective, HangState
 from telemetry.core.rank_ranges import named, ranges
-from telemetry.diagnose.hang_verdict import decide, told
+from telemetry.diagnose.hang_verdict import decide, with_sentence
 
 SINCE = "14:05:12"
 
@@ -35,7 +35,7 @@ def job(*odd: HangState, ranks: int = 4) -> list[HangState]:
 def verdict(states, world_size=0):
     found = decide(states, world_size)
     assert found is not None
-    return told(found, SINCE)
+    return with_sentence(found, SINCE)
 
 
 def blamed(found) -> list[int]:
@@ -237,7 +237,7 @@ def test_any_picture_has_a_verdict_that_accuses_only_ranks_there_are(states):
     found = decide(states, 10)
     if found is None:
         return
-    found = told(found, SINCE)
+    found = with_sentence(found, SINCE)
     known = {state.rank for state in states}
     assert found.sentence
     assert set(blamed(found)) <= known

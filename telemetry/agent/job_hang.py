@@ -14,7 +14,7 @@ from telemetry.core.clock import NS, now_ns
 from telemetry.core.hang_records import ALIVE, ENDED, GONE, SILENT, STOPPED, HangState
 from telemetry.core.labels import COMPUTE, DATA_WAIT
 from telemetry.core.views import HangView
-from telemetry.diagnose.hang_verdict import decide, told
+from telemetry.diagnose.hang_verdict import decide, with_sentence
 from telemetry.job.hang_states import from_rows, to_rows
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ class JobHang:
         if key == self._written:
             return
         self._since = self._since or self._clock(found.seconds)
-        self._verdict = told(found, self._since[11:19])
+        self._verdict = with_sentence(found, self._since[11:19])
         self._written = key
         if self._lines < _MAX_LINES:
             self._lines += 1

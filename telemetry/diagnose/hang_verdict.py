@@ -107,7 +107,7 @@ def decide(states: Iterable[HangState], world_size: int = 0) -> HangVerdict | No
     )
 
 
-def told(verdict: HangVerdict, since: str) -> HangVerdict:
+def with_sentence(verdict: HangVerdict, since: str) -> HangVerdict:
     """The verdict with its sentence.
 
     Args:

@@ -20,7 +20,7 @@ from typing import Any, Final
 from telemetry.core.filesystem import read_small, replace_file
 from telemetry.core.identity import slug
 from telemetry.core.tick import RankPace
-from telemetry.publish.hang_board import bury
+from telemetry.publish.hang_board import mark_gone
 from telemetry.publish.server_locks import ServerLocks
 
 _SEPARATOR: Final = b"\0"
@@ -137,7 +137,7 @@ class Board:
             except (OSError, ValueError, KeyError, TypeError):
                 continue
             if own is None and not ended and start_ticks(state.pid) != ticks:
-                bury(entry, state.rank)
+                mark_gone(entry, state.rank)
                 continue
             self._known[entry] = file
             order = (ended, *_order_of(file.head, state.pid))

@@ -28,7 +28,7 @@ class RankProcess:
     ended: bool
 
 
-def bury(path: str, rank: int) -> None:
+def mark_gone(path: str, rank: int) -> None:
     """The file of a process that is gone is kept under another name: nothing else tells that it was there."""
     try:
         os.replace(path, os.path.join(os.path.dirname(path), f"{_GONE}{rank}"))  # noqa: PTH105, PTH118, PTH120
