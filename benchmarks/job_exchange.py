@@ -4,6 +4,7 @@
 
 The files of the other nodes are simulated, and all of them change before each cycle. The second row adds 20 ms to each
 file operation, like a busy shared file system. During that time the thread of the exchange sleeps.
+In the third row the job hangs, and each node writes the states of its ranks. The last line is the verdict on them.
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ import argparse
 import statistics
 import tempfile
 import time
+import tracemalloc
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from telemetry.core.filesystem import read_small, replace_file
+from telemetry.core.hang_records import Collective, HangState
 from telemetry.core.tick import RankPace
+from telemetry.diagnose.hang_verdict import decide, with_sentence
 from telemetry.job import exchange
 from telemetry.job.candidates import candidates
 from telemetry.job.node_report import MAX_BYTES, NodeReport, encoded
@@ -45,6 +49,12 @@ def main() -> None:
             busy = f"{statistics.median(cpu) * 1e3:.1f} ms ({max(cpu) * 1e3:.1f}) of CPU"
             took = f"{statistics.median(wall):.2f} s ({max(wall):.2f}) of wall time"
             print(f"  {name}: {busy}, {took}, {files} files, {heard} ranks passed on")
+        job.hang()
+        cpu, wall, files, _ = job.measured(options.cycles, 0.0)
+        busy = f"{statistics.median(cpu) * 1e3:.1f} ms ({max(cpu) * 1e3:.1f}) of CPU"
+        print(f"  while the job hangs: {busy}, {files} files")
+        seconds, peak, sentence = verdict(job)
+        print(f"  the verdict: {seconds * 1e3:.1f} ms, {peak / 2**20:.1f} MiB: {sentence}")
 
 
 class Job:
@@ -56,19 +66,34 @@ class Job:
         self.sequence = 0
         self.nodes = {f"n{n:05d}": [_pace(n * ranks + rank) for rank in range(ranks)] for n in range(nodes)}
         self.own = f"n{nodes // 2:05d}"
+        self.states: dict[str, tuple[HangState, ...]] = {}
+        self.heard: tuple[HangState, ...] = ()
+
+    def hang(self) -> None:
+        """From now on all ranks wait for one, which is in a fetch."""
+        ranks = sum(len(paces) for paces in self.nodes.values())
+        self.states = {
+            name: tuple(_state(pace.rank, name, odd=pace.rank == 2 * ranks // 3) for pace in paces)
+            for name, paces in self.nodes.items()
+        }
 
     def advance(self) -> None:
         """All other nodes write their files again, and each group its own."""
         self.sequence += 1
         groups: dict[int, list[RankPace]] = {}
+        states: dict[int, list[HangState]] = {}
         for name, paces in self.nodes.items():
             file = f"node-{name}.json"
             if name != self.own:
-                (self.folder / file).write_bytes(encoded(NodeReport(name, self.sequence, 1, tuple(paces))))
+                (self.folder / file).write_bytes(encoded(self._report(name, paces)))
             groups.setdefault(exchange._group_of(file), []).extend(paces)
+            states.setdefault(exchange._group_of(file), []).extend(self.states.get(name, ()))
         for group, paces in groups.items():
-            report = NodeReport("n", self.sequence, len(paces), candidates(paces))
+            report = NodeReport("n", self.sequence, len(paces), candidates(paces), tuple(states[group]))
             (self.folder / exchange._group_file(group)).write_bytes(encoded(report))
+
+    def _report(self, name: str, paces: list[RankPace]) -> NodeReport:
+        return NodeReport(name, self.sequence, 1, tuple(paces), self.states.get(name, ()))
 
     def measured(self, cycles: int, latency: float) -> tuple[list[float], list[float], int, int]:
         """CPU and wall seconds of each cycle, files used in the last one, and ranks received."""
@@ -91,11 +116,36 @@ class Job:
         for number in range(cycles + 2):  # a writer is known to be alive from the second cycle on
             self.advance()
             files, began, busy = 0, time.perf_counter(), time.thread_time()
-            heard = node.cycle(self.nodes[self.own])
+            heard = node.cycle(self.nodes[self.own], self.states.get(self.own, ()))
             if number >= 2:
                 cpu.append(time.thread_time() - busy)
                 wall.append(time.perf_counter() - began)
+        self.heard = node.hang
         return cpu, wall, files, len(heard)
+
+
+def verdict(job: Job) -> tuple[float, int, str]:
+    """Seconds and bytes of the verdict on the states that the node has heard of, and its sentence."""
+    states = [*job.states[job.own], *job.heard]
+    seconds = []
+    for _ in range(5):
+        began = time.perf_counter()
+        found = decide(states, len(states))
+        seconds.append(time.perf_counter() - began)
+    tracemalloc.start()
+    found = decide(states, len(states))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert found is not None
+    return statistics.median(seconds), peak, with_sentence(found, "14:05:12").sentence
+
+
+def _state(rank: int, node: str, *, odd: bool) -> HangState:
+    if odd:
+        return HangState(rank, node, "data_wait", stuck=True, seconds=31.0, where="data.py:88", call="read", stack="b")
+    newest = Collective("all_reduce", 81234, "0", "1024x1024 BFloat16")
+    told = {"where": "train.py:120", "call": "backward", "stack": "a", "state": "sleeping in futex_do_wait"}
+    return HangState(rank, node, "compute", stuck=True, seconds=30.0, waits=True, steps=300, collective=newest, **told)
 
 
 def _pace(rank: int) -> RankPace:

@@ -112,11 +112,16 @@ def verdict() -> Iterator[Any]:
         graph(
             "Ranks that are waited for",
             "How many ranks wait for a straggler, by the rank that they name. Look at that rank's row in the table of "
-            "ranks: it waits for data, is busy elsewhere, or its GPU is slow.",
+            "ranks: it waits for data, is busy elsewhere, or its GPU is slow. While the job hangs, the rank "
+            "that holds it up; the report and the log have the line.",
             "short",
             Query(
                 'count_values by (run) ("straggler", training_straggler_rank{run="$run"})',
                 "waiting for rank {{straggler}}",
+            ),
+            Query(
+                'count_values by (run) ("suspect", training_hang_suspect_rank{run="$run"})',
+                "the job hangs: rank {{suspect}}",
             ),
             stacked=True,
             no_value="No rank is waited for",

@@ -54,6 +54,14 @@ def run() -> dashboard.Dashboard:
         )
         .annotation(
             frame.Marks(
+                "Hangs",
+                'count by (kind) (training_hang_active{run="$run"} == 1)',
+                "the job hangs: {{kind}}",
+                BAD,
+            )
+        )
+        .annotation(
+            frame.Marks(
                 "Snapshots",
                 f"sum by (result) (run_result:training_snapshots:increase2m{{{SELECTED}}} or "
                 f"increase(training_snapshots_total{{{SELECTED_NOT_ALL}}}[$__rate_interval])) > 0",

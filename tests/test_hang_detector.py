@@ -45,6 +45,8 @@ def test_it_opens_once_and_closes_when_the_run_goes_on():
     [
         (None, 0.1, 1.0, False, 30.0),  # at least 30 s
         (None, 10.0, 12.0, False, 200.0),  # many times the p99
+        (None, 60.0, 70.0, False, 540.0),  # but less than NCCL's timeout
+        (None, 150.0, 150.0, False, 600.0),  # as long as that is some multiple
         (None, None, None, False, 30.0),
         (7.0, 10.0, 12.0, False, 7.0),
         (7.0, 0.1, 20.0, True, 40.0),  # the first batch of an epoch, where the run's own took 20 s

@@ -10,10 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from telemetry.core.clock import NS
+from telemetry.core.hang_records import Collective, HangState
 from telemetry.core.tick import RankPace
 from telemetry.job import exchange as exchange_module
 from telemetry.job.candidates import candidates
 from telemetry.job.exchange import JobExchange
+from telemetry.job.hang_states import from_rows, to_rows
 from telemetry.job.node_report import NodeReport, decoded, encoded
 from tests.rank_paces import pace
 
@@ -25,6 +27,7 @@ class Job:
         self.seconds, self.files = 0.0, 0
         self.paces = {f"n{node:04d}": [pace(node * ranks + rank) for rank in range(ranks)] for node in range(nodes)}
         self.exchanges = {name: self.exchange(folder, name) for name in self.paces}
+        self.hang: dict[str, tuple[HangState, ...]] = {}
         self.heard: dict[str, tuple[RankPace, ...]] = {}
 
     def exchange(self, folder, name: str) -> JobExchange:
@@ -45,7 +48,7 @@ class Job:
             for name, exchange in self.exchanges.items():
                 if name != but:
                     self.files = 0
-                    self.heard[name] = exchange.cycle(self.paces[name])
+                    self.heard[name] = exchange.cycle(self.paces[name], self.hang.get(name, ()))
 
 
 def test_a_node_hears_of_the_ranks_of_another(tmp_path):
@@ -209,3 +212,75 @@ def test_at_most_a_few_ranks_of_each_kind_are_passed_on():
     chosen = candidates(replace(p, phase="evaluation", seconds_without_step=5.0) for p in paces)
     assert len(chosen) <= 32
     assert [p.rank for p in chosen] == sorted(p.rank for p in chosen)
+
+
+# -- while the job hangs ------------------------------------------------------------------------------------------
+
+
+def states(node: int, ranks: int = 2, **fields) -> tuple[HangState, ...]:
+    told = dict(doing="compute", stuck=True, seconds=30.0, waits=True, where="train.py:4", steps=7)
+    told["collective"] = Collective("all_reduce", 5, "0", "4x8 Float")
+    return tuple(HangState(node * ranks + rank, f"n{node:04d}", **told | fields) for rank in range(ranks))
+
+
+def test_rows_give_back_the_states_that_went_into_them():
+    one = replace(states(0)[0], state="sleeping", where=None, call=None, collective=None, process="stopped")
+    all_states = (*states(1), *states(7), one)
+    assert sorted(from_rows(json.loads(json.dumps(to_rows(all_states)))), key=lambda s: s.rank) == sorted(
+        all_states, key=lambda s: s.rank
+    )
+    assert len(to_rows(all_states)) == 2, "those that do the same are one row"
+
+
+def test_rows_of_very_many_ranks_are_small():
+    everyone = [state for node in range(1250) for state in states(node, ranks=8)]
+    assert len(json.dumps(to_rows(everyone))) < 60_000
+    different = [replace(state, where=f"a.py:{state.rank}") for state in everyone]
+    assert len(to_rows([*different, replace(everyone[0], waits=False)])) == 256
+    assert not from_rows(to_rows([*different, replace(everyone[0], waits=False)]))[0].waits
+
+
+@pytest.mark.parametrize("row", [1, {}, {"nodes": [["a", [[0, 1 << 30]]]], "doing": "x", "seconds": 1, "steps": 1}])
+def test_rows_of_something_else_are_refused(row):
+    with pytest.raises((TypeError, ValueError, KeyError, AttributeError)):
+        from_rows([row])
+
+
+@pytest.mark.parametrize("nodes", [2, 90])
+def test_each_node_hears_what_all_ranks_do(tmp_path, nodes):
+    job = Job(tmp_path, nodes=nodes)
+    names = list(job.exchanges)
+    job.cycles(3)
+    assert all(exchange.hang == () for exchange in job.exchanges.values())
+    job.hang = {name: states(number) for number, name in enumerate(names)}
+    job.cycles(3)
+    for number, name in enumerate(names):
+        heard = {(state.rank, state.node) for state in job.exchanges[name].hang}
+        assert heard | {(s.rank, s.node) for s in states(number)} == {
+            (2 * node + rank, f"n{node:04d}") for node in range(nodes) for rank in range(2)
+        }
+    job.hang = {}
+    job.cycles(3)
+    assert all(exchange.hang == () for exchange in job.exchanges.values())
+
+
+@pytest.mark.parametrize("nodes", [3, 90])
+def test_the_ranks_of_a_node_that_is_lost_are_gone(tmp_path, nodes):
+    job = Job(tmp_path, nodes=nodes)
+    job.cycles(5)
+    job.cycles(14, but="n0001")
+    first = job.exchanges["n0000"]
+    assert first.hang == (), "nothing hangs"
+    job.hang = {name: states(number) for number, name in enumerate(job.exchanges)}
+    job.cycles(3, but="n0001")
+    lost = {(s.rank, s.node, s.process) for s in first.hang if s.node == "n0001"}
+    assert lost == {(2, "n0001", "gone"), (3, "n0001", "gone")}
+
+
+def test_the_ranks_of_a_node_that_has_left_are_not_gone(tmp_path):
+    job = Job(tmp_path, nodes=3)
+    job.cycles(5)
+    job.exchanges["n0001"].leave()
+    job.hang = {name: states(number) for number, name in enumerate(job.exchanges)}
+    job.cycles(15, but="n0001")
+    assert {s.node for s in job.exchanges["n0000"].hang} == {"n0002"}

@@ -30,7 +30,7 @@ from telemetry.core.samples import (
     TorchMemorySample,
 )
 from telemetry.core.totals import OwnTotals, Totals
-from telemetry.core.views import RunView, SnapshotsView, StallView
+from telemetry.core.views import HangView, RunView, SnapshotsView, StallView
 from telemetry.core.worker_records import WorkersSample
 from telemetry.publish.endpoint import join
 from telemetry.publish.exposition import Exposition
@@ -93,6 +93,7 @@ def full_view():
         wait_duration=Histogram(STEP_BUCKETS, (1,) * (len(STEP_BUCKETS) + 1), 9.0),
         last_step_unix_seconds=1.7e9,
         errors={"nvml": 1},
+        hang=HangView("fetch", 3),
         stalls=StallView("checkpoint", dict.fromkeys(CAUSES, 0), dict.fromkeys(CAUSES, 0.0), 1),
         snapshots=SnapshotsView(dict.fromkeys(SNAPSHOT_RESULTS, 1), "slower"),
         collectors=tuple(CollectorHealth(name, True, 0.001, "why") for name in COLLECTOR.values),

@@ -7,7 +7,7 @@ import pytest
 from telemetry.report.log_reader import load
 from telemetry.report.report_text import render
 from telemetry.report.summary import summarize
-from tests.report_logs import START, line, totals, write
+from tests.report_logs import START, line, totals, window, write
 
 VERDICTS = {
     "starved alone": ([dict(wait=8, compute=2)], "Starved: rank 0 spent 80 %", "5.0 times"),
@@ -81,3 +81,60 @@ def test_the_wait_for_the_first_batch_is_not_starvation(tmp_path):
     report = summarize(load(tmp_path))
     assert report["ranks"][0]["exposed_wait_ratio"] == pytest.approx(4 / 14)
     assert report["verdict"].startswith("Healthy")
+
+
+# -- a job that hangs ---------------------------------------------------------------------------------------------
+
+
+def hang(rank: int = 0, second: int = 20, **fields) -> dict:
+    told = dict(
+        since="2026-01-01T00:00:00.000Z",
+        verdict="ranks 0, 2-3 have waited in all_reduce #7 since 00:00:00; rank 1 on n1 is in a fetch at data.py:88 (read)",
+        kind="fetch",
+        suspects=[{"rank": 1, "node": "n1", "where": "data.py:88 (read)", "doing": "in a fetch"}],
+        suspects_total=1,
+        waiting=[{"ranks": [[0, 0], [2, 3]], "collective": "all_reduce", "sequence": 7}],
+        silent_ranks=0,
+    )
+    return line("hang", rank, **told | {"time": f"2026-01-01T00:00:{second}.000Z"} | fields)
+
+
+def hanging(tmp_path, *lines, ended=False) -> dict:
+    steps = dict(wait=1, compute=9, steps=100)
+    end = [line("run_end", **totals(**steps))] if ended else []
+    write(tmp_path, 0, line("run_start", **START), window(seconds=[0.1] * 100, **steps), *lines, *end)
+    return summarize(load(tmp_path))
+
+
+def test_a_job_that_hangs_is_the_verdict(tmp_path):
+    report = hanging(tmp_path, hang())
+    assert report["verdict"] == (
+        "Hangs: ranks 0, 2-3 have waited in all_reduce #7 since 00:00:00; rank 1 on n1 is in a fetch at data.py:88 (read)."
+    )
+    assert report["hang"] == {
+        "since": "2026-01-01T00:00:00.000Z",
+        "verdict": report["verdict"].removeprefix("Hangs: ").removesuffix("."),
+        "kind": "fetch",
+        "suspects": [{"rank": 1, "node": "n1", "where": "data.py:88 (read)", "doing": "in a fetch"}],
+        "waiting": [{"ranks": [0, 2, 3], "collective": "all_reduce", "sequence": 7}],
+    }
+
+
+def test_a_hang_that_is_over_is_none(tmp_path):
+    report = hanging(tmp_path, hang(), line("hang", kind="fetch", over=True, time="2026-01-01T00:00:30.000Z"))
+    assert report["hang"] is None
+    assert report["verdict"].startswith("Healthy")
+
+
+def test_a_hang_after_one_that_is_over(tmp_path):
+    over = line("hang", kind="fetch", over=True, time="2026-01-01T00:00:30.000Z")
+    assert hanging(tmp_path, hang(), over, hang(second=40, kind="rank_gone"))["hang"]["kind"] == "rank_gone"
+
+
+def test_the_line_that_knows_all_ranks_counts(tmp_path):
+    report = hanging(tmp_path, hang(second=30), hang(second=40, silent_ranks=2, kind="unknown", suspects=[]))
+    assert report["hang"]["kind"] == "fetch"
+
+
+def test_a_hang_that_was_the_end_of_the_run(tmp_path):
+    assert hanging(tmp_path, hang(), ended=True)["verdict"].startswith("Hung before its end: ranks 0, 2-3 have waited")

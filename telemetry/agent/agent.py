@@ -232,6 +232,7 @@ class Agent(AgentParts):
             self.tracker.batch_release.read()
             self._stall_monitor.tick(self._builder.tick(), self.accounting)
             self.tracker.time_next_batch(self._stall_monitor.waits_to_time)
+            self._follow_hang()
         self.accounting.keep_up()
         with self.errors.contained("snapshot"):
             self.snapshots.tick(self._stall_monitor.active_cause, self._stall_monitor.stall_fields)

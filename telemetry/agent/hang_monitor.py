@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from telemetry.collect.stack_capture import DEBUGGER, EPOCH_END, all_stacks, inside, place
+from telemetry.collect.stuck_place import fetch_in
 from telemetry.core.clock import NS, now_ns
 from telemetry.core.labels import DATA_WAIT
 from telemetry.core.stacks import stack_of
@@ -14,6 +15,7 @@ from telemetry.diagnose.hang_detector import MAX_EXCUSES, HangDetector, Moment, 
 if TYPE_CHECKING:
     from telemetry.agent.accounting import Accounting
     from telemetry.attach.step_tracker import StepTracker
+    from telemetry.collect.stuck_place import StuckPlace
     from telemetry.config import Config
     from telemetry.core.recommendation import Advice
     from telemetry.core.tick import RankPace
@@ -50,20 +52,28 @@ class Hang:
 
 
 class HangMonitor:
-    """Follows one rank. Runs on the agent thread."""
+    """Follows one rank. Runs on the agent thread.
+
+    Attributes:
+        fetch: where the worker stands that has been in a fetch for longest, since `stacks`; None without one.
+    """
 
     def __init__(self, config: Config, tracker: StepTracker) -> None:
         self._tracker = tracker
         self._watch = HangDetector(config.stuck_seconds, config.interval_seconds)
         self._hang: Hang | None = None
+        self.fetch: StuckPlace | None = None
 
-    def tick(self, loop_seconds: float, source: str | None, accounting: Accounting) -> Hang | None:
+    def tick(
+        self, loop_seconds: float, source: str | None, accounting: Accounting, *, seconds: float = 0.0
+    ) -> Hang | None:
         """Add a tick. Returns the hang that is open or that has just closed; else None.
 
         Args:
             loop_seconds: seconds in the training loop since the last tick; 0.0 if the process did not run.
             source: where batches come from, see `Conditions`.
             accounting: the current category of the training thread, and the durations of its steps.
+            seconds: time since the last tick.
         """
         tracker, ledger, stats = self._tracker, accounting.ledger, accounting.stats
         waiting = ledger.category == DATA_WAIT
@@ -73,9 +83,11 @@ class HangMonitor:
             steps=stats.steps,
             loop_left=tracker.loop_left and not waiting,
             at_epoch_boundary=waiting and ledger.at_epoch_boundary,
+            seconds=seconds,
         )
         kind = self._watch.update(moment, lambda: _steps(stats))
         if kind == "opened":
+            self.fetch = None
             self._hang = self._opened(ledger.category, source)
         elif kind is not None and self._hang is not None:
             before, seconds = self._hang, max(self._hang.seconds, self._watch.seconds)
@@ -83,6 +95,11 @@ class HangMonitor:
         else:
             self._hang = None
         return self._hang
+
+    @property
+    def still_seconds(self) -> float:
+        """Since the hooks last saw the training thread go on, in whatever it does."""
+        return self._watch.still_seconds
 
     def in_debugger(self) -> bool:
         """Whether a person has stopped the training thread in a debugger."""
@@ -103,7 +120,9 @@ class HangMonitor:
                 since = counters[pid].fetching_since_ns if pid in counters else None
                 seconds = None if since is None else (now_ns() - since) / NS if since else 0.0
                 workers.append((number, pid, seconds, ports.get(pid)))
-        return all_stacks(self._tracker.thread, workers)
+        texts = all_stacks(self._tracker.thread, workers)
+        self.fetch = fetch_in(texts)
+        return texts
 
     def _opened(self, category: str, source: str | None) -> Hang | None:
         stack = stack_of(self._tracker.thread)

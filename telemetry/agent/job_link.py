@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from telemetry.core.errors import ErrorLog
+    from telemetry.core.hang_records import HangState
     from telemetry.core.tick import RankPace
     from telemetry.publish.node import NodeService
 
@@ -61,6 +62,7 @@ class JobLink:
 
     Attributes:
         cpu_seconds: CPU time of the exchange.
+        local: during a hang, the states of this node's ranks. ``elsewhere``: those of other nodes, as of `paces`.
     """
 
     def __init__(
@@ -89,6 +91,8 @@ class JobLink:
         self._stamp = 0
         self._learned_ns = 0
         self._learned: tuple[RankPace, ...] = ()
+        self.local: tuple[HangState, ...] = ()
+        self.elsewhere: tuple[HangState, ...] = ()
 
     def tick(self, world_size: int) -> None:
         """Run the exchange if it is this rank's turn. Called about once a second; never blocks."""
@@ -128,10 +132,10 @@ class JobLink:
         if stamp != self._stamp:
             content = self._node.get(_FILE)
             report = decoded(content) if content is not None else None
-            self._learned = report.ranks if report is not None else ()
+            self._learned, self.elsewhere = (report.ranks, report.hang) if report is not None else ((), ())
             self._stamp, self._learned_ns = stamp, self._now()
         elif self._learned and self._now() - self._learned_ns > _STALE_SECONDS * NS:
-            self._learned = ()
+            self._learned, self.elsewhere = (), ()
         return self._learned
 
     def close(self) -> None:
@@ -148,8 +152,8 @@ class JobLink:
         exchange = JobExchange(self._run_dir, self._node_name, self._node.board_name, mono_ns=self._now)
         while not stop.is_set():
             try:
-                found = exchange.cycle(self._node.paces())
-                content = encoded(NodeReport(self._node_name, self._now(), exchange.nodes, found))
+                found = exchange.cycle(self._node.paces(), self.local)
+                content = encoded(NodeReport(self._node_name, self._now(), exchange.nodes, found, exchange.hang))
                 self._node.put(_FILE, content)
             except Exception as error:
                 why = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,8 +11,10 @@ from telemetry.agent.accounting import Accounting
 from telemetry.agent.collector_poller import CollectorPoller
 from telemetry.agent.endpoint_address import EndpointAddress
 from telemetry.agent.event_log import EventLog
+from telemetry.agent.job_hang import HangSurroundings, JobHang
 from telemetry.agent.overhead import Overhead
 from telemetry.agent.rank_membership import Membership
+from telemetry.agent.rank_state import RankStateReader
 from telemetry.agent.run_view import RunViewBuilder
 from telemetry.agent.snapshot_control import SnapshotControl
 from telemetry.agent.stall_monitor import StallMonitor
@@ -24,7 +27,7 @@ from telemetry.attach.attachment import Attachment
 from telemetry.attach.ring import Ring
 from telemetry.attach.step_tracker import StepTracker
 from telemetry.collect.thread_sampler import ThreadSampler
-from telemetry.core.clock import WallClock, now_ns
+from telemetry.core.clock import NS, WallClock, now_ns
 from telemetry.core.errors import ErrorLog
 from telemetry.core.identity import identify, slug
 from telemetry.publish.exposition import Exposition
@@ -32,6 +35,7 @@ from telemetry.publish.exposition import Exposition
 if TYPE_CHECKING:
     from telemetry.agent.job_link import JobLink
     from telemetry.config import Config
+    from telemetry.core.hang_records import HangState
     from telemetry.core.tick import RankPace
     from telemetry.publish.node import NodeService
 
@@ -45,7 +49,7 @@ class AgentParts:
         errors: the failures of the agent's own parts.
         tracker: state of the training thread. ``attachment``: places the hooks that update it.
         accounting: ledger, steps and exposed wait. ``overhead``: the cost of the agent.
-        event_log: writes the log. ``snapshots``: takes traces.
+        event_log: writes the log. ``snapshots``: takes traces. ``job_hang``: why the whole job hangs.
     """
 
     def __init__(self, config: Config) -> None:
@@ -106,6 +110,13 @@ class AgentParts:
             rank=self.identity.rank,
             node=self.identity.node,
         )
+        self._rank_state = RankStateReader(self.tracker, self.accounting)
+        self.job_hang = JobHang(
+            self._state_in_hang,
+            self.event_log.emit,
+            lambda seconds: self._wall.iso(time.perf_counter_ns() - int(seconds * NS)),
+            lambda: self._rank_state.recorder,
+        )
         self.snapshots = SnapshotControl(
             config,
             self.identity,
@@ -125,8 +136,30 @@ class AgentParts:
             snapshots=self.snapshots,
             errors=self.errors,
             wall=self._wall,
+            hang=self.job_hang.view,
         )
         self.accounting.on_steps = self.snapshots.add_steps
+
+    def _state_in_hang(self) -> HangState:
+        stalls = self._stall_monitor
+        return self._rank_state.read(self.identity, stalls.hang, stalls.fetch, stalls.still_seconds)
+
+    def _follow_hang(self) -> None:
+        """During a hang, share the state of this rank and find the cause. On a calm run this does nothing."""
+        elsewhere = self._job.elsewhere if self._job is not None else ()
+        hangs = self._stall_monitor.job_hangs or any(state.stuck for state in elsewhere)
+        self.job_hang.tick(hangs=hangs, steps=self.accounting.steps_total, around=self._around_hang)
+        if self._job is not None:
+            self._job.local = self.job_hang.local
+
+    def _around_hang(self) -> HangSurroundings:
+        node, job = self._node, self._job
+        return HangSurroundings(
+            leads=node is not None and node.leads,
+            board=node.hang_board if node is not None else None,
+            elsewhere=job.elsewhere if job is not None else (),
+            world_size=self.identity.world_size,
+        )
 
     def _ranks_elsewhere(self) -> bool:
         return self._job is not None and self._job.ranks_elsewhere(self.identity.world_size)

@@ -10,6 +10,8 @@ from telemetry._version import __version__
 from telemetry.core.views import RunView
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from telemetry.agent.accounting import Accounting
     from telemetry.agent.collector_poller import CollectorPoller
     from telemetry.agent.snapshot_control import SnapshotControl
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from telemetry.core.errors import ErrorLog
     from telemetry.core.identity import Identity
     from telemetry.core.totals import Totals
+    from telemetry.core.views import HangView
 
 
 class RunViewBuilder:
@@ -32,6 +35,7 @@ class RunViewBuilder:
         snapshots: SnapshotControl,
         errors: ErrorLog,
         wall: WallClock,
+        hang: Callable[[], HangView | None],
     ) -> None:
         self._accounting = accounting
         self._collectors = collectors
@@ -39,6 +43,7 @@ class RunViewBuilder:
         self._snapshots = snapshots
         self._errors = errors
         self._wall = wall
+        self._hang = hang
 
     def view(self, totals: Totals, identity: Identity, *, ended: bool) -> RunView:
         """The current state, with these counters."""
@@ -52,6 +57,7 @@ class RunViewBuilder:
             last_step_unix_seconds=None if last is None else self._wall.unix_seconds(last),
             errors=dict(self._errors.counts),
             stalls=self._stalls.view(),
+            hang=self._hang(),
             snapshots=self._snapshots.view(),
             collectors=collectors.health(),
             gpu=collectors.newest("nvml"),

@@ -9,19 +9,20 @@ from telemetry.agent.hang_monitor import HangMonitor
 from telemetry.agent.stall_callback import StallCallback
 from telemetry.agent.stall_report import slow_rank, stall_fields
 from telemetry.core.labels import CHECKPOINT, EVALUATION
-from telemetry.core.tick import Tick
+from telemetry.core.tick import DEBUGGED, Tick
 from telemetry.core.views import StallView
-from telemetry.diagnose.hang_detector import paused
+from telemetry.diagnose.hang_detector import longest_phase, paused
 from telemetry.diagnose.stall_detector import StallDetector
 from telemetry.diagnose.straggler import held_up_by, mostly_in_sync
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from telemetry.agent.accounting import Accounting
     from telemetry.agent.hang_monitor import Hang
     from telemetry.agent.stall_report import StallCounts
     from telemetry.attach.step_tracker import StepTracker
+    from telemetry.collect.stuck_place import StuckPlace
     from telemetry.config import Config
     from telemetry.core.errors import ErrorLog
     from telemetry.core.tick import RankPace
@@ -72,7 +73,9 @@ class StallMonitor:
         self._hang_monitor = HangMonitor(config, tracker)
         self._hang: Hang | None = None
         self._phase: str | None = None
-        self._one_is_slow = False
+        self._stuck_setting = config.stuck_seconds
+        self._longest_phase = self._phase_waited_for = 0.0
+        self._one_is_slow = self._peer_is_stuck = False
         self._last = Tick()
         self._last_step = Tick()  # the newest tick in which a step has ended
         self._waits_matter = False
@@ -89,17 +92,21 @@ class StallMonitor:
         """Add a tick. Logs a stall that opens or closes."""
         self._callback.note_failures()
         added, peers = tick.totals.passed_since(self._last.totals), tick.conditions.peers
+        self._peer_is_stuck = any(peer.stuck for peer in peers)
         did_not_run = paused(added.seconds, self._interval, added.process_cpu_seconds)
         category = accounting.ledger.category
         self._phase = category if category in {CHECKPOINT, EVALUATION} else None
         if not added.steps and not did_not_run:
-            did_not_run = any(peer.phase for peer in peers) or self._hang_monitor.in_debugger()
+            debugged = self._hang_monitor.in_debugger()
+            did_not_run = debugged or self._waits_for_phase(peers)
+            self._phase = DEBUGGED if debugged else self._phase
         self._last = tick
         if added.steps:
             self._last_step = tick
+            self._longest_phase, self._phase_waited_for = max(self._longest_phase, self._phase_waited_for), 0.0
         self._waits_matter = added.wait_seconds >= _WORTH_TIMING * added.loop_seconds > 0
         hang = self._hang = self._hang_monitor.tick(
-            0.0 if did_not_run else added.loop_seconds, tick.conditions.source, accounting
+            0.0 if did_not_run else added.loop_seconds, tick.conditions.source, accounting, seconds=added.seconds
         )
         if hang is not None and hang.kind != "held":
             self._take_hang(hang, tick)
@@ -122,6 +129,37 @@ class StallMonitor:
         It is shorter while this rank waits for a slow rank, or a peer does: the slow rank is sampled as often.
         """
         return _CLOSE_SAMPLE_SECONDS if self._one_is_slow else _SAMPLE_SECONDS
+
+    @property
+    def hang(self) -> Hang | None:
+        """The hang of this rank at the newest tick; None without one."""
+        hang = self._hang
+        return hang if hang is not None and hang.kind != "closed" else None
+
+    @property
+    def job_hangs(self) -> bool:
+        """Whether this rank or one of its peers hangs."""
+        return self._peer_is_stuck or self.hang is not None
+
+    @property
+    def still_seconds(self) -> float:
+        """Since the hooks last saw the training thread go on."""
+        return self._hang_monitor.still_seconds
+
+    @property
+    def fetch(self) -> StuckPlace | None:
+        """Where the worker of this rank stands that has been in a fetch for longest; None without one."""
+        return self._hang_monitor.fetch
+
+    def _waits_for_phase(self, peers: Sequence[RankPace]) -> bool:
+        """Whether a peer is in a debugger, or evaluates or writes a checkpoint and may still make progress."""
+        still = [peer.still_seconds for peer in peers if peer.phase]
+        if not still:
+            return False
+        if any(peer.phase == DEBUGGED for peer in peers):
+            return True
+        self._phase_waited_for = max(self._phase_waited_for, *still)
+        return max(still) < longest_phase(self._stuck_setting, self._longest_phase)
 
     def _take(self, tick: Tick) -> None:
         before = self._detector.stall
@@ -179,6 +217,8 @@ class StallMonitor:
             pace,
             phase=self._phase,
             seconds_without_step=(now.wall_seconds - then.wall_seconds) - (now.startup_seconds - then.startup_seconds),
+            stuck=self.hang is not None,
+            still_seconds=round(self._hang_monitor.still_seconds, 1),
             waits_for_ranks=mostly_in_sync(
                 now.own.samples - then.own.samples, now.own.in_sync_samples - then.own.in_sync_samples
             ),

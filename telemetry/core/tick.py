@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from telemetry.core.totals import Totals
+
+DEBUGGED: Final = "debugger"
+"""The phase of a rank whose training thread a debugger has paused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +26,14 @@ class RankPace:
             GPU busy.
         cause: the cause of the rank's open stall; None without one. ``where``: the line of the user's code in most
             samples, outside of calls in which ranks wait.
-        phase: the category of the ledger, if it is an evaluation or a checkpoint: other ranks may wait for its end.
+        phase: the category of the ledger, if it is an evaluation or a checkpoint, or `DEBUGGED`: other ranks may wait
+            for its end.
         seconds_without_step: time since its newest step. ``waits_for_ranks``: whether it has spent this time in calls
             in which ranks wait for one another.
         node: name of its node, for a rank on another node; None for a rank of this node.
         node_ranks: number of ranks on that node; 0 for a rank of this node.
+        stuck: whether it has ended no step for ``stuck_seconds``. ``still_seconds``: time since the hooks last saw
+            progress of its training thread, of any kind.
     """
 
     rank: int
@@ -47,6 +53,8 @@ class RankPace:
     gpu_busy_ratio: float | None = None
     node: str | None = None
     node_ranks: int = 0
+    stuck: bool = False
+    still_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

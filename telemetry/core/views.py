@@ -33,6 +33,14 @@ class StallView:
 
 
 @dataclass(frozen=True, slots=True)
+class HangView:
+    """A job that hangs: why, from `HANG_KINDS`, and the rank that the others wait for (the first; None for none)."""
+
+    kind: str
+    suspect: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class SnapshotsView:
     """Snapshots so far by result. ``off``: why no more are taken, from `SNAPSHOT_OFF_REASONS`; None if they are."""
 
@@ -56,6 +64,7 @@ class RunView:
     last_step_unix_seconds: float | None
     errors: dict[str, int]
     stalls: StallView | None = None
+    hang: HangView | None = None
     snapshots: SnapshotsView | None = None
     collectors: tuple[CollectorHealth, ...] = ()
     gpu: GpuSample | None = None

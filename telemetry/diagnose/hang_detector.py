@@ -26,6 +26,9 @@ MIN_SECONDS: Final = 30.0
 TIMES_P99: Final = 20.0
 """... and at the earliest after this multiple of the 99th percentile of its step durations."""
 
+LEAST_TIMES_P99: Final = 4.0
+"""Where that is longer than `EARLY_SECONDS`, this multiple is enough: the report has to come before NCCL's timeout."""
+
 TIMES_LONGEST: Final = 2.0
 """The first batch of an epoch may take this multiple of the longest step so far, because workers have to start."""
 
@@ -38,6 +41,11 @@ can no longer be found."""
 
 LATE_TICKS: Final = 2.0
 """A tick counts at most this many intervals. The agent did not observe the rest."""
+
+PHASE_SECONDS: Final = 480.0
+PHASE_TIMES: Final = 6.0
+"""While another rank evaluates or writes a checkpoint, this one is not stuck. But if that one stands still for so long,
+or for this multiple of ``stuck_seconds``, it is stuck itself."""
 
 MAX_EXCUSES: Final = 10
 """The end of an epoch may take this many times as long, because workers can be slow to stop."""
@@ -65,6 +73,7 @@ class Moment:
         steps: completed steps of the run.
         loop_left: whether the loop of the newest step has been left, for example by ``break``.
         at_epoch_boundary: whether the thread waits for the first batch of an epoch.
+        seconds: time since the last tick, whatever the thread did.
     """
 
     loop_seconds: float
@@ -72,6 +81,7 @@ class Moment:
     steps: int
     loop_left: bool
     at_epoch_boundary: bool
+    seconds: float = 0.0
 
 
 class HangDetector:
@@ -82,7 +92,7 @@ class HangDetector:
         interval: seconds between two ticks.
 
     Attributes:
-        seconds: counted seconds without progress.
+        seconds: counted seconds without progress. ``still_seconds``: all of them, such as those in a checkpoint.
         hanging: whether the run hangs.
         excuses: how many times in a row `excuse` was called.
     """
@@ -92,6 +102,7 @@ class HangDetector:
         self._most = LATE_TICKS * interval
         self._progress: tuple[int, ...] | None = None
         self.seconds = 0.0
+        self.still_seconds = 0.0
         self.hanging = False
         self.excuses = 0
 
@@ -108,7 +119,9 @@ class HangDetector:
         if moment.progress != self._progress or moment.loop_left:
             self._progress = moment.progress
             was, self.hanging, self.seconds, self.excuses = self.hanging, False, 0.0, 0
+            self.still_seconds = 0.0
             return "closed" if was else None
+        self.still_seconds += moment.seconds
         self.seconds += min(moment.loop_seconds, self._most)
         if self.hanging:
             return "held"
@@ -126,9 +139,22 @@ class HangDetector:
         self.excuses += 1
 
 
+def longest_phase(setting: float | None, longest: float) -> float:
+    """How many seconds an evaluation or checkpoint of one rank may show no progress while the others wait for it.
+
+    Args:
+        setting: ``stuck_seconds``; None for auto.
+        longest: seconds of the longest one so far that others have waited for.
+    """
+    seconds = PHASE_SECONDS if setting is None else PHASE_TIMES * setting
+    return max(seconds, TIMES_LONGEST * longest)
+
+
 def hang_after_seconds(setting: float | None, steps: StepTimes, *, at_epoch_boundary: bool) -> float:
     """Seconds without progress after which a run counts as hanging."""
-    seconds = setting if setting is not None else max(MIN_SECONDS, TIMES_P99 * (steps.p99 or 0.0))
+    p99 = steps.p99 or 0.0
+    auto = max(MIN_SECONDS, min(TIMES_P99 * p99, max(EARLY_SECONDS, LEAST_TIMES_P99 * p99)))
+    seconds = setting if setting is not None else auto
     return max(seconds, TIMES_LONGEST * (steps.longest or 0.0)) if at_epoch_boundary else seconds
 
 

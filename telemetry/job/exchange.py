@@ -20,7 +20,9 @@ from typing import TYPE_CHECKING, Final
 
 from telemetry.core.clock import NS, now_ns
 from telemetry.core.filesystem import read_small, remove_file, replace_file
+from telemetry.core.hang_records import GONE, NODE_SILENT, HangState
 from telemetry.core.identity import slug
+from telemetry.core.labels import COMPUTE
 from telemetry.job.candidates import candidates
 from telemetry.job.node_report import MAX_BYTES, NodeReport, decoded, encoded
 
@@ -45,16 +47,25 @@ _YOUNG_SECONDS: Final = 120.0
 _ALIVE_SECONDS: Final = 45.0
 """If a report has not changed for this long, its node has ended. NFS may show a change 30 s late."""
 
+_LOST_SECONDS: Final = 60.0
+"""While the job hangs, the ranks of a node whose file has not changed for so long are taken to be gone."""
+
 _ALONE_SECONDS: Final = 90.0
 """If no file of another node appears for this long, the run folder is assumed not to be shared."""
 
 
 @dataclass(slots=True)
 class _SeenReport:
-    """The newest report in one file. ``changed_ns``: when a change of its sequence was seen; 0 before the first."""
+    """The newest report in one file.
+
+    Attributes:
+        changed_ns: when a change of its sequence was seen; 0 before the first.
+        there: whether the file could be read the last time.
+    """
 
     report: NodeReport
     changed_ns: int = 0
+    there: bool = True
 
 
 class JobExchange:
@@ -70,6 +81,7 @@ class JobExchange:
     Attributes:
         shared: whether another node's file has been seen; None while that is not known yet.
         nodes: number of living nodes of the job at the last cycle, including this one.
+        hang: during a hang, the states of the other nodes' ranks at the last cycle.
     """
 
     def __init__(
@@ -95,12 +107,14 @@ class JobExchange:
         self._sequence = int.from_bytes(os.urandom(4), "big")  # random, so it differs from that of an earlier process
         self.shared: bool | None = None
         self.nodes = 1
+        self.hang: tuple[HangState, ...] = ()
 
-    def cycle(self, ranks: Iterable[RankPace]) -> tuple[RankPace, ...]:
+    def cycle(self, ranks: Iterable[RankPace], hang: tuple[HangState, ...] = ()) -> tuple[RankPace, ...]:
         """Write the paces of this node's ranks, and read those of the others.
 
         Args:
             ranks: the paces of this node's ranks.
+            hang: during a hang, their states.
 
         Returns:
             The candidates among the ranks of the other nodes. Each names its node.
@@ -111,15 +125,18 @@ class JobExchange:
         here = tuple(ranks)
         own = tuple(replace(pace, node=self._node, node_ranks=len(here)) for pace in here)
         self._sequence += 1
-        self._put(self._mine, NodeReport(self._node, self._sequence, 1, own))
+        self._put(self._mine, NodeReport(self._node, self._sequence, 1, own, hang))
         self._list()
         others = [name for name in self._names if name != self._mine]
         if len(others) < _FLAT:
             reports = self._living(others)
             self.nodes = 1 + len(reports)
             found = candidates(pace for report in reports for pace in report.ranks)
+            self.hang = _states_of(reports)
         else:
-            found = self._through_groups(own, others)
+            found = self._through_groups(own, others, hang)
+        if hang or self.hang:
+            self.hang += self._lost(others)
         self._judge_sharing()
         ranks_here = {pace.rank for pace in own}
         return tuple(pace for pace in found if pace.rank not in ranks_here)
@@ -130,16 +147,32 @@ class JobExchange:
 
     # -- a large job -------------------------------------------------------------------------------------------
 
-    def _through_groups(self, own: tuple[RankPace, ...], others: list[str]) -> tuple[RankPace, ...]:
+    def _through_groups(
+        self, own: tuple[RankPace, ...], others: list[str], hang: tuple[HangState, ...]
+    ) -> tuple[RankPace, ...]:
         group = _group_of(self._mine)
         members = [name for name in others if _group_of(name) == group]
         living = {name: report for name in members if (report := self._look(name)) is not None}
         paces = candidates([*own, *(pace for report in living.values() for pace in report.ranks)])
         if self._mine < min(living, default="~"):  # the first living node of a group writes the group's file
-            self._put(_group_file(group), NodeReport(self._node, self._sequence, 1 + len(living), paces))
+            states = hang + _states_of(living.values())
+            states += self._lost(members) if states else ()
+            self._put(_group_file(group), NodeReport(self._node, self._sequence, 1 + len(living), paces, states))
         reports = self._living(_group_file(number) for number in range(_GROUPS) if number != group)
         self.nodes = 1 + len(living) + sum(report.nodes for report in reports)
+        self.hang = _states_of([*living.values(), *reports])
         return candidates([*paces, *(pace for report in reports for pace in report.ranks)])
+
+    def _lost(self, names: Iterable[str]) -> tuple[HangState, ...]:
+        """The ranks of nodes whose files have not changed for a minute. A node that ends removes its file."""
+        now, lost = self._now(), []
+        for name in names:
+            seen = self._seen.get(name)
+            if seen is None or not seen.changed_ns or now - seen.changed_ns < _LOST_SECONDS * NS or not seen.there:
+                continue
+            node = seen.report.writer
+            lost += [HangState(p.rank, node, COMPUTE, GONE, state=NODE_SILENT) for p in seen.report.ranks]
+        return tuple(lost)
 
     # -- files -------------------------------------------------------------------------------------------------
 
@@ -171,6 +204,8 @@ class JobExchange:
             report = decoded(self._read(str(self._folder / name)))
         except OSError:
             report = None
+        if seen is not None:
+            seen.there = report is not None
         if report is not None:
             if seen is None:
                 seen = self._seen[name] = _SeenReport(report)
@@ -186,6 +221,10 @@ class JobExchange:
             self.shared = True
         elif self.shared is None and self._now() - self._began_ns > _ALONE_SECONDS * NS:
             self.shared = False
+
+
+def _states_of(reports: Iterable[NodeReport]) -> tuple[HangState, ...]:
+    return tuple(state for report in reports for state in report.hang)
 
 
 def _group_of(name: str) -> int:

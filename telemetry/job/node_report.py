@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.core.tick import RankPace
+from telemetry.job.hang_states import from_rows, to_rows
+
+if TYPE_CHECKING:
+    from telemetry.core.hang_records import HangState
 
 _VERSION: Final = 1
 MAX_BYTES: Final = 1 << 20
@@ -32,19 +36,22 @@ class NodeReport:
         sequence: increases with each report of that node, from any start.
         nodes: how many nodes the report is about.
         ranks: their newest paces. Each names its node.
+        hang: during a hang, the state of each rank.
     """
 
     writer: str
     sequence: int
     nodes: int
     ranks: tuple[RankPace, ...]
+    hang: tuple[HangState, ...] = ()
 
 
 def encoded(report: NodeReport) -> bytes:
     """A report as the content of its file."""
     ranks = [asdict(pace) for pace in report.ranks]
     content = {"version": _VERSION, "writer": report.writer, "sequence": report.sequence, "nodes": report.nodes}
-    return json.dumps(content | {"ranks": ranks}, separators=(",", ":")).encode()
+    hang = {"hang": to_rows(report.hang)} if report.hang else {}
+    return json.dumps(content | {"ranks": ranks} | hang, separators=(",", ":")).encode()
 
 
 def decoded(content: bytes) -> NodeReport | None:
@@ -54,7 +61,8 @@ def decoded(content: bytes) -> NodeReport | None:
         if found["version"] != _VERSION:
             return None
         ranks = tuple(_pace(pace) for pace in found["ranks"])
-        return NodeReport(str(found["writer"]), int(found["sequence"]), int(found["nodes"]), ranks)
+        hang = from_rows(found.get("hang", ()))
+        return NodeReport(str(found["writer"]), int(found["sequence"]), int(found["nodes"]), ranks, hang)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return None
 

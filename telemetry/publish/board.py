@@ -17,9 +17,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from telemetry.core.filesystem import read_small, remove_file, replace_file
+from telemetry.core.filesystem import read_small, replace_file
 from telemetry.core.identity import slug
 from telemetry.core.tick import RankPace
+from telemetry.publish.hang_board import mark_gone
 from telemetry.publish.server_locks import ServerLocks
 
 _SEPARATOR: Final = b"\0"
@@ -111,8 +112,7 @@ class Board:
         if pace is not None:
             meta["pace"] = asdict(pace)
         parts = [json.dumps(meta).encode(), *itertools.chain.from_iterable(families)]
-        path = self.path / f"rank-{rank}.{pid}"
-        content = _SEPARATOR.join(parts)
+        path, content = self.path / f"rank-{rank}.{pid}", _SEPARATOR.join(parts)
         try:
             replace_file(path, content)
         except FileNotFoundError:  # the folder was removed, as systemd's RemoveIPC does at a logout
@@ -137,7 +137,7 @@ class Board:
             except (OSError, ValueError, KeyError, TypeError):
                 continue
             if own is None and not ended and start_ticks(state.pid) != ticks:
-                remove_file(entry)
+                mark_gone(entry, state.rank)
                 continue
             self._known[entry] = file
             order = (ended, *_order_of(file.head, state.pid))

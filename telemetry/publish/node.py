@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 from telemetry.core.clock import NS, now_ns
 from telemetry.publish.endpoint import Endpoint
 from telemetry.publish.exposition import CONTENT_TYPE
+from telemetry.publish.hang_board import HangBoard
 from telemetry.publish.http_server import abandon_all
 from telemetry.publish.listen_address import Address, Lookup, numeric
 
@@ -52,6 +53,7 @@ class NodeService:
 
     Attributes:
         endpoint: the endpoint of this rank, if it serves.
+        hang_board: what the ranks of this node share during a hang.
         leads: whether it is this rank's turn to act for its node, with or without an endpoint.
         trouble: why there is no endpoint although it is this rank's turn; empty if there is no problem.
     """
@@ -85,6 +87,7 @@ class NodeService:
         self._told: set[str] = set()
         self._targets_ns = -(1 << 62)
         self.endpoint: Endpoint | None = None
+        self.hang_board = HangBoard(board.path)
         self.leads = False
         self._closed_cpu_seconds = 0.0
         self.trouble = ""

@@ -38,7 +38,7 @@ class ProcessLog:
         last_time: time of the newest line, ISO-8601.
         ended: whether there is a ``run_end``, which means that the process ended by itself.
         step, wait: durations of steps and of data waits, over the whole run, even if old files were rotated away.
-        stalls, snapshots, errors: lines of these events, oldest first.
+        stalls, hangs, snapshots, errors: lines of these events, oldest first.
         torn_lines: how many lines could not be read.
         wrong_fields: how many fields were left out because of a wrong type.
         skipped: names of logs that are not regular files and were not read; only in the newest process.
@@ -54,6 +54,7 @@ class ProcessLog:
     step: Sketch = field(default_factory=Sketch)
     wait: Sketch = field(default_factory=Sketch)
     stalls: list[dict[str, Any]] = field(default_factory=list)
+    hangs: list[dict[str, Any]] = field(default_factory=list)
     snapshots: list[dict[str, Any]] = field(default_factory=list)
     errors: list[dict[str, Any]] = field(default_factory=list)
     torn_lines: int = 0
@@ -189,6 +190,8 @@ def _take(line: dict[str, Any], log: ProcessLog) -> None:
         log.ended = True
     elif event in {"stall_open", "stall_close"}:
         log.stalls.append(line)
+    elif event == "hang":
+        log.hangs.append(line)
     elif event == "snapshot":
         log.snapshots.append(line)
     elif event == "error":

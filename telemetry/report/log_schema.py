@@ -74,6 +74,13 @@ def _stacks(value: Any) -> list[str]:
     return value
 
 
+def _spans(value: Any) -> list[tuple[int, int]]:
+    """Ranges of ranks: the first and the last of each."""
+    if not isinstance(value, list) or not all(isinstance(span, list) and len(span) == 2 for span in value):
+        raise _WrongTypeError
+    return [(_count(first), _count(last)) for first, last in value]
+
+
 @dataclass(frozen=True, slots=True)
 class _Object:
     """A field with an object, or a list of objects, whose own fields are checked one by one.
@@ -165,6 +172,15 @@ FIELDS: Final[Mapping[str, Mapping[str, Kind]]] = MappingProxyType(
         "run_end": _TOTALS,
         "stall_open": _STALL,
         "stall_close": _STALL,
+        "hang": {
+            "since": _text,
+            "verdict": _text,
+            "kind": _text,
+            "over": _flag,
+            "silent_ranks": _count,
+            "suspects": _Object({"rank": _count, "node": _text, "where": _text, "doing": _text}, listed=True),
+            "waiting": _Object({"ranks": _spans, "collective": _text, "sequence": _count}, listed=True),
+        },
         "snapshot": {
             "path": _text,
             "first_step": _count,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from telemetry.core.formatting import rounded_percent
 from telemetry.core.labels import CATEGORIES, CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, STARTUP
 from telemetry.report import rank_processes
+from telemetry.report.hang_report import hang_of, job_hang_verdict
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -60,11 +61,14 @@ def summarize(processes: Sequence[ProcessLog]) -> dict[str, Any]:
     ranks = [_rank(process) for process in processes]
     stalls = [stall for process in processes for stall in _stalls(process)]
     now = rank_processes.not_replaced(processes)
+    hang = hang_of(now)
     return {
         "run": str(processes[-1].run) if processes else "",
-        "verdict": (_hang_verdict(now) or _verdict(now)) + rank_processes.duplicate_ranks(now),
+        "verdict": (job_hang_verdict(hang, now) or _hang_verdict(now) or _verdict(now))
+        + rank_processes.duplicate_ranks(now),
         "ranks": ranks,
         "stalls": stalls,
+        "hang": hang,
         "snapshots": [
             _snapshot(process.rank, line) for process in processes for line in process.snapshots if line.get("path")
         ],

@@ -36,6 +36,8 @@ def test_a_step_that_hangs_is_shown_in_log_metrics_and_report(tmp_path, capsys):
 
     def look():
         wait_for(lambda: scrape(agent)["training_stall_active", "unknown"] == 1, "the metric")
+        wait_for(lambda: scrape(agent).get(("training_hang_active", "compute")) == 1, "the kind of the hang")
+        assert scrape(agent)["training_hang_active", "fetch"] == 0
         lock.release()
 
     watching = when_stuck(agent, look)
@@ -58,7 +60,12 @@ def test_a_step_that_hangs_is_shown_in_log_metrics_and_report(tmp_path, capsys):
     assert heard[0]["evidence"] == evidence
     wait_for(lambda: scrape(agent)["training_stall_active", "unknown"] == 0, "the metric")
     assert scrape(agent)["training_stalls_total", "unknown"] == 1
+    wait_for(lambda: ("training_hang_active", "compute") not in scrape(agent), "no hang")
     telemetry.stop()
+    said, over = lines(agent, "hang")
+    assert said["verdict"].startswith("rank 0 on ")
+    assert "is in a step at stuck_runs.py:" in said["verdict"]
+    assert (over["kind"], over["over"], over["since"]) == ("compute", True, said["since"])
     (closed,) = lines(agent, "stall_close")
     assert closed["opened"] == opened["opened"] < closed["closed"]
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from telemetry.core.hang_records import HANG_KINDS
 from telemetry.core.labels import CAUSES, SNAPSHOT_OFF_REASONS, SNAPSHOT_RESULTS
 from telemetry.publish.metrics.metric import COUNTER, GAUGE, Metric, MetricGroup, MetricLabel
 
 if TYPE_CHECKING:
-    from telemetry.core.views import SnapshotsView, StallView
+    from telemetry.core.views import HangView, SnapshotsView, StallView
 
 CAUSE: Final = MetricLabel("cause", CAUSES)
 
@@ -44,6 +45,29 @@ STALLS: Final[MetricGroup[StallView]] = MetricGroup(
             help="Time that this rank lost in stalls.",
             details="Multiply it by the number of GPUs to get GPU time.",
             read=lambda stalls: stalls.lost_seconds,
+        ),
+    ),
+)
+
+HANG: Final[MetricGroup[HangView]] = MetricGroup(
+    record=lambda view: view.hang,
+    absent="unless the job hangs, and on ranks that do not serve their node",
+    metrics=(
+        Metric(
+            name="training_hang_active",
+            type=GAUGE,
+            label=MetricLabel("kind", HANG_KINDS),
+            help="1 for the kind of the hang, 0 for the others.",
+            details="The log has the ranks and a sentence, in lines with `event` = `hang`.",
+            read=lambda hang: (hang.kind,),
+        ),
+        Metric(
+            name="training_hang_suspect_rank",
+            type=GAUGE,
+            help="Number of the rank that the others wait for while the job hangs.",
+            details="Of several ranks the first.",
+            absent="unless the job hangs and a rank is suspected, and on ranks that do not serve their node",
+            read=lambda hang: hang.suspect,
         ),
     ),
 )

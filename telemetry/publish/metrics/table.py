@@ -10,11 +10,11 @@ from telemetry.publish.metrics.loader_metrics import FETCHES, WORKERS
 from telemetry.publish.metrics.loop_metrics import LOOP, RUN_INFO
 from telemetry.publish.metrics.machine_metrics import HOST, PRESSURE, PROCESS
 from telemetry.publish.metrics.metric import MetricSection
-from telemetry.publish.metrics.stall_metrics import SNAPSHOTS, STALLS
+from telemetry.publish.metrics.stall_metrics import HANG, SNAPSHOTS, STALLS
 
 SECTIONS: Final = (
     MetricSection("The training loop", (RUN_INFO, LOOP)),
-    MetricSection("Stalls and snapshots", (STALLS, SNAPSHOTS)),
+    MetricSection("Stalls and snapshots", (STALLS, HANG, SNAPSHOTS)),
     MetricSection("The GPU of this rank", (GPU_INFO, GPU, TORCH_MEMORY)),
     MetricSection("The DataLoader and its workers", (WORKERS, FETCHES)),
     MetricSection("The process and the machine", (PROCESS, HOST, PRESSURE)),
