@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import secrets
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry._version import __version__
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from telemetry.agent.accounting import Accounting
+    from telemetry.agent.attempt_log import AttemptLog
     from telemetry.agent.endpoint_address import EndpointAddress
     from telemetry.agent.sampler import Sampler
     from telemetry.agent.stall_report import StallCounts
@@ -30,9 +30,6 @@ if TYPE_CHECKING:
 _FIRST_WINDOW_SECONDS: Final = 1.0
 """The first window of a run; each following one is twice as long, up to the log interval, so that young runs show."""
 
-_SHORTEST_PHASE_SECONDS: Final = 0.001
-"""Shorter ones are in the ledger, but no line of the log."""
-
 
 class EventLog:
     """Turns the books and the samples of one rank into lines.
@@ -40,6 +37,8 @@ class EventLog:
     Args:
         run_dir: the log goes into its ``logs``.
         builder: has the newest totals.
+        attempt: what the lines tell of this attempt of the run.
+        life: tells this agent's lines from those of other agents.
         address: where the metrics are.
         stall_counts: has the seconds lost in stalls.
     """
@@ -52,6 +51,8 @@ class EventLog:
         *,
         accounting: Accounting,
         builder: TotalsBuilder,
+        attempt: AttemptLog,
+        life: str,
         address: EndpointAddress,
         sampler: Sampler,
         stall_counts: StallCounts,
@@ -66,6 +67,7 @@ class EventLog:
         self._errors = errors
         self._wall = wall
         self._builder = builder
+        self._attempt = attempt
         self._address = address
         self._stall_counts = stall_counts
         self.log = JsonLog(
@@ -78,7 +80,7 @@ class EventLog:
             max_files=config.log_max_files,
         )
         self._seconds = min(_FIRST_WINDOW_SECONDS, config.log_interval_seconds)
-        self._life, self._began = secrets.token_hex(8), False
+        self._life, self._began = life, False
         self._before = Totals()  # at the end of the last window
         self._children = 0
 
@@ -112,9 +114,7 @@ class EventLog:
 
     def write_what_is_due(self) -> None:
         """Phases and errors as they come; a window, and the samples of it, when its time is over."""
-        for span in (*self._accounting.ledger.take_phases(), *self._accounting.take_named_phases()):
-            if span.seconds >= _SHORTEST_PHASE_SECONDS:
-                self.emit("phase", log_fields.phase(span, self._wall.iso(span.start_ns)))
+        self.write_phases()
         self._children = max(self._children, child_processes.started())
         if self._builder.current().wall_seconds - self._before.wall_seconds >= self._seconds:
             self._seconds = min(2 * self._seconds, self._config.log_interval_seconds)
@@ -122,6 +122,12 @@ class EventLog:
             for event, values in self._sampler.take_log_fields().items():
                 self.emit(event, values)
         self.write_errors()
+
+    def write_phases(self, *, last: bool = False) -> None:
+        """The phases that have ended; ``last``: there is no later call."""
+        spans = (*self._accounting.ledger.take_phases(), *self._accounting.take_named_phases())
+        for fields in self._attempt.phase_lines(spans, last=last):
+            self.emit("phase", fields)
 
     def window(self) -> None:
         """The window that ends now, and the run so far."""
@@ -167,6 +173,7 @@ class EventLog:
             "rank_source": self._identity.rank_source,
             "claimed_rank": self._claimed_rank,
             "life": self._life,
+            **self._attempt.head_fields(),
             "telemetry_version": __version__,
             "python_version": platform.python_version(),
             "cpu_count": os.cpu_count(),
@@ -183,6 +190,7 @@ class EventLog:
     def end_fields(self) -> dict[str, Any]:
         """The last line of the run."""
         return self._totals() | {
+            **self._attempt.end.fields(),
             "errors_total": dict(self._errors.counts),
             "log_lines_dropped": self.log.file.dropped,
         }
@@ -212,4 +220,4 @@ class EventLog:
             "child_processes": self._children,
             "unseen_steps_total": totals.unseen_steps,
         }
-        return {key: log_fields.rounded(value) for key, value in fields.items()}
+        return {key: log_fields.rounded(value) for key, value in (fields | self._attempt.fields()).items()}

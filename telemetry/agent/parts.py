@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import secrets
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from telemetry.agent.accounting import Accounting
+from telemetry.agent.attempt_log import AttemptLog
 from telemetry.agent.endpoint_address import EndpointAddress
 from telemetry.agent.event_log import EventLog
 from telemetry.agent.overhead import Overhead
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from telemetry.agent.job_link import JobLink
     from telemetry.config import Config
     from telemetry.core.interval import RankPace
+    from telemetry.core.spans import Step
     from telemetry.publish.node import NodeService
 
 
@@ -45,6 +48,7 @@ class AgentParts:
         errors: the failures of the agent's own parts.
         tracker: state of the training thread; ``attachment`` puts the hooks in place that tell it.
         accounting: ledger, steps and exposed wait. ``overhead``: what the agent costs.
+        attempt: what the log tells of this attempt of the run.
         event_log: writes the log. ``snapshots``: takes traces.
     """
 
@@ -84,12 +88,24 @@ class AgentParts:
             peers=self._paces_of_others,
         )
         stall_counts = StallCounts()
+        life = secrets.token_hex(8)
+        self.attempt = AttemptLog(
+            self.run_dir,
+            self.identity.pid,
+            life,
+            tracker=self.tracker,
+            accounting=self.accounting,
+            wall=self._wall,
+            errors=self.errors,
+        )
         self.event_log = EventLog(
             self.run_dir,
             self.identity,
             config,
             accounting=self.accounting,
             builder=self._builder,
+            attempt=self.attempt,
+            life=life,
             address=self._address,
             sampler=self._sampler,
             stall_counts=stall_counts,
@@ -125,7 +141,11 @@ class AgentParts:
             errors=self.errors,
             wall=self._wall,
         )
-        self.accounting.on_steps = self.snapshots.add_steps
+        self.accounting.on_steps = self._on_steps
+
+    def _on_steps(self, steps: list[Step]) -> None:
+        self.snapshots.add_steps(steps)
+        self.attempt.add_steps(steps)
 
     def _paces_of_others(self) -> tuple[RankPace, ...]:
         if self._node is None or self.identity.world_size < 2:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from telemetry.attach import ring as r
 from telemetry.attach.next_timer import NextTimer
 from telemetry.attach.profiler_ranges import ProfilerRanges
+from telemetry.attach.resume_state import ResumeState
 from telemetry.attach.traceback_frames import without_frames
 from telemetry.core.clock import now_ns
 
@@ -70,6 +71,7 @@ class StepState(HotState):
         trained_on: type of the device that holds the parameters of an optimizer that steps; None until known.
         recorder: is told of every step boundary; None while there is no snapshot to take.
         profiler_ranges: ranges for the profilers that are recording.
+        resume: checkpoints that were written, and where the training has resumed.
         next_timer: times what this thread does itself inside ``next()``: the sampler, garbage collections.
         phases: named phases that have ended, for the log.
         collecting: the garbage collector runs on the training thread.
@@ -103,6 +105,7 @@ class StepState(HotState):
         "profiler_ranges",
         "recorder",
         "requests_elsewhere",
+        "resume",
         "ring",
         "step_iterators",
         "step_open",
@@ -132,6 +135,7 @@ class StepState(HotState):
         self.trained_on: str | None = None
         self.recorder: Recorder | None = None
         self.profiler_ranges = ProfilerRanges()
+        self.resume = ResumeState()
         self.next_timer = NextTimer()
         self.phases: deque[PhaseSpan] = deque(maxlen=_MAX_PHASES)
         self.collecting = False
