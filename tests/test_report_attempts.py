@@ -29,7 +29,7 @@ class Process:
         self.folder, self.rank, self.pid, self.node = folder, rank, pid, node
         self.begin, self.clock, self.life = begin, clock, f"{rank:04x}{pid:04x}"
         head = dict(launcher="plain", launch=f"{pid}-1", settings={"log_interval_seconds": 10.0}) | head
-        self.fields = {}
+        self.resumption = {}
         self.lines = []
         self._line("run_start", 1.0, started=at(begin + 1), process_started=at(begin), world_size=world,
                    life=self.life, **head)  # fmt: skip
@@ -43,13 +43,12 @@ class Process:
     def totals(self, seconds: float, steps: int) -> dict:
         ledger = dict.fromkeys(CATEGORIES, 0.0) | {"startup": min(4.0, seconds - 1)}
         ledger |= {"compute": 0.9 * (seconds - 5), "data_wait": 0.1 * (seconds - 5)} if seconds > 5 else {}
-        return (
-            dict(steps_total=steps, optimizer_steps_total=steps, wall_seconds=seconds - 1, ledger_total_seconds=ledger)
-            | self.fields
-        )
+        return dict(
+            steps_total=steps, optimizer_steps_total=steps, wall_seconds=seconds - 1, ledger_total_seconds=ledger
+        ) | dict(resumption=self.resumption)
 
     def resumed(self, step: int):
-        self.fields |= dict(resumed_step=step, resumed_from="optimizer", restore_seconds=1.0)
+        self.resumption |= dict(resumed_step=step, resumed_from="optimizer", restore_seconds=1.0)
         return self
 
     def window(self, seconds: float):
@@ -152,7 +151,7 @@ def test_resuming_from_an_older_checkpoint_costs_earlier_attempts_their_steps_to
 def test_without_a_position_the_newest_checkpoint_is_assumed(tmp_path):
     Process(tmp_path, begin=0, pid=1).checkpoint(10).window(25).write()
     second = Process(tmp_path, begin=30, pid=2)
-    second.fields |= dict(restore_seconds=1.0)
+    second.resumption |= dict(restore_seconds=1.0)
     second.window(15).end(25)
     found = job(tmp_path)
     assert [(each["resumed_from_step"], each["resumed_from"]) for each in found["attempts"]][1] == (10, "assumed")
@@ -262,7 +261,7 @@ def test_gradient_accumulation_is_counted_in_steps_of_the_loop(tmp_path):
 
 def test_replayed_batches_are_no_steps(tmp_path):
     process = Process(tmp_path, begin=0, pid=1).resumed(10)
-    process.fields |= dict(replayed_batches=10, replay_seconds=6.0, replay_wait_seconds=1.5)
+    process.resumption |= dict(replayed_batches=10, replay_seconds=6.0, replay_wait_seconds=1.5)
     process._line("window", 25, **process.totals(25, 20) | dict(optimizer_steps_total=10))
     process.write()
     found = job(tmp_path)

@@ -107,11 +107,17 @@ class AttemptLog:
         }
 
     def fields(self) -> dict[str, Any]:
-        """Of the run so far, for every line with totals. What did not happen is left out."""
+        """Of the run so far, for every line with totals."""
+        found: dict[str, Any] = {"optimizer_steps_total": self._tracker.optimizer_steps}
+        resumption = self._resumption()
+        return found | ({"resumption": resumption} if resumption else {})
+
+    def _resumption(self) -> dict[str, Any]:
+        """How this attempt began. What did not happen is left out."""
         resume = self._resume
         since = resume.restoring_since
         restored = resume.restore_ns + (now_ns() - since if since else 0)
-        found: dict[str, Any] = {"optimizer_steps_total": self._tracker.optimizer_steps}
+        found: dict[str, Any] = {}
         if resume.optimizers > 1:
             found["optimizers"] = resume.optimizers
         if restored:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final
 
+from telemetry.report.log_schema import RESUMPTION, checked_fields
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -166,6 +168,7 @@ def _life(log: ProcessLog, now: float) -> Life | None:
     totals, beat = log.totals, log.beat
     if not log.ended and beat and beat["wall_seconds"] >= totals.get("wall_seconds", 0.0):
         totals = totals | beat
+    totals = totals | checked_fields(totals.get("resumption", {}), RESUMPTION)[0]
     started, end = unix(log.started), unix(totals.get("time", "")) or unix(log.last_time)
     if started is None or end is None:
         return None

@@ -213,9 +213,8 @@ def _take(line: dict[str, Any], log: ProcessLog) -> None:
         _take_totals(line, log)
         for sketch, name in ((log.step, "step"), (log.wait, "data_wait")):
             _add(sketch, line.get(f"{name}_sketch"), line.get(f"{name}_seconds", {}).get("max"))
-        spent = line.get("ledger_total_seconds")
-        if spent:
-            log.points.add(_point(line, spent))
+        if log.points.wants_next() and "ledger_total_seconds" in line:
+            log.points.add(_point(line, line["ledger_total_seconds"]))
     elif event == "phase":
         _take_save(line, log)
     elif event == "run_end":

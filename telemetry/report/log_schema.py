@@ -129,6 +129,10 @@ _TOTALS: Final[Mapping[str, Kind]] = {
     "stall_lost_total_seconds": _numbers,
     "child_processes": _count,
     "optimizer_steps_total": _count,
+    "resumption": _mapping,
+}
+
+RESUMPTION: Final[Mapping[str, Kind]] = {
     "optimizers": _count,
     "restore_seconds": _number,
     "resumed_step": _count,
@@ -138,6 +142,7 @@ _TOTALS: Final[Mapping[str, Kind]] = {
     "replay_seconds": _number,
     "replay_wait_seconds": _number,
 }
+"""The fields of ``resumption``. They are checked in the newest line alone."""
 
 HEARTBEAT: Final[Mapping[str, Kind]] = {**_TOTALS, "life": _text, "time": _text}
 """The fields of a heartbeat."""

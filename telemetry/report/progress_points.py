@@ -25,19 +25,26 @@ class Point(NamedTuple):
 
 
 class ProgressPoints:
-    """Points in the order in which they were logged. Every other one is dropped when there are too many."""
+    """Points in the order in which they were logged. When there are too many, every other one is dropped."""
 
-    __slots__ = ("_values",)
+    __slots__ = ("_every", "_seen", "_values")
 
     def __init__(self) -> None:
         self._values = array("d")
+        self._seen = 0
+        self._every = 1
+
+    def wants_next(self) -> bool:
+        """Whether the next window is to be added: as often as those that were kept."""
+        self._seen += 1
+        return self._seen % self._every == 0
 
     def add(self, point: Point) -> None:
         """One more, which is the newest."""
         self._values.extend(point)
         if len(self._values) > _MAX_POINTS * _FIELDS:
             kept = [self._at(index) for index in range(0, len(self), 2)]
-            self._values = array("d")
+            self._values, self._every = array("d"), 2 * self._every
             for each in kept:
                 self._values.extend(each)
 
