@@ -42,7 +42,7 @@ def _timed(original: Callable[..., Any], tracker: StepTracker) -> Callable[..., 
         try:
             if get_ident() == tracker.thread:
                 tracker.resume.saving(holds_optimizer=_holds_optimizer(original, args))
-            elif tracker.active and not tracker.checkpointing:
+            elif tracker.active and not (tracker.checkpointing or tracker.resume.writing_elsewhere):
                 elsewhere = tracker.optimizer_steps, tracker.ring.closed
             if not tracker.checkpointing:  # saving functions call one another: the outermost counts
                 before = tracker.scopes.enter_phase(CHECKPOINT)

@@ -33,6 +33,7 @@ class ResumeState:
         at_optimizer_steps: optimizer steps of this process when ``step`` was loaded.
         source: where ``step`` comes from: ``optimizer`` or ``told``.
         optimizers: how many optimizers have been seen to step.
+        writing_elsewhere: asynchronous checkpoints in progress, whose parts other threads save.
         initializing: an optimizer's state is being created by a step that trains nothing.
     """
 
@@ -49,6 +50,7 @@ class ResumeState:
         "saves",
         "source",
         "step",
+        "writing_elsewhere",
     )
 
     def __init__(self) -> None:
@@ -59,6 +61,7 @@ class ResumeState:
         self.at_optimizer_steps = 0
         self.source: str | None = None
         self.initializing = False
+        self.writing_elsewhere = 0
         self._optimizer_ids: set[int] = set()
         self._read = False
         self._holds_optimizer: bool | None = None  # of the checkpoint in progress
@@ -98,10 +101,12 @@ class ResumeState:
         )
         self.saves.append(save)
         left = len(futures)
+        self.writing_elsewhere += left
 
         def written(future: Any) -> None:  # on a thread of torch's
             nonlocal left
             left -= 1
+            self.writing_elsewhere -= 1
             if not failed and not left and future.exception() is None:
                 self.saves.append(save._replace(end_ns=now_ns(), complete=True, background=True))
 
