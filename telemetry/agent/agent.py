@@ -246,11 +246,22 @@ class Agent(AgentParts):
         self.overhead.measure()
         self._publish_this_time = not self._publish_this_time or 2 * self.config.interval_seconds > _PUBLISH_SECONDS
         if self._publish_this_time:
+            with self.errors.contained("attempts"):
+                self._count_losses()
             with self.errors.contained("exposition"):
                 self._publish()
         self.accounting.keep_up()
         with self.errors.contained("jsonl"):
             self.event_log.write_what_is_due()
+
+    def _count_losses(self) -> None:
+        ledger = self.accounting.ledger
+        self._losses.tick(
+            self.identity,
+            ledger.seconds(),
+            ledger.first_wait_ns / NS,
+            stuck_seconds=self._stall_monitor.stuck_seconds,
+        )
 
     def _finish(self) -> None:
         """The last things: what is left goes to the log, and this rank leaves the board."""
@@ -267,6 +278,9 @@ class Agent(AgentParts):
             self._stall_monitor.wait_for_callback(_CALLBACK_SECONDS)
         with self.errors.contained("jsonl"):
             self.event_log.write_errors()
+        with self.errors.contained("attempts"):
+            self._count_losses()
+            self._losses.end(finished=self.attempt.end.finished)
         with self.errors.contained("jsonl"):
             self.event_log.emit("run_end", self.event_log.end_fields())
         with self.errors.contained("jsonl"):

@@ -45,6 +45,7 @@ class AttemptLog:
 
     Attributes:
         end: how this process ends.
+        saves_completed: checkpoints that can be resumed from; ``kept_seconds``: of the training loop up to the newest.
     """
 
     def __init__(
@@ -72,6 +73,31 @@ class AttemptLog:
         self._started = identities.process_started(pid)
         self._launch, self._restarts = identities.launch_of()
         self.end = EndEvidence()
+        self.saves_completed = 0
+        self.kept_seconds = 0.0
+        self._holds_optimizer = False  # whether any checkpoint does: then others are not resumed from
+        self._begun_at: dict[int, float] = {}  # seconds of the loop at asynchronous checkpoints, by optimizer steps
+
+    @property
+    def seconds_before(self) -> float:
+        """How long the process had been there when the agent started."""
+        began = self._wall.unix_seconds(self._accounting.ledger.start_ns)
+        return 0.0 if self._started is None else max(0.0, began - self._started)
+
+    @property
+    def restore_seconds(self) -> float:
+        """Time spent in loading functions before the first step."""
+        since = self._resume.restoring_since
+        return (self._resume.restore_ns + (now_ns() - since if since else 0)) / NS
+
+    @property
+    def replay_seconds(self) -> float:
+        """Loop time of batches that were thrown away."""
+        return self._replay.seconds
+
+    def unix_now(self) -> float:
+        """Unix time."""
+        return self._wall.unix_seconds(now_ns())
 
     def add_steps(self, steps: list[Step]) -> None:
         """Steps have closed."""
@@ -115,13 +141,12 @@ class AttemptLog:
     def _resumption(self) -> dict[str, Any]:
         """How this attempt began. What did not happen is left out."""
         resume = self._resume
-        since = resume.restoring_since
-        restored = resume.restore_ns + (now_ns() - since if since else 0)
+        restored = self.restore_seconds
         found: dict[str, Any] = {}
         if resume.optimizers > 1:
             found["optimizers"] = resume.optimizers
         if restored:
-            found["restore_seconds"] = restored / NS
+            found["restore_seconds"] = restored
         if resume.source is not None:
             found |= {"resumed_step": resume.step, "resumed_from": resume.source}
             found["resumed_at_optimizer_steps"] = resume.at_optimizer_steps
@@ -167,6 +192,7 @@ class AttemptLog:
         return log_fields.phase(span, self._wall.iso(span.start_ns))
 
     def _of(self, save: SavedCheckpoint, loop: tuple[float, float] | None) -> dict[str, Any]:
+        self._count(save, None if loop is None else sum(loop))
         fields: dict[str, Any] = {
             "complete": save.complete,
             "holds_optimizer": save.holds_optimizer,
@@ -177,12 +203,24 @@ class AttemptLog:
             fields["loop_seconds"] = {"data_wait": round(loop[0], 6), "compute": round(loop[1], 6)}
         return fields
 
+    def _count(self, save: SavedCheckpoint, loop_seconds: float | None) -> None:
+        """Note the newest checkpoint that can be resumed from."""
+        if loop_seconds is not None and not save.complete:
+            self._begun_at = {save.optimizer_steps: loop_seconds}
+        if loop_seconds is None:
+            loop_seconds = self._begun_at.get(save.optimizer_steps, self.kept_seconds)
+        if save.complete and (save.holds_optimizer or not self._holds_optimizer):
+            self._holds_optimizer |= save.holds_optimizer
+            self.saves_completed += 1
+            self.kept_seconds = max(self.kept_seconds, loop_seconds)
+
     def _state(self) -> dict[str, Any]:
         accounting = self._accounting
         rounded = partial(log_fields.rounded, digits=6)
         return {
             "life": self._life,
             "time": self._wall.iso(accounting.updated_ns),
+            "unix_seconds": rounded(self._wall.unix_seconds(accounting.updated_ns)),
             "steps_total": accounting.steps_total,
             "wall_seconds": rounded(accounting.ledger.wall_seconds),
             "ledger_total_seconds": rounded(accounting.ledger.seconds()),

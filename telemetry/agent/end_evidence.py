@@ -37,6 +37,11 @@ class EndEvidence:
             last: Any = getattr(sys, "last_value", None)
             self._exception = last if isinstance(last, BaseException) else None
 
+    @property
+    def finished(self) -> bool:
+        """Whether nothing tells that it fails."""
+        return self._exception is None and not self._status
+
     def fields(self) -> dict[str, Any]:
         """Of the last line of the log. What is not known is absent."""
         found: dict[str, Any] = {}

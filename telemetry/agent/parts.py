@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from telemetry.agent.accounting import Accounting
-from telemetry.agent.attempt_log import AttemptLog
+from telemetry.agent.attempt_log import FOLDER, AttemptLog
 from telemetry.agent.endpoint_address import EndpointAddress
 from telemetry.agent.event_log import EventLog
 from telemetry.agent.overhead import Overhead
 from telemetry.agent.rank_membership import Membership
+from telemetry.agent.run_losses import RunLosses
 from telemetry.agent.run_view import RunViewBuilder
 from telemetry.agent.sampler import Sampler
 from telemetry.agent.snapshot_control import SnapshotControl
@@ -133,11 +134,13 @@ class AgentParts:
             accounting=self.accounting,
             event_log=self.event_log,
         )
+        self._losses = RunLosses(self.run_dir / FOLDER, self.attempt, life, self.errors)
         self._views = RunViewBuilder(
             accounting=self.accounting,
             sampler=self._sampler,
             stalls=self._stall_monitor,
             snapshots=self.snapshots,
+            losses=self._losses,
             errors=self.errors,
             wall=self._wall,
         )

@@ -7,10 +7,12 @@ import sys
 from typing import TYPE_CHECKING
 
 from telemetry._version import __version__
+from telemetry.core.job_labels import job_labels
 from telemetry.core.views import RunView
 
 if TYPE_CHECKING:
     from telemetry.agent.accounting import Accounting
+    from telemetry.agent.run_losses import RunLosses
     from telemetry.agent.sampler import Sampler
     from telemetry.agent.snapshot_control import SnapshotControl
     from telemetry.agent.stall_monitor import StallMonitor
@@ -30,6 +32,7 @@ class RunViewBuilder:
         sampler: Sampler,
         stalls: StallMonitor,
         snapshots: SnapshotControl,
+        losses: RunLosses,
         errors: ErrorLog,
         wall: WallClock,
     ) -> None:
@@ -37,14 +40,16 @@ class RunViewBuilder:
         self._sampler = sampler
         self._stalls = stalls
         self._snapshots = snapshots
+        self._losses = losses
         self._errors = errors
         self._wall = wall
+        self._job_labels = job_labels()
 
     def view(self, totals: Totals, identity: Identity, *, ended: bool) -> RunView:
         """The state of this moment, with these counters."""
         accounting, sampler, last = self._accounting, self._sampler, self._accounting.ledger.last_step_ns
         return RunView(
-            info=_info_labels(identity),
+            info=_info_labels(identity) | self._job_labels,
             ended=ended,
             totals=totals,
             step_duration=accounting.stats.histogram(),
@@ -62,6 +67,7 @@ class RunViewBuilder:
             worker_fetches=sampler.worker_fetches(),
             pressure=sampler.newest("pressure"),
             torch_memory=sampler.newest("torch_memory"),
+            attempt=self._losses.view(),
         )
 
 

@@ -116,6 +116,11 @@ class StallMonitor:
         return _TIMED_WAITS if self._waits_matter else 1
 
     @property
+    def stuck_seconds(self) -> float:
+        """For how long the run has been stuck now; 0 if it is not."""
+        return 0.0 if self._stuck is None else self._stuck.seconds
+
+    @property
     def sample_seconds(self) -> float:
         """How long after one sample of the training thread to take the next, on average.
 
