@@ -1,1 +1,1 @@
-"""What the agent costs, measured side by side with others: ``make bench``."""
+"""Measures what the agent costs, side by side with other tools: ``make bench``."""

@@ -1,7 +1,7 @@
 """CPU time of the threads that an agent adds: one tick a second, eight DataLoader workers, one scrape a second.
 
-The same loop runs with ours and, in its own environment, with the rival. All threads of the training process that
-Python has started count, but for the one that trains and those of its DataLoader.
+The same loop runs with telemetry and, in its own environment, with TraceML. All Python threads of the training process
+count, except the training thread and those of its DataLoader.
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ from torch.utils.data import DataLoader, Dataset
 from benchmarks import child
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 SLICE_SECONDS: Final = 5.0
-"""One reading each: long enough for the log's window, which is written every ten seconds, to even out over a few."""
+"""Length of one reading. It is long enough that the log's window, written every ten seconds, evens out over a few."""
 
 _SETTLE_SECONDS: Final = 4.0
 _STEP_SECONDS: Final = 0.01
 _LOADER_THREADS: Final = ("QueueFeederThread", "Thread-")
+BESIDE: Final = "its other processes"
+
 SCRAPER: Final = """
 import sys, time, urllib.request
 while True:
@@ -41,7 +43,7 @@ while True:
 
 
 class Samples(Dataset[Any]):  # type: ignore[misc]
-    """Small samples that take a little time, without end as far as a benchmark goes."""
+    """Small samples that take a little time. The data set is longer than any benchmark."""
 
     def __len__(self) -> int:
         return 10_000_000
@@ -55,7 +57,7 @@ Step = AbstractContextManager[Any]
 
 
 def measure(*, slices: int, workers: int, slice_seconds: float = SLICE_SECONDS) -> dict[str, Any]:
-    """Shares of a core, by thread, in each slice of a loop with workers that the agent watches."""
+    """Shares of a core, by thread, in each slice of a loop with workers that the agent observes."""
     import telemetry
 
     with tempfile.TemporaryDirectory(prefix="telemetry-bench-") as run_dir:
@@ -69,27 +71,58 @@ def measure(*, slices: int, workers: int, slice_seconds: float = SLICE_SECONDS) 
             telemetry.stop()
 
 
-def measure_rival(*, slices: int, workers: int, slice_seconds: float = SLICE_SECONDS) -> dict[str, Any]:
-    """The same with TraceML, whose process that collects and shows is not counted; runs in its environment."""
+def measure_traceml(*, slices: int, workers: int, slice_seconds: float = SLICE_SECONDS) -> dict[str, Any]:
+    """The same with TraceML. Its launcher and its collector process count separately. Runs in its environment."""
     import traceml_ai  # type: ignore[import-not-found,unused-ignore]
 
     config = traceml_ai.init(mode="auto")
     model = torch.nn.Linear(1, 1)
-    return shares(slices, workers, slice_seconds, lambda: traceml_ai.trace_step(model)) | {
+    return shares(slices, workers, slice_seconds, lambda: traceml_ai.trace_step(model), _launched_beside()) | {
         "running": not config.disabled
     }
 
 
-def shares(slices: int, workers: int, slice_seconds: float, step: Callable[[], Step] = nullcontext) -> dict[str, Any]:
-    """Train, and read the CPU time of the other threads after each slice."""
+def _launched_beside() -> list[int]:
+    """TraceML's launcher and all processes that it has started, except this one and its parents up to the launcher."""
+    parents = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue  # the process has ended
+    above = [os.getpid()]
+    while "traceml_ai.launcher" not in _command(above[-1]) and above[-1] > 1:
+        above.append(parents[above[-1]])
+    launcher, beside = above[-1], []
+    for pid in parents:
+        line = [pid]
+        while line[-1] not in {launcher, 0}:
+            line.append(parents.get(line[-1], 0))
+        if line[-1] == launcher and os.getpid() not in line:
+            beside.append(pid)
+    return beside
+
+
+def _command(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+
+
+def shares(
+    slices: int,
+    workers: int,
+    slice_seconds: float,
+    step: Callable[[], Step] = nullcontext,
+    beside: Sequence[int] = (),
+) -> dict[str, Any]:
+    """Train, and read the CPU time of the other threads, and of processes ``beside``, after each slice."""
     torch.set_num_threads(1)
     iterator = iter(DataLoader(Samples(), batch_size=4, num_workers=workers))
     train(iterator, _SETTLE_SECONDS if slice_seconds > 1.0 else 0.0, step)
     readings: list[dict[str, float]] = []
-    steps, before, began = 0, cpu_seconds(), time.perf_counter()
+    steps, before, began = 0, cpu_seconds(beside), time.perf_counter()
     for _ in range(slices):
         steps += train(iterator, slice_seconds, step)
-        after, ended = cpu_seconds(), time.perf_counter()
+        after, ended = cpu_seconds(beside), time.perf_counter()
         readings.append({name: (used - before.get(name, 0.0)) / (ended - began) for name, used in after.items()})
         before, began = after, ended
     del iterator
@@ -97,7 +130,7 @@ def shares(slices: int, workers: int, slice_seconds: float, step: Callable[[], S
 
 
 def train(iterator: Any, seconds: float, step: Callable[[], Step] = nullcontext) -> int:
-    """Some steps that wait more than they compute, as a GPU's do."""
+    """Take some steps that wait more than they compute, like the steps of a GPU."""
     end = time.perf_counter() + seconds
     steps = 0
     while time.perf_counter() < end:
@@ -109,9 +142,15 @@ def train(iterator: Any, seconds: float, step: Callable[[], Step] = nullcontext)
     return steps
 
 
-def cpu_seconds() -> dict[str, float]:
-    """CPU time by the name of the thread, of all threads but those that are there without an agent."""
+def cpu_seconds(beside: Sequence[int] = ()) -> dict[str, float]:
+    """CPU time by name of the thread, of all threads that do not exist without an agent.
+
+    Under `BESIDE` it has the CPU time of processes ``beside``, if there are any.
+    """
     spent: dict[str, float] = {}
+    for pid in beside:
+        tasks = Path(f"/proc/{pid}/task").glob("*")
+        spent[BESIDE] = spent.get(BESIDE, 0.0) + sum(map(_task_seconds, tasks))
     for thread in threading.enumerate():
         loaders = thread.name.startswith(_LOADER_THREADS)
         if thread is threading.main_thread() or loaders or thread.native_id is None:
@@ -119,13 +158,13 @@ def cpu_seconds() -> dict[str, float]:
         try:
             seconds = _task_seconds(Path(f"/proc/self/task/{thread.native_id}"))
         except OSError:
-            continue  # it has ended
+            continue  # the thread has ended
         spent[thread.name] = spent.get(thread.name, 0.0) + seconds
     return spent
 
 
 def _task_seconds(task: Path) -> float:
-    """From schedstat, in nanoseconds, where the kernel has it; from stat, in ticks of 10 ms, elsewhere."""
+    """From schedstat, in nanoseconds, if the kernel has it; else from stat, in ticks of 10 ms."""
     try:
         return int((task / "schedstat").read_text().split()[0]) / 1e9
     except FileNotFoundError:
@@ -137,7 +176,7 @@ def _task_seconds(task: Path) -> float:
 
 
 def measure_node(*, ranks: int, workers: int, slices: int, slice_seconds: float = SLICE_SECONDS) -> dict[str, Any]:
-    """Shares of a core, of all ranks of a node together: each a process, all with the agent, one scrape a second."""
+    """Shares of a core of all ranks of a node together. Each is a process with the agent. One scrape a second."""
     with tempfile.TemporaryDirectory(prefix="telemetry-bench-") as folder:
         parameters = {"workers": workers, "slices": slices, "slice_seconds": slice_seconds, "run_dir": f"{folder}/run"}
         answers = [Path(folder) / f"{rank}.json" for rank in range(ranks)]
@@ -157,7 +196,7 @@ def measure_node(*, ranks: int, workers: int, slices: int, slice_seconds: float 
 
 
 def measure_rank(*, run_dir: str, slices: int, workers: int, slice_seconds: float) -> dict[str, Any]:
-    """One rank's part of it. The first one has the scraper."""
+    """One rank's part of the measurement. Rank 0 starts the scraper."""
     import telemetry
 
     agent: Any = telemetry.start(run_dir, run="node", port=0, start_line=False)

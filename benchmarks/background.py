@@ -1,17 +1,22 @@
-"""The rows of what the agent does beside the training: its threads' CPU time, and the steps that they make longer."""
+"""Rows on the agent's background work: CPU time of its threads, and how much longer it makes the longest steps."""
 
 from __future__ import annotations
 
 import functools
 import random
 import statistics
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from benchmarks import child, rival
+from benchmarks import child, traceml
+from benchmarks.agent_cpu import BESIDE
 from benchmarks.effort import MS, US, Effort, Pool
 from benchmarks.report import AT_MOST, BELOW, Row, Target
 from benchmarks.spread import Spread, paired, ratio_of_medians, spread
 from benchmarks.tail import STEP_US
+from benchmarks.tool_environment import ToolError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
 _THREADS: Final = "The agent's own threads"
 _TAIL: Final = f"The longest of many steps of {STEP_US:.0f} us, 8 DataLoader workers and one scrape a second"
@@ -22,11 +27,11 @@ _UNIT: Final = "% of a core"
 
 
 def agent_threads(effort: Effort) -> list[Row]:
-    """CPU of the agent's threads and of the rival's, whose processes take turns."""
+    """CPU of the agent's threads and of TraceML's. Processes with each take turns."""
     ours, theirs = Pool(), Pool()
     try:
-        interpreter = rival.python(install=effort.install_rival)
-    except rival.RivalError as error:
+        interpreter = traceml.ENVIRONMENT.python(install=effort.install_traceml)
+    except ToolError as error:
         interpreter, theirs.missing = None, str(error)
     parameters: dict[str, Any] = {"slices": effort.cpu_slices, "workers": _WORKERS}
     for _ in range(effort.cpu_processes):
@@ -34,22 +39,26 @@ def agent_threads(effort: Effort) -> list[Row]:
             if pool is ours:
                 pool.add(lambda: child.run("benchmarks.agent_cpu", parameters))
             elif interpreter is not None:
-                there = functools.partial(rival.run, interpreter, parameters, "agent_cpu.measure_rival")
+                there = functools.partial(traceml.run, interpreter, parameters, "agent_cpu.measure_traceml")
                 pool.add(there)
     name, target = f"CPU at 1 Hz with {_WORKERS} DataLoader workers, one scrape a second", Target(AT_MOST, 0.25)
     mine, other = _shares(ours), _shares(theirs)
     rows = [Row(_THREADS, name, _UNIT, spread(mine) if mine else None, target, ours.missing or _by_thread(ours))]
-    note = theirs.missing or f"{_by_thread(theirs)}; its process that collects is not counted"
-    rival_name = f"TraceML {rival.VERSION}: the same, its threads in the training process"
-    rows.append(Row(_THREADS, rival_name, _UNIT, spread(other) if other else None, note=note))
+    traceml_name, note = f"TraceML {traceml.VERSION}: the same, ", theirs.missing or _by_thread(theirs)
+    threads_name = f"{traceml_name}its threads in the training process"
+    rows.append(Row(_THREADS, threads_name, _UNIT, spread(other) if other else None, note=note))
+    everything = _shares(theirs, but=())
+    note = "with its launcher and the process that collects"
+    rows.append(Row(_THREADS, f"{traceml_name}all of it", _UNIT, spread(everything) if everything else None, note=note))
     ratio = ratio_of_medians(mine, other) if mine and other else None
-    rows.append(Row(_THREADS, f"telemetry / TraceML {rival.VERSION}", "x", ratio, Target(BELOW, 1.0), theirs.missing))
+    rows.append(Row(_THREADS, f"telemetry / TraceML {traceml.VERSION}", "x", ratio, Target(BELOW, 1.0), theirs.missing))
     return rows
 
 
-def _shares(pool: Pool) -> list[float]:
-    """Percent of a core, of each slice."""
-    return [100 * sum(reading.values()) for answer in pool.answers for reading in answer["slices"]]
+def _shares(pool: Pool, but: Collection[str] = (BESIDE,)) -> list[float]:
+    """Percent of a core in each slice."""
+    readings = [reading for answer in pool.answers for reading in answer["slices"]]
+    return [100 * sum(used for name, used in reading.items() if name not in but) for reading in readings]
 
 
 def _by_thread(pool: Pool) -> str:
@@ -74,7 +83,7 @@ def node(effort: Effort) -> list[Row]:
 
 
 def tail(effort: Effort) -> list[Row]:
-    """How much longer the longest steps are with the agent."""
+    """How much longer the longest steps take with the agent."""
     pool = Pool()
     pool.add(
         lambda: child.run(

@@ -1,4 +1,4 @@
-"""Measurements run in processes of their own: started with parameters as JSON, answering with JSON."""
+"""Runs measurements in their own processes: parameters and answers are JSON."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ TIMEOUT_SECONDS: Final = 300.0
 
 
 class ChildError(RuntimeError):
-    """A measurement could not be taken; the text is one line and fit for a table."""
+    """A measurement could not be taken; the text is one line that fits into a table."""
 
 
 def run(module: str, parameters: Mapping[str, Any], *roles: str) -> dict[str, Any]:
-    """Run ``module``'s measurement in a fresh interpreter; ``roles`` tells it which, where it has several.
+    """Run ``module``'s measurement in a fresh interpreter. ``roles`` selects one if the module has several.
 
     Raises:
-        ChildError: it failed, took too long or gave no answer.
+        ChildError: it failed, timed out or gave no answer.
     """
     with tempfile.TemporaryDirectory(prefix="telemetry-bench-") as folder:
         answer = Path(folder) / "answer.json"
@@ -37,7 +37,7 @@ def collect(command: Sequence[str], answer: Path, variables: Mapping[str, str], 
     """Run a command that writes its answer to a file.
 
     Raises:
-        ChildError: it failed, took too long or gave no answer.
+        ChildError: it failed, timed out or gave no answer.
     """
     try:
         done = subprocess.run(
@@ -54,7 +54,7 @@ def collect(command: Sequence[str], answer: Path, variables: Mapping[str, str], 
 
 
 def environment() -> dict[str, str]:
-    """This process's variables, without settings of ours, of a job or of the rival; the package can be found."""
+    """This process's variables, without settings of telemetry, of a job or of TraceML. The package can be imported."""
     dropped = ("TELEMETRY_", "TRACEML_", "PROMETHEUS_", "SLURM_")
     single = {"RANK", "LOCAL_RANK", "WORLD_SIZE"}
     kept = {k: v for k, v in os.environ.items() if not k.startswith(dropped) and k not in single}
@@ -63,7 +63,7 @@ def environment() -> dict[str, str]:
 
 
 def answer(measure: Callable[..., Mapping[str, Any]], argv: Sequence[str] | None = None) -> None:
-    """The child's side: measure with the parameters given, and write the result where the parent looks for it."""
+    """In the child: measure with the given parameters, and write the result to the file that the parent reads."""
     parameters, path = sys.argv[1:3] if argv is None else argv[:2]
     result = measure(**json.loads(parameters))
     temporary = Path(f"{path}.tmp")

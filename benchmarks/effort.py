@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from benchmarks import child, rival
+from benchmarks import child
 from benchmarks.instruments import BARE
 from benchmarks.spread import Spread, differences, spread
+from benchmarks.tool_environment import ToolError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,7 +39,7 @@ class Effort:
     growth_pairs: int
     scrape_pairs: int
     segment_seconds: float
-    install_rival: bool
+    install_traceml: bool
 
     def loops(self) -> dict[str, Any]:
         """The part that concerns the loops."""
@@ -61,7 +62,7 @@ FULL: Final = Effort(
     growth_pairs=1,
     scrape_pairs=5,
     segment_seconds=5.0,
-    install_rival=True,
+    install_traceml=True,
 )
 
 QUICK: Final = Effort(
@@ -80,37 +81,37 @@ QUICK: Final = Effort(
     growth_pairs=1,
     scrape_pairs=1,
     segment_seconds=1.5,
-    install_rival=False,
+    install_traceml=False,
 )
 
 
 @dataclass
 class Pool:
-    """Readings of several processes, and why there are none where there are none."""
+    """Readings of several processes. If all failed, ``missing`` gives the reason."""
 
     answers: list[dict[str, Any]] = field(default_factory=list)
     missing: str = ""
 
     def add(self, measure: Callable[[], dict[str, Any]]) -> None:
-        """Take a measurement in, or note why it could not be taken."""
+        """Run a measurement and keep its readings, or the reason why it failed."""
         try:
             self.answers.append(measure())
-        except (child.ChildError, rival.RivalError) as error:
+        except (child.ChildError, ToolError) as error:
             self.missing = str(error)
 
     def values(self, loop: str, name: str, site: str = "cost") -> list[float]:
-        """All readings of an instrument at a site, in the order they were taken."""
+        """All readings of an instrument at a site, in the order in which they were taken."""
         return [reading[site] for answer in self.answers for reading in answer[loop][name]]
 
     def added(self, loop: str, name: str, site: str = "cost") -> Spread | None:
-        """What an instrument adds to the bare loop beside it, in microseconds."""
+        """What an instrument adds to the bare loop that ran next to it, in microseconds."""
         added = self.differences(loop, name, site)
         return spread(added).scaled(US) if added else None
 
     def differences(self, loop: str, name: str, site: str = "cost") -> list[float]:
-        """The single differences to the bare loop, in nanoseconds."""
+        """The difference of each reading to the bare loop, in nanoseconds."""
         return differences(self.values(loop, name, site), self.values(loop, BARE, site))
 
     def plain(self, loop: str, name: str, site: str = "cost") -> Spread | None:
-        """What a loop takes, in microseconds."""
+        """The duration of a loop, in microseconds."""
         return spread(self.values(loop, name, site)).scaled(US) if self.answers else None

@@ -1,8 +1,8 @@
-"""What a fleet costs one Prometheus: series, memory, CPU, and the time of each dashboard query.
+"""Measures what a fleet costs one Prometheus: series, memory, CPU, and the time of each dashboard query.
 
-A process serves the real exposition of ranks that are made up, a node to a target. A real Prometheus scrapes it with
-the shipped configuration and evaluates the shipped rules. Then every query of every dashboard is asked, by turns as it
-is and with the expressions of the recording rules in the place of their names.
+A process serves the real exposition of simulated ranks, one target per node. A real Prometheus scrapes it with the
+shipped configuration and evaluates the shipped rules. Then every query of every dashboard is run, alternately as it is
+and with the names of recording rules replaced by their expressions.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 RESULTS: Final = Path(__file__).parent / "results"
 LARGE: Final = 10_000
-"""Ranks that the figures are extrapolated to."""
+"""Number of ranks that the figures are extrapolated to."""
 
 SCRAPE_SECONDS: Final = 15
 _LOOK_SECONDS: Final = 5.0
@@ -37,11 +37,12 @@ _GIB: Final = 2**30
 
 @dataclass(slots=True)
 class Usage:
-    """What Prometheus used while it scraped, one value for each look.
+    """What Prometheus used while it scraped, one value per sample.
 
     Attributes:
-        resident_bytes: memory. ``cores``: CPU seconds a second since the look before. ``samples``: a second, likewise.
-        rules_seconds: what the newest evaluation of all groups of rules took, one after another.
+        resident_bytes: memory. ``cores``: CPU seconds per second since the last sample. ``samples``: scraped samples
+            per second, likewise.
+        rules_seconds: duration of the newest evaluation of all groups of rules, one after another.
     """
 
     resident_bytes: list[float] = field(default_factory=list)
@@ -50,11 +51,11 @@ class Usage:
     rules_seconds: list[float] = field(default_factory=list)
 
     def look(self, prometheus: Prometheus, seconds: float) -> None:
-        """Look at it for so long."""
+        """Sample for ``seconds``."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             at, cpu, samples = time.monotonic(), prometheus.usage()[0], _appended(prometheus)
-            time.sleep(min(SCRAPE_SECONDS, max(_LOOK_SECONDS, end - at)))  # every target once
+            time.sleep(min(SCRAPE_SECONDS, max(_LOOK_SECONDS, end - at)))  # so that every target is scraped once
             after, resident = prometheus.usage()
             passed = time.monotonic() - at
             self.resident_bytes.append(resident)
@@ -64,7 +65,7 @@ class Usage:
 
 
 def targets(ranks: int, ranks_per_node: int, port: int) -> list[dict[str, object]]:
-    """The target file of a fleet whose nodes are paths at one port."""
+    """The target file of a fleet. Its nodes are paths at one port."""
     return [
         {
             "targets": [f"127.0.0.1:{port}"],
@@ -79,7 +80,7 @@ def targets(ranks: int, ranks_per_node: int, port: int) -> list[dict[str, object
 
 
 def cost_rows(prometheus: Prometheus, usage: Usage, ranks: int) -> list[Row]:
-    """What the scrapes and the rules cost, and what that is for a large fleet."""
+    """The cost of the scrapes and the rules, and the same extrapolated to a large fleet."""
     scraped = _scalar(prometheus, "sum(scrape_samples_scraped)") / ranks
     recorded = _scalar(prometheus, 'count({__name__=~".+:.+:.+"})') / ranks
     durations = [float(series["value"][1]) for series in prometheus.query("scrape_duration_seconds")]
@@ -118,9 +119,9 @@ class Timing:
     """One query's seconds, as it is and without recording rules.
 
     Attributes:
-        query: where it stands. ``expression``: with its variables replaced. ``inlined``: without recorded names.
-        ours: seconds. ``raw``: the same of the inlined one, none if that is the same.
-        note: why a time is not there, or that the two do not give the same series.
+        query: the query. ``expression``: with its variables replaced. ``inlined``: without recorded names.
+        ours: seconds. ``raw``: seconds of the inlined expression; empty if it is the same expression.
+        note: why a time is missing, or that the two do not return the same series.
     """
 
     query: grafana.Query
@@ -131,7 +132,7 @@ class Timing:
     note: str = ""
 
     def ask(self, prometheus: Prometheus, end: float, range_seconds: int, step: int | None) -> None:
-        """Ask once.
+        """Run the query once.
 
         Raises:
             QueryError: it was not answered.
@@ -146,7 +147,7 @@ class Timing:
 
 
 def time_queries(prometheus: Prometheus, range_seconds: int, rounds: int) -> list[Timing]:
-    """Ask every query of every dashboard, by turns with and without recording rules."""
+    """Run every query of every dashboard, alternately with and without recording rules."""
     rules, metrics = recording_rules(), set(prometheus.values("__name__", '{job="training"}'))
     metrics -= rules.keys()
     timings = []
@@ -167,7 +168,7 @@ def time_queries(prometheus: Prometheus, range_seconds: int, rounds: int) -> lis
 
 
 def query_rows(timings: Sequence[Timing]) -> list[Row]:
-    """A dashboard's queries one after another, and each of them."""
+    """Rows for all queries of a dashboard one after another, and for each of them."""
     rows = []
     for name in dict.fromkeys(timing.query.dashboard for timing in timings):
         mine = [timing for timing in timings if timing.query.dashboard == name and timing.ours]
@@ -223,7 +224,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(ranks: int, ranks_per_node: int, seconds: float, rounds: int) -> list[Row]:
-    """Serve, scrape, look and ask.
+    """Serve, scrape, sample and query.
 
     Raises:
         ChildError: Prometheus or the endpoints do not start.
@@ -239,7 +240,7 @@ def measure(ranks: int, ranks_per_node: int, seconds: float, rounds: int) -> lis
             prometheus = Prometheus(configuration, _free_port())
             try:
                 usage = Usage()
-                Usage().look(prometheus, seconds / 2)  # until the rules' windows are full and its memory has grown
+                Usage().look(prometheus, seconds / 2)  # until the rules' windows are full and memory has grown
                 usage.look(prometheus, seconds / 2)
                 rows = cost_rows(prometheus, usage, ranks)
                 rows += query_rows(time_queries(prometheus, int(seconds), rounds))
@@ -252,7 +253,7 @@ def measure(ranks: int, ranks_per_node: int, seconds: float, rounds: int) -> lis
 
 
 def _choice(prometheus: Prometheus, dashboard: dict[str, object]) -> dict[str, str]:
-    """Values of a dashboard's variables: the first of each that takes one value, all of the others."""
+    """Values of a dashboard's variables: the first value if it takes one, else all values."""
     values: dict[str, str] = {}
     for variable in grafana.variables_of(dashboard):
         text = variable["query"] if isinstance(variable["query"], str) else variable["query"]["query"]

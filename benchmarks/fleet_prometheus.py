@@ -1,4 +1,4 @@
-"""A real Prometheus with the shipped configuration and rules: its cost as the kernel has it, and its answers, timed."""
+"""A real Prometheus with the shipped configuration and rules: its cost according to the kernel, and its query times."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class QueryError(RuntimeError):
 
 
 def recording_rules() -> dict[str, str]:
-    """The shipped recording rules, expression by name."""
+    """The shipped recording rules: expression by name."""
     import yaml
 
     document = yaml.safe_load((SHIPPED / "telemetry.recording.rules.yml").read_text(encoding="utf-8"))
@@ -38,7 +38,7 @@ def recording_rules() -> dict[str, str]:
 
 
 def write_configuration(folder: Path, targets: list[dict[str, Any]]) -> Path:
-    """Copy what is shipped, with the targets beside and without Alertmanager, which is not there. Returns the file."""
+    """Copy the shipped configuration, with the target file and without Alertmanager. Returns the path."""
     for path in SHIPPED.glob("telemetry.*.rules.yml"):
         shutil.copy(path, folder)
     text = (SHIPPED / "prometheus.yml").read_text(encoding="utf-8")
@@ -93,7 +93,7 @@ class Prometheus:
                 return
 
     def stop(self) -> None:
-        """End it, at once if it does not end by itself."""
+        """Terminate it, and kill it if that times out."""
         self._process.terminate()
         try:
             self._process.wait(_STOP_SECONDS)
@@ -102,17 +102,17 @@ class Prometheus:
             self._process.wait(_STOP_SECONDS)
 
     def usage(self) -> tuple[float, float]:
-        """CPU seconds it has used so far, and bytes of resident memory it has now."""
+        """CPU seconds so far, and bytes of resident memory now."""
         cpu = self._of_process.cpu_times()
         return cpu.user + cpu.system, float(self._of_process.memory_info().rss)
 
     def own(self, metric: str) -> float:
-        """The sum of one of the metrics that it has of itself."""
+        """The sum of one of Prometheus's own metrics."""
         found = re.findall(rf"^{metric}(?:\{{[^}}]*\}})? (\S+)$", self._get("/metrics"), re.MULTILINE)
         return sum(map(float, found))
 
     def query(self, expression: str) -> list[dict[str, Any]]:
-        """The series of an instant query, now.
+        """The series of an instant query at the current time.
 
         Raises:
             QueryError: it was not answered.
@@ -129,7 +129,7 @@ class Prometheus:
         return list(self._api(f"label/{label}/values", **{"match[]": selector}))
 
     def timed(self, expression: str, end: float, range_seconds: int, step: int | None) -> tuple[float, int]:
-        """Seconds that a query took, with its answer read, and how many series it has; ``step`` None: an instant query.
+        """Seconds of a query, including reading the answer, and its number of series. ``step`` None: instant query.
 
         Raises:
             QueryError: it was not answered.

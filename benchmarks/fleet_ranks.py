@@ -1,6 +1,6 @@
-"""Ranks that are made up: what the agent of each would show at a moment, with everything measured and values moving.
+"""Simulated ranks: what the agent of each would show at a moment, with everything measured and changing values.
 
-The exposition is the real one (`telemetry.publish.exposition`); only the view it renders is computed from the clock.
+The exposition is the real one (`telemetry.publish.exposition`). Only the view that it renders is simulated.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from telemetry.core.samples import (
     TorchMemorySample,
 )
 from telemetry.core.totals import Totals
-from telemetry.core.views import RunView, SnapshotsView, StallView
+from telemetry.core.views import AttemptView, RunView, SnapshotsView, StallView
 from telemetry.core.worker_records import FETCH_BUCKETS, Deliveries, WorkersSample
 from telemetry.publish.board import RankState
 from telemetry.publish.endpoint import join
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 GIB: Final = 1 << 30
 CPUS: Final = 64
 STEP_SECONDS: Final = 0.25
+_LOST = ("redone", "restore", "replay", "startup", "stuck", "down")
 _COLLECTORS: Final = ("nvml", "host", "process", "workers", "pressure", "torch_memory")
 _STARTUP_SECONDS: Final = 20.0
 _NODES_OF_A_RUN: Final = 8
@@ -44,14 +45,14 @@ _NIL: Final = uuid.UUID(int=0)
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRank:
-    """One rank of a made-up run.
+    """One rank of a simulated run.
 
     Attributes:
-        run: its run. ``rank``: number in it. ``node``: its machine. ``local_rank``: number there, and its GPU's.
-        world_size: ranks of the run.
+        run: its run. ``rank``: its rank. ``node``: its machine. ``local_rank``: its number there, and its GPU's.
+        world_size: number of ranks of the run.
         began: Unix time at which it began.
         waits: share of its training loop in which it waits for data, 0 to 1.
-        cause: what its waiting is put down to, from `CAUSES`; None if it has no stall.
+        cause: the cause of its waiting, from `CAUSES`; None if it has no stall.
     """
 
     run: str
@@ -64,11 +65,11 @@ class SimulatedRank:
     cause: str | None
 
     def view(self, now: float, gpu: GpuSample | None = None) -> RunView:
-        """Its state.
+        """The state of the rank.
 
         Args:
             now: Unix time.
-            gpu: a reading to show instead of one that is made up.
+            gpu: a reading to show instead of a simulated one.
         """
         age = max(now - self.began, _STARTUP_SECONDS)
         loop = age - _STARTUP_SECONDS
@@ -90,6 +91,10 @@ class SimulatedRank:
                 "telemetry_version": __version__,
                 "python_version": "3.11.7",
                 "torch_version": "2.13.0+cu130",
+                "job": self.run,
+                "user": "somebody",
+                "account": "research",
+                "partition": "gpu",
             },
             ended=False,
             totals=Totals(
@@ -119,10 +124,11 @@ class SimulatedRank:
                 cgroup_memory_used_bytes=int((310 + 20 * self._wave(now)) * GIB),
             ),
             torch_memory=TorchMemorySample(int((40 + self._wave(now)) * GIB), 60 * GIB),
+            attempt=None if self.rank else AttemptView(2, 0, dict.fromkeys(_LOST, 100.0)),
         )
 
     def _wave(self, now: float) -> float:
-        """From 0 to 1 and back in a few minutes, each rank at its own pace."""
+        """A value that moves from 0 to 1 and back in a few minutes, with another period for each rank."""
         return (1 + math.sin(now / (20 + self.rank % 17) + self.rank)) / 2
 
     def _gpu(self, now: float) -> GpuSample:
@@ -172,9 +178,9 @@ class SimulatedRank:
 
 
 def fleet(ranks: int, ranks_per_node: int, began: float) -> list[list[SimulatedRank]]:
-    """Ranks by node: one run of half the nodes, and runs of eight.
+    """Ranks by node: one run on half the nodes, and runs of eight nodes.
 
-    One run in four starves, the large one among them: in each of its nodes one rank waits for data, the others for it.
+    One run in four starves, including the large one: on each of its nodes one rank waits for data, the others for it.
     """
     nodes = math.ceil(ranks / ranks_per_node)
     sizes = [max(1, nodes // 2)]
@@ -200,7 +206,7 @@ def fleet(ranks: int, ranks_per_node: int, began: float) -> list[list[SimulatedR
 
 
 class Node:
-    """What a node's endpoint answers: the families of its ranks, rendered and joined as the agents do it."""
+    """The answer of a node's endpoint: the families of its ranks, rendered and joined as the agents do it."""
 
     def __init__(self, ranks: Iterable[SimulatedRank]) -> None:
         self.ranks = tuple(ranks)
@@ -213,7 +219,7 @@ class Node:
 
 
 def _histogram(bounds: tuple[float, ...], count: int, value: float) -> Histogram:
-    """So many values, most of them near one: half of them in its bucket, the rest in the two above."""
+    """``count`` values near ``value``: half of them in its bucket, the rest in the two buckets above."""
     counts = [0] * (len(bounds) + 1)
     place = next((index for index, bound in enumerate(bounds) if bound >= value), len(bounds))
     for offset, share in enumerate((0.5, 0.4)):

@@ -1,6 +1,6 @@
-"""A fleet of endpoints in one process: nodes of made-up ranks at one port of the loopback, each at a path of its own.
+"""A fleet of endpoints in one process: nodes of simulated ranks at one loopback port, each at its own path.
 
-Started by `benchmarks.fleet`; prints its port, and serves until it is terminated.
+Started by `benchmarks.fleet`. Prints its port, and serves until it is terminated.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from benchmarks.fleet_ranks import SimulatedRank
 
 AGE_SECONDS: Final = 3600.0
-"""How long the runs have been under way when they are first scraped."""
+"""Age of the runs when they are first scraped."""
 
 
 class _Server(ThreadingHTTPServer):
@@ -29,7 +29,7 @@ class _Server(ThreadingHTTPServer):
         self.nodes = {f"/{ranks[0].node}/metrics": Node(ranks) for ranks in nodes}
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A scraper that is gone is no news."""
+        """Print nothing if a scraper disconnects."""
         if not isinstance(sys.exc_info()[1], ConnectionError):
             super().handle_error(request, client_address)
 
@@ -56,7 +56,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def main(argv: list[str]) -> None:
-    """Serve ``ranks``, so many to a node."""
+    """Serve ``ranks`` simulated ranks."""
     ranks, ranks_per_node = map(int, argv)
     server = _Server(fleet(ranks, ranks_per_node, time.time() - AGE_SECONDS))
     print(server.server_address[1], flush=True)

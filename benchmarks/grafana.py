@@ -1,4 +1,4 @@
-"""The queries of the dashboards, and what Grafana puts into them before it asks."""
+"""The queries of the dashboards, and the values that Grafana substitutes for their variables."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Query:
 
     Attributes:
         dashboard: the dashboard's file, without its ending.
-        panel: the panel's title; ``annotation`` or ``variable`` for those.
-        ref: the query's letter in its panel; the name of an annotation or a variable.
-        expression: PromQL with Grafana's variables in it; of a variable, Grafana's function.
-        instant: asked for the end of the time range alone.
+        panel: the panel's title, or ``annotation`` or ``variable``.
+        ref: the query's letter in its panel, or the name of the annotation or variable.
+        expression: PromQL with Grafana's variables in it. For a variable, Grafana's function.
+        instant: whether it is evaluated only at the end of the time range.
     """
 
     dashboard: str
@@ -38,17 +38,17 @@ class Query:
 
     @property
     def key(self) -> str:
-        """What names it to a reader."""
+        """A readable name of the query."""
         return f"{self.dashboard} / {self.panel} / {self.ref}"
 
 
 def load() -> dict[str, dict[str, Any]]:
-    """The dashboards, by the name of their file."""
+    """The dashboards, by file name without its ending."""
     return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(DASHBOARDS.glob("*.json"))}
 
 
 def queries_of(name: str, dashboard: Mapping[str, Any]) -> Iterator[Query]:
-    """Queries of its panels and annotations."""
+    """The queries of its panels and annotations."""
     for panel in panels_of(dashboard):
         for target in panel.get("targets", []):
             instant = target.get("instant", False)
@@ -61,12 +61,12 @@ def queries_of(name: str, dashboard: Mapping[str, Any]) -> Iterator[Query]:
 
 
 def variables_of(dashboard: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Its variables that are asked for, in their order: a later one may use an earlier one."""
+    """Its variables that need a query, in order: a later one may use an earlier one."""
     return [variable for variable in dashboard["templating"]["list"] if variable["type"] == "query"]
 
 
 def chosen(variable: Mapping[str, Any], values: Sequence[str]) -> str:
-    """What stands for a variable: several values are an alternative, in a regular expression that is in quotes."""
+    """The text substituted for a variable: several values become alternatives of a quoted regular expression."""
     if not (variable.get("multi") or variable.get("includeAll")):
         return values[0].replace("\\", "\\\\").replace('"', '\\"')
     escaped = [_SPECIAL.sub(lambda match: "\\\\" + match[0], value.replace("\\", "\\" * 4)) for value in values]
@@ -77,8 +77,8 @@ def times(range_seconds: int, interval_seconds: int, scrape_seconds: int) -> dic
     """The variables of the time range.
 
     Args:
-        range_seconds: from its start to its end.
-        interval_seconds: from one point of a graph to the next; not finer than the scrapes.
+        range_seconds: length of the time range.
+        interval_seconds: distance of two points of a graph, at least the scrape interval.
         scrape_seconds: the data source's scrape interval.
     """
     return {
@@ -95,13 +95,13 @@ def substituted(expression: str, values: Mapping[str, str]) -> str:
     """An expression with all variables replaced.
 
     Raises:
-        KeyError: one that there is not.
+        KeyError: a variable does not exist.
     """
     return _VARIABLE.sub(lambda match: values[match[1] or match[2]], expression)
 
 
 def panels_of(dashboard: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Its panels, those of collapsed rows too."""
+    """Its panels, including those of collapsed rows."""
     for panel in dashboard["panels"]:
         yield panel
         yield from panel.get("panels", [])

@@ -1,11 +1,11 @@
-"""What the training thread pays for a batch by the way it is sent: pickled, or as a tensor in shared memory.
+"""Measures what a batch costs the training thread if it is pickled, and if it is a tensor in shared memory.
 
     python -m benchmarks.handover
 
-A batch of NumPy arrays is pickled, written into a pipe, read and put together again. The bytes of a tensor lie in
-shared memory and are sent by name; but their pages are still mapped, touched for the first time and given back.
-`telemetry.diagnose.advice.latency` counts that in the speed-up that it predicts for sending large tensors instead. Its
-figure is the last column.
+A batch of NumPy arrays is pickled, written into a pipe, read and unpickled. The bytes of a tensor are in shared memory,
+and only their name is sent. But their pages must be mapped, touched for the first time and released.
+`telemetry.diagnose.advice.latency` uses this cost to predict the speed-up of sending large tensors instead. Its figure
+is the last column.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 _WARM_UP = 5
-"""Batches: the worker has begun."""
+"""Batches until the worker has started."""
 
 _LET_IT_FINISH = 0.15
-"""Seconds before each batch, in which the worker makes it ready: only its way here is timed."""
+"""Seconds before each batch, so that the worker finishes it: only the transfer is timed."""
 
 
 class Batches(Dataset):  # type: ignore[misc]
-    """Batches of so many bytes, as one array or as one tensor."""
+    """Batches of a given size, as one array or as one tensor."""
 
     def __init__(self, size: int, *, tensors: bool) -> None:
         self.size = size
@@ -42,12 +42,12 @@ class Batches(Dataset):  # type: ignore[misc]
 
 
 def as_it_is(batch: Any) -> Any:
-    """Not what `default_convert` does, which would make a tensor of an array."""
+    """Return the batch unchanged. `default_convert` would make a tensor of an array."""
     return batch
 
 
 def seconds_per_batch(size: int, batches: int, *, tensors: bool) -> list[float]:
-    """To take a batch, to look at each of its pages, and to free it."""
+    """Seconds to take a batch, to read one byte of each of its pages, and to free it."""
     iterator = iter(DataLoader(Batches(size, tensors=tensors), batch_size=None, num_workers=1, collate_fn=as_it_is))
     took = []
     for number in range(_WARM_UP + batches):
@@ -62,7 +62,7 @@ def seconds_per_batch(size: int, batches: int, *, tensors: bool) -> list[float]:
 
 
 def main() -> None:
-    """Measure in turns, and print one row for each size of a batch."""
+    """Measure alternately, and print one row for each batch size."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=3, help="turns for each size")
     parser.add_argument("--batches", type=int, default=20, help="of each turn and way")

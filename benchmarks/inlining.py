@@ -1,4 +1,4 @@
-"""What a query would be without recording rules: each recorded name replaced by the expression it stands for."""
+"""Rewrites a query without recording rules: each recorded name is replaced by its expression."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _TOKEN: Final = re.compile(
 
 
 def inlined(expression: str, rules: Mapping[str, str], metrics: Collection[str], interval: str) -> str:
-    """An expression that reads raw metrics alone.
+    """An expression that only reads raw metrics.
 
-    What a query asks of a recorded name (its matchers) is asked of every metric behind it, as one would write it. A
-    rule that reads what it said before has no such expression, and stays.
+    Matchers of a recorded name are added to every metric in its expression. A rule that reads its own earlier values
+    has no such expression, and stays.
 
     Args:
         expression: PromQL, with Grafana's variables replaced.
         rules: the recording rules, expression by name.
         metrics: names of the raw metrics.
-        interval: how often the rules are evaluated: a range over a recorded name becomes a subquery of this step.
+        interval: how often the rules are evaluated. A range over a recorded name becomes a subquery with this step.
     """
 
     def replace(name: str, matchers: str, window: str) -> str | None:
@@ -43,7 +43,7 @@ def _narrowed(name: str, matchers: str, window: str, more: str) -> str:
 
 
 def _replaced(expression: str, replace: Callable[[str, str, str], str | None]) -> str:
-    """Every name that is no text, with its matchers and its range, as ``replace`` has it; None leaves it as it is."""
+    """Replace every name outside of text, with its matchers and its range. If ``replace`` returns None, it stays."""
 
     def one(match: re.Match[str]) -> str:
         if match["text"] is not None:

@@ -1,4 +1,4 @@
-"""What is compared in our own environment: the bare loop, the floor, telemetry, and a naive prometheus_client."""
+"""The instruments that are compared in our own environment: bare loop, floor, telemetry, naive prometheus_client."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PROMETHEUS: Final = "prometheus_client"
 _WORDS: Final = 4 * 8192
 
 _STEPS_A_SECOND: Final = 4000
-"""Hot steps are paced to this: half of what the agent's ring holds between two ticks."""
+"""Hot steps are limited to this rate, which fills half of the agent's ring between two ticks."""
 
 
 def measure(
@@ -47,7 +47,7 @@ def measure(
 ) -> dict[str, Any]:
     """Measure all instruments of this environment, with the agent of this process running.
 
-    On a GPU the figures are means: events are recorded on every so many steps only, which a median would not see.
+    On a GPU the figures are means: only some steps record events, so a median would not include them.
     """
     import telemetry
 
@@ -81,9 +81,9 @@ def measure(
 
 
 def floor(original: Callable[[Any], Any], words: MutableSequence[int]) -> Callable[[Any], Any]:
-    """The least a step can be noted with: two stamps and a store into one preallocated array or list.
+    """The least cost of recording a step: two stamps and a store into one preallocated array or list.
 
-    The array takes less room; a store into a list is no call of a function that the step has driven out of the caches.
+    The array takes less memory. A store into a list calls no function that the step has evicted from the caches.
     """
     mask = len(words) - 1
     head = 0
@@ -103,7 +103,7 @@ def floor(original: Callable[[Any], Any], words: MutableSequence[int]) -> Callab
 
 
 def prometheus(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """What a first attempt looks like: a counter and two histograms, labels bound beforehand, on every step."""
+    """A naive implementation: a counter and two histograms, labels bound beforehand, on every step."""
     from prometheus_client import CollectorRegistry, Counter, Histogram
 
     registry = CollectorRegistry()
@@ -128,7 +128,7 @@ def prometheus(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _telemetry(loader: EndlessLoader, hooks: list[Any]) -> list[Instrument]:
-    """The agent as it is, and the same without its optimizer hook. One iterator: the hook's short path follows one."""
+    """The agent as it is, and without its optimizer hook. Both use one iterator, because the fast path follows one."""
     iterator = iter(loader)
     return [Instrument(TELEMETRY, iterator, post_hooks=hooks), Instrument(NEXT_ONLY, iterator)]
 
@@ -145,7 +145,7 @@ def _hot(instruments: list[Instrument], rounds: int, steps: int) -> dict[str, li
 
 
 def _health(agent: Agent | Any) -> dict[str, Any]:
-    """Whether the agent did its work meanwhile: a broken or overrun one would be cheap."""
+    """Whether the agent worked during the measurement: a broken or overrun one would be cheap."""
     return {
         "running": bool(agent.running),
         "dropped_steps": agent.tracker.ring.dropped,

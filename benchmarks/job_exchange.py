@@ -1,9 +1,9 @@
-"""What it costs a node to hear of all ranks of a large job: CPU time and wall time of one cycle of `JobExchange`.
+"""Measures what it costs a node to get the paces of a large job: CPU and wall time of one cycle of `JobExchange`.
 
     python -m benchmarks.job_exchange [--nodes 1250] [--ranks 8] [--cycles 10] [--folder DIR]
 
 The files of the other nodes are simulated, and all of them change before each cycle. The second row adds 20 ms to each
-operation on a file, as a busy shared file system does: that is time in which the thread of the exchange sleeps.
+file operation, like a busy shared file system. During that time the thread of the exchange sleeps.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from telemetry.core.filesystem import read_small, replace_file
-from telemetry.core.interval import RankPace
+from telemetry.core.tick import RankPace
 from telemetry.job import exchange
 from telemetry.job.candidates import candidates
 from telemetry.job.node_report import MAX_BYTES, NodeReport, encoded
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 class Job:
-    """A run folder with the files of all nodes but one, whose exchange is measured."""
+    """A run folder with the files of all nodes except the one whose exchange is measured."""
 
     def __init__(self, folder: Path, nodes: int, ranks: int) -> None:
         self.run_dir, self.folder = folder, folder / "job"
@@ -58,7 +58,7 @@ class Job:
         self.own = f"n{nodes // 2:05d}"
 
     def advance(self) -> None:
-        """All other nodes write their files once more, and each group its own."""
+        """All other nodes write their files again, and each group its own."""
         self.sequence += 1
         groups: dict[int, list[RankPace]] = {}
         for name, paces in self.nodes.items():
@@ -71,7 +71,7 @@ class Job:
             (self.folder / exchange._group_file(group)).write_bytes(encoded(report))
 
     def measured(self, cycles: int, latency: float) -> tuple[list[float], list[float], int, int]:
-        """Seconds of CPU and of wall time of each cycle, files touched in the last one, and ranks heard of."""
+        """CPU and wall seconds of each cycle, files used in the last one, and ranks received."""
         files = 0
 
         def slow(operations: int, call: Callable[..., Any], *args: object) -> Any:
@@ -88,7 +88,7 @@ class Job:
             write=partial(slow, OPERATIONS_OF_A_WRITE, replace_file),
         )
         cpu, wall = [], []
-        for number in range(cycles + 2):  # who writes is known to live from the second cycle on
+        for number in range(cycles + 2):  # a writer is known to be alive from the second cycle on
             self.advance()
             files, began, busy = 0, time.perf_counter(), time.thread_time()
             heard = node.cycle(self.nodes[self.own])

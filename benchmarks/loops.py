@@ -1,9 +1,9 @@
-"""The training loops in which instruments are compared, hot and cold.
+"""The training loops in which instruments are compared: hot and cold.
 
-Instruments take turns in blocks of steps, in a new random order each round; what one adds is the difference to the
-bare loop of the same round. So drift of the machine falls on all of them alike.
+Instruments take turns in blocks of steps, in a new random order each round. An instrument adds the difference to the
+bare loop of the same round. So drift of the machine affects all of them equally.
 
-This module runs in the rival's environment too: it imports torch, and nothing of ours.
+This module also runs in TraceML's environment: it imports torch, and nothing of telemetry.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 STEP_MS: Final = 7.0
-"""How long a step of the cold loop is made to be."""
+"""Duration of a step of the cold loop. The size of its batch is adjusted to it."""
 
-_RUN: Final = 20  # steps timed in one go in a hot block: its figure is the median run, which no preemption moves
-_COLD_SKIPPED: Final = 2  # steps of a cold block that settle the caches after the instrument before
+_RUN: Final = 20  # steps that are timed together in a hot block: its figure is the median run, unaffected by preemption
+_COLD_SKIPPED: Final = 2  # first steps of a cold block, which settle the caches after the previous instrument
 _BATCH: Final = 32  # images; scaled until a step takes STEP_MS
 
 Samples = dict[str, list[dict[str, float]]]
-"""By instrument, one reading per round, in nanoseconds by site."""
+"""For each instrument one reading per round: nanoseconds by site."""
 
 Hook = Callable[..., None]
 
 
 class EndlessLoader(DataLoader[Any]):  # type: ignore[misc]
-    """A DataLoader whose iterators hand out one ready batch for ever.
+    """A DataLoader whose iterators return the same batch forever.
 
-    Everything but the fetch is torch's own code, so that what is added to ``next`` shows.
+    Everything except the fetch is torch's own code, so that the cost added to ``next`` is visible.
     """
 
     def __init__(self, batch: Any) -> None:
@@ -63,21 +63,21 @@ class EndlessIterator(_BaseDataLoaderIter):  # type: ignore[misc]
 
 
 def iterator_with(loader: EndlessLoader, next_method: Callable[[Any], Any]) -> Iterator[Any]:
-    """An iterator whose ``__next__`` is the one given, found the same way as torch's own."""
+    """An iterator with the given ``__next__``, found in the same way as torch's own."""
     kind = type("EndlessIterator", (EndlessIterator,), {"__next__": next_method})
     made: Iterator[Any] = kind(loader)
     return made
 
 
 class Idle(nn.Module):  # type: ignore[misc]
-    """A model with nothing to do."""
+    """A model that does nothing."""
 
     def forward(self, batch: Any) -> Any:
         return batch
 
 
 class IdleOptimizer(torch_optimizer.Optimizer):  # type: ignore[misc]
-    """An optimizer with nothing to do but to run the hooks."""
+    """An optimizer that only runs the hooks."""
 
     def __init__(self) -> None:
         super().__init__([torch.zeros(1, requires_grad=True)], {})
@@ -87,7 +87,7 @@ class IdleOptimizer(torch_optimizer.Optimizer):  # type: ignore[misc]
 
 
 class ConvNet(nn.Module):  # type: ignore[misc]
-    """A small convolutional network that notes when its forward and its backward begin and end."""
+    """A small convolutional network that records when its forward and its backward begin and end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class ConvNet(nn.Module):  # type: ignore[misc]
             nn.Flatten(),
             nn.Linear(512, 10),
         )
-        for parameter in self.layers[0].parameters():  # the last to get their gradients
+        for parameter in self.layers[0].parameters():  # these get their gradients last
             parameter.register_post_accumulate_grad_hook(self._backward_ends)
 
     def forward(self, images: Any) -> Any:
@@ -121,15 +121,15 @@ class ConvNet(nn.Module):  # type: ignore[misc]
 
 @dataclass
 class Instrument:
-    """One thing that is compared.
+    """One implementation that is compared.
 
     Attributes:
-        name: as in the table.
-        iterator: what the loop asks for batches.
-        step: makes the context manager a step runs in, where there is one.
-        pre_hooks: on an optimizer's step, before it.
-        post_hooks: after it.
-        attributes: (owner, name, value): what is in place in torch while it runs.
+        name: its name in the table.
+        iterator: the iterator that the loop requests batches from.
+        step: makes the context manager around a step; None for none.
+        pre_hooks: hooks before an optimizer's step.
+        post_hooks: hooks after it.
+        attributes: (owner, name, value): attributes of torch that are set while it runs.
     """
 
     name: str
@@ -141,7 +141,7 @@ class Instrument:
 
 
 class HookStamps:
-    """Two hooks, run before and after an instrument's own; the time between them is what its hooks cost in place."""
+    """Two hooks that run before and after an instrument's own hooks. The time between them is the cost of its hooks."""
 
     def __init__(self) -> None:
         self._ns = self._at = 0
@@ -160,7 +160,7 @@ class HookStamps:
 
 @contextlib.contextmanager
 def installed(instrument: Instrument, stamps: HookStamps | None = None) -> Iterator[None]:
-    """Put an instrument's hooks and attributes in place; torch's global hooks are swapped whole."""
+    """Set an instrument's hooks and attributes. torch's global hooks are replaced as a whole."""
     places = (
         (torch_optimizer._global_optimizer_pre_hooks, instrument.pre_hooks),
         (torch_optimizer._global_optimizer_post_hooks, instrument.post_hooks),
@@ -190,11 +190,11 @@ def take_turns(
     """Run every instrument's block once a round, in random order.
 
     Args:
-        instruments: the first is the one the others are compared with.
-        block: runs some steps with an instrument and says what they took.
-        rounds: how many.
-        pause_seconds: between rounds, for background threads to take away what has piled up: none of the instruments
-            is made for loops of 100,000 steps a second, and a full queue is another path through its code.
+        instruments: the first is the one that the others are compared with.
+        block: runs some steps with an instrument and returns their durations.
+        rounds: number of rounds.
+        pause_seconds: pause between rounds, in which background threads can empty their queues. No instrument is made
+            for loops of 100,000 steps a second, and a full queue takes another path through its code.
     """
     samples: Samples = {instrument.name: [] for instrument in instruments}
     for _ in range(rounds):
@@ -208,7 +208,7 @@ def take_turns(
 
 
 def hot_block(instrument: Instrument, model: nn.Module, optimizer: IdleOptimizer, steps: int) -> dict[str, float]:
-    """A tight loop: a batch, a model and an optimizer that have nothing to do. Nanoseconds a step."""
+    """A tight loop: a batch, a model and an optimizer that do nothing. Nanoseconds a step."""
     run = _hot_plain if instrument.step is None else _hot_stepped
     took = []
     with installed(instrument):
@@ -243,16 +243,16 @@ def _hot_stepped(instrument: Instrument, model: nn.Module, optimizer: IdleOptimi
 
 @dataclass
 class ColdLoop:
-    """A real training step, and what an instrument takes of it at each site where it can act.
+    """A real training step, and the time that an instrument takes at each site where it can act.
 
     Sites: ``next`` (the request for a batch), ``around`` (entering and leaving a step's context), ``forward`` and
-    ``backward`` (the calls, less what runs inside them) and ``optimizer`` (hooks). ``whole`` is the step itself,
-    which hides what is small beside its own noise.
+    ``backward`` (the calls, without what runs inside them) and ``optimizer`` (hooks). ``whole`` is the step itself. Its
+    noise hides small costs.
 
     Attributes:
-        sites: those that make up ``cost``.
-        step_ms: how long a step is made to be.
-        reduce: of a block's steps to one figure.
+        sites: the sites that ``cost`` sums.
+        step_ms: target duration of a step.
+        reduce: function that reduces a block's steps to one figure.
     """
 
     device: str
@@ -267,13 +267,13 @@ class ColdLoop:
         self.net = ConvNet().to(self.device)
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=1e-3, momentum=0.9)
         count = _BATCH
-        for _ in range(2):  # the first time, memory and caches are still being set up
+        for _ in range(2):  # at first, memory and caches are still being set up
             self.images = self._images(count)
             count = max(1, round(count * self.step_ms / self._measure_ms()))
         self.images = self._images(count)
 
     def block(self, instrument: Instrument, steps: int) -> dict[str, float]:
-        """Run some steps; what they took by site, one figure each."""
+        """Run some steps. Returns one figure for each site."""
         readings: list[dict[str, float]] = []
         with installed(instrument, self.stamps):
             for _ in range(_COLD_SKIPPED + steps):
@@ -319,7 +319,7 @@ class ColdLoop:
         return torch.randn(count, 3, 32, 32, device=self.device)
 
     def _measure_ms(self) -> float:
-        """What a step takes with the images at hand: the median, after a few to warm up."""
+        """Median duration of a step with the current images, after a few steps to warm up."""
         took = []
         for _ in range(12):
             start = perf_counter_ns()

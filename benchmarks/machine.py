@@ -1,4 +1,4 @@
-"""What the figures were taken on."""
+"""Describes the machine that the figures were measured on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def describe() -> dict[str, Any]:
-    """The machine, the versions and the load at this moment. Imports torch."""
+    """The machine, the versions and the current load. Imports torch."""
     import torch
 
     return {
@@ -28,7 +28,7 @@ def describe() -> dict[str, Any]:
 
 
 def slug(description: dict[str, Any]) -> str:
-    """A name for the machine that fits into a file's: its CPU, its cores and its GPU."""
+    """A name for the machine that can be part of a file name: its CPU, its cores and its GPU."""
     text = f"{description['cpu']} {description['cores']} cores {description['gpu'] or ''}"
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 

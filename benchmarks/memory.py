@@ -1,4 +1,4 @@
-"""Resident memory: what the agent adds at its start, and what a million steps add to that."""
+"""Resident memory: what the agent adds at its start, and what a million steps add."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _TICKS: Final = 3
-_CHUNK: Final = 500  # steps between two looks at how full the ring is
-_INTERVAL_SECONDS: Final = 0.1  # ten ticks a second, so that a million steps pass in half a minute without a loss
+_CHUNK: Final = 500  # steps between two checks of how full the ring is
+_INTERVAL_SECONDS: Final = 0.1  # ten ticks a second: a million steps then take half a minute without dropped steps
 
 
 def measure(*, agent: bool, steps: int = 0, warm_up: int = 0) -> dict[str, Any]:
@@ -25,9 +25,9 @@ def measure(*, agent: bool, steps: int = 0, warm_up: int = 0) -> dict[str, Any]:
 
     Args:
         agent: whether the agent runs.
-        steps: how many steps to take; 0 for none: the memory after a few ticks is then the result.
-        warm_up: how many to take before the growth is counted. They come as fast as they can and fill the ring, so
-            that what its size bounds has been allocated by then.
+        steps: number of steps; 0 for none. Then the result is the memory after a few ticks.
+        warm_up: number of steps before the growth is measured. They run as fast as possible and fill the ring, so that
+            everything bounded by the ring's size has been allocated.
     """
     import torch
 
@@ -60,13 +60,13 @@ def _line(kind: str, text: str) -> str:
 
 @contextlib.contextmanager
 def _agent(run_dir: str, wanted: bool, steps: int) -> Iterator[Any]:  # noqa: FBT001
-    """The agent, if it is wanted; gives its ring."""
+    """The context in which the agent runs, if it is wanted. Gives its ring."""
     if not wanted:
         yield None
         return
     import telemetry
 
-    # A loop that does nothing stalls, and would have a snapshot taken: torch's profiler keeps some 3 MiB, once.
+    # A loop that does nothing stalls, and would trigger a snapshot: torch's profiler keeps some 3 MiB, once.
     settings = {"interval_seconds": _INTERVAL_SECONDS, "max_snapshots": 0} if steps else {}
     agent: Any = telemetry.start(run_dir, port=0, start_line=False, **settings)
     try:
@@ -76,7 +76,7 @@ def _agent(run_dir: str, wanted: bool, steps: int) -> Iterator[Any]:  # noqa: FB
 
 
 class _Loop:
-    """Steps through torch's own (patched) iterator and optimizer hooks, no faster than the agent takes them in."""
+    """Steps through torch's own (patched) iterator and optimizer hooks, no faster than the agent reads them."""
 
     def __init__(self, ring: Any) -> None:
         from benchmarks.loops import EndlessLoader, IdleOptimizer

@@ -1,7 +1,7 @@
-"""``python -m benchmarks.overhead``: all of it in one run, side by side, in a random order.
+"""``python -m benchmarks.overhead``: measures everything in one run, side by side, in a random order.
 
 Each figure is a median with the spread from the 10th to the 90th percentile. "Added" is the median of differences to
-the bare loop that ran right beside. A target is judged by the median; what cannot be measured here says why.
+the bare loop that ran next to it. The median decides about a target. A figure that cannot be measured here says why.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from benchmarks import background, child, machine, report, rival
+from benchmarks import background, child, machine, report, traceml
 from benchmarks.effort import FULL, MS, QUICK, US, Effort, Pool
 from benchmarks.instruments import BARE, FLOOR, FLOOR_LIST, NEXT_ONLY, PROMETHEUS, TELEMETRY
 from benchmarks.report import AT_LEAST, AT_MOST, BELOW, Row, Target
@@ -28,6 +28,7 @@ from benchmarks.spread import (
     ratio_of_medians,
     spread,
 )
+from benchmarks.tool_environment import ToolError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -46,18 +47,18 @@ _SCRAPE: Final = "A scrape of a node of 8 ranks, at 5 Hz, in a process that trai
 
 
 def training_thread(effort: Effort) -> list[Row]:
-    """Everything side by side on a CPU step: processes with ours and with the rival take turns."""
+    """Everything side by side on a CPU step: processes with telemetry and with TraceML take turns."""
     ours, theirs = Pool(), Pool()
     try:
-        interpreter = rival.python(install=effort.install_rival)
-    except rival.RivalError as error:
+        interpreter = traceml.ENVIRONMENT.python(install=effort.install_traceml)
+    except ToolError as error:
         interpreter, theirs.missing = None, str(error)
     for _ in range(effort.processes):
         for pool in random.sample((ours, theirs), 2):
             if pool is ours:
                 pool.add(lambda: child.run("benchmarks.instruments", effort.loops()))
             elif interpreter is not None:
-                pool.add(lambda: rival.run(interpreter, effort.loops()))
+                pool.add(lambda: traceml.run(interpreter, effort.loops()))
     return [
         *_loop_rows(_HOT, "hot", ours, theirs, limit=0.8),
         *_loop_rows(_COLD, "cold", ours, theirs, limit=6.0),
@@ -82,21 +83,22 @@ def _loop_rows(section: str, loop: str, ours: Pool, theirs: Pool, *, limit: floa
         ]
     note = "a counter and two histograms"
     rows.append(Row(section, "prometheus_client on every step adds", "us", ours.added(loop, PROMETHEUS), note=note))
-    added = theirs.added(loop, rival.TRACEML)
-    name = f"TraceML {rival.VERSION}"
+    added = theirs.added(loop, traceml.TRACEML)
+    name = f"TraceML {traceml.VERSION}"
     rows.append(Row(section, f"{name} adds", "us", added, note=theirs.missing))
-    ratio = _ratio(theirs.differences(loop, rival.TRACEML), ours.differences(loop, TELEMETRY))
+    ratio = _ratio(theirs.differences(loop, traceml.TRACEML), ours.differences(loop, TELEMETRY))
     rows.append(Row(section, f"{name} / telemetry", "x", ratio, Target(AT_LEAST, 30.0), theirs.missing))
     return rows
 
 
 def _whole_rows(ours: Pool, theirs: Pool) -> list[Row]:
-    """The same steps from end to end: noisier, and nothing is left out."""
+    """The same steps from end to end. This is noisier, but includes everything."""
     note = "noise of the whole step included"
     rows = [Row(_COLD, "bare: the whole step", "us", ours.plain("cold", BARE, "whole"))]
     rows.append(Row(_COLD, "telemetry adds to the whole step", "us", ours.added("cold", TELEMETRY, "whole"), note=note))
-    whole = theirs.added("cold", rival.TRACEML, "whole")
-    rows.append(Row(_COLD, f"TraceML {rival.VERSION} adds to the whole step", "us", whole, note=theirs.missing or note))
+    whole = theirs.added("cold", traceml.TRACEML, "whole")
+    name = f"TraceML {traceml.VERSION} adds to the whole step"
+    rows.append(Row(_COLD, name, "us", whole, note=theirs.missing or note))
     return rows
 
 
@@ -107,7 +109,7 @@ def _ratio(above: Sequence[float], below: Sequence[float]) -> Spread | None:
 
 
 def _health(pool: Pool) -> str:
-    """Whether the agent did its work while it was measured."""
+    """Whether the agent worked during the measurement."""
     if not pool.answers:
         return pool.missing
     broken = [a for a in pool.answers if not a["running"] or a["hook_errors"] or not a["steps"]]
@@ -117,7 +119,7 @@ def _health(pool: Pool) -> str:
 
 
 def gpu(effort: Effort) -> list[Row]:
-    """The same on a GPU, where waits are timed with events. Means: an event falls on every so many steps."""
+    """The same on a GPU, where waits are timed with events. Means, because only some steps record events."""
     import torch
 
     name, target = "telemetry adds (mean of all steps)", Target(AT_MOST, 15.0)
@@ -169,7 +171,7 @@ def memory(effort: Effort) -> list[Row]:
 
 
 def _pairs(module: str, count: int, parameters: dict[str, Any]) -> tuple[Pool, Pool]:
-    """The same process with the agent and without, by turns."""
+    """Run the same process with and without the agent, alternately."""
     pools = (Pool(), Pool())
     for _ in range(count):
         for agent in random.sample((True, False), 2):
@@ -185,7 +187,7 @@ def _memory_row(name: str, kind: str, pools: tuple[Pool, Pool], target: Target |
 
 
 def scrapes(effort: Effort) -> list[Row]:
-    """What a scrape takes, and what it does to the steps."""
+    """The duration of a scrape, and its effect on the steps."""
     pool = Pool()
     parameters = {"pairs": effort.scrape_pairs, "segment_seconds": effort.segment_seconds, "hertz": 5.0}
     pool.add(lambda: child.run("benchmarks.scrape", parameters))
@@ -212,7 +214,7 @@ def _reduced(groups: Sequence[Sequence[float]], reduce: Callable[[Sequence[float
 
 
 def _longer(answer: dict[str, Any], reduce: Callable[[Sequence[float]], float]) -> Spread:
-    """How much longer, by some measure, the steps of a scraped segment are than those of the quiet one beside it."""
+    """How much longer, by some measure, the steps of a scraped segment are than those of the quiet one next to it."""
     return paired(of_groups(answer["scraped"], reduce), of_groups(answer["quiet"], reduce)).scaled(MS)
 
 
@@ -231,7 +233,7 @@ PARTS: Final[dict[str, Callable[[Effort], list[Row]]]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print and write. Returns the exit code: 0 also where a target is missed, which is a result."""
+    """Measure, print and write. Returns the exit code. It is 0 even if a target is missed, which is a result."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.overhead", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a smoke test in under a minute")
     parser.add_argument("--only", choices=PARTS, action="append", help="only this part (may be repeated)")

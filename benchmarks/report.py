@@ -1,4 +1,4 @@
-"""The result: rows with targets, as a table to read, as Markdown and as JSON."""
+"""The result: rows with targets, as text, Markdown and JSON."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _TITLE: Final = "What the agent costs"
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a median must keep to."""
+    """A limit for a median."""
 
     relation: str
     limit: float
 
     def met_by(self, value: float) -> bool:
-        """Whether a value keeps to it."""
+        """Whether a value meets it."""
         if self.relation == AT_LEAST:
             return value >= self.limit
         return value < self.limit if self.relation == BELOW else value <= self.limit
@@ -39,11 +39,11 @@ class Row:
     """One figure.
 
     Attributes:
-        section: what it belongs to.
+        section: the section that it belongs to.
         name: what was measured.
-        unit: of the figure and the target.
-        figure: None where it was not measured.
-        target: None where there is none.
+        unit: unit of the figure and the target.
+        figure: None if it was not measured.
+        target: None without a target.
         note: why it was not measured, or what to know about it.
     """
 
@@ -126,7 +126,7 @@ def text(machine: Mapping[str, Any], rows: Sequence[Row]) -> str:
 
 
 def markdown(machine: Mapping[str, Any], rows: Sequence[Row], title: str = _TITLE) -> str:
-    """The tables for a page."""
+    """The tables as a Markdown page."""
     lines = [f"# {title}", "", _about(machine), "", summary(rows), ""]
     for section, members in sections(rows).items():
         lines += [f"## {section}", "", "| | median | p10 .. p90 | target | | |", "|---|---|---|---|---|---|"]
@@ -136,7 +136,7 @@ def markdown(machine: Mapping[str, Any], rows: Sequence[Row], title: str = _TITL
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """How many targets are met, missed and open."""
+    """How many targets are met, missed and not measured."""
     with_target = [row for row in rows if row.target is not None]
     if not with_target:
         return "No targets are set for these figures."
@@ -155,7 +155,7 @@ def write(
     name: str = "overhead",
     title: str = _TITLE,
 ) -> list[Path]:
-    """Write both files, replacing those of an earlier run on the same kind of machine."""
+    """Write both files. They replace those of an earlier run on the same kind of machine."""
     folder.mkdir(parents=True, exist_ok=True)
     as_json, as_markdown = folder / f"{name}-{slug}.json", folder / f"{name}-{slug}.md"
     content = {"machine": dict(machine), "rows": [row.as_json() for row in rows]}

@@ -1,7 +1,7 @@
-"""What a scrape costs: the scraper's wait, and the steps of the training that serves it.
+"""Measures what a scrape costs: the scraper's wait, and the steps of the training process that serves it.
 
-The training process is rank 0 of a node of eight, with the real agent; it leads the node and so serves all ranks. The
-other seven have their states put on the same board, once a second, by one helper process that renders real families.
+The training process is rank 0 of a node of eight, with the real agent. It leads the node and serves all ranks. One
+helper process renders real families for the other seven ranks and puts their states on the same board once a second.
 Another process scrapes. Quiet and scraped segments of the same loop alternate.
 """
 
@@ -34,7 +34,7 @@ _WAIT_SECONDS: Final = 10.0
 
 
 def measure(*, pairs: int, segment_seconds: float, hertz: float) -> dict[str, Any]:
-    """Steps of quiet and of scraped segments, and what each scrape took; all in nanoseconds."""
+    """Durations of the steps in quiet and scraped segments, and of each scrape, in nanoseconds."""
     import torch
 
     import telemetry
@@ -72,7 +72,7 @@ def measure(*, pairs: int, segment_seconds: float, hertz: float) -> dict[str, An
 
 
 class _Training:
-    """A small real training loop, over an iterator the agent follows."""
+    """A small real training loop, over an iterator that the agent observes."""
 
     def __init__(self) -> None:
         from benchmarks import loops
@@ -81,7 +81,7 @@ class _Training:
         self._iterator = iter(loops.EndlessLoader(self._loop.images))
 
     def run(self, seconds: float) -> list[tuple[int, int]]:
-        """Train for so long; when each step began and ended."""
+        """Train for ``seconds``. Returns the start and the end of each step."""
         net, optimizer, iterator = self._loop.net, self._loop.optimizer, self._iterator
         steps = []
         start = time.perf_counter_ns()
@@ -98,7 +98,7 @@ class _Training:
 
 
 def _met(steps: list[tuple[int, int]], gets: list[list[int]]) -> dict[str, list[int]]:
-    """The steps during which a scrape was in progress, and the others. The clocks of the processes are one."""
+    """The steps during which a scrape was in progress, and the others. All processes use the same clock."""
     met: dict[str, list[int]] = {"during": [], "between": []}
     for start, end in steps:
         hit = any(asked < end and start < answered for asked, answered in gets)
@@ -124,7 +124,7 @@ def _wait_for_ranks(url: str) -> None:
 
 
 def scrape(url: str, hertz: float, seconds: float) -> dict[str, Any]:
-    """Get the metrics at an even pace, each time by a connection of its own."""
+    """Get the metrics at regular intervals, each time over a new connection."""
     gets: list[tuple[int, int]] = []
     failed, body = 0, b""
     end = time.perf_counter() + seconds
@@ -141,10 +141,10 @@ def scrape(url: str, hertz: float, seconds: float) -> dict[str, Any]:
 
 
 def _get(url: str) -> bytes:
-    """The body at an address.
+    """The body at a URL.
 
     Raises:
-        OSError: it cannot be had.
+        OSError: it could not be read.
     """
     address, _, path = url.removeprefix("http://").partition("/")
     connection = http.client.HTTPConnection(address, timeout=_WAIT_SECONDS)
@@ -165,7 +165,7 @@ def _get(url: str) -> bytes:
 
 
 def publish_ranks(run: str, scope: str, node: str) -> None:
-    """Put the states of ranks 1 to 7 on a board, once a second, until terminated."""
+    """Put the states of ranks 1 to 7 on a board once a second, until terminated."""
     from telemetry.publish.board import Board
     from telemetry.publish.exposition import Exposition
 
@@ -178,7 +178,7 @@ def publish_ranks(run: str, scope: str, node: str) -> None:
 
 
 def full_view() -> RunView:
-    """A view in which everything is measured: no rank publishes more."""
+    """A view in which everything is measured. No rank publishes more."""
     from telemetry.core.views import RunView
 
     view: RunView = _filled(RunView, "view")
@@ -186,7 +186,7 @@ def full_view() -> RunView:
 
 
 def _filled(hint: Any, name: str) -> Any:
-    """A value of an annotated type with every field filled: fields that are added later are there too."""
+    """A value of an annotated type with every field filled, including fields that are added later."""
     from telemetry.config import STEP_BUCKETS
     from telemetry.core import samples, totals, worker_records
     from telemetry.core.distribution import Histogram
@@ -195,7 +195,7 @@ def _filled(hint: Any, name: str) -> Any:
     if hint is Histogram:
         return Histogram(STEP_BUCKETS, tuple(range(1000, 1001 + len(STEP_BUCKETS))), 123456.789)
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-        # Modules import the records for type checking alone: their names are given here.
+        # Modules import the records only for type checking, so their names are given here.
         names = {**vars(samples), **vars(totals), **vars(worker_records), "Histogram": Histogram}
         hints = typing.get_type_hints(hint, localns=names)
         return hint(**{field.name: _filled(hints[field.name], field.name) for field in dataclasses.fields(hint)})
@@ -211,7 +211,7 @@ def _filled(hint: Any, name: str) -> Any:
 
 
 def main(argv: list[str]) -> None:
-    """The roles of the processes that this benchmark starts, beside its own."""
+    """Run one of the processes that this benchmark starts."""
     if argv[0] == "ranks":
         publish_ranks(argv[1], argv[2], argv[3])
     elif argv[0] == "scrape":

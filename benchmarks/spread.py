@@ -21,7 +21,7 @@ class Spread:
     count: int
 
     def scaled(self, factor: float) -> Spread:
-        """The same in another unit."""
+        """The same distribution in another unit."""
         return Spread(self.median * factor, self.p10 * factor, self.p90 * factor, self.count)
 
 
@@ -46,24 +46,24 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def of_percentile(values: Sequence[float], share: float, parts: int = 5) -> Spread:
-    """A percentile, with the spread it has between consecutive parts of the values."""
+    """A percentile, and its spread over consecutive parts of the values."""
     size = max(1, len(values) // parts)
     of_parts = [percentile(values[at : at + size], share) for at in range(0, size * parts, size) if values[at:]]
     return Spread(percentile(values, share), percentile(of_parts, 0.1), percentile(of_parts, 0.9), len(values))
 
 
 def differences(values: Sequence[float], base: Sequence[float]) -> list[float]:
-    """What values that were taken one beside the other differ by."""
+    """The differences of values that were taken next to each other."""
     return [value - other for value, other in zip(values, base, strict=True)]
 
 
 def paired(values: Sequence[float], base: Sequence[float]) -> Spread:
-    """The differences of values that were taken one beside the other."""
+    """The spread of the differences of values that were taken next to each other."""
     return spread(differences(values, base))
 
 
 def ratio_of_medians(above: Sequence[float], below: Sequence[float], resamplings: int = 300) -> Spread:
-    """The ratio of two medians; its spread is that over resamplings of both lists (the bootstrap)."""
+    """The ratio of two medians. Its spread is that over resamplings of both lists (bootstrap)."""
     source = random.Random(0)
     ratios = [
         statistics.median(source.choices(above, k=len(above))) / statistics.median(source.choices(below, k=len(below)))
@@ -74,5 +74,5 @@ def ratio_of_medians(above: Sequence[float], below: Sequence[float], resamplings
 
 
 def of_groups(groups: Sequence[Sequence[float]], reduce: Callable[[Sequence[float]], float]) -> list[float]:
-    """One number of each group."""
+    """One number for each group."""
     return [reduce(group) for group in groups]

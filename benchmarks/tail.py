@@ -1,13 +1,13 @@
-"""The longest of many short steps, with the agent and without it, by turns in one process.
+"""Measures the longest of many short steps, alternately with and without the agent in one process.
 
-A step of 40 us is shorter than any turn of the agent's thread: a step that meets one waits for the GIL. Segments with
-the agent and bare ones alternate, in a new order for each pair. With the agent there is one scrape a second, and there
+A step of 40 us is shorter than any turn of the agent's thread. A step during such a turn waits for the GIL. Segments
+with and without the agent alternate, in a new order for each pair. With the agent there is one scrape a second. There
 are eight idle DataLoader workers in both.
 
-On a machine that does other work too, the kernel takes the core from both. So the time that the training thread
-waited without wanting a core is read as well, after each long step: the wall clock less its CPU time and its run-queue
-delay. It does no I/O and does not sleep, so that is the GIL. Where a thread that holds the GIL loses its core, that is
-in it.
+On a machine with other work, the kernel takes the core from both. So after each long step, the time that the training
+thread waited without being runnable is read, too: the wall clock minus its CPU time and its run-queue delay. The thread
+does no I/O and does not sleep, so this is the wait for the GIL. It includes time in which the thread with the GIL has
+lost its core.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from benchmarks.spread import percentile
 
 STEP_US: Final = 40.0
 LONG_NS: Final = 1_000_000
-"""Steps longer than this are summed up."""
+"""Steps longer than this are summed."""
 
 _READ_FROM_NS: Final = 150_000
-"""After a step of this length it is read what the thread waited for."""
+"""After a step of this length, the thread's waits are read."""
 
 _SETTLE_SECONDS: Final = 3.0
 _WORKERS: Final = 8
@@ -65,7 +65,7 @@ class _Short:
             data = torch.mm(data, self.weights)
 
     def run(self, seconds: float) -> tuple[array[int], list[int]]:
-        """What each step took, and the waits for the GIL in the long ones; nanoseconds."""
+        """Durations of the steps, and the waits for the GIL in long ones; nanoseconds."""
         iterator, clock = iter(self.loader), _GilWait()
         took, waited = array("q"), []
         end = perf_counter_ns() + int(seconds * 1e9)
@@ -82,14 +82,14 @@ class _Short:
 
 
 class _GilWait:
-    """The time in which the calling thread neither ran nor wanted a core, since the last call."""
+    """The time since the last call in which the calling thread neither ran nor was runnable."""
 
     def __init__(self) -> None:
         self._file = os.open(f"/proc/self/task/{threading.get_native_id()}/schedstat", os.O_RDONLY)
         self._before = 0
 
     def take(self) -> int:
-        """Nanoseconds; 0 where clocks disagree by a little."""
+        """Nanoseconds; 0 if the clocks disagree slightly."""
         delay = int(os.pread(self._file, 100, 0).split()[1])
         now = perf_counter_ns() - time.thread_time_ns() - delay
         before, self._before = self._before, now
@@ -100,7 +100,7 @@ class _GilWait:
 
 
 def measure(*, pairs: int, segment_seconds: float) -> dict[str, Any]:
-    """Of each segment the figures of its steps, in nanoseconds."""
+    """The figures of each segment, in nanoseconds."""
     torch.set_num_threads(1)
     workers = iter(DataLoader(agent_cpu.Samples(), batch_size=4, num_workers=_WORKERS))
     next(workers)

@@ -1,6 +1,6 @@
-"""What reading a large trace costs, beside Holistic Trace Analysis, each in processes of its own.
+"""Measures what reading a large trace costs, compared with Holistic Trace Analysis, each in its own processes.
 
-Ours gives all of ``telemetry trace --json``; theirs gives three of its figures. Imports are counted on both sides.
+telemetry computes all of ``telemetry trace --json``; HTA computes three of its figures. Imports count for both.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from benchmarks import child, machine, report, spread, trace_rival
+from benchmarks import child, hta, machine, report, spread
 from benchmarks.report import AT_LEAST, Row, Target
-from benchmarks.rival import RivalError
+from benchmarks.tool_environment import ToolError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -32,20 +32,20 @@ _HIGH_WATER: Final = re.compile(r"^VmHWM:\s+(\d+) kB", re.MULTILINE)
 _LOOK_SECONDS: Final = 0.02
 _ROUNDS: Final = 3
 _STEP: Final = re.compile(r"ProfilerStep#(\d+)")
-_APART: Final = 100_000_000  # between the ids of one repetition and of the next
+_APART: Final = 100_000_000  # distance between the ids of one repetition and the next
 _SECTION: Final = "Reading one trace"
 
 
 def write_trace(source: Path, target: Path, size: int) -> int:
-    """Repeat the events of a real trace, moved in time and with ids and step numbers of their own.
+    """Repeat the events of a real trace, moved in time and with new ids and step numbers.
 
     Args:
         source: the trace, gzip.
         target: where to write; gzip by its name.
-        size: bytes of JSON to write at least.
+        size: minimum bytes of JSON.
 
     Returns:
-        how many events were written.
+        The number of events.
     """
     document = json.loads(gzip.decompress(source.read_bytes()))
     events: list[dict[str, Any]] = document.pop("traceEvents")
@@ -67,7 +67,7 @@ def write_trace(source: Path, target: Path, size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a command took: wall-clock seconds, CPU seconds, and the peak of its resident memory in MiB."""
+    """The cost of a command: wall-clock seconds, CPU seconds, and the peak of its resident memory in MiB."""
 
     seconds: float
     cpu_seconds: float
@@ -77,8 +77,8 @@ class Cost:
 def measure(command: Sequence[str]) -> Cost:
     """Run a command to its end.
 
-    Its memory is the kernel's high-water mark, looked at until it ends: what ``wait4`` tells counts this process's own
-    memory at the fork too.
+    Its memory is the kernel's high-water mark, read repeatedly until the command ends: the value from ``wait4`` also
+    includes this process's own memory at the fork.
 
     Raises:
         ChildError: it failed.
@@ -100,21 +100,21 @@ def measure(command: Sequence[str]) -> Cost:
     return Cost(seconds, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, peak)
 
 
-def compare(file: Path, rounds: int, rival: Path | None, missing: str) -> list[Row]:
-    """Read a trace by turns, ours and theirs."""
+def compare(file: Path, rounds: int, hta_python: Path | None, missing: str) -> list[Row]:
+    """Read a trace alternately with telemetry and with HTA."""
     ours: list[Cost] = []
     theirs: list[Cost] = []
     for _ in range(rounds):
         ours.append(measure([sys.executable, "-m", "telemetry", "trace", str(file), "--json"]))
-        if rival is not None:
-            theirs.append(measure([str(rival), "-c", trace_rival.SCRIPT, str(file)]))
+        if hta_python is not None:
+            theirs.append(measure([str(hta_python), "-c", hta.SCRIPT, str(file)]))
     figures: list[tuple[str, str, Callable[[Cost], float], Target | None]] = [
         ("", "s", lambda cost: cost.seconds, Target(AT_LEAST, 5.0)),
         (", CPU time", "s", lambda cost: cost.cpu_seconds, None),
         (", peak memory", "MiB", lambda cost: cost.mib, Target(AT_LEAST, 5.0)),
     ]
     rows = []
-    name = f"{trace_rival.HTA} {trace_rival.VERSION}"
+    name = f"{hta.HTA} {hta.VERSION}"
     for what, unit, figure, target in figures:
         below, above = [figure(cost) for cost in ours], [figure(cost) for cost in theirs]
         rows.append(Row(_SECTION, f"telemetry trace --json{what}", unit, spread.spread(below)))
@@ -125,17 +125,17 @@ def compare(file: Path, rounds: int, rival: Path | None, missing: str) -> list[R
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print and write. Returns the exit code: 0 also where a target is missed, which is a result."""
+    """Measure, print and write. Returns the exit code. It is 0 even if a target is missed, which is a result."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.trace", description=__doc__)
     parser.add_argument("--source", type=Path, default=EVENTS, help="a gzip trace whose events are repeated")
     parser.add_argument("--megabytes", type=int, default=200, help="of JSON (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=_ROUNDS, help="default: %(default)s")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
     options = parser.parse_args(argv)
-    rival, missing = None, ""
+    hta_python, missing = None, ""
     try:
-        rival = trace_rival.python(install=True)
-    except RivalError as error:
+        hta_python = hta.ENVIRONMENT.python(install=True)
+    except ToolError as error:
         missing = str(error)
     about = machine.describe()
     started = time.monotonic()
@@ -143,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         file = Path(folder) / "trace.json.gz"
         events = write_trace(options.source, file, options.megabytes * 1_000_000)
         about["effort"] = f"{options.megabytes} MB of JSON, {events} events, {options.rounds} rounds"
-        rows = compare(file, options.rounds, rival, missing)
+        rows = compare(file, options.rounds, hta_python, missing)
     about["effort"] += f", {time.monotonic() - started:.0f} s"
     print(report.text(about, rows))
     title = "What reading a trace costs"

@@ -1,11 +1,11 @@
-"""What a batch costs the cores more when workers fetch it: the same work on the training thread, and on all cores.
+"""Measures how much more CPU time a batch costs if workers fetch it, compared with the training thread.
 
     python -m benchmarks.worker_cost
 
-Where the work of a batch takes all cores, workers win less than the number of cores: processes side by side share
-caches and memory, batches are sent and mapped, and the next one is not always there when it is asked for.
-`telemetry.diagnose.advice.throughput` counts that in the speed-up that it predicts for a loader without workers. Its
-two figures are measured here.
+If the work of a batch needs all cores, workers gain less than the number of cores. Processes share caches and memory
+bandwidth, batches are sent and mapped, and the next batch is not always ready when it is requested.
+`telemetry.diagnose.advice.throughput` uses this cost to predict the speed-up of a loader without workers. Its two
+constants are measured here.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 _WARM_UP = 10
-"""Batches: the workers have begun, and what they have fetched ahead is used up."""
+"""Batches until the workers have started and their prefetched batches are used up."""
 
 
 class Work(Dataset):  # type: ignore[misc]
-    """Batches of small pictures that take so many rounds of work each.
+    """Batches of small pictures. Each takes the given rounds of work.
 
     Args:
-        rounds: of `work`.
-        length: batches there are.
+        rounds: rounds of `work`.
+        length: number of batches.
     """
 
     def __init__(self, rounds: int, length: int) -> None:
@@ -44,7 +44,7 @@ class Work(Dataset):  # type: ignore[misc]
 
 
 def work(rounds: int) -> None:
-    """About 0.2 ms each on one core of the results: Python, and then tensors."""
+    """About 0.2 ms per round on one core of the machine of the results: Python, and then tensors."""
     for _ in range(rounds):
         sum([number * number for number in range(4000)])
         picture = torch.ones(3, 96, 96)
@@ -53,7 +53,7 @@ def work(rounds: int) -> None:
 
 
 def seconds_per_batch(rounds: int, workers: int, seconds: float) -> float:
-    """Of a loop that computes as long as it fetches."""
+    """Seconds per batch of a loop that computes as long as it fetches."""
     batches = iter(DataLoader(Work(rounds, 1_000_000), batch_size=None, num_workers=workers))
     for _ in range(_WARM_UP):
         next(batches)
@@ -66,7 +66,7 @@ def seconds_per_batch(rounds: int, workers: int, seconds: float) -> float:
 
 
 def main() -> None:
-    """Measure in turns, and print one row for each size of a batch."""
+    """Measure alternately, and print one row for each batch size."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=5, help="comparisons of each size")
     parser.add_argument("--seconds", type=float, default=3.0, help="of each loop")

@@ -1,8 +1,8 @@
-"""What the probe adds to a fetch in a DataLoader worker: hot, and in place between the work of real fetches.
+"""Measures what the probe adds to a fetch in a DataLoader worker: hot, and between the work of real fetches.
 
-The fetcher is the one of torch that a worker has, patched as the probe patches it; the data set hands out what is
-ready, so that what is added shows. Cold, an image-like transform runs before each fetch and takes the caches. The
-floor is what no timing can do without: a stamp before, a stamp after, each stored where another process can read it.
+The fetcher is torch's own, patched in the same way as by the probe. The data set returns a ready batch, so that the
+added cost is visible. In the cold measurement, an image-like transform runs before each fetch and evicts the caches.
+The floor is the least cost of any timing: a stamp before and after, each stored where another process can read it.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ def _floor(original: Callable[[Any, Any], Any], words: memoryview) -> Callable[[
 
 
 def measure(hot_rounds: int, cold_rounds: int) -> dict[str, Any]:
-    """Nanoseconds added to a fetch, one reading per round.
+    """Nanoseconds that are added to a fetch, one reading per round.
 
     ``{"hot": {"floor": [...], "timed": [...]}, "cold": the same, "fetches": ...}``.
     """
     torch.set_num_threads(1)
     block = WorkerBlock(1)
-    block.words[0] = 1  # as a worker does that has begun
+    block.words[0] = 1  # as in a worker that has begun
     fetcher = _MapDatasetFetcher(Ready(), False, lambda batch: batch, False)
     bare = _MapDatasetFetcher.fetch
     kinds = {"bare": bare, "floor": _floor(bare, WorkerBlock(1).words), "timed": timed_fetch(bare, block.words)}

@@ -1,4 +1,4 @@
-"""The same thing has the same colour everywhere. The names are of Grafana's own palette, and so fit both its themes."""
+"""Each thing has the same colour everywhere. The names are from Grafana's own palette, so they fit both its themes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,17 @@ CATEGORIES: Final = {
     "startup": "super-light-blue",
     "other": "#808080",
 }
-"""Of the ledger, from the bottom of the stack upwards."""
+"""Colours of the ledger's categories, from the bottom of the stack upwards."""
+
+LOST: Final = {
+    "redone": "red",
+    "down": "dark-red",
+    "stuck": "orange",
+    "restore": "purple",
+    "replay": "yellow",
+    "startup": "super-light-blue",
+}
+"""Colours of what restarts and hangs cost."""
 
 CAUSES: Final = {
     "loader_on_training_thread": "dark-red",

@@ -1,4 +1,4 @@
-"""All runs: what is lost, where first, and why."""
+"""The Fleet dashboard, for all runs: what is lost, where to look first, and why."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 from grafana_foundation_sdk.builders.dashboard import Row
 
 from grafana import frame, shared_columns
+from grafana.attempt_panels import lost_in_range
 from grafana.colours import BAD, CAUSES, FAIR
 from grafana.panels import Query, bars, fair_bad, figure, graph, half
 from grafana.tables import Column, rows
@@ -22,8 +23,8 @@ _NONE_OF_THEM: Final = f"0 * sum by (run) (run:training_ranks_alive:sum{{{_RUNS}
 _NODE: Final = "* on (run, rank) group_left (node) run_rank_node:training_run_info:max"
 _CAUSE: Final = "* on (run, rank) group_left (cause) run_rank_cause:training_stall_lost_seconds:top_rate5m"
 
-# A number of GPUs, read once a minute and summed, is GPU-minutes. A run that comes or goes counts for as long as it was
-# there.
+# A number of GPUs, read once a minute and summed, gives GPU-minutes. A run that starts or ends counts for the time that
+# it was there.
 _LOST_MINUTES: Final = f"sum_over_time(run_cause:training_stall_lost_seconds:rate5m{{{_RUNS}}}[$__range:1m])"
 _LOST_MINUTES_AT_END: Final = _LOST_MINUTES.replace("1m]", "1m] @ end()")
 
@@ -45,7 +46,8 @@ def fleet() -> dashboard.Dashboard:
     for each in _losses():
         board = board.with_panel(each)
     board = board.with_row(Row("Where to look first")).with_panel(_worst_runs()).with_panel(_worst_ranks())
-    board = board.with_row(Row("Runs that make no progress")).with_panel(_no_progress())
+    board = board.with_row(Row("Runs that make no progress")).with_panel(_no_progress().span(18))
+    board = board.with_panel(lost_in_range(_RUNS).height(6))
     board = board.with_row(Row("GPUs that are busy but starved")).with_panel(_starved_gpus())
     for each in _gpus():
         board = board.with_panel(each)
@@ -67,7 +69,8 @@ def _figures() -> Iterator[stat.Panel]:
     )
     yield figure(
         "GPUs lost right now",
-        "Time lost in stalls a second, over all ranks: as if so many GPUs stood still. Below is who loses them.",
+        "Time lost in stalls per second, summed over all ranks. 3 means the equivalent of three idle GPUs. The "
+        "tables below show which runs lose them.",
         "short",
         Query(f"sum(run_cause:training_stall_lost_seconds:rate5m{{{_RUNS}}})"),
         steps=fair_bad(0.5, 2),
@@ -75,8 +78,8 @@ def _figures() -> Iterator[stat.Panel]:
     )
     yield figure(
         "GPU-hours lost",
-        "Lost in stalls in the time range of the dashboard, over all ranks and causes. The bars beside the graph say "
-        "to what.",
+        "Lost in stalls in the time range of the dashboard, over all ranks and causes. The bars beside the graph "
+        "show the causes.",
         "short",
         Query(f"sum({_LOST_MINUTES}) / 60"),
         steps=fair_bad(1, 10),
@@ -86,7 +89,7 @@ def _figures() -> Iterator[stat.Panel]:
     yield figure(
         "Starving ranks",
         "Ranks whose device had nothing to run for more than 20 % of their training loop in the last five minutes, "
-        "because no batch was there. The worst are listed below, each with its cause.",
+        "because no batch was ready. The worst are listed below, each with its cause.",
         "short",
         Query(f"count(run_rank:training_exposed_wait:ratio_rate5m{{{_RUNS}}} > 0.2) or vector(0)"),
         steps=((1, FAIR), (10, BAD)),
@@ -105,8 +108,8 @@ def _losses() -> Iterator[timeseries.Panel | bargauge.Panel]:
     yield half(
         graph(
             "GPUs lost, by cause",
-            "Time lost in stalls a second, over all ranks: as if so many GPUs stood still. The runbook says what each "
-            "cause asks for; the tables below say whom.",
+            "Time lost in stalls per second, summed over all ranks. 3 means the equivalent of three idle GPUs. The "
+            "runbook says what to do about each cause. The tables below show which ranks are affected.",
             "short",
             Query(f"sum by (cause) (run_cause:training_stall_lost_seconds:rate5m{{{_RUNS}}}) > 0.005", "{{cause}}"),
             stacked=True,
@@ -117,8 +120,8 @@ def _losses() -> Iterator[timeseries.Panel | bargauge.Panel]:
     )
     yield bars(
         "GPU-hours lost, by cause",
-        "Over the time range of the dashboard, all runs together. Begin with the longest: the runbook says what its "
-        "cause asks for.",
+        "Over the time range of the dashboard, all runs together. Begin with the longest. The runbook says what to "
+        "do about its cause.",
         "short",
         Query(f"sort_desc(sum by (cause) ({_LOST_MINUTES}) / 60 > 0.005)", "{{cause}}"),
         colours=CAUSES,
@@ -147,8 +150,8 @@ def _worst_runs() -> table.Panel:
     lost = f"topk(50, sum by (run) ({_LOST_MINUTES})) / 60"  # of runs that have ended too, which have no cause any more
     return rows(
         "Worst runs",
-        "Runs by the GPU-hours that they lost to stalls in the time range. Open one to see its verdict over time; the "
-        "cause is what costs it most at this moment.",
+        "Runs by the GPU-hours that they lost to stalls in the time range. Open one to see its verdict over time. "
+        "The cause is the one that costs it most now.",
         Column(
             "GPU-hours lost",
             "short",
@@ -177,8 +180,8 @@ def _worst_ranks() -> table.Panel:
     worst = f"and on (run, rank) {selection}"
     return rows(
         "Worst ranks",
-        "The 25 ranks that lose most at this moment. Starving: the cause names what the loader lacks. Straggler: this "
-        "rank waits for another one, which is named where its run is shown.",
+        "The 25 ranks that lose most now. If a rank starves, the cause names what the loader lacks. With the cause "
+        "`straggler` this rank waits for another one, which the Run dashboard names.",
         shared_columns.lost("lost now", f"{selection} {_NODE} {_CAUSE}", 200),
         shared_columns.exposed_wait(
             f"max by (run, rank) (run_rank:training_exposed_wait:ratio_rate5m{{{_RUNS}}} {worst})", 200
@@ -197,9 +200,9 @@ def _worst_ranks() -> table.Panel:
 def _no_progress() -> table.Panel:
     return rows(
         "Time since the last step",
-        "By the rank that has waited longest. Stuck: alive, without a step, and without an evaluation or a checkpoint "
-        "to explain it; its log has every stack. Gone: was there and has not ended by itself; look at the end of its "
-        "stderr.",
+        "By the rank that has waited longest. Stuck: the rank is alive but ends no step, and no evaluation or "
+        "checkpoint explains it; its log has every stack. Gone: the rank has disappeared without ending by itself; "
+        "look at the end of its stderr.",
         Column(
             "since the last step",
             "s",
@@ -220,6 +223,12 @@ def _no_progress() -> table.Panel:
             f"training_run_info) or {_NONE_OF_THEM}",
             steps=((1, BAD),),
         ),
+        Column(
+            "attempts without progress",
+            "short",
+            f"max by (run) (training_run_attempts_without_progress{{{_RUNS}}})",
+            steps=((1, FAIR), (2, BAD)),
+        ),
         shared_columns.steps("steps/s a rank", f"avg by (run) (run_rank:training_steps:rate1m{{{_RUNS}}})"),
         keys={"run": 0},
         links={"run": frame.TO_RUN},
@@ -235,9 +244,9 @@ def _starved_gpus() -> table.Panel:
     shown = f"and on (run, rank, gpu) {gap}"
     return rows(
         "Utilisation against SM activity",
-        "Utilisation is the share of time in which any kernel ran; SM activity how much of the GPU worked. Where the "
-        "first is high and the second low, the GPU looks busy and is not: kernels are too small, or come too late. "
-        "Open the rank: exposed wait says whether it is the data.",
+        "Utilisation is the share of time in which any kernel ran. SM activity is how much of the GPU worked. If "
+        "the first is high and the second low, the GPU looks busy but is not: kernels are too small, or start too "
+        "late. Open the rank: exposed wait shows whether data is the reason.",
         Column("gap", "percentunit", f"{gap} {_NODE}", steps=fair_bad(0.3, 0.6), width=90),
         Column(
             "utilisation",
@@ -263,8 +272,8 @@ def _gpus() -> Iterator[timeseries.Panel]:
     yield half(
         graph(
             "Utilisation and SM activity, all GPUs",
-            "Means over all GPUs, and the tenth that works least. A wide gap between the means is a fleet that is busy "
-            "but starved.",
+            "Means over all GPUs, and the tenth that works least. A wide gap between the means shows a fleet that "
+            "is busy but starved.",
             "percentunit",
             Query(f"avg(run_rank_gpu:training_gpu_utilization:ratio{{{_RUNS}}})", "utilisation, mean"),
             Query(f"avg(run_rank_gpu:training_gpu_sm_active:ratio{{{_RUNS}}})", "SM activity, mean"),
@@ -276,8 +285,8 @@ def _gpus() -> Iterator[timeseries.Panel]:
     yield half(
         graph(
             "GPUs held back",
-            "GPUs whose clock is lowered right now, by reason. Heat and power brakes are faults of the machine; the "
-            "power cap is what a well-used GPU runs into.",
+            "GPUs whose clock is lowered right now, by reason. Heat and power brakes are faults of the machine; a "
+            "well-used GPU reaches its power cap.",
             "short",
             Query(f"sum by (reason) (training_gpu_throttled{{{_RUNS}}}) > 0", "{{reason}}"),
             no_value="No GPU is held back",

@@ -1,4 +1,4 @@
-"""What the dashboards have in common: names, variables, links between them, annotations."""
+"""The common parts of the dashboards: names, variables, links between them, annotations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from grafana.panels import DATA_SOURCE
 FLEET: Final = "telemetry-fleet"
 RUN: Final = "telemetry-run"
 NODE: Final = "telemetry-node"
-"""The dashboards' ids: their addresses go by them, and stay."""
+"""The dashboards' ids. Their URLs contain them, so they never change."""
 
 TAG: Final = "telemetry"
 
@@ -24,7 +24,7 @@ TO_RANK_OF_RUN: Final = f"/d/{RUN}?var-run=${{run}}&var-rank=${{__data.fields.ra
 TO_NODE: Final = f"/d/{NODE}?var-node=${{__data.fields.node}}&{_KEPT}"
 
 _SCHEMA_VERSION: Final = 39
-"""Grafana 11.0's. Newer ones migrate from it by themselves."""
+"""The schema of Grafana 11.0. Newer versions migrate from it by themselves."""
 
 
 def board(uid: str, title: str, description: str, *, hours: int, refresh: str = "30s") -> build.Dashboard:
@@ -32,9 +32,9 @@ def board(uid: str, title: str, description: str, *, hours: int, refresh: str = 
 
     Args:
         uid: one of the ids above.
-        title: shown on top, and in lists.
-        description: what it is for.
-        hours: the time range it opens with.
+        title: shown at the top, and in lists.
+        description: its purpose.
+        hours: the initial time range.
         refresh: how often it is refreshed.
     """
     source = build.DatasourceVariable("datasource").label("Data source").type("prometheus")
@@ -56,7 +56,7 @@ def board(uid: str, title: str, description: str, *, hours: int, refresh: str = 
 
 
 def built(builder: build.Dashboard) -> dashboard.Dashboard:
-    """The dashboard itself."""
+    """Build a dashboard."""
     made = builder.build()
     made.schema_version = _SCHEMA_VERSION
     for number, panel in enumerate(_all_panels(made), start=1):
@@ -65,14 +65,14 @@ def built(builder: build.Dashboard) -> dashboard.Dashboard:
 
 
 def variable(name: str, label: str, query: str, description: str, *, several: bool = False) -> build.QueryVariable:
-    """A variable whose values are asked for.
+    """A variable whose values come from a query.
 
     Args:
-        name: as in queries.
-        label: as shown.
+        name: its name in queries.
+        label: its name on the dashboard.
         query: ``label_values(…)``.
         description: shown on hover.
-        several: whether more than one, and all, can be chosen; all is the default then.
+        several: whether several values, or all, can be chosen. Then all is the default.
     """
     made = (
         build.QueryVariable(name)
@@ -89,13 +89,13 @@ def variable(name: str, label: str, query: str, description: str, *, several: bo
 
 
 class Marks(Builder[dashboard.AnnotationQuery]):
-    """Marks in all graphs where an expression has a value above 0.
+    """Marks in all graphs at times at which an expression has a value above 0.
 
     Args:
-        name: of the switch on top of the dashboard.
-        expr: what is asked for.
-        title: of each mark; ``{{label}}`` is a label's value.
-        colour: of the marks.
+        name: name of the switch at the top of the dashboard.
+        expr: the expression.
+        title: title of each mark; ``{{label}}`` is a label's value.
+        colour: colour of the marks.
     """
 
     def __init__(self, name: str, expr: str, title: str, colour: str) -> None:
@@ -109,7 +109,7 @@ class Marks(Builder[dashboard.AnnotationQuery]):
 
 
 class _PrometheusAnnotation(dashboard.AnnotationQuery):
-    """With the title, which each data source has its own field for and the schema therefore has none."""
+    """An annotation query with a title. The schema has no title, because each data source uses its own field for it."""
 
     def __init__(self, *, title: str, **query: Any) -> None:
         super().__init__(**query)

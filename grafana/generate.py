@@ -23,7 +23,7 @@ DASHBOARDS: Final[dict[str, Callable[[], Dashboard]]] = {"fleet": fleet, "run": 
 
 
 def text(name: str) -> str:
-    """The file of a dashboard."""
+    """The content of a dashboard's file."""
     return json.dumps(DASHBOARDS[name](), cls=JSONEncoder, indent=2, ensure_ascii=False) + "\n"
 
 

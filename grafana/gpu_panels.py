@@ -1,4 +1,4 @@
-"""The GPUs of the ranks that are chosen."""
+"""The GPUs of the chosen ranks."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ if TYPE_CHECKING:
 
 
 def gpus() -> Iterator[timeseries.Panel]:
-    """Activity, memory, power, and what holds the clocks back."""
+    """Activity, memory, power, and reasons for low clocks."""
     yield shared_panels.sm_activity(
         RUN_SCOPE,
         "Low while the rank does not wait for data: kernels are too small, or the host is too slow; take a snapshot.",
     )
-    yield shared_panels.utilisation(RUN_SCOPE, "It says busy, not efficient: compare it with SM activity beside it.")
+    yield shared_panels.utilisation(
+        RUN_SCOPE, "This means busy, not efficient: compare it with the SM activity beside it."
+    )
     yield graph(
         "Occupancy, tensor cores, memory bandwidth",
         "Means over the chosen ranks, from hardware counters: the agent's on Hopper and newer, for tensor cores else "
-        "DCGM exporter's. Tensor cores near zero in a model of matrix products: mixed precision is off. Memory "
-        "bandwidth near one: the kernels wait for memory.",
+        "DCGM exporter's. Tensor cores near zero in a model of matrix products mean that mixed precision is off. "
+        "Memory bandwidth near one means that kernels wait for memory.",
         "percentunit",
         Query(f"avg({of('training_gpu_sm_occupancy_ratio')})", "warps resident"),
         Query(
@@ -39,13 +41,12 @@ def gpus() -> Iterator[timeseries.Panel]:
     )
     yield shared_panels.gpu_memory(
         RUN_SCOPE,
-        "Close to one, the next larger batch ends in an out-of-memory error; far below, a larger batch may make better "
-        "use of it.",
+        "Close to one, a larger batch would run out of memory. Far below, a larger batch may use the GPU better.",
     )
     yield graph(
         "Memory of PyTorch's allocator",
-        "The largest over the chosen ranks. Reserved far above allocated is fragmentation; allocated that grows step "
-        "by step is a tensor that is kept.",
+        "The largest over the chosen ranks. Reserved far above allocated means fragmentation. If allocated grows "
+        "with every step, a tensor is kept.",
         "bytes",
         Query(f"max({of('training_cuda_memory_allocated_bytes')})", "allocated by tensors"),
         Query(f"max({of('training_cuda_memory_reserved_bytes')})", "reserved"),
@@ -56,6 +57,8 @@ def gpus() -> Iterator[timeseries.Panel]:
         RUN_SCOPE,
         "A GPU that works draws most of its limit; one that waits for data draws far less than its neighbours.",
     )
-    yield shared_panels.sm_clock(RUN_SCOPE, "Lower than its neighbours': see what holds it back, and its temperature.")
+    yield shared_panels.sm_clock(
+        RUN_SCOPE, "If it is lower than its neighbours', look at the throttle reasons and its temperature."
+    )
     yield shared_panels.temperature(RUN_SCOPE)
     yield shared_panels.held_back(RUN_SCOPE, "they slow the whole job")

@@ -1,4 +1,4 @@
-"""The data loaders of the ranks that are chosen."""
+"""The data loaders of the chosen ranks."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _NONE: Final = "No workers (num_workers=0)"
 
 
 def loader() -> Iterator[timeseries.Panel]:
-    """What the workers do, and how far they are ahead."""
+    """What the workers do, and how far ahead they are."""
     yield shared_panels.worker_states(
         RUN_SCOPE,
-        "Mean over the workers of the chosen ranks. Running near one: bound by the CPU, more workers or cheaper "
-        "decoding help. Blocked: storage, network, locks. Without a core: more workers than cores, or a CPU limit. "
-        "Idle: they are ahead of the training.",
+        "Mean over the workers of the chosen ranks. Running near one: they are CPU-bound, and more workers or "
+        "cheaper decoding help. Blocked: they wait for storage, the network or locks. Without a core: there are "
+        "more workers than cores, or a CPU limit. Idle: they are ahead of the training.",
     )
     yield graph(
         "Workers",
-        "Live worker processes, over the chosen ranks. They vanish between epochs unless persistent_workers is set.",
+        "Live worker processes, over the chosen ranks. Without persistent_workers they end with each epoch.",
         "short",
         Query(f"sum({of('training_loader_workers')})", "workers"),
         Query(f"min({of('training_loader_workers')})", "fewest of a rank"),
@@ -34,7 +34,7 @@ def loader() -> Iterator[timeseries.Panel]:
     )
     yield graph(
         "Ready batches, by rank",
-        "Batches that lie ready for the training. At zero each step waits for its batch; at the prefetch depth the "
+        "Batches that are ready for the training. At zero each step waits for its batch. At the prefetch depth the "
         "loader is fast enough.",
         "short",
         Query(f"{of('training_loader_ready_batches')} {WORST}", "rank {{rank}}"),
@@ -42,8 +42,8 @@ def loader() -> Iterator[timeseries.Panel]:
     )
     yield graph(
         "Slack, by rank",
-        "How long a batch had lain ready when it was asked for. It shrinks before the device idles; at zero the loader "
-        "has fallen behind.",
+        "How long a batch had been ready when it was requested. It shrinks before the device idles. At zero the "
+        "loader is too slow.",
         "s",
         Query(f"{of('training_loader_slack_seconds')} {WORST}", "rank {{rank}}"),
         no_value=_NONE,
@@ -68,9 +68,9 @@ def loader() -> Iterator[timeseries.Panel]:
     buckets = f"sum by (le) ({rate('training_loader_fetch_duration_seconds_bucket')})"
     yield graph(
         "Fetch time of a batch",
-        "Percentiles over all workers of the chosen ranks; without workers, of what the training thread takes. Divided "
-        "by the number of workers it is the pace of the loader: compare it with the step. A long tail is single slow "
-        "samples or files.",
+        "Percentiles over all workers of the chosen ranks; without workers, over the fetches of the training "
+        "thread. Divided by the number of workers, this is the time per batch of the loader: compare it with the "
+        "step. A long tail shows single slow samples or files.",
         "s",
         *(
             Query(f"histogram_quantile({q}, {buckets})", name)
@@ -81,8 +81,8 @@ def loader() -> Iterator[timeseries.Panel]:
     yield half(
         graph(
             "Finished batches held up, by rank",
-            "Batches that are finished and wait for one before them that is not. Which worker they wait for is in the "
-            "log (workers).",
+            "Finished batches that wait for an earlier, unfinished one. The log (event workers) names the worker "
+            "that they wait for.",
             "short",
             Query(f"{of('training_loader_head_of_line_batches')} {WORST}", "rank {{rank}}"),
             no_value=_NONE,
@@ -91,8 +91,8 @@ def loader() -> Iterator[timeseries.Panel]:
     yield half(
         graph(
             "Memory of the workers, by rank",
-            "Resident memory, summed over a rank's workers; pages they share count for each. Growth with every epoch "
-            "is Python objects that are copied as they are counted: hold the index in numpy or Arrow.",
+            "Resident memory, summed over a rank's workers. Shared pages count for each worker. If it grows with "
+            "every epoch, reference counts of Python objects cause copies: keep the index in NumPy or Arrow.",
             "bytes",
             Query(f"{of('training_loader_workers_memory_bytes')} {WORST}", "rank {{rank}}"),
             no_value=_NONE,

@@ -24,9 +24,9 @@ def verdict() -> Iterator[Any]:
     """What is wrong, and since when."""
     yield figure(
         "Exposed wait, worst rank",
-        "Share of its training loop in which a device had nothing to run because no batch was there, of the rank that "
-        "has most of it; in a job whose ranks keep pace it holds up all others. Above 20 % it is starving: the "
-        "timeline says of what.",
+        "Share of the training loop in which the device had nothing to run because no batch was ready, for the rank "
+        "with the largest share. In a job whose ranks keep pace, it holds up all others. Above 20 % it is starving: "
+        "the timeline shows the cause.",
         "percentunit",
         Query(f"max({of('run_rank:training_exposed_wait:ratio_rate1m')})"),
         steps=fair_bad(0.1, 0.2),
@@ -35,7 +35,7 @@ def verdict() -> Iterator[Any]:
     )
     yield figure(
         "Ranks in a stall",
-        "Ranks that lose more than 20 % of their time to one avoidable cause at this moment.",
+        "Ranks that now lose more than 20 % of their time to one avoidable cause.",
         "short",
         Query(f"sum({of('training_stall_active')})"),
         steps=((1, BAD),),
@@ -51,7 +51,7 @@ def verdict() -> Iterator[Any]:
     )
     yield figure(
         "Steps a second",
-        "Of one rank, mean over the chosen ranks. Ranks of one job keep pace: the slowest sets it.",
+        "Of one rank, mean over the chosen ranks. Ranks of one job keep pace with the slowest.",
         "short",
         Query(f"avg({rate('training_steps_total')})"),
         decimals=2,
@@ -68,7 +68,7 @@ def verdict() -> Iterator[Any]:
     )
     yield figure(
         "Ranks alive",
-        "Ranks that have not ended, of the whole run. Fewer than it has: a process has died.",
+        "Ranks of the whole run that have not ended. If it is fewer than the run has, a process has died.",
         "short",
         Query('run:training_ranks_alive:sum{run="$run"}'),
     )
@@ -78,16 +78,16 @@ def verdict() -> Iterator[Any]:
     )
     yield timeline(
         "Verdict by rank",
-        "The stall that is open on each rank, by its cause; of many ranks, the 16 that lose most. `telemetry report` "
-        "on the run folder has the advice that goes with it, and the speed-up to expect.",
+        "The open stall of each rank, by its cause. Of many ranks, the 16 that lose most. `telemetry report` on the "
+        "run folder has the advice and the predicted speed-up.",
         Query(f"({terms}) {WORST}", "rank {{rank}}"),
         _STATES,
     )
     yield half(
         graph(
             "Lost time, by cause",
-            "Time lost in stalls a second over the chosen ranks: as if so many GPUs stood still. The runbook says what "
-            "each cause asks for.",
+            "Time lost in stalls per second, summed over the chosen ranks. 3 means the equivalent of three idle "
+            "GPUs. The runbook says what to do about each cause.",
             "short",
             Query(f"sum by (cause) ({rate('training_stall_lost_seconds_total')}) > 0.005", "{{cause}}"),
             stacked=True,
@@ -117,8 +117,8 @@ def ledger() -> Iterator[timeseries.Panel]:
     yield half(
         graph(
             "Ledger",
-            "Where every second goes, mean over the chosen ranks: the shares add up to one. Where they fall short of "
-            "it, the agent was not running. Red is waiting for data; not all of it is felt by a GPU.",
+            "The share of each category of the ledger, mean over the chosen ranks. The shares add up to one; if "
+            "they do not, the agent was not running. Red is waiting for data. A GPU does not notice all of it.",
             "percentunit",
             *(Query(f"avg({spent(category)})", category) for category in CATEGORIES),
             decimals=1,
@@ -133,9 +133,9 @@ def ledger() -> Iterator[timeseries.Panel]:
     yield half(
         graph(
             "Exposed and hidden wait",
-            "Share of the training loop spent waiting for data. Exposed: the device had nothing to run; this is what a "
-            "faster loader wins back. Hidden: the device was still at work; it costs nothing. Without a GPU all of it "
-            "is exposed.",
+            "Share of the training loop spent waiting for data. Exposed: the device had nothing to run; a faster "
+            "loader saves this time. Hidden: the device was still at work; this costs nothing. Without a GPU all of "
+            "it is exposed.",
             "percentunit",
             Query(f"{exposed} / ({loop} > 0)", "exposed"),
             Query(f"clamp_min({waited} - {exposed}, 0) / ({loop} > 0)", "hidden"),
@@ -149,8 +149,8 @@ def ledger() -> Iterator[timeseries.Panel]:
     yield half(
         graph(
             "Step duration",
-            "Percentiles over all steps of the chosen ranks, from a histogram with wide buckets: the log has them "
-            "exact. A 99th percentile that leaves the median behind is single late batches, or pauses.",
+            "Percentiles over all steps of the chosen ranks, from a histogram with wide buckets. The log has them "
+            "within 1 %. A 99th percentile far above the median shows single late batches, or pauses.",
             "s",
             *(Query(f"histogram_quantile({q}, {buckets})", name) for q, name in _PERCENTILES),
         )
@@ -159,8 +159,8 @@ def ledger() -> Iterator[timeseries.Panel]:
     yield half(
         graph(
             "Wait a step",
-            "Percentiles of what a step waits for its batch, over all steps of the chosen ranks. A 99th percentile "
-            "that leaves the median behind is single late batches, or the first of each epoch.",
+            "Percentiles of the time that a step waits for its batch, over all steps of the chosen ranks. A 99th "
+            "percentile far above the median shows single late batches, or the first batch of each epoch.",
             "s",
             *(Query(f"histogram_quantile({q}, {waits})", name) for q, name in _PERCENTILES),
         )
@@ -176,8 +176,8 @@ def ranks() -> Iterator[Any]:
     yield half(
         graph(
             "Step duration (p95), by rank",
-            "The 95th percentile of each rank's steps. In a job whose ranks keep pace these lie together, and tell "
-            "nothing of who is slow: the wait does.",
+            "The 95th percentile of each rank's steps. In a job whose ranks keep pace these are equal and do not "
+            "show the slow rank. The wait shows it.",
             "s",
             Query(
                 f"histogram_quantile(0.95, sum by (run, rank, le) ({buckets})) {WORST}",
@@ -185,12 +185,12 @@ def ranks() -> Iterator[Any]:
             ),
         )
     )
-    waits = rate("training_wait_duration_seconds_bucket")
+    waits, own_step = rate("training_wait_duration_seconds_bucket"), of("run_rank:training_own_step:seconds_rate5m")
     yield half(
         graph(
             "Wait a step (p95), by rank",
-            "The 95th percentile of what each rank's steps wait for their batch. The rank that stands out is the one "
-            "whose loader is slow; the others wait for it in their compute.",
+            "The 95th percentile of the time that each rank's steps wait for their batch. A rank far above the "
+            "others has a slow loader. The others wait for it in their compute.",
             "s",
             Query(f"histogram_quantile(0.95, sum by (run, rank, le) ({waits})) {WORST}", "rank {{rank}}"),
         )
@@ -209,13 +209,38 @@ def ranks() -> Iterator[Any]:
     yield half(
         graph(
             "Compute a step, by rank",
-            "What is left of each rank's step after the wait, mean; collectives included. In a job whose ranks keep "
-            "pace the straggler is the rank with the least of it: the others wait for it here.",
+            "Mean compute of each rank's step, including collectives. In a job whose ranks keep pace, the straggler "
+            "has the least compute: the others wait for it here.",
             "s",
             Query(
                 f"sum by (run, rank) ({spent('compute')}) / (sum by (run, rank) ({steps}) > 0) {WORST}",
                 "rank {{rank}}",
             ),
+        )
+    )
+    yield half(
+        graph(
+            "Own part of a step, by rank",
+            "Mean time of a step that each rank does not spend waiting for other ranks, of the 16 slowest. The highest "
+            "line is the slowest rank of the run, even if it is only a few percent slower. On GPUs it is the host's "
+            "time.",
+            "s",
+            Query(
+                f"{own_step} and on (run, rank) topk(16, avg_over_time({own_step}[$__range] @ end()))", "rank {{rank}}"
+            ),
+            no_value="Needs several ranks",
+        )
+    )
+    yield half(
+        graph(
+            "The slowest rank, and slow nodes",
+            "How much longer the slowest rank takes for its own part of a step than the median rank; and each node "
+            "whose ranks are all slower, on average. All ranks wait for them.",
+            "percentunit",
+            Query('run_rank_node:training_slowest_rank:excess_ratio{run="$run"}', "rank {{rank}} on {{node}}"),
+            Query('run_node:training_slow_node:excess_ratio{run="$run"} > 0', "every rank on {{node}}"),
+            steps=fair_bad(0.03, 0.15),
+            no_value="Needs several ranks",
         )
     )
     yield _table()
@@ -230,8 +255,8 @@ def _table() -> table.Panel:
     )
     return rows(
         "Ranks",
-        "The chosen ranks over the last five minutes, those that lose most first. One rank with much wait and little "
-        "compute, and all others the other way round: that one is the straggler. `held up by it` is what the ranks of "
+        "The chosen ranks over the last five minutes, those that lose most first. If one rank has much wait and "
+        "little compute, and all others have the opposite, it is the straggler. `held up by it` is what the ranks of "
         "its node lose to it.",
         shared_columns.lost(
             "lost", f"topk(100, {of('run_rank:training_stall_lost_seconds:rate5m')}) {node} {cause}", 150

@@ -18,7 +18,8 @@ def machine() -> Iterator[timeseries.Panel]:
     """CPU, memory, pressure."""
     yield graph(
         "CPU of the machines",
-        "Of all cores, by node. Near one, and workers without a core: fewer workers, or less beside the training.",
+        "Share of all cores in use, by node. If it is near one and workers are without a core, use fewer workers, "
+        "or run less beside the training.",
         "percentunit",
         Query(f"run_node:training_host_cpu:ratio{{{RUN}}}", "{{node}}"),
         steps=fair_bad(0.9, 0.98),
@@ -26,8 +27,8 @@ def machine() -> Iterator[timeseries.Panel]:
     )
     yield graph(
         "Memory of the machines",
-        "In use, of what there is, by node; page cache is not counted. Above 90 % find out who grows: the processes "
-        "and their workers are below and in the row of the loader.",
+        "Share of the memory in use, by node. Page cache is not counted. Above 90 % find out what grows: the "
+        "processes are below, and their workers are in the row of the loader.",
         "percentunit",
         Query(f"run_node:training_host_memory_used:ratio{{{RUN}}}", "{{node}}"),
         Query(f"run_node:training_cgroup_memory_used:ratio{{{RUN}}}", "{{node}}, of the cgroup's limit"),
@@ -46,6 +47,6 @@ def machine() -> Iterator[timeseries.Panel]:
         no_value="No CPU limit",
     )
     yield shared_panels.process_cpu(
-        RUN_SCOPE, "Near one for a single-threaded loop says that the host holds the GPU up."
+        RUN_SCOPE, "If it is near one for a single-threaded loop, the host slows the GPU down."
     )
-    yield shared_panels.process_memory(RUN_SCOPE, "Steady growth is a leak: look for losses that are kept.")
+    yield shared_panels.process_memory(RUN_SCOPE, "Steady growth is a leak: look for loss tensors that are kept.")

@@ -79,7 +79,7 @@ def _figures() -> Iterator[Any]:
     yield figure(
         "Exposed wait",
         "Share of the training loop in which the devices of this machine had nothing to run because no batch was "
-        "there, mean over its ranks.",
+        "ready, mean over its ranks.",
         "percentunit",
         Query(f"avg({_of('run_rank:training_exposed_wait:ratio_rate1m')})"),
         steps=fair_bad(0.1, 0.2),
@@ -96,7 +96,7 @@ def _figures() -> Iterator[Any]:
     )
     yield figure(
         "CPU",
-        "Of all cores, of every process on the machine.",
+        "Share of all cores in use, by all processes of the machine.",
         "percentunit",
         Query(f"max(run_node:training_host_cpu:ratio{{{_NODE}}})"),
         steps=fair_bad(0.9, 0.98),
@@ -105,7 +105,7 @@ def _figures() -> Iterator[Any]:
     )
     yield figure(
         "Memory",
-        "In use, of what there is; page cache is not counted.",
+        "Share of the memory in use. Page cache is not counted.",
         "percentunit",
         Query(f"max(run_node:training_host_memory_used:ratio{{{_NODE}}})"),
         steps=fair_bad(0.9, 0.97),
@@ -114,7 +114,8 @@ def _figures() -> Iterator[Any]:
     )
     yield figure(
         "Worst pressure",
-        "Share of time in which some task waited for a core, for I/O or for memory, whichever is most. Below is which.",
+        "Share of time in which some task waited for a core, for I/O or for memory: the largest of the three. The "
+        "graph below shows which.",
         "percentunit",
         Query(f"max(run_node_resource:training_host_pressure:ratio{{{_NODE}}})"),
         steps=fair_bad(0.25, 0.6),
@@ -127,8 +128,8 @@ def _ranks() -> Iterator[Any]:
     cause = "* on (run, rank) group_left (cause) run_rank_cause:training_stall_lost_seconds:top_rate5m"
     yield rows(
         "Ranks",
-        "The ranks on this machine over the last five minutes, those that lose most first. All of them starving points "
-        "at the machine or its storage; one of them at that rank's data.",
+        "The ranks on this machine over the last five minutes, those that lose most first. If all of them starve, "
+        "look at the machine or its storage. If only one starves, look at that rank's data.",
         shared_columns.lost("lost", f"({_of('run_rank:training_stall_lost_seconds:rate5m')}) {cause}", 160),
         shared_columns.exposed_wait(f"max by (run, rank) ({_of('run_rank:training_exposed_wait:ratio_rate5m')})", 160),
         shared_columns.steps("steps/s", f"max by (run, rank) ({_of('run_rank:training_steps:rate5m')})", 90),
@@ -153,18 +154,19 @@ def _ranks() -> Iterator[Any]:
 
 
 def _gpus() -> Iterator[timeseries.Panel]:
-    yield shared_panels.sm_activity(_SCOPE, "One that lags behind its neighbours: see its clock and power.")
-    yield shared_panels.utilisation(_SCOPE, "High with a low SM activity: busy but starved.")
-    yield shared_panels.gpu_memory(_SCOPE, "A process that no longer belongs to a run may still hold some.")
-    yield shared_panels.power(_SCOPE, "Much less than its neighbours': it waits, or it is held back.")
+    yield shared_panels.sm_activity(_SCOPE, "If a GPU is below its neighbours, look at its clock and power.")
+    yield shared_panels.utilisation(_SCOPE, "High utilisation with low SM activity means busy but starved.")
+    yield shared_panels.gpu_memory(_SCOPE, "A process that no longer belongs to a run may still hold memory.")
+    yield shared_panels.power(_SCOPE, "If it is much less than its neighbours', the GPU waits or is throttled.")
     yield shared_panels.temperature(_SCOPE)
-    yield shared_panels.sm_clock(_SCOPE, "Low: the graph of what holds GPUs back says why.")
+    yield shared_panels.sm_clock(_SCOPE, "If it is low, the graph of throttle reasons says why.")
     yield half(shared_panels.held_back(_SCOPE, "drain it if they do not pass"))
     yield half(
         graph(
             "Xid errors (DCGM)",
-            "The last Xid of each GPU that a rank of this machine drives, as DCGM exporter saw it; 0 is none. 79: the "
-            "GPU has fallen off the bus. 48, 63, 64, 94, 95: its memory. Drain the node, and look into dmesg.",
+            "The last Xid of each GPU that a rank of this machine drives, as DCGM exporter reports it; 0 means no "
+            "error. 79: the GPU has fallen off the bus. 48, 63, 64, 94, 95: an error of its memory. Drain the node, "
+            "and look at dmesg.",
             "none",
             Query(
                 f"({_of('run_rank_gpu:training_gpu_info:max')}) * on (uuid) group_left () uuid:dcgm_xid_error:last",
@@ -179,7 +181,8 @@ def _gpus() -> Iterator[timeseries.Panel]:
 def _machine() -> Iterator[timeseries.Panel]:
     yield graph(
         "CPU",
-        "Of all cores. Near one while workers are without a core: fewer workers, or less beside the training.",
+        "Share of all cores in use. If it is near one and workers are without a core, use fewer workers, or run "
+        "less beside the training.",
         "percentunit",
         Query(f"max by (node) (run_node:training_host_cpu:ratio{{{_NODE}}})", "all cores"),
         Query(f"max({_of('training_cgroup_cpu_throttled_ratio')})", "throttled by the cgroup's limit"),
@@ -189,8 +192,8 @@ def _machine() -> Iterator[timeseries.Panel]:
     yield shared_panels.pressure(_SCOPE, "this machine waited for the resource")
     yield graph(
         "Memory",
-        "In use on the machine, without page cache, and what of it the training processes and their workers hold; "
-        "pages that workers share count for each.",
+        "Memory in use on the machine, without page cache, and the parts of the training processes and of their "
+        "workers. Pages that workers share count for each.",
         "bytes",
         Query(f"max({_of('training_host_memory_total_bytes')})", "there is"),
         Query(f"max({_of('training_host_memory_used_bytes')})", "in use"),
@@ -199,7 +202,8 @@ def _machine() -> Iterator[timeseries.Panel]:
     )
     yield shared_panels.worker_states(
         _SCOPE,
-        "Mean over the workers on this machine. Without a core: too many of them. Blocked: storage, network, locks.",
+        "Mean over the workers on this machine. Without a core: there are too many workers. Blocked: they wait for "
+        "storage, the network or locks.",
     )
     yield shared_panels.process_cpu(_SCOPE)
     yield shared_panels.process_memory(

@@ -1,4 +1,4 @@
-"""Panels in this project's one look, on top of Grafana's own builders, which know the schema."""
+"""Panels in the style of this project, built with Grafana's own builders, which know the schema."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 DATA_SOURCE: Final = dashboard.DataSourceRef(type_val="prometheus", uid="${datasource}")
 
 Steps: TypeAlias = "Sequence[tuple[float, str]]"
-"""Thresholds: from this value on, this colour. Below the first it is green."""
+"""Thresholds as (value, colour): the colour holds from this value on. Below the first value it is green."""
 
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """An expression, and how its series are named in the legend."""
+    """An expression, and the name of its series in the legend."""
 
     expr: str
     legend: str = ""
@@ -42,7 +42,7 @@ def targets(queries: Sequence[Query], *, instant: bool = False, table: bool = Fa
 
 
 def thresholds(steps: Steps) -> build.ThresholdsConfig:
-    """Absolute thresholds. The colour below the first step is good, or neutral where there are none."""
+    """Absolute thresholds. The colour below the first threshold is good; without thresholds it is neutral."""
     base = dashboard.Threshold(value=None, color=GOOD if steps else NEUTRAL)
     above = [dashboard.Threshold(value=value, color=colour) for value, colour in steps]
     return build.ThresholdsConfig().mode(dashboard.ThresholdsMode.ABSOLUTE).steps([base, *above])
@@ -70,19 +70,19 @@ def graph(
     decimals: int | None = None,
     no_value: str = "No data",
 ) -> timeseries.Panel:
-    """Lines over time, or areas on top of each other; a third of the width.
+    """Lines over time, or stacked areas. A third of the width.
 
     Args:
-        title: of the panel.
+        title: title of the panel.
         description: what it means, and what to look at next.
         unit: Grafana's id of the unit.
-        *queries: what is drawn.
-        stacked: areas, stacked.
-        top: the highest value there can be.
+        *queries: the queries that are drawn.
+        stacked: whether to draw stacked areas.
+        top: the highest possible value.
         steps: thresholds, drawn as dashed lines.
-        colours: by the name of the series.
-        decimals: digits behind the point.
-        no_value: what is shown where there is nothing.
+        colours: colours by name of the series.
+        decimals: number of decimals.
+        no_value: text that is shown without data.
     """
     panel = (
         timeseries.Panel()
@@ -121,7 +121,7 @@ def graph(
 
 
 def half(panel: timeseries.Panel) -> timeseries.Panel:
-    """The same, half of the width, with the means and the maxima of its series."""
+    """The same panel with half of the width, and with the means and the maxima of its series."""
     legend = (
         look.VizLegendOptions()
         .show_legend(True)
@@ -135,15 +135,15 @@ def half(panel: timeseries.Panel) -> timeseries.Panel:
 def bars(
     title: str, description: str, unit: str, query: Query, *, colours: Mapping[str, str], no_value: str
 ) -> bargauge.Panel:
-    """One bar for each series, as it is now, greatest first.
+    """One bar for each series with its current value, greatest first.
 
     Args:
-        title: of the panel.
+        title: title of the panel.
         description: what it means, and what to look at next.
         unit: Grafana's id of the unit.
-        query: an instant one.
-        colours: by the name of the series.
-        no_value: what is shown where there is nothing.
+        query: an instant query.
+        colours: colours by name of the series.
+        no_value: text that is shown without data.
     """
     panel = (
         bargauge.Panel()
@@ -177,17 +177,17 @@ def figure(
     of_range: bool = False,
     no_value: str = "none",
 ) -> stat.Panel:
-    """One number, as it is now.
+    """One number with its current value.
 
     Args:
-        title: of the panel.
+        title: title of the panel.
         description: what it means, and what to look at next.
         unit: Grafana's id of the unit.
-        query: what is shown.
+        query: the query.
         steps: thresholds of its colour.
-        decimals: digits behind the point.
-        of_range: it is about the whole time range, and has no course over it to be drawn behind.
-        no_value: what is shown where there is nothing.
+        decimals: number of decimals.
+        of_range: whether the value covers the whole time range. Then no graph is drawn behind it.
+        no_value: text that is shown without data.
     """
     panel = (
         stat.Panel()
@@ -210,10 +210,10 @@ def figure(
 
 
 def timeline(title: str, description: str, query: Query, states: Mapping[int, tuple[str, str]]) -> statetimeline.Panel:
-    """What each series says over time, in words.
+    """The state of each series over time, in words.
 
     Args:
-        title: of the panel.
+        title: title of the panel.
         description: what it means, and what to look at next.
         query: series whose values are numbers of states.
         states: text and colour by number.

@@ -10,24 +10,24 @@ RUN: Final = 'run="$run"'
 """Matcher of the run."""
 
 SELECTED: Final = 'run="$run", rank=~"$rank"'
-"""Matchers of the run and the ranks that are chosen."""
+"""Matchers of the run and the chosen ranks."""
 
 LOOP: Final = 'category=~"data_wait|compute"'
-"""The categories of the ledger that are the training loop."""
+"""The categories of the ledger that make up the training loop."""
 
 _LOST: Final = f"sum_over_time(run_rank:training_stall_lost_seconds:rate5m{{{SELECTED}}}[$__range] @ end())"
 
 WORST: Final = f"and on (run, rank) topk(16, {_LOST})"
-"""Keeps a graph by rank readable: of the chosen ranks those that lost most in the time range, the same all along it."""
+"""Keeps a graph by rank readable: the chosen ranks that lost most in the time range, the same ones over all of it."""
 
 RUN_SCOPE: Final = Scope(
     matchers=SELECTED, machines=RUN, filter="", shown=WORST, rank="rank {{rank}}", gpu="rank {{rank}}, GPU {{gpu}}"
 )
-"""For the panels that the Run dashboard shares with another one."""
+"""The scope of panels that the Run dashboard shares with another dashboard."""
 
 
 def rate(metric: str, more: str = "") -> str:
-    """The rate of a counter, of the chosen ranks."""
+    """The rate of a counter of the chosen ranks."""
     matchers = f"{SELECTED}, {more}" if more else SELECTED
     return f"rate({metric}{{{matchers}}}[$__rate_interval])"
 

@@ -1,4 +1,4 @@
-"""Panels that the Run and the Node dashboard share. Each dashboard adds its own advice to what a panel means."""
+"""Panels that the Run and the Node dashboard share. Each dashboard adds its own advice to the description."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from grafana.panels import Query, fair_bad, graph
 if TYPE_CHECKING:
     from grafana_foundation_sdk.builders import timeseries
 
+    from grafana.panels import Steps
+
 _NO_GPU: Final = "No GPU, or no NVML"
 
 
@@ -18,7 +20,7 @@ class Scope:
     """How the queries of one dashboard choose their series.
 
     Args:
-        matchers: of the runs and ranks.
+        matchers: matchers of the runs and ranks.
         machines: matchers of the recorded series of whole machines.
         filter: PromQL after an aggregated metric; empty for none.
         shown: PromQL after a metric that is drawn as one line per rank or GPU.
@@ -34,102 +36,86 @@ class Scope:
     gpu: str
 
     def of(self, metric: str) -> str:
-        """A metric, to be aggregated over the ranks."""
+        """A metric that is then aggregated over the ranks."""
         return f"{metric}{{{self.matchers}}} {self.filter}".rstrip()
 
     def each(self, metric: str) -> str:
-        """A metric, one line per rank or GPU."""
+        """A metric as one line per rank or GPU."""
         return f"{metric}{{{self.matchers}}} {self.shown}"
 
     def each_ratio(self, part: str, whole: str) -> str:
-        """One metric as a share of another, one line per rank or GPU."""
+        """The ratio of two metrics as one line per rank or GPU."""
         return f"{part}{{{self.matchers}}} / {self.each(whole)}"
 
     def each_rate(self, counter: str) -> str:
-        """The rate of a counter, one line per rank or GPU."""
+        """The rate of a counter as one line per rank or GPU."""
         return f"rate({counter}{{{self.matchers}}}[$__rate_interval]) {self.shown}"
 
 
 def sm_activity(scope: Scope, advice: str) -> timeseries.Panel:
     """How much of each GPU worked."""
-    return graph(
+    return _by_gpu(
+        scope,
         "SM activity",
-        "How much of each GPU worked: from hardware counters (the agent's, or else DCGM exporter's), on older GPUs the "
-        f"share of time in which the process ran a kernel. {advice}",
+        "How much of each GPU worked, from hardware counters (the agent's, else DCGM exporter's). On older GPUs, the "
+        "share "
+        f"of time in which the process ran a kernel. {advice}",
         "percentunit",
-        Query(scope.each("run_rank_gpu:training_gpu_sm_active:ratio"), scope.gpu),
+        scope.each("run_rank_gpu:training_gpu_sm_active:ratio"),
         top=1,
-        no_value=_NO_GPU,
     )
 
 
 def utilisation(scope: Scope, advice: str) -> timeseries.Panel:
     """The share of time in which any kernel ran."""
-    return graph(
-        "Utilisation",
-        f"Share of time in which any kernel ran. {advice}",
-        "percentunit",
-        Query(scope.each("run_rank_gpu:training_gpu_utilization:ratio"), scope.gpu),
-        top=1,
-        no_value=_NO_GPU,
-    )
+    description = f"Share of time in which any kernel ran. {advice}"
+    expr = scope.each("run_rank_gpu:training_gpu_utilization:ratio")
+    return _by_gpu(scope, "Utilisation", description, "percentunit", expr, top=1)
 
 
 def gpu_memory(scope: Scope, advice: str) -> timeseries.Panel:
-    """The memory of each GPU that is in use, as a share of what it has."""
-    return graph(
-        "GPU memory in use",
-        f"Share of each GPU's memory that is in use, by all processes. {advice}",
-        "percentunit",
-        Query(scope.each_ratio("training_gpu_memory_used_bytes", "training_gpu_memory_total_bytes"), scope.gpu),
-        steps=fair_bad(0.9, 0.97),
-        top=1,
-        no_value=_NO_GPU,
-    )
+    """The used memory of each GPU, as a share of its total memory."""
+    description = f"Share of each GPU's memory that is in use, by all processes. {advice}"
+    expr = scope.each_ratio("training_gpu_memory_used_bytes", "training_gpu_memory_total_bytes")
+    return _by_gpu(scope, "GPU memory in use", description, "percentunit", expr, steps=fair_bad(0.9, 0.97), top=1)
 
 
 def power(scope: Scope, advice: str) -> timeseries.Panel:
     """The power draw of each GPU."""
-    return graph(
-        "Power",
-        f"Power draw of each GPU. {advice}",
-        "watt",
-        Query(scope.each("training_gpu_power_watts"), scope.gpu),
-        no_value=_NO_GPU,
-    )
+    description = f"Power draw of each GPU. {advice}"
+    return _by_gpu(scope, "Power", description, "watt", scope.each("training_gpu_power_watts"))
 
 
 def sm_clock(scope: Scope, advice: str) -> timeseries.Panel:
     """The clock of each GPU."""
-    return graph(
-        "SM clock, of the highest",
-        f"The clock of each GPU as a share of the highest it has. {advice}",
-        "percentunit",
-        Query(scope.each_ratio("training_gpu_sm_clock_hertz", "training_gpu_sm_clock_max_hertz"), scope.gpu),
-        top=1,
-        no_value=_NO_GPU,
-    )
+    description = f"The clock of each GPU as a share of its maximum. {advice}"
+    expr = scope.each_ratio("training_gpu_sm_clock_hertz", "training_gpu_sm_clock_max_hertz")
+    return _by_gpu(scope, "SM clock, of the highest", description, "percentunit", expr, top=1)
 
 
 def temperature(scope: Scope) -> timeseries.Panel:
     """The temperature of each GPU."""
-    return graph(
-        "Temperature",
+    description = (
         "Temperature of each GPU. Most GPUs lower their clocks at 85 to 90 degrees: check the fans and the air flow of "
-        "the node.",
-        "celsius",
-        Query(scope.each("training_gpu_temperature_celsius"), scope.gpu),
-        steps=fair_bad(80, 88),
-        no_value=_NO_GPU,
+        "the node."
     )
+    expr = scope.each("training_gpu_temperature_celsius")
+    return _by_gpu(scope, "Temperature", description, "celsius", expr, steps=fair_bad(80, 88))
+
+
+def _by_gpu(
+    scope: Scope, title: str, description: str, unit: str, expr: str, *, steps: Steps = (), top: float | None = None
+) -> timeseries.Panel:
+    """A graph with one line for each GPU. The arguments are those of `graph`."""
+    return graph(title, description, unit, Query(expr, scope.gpu), steps=steps, top=top, no_value=_NO_GPU)
 
 
 def held_back(scope: Scope, advice: str) -> timeseries.Panel:
-    """GPUs whose clock is lowered."""
+    """GPUs whose clock is reduced."""
     return graph(
         "GPUs held back, by reason",
-        f"GPUs whose clock is lowered right now. Heat and power brakes are faults of the machine: {advice}. The power "
-        "cap is what a well-used GPU runs into.",
+        f"GPUs whose clock is lowered right now. Heat and power brakes are faults of the machine: {advice}. A "
+        "well-used GPU reaches its power cap.",
         "short",
         Query(f"sum by (reason) ({scope.of('training_gpu_throttled')}) > 0", "{{reason}}"),
         no_value="No GPU is held back",
@@ -137,7 +123,7 @@ def held_back(scope: Scope, advice: str) -> timeseries.Panel:
 
 
 def worker_states(scope: Scope, description: str) -> timeseries.Panel:
-    """What the workers do with their time."""
+    """The shares of the workers' time by state."""
     return graph(
         "What the workers do",
         description,
@@ -156,15 +142,15 @@ def pressure(scope: Scope, where: str) -> timeseries.Panel:
     """The pressure on each resource of the machines."""
     return graph(
         "Pressure",
-        f"Share of time in which some task of {where}. I/O: the storage is slow. CPU: too few cores. Memory: it is "
-        "about to run out.",
+        f"Share of time in which some task of {where}. I/O: the storage is slow. CPU: there are too few cores. "
+        "Memory: it is running out.",
         "percentunit",
         Query(
             f"max by (resource) (run_node_resource:training_host_pressure:ratio{{{scope.machines}}})", "{{resource}}"
         ),
         top=1,
         colours={"cpu": "green", "io": "orange", "memory": "red"},
-        no_value="The kernel does not tell (/proc/pressure)",
+        no_value="The kernel does not report it (/proc/pressure)",
     )
 
 

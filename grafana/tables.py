@@ -25,10 +25,10 @@ class Column:
     Args:
         name: heading.
         unit: Grafana's id of the unit.
-        expr: instant query; its labels name the row, and are to be no others than the table's keys.
-        steps: thresholds of the text's colour, or of the bar's.
-        bar: drawn as a bar from 0 to this value.
-        decimals: digits behind the point.
+        expr: an instant query. Its labels identify the row, so it must have no labels except the table's keys.
+        steps: thresholds for the colour of the text, or of the bar.
+        bar: draw a bar from 0 to this value.
+        decimals: number of decimals.
         width: pixels.
     """
 
@@ -41,7 +41,7 @@ class Column:
     width: int = 130
 
     def properties(self) -> dict[str, Any]:
-        """What the field is told."""
+        """The properties of the field."""
         found: dict[str, Any] = {
             "unit": self.unit,
             "noValue": _NOTHING,
@@ -69,14 +69,14 @@ def rows(
     """A table, worst first.
 
     Args:
-        title: of the panel.
+        title: title of the panel.
         description: what it means, and what to look at next.
         *columns: the values.
-        keys: labels that are shown, with their widths in pixels, or 0 for what is left. Those that all queries have
-            name the row.
-        links: addresses by key.
+        keys: labels that are shown, with their widths in pixels, or 0 for the remaining width. The labels that all
+            queries have identify the row.
+        links: URLs by key.
         sort: the columns by which the rows are sorted, greatest first.
-        no_value: what is shown where there is no row.
+        no_value: text that is shown without rows.
     """
     order = [*keys, *(f"Value #{letter}" for letter, _ in zip(_LETTERS, columns, strict=False))]
     if len(columns) == 1:

@@ -1,6 +1,7 @@
 """The public API: `start`, `stop`, `watch`, `step`, `phase`, `request_snapshot`.
 
-While no agent runs, every call is allowed and does nothing. A script can keep its calls with ``TELEMETRY_DISABLED=1``.
+While no agent runs, every call is allowed and does nothing. So a script can keep its calls with
+``TELEMETRY_DISABLED=1``.
 """
 
 from __future__ import annotations

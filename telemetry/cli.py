@@ -27,7 +27,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Prints as the commands do, because an argument may hold text that the terminal cannot encode."""
+    """An argparse parser that prints with `core.terminal`, because an argument may contain unprintable text."""
 
     def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
         if file is sys.stdout:
@@ -118,7 +118,7 @@ def _add_run(commands: argparse._SubParsersAction[_Parser]) -> None:
 
 
 def _placeholder(doc: SettingDoc) -> str:
-    """What stands for the value: its unit, else its type."""
+    """The placeholder for a value in --help: its unit, else its type."""
     return (doc.unit or doc.type).upper() if "|" not in doc.type else doc.type.replace(" ", "")
 
 

@@ -72,11 +72,11 @@ def _setting(  # noqa: PLR0917 - a row of the table below: group, default, type,
 
     Args:
         group: a key of `GROUPS`.
-        default: the value if nobody sets it.
+        default: the value if it is not set.
         kind: what is allowed.
-        unit: of the value: ``seconds``, ``bytes``, ``ratio``, ``steps``, ...; None without a unit.
+        unit: unit of the value: ``seconds``, ``bytes``, ``ratio``, ``steps``, ...; None without a unit.
         help_text: one or two sentences for the user, without the default.
-        default_text: what happens by default, where the value does not say it.
+        default_text: the default in words, if the value alone does not explain it.
     """
     row = {"group": group, "kind": kind, "unit": unit, "help": help_text, "default_text": default_text}
     return field(default=default, metadata=row)

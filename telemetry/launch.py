@@ -46,7 +46,7 @@ def find(target: str, *, module: bool) -> Program:
     """
     main = sys.modules.get("__main__")
     if _working_folder() is None and getattr(main, "__spec__", None) is not None and not _safe_path():
-        sys.path.insert(0, "")  # run by -m without a working folder, we have none there that the program's can replace
+        sys.path.insert(0, "")  # -m without a working folder: telemetry has no entry that the program's could replace
     return _find_module(target) if module else _find_script(target)
 
 
@@ -62,7 +62,7 @@ def run(program: Program, arguments: list[str]) -> None:
         __cached__=program.spec.cached if program.spec else None,
     )
     sys.modules["__main__"] = main
-    if "__mp_main__" in sys.modules:  # multiprocessing's second name for it, by which spawned workers send objects
+    if "__mp_main__" in sys.modules:  # multiprocessing's second name for it, under which spawned workers send objects
         sys.modules["__mp_main__"] = main
     sys.argv = [program.argv0, *arguments]
     if program.path0 is not None:
@@ -99,7 +99,7 @@ def _find_module(target: str) -> Program:
     if path0 is not None:
         sys.path[0] = path0
     elif not _safe_path():
-        del sys.path[0]  # it is ours: a module has none where there is no working folder
+        del sys.path[0]  # it is telemetry's own: a module gets no entry if there is no working folder
     try:
         spec = importlib.util.find_spec(target)
         if spec is not None and spec.submodule_search_locations is not None:

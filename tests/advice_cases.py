@@ -1,11 +1,11 @@
-"""Intervals and a shorthand for the tests of advice."""
+"""Windows and a short function for the tests of advice."""
 
 from __future__ import annotations
 
 import dataclasses
 
 from telemetry.diagnose.advice.advise import advise
-from tests.interval_records import with_workers
+from tests.slice_cases import with_workers
 from tests.slices import Slice, gather
 
 
@@ -17,7 +17,7 @@ HELD = with_workers(busy=0.99, cpu=0.24, runnable=0.75, fetches=20, steps=20, wa
 
 
 def uneven(slowest_seconds: float, **settings):
-    """A second of ten steps: 50 ms of compute, fetches of 100 ms in four workers, of which one may be slower."""
+    """One second with ten steps: 50 ms of compute each, fetches of 100 ms in four workers, one of which may be slower."""
 
     def at(fetches):
         fetched = {1: (fetches, 0.06 * fetches), 2: (fetches, slowest_seconds * fetches)}

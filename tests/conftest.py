@@ -1,4 +1,4 @@
-"""What the tests share: an attached tracker whose ledger can be read at any moment, and a running agent."""
+"""Fixtures of all tests: an attached tracker whose ledger can be read at any moment, and a running agent."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from telemetry.core.clock import now_ns
 from telemetry.core.spans import PhaseSpan, Step
 from telemetry.diagnose.ledger import Ledger
 
-# How long an example may take says something of the machine, and nothing of the code.
+# No deadline: the duration of an example depends on the machine, not on the code.
 settings.register_profile("telemetry", deadline=None)
 settings.load_profile("telemetry")
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Tests of one file stay on one worker, for what they share; so do all that start real servers, for their ports."""
+    """Tests of one file run on one worker: they share fixtures. So do all with real servers, because of the ports."""
     from xdist.scheduler import LoadFileScheduling
 
     class Together(LoadFileScheduling):

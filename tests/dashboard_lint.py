@@ -1,7 +1,7 @@
-"""The rules of grafana/dashboard-linter, by its names for them, as far as they concern Prometheus.
+"""The rules of grafana/dashboard-linter that concern Prometheus, under the linter's names.
 
-Each rule yields what violates it, as ``(panel's title or None, text)``. One is stricter than the linter's: it takes a counter
-for one whatever its matchers are. ``.lint`` is read as the linter reads it.
+Each rule yields its violations as ``(panel's title or None, text)``. One is stricter than the linter's: it recognises a
+counter with any matchers. ``.lint`` is read as the linter reads it.
 """
 
 import re
@@ -13,10 +13,10 @@ VALID_UNITS = {
     "none", "string", "short", "percent", "percentunit", "bytes", "decbytes", "Bps", "watt", "celsius", "hertz",
     "ns", "µs", "ms", "s", "m", "h", "d", "dtdurations", "dateTimeAsIso", "dateTimeFromNow", "ops", "reqps", "bool",
 }  # fmt: skip
-"""Of the linter's list, those that a dashboard of ours may want."""
+"""The entries of the linter's list that these dashboards may need."""
 
 QUERIED = {"stat", "singlestat", "graph", "table-old", "timeseries", "gauge", "table", "state-timeline", "bargauge"}
-"""Types of panels that the rules are for; the linter's own list, and all others that are in use here."""
+"""Types of panels that the rules check: the linter's own list, and all other types in these dashboards."""
 
 
 def variables(dashboard, kind=None):
@@ -122,7 +122,7 @@ def targets(dashboard):
 
 
 def target_promql_rule(dashboard):
-    """Whether it is PromQL is for promtool to say, elsewhere; here that nothing is left to fill in."""
+    """Checks that no variable is left. Another test checks the PromQL with promtool."""
     for panel, expr in targets(dashboard):
         try:
             filled = expanded(expr)
@@ -153,7 +153,7 @@ RULES = {
 
 
 class Exclusions:
-    """A ``.lint`` file, and which of its entries were needed."""
+    """A ``.lint`` file. Records which of its entries were needed."""
 
     def __init__(self, path):
         self.rules = yaml.safe_load(path.read_text())["exclusions"]

@@ -1,4 +1,4 @@
-"""What the queries of a dashboard read, and the queries as Grafana would send them."""
+"""The metrics that the queries of a dashboard read, and the queries as Grafana would send them."""
 
 import re
 
@@ -8,10 +8,10 @@ VALUES = {
     "__rate_interval": "5m", "__interval": "1m", "__range": "6h", "__range_s": "21600",
     "run": "(a|b)", "rank": "(0|1)", "node": "n",
 }  # fmt: skip
-"""What Grafana would put in."""
+"""The values that Grafana would substitute."""
 
 RANGE_FUNCTION = re.compile(r"\b(\w+)\(\s*[\w:]+\s*(?:\{[^}]*\})?\s*\[([^\]:]+)\]")
-"""A function of a range vector, and the range."""
+"""Matches a function of a range vector, and the range."""
 
 _WORDS = {
     "and",
@@ -30,16 +30,16 @@ _WORDS = {
 
 
 def expanded(text):
-    """With the variables filled in.
+    """The query with its variables substituted.
 
     Raises:
-        KeyError: there is one that Grafana would not know.
+        KeyError: it has a variable that Grafana does not know.
     """
     return grafana.substituted(text, VALUES)
 
 
 def graphs(dashboard):
-    """Panels that draw something, those of collapsed rows included."""
+    """Panels with graphs, including those of collapsed rows."""
     return (panel for panel in grafana.panels_of(dashboard) if panel["type"] != "row")
 
 
@@ -52,7 +52,7 @@ def queries(dashboard):
 
 
 def names_read(expression):
-    """Every metric that an expression reads: all names that are no function, keyword, label or text."""
+    """Every metric that an expression reads: all names except functions, keywords, labels and text."""
     bare = re.sub(r'"[^"]*"', "", expression)
     bare = re.sub(r"\{[^}]*\}|\[[^\]]*\]", "", bare)
     bare = re.sub(r"\b(?:by|without|on|ignoring|group_left|group_right)\s*\([^)]*\)", "", bare)

@@ -1,7 +1,7 @@
-"""Grafana's own schema of dashboards, as its Foundation SDK has it: what a field is called, and of which type it is.
+"""Checks dashboards against Grafana's own schema in its Foundation SDK: names and types of fields.
 
-The SDK reads and writes, and checks nothing. Here what it has read is held against its own annotations, and what it writes
-again against the file: a field that the schema does not know is lost on the way.
+The SDK reads and writes, but checks nothing. So the values that it has read are compared with its type annotations, and
+its output with the file: a field that the schema does not know is missing in the output.
 """
 
 import enum
@@ -12,14 +12,14 @@ from grafana_foundation_sdk.cog import plugins
 from grafana_foundation_sdk.models import dashboard as models
 
 OF_PROMETHEUS = {"titleFormat", "textFormat", "tagKeys", "step"}
-"""What the Prometheus data source reads of an annotation: the schema leaves it to each data source."""
+"""Fields of an annotation for the Prometheus data source. The schema leaves them to each data source."""
 
 
 def problems(content):
-    """What of a dashboard is not as the schema has it, each with where it is."""
+    """The differences between a dashboard and the schema, each with its place."""
     plugins.register_default_plugins()
     read = models.Dashboard.from_json(content)
-    for panel in read.panels:  # what the SDK leaves as it was
+    for panel in read.panels:  # the SDK leaves these unchanged
         if getattr(panel, "transformations", None):
             panel.transformations = [models.DataTransformerConfig.from_json(step) for step in panel.transformations]
     yield from _types(read, "dashboard")

@@ -1,12 +1,12 @@
-"""A window of the stall detector in a test's own words: slices of time, each with what happened in it."""
+"""Windows of the stall detector for tests: slices of time, each with what happened in it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
-from telemetry.core.interval import Conditions, RankPace, Tick
 from telemetry.core.labels import CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, STARTUP
+from telemetry.core.tick import Conditions, RankPace, Tick
 from telemetry.core.totals import EpochTotals, GarbageTotals, OwnTotals, SamplerTotals, Totals
 from telemetry.core.worker_records import Deliveries, WorkersSample
 from telemetry.diagnose.aggregate import aggregate
@@ -18,13 +18,13 @@ from telemetry.diagnose.stall_detector import Change, Stall, StallDetector
 
 @dataclass(frozen=True)
 class Slice:
-    """What happened between two ticks. Seconds, unless said."""
+    """What happened between two ticks. In seconds, unless the name says otherwise."""
 
     seconds: float
     wait: float
     exposed: float | None
-    edge_wait: float
-    edges: int
+    boundary_wait: float
+    boundaries: int
     compute: float
     evaluation: float
     checkpoint: float
@@ -32,7 +32,7 @@ class Slice:
     steps: int
     batches: int = 0
     left: int = 0
-    around_edges: float = 0.0
+    near_boundaries: float = 0.0
     late_wait: float = 0.0
     checkpoint_steps: int = 0
     checkpoint_steps_compute: float = 0.0
@@ -55,10 +55,10 @@ class Slice:
     timed_sampler: float = 0.0
     timed_sampler_cpu: float = 0.0
     timed_receiving_cpu: float = 0.0
-    edge_sampler: float = 0.0
-    edge_sampler_cpu: float = 0.0
+    boundary_sampler: float = 0.0
+    boundary_sampler_cpu: float = 0.0
     garbage_wait: float = 0.0
-    edge_garbage: float = 0.0
+    boundary_garbage: float = 0.0
     startup: float = 0.0
     own_runnable: float | None = None
     samples: int = 0
@@ -111,10 +111,10 @@ def next_tick(before: Totals, piece: Slice) -> Tick:
         checkpoint_steps_compute_seconds=before.checkpoint_steps_compute_seconds + piece.checkpoint_steps_compute,
         wait_seconds_by_source=waits | {piece.source: waits.get(piece.source, 0.0) + piece.wait},
         epochs=EpochTotals(
-            epochs.boundaries + piece.edges,
+            epochs.boundaries + piece.boundaries,
             epochs.left + piece.left,
-            epochs.boundary_wait_seconds + piece.edge_wait,
-            epochs.near_boundary_wait_seconds + piece.around_edges,
+            epochs.boundary_wait_seconds + piece.boundary_wait,
+            epochs.near_boundary_wait_seconds + piece.near_boundaries,
         ),
         deliveries=before.deliveries
         + Deliveries(
@@ -127,13 +127,13 @@ def next_tick(before: Totals, piece: Slice) -> Tick:
             sampler.seconds + piece.timed_sampler,
             sampler.cpu_seconds + piece.timed_sampler_cpu,
             sampler.receive_cpu_seconds + piece.timed_receiving_cpu,
-            sampler.boundary_seconds + piece.edge_sampler,
-            sampler.boundary_cpu_seconds + piece.edge_sampler_cpu,
+            sampler.boundary_seconds + piece.boundary_sampler,
+            sampler.boundary_cpu_seconds + piece.boundary_sampler_cpu,
         ),
         garbage=GarbageTotals(
             garbage.seconds + piece.garbage,
             garbage.wait_seconds + piece.garbage_wait,
-            garbage.boundary_wait_seconds + piece.edge_garbage,
+            garbage.boundary_wait_seconds + piece.boundary_garbage,
         ),
         own=OwnTotals(
             own.fetch_seconds + piece.timed_fetch,
@@ -168,7 +168,7 @@ def gather(slices, *, rank=0, cause=None, **recurring: float) -> Evidence:
 
 
 class Detector:
-    """A `StallDetector` that is fed slices."""
+    """A `StallDetector` that gets slices."""
 
     def __init__(self, *settings: float) -> None:
         self._detector = StallDetector(*settings)
@@ -185,11 +185,11 @@ class Detector:
     def skip(self, piece: Slice) -> None:
         self._detector.skip(self._tick(piece))
 
-    def open_stuck(self, cause: str, seconds: float, piece: Slice) -> Stall:
-        return self._detector.open_stuck(cause, seconds, self._tick(piece))
+    def open_hang(self, cause: str, seconds: float, piece: Slice) -> Stall:
+        return self._detector.open_hang(cause, seconds, self._tick(piece))
 
-    def close_stuck(self, piece: Slice) -> None:
-        self._detector.close_stuck(self._tick(piece))
+    def close_hang(self, piece: Slice) -> None:
+        self._detector.close_hang(self._tick(piece))
 
     def last(self) -> Change | None:
         return self._detector.last()

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from telemetry.snapshot import protocol as p
 from telemetry.snapshot.capture import Capture
-from tests.test_attach_loaders import Numbers
+from tests.data_sets import Numbers
 
 
 def plan(first: int, last: int) -> p.Plan:

@@ -14,9 +14,9 @@ import telemetry
 from telemetry.attach import accelerator
 from telemetry.report.log_reader import load
 from telemetry.report.summary import summarize
+from tests.data_sets import Numbers
 from tests.fakes.device import Device, Event
-from tests.test_agent import log_lines, wait_for
-from tests.test_attach_loaders import Numbers
+from tests.running_agent import log_lines, wait_for
 
 torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])  # imports what it needs before parts of torch are replaced
 

@@ -7,11 +7,11 @@ import dataclasses
 import pytest
 
 from telemetry.diagnose.advice.advise import advise
-from telemetry.diagnose.hang_detector import stuck_advice
+from telemetry.diagnose.hang_detector import hang_advice
 from telemetry.diagnose.model import step_seconds
 from telemetry.diagnose.stall_detector import MIN_STEPS
 from tests.advice_cases import HELD, first
-from tests.interval_records import CASES, a_slice, pace, with_workers
+from tests.slice_cases import CASES, a_slice, pace, with_workers
 from tests.slices import gather
 
 
@@ -203,8 +203,8 @@ def test_what_an_idle_gpu_could_win_at_most_is_no_prediction():
 
 
 def test_the_first_fetch_of_kept_workers_is_counted():
-    one = a_slice(source="training_thread", wait=0.6, compute=0.4, steps=10, process_cpu=0.4, cores=8.0, edges=0)
-    short = dataclasses.replace(one, edges=5)
+    one = a_slice(source="training_thread", wait=0.6, compute=0.4, steps=10, process_cpu=0.4, cores=8.0, boundaries=0)
+    short = dataclasses.replace(one, boundaries=5)
     assert "persistent_workers" not in first("loader_on_training_thread", one).action
     advice = first("loader_on_training_thread", short)
     assert "persistent_workers=True" in advice.action
@@ -270,7 +270,7 @@ def test_cores_of_a_quota_that_other_ranks_use_are_none_either():
 
 
 def test_who_waits_for_a_rank_that_does_not_come_is_told_to_look_there():
-    (advice,) = stuck_advice("compute", 42.0, "all_reduce", pace(3, steps=0, where="read (data.py:7)"))
+    (advice,) = hang_advice("compute", 42.0, "all_reduce", pace(3, steps=0, where="read (data.py:7)"))
     assert advice.action == "find out what rank 3 does"
     assert advice.because == "this rank has waited 42 s in a step for rank 3, which was last seen in read (data.py:7)"
 

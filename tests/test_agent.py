@@ -9,7 +9,6 @@ import time
 import urllib.request
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 from torch.utils.data import DataLoader
 
 import telemetry
@@ -17,38 +16,8 @@ from telemetry.config import SettingError
 from telemetry.core.worker_records import FETCH_BUCKETS
 from telemetry.report.log_reader import load
 from telemetry.report.summary import summarize
-from tests.test_attach_loaders import Numbers
-
-
-def wait_for(condition, seconds: float = 20.0):
-    """Poll until a condition holds; what it returned."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        found = condition()
-        if found:
-            return found
-        time.sleep(0.02)
-    raise AssertionError("it did not come to be in time")
-
-
-def scrape(agent) -> dict:
-    """By sample name and the labels that are not run and rank."""
-    with urllib.request.urlopen(agent.metrics_url, timeout=10) as answer:
-        text = answer.read().decode()
-    found = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            rest = tuple(v for k, v in sorted(sample.labels.items()) if k not in {"run", "rank"})
-            assert {"run", "rank"} <= set(sample.labels)
-            key = (sample.name, *rest)
-            assert key not in found
-            found[key] = sample.value
-    return found
-
-
-def log_lines(agent) -> list[dict]:
-    (path,) = (agent.run_dir / "logs").iterdir()
-    return [json.loads(line) for line in path.read_text().splitlines()]
+from tests.data_sets import Numbers
+from tests.running_agent import log_lines, scrape, wait_for
 
 
 def test_a_run_from_start_to_end(agent):
@@ -84,7 +53,7 @@ def test_a_run_from_start_to_end(agent):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_each_fetch_is_counted_whoever_makes_it(agent, workers):
+def test_each_fetch_is_counted_with_and_without_workers(agent, workers):
     for _ in DataLoader(Numbers(12, seconds=0.02), batch_size=2, num_workers=workers):
         time.sleep(0.001)
     name = "training_loader_fetch_duration_seconds"
@@ -181,7 +150,7 @@ def test_patch_off_leaves_torch_alone_and_watch_still_works(tmp_path):
 
 
 def test_a_million_steps_a_second_are_counted_if_not_kept(agent):
-    """A ring that overflows drops steps, counts them, and keeps the ledger whole."""
+    """A ring that overflows drops steps and counts them. The ledger stays complete."""
     from telemetry.attach.ring import CAPACITY, STEP
 
     with agent.errors.contained("test"):
@@ -196,7 +165,7 @@ def test_a_million_steps_a_second_are_counted_if_not_kept(agent):
 
 
 def test_a_rank_that_has_ended_is_shown_as_ended_while_others_run(tmp_path):
-    """Two ranks of one run in two processes; the second ends, the first serves on."""
+    """Two ranks of one run in two processes. The second ends, and the first still serves."""
     import os
     import subprocess
     import sys
@@ -238,13 +207,13 @@ def test_a_step_left_with_break_is_a_step(agent):
 
 
 def test_sampling_at_random_times_keeps_the_training_s_random_state(tmp_path, monkeypatch):
-    """In a job of several ranks. A run must give what it gives without us."""
+    """In a job of several ranks."""
     for name, value in {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     agent = telemetry.start(tmp_path / "run", port="off", start_line=False)
-    looked, look = [], agent._thread_sampler.sample
-    monkeypatch.setattr(agent._thread_sampler, "sample", lambda: looked.append(look()))
+    sampled, sample = [], agent._thread_sampler.sample
+    monkeypatch.setattr(agent._thread_sampler, "sample", lambda: sampled.append(sample()))
     before = random.getstate()
-    wait_for(lambda: len(looked) >= 5)
+    wait_for(lambda: len(sampled) >= 5)
     assert random.getstate() == before
     telemetry.stop()

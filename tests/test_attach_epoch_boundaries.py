@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from telemetry.core.labels import DATA_WAIT, EVALUATION
-from tests.test_attach_loaders import Numbers
+from tests.data_sets import Numbers
 
 
 class SlowToBegin:

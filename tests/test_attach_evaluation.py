@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from telemetry.core.labels import COMPUTE, EVALUATION, OTHER, STARTUP
-from tests.test_attach_loaders import Numbers
+from tests.data_sets import Numbers
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

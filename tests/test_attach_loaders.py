@@ -7,35 +7,11 @@ import time
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 import telemetry
 from telemetry.core.labels import COMPUTE, DATA_WAIT, EVALUATION, OTHER
-
-
-class Numbers(Dataset):
-    def __init__(self, length: int = 12, seconds: float = 0.0, fail_at: int | None = None) -> None:
-        self.length, self.seconds, self.fail_at = length, seconds, fail_at
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> int:
-        if index == self.fail_at:
-            raise ValueError(f"no sample {index}")
-        if self.seconds:
-            time.sleep(self.seconds)
-        return index
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        worker = torch.utils.data.get_worker_info()
-        if worker is None:
-            yield from range(12)
-        else:
-            yield from range(worker.id, 12, worker.num_workers)
-
+from tests.data_sets import Numbers, Stream
 
 KINDS = {
     "map, no workers": dict(dataset=Numbers(), batch_size=2),

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 import telemetry
 from telemetry.core.labels import CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, OTHER, STARTUP
-from tests.test_attach_loaders import Numbers
+from tests.data_sets import Numbers
 
 
 def test_torch_save_is_a_checkpoint_and_no_part_of_the_step(observed, monkeypatch):

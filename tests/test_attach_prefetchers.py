@@ -14,7 +14,7 @@ from torchdata.nodes import Batcher, Loader, Mapper, Prefetcher, SamplerWrapper
 
 from telemetry.attach.ring import BEGINS, S_DATA_WAIT
 from telemetry.core.labels import DATA_WAIT, EVALUATION
-from tests.test_attach_loaders import Numbers
+from tests.data_sets import Numbers
 
 THREAD_BUFFER = """
 import queue

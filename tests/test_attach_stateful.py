@@ -10,7 +10,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader import stateful_dataloader as module
 
 from telemetry.core.labels import DATA_WAIT
-from tests.test_attach_loaders import Numbers
+from tests.data_sets import Numbers
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data import dataloader as torch_dataloader
 
 import telemetry
-from tests.test_attach_loaders import Numbers
+from tests.data_sets import Numbers
 from tests.tracebacks import traceback_of
 
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from telemetry.attach.worker_probe import WorkerBlock, WorkerProbe
 from telemetry.core.worker_records import FETCH_BUCKETS
-from tests.test_attach_loaders import Numbers, Stream
+from tests.data_sets import Numbers, Stream
 from tests.tracebacks import traceback_of
 
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from telemetry.collect.batch_matching import Fetches
 from telemetry.core.clock import now_ns
 from telemetry.core.worker_records import FETCH_BUCKETS, Arrival, WorkerCounters
-from tests.test_attach_loaders import Numbers
+from tests.data_sets import Numbers
 
 
 class Uneven(Numbers):

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from telemetry.attach.batch_release import BatchRelease
 from telemetry.attach.ring import STEP, Ring
 from telemetry.core.clock import now_ns
-from tests.test_attach_workers import Numbers
+from tests.data_sets import Numbers
 
 TOOK = 0.02
 

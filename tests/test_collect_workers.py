@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from telemetry.collect.procfs import read_schedule
 from telemetry.collect.worker_source import WorkersSource
 from telemetry.core.clock import now_ns
-from tests.test_agent import wait_for
-from tests.test_attach_loaders import Numbers
+from tests.data_sets import Numbers
+from tests.running_agent import wait_for
 
 
 class Sleeping(Numbers):
@@ -259,7 +259,7 @@ def test_workers_begun_before_the_agent_are_seen_from_outside():
     iterator = iter(DataLoader(Sleeping(40), batch_size=1, num_workers=1))
     agent = telemetry.start(port="off", start_line=False, interval_seconds=0.1)
     next(iterator)
-    sample = wait_for(lambda: (s := agent._sampler.newest("workers")) and s.cpu_ratio is not None and s)
+    sample = wait_for(lambda: (s := agent._collectors.newest("workers")) and s.cpu_ratio is not None and s)
     assert sample.workers == 1
     assert (sample.busy_ratio, sample.blocked_ratio, sample.fetch_duration) == (None, None, None)  # not known: not said
 
@@ -317,7 +317,7 @@ def test_batches_out_of_turn_are_not_matched_later_either(observed, source):
 
 
 def test_evaluation_workers_never_count_as_training_workers(observed, source):
-    """Without persistent_workers they are: between two epochs there are none."""
+    """Without persistent_workers the training's workers end with each epoch, and only the evaluation's are alive then."""
     for _ in DataLoader(Numbers(4), batch_size=1, num_workers=1):
         observed.read()
         training = source.read()

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from dashboard_lint import RULES, Exclusions
 from grafana_queries import expanded, graphs, names_read, queries
-from test_alerts import ALERTS, RECORDS, documented_metrics, must_have
+from shipped_rules import ALERTS, RECORDS, documented_metrics, must_have
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "grafana" / "dashboards"
@@ -58,19 +58,19 @@ def test_file_is_of_grafanas_schema(name):
 def test_schema_knows_a_dashboard_from_what_is_none():
     from grafana_schema import problems
 
-    def told(change):
+    def rank_given(change):
         content = json.loads(json.dumps(DASHBOARDS["fleet"]))
         change(content, content["panels"][1])
         return list(problems(content))
 
-    assert told(lambda dashboard, panel: None) == []
-    assert told(lambda dashboard, panel: panel.update(discription="x"))
-    assert told(lambda dashboard, panel: panel.update(title=3))
-    assert told(lambda dashboard, panel: panel["targets"][0].update(instant="yes"))
-    assert told(lambda dashboard, panel: panel["options"].update(graphMode="aria"))
-    assert told(lambda dashboard, panel: panel["fieldConfig"]["defaults"]["thresholds"].update(mode="absolut"))
-    assert told(lambda dashboard, panel: dashboard["templating"]["list"][1].update(refresh=7))
-    assert told(lambda dashboard, panel: panel["gridPos"].update(w=3.5))
+    assert rank_given(lambda dashboard, panel: None) == []
+    assert rank_given(lambda dashboard, panel: panel.update(discription="x"))
+    assert rank_given(lambda dashboard, panel: panel.update(title=3))
+    assert rank_given(lambda dashboard, panel: panel["targets"][0].update(instant="yes"))
+    assert rank_given(lambda dashboard, panel: panel["options"].update(graphMode="aria"))
+    assert rank_given(lambda dashboard, panel: panel["fieldConfig"]["defaults"]["thresholds"].update(mode="absolut"))
+    assert rank_given(lambda dashboard, panel: dashboard["templating"]["list"][1].update(refresh=7))
+    assert rank_given(lambda dashboard, panel: panel["gridPos"].update(w=3.5))
 
 
 def test_nothing_else_needs_the_sdk():
@@ -220,7 +220,7 @@ def test_every_metric_can_be_seen_somewhere():
 
 
 def test_alerts_have_their_figure_in_a_dashboard():
-    """Whoever is paged finds what the alert reads."""
+    """Each alert's figure is in a dashboard, so that the person who is paged finds it."""
     shown = {found for d in DASHBOARDS.values() for _, query in queries(d) for found in names_read(query)}
     recorded = {rule["record"]: names_read(rule["expr"]) for rule in RECORDS}
     for _ in range(3):

@@ -10,7 +10,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 import telemetry
-from tests.test_attach_loaders import Numbers
+from tests.data_sets import Numbers
 
 CYCLES = 8
 

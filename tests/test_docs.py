@@ -119,9 +119,12 @@ SECOND_WORDS = {
     r"\b(pack|packs|packed|packing)\b": "pickling",
     r"\bedges? of (an |the )?epochs?\b": "epoch boundary",
     r"\bgave up\b": "timed out",
-    r"\blet go of\b": "released",
+    r"\blet\s+go\s+of\b": "released",
+    r"\b(who(ever)|as\s+it\s+were|for\s+so\s+long|it\s+is\s+to\s+be)\b": "plain words",
+    r"\b(is|are)\s+none\b": "plain words: no ..., else None, is missing",
+    r"\bdoes\s+no\s+harm\b": "harmless",
 }
-"""What the documentation has another word for."""
+"""Words that the documentation must not use, with the word to use instead."""
 
 
 @pytest.mark.parametrize("page", [page for page in WRITTEN if page.parent == DOCS or page.parent == ROOT], ids=of_page)

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture(autouse=True)
 def surroundings(monkeypatch, tmp_path):
-    """No settings of whoever runs the tests, an endpoint that surely can be had, and an empty current folder."""
+    """No settings of the person who runs the tests, a free port for the endpoint, and an empty current folder."""
     for name in [name for name in os.environ if name.startswith("TELEMETRY_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("TELEMETRY_PORT", "0")

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from telemetry.attach import gpu_clock
-from tests.test_attach_loaders import Numbers
+from tests.data_sets import Numbers
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,7 +25,7 @@ def train(loader, matrix, rounds: int) -> None:
 
 
 def rounds_for(milliseconds: float, matrix) -> int:
-    """How many rounds of work keep this GPU busy for so long."""
+    """How many rounds of work keep this GPU busy for the given time."""
     train([0], matrix, 20)
     torch.cuda.synchronize()
     began = time.perf_counter()

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 import telemetry
 from telemetry.attach import fast_path as f
-from tests.test_attach_loaders import Numbers
+from tests.data_sets import Numbers
 
 PACKAGE = Path(telemetry.__file__).parent
 
@@ -98,7 +98,7 @@ def test_a_timed_batch_disables_it_for_one_batch(tracker, loop):
 
 
 def test_it_stays_off_until_all_wanted_waits_are_timed(tracker, loop):
-    tracker.next_timer.wanted = 3
+    tracker.sampler_timer.wanted = 3
     tracker.fast_path.disable(f.TIMED_BATCH)
     next(loop), next(loop)
     assert tracker.fast_path.disabled_by == f.TIMED_BATCH
@@ -151,4 +151,4 @@ def test_it_has_one_owner():
             if isinstance(node, ast.Attribute) and node.attr == "fast_path_iterator_id":
                 if isinstance(node.ctx, ast.Store):
                     writers.add(path.name)
-    assert writers == {"fast_path.py", "step_state.py"}, "besides FastPath, its initial value alone"
+    assert writers == {"fast_path.py", "step_state.py"}, "only FastPath, and the initial value"

@@ -12,7 +12,7 @@ import pytest
 from faults.processes import wait_for
 from torch.utils.data import DataLoader, Dataset
 
-from tests.test_attach_loaders import Numbers
+from tests.data_sets import Numbers
 
 
 def test_a_collection_in_a_step_is_counted(observed):

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 from telemetry.attach import gpu_clock, loader_hooks, optimizer_hook, scopes, step_boundaries, step_state, step_tracker
 from telemetry.attach.accelerator import DeviceStream
 from telemetry.attach.gpu_clock import BUDGET_RATIO, GpuClock
-from tests.test_attach_loaders import Numbers
+from tests.data_sets import Numbers
 
 MS = 1_000_000
 
@@ -208,7 +208,7 @@ def test_a_wait_in_a_side_stream_is_not_counted(gpu):
         gpu.work(200)
     assert clock.pairs == 0
     assert clock.skipped >= 20
-    assert clock.in_vain
+    assert clock.on_another_stream
 
 
 def test_a_pair_that_ends_in_another_stream_is_not_counted(gpu):

@@ -9,30 +9,30 @@ from hypothesis import strategies as st
 from telemetry.core.labels import CATEGORIES, CAUSES
 from telemetry.diagnose.hang_detector import (
     MIN_STEPS,
+    HangDetector,
     Moment,
     StepTimes,
-    StuckWatch,
+    hang_advice,
+    hang_after_seconds,
+    hang_cause,
     paused,
-    stuck_advice,
-    stuck_after,
-    stuck_cause,
 )
-from tests.interval_records import STARVED, a_slice
+from tests.slice_cases import STARVED, a_slice
 from tests.slices import Detector
 
 QUICK = StepTimes(p99=0.1, longest=1.0)
 
 
-def moment(*, loop=1.0, progress=1, steps=100, loop_left=False, at_edge=False) -> Moment:
-    return Moment(loop, (progress,), steps, loop_left, at_edge)
+def moment(*, loop=1.0, progress=1, steps=100, loop_left=False, at_epoch_boundary=False) -> Moment:
+    return Moment(loop, (progress,), steps, loop_left, at_epoch_boundary)
 
 
-def ticks(watch: StuckWatch, moments, steps: StepTimes = QUICK) -> list[str | None]:
+def ticks(watch: HangDetector, moments, steps: StepTimes = QUICK) -> list[str | None]:
     return [watch.update(each, lambda: steps) for each in moments]
 
 
 def test_it_opens_once_and_closes_when_the_run_goes_on():
-    watch = StuckWatch(None, 1.0)
+    watch = HangDetector(None, 1.0)
     said = ticks(watch, [moment() for _ in range(40)])
     assert said[:30] == [None] * 30  # the first tick is the one that has seen the progress
     assert said[30:] == ["opened"] + ["held"] * 9
@@ -41,7 +41,7 @@ def test_it_opens_once_and_closes_when_the_run_goes_on():
 
 
 @pytest.mark.parametrize(
-    ("setting", "p99", "longest", "at_edge", "seconds"),
+    ("setting", "p99", "longest", "at_epoch_boundary", "seconds"),
     [
         (None, 0.1, 1.0, False, 30.0),  # at least 30 s
         (None, 10.0, 12.0, False, 200.0),  # many times the p99
@@ -52,8 +52,8 @@ def test_it_opens_once_and_closes_when_the_run_goes_on():
         (None, 0.1, 50.0, True, 100.0),
     ],
 )
-def test_how_long_is_too_long(setting, p99, longest, at_edge, seconds):
-    assert stuck_after(setting, StepTimes(p99, longest), at_edge=at_edge) == seconds
+def test_how_long_is_too_long(setting, p99, longest, at_epoch_boundary, seconds):
+    assert hang_after_seconds(setting, StepTimes(p99, longest), at_epoch_boundary=at_epoch_boundary) == seconds
 
 
 NOT_STUCK = {
@@ -69,24 +69,24 @@ NOT_STUCK = {
 @pytest.mark.parametrize("what", NOT_STUCK)
 def test_what_is_not_stuck(what):
     steps = StepTimes(p99=10.0, longest=10.0) if what == "slow steps" else QUICK
-    assert ticks(StuckWatch(None, 1.0), NOT_STUCK[what], steps) == [None] * len(NOT_STUCK[what])
+    assert ticks(HangDetector(None, 1.0), NOT_STUCK[what], steps) == [None] * len(NOT_STUCK[what])
 
 
 @pytest.mark.parametrize("setting", [None, 5.0, 1000.0])
 def test_a_hang_in_the_first_steps_is_reported_before_nccl_ends_it(setting):
-    said = ticks(StuckWatch(setting, 1.0), [moment(steps=1) for _ in range(1100)])
+    said = ticks(HangDetector(setting, 1.0), [moment(steps=1) for _ in range(1100)])
     assert said.index("opened") == max(540, setting or 0)
 
 
 def test_time_after_the_loop_closes_it_and_does_not_count():
-    watch = StuckWatch(None, 1.0)
+    watch = HangDetector(None, 1.0)
     assert ticks(watch, [moment()] * 32)[-2:] == ["opened", "held"]
     assert ticks(watch, [moment(loop_left=True)] * 100) == ["closed"] + [None] * 99
     assert ticks(watch, [moment()] * 29) == [None] * 29
 
 
 def test_what_is_excused_counts_anew():
-    watch = StuckWatch(None, 1.0)
+    watch = HangDetector(None, 1.0)
     assert ticks(watch, [moment()] * 31)[-1] == "opened"
     watch.excuse()
     assert ticks(watch, [moment()] * 30) == [None] * 29 + ["opened"]
@@ -111,7 +111,7 @@ def test_what_is_excused_counts_anew():
     ],
 )
 def test_the_cause(category, source, fetching, cause):
-    assert stuck_cause(category, source, fetching, 30.0) == cause
+    assert hang_cause(category, source, fetching, 30.0) == cause
 
 
 @pytest.mark.parametrize(
@@ -127,18 +127,18 @@ def test_a_stuck_run_replaces_the_open_stall_and_clears_the_window():
         machine.update(a_slice(source="training_thread", **STARVED))
     assert machine.stall.cause == "loader_on_training_thread"
     piece = a_slice(wait=1.0, compute=0.0, steps=0, source="workers")
-    assert machine.open_stuck("worker_stuck", 30.0, piece).cause == "worker_stuck"
+    assert machine.open_hang("worker_stuck", 30.0, piece).cause == "worker_stuck"
     for _ in range(10):
         assert machine.update(piece).kind == "held"
     assert machine.stall.lost_seconds == {"worker_stuck": 10.0}  # the 30 s before stand in the other
     assert machine.stall.exposed_ratio == 1.0
-    machine.close_stuck(a_slice())
+    machine.close_hang(a_slice())
     assert [machine.update(a_slice()) for _ in range(40)] == [None] * 40
 
 
 def test_a_stuck_run_where_nothing_was_open_has_lost_all_of_it():
     machine = Detector(30, 0.2, 0.1)
-    machine.open_stuck("unknown", 30.0, a_slice(steps=0))
+    machine.open_hang("unknown", 30.0, a_slice(steps=0))
     assert machine.stall.lost_seconds == {"unknown": 30.0}
     assert machine.stall.exposed_ratio == 0.0
 
@@ -148,7 +148,7 @@ def test_a_stuck_run_where_nothing_was_open_has_lost_all_of_it():
 amount = st.floats(0, 1e9) | st.sampled_from([0.0, 1e-9])
 moments = st.builds(
     Moment, loop_seconds=amount, progress=st.tuples(st.integers(0, 3)), steps=st.integers(0, 1000),
-    loop_left=st.booleans(), at_edge=st.booleans(),
+    loop_left=st.booleans(), at_epoch_boundary=st.booleans(),
 )  # fmt: skip
 durations = st.builds(StepTimes, p99=st.none() | amount, longest=st.none() | amount)
 kinds = st.none() | st.floats(1, 604800)
@@ -157,27 +157,27 @@ kinds = st.none() | st.floats(1, 604800)
 @given(kinds, st.floats(0.1, 3600), st.lists(st.tuples(moments, durations), max_size=50))
 @settings(max_examples=300, deadline=None)
 def test_no_input_crashes_it_and_what_it_says_is_in_order(setting, interval, seen):
-    watch = StuckWatch(setting, interval)
+    watch = HangDetector(setting, interval)
     opened = False
     for each, steps in seen:
         said = watch.update(each, lambda steps=steps: steps)
         assert said in ({"held", "closed"} if opened else {"opened", None})
         opened = said in {"opened", "held"}
-        assert watch.stuck == opened
+        assert watch.hanging == opened
         assert watch.seconds >= 0
         assert not opened or (not each.loop_left and (watch.seconds >= (setting or 30.0)))
 
 
 @given(kinds, durations, st.lists(amount, min_size=1, max_size=50), st.integers(0, 1))
-def test_more_seconds_never_close_it(setting, steps, more, edge):
-    watch = StuckWatch(setting, 1.0)
-    ticks(watch, [moment(at_edge=bool(edge))] * 100, steps)
-    was = watch.stuck
-    ticks(watch, [moment(loop=seconds, at_edge=bool(edge)) for seconds in more], steps)
-    assert watch.stuck >= was
+def test_more_seconds_never_close_it(setting, steps, more, boundary):
+    watch = HangDetector(setting, 1.0)
+    ticks(watch, [moment(at_epoch_boundary=bool(boundary))] * 100, steps)
+    was = watch.hanging
+    ticks(watch, [moment(loop=seconds, at_epoch_boundary=bool(boundary)) for seconds in more], steps)
+    assert watch.hanging >= was
 
 
 @given(st.sampled_from(CATEGORIES), st.text() | st.none(), amount, amount)
 def test_the_cause_is_of_the_closed_set(category, source, fetching, seconds):
-    assert stuck_cause(category, source, fetching, seconds) in CAUSES
-    assert stuck_advice(category, seconds, "f (x.py:1)")
+    assert hang_cause(category, source, fetching, seconds) in CAUSES
+    assert hang_advice(category, seconds, "f (x.py:1)")

@@ -12,7 +12,7 @@ import pytest
 from torch.utils.data import DataLoader
 from torch.utils.data import dataloader as torch_loader
 
-from tests.test_attach_loaders import Numbers
+from tests.data_sets import Numbers
 from tests.tracebacks import FRAMES_STAY
 
 SLEEP = 0.004
@@ -65,7 +65,7 @@ def test_the_sampler_is_timed_for_as_many_batches_as_wanted(observed):
     iterator = begin(loader(sampler), sampler)
     next(iterator)
     before = len(sampler.seen)
-    inside = observed.tracker.next_timer
+    inside = observed.tracker.sampler_timer
     assert (inside.batches, inside.sampler_ns) == (0, 0)
     observed.tracker.time_next_batch(3)
     for _ in range(6):
@@ -84,7 +84,7 @@ def test_the_sampler_is_timed_for_as_many_batches_as_wanted(observed):
 def test_the_sampler_is_timed_where_every_later_epoch_begins(observed, persistent):
     sampler = Slow(6)
     batches = loader(sampler, prefetch_factor=3, persistent_workers=persistent)
-    inside = observed.tracker.next_timer
+    inside = observed.tracker.sampler_timer
     list(batches)
     assert inside.boundary_sampler_ns == 0, "the start of the run does not count"
     list(batches)
@@ -102,7 +102,7 @@ def test_what_the_sampler_does_in_its_own_start_is_counted(observed, persistent)
     list(batches)
     list(batches)
     starts = 1 if persistent else 2  # torch calls iter(sampler) twice for a new iterator
-    assert observed.tracker.next_timer.boundary_sampler_ns >= starts * 0.02e9
+    assert observed.tracker.sampler_timer.boundary_sampler_ns >= starts * 0.02e9
     observed.check_sum()
 
 
@@ -127,9 +127,9 @@ def test_another_thread_that_reads_the_loader_is_not_timed(observed):
     thread = threading.Thread(target=lambda: [next(iterator) for _ in range(3)])
     thread.start()
     thread.join()
-    assert observed.tracker.next_timer.batches == 0
+    assert observed.tracker.sampler_timer.batches == 0
     next(iterator)
-    assert observed.tracker.next_timer.batches == 1
+    assert observed.tracker.sampler_timer.batches == 1
 
 
 def test_a_timed_iterator_is_freed_when_it_is_released(observed):
@@ -152,7 +152,7 @@ def test_collections_in_the_sampler_are_no_time_of_the_sampler(observed):
     sampler = Slow(collects=True)
     iterator = begin(loader(sampler), sampler)
     observed.tracker.time_next_batch(20)
-    tracker, inside = observed.tracker, observed.tracker.next_timer
+    tracker, inside = observed.tracker, observed.tracker.sampler_timer
     before, took = tracker.garbage_ns, time.perf_counter_ns()
     for _ in range(5):
         next(iterator)
@@ -166,11 +166,11 @@ def test_collections_where_an_epoch_begins_are_counted(observed):
     sampler = Slow(6, collects=True)
     batches = loader(sampler)
     list(batches)
-    assert observed.tracker.next_timer.boundary_garbage_ns == 0
-    in_first, before = observed.tracker.next_timer.garbage_ns, observed.tracker.garbage_ns
+    assert observed.tracker.sampler_timer.boundary_garbage_ns == 0
+    in_first, before = observed.tracker.sampler_timer.garbage_ns, observed.tracker.garbage_ns
     assert before >= in_first > 0
     list(batches)
-    inside = observed.tracker.next_timer
+    inside = observed.tracker.sampler_timer
     assert inside.boundary_garbage_ns > 0
     assert observed.tracker.garbage_ns - before >= inside.boundary_garbage_ns + inside.garbage_ns - in_first
 
@@ -184,7 +184,7 @@ def test_a_stateful_loader_is_timed_too_and_keeps_its_state(observed):
     iterator = begin(batches, sampler)
     observed.tracker.time_next_batch(2)
     assert [next(iterator).tolist() for _ in range(3)] == [[1], [2], [3]]
-    assert observed.tracker.next_timer.batches == 2
+    assert observed.tracker.sampler_timer.batches == 2
     state = batches.state_dict()
     again = StatefulDataLoader(Numbers(100), batch_sampler=Slow(), num_workers=1, multiprocessing_context="fork")
     again.load_state_dict(state)

@@ -12,14 +12,14 @@ import pytest
 from torch.utils.data import DataLoader
 
 import telemetry
-from telemetry.core.interval import Tick
+from telemetry.core.tick import Tick
 from telemetry.diagnose.advice.advise import advise
 from telemetry.diagnose.causes import costs
 from telemetry.diagnose.evidence_log import evidence_field
 from telemetry.diagnose.recurring_costs import RecurringCostsWatch
-from tests.interval_records import a_slice, with_workers
+from tests.data_sets import Numbers
+from tests.slice_cases import a_slice, with_workers
 from tests.slices import gather, next_tick
-from tests.test_attach_loaders import Numbers
 
 IDLE_WORKERS = dict(busy=0.1, cpu=0.1, fetches=10, workers=2, matched=10, batches=10)
 SLOW_SAMPLER = dict(timed_waits=5, timed_sampler=0.25, timed_sampler_cpu=0.25, timed_receiving_cpu=0.01)
@@ -96,7 +96,7 @@ def test_what_the_gpu_did_not_feel_of_a_collection_is_not_lost():
 
 def test_a_sampler_where_epochs_begin_is_no_start_of_workers():
     piece = with_workers(
-        wait=0.6, compute=0.4, edge_wait=0.6, edges=2, edge_sampler=0.4, edge_sampler_cpu=0.4, edge_garbage=0.1,
+        wait=0.6, compute=0.4, boundary_wait=0.6, boundaries=2, boundary_sampler=0.4, boundary_sampler_cpu=0.4, boundary_garbage=0.1,
         garbage=0.1, **IDLE_WORKERS,
     )  # fmt: skip
     evidence = gather([piece])
@@ -113,7 +113,9 @@ def test_a_sampler_where_epochs_begin_is_no_start_of_workers():
 def test_a_sampler_at_epoch_starts_is_judged_from_one_to_the_next():
     recurring, tick = RecurringCostsWatch(), Tick()
     for _ in range(3):
-        boundary = a_slice(wait=1.0, compute=0.0, edge_wait=1.0, edges=1, edge_sampler=0.8, edge_garbage=0.1)
+        boundary = a_slice(
+            wait=1.0, compute=0.0, boundary_wait=1.0, boundaries=1, boundary_sampler=0.8, boundary_garbage=0.1
+        )
         for piece in (boundary, a_slice(compute=1.0)):
             tick = next_tick(tick.totals, piece)
             recurring.add(tick)

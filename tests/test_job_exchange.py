@@ -10,23 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from telemetry.core.clock import NS
-from telemetry.core.interval import RankPace
+from telemetry.core.tick import RankPace
 from telemetry.job import exchange as exchange_module
 from telemetry.job.candidates import candidates
 from telemetry.job.exchange import JobExchange
 from telemetry.job.node_report import NodeReport, decoded, encoded
-
-
-def pace(rank: int, compute: float = 9.0, **fields) -> RankPace:
-    return RankPace(
-        rank=rank,
-        seconds=10.0,
-        steps=100,
-        compute_seconds=compute,
-        exposed_wait_seconds=0.0,
-        away_seconds=0.0,
-        **fields,
-    )
+from tests.rank_paces import pace
 
 
 class Job:

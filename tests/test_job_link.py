@@ -16,7 +16,7 @@ from telemetry.job import exchange
 from telemetry.job.exchange import JobExchange
 from telemetry.publish.board import Board
 from telemetry.publish.node import NodeService
-from tests.test_job_exchange import pace
+from tests.rank_paces import pace
 
 
 def until(what: str, found: Callable[[], object], seconds: float = 20.0):

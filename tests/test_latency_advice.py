@@ -10,7 +10,7 @@ from telemetry.core.distribution import Histogram
 from telemetry.core.worker_records import FETCH_BUCKETS
 from telemetry.diagnose.advice.advise import advise
 from tests.advice_cases import HELD, first, uneven
-from tests.interval_records import CASES, STARVED, with_workers
+from tests.slice_cases import CASES, STARVED, with_workers
 from tests.slices import gather
 
 
@@ -20,7 +20,9 @@ def test_persistent_workers_are_not_advised_to_who_has_them():
     assert longer.setting is None
     assert longer.action.startswith("make epochs 24 times as long")
     assert longer.predicted_speedup == pytest.approx(1 / (0.45 + 0.55 / 24), rel=0.02)
-    late = dataclasses.replace(piece, wait=0.75, compute=0.25, around_edges=0.15)  # next to the edges: rare too, then
+    late = dataclasses.replace(
+        piece, wait=0.75, compute=0.25, near_boundaries=0.15
+    )  # next to the edges: rare too, then
     (longer,) = advise("worker_startup", gather([late]))
     assert longer.predicted_speedup == pytest.approx(1 / (0.30 + 0.70 / 45), rel=0.02)
     assert "0.1 s for batches next to them" in longer.because
@@ -180,7 +182,7 @@ def slowest(*fetched):
 
 def test_kept_workers_first_finish_the_batches_of_a_left_epoch():
     short = with_workers(
-        busy=0.5, cpu=0.5, fetches=10, workers=2, edge_wait=0.6, edges=4, wait=0.6, compute=0.4, left=4
+        busy=0.5, cpu=0.5, fetches=10, workers=2, boundary_wait=0.6, boundaries=4, wait=0.6, compute=0.4, left=4
     )
     fetch = gather([short]).workers.fetch_seconds
     assert fetch == pytest.approx(0.1)

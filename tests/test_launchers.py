@@ -16,7 +16,7 @@ def mpi(prefix: str, rank: int, size: int, local: int) -> dict[str, str]:
 
 def place(**env: str) -> tuple[int, int, int, str, bool]:
     identity = identify("r", None, env)
-    return identity.rank, identity.world_size, identity.local_rank, identity.launcher, identity.told
+    return identity.rank, identity.world_size, identity.local_rank, identity.launcher, identity.rank_given
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def distributed(monkeypatch):
 
 def test_the_process_group_says_the_rank_and_it_stays(distributed):
     plain, seen = adopt(identify("r", None, {}), None)
-    assert (plain.rank, plain.told) == (0, False)
+    assert (plain.rank, plain.rank_given) == (0, False)
     distributed.init(3, 4)
     known, seen = adopt(plain, seen)
     assert (known.rank, known.world_size, known.rank_source) == (3, 4, "torch.distributed")
@@ -96,8 +96,8 @@ def test_the_process_group_says_the_rank_and_it_stays(distributed):
 
 def test_a_group_of_some_ranks_does_not_take_the_launchers_rank(distributed):
     distributed.init(0, 2)
-    told = identify("r", None, {"RANK": "5", "WORLD_SIZE": "8"})
-    assert adopt(told, None)[0] == told
+    rank_given = identify("r", None, {"RANK": "5", "WORLD_SIZE": "8"})
+    assert adopt(rank_given, None)[0] == rank_given
 
 
 def test_a_process_group_that_goes_meanwhile_is_no_error(distributed):

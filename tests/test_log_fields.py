@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from telemetry.publish.log_fields import mean_of
-from tests.interval_records import IDLE
+from tests.slice_cases import IDLE
 
 
 def test_numbers_are_averaged_and_names_are_not():

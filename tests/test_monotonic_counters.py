@@ -13,8 +13,8 @@ from telemetry.collect.host import HostSource
 from telemetry.collect.pressure import PressureSource
 from telemetry.collect.worker_source import WorkersSource
 from telemetry.core.worker_records import FETCH_BUCKETS, WorkerCounters
-from tests.test_agent import log_lines, scrape, wait_for
-from tests.test_attach_loaders import Numbers
+from tests.data_sets import Numbers
+from tests.running_agent import log_lines, scrape, wait_for
 
 FETCHES = ("training_loader_fetch_duration_seconds_count",)
 OVERHEAD = ("telemetry_overhead_seconds_total", "agent")
@@ -39,7 +39,7 @@ def test_the_ring_is_emptied_long_before_the_next_sample(tmp_path):
 
 
 def test_the_ring_is_emptied_between_slow_collectors(agent, monkeypatch):
-    """A collector that takes long delays the next one's reading, and not the books until all of them are read."""
+    """A slow collector delays the next collector, but the accounting does not wait until all of them are read."""
     ring, pushed, seen = agent.tracker.ring, [], []
     read_host, read_pressure = HostSource.read, PressureSource.read
 

@@ -1,4 +1,4 @@
-"""A stall of a real loop: in the log, at the endpoint, and told to whoever wants to hear of it."""
+"""A stall of a real loop: in the log, at the endpoint, and in a call of the user's callback."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader
 
 import telemetry
 from telemetry.config import Config, SettingError
-from tests.test_agent import log_lines, scrape, wait_for
-from tests.test_attach_loaders import Numbers
+from tests.data_sets import Numbers
+from tests.running_agent import log_lines, scrape, wait_for
 
 HEARD: list[dict] = []
 

@@ -35,7 +35,7 @@ sys.meta_path.insert(0, Watch())
 import telemetry
 
 agent = telemetry.start(sys.argv[1], port=0, interval_seconds=0.1, log_interval_seconds=0.2, start_line=False)
-agent._sampler._nvml._thread.join()  # there is no GPU, or it is a fake one that ends
+agent._collectors._nvml._thread.join()  # there is no GPU, or it is a fake one that ends
 for _ in range(3):
     urllib.request.urlopen(agent.metrics_url, timeout=10).read()
     before = agent.accounting.ledger.at_ns

@@ -13,8 +13,8 @@ from telemetry.attach.attachment import Attachment
 from telemetry.attach.ring import Ring
 from telemetry.attach.step_tracker import StepTracker
 from telemetry.attach.watched_iterable import wrap
+from tests.data_sets import Numbers
 from tests.snapshot_recording import Taken
-from tests.test_attach_loaders import Numbers
 
 
 def ranges(taken: Taken, outcome) -> list[str]:

@@ -12,8 +12,8 @@ from torch.autograd import profiler as autograd_profiler
 from torch.utils.data import DataLoader
 
 from telemetry.core.labels import OTHER, RECORDED, SKIPPED
+from tests.data_sets import Numbers
 from tests.snapshot_recording import mark, marks, train
-from tests.test_attach_loaders import Numbers
 
 
 def test_exactly_the_agreed_steps_are_recorded(taken):

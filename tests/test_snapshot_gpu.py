@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from telemetry.core.labels import RECORDED, REFUSED
-from tests.test_attach_loaders import Numbers
+from tests.data_sets import Numbers
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,8 +11,8 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from torch.utils.data import DataLoader
 
 from telemetry.core.labels import FAILED, RECORDED, REFUSED
+from tests.data_sets import Numbers
 from tests.snapshot_recording import mark, marks, train
-from tests.test_attach_loaders import Numbers
 
 CPU = [ProfilerActivity.CPU]
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+from functools import partial
 
 import pytest
 
+from telemetry.core import filesystem
 from telemetry.snapshot import protocol as p
-from telemetry.snapshot.rendezvous import Position, Rendezvous, first_step, new_id
+from telemetry.snapshot import rendezvous
+from telemetry.snapshot.rendezvous import Position, Rendezvous, first_step
+from telemetry.snapshot.request_files import new_id
 
 
 class Ranks:
@@ -37,7 +41,7 @@ class Ranks:
         """One tick of some ranks, by default of all. Returns the plans that they read."""
         heard = {}
         for rank in ranks or range(len(self.each)):
-            plan = self.each[rank].poll(Position((at or {}).get(rank, 100), 0.1))
+            plan = self.each[rank].poll(partial(Position, (at or {}).get(rank, 100), 0.1))
             if plan is not None:
                 heard[rank] = plan
         self.now += 1
@@ -112,8 +116,8 @@ def test_the_first_plan_written_holds(tmp_path):
 
 def test_requests_of_several_ranks_at_once_become_one(tmp_path):
     ranks = Ranks(tmp_path, 3)
-    for rendezvous in ranks.each:
-        rendezvous.ask(ranks.request(p.API))
+    for rank in ranks.each:
+        rank.ask(ranks.request(p.API))
     heard: list[p.Plan] = []
     for _ in range(8):
         heard += ranks.poll().values()
@@ -143,7 +147,7 @@ def test_one_rank_alone(tmp_path):
 def test_a_rank_that_is_busy_does_not_answer_but_hears(tmp_path):
     ranks = Ranks(tmp_path, 2)
     ranks.each[0].ask(ranks.request())
-    heard = [ranks.poll(0) and ranks.each[1].poll(None) for _ in range(5)]
+    heard = [ranks.poll(0) and ranks.each[1].poll(lambda: None) for _ in range(5)]
     assert [plan.ranks for plan in heard if plan] == [(0,)]
 
 
@@ -164,9 +168,9 @@ def test_what_is_left_of_a_run_before_is_not_followed_up(tmp_path):
     ranks.each[0].ask(ranks.request())
     ranks.now += 30
     again = ranks.rank(0, 1)
-    assert again.poll(Position(0, 0.1)) is None
+    assert again.poll(partial(Position, 0, 0.1)) is None
     ranks.now += 1000
-    assert again.poll(Position(0, 0.1)) is None
+    assert again.poll(partial(Position, 0, 0.1)) is None
     assert ranks.names() == []
 
 
@@ -233,3 +237,81 @@ def test_names_that_are_no_ids_are_no_requests(tmp_path):
 def test_the_steps_of_a_fast_loop_are_far_enough_ahead():
     answers = [p.Answer(rank, 1000, 0.001, 100.0, 1.0) for rank in range(2)]
     assert first_step(answers, 100.5) >= 1000 + 500 + 3000
+
+
+def test_a_folder_that_stays_empty_is_not_listed(tmp_path, monkeypatch):
+    ranks, listed = Ranks(tmp_path, 1), []
+    real = rendezvous.scan
+    monkeypatch.setattr(rendezvous, "scan", lambda folder: listed.append(folder) or real(folder))
+    for _ in range(20):
+        ranks.poll()
+    assert 0 < len(listed) <= 6
+    ranks.each[0].ask(ranks.request(steps=3))
+    assert ranks.poll().keys() == {0}, "a request is read at the next tick"
+
+
+def test_a_file_with_the_stamp_of_the_empty_folder_is_found(tmp_path):
+    """A file system may keep times to two seconds."""
+    ranks = Ranks(tmp_path, 1)
+    for _ in range(3):
+        ranks.poll()
+    meeting = ranks.folder / ".meeting"
+    empty = meeting.stat().st_mtime_ns
+    ranks.each[0].ask(ranks.request(steps=3))
+    os.utime(meeting, ns=(empty, empty))
+    assert ranks.poll().keys() == {0}
+
+
+def test_ranks_of_two_nodes_agree_though_each_sees_files_late(tmp_path):
+    """Each node sees what the other one has written up to 30 s later, as with the cached folders of NFS."""
+    nodes = [Ranks(tmp_path / name, 0) for name in ("a", "b")]
+    ranks = []
+    for rank, node in enumerate((nodes[0], nodes[0], nodes[1], nodes[1])):
+        ranks.append(
+            Rendezvous(
+                node.folder, rank=rank, world_size=4, tick_seconds=1.0, refuses=lambda _: None,
+                clock=lambda: nodes[0].now, far=lambda: True,
+            )
+        )  # fmt: skip
+    heard: dict[int, p.Plan] = {}
+    at: dict[int, float] = {}
+    began = nodes[0].now = nodes[0].now + 10
+    for second in range(200):
+        if second == 5:
+            ranks[3].ask(nodes[0].request())
+        for rank, each in enumerate(ranks):
+            plan = each.poll(lambda: Position(int((nodes[0].now - began) / 0.1), 0.1))
+            if plan is not None:
+                heard[rank], at[rank] = plan, nodes[0].now
+        if second % 30 == 0:
+            exchange(*(node.folder / ".meeting" for node in nodes))
+        nodes[0].now = began + second + 1
+    assert heard.keys() == {0, 1, 2, 3}
+    assert len(set(heard.values())) == 1
+    assert heard[0].ranks == (0, 1, 2, 3)
+    assert all((at[rank] - began) / 0.1 < heard[rank].first_step - 2 for rank in heard), "each hears in time"
+    assert heard[0].first_step < (at[0] - began + 100) / 0.1, "and nobody waits for long"
+
+
+def exchange(one, other):
+    """Each of two folders gets the files that only the other one has."""
+    names = [{file.name for file in folder.iterdir()} for folder in (one, other)]
+    for name in names[0] - names[1]:
+        (other / name).write_bytes((one / name).read_bytes())
+    for name in names[1] - names[0]:
+        (one / name).write_bytes((other / name).read_bytes())
+
+
+@pytest.mark.parametrize(
+    ("kind", "caches"), [("nfs4", True), ("cifs", True), ("fuse.sshfs", True), ("ext4", False), ("lustre", False)]
+)
+def test_file_systems_that_show_a_folder_late(kind, caches, tmp_path, monkeypatch):
+    status = tmp_path.stat()
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(
+        f"21 1 0:1 / / rw - overlay overlay rw\n36 21 {os.major(status.st_dev)}:{os.minor(status.st_dev)} / /data rw"
+        f" shared:1 - {kind} server:/export rw,vers=4.2\n"
+    )
+    monkeypatch.setattr(filesystem, "MOUNTS", mounts)
+    assert filesystem.caches_folders(tmp_path) is caches
+    assert filesystem.caches_folders(tmp_path / "missing") is False

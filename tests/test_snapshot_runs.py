@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader
 
 import telemetry
 from telemetry.core.labels import RECORDED
+from tests.data_sets import Numbers
 from tests.snapshot_recording import mark, marks
-from tests.test_attach_loaders import Numbers
 
 
 def test_a_worker_forked_during_a_recording_collects_nothing(taken, capfd):

@@ -8,7 +8,7 @@ import pytest
 
 from telemetry.core.labels import CAUSES
 from telemetry.diagnose.causes import costs
-from tests.interval_records import CASES, STARVED, a_slice, pace, with_workers
+from tests.slice_cases import CASES, STARVED, a_slice, pace, with_workers
 from tests.slices import Detector, gather
 
 
@@ -71,7 +71,7 @@ QUIET = {
     "evaluation": a_slice(wait=0.0, compute=0.05, evaluation=0.95, steps=0),
     "no steps": a_slice(**STARVED, steps=0),
     "exposure not known": a_slice(**STARVED, exposed=None),
-    "one start of workers": a_slice(wait=0.05, compute=0.95, edge_wait=0.05, edges=0),
+    "one start of workers": a_slice(wait=0.05, compute=0.95, boundary_wait=0.05, boundaries=0),
     "start-up": a_slice(wait=0.0, compute=0.0, seconds=1.0, steps=0),
 }
 
@@ -84,16 +84,25 @@ def test_what_is_no_stall(what):
 
 def test_the_first_batch_and_the_end_of_an_epoch_are_no_stall():
     machine = Detector(30, 0.2, 0.1)
-    first = a_slice(wait=12.0, compute=0.2, steps=1, edge_wait=12.0, edges=1)
+    first = a_slice(wait=12.0, compute=0.2, steps=1, boundary_wait=12.0, boundaries=1)
     changes = [machine.update(piece) for piece in (first, *[a_slice() for _ in range(60)])]
     assert [c for c in changes if c is not None] == []
-    end = a_slice(wait=4.0, compute=0.0, steps=0, edge_wait=4.0, edges=1)
+    end = a_slice(wait=4.0, compute=0.0, steps=0, boundary_wait=4.0, boundaries=1)
     changes = [machine.update(piece) for piece in (end, *[a_slice() for _ in range(60)])]
     assert [c for c in changes if c is not None] == []
 
 
 SHARED = with_workers(
-    busy=0.4, cpu=0.4, ready=3, late=0.5, moved=0.5, late_wait=0.1, edge_wait=0.1, edges=2, wait=0.3, compute=0.7
+    busy=0.4,
+    cpu=0.4,
+    ready=3,
+    late=0.5,
+    moved=0.5,
+    late_wait=0.1,
+    boundary_wait=0.1,
+    boundaries=2,
+    wait=0.3,
+    compute=0.7,
 )
 """A starving run: a tenth of it each for workers to start, for late batches, and for those that are moved."""
 
@@ -105,7 +114,7 @@ def test_waits_of_several_causes_are_one_stall():
     machine = Detector(10, 0.2, 0.1)
     changes = [machine.update(SHARED) for _ in range(12)]
     assert [c.kind for c in changes if c is not None][0] == "opened"
-    fewer = dataclasses.replace(SHARED, wait=0.15, exposed=0.15, edge_wait=0.05, compute=0.85)
+    fewer = dataclasses.replace(SHARED, wait=0.15, exposed=0.15, boundary_wait=0.05, compute=0.85)
     assert all(machine.update(fewer).kind == "held" for _ in range(30))  # none of the three costs a tenth any more
     changes = [machine.update(a_slice()) for _ in range(12)]
     assert "closed" in [c.kind for c in changes if c is not None]

@@ -1,4 +1,4 @@
-"""From the books to slices: what of a wait counts, whichever clock has told it."""
+"""From the accounting to stalls: which part of a wait counts, with the clock of the host or of the GPU."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from telemetry.attach.step_tracker import StepTracker
 from telemetry.collect.thread_sampler import ThreadSampler
 from telemetry.config import Config
 from telemetry.core.errors import ErrorLog
-from telemetry.core.interval import RankPace
 from telemetry.core.labels import CHECKPOINT, COMPUTE, DATA_WAIT, OTHER
+from telemetry.core.tick import RankPace
 from telemetry.core.worker_records import Deliveries
 from telemetry.diagnose.ledger import Ledger
 from telemetry.diagnose.step_stats import StepStats
-from tests.interval_records import IDLE
-from tests.test_agent import wait_for
+from tests.running_agent import wait_for
+from tests.slice_cases import IDLE
 
 SECOND = 1_000_000_000
 FETCHING = dict(workers=1, training_workers=1, busy_ratio=1.0, blocked_ratio=1.0)
 
 
-class Books(SimpleNamespace):
+class FakeAccounting(SimpleNamespace):
     """As much of `Accounting` as is read."""
 
     dropped_steps = unseen_steps = optimizer_steps = updated_ns = 0
@@ -54,7 +54,7 @@ class Run:
         self.samples: dict[str, object] = {}
         self.exposed: float | None = None  # as the host sees it
         self.peers: tuple[RankPace, ...] = ()
-        self.books = Books(
+        self.accounting = FakeAccounting(
             ledger=Ledger(0),
             stats=StepStats(config.step_buckets),
             exposed=SimpleNamespace(seconds=0.0),
@@ -64,7 +64,7 @@ class Run:
         thread = TrainingThread(tracker)
         self.thread_sampler = ThreadSampler(thread.ident, thread.is_computing, thread.is_running)
         self.builder = TotalsBuilder(
-            self.books, tracker, sampler, self.thread_sampler, Overhead(tracker, sampler), peers=lambda: self.peers
+            self.accounting, tracker, sampler, self.thread_sampler, Overhead(tracker, sampler), peers=lambda: self.peers
         )
         self.stall_monitor = StallMonitor(
             config,
@@ -78,20 +78,20 @@ class Run:
     def request(self, start: float, end: float, *, opens: bool = True, batch: bool = True) -> None:
         after = COMPUTE if batch else OTHER
         span = (int(start * SECOND), int(end * SECOND), DATA_WAIT, after, opens, opens, batch, False)
-        self.books.ledger.fold([span])
-        self.books.stats.add(self.books.ledger.take_steps())
+        self.accounting.ledger.fold([span])
+        self.accounting.stats.add(self.accounting.ledger.take_steps())
 
     def checkpoint(self, start: float, end: float) -> None:
         for stamp, category in ((start, CHECKPOINT), (end, COMPUTE)):
-            self.books.ledger.fold([(int(stamp * SECOND),) * 2 + (category, category, *[False] * 4)])
+            self.accounting.ledger.fold([(int(stamp * SECOND),) * 2 + (category, category, *[False] * 4)])
 
     def tick(self, now: float, *, waiting_since: float = 0.0, **seen: float) -> None:
         """``seen``: of the workers."""
-        self.books.ledger.advance(int(now * SECOND), int(waiting_since * SECOND))
-        waited = self.books.ledger.ns[DATA_WAIT] / SECOND
-        self.books.exposed.seconds = waited if self.exposed is None else self.exposed
+        self.accounting.ledger.advance(int(now * SECOND), int(waiting_since * SECOND))
+        waited = self.accounting.ledger.ns[DATA_WAIT] / SECOND
+        self.accounting.exposed.seconds = waited if self.exposed is None else self.exposed
         self.samples["workers"] = dataclasses.replace(IDLE, **FETCHING | seen)
-        self.stall_monitor.tick(self.builder.tick(), self.books)
+        self.stall_monitor.tick(self.builder.tick(), self.accounting)
 
     def wait_for_the_first_batch(self) -> None:
         self.request(0.1, 0.2, opens=False, batch=False)  # the workers are started
@@ -219,7 +219,7 @@ def test_a_rank_tells_its_peers_that_it_writes_a_checkpoint(run):
     run.request(1.0, 1.1)
     run.tick(2.0)
     assert run.stall_monitor.pace().phase is None
-    run.books.ledger.fold([(3 * SECOND,) * 2 + (CHECKPOINT, CHECKPOINT, *[False] * 4)])
+    run.accounting.ledger.fold([(3 * SECOND,) * 2 + (CHECKPOINT, CHECKPOINT, *[False] * 4)])
     run.tick(4.0)
     assert run.stall_monitor.pace().phase == CHECKPOINT
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from telemetry.core.labels import CAUSES
 from telemetry.diagnose.advice.advise import WORTH_IT, advise
-from telemetry.diagnose.causes import costs, steady_cause
+from telemetry.diagnose.causes import costs, mid_epoch_cause
 from telemetry.diagnose.straggler import held_up_by
-from tests.interval_records import CASES, STARVED, a_slice, pace, slices, with_workers
+from tests.slice_cases import CASES, STARVED, a_slice, pace, slices, with_workers
 from tests.slices import Detector, gather
 
 
@@ -44,10 +44,10 @@ def test_more_of_a_cause_s_evidence_never_turns_the_verdict_away_from_it(busy, c
         "runnable_ratio": "workers_throttled",
     }[which]
     piece = with_workers(busy=busy, cpu=cpu, runnable=runnable, blocked=blocked, **STARVED)
-    if steady_cause(gather([piece])) != cause:
+    if mid_epoch_cause(gather([piece])) != cause:
         return
     grown = dataclasses.replace(piece.workers, **{which: getattr(piece.workers, which) + more})
-    assert steady_cause(gather([dataclasses.replace(piece, workers=grown)])) == cause
+    assert mid_epoch_cause(gather([dataclasses.replace(piece, workers=grown)])) == cause
 
 
 GROWS = {

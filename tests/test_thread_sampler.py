@@ -9,7 +9,7 @@ import torch
 
 from telemetry.collect.procfs import is_running
 from telemetry.collect.thread_sampler import ThreadSampler
-from tests.test_agent import wait_for
+from tests.running_agent import wait_for
 
 
 class Backward:
@@ -36,25 +36,25 @@ def backward():
     made.thread.join()
 
 
-def looks_of(backward, running) -> ThreadSampler:
+def sampler_of(backward, running) -> ThreadSampler:
     return ThreadSampler(lambda: backward.thread.ident, lambda: True, running)
 
 
-def seen(looks: ThreadSampler, what) -> bool:
-    looks.sample()
-    return what(looks.take())
+def seen(sampler: ThreadSampler, what) -> bool:
+    sampler.sample()
+    return what(sampler.take())
 
 
 def test_a_backward_pass_that_computes_waits_for_no_other_rank(backward):
-    looks = looks_of(backward, lambda: is_running(backward.thread.native_id))
+    sampler = sampler_of(backward, lambda: is_running(backward.thread.native_id))
     line = Backward.run.__code__.co_firstlineno + 5
     place = f"run (test_thread_sampler.py:{line})"
-    assert wait_for(lambda: seen(looks, lambda now: (now.in_sync, now.where) == (0, place)))
+    assert wait_for(lambda: seen(sampler, lambda now: (now.in_sync, now.where) == (0, place)))
 
 
 def test_a_backward_pass_that_is_on_no_core_waits_for_the_others(backward):
-    looks = looks_of(backward, lambda: False)
-    assert wait_for(lambda: seen(looks, lambda now: now.in_sync == 1))
+    sampler = sampler_of(backward, lambda: False)
+    assert wait_for(lambda: seen(sampler, lambda now: now.in_sync == 1))
 
 
 def test_a_thread_that_waits_is_not_running():

@@ -38,7 +38,7 @@ def test_a_command_is_measured_with_memory_of_its_own():
         benchmark.measure([sys.executable, "-c", "raise SystemExit('no such thing')"])
 
 
-def test_without_the_rival_its_rows_say_so(tmp_path):
+def test_without_hta_its_rows_say_so(tmp_path):
     benchmark.write_trace(benchmark.EVENTS, tmp_path / "t.json", 1000)
     rows = benchmark.compare(tmp_path / "t.json", 1, None, "it is not here")
     ours = [row for row in rows if row.name.startswith("telemetry")]

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader
 import telemetry
 from telemetry.report.log_reader import load
 from telemetry.report.summary import summarize
+from tests.data_sets import Numbers
 from tests.report_logs import START, line, totals, write
-from tests.test_attach_loaders import Numbers
 
 
 def read_on_a_thread(batches):

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 import telemetry
 from telemetry.attach.watched_iterable import Watched
 from telemetry.core.labels import DATA_WAIT
-from tests.test_attach_loaders import Numbers
+from tests.data_sets import Numbers
 
 
 def test_watch_times_any_iterable(agent):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from telemetry.diagnose.advice.advise import advise
 from telemetry.diagnose.causes import costs, crowded_out
 from telemetry.diagnose.evidence import GpuEvidence
-from tests.interval_records import CASES, STARVED, a_slice, slices, with_workers
+from tests.slice_cases import CASES, STARVED, a_slice, slices, with_workers
 from tests.slices import Detector, gather
 
 
@@ -19,7 +19,7 @@ from tests.slices import Detector, gather
 def test_epochs_that_are_longer_than_the_window_add_up(starting, found):
     """A minute each, and a quarter of it for spawned workers to import everything again; or a twelfth."""
     epoch = [
-        with_workers(busy=0.2, cpu=0.2, wait=1.0, compute=0.0, steps=0, edge_wait=1.0, edges=int(not second))
+        with_workers(busy=0.2, cpu=0.2, wait=1.0, compute=0.0, steps=0, boundary_wait=1.0, boundaries=int(not second))
         for second in range(starting)
     ] + [with_workers(busy=0.2, cpu=0.2, wait=0.0, compute=1.0) for _ in range(60 - starting)]
     machine = Detector(30, 0.2, 0.1)

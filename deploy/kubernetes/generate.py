@@ -1,6 +1,6 @@
-"""Writes what is made from other files of the repository: ``python deploy/kubernetes/generate.py``.
+"""Writes the files that are made from other files of the repository: ``python deploy/kubernetes/generate.py``.
 
-``prometheusrule.yaml`` has the rule files, comments and all; ``dashboards.yaml`` the dashboards, a ConfigMap each.
+``prometheusrule.yaml`` has the rule files with their comments. ``dashboards.yaml`` has one ConfigMap per dashboard.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ data:
 
 
 def prometheus_rule() -> str:
-    """The manifest. What follows ``groups:`` in each rule file is a list already indented by two."""
+    """The manifest. In each rule file, a list that is already indented by two follows ``groups:``."""
     parts = [RULES_HEAD]
     for name in RULES:
         groups = (HERE.parent / "prometheus" / name).read_text().split("\ngroups:\n", 1)[1]
@@ -52,7 +52,7 @@ def prometheus_rule() -> str:
 
 
 def dashboards() -> str:
-    """The manifests. Without white space: ``kubectl apply`` keeps a copy in an annotation of at most 256 KiB."""
+    """The manifests, without white space: ``kubectl apply`` keeps a copy in an annotation of at most 256 KiB."""
     parts = [DASHBOARDS_HEAD]
     for path in sorted(DASHBOARDS.glob("*.json")):
         content = json.dumps(json.loads(path.read_text()), separators=(",", ":"), ensure_ascii=False)

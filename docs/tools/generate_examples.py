@@ -32,7 +32,7 @@ _RECORDED: Final = {
     "checkpoint": "checkpoint-phase",
     "gc_pause": "gc-callback",
 }
-"""Of each cause that has an example, the file of its evidence."""
+"""The file of evidence for each cause with an example."""
 
 _WIDTH: Final = 116
 

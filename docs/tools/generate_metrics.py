@@ -23,7 +23,7 @@ METRICS_HEAD = "| Name | Type | Unit | Labels | Meaning | Absent |\n|---|---|---
 LABELS_HEAD = """\
 ## Label values
 
-All are closed sets, but for `source`: its values are the names of the agent's parts, at most a few dozen.
+All are closed sets except `source`: its values are the names of the agent's parts, at most a few dozen.
 
 | Label | Of | Values |
 |---|---|---|

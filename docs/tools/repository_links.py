@@ -46,7 +46,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Rewrite the links of one page, and tell the search what it is worth."""
+    """Rewrite the links of one page, and set how the search ranks it."""
     uri = page.file.src_uri
     searched = _SEARCHED.get(uri, {"exclude": uri.startswith(_ADDED)})
     page.meta.setdefault("search", searched)

@@ -1,1 +1,1 @@
-"""The agent thread: what it does once a tick, and with what."""
+"""The agent thread: its parts, and what it does at each tick."""

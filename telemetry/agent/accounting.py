@@ -1,4 +1,4 @@
-"""The books of one rank: from the spans in the ring to the ledger, the steps and the exposed wait."""
+"""Accounting of one rank: from the spans in the ring to the ledger, the steps and the exposed wait."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ if TYPE_CHECKING:
     from telemetry.diagnose.ledger import Span
 
 _CHUNK: Final = 32
-"""Spans folded in one go: 0.2 ms at most, after which the training thread gets its turn. Of steps of 40 us thousands
-lie in the ring at a tick."""
+"""Spans that are folded at a time. That takes at most 0.2 ms, and then the training thread gets its turn. With steps of
+40 µs there are thousands of spans in the ring at a tick."""
 
 _LONG_AGO_NS: Final = NS // 2
 _UNSEEN_STEPS: Final = 16
-"""Steps of optimizers since the last batch, from which on the batches are taken to come another way: many algorithms
-step more than once for a batch, but for those no other thread requests batches meanwhile."""
+"""After this many optimizer steps without a batch, the batches are assumed to come in another way. Many algorithms step
+more than once for a batch, but then no other thread requests batches meanwhile."""
 
 
 class Accounting:
-    """Kept by the agent thread alone.
+    """Used only by the agent thread.
 
     Attributes:
         ledger: seconds by category. ``stats``: step durations. ``exposed``: exposed wait.
-        on_steps: told of the steps that have closed.
-        updated_ns: up to when everything is counted.
-        exposed_source: where the exposed wait is from: ``host``, ``cuda_events`` (or that of another device), or None
-            when nothing can tell; ``exposed_absent`` says why then.
+        on_steps: functions that get the steps that have closed.
+        updated_ns: everything before this stamp is counted.
+        exposed_source: source of the exposed wait: ``host``, ``cuda_events`` (or events of another device), or None if
+            it cannot be measured. Then ``exposed_absent`` gives the reason.
     """
 
     def __init__(
@@ -65,14 +65,14 @@ class Accounting:
         self.updated_ns = start_ns
         self._numbering = BatchNumbering()
         self._batches_seen = 0
-        self._at_batch = (0, 0)  # steps of optimizers, and requests elsewhere, when the newest batch had come
+        self._at_batch = (0, 0)  # optimizer steps, and requests on other threads, when the newest batch came
 
     def update(self) -> None:
-        """Bring everything up to now."""
+        """Count everything up to now."""
         tracker, ring = self._tracker, self._tracker.ring
         with self._errors.contained("ledger"):
-            # In this order, and before the ring is emptied. A request seen in progress here was so at ``now``, or its
-            # span is to be found; and what is in the ring up to ``head`` tells whether ``lost`` comes after it.
+            # In this order, and before the ring is emptied. If a request is in progress here, it was in progress at
+            # ``now``, or its span is in the ring. The entries before ``head`` show whether ``lost`` comes after them.
             now, waiting_since, lost, head = now_ns(), tracker.waiting_since, ring.lost, ring.head
             self.updated_ns = now
             while taken := ring.drain(_CHUNK, head):
@@ -93,50 +93,50 @@ class Accounting:
             self._errors.note("hook", tracker.last_error or "unknown", count=new)
 
     def keep_up(self) -> None:
-        """`update`, if the last one is long ago: something took its time, and meanwhile the ring fills."""
+        """Call `update` if the last call was long ago: something took long, and the ring fills meanwhile."""
         if now_ns() - self.updated_ns > _LONG_AGO_NS:
             self.update()
 
     def close(self) -> None:
         """The run has ended."""
-        # A step left with ``break`` was a step; when it ended nobody knows, so it is in no distribution.
+        # A step that was left with ``break`` counts as a step. It is not known when it ended, so it has no duration.
         self.stats.steps += self.ledger.step_is_open
 
     def take_named_phases(self) -> Iterator[PhaseSpan]:
-        """The phases the user has named and that ended since the last call."""
+        """The named phases that ended since the last call."""
         while self._tracker.phases:
             yield self._tracker.phases.popleft()
 
     def take_source(self) -> BatchSource | None:
-        """Where the batches came from that were waited for most since the last call."""
+        """The batch source with the longest wait since the last call."""
         return self._numbering.take_source() or self._tracker.sources.newest()
 
     def own_fetches(self) -> Histogram | None:
-        """What the training thread took for batches that it fetched itself."""
+        """Durations of the training thread's own fetches."""
         return self._numbering.own_fetches()
 
     @property
     def steps_total(self) -> int:
-        """Steps that have ended, those that could not be kept included."""
+        """Steps that have ended, including dropped ones."""
         return self.stats.steps + self.ledger.dropped_steps
 
     def count_steps(self) -> int:
-        """The same, for those that ask at each line."""
+        """The same as a method: the log calls it for each line."""
         return self.steps_total
 
     @property
     def dropped_steps(self) -> int:
-        """Steps that could not be kept."""
+        """Steps that were dropped because the ring was full."""
         return self.ledger.dropped_steps
 
     @property
     def optimizer_steps(self) -> int:
-        """Calls of an optimizer's step."""
+        """Calls of an optimizer's step method."""
         return self._tracker.optimizer_steps
 
     @property
-    def blind(self) -> bool:
-        """Whether no step's batch was requested where the hooks see it: then nothing is known of waiting."""
+    def no_batch_seen(self) -> bool:
+        """Whether the hooks have seen no batch request at all. Then nothing is known about waiting."""
         return 0 < self.unseen_steps >= self.steps_total
 
     @property
@@ -146,11 +146,11 @@ class Accounting:
 
     @property
     def exposed_seconds(self) -> float | None:
-        """The exposed wait so far; None where nothing can tell."""
-        return None if self.blind else self.exposed.seconds
+        """The exposed wait so far; None if it cannot be measured."""
+        return None if self.no_batch_seen else self.exposed.seconds
 
     def _look_for_batches(self, waiting_since: int) -> None:
-        """Notice that the loop has gone over to batches that another thread requests."""
+        """Detect that the batches are now requested on another thread."""
         tracker, ledger = self._tracker, self.ledger
         now = (tracker.optimizer_steps, tracker.requests_elsewhere)
         if waiting_since or self._batches_seen != ledger.batches or not tracker.stepping:
@@ -171,14 +171,14 @@ class Accounting:
         if clock is None or absent is not None:
             self.exposed_source, self.exposed_absent = None, absent
             self.exposed.absent(waited)
-        elif self.exposed_absent is None:  # once a part is missing, the run has no figure
+        elif self.exposed_absent is None:  # if a part is missing, the run has no value any more
             self.exposed_source = f"{device}_events"
-            (sampled, sampled_wait), (edge, edge_wait) = clock.sampled_ns, clock.boundary_ns
-            self.exposed.gpu(waited, (sampled / NS, sampled_wait / NS), (edge / NS, edge_wait / NS))
+            (sampled, sampled_wait), (boundary, boundary_wait) = clock.sampled_ns, clock.boundary_ns
+            self.exposed.gpu(waited, (sampled / NS, sampled_wait / NS), (boundary / NS, boundary_wait / NS))
 
 
 def spans(entries: Iterable[Entry]) -> Iterator[Span | DroppedSpans]:
-    """Ring entries in the words of the ledger."""
+    """Ring entries as spans for the ledger."""
     for start, end, code, origin in entries:
         if isinstance(origin, DroppedSpans):
             yield origin

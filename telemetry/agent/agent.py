@@ -1,4 +1,4 @@
-"""The agent's life: it starts, its thread ticks, and it ends in bounded time."""
+"""The life of an agent: it starts, its thread ticks, and it stops in bounded time."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ if TYPE_CHECKING:
     from telemetry.core.views import RunView
 
 _LEAD_SECONDS: Final = 1.0
-"""How often, whatever the sampling interval, the ring is emptied, and a rank looks whether somebody serves: a dead one
-is replaced in 3 s."""
+"""Time between two readings of the ring, and two checks whether a rank serves the node. It does not depend on the
+sampling interval. A dead serving rank is replaced in 3 s."""
 
 _RANK_SECONDS: Final = 0.9
-"""How long after one look at who else is there, and what torch.distributed says, to take the next: once a second."""
+"""Minimum time between two readings of the node's ranks and of torch.distributed: they are read about once a second."""
 
 _PUBLISH_SECONDS: Final = 2.0
-"""Two ticks that are not further apart publish the state once: that is 40 % of what a tick costs, and a scrape comes
-once in many seconds."""
+"""If two ticks are closer than this, only one of them publishes the state. Publishing is 40 % of the cost of a tick,
+and Prometheus scrapes only once in many seconds."""
 
 _FAMILIES_AT_A_TIME: Final = 24
-"""Rendered in one go: 0.1 ms, after which the training thread gets its turn. A turn costs 20 us."""
+"""Families that are rendered at a time, in 0.1 ms. Then the training thread gets its turn, which costs 20 us."""
 
 _STOP_SECONDS: Final = 2.0
 """How long ``stop`` waits for the agent thread at most."""
 
 _CALLBACK_SECONDS: Final = 1.0
-"""How long the end of the run waits for the user's callback, which may have been called only now."""
+"""How long the end of the run waits for the user's callback, which may have just been called."""
 
 
 class Agent(AgentParts):
     """The agent of one training process. `telemetry.start` makes it.
 
     Attributes:
-        running: whether it has been started and not stopped.
+        running: whether it was started and not stopped.
     """
 
     def __init__(self, config: Config) -> None:
@@ -98,7 +98,7 @@ class Agent(AgentParts):
         with self.errors.contained("endpoint"):
             self._publish()
         shown = self.identity
-        self._settle_rank()  # of two that start at the same moment one sees the other by now
+        self._settle_rank()  # if two ranks start at the same moment, one of them sees the other by now
         with self.errors.contained("endpoint"):
             if self.identity != shown:
                 self._publish()
@@ -113,7 +113,7 @@ class Agent(AgentParts):
             self._say_start(logged=logged)
 
     def stop(self) -> None:
-        """Undo every patch, write what is left, end the threads. Returns within a few seconds, whatever happens."""
+        """Undo every patch, write what is left, end the threads. Returns within a few seconds in any case."""
         if not self.running or os.getpid() != self._pid:
             return
         self.running = False
@@ -125,7 +125,7 @@ class Agent(AgentParts):
                 self.errors.tell("attach", f"{name} was patched by others after us; ours stays below it, inert")
         self._ended = True
         self._wake.set()
-        if self._thread.ident is None:  # it could not be started
+        if self._thread.ident is None:  # the thread could not be started
             self._finish()
         elif threading.current_thread() is not self._thread:
             self._thread.join(_STOP_SECONDS)
@@ -138,13 +138,13 @@ class Agent(AgentParts):
         self.stop()
 
     def _detach_late(self) -> None:
-        """The hooks had to outlive `stop`. Of the agent, so that it is still there for a child forked meanwhile."""
+        """Remove hooks that had to outlive `stop`. A method, so that the agent is still alive in a forked child."""
         self.attachment.detach()
 
     def after_fork_in_child(self) -> None:
-        """Make this copy inert: no hook, no thread, no socket, no line. Takes no lock.
+        """Make this copy inert: no hook, thread, socket or log line. Takes no lock.
 
-        What it refers to is kept: a session of the profiler, say, is not the child's to end.
+        The objects that it refers to are kept. A profiler session, for example, must not be ended by the child.
         """
         keep(self)
         if not self.running:
@@ -160,11 +160,11 @@ class Agent(AgentParts):
             self._node.after_fork_in_child()
         if self._job is not None:
             self._job.after_fork_in_child()
-        self._sampler.after_fork_in_child()
+        self._collectors.after_fork_in_child()
 
     @property
     def metrics_url(self) -> str | None:
-        """Where this node's metrics are, or None."""
+        """The URL of this node's metrics; None without an endpoint."""
         return self._address.url
 
     # -- the agent thread --------------------------------------------------------------------------------------
@@ -178,18 +178,18 @@ class Agent(AgentParts):
                 if due:
                     self._tick_or_skip()
                 else:
-                    self.accounting.update()  # the ring must not overflow, however far apart the ticks are
+                    self.accounting.update()  # empties the ring, which must not overflow between distant ticks
                 self._lead()
-            if due:  # after a suspended machine or a long stop, go on from now
+            if due:  # after a suspended machine or a long stop, continue from now
                 next_tick = max(next_tick + int(interval * NS), now_ns())
             self._wait_until(min(next_tick, now_ns() + int(_LEAD_SECONDS * NS)))
         self._finish()
 
     def _wait_until(self, stamp: int) -> None:
-        """Sleep; in a job of several ranks, look up now and then to see where the training thread is."""
+        """Sleep until ``stamp``. In a job of several ranks, sample the training thread meanwhile."""
         alone = self.identity.world_size < 2
         while not self._ended and (left := (stamp - now_ns()) / NS) > 0:
-            # Not evenly: the steps of the training may come as evenly.
+            # At random intervals: steps of the training may have the same length as a fixed interval.
             apart = self._stall_monitor.sample_seconds * (0.5 + self._random.random())
             self._wake.wait(left if alone else min(left, apart))
             if not alone:
@@ -197,7 +197,7 @@ class Agent(AgentParts):
                     self._thread_sampler.sample()
 
     def _settle_rank(self) -> None:
-        """Follow the rank of this process: series, log, stalls and snapshots go on under the one it has now."""
+        """Follow the rank of this process: series, log, stalls and snapshots continue under the current rank."""
         self._rank_due_ns = now_ns() + int(_RANK_SECONDS * NS)
         before, identity = self.identity, self._membership.look(self._node, steps=self.accounting.steps_total)
         if identity == before:
@@ -210,20 +210,20 @@ class Agent(AgentParts):
             if self._node is not None and before.rank != identity.rank:
                 self._node.move(before.rank, identity.rank)
         self.event_log.adopt(identity, self._membership.claim.rank)
-        self._publish_this_time = False  # so that the next tick does
+        self._publish_this_time = False  # so that the next tick publishes
 
     def _tick_or_skip(self) -> None:
         self.accounting.update()
         with self.errors.contained("heartbeat"):
             self.attempt.tick()
-        # A tick that did not publish is followed by one that does: the state is at most two intervals old.
-        busy = self._stall_monitor.view().active is not None or not self._publish_this_time
+        # A tick that did not publish is followed by one that does. So the state is at most two intervals old.
+        busy = self._stall_monitor.active_cause is not None or not self._publish_this_time
         if not self._tick_pace.skips(busy=busy):
             self._tick()
             return
-        with self.errors.contained("snapshot"):  # the ranks count on it in each interval
+        with self.errors.contained("snapshot"):  # the ranks rely on it in each interval
             self.snapshots.tick(None, self._stall_monitor.stall_fields)
-        self._publish_this_time = False  # so that the next tick does
+        self._publish_this_time = False  # so that the next tick publishes
 
     def _tick(self) -> None:
         with self.errors.contained("clock"):
@@ -234,14 +234,14 @@ class Agent(AgentParts):
             self._settle_rank()
         self.accounting.keep_up()
         with self.errors.contained("collect"):
-            self._sampler.poll(self.accounting.keep_up)
+            self._collectors.poll(self.accounting.keep_up)
         with self.errors.contained("diagnose"):
             self.tracker.batch_release.read()
             self._stall_monitor.tick(self._builder.tick(), self.accounting)
             self.tracker.time_next_batch(self._stall_monitor.waits_to_time)
         self.accounting.keep_up()
         with self.errors.contained("snapshot"):
-            self.snapshots.tick(self._stall_monitor.view().active, self._stall_monitor.stall_fields)
+            self.snapshots.tick(self._stall_monitor.active_cause, self._stall_monitor.stall_fields)
         self.accounting.keep_up()
         self.overhead.measure()
         self._publish_this_time = not self._publish_this_time or 2 * self.config.interval_seconds > _PUBLISH_SECONDS
@@ -264,7 +264,7 @@ class Agent(AgentParts):
         )
 
     def _finish(self) -> None:
-        """The last things: what is left goes to the log, and this rank leaves the board."""
+        """The end of the run: write the rest of the log, and remove this rank from the board."""
         with self.errors.contained("agent"):
             self.accounting.update()
         self.accounting.close()
@@ -287,7 +287,7 @@ class Agent(AgentParts):
             self.event_log.close()
             self.attempt.close()
         with self.errors.contained("collect"):
-            self._sampler.close()
+            self._collectors.close()
         with self.errors.contained("exposition"):
             self._publish()
         if self._job is not None:

@@ -1,4 +1,4 @@
-"""Where this node's metrics are."""
+"""The URL of this node's metrics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class EndpointAddress:
     """Follows the endpoint: another rank of the node may serve it, and on another port than was asked for.
 
     Attributes:
-        node: serves the endpoint, or knows who does; None where there is none.
+        node: the rank's part in the endpoint. It serves, or knows which rank does; None without a board.
     """
 
     def __init__(self, config: Config, node_name: str) -> None:
@@ -26,7 +26,7 @@ class EndpointAddress:
 
     @property
     def url(self) -> str | None:
-        """None where there is no endpoint, or nobody serves it yet."""
+        """The URL of the metrics; None without an endpoint, or before any rank serves it."""
         port = None if self.node is None or self._off else self.node.port
         if port is None:
             return None

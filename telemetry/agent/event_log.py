@@ -1,4 +1,4 @@
-"""What is written into the log, and when."""
+"""Decides what is written into the log, and when."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from telemetry.agent.accounting import Accounting
     from telemetry.agent.attempt_log import AttemptLog
+    from telemetry.agent.collector_poller import CollectorPoller
     from telemetry.agent.endpoint_address import EndpointAddress
-    from telemetry.agent.sampler import Sampler
     from telemetry.agent.stall_report import StallCounts
     from telemetry.agent.totals_builder import TotalsBuilder
     from telemetry.config import Config
@@ -28,19 +28,20 @@ if TYPE_CHECKING:
     from telemetry.core.identity import Identity
 
 _FIRST_WINDOW_SECONDS: Final = 1.0
-"""The first window of a run; each following one is twice as long, up to the log interval, so that young runs show."""
+"""Length of the first window. Each window is twice as long as the one before, up to the log interval. So a young run
+shows in the log early."""
 
 
 class EventLog:
-    """Turns the books and the samples of one rank into lines.
+    """Turns the accounting and the samples of one rank into log lines.
 
     Args:
-        run_dir: the log goes into its ``logs``.
+        run_dir: the run folder; the log goes into its ``logs``.
         builder: has the newest totals.
-        attempt: what the lines tell of this attempt of the run.
+        attempt: the fields that tell of this attempt of the run.
         life: tells this agent's lines from those of other agents.
-        address: where the metrics are.
-        stall_counts: has the seconds lost in stalls.
+        address: the URL of the metrics.
+        stall_counts: the seconds lost in stalls.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class EventLog:
         attempt: AttemptLog,
         life: str,
         address: EndpointAddress,
-        sampler: Sampler,
+        collectors: CollectorPoller,
         stall_counts: StallCounts,
         errors: ErrorLog,
         wall: WallClock,
@@ -63,7 +64,7 @@ class EventLog:
         self._claimed_rank = identity.rank
         self._config = config
         self._accounting = accounting
-        self._sampler = sampler
+        self._collectors = collectors
         self._errors = errors
         self._wall = wall
         self._builder = builder
@@ -81,11 +82,11 @@ class EventLog:
         )
         self._seconds = min(_FIRST_WINDOW_SECONDS, config.log_interval_seconds)
         self._life, self._began = life, False
-        self._before = Totals()  # at the end of the last window
+        self._before = Totals()  # the totals at the end of the last window
         self._children = 0
 
     def emit(self, event: str, values: dict[str, Any]) -> bool:
-        """Write a line; what cannot be written is counted. Returns whether it is in the file."""
+        """Write a line, and count it as an error if it cannot be written. Returns whether it is in the file."""
         try:
             if self.log.emit(event, values):
                 return True
@@ -95,16 +96,16 @@ class EventLog:
         return False
 
     def start(self) -> bool:
-        """The first line of the run."""
+        """Write the first line of the run."""
         self._began = True
         return self.emit("run_start", self.head_fields())
 
     def adopt(self, identity: Identity, claimed_rank: int) -> None:
-        """The rank of this process is another one than was known so far: the log goes on under it, and says so.
+        """Go on under another rank: the rank of this process has become known or has changed. The log says so.
 
         Args:
-            identity: with the rank it is shown under.
-            claimed_rank: the rank it takes itself to be.
+            identity: the identity, with the rank that the process is shown under.
+            claimed_rank: the rank that the process itself claims.
         """
         self._identity, self._claimed_rank = identity, claimed_rank
         with self._errors.contained("jsonl"):
@@ -113,13 +114,13 @@ class EventLog:
             self.emit("run_start", self.head_fields() | {"continued": True})
 
     def write_what_is_due(self) -> None:
-        """Phases and errors as they come; a window, and the samples of it, when its time is over."""
+        """Write phases and errors at once. Write a window, and the samples in it, when its time is over."""
         self.write_phases()
         self._children = max(self._children, child_processes.started())
         if self._builder.current().wall_seconds - self._before.wall_seconds >= self._seconds:
             self._seconds = min(2 * self._seconds, self._config.log_interval_seconds)
             self.window()
-            for event, values in self._sampler.take_log_fields().items():
+            for event, values in self._collectors.take_log_fields().items():
                 self.emit(event, values)
         self.write_errors()
 
@@ -130,8 +131,8 @@ class EventLog:
             self.emit("phase", fields)
 
     def window(self) -> None:
-        """The window that ends now, and the run so far."""
-        self._look_after_file()
+        """Write the window that ends now, with the totals of the run so far."""
+        self._replace_removed_file()
         accounting, totals = self._accounting, self._builder.current()
         window, added = accounting.stats.take_window(), totals - self._before
         exposed, loop = added.exposed_wait_seconds, added.ledger_seconds[DATA_WAIT] + added.ledger_seconds[COMPUTE]
@@ -142,20 +143,20 @@ class EventLog:
             "ledger_seconds": added.ledger_seconds,
             "exposed_wait_seconds": exposed,
             "exposed_wait_ratio": exposed / loop if exposed is not None and loop > 0 else None,
-            "exposed_wait_source": None if accounting.blind else accounting.exposed_source,
+            "exposed_wait_source": None if accounting.no_batch_seen else accounting.exposed_source,
             "step_seconds": log_fields.percentiles(window.step.percentiles()),
             "data_wait_seconds": log_fields.percentiles(window.wait.percentiles()),
             "step_sketch": window.step.as_log_field(),
             "data_wait_sketch": window.wait.as_log_field(),
         }
         self.emit("window", log_fields.rounded(line) | self._totals())
-        # After the line: should it begin a new file, that file's head has what was before.
+        # After the line: if that line begins a new file, the file's head has the totals before it.
         accounting.stats.commit(window)
         self._before = totals
 
-    def _look_after_file(self) -> None:
-        """A file that others have deleted or renamed is not written any further."""
-        found = self.log.file.look_after()
+    def _replace_removed_file(self) -> None:
+        """Begin a new file if another process has deleted or renamed the current one."""
+        found = self.log.file.replace_if_removed()
         if found is None:
             return
         text, lost = found
@@ -165,7 +166,7 @@ class EventLog:
             self._errors.tell("jsonl", text)
 
     def head_fields(self) -> dict[str, Any]:
-        """What a log file begins with; after a rotation also the run so far, whose windows may be gone by then."""
+        """The first line of a log file. After a rotation it has the run so far, because old windows may be deleted."""
         head: dict[str, Any] = {
             "started": self._wall.iso(self._accounting.ledger.start_ns),
             "world_size": self._identity.world_size,
@@ -188,7 +189,7 @@ class EventLog:
         return head
 
     def end_fields(self) -> dict[str, Any]:
-        """The last line of the run."""
+        """The fields of the last line of the run."""
         return self._totals() | {
             **self._attempt.end.fields(),
             "errors_total": dict(self._errors.counts),
@@ -196,16 +197,16 @@ class EventLog:
         }
 
     def write_errors(self) -> None:
-        """The errors that are not in the log yet."""
+        """Write the errors that are not in the log yet."""
         for line in self._errors.take_lines():
             self.emit("error", line)
 
     def close(self) -> None:
-        """Give the file back: there is no line after the last one."""
+        """Close the file after the last line."""
         self.log.file.forget()
 
     def _totals(self) -> dict[str, Any]:
-        """The run so far: in every window line, so that the newest line alone tells where the time went."""
+        """The totals of the run so far. They are in every window line, so the newest line alone shows the ledger."""
         totals = self._builder.current()
         fields = {
             "steps_total": totals.steps,

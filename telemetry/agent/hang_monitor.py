@@ -1,4 +1,4 @@
-"""Whether this rank is stuck, and if so, where everybody stands."""
+"""Detects that this rank hangs, and collects the stacks of its threads and workers."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from telemetry.collect.stack_capture import DEBUGGER, EPOCH_END, all_stacks, ins
 from telemetry.core.clock import NS, now_ns
 from telemetry.core.labels import DATA_WAIT
 from telemetry.core.stacks import stack_of
-from telemetry.diagnose.hang_detector import MAX_EXCUSES, Moment, StepTimes, StuckWatch, stuck_advice, stuck_cause
+from telemetry.diagnose.hang_detector import MAX_EXCUSES, HangDetector, Moment, StepTimes, hang_advice, hang_cause
 
 if TYPE_CHECKING:
     from telemetry.agent.accounting import Accounting
     from telemetry.attach.step_tracker import StepTracker
     from telemetry.config import Config
-    from telemetry.core.interval import RankPace
     from telemetry.core.recommendation import Advice
+    from telemetry.core.tick import RankPace
     from telemetry.core.worker_records import StackPort
     from telemetry.diagnose.step_stats import StepStats
 
 
 @dataclass(frozen=True, slots=True)
-class Stuck:
-    """A run that is stuck, as far as it has come.
+class Hang:
+    """A hang, as far as it is known now.
 
     Attributes:
         kind: ``opened``, ``held`` or ``closed``.
-        cause: from `CAUSES`. ``category``: what the training thread does, in the words of the ledger.
-        seconds: how long nothing has been seen to go on.
-        at: the innermost frames of the training thread, in words.
-        missing: the rank that has not come to where this one waits for the others.
+        cause: from `CAUSES`. ``category``: the ledger category that the training thread is in.
+        seconds: time without progress.
+        at: the innermost frames of the training thread, as text.
+        missing: the rank that has not reached the synchronisation that this rank waits in; else None.
     """
 
     kind: str
@@ -41,12 +41,12 @@ class Stuck:
     missing: RankPace | None = None
 
     def evidence(self) -> dict[str, Any]:
-        """For the log."""
+        """The fields of the hang in the evidence of the log."""
         return {"stuck_seconds": round(self.seconds, 3), "stuck_in": self.category, "stuck_at": self.at}
 
     def advice(self) -> tuple[Advice, ...]:
         """Where to look."""
-        return stuck_advice(self.category, self.seconds, self.at, self.missing)
+        return hang_advice(self.category, self.seconds, self.at, self.missing)
 
 
 class HangMonitor:
@@ -54,16 +54,16 @@ class HangMonitor:
 
     def __init__(self, config: Config, tracker: StepTracker) -> None:
         self._tracker = tracker
-        self._watch = StuckWatch(config.stuck_seconds, config.interval_seconds)
-        self._stuck: Stuck | None = None
+        self._watch = HangDetector(config.stuck_seconds, config.interval_seconds)
+        self._hang: Hang | None = None
 
-    def tick(self, loop_seconds: float, source: str | None, accounting: Accounting) -> Stuck | None:
-        """Take in what happened since the last tick. Returns a run that is stuck, or just was; None for no such.
+    def tick(self, loop_seconds: float, source: str | None, accounting: Accounting) -> Hang | None:
+        """Add a tick. Returns the hang that is open or that has just closed; else None.
 
         Args:
-            loop_seconds: spent in the training loop since then; 0.0 where the process did not run.
+            loop_seconds: seconds in the training loop since the last tick; 0.0 if the process did not run.
             source: where batches come from, see `Conditions`.
-            accounting: knows what the training thread does now, and how long steps take.
+            accounting: the current category of the training thread, and the durations of its steps.
         """
         tracker, ledger, stats = self._tracker, accounting.ledger, accounting.stats
         waiting = ledger.category == DATA_WAIT
@@ -72,29 +72,29 @@ class HangMonitor:
             progress=tracker.progress,
             steps=stats.steps,
             loop_left=tracker.loop_left and not waiting,
-            at_edge=waiting and ledger.at_epoch_boundary,
+            at_epoch_boundary=waiting and ledger.at_epoch_boundary,
         )
         kind = self._watch.update(moment, lambda: _steps(stats))
         if kind == "opened":
-            self._stuck = self._opened(ledger.category, source)
-        elif kind is not None and self._stuck is not None:
-            before, seconds = self._stuck, max(self._stuck.seconds, self._watch.seconds)
-            self._stuck = replace(before, kind=kind, seconds=seconds)
+            self._hang = self._opened(ledger.category, source)
+        elif kind is not None and self._hang is not None:
+            before, seconds = self._hang, max(self._hang.seconds, self._watch.seconds)
+            self._hang = replace(before, kind=kind, seconds=seconds)
         else:
-            self._stuck = None
-        return self._stuck
+            self._hang = None
+        return self._hang
 
     def in_debugger(self) -> bool:
-        """Whether a person has stopped the training thread to look at it."""
+        """Whether a person has stopped the training thread in a debugger."""
         return inside(stack_of(self._tracker.thread), DEBUGGER)
 
-    def blame(self, stuck: Stuck, missing: RankPace) -> Stuck:
-        """The same run that is stuck, now that it is known which rank it waits for."""
-        self._stuck = replace(stuck, cause="straggler", missing=missing)
-        return self._stuck
+    def blame(self, hang: Hang, missing: RankPace) -> Hang:
+        """The same hang, now that the rank that it waits for is known."""
+        self._hang = replace(hang, cause="straggler", missing=missing)
+        return self._hang
 
     def stacks(self) -> list[str]:
-        """Every stack there is to be had, a text each. Takes a second and a half at most."""
+        """The stacks of all threads and workers, one text each. Takes at most 1.5 s."""
         workers: list[tuple[int, int, float | None, StackPort | None]] = []
         for loader in sorted(self._tracker.sources.live(), key=lambda handle: not handle.training):
             ports = loader.block.stack_ports() if loader.block is not None else {}
@@ -105,20 +105,21 @@ class HangMonitor:
                 workers.append((number, pid, seconds, ports.get(pid)))
         return all_stacks(self._tracker.thread, workers)
 
-    def _opened(self, category: str, source: str | None) -> Stuck | None:
+    def _opened(self, category: str, source: str | None) -> Hang | None:
         stack = stack_of(self._tracker.thread)
         ending = inside(stack, EPOCH_END) and self._watch.excuses < MAX_EXCUSES
         if not stack or inside(stack, DEBUGGER) or ending:
             self._watch.excuse()
             return None
         seconds = self._watch.seconds
-        cause = stuck_cause(category, source, self._longest_fetch(), seconds)
-        return Stuck("opened", cause, category, seconds, place(stack))
+        cause = hang_cause(category, source, self._longest_fetch(), seconds)
+        return Hang("opened", cause, category, seconds, place(stack))
 
     def _longest_fetch(self) -> float:
-        """Seconds of the longest fetch in progress, of all loaders: what a new one is for, its first batch tells.
+        """Seconds of the longest fetch in progress, over all loaders.
 
-        The samples of the workers leave such a loader out once another one has trained.
+        This includes a new loader, which may turn out to be for evaluation. The samples of the workers leave out
+        such a loader once another one has trained.
         """
         blocks = [loader.block for loader in self._tracker.sources.live() if loader.block is not None]
         since = [c.fetching_since_ns for block in blocks for c in block.read() if c.fetching_since_ns]

@@ -1,4 +1,4 @@
-"""This node's link to the other nodes of its job: who runs the exchange, and what each rank learns from it.
+"""This node's link to the other nodes of its job: which rank runs the exchange, and what each rank learns from it.
 
 The rank that serves the node runs `telemetry.job.exchange` on a thread of its own, because a shared file system may
 take seconds or hang. What it learns it puts on the board, where every rank of the node reads it.
@@ -20,25 +20,29 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from telemetry.core.errors import ErrorLog
-    from telemetry.core.interval import RankPace
+    from telemetry.core.tick import RankPace
     from telemetry.publish.node import NodeService
 
 CYCLE_SECONDS: Final = 5.0
-"""How often a node tells the others. A straggler is judged over a window of 30 s."""
+"""How often a node writes its report for the other nodes. A straggler is judged over a window of 30 s."""
 
 LARGE_CYCLE_SECONDS: Final = 10.0
-"""The same for a job of more than `LARGE_NODES` nodes, whose cycle reads some 70 files."""
+"""The same for a job of more than `LARGE_NODES` nodes. One cycle of such a job reads about 70 files."""
 
 LARGE_NODES: Final = 64
 
 _SETTLE_SECONDS: Final = 10.0
-"""Ranks that have not come to this node for so long are taken to be on other ones."""
+"""A rank that has not appeared on this node after this time is assumed to be on another node."""
+
+_COUNT_SECONDS: Final = 60.0
+"""How often a rank that does not serve its node counts the ranks there."""
 
 _STALE_SECONDS: Final = 60.0
-"""What was learned so long ago is dropped: the exchange hangs, or the rank that ran it is gone."""
+"""Reports that are older than this are dropped: the exchange hangs, or the rank that ran it has ended."""
 
 _END_SECONDS: Final = 0.5
-"""How long the end of the run waits for the thread of the exchange. A file that stays does no harm."""
+"""How long the end of the run waits for the thread of the exchange. If this times out, this node's file stays. That is
+harmless: the other nodes see that the file no longer changes."""
 
 _FILE: Final = "job.json"
 
@@ -46,17 +50,17 @@ _SOURCE: Final = "job"
 
 
 class JobLink:
-    """What the agent of one rank knows of the other nodes.
+    """What the agent of one rank knows about the other nodes.
 
     Args:
-        run_dir: the run folder; the nodes have to share it.
-        node_name: of this node.
+        run_dir: the run folder, which all nodes of the job must share.
+        node_name: name of this node.
         node: the board of this node.
-        errors: told of files that cannot be written, and of a run folder that is not shared.
-        mono_ns: the clock.
+        errors: reports files that cannot be written, and a run folder that is not shared.
+        mono_ns: the clock, monotonic nanoseconds.
 
     Attributes:
-        cpu_seconds: CPU time that the exchange took.
+        cpu_seconds: CPU time of the exchange.
     """
 
     def __init__(
@@ -78,25 +82,27 @@ class JobLink:
         self._trouble: str | None = None
         self._told: set[str] = set()
         self._ranks = 0
-        self._elsewhere_ns = mono_ns()  # until then there may have been no ranks on other nodes
-        self._cpu_before = 0.0  # of threads that have ended
+        self._counted_ns = mono_ns()
+        self._elsewhere_ns = mono_ns()  # until this time there may have been no ranks on other nodes
+        self._cpu_before = 0.0  # CPU time of threads that have ended
         self.cpu_seconds = 0.0
         self._stamp = 0
         self._learned_ns = 0
         self._learned: tuple[RankPace, ...] = ()
 
     def tick(self, world_size: int) -> None:
-        """Run the exchange where it is this rank's turn. Called about once a second; never waits."""
+        """Run the exchange if it is this rank's turn. Called about once a second; never blocks."""
         trouble, self._trouble = self._trouble, None
         if trouble is not None and trouble not in self._told:
             self._told.add(trouble)
             self._errors.tell(_SOURCE, trouble)
-        # Ranks of this node may end before others: the most there have been are those of the node.
-        self._ranks = max(self._ranks, self._node.live_ranks()) if self._node.leads else self._ranks
+        now = self._now()
+        if self._node.leads or now - self._counted_ns >= _COUNT_SECONDS * NS:
+            self._count_ranks(now)
         elsewhere = self._node.leads and world_size > self._ranks
         if not elsewhere:
-            self._elsewhere_ns = self._now()
-        # The ranks of a node do not all start at the same moment.
+            self._elsewhere_ns = now
+        # The ranks of a node start at different moments.
         wanted = elsewhere and self._now() - self._elsewhere_ns >= _SETTLE_SECONDS * NS
         running = self._thread is not None and self._thread.is_alive()
         if wanted and not running:
@@ -107,8 +113,17 @@ class JobLink:
         elif not wanted and running:
             self._stop.set()
 
+    def ranks_elsewhere(self, world_size: int) -> bool:
+        """Whether the job has ranks on other nodes."""
+        self._count_ranks(self._now())
+        return world_size > self._ranks
+
+    def _count_ranks(self, now: int) -> None:
+        """Ranks of this node may end early. So the largest number seen counts."""
+        self._ranks, self._counted_ns = max(self._ranks, self._node.live_ranks()), now
+
     def paces(self) -> tuple[RankPace, ...]:
-        """The ranks of other nodes that this rank may wait for; empty where nothing is known of any."""
+        """The ranks of other nodes that this rank may wait for; empty if no such rank is known."""
         stamp = self._node.stamp(_FILE)
         if stamp != self._stamp:
             content = self._node.get(_FILE)
@@ -126,7 +141,7 @@ class JobLink:
             self._thread.join(_END_SECONDS)
 
     def after_fork_in_child(self) -> None:
-        """The thread is the parent's."""
+        """Forget the thread, which does not exist in the child."""
         self._thread = None
 
     def _run(self, stop: threading.Event) -> None:

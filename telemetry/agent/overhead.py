@@ -1,4 +1,4 @@
-"""What the agent itself costs."""
+"""The cost of the agent itself."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from typing import TYPE_CHECKING
 from telemetry.core.clock import NS
 
 if TYPE_CHECKING:
+    from telemetry.agent.collector_poller import CollectorPoller
     from telemetry.agent.job_link import JobLink
-    from telemetry.agent.sampler import Sampler
     from telemetry.attach.step_tracker import StepTracker
     from telemetry.publish.node import NodeService
 
 
 class Overhead:
-    """Seconds by thread.
+    """The cost in seconds, by thread.
 
     Args:
         tracker: measures the hooks on the training thread.
-        sampler: has threads of its own.
+        collectors: the collectors, some of which have their own threads.
 
     Attributes:
-        node: serves the endpoint, on threads of its own; None where there is none.
-        job: talks to the other nodes, on a thread of its own; None where there is none.
+        node: the endpoint, which has its own threads; else None.
+        job: the link to other nodes, which has its own thread; else None.
         agent_thread_seconds: CPU time of the agent thread.
     """
 
-    def __init__(self, tracker: StepTracker, sampler: Sampler) -> None:
+    def __init__(self, tracker: StepTracker, collectors: CollectorPoller) -> None:
         self._tracker = tracker
-        self._sampler = sampler
+        self._collectors = collectors
         self.node: NodeService | None = None
         self.job: JobLink | None = None
         self.agent_thread_seconds = 0.0
@@ -39,10 +39,10 @@ class Overhead:
         self.agent_thread_seconds = time.thread_time()
 
     def seconds(self) -> dict[str, float]:
-        """On the training thread, by the wall clock; of the agent's own threads, CPU time."""
+        """Wall-clock seconds on the training thread, and CPU seconds of the agent's own threads."""
         endpoint = self.node.cpu_seconds if self.node is not None else 0.0
         job = self.job.cpu_seconds if self.job is not None else 0.0
         return {
             "training": self._tracker.overhead_ns / NS,
-            "agent": self.agent_thread_seconds + self._sampler.cpu_seconds + endpoint + job,
+            "agent": self.agent_thread_seconds + self._collectors.cpu_seconds + endpoint + job,
         }

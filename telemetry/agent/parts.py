@@ -1,4 +1,4 @@
-"""The composition root: every part of an agent, made with what it needs."""
+"""Makes every part of an agent and connects them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 from telemetry.agent.accounting import Accounting
 from telemetry.agent.attempt_log import FOLDER, AttemptLog
+from telemetry.agent.collector_poller import CollectorPoller
 from telemetry.agent.endpoint_address import EndpointAddress
 from telemetry.agent.event_log import EventLog
 from telemetry.agent.overhead import Overhead
 from telemetry.agent.rank_membership import Membership
 from telemetry.agent.run_losses import RunLosses
 from telemetry.agent.run_view import RunViewBuilder
-from telemetry.agent.sampler import Sampler
 from telemetry.agent.snapshot_control import SnapshotControl
 from telemetry.agent.stall_monitor import StallMonitor
 from telemetry.agent.stall_report import StallCounts
@@ -35,20 +35,20 @@ from telemetry.publish.exposition import Exposition
 if TYPE_CHECKING:
     from telemetry.agent.job_link import JobLink
     from telemetry.config import Config
-    from telemetry.core.interval import RankPace
     from telemetry.core.spans import Step
+    from telemetry.core.tick import RankPace
     from telemetry.publish.node import NodeService
 
 
 class AgentParts:
-    """Made in the order in which they need each other. Nothing runs yet.
+    """All parts of an agent, made in order of their dependencies. Nothing runs yet.
 
     Attributes:
         run_dir: the run folder.
         identity: run, rank, node and so on.
         errors: the failures of the agent's own parts.
-        tracker: state of the training thread; ``attachment`` puts the hooks in place that tell it.
-        accounting: ledger, steps and exposed wait. ``overhead``: what the agent costs.
+        tracker: state of the training thread. ``attachment``: places the hooks that update it.
+        accounting: ledger, steps and exposed wait. ``overhead``: the cost of the agent.
         attempt: what the log tells of this attempt of the run.
         event_log: writes the log. ``snapshots``: takes traces.
     """
@@ -57,7 +57,7 @@ class AgentParts:
         start_ns = now_ns()
         self.config = config
         self.identity = identify(config.run, config.run_dir and absolute(config.run_dir), node=config.node)
-        # Absolute: the script may change its folder, and a rotated log must not follow it.
+        # An absolute path: the script may change its working folder, and a rotated log must not move.
         self.run_dir = absolute(config.run_dir or Path("telemetry-runs") / slug(self.identity.run))
         self.errors = ErrorLog()
         self._membership = Membership(self.identity, self.errors)
@@ -72,18 +72,18 @@ class AgentParts:
         )
         self.accounting = Accounting(self.tracker, self.attachment, config, self.errors, start_ns)
         self._tick_pace = TickPace(config, self.accounting)
-        self._node: NodeService | None = None  # from the start on
-        self._job: JobLink | None = None  # the same
+        self._node: NodeService | None = None  # set by `start`
+        self._job: JobLink | None = None  # set by `start`
         self._exposition = Exposition(self.identity.run, self.identity.rank)
-        self._sampler = Sampler(self.tracker, config.interval_seconds, self.errors)
+        self._collectors = CollectorPoller(self.tracker, config.interval_seconds, self.errors)
         self._address = EndpointAddress(config, self.identity.node)
-        self.overhead = Overhead(self.tracker, self._sampler)
+        self.overhead = Overhead(self.tracker, self._collectors)
         training = TrainingThread(self.tracker)
         self._thread_sampler = ThreadSampler(training.ident, training.is_computing, training.is_running)
         self._builder = TotalsBuilder(
             self.accounting,
             self.tracker,
-            self._sampler,
+            self._collectors,
             self._thread_sampler,
             self.overhead,
             peers=self._paces_of_others,
@@ -108,7 +108,7 @@ class AgentParts:
             attempt=self.attempt,
             life=life,
             address=self._address,
-            sampler=self._sampler,
+            collectors=self._collectors,
             stall_counts=stall_counts,
             errors=self.errors,
             wall=self._wall,
@@ -133,11 +133,12 @@ class AgentParts:
             wall=self._wall,
             accounting=self.accounting,
             event_log=self.event_log,
+            ranks_elsewhere=self._ranks_elsewhere,
         )
         self._losses = RunLosses(self.run_dir / FOLDER, self.attempt, life, self.errors)
         self._views = RunViewBuilder(
             accounting=self.accounting,
-            sampler=self._sampler,
+            collectors=self._collectors,
             stalls=self._stall_monitor,
             snapshots=self.snapshots,
             losses=self._losses,
@@ -149,6 +150,9 @@ class AgentParts:
     def _on_steps(self, steps: list[Step]) -> None:
         self.snapshots.add_steps(steps)
         self.attempt.add_steps(steps)
+
+    def _ranks_elsewhere(self) -> bool:
+        return self._job is not None and self._job.ranks_elsewhere(self.identity.world_size)
 
     def _paces_of_others(self) -> tuple[RankPace, ...]:
         if self._node is None or self.identity.world_size < 2:

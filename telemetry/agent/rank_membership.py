@@ -1,4 +1,4 @@
-"""Which rank this process is, followed while it runs: what it claims, and the number it is shown under."""
+"""Follows the rank of this process while it runs: the rank that it claims, and the number that it is shown under."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from telemetry.publish.node import NodeService
 
 _REMEDY: Final = (
-    "give each process RANK and WORLD_SIZE, or call torch.distributed.init_process_group; a job of its own wants a "
+    "give each process RANK and WORLD_SIZE, or call torch.distributed.init_process_group; a separate job needs a "
     "run folder of its own"
 )
 
@@ -22,11 +22,11 @@ class Membership:
     """Follows the identity of this process.
 
     Args:
-        identity: as read at the start.
-        errors: told when another process claims the same rank.
+        identity: the identity at the start.
+        errors: reports that another process claims the same rank.
 
     Attributes:
-        claim: who this process takes itself to be.
+        claim: the identity that this process claims.
     """
 
     def __init__(self, identity: Identity, errors: ErrorLog) -> None:
@@ -35,21 +35,21 @@ class Membership:
         self._seen: int | None = None
 
     def look(self, node: NodeService | None, *, steps: int) -> Identity:
-        """Who this process is by now.
+        """The current identity of this process.
 
-        It is the rank that torch.distributed says once it is initialised, and a number of its own where another
-        living process of this node holds that rank.
+        The rank comes from torch.distributed once that is initialised. If another living process of this node already
+        has this rank, this process is shown under a free number.
 
         Args:
-            node: knows the other processes; None where there is no board.
-            steps: that have ended. A process that does not train is numbered without a word.
+            node: knows the other processes; None if there is no board.
+            steps: steps that have ended. A process without steps gets its number without a message in the log.
         """
         with self._errors.contained("rank"):
             self.claim, self._seen = adopt(self.claim, self._seen)
         claim, number = self.claim, self.claim.rank
         with self._errors.contained("board"):
             if node is not None:
-                number = node.rank_for(claim.rank, told=claim.told, world_size=claim.world_size)
+                number = node.rank_for(claim.rank, rank_given=claim.rank_given, world_size=claim.world_size)
         if number == claim.rank:
             return claim
         if steps:

@@ -1,4 +1,4 @@
-"""What the endpoint shows of this rank, put together from the agent's parts."""
+"""Collects from the agent's parts what the endpoint shows of this rank."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from telemetry.core.views import RunView
 
 if TYPE_CHECKING:
     from telemetry.agent.accounting import Accounting
+    from telemetry.agent.collector_poller import CollectorPoller
     from telemetry.agent.run_losses import RunLosses
-    from telemetry.agent.sampler import Sampler
     from telemetry.agent.snapshot_control import SnapshotControl
     from telemetry.agent.stall_monitor import StallMonitor
     from telemetry.core.clock import WallClock
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 
 class RunViewBuilder:
-    """Knows where each part of a `RunView` comes from."""
+    """Builds a `RunView` from the agent's parts."""
 
     def __init__(
         self,
         *,
         accounting: Accounting,
-        sampler: Sampler,
+        collectors: CollectorPoller,
         stalls: StallMonitor,
         snapshots: SnapshotControl,
         losses: RunLosses,
@@ -37,7 +37,7 @@ class RunViewBuilder:
         wall: WallClock,
     ) -> None:
         self._accounting = accounting
-        self._sampler = sampler
+        self._collectors = collectors
         self._stalls = stalls
         self._snapshots = snapshots
         self._losses = losses
@@ -46,8 +46,8 @@ class RunViewBuilder:
         self._job_labels = job_labels()
 
     def view(self, totals: Totals, identity: Identity, *, ended: bool) -> RunView:
-        """The state of this moment, with these counters."""
-        accounting, sampler, last = self._accounting, self._sampler, self._accounting.ledger.last_step_ns
+        """The current state, with these counters."""
+        accounting, collectors, last = self._accounting, self._collectors, self._accounting.ledger.last_step_ns
         return RunView(
             info=_info_labels(identity) | self._job_labels,
             ended=ended,
@@ -58,15 +58,15 @@ class RunViewBuilder:
             errors=dict(self._errors.counts),
             stalls=self._stalls.view(),
             snapshots=self._snapshots.view(),
-            collectors=sampler.health(),
-            gpu=sampler.newest("nvml"),
-            host=sampler.newest("host"),
-            process=sampler.newest("process"),
-            workers=sampler.newest("workers"),
+            collectors=collectors.health(),
+            gpu=collectors.newest("nvml"),
+            host=collectors.newest("host"),
+            process=collectors.newest("process"),
+            workers=collectors.newest("workers"),
             own_fetches=accounting.own_fetches(),
-            worker_fetches=sampler.worker_fetches(),
-            pressure=sampler.newest("pressure"),
-            torch_memory=sampler.newest("torch_memory"),
+            worker_fetches=collectors.worker_fetches(),
+            pressure=collectors.newest("pressure"),
+            torch_memory=collectors.newest("torch_memory"),
             attempt=self._losses.view(),
         )
 

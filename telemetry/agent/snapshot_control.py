@@ -1,4 +1,4 @@
-"""The snapshots of one rank: asked for, agreed on, taken on the training thread, kept by a thread of their own."""
+"""Controls the snapshots of one rank. The training thread records them; another thread exports them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.core.clock import NS, now_ns
+from telemetry.core.filesystem import caches_folders
 from telemetry.core.identity import slug
 from telemetry.core.labels import FAILED, RECORDED, REFUSED, SKIPPED, SLOWER, SNAPSHOT_RESULTS
 from telemetry.core.views import SnapshotsView
@@ -21,7 +22,8 @@ from telemetry.snapshot.export_owner import LocalProcesses, pid_namespace
 from telemetry.snapshot.export_thread import ExportThread
 from telemetry.snapshot.manifest import add_to_manifest
 from telemetry.snapshot.private_folder import close_in_child, open_folder
-from telemetry.snapshot.rendezvous import Position, Rendezvous, new_id
+from telemetry.snapshot.rendezvous import Position, Rendezvous
+from telemetry.snapshot.request_files import new_id
 from telemetry.snapshot.snapshot_outcome import SnapshotOutcome
 from telemetry.snapshot.store import StoredTrace, StoreError, TraceStore, sweep, trace_name
 from telemetry.snapshot.trigger import SnapshotLimits, StepWatch, Trigger
@@ -42,12 +44,12 @@ if TYPE_CHECKING:
     from telemetry.core.spans import Step
 
 _END_SECONDS: Final = 1.0
-"""How long the end of the run waits for a trace that is being written, and for one that is being recorded."""
+"""How long the end of the run waits for a trace that is being exported, and for one that is being recorded."""
 
 
 @dataclass(frozen=True, slots=True)
 class _KeptSnapshot:
-    """What came of keeping a recording. With both, the trace is there and what describes it is not."""
+    """The result of exporting a recording. If both fields are set, the trace exists but its manifest does not."""
 
     outcome: SnapshotOutcome
     stored: StoredTrace | None
@@ -55,11 +57,12 @@ class _KeptSnapshot:
 
 
 class SnapshotControl:
-    """Built by the agent; `tick` is its thread's.
+    """Built by the agent. `tick` is called on the agent thread.
 
     Args:
         accounting: knows how many steps have ended.
-        event_log: takes a line for each snapshot, and its file is named beside the trace.
+        event_log: gets a line for each snapshot. The manifest names the log file.
+        ranks_elsewhere: whether the job has ranks on other nodes.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class SnapshotControl:
         wall: WallClock,
         accounting: Accounting,
         event_log: EventLog,
+        ranks_elsewhere: Callable[[], bool],
     ) -> None:
         self._config = config
         self._identity = identity
@@ -96,6 +100,7 @@ class SnapshotControl:
             world_size=identity.world_size,
             tick_seconds=config.interval_seconds,
             refuses=lambda request: self._trigger.refuses(now_ns() / NS, request.kind),
+            far=lambda: ranks_elsewhere() and caches_folders(self._folder),
         )
         self._capture = Capture(
             tracker,
@@ -121,10 +126,10 @@ class SnapshotControl:
     # -- life --------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Make the folder, and clear what processes that are gone have left: here, and in /dev/shm by earlier versions.
+        """Make the folder, and remove what ended processes have left: there, and in /dev/shm by earlier versions.
 
         Raises:
-            OSError: a folder cannot be used; there will be no snapshots if it is the run's.
+            OSError: a folder cannot be used. If it is the run's own, there will be no snapshots.
         """
         try:
             if self._config.max_snapshots:
@@ -134,23 +139,23 @@ class SnapshotControl:
             sweep((self._folder, self._store.shared), self._store.is_gone)
 
     def adopt(self, identity: Identity) -> None:
-        """The rank of this process is another one than was known so far. On the agent's thread."""
+        """Use another rank: the rank of this process has become known or has changed. Called on the agent thread."""
         self._identity = identity
         self._rendezvous.adopt(identity.rank, identity.world_size)
         self._capture.metadata = self._capture.metadata | {"rank": identity.rank, "world_size": identity.world_size}
 
     def request(self, rank: int | None, steps: int | None) -> bool:
-        """Somebody in this process asks for one. On any thread; it is put forward at the next tick."""
+        """Request a snapshot from this process. Can be called on any thread; the next tick handles it."""
         if self._usable:
             self._asked.append((rank, steps or self._config.snapshot_steps))
         return self._usable
 
     def end_recording(self, detach: Callable[[], object]) -> bool:
-        """The run ends: what is recorded is kept. Called while the hooks are still in place.
+        """Keep what is recorded when the run ends. Called while the hooks are still in place.
 
         Returns:
-            Whether there is no session of the profiler any more. Otherwise the training thread has not come by in
-            time: it ends the session when it does, and then calls ``detach``.
+            Whether no profiler session is left. If one is left, the training thread has not reached a step boundary
+            in time. It ends the session when it does, and then calls ``detach``.
         """
         if threading.get_ident() == self._tracker.thread:
             self._tracker.boundaries.interrupt("the end of the run")
@@ -162,7 +167,7 @@ class SnapshotControl:
         return True
 
     def finish(self) -> None:
-        """The last tick, after the hooks are gone."""
+        """The last tick, after the hooks are removed."""
         self._capture.drop("the run ended before the step")
         self._settle_outcome()
         if self._export is not None:
@@ -172,19 +177,19 @@ class SnapshotControl:
         self._settle_kept()
 
     def after_fork_in_child(self) -> None:
-        """A fork in the middle of a recording: this copy of it is not to grow. Takes no lock."""
+        """Stop a recording that was copied by a fork, so that it does not grow. Takes no lock."""
         self._usable = False
         close_in_child()
         self._capture.after_fork_in_child()
 
     def view(self) -> SnapshotsView:
-        """For the endpoint."""
+        """Snapshots so far, for the endpoint."""
         return SnapshotsView(dict(self.counts), SLOWER if self._trigger.off is not None else None)
 
     # -- the agent thread --------------------------------------------------------------------------------------
 
     def add_steps(self, steps: Iterable[Step]) -> None:
-        """Steps that have closed."""
+        """Count steps that have closed."""
         found = self._watch.add(step.seconds for step in steps)
         if found is not None and found.slower:
             slower = f"{100 * (found.after / found.before - 1):.0f} % slower"
@@ -193,11 +198,11 @@ class SnapshotControl:
             self._errors.tell("snapshot", self._trigger.off)
 
     def tick(self, cause: str | None, stall_fields: Callable[[], dict[str, Any] | None]) -> None:
-        """Take part in the rendezvous, and see to what has been recorded.
+        """Take part in the rendezvous, and handle what has been recorded.
 
         Args:
-            cause: of the stall that is open, None without one.
-            stall_fields: its fields, as in the log.
+            cause: the cause of the open stall; None without one.
+            stall_fields: the fields of the open stall, as in the log.
         """
         if not self._usable:
             return
@@ -209,7 +214,7 @@ class SnapshotControl:
         while self._asked:
             rank, steps = self._asked.popleft()
             self._ask(p.API, p.REQUEST, rank, steps, None)
-        plan = self._rendezvous.poll(self._position())
+        plan = self._rendezvous.poll(self._position)
         if plan is not None:
             self._heard(plan, now)
         self._capture.hold()
@@ -219,7 +224,7 @@ class SnapshotControl:
         self._rendezvous.ask(p.Request(new_id(time.time()), kind, reason, rank, steps, who, stall))
 
     def _position(self) -> Position | None:
-        """Where this rank is, None while it takes a snapshot or does not know its pace."""
+        """How far this rank is; None while it takes a snapshot, or before its step duration is known."""
         busy = self._capture.busy or self._keeping
         pace = self._watch.step_seconds
         return None if busy or pace is None else Position(self._accounting.steps_total, pace)
@@ -256,7 +261,7 @@ class SnapshotControl:
             self._conclude(outcome)
 
     def _keep(self, outcome: SnapshotOutcome) -> None:
-        """On a thread of its own: what takes seconds there must not stop the sampling."""
+        """Export a recording on the export thread. It takes seconds, which would stop the sampling."""
         assert outcome.trace is not None  # noqa: S101 - there is one to keep
         identity, plan = self._identity, outcome.plan
         name = trace_name(identity.rank, slug(identity.node), identity.pid, plan.stamp_ms)
@@ -271,7 +276,7 @@ class SnapshotControl:
         self._kept = _KeptSnapshot(outcome, stored, error)
 
     def _fetches(self, outcome: SnapshotOutcome) -> Callable[[int], bytes]:
-        """What the workers that are alive did meanwhile, read before they forget it."""
+        """The workers' fetches during the recording. Read now, because workers keep only their newest fetches."""
         blocks = [loader.block for loader in self._tracker.sources.live() if loader.block is not None]
         counters = [worker for block in blocks for worker in block.read()]
         found = fetches(counters, outcome.started_ns, outcome.ended_ns, time.time_ns() - now_ns())
@@ -307,7 +312,7 @@ class SnapshotControl:
         self._conclude(kept.outcome, kept.stored, kept.error)
 
     def _conclude(self, outcome: SnapshotOutcome, stored: StoredTrace | None = None, error: str | None = None) -> None:
-        """Count it, log it, and tell whoever asked."""
+        """Count the outcome, log it, and report it to the other ranks."""
         plan = outcome.plan
         result = FAILED if error is not None and stored is None else outcome.result
         why = error or outcome.why

@@ -20,12 +20,12 @@ _SOURCE: Final = "on_stall"
 class StallCallback:
     """Calls the user's function for each stall. The caller never waits for it.
 
-    There is a thread only while a call is in progress. A stall that opens meanwhile is not told: that is counted as
-    an error, and the log names it. What the function raises is counted too.
+    A thread exists only while a call is in progress. If a stall opens meanwhile, the function is not called for it.
+    That is counted as an error, and the log names the stall. An exception in the function is counted, too.
 
     Args:
-        callback: the function, or its dotted name, which is looked up at the first stall; None for none.
-        errors: told of calls that failed and of stalls that were not told. By the caller's thread alone.
+        callback: the function, or its dotted name, which is resolved at the first stall; None if it is not set.
+        errors: counts failed calls and skipped stalls. Used only on the caller's thread.
     """
 
     def __init__(self, callback: Callable[[dict[str, Any]], Any] | str | None, errors: ErrorLog) -> None:
@@ -35,7 +35,7 @@ class StallCallback:
         self._failed: deque[str] = deque()
 
     def tell(self, stall: dict[str, Any]) -> None:
-        """Have the function called with the fields of a stall. Returns at once."""
+        """Start a call of the function with the fields of a stall. Returns at once."""
         if self._callback is None:
             return
         self.note_failures()
@@ -46,7 +46,7 @@ class StallCallback:
         thread = threading.Thread(
             target=self._call, args=(self._callback, stall), name="telemetry-on-stall", daemon=True
         )
-        with self._errors.contained(_SOURCE):  # no more threads can be had
+        with self._errors.contained(_SOURCE):  # no thread can be started
             with signals_blocked():
                 thread.start()
             self._thread = thread
@@ -57,7 +57,7 @@ class StallCallback:
             self._errors.note(_SOURCE, self._failed.popleft())
 
     def wait(self, seconds: float) -> None:
-        """Wait for the call in progress, but no longer than so many seconds."""
+        """Wait for the call in progress, at most this many seconds."""
         thread = self._thread
         if thread is None:
             return
@@ -69,12 +69,12 @@ class StallCallback:
     def _call(self, callback: Callable[[dict[str, Any]], Any] | str, stall: dict[str, Any]) -> None:
         try:
             _resolve(callback)(stall)
-        except BaseException as error:  # also of sys.exit(): Python would print others to stderr
+        except BaseException as error:  # includes sys.exit(): Python would print other exceptions to stderr
             self._failed.append(_text(error))
 
 
 def _text(error: BaseException) -> str:
-    """What the exception says. Only the text is kept: its frames hold what the function has at hand."""
+    """The exception as text. Its frames are not kept, because they refer to the function's variables."""
     try:
         return f"{type(error).__name__}: {error}"
     except Exception:
@@ -82,7 +82,7 @@ def _text(error: BaseException) -> str:
 
 
 def _resolve(callback: Callable[[dict[str, Any]], Any] | str) -> Callable[[dict[str, Any]], Any]:
-    """Look up a callback given by its dotted name: not before a stall, when its module has long been imported."""
+    """Resolve a callback given by its dotted name. By the first stall, its module has long been imported."""
     if not isinstance(callback, str):
         return callback
     module, _, name = callback.rpartition(".")

@@ -1,4 +1,4 @@
-"""Whether this rank stalls, and why: ticks in, stalls with a cause and advice out."""
+"""Follows whether this rank stalls, and why: turns ticks into stalls with a cause and advice."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Final
 from telemetry.agent.hang_monitor import HangMonitor
 from telemetry.agent.stall_callback import StallCallback
 from telemetry.agent.stall_report import slow_rank, stall_fields
-from telemetry.core.interval import Tick
 from telemetry.core.labels import CHECKPOINT, EVALUATION
+from telemetry.core.tick import Tick
 from telemetry.core.views import StallView
 from telemetry.diagnose.hang_detector import paused
 from telemetry.diagnose.stall_detector import StallDetector
@@ -19,38 +19,38 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from telemetry.agent.accounting import Accounting
-    from telemetry.agent.hang_monitor import Stuck
+    from telemetry.agent.hang_monitor import Hang
     from telemetry.agent.stall_report import StallCounts
     from telemetry.attach.step_tracker import StepTracker
     from telemetry.config import Config
     from telemetry.core.errors import ErrorLog
-    from telemetry.core.interval import RankPace
+    from telemetry.core.tick import RankPace
     from telemetry.core.totals import Totals
     from telemetry.diagnose.stall_detector import Stall
 
 _WORTH_TIMING: Final = 0.02
 _TIMED_WAITS: Final = 32
-"""Where waits take this share of the loop, so many of the next batches are timed in parts, and not one: a sampler may
-do its work once in a few batches. At 5 µs each that is less than a fifth of a millisecond in a second."""
+"""If waits take this share of the loop, this many of the next batches are timed in parts instead of one: a sampler may
+work only once in a few batches. With 5 µs each, this takes less than 0.2 ms a second."""
 
 _SAMPLE_SECONDS: Final = 0.1
 _CLOSE_SAMPLE_SECONDS: Final = 0.02
-"""How far apart samples of the training thread are: usually, and while one rank holds the others up. A sample costs the
-agent thread 0.12 ms, its wake-up included. From ten a second, what a rank that pauses for 60 ms of a step of 71 costs
-is known so roughly that predictions were up to 42 % off; with fifty a second, up to 15 %."""
+"""Seconds between samples of the training thread: usually, and while one rank holds the others up. A sample costs the
+agent thread 0.12 ms, including its wake-up. One rank paused for 60 ms in steps of 71 ms: with ten samples a second the
+predictions were up to 42 % off, with fifty a second up to 15 %."""
 
 
 class StallMonitor:
-    """Follows one rank through its stalls.
+    """Follows the stalls of one rank.
 
     Args:
         config: window and ratios.
-        tracker: knows what the training thread does now.
-        counts: of stalls, kept here.
-        errors: told when the user's callback fails, or is still busy.
+        tracker: the current state of the training thread.
+        counts: counts of stalls, updated here.
+        errors: counts failed and skipped calls of the user's callback.
         emit: writes a line of the log.
-        timestamp: of now, ISO-8601.
-        rank: whose stalls these are.
+        timestamp: returns the current time, ISO-8601.
+        rank: the rank.
         node: name of this node.
     """
 
@@ -70,7 +70,7 @@ class StallMonitor:
             config.stall_window_seconds, config.stall_enter_ratio, config.stall_exit_ratio, rank
         )
         self._hang_monitor = HangMonitor(config, tracker)
-        self._stuck: Stuck | None = None
+        self._hang: Hang | None = None
         self._phase: str | None = None
         self._one_is_slow = False
         self._last = Tick()
@@ -86,10 +86,10 @@ class StallMonitor:
         self._node = node
 
     def tick(self, tick: Tick, accounting: Accounting) -> None:
-        """Take in what happened since the last tick; log a stall that opens or closes."""
+        """Add a tick. Logs a stall that opens or closes."""
         self._callback.note_failures()
-        added, peers = tick.totals - self._last.totals, tick.conditions.peers
-        did_not_run = paused(added.wall_seconds, self._interval, added.process_cpu_seconds)
+        added, peers = tick.totals.passed_since(self._last.totals), tick.conditions.peers
+        did_not_run = paused(added.seconds, self._interval, added.process_cpu_seconds)
         category = accounting.ledger.category
         self._phase = category if category in {CHECKPOINT, EVALUATION} else None
         if not added.steps and not did_not_run:
@@ -98,11 +98,11 @@ class StallMonitor:
         if added.steps:
             self._last_step = tick
         self._waits_matter = added.wait_seconds >= _WORTH_TIMING * added.loop_seconds > 0
-        stuck = self._stuck = self._hang_monitor.tick(
+        hang = self._hang = self._hang_monitor.tick(
             0.0 if did_not_run else added.loop_seconds, tick.conditions.source, accounting
         )
-        if stuck is not None and stuck.kind != "held":
-            self._take_stuck(stuck, tick)
+        if hang is not None and hang.kind != "held":
+            self._take_hang(hang, tick)
         elif did_not_run:
             self._detector.skip(tick)
         else:
@@ -112,19 +112,19 @@ class StallMonitor:
 
     @property
     def waits_to_time(self) -> int:
-        """How many of the next batches are worth timing in parts: more where waits matter."""
+        """How many of the next batches to time in parts: more if waits matter."""
         return _TIMED_WAITS if self._waits_matter else 1
 
     @property
     def stuck_seconds(self) -> float:
         """For how long the run has been stuck now; 0 if it is not."""
-        return 0.0 if self._stuck is None else self._stuck.seconds
+        return 0.0 if self._hang is None else self._hang.seconds
 
     @property
     def sample_seconds(self) -> float:
-        """How long after one sample of the training thread to take the next, on average.
+        """Mean time between two samples of the training thread, in seconds.
 
-        Sooner while this rank waits for a slow one, or a peer does: the slow one is sampled as often.
+        It is shorter while this rank waits for a slow rank, or a peer does: the slow rank is sampled as often.
         """
         return _CLOSE_SAMPLE_SECONDS if self._one_is_slow else _SAMPLE_SECONDS
 
@@ -139,28 +139,28 @@ class StallMonitor:
         elif change.kind == "closed":
             self._close(change.stall)
 
-    def _take_stuck(self, stuck: Stuck, tick: Tick) -> None:
-        """One stall at a time: a run that is stuck takes the place of what was open."""
+    def _take_hang(self, hang: Hang, tick: Tick) -> None:
+        """Follow a hang. Only one stall is open at a time, so a hang replaces an open stall."""
         before = self._detector.stall
         if before is not None:
             self._close(before)
-        if stuck.kind == "closed":
-            self._detector.close_stuck(tick)
+        if hang.kind == "closed":
+            self._detector.close_hang(tick)
             return
         pace = self.pace()
-        missing = held_up_by(pace, tick.conditions.peers) if stuck.cause == "unknown" and pace is not None else None
+        missing = held_up_by(pace, tick.conditions.peers) if hang.cause == "unknown" and pace is not None else None
         if missing is not None:
-            stuck = self._stuck = self._hang_monitor.blame(stuck, missing)
-        stall = self._detector.open_stuck(stuck.cause, stuck.seconds, tick)
+            hang = self._hang = self._hang_monitor.blame(hang, missing)
+        stall = self._detector.open_hang(hang.cause, hang.seconds, tick)
         self._count_lost(stall, None)
         self._opened_now(stall, with_stacks=True)
 
     def adopt(self, rank: int) -> None:
-        """The rank of this process is another one than was known so far."""
+        """Use another rank: the rank of this process has become known or has changed."""
         self._detector.rank = rank
 
     def end(self, totals: Totals) -> None:
-        """The run ends, and with it the stall that is open."""
+        """Close the open stall at the end of the run."""
         self._last = replace(self._last, totals=totals)
         change = self._detector.last()
         if change is not None:
@@ -171,11 +171,11 @@ class StallMonitor:
             self._close(stall)
 
     def wait_for_callback(self, seconds: float) -> None:
-        """Let the user's callback come to its end, for so many seconds at most."""
+        """Wait for a call of the user's callback in progress, at most this many seconds."""
         self._callback.wait(seconds)
 
     def pace(self) -> RankPace | None:
-        """What the other ranks of this node may know of this one."""
+        """The pace of this rank, for the other ranks."""
         pace = self._detector.pace()
         if pace is None:
             return None
@@ -189,17 +189,21 @@ class StallMonitor:
             ),
         )
 
+    @property
+    def active_cause(self) -> str | None:
+        """The cause of the open stall; None without one."""
+        return None if self._detector.stall is None else self._detector.stall.cause
+
     def view(self) -> StallView:
-        """For the endpoint."""
-        stall = self._detector.stall
-        cause = None if stall is None else stall.cause
-        slow = None if stall is None else slow_rank(stall, self._stuck)
+        """Stalls so far, for the endpoint."""
+        stall, cause = self._detector.stall, self.active_cause
+        slow = None if stall is None else slow_rank(stall, self._hang)
         return StallView(cause, dict(self._counts.opened), dict(self._counts.lost_seconds), slow.rank if slow else None)
 
     def stall_fields(self) -> dict[str, Any] | None:
-        """Fields of the stall that is open, as in the log; None without one."""
+        """Fields of the open stall, as in the log; None without one."""
         stall = self._detector.stall
-        return None if stall is None else stall_fields(stall, self._stuck, self._node) | {"opened": self._opened}
+        return None if stall is None else stall_fields(stall, self._hang, self._node) | {"opened": self._opened}
 
     def _count_lost(self, stall: Stall, before: Stall | None) -> None:
         for cause, seconds in stall.lost_seconds.items():
@@ -210,7 +214,7 @@ class StallMonitor:
     def _opened_now(self, stall: Stall, *, with_stacks: bool = False) -> None:
         self._opened = self._timestamp()
         self._counts.opened[stall.cause] += 1
-        fields = stall_fields(stall, self._stuck, self._node) | {"opened": self._opened}
+        fields = stall_fields(stall, self._hang, self._node) | {"opened": self._opened}
         if with_stacks:
             with self._errors.contained("stacks"):
                 fields["evidence"]["stacks"] = self._hang_monitor.stacks()
@@ -220,5 +224,5 @@ class StallMonitor:
     def _close(self, stall: Stall) -> None:
         when = {"opened": self._opened, "closed": self._timestamp()}
         self._emit(
-            "stall_close", stall_fields(stall, self._stuck, self._node) | when | {"last_step": self._last.totals.steps}
+            "stall_close", stall_fields(stall, self._hang, self._node) | when | {"last_step": self._last.totals.steps}
         )

@@ -1,4 +1,4 @@
-"""A stall as the fields of its log lines, which the user's callback and a snapshot's manifest have too."""
+"""A stall as log fields. The user's callback and a snapshot's manifest get the same fields."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from telemetry.diagnose.evidence_log import evidence_field
 from telemetry.diagnose.straggler import absent_rank, straggler
 
 if TYPE_CHECKING:
-    from telemetry.agent.hang_monitor import Stuck
+    from telemetry.agent.hang_monitor import Hang
     from telemetry.diagnose.stall_detector import Stall
     from telemetry.diagnose.straggler import Straggler
 
@@ -28,24 +28,24 @@ class StallCounts:
         return {cause: seconds for cause, seconds in self.lost_seconds.items() if seconds}
 
 
-def stall_fields(stall: Stall, stuck: Stuck | None, node: str) -> dict[str, Any]:
-    """Cause, evidence and advice.
+def stall_fields(stall: Stall, hang: Hang | None, node: str) -> dict[str, Any]:
+    """The fields of a stall: cause, evidence and advice.
 
     Args:
-        stall: as far as it has come.
-        stuck: the run that is stuck, where that is the stall.
+        stall: the stall, as far as it is known now.
+        hang: the hang, if the stall is one; else None.
         node: name of this node.
     """
     lost = {cause: round(seconds, 3) for cause, seconds in stall.lost_seconds.items()}
-    ratio, stuck = stall.exposed_ratio, stuck if stall.stuck else None
+    ratio, hang = stall.exposed_ratio, hang if stall.is_hang else None
     evidence = evidence_field(stall.evidence) | {"lost_seconds": lost}
-    slow = slow_rank(stall, stuck)
+    slow = slow_rank(stall, hang)
     if slow is not None:
         evidence |= {"straggler_rank": slow.rank, "straggler_node": slow.node or node, "straggler_reason": slow.why}
     advice = advise(stall.cause, stall.evidence)
-    if stuck is not None:
-        evidence |= stuck.evidence()
-        advice = advice if stall.cause == "worker_stuck" else stuck.advice()
+    if hang is not None:
+        evidence |= hang.evidence()
+        advice = advice if stall.cause == "worker_stuck" else hang.advice()
     return {
         "cause": stall.cause,
         "first_step": stall.opened_step,
@@ -64,10 +64,10 @@ def stall_fields(stall: Stall, stuck: Stuck | None, node: str) -> dict[str, Any]
     }
 
 
-def slow_rank(stall: Stall, stuck: Stuck | None) -> Straggler | None:
-    """The rank that this one waits for, while that is what it loses its time to."""
+def slow_rank(stall: Stall, hang: Hang | None) -> Straggler | None:
+    """The rank that this one waits for, if the stall is caused by a straggler; else None."""
     if stall.cause != "straggler":
         return None
-    if stall.stuck:
-        return absent_rank(stuck.missing) if stuck is not None and stuck.missing is not None else None
+    if stall.is_hang:
+        return absent_rank(hang.missing) if hang is not None and hang.missing is not None else None
     return straggler(stall.evidence.pace, stall.evidence.peers)

@@ -1,4 +1,4 @@
-"""The one line that the agent writes to stderr, and the run folder that it names."""
+"""The line that the agent writes to stderr at the start, and the path of the run folder."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ if TYPE_CHECKING:
 
 
 def say_start(identity: Identity, *, metrics_url: str | None, trouble: str, logs: str) -> bool:
-    """Say where the metrics and the logs are. Returns whether stderr could be written.
+    """Print where the metrics and the logs are. Returns whether stderr could be written.
 
     Args:
-        identity: of this process.
-        metrics_url: None where there is no endpoint.
-        trouble: why there is none, as far as that is known.
-        logs: where the logs are, or why there are none.
+        identity: the identity of this process.
+        metrics_url: the URL of the metrics; None without an endpoint.
+        trouble: why there is no endpoint; empty if that is unknown.
+        logs: where the logs are, or why there are no logs.
     """
     where = f"metrics at {metrics_url}" if metrics_url else "no metrics endpoint" + f" ({trouble})" * bool(trouble)
     return say(f"telemetry: run {identity.run}, rank {identity.rank}: {where}, {logs}")
 
 
 def absolute(folder: Path) -> Path:
-    """The folder, wherever the script changes to.
+    """The absolute path of a folder, so that the script may change its working folder.
 
     Raises:
-        OSError: it is relative, and there is no working folder.
+        OSError: the path is relative, and the working folder no longer exists.
     """
     try:
         return folder.absolute()

@@ -1,9 +1,9 @@
-"""Fewer ticks while nothing changes, which nearly halves the agent's CPU time.
+"""Skips ticks while nothing changes, which almost halves the agent's CPU time.
 
-Every second tick is skipped while no stall is open and the loop goes on as before. The ring is emptied all the same,
-and tells that: in a second in which the training thread loses more time than before or ends no step, the tick is not
-skipped. So a stall that begins is seen as soon as with every tick. What only samples tell (GPU clocks, other ranks) is
-seen at most one interval later.
+Every second tick is skipped while no stall is open and the loop goes on as before. The ring is emptied nevertheless. If
+it shows that the training thread lost more time in the last second than before, or ended no step, the tick is not
+skipped. So a new stall is seen as early as with every tick. What only samples show (GPU clocks, other ranks) is seen at
+most one interval later.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 _MIN_INTERVAL_SECONDS: Final = 0.5
 _MAX_INTERVAL_SECONDS: Final = 1.0
-"""With other intervals no tick is skipped: with longer ones a scrape would be older than 2 s, and a user who sets
-shorter ones wants the samples."""
+"""With other intervals no tick is skipped. With longer ones a scrape would be older than 2 s. A user who sets shorter
+ones wants the samples."""
 
 _MAX_GAP_SECONDS: Final = 2.0
-"""After a longer gap the machine was suspended, or the agent did not run: the tick has to see that."""
+"""After a longer gap the machine was suspended, or the agent did not run. Such a tick must not be skipped."""
 
 
 class TickPace:
@@ -31,7 +31,7 @@ class TickPace:
 
     Args:
         config: interval and ratios.
-        accounting: kept up to date, also when a tick is skipped.
+        accounting: up to date at every call, even if the tick before was skipped.
     """
 
     def __init__(self, config: Config, accounting: Accounting) -> None:
@@ -43,10 +43,10 @@ class TickPace:
         self._at_last = (0, 0, 0, 0)
 
     def skips(self, *, busy: bool) -> bool:
-        """Whether to skip the tick that is due. To be called for each of them, after `Accounting.update`.
+        """Whether to skip the tick that is due. Must be called for each tick, after `Accounting.update`.
 
         Args:
-            busy: whether there is anything to follow, such as an open stall.
+            busy: whether something must be followed, such as an open stall.
         """
         before, now = self._at_last, self._newest()
         self._at_last = now
@@ -55,7 +55,7 @@ class TickPace:
         return self._skipped
 
     def _newest(self) -> tuple[int, int, int, int]:
-        """Nanoseconds, nanoseconds of compute, nanoseconds of waiting, and steps: all of the run so far."""
+        """Nanoseconds, nanoseconds of compute, nanoseconds of waiting, and steps, over the run so far."""
         ledger = self._accounting.ledger
         return (ledger.at_ns, ledger.ns[COMPUTE], ledger.ns[DATA_WAIT], self._accounting.steps_total)
 

@@ -1,4 +1,4 @@
-"""Makes the `Totals` of a tick, from what the hooks have stored, the accounting and the samples."""
+"""Makes the `Totals` of a tick from the hooks' figures, the accounting and the samples."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from telemetry.core.clock import NS
-from telemetry.core.interval import Conditions, Tick
+from telemetry.core.tick import Conditions, Tick
 from telemetry.core.totals import EpochTotals, GarbageTotals, OwnTotals, SamplerTotals, Totals
 from telemetry.diagnose.integrals import HELD_BACK, Readings, integrated
 from telemetry.diagnose.stall_detector import MIN_STEPS_OF_A_RUN
@@ -16,36 +16,36 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from telemetry.agent.accounting import Accounting
+    from telemetry.agent.collector_poller import CollectorPoller
     from telemetry.agent.overhead import Overhead
-    from telemetry.agent.sampler import Sampler
     from telemetry.attach.step_tracker import StepTracker
     from telemetry.collect.thread_sampler import ThreadSampler, ThreadSamples
-    from telemetry.core.interval import RankPace
     from telemetry.core.samples import GpuSample, HostSample, PressureSample, ProcessSample
+    from telemetry.core.tick import RankPace
     from telemetry.core.worker_records import WorkersSample
 
 _WORKING_RATIO: Final = 0.5
-"""A GPU that runs something for this share of the time has the clock it works with."""
+"""If a GPU runs something for at least this share of the time, its clock counts as its working clock."""
 
 
 class TotalsBuilder:
-    """Keeps the newest `Totals`, to which the next ones add.
+    """Keeps the newest `Totals`, and adds to them.
 
     Args:
-        accounting: ledger, steps and exposed wait. ``tracker``: what the training thread has counted itself.
-        sampler: has the newest samples; ``thread_sampler``: where the training thread was.
-        overhead: what the agent itself has cost, seconds by thread.
-        peers: the newest of the other ranks of this node.
+        accounting: ledger, steps and exposed wait. ``tracker``: counters of the training thread itself.
+        collectors: the newest samples. ``thread_sampler``: samples of the training thread.
+        overhead: the cost of the agent itself, seconds by thread.
+        peers: returns the newest paces of other ranks, see `Conditions`.
 
     Attributes:
-        totals: the newest.
+        totals: the newest totals.
     """
 
     def __init__(
         self,
         accounting: Accounting,
         tracker: StepTracker,
-        sampler: Sampler,
+        collectors: CollectorPoller,
         thread_sampler: ThreadSampler,
         overhead: Overhead,
         *,
@@ -53,29 +53,29 @@ class TotalsBuilder:
     ) -> None:
         self._accounting = accounting
         self._tracker = tracker
-        self._sampler = sampler
+        self._collectors = collectors
         self._thread_sampler = thread_sampler
         self._overhead = overhead
         self._peers = peers
         self.totals = Totals()
-        self._integrated = self.totals  # those that the samples were integrated up to
-        self._process_cpu_seconds = 0.0  # at that time; the first tick has all that was used before it
+        self._integrated = self.totals  # the totals when the samples were last integrated
+        self._process_cpu_seconds = 0.0  # at that time; the first tick has everything that was used before
         self._updated_ns = 0
         self._source_kind: str | None = None  # not the source: nothing here may keep a loader's queue alive
         self._where: str | None = None
         self._usual_clock: float | None = None
         self._first_wait_to_come = 0.0
-        self._exposed: float | None = 0.0  # as the clock has it, which sees the first wait late
+        self._exposed: float | None = 0.0  # as measured by the clock, which reads the first wait late
 
     def tick(self) -> Tick:
-        """The totals as they are now, and the conditions."""
+        """The current totals and conditions."""
         batches_from = self._accounting.take_source()
         self._source_kind = None if batches_from is None else batches_from.kind
         before = self._integrated
         totals = self.update()
-        host: HostSample | None = self._sampler.newest("host")
-        pressure: PressureSample | None = self._sampler.newest("pressure")
-        workers: WorkersSample | None = self._sampler.newest("workers")
+        host: HostSample | None = self._collectors.newest("host")
+        pressure: PressureSample | None = self._collectors.newest("pressure")
+        workers: WorkersSample | None = self._collectors.newest("workers")
         quota = None if pressure is None else pressure.cgroup_cpu_limit
         seconds = totals.wall_seconds - before.wall_seconds
         conditions = Conditions(
@@ -89,34 +89,34 @@ class TotalsBuilder:
             cores=_cores(quota),
             quota_cores=quota,
             host_cores=0 if host is None else host.cpu_count,
-            on_gpu=_utilization(self._sampler.newest("nvml")) is not None,
+            on_gpu=_utilization(self._collectors.newest("nvml")) is not None,
             peers=self._peers(),
         )
         return Tick(totals, conditions)
 
     def current(self) -> Totals:
-        """The newest totals, counted anew where more has happened. Samples are integrated once a tick, in `update`."""
+        """The newest totals, updated if more has happened. Samples are only integrated in `update`, once a tick."""
         if self._accounting.updated_ns != self._updated_ns:
             self.totals = self._by_source(self._count(None), self.totals)
         return self.totals
 
     def update(self) -> Totals:
-        """The totals as they are now, with what was sampled since the last update. Once a tick, and at the end."""
-        looked = self._thread_sampler.take()
-        self._where = looked.where
-        self.totals = self._with_samples(self._by_source(self._count(looked), self.totals))
+        """Update the totals, with the samples since the last update. Called once a tick, and at the end."""
+        sampled = self._thread_sampler.take()
+        self._where = sampled.where
+        self.totals = self._with_samples(self._by_source(self._count(sampled), self.totals))
         self._integrated = self.totals
         return self.totals
 
-    def _count(self, looked: ThreadSamples | None) -> Totals:
-        """What is counted, by now. ``looked``: samples of the training thread since the last ones that were counted."""
+    def _count(self, sampled: ThreadSamples | None) -> Totals:
+        """The current counters. ``sampled``: the samples of the training thread that were not counted yet."""
         self._updated_ns = self._accounting.updated_ns
         accounting, tracker, before = self._accounting, self._tracker, self.totals
         ledger, stats = accounting.ledger, accounting.stats
-        process: ProcessSample | None = self._sampler.newest("process")
-        workers: WorkersSample | None = self._sampler.newest("workers")
+        process: ProcessSample | None = self._collectors.newest("process")
+        workers: WorkersSample | None = self._collectors.newest("workers")
         histogram = None if workers is None else workers.fetch_duration
-        timer = tracker.next_timer
+        timer = tracker.sampler_timer
         first_wait = ledger.first_wait_ns / NS
         return Totals(
             wall_seconds=ledger.wall_seconds,
@@ -157,8 +157,8 @@ class TotalsBuilder:
                 fetch_cpu_seconds=tracker.timed_fetch_cpu_ns / NS,
                 releases=tracker.batch_release.freed,
                 release_seconds=tracker.batch_release.ns / NS,
-                samples=before.own.samples + (looked.samples if looked is not None else 0),
-                in_sync_samples=before.own.in_sync_samples + (looked.in_sync if looked is not None else 0),
+                samples=before.own.samples + (sampled.samples if sampled is not None else 0),
+                in_sync_samples=before.own.in_sync_samples + (sampled.in_sync if sampled is not None else 0),
             ),
             process_cpu_seconds=None if process is None else process.cpu_seconds,
             run_queue_delay_seconds=None if process is None else process.runnable_seconds,
@@ -169,22 +169,22 @@ class TotalsBuilder:
         )
 
     def _by_source(self, counted: Totals, before: Totals) -> Totals:
-        """With the waits since the last totals put down to the source that batches come from now."""
+        """Attribute the waits since the last totals to the source that batches come from now."""
         waits, source = before.wait_seconds_by_source, self._source_kind
         waited = max(0.0, counted.wait_seconds - before.wait_seconds)
         return replace(counted, wait_seconds_by_source=waits | {source: waits.get(source, 0.0) + waited})
 
     def _with_samples(self, counted: Totals) -> Totals:
-        """With what the samples add to the integrals since they were integrated last."""
+        """Add the samples since the last integration to the integrals."""
         before = self._integrated
-        workers: WorkersSample | None = self._sampler.newest("workers")
+        workers: WorkersSample | None = self._collectors.newest("workers")
         used = None
         if counted.process_cpu_seconds is not None:
             used = max(0.0, counted.process_cpu_seconds - self._process_cpu_seconds)
             self._process_cpu_seconds = counted.process_cpu_seconds
-        host: HostSample | None = self._sampler.newest("host")
-        pressure: PressureSample | None = self._sampler.newest("pressure")
-        gpu: GpuSample | None = self._sampler.newest("nvml")
+        host: HostSample | None = self._collectors.newest("host")
+        pressure: PressureSample | None = self._collectors.newest("pressure")
+        gpu: GpuSample | None = self._collectors.newest("nvml")
         seconds = counted.wall_seconds - before.wall_seconds
         busy = None if workers is None or workers.busy_ratio is None else workers.busy_ratio * workers.training_workers
         readings = Readings(
@@ -211,8 +211,8 @@ class TotalsBuilder:
     def _after_first(self, exposed: float | None, first_wait: float, steps: int) -> float | None:
         """The exposed wait without that for the first batch.
 
-        The GPU's clock is read some steps after a wait is over, so that one's exposed wait may be yet to come; but not
-        any more when the run has steps enough to be judged.
+        The GPU's clock is read some steps after a wait has ended. So the exposed part of the first wait may come later,
+        but not after the run has enough steps to be judged.
         """
         before = self.totals
         known, so_far = self._exposed, before.exposed_after_first_seconds
@@ -226,7 +226,7 @@ class TotalsBuilder:
         return so_far + added - first
 
     def _clock_ratio(self, gpu: GpuSample | None) -> float | None:
-        """The GPU's clock relative to what it is in this run where nothing holds it back; its maximum before that."""
+        """The GPU's clock relative to its clock in this run when it is not throttled; before that, to its maximum."""
         if gpu is None or gpu.sm_clock_hertz is None or not gpu.sm_clock_max_hertz:
             return None
         if not HELD_BACK & {*(gpu.throttled or ())} and (gpu.utilization_ratio or 0.0) >= _WORKING_RATIO:
@@ -244,6 +244,6 @@ def _utilization(gpu: GpuSample | None) -> float | None:
 
 
 def _cores(limit: float | None) -> float:
-    """Cores this process may use: its affinity, and its cgroup's limit."""
+    """Cores that this process may use, by its affinity and its cgroup's limit."""
     allowed = float(len(os.sched_getaffinity(0)))
     return min(allowed, limit) if limit is not None else allowed

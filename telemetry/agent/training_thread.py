@@ -1,4 +1,4 @@
-"""The training thread as the thread sampler sees it."""
+"""The training thread, as the thread sampler needs it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class TrainingThread:
-    """What the tracker knows of it, asked from another thread."""
+    """Reads the tracker's state of the training thread from another thread."""
 
     def __init__(self, tracker: StepTracker) -> None:
         self._tracker = tracker
@@ -25,6 +25,6 @@ class TrainingThread:
         return self._tracker.stepping and not self._tracker.waiting_since
 
     def is_running(self) -> bool:
-        """Whether it is on a core; False on a GPU, where a thread that waits for the device may be on one too."""
+        """Whether it is on a core. Always False on a GPU: there a thread that waits for the device may use a core."""
         tracker = self._tracker
         return tracker.device is None and tracker.accelerator is None and is_running(tracker.native_thread)

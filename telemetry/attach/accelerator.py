@@ -1,4 +1,4 @@
-"""Which asynchronous device the training uses, and its events. Never imports torch and never initialises a device."""
+"""Finds out which asynchronous device the training uses. Never imports torch and never initialises a device."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ CUDA: Final = "cuda"
 
 _HOST: Final = frozenset({"cpu", "meta"})
 _MODULES: Final = (CUDA, "xpu", "npu", "hpu", "mlu", "musa", "mtia", "maia")
-"""Types of devices that may have a module in torch which tells whether it is initialised."""
+"""Types of devices whose module in torch may report whether the device is initialised."""
 
 _BATCHED: Final = frozenset({"xla", "hpu"})
-"""They queue operations and run them later: an event tells when it was recorded, not when the work was done."""
+"""These queue operations and run them later. Their events give the time of recording, not of execution."""
 
 
 def in_use(trained_on: str | None) -> str | None:
-    """The type of the asynchronous device that the training uses, such as ``cuda``; None where the host computes.
+    """The type of the asynchronous device that the training uses, such as ``cuda``; None if the host computes.
 
     Args:
         trained_on: the type of device that holds the optimizer's parameters; None until it is known.
@@ -36,7 +36,7 @@ def in_use(trained_on: str | None) -> str | None:
     for name in _names(torch):
         if _says_yes(getattr(vars(torch).get(name), "is_initialized", None)):
             return name
-    if trained_on is None:  # no optimizer of torch's has stepped yet
+    if trained_on is None:  # no torch optimizer has stepped yet
         xla = getattr(sys.modules.get("torch_xla"), "_XLAC", None)
         if _says_yes(getattr(xla, "_xla_runtime_is_initialized", None)):
             return "xla"
@@ -47,13 +47,13 @@ def in_use(trained_on: str | None) -> str | None:
 def _names(torch: ModuleType) -> Iterator[str]:
     yield from _MODULES
     try:
-        yield str(torch._C._get_privateuse1_backend_name())  # of a device that an extension has added to torch
+        yield str(torch._C._get_privateuse1_backend_name())  # a device that an extension has added to torch
     except Exception:
         return  # torch is half imported
 
 
 def _allocated(torch: ModuleType) -> str | None:
-    """The accelerator of this torch, if memory of it has been allocated. For those that do not tell otherwise (MPS)."""
+    """The accelerator of this torch, if some of its memory is allocated. Used for devices that report no more (MPS)."""
     named = getattr(vars(torch).get("accelerator"), "current_accelerator", None)
     used = getattr(vars(torch).get("_C"), "_accelerator_isAllocatorInitialized", None)
     try:
@@ -78,12 +78,12 @@ class DeviceStream(NamedTuple):
 
 
 class DeviceEvents:
-    """Timing events of one type of device. Used on the training thread alone.
+    """Timing events of one type of device. Used only on the training thread.
 
     Args:
-        torch: the module.
+        torch: the module ``torch``.
         name: the type of device.
-        captures: during which the device must not be touched.
+        captures: the captures in progress; the device must not be used during one.
     """
 
     def __init__(self, torch: ModuleType, name: str, captures: Captures) -> None:
@@ -94,16 +94,16 @@ class DeviceEvents:
         self._captures = captures
 
     def event(self) -> Any:
-        """A new event with timing. Raises what torch raises where there are none."""
+        """A new event with timing. Raises what torch raises if the device has no events."""
         if self._name == CUDA:
             return self._module.Event(enable_timing=True)
         return self._torch.Event(device=self._name, enable_timing=True)
 
     def begin(self) -> DeviceStream | None:
-        """Announce calls to the device. Always to be followed by `end`.
+        """Announce calls to the device. Must always be followed by `end`.
 
         Returns:
-            Where the work of this thread goes; None if no call may be made now.
+            The device and stream of this thread's work; None if no call may be made now.
         """
         self._captures.touching = get_ident()
         if self._captures.under_way:
@@ -124,7 +124,7 @@ class DeviceEvents:
 
 
 def timed(torch: ModuleType, name: str) -> bool:
-    """Whether this torch has events that can time the work of a type of device, as far as it tells."""
+    """Whether this torch has events that can time the work of a type of device, as far as torch reports it."""
     if name in _BATCHED:
         return False
     if name == CUDA:

@@ -30,18 +30,18 @@ if TYPE_CHECKING:
 
 
 class Attachment:
-    """The hooks of one tracker. They are placed at once if torch is imported already, else when it is imported.
+    """The hooks of one tracker. They are placed at once if torch is already imported, else when it is imported.
 
     Args:
-        tracker: is told of everything.
-        on_error: told of a hook that could not be placed; the others are not affected.
-        gpu_events: whether to time waits with events of the GPU, or of another device that has them, once it is used.
-        nvtx: whether steps, waits, phases and the workers' fetches are to be NVTX ranges.
+        tracker: gets every event.
+        on_error: called with the error if a hook cannot be placed; the other hooks are not affected.
+        gpu_events: whether to time waits with events of the GPU, or of another device, once it is used.
+        nvtx: whether to mark steps, waits, phases and the workers' fetches as NVTX ranges.
 
     Attributes:
         profilers: knows which of the user's own profilers record.
         captures: knows which CUDA graphs are being captured.
-        clock: the GPU's, also after `detach`; None where there is none.
+        clock: the GPU's clock, also after `detach`; else None.
     """
 
     def __init__(
@@ -77,15 +77,15 @@ class Attachment:
             self._watch.when_imported(name, self._with_patches(patch))
 
     def watch_gpu(self, name: str = accelerator.CUDA) -> str | None:
-        """The training uses a device: time waits on its clock, if that is wanted and possible.
+        """Time waits on the device that the training uses, if that is wanted and possible.
 
-        To be called once a tick while the device is in use, on any thread.
+        Must be called once a tick while the device is in use. Any thread may call it.
 
         Args:
-            name: the type of device, as `accelerator.in_use` tells it.
+            name: the type of device, as `accelerator.in_use` returns it.
 
         Returns:
-            Why there is no such clock; None where there is one.
+            Why there is no such clock; None if there is one.
         """
         tracker = self._tracker
         tracker.accelerator = name
@@ -104,14 +104,18 @@ class Attachment:
             return self._clock_absent
         if self.clock.failed:
             return f"the timing events of this device ({name}) failed"
-        return "the waits that were to be timed were on another stream than the work" if self.clock.in_vain else None
+        return (
+            "the waits that were to be timed were on another stream than the work"
+            if self.clock.on_another_stream
+            else None
+        )
 
     def watch_class(self, cls: type) -> bool:
-        """Time the iterations of a class of loaders that iterates in its own way. Returns whether they are timed."""
+        """Time the iterations of a class of loaders with its own ``__iter__``. Returns whether they are timed."""
         return prefetchers.watch_class(cls, self._tracker, self._patches)
 
     def detach(self) -> list[str]:
-        """Remove every hook. Returns the names of patches that others have patched over and that stay, inert."""
+        """Remove every hook. Returns the names of inert patches that stay, because other code has patched over them."""
         self._watch.close()
         self._tracker.detach()
         if self.clock is not None and not self.captures.under_way:
@@ -119,7 +123,7 @@ class Attachment:
         return self._patches.undo()
 
     def after_fork_in_child(self) -> None:
-        """Let the hooks pass straight through. Takes no lock, and releases no event of the parent's."""
+        """Make the hooks pass straight through. Takes no lock, and releases no event of the parent."""
         self._watch.close()
         self._tracker.detach()
 

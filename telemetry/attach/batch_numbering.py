@@ -1,4 +1,4 @@
-"""Numbers of batches, by which they are matched with the workers' fetches; and the wait for each source."""
+"""Numbers batches, so that they can be matched with the workers' fetches, and sums the waits by source."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class BatchNumbering:
-    """Numbers the batches in the ring, and adds up the waits by source."""
+    """Numbers the batches in the ring, and sums the waits by source."""
 
     def __init__(self) -> None:
         self._current: Callable[[], BatchSource | None] = lambda: None  # or a weak reference
@@ -34,7 +34,7 @@ class BatchNumbering:
         for start, end, code, source in entries:
             if source is None:
                 if code & BATCH:
-                    self._batch(start, end, code, self._current())  # an ordinary batch does not say where it is from
+                    self._batch(start, end, code, self._current())  # an ordinary batch has no source in its entry
             elif isinstance(source, DroppedSpans):
                 self._lost()
             elif code & BEGINS and isinstance(source, LoaderHandle):
@@ -59,18 +59,18 @@ class BatchNumbering:
             source.delivered += 1
 
     def own_fetches(self) -> Histogram | None:
-        """Durations of the fetches of the training thread itself; None before the first."""
+        """Durations of the training thread's own fetches; None before the first."""
         if not self._own_ns:
             return None
         return Histogram(FETCH_BUCKETS, tuple(self._own_counts), self._own_ns / NS)
 
     def take_source(self) -> BatchSource | None:
-        """The source that was waited for most since the last call; None where nothing was waited for."""
+        """The source with the longest wait since the last call; None without a wait."""
         waits, self._waits = self._waits, {}
         return max(waits, key=lambda source: waits[source], default=None)
 
     def _begin(self, loader: LoaderHandle) -> None:
-        """Begin an iteration. If the starts of others were dropped, its batches cannot be numbered."""
+        """Begin an iteration. Its batches cannot be numbered if the starts of others were dropped."""
         seen = self._numbered.get(loader, 0)
         unseen = self._numbered[loader] = loader.unseen
         loader.epoch += 1 + unseen - seen
@@ -78,7 +78,7 @@ class BatchNumbering:
         loader.delivered = None if unknown else 0
 
     def _lost(self) -> None:
-        """Entries were dropped: batches cannot be matched with fetches until the next iteration begins."""
+        """Note that entries were dropped. Batches cannot be matched with fetches until the next iteration begins."""
         for loader in (*self._numbered, self._current()):
             if isinstance(loader, LoaderHandle):
                 loader.delivered = None

@@ -1,11 +1,11 @@
 """How long the training thread takes to free a batch.
 
-``for batch in loader`` frees a batch when the next one has come and takes its place. Every clock counts that as
-compute, but it is a cost of the batch: hundreds of small tensors take 13 ms to unmap where the step itself takes 9. So
-one batch a tick is followed with weak references, whose callbacks note when it is freed. A batch that is freed in
-another way (kept, moved to a GPU, taken apart) is not counted.
+``for batch in loader`` frees a batch when the next one replaces it. That time is measured as compute, although it is a
+cost of the batch: to unmap hundreds of small tensors takes 13 ms where the step itself takes 9 ms. So one batch a tick
+is followed with weak references, whose callbacks record when it is freed. A batch that is freed in another way (kept,
+moved to a GPU, taken apart) is not counted.
 
-The advice `batch_transfer` needs it: in the zoo, sending one large graph instead of hundreds of small tensors made the
+The advice `batch_transfer` needs this. In the zoo, sending one large graph instead of hundreds of small tensors made
 steps 10.0 times faster. The prediction was 9.3 with this figure, and would be 4.1 without it.
 """
 
@@ -33,25 +33,25 @@ if TYPE_CHECKING:
     """The thread; monotonic ns; the ring's head; end and code of the entry after the batch's own; the statement."""
 
 _FRAMES: Final = 10
-"""How far up to look for the statement that holds the batch: our own frames, tqdm's, a generator's, the loop's."""
+"""How many frames up to search for the statement that holds the batch: our own, tqdm's, a generator's, the loop's."""
 
 _DEPTH: Final = 8
-"""Nested containers that are looked into."""
+"""How deep nested containers are searched."""
 
 _MAX_FOLLOWED: Final = 8
-"""Batches that the agent thread has not read yet."""
+"""Maximum number of followed batches that the agent thread has not read yet."""
 
 
 class BatchRelease:
     """Follows one batch at a time: `follow` on the training thread, `read` on the agent thread.
 
     Args:
-        ring: tells when the next batch came.
+        ring: shows when the next batch came.
 
     Attributes:
-        wanted: the next batch of workers is to be followed. Set on the agent thread.
-        freed: batches that were seen to be freed.
-        ns: what that took.
+        wanted: whether to follow the next batch of workers. Set on the agent thread.
+        freed: how many batches were seen to be freed.
+        ns: how long that took, nanoseconds.
     """
 
     __slots__ = ("_followed", "_ring", "freed", "ns", "wanted")
@@ -69,13 +69,13 @@ class BatchRelease:
         self._followed.append(_Followed(batch, self._ring))
 
     def forget(self) -> None:
-        """Stop following. To be called before the interpreter ends: no statement frees the batches that are left."""
+        """Stop following. Must be called before the interpreter exits: then no statement frees the last batches."""
         self.wanted = False
         self._followed = deque(maxlen=_MAX_FOLLOWED)
 
     def read(self) -> None:
-        """Add up what has been seen, but for the newest batch, which may not be freed yet."""
-        followed = self._followed  # `forget` may put another in its place
+        """Add up what was seen, except for the newest batch, which may not be freed yet."""
+        followed = self._followed  # `forget` may replace it
         while len(followed) > 1:
             took = followed.popleft().took_ns()
             if took is not None:
@@ -89,18 +89,18 @@ class _Followed:
     __slots__ = ("_head", "_references", "_seen", "_statements")
 
     def __init__(self, batch: object, ring: Ring) -> None:
-        self._head = ring.head + STRIDE  # once the next batch has come, and nothing else
+        self._head = ring.head + STRIDE  # the head once the next batch has come, and nothing else
         self._statements = _statements()
         self._seen: list[_Seen] = []
         note = _noting(self._seen, ring)
         self._references = [weakref.ref(tensor, note) for tensor in _ends_of(batch)]
 
     def took_ns(self) -> int | None:
-        """From the arrival of the next batch until this one's last tensor was freed, ns; None if freed otherwise."""
+        """Time from the next batch's arrival until this one's last tensor was freed, ns; None if freed otherwise."""
         return max((now - came for now, came in map(self._freed, self._seen) if came), default=None)
 
     def _freed(self, seen: _Seen) -> tuple[int, int]:
-        """When a tensor was freed, and when the next batch had come; 0 if that did not free it."""
+        """When a tensor was freed, and when the next batch came; 0 if the arrival of that batch did not free it."""
         _, now, head, (came, entry), statement = seen
         replaced = head == self._head and entry & 7 == S_DATA_WAIT and statement in self._statements
         return now, came if replaced else 0
@@ -109,9 +109,9 @@ class _Followed:
 def _noting(seen: list[_Seen], ring: Ring) -> Callable[[object], object]:
     """A callback for weak references that appends what it sees on this thread. On another thread it does nothing.
 
-    It is composed of functions in C. In a callback in Python, the interpreter would run the handler of a signal that
-    came meanwhile, and what that raises (Ctrl-C) is lost in a callback of a weak reference. A thread that is not
-    Python's (autograd's) has no frame, so the thread is checked first: `zip` stops there.
+    It consists of C functions. During a Python callback, the interpreter could run a pending signal handler, and an
+    exception in a weak reference's callback (Ctrl-C) would be lost. A thread that Python did not start (autograd's) has
+    no frame, so the thread is checked first: `zip` stops there.
     """
     slot = ring.head & MASK
     now = zip(
@@ -122,11 +122,11 @@ def _noting(seen: list[_Seen], ring: Ring) -> Callable[[object], object]:
         map(attrgetter("f_code", "f_lineno"), iter(sys._getframe, None)),
         strict=False,
     )
-    return partial(next, map(seen.append, now))  # next(..., reference): the second argument is what is left over
+    return partial(next, map(seen.append, now))  # next(..., reference): the reference is the default, unused
 
 
 def _statements() -> list[tuple[CodeType, int]]:
-    """Where a batch is asked for: the current lines of the innermost frames."""
+    """Where a batch is requested: the current lines of the innermost frames."""
     frame: FrameType | None = sys._getframe(1)
     found: list[tuple[CodeType, int]] = []
     while frame is not None and len(found) < _FRAMES:
@@ -136,12 +136,12 @@ def _statements() -> list[tuple[CodeType, int]]:
 
 
 def _ends_of(batch: object) -> list[Any]:
-    """The first and the last tensor: containers are freed from one end to the other, whichever that is."""
+    """The first and the last tensor: containers are freed from one end to the other, in either direction."""
     return [end for index in (0, -1) if (end := _end_of(batch, index)) is not None]
 
 
 def _end_of(batch: object, index: int) -> object | None:
-    """The object at one end of nested containers that takes weak references; None for none. Runs no code of theirs."""
+    """The object at one end of nested containers, if it supports weak references; else None. Runs none of its code."""
     for _ in range(_DEPTH):
         if isinstance(batch, UserDict):
             batch = batch.data

@@ -1,4 +1,4 @@
-"""Checkpoints: a call of a saving function on the training thread is a checkpoint."""
+"""Times checkpoints: a call of a saving function on the training thread is a checkpoint."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SAVING_FUNCTIONS: Final = {
     "torch.distributed.checkpoint.state_dict_saver": ("save", "async_save"),
     "safetensors.torch": ("save_file", "save_model"),
 }
-"""By module. Functions that the installed version does not have are skipped."""
+"""The saving functions by module. Functions that the installed version does not have are skipped."""
 
 
 def patch_saving(module: ModuleType, tracker: StepTracker, patches: Patches) -> None:
@@ -44,7 +44,7 @@ def _timed(original: Callable[..., Any], tracker: StepTracker) -> Callable[..., 
                 tracker.resume.saving(holds_optimizer=_holds_optimizer(original, args))
             elif tracker.active and not (tracker.checkpointing or tracker.resume.writing_elsewhere):
                 elsewhere = tracker.optimizer_steps, tracker.ring.closed
-            if not tracker.checkpointing:  # saving functions call one another: the outermost counts
+            if not tracker.checkpointing:  # saving functions call one another: only the outermost counts
                 before = tracker.scopes.enter_phase(CHECKPOINT)
         except Exception as error:
             tracker.fault(error)

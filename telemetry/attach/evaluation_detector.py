@@ -1,8 +1,8 @@
-"""Tells training batches from evaluation batches where gradients do not.
+"""Distinguishes training batches from evaluation batches if the state of gradients does not.
 
-Most evaluations ask for their batches with gradients off. But a loop may turn them off around the model alone, as
-transformers' Trainer does: ``for batch in loader: with torch.no_grad(): ...``. Then an evaluation shows in that one
-loader gives batch after batch and no optimizer steps.
+Most evaluations request their batches with gradients off. But a loop may turn gradients off around the model only, as
+transformers' Trainer does: ``for batch in loader: with torch.no_grad(): ...``. Such an evaluation shows in another way:
+one loader gives many batches in a row and no optimizer steps.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import Any, Final
 from telemetry.attach.loader_types import is_loader, is_loader_iterator, origin
 
 _MAX_WITHOUT_A_STEP: Final = 2
-"""Batches that may come without an optimizer step and are no evaluation yet, as a multiple of the batches per optimizer
-step so far. Gradient accumulation may begin with a part of a set, and accelerate's loaders read one batch ahead."""
+"""This many batches, times the batches per optimizer step so far, may come without an optimizer step before the loop
+counts as an evaluation. Gradient accumulation may begin within a set, and accelerate's loaders read one batch ahead."""
 
 _TRAINED_BEFORE: Final = 4
-"""That limit is so many times higher for a loader that has been trained with."""
+"""The limit is this many times higher for a loader that was used for training before."""
 
 
 class EvaluationDetector:
     """Watches the newest batches of one iterator, and whether optimizers step meanwhile.
 
-    A loader is recognised by its sampler, or else by its data set; neither is kept alive. Until an optimizer of torch's
-    has stepped, all batches count as training.
+    A loader is recognised by its sampler, else by its data set. Neither is kept alive. Until a torch optimizer has
+    stepped, all batches count as training.
     """
 
     __slots__ = ("_batches", "_evaluated", "_evaluating", "_iterator", "_max_batches", "_parts", "_since", "_trained")
@@ -32,23 +32,23 @@ class EvaluationDetector:
     def __init__(self) -> None:
         self._evaluating = False
         self._iterator = 0
-        self._since = 0  # optimizer steps when the first batch was asked for
-        self._batches = 0  # asked for since without an optimizer step
-        self._max_batches = 0  # so many of them are no evaluation yet
+        self._since = 0  # optimizer steps when the first batch was requested
+        self._batches = 0  # batches requested since then without an optimizer step
+        self._max_batches = 0  # with more batches than this it is an evaluation
         self._parts: list[weakref.ref[Any]] = []
         self._trained: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._evaluated: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
     def known_to_evaluate(self, loader: object) -> bool:
-        """Whether an iteration of this loader that begins now is an evaluation, from its earlier iterations."""
+        """Whether an iteration of this loader that begins now is an evaluation, judging by its earlier iterations."""
         return self._evaluates(_parts_of(loader))
 
     def requested(self, iterator: object, optimizer_steps: int, closed: int) -> bool:
         """A batch is about to be requested. Returns whether it is for an evaluation.
 
         Args:
-            iterator: that gives it.
-            optimizer_steps: so far.
+            iterator: the iterator that gives it.
+            optimizer_steps: optimizer steps so far.
             closed: training steps that have ended so far.
         """
         if id(iterator) != self._iterator:
@@ -66,15 +66,15 @@ class EvaluationDetector:
         return self._evaluating
 
     def settled(self, optimizer_steps: int) -> bool:
-        """Whether these batches are certainly trained on."""
+        """Whether these batches are certainly used for training."""
         return not self._evaluating and (optimizer_steps > self._since or not optimizer_steps)
 
     def likely(self, optimizer_steps: int) -> bool:
-        """Whether these batches are probably trained on. An iteration that has just begun may be either."""
+        """Whether these batches are probably used for training. An iteration that has just begun may be either."""
         return self.settled(optimizer_steps) or self._in(self._trained, self._parts)
 
     def leave(self, optimizer_steps: int) -> None:
-        """The iteration has ended, or another begins. What its batches were for is remembered for its loader."""
+        """The iteration has ended, or another begins. The purpose of its batches is remembered for its loader."""
         if not self._iterator:
             return
         parts = [part for reference in self._parts if (part := reference()) is not None]
@@ -89,7 +89,7 @@ class EvaluationDetector:
         self._iterator, self._parts, self._evaluating = 0, [], False
 
     def _evaluates(self, parts: list[weakref.ref[Any]]) -> bool:
-        """The same data set may be trained with by another loader, which has another sampler."""
+        """Whether the loader evaluates. Another loader, with another sampler, may train on the same data set."""
         return self._in(self._evaluated, parts) and not self._in(self._trained, parts[:1])
 
     @staticmethod
@@ -98,9 +98,9 @@ class EvaluationDetector:
 
 
 def _parts_of(loader: object) -> list[weakref.ref[Any]]:
-    """What a loader shares with its iterators: its sampler, which no other loader has, and its data set.
+    """The objects that a loader shares with its iterators: its sampler, which no other loader has, and its data set.
 
-    For a watched object it is the object itself. Attributes are read of torch's own classes only.
+    For a watched object it is the object itself. Only attributes of torch's own classes are read.
     """
     watched = origin(loader)
     if watched is not None:
@@ -118,7 +118,7 @@ def _reference(loader: object, *names: str) -> weakref.ref[Any]:
 
 
 class _Gone:
-    """Nothing refers to it."""
+    """An object that nothing refers to, so that a weak reference to it is dead."""
 
 
 _NOBODY: Final[weakref.ref[Any]] = weakref.ref(_Gone())

@@ -1,4 +1,4 @@
-"""Garbage collection that stops the training thread, timed."""
+"""Times garbage collections that stop the training thread."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 def time_garbage(tracker: StepTracker, patches: Patches) -> None:
     """Add a callback to ``gc.callbacks``. It costs two stamps a collection.
 
-    A collection on another thread holds the GIL, so the training thread loses that time too. Not lost is the time in
-    which the training thread ran meanwhile (code that does not need the GIL), or waited for a batch of its workers.
+    A collection on another thread holds the GIL, so it stops the training thread, too. Time is not counted if the
+    training thread ran meanwhile (code that does not need the GIL), or waited for a batch of its workers.
 
     Args:
-        tracker: takes the sums.
+        tracker: gets the sums.
         patches: remove the callback.
     """
     began = ran = 0
@@ -35,7 +35,7 @@ def time_garbage(tracker: StepTracker, patches: Patches) -> None:
             tracker.collecting = phase == "start"
         counts = tracker.active and (tracker.stepping or (tracker.asking and not elsewhere))
         if not counts or (elsewhere and _waits_for_workers(tracker)):
-            began = 0  # in the start-up or in an evaluation no step loses time
+            began = 0  # during startup or an evaluation no step loses time
             return
         try:
             if phase == "start":
@@ -49,7 +49,7 @@ def time_garbage(tracker: StepTracker, patches: Patches) -> None:
                 lost = max(0, lost)
                 tracker.garbage_ns += lost
                 if in_wait:
-                    tracker.next_timer.collected(lost, 0 if elsewhere else time.thread_time_ns() - ran)
+                    tracker.sampler_timer.collected(lost, 0 if elsewhere else time.thread_time_ns() - ran)
                 began = 0
         except OSError:
             began = 0  # the training thread has ended
@@ -68,7 +68,7 @@ def _waits_for_workers(tracker: StepTracker) -> bool:
 
 
 def _cpu_ns(native_thread: int) -> int:
-    """CPU time of a thread of this process. The clock's number is that of pthread_getcpuclockid.
+    """CPU time of a thread of this process. The clock's number is computed as pthread_getcpuclockid does.
 
     Raises:
         OSError: there is no such thread.

@@ -1,15 +1,15 @@
 """Exposed wait, on the GPU's own clock.
 
-At the request for a batch, one event goes into the stream, behind all the work of the step. When the batch has come,
-another one follows. The GPU reaches the first when it has finished the step, and the second when the next work may
-begin. In the time between the two it had nothing to do, however long the host waited. No synchronise is needed: a pair
-is read some steps later, when the GPU has passed it.
+At the request for a batch, one event goes into the stream, after all the work of the step. When the batch has come,
+another event goes in. The GPU reaches the first event when it has finished the step, and the second when the next work
+may begin. Between the two it had nothing to do, however long the host waited. No synchronisation is needed: a pair is
+read some steps later, when the GPU has passed it.
 
-Both events go into the stream of the optimizer's work, or the pair is not counted: a side stream, for copies say, is
-idle while the GPU is busy.
+Both events must go into the stream of the optimizer's work. Otherwise the pair is not counted: a side stream, for
+copies for example, is idle while the GPU is busy.
 
-Events are touched on the training thread only: a query from another thread invalidates a graph capture in progress.
-They are never released in a forked child; see `attach.fork_keepalive`.
+Events are used on the training thread only: a query from another thread invalidates a graph capture in progress. They
+are never released in a forked child; see `attach.fork_keepalive`.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ if TYPE_CHECKING:
     from telemetry.attach.accelerator import DeviceStream
 
 BUDGET_RATIO: Final = 0.001
-"""Share of a step that timing it may cost."""
+"""The share of a step that timing it may cost."""
 
 _POOL: Final = 8
 _SMOOTHING: Final = 0.1
 _MAX_THINNING: Final = 1000
-_BOTH_HALVES: Final = 1.5  # the half that is measured also reads an old pair; the other only records
-# A wait on the GPU cannot be longer than the host's, but for the latency of one launch and the events' 0.5 us grain.
+_BOTH_HALVES: Final = 1.5  # the measured half also reads an old pair; the other half only records
+# A wait on the GPU cannot be longer than the host's wait, except for a launch's latency and the events' 0.5 us grain.
 _TOLERANCE_SECONDS: Final = 0.001
-_IN_VAIN: Final = 20
+_MAX_SKIPPED: Final = 20
 
 
 class ClockedDevice(Protocol):
-    """What a clock needs of a device."""
+    """What a clock needs from a device."""
 
     def event(self) -> Any:
         """A new timing event."""
 
     def begin(self) -> DeviceStream | None:
-        """Announce calls. Returns where this thread's work goes; None if no call may be made now."""
+        """Announce calls. Returns the stream of this thread's work; None if no call may be made now."""
 
     def end(self) -> None:
-        """The calls are over. Follows every `begin`."""
+        """End the calls. Follows every `begin`."""
 
 
 class _Pair(NamedTuple):
@@ -58,18 +58,18 @@ class _Pair(NamedTuple):
 
 
 class GpuClock:
-    """Pairs of events around the waits of the training thread, thinned out to stay within `BUDGET_RATIO`.
+    """Times waits of the training thread with pairs of events. Only some steps are timed, see `BUDGET_RATIO`.
 
     Args:
-        device: whose events.
+        device: the device whose events are used.
 
     Attributes:
         sampled_ns: exposed wait and host wait of the pairs of ordinary steps that were read.
         boundary_ns: the same at epoch boundaries, where every wait is timed.
         pairs: how many pairs were read.
         distrusted: pairs that were dropped because they contradict the host's clock.
-        skipped: waits that were to be timed and were not, because their stream was not that of the step's work.
-        failed: a call to the device raised. The clock is not used any more.
+        skipped: waits that should have been timed, but were on another stream than the step's work.
+        failed: whether a call to the device raised. The clock is not used any more.
     """
 
     __slots__ = (
@@ -93,13 +93,13 @@ class GpuClock:
 
     def __init__(self, device: ClockedDevice) -> None:
         self._device = device
-        self._events: list[Any] = []  # all of them
-        self._free: dict[int, list[tuple[Any, Any]]] = {}  # by device
+        self._events: list[Any] = []  # all events
+        self._free: dict[int, list[tuple[Any, Any]]] = {}  # unused pairs by device
         self._pending: deque[tuple[_Pair, int]] = deque()
         self._armed: _Pair | None = None
         self._worked_in: DeviceStream | None = None
         self._skip = 0
-        self._cost_ns = 20_000.0  # until it has been measured
+        self._cost_ns = 20_000.0  # an estimate until it is measured
         self._step_ns = 0.0
         self._last_request = 0
         self.sampled_ns = (0, 0)
@@ -110,15 +110,15 @@ class GpuClock:
         self.failed = False
 
     @property
-    def in_vain(self) -> bool:
-        """Whether none of the ordinary steps' waits could be timed, though many should have been."""
-        return not self.sampled_ns[1] and self.skipped + self.distrusted >= _IN_VAIN
+    def on_another_stream(self) -> bool:
+        """Whether no wait of an ordinary step could be timed, because all of them were on another stream."""
+        return not self.sampled_ns[1] and self.skipped + self.distrusted >= _MAX_SKIPPED
 
     def worked(self) -> None:
-        """The optimizer has stepped: note the stream of this thread's work as that of the training.
+        """Note the stream of this thread's work as that of the training: the optimizer has stepped.
 
-        It holds for one request only: a replayed graph calls no optimizer, and may run in another stream than it was
-        captured in.
+        It holds for one request only: a replayed graph calls no optimizer, and may run in another stream than the one
+        it was captured in.
         """
         if self._skip > 0:
             return  # the next request is not timed
@@ -128,7 +128,7 @@ class GpuClock:
             self._device.end()
 
     def step_ended(self) -> None:
-        """The next batch is about to be requested: mark the end of the step's work, if this step is to be timed."""
+        """Mark the end of the step's work if this step is to be timed. The next batch is about to be requested."""
         if self._skip > 0:
             self._skip -= 1
             return
@@ -149,7 +149,7 @@ class GpuClock:
         self._cost_ns += _SMOOTHING * (_BOTH_HALVES * (now_ns() - start) - self._cost_ns)
 
     def epoch_boundary(self) -> None:
-        """An iteration begins, or a request that is no ordinary step's. These are rare, so each is timed."""
+        """Mark the start of an iteration, or a request outside of ordinary steps. These are rare, so each is timed."""
         self._last_request = 0
         try:
             place = self._device.begin()
@@ -159,11 +159,11 @@ class GpuClock:
             self._device.end()
 
     def batch_arrived(self, start: int, end: int) -> None:
-        """The wait is over: mark the moment from which the GPU can have work again.
+        """Mark the moment from which the GPU can have work again: the wait is over.
 
         Args:
-            start: of the wait, monotonic ns.
-            end: of the wait, monotonic ns.
+            start: start of the wait, monotonic ns.
+            end: end of the wait, monotonic ns.
         """
         pair, self._armed = self._armed, None
         if pair is None:
@@ -188,7 +188,7 @@ class GpuClock:
 
     def _arm(self, place: DeviceStream, *, at_boundary: bool) -> None:
         worked_in, self._worked_in = self._worked_in, None
-        if self._armed is not None:  # no batch has come
+        if self._armed is not None:  # no batch came after the last mark
             self._give_back(self._armed)
             self._armed = None
         self._collect()
@@ -204,7 +204,7 @@ class GpuClock:
 
     def _new_event(self) -> Any:
         event = self._device.event()
-        keep(event)  # before anything else: a fork may come at any moment
+        keep(event)  # first, because a fork may come at any moment
         self._events.append(event)
         return event
 
@@ -230,7 +230,7 @@ class GpuClock:
             self._give_back(pair)
 
     def _thinning(self) -> int:
-        """One step in so many is timed."""
+        """The number of steps of which one is timed."""
         if self._step_ns <= 0:
             return 1
         return min(_MAX_THINNING, max(1, round(self._cost_ns / (BUDGET_RATIO * self._step_ns))))

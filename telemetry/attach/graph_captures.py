@@ -1,8 +1,8 @@
-"""Captures of CUDA graphs in progress in this process, on any thread.
+"""Tracks captures of CUDA graphs in progress in this process, on any thread.
 
-In the capture mode "global", torch's default, a capture fails if any thread of the process makes a call meanwhile that
-CUDA considers unsafe; the query of an event is one. Torch tells a thread about its own stream only. So the beginning
-and the end of every capture are noted here.
+In torch's default capture mode, "global", a capture fails if any thread of the process makes a call that CUDA considers
+unsafe, such as the query of an event. Torch only reports captures on the calling thread's own stream. So the start and
+the end of every capture are recorded here.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from telemetry.attach.patches import Patches
 
 _MAX_NS: Final = 1_000_000_000
-"""How long the beginning of a capture waits at most for a call of ours to return. Such a call takes microseconds."""
+"""How long the start of a capture waits at most until a call of the agent returns. Such a call takes microseconds."""
 
 
 class Captures:
-    """Follows the captures.
+    """Tracks the captures.
 
-    Each side first says what it is about to do and then checks the other. So no event is touched during a capture, even
-    if both begin at the same moment.
+    Each side first announces what it is about to do and then checks the other side. So no event is used during a
+    capture, even if both begin at the same moment.
 
     Attributes:
-        touching: ident of the thread that makes calls to the device for us right now; 0 for none.
+        touching: ident of the thread that makes calls to the device for the agent right now; 0 for none.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Captures:
         return len(self._graphs) > 0
 
     def patch(self, graph: Any, patches: Patches) -> None:
-        """Patch a class of graphs, such as ``torch.cuda.CUDAGraph``, if it has what there is to patch."""
+        """Patch a class of graphs, such as ``torch.cuda.CUDAGraph``, if it has the methods to patch."""
         if graph is None or not {"capture_begin", "capture_end"} <= vars(graph).keys():
             return
         patches.replace(

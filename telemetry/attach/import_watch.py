@@ -1,7 +1,7 @@
-"""Act on a module as soon as it has been imported, without importing it.
+"""Calls a function when a module has been imported, without importing it.
 
-Under ``telemetry run`` the script has not imported torch yet, and must be the one that does: it may set variables
-first that torch reads while it loads (OMP_NUM_THREADS, CUDA_VISIBLE_DEVICES).
+Under ``telemetry run`` the script has not imported torch yet. The script must import torch itself: before that, it may
+set variables that torch reads while it loads (OMP_NUM_THREADS, CUDA_VISIBLE_DEVICES).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 class ImportWatch(MetaPathFinder):
-    """Calls back once for each watched module: at once if it is imported already, else when it has been imported.
+    """Calls back once for each watched module: at once if it is already imported, else when it has been imported.
 
     It is in ``sys.meta_path`` only while it waits for a module.
 
     Args:
-        on_error: told of what a callback raises.
+        on_error: called with what a callback raises.
     """
 
     def __init__(self, on_error: Callable[[BaseException], None]) -> None:
@@ -33,7 +33,7 @@ class ImportWatch(MetaPathFinder):
         self._searching: set[tuple[int, str]] = set()  # threads, and the module that each looks for
 
     def when_imported(self, name: str, then: Callable[[ModuleType], None]) -> None:
-        """Call ``then(module)``; an exception in it goes to ``on_error`` and not to the import."""
+        """Call ``then(module)``. An exception in it goes to ``on_error`` and does not fail the import."""
         module = sys.modules.get(name)
         if module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False):
             self._call(then, module)
@@ -51,7 +51,7 @@ class ImportWatch(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The spec that the other finders return for a watched module, with a loader that calls back; else None."""
+        """The other finders' spec for a watched module, with a loader that calls back; None for any other module."""
         del path, target
         # For this thread and this module only. CPython calls one finder at a time, but does not guarantee it.
         search = (get_ident(), fullname)

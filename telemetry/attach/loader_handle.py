@@ -1,4 +1,4 @@
-"""Where batches come from: what the agent knows of an iterator without keeping it alive."""
+"""Describes where batches come from, without keeping the iterator alive."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from telemetry.core.worker_records import Arrival
 
 _MAX_ARRIVALS: Final = 512
-"""Kept from one reading to the next. In a faster loop only the newest are used."""
+"""Maximum number of arrivals between two readings. In a faster loop only the newest are used."""
 
 
 class BatchSource:
@@ -20,8 +20,9 @@ class BatchSource:
 
     Attributes:
         kind: ``training_thread``, ``workers``, ``watched`` or ``read_ahead``.
-        settings: of the loader, by the names of DataLoader's arguments; ``loader_used_again``, whether the newest
-            iteration was not its first; and ``sharing_strategy``, of torch.multiprocessing, where workers are forked.
+        settings: the loader's settings, by the names of DataLoader's arguments. Also ``loader_used_again`` (whether the
+            newest iteration was not its first) and, if workers are forked, ``sharing_strategy`` of
+            torch.multiprocessing.
         unseen: iterations whose start was dropped because the ring was full. Written by the training thread.
     """
 
@@ -39,20 +40,19 @@ READ_AHEAD: Final = BatchSource("read_ahead", {})
 
 
 class LoaderHandle(BatchSource):
-    """What is known of an iterator with workers.
+    """An iterator with workers.
 
     Attributes:
-        pids: of its workers, 0 for a worker that is a thread of this process.
+        pids: the pids of its workers, 0 for a worker that is a thread of this process.
         threads: how many workers are threads of this process.
-        queue: of finished batches.
-        block: counters that the workers write; None where they were started before the agent, or are threads.
+        queue: the queue of finished batches.
+        block: counters that the workers write; None if they were started before the agent, or are threads.
         training: whether it has given a training batch.
-        resumed: whether its first iteration did not begin at its first batch. Then its batches cannot be matched with
-            fetches.
+        resumed: whether its first iteration began in the middle. Then its batches cannot be matched with fetches.
         in_order: whether batch number ``n`` of an epoch comes from worker ``n % len(pids)``.
-        epoch: iterations begun. Agent thread only.
-        delivered: batches taken in the newest iteration, None where the count was lost. Agent thread only.
-        arrivals: training batches taken since they were last read. Agent thread only.
+        epoch: how many iterations have begun. Agent thread only.
+        delivered: how many batches were taken in the newest iteration; None if the count was lost. Agent thread only.
+        arrivals: training batches taken since the last reading. Agent thread only.
     """
 
     __slots__ = (
@@ -75,7 +75,7 @@ class LoaderHandle(BatchSource):
         self.queue = getattr(iterator, "_data_queue", None)
         self.block = block if not self.threads else None
         self.training = False
-        self.resumed = getattr(iterator, "_num_yielded", 0) > 0  # from a state, as torchdata's StatefulDataLoader can
+        self.resumed = getattr(iterator, "_num_yielded", 0) > 0  # torchdata's StatefulDataLoader restores a state
         self.in_order = bool(getattr(iterator, "_in_order", True))
         self.epoch = 0
         self.delivered: int | None = 0

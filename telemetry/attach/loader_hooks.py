@@ -1,9 +1,9 @@
 """The hooks in the DataLoader: the request for a batch, and the start and the end of an iteration.
 
-`_BaseDataLoaderIter.__next__` is the one place that every iterator passes through, single- or multi-process, made
-before or after the agent; `StopIteration` leaves through it too. `DataLoader.__iter__` starts the workers, and
-`_shutdown_workers` stops them. The StatefulDataLoader of torchdata defines the last two itself, and inherits the first.
-A loader that is no DataLoader may make torch's iterators itself: then an iteration begins with their constructor.
+Every iterator passes through `_BaseDataLoaderIter.__next__`: single- or multi-process, made before or after the agent.
+`StopIteration` leaves through it, too. `DataLoader.__iter__` starts the workers, and `_shutdown_workers` stops them.
+torchdata's StatefulDataLoader defines the last two itself, and inherits the first. A loader that is not a DataLoader
+may make torch's iterators itself. Then an iteration begins with their constructor.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from threading import get_ident
 from time import thread_time_ns
 from typing import TYPE_CHECKING, Any
 
-from telemetry.attach.next_timer import TimedWait, end_timed, time_starts, time_wait, timed_reset
 from telemetry.attach.ring import MASK, S_DATA_WAIT, STEP, STRIDE
+from telemetry.attach.sampler_timer import TimedWait, end_timed, time_starts, time_wait, timed_reset
 from telemetry.attach.step_tracker import OVERHEAD_EVERY, OVERHEAD_MASK, StepTracker
 from telemetry.attach.traceback_frames import forget_frame
 from telemetry.core.clock import now_ns
@@ -31,8 +31,8 @@ def patch_loader(module: ModuleType, tracker: StepTracker, grad_enabled: Callabl
     """Patch ``torch.utils.data.dataloader``.
 
     Args:
-        module: that one.
-        tracker: is told of every request and every iteration.
+        module: the module.
+        tracker: gets every request and every iteration.
         grad_enabled: ``torch.is_grad_enabled``.
         patches: undo it.
     """
@@ -52,7 +52,7 @@ def patch_epoch_boundaries(loader: Any, workers: Any, tracker: StepTracker, patc
     Args:
         loader: a class of loaders.
         workers: the class of its iterators with workers.
-        tracker: is told of both.
+        tracker: gets both.
         patches: undo it.
     """
     patches.replace(loader, "__iter__", lambda original: timed_iter(original, tracker))
@@ -67,14 +67,14 @@ def timed_next(
     """``__next__`` with its wait written into the ring.
 
     The fast path (see `FastPath`) is inlined: a call costs more than all the stores together. All that it needs are
-    defaults of its parameters, which lie side by side in memory: a variable of the closure lies in a cell of its own,
-    and a global one behind two dictionaries, and a real step evicts them from the caches. Between the arrival of the
-    batch and the last store there is no call, so neither a signal nor a thread switch can come in between.
+    default values of its parameters, which are adjacent in memory. A closure variable has its own cell and a global
+    variable needs two dictionaries; a real step evicts these from the caches. Between the arrival of the batch and the
+    last store there is no call, so neither a signal nor a thread switch can interrupt.
 
     Args:
         original: the ``__next__`` of an iterator.
-        tracker: is told of each request.
-        grad_enabled: whether gradients are on.
+        tracker: gets each request.
+        grad_enabled: returns whether gradients are on.
     """
 
     @functools.wraps(original)
@@ -128,7 +128,7 @@ def timed_next(
 
 
 def _timed_on_slow_path(original: Callable[[Any], Any], tracker: StepTracker) -> Callable[[Any], Any]:
-    """All other cases: another thread, another loader, evaluation, a phase, a wait that the GPU's clock times."""
+    """``__next__`` for all other cases: another thread or loader, evaluation, a phase, a wait timed on the GPU."""
 
     def __next__(self: Any) -> Any:  # noqa: N807
         elsewhere = get_ident() != tracker.thread
@@ -146,7 +146,7 @@ def _timed_on_slow_path(original: Callable[[Any], Any], tracker: StepTracker) ->
                 _mark(tracker, self, entry)
             cpu = thread_time_ns() if tracker.time_fetches and entry & 7 == S_DATA_WAIT else 0
             ranges = tracker.boundaries.wait_begins(self) if tracker.profiler_ranges.makers else ()
-            timed = time_wait(tracker, self, entry) if tracker.next_timer.wanted else None
+            timed = time_wait(tracker, self, entry) if tracker.sampler_timer.wanted else None
             start = now_ns()
             tracker.waiting_since = start if entry & 7 == S_DATA_WAIT else -start
         except Exception as error:
@@ -189,7 +189,7 @@ def _failed(tracker: StepTracker, iterator: object, start: int, entry: int, erro
 
 
 def _contain(tracker: StepTracker, error: BaseException) -> None:
-    """Count a failure of ours. Ctrl-C in our code is none: it is raised, and the next request is measured again."""
+    """Count a failure of the agent's code. Ctrl-C in it is no failure: it is raised, and measuring goes on."""
     if not isinstance(error, Exception):
         tracker.waiting_since = 0
         raise error
@@ -235,9 +235,9 @@ def timed_iter(original: Callable[[Any], Any], tracker: StepTracker) -> Callable
 
 
 def timed_constructor(original: Callable[..., None], tracker: StepTracker) -> Callable[..., None]:
-    """The constructor of an iterator, as the start of an iteration of its loader.
+    """The constructor of an iterator, timed as the start of an iteration of its loader.
 
-    Within the loader's ``__iter__`` it is part of that span.
+    Inside the loader's ``__iter__`` it is part of that span.
     """
 
     @functools.wraps(original)
@@ -262,9 +262,9 @@ def timed_constructor(original: Callable[..., None], tracker: StepTracker) -> Ca
 def timed_shutdown(original: Callable[[Any], Any], tracker: StepTracker) -> Callable[[Any], Any]:
     """``_shutdown_workers`` with its time written into the ring.
 
-    At the end of an epoch it is part of a request. But an iterator that is left (with ``break``, or because it was
-    asked for one batch only) stops its workers when it is released. The training thread waits for that, because a
-    fetch in progress is not cancelled.
+    At the end of an epoch it is part of a request. But if an iterator is left (with ``break``, or after one batch), its
+    workers are stopped when it is freed. The training thread waits for that, because a fetch in progress is not
+    cancelled.
     """
     return _timed_boundary(original, tracker, leaves=True)
 

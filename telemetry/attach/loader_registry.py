@@ -1,4 +1,4 @@
-"""The iterators that give batches, without keeping them alive."""
+"""Registers the iterators that give batches, without keeping them alive."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class LoaderRegistry:
     """Written by the training thread. The agent thread may use `live`, `take_retired` and `newest`.
 
     Attributes:
-        newest: returns where the newest batches come from; None before the first, and when it is gone.
-        newest_begun: returns the handle of the iteration that began last, on any thread; None where it has no workers.
-        finding: the first batch of a generator is being requested, which shows where its batches come from.
-        told: known iterators of other libraries: their class, and a function from an iterator to its source.
+        newest: returns the source of the newest batches; None before the first batch, and if it no longer exists.
+        newest_begun: returns the handle of the iteration that began last, on any thread; None if it has no workers.
+        finding: whether the first batch of a generator is being requested, which shows the source of its batches.
+        known_iterators: iterator classes of other libraries, each with a function from an iterator to its source.
     """
 
     def __init__(self) -> None:
@@ -33,16 +33,16 @@ class LoaderRegistry:
         self.newest: Callable[[], BatchSource | None] = lambda: None  # or a weak reference
         self.newest_begun: Callable[[], LoaderHandle | None] = lambda: None  # or a weak reference
         self.finding = False
-        self.told: list[tuple[type, Callable[[Any], BatchSource]]] = []
+        self.known_iterators: list[tuple[type, Callable[[Any], BatchSource]]] = []
 
     def register(self, iterator: object, block: WorkerBlock | None = None, *, again: bool = True) -> None:
-        """Note the workers of an iterator, without keeping it alive.
+        """Register the workers of an iterator, without keeping it alive.
 
-        Only its pids and its queue are kept. With a strong reference, the agent thread could become the one that shuts
-        the workers down.
+        Only its pids and its queue are kept. With a strong reference, the agent thread could become the thread that
+        shuts the workers down.
 
         Args:
-            iterator: one without workers is ignored.
+            iterator: the iterator; one without workers is ignored.
             block: counters that its workers write, if there are any.
             again: whether its loader has made an iterator before.
         """
@@ -62,7 +62,7 @@ class LoaderRegistry:
         live[key] = (weakref.ref(iterator, gone), LoaderHandle(iterator, block, again=again))
 
     def begun(self, iterator: object) -> None:
-        """An iteration has begun, on any thread."""
+        """Note that an iteration has begun, on any thread."""
         handle = self.known(iterator)
         if handle is not None:
             self.newest_begun = weakref.ref(handle)
@@ -73,7 +73,7 @@ class LoaderRegistry:
         return None if entry is None else entry[1]
 
     def delivered(self, iterator: object, *, training: bool) -> BatchSource:
-        """A batch has come on the slow path. Returns its source. ``training``: it is trained on, as far as is known."""
+        """Note a batch that came on the slow path. Returns its source. ``training``: whether it is for training."""
         source = self._of(iterator)
         if training:
             self.newest = weakref.ref(source)
@@ -82,22 +82,22 @@ class LoaderRegistry:
         return source
 
     def live(self) -> list[LoaderHandle]:
-        """Handles of the iterators with workers that are alive."""
+        """Handles of the live iterators with workers."""
         return [handle for _, handle in list(self._live.values())]
 
     def take_retired(self) -> Iterator[LoaderHandle]:
-        """Handles of those that are gone since the last call, and whose counters are still to be read."""
+        """Handles of iterators that ended since the last call, and whose counters must still be read."""
         while self._retired:
             yield self._retired.popleft()
 
     def _of(self, iterator: object) -> BatchSource:
         iterator = loader_types.unwrapped(iterator)
         if id(iterator) not in self._live:
-            self.register(iterator)  # begun before the agent
+            self.register(iterator)  # it began before the agent
         handle = self.known(iterator)
         if handle is not None:
             return handle
-        for kind, source_of in self.told:
+        for kind, source_of in self.known_iterators:
             if issubclass(type(iterator), kind):
                 return source_of(iterator)
         if not loader_types.is_loader_iterator(iterator):

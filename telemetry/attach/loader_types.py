@@ -1,4 +1,4 @@
-"""What an object is, by its type alone: its attributes prove nothing, and reading one may raise."""
+"""Recognises an object by its type only: its attributes prove nothing, and reading one may raise."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Wrapper:
-    """Around a watched object (``_telemetry_object``), or around an iterator of the wrapper ``_telemetry_source``."""
+    """A wrapper around a watched object (``_telemetry_object``), or around an iterator of ``_telemetry_source``."""
 
     __slots__ = ("__weakref__", "_telemetry_object", "_telemetry_source")
 
@@ -17,7 +17,7 @@ class Wrapper:
 
 
 def origin(candidate: object) -> weakref.ref[Any] | None:
-    """A weak reference to the object handed to ``watch()``.
+    """A weak reference to the object that was passed to ``watch()``.
 
     Args:
         candidate: its wrapper, or an iterator of the wrapper. For anything else the result is None.
@@ -29,22 +29,22 @@ def origin(candidate: object) -> weakref.ref[Any] | None:
         wrapper = wrapper._telemetry_source
     try:
         return weakref.ref(wrapper._telemetry_object)
-    except TypeError:  # a list takes no weak references
+    except TypeError:  # some objects, such as a list, do not support weak references
         return weakref.ref(wrapper)
 
 
 def unwrapped(candidate: Any) -> Any:
-    """The object inside a wrapper; anything else as it is."""
+    """The object inside a wrapper; anything else unchanged."""
     return candidate._telemetry_object if issubclass(type(candidate), Wrapper) else candidate
 
 
 def is_loader(candidate: object) -> bool:
-    """Whether it is a ``DataLoader`` of torch or of a subclass."""
+    """Whether an object is a ``DataLoader`` of torch or of a subclass."""
     return _is_a(candidate, "DataLoader")
 
 
 def is_loader_iterator(candidate: object) -> bool:
-    """Whether it is an iterator of a ``DataLoader``, including torchdata's."""
+    """Whether an object is an iterator of a ``DataLoader``, including torchdata's."""
     return _is_a(candidate, "_BaseDataLoaderIter")
 
 

@@ -1,7 +1,7 @@
-"""The hook behind every optimizer's step.
+"""The hook that runs after every optimizer step.
 
-It counts the steps, which tells training from evaluation. Where no batch is requested on the training thread, because
-another one prefetches, the optimizer's steps are the steps.
+It counts the steps, which distinguishes training from evaluation. If no batch is requested on the training thread,
+because another thread prefetches, then each step of the optimizer is a training step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _BOUNDARY: Final = r.code(r.S_COMPUTE, r.S_COMPUTE, r.CLOSES | r.OPENS | r.BATCH
 def optimizer_hook(tracker: StepTracker) -> Callable[[object, object, object], None]:
     """The hook to register with torch. Outside the fast path it calls `OptimizerSteps.stepped`."""
 
-    # The tracker as a default and not in a cell: see `loader_hooks.timed_next`.
+    # The tracker is a default value and not a closure variable: see `loader_hooks.timed_next`.
     def stepped(optimizer: object, _args: object, _kwargs: object, tracker: StepTracker = tracker) -> None:
         tracker.optimizer_steps += 1
         if not tracker.fast_path_iterator_id:
@@ -35,17 +35,17 @@ def optimizer_hook(tracker: StepTracker) -> Callable[[object, object, object], N
             except Exception as error:
                 tracker.fault(error)
 
-    # As torch.compiler.disable marks a function, which would import Dynamo: a compiled step is not to trace it.
+    # As torch.compiler.disable marks a function. That would import Dynamo. A compiled step must not trace this hook.
     stepped._torchdynamo_disable = True  # type: ignore[attr-defined]
     return stepped
 
 
 class OptimizerSteps:
-    """What an optimizer's step means outside the fast path.
+    """Handles an optimizer's step outside the fast path.
 
     Args:
-        state: of the training thread.
-        boundaries: told of the steps that optimizers make.
+        state: state of the training thread.
+        boundaries: gets the steps that optimizers make.
     """
 
     __slots__ = ("_boundaries", "_device_read_from", "_optimizer_id", "_state")
@@ -53,11 +53,11 @@ class OptimizerSteps:
     def __init__(self, state: StepState, boundaries: StepBoundaries) -> None:
         self._state = state
         self._boundaries = boundaries
-        self._device_read_from = 0  # id of the optimizer that said what is trained on
-        self._optimizer_id = 0  # of the one whose steps are the steps where no batch is requested
+        self._device_read_from = 0  # id of the optimizer whose parameters gave the device
+        self._optimizer_id = 0  # id of the optimizer whose steps count as training steps, if no batch is requested
 
     def stepped(self, optimizer: object) -> None:
-        """An optimizer has stepped. The hook has counted it already."""
+        """An optimizer has stepped. The hook has already counted it."""
         state = self._state
         if state.resume.initializing:
             return
@@ -94,7 +94,7 @@ class OptimizerSteps:
 
 
 def _device_of(optimizer: Any) -> str | None:
-    """The type of device that holds an optimizer's parameters; None where it does not say."""
+    """The type of device that holds an optimizer's parameters; None if it is unknown."""
     try:
         return str(optimizer.param_groups[0]["params"][0].device.type)
     except Exception:

@@ -1,4 +1,4 @@
-"""Replace an attribute of somebody else's module or class, and put it back."""
+"""Replaces attributes of modules and classes that are not ours, and restores them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MISSING: Final = object()
 
 
 def _nothing(_owner: object) -> None:
-    """Nothing is to be done before."""
+    """Do nothing before the call."""
 
 
 def around(
@@ -23,12 +23,12 @@ def around(
     before: Callable[[Any], Any] = _nothing,
     after: Callable[[Any, Any, bool], object],
 ) -> Callable[..., Any]:
-    """Wrap a method with a call before and a call after it. What it raises passes with its traceback as it was.
+    """Wrap a method with a call before and a call after it. Its exceptions pass with their tracebacks unchanged.
 
     Args:
         original: the method.
-        before: called with the object. What it raises goes to the caller, and the method is not called.
-        after: called with the object, what ``before`` returned, and whether the method has raised. It must not raise.
+        before: called with the object. If it raises, the caller gets the exception and the method is not called.
+        after: called with the object, the result of ``before``, and whether the method has raised. It must not raise.
     """
 
     @functools.wraps(original)
@@ -51,8 +51,8 @@ def around(
 class Patches:
     """Patches that can all be undone, in reverse order.
 
-    A patch of ours that somebody else has patched over is not undone, for that would undo theirs. It stays underneath
-    and passes straight through.
+    If other code has patched over one of our patches, that patch is not undone, because that would undo theirs, too. It
+    stays underneath and passes straight through.
     """
 
     def __init__(self) -> None:
@@ -63,19 +63,19 @@ class Patches:
         """Replace ``owner.name`` by ``wrap(original)``.
 
         Raises:
-            AttributeError: the owner itself has no such attribute; one that it inherits does not count.
+            AttributeError: the owner itself has no such attribute. An inherited attribute does not count.
         """
         original = vars(owner).get(name, _MISSING)
         if original is _MISSING:
             raise AttributeError(f"{getattr(owner, '__name__', owner)!s} has no {name} of its own to patch")
-        # A function known under two names has one wrapper, or it could not be pickled by its name any more.
+        # A function known under two names gets one wrapper. Otherwise it could not be pickled by its name.
         same = [ours for _, _, theirs, ours in self._undo if theirs is original]
         replacement = same[0] if same else wrap(original)
         setattr(owner, name, replacement)
         self._undo.append((owner, name, original, replacement))
 
     def put(self, owner: Any, name: str, value: Any) -> None:
-        """Set an attribute of ``owner``. `undo` restores what it had under that name, if anything."""
+        """Set an attribute of ``owner``. `undo` restores the previous attribute, if there was one."""
         before = vars(owner).get(name, _MISSING)
         setattr(owner, name, value)
 
@@ -94,7 +94,7 @@ class Patches:
         self._removers.append(remove)
 
     def undo(self) -> list[str]:
-        """Put everything back. Returns the names of patches that others have patched over, which stay."""
+        """Undo all patches. Returns the names of patches that stay, because other code has patched over them."""
         left: list[str] = []
         for owner, name, original, replacement in reversed(self._undo):
             if vars(owner).get(name) is replacement:

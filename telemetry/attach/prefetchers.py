@@ -1,7 +1,7 @@
-"""Libraries that read ahead on threads of their own: the training thread waits for their queue, not for a DataLoader.
+"""Times libraries that read ahead on their own threads: the training thread waits for their queue, not a DataLoader.
 
-Each is patched when it is imported, where the training thread takes its next batch. A request there is timed like one
-to a DataLoader. Requests inside it, on the same thread, are part of it.
+Each library is patched when it is imported, where the training thread takes its next batch. A request there is timed
+like one to a DataLoader. Requests inside it, on the same thread, are part of it.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ def patch_monai(module: Any, tracker: StepTracker, patches: Patches) -> None:
 
 
 def patch_nodes(module: Any, tracker: StepTracker, patches: Patches) -> None:
-    """``torchdata.nodes``: the loop asks the outermost node; that asks the others, on this thread or on others."""
+    """``torchdata.nodes``: the loop asks the outermost node. That node asks the others, on this thread or on others."""
     base = module.BaseNode
-    tracker.sources.told.append((base, _source_of_node))
+    tracker.sources.known_iterators.append((base, _source_of_node))
     patches.replace(base, "__next__", lambda original: loader_hooks.timed_next(original, tracker, tracker.gradients_on))
 
 
 def patch_node_loader(module: Any, tracker: StepTracker, patches: Patches) -> None:
-    """``torchdata.nodes.Loader``: ``__iter__`` starts the threads, and takes the first batch if a state is loaded."""
+    """``torchdata.nodes.Loader``: ``__iter__`` starts the threads. If a state is loaded, it takes the first batch."""
     patches.replace(module.Loader, "__iter__", lambda original: loader_hooks.timed_iter(original, tracker))
 
 
 def patch_dali(module: Any, tracker: StepTracker, patches: Patches) -> None:
     """NVIDIA DALI: the threads of its pipeline and the GPU make the batches."""
     iterator = module.DALIGenericIterator
-    tracker.sources.told.append((iterator, lambda _: _DALI))
+    tracker.sources.known_iterators.append((iterator, lambda _: _DALI))
     patches.replace(
         iterator, "__next__", lambda original: loader_hooks.timed_next(original, tracker, tracker.gradients_on)
     )
@@ -70,7 +70,7 @@ def watch_class(cls: type, tracker: StepTracker, patches: Patches) -> bool:
 
     Args:
         cls: the class.
-        tracker: is told of its batches.
+        tracker: gets its batches.
         patches: undo it.
 
     Returns:
@@ -88,15 +88,15 @@ def watch_class(cls: type, tracker: StepTracker, patches: Patches) -> bool:
 
 
 class Feed:
-    """One iteration by a generator, in the place of an iterator for the tracker.
+    """One iteration by a generator. For the tracker it stands for an iterator.
 
     Args:
         iterator: the generator.
         owner: the object that is iterated over. Its sampler and data set, if any, identify it.
-        numbered: whether the batches are those of the DataLoader inside, each once and in its order.
+        numbered: whether its batches are those of the DataLoader inside, each once and in the same order.
 
     Attributes:
-        source: where its batches come from; None until the first has come.
+        source: where its batches come from; None until the first batch has come.
     """
 
     __slots__ = ("__weakref__", "_dataset", "_index_sampler", "iterator", "numbered", "source")
@@ -112,7 +112,7 @@ class Feed:
 def timed_generator(
     original: Callable[[Any], Generator[Any, Any, Any]], tracker: StepTracker, *, numbered: bool = True
 ) -> Callable[[Any], Generator[Any, Any, Any]]:
-    """A generator function with its batches timed. It is one too: nothing runs before the first batch is requested."""
+    """Time the batches of a generator function. The result is one, too: nothing runs before the first request."""
 
     def pull(feed: Feed) -> Any:
         sources = tracker.sources
@@ -147,7 +147,7 @@ def timed_generator(
                 raise
             advance = following
             try:
-                sent = yield batch.pop()  # while the batch is used, no reference to it is kept here
+                sent = yield batch.pop()  # while the batch is in use, no reference to it is kept here
             except GeneratorExit:
                 iterator.close()
                 raise
@@ -162,12 +162,12 @@ def timed_generator(
 
 
 def _know_feeds(tracker: StepTracker) -> None:
-    if not any(kind is Feed for kind, _ in tracker.sources.told):
-        tracker.sources.told.append((Feed, lambda feed: feed.source or READ_AHEAD))
+    if not any(kind is Feed for kind, _ in tracker.sources.known_iterators):
+        tracker.sources.known_iterators.append((Feed, lambda feed: feed.source or READ_AHEAD))
 
 
 def _find_source(feed: Feed, tracker: StepTracker) -> None:
-    """The first batch has come: an iteration with workers that began meanwhile is the source of the generator."""
+    """After the first batch: if an iteration with workers began meanwhile, it is the source of the generator."""
     handle = tracker.sources.newest_begun()
     feed.source = handle or READ_AHEAD
     if isinstance(handle, LoaderHandle) and feed.numbered and tracker.waiting_since > 0:
@@ -176,9 +176,9 @@ def _find_source(feed: Feed, tracker: StepTracker) -> None:
 
 
 def _source_of_node(node: Any) -> BatchSource:
-    """Whether a node reads ahead on threads, or makes its batches when they are requested."""
+    """Whether a node reads ahead on threads, or makes its batches on request."""
     for _ in range(_MAX_DEPTH):
-        # A mapper without workers maps on the thread that asks.
+        # A mapper without workers maps on the requesting thread.
         if type(node).__name__ in _AHEAD and getattr(node, "num_workers", None) != 0:
             return READ_AHEAD
         node = getattr(node, "root", None) or getattr(node, "source", None)

@@ -1,8 +1,8 @@
 """Named ranges in the traces of profilers: ``record_function`` and NVTX.
 
-While a snapshot records, phases and waits for watched iterables are ranges of its trace; torch itself marks the waits
-for a DataLoader. With the setting ``nvtx``, steps, waits, phases and the workers' fetches are NVTX ranges all the time,
-which Nsight Systems shows. Then no step takes the fast path of the hooks.
+While a snapshot records, phases and waits for watched iterables are ranges of its trace. Torch itself marks the waits
+for a DataLoader. With the setting ``nvtx``, steps, waits, phases and the workers' fetches are always NVTX ranges, which
+Nsight Systems shows. Then no step takes the fast path of the hooks.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class ProfilerRanges:
     """The ranges of the training thread.
 
     Attributes:
-        makers: each begins a range and returns what ends it. Empty while no profiler records.
-        nvtx: whether the steps are NVTX ranges, all the time.
+        makers: each begins a range and returns the function that ends it. Empty while no profiler records.
+        nvtx: whether steps are always NVTX ranges.
     """
 
     __slots__ = ("_step", "makers", "nvtx")
@@ -44,7 +44,7 @@ class ProfilerRanges:
             nvtx: ``torch.cuda.nvtx``.
 
         Raises:
-            RuntimeError: this torch has none.
+            RuntimeError: this torch has no NVTX.
         """
         nvtx.range_end(nvtx.range_start("telemetry"))
         self.makers += (lambda name: functools.partial(nvtx.range_end, nvtx.range_start(name)),)
@@ -55,21 +55,21 @@ class ProfilerRanges:
         return [make(name) for make in self.makers]
 
     def end(self, ends: Sequence[End]) -> None:
-        """End a range, also if no profiler records any more."""
+        """End a range, even if no profiler records any more."""
         for end in reversed(ends):
             end()
 
     def step(self, ended: int, *, opens: bool) -> None:
-        """``ended`` steps have ended; with ``opens`` the next begins."""
+        """``ended`` steps have ended. With ``opens`` the next step begins."""
         self.end(self._step)
         self._step = self.begin(f"step {ended + 1}") if opens else ()
 
 
 class MarkedWorker:
-    """A ``worker_init_fn`` that makes each fetch an NVTX range, and then runs the user's own.
+    """A ``worker_init_fn`` that makes each fetch an NVTX range, and then runs the user's own function.
 
     Args:
-        user: the loader's ``worker_init_fn``, None where it has none.
+        user: the loader's ``worker_init_fn``; None if it has none.
     """
 
     def __init__(self, user: Callable[[int], None] | None) -> None:
@@ -77,7 +77,7 @@ class MarkedWorker:
         self._maker = os.getpid()
 
     def __call__(self, worker_id: int) -> None:
-        """Run in the worker, by the DataLoader. In one that is a thread of the training process nothing is patched."""
+        """Called by the DataLoader in the worker. Patches nothing if the worker is a thread of the training process."""
         try:
             if in_worker_process(self._maker):
                 _mark_fetches(worker_id)
@@ -95,7 +95,7 @@ class MarkedWorker:
 def _mark_fetches(worker: int) -> None:
     """Patch the fetchers of this worker process."""
     nvtx: Any = sys.modules["torch.cuda.nvtx"]
-    nvtx.range_push("telemetry")  # raises where there is none, and not in a fetch
+    nvtx.range_push("telemetry")  # if NVTX is missing, this raises now and not during a fetch
     nvtx.range_pop()
     fetch: Any = sys.modules["torch.utils.data._utils.fetch"]
     for kind in (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher):

@@ -1,11 +1,11 @@
-"""The user's own profilers: which ones record, and a call before one begins.
+"""Tracks which of the user's own profilers record, and calls a function before one begins.
 
-Kineto has one session per process. A second one empties the first, and the one that stops last then ends the process
-with a segmentation fault (torch 2.13, sessions on two threads). So our profiler never begins while one of the user's
-records, and ours has ended before one of theirs begins.
+Kineto has one session per process. A second session empties the first. Then the session that stops last ends the
+process with a segmentation fault (torch 2.13, sessions on two threads). So our profiler never begins while one of the
+user's ("theirs") records, and ours ends before one of theirs begins.
 
-Everything that records passes through `torch.autograd.profiler`: `torch.profiler.profile` with its schedules (its
-warm-up included, which no public state shows), Lightning's profilers, the autograd profiler and ``emit_nvtx``.
+Every profiler passes through `torch.autograd.profiler`: `torch.profiler.profile` with its schedules (including its
+warm-up, which no public state shows), Lightning's profilers, the autograd profiler and ``emit_nvtx``.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _DAEMON_VARIABLE: Final = "KINETO_USE_DAEMON"
 
 
 class ProfilerWatch:
-    """Follows the profilers of the process.
+    """Tracks the profilers of the process.
 
     Args:
-        on_error: told of a failure of ours while one of theirs begins.
+        on_error: called with a failure of our code while one of theirs begins.
 
     Attributes:
-        before_theirs: called before one of theirs begins, on its thread; it returns when ours has ended.
+        before_theirs: called before one of theirs begins, on its thread. It returns when ours has ended.
     """
 
     def __init__(self, on_error: Callable[[BaseException], None]) -> None:

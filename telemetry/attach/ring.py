@@ -1,10 +1,10 @@
 """The ring between the training thread, which writes, and the agent thread, which reads.
 
-One entry is a span of the training thread's time: two monotonic stamps and a code that says which category of the
-ledger the thread was in between them, which one it is in afterwards, and whether a step closes or opens at its
-start. The ring is preallocated and has no lock: there is one writer and one reader, and every operation the two share
-is atomic under the GIL. A full ring drops the entry and never waits. Dropped entries are added up. As soon as there is
-room again, the sums go into the ring as one entry in their place: so every second is known, though not step by step.
+One entry is a span of the training thread's time: two monotonic stamps and a code. The code gives the category of the
+ledger during the span, the category after it, and whether a step closes or opens at its start. The ring is preallocated
+and has no lock. There is one writer and one reader, and every operation that both use is atomic under the GIL. A full
+ring drops the entry and never waits. Dropped entries are summed. As soon as there is room, the sums go into the ring as
+one entry in their place. So every second is counted, but not for each step.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from telemetry.attach.loader_handle import BatchSource
 
 Entry = tuple[int, int, int, "BatchSource | DroppedSpans | None"]
-"""start, end (monotonic ns), code, and the source of the batch; None for the source of the entry before. With the code
-`GAP`: the sums of what was dropped here."""
+"""Start and end (monotonic ns), code, and source of the batch; None means the same source as before. With the code
+`GAP`, the last item has the sums of the dropped entries."""
 
 CAPACITY: Final = 1 << 12
-"""Entries. With one drain a second this suffices for steps of 244 µs; in faster loops entries are dropped, and counted.
+"""Entries. With one drain a second this is enough for steps of 244 µs. In faster loops entries are dropped and counted.
 A full garbage collection visits the whole list, so it is no longer than needed."""
 
 _MAX_READS: Final = 100
-"""Attempts to read the sums while the writer changes them, which takes it less than a microsecond."""
+"""Attempts to read the sums while the writer changes them. A change takes less than a microsecond."""
 
 STRIDE: Final = 4
 WORDS: Final = CAPACITY * STRIDE
@@ -48,11 +48,11 @@ OPENS: Final = 1 << 7
 BATCH: Final = 1 << 8
 """A training batch was delivered at the entry's end."""
 JOINS: Final = 1 << 10
-"""A batch was delivered that adds to the open step."""
+"""A batch was delivered and added to the open step."""
 BEGINS: Final = 1 << 9
 """An iteration of the loader began. Its batches are numbered from 0."""
 LEAVES: Final = 1 << 11
-"""The workers of an iteration that was left in the middle were stopped."""
+"""The workers of an iteration were stopped before its end."""
 GAP: Final = 1 << 12
 """Not a span but the sums of the entries that were dropped here."""
 
@@ -69,19 +69,19 @@ STEP: Final = code(S_DATA_WAIT, S_COMPUTE, CLOSES | OPENS | BATCH)
 class Ring:
     """Spans of the training thread, in one list with four words per entry: start, end, code and source.
 
-    It is a list because a store into it is one pointer. A store into an ``array`` goes through argument parsing in C,
-    which a real step evicts from the caches, and costs twice as much there (`benchmarks/`: the floor, cold). For the
+    It is a list because storing into a list writes one pointer. Storing into an ``array`` parses arguments in C, which
+    takes twice as long when a real step has evicted that code from the caches (`benchmarks/`: the floor, cold). For the
     same reason the code of an ordinary batch, and None for an unchanged source, are not stored: the reader resets each
     entry to them.
 
     The fast path writes ``words`` and ``head`` itself: a method call would double its cost. Everything else goes
     through `push`. ``head`` and ``tail`` count words and never decrease. ``limit`` is how far the writer may go before
-    it has to check where the reader is. Only the writer sets it. While entries are being dropped it does not move, so
-    that the fast path stores nothing before the sums of the dropped entries are in their place.
+    it has to check where the reader is. Only the writer sets it. While entries are being dropped it does not move. So
+    the fast path stores nothing before the sums of the dropped entries are in their place.
 
     Attributes:
-        open: whether a step is open, after the newest entry.
-        dropped: steps whose end found no room.
+        open: whether a step is open after the newest entry.
+        dropped: steps that were dropped because the ring was full when they ended.
     """
 
     __slots__ = ("_lost", "_stretch", "_stretches", "_unclosing", "dropped", "head", "limit", "open", "tail", "words")
@@ -92,7 +92,7 @@ class Ring:
         self.tail = 0
         self.limit = WORDS
         self.open = False
-        self._unclosing = 0  # entries that closed no step; the fast path writes none of these
+        self._unclosing = 0  # entries that closed no step; the fast path writes no such entries
         self.dropped = 0
         self._lost: DroppedSpans | None = None
         self._stretch: _Stretch | None = None  # while spans are being dropped
@@ -102,10 +102,10 @@ class Ring:
         """Write one span, or add it to the dropped ones if the ring is full.
 
         Args:
-            start: of the span, monotonic ns.
-            end: of the span, monotonic ns.
-            entry: its code; see `code`.
-            source: of the batch; None for the same as before.
+            start: start of the span, monotonic ns.
+            end: end of the span, monotonic ns.
+            entry: code of the span, see `code`.
+            source: source of the batch; None for the same as before.
         """
         stretch = self._stretch
         if stretch is not None and entry == STEP and self.open and self.head + 2 * STRIDE > self.tail + WORDS:
@@ -136,7 +136,7 @@ class Ring:
     def lost(self) -> DroppedSpans | None:
         """The sums of the newest stretch of dropped spans; None before the first. For the reader.
 
-        To be read before ``head``: then the entries up to there lie before the stretch, or contain it.
+        Must be read before ``head``. Then the entries before ``head`` lie before the stretch, or contain it.
         """
         stretch = self._stretch
         sums = stretch.read() if stretch is not None else None
@@ -144,18 +144,18 @@ class Ring:
 
     @property
     def closed(self) -> int:
-        """Steps that have ended, including dropped ones: exact on the training thread, and free on the fast path."""
+        """Steps that have ended, including dropped ones. Exact on the training thread; costs the fast path nothing."""
         return self.head // STRIDE - self._unclosing + self.dropped
 
     def drain(self, limit: int, head: int | None = None) -> list[Entry]:
-        """Take up to ``limit`` entries out, oldest first. ``head``: take none from there on."""
+        """Take out up to ``limit`` entries, oldest first, but none from ``head`` on."""
         tail = self.tail
         stop = min(self.head if head is None else head, tail + limit * STRIDE)
         words, taken = self.words, []
         while tail < stop:
             slot = tail & MASK
             taken.append((words[slot], words[slot + 1], words[slot + 2], words[slot + 3]))
-            words[slot] = words[slot + 1] = 0  # not to keep the numbers alive
+            words[slot] = words[slot + 1] = 0  # frees the numbers
             words[slot + 2] = STEP
             words[slot + 3] = None
             tail += STRIDE
@@ -172,7 +172,7 @@ class Ring:
         self.head = head + STRIDE
 
     def _find_room(self) -> bool:
-        """Check how far the reader has come. The sums of dropped spans go in first, and need an entry as well."""
+        """Check how far the reader is. The sums of dropped spans go in first, and also need an entry."""
         limit = self.tail + WORDS
         dropped = self._stretch.sums() if self._stretch is not None else None
         if self.head + (2 if dropped is not None else 1) * STRIDE > limit:
@@ -187,10 +187,10 @@ class Ring:
 
 
 class _Stretch:
-    """Adds up consecutive dropped spans, as the reader would have booked them.
+    """Adds up consecutive dropped spans in the same way as the reader would.
 
-    The writer changes it in several stores, and the reader may read in between: ``_version`` is odd meanwhile. A new
-    object for every span would cost the writer 1.5 µs more per step (7 µs steps, a full ring).
+    The writer changes it in several stores, and the reader may read in between. So ``_version`` is odd during a change.
+    A new object for every span would cost the writer 1.5 µs more per step (7 µs steps, a full ring).
     """
 
     __slots__ = (
@@ -247,7 +247,7 @@ class _Stretch:
         self._version += 1
 
     def read(self) -> DroppedSpans | None:
-        """The sums, for the reader's thread; None if the writer was changing them at every attempt."""
+        """The sums, for the reader; None if the writer was changing them at every attempt."""
         for _ in range(_MAX_READS):
             version = self._version
             if not version & 1:

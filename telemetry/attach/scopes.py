@@ -1,4 +1,4 @@
-"""Phases and steps that the script names: ``with telemetry.phase(...)``, ``with telemetry.step()``, a checkpoint."""
+"""Phases, steps and checkpoints that the script marks: ``telemetry.phase(...)``, ``telemetry.step()``, saving."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _CATEGORY_OF: Final = {EVALUATION: r.S_EVALUATION, CHECKPOINT: r.S_CHECKPOINT}
 
 
 class Interrupted(NamedTuple):
-    """What went on when a phase began.
+    """The state of the training thread when a phase began.
 
     Attributes:
-        category: of the ledger, as a code ``S_*``.
+        category: the category of the ledger, as a code ``S_*``.
         in_phase: whether a checkpoint or an evaluation phase was in progress.
-        steady_iterator_id: of the fast path.
-        at: when that was, monotonic ns.
-        ranges: what ends the profiler ranges of the phase.
+        steady_iterator_id: the iterator of the fast path.
+        at: when the phase began, monotonic ns.
+        ranges: functions that end the profiler ranges of the phase.
     """
 
     category: int
@@ -40,12 +40,12 @@ class Interrupted(NamedTuple):
 
 
 class Scopes:
-    """Enters and leaves the phases and steps of the training thread. On another thread it does nothing.
+    """Enters and leaves the phases and steps of the training thread. Does nothing on any other thread.
 
     Args:
-        state: of the training thread.
-        fast_path: disabled where a phase or a step begins.
-        boundaries: told of steps that begin and end.
+        state: state of the training thread.
+        fast_path: disabled when a phase or a step begins.
+        boundaries: gets steps that begin and end.
     """
 
     __slots__ = ("_boundaries", "_fast_path", "_state")
@@ -56,7 +56,7 @@ class Scopes:
         self._boundaries = boundaries
 
     def enter_phase(self, name: str) -> Interrupted | None:
-        """A phase begins. Returns what `exit_phase` needs; None off the training thread."""
+        """Begin a phase. Returns the argument for `exit_phase`; None on any other thread."""
         state = self._state
         if threading.get_ident() != state.thread:
             return None
@@ -74,17 +74,17 @@ class Scopes:
         return before
 
     def exit_phase(self, name: str, before: Interrupted | None, start: int) -> None:
-        """A phase has ended; what it interrupted goes on.
+        """End a phase, and go back to the state before it.
 
         Args:
-            name: of the phase.
+            name: name of the phase.
             before: what `enter_phase` returned.
-            start: when it began, monotonic ns.
+            start: start of the phase, monotonic ns.
         """
         state = self._state
         end = now_ns()
         category = name if name in _CATEGORY_OF else OTHER
-        if category == OTHER or before is None:  # the others show in the ring
+        if category == OTHER or before is None:  # other phases are in the ring
             state.phases.append(PhaseSpan(name, category, start, (end - start) / 1e9))
         if before is None:
             return
@@ -93,9 +93,9 @@ class Scopes:
         state.profiler_ranges.end(before.ranges)
         state.in_phase = before.in_phase
         if category == OTHER and state.category != r.S_OTHER:
-            return  # training has gone on inside
+            return  # training has gone on inside the phase
         if state.batch_seen and not state.step_open and before.category in {r.S_STARTUP, r.S_COMPUTE}:
-            self._fast_path.disable(LOOP_CHANGED)  # the loop that it interrupted has ended inside
+            self._fast_path.disable(LOOP_CHANGED)  # the loop before the phase has ended inside it
             state.switch(r.S_OTHER, end)
             return
         if before.steady_iterator_id:
@@ -105,7 +105,7 @@ class Scopes:
         state.switch(before.category, end)
 
     def enter_step(self) -> None:
-        """The user's step begins. A batch requested since the last one belongs to it."""
+        """Begin the user's step. A batch that was requested since the last step belongs to it."""
         state = self._state
         if threading.get_ident() != state.thread or state.in_phase:
             return
@@ -118,7 +118,7 @@ class Scopes:
         self._boundaries.passed(opens=bool(flags))
 
     def exit_step(self) -> None:
-        """The user's step has ended."""
+        """End the user's step."""
         state = self._state
         if threading.get_ident() != state.thread or state.in_phase or not state.step_open:
             return

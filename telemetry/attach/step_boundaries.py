@@ -1,4 +1,4 @@
-"""Step boundaries, for those that have to know of each: a snapshot that is armed or recording, and NVTX ranges."""
+"""Passes step boundaries on to a snapshot that is armed or recording, and to NVTX ranges."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 class StepBoundaries:
-    """Tells the recorder and the profiler ranges of each step boundary, off the fast path.
+    """Notifies the recorder and the profiler ranges of each step boundary, off the fast path.
 
     Args:
-        state: of the training thread; it has the recorder and the ranges.
+        state: state of the training thread; it has the recorder and the ranges.
     """
 
     __slots__ = ("_state",)
@@ -28,13 +28,13 @@ class StepBoundaries:
         self._state = state
 
     def requested(self, entry: int) -> None:
-        """A span with this code is about to begin: tell of its boundary before the wait begins."""
+        """A span with this code is about to begin: notify of its boundary before the wait begins."""
         state = self._state
         if state.recorder is not None or state.profiler_ranges.nvtx:
             self.passed(opens=bool(entry & r.OPENS), closing=bool(entry & r.CLOSES) and state.ring.open)
 
     def passed(self, *, opens: bool = False, closing: bool = False) -> None:
-        """A step has ended, or begins now; ``closing``: one ends with the entry that is not in the ring yet."""
+        """A step has ended, or begins now. ``closing``: the step ends with an entry that is not in the ring yet."""
         state = self._state
         ended = state.ring.closed + closing
         if state.profiler_ranges.nvtx and (opens or not state.ring.open):
@@ -44,21 +44,21 @@ class StepBoundaries:
             self._paused(lambda: recorder.boundary(ended, opens=opens))
 
     def interrupt(self, why: str) -> None:
-        """Something that is no training begins, or the run ends."""
+        """Something other than training begins, or the run ends."""
         state = self._state
         if state.recorder is not None and threading.get_ident() == state.thread:
             recorder, ended = state.recorder, state.ring.closed
             self._paused(lambda: recorder.interrupt(ended, why))
 
     def wait_begins(self, iterator: object) -> Sequence[Callable[[], object]]:
-        """Begin a range for a wait. Torch itself marks those for a DataLoader in a trace. Returns what ends it."""
+        """Begin a range for a wait. Torch itself marks waits for a DataLoader. Returns the functions that end it."""
         ranges = self._state.profiler_ranges
         if is_loader_iterator(iterator) and not ranges.nvtx:
             return ()
         return ranges.begin(f"enumerate(DataLoader)#{type(iterator).__name__}.__next__")
 
     def _paused(self, call: Callable[[], bool]) -> None:
-        """Let the recorder work. Starting and stopping a profiler takes milliseconds that are no training."""
+        """Call the recorder. Starting or stopping a profiler takes milliseconds, which do not count as training."""
         state = self._state
         start = now_ns()
         try:

@@ -1,15 +1,15 @@
 """What the training thread is doing: the state machine behind the hooks.
 
-The hooks of `loader_hooks`, `optimizer_hook` and `checkpoint_hooks` tell it what happens; it writes spans into the
+The hooks of `loader_hooks`, `optimizer_hook` and `checkpoint_hooks` report what happens, and it writes spans into the
 ring. It runs on the training thread, so it only compares and stores. The rules:
 
-* A step opens with the request for a batch and closes with the next request. A second loader that is asked before
-  the first one again (or before the optimizer steps) adds to the same step.
-* A loader iterated with gradients off is evaluation, until it ends or training goes on; so is one that gives batch
-  after batch while no optimizer steps.
-* A checkpoint, or a phase the user names, is a span of its own; what was going on before goes on after it.
-* Where no batch is requested on this thread (a prefetching thread does it), the optimizer's steps are the steps.
-* `step()` says it explicitly, and from then on only it opens and closes steps.
+* A step opens with the request for a batch and closes with the next request. If a second loader is asked before the
+  first one is asked again (or before the optimizer steps), its batch adds to the same step.
+* A loader that is iterated with gradients off is evaluation, until it ends or training goes on. So is a loader that
+  gives batch after batch while no optimizer steps.
+* A checkpoint, or a phase that the user names, is a span of its own. Afterwards the previous category continues.
+* If no batch is requested on this thread (a prefetching thread does it), the optimizer's steps are the steps.
+* After the first call of `step()`, only calls of it open and close steps.
 
 The shared state is in `step_state`. Parts with a topic of their own: `fast_path`, `scopes` (phases, explicit steps),
 `optimizer_hook`, `step_boundaries` (snapshots, NVTX).
@@ -40,7 +40,7 @@ _SAME_STEP: Final = r.code(r.S_DATA_WAIT, r.S_COMPUTE, r.JOINS)
 _EVALUATION: Final = r.code(r.S_EVALUATION, r.S_EVALUATION)
 
 OVERHEAD_EVERY: Final = 64
-"""The fast path measures itself once in so many steps."""
+"""The fast path measures its own cost once in this many steps."""
 
 OVERHEAD_MASK: Final = OVERHEAD_EVERY * r.STRIDE - 1
 
@@ -49,17 +49,17 @@ class StepTracker(StepState):
     """Follows the batches of the training thread.
 
     Args:
-        ring: where the spans go.
+        ring: gets the spans.
 
     Attributes:
         fast_path: switches the fast path on and off.
-        boundaries: tells a snapshot and NVTX ranges of each step.
+        boundaries: notifies a snapshot and NVTX ranges of each step.
         scopes: phases and steps that the script names.
-        optimizer: what an optimizer's step means.
+        optimizer: handles optimizer steps.
         sources: where batches come from.
         batch_release: follows a batch of workers until it is freed.
-        time_fetches: how many of the next fetches on this thread are to be timed on its CPU clock too.
-            ``timed_fetch_ns`` and ``timed_fetch_cpu_ns`` are the sums of those that were.
+        time_fetches: how many of the next fetches on this thread to time on its CPU clock, too. ``timed_fetch_ns`` and
+            ``timed_fetch_cpu_ns`` are the sums of those.
     """
 
     __slots__ = (
@@ -93,18 +93,18 @@ class StepTracker(StepState):
         self.timed_fetch_cpu_ns = 0
         self._current_device: Callable[[], int | None] = lambda: None
         self._optimizer_steps_at_open = 0
-        self._steps_at_open_unknown = False  # the open step may have been opened on the fast path, which is off now
-        self._detector = EvaluationDetector()  # whether the newest batches are trained on
-        self._loader_id = 0  # of the loader whose iteration the steps follow
+        self._steps_at_open_unknown = False  # whether the open step may have been opened on the fast path, now off
+        self._detector = EvaluationDetector()  # whether the newest batches are for training
+        self._loader_id = 0  # id of the loader whose iteration the steps follow
         self._iterator_alive: weakref.ref[Any] | None = None
 
     def use_torch(self, grad_enabled: Callable[[], bool], current_device: Callable[[], int | None]) -> None:
-        """Torch is imported: ask it whether gradients are on, and which CUDA device (None for none) is current."""
+        """Use torch, now imported: whether gradients are on, and which CUDA device (None for none) is current."""
         self.grad_enabled = grad_enabled
         self._current_device = current_device
 
     def gradients_on(self) -> bool:
-        """Whether gradients are on, as far as torch is loaded."""
+        """Whether gradients are on. True before torch is imported."""
         return self.grad_enabled()
 
     # -- batches -----------------------------------------------------------------------------------------------
@@ -130,9 +130,9 @@ class StepTracker(StepState):
         """A batch has come on the slow path.
 
         Args:
-            iterator: that gave it.
-            start: of the wait, monotonic ns.
-            end: of the wait, monotonic ns.
+            iterator: the iterator that gave it.
+            start: start of the wait, monotonic ns.
+            end: end of the wait, monotonic ns.
             entry: the code of its span.
         """
         category = entry >> 3 & 7
@@ -145,14 +145,14 @@ class StepTracker(StepState):
             return
         self.category = category
         self.batch_seen = self.batch_since_step = True
-        self._steps_at_open_unknown = self.next_timer.at_boundary = False
+        self._steps_at_open_unknown = self.sampler_timer.at_boundary = False
         self.device = self._current_device()
         if id(iterator) != self.iterator_id:
             self._follow(iterator)
         if self.explicit:
             self.step_open = True
             return
-        # the second batch in a row from this loader alone
+        # the second batch in a row that comes from this loader only
         alone = entry == r.STEP and self.step_iterators == {id(iterator)}
         alone = alone and self._detector.settled(self.optimizer_steps)
         if entry == r.STEP:
@@ -166,16 +166,16 @@ class StepTracker(StepState):
             self.fast_path.disable(LOOP_CHANGED)
 
     def failed(self, iterator: object, start: int, entry: int, error: BaseException) -> None:
-        """The request raised: the end of an epoch, or an error that is the user's to see. Arguments as `delivered`."""
+        """The request raised: the end of an epoch, or an error for the user. Arguments as `delivered`."""
         end = now_ns()
         self.waiting_since = 0
         if self.in_phase:
             return
         during, ended = entry & 7, isinstance(error, StopIteration)
         if during == r.S_DATA_WAIT and self.batch_seen:
-            self.next_timer.epoch_boundary()
+            self.sampler_timer.epoch_boundary()
         self._detector.leave(self.optimizer_steps)
-        loader = None if ended else self.sources.known(iterator)  # a batch that raised has its number too
+        loader = None if ended else self.sources.known(iterator)  # a batch that raised has a number, too
         if during == r.S_EVALUATION:
             self.category = r.S_COMPUTE if self.step_open else r.S_OTHER
             self.ring.push(start, end, r.code(during, self.category), loader)
@@ -199,7 +199,7 @@ class StepTracker(StepState):
             return _EVALUATION
         flags = 0
         if self.batch_seen:
-            self.next_timer.epoch_boundary()
+            self.sampler_timer.epoch_boundary()
         if self.category == r.S_EVALUATION:  # an evaluation loop was left with break
             self.category = r.S_COMPUTE if self.step_open else r.S_OTHER
         if not self.explicit:
@@ -215,8 +215,8 @@ class StepTracker(StepState):
     def leaving(self, iterator: object) -> int | None:
         """The workers of an iterator that was left are about to be stopped. Returns the code of that span, or None.
 
-        None where the iterator had ended, whose workers are stopped already; and in a garbage collection, which may
-        come in the middle of any of these methods, and is timed as such.
+        None if the iterator had ended, because then its workers are stopped already. Also None in a garbage
+        collection, which may run in the middle of any of these methods and has its own timer.
         """
         if getattr(iterator, "_shutdown", False) or self.collecting:
             return None
@@ -239,9 +239,9 @@ class StepTracker(StepState):
         self.waiting_since = 0
 
     def mark_request(self, iterator: object, entry: int) -> None:
-        """Mark the request on the GPU's clock, where the span will be booked as waiting for data.
+        """Mark the request on the GPU's clock, if the span will count as waiting for data.
 
-        Ordinary steps are thinned out. What is no ordinary step (iterator None: an iteration begins) is always marked.
+        Only some ordinary steps are timed. Everything else (iterator None: an iteration begins) is always timed.
         """
         if self.gpu is None or entry & 7 != r.S_DATA_WAIT:
             return
@@ -251,13 +251,13 @@ class StepTracker(StepState):
             self.gpu.epoch_boundary()
 
     def fetch_timed(self, wall_ns: int, cpu_ns: int) -> None:
-        """A fetch on this thread took so long, and so much of it on the CPU."""
+        """Count a fetch on this thread: its time, and the CPU time of it, in nanoseconds."""
         self.time_fetches -= 1
         self.timed_fetch_ns += wall_ns
         self.timed_fetch_cpu_ns += cpu_ns
 
     def _follow(self, iterator: object) -> None:
-        """Note when the iterator goes, without keeping it alive and without ever holding it on another thread."""
+        """Note when the iterator is freed, without keeping it alive and without ever holding it on another thread."""
         followed = self.iterator_id = id(iterator)
 
         def gone(reference: object) -> None:
@@ -268,7 +268,7 @@ class StepTracker(StepState):
         self._iterator_alive = weakref.ref(iterator, gone)
 
     def _enter_evaluation(self, own: int = 0) -> None:
-        """``own``: id of an iterator that shows only now that it evaluates. A step that is its alone ends here."""
+        """Change to evaluation. ``own``: id of an iterator that is only now known to evaluate; its step ends here."""
         if self.category == r.S_EVALUATION:
             return
         self.boundaries.interrupt(EVALUATION)
@@ -283,8 +283,8 @@ class StepTracker(StepState):
             self.boundaries.passed()
 
     def _stepped_since_open(self) -> bool:
-        # The fast path does not note how many optimizer steps there were when a step opened. A loader that joins in the
-        # middle of such a step is taken to add to it, once; from there on the number is known.
+        # The fast path does not record how many optimizer steps there were when a step opened. A loader that joins
+        # such a step is assumed to add to it, once. From then on the number is known.
         if self.fast_path_iterator_id or self._steps_at_open_unknown:
             return False
         return self.optimizer_steps > self._optimizer_steps_at_open
@@ -292,12 +292,12 @@ class StepTracker(StepState):
     # -- requests of the agent thread --------------------------------------------------------------------------
 
     def time_next_batch(self, waits: int = 1) -> None:
-        """Have more than its wait timed of the next batch.
+        """Time more of the next batch than its wait.
 
-        Where this thread fetches itself, that is the fetch on the CPU's clock: one of each loader of a step, for the
-        next alone would mostly be of the one that follows the slowest. Where workers fetch, it is how long it takes to
-        free the batch, and what this thread does inside ``next()`` for the next ``waits`` batches. That takes
-        microseconds, so it is not done at every step.
+        Without workers, time the fetch on the CPU clock: one fetch of each loader of a step, because the very next one
+        is mostly that of the loader that follows the slowest. With workers, time how long freeing the batch takes, and
+        what this thread itself does inside ``next()`` for the next ``waits`` batches. That takes microseconds, so it is
+        not done at every step.
         """
         source = self.sources.newest() if self.active else None
         if source is None:
@@ -306,13 +306,13 @@ class StepTracker(StepState):
             self.time_fetches = max(1, len(self.step_iterators))
         elif source.kind == "workers":
             self.batch_release.wanted = True
-            self.next_timer.wanted = waits
+            self.sampler_timer.wanted = waits
         if self.fast_path_iterator_id:
             self._steps_at_open_unknown = True
             self.fast_path.disable(TIMED_BATCH)
 
     def follow_optimizer(self) -> None:
-        """The optimizer goes on stepping, and no batch is requested here any more.
+        """The optimizer steps, but no batch is requested on this thread any more.
 
         From its next step on the optimizer's steps are the steps, until a batch is requested here again.
         """
@@ -328,5 +328,5 @@ class StepTracker(StepState):
         self.fast_path.disable(STOPPED)
         self.gpu = None
         self.recorder = None
-        self.next_timer.wanted = 0
+        self.sampler_timer.wanted = 0
         self.batch_release.forget()

@@ -1,4 +1,4 @@
-"""Keeps our frames out of the user's tracebacks, and the user's frames out of the exceptions that we keep."""
+"""Removes our frames from the user's tracebacks, and the user's frames from exceptions that we keep."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from __future__ import annotations
 def forget_frame(error: BaseException) -> None:
     """Drop the first frame, the caller's own, from the traceback of the exception it has just caught.
 
-    To be followed by a bare ``raise``, which (from Python 3.11 on) restores the traceback as it now is and adds
-    nothing. On 3.10 the frame stays: there a bare ``raise`` restores the traceback as it was caught.
+    Must be followed by a bare ``raise``. From Python 3.11 on, that restores the traceback as it is now and adds
+    nothing. On 3.10 the frame stays, because a bare ``raise`` restores the traceback as it was caught.
     """
     trace = error.__traceback__
     if trace is not None and trace.tb_next is not None:

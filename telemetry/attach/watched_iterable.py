@@ -1,7 +1,7 @@
-"""A wrapper around a watched iterable: it behaves as the object inside, and its waits are timed.
+"""A wrapper around a watched iterable: it behaves like the object inside, and its waits are timed.
 
 Python looks up special methods on the class. So for each class of watched objects a class of wrappers is made, with
-exactly its special methods. Everything else goes to the object by ``getattr``.
+exactly the same special methods. Everything else is passed to the object by ``getattr``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NOT_PASSED_ON: Final = frozenset(dir(Wrapper)) - {"__lt__", "__le__", "__gt__",
     *("__class_getitem__", "__copy__", "__deepcopy__", "__del__", "__dict__", "__get__", "__set__", "__delete__"),
     *("__getattr__", "__iter__", "__next__", "__set_name__", "__torch_function__", "__instancecheck__"),
 }
-"""Special methods that every wrapper defines itself, or that take part in making a class."""
+"""Special methods that every wrapper defines itself, or that Python uses when it makes a class."""
 
 _ARITHMETIC: Final = (
     *("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "divmod", "pow"),
@@ -120,7 +120,7 @@ def wrap(inside: Any, tracker: Tracker, source: Watched | None = None) -> Any:
 
     Args:
         inside: the iterable.
-        tracker: returns the tracker of the agent that runs; None while there is none.
+        tracker: returns the tracker of the running agent; None while no agent runs.
         source: the wrapper whose iterator ``inside`` is, if any.
 
     Returns:
@@ -152,7 +152,7 @@ def _first_pull(wrapper: Watched) -> Any:
 
 
 def _bind(wrapper: Watched, tracker: StepTracker | None) -> None:
-    """Time the waits for the agent that runs now."""
+    """Time the waits with the agent that runs now."""
     if tracker is wrapper._telemetry_bound:
         return
     timed = _first_pull if tracker is None else timed_next(_pull, tracker, tracker.gradients_on)
@@ -205,8 +205,8 @@ def _make_class(kind: type) -> type[Watched]:
 def _added_to(self: Watched, other: Any) -> Any:
     """``other + watched``, which a tuple leaves to the right operand.
 
-    A list does too, but also for ``other += watched``. That must extend the list in place, and its iteration must be
-    timed. So a list is not added here, and ``[0] + watched`` is a TypeError.
+    A list does so, too, but also for ``other += watched``. That must extend the list in place, and its iteration must
+    be timed. So a list is not added here, and ``[0] + watched`` is a TypeError.
     """
     return NotImplemented if hasattr(type(other), "__iadd__") else other + self._telemetry_object
 
@@ -220,7 +220,7 @@ def _next(self: Watched) -> Any:
 
 
 def _passed_on(name: str) -> Callable[..., Any]:
-    """A special method that calls the object's. Where that returns the object itself, it returns the wrapper."""
+    """A special method that calls the object's own. If that returns the object itself, this returns the wrapper."""
     is_operator = name in _OPERATORS
 
     def method(self: Watched, *args: Any, **kwargs: Any) -> Any:

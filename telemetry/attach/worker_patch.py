@@ -1,8 +1,8 @@
 """Installs the probe: the workers of every new DataLoader iterator are timed from their first fetch on.
 
-An iterator's constructor takes ``worker_init_fn`` from its loader, keeps it as ``_worker_init_fn`` and passes that to
-each worker it starts. While a constructor runs, the descriptor `_InitFunction` returns a probe instead. Nothing is ever
-set on the loader or kept in the iterator: loaders are shared between threads, copied, pickled and sealed, and their
+The constructor of an iterator takes ``worker_init_fn`` from its loader, keeps it as ``_worker_init_fn`` and passes that
+to each worker that it starts. While a constructor runs, the descriptor `_InitFunction` returns a probe instead. Nothing
+is set on the loader or kept in the iterator: loaders are shared between threads, copied, pickled and sealed, and their
 iterators are made inside one another.
 """
 
@@ -30,14 +30,14 @@ def patch_workers(iterators: Any, tracker: StepTracker, patches: Patches) -> Non
 
     Args:
         iterators: the class.
-        tracker: its sources are told of each iterator.
+        tracker: its sources get each iterator.
         patches: undo it.
 
     Raises:
-        AttributeError: the class itself has a ``_worker_init_fn``, so this version of torch is not known to us.
+        AttributeError: the class itself has a ``_worker_init_fn``, so this version of torch is unknown.
     """
     for kind in iterators.__mro__:
-        if not isinstance(vars(kind).get(_NAME), _InitFunction | None):  # after a fork our parent's may still be there
+        if not isinstance(vars(kind).get(_NAME), _InitFunction | None):  # after a fork the parent's may still be there
             raise AttributeError(f"{kind.__name__} has {_NAME} already")  # noqa: TRY004
     init_function = _InitFunction(tracker)
     patches.put(iterators, _NAME, init_function)
@@ -110,7 +110,7 @@ class _InitFunction:
     def _around(self, user: Any, making: _Making, iterator: Any) -> Any:
         try:
             if making.block is None and not making.failed:
-                making.failed = True  # until there is one: a block that cannot be made is tried once
+                making.failed = True  # stays set if no block can be made, so that it is tried only once
                 if not 0 < iterator._num_workers <= MAX_WORKERS:
                     return user
                 making.block = WorkerBlock(iterator._num_workers)

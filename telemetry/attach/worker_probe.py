@@ -1,10 +1,10 @@
-"""Inside the DataLoader workers: each fetch is timed into a block of shared memory that the agent reads.
+"""Runs inside the DataLoader workers: times each fetch into a block of shared memory that the agent reads.
 
-The probe replaces the loader's ``worker_init_fn``, which runs in every worker, whatever its start method, before its
-fetcher is made. If a worker is a thread of the training process, nothing is patched and its fetches are not timed. The
-block is an anonymous file in memory (memfd): a forked worker inherits it, a spawned one opens it through /proc, and it
-is freed with the last process that has it open. The agent never waits for a worker. A worker that is killed in
-mid-write leaves at worst one count that is one fetch behind.
+The probe replaces the loader's ``worker_init_fn``. With any start method, that runs in every worker before its fetcher
+is made. If a worker is a thread of the training process, nothing is patched and its fetches are not timed. The block is
+an anonymous file in memory (memfd). A forked worker inherits it, a spawned one opens it through /proc, and it is freed
+with the last process that has it open. The agent never waits for a worker. If a worker is killed during a write, at
+worst one count misses one fetch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _SLOT_WORDS: Final = 192
-"""One and a half KiB per worker: no two workers share a cache line."""
+"""1.5 KiB per worker, so that no two workers share a cache line."""
 
 _PID, _TID, _EPOCH, _FETCHES, _WALL, _SINCE, _ENDED = range(7)
 _COUNTS: Final = struct.Struct("=4q")
@@ -36,28 +36,28 @@ _STACK_FORCE, _STACK_FILE, _STACK_INODE, _STACK_ASK = range(10, 14)
 _HISTOGRAM: Final = 16
 _EPOCHS: Final = 40
 EPOCHS: Final = 8
-"""For so many epochs the number of their first fetch is kept."""
+"""The number of the first fetch is kept for this many epochs."""
 _RECENT: Final = 64
 RECENT: Final = 64
-"""For so many of a worker's newest fetches the start and the end are kept."""
+"""The start and the end are kept for this many of a worker's newest fetches."""
 
 _SPAN: Final = struct.Struct("=2q")
 
 MAX_WORKERS: Final = 4096
-"""A loader with more is not probed."""
+"""A loader with more workers is not probed."""
 
 
 class WorkerBlock:
     """Counters of the workers of one iterator, in shared memory.
 
     Args:
-        workers: how many.
+        workers: number of workers.
 
     Attributes:
         owner: pid of the process that made it.
 
     Raises:
-        OSError: the kernel has no such memory to give.
+        OSError: the kernel gives no such memory.
     """
 
     _file: Descriptor | None = None
@@ -87,12 +87,12 @@ class WorkerBlock:
 
         Raises:
             OSError: it cannot be opened.
-            ValueError: it is not the owner's file any more, or ``state`` is not a block of ours.
+            ValueError: the number belongs to another file by now, or ``state`` is not one of our blocks.
         """
         self.workers, self.owner, number, identity = state
         if not 0 < self.workers <= MAX_WORKERS:
             raise ValueError("not a block of ours")
-        file = raised(os.open(f"/proc/{self.owner}/fd/{number}", os.O_RDWR | os.O_CLOEXEC))  # which is a link
+        file = raised(os.open(f"/proc/{self.owner}/fd/{number}", os.O_RDWR | os.O_CLOEXEC))  # that path is a link
         try:
             if identity_of(file) != identity:
                 raise ValueError("the owner has another file under this number now")
@@ -150,11 +150,11 @@ class WorkerBlock:
 
 
 class WorkerProbe:
-    """A ``worker_init_fn`` that times the fetches of its worker, and then runs the user's own.
+    """A ``worker_init_fn`` that times the fetches of its worker, and then runs the user's own function.
 
     Args:
-        user: the loader's ``worker_init_fn``; None where it has none.
-        block: where the counters go.
+        user: the loader's ``worker_init_fn``; None if it has none.
+        block: gets the counters.
     """
 
     def __init__(self, user: Callable[[int], None] | None, block: WorkerBlock) -> None:
@@ -169,11 +169,11 @@ class WorkerProbe:
         try:
             self.block = WorkerBlock.__new__(WorkerBlock)
             self.block.__setstate__(block)
-        except Exception:  # no /proc, another user's process: the worker works, untimed
+        except Exception:  # no /proc, or another user's process: the worker runs, but its fetches are not timed
             self.block = None
 
     def __call__(self, worker_id: int) -> None:
-        """Run in the worker, by the DataLoader."""
+        """Called by the DataLoader in the worker."""
         try:
             if self.block is not None and in_worker_process(self.block.owner):
                 _time_fetches(self.block, worker_id)
@@ -192,7 +192,7 @@ class WorkerProbe:
 def in_worker_process(maker: int) -> bool:
     """Whether this is the main thread of another process than ``maker``, the pid that made the workers.
 
-    Only there the classes of the fetchers may be patched: a worker that is a thread shares them with all others.
+    The classes of the fetchers may be patched only there. A worker that is a thread shares them with all other threads.
     """
     return os.getpid() != maker and threading.current_thread() is threading.main_thread()
 
@@ -209,7 +209,7 @@ def without_ours(function: Callable[[Any, Any], Any], *kinds: str) -> Callable[[
 
 
 def note_wrapper(function: Callable[[Any, Any], Any], kind: str) -> Callable[[Any, Any], Any]:
-    """Register a wrapper for `without_ours`. An attribute would not do: ``functools.wraps`` copies it."""
+    """Register a wrapper for `without_ours`. An attribute would not work, because ``functools.wraps`` copies it."""
     _wrappers[function] = kind
     return function
 
@@ -227,7 +227,7 @@ def _time_fetches(block: WorkerBlock, worker: int) -> None:
 
 
 def _offer_stacks(block: WorkerBlock, worker: int) -> None:
-    """Prepare this worker to be asked for its stacks, and write into the block how."""
+    """Prepare this worker for requests of its stacks, and write the port into the block."""
     from telemetry.attach.worker_stack_responder import offer_stacks
 
     port = offer_stacks()
@@ -235,7 +235,7 @@ def _offer_stacks(block: WorkerBlock, worker: int) -> None:
     block.words[base + _STACK_FORCE] = port.force
     block.words[base + _STACK_FILE] = port.file
     block.words[base + _STACK_INODE] = port.inode
-    block.words[base + _STACK_ASK] = port.ask  # last: it says that the others are set
+    block.words[base + _STACK_ASK] = port.ask  # last: it shows that the others are set
 
 
 def _nobody() -> None:
@@ -246,7 +246,7 @@ def timed_fetch(original: Callable[[Any, Any], Any], words: memoryview) -> Calla
     """``fetch``, counted in one worker's slot.
 
     The counts are kept in the closure and stored together, because each store into the memory is a call. CPU time is
-    not among them: the kernel counts it (schedstat), and reading it twice per fetch would double the cost.
+    not counted here: the kernel counts it (schedstat), and reading it twice per fetch would double the cost.
 
     Args:
         original: the fetcher's method.
@@ -255,7 +255,7 @@ def timed_fetch(original: Callable[[Any, Any], Any], words: memoryview) -> Calla
     last_bucket = len(FETCH_BUCKETS)
     slot, store, store_span = words.cast("B"), _COUNTS.pack_into, _SPAN.pack_into
     fetches = wall = ended = 0
-    current: Callable[[], Any] = _nobody  # not the fetcher itself: a reference would delay the clean-up of its iterator
+    current: Callable[[], Any] = _nobody  # weak: a reference to the fetcher would delay the clean-up of its iterator
 
     @functools.wraps(original)
     def fetch(self: Any, possibly_batched_index: Any) -> Any:
@@ -269,7 +269,7 @@ def timed_fetch(original: Callable[[Any, Any], Any], words: memoryview) -> Calla
         try:
             data = original(self, possibly_batched_index)
         except BaseException as error:
-            if not isinstance(error, StopIteration):  # the end of an iterable data set is no batch
+            if not isinstance(error, StopIteration):  # the end of an iterable data set is not a batch
                 store_span(slot, 8 * _RECENT + ended % RECENT * _SPAN.size, start, now_ns())
                 ended += 1
             store(slot, _COUNTS_AT, fetches, wall, 0, ended)

@@ -1,4 +1,4 @@
-"""Inside a DataLoader worker: answers the agent's question for its stacks.
+"""Runs inside a DataLoader worker: answers the agent's requests for its stacks.
 
 It uses two real-time signals and an anonymous file. Python handles the first between two bytecodes: its handler sees
 all threads safely, but does not run while the main thread is inside a C call. faulthandler handles the second: its
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 _FIRST: Final = signal.SIGRTMIN + 11
-"""Others tend to use the signals next to SIGRTMIN and SIGRTMAX first."""
+"""Other libraries mostly use the signals next to SIGRTMIN and SIGRTMAX first."""
 
 _LAST: Final = signal.SIGRTMAX - 3
 _MAX_THREADS: Final = 32
@@ -34,14 +34,14 @@ _MAX_BYTES: Final = 1 << 16
 
 
 def offer_stacks() -> StackPort:
-    """Register both signals of this process. To be called on its main thread.
+    """Register both signals of this process. Must be called on its main thread.
 
     Returns:
         The signals' numbers and the file, for the agent.
 
     Raises:
-        OSError: the kernel has no such file to give.
-        LookupError: every signal that could be used has a handler.
+        OSError: the kernel gives no such file.
+        LookupError: every usable signal has a handler.
     """
     free = _unused_signals()
     try:
@@ -49,7 +49,7 @@ def offer_stacks() -> StackPort:
     except StopIteration:
         raise LookupError("no real-time signal is left") from None
     file = memory_file("telemetry-stacks")
-    # Every write goes to the end of the file, also after the agent has truncated it.
+    # Every write goes to the end of the file, even after the agent has truncated it.
     fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)
     signal.signal(ask, _answer(file))
     signal.siginterrupt(ask, False)

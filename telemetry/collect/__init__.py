@@ -1,1 +1,1 @@
-"""What is read on the agent thread: collectors, one file each, and what they read with."""
+"""Collectors, one file each. They run on the agent thread."""

@@ -1,10 +1,10 @@
-"""Each batch that was taken, matched with the fetch that made it: how long it lay ready, or what it was waited for.
+"""Matches each batch that was taken with the fetch that made it: how long it was ready, or what it was waited for.
 
-In an epoch the DataLoader gives batch number ``n`` to worker ``n % workers``, whose fetch number ``n // workers`` it
-is; the stamps of both processes are of one clock. A wait for a batch is then split where its fetch ended: before,
-it is fetch wait; after, it is transfer wait (pickling, sending, pinning, unpickling). While the fetch of one batch is
-waited for, those behind it may lie finished: head-of-line blocking. A transfer takes the worker too, which may be busy
-with another fetch.
+In an epoch the DataLoader gives batch number ``n`` to worker ``n % workers``. It is that worker's fetch number
+``n // workers``. The stamps of both processes come from one clock. A wait for a batch is split at the end of its fetch:
+before it is fetch wait, after it is transfer wait (pickling, sending, pinning, unpickling). If a later batch is already
+finished during the fetch wait, that is head-of-line blocking. A transfer needs the worker too, which may be busy with
+another fetch.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 
 _LONG: Final = 3.0
-"""A fetch that takes so many times the mean of its worker's is a long one."""
+"""A fetch is long if it takes this many times the mean of its worker's fetches."""
 
 
 @dataclass(frozen=True, slots=True)
-class Blocked:
-    """Finished batches that wait behind one that is not.
+class HeadOfLine:
+    """Finished batches that wait behind one that is not finished.
 
     Attributes:
-        batches: how many. ``worker``: the number of the worker they wait for.
-        seconds: how long its fetch has taken; 0.0 while it has not begun.
+        batches: how many. ``worker``: the number of the worker that they wait for.
+        seconds: how long its fetch has taken; 0.0 if it has not begun.
     """
 
     batches: int
@@ -40,12 +40,12 @@ class Blocked:
 
 
 class Fetches:
-    """When the newest fetches of a loader's workers ended.
+    """The ends of the newest fetches of a loader's workers.
 
     Args:
-        counters: of its workers.
-        workers: how many it has.
-        not_in_turn: epochs in which its batches have been seen not to come in turn; those that are found are added.
+        counters: the counters of its workers.
+        workers: number of its workers.
+        not_in_turn: epochs in which batches did not come in order. Newly found ones are added.
     """
 
     def __init__(self, counters: Iterable[WorkerCounters], workers: int, not_in_turn: set[int] | None = None) -> None:
@@ -55,7 +55,7 @@ class Fetches:
         self._epochs: dict[tuple[int, int], _EpochFetches | None] = {}
 
     def finished_ns(self, epoch: int, batch: int) -> int | None:
-        """When the fetch of a batch ended; None where it has not, or is no longer kept."""
+        """When the fetch of a batch ended; None if it has not ended, or is no longer kept."""
         number, worker = divmod(batch, self._workers)
         fetches = self._of_epoch(worker, epoch)
         if fetches is None:
@@ -71,7 +71,7 @@ class Fetches:
         return self._epochs[key]
 
     def deliveries(self, arrivals: Iterable[Arrival]) -> Deliveries:
-        """What the batches had behind them when they were taken. The first of an epoch has nothing to say."""
+        """The sums over these batches: slack, fetch wait and transfer wait. The first batch of an epoch is left out."""
         batches, slack, fetch_wait, transfer_wait = 0, 0, 0, 0
         from_busy, transfer_wait_busy, transfer_wait_long = 0, 0, 0
         head_of_line: dict[int, int] = {}  # by the worker that is waited for
@@ -111,8 +111,8 @@ class Fetches:
             head_of_line_worker_seconds={worker: blocked / NS for worker, blocked in head_of_line.items()},
         )
 
-    def blocked(self, epoch: int, next_batch: int, now_ns: int) -> Blocked | None:
-        """Finished batches behind ``next_batch``, which is not; None where there is no such thing."""
+    def blocked(self, epoch: int, next_batch: int, now_ns: int) -> HeadOfLine | None:
+        """Finished batches behind ``next_batch``, which is not finished; else None."""
         worker = self._counters.get(next_batch % self._workers)
         if worker is None or epoch in self._not_in_turn or self.finished_ns(epoch, next_batch) is not None:
             return None
@@ -123,12 +123,12 @@ class Fetches:
         if finished <= next_batch:
             return None
         since = worker.fetching_since_ns
-        return Blocked(finished - next_batch, worker.worker, max(0, now_ns - since) / NS if since else 0.0)
+        return HeadOfLine(finished - next_batch, worker.worker, max(0, now_ns - since) / NS if since else 0.0)
 
     def _impossible(self, arrival: Arrival, finished: int | None) -> bool:
-        """Whether a batch has arrived whose fetch has not ended.
+        """Whether a batch has arrived although the fetch matched with it has not ended.
 
-        The workers of an iterable data set have ended one by one then, and those left are dealt more.
+        This happens when the workers of an iterable data set end one by one, and the others get more batches.
         """
         if finished is not None:
             return finished > arrival.arrived_ns
@@ -137,9 +137,9 @@ class Fetches:
         return worker is not None and began is not None and began + arrival.number // self._workers >= worker.ended
 
     def _busy_again(self, arrival: Arrival, since_ns: int) -> int:
-        """The longest later fetch that the worker of a batch was in at some time from ``since_ns`` until it was there.
+        """The longest later fetch that a batch's worker was in at any time from ``since_ns`` until the batch arrived.
 
-        In ns, up to then of one that goes on; 0 for none.
+        Nanoseconds; for a fetch still in progress, up to the arrival. 0 if there was none.
         """
         number, index = divmod(arrival.number, self._workers)
         fetches, worker = self._of_epoch(index, arrival.epoch), self._counters[index]
@@ -147,7 +147,7 @@ class Fetches:
             return 0
         starts, ends, kept = worker.recent_started_ns, fetches.finished_ns, fetches.kept
         longest = 0
-        # These are kept, since this batch's own is. They are few: a worker is at most `prefetch_factor` batches ahead.
+        # These are kept, because this batch's own fetch is. They are few: at most `prefetch_factor` batches ahead.
         for fetch in range(fetches.began + number + 1, worker.ended):
             started, ended = starts[fetch % kept], ends[fetch % kept]
             if started >= arrival.arrived_ns:
@@ -163,7 +163,7 @@ class Fetches:
         return fetch_ns * worker.fetches >= _LONG * worker.wall_ns > 0
 
     def _earliest_behind(self, arrival: Arrival) -> int | None:
-        """When the first of the batches behind one, each the next of another worker, was finished."""
+        """When the first of the next batches, one of each other worker, was finished."""
         after = range(arrival.number + 1, arrival.number + self._workers)
         ends = [end for batch in after if (end := self.finished_ns(arrival.epoch, batch)) is not None]
         return min(ends, default=None)
@@ -174,8 +174,9 @@ class _EpochFetches:
     """The fetches of one worker in one epoch.
 
     Attributes:
-        began: number of the first one. Those from ``oldest`` up to ``end`` have ended, and their stamps are kept.
-        finished_ns: when they ended; fetch ``n`` is at ``n % kept``.
+        began: number of its first fetch. The fetches from ``oldest`` to before ``end`` have ended, and their stamps
+            are kept.
+        finished_ns: when they ended. Fetch ``n`` is at ``n % kept``.
     """
 
     began: int
@@ -196,7 +197,7 @@ def _epoch_fetches(worker: WorkerCounters | None, epoch: int) -> _EpochFetches |
 
 
 def _began(worker: WorkerCounters, epoch: int) -> int | None:
-    """The number of a worker's first fetch of an epoch; None where it has not come to it, or has forgotten."""
+    """The number of a worker's first fetch of an epoch; None if it has not begun the epoch, or no longer keeps it."""
     if not worker.epoch - len(worker.epoch_began) < epoch <= worker.epoch or epoch <= 0:
         return None
     return worker.epoch_began[epoch % len(worker.epoch_began)]

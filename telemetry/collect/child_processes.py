@@ -1,4 +1,4 @@
-"""Counts processes that the script has started with multiprocessing and that may train."""
+"""Counts child processes that the script has started with multiprocessing and that may train."""
 
 from __future__ import annotations
 

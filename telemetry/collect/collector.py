@@ -51,7 +51,6 @@ class Poller(Generic[T]):
     def __init__(self, source: Collector[T]) -> None:
         self.source = source
         self.newest: T | None = None
-        self.failures = 0
         self.expected = True
         self.news = False
         self.health = CollectorHealth(source.name, up=None, duration_seconds=None, reason=None)
@@ -82,14 +81,13 @@ class Poller(Generic[T]):
         try:
             self.source.close()
         except Exception:
-            self.failures += 1
+            pass  # the run ends: nobody can act on it
 
     def _failed(self, started: int, error: Exception) -> None:
         self.expected = isinstance(error, CollectorError)
         text = str(error) if self.expected else f"{type(error).__name__}: {error}"
         reason = text[:_MAX_REASON]
         self.news = self.health.up is not False or self.health.reason != reason
-        self.failures += 1
         self.newest = None
         finished = now_ns()
         self.health = CollectorHealth(

@@ -28,7 +28,7 @@ class Stat:
 
 
 def read_stat(pid: int | str) -> Stat | None:
-    """From `/proc/PID/stat` and `statm` (proc(5)); None if the process is gone."""
+    """Read `/proc/PID/stat` and `statm` (proc(5)); None if the process has ended."""
     try:
         return parsed_stat(read_small(f"/proc/{pid}/stat"), read_small(f"/proc/{pid}/statm"))
     except OSError:
@@ -55,7 +55,7 @@ class Schedule:
 
 
 def read_schedule(pid: int | str, tid: int) -> Schedule | None:
-    """From `/proc/PID/task/TID/schedstat`; None if the thread is gone or the kernel keeps no such figures."""
+    """Read `/proc/PID/task/TID/schedstat`; None if the thread has ended or the kernel keeps no such figures."""
     try:
         return parsed_schedule(read_small(f"/proc/{pid}/task/{tid}/schedstat"))
     except OSError:
@@ -81,7 +81,7 @@ class Signals:
 
 
 def read_signals(pid: int) -> Signals | None:
-    """Of the process's main thread, from `/proc/PID/status`; None if the process is gone."""
+    """Read the signals of the process's main thread from `/proc/PID/status`; None if the process has ended."""
     values = {b"SigPnd:": 0, b"ShdPnd:": 0, b"SigBlk:": 0, b"SigCgt:": 0}
     state = ""
     try:
@@ -144,7 +144,7 @@ class Io:
 
 
 def read_io(pid: int) -> Io | None:
-    """From `/proc/PID/io` (`read_bytes` and `wchar` of proc(5)); None if the file cannot be read."""
+    """Read `/proc/PID/io` (`read_bytes` and `wchar` of proc(5)); None if the file cannot be read."""
     try:
         return parsed_io(read_small(f"/proc/{pid}/io"))
     except OSError:

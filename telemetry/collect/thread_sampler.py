@@ -32,7 +32,7 @@ class ThreadSamples:
     Attributes:
         samples: number of samples in which the thread computed. ``in_sync``: those of them in which ranks wait for one
             another.
-        where: the line of the user's own code in most samples that are not in sync; None if there is none.
+        where: the line of the user's own code in most samples that are not in sync; else None.
     """
 
     samples: int

@@ -1,7 +1,7 @@
-"""The files of /proc of the DataLoader workers, kept open.
+"""Keeps the /proc files of the DataLoader workers open.
 
-To open and close a file of /proc takes four times as long as to read it. A file that is open also stays that of its
-process: once that is gone, reading fails, whoever has its pid by then.
+Opening and closing a file of /proc takes four times as long as reading it. An open file also stays bound to its
+process: after the process has ended, reading fails, even if another process gets the same pid.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ if TYPE_CHECKING:
     from collections.abc import Container
 
 MAX_WORKERS: Final = 16
-"""Of these the files are kept open, four each; those of others are opened at every reading. A process may have 1024
-descriptors by default, and a DataLoader needs its share."""
+"""The files of this many workers are kept open, four each. Those of further workers are opened at every reading. By
+default a process may have 1024 descriptors, and a DataLoader needs some of them."""
 
 _MAX_BYTES: Final = 1024
 
 
 class WorkerFiles:
-    """What the kernel tells of one worker.
+    """Reads the /proc files of one worker.
 
     Args:
-        pid: of a worker.
+        pid: pid of the worker.
         keep: whether to keep its files open.
 
     Attributes:
-        kept: whether they are.
+        kept: whether its files are kept open.
     """
 
     def __init__(self, pid: int, *, keep: bool) -> None:
@@ -50,7 +50,7 @@ class WorkerFiles:
         self._files: dict[str, Descriptor] = {}
 
     def stat(self) -> Stat | None:
-        """CPU time, memory and start; None if the process is gone, or is none of our workers."""
+        """CPU time, memory and start; None if the process has ended, or is not a worker of this process."""
         if not self.kept:
             stat = read_stat(self.pid)
             return stat if stat is not None and is_worker_of_ours(stat.parent) else None
@@ -61,7 +61,7 @@ class WorkerFiles:
                     return parsed_stat(content, self._read("statm"))
             except OSError:
                 pass
-            self.close()  # the process is gone, or others have closed all descriptors
+            self.close()  # the process has ended, or other code has closed all descriptors
         try:
             stat = parsed_stat(self._read("stat"), self._read("statm"))
         except OSError:
@@ -72,7 +72,7 @@ class WorkerFiles:
         return stat
 
     def schedule(self, tid: int) -> Schedule | None:
-        """Of one of its threads; None if that is gone or the kernel keeps no such figures."""
+        """The schedule of one of its threads; None if the thread has ended or the kernel keeps no such figures."""
         if not self.kept:
             return read_schedule(self.pid, tid)
         try:
@@ -81,7 +81,7 @@ class WorkerFiles:
             return None
 
     def io(self) -> Io | None:
-        """Bytes it has read and written; None where that is not told."""
+        """Bytes that it has read and written; None if they cannot be read."""
         if not self.kept:
             return read_io(self.pid)
         try:
@@ -95,10 +95,10 @@ class WorkerFiles:
             self._files.popitem()[1].close()
 
     def _read(self, name: str) -> bytes:
-        """A file from its start.
+        """Read a file from its start.
 
         Raises:
-            OSError: it is not there, or the process is gone.
+            OSError: the file does not exist, or the process has ended.
         """
         file = self._files.get(name)
         if file is None:
@@ -113,7 +113,7 @@ class FilesOfWorkers:
         self._workers: dict[int, WorkerFiles] = {}
 
     def of(self, pid: int) -> WorkerFiles:
-        """Those of a worker."""
+        """The files of one worker."""
         files = self._workers.get(pid)
         if files is None:
             keep = sum(1 for others in self._workers.values() if others.kept) < MAX_WORKERS
@@ -121,6 +121,6 @@ class FilesOfWorkers:
         return files
 
     def close(self, but: Container[int] = ()) -> None:
-        """Close the files of all workers, but for those."""
+        """Close the files of all workers except those in ``but``."""
         for pid in [pid for pid in self._workers if pid not in but]:
             self._workers.pop(pid).close()

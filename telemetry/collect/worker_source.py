@@ -1,8 +1,8 @@
-"""The DataLoader workers of this process: what they do, and where their time goes.
+"""Samples the DataLoader workers of this process: what they do, and where their time goes.
 
-What they have written down of their fetches tells how busy they are; the kernel's schedstat of the same threads
-splits that time into running, runnable (there was no core) and the rest, blocked. Between fetches a worker sleeps, so
-what it runs, it runs for its fetches, on other threads of its own and in programs it starts as well.
+The workers record their fetches, which shows how busy they are. The kernel's schedstat of the same threads splits that
+time into running, runnable (waiting for a core) and the rest, blocked. Between fetches a worker sleeps. So all its CPU
+time belongs to its fetches, including that of its other threads and of programs that it starts.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from operator import add, sub
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from telemetry.collect.batch_matching import Blocked, Fetches
+from telemetry.collect.batch_matching import Fetches, HeadOfLine
 from telemetry.collect.worker_files import FilesOfWorkers
 from telemetry.core.clock import NS, now_ns
 from telemetry.core.distribution import Histogram
@@ -30,30 +30,30 @@ _NONE_YET: Final = Histogram(FETCH_BUCKETS, (0,) * (len(FETCH_BUCKETS) + 1), 0.0
 
 
 class Block(Protocol):
-    """Where workers write down what they do."""
+    """A block in which workers record what they do."""
 
     def read(self) -> tuple[WorkerCounters, ...]:
         """The counters of the workers that have begun."""
 
 
 class Loader(Protocol):
-    """A live iterator with workers, as the training thread has noted it."""
+    """A live iterator with workers, as the training thread has registered it."""
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Of its workers, 0 for one that is a thread of this process."""
+        """The pids of its workers, 0 for one that is a thread of this process."""
 
     @property
     def threads(self) -> int:
-        """Workers that are threads of this process. What they do is not known."""
+        """How many workers are threads of this process. Nothing else is known about these."""
 
     @property
     def queue(self) -> Any:
-        """Where finished batches lie."""
+        """The queue of finished batches."""
 
     @property
     def block(self) -> Block | None:
-        """None where the workers were started before the agent."""
+        """The counters of its workers; None if the workers were started before the agent."""
 
     @property
     def training(self) -> bool:
@@ -61,7 +61,7 @@ class Loader(Protocol):
 
     @property
     def in_order(self) -> bool:
-        """Whether its workers are dealt the batches in turn."""
+        """Whether its workers get the batches in turn."""
 
     @property
     def epoch(self) -> int:
@@ -69,11 +69,11 @@ class Loader(Protocol):
 
     @property
     def delivered(self) -> int | None:
-        """Batches taken in the newest iteration; None where they were not counted."""
+        """Batches taken in the newest iteration; None if they were not counted."""
 
     @property
     def arrivals(self) -> deque[Arrival]:
-        """Training batches taken since the last reading, which takes them out."""
+        """Training batches taken since the last reading. A reading removes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +90,8 @@ class WorkersSource:
     """All workers of all live iterators.
 
     Args:
-        live: iterators that are there.
-        retired: iterators that went since the last call, whose counts are still to be read; each is given once.
+        live: returns the live iterators.
+        retired: returns the iterators that ended since the last call and must still be read; each is returned once.
     """
 
     name = "workers"
@@ -109,12 +109,12 @@ class WorkersSource:
         self._deliveries = Deliveries()
 
     def read(self) -> WorkersSample:
-        """Workers that are alive and still ours; zero of them is a reading too."""
+        """The live workers of this process. Without workers the counts are zero."""
         before = self._deliveries
         for loader in self._retired():
             self._deliver(loader, self._count(loader.block), now_ns())
         now = now_ns()
-        blocked: Blocked | None = None
+        blocked: HeadOfLine | None = None
         seen: dict[tuple[int, int], _Seen] = {}
         fetched: dict[int, tuple[int, float]] = {}
         resident, ready, longest = 0, None, 0.0
@@ -133,12 +133,12 @@ class WorkersSource:
                 files = self._files.of(pid)
                 stat = files.stat()
                 if stat is None:
-                    continue  # gone; or the pid is another process's by now
+                    continue  # the worker has ended, or its pid belongs to another process by now
                 resident += stat.resident_bytes
                 everyone += 1
                 if trained and not loader.training:
                     continue
-                # With its threads, and the programs it has run: what they compute is no waiting of the worker's.
+                # With its threads, and the programs that it has run: their CPU time is not blocked time of the worker.
                 cpu = stat.cpu_seconds + stat.children_cpu_seconds
                 seen[pid, stat.start_ticks] = _see(files, cpu, counters.get(pid), now)
                 worker = counters.get(pid)
@@ -170,11 +170,11 @@ class WorkersSource:
 
     @property
     def fetches(self) -> Histogram | None:
-        """The fetches of all workers there have been, also where the last reading failed; None before the first."""
+        """The fetches of all workers so far, even if the last reading failed; None before the first."""
         return self._histogram if any(self._histogram.counts) else None
 
     def close(self) -> None:
-        """Close the files; also in a forked child, whose copies they are."""
+        """Close the files. A forked child calls this, too, for its copies."""
         self._files.close()
 
     def _count(self, block: Block | None) -> tuple[WorkerCounters, ...]:
@@ -194,8 +194,8 @@ class WorkersSource:
             self._counted[key] = worker
         return counters
 
-    def _deliver(self, loader: Loader, counters: tuple[WorkerCounters, ...], now: int) -> Blocked | None:
-        """Match what the training thread has taken with the fetches behind it."""
+    def _deliver(self, loader: Loader, counters: tuple[WorkerCounters, ...], now: int) -> HeadOfLine | None:
+        """Match the batches that the training thread has taken with their fetches."""
         arrivals = loader.arrivals
         taken = [arrivals.popleft() for _ in range(len(arrivals))]
         if not counters or not loader.in_order:
@@ -210,7 +210,7 @@ class WorkersSource:
         return fetches.blocked(loader.epoch, loader.delivered, now)
 
     def _shares(self, seen: dict[tuple[int, int], _Seen], now: int) -> dict[str, float | None]:
-        """Means over the workers that were there at the last reading too, as shares of the wall clock between."""
+        """Means over the workers that also existed at the last reading, as shares of the wall clock since then."""
         wall = now - self._before_ns
         both = [(self._before[worker], after) for worker, after in seen.items() if worker in self._before]
         shares: dict[str, float | None] = dict.fromkeys(
@@ -235,7 +235,7 @@ class WorkersSource:
                 shares["cpu_ratio"] = cpu
                 shares["runnable_ratio"] = runnable
                 shares["blocked_ratio"] = min(1.0, max(0.0, busy - cpu - runnable))
-                # One thread more at most, and Python's: what is over a core are threads of the data set's own.
+                # At most one thread more, Python's own: what exceeds a core are threads of the data set.
                 shares["pickling_ratio"] = max(0.0, min(1.0, process_cpu) - cpu)
         told = [(b.io, a.io) for b, a in both if b.io is not None and a.io is not None]
         if len(told) == len(both):
@@ -245,23 +245,23 @@ class WorkersSource:
 
 
 def _mean_slack(before: Deliveries, after: Deliveries) -> float | None:
-    """How long a batch had lain ready, the mean of those that were taken between two readings."""
+    """How long a batch had been ready, mean over the batches that were taken between two readings."""
     batches = after.batches - before.batches
     return (after.slack_seconds - before.slack_seconds) / batches if batches else None
 
 
 def _is_another(before: WorkerCounters, now: WorkerCounters) -> bool:
-    """Whether these are another worker's counters: memory, and with it the id of a block, is used again."""
+    """Whether the counters are of another worker. Memory is reused, and with it the id of a block."""
     return now.wall_ns < before.wall_ns or min(map(sub, now.histogram, before.histogram)) < 0
 
 
 def _allowed_cores(pids: Iterable[int]) -> int | None:
-    """Of all workers together. A user's ``worker_init_fn`` may have held each of them to a few."""
+    """Cores that all workers together may use. A user's ``worker_init_fn`` may restrict each worker to a few."""
     cores: set[int] = set()
     for pid in pids:
         try:
             cores |= os.sched_getaffinity(pid)
-        except OSError:  # gone meanwhile
+        except OSError:  # the worker has ended meanwhile
             continue
     return len(cores) or None
 
@@ -274,14 +274,14 @@ def _see(files: WorkerFiles, cpu_seconds: float, counters: WorkerCounters | None
 
 
 def _fetching_seconds(counters: WorkerCounters | None, now: int) -> float:
-    """How long the fetch in progress has taken; 0.0 where there is none."""
+    """How long the fetch in progress has taken; 0.0 without one."""
     if counters is None or not counters.fetching_since_ns:
         return 0.0
     return max(0, now - counters.fetching_since_ns) / NS
 
 
 def _scheduled(pairs: list[tuple[_Seen, _Seen]], wall: int) -> tuple[float | None, float | None]:
-    """Shares of the wall clock the workers ran, and waited for a core; None where the kernel does not tell."""
+    """Shares of the wall clock that the workers ran, and were runnable; None if the kernel does not report it."""
     known = [(b.schedule, a.schedule) for b, a in pairs if b.schedule is not None and a.schedule is not None]
     if len(known) < len(pairs):
         return None, None
@@ -298,5 +298,5 @@ def _mean(values: Iterable[float]) -> float:
 def _ready(queue: Any, before: int | None) -> int | None:
     try:
         return (before or 0) + int(queue.qsize())
-    except Exception:  # a queue that cannot tell, or is closed
+    except Exception:  # a queue that cannot report its size, or is closed
         return before

@@ -38,8 +38,8 @@ class WorkerStack:
     """The stack of one worker.
 
     Attributes:
-        stack: its lines, the main thread's first; empty if there is none, and ``missing`` gives the reason.
-        state: of its main thread, in words; empty if it is unknown.
+        stack: its lines, the main thread's first. If it is empty, ``missing`` gives the reason.
+        state: state of its main thread, in words; empty if it is unknown.
     """
 
     pid: int

@@ -1,4 +1,4 @@
-"""Distributions as the readers see them."""
+"""Distributions: percentiles and histograms."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """Cumulative-free counts: one per bound of ``bounds``, and one more for what lies above the last."""
+    """Counts per bucket, not cumulative: one for each upper bound in ``bounds``, and one for larger values."""
 
     bounds: tuple[float, ...]
     counts: tuple[int, ...]

@@ -12,16 +12,45 @@ import os
 import re
 import socket
 import stat
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from typing import BinaryIO
+
+MOUNTS: Final = Path("/proc/self/mountinfo")
+
+_CACHING: Final = ("nfs", "cifs", "smb", "9p", "fuse")
+"""Prefixes of the names of file systems that may show an outdated state of a folder."""
 
 _MOST: Final = 8192
 _LOWEST: Final = 3
 """Lower numbers are stdin, stdout and stderr."""
 
 _MAX_NAME: Final = 120  # of 255 that a file system allows: the rest is for what makes a temporary name unique
+
+
+def file_system_of(path: Path) -> str | None:
+    """The type of the file system that a file or folder is on, such as ``ext4``; None if it is unknown.
+
+    Raises:
+        OSError: the path does not exist.
+    """
+    device = path.stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    for line in MOUNTS.read_text("utf-8", "replace").splitlines():
+        fields = line.split()
+        if len(fields) > 2 and fields[2] == number and "-" in fields:
+            return fields[fields.index("-") + 1]
+    return None
+
+
+def caches_folders(path: Path) -> bool:
+    """Whether a folder is on a file system whose state another node may see up to a minute late."""
+    try:
+        return (file_system_of(path) or "").startswith(_CACHING)
+    except OSError:
+        return False
 
 
 def raised(number: int) -> int:
@@ -42,7 +71,7 @@ def raised(number: int) -> int:
 
 
 def raised_socket(opened: socket.socket) -> socket.socket:
-    """As `raised`, for a socket."""
+    """The same as `raised`, for a socket."""
     if opened.fileno() >= _LOWEST:
         return opened
     timeout = opened.gettimeout()
@@ -64,7 +93,7 @@ def memory_file(name: str) -> int:
     """A new anonymous file in memory.
 
     Raises:
-        OSError: the kernel gives none.
+        OSError: the kernel gives no such file.
     """
     return raised(os.memfd_create(name, os.MFD_CLOEXEC))
 
@@ -73,7 +102,7 @@ def read_small(path: str | os.PathLike[str], most: int = _MOST) -> bytes:
     """The first ``most`` bytes of a file that one ``read`` returns whole: from the kernel or from another rank.
 
     Raises:
-        OSError: it is not there, may not be read, or is a symbolic link.
+        OSError: it does not exist, may not be read, or is a symbolic link.
     """
     file = opened(path, os.O_RDONLY)
     try:
@@ -86,7 +115,7 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO | None:
     """Open a regular file for reading. Returns None for a FIFO, a device or a folder, and never blocks on one.
 
     Raises:
-        OSError: it is not there, or may not be read.
+        OSError: it does not exist, or may not be read.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -111,9 +140,9 @@ def replace_file(
     """Replace a file atomically. No reader sees a partly written file.
 
     Args:
-        path: of the file.
+        path: path of the file.
         content: all of it.
-        mode: of the file, whatever the umask.
+        mode: mode of the file; the umask does not apply.
         dir_fd: the folder that a relative path is in.
         first: write only if the file does not exist yet.
 
@@ -121,7 +150,7 @@ def replace_file(
         Whether the file was written. False only with ``first``.
 
     Raises:
-        OSError: it cannot be written, or there is no room for all of it.
+        OSError: it cannot be written, or there is not enough space.
     """
     folder, name = os.path.split(os.fspath(path))
     temporary = os.path.join(folder, temporary_name(name))  # noqa: PTH118 - at every publication
@@ -167,7 +196,7 @@ class Descriptor:
         number: as `os.open` returned it.
 
     Attributes:
-        identity: of the file, see `identity_of`.
+        identity: identity of the file, see `identity_of`.
 
     Raises:
         OSError: it is not open.

@@ -41,13 +41,13 @@ class _OursAlone:
 _FILTER: Final[Any] = ("ignore", _OursAlone(), DeprecationWarning, None, 0)
 
 WARNS: Final = sys.version_info >= (3, 12)
-"""Whether this Python warns of it."""
+"""Whether this Python warns about a fork with several threads."""
 
 _WARNS_LAST: Final = sys.version_info >= (3, 13)
-"""Whether it does so when everybody has been told of the fork. The filter then stays until the next fork, or `stop`."""
+"""Whether it warns after all fork handlers have run. Then the filter stays until the next fork, or `stop`."""
 
 _changed: list[Any] = []
-_noted: deque[int] = deque(maxlen=4)  # of the newest: the kernel may give a number again
+_noted: deque[int] = deque(maxlen=4)  # the newest ones only: the kernel may use a number again
 
 
 def before() -> None:
@@ -90,7 +90,7 @@ def ours() -> None:
 
 def _all_ours() -> bool:
     """Whether all other threads of the process are the agent's. Counts the kernel's threads, as Python does."""
-    # The places are read in the order of a thread's life. A thread that moves on meanwhile is found in the next one.
+    # The places are read in the order of a thread's life. A thread that moves on meanwhile is found in the next place.
     others = {int(number) for number in os.listdir("/proc/self/task")} - {threading.get_native_id()}  # noqa: PTH208
     starting = sum(thread.name.startswith(_OURS) for thread in list(getattr(threading, "_limbo", ())))
     known = list(getattr(threading, "_active", {}).values())

@@ -67,7 +67,7 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, names_first
 
     Args:
         headings: one per column.
-        rows: as many cells each.
+        rows: rows of cells, one cell per heading.
         names_first: align the first column to the left; all others are aligned to the right.
     """
     widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]

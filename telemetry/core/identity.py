@@ -32,7 +32,7 @@ _made_up = itertools.count(1)
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who this process is in its job.
+    """The identity of this process in its job.
 
     Attributes:
         run: name of the training job, the same on all of its ranks.
@@ -41,8 +41,8 @@ class Identity:
         world_size: number of ranks of the job.
         node: name of the machine.
         pid: process id.
-        launcher: what the above was read from: ``torchrun``, ``slurm``, ``mpi``, ``lightning``, ``spawn``,
-            ``kubernetes`` or ``plain``.
+        launcher: the source of the above: ``torchrun``, ``slurm``, ``mpi``, ``lightning``, ``spawn``, ``kubernetes`` or
+            ``plain``.
         rank_source: where the rank comes from: ``launcher``; ``torch.distributed``; ``default``, if neither gives one;
             ``assigned``, a free number, because another process of this node already uses this process's rank.
     """
@@ -57,8 +57,8 @@ class Identity:
     rank_source: str = "launcher"
 
     @property
-    def told(self) -> bool:
-        """Whether a launcher or torch.distributed has said which rank this is."""
+    def rank_given(self) -> bool:
+        """Whether a launcher or torch.distributed has given the rank."""
         return self.rank_source in {"launcher", "torch.distributed"}
 
 
@@ -94,12 +94,12 @@ def identify(
 
     Args:
         run: the setting, which takes precedence over everything else.
-        run_dir: the run folder; its name is the run's when no launcher names one.
+        run_dir: the run folder. Its name is the run's name if no launcher names one.
         environ: variables, ``os.environ`` by default.
         node: the setting; by default the name that Slurm or Kubernetes gives the node, else that of the machine.
     """
     env = os.environ if environ is None else environ
-    launcher, rank, world, local_rank, told = _place(env)
+    launcher, rank, world, local_rank, rank_given = _place(env)
     job, folder = _job_name(env, launcher), run_dir.resolve().name if run_dir else ""
     # The id of a single-node torchrun is random. The folder's name tells a reader more.
     name = run or (folder if _UUID.fullmatch(job) else job) or folder or job or _made_up_name(launcher, local_rank)
@@ -111,7 +111,7 @@ def identify(
         node=clean_name(node or _node_name(env)),
         pid=os.getpid(),
         launcher=launcher,
-        rank_source="launcher" if told else "default",
+        rank_source="launcher" if rank_given else "default",
     )
 
 
@@ -135,16 +135,16 @@ def adopt(identity: Identity, seen: int | None) -> tuple[Identity, int | None]:
     distributed: Any = sys.modules.get("torch.distributed")
     group: Any = getattr(distributed, "group", None)
     try:
-        # Only a name of it is kept, and it is asked once: the last reference must not be dropped on this thread.
+        # Only its name is kept, and it is read once: the last reference must not be dropped on this thread.
         current = id(group.WORLD) if group is not None and distributed.is_initialized() else None
         if current is None or current == seen:
             return identity, current
         rank, world = int(distributed.get_rank()), int(distributed.get_world_size())
     except (AttributeError, ValueError, RuntimeError):  # torch is being imported, or the group was just destroyed
         return identity, None
-    if not 0 <= rank < world or (identity.told and world < identity.world_size):
-        return identity, current  # a group of some ranks only: the launcher's numbers are those of the job
-    if identity.told and (rank, world) == (identity.rank, identity.world_size):
+    if not 0 <= rank < world or (identity.rank_given and world < identity.world_size):
+        return identity, current  # a group of only some ranks: the launcher's numbers are those of the job
+    if identity.rank_given and (rank, world) == (identity.rank, identity.world_size):
         return identity, current
     local_rank = _whole(os.environ.get("LOCAL_RANK"))
     return replace(
@@ -173,14 +173,14 @@ def slug(name: str) -> str:
 
 
 def _place(env: Mapping[str, str]) -> tuple[str, int, int, int, bool]:
-    """Launcher, rank, world size, local rank; and whether the rank was told to this very process."""
+    """Launcher, rank, world size, local rank, and whether the rank was given to this very process."""
     child = multiprocessing.process.parent_process() is not None
     for launcher in _LAUNCHERS:
         rank = _whole(env.get(launcher.rank))
         if rank is None or (launcher.needs_world and launcher.world not in env):
             continue
         if child and launcher.rank != "RANK":
-            break  # these were told to the process that spawned this one
+            break  # these variables were given to the process that spawned this one
         world = max(_whole(env.get(launcher.world)) or 1, rank + 1)
         local = next((n for name in launcher.local if (n := _whole(env.get(name))) is not None), 0)
         kubernetes = launcher.name == "torchrun" and "KUBERNETES_SERVICE_HOST" in env
@@ -202,13 +202,13 @@ def _lightning(env: Mapping[str, str], local_rank: int) -> tuple[str, int, int, 
     if not on_node and nodes and world % nodes == 0:
         on_node = world // nodes
     if node_rank and not on_node:
-        return "lightning", local_rank, 1, local_rank, False  # torch.distributed will tell
+        return "lightning", local_rank, 1, local_rank, False  # torch.distributed will give the rank
     rank = node_rank * (on_node or 0) + local_rank
     return "lightning", rank, max(world, rank + 1), local_rank, "WORLD_SIZE" in env
 
 
 def _spawn_index() -> int | None:
-    """Which child of ``torch.multiprocessing.spawn`` this is; None if it is none."""
+    """The index of this child of ``torch.multiprocessing.spawn``; None if this process is not such a child."""
     module = sys.modules.get("torch.multiprocessing.spawn")
     process: Any = multiprocessing.process.current_process()
     target: Any = getattr(process, "_target", None)
@@ -246,17 +246,17 @@ def _made_up_name(launcher: str, local_rank: int) -> str:
     if launcher == "mpi" and os.environ.get("PMIX_NAMESPACE"):
         return f"{script}-{os.environ['PMIX_NAMESPACE']}"
     if "TORCHELASTIC_RUN_ID" in os.environ or launcher == "mpi":
-        # All ranks of a node have the launcher as parent: its pid and start name the run, the same for each of them.
+        # All ranks of a node have the launcher as parent. So its pid and start make the same name on each of them.
         return f"{script}-{os.getppid()}-{_start_ticks(os.getppid())}"
     # Lightning's rank 0 starts the others: the run has the name that rank 0 has made up.
     if spawned or (launcher == "lightning" and local_rank):
         return f"{script}-{_start_text(os.getppid())}-{os.getppid()}"
-    number = next(_made_up)  # an agent that is started again in this process has a run of its own
+    number = next(_made_up)  # an agent that is started again in this process gets a new run
     return f"{script}-{_start_text(os.getpid())}-{os.getpid()}{f'-{number}' if number > 1 else ''}"
 
 
 def _start_text(pid: int) -> str:
-    """When a process began, in UTC; the same for all that ask."""
+    """When a process started, in UTC. Every process that asks gets the same text."""
     try:
         booted = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
         began = booted + int(_start_ticks(pid)) / os.sysconf("SC_CLK_TCK")

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def parse_object(content: bytes) -> dict[str, Any] | None:
-    """A JSON object; None where the content is anything else, such as a line that is cut off."""
+    """Parse a JSON object; None if the content is anything else, such as a line that is cut off."""
     try:
         value = json.loads(content)
     except (ValueError, RecursionError):

@@ -34,20 +34,6 @@ CAUSES: Final = (
 )
 """Why a run loses time: the values of the ``cause`` label."""
 
-EVENTS: Final = (
-    "run_start",
-    "window",
-    "gpu",
-    "host",
-    "workers",
-    "phase",
-    "stall_open",
-    "stall_close",
-    "snapshot",
-    "error",
-    "run_end",
-)
-"""The values of ``event`` in a log line."""
 RECORDED: Final = "recorded"
 REFUSED: Final = "refused"
 FAILED: Final = "failed"

@@ -108,7 +108,7 @@ def auto_or(inner: SettingType) -> SettingType:
 
 
 def choice(*values: str) -> SettingType:
-    """One of some words. True and False stand for ``on`` and ``off``."""
+    """One of several words. True and False mean ``on`` and ``off``."""
 
     def parse(name: str, value: Any) -> str:
         text = "on" if value is True else "off" if value is False else str(value).strip().lower()

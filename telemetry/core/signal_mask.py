@@ -1,8 +1,8 @@
 """Blocks all signals in the agent's threads, because signals are meant for the training.
 
-A new thread inherits the blocked signals of the thread that starts it. If none were blocked, the kernel could deliver a
-signal to an agent thread although the training waits for it with ``sigwait``, which would end the process. If the
-script has set SIGPIPE back to its default, a scraper that closes its connection would end the process, too.
+A new thread inherits the blocked signals of the thread that starts it. If no signal were blocked, the kernel could
+deliver a signal to an agent thread although the training waits for it with ``sigwait``. That would end the process. If
+the script has set SIGPIPE back to its default, a scraper that closes its connection would end the process, too.
 """
 
 from __future__ import annotations

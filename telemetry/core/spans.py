@@ -11,7 +11,7 @@ class Step(NamedTuple):
 
     Attributes:
         seconds: wait + compute. Evaluation and checkpoints in the step are not counted.
-        wait_seconds: of them, the wait for the batch.
+        wait_seconds: the part of ``seconds`` that was the wait for the batch.
         checkpoint: whether a checkpoint was written in the step.
     """
 
@@ -26,17 +26,16 @@ class DroppedSpans(NamedTuple):
     Stamps are monotonic nanoseconds; categories are indices into `CATEGORIES`.
 
     Attributes:
-        stretch: number of the stretch in this run, from 1. The spans of one stretch follow each other without a span
-            that was kept in between.
+        stretch: number of the stretch in this run, from 1. Between the spans of one stretch no span was kept.
         start_ns, end_ns: start of its first span, end of its newest.
         ns: time by category. The sum is ``end_ns - start_ns``.
-        first, category: what the training thread was in during the first span, and after the newest.
+        first, category: category of the training thread during the first span, and after the newest.
         entered_ns: when it entered ``category``; 0 if it has been in it since the start.
         steps, batches: steps that ended, and training batches that came.
         last_step_ns: when the newest of those steps ended; 0 for none.
-        open: whether a step is open after the newest span; ``opened``: whether a step was opened in this stretch.
-        wait_ns, compute_ns, checkpoint: of the newest step, the part in this stretch, and whether that part has a
-            checkpoint in it.
+        open: whether a step is open after the newest span. ``opened``: whether a step was opened in this stretch.
+        wait_ns, compute_ns, checkpoint: for the newest step: wait and compute in this stretch, and whether it has a
+            checkpoint in this stretch.
     """
 
     stretch: int

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
 MAX_FRAMES: Final = 100
-"""Of one stack, innermost first; faulthandler's own limit."""
+"""Maximum frames of one stack, innermost first. This is faulthandler's own limit."""
 
 _MAX_TEXT: Final = 500
 _PACKAGE: Final = os.path.dirname(os.path.dirname(__file__))  # noqa: PTH120 - strings to compare
@@ -44,7 +44,7 @@ _NAME: Final = methodcaller("get", "__name__", "")
 
 
 class Spot(NamedTuple):
-    """Where a frame stands. ``module`` is that of its globals."""
+    """The place of a frame. ``module`` is the module of its globals."""
 
     file: str
     line: int
@@ -53,7 +53,7 @@ class Spot(NamedTuple):
 
 
 Stack = tuple[Spot, ...]
-"""Innermost first; one more than `MAX_FRAMES` where there are more."""
+"""Innermost first. One more than `MAX_FRAMES` if there are more."""
 
 
 def stack_of(ident: int) -> Stack:
@@ -71,7 +71,7 @@ def own_stack(frame: FrameType | None) -> Stack:
 
 
 def _described(ident: int) -> Iterator[tuple[str, object]]:
-    """For each frame of a thread its ``repr`` and the module of its globals."""
+    """The ``repr`` and the module of the globals, for each frame of a thread."""
     frames, same = tee(_frames(ident))
     return zip(map(repr, frames), map(_NAME, map(_GLOBALS, same)), strict=False)
 
@@ -120,12 +120,12 @@ def is_library(file: str) -> bool:
 
 
 def users_spot(stack: Stack) -> Spot | None:
-    """The innermost place in the user's own code; None if there is none."""
+    """The innermost place in the user's own code; else None."""
     return next((spot for spot in stack if not is_library(spot.file)), None)
 
 
 def line_of(spot: Spot) -> str:
-    """A place, as ``augment (train.py:41)``."""
+    """A place as ``augment (train.py:41)``."""
     return f"{spot.function} ({spot.file.rpartition(os.sep)[2]}:{spot.line})"
 
 
@@ -137,7 +137,7 @@ def stack_text(stack: Stack) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PythonThread:
-    """A thread and its stack. ``native`` is its id for the kernel, None where Python did not start it."""
+    """A thread and its stack. ``native`` is its id for the kernel; None if Python did not start it."""
 
     ident: int
     name: str

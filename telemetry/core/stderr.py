@@ -1,4 +1,4 @@
-"""The few lines that the agent writes to the training's stderr."""
+"""Writes the few lines of the agent to the training's stderr."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def plain(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """`plain` text in which line breaks are spaces: a value that stands inside a line."""
+    """`plain` text in which line breaks are spaces: a value inside a line."""
     return plain(" ".join(text.splitlines()))
 
 

@@ -1,7 +1,7 @@
 """The counters of one rank: `Totals`, which the agent makes once a tick.
 
-The endpoint shows the newest `Totals`, the log writes what was added since its last window, and the stall monitor
-compares the newest with the oldest of its window: all three by ``newest - oldest``. Nothing else takes differences.
+The endpoint shows the newest `Totals`. The log writes the difference since its last window. The stall monitor compares
+the newest with the oldest of its window. All three use ``newest - oldest``. Nothing else computes differences.
 """
 
 from __future__ import annotations
@@ -22,38 +22,38 @@ _T = TypeVar("_T")
 _NUMBERS: Final = frozenset({int, float})
 
 ROUNDING_SECONDS: Final = 1e-6
-"""Differences of totals below this are rounding: ``a - (a - b)`` is not exactly ``b``."""
+"""Smaller differences of totals are rounding errors: ``a - (a - b)`` is not exactly ``b``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A value that is sampled, as its integral: value times seconds, and the seconds over which it was known."""
+    """The integral of a sampled value (value times seconds), and the seconds over which it was known."""
 
     integral: float = 0.0
     seconds: float = 0.0
 
     @property
     def mean(self) -> float | None:
-        """Mean over time; None where it was never known."""
+        """Mean over time; None if it was never known."""
         return self.integral / self.seconds if self.seconds > ROUNDING_SECONDS else None
 
     @property
     def known(self) -> float | None:
-        """The integral; None where the value was never known."""
+        """The integral; None if the value was never known."""
         return self.integral if self.seconds > ROUNDING_SECONDS else None
 
     def plus(self, value: float | None, seconds: float) -> Sampled:
-        """With one more sample, which stands for so many seconds."""
+        """Add one more sample, which stands for this many seconds."""
         return self if value is None else Sampled(self.integral + value * seconds, self.seconds + seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class EpochTotals:
-    """Where epochs begin and end, see `Ledger`.
+    """Epoch boundaries and the waits at them, see `Ledger`.
 
     Attributes:
-        near_boundary_wait_seconds: how much longer the batches next to the boundaries were waited for than others: the
-            one counter that may go back.
+        near_boundary_wait_seconds: how much longer than others the batches next to the boundaries were waited for. This
+            is the only counter that can decrease.
     """
 
     boundaries: int = 0
@@ -64,7 +64,7 @@ class EpochTotals:
 
 @dataclass(frozen=True, slots=True)
 class GarbageTotals:
-    """Garbage collection on the training thread: all of it; while a batch was requested in mid-epoch; at boundaries."""
+    """Garbage collection on the training thread: all of it; during requests in mid-epoch; at epoch boundaries."""
 
     seconds: float = 0.0
     wait_seconds: float = 0.0
@@ -73,7 +73,7 @@ class GarbageTotals:
 
 @dataclass(frozen=True, slots=True)
 class SamplerTotals:
-    """What the training thread does itself in the waits for workers' batches that were timed, see `NextTimer`."""
+    """What the training thread itself does in the timed waits for workers' batches, see `SamplerTimer`."""
 
     timed_batches: int = 0
     seconds: float = 0.0
@@ -85,12 +85,13 @@ class SamplerTotals:
 
 @dataclass(frozen=True, slots=True)
 class OwnTotals:
-    """What the training thread does for a batch outside of its waits, where that was timed.
+    """What the training thread does for a batch outside of its waits, if that was timed.
 
     Attributes:
-        fetch_seconds, fetch_cpu_seconds: its own fetches, by the wall clock and on a core.
-        releases, release_seconds: batches of workers that it was seen to free, and what that took.
-        samples, in_sync_samples: how often it was sampled while it computed; of them, where ranks wait for one another.
+        fetch_seconds, fetch_cpu_seconds: its own fetches, wall clock and CPU clock.
+        releases, release_seconds: batches of workers that it was seen to free, and the time for that.
+        samples, in_sync_samples: how often it was sampled while it computed, and how often while ranks wait for one
+            another.
     """
 
     fetch_seconds: float = 0.0
@@ -103,14 +104,14 @@ class OwnTotals:
 
 @dataclass(frozen=True, slots=True)
 class WorkerTotals:
-    """What samples of the workers add up to.
+    """Sums of the samples of the workers.
 
     Attributes:
-        fetches, fetch_busy_seconds: batches they finished, and their time in fetches, in ticks that tell both; those
-            are ``counted_seconds`` long.
-        cpu_seconds, runnable_seconds, blocked_seconds: shares of the mean worker's time, where the kernel tells them.
-            ``unscheduled_busy_seconds``, ``unscheduled_cpu_seconds``: in fetches and on a core, where it does not.
-        seconds_by_count: by number of workers. ``head_of_line_seconds``: by the worker that was waited for.
+        fetches, fetch_busy_seconds: finished batches, and time in fetches, in ticks with both figures;
+            ``counted_seconds`` is the length of these ticks.
+        cpu_seconds, runnable_seconds, blocked_seconds: time of the mean worker by state, if the kernel reports it.
+            ``unscheduled_busy_seconds``, ``unscheduled_cpu_seconds``: in fetches and on a core, if it does not.
+        seconds_by_count: time by number of workers. ``head_of_line_seconds``: by the worker that was waited for.
     """
 
     fetches: int = 0
@@ -132,11 +133,12 @@ class WorkerTotals:
 
 @dataclass(frozen=True, slots=True)
 class CpuTotals:
-    """Cores, by who used them. Only ticks that were mostly spent in the training loop are in the first four.
+    """Cores by who used them. The first four only count ticks that were mostly spent in the training loop.
 
     Attributes:
-        process_seconds: CPU time of the training process in the loop. ``used_cores``: with its workers.
-        other_cores: of other processes of the machine; ``other_quota_cores``: of those under the same CPU quota.
+        process_seconds: CPU time of the training process in the loop. ``used_cores``: including its workers.
+        other_cores: cores used by other processes of the machine. ``other_quota_cores``: by others in the same CPU
+            quota.
     """
 
     process_seconds: Sampled = Sampled()
@@ -152,9 +154,10 @@ class GpuTotals:
     """The GPU.
 
     Attributes:
-        unused_ratio: while the loop ran, and nothing else; ``exposed_wait_seconds`` and ``garbage_seconds``: of the
-            same time. What NVML and the events tell is not of the very same moments: only their sums are compared.
-        slowed_ratio: share of the compute that a clock that is held back has cost.
+        unused_ratio: share of the time that the GPU was unused while the loop ran. ``exposed_wait_seconds``,
+            ``garbage_seconds``: over the same time. NVML and the events do not measure at the same moments, so only
+            sums are compared.
+        slowed_ratio: share of the compute that was lost because the GPU's clock was throttled.
     """
 
     utilization_ratio: Sampled = Sampled()
@@ -166,11 +169,11 @@ class GpuTotals:
 
 @dataclass(frozen=True, slots=True)
 class SampledTotals:
-    """All that is sampled.
+    """Everything that is sampled.
 
     Attributes:
-        workers: in the ticks that were mostly spent in the training loop; ``idle_workers``: in the others. In an
-            evaluation, say, the training's workers have nothing to do.
+        workers: in ticks that were mostly spent in the training loop. ``idle_workers``: in the others. During an
+            evaluation, for example, the training's workers have nothing to do.
     """
 
     workers: WorkerTotals = WorkerTotals()
@@ -182,19 +185,31 @@ class SampledTotals:
 
 
 @dataclass(frozen=True, slots=True)
+class Passed:
+    """The difference of two `Totals`, but only the figures that are needed at every tick. See `Totals`."""
+
+    seconds: float
+    wait_seconds: float
+    loop_seconds: float
+    steps: int
+    exposed_after_first_seconds: float | None
+    process_cpu_seconds: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class Totals:
-    """Counters of the run so far; or, as a difference of two, of the time between. None: nothing tells.
+    """Counters of the run so far. The difference of two is the time between them. None: not measured.
 
     Attributes:
-        ledger_seconds: by category; they add up to ``wall_seconds``.
-        first_wait_seconds: for the first batch of the run.
-        exposed_wait_seconds: of the run; ``exposed_after_first_seconds``: without the wait for the first batch.
-        outlier_wait_seconds: in single steps that waited much longer than those around them.
-        checkpoint_steps: steps in which a checkpoint was written; ``checkpoint_steps_compute_seconds``: their compute.
-        wait_seconds_by_source: without the first batch; see `Conditions` for the sources.
+        ledger_seconds: by category. The categories add up to ``wall_seconds``.
+        first_wait_seconds: wait for the first batch of the run.
+        exposed_wait_seconds: exposed wait of the run. ``exposed_after_first_seconds``: without the first batch.
+        outlier_wait_seconds: wait in single steps that waited much longer than those around them.
+        checkpoint_steps: steps in which a checkpoint was written. ``checkpoint_steps_compute_seconds``: their compute.
+        wait_seconds_by_source: without the first batch. See `Conditions` for the sources.
         process_cpu_seconds: of the training process. ``run_queue_delay_seconds``: of the training thread.
-        worker_fetches: of all workers; ``fetch_counts``: by bucket of `FETCH_BUCKETS`.
-        overhead_seconds: what the agent itself cost, by thread.
+        worker_fetches: fetches of all workers. ``fetch_counts``: by bucket of `FETCH_BUCKETS`.
+        overhead_seconds: the cost of the agent itself, by thread.
     """
 
     wall_seconds: float = 0.0
@@ -224,17 +239,30 @@ class Totals:
     overhead_seconds: dict[str, float] = field(default_factory=dict)
 
     def __sub__(self, earlier: Totals) -> Totals:
-        """What was added since."""
+        """What was added since ``earlier``."""
         return _fieldwise(self, earlier)
+
+    def passed_since(self, earlier: Totals) -> Passed:
+        """The figures of the difference that every tick needs. The whole difference costs ten times as much."""
+        return Passed(
+            seconds=self.wall_seconds - earlier.wall_seconds,
+            wait_seconds=self.wait_seconds - earlier.wait_seconds,
+            loop_seconds=self.loop_seconds - earlier.loop_seconds,
+            steps=self.steps - earlier.steps,
+            exposed_after_first_seconds=difference(
+                self.exposed_after_first_seconds, earlier.exposed_after_first_seconds
+            ),
+            process_cpu_seconds=difference(self.process_cpu_seconds, earlier.process_cpu_seconds),
+        )
 
     @property
     def wait_seconds(self) -> float:
-        """For batches, the first of the run not included: every run has to start."""
+        """Wait for batches, without the first of the run: every run has to start."""
         return max(0.0, self.ledger_seconds.get(DATA_WAIT, 0.0) - self.first_wait_seconds)
 
     @property
     def compute_seconds(self) -> float:
-        """Of steps."""
+        """Seconds of compute of the steps."""
         return self.ledger_seconds.get(COMPUTE, 0.0)
 
     @property
@@ -244,7 +272,7 @@ class Totals:
 
     @property
     def startup_seconds(self) -> float:
-        """Before the first step."""
+        """Seconds before the first step."""
         return self.ledger_seconds.get(STARTUP, 0.0) + self.first_wait_seconds
 
 
@@ -254,10 +282,10 @@ def _getter(kind: Hashable) -> Callable[[Any], tuple[Any, ...]]:
 
 
 def difference(later: _T, earlier: _T) -> _T:
-    """Two values, subtracted. What one of them does not tell, nor does the difference.
+    """Subtract two values. If one of them is None, the result is None.
 
-    Records, and dictionaries and tuples of numbers, are subtracted part by part. A key or place that the earlier one
-    does not have counts from zero; one that the later one does not have is gone.
+    Records, and dictionaries and tuples of numbers, are subtracted part by part. A key or index that is missing in the
+    earlier value counts as zero there. One that is missing in the later value is dropped.
     """
     if isinstance(later, (int, float)) and isinstance(earlier, (int, float)):
         return later - earlier  # type: ignore[return-value,operator]
@@ -268,13 +296,13 @@ def difference(later: _T, earlier: _T) -> _T:
     if isinstance(later, tuple) and isinstance(earlier, tuple):
         same_places = len(earlier) == len(later)
         return tuple(map(sub, later, earlier)) if same_places else later  # type: ignore[return-value]
-    # The same object: a part in which nothing has been counted meanwhile.
+    # The same object: nothing has been counted in this part meanwhile.
     return type(later)() if later is earlier else _fieldwise(later, earlier)
 
 
 def _fieldwise(later: _T, earlier: _T) -> _T:
     values = _getter(cast("Hashable", type(later)))
-    # Numbers are most of it, and are not worth a call each.
+    # Most parts are numbers; a call for each would be too slow.
     return type(later)(
         *[
             now - then if type(now) in _NUMBERS and type(then) in _NUMBERS else difference(now, then)

@@ -1,9 +1,9 @@
-"""What the endpoint shows of a rank."""
+"""The state of a rank that the endpoint shows."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from telemetry.core.distribution import Histogram
@@ -18,15 +18,12 @@ if TYPE_CHECKING:
     from telemetry.core.totals import Totals
     from telemetry.core.worker_records import WorkersSample
 
-LogFields = dict[str, Any]
-"""The event's own fields of a log line: JSON values only."""
-
 
 @dataclass(frozen=True, slots=True)
 class StallView:
-    """Stalls so far: the cause of the one that is open (None for none), and by cause their number and seconds lost.
+    """Stalls so far: the cause of the open one (None for none), and by cause their number and seconds lost.
 
-    ``straggler`` is the rank that is waited for, while that is the cause.
+    ``straggler`` is the rank that this one waits for, if that is the cause of the open stall.
     """
 
     active: str | None
@@ -37,7 +34,7 @@ class StallView:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotsView:
-    """Snapshots so far, by how they ended; and why no more are taken, from `SNAPSHOT_OFF_REASONS`, None if they are."""
+    """Snapshots so far by result. ``off``: why no more are taken, from `SNAPSHOT_OFF_REASONS`; None if they are."""
 
     results: dict[str, int]
     off: str | None = None
@@ -54,10 +51,10 @@ class AttemptView:
 
 @dataclass(frozen=True, slots=True)
 class RunView:
-    """Everything the endpoint shows of one rank at one moment: its counters, and what has no total. None: not measured.
+    """Everything the endpoint shows of one rank at one moment: its counters and gauges. None: not measured.
 
-    ``own_fetches``: what the training thread took for each batch that it fetched without workers. ``worker_fetches``:
-    what workers took, all there have been, whether or not ``workers`` could be read this time.
+    ``own_fetches``: durations of the training thread's own fetches, without workers. ``worker_fetches``: those of all
+    workers so far, even if ``workers`` could not be read this time.
     """
 
     info: dict[str, str]

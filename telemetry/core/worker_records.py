@@ -1,4 +1,4 @@
-"""What DataLoader workers report, and what is read of them."""
+"""What DataLoader workers report, and what is computed from it."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ if TYPE_CHECKING:
     from telemetry.core.distribution import Histogram
 
 FETCH_BUCKETS: Final = tuple((1 << 20 + power) / 1e9 for power in range(17))
-"""Upper bounds, seconds, of the fetch histogram: 1.05 ms doubling up to 68.7 s, so that a worker finds the bucket
-from the highest bit of the nanoseconds."""
+"""Upper bounds of the fetch histogram, seconds: 1.05 ms, doubling up to 68.7 s. So a worker finds the bucket from the
+highest bit of the nanoseconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerCounters:
-    """What one DataLoader worker has written down of itself. Stamps are monotonic nanoseconds, 0 for none.
+    """What one DataLoader worker has recorded about itself. Stamps are monotonic nanoseconds, 0 for none.
 
     Attributes:
-        wall_ns: of the fetches that have ended; ``fetching_since_ns`` is the start of the one in progress.
-        ended: fetches that have ended, those that raised included; the first is number 0.
-        epoch: how many epochs it has begun; epoch ``e`` began with fetch number ``epoch_began[e % len]``.
-        recent_started_ns, recent_finished_ns: of the newest fetches that have ended; number ``n`` is at ``n % len``.
+        wall_ns: time of the fetches that have ended. ``fetching_since_ns``: start of the one in progress.
+        ended: fetches that have ended, including those that raised. The first is number 0.
+        epoch: how many epochs it has begun. Epoch ``e`` began with fetch number ``epoch_began[e % len]``.
+        recent_started_ns, recent_finished_ns: stamps of the newest ended fetches. Number ``n`` is at ``n % len``.
     """
 
     worker: int
@@ -39,7 +39,7 @@ class WorkerCounters:
 
 
 STACK_END: Final = b"end of stacks\n"
-"""What a worker ends its answer with."""
+"""A worker's answer ends with this line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +47,8 @@ class StackPort:
     """How a DataLoader worker can be asked for its Python stacks (`attach.worker_stack_responder`).
 
     Attributes:
-        ask: the signal that Python handles. ``force``: the one that is handled while no Python runs.
-        file, inode: the worker's descriptor that its stacks go to, and which file that has to be.
+        ask: the signal that Python handles. ``force``: the signal that is handled while no Python runs.
+        file, inode: the worker's descriptor for its stacks, and the inode that this file must have.
     """
 
     ask: int
@@ -58,11 +58,11 @@ class StackPort:
 
 
 class Arrival(NamedTuple):
-    """A batch the training thread has taken from its workers. A tuple, because one is made for each batch.
+    """A batch that the training thread has taken from its workers. A tuple, because one is made for each batch.
 
     Attributes:
-        epoch: of its loader's iterator, the first is 1; ``number``: of the batch in the epoch, the first is 0.
-        requested_ns, arrived_ns: begin and end of the wait, monotonic.
+        epoch: epoch of the loader's iterator, the first is 1. ``number``: of the batch in the epoch, the first is 0.
+        requested_ns, arrived_ns: start and end of the wait, monotonic.
     """
 
     epoch: int
@@ -76,13 +76,13 @@ class Deliveries:
     """Batches that were taken, by what was waited for. Sums over the batches that could be matched with their fetch.
 
     Attributes:
-        batches: how many. ``slack_seconds``: how long they had lain ready when they were requested.
-        fetch_wait_seconds: waits until their fetch had ended. ``transfer_wait_seconds``: waits from then on (pickling,
+        batches: how many. ``slack_seconds``: how long they had been ready when they were requested.
+        fetch_wait_seconds: waits until their fetch had ended. ``transfer_wait_seconds``: waits after that (pickling,
             sending, pinning, unpickling).
-        from_busy: batches whose worker was in another fetch as they were transferred;
-            ``transfer_wait_busy_worker_seconds``: the transfer wait for these; ``transfer_wait_long_fetch_seconds``: of
-            that, where the worker was in a fetch much longer than its usual ones.
-        head_of_line_wait_seconds: of the fetch wait, while a later batch lay finished; ``head_of_line_worker_seconds``:
+        from_busy: batches whose worker was in another fetch during their transfer.
+            ``transfer_wait_busy_worker_seconds``: the transfer wait for these. ``transfer_wait_long_fetch_seconds``:
+            the part of it in which the worker was in a fetch much longer than its usual ones.
+        head_of_line_wait_seconds: fetch wait during which a later batch was finished. ``head_of_line_worker_seconds``:
             by the number of the worker that was waited for.
     """
 
@@ -97,7 +97,7 @@ class Deliveries:
     head_of_line_worker_seconds: dict[int, float] = field(default_factory=dict)
 
     def __add__(self, more: Deliveries) -> Deliveries:
-        """With those of other batches."""
+        """Add the sums of other batches."""
         by_worker = dict(self.head_of_line_worker_seconds)
         for worker, seconds in more.head_of_line_worker_seconds.items():
             by_worker[worker] = by_worker.get(worker, 0.0) + seconds
@@ -120,28 +120,29 @@ class Deliveries:
 class WorkersSample:
     """The live DataLoader workers of this rank.
 
-    Ratios are means over the training workers, of the wall clock since the last sample; None at the first, and where
-    the kernel or the workers do not tell.
+    Ratios are means over the training workers, as shares of the wall clock since the last sample. They are None at the
+    first sample, and if the kernel or the workers do not report them.
 
     Attributes:
-        workers: all of them. ``training_workers``: those of loaders that give training batches (of all, while none
-            has), without the idle ones of an evaluation.
-        busy_ratio: in a fetch; it is the sum of the next three.
-        cpu_ratio: running. ``runnable_ratio``: ready to run, without a core. ``blocked_ratio``: waiting for
-            something else, mostly storage or network.
-        pickling_ratio: running outside of fetches: a thread of each worker pickles its finished batches.
-        ready_batches: batches that lie ready in the result queues; None where the queue cannot tell.
-        fetching_seconds: how long the longest fetch in progress has taken.
-        fetches_total, fetch_duration: of all workers of the run so far.
-        slack_seconds: how long a batch had lain ready when it was asked for, the mean since the last sample.
-        deliveries: of the run so far.
-        head_of_line_batches: finished batches that wait right now behind one that is not, in ``head_of_line_worker``,
-            whose fetch has taken ``head_of_line_since_seconds``.
+        workers: all workers. ``training_workers``: workers of loaders that give training batches, without the idle ones
+            of an evaluation. While no loader has given a training batch, all workers.
+        busy_ratio: in a fetch. It is the sum of the next three.
+        cpu_ratio: running. ``runnable_ratio``: ready to run, without a core. ``blocked_ratio``: waiting for something
+            else, mostly storage or network.
+        pickling_ratio: running outside of fetches. A thread of each worker pickles its finished batches.
+        ready_batches: batches that are ready in the result queues; None if the queue cannot report it.
+        fetching_seconds: duration so far of the longest fetch in progress.
+        fetches_total, fetch_duration: all workers of the run so far.
+        slack_seconds: how long a batch had been ready when it was requested, mean since the last sample.
+        deliveries: sums over the run so far.
+        head_of_line_batches: finished batches that wait right now behind an unfinished one. ``head_of_line_worker``:
+            the worker that fetches it. ``head_of_line_since_seconds``: how long that fetch has taken.
         read_bytes_per_second: read from storage by all workers.
-        written_bytes_per_second: written by all workers: into files, and batches, as far as they are pickled, into the
-            pipe to the training process. The tensors of a batch lie in shared memory and are not among them.
-        fetched: of each training worker, by its pid: fetches so far, and the seconds they took.
-        allowed_cores: on how many the training workers may run, all together; None where the kernel does not tell.
+        written_bytes_per_second: written by all workers: files, and the pickled part of batches, which goes through a
+            pipe to the training process. The tensors of a batch are in shared memory and do not count.
+        fetched: for each training worker, by pid: fetches so far, and their seconds.
+        allowed_cores: number of cores that all training workers together may use; None if the kernel does not report
+            it.
     """
 
     workers: int

@@ -132,7 +132,7 @@ def _follow_advice(run: Path, training: list[object], plan: DemoPlan) -> Path | 
     """Train again with the advised number of workers, and compare. Returns the new run folder; None without advice."""
     first = outcome(run)
     if first.workers is None or first.predicted_speedup is None or not first.steps_per_second:
-        say("", "5. In so short a run no stall has led to advice on the number of workers, so none is tried.")
+        say("", "5. In so short a run no stall has led to advice on the number of workers, so this part is skipped.")
         return None
     second = run.with_name(f"{run.name}-{first.workers}-workers")
     seconds = max(1.0, _SECOND_RUN_RATIO * plan.seconds)

@@ -18,7 +18,7 @@ def say(*lines: str) -> None:
 
 
 def command_line(*arguments: object) -> str:
-    """A command of ours as a person would type it in this folder. Paths are shortened."""
+    """A telemetry command as a person would type it in this folder. Paths are shortened."""
     found = shutil.which("telemetry")
     on_path = found is not None and Path(found).parent == Path(sys.executable).parent
     program = ["telemetry"] if on_path else [_relative(Path(sys.executable)), "-m", "telemetry"]

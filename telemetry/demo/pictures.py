@@ -40,7 +40,7 @@ class PictureSet:
 
     @property
     def folder_name(self) -> str:
-        """Name of the folder; another for each set, so that none overwrites another."""
+        """Name of the folder. Each set has its own, so that no set overwrites another."""
         return f"pictures-{self.count}-{self.width}x{self.height}"
 
 

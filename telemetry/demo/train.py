@@ -101,10 +101,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--num-workers", type=int, default=0, help="processes that decode (default: %(default)s)")
     parser.add_argument("--batch-size", type=int, default=32, help="default: %(default)s")
     parser.add_argument("--size", type=int, default=64, help="pixels a side after the crop (default: %(default)s)")
-    parser.add_argument("--epochs", type=int, default=100, help="at most so many (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=25.0, help="stop after so long (default: %(default)s)")
+    parser.add_argument("--epochs", type=int, default=100, help="maximum number of epochs (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=25.0, help="seconds to train (default: %(default)s)")
     parser.add_argument("--device", default="auto", help="cpu, cuda, …; auto: a GPU when there is one")
-    parser.add_argument("--checkpoints", type=Path, help="folder for the checkpoints (default: none is saved)")
+    parser.add_argument("--checkpoints", type=Path, help="folder for the checkpoints (default: no checkpoints)")
     return parser.parse_args()
 
 

@@ -28,7 +28,7 @@ def training_process(arguments: list[str], run: Path) -> Iterator[subprocess.Pop
     It gets a session of its own. So Ctrl-C reaches the demo alone, and the demo ends the training with its workers.
 
     Args:
-        arguments: of the command line.
+        arguments: arguments of the command line.
         run: the run folder; it gets ``train.out`` and ``train.err``.
     """
     command = [sys.executable, "-m", "telemetry", *arguments]

@@ -1,1 +1,1 @@
-"""From records to causes and advice: no clock, no I/O, no torch."""
+"""Finds causes and advice from records. Uses no clock, no I/O and no torch."""

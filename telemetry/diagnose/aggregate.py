@@ -1,4 +1,4 @@
-"""A window of ticks into evidence: the newest totals less the oldest, and the conditions in between."""
+"""Aggregates a window of ticks into evidence: the difference of its last and first totals, and the conditions."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections import Counter
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
-from telemetry.core.interval import RankPace
 from telemetry.core.labels import CHECKPOINT, EVALUATION
+from telemetry.core.tick import RankPace
 from telemetry.core.totals import ROUNDING_SECONDS
 from telemetry.core.worker_records import FETCH_BUCKETS
 from telemetry.diagnose.evidence import (
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import Any
 
-    from telemetry.core.interval import Conditions, Tick
+    from telemetry.core.tick import Conditions, Tick
     from telemetry.core.totals import GpuTotals, Sampled, Totals, WorkerTotals
 
 _LONG_FETCH_SECONDS: Final = 1.0
-"""From here on a fetch is noted by itself: whether it was stuck is to be seen beside the others."""
+"""A fetch that takes longer than this is recorded on its own, to decide whether it was stuck."""
 
 _ENOUGH_FETCHES: Final = 3
-"""Of one worker, before their mean says how slow it is."""
+"""Minimum fetches of one worker before their mean shows how slow it is."""
 
 _NEARLY_ALL: Final = 1 - 1e-6
 
@@ -48,13 +48,13 @@ def aggregate(
     cause: str | None = None,
     recurring: RecurringCosts = _NO_RECURRING_COSTS,
 ) -> Evidence:
-    """Add up a window.
+    """Aggregate a window.
 
     Args:
-        ticks: of the window, from the one at which it begins to the newest; at least two.
-        rank: whose it is, for its `RankPace`.
-        cause: of its open stall, for the same.
-        recurring: what comes back after longer than a window.
+        ticks: the ticks of the window, from its start to the newest; at least two.
+        rank: the rank, for its `RankPace`.
+        cause: the cause of its open stall, for its `RankPace`.
+        recurring: costs that recur less often than once in a window.
     """
     added = ticks[-1].totals - ticks[0].totals
     conditions = [tick.conditions for tick in ticks][1:]
@@ -106,7 +106,7 @@ def aggregate(
 
 
 def _waited_for(added: Totals, conditions: Sequence[Conditions]) -> tuple[str | None, dict[str, Any]]:
-    """The source that was waited for most, and its settings: loops may read two loaders side by side."""
+    """The source with the longest wait, and its settings. A loop may read two loaders side by side."""
     waits = {source: seconds for source, seconds in added.wait_seconds_by_source.items() if seconds > ROUNDING_SECONDS}
     source = max(waits, key=lambda name: (name is not None, waits[name])) if waits else conditions[-1].source
     return source, next((c.settings for c in reversed(conditions) if c.source == source), {})
@@ -114,22 +114,22 @@ def _waited_for(added: Totals, conditions: Sequence[Conditions]) -> tuple[str | 
 
 def _batches_per_step(added: Totals) -> float:
     batches, steps, sampled = added.batches, added.steps, added.sampled
-    if not steps or batches <= steps + 1:  # the newest is of a step that has not ended
+    if not steps or batches <= steps + 1:  # the newest batch belongs to a step that has not ended
         return 1.0
     if sampled.workers.counted_seconds + sampled.idle_workers.counted_seconds <= ROUNDING_SECONDS:
         return batches / steps
     fetches = sampled.workers.fetches + sampled.idle_workers.fetches
-    return max(1.0, min(batches, fetches) / steps)  # some are of loaders without workers
+    return max(1.0, min(batches, fetches) / steps)  # some batches come from loaders without workers
 
 
 def _near_boundaries(added: Totals) -> float:
-    """Of the whole window, since those of one epoch may be as much shorter; no more than was waited in mid-epoch."""
+    """Extra wait next to epoch boundaries, over the whole window: one epoch varies. At most the mid-epoch wait."""
     mid_epoch = added.wait_seconds - added.epochs.boundary_wait_seconds
     return max(0.0, min(mid_epoch, added.epochs.near_boundary_wait_seconds))
 
 
 def _in_the_window(seconds: Mapping[int, float]) -> dict[int, float]:
-    """Without keys of which there was nothing in the window. A difference of totals keeps every key of the run."""
+    """Without keys that are zero in the window. A difference of totals keeps every key of the run."""
     return {key: value for key, value in seconds.items() if value > ROUNDING_SECONDS}
 
 
@@ -154,7 +154,7 @@ def _delivery(added: Totals) -> DeliveryEvidence:
 
 
 def _sampler(added: Totals, recurring: RecurringCosts) -> SamplerEvidence:
-    """Of all workers' batches in mid-epoch, from those that were timed; no more than was waited."""
+    """The sampler's time for all workers' batches in mid-epoch, from the timed ones; at most the wait."""
     timed, epochs = added.sampler, added.epochs
     each = _each(timed.seconds, timed.timed_batches)
     batches = added.deliveries.batches or added.batches - epochs.boundaries
@@ -171,10 +171,10 @@ def _sampler(added: Totals, recurring: RecurringCosts) -> SamplerEvidence:
 def _checkpoints(added: Totals, recurring: RecurringCosts) -> CheckpointEvidence:
     steps = added.checkpoint_steps
     extra = 0.0
-    if 0 < steps < added.steps:  # there is something to compare with
+    if 0 < steps < added.steps:  # there are steps without a checkpoint to compare with
         in_them = added.checkpoint_steps_compute_seconds
         usual = (added.compute_seconds - in_them) / (added.steps - steps)
-        if usual > 0:  # not a long one, most of which was before the window
+        if usual > 0:  # 0 if most of a long checkpoint was before the window
             extra = max(0.0, in_them - steps * usual)
     return CheckpointEvidence(
         seconds=added.ledger_seconds.get(CHECKPOINT, 0.0),
@@ -186,14 +186,14 @@ def _checkpoints(added: Totals, recurring: RecurringCosts) -> CheckpointEvidence
 
 
 def _workers_in_use(added: Totals) -> WorkerTotals:
-    """While the training loop runs; in a window without it, whatever there is."""
+    """The workers while the training loop runs; in a window without the loop, the workers at any time."""
     sampled = added.sampled
     return sampled.workers if sampled.workers.sampled_seconds > ROUNDING_SECONDS else sampled.idle_workers
 
 
 def _workers(ticks: Sequence[Tick], added: Totals, conditions: Sequence[Conditions], cores: float) -> WorkerEvidence:
     workers = _workers_in_use(added)
-    counted = workers.counted_seconds > ROUNDING_SECONDS  # they tell nothing before they have begun
+    counted = workers.counted_seconds > ROUNDING_SECONDS  # before they have begun there are no figures
     fetch = _each(workers.fetch_busy_seconds, workers.fetches) if counted else None
     cpu, runnable, blocked = _shares(workers)
     by_count = _in_the_window(workers.seconds_by_count)
@@ -201,7 +201,7 @@ def _workers(ticks: Sequence[Tick], added: Totals, conditions: Sequence[Conditio
     in_loop = [c for c in conditions if c.in_loop] or conditions
     fetching = [c.fetching_seconds for c in in_loop if c.fetching_seconds is not None]
     return WorkerEvidence(
-        # Not the most: those of an epoch that has ended may still be there when those of the next have begun.
+        # Not the maximum: workers of an ended epoch may still exist when those of the next have begun.
         count=max(by_count, key=lambda count: (by_count[count], count), default=0),
         allowed_cores=allowed if allowed is not None and allowed < cores else None,
         fetches=workers.fetches if counted else None,
@@ -222,7 +222,7 @@ def _workers(ticks: Sequence[Tick], added: Totals, conditions: Sequence[Conditio
 
 
 def _shares(workers: WorkerTotals) -> tuple[float | None, float | None, float | None]:
-    """Of the workers' time in fetches: on a core, runnable, blocked. None where nothing tells."""
+    """Shares of the workers' time in fetches: on a core, runnable, blocked. None if the kernel does not report it."""
     total = workers.cpu_seconds + workers.runnable_seconds + workers.blocked_seconds
     if total > ROUNDING_SECONDS:
         return workers.cpu_seconds / total, workers.runnable_seconds / total, workers.blocked_seconds / total
@@ -233,19 +233,19 @@ def _shares(workers: WorkerTotals) -> tuple[float | None, float | None, float | 
 
 
 def _longest_fetch(added: Totals) -> float | None:
-    """The upper bound of the highest bucket that has got one; None where no fetch ended, or above the last bound."""
+    """The upper bound of the highest bucket with a fetch; None if no fetch ended, or one is above the last bound."""
     return max((bound for bound, count in zip(FETCH_BUCKETS, added.fetch_counts, strict=False) if count), default=None)
 
 
 def _slowest_fetch(ticks: Sequence[Tick]) -> float | None:
-    """Of the workers that are there, each by the better half of the window: one long fetch makes none slow."""
+    """Mean fetch of the slowest live worker, over the better half of the window, which excludes a single long fetch."""
     oldest, middle, newest = (ticks[at].conditions.fetched for at in (0, len(ticks) // 2, -1))
     first, second = _mean_fetches(oldest, middle), _mean_fetches(middle, newest)
     return max((min(mean, second[pid]) for pid, mean in first.items() if pid in second), default=None)
 
 
 def _mean_fetches(before: dict[int, tuple[int, float]], after: dict[int, tuple[int, float]]) -> dict[int, float]:
-    """By the pids of the workers that have fetched enough for a mean."""
+    """Mean fetch seconds by pid, for the workers with enough fetches for a mean."""
     means = {}
     for pid, (fetches, seconds) in after.items():
         fetches_before, seconds_before = before.get(pid, (0, 0.0))
@@ -255,12 +255,12 @@ def _mean_fetches(before: dict[int, tuple[int, float]], after: dict[int, tuple[i
 
 
 def _long_fetches(in_progress: Sequence[float]) -> tuple[float, ...]:
-    """How long each of them had taken when it was last seen in progress."""
+    """The duration of each long fetch when it was last seen in progress."""
     return tuple(now for now, then in pairwise([*in_progress, 0.0]) if now > then and now >= _LONG_FETCH_SECONDS)
 
 
 def _cores(added: Totals, conditions: Sequence[Conditions]) -> tuple[float, float | None]:
-    """Cores this rank may use, less what other processes (other ranks among them) take; and what those take."""
+    """Cores that this rank may use, minus those that other processes (including other ranks) use; and the latter."""
     cpu, theirs = added.sampled.cpu, None
     cores = conditions[-1].cores
     own = max(cpu.used_cores.mean or 0.0, 1.0)
@@ -270,7 +270,7 @@ def _cores(added: Totals, conditions: Sequence[Conditions]) -> tuple[float, floa
         cores = min(cores, max(own, max(c.host_cores for c in conditions) - theirs))
     quota = next((c.quota_cores for c in reversed(conditions) if c.quota_cores is not None), None)
     if in_quota is not None and quota is not None:
-        # Of a pod, say: its ranks share it, however many cores of the machine are idle.
+        # The quota of a pod, for example: its ranks share it, however many cores of the machine are idle.
         left = max(own, quota - in_quota)
         if left < cores:
             cores, theirs = left, in_quota
@@ -307,7 +307,7 @@ def _most_common(values: Sequence[str | None]) -> str | None:
 
 
 def _of_all(sampled: Sampled, seconds: float) -> float | None:
-    """The integral, None if it is not known for all of the time."""
+    """The integral; None if the value is not known for the whole time."""
     return sampled.integral if sampled.seconds >= _NEARLY_ALL * seconds > 0 else None
 
 

@@ -1,8 +1,7 @@
-"""Name the cause: what each cause has cost in a window, from the evidence.
+"""Names the cause: computes from the evidence what each cause has cost in a window.
 
-The thresholds are in `Thresholds`. Those of stragglers and of stuck runs are in `straggler` and `hang_detector`, next
-to the code that checks them. A cause is named only on evidence of its own. Time that
-nothing explains is ``unknown``.
+The thresholds are in `Thresholds`. Those of stragglers and of hangs are in `straggler` and `hang_detector`, next to the
+code that checks them. A cause is named only if the evidence shows it. Time without an explanation is ``unknown``.
 """
 
 from __future__ import annotations
@@ -21,21 +20,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
-    """What the evidence has to show.
+    """The thresholds of the evidence.
 
     Attributes:
         starved_supply: the workers are the limit if the compute of a step is at most this share of the supply time.
         busy: the workers are also the limit if they are in fetches for at least this share of their time.
-        runnable: this share of the workers' fetch time without a core: more workers would not help.
-        cores_busy: where the kernel does not tell that share: all cores of the machine are busy to this degree.
+        runnable: if workers are without a core for this share of their fetch time, more workers do not help.
+        cores_busy: if the kernel does not report that share: all cores of the machine are busy to this degree.
         throttled: ... or the CPU quota was used up in this share of its periods.
-        own_load: workers that are short of cores and run on this share of them crowd out the training thread.
-        ready: where batches could not be matched with their fetches: this many lay ready on average while the
-            training thread waited, so they wait to be moved.
-        late: ... unless single late batches make at least this share of the waiting.
-        edges: epoch starts in the window from which on their waits are a pattern. Fewer are single events.
+        own_load: workers that lack cores and use this share of the cores take cores from the training thread.
+        ready: if batches could not be matched with their fetches: this many were ready on average while the training
+            thread waited. Then the wait is for their transfer.
+        late: ... unless single late batches make up at least this share of the wait.
+        epoch_boundaries: from this many epoch starts in the window on, their waits are a pattern. Fewer are single
+            events.
         stuck_fetches: a fetch that lasts this many times the mean of the others ...
-        stuck_seconds: ... and at least so long is stuck.
+        stuck_seconds: ... and at least this long means that its worker is stuck.
     """
 
     starved_supply: float = 0.85
@@ -46,7 +46,7 @@ class Thresholds:
     own_load: float = 0.4
     ready: float = 0.5
     late: float = 0.5
-    edges: int = 2
+    epoch_boundaries: int = 2
     stuck_fetches: float = 20.0
     stuck_seconds: float = 5.0
 
@@ -54,18 +54,18 @@ class Thresholds:
 THRESHOLDS: Final = Thresholds()
 
 WAITS: Final = frozenset(CAUSES) - {"straggler", "checkpoint", "gc_pause", "host_bound", "gpu_throttled"}
-"""What an exposed wait is put down to. A run starves of all of them together, however many share it."""
+"""The causes of exposed wait. A run is starved by the sum of them, however many contribute."""
 
 NAMED_BY_SOURCE: Final = {
     "watched": "source_slow",
     "read_ahead": "source_slow",
     "training_thread": "loader_on_training_thread",
 }
-"""Where batches come from, where that alone is the cause of waiting for them."""
+"""If batches come from one of these sources, the source alone is the cause of waiting for them."""
 
 
 def costs(evidence: Evidence, at: Thresholds = THRESHOLDS) -> dict[str, float]:
-    """Seconds of the window lost, by cause; causes that cost nothing are left out."""
+    """Seconds lost in the window by cause. Causes that cost nothing are left out."""
     own, of_others = own_time(evidence), without_own_time(evidence)
     lost = {
         "checkpoint": evidence.checkpoints.seconds,
@@ -81,85 +81,85 @@ def costs(evidence: Evidence, at: Thresholds = THRESHOLDS) -> dict[str, float]:
     if exposed is not None:
         lost["loader_on_training_thread"] = (
             own.exposed_ratio * own.sampler_seconds
-        )  # a sampler, whatever the workers do
-        if evidence.epochs.boundaries >= at.edges:
+        )  # a slow sampler costs this time with any number of workers
+        if evidence.epochs.boundaries >= at.epoch_boundaries:
             lost["loader_on_training_thread"] += own.exposed_ratio * own.boundary_sampler_seconds
         else:
             lost["loader_on_training_thread"] += evidence.sampler.boundary_ratio * evidence.loop_seconds
-    if exposed is not None and evidence.source == "workers" and evidence.epochs.boundaries < at.edges:
+    if exposed is not None and evidence.source == "workers" and evidence.epochs.boundaries < at.epoch_boundaries:
         # The start of one epoch is no pattern, but that of three is, however long they are.
         lost["worker_startup"] = of_others.epochs.boundary_ratio * evidence.loop_seconds
     if exposed is not None and exposed > 0 and of_others.wait_seconds > 0:
-        edge = min(exposed, exposed * min(1.0, of_others.epochs.boundary_wait_seconds / of_others.wait_seconds))
+        boundary = min(exposed, exposed * min(1.0, of_others.epochs.boundary_wait_seconds / of_others.wait_seconds))
         if evidence.source != "workers":
-            edge = 0.0  # nothing is started; the first batch is a batch like the others
-        elif evidence.epochs.boundaries < at.edges:
-            exposed, edge = exposed - edge, 0.0  # `boundary_ratio` has counted it
+            boundary = 0.0  # nothing is started; the first batch is a batch like the others
+        elif evidence.epochs.boundaries < at.epoch_boundaries:
+            exposed, boundary = exposed - boundary, 0.0  # `boundary_ratio` has counted it
         else:
-            lost["worker_startup"] = edge
-        for cause, share in _steady(of_others, at).items():
-            lost[cause] = lost.get(cause, 0.0) + (exposed - edge) * share
+            lost["worker_startup"] = boundary
+        for cause, share in _mid_epoch_shares(of_others, at).items():
+            lost[cause] = lost.get(cause, 0.0) + (exposed - boundary) * share
     crowded = crowded_out(evidence, at)
     if crowded > 0:
         lost["workers_throttled"] = lost.get("workers_throttled", 0.0) + crowded
     return {cause: seconds for cause, seconds in lost.items() if seconds > 0}
 
 
-def steady_cause(evidence: Evidence, at: Thresholds = THRESHOLDS) -> str:
-    """Why the training thread waits in mid-epoch: what makes most of it."""
-    shares = _steady(evidence, at)
+def mid_epoch_cause(evidence: Evidence, at: Thresholds = THRESHOLDS) -> str:
+    """The cause of most of the wait in mid-epoch."""
+    shares = _mid_epoch_shares(evidence, at)
     return max(shares, key=lambda cause: shares[cause])
 
 
-def _steady(evidence: Evidence, at: Thresholds) -> dict[str, float]:
-    """The causes of waiting in mid-epoch, and the share of each."""
+def _mid_epoch_shares(evidence: Evidence, at: Thresholds) -> dict[str, float]:
+    """The causes of the wait in mid-epoch, and the share of each."""
     named = NAMED_BY_SOURCE.get(evidence.source or "")
     if named is not None:
         return {named: 1.0}
     if evidence.source != "workers" or evidence.workers.busy_ratio is None:
         return {"unknown": 1.0}
     stuck_for = _stuck_for(evidence, at)
-    if stuck_for > 0:  # each was waited for from its begin to its end, and no longer
+    if stuck_for > 0:  # the training thread waited for the whole fetch, and no longer
         stuck = min(1.0, stuck_for / max(evidence.mid_epoch_wait_seconds, 1e-9))
         without = replace(evidence, workers=replace(evidence.workers, long_fetch_seconds=()))
-        rest = _steady(without, at) if stuck < 1 else {}
+        rest = _mid_epoch_shares(without, at) if stuck < 1 else {}
         return {"worker_stuck": stuck} | {cause: share * (1.0 - stuck) for cause, share in rest.items()}
     limited = _workers_are_the_limit(evidence, at)
     limit = _what_limits_them(evidence, at) if limited else "uneven_batches"
     if limit == "workers_throttled":
-        return {limit: 1.0}  # moving a batch takes a core too
+        return {limit: 1.0}  # a transfer needs a core, too
     if not limited and evidence.workers.runnable_ratio is not None and evidence.workers.runnable_ratio >= at.runnable:
-        limit = "workers_throttled"  # too few cores slow the compute too, so comparing it with supply says nothing
-    moved = _moved_share(evidence, at)
+        limit = "workers_throttled"  # too few cores also slow the compute, so supply and compute cannot be compared
+    transfer = _transfer_share(evidence, at)
     # Part of the transfer share is run-queue delay: as much as the training thread had in the whole window.
-    no_core = moved * min(1.0, (evidence.cpu.run_queue_delay_seconds or 0.0) / max(evidence.seconds, 1e-9))
-    shares = {"batch_transfer": moved - no_core, "workers_throttled": no_core}
-    shares[limit] = shares.get(limit, 0.0) + 1.0 - moved
+    no_core = transfer * min(1.0, (evidence.cpu.run_queue_delay_seconds or 0.0) / max(evidence.seconds, 1e-9))
+    shares = {"batch_transfer": transfer - no_core, "workers_throttled": no_core}
+    shares[limit] = shares.get(limit, 0.0) + 1.0 - transfer
     return {cause: share for cause, share in shares.items() if share > 0}
 
 
-def _moved_share(evidence: Evidence, at: Thresholds) -> float:
-    """How much of the waiting was for batches that were made already."""
+def _transfer_share(evidence: Evidence, at: Thresholds) -> float:
+    """The share of the wait for batches whose fetch had ended."""
     matched = evidence.delivery.fetch_wait_seconds + evidence.delivery.transfer_wait_seconds
     limited = _workers_are_the_limit(evidence, at)
     if matched > 0:
-        # A batch that its worker, in a long fetch, hands over late would have come with ease behind a usual one.
-        moved = (
+        # A batch that a worker transfers late because of a long fetch would have been on time behind a usual fetch.
+        transfer = (
             max(0.0, evidence.delivery.transfer_wait_seconds - evidence.delivery.transfer_wait_long_fetch_seconds)
             / matched
         )
-        # While one batch is moved the next is fetched: no step can be shorter than the workers' supply of batches.
-        return min(moved, 1.0 - _short_of_supply(evidence)) if limited else moved
+        # While one batch is transferred the next is fetched. No step can be shorter than the workers' supply.
+        return min(transfer, 1.0 - _short_of_supply(evidence)) if limited else transfer
     if limited:
         return 0.0
     lying_ready = evidence.delivery.ready_batches is not None and evidence.delivery.ready_batches >= at.ready
-    # Moving a batch takes every batch its time; where single ones are late, they are waited for, and not moved.
+    # A slow transfer delays every batch. If only single batches are late, the wait is not for the transfer.
     single = evidence.delivery.outlier_wait_seconds >= at.late * max(evidence.mid_epoch_wait_seconds, 1e-9)
     return 1.0 if lying_ready and not single else 0.0
 
 
 def _short_of_supply(evidence: Evidence) -> float:
-    """Share of the waiting in mid-epoch that comes from workers that cannot make batches as fast as they are used."""
+    """The share of the mid-epoch wait because the workers cannot make batches as fast as they are used."""
     supply, compute = supply_seconds(evidence), compute_seconds(evidence)
     waited = evidence.mid_epoch_wait_seconds
     if supply is None or compute is None or waited <= 0:
@@ -168,10 +168,10 @@ def _short_of_supply(evidence: Evidence) -> float:
 
 
 def crowded_out(evidence: Evidence, at: Thresholds = THRESHOLDS) -> float:
-    """Seconds of compute in which the training thread had no core because its own workers were on them.
+    """Seconds of compute in which the training thread had no core because its own workers used them.
 
-    They keep ahead of it, so it waits for no batch. What others on the machine take of the cores is none of this run's
-    doing: the workers answer for their part of it, and for none where they are not short of cores themselves.
+    The workers are fast enough, so the training thread waits for no batch. Other processes may use cores, too. So the
+    workers get only their share of the delay, and none if they do not lack cores themselves.
     """
     if (
         evidence.cpu.run_queue_delay_seconds is None
@@ -192,11 +192,11 @@ def crowded_out(evidence: Evidence, at: Thresholds = THRESHOLDS) -> float:
 
 
 def _stuck_for(evidence: Evidence, at: Thresholds) -> float:
-    """Seconds that fetches were stuck. Finished ones count too: they were waited for in this window."""
+    """Seconds of fetches in stuck workers. Ended fetches count, too: they were waited for in this window."""
     longest, fetches = max(evidence.workers.long_fetch_seconds, default=0.0), evidence.workers.fetches or 0
     usual = max(0.0, (evidence.workers.fetch_seconds or 0.0) * fetches - longest) / max(
         1, fetches
-    )  # without the longest
+    )  # without the longest one
     stuck = max(at.stuck_seconds, at.stuck_fetches * usual)
     return sum(seconds for seconds in evidence.workers.long_fetch_seconds if seconds >= stuck)
 
@@ -211,9 +211,9 @@ def _workers_are_the_limit(evidence: Evidence, at: Thresholds) -> bool:
 def _what_limits_them(evidence: Evidence, at: Thresholds) -> str:
     cpu, blocked = evidence.workers.cpu_ratio, evidence.workers.blocked_ratio
     if cpu is None or blocked is None:
-        return "unknown"  # busy, but nobody can tell with what
+        return "unknown"  # busy, but it is not known with what
     runnable = evidence.workers.runnable_ratio
-    if runnable is None:  # not running, and nobody can tell whether for want of a core
+    if runnable is None:  # not running, and not known whether for lack of a core
         used_up = (evidence.cpu.throttled_ratio or 0.0) >= at.throttled
         without_core = blocked >= at.runnable and (used_up or (evidence.cpu.host_ratio or 0.0) >= at.cores_busy)
     else:

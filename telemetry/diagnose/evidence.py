@@ -1,4 +1,4 @@
-"""What the causes are named from: one rank over one window."""
+"""The evidence from which causes are named: one rank over one window."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from telemetry.core.interval import RankPace
+    from telemetry.core.tick import RankPace
 
 
 @dataclass(frozen=True, slots=True)
 class EpochEvidence:
-    """Where epochs begin and end.
+    """Epoch boundaries and the waits at them.
 
     Attributes:
-        boundaries: iterations that were begun. ``left``: those that were left in the middle.
-        boundary_wait_seconds: of the wait, at the boundaries: starting and ending an iteration, and its first batch.
-        near_boundary_wait_seconds: how much longer the first and last batches of epochs were waited for than others:
+        boundaries: iterations that began. ``left``: iterations that were left before their end.
+        boundary_wait_seconds: wait at the boundaries: start and end of an iteration, and its first batch.
+        near_boundary_wait_seconds: how much longer than others the first and last batches of epochs were waited for:
             workers start, and end, one by one.
-        boundary_ratio: share of the loop that waits at boundaries take where one epoch is longer than the window; 0.0
-            where that has not been seen.
+        boundary_ratio: share of the loop spent in waits at boundaries, if one epoch is longer than the window; 0.0 if
+            that has not been seen.
     """
 
     boundaries: int
@@ -31,19 +31,19 @@ class EpochEvidence:
 
 @dataclass(frozen=True, slots=True)
 class DeliveryEvidence:
-    """Waits for batches, by what they were for. The sums are 0.0 where no batch could be matched with its fetch.
+    """Waits for batches, by what they were for. The sums are 0.0 if no batch could be matched with its fetch.
 
     Attributes:
-        outlier_wait_seconds: in single steps that waited much longer than those around them.
+        outlier_wait_seconds: wait in single steps that waited much longer than those around them.
         fetch_wait_seconds, transfer_wait_seconds, transfer_wait_long_fetch_seconds, head_of_line_wait_seconds: see
             `Deliveries`. ``head_of_line_worker`` is the worker that was waited for most often.
-        transfer_seconds: mean time to transfer a batch whose worker is idle; ``transfer_from_busy_seconds``: of one
-            whose worker is in another fetch. None where there was none.
-        release_seconds: mean time the training thread takes to free a batch once the next has come, which is in the
-            compute; None where that was not seen.
-        receive_cpu_seconds: mean CPU time of the training thread to receive and unpickle a batch of workers; None
-            where none was timed.
-        ready_batches: mean number of batches that lay ready. ``slack_seconds``: mean time that a batch lay ready.
+        transfer_seconds: mean time to transfer a batch of an idle worker. ``transfer_from_busy_seconds``: of a worker
+            that is in another fetch. None if there was no such batch.
+        release_seconds: mean time of the training thread to free a batch after the next has come. It is part of the
+            compute. None if it was not seen.
+        receive_cpu_seconds: mean CPU time of the training thread to receive and unpickle a batch of workers; None if no
+            batch was timed.
+        ready_batches: mean number of ready batches. ``slack_seconds``: mean time that a batch was ready.
     """
 
     outlier_wait_seconds: float
@@ -62,12 +62,13 @@ class DeliveryEvidence:
 
 @dataclass(frozen=True, slots=True)
 class SamplerEvidence:
-    """The sampler of a loader with workers, which runs on the training thread.
+    """The sampler of a loader with workers. It runs on the training thread.
 
     Attributes:
-        wait_seconds: of the waits in mid-epoch, extrapolated from the batches that were timed; None where none was.
-        boundary_wait_seconds: of the waits at epoch boundaries. ``boundary_ratio``: of the epochs' `boundary_ratio`.
-        cpu_ratio: how much of that ran on a core.
+        wait_seconds: time in mid-epoch waits, extrapolated from the timed batches; None if no batch was timed.
+        boundary_wait_seconds: time in waits at epoch boundaries. ``boundary_ratio``: its part of the epochs'
+            `boundary_ratio`.
+        cpu_ratio: share of its time on a core.
     """
 
     wait_seconds: float | None
@@ -81,12 +82,12 @@ class CheckpointEvidence:
     """Checkpoints.
 
     Attributes:
-        seconds: spent in writing them. ``steps``: how many steps had one.
-        interval_seconds: of training, between the newest checkpoint and the one before; 0.0 where the window has
+        seconds: time to write them. ``steps``: how many steps had one.
+        interval_seconds: training time between the newest checkpoint and the one before; 0.0 if the window has
             several.
-        first_seconds: mean time of the first of the run; 0.0 before there are any.
-        extra_compute_seconds: how much longer their steps took to compute than as many others: what is done for a
-            checkpoint besides writing it.
+        first_seconds: mean time of the first checkpoints of the run; 0.0 before there are any.
+        extra_compute_seconds: how much longer the compute of their steps took than that of other steps: work for a
+            checkpoint other than writing it.
     """
 
     seconds: float
@@ -101,8 +102,8 @@ class GarbageEvidence:
     """Garbage collection on the training thread.
 
     Attributes:
-        seconds: of it. ``wait_seconds``: of that, while a batch was requested in mid-epoch; ``boundary_wait_seconds``:
-            at epoch boundaries.
+        seconds: time of all collections. ``wait_seconds``: during requests in mid-epoch. ``boundary_wait_seconds``: at
+            epoch boundaries.
     """
 
     seconds: float
@@ -115,16 +116,16 @@ class WorkerEvidence:
     """The DataLoader workers.
 
     Attributes:
-        count: how many there are. ``allowed_cores``: on how many cores they may run, where that is fewer than this rank
-            may use.
-        fetches: batches they finished. ``fetch_seconds``: mean time of a worker for one batch; ``fetch_cpu_seconds``:
-            of that, on a core.
-        longest_fetch_seconds: no fetch took longer. ``slowest_fetch_seconds``: the mean of the worker that takes
-            longest. ``long_fetch_seconds``: the fetches that took more than a second, by how long they were in progress
-            when last seen. ``fetching_seconds``: how long a fetch has been in progress at the end of the window.
-        read_bytes: read from storage by all workers; ``written_bytes``: written, pickled batches among them.
+        count: number of workers. ``allowed_cores``: number of cores that they may use, if it is lower than that of this
+            rank.
+        fetches: batches that they finished. ``fetch_seconds``: mean time of a worker for one batch.
+            ``fetch_cpu_seconds``: its CPU time.
+        longest_fetch_seconds: upper bound of all fetches. ``slowest_fetch_seconds``: mean of the slowest worker.
+            ``long_fetch_seconds``: fetches of more than a second, by how long they were in progress when last seen.
+            ``fetching_seconds``: how long a fetch has been in progress at the end of the window.
+        read_bytes: read from storage by all workers. ``written_bytes``: written, including pickled batches.
         busy_ratio: share of their time in fetches.
-        cpu_ratio, runnable_ratio, blocked_ratio: shares of the time in fetches. Where the kernel does not tell running
+        cpu_ratio, runnable_ratio, blocked_ratio: shares of the time in fetches. If the kernel does not separate running
             from run-queue delay, ``runnable_ratio`` is None and the other two come from CPU time alone.
         pickling_cores: cores that they use outside of fetches, to pickle finished batches.
     """
@@ -149,15 +150,15 @@ class WorkerEvidence:
 
 @dataclass(frozen=True, slots=True)
 class CpuEvidence:
-    """Who uses the cores.
+    """The use of the cores.
 
     Attributes:
-        cores: that this rank may use, and no other process does. ``cores_of_others``: those that others use.
+        cores: cores that this rank may use and no other process uses. ``cores_of_others``: cores that others use.
         host_ratio: use of all cores of the machine.
-        process_seconds_per_step: CPU time of the training process (without its workers) for one step. Start-up,
-            evaluations and checkpoints are not in it.
-        run_queue_delay_seconds: how long the training thread was runnable and had no core.
-        throttled_ratio: share of the periods of the cgroup's CPU quota in which it was used up.
+        process_seconds_per_step: CPU time of the training process (without its workers) for one step, without startup,
+            evaluations and checkpoints.
+        run_queue_delay_seconds: how long the training thread was runnable without a core.
+        throttled_ratio: share of the periods in which the cgroup's CPU quota was used up.
     """
 
     cores: float
@@ -173,8 +174,8 @@ class GpuEvidence:
     """The GPU of this rank.
 
     Attributes:
-        idle_seconds: of the loop without a kernel, though no batch was waited for.
-        slowed_seconds: what the lower clock of a GPU that is held back has cost.
+        idle_seconds: time in the loop without a kernel and without waiting for a batch.
+        slowed_seconds: time lost because the GPU's clock was throttled.
     """
 
     utilization_ratio: float | None
@@ -184,15 +185,15 @@ class GpuEvidence:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """One rank over one window. What nothing told is None.
+    """One rank over one window. Values that were not measured are None.
 
     Attributes:
-        seconds: length of the window; it is the sum of wait, compute, evaluation and so on.
-        batches_per_step: 1, but where a loop takes several: of loaders side by side, between two calls of ``step()``.
-            Those of loaders without workers do not count where there are others.
-        source: where batches come from, see `Conditions`; ``settings``: of that loader.
-        own_fetch_cpu_ratio: of the training thread's own fetches, how much ran on a core.
-        pace: of this rank; ``peers``: of the others on its node.
+        seconds: length of the window: the sum of wait, compute, evaluation and so on.
+        batches_per_step: mostly 1. More if a loop takes several batches per step: from loaders side by side, or between
+            two calls of ``step()``. If there are loaders with workers, only their batches count.
+        source: where batches come from, see `Conditions`. ``settings``: the settings of that loader.
+        own_fetch_cpu_ratio: share of the training thread's own fetches that ran on a core.
+        pace: the pace of this rank. ``peers``: the other ranks on its node.
     """
 
     seconds: float
@@ -223,15 +224,15 @@ class Evidence:
 
     @property
     def loop_and_checkpoint_seconds(self) -> float:
-        """Seconds of the loop and of writing checkpoints, over a window that holds as many of them as the run does."""
+        """Seconds of the loop and of checkpoints, scaled so that the window has as many checkpoints as the run."""
         return max(self.loop_seconds + self.checkpoints.seconds, self.checkpoints.interval_seconds)
 
     @property
     def mid_epoch_wait_seconds(self) -> float:
-        """Seconds of waiting that are not at an epoch boundary; less than 0.0 where the clocks differ."""
+        """Seconds of waiting outside of epoch boundaries; below 0.0 if the clocks differ."""
         return self.wait_seconds - self.epochs.boundary_wait_seconds
 
     @property
     def on_gpu(self) -> bool:
-        """Whether the run uses a GPU, as far as is known."""
+        """Whether the run is known to use a GPU."""
         return self.gpu.utilization_ratio is not None

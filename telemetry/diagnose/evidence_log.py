@@ -1,16 +1,16 @@
-"""Evidence as a field of the log. The names here are what users' queries and stored logs rely on."""
+"""Evidence as a field of the log. Users' queries and stored logs rely on these names."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from telemetry.core.interval import RankPace
+    from telemetry.core.tick import RankPace
     from telemetry.diagnose.evidence import Evidence
 
 
 def evidence_field(evidence: Evidence) -> dict[str, Any]:
-    """The figures that are there. What was not measured is left out."""
+    """The figures that were measured. The others are left out."""
     field = _loop(evidence) | _delivery(evidence) | _workers(evidence) | _machine(evidence)
     if evidence.peers:
         field["paces"] = [_pace(pace) for pace in (evidence.pace, *evidence.peers)]

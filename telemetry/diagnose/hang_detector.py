@@ -1,4 +1,4 @@
-"""Decides whether a run is stuck: its training thread has made no progress for much longer than a step takes.
+"""Decides whether a run hangs: its training thread has made no progress for much longer than a step takes.
 
 Only time in the training loop counts: waiting for a batch, and the compute of a step. Startup, evaluation, checkpoints,
 phases that the user has named and the time after a loop do not count. Time in which the agent did not run either does
@@ -18,10 +18,10 @@ from telemetry.diagnose.straggler import absent_rank
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from telemetry.core.interval import RankPace
+    from telemetry.core.tick import RankPace
 
 MIN_SECONDS: Final = 30.0
-"""Without the setting ``stuck_seconds``, a run is stuck after this time at the earliest, ..."""
+"""Without the setting ``stuck_seconds``, a hang is reported after this time at the earliest, ..."""
 
 TIMES_P99: Final = 20.0
 """... and at the earliest after this multiple of the 99th percentile of its step durations."""
@@ -33,8 +33,8 @@ MIN_STEPS: Final = 10
 """The first steps of a run compile and allocate. Before this many steps have ended, ..."""
 
 EARLY_SECONDS: Final = 540.0
-"""... a run is stuck after this time at the earliest. NCCL ends a hung collective after ten minutes; then the cause is
-gone."""
+"""... a hang is reported after this time at the earliest. NCCL ends a hung collective after ten minutes; then the cause
+can no longer be found."""
 
 LATE_TICKS: Final = 2.0
 """A tick counts at most this many intervals. The agent did not observe the rest."""
@@ -64,17 +64,17 @@ class Moment:
         progress: changes with every observed action: a batch request, a batch, an optimizer step, a phase.
         steps: completed steps of the run.
         loop_left: whether the loop of the newest step has been left, for example by ``break``.
-        at_edge: whether the thread waits for the first batch of an epoch.
+        at_epoch_boundary: whether the thread waits for the first batch of an epoch.
     """
 
     loop_seconds: float
     progress: tuple[int, ...]
     steps: int
     loop_left: bool
-    at_edge: bool
+    at_epoch_boundary: bool
 
 
-class StuckWatch:
+class HangDetector:
     """Decides for one rank, tick by tick.
 
     Args:
@@ -83,7 +83,7 @@ class StuckWatch:
 
     Attributes:
         seconds: counted seconds without progress.
-        stuck: whether the run is stuck.
+        hanging: whether the run hangs.
         excuses: how many times in a row `excuse` was called.
     """
 
@@ -92,7 +92,7 @@ class StuckWatch:
         self._most = LATE_TICKS * interval
         self._progress: tuple[int, ...] | None = None
         self.seconds = 0.0
-        self.stuck = False
+        self.hanging = False
         self.excuses = 0
 
     def update(self, moment: Moment, steps: Callable[[], StepTimes]) -> str | None:
@@ -103,47 +103,49 @@ class StuckWatch:
             steps: returns the step durations. It is called only when they matter.
 
         Returns:
-            ``opened`` when the run becomes stuck, ``held`` while it is, ``closed`` when it goes on; else None.
+            ``opened`` when a hang begins, ``held`` while it lasts, ``closed`` when the run goes on; else None.
         """
         if moment.progress != self._progress or moment.loop_left:
             self._progress = moment.progress
-            was, self.stuck, self.seconds, self.excuses = self.stuck, False, 0.0, 0
+            was, self.hanging, self.seconds, self.excuses = self.hanging, False, 0.0, 0
             return "closed" if was else None
         self.seconds += min(moment.loop_seconds, self._most)
-        if self.stuck:
+        if self.hanging:
             return "held"
         early = EARLY_SECONDS if moment.steps < MIN_STEPS else 0.0
         if self.seconds < max(early, self._setting or MIN_SECONDS):
             return None
-        self.stuck = self.seconds >= stuck_after(self._setting, steps(), at_edge=moment.at_edge)
-        return "opened" if self.stuck else None
+        self.hanging = self.seconds >= hang_after_seconds(
+            self._setting, steps(), at_epoch_boundary=moment.at_epoch_boundary
+        )
+        return "opened" if self.hanging else None
 
     def excuse(self) -> None:
-        """Start counting again: what looked like a stuck run is none."""
-        self.seconds, self.stuck = 0.0, False
+        """Start counting again: the run does not hang, although it looked like it."""
+        self.seconds, self.hanging = 0.0, False
         self.excuses += 1
 
 
-def stuck_after(setting: float | None, steps: StepTimes, *, at_edge: bool) -> float:
-    """Seconds without progress after which a run is stuck."""
+def hang_after_seconds(setting: float | None, steps: StepTimes, *, at_epoch_boundary: bool) -> float:
+    """Seconds without progress after which a run counts as hanging."""
     seconds = setting if setting is not None else max(MIN_SECONDS, TIMES_P99 * (steps.p99 or 0.0))
-    return max(seconds, TIMES_LONGEST * (steps.longest or 0.0)) if at_edge else seconds
+    return max(seconds, TIMES_LONGEST * (steps.longest or 0.0)) if at_epoch_boundary else seconds
 
 
 def paused(seconds: float, interval: float, process_cpu: float | None) -> bool:
-    """Whether the process or the machine was stopped since the last tick: it is late, and nothing ran meanwhile."""
+    """Whether the process or the machine was stopped since the last tick: the tick is late, and nothing ran."""
     late = seconds > LATE_TICKS * interval + 1.0
     return late and process_cpu is not None and process_cpu < 0.02 * seconds
 
 
-def stuck_cause(category: str, source: str | None, fetching_seconds: float, stuck_seconds: float) -> str:
-    """The cause of a run that is stuck.
+def hang_cause(category: str, source: str | None, fetching_seconds: float, stuck_seconds: float) -> str:
+    """The cause of a hang.
 
     Args:
         category: the ledger category that the training thread is in.
         source: where its batches come from, see `Conditions`; None before the first batch of a new loader, too.
         fetching_seconds: duration so far of the longest fetch in progress in a worker.
-        stuck_seconds: how long the run has been stuck.
+        stuck_seconds: how long the run has made no progress.
     """
     if category != DATA_WAIT:
         return "unknown"
@@ -152,12 +154,12 @@ def stuck_cause(category: str, source: str | None, fetching_seconds: float, stuc
     return NAMED_BY_SOURCE.get(source or "", "unknown")
 
 
-def stuck_advice(category: str, seconds: float, at: str, missing: RankPace | None = None) -> tuple[Advice, ...]:
-    """Advice for a stuck run: where to look.
+def hang_advice(category: str, seconds: float, at: str, missing: RankPace | None = None) -> tuple[Advice, ...]:
+    """Advice for a hang: where to look.
 
     Args:
         category: the ledger category that the training thread is in.
-        seconds: how long the run has been stuck.
+        seconds: how long the run has made no progress.
         at: the innermost frames of the training thread, as text.
         missing: the rank that has not reached the synchronisation that this one waits in.
     """

@@ -1,6 +1,7 @@
-"""Samples into counters: a sampled value enters `Totals` as its integral over the time of its tick.
+"""Adds samples to counters: a sampled value enters `Totals` as its integral over the time of its tick.
 
-What a sample means depends on what the tick was spent on. That is decided here, once: the sums need no second look.
+The meaning of a sample depends on how the time of the tick was spent, for example whether the training loop ran. Only
+this module decides that. Code that reads the totals does not have to.
 """
 
 from __future__ import annotations
@@ -14,27 +15,27 @@ if TYPE_CHECKING:
     from telemetry.core.worker_records import WorkersSample
 
 _ONLY_LOOP: Final = 0.95
-"""Share of a tick in the training loop from which what the GPU did in it is the loop's doing."""
+"""From this share of a tick in the training loop on, the GPU's activity in the tick counts as the loop's."""
 
 _MOSTLY: Final = 0.5
-"""Share of a tick in the training loop from which what the workers and the process did in it is the loop's."""
+"""From this share of a tick in the training loop on, what workers and process did in the tick counts as the loop's."""
 
 HELD_BACK: Final = frozenset({"hw_slowdown", "sw_thermal", "hw_thermal", "hw_power_brake"})
-"""Reasons for a low clock that are a fault. At its power cap a GPU runs whenever it is used well."""
+"""Reasons for a low clock that are a fault. A GPU at its power cap is not: it reaches the cap when it is used well."""
 
 
 @dataclass(frozen=True, slots=True)
 class Readings:
-    """What one tick was spent on, and what was sampled at its end. None: nothing tells.
+    """How one tick was spent, and what was sampled at its end. None: not measured.
 
     Attributes:
-        seconds: of the tick; ``loop_seconds``, ``compute_seconds``, ``garbage_seconds`` and ``exposed_wait_seconds``
-            are in it.
-        process_cpu_seconds: of the tick: CPU time of the training process, without its workers.
-        fetches, fetch_busy_seconds: batches the workers finished in the tick, and their time in fetches.
+        seconds: length of the tick. ``loop_seconds``, ``compute_seconds``, ``garbage_seconds`` and
+            ``exposed_wait_seconds`` are parts of it.
+        process_cpu_seconds: CPU time of the training process in the tick, without its workers.
+        fetches, fetch_busy_seconds: batches that the workers finished in the tick, and their time in fetches.
         host_cpu_ratio: use of all cores of the machine, ``host_cores`` of them.
-        quota_cores: CPU limit of the cgroup; ``quota_used_cores``: what all processes under it have used.
-        gpu_clock_ratio: clock of the SMs, relative to what it is in this run where nothing holds it back.
+        quota_cores: CPU limit of the cgroup. ``quota_used_cores``: cores that all its processes have used.
+        gpu_clock_ratio: clock of the SMs, relative to the clock in this run when the GPU is not throttled.
     """
 
     seconds: float
@@ -111,7 +112,7 @@ def _cpu(before: CpuTotals, tick: Readings) -> CpuTotals:
         before.process_seconds, before.used_cores, before.other_cores, before.other_quota_cores
     )  # fmt: skip
     if tick.process_cpu_seconds is not None and seconds > 0:
-        # The first tick has all that the process used before there was an agent.
+        # The first tick has all that the process used before the agent started.
         process = process.plus(tick.process_cpu_seconds * min(1.0, tick.loop_seconds / seconds) / seconds, seconds)
     if tick.process_cpu_seconds is not None and seconds > 0 and tick.in_loop:
         workers = tick.workers

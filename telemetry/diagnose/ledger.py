@@ -1,8 +1,7 @@
-"""Where every second went: spans of the training thread folded into a ledger, steps and phases.
+"""The ledger: turns spans of the training thread into seconds by category, steps and phases.
 
-The ledger has one running category and moves forward only: each instant is booked once, so at every moment the
-categories add up to the time since the start, whatever the spans are. What is booked stays booked: no category ever
-gets less.
+The ledger has one current category and only moves forward. Each instant is booked once. So the categories always add up
+to the time since the start, with any spans. What is booked stays booked: no category ever decreases.
 """
 
 from __future__ import annotations
@@ -20,22 +19,22 @@ _NS: Final = 1e9
 _PHASES: Final = frozenset({EVALUATION, CHECKPOINT})
 
 _NEAR_BOUNDARY: Final = 8
-"""Batches after the first of an epoch, and as many before its end, with which its workers may be late: each of them
-starts, and ends."""
+"""The workers of an epoch start one by one and end one by one. So this many batches after the first, and before the
+end, may be late because of the epoch boundary."""
 
 Span = tuple[int, int, str, str, bool, bool, bool, bool]
-"""start, end (monotonic ns), category during, category after, closes a step, opens a step, delivered a batch, ended the
-workers of an iteration that was left."""
+"""start, end (monotonic ns), category during, category after, closes a step, opens a step, delivered a batch, stopped
+the workers of an iteration that was left."""
 
 
 class Ledger:
-    """Folds spans into seconds by category, closed steps and closed phases.
+    """Turns spans into seconds by category, closed steps and closed phases.
 
     Args:
-        start_ns: monotonic stamp from which the time is counted.
+        start_ns: monotonic stamp at which the time starts.
 
     Attributes:
-        batches: training batches that have come; ``dropped_steps``: steps that ended in a stretch of dropped spans.
+        batches: training batches that have come. ``dropped_steps``: steps that ended in a stretch of dropped spans.
     """
 
     def __init__(self, start_ns: int) -> None:
@@ -46,24 +45,24 @@ class Ledger:
         self.batches = 0
         self.dropped_steps = 0
         self.last_step_ns: int | None = None
-        # The wait for the first batch of the run; and those at later epoch boundaries: an iteration that ends or is
-        # left, one that begins, and its first batch. Those that still go on are in them, as they are in the data wait.
+        # The wait for the first batch of the run, and the waits at later epoch boundaries: an iteration that ends or is
+        # left, one that begins, and its first batch. As in the data wait, waits in progress are included.
         self.first_wait_ns = 0
         self.boundary_wait_ns = 0
         self.epoch_boundaries = 0
         self.iterations_left = 0
-        # How much longer the batches next to the boundaries were waited for than those in the middle of their epochs.
+        # How much longer the batches next to the boundaries were waited for than those in mid-epoch.
         self.near_boundary_wait_ns = 0
         self._epoch = _Epoch()
         self._at_boundary = False
         self._span_at_ns = start_ns
         self._span_category = STARTUP
-        self._waiting_at_ns: int | None = None  # from here on, `advance` has booked a wait whose span is yet to come
+        self._waiting_at_ns: int | None = None  # from here on, `advance` has booked a wait whose span comes later
         self._dropped: DroppedSpans | None = None
         self._open = False
         self._wait_ns = 0
         self._compute_ns = 0
-        self._checkpoint = False  # one was written in the open step
+        self._checkpoint = False  # whether a checkpoint was written in the open step
         self._before_dropped = (0, 0, False)  # the open step's wait, compute and checkpoint, before spans were dropped
         self._phase_start_ns: int | None = None
         self._phases: list[PhaseSpan] = []
@@ -94,7 +93,7 @@ class Ledger:
             self.batches += batch
 
     def _computes_until(self, stamp: int) -> bool:
-        """Whether an open step in the middle of an epoch computes, and has been booked to one and the same moment."""
+        """Whether a step is open in mid-epoch and computes, and ledger and step are booked up to the same moment."""
         return (
             self._open
             and self._span_category == COMPUTE
@@ -106,9 +105,9 @@ class Ledger:
         )
 
     def _fold_step(self, start: int, end: int) -> None:
-        """Book the usual span after such a moment: it ends a step, and is the wait of the next.
+        """Book an ordinary span: it ends a step and is the wait of the next. `_computes_until` must hold.
 
-        The general way books the same in three times the time, and nearly all spans are of this kind.
+        Nearly all spans are of this kind. The general code books the same, but takes three times as long.
         """
         waited = max(0, end - start)
         computed = start - self.at_ns
@@ -124,10 +123,10 @@ class Ledger:
         self.batches += 1
 
     def advance(self, now_ns: int, waiting_since_ns: int = 0) -> None:
-        """Book the time up to now: as waiting for data from ``waiting_since_ns`` on, where a request is in progress.
+        """Book the time up to now. If a request is in progress since ``waiting_since_ns``, book it as data wait.
 
-        It is, unless its span has been folded meanwhile. It may have begun before the time that is booked already: just
-        after the last call had looked whether there was one.
+        If the span of the request has been folded meanwhile, it is not booked again. The request may have begun before
+        the newest booked time: right after the last call had checked for one.
         """
         if waiting_since_ns > 0 and waiting_since_ns >= self._span_at_ns:
             self._book(waiting_since_ns)
@@ -143,12 +142,12 @@ class Ledger:
 
     @property
     def step_is_open(self) -> bool:
-        """Whether a step has begun and not ended: at the end of a run, one that was left with ``break``."""
+        """Whether a step has begun and not ended. At the end of a run this is a step that was left with ``break``."""
         return self._open
 
     @property
     def at_epoch_boundary(self) -> bool:
-        """Whether an iteration has ended or begun, and no batch of the next has come yet."""
+        """Whether an iteration has ended or begun, and no batch of the next iteration has come yet."""
         return self._at_boundary
 
     def take_phases(self) -> list[PhaseSpan]:
@@ -166,7 +165,7 @@ class Ledger:
         return (self.at_ns - self.start_ns) / _NS
 
     def _book(self, stamp: int) -> None:
-        """Give the time up to a stamp to the running category. Earlier stamps find it given already."""
+        """Book the time up to a stamp as the current category. Time before an earlier stamp is booked already."""
         passed = stamp - self.at_ns
         if passed > 0:
             self.at_ns = stamp
@@ -177,10 +176,10 @@ class Ledger:
                 self.boundary_wait_ns += passed
 
     def _pass(self, stamp: int) -> None:
-        """Go on to a stamp of a span: in the ledger, and in the step that is open.
+        """Advance to a stamp of a span: in the ledger, and in the open step.
 
-        The step has a cursor of its own. `advance` may have booked the first part of a wait already, before anybody
-        knew that a new step begins with it.
+        The step has its own cursor. `advance` may have booked the first part of a wait already, before it was known
+        that a new step begins with it.
         """
         self._book(stamp)
         passed = stamp - self._span_at_ns
@@ -193,7 +192,7 @@ class Ledger:
             self._compute_ns += passed
 
     def _fold_dropped(self, dropped: DroppedSpans) -> None:
-        """Book what a stretch of dropped spans adds up to; of one that has grown since the last time, what is new."""
+        """Book the sums of a stretch of dropped spans. If it has grown since the last time, book the new part."""
         before = self._dropped
         if before is not None and (dropped.stretch, dropped.end_ns) <= (before.stretch, before.end_ns):
             return
@@ -206,7 +205,7 @@ class Ledger:
             self._before_dropped = self._wait_ns, self._compute_ns, self._checkpoint
             self._at_boundary, self._epoch = False, _Epoch()
         known = dropped.start_ns if before is None else before.end_ns
-        early = max(0, self.at_ns - known)  # what `advance` has booked of the stretch
+        early = max(0, self.at_ns - known)  # the part of the stretch that `advance` has booked
         waited = 0 if waiting_at is None else min(early, max(0, self.at_ns - waiting_at))
         booked = dict.fromkeys(CATEGORIES, 0)
         booked[DATA_WAIT] = waited
@@ -224,15 +223,15 @@ class Ledger:
         self._checkpoint = dropped.checkpoint or (checkpoint and inherits)
         self.category = self._span_category = CATEGORIES[dropped.category]
         if dropped.entered_ns != (before.entered_ns if before is not None else 0):
-            # What was going on before has ended at a moment that is not known.
+            # The previous phase ended at an unknown moment.
             self._phase_start_ns = dropped.entered_ns if self.category in _PHASES else None
         self._span_at_ns, self._waiting_at_ns, self._dropped = dropped.end_ns, None, dropped
 
     def _book_owed(self, owed: dict[str, int], stamp: int, *, first_batch: bool) -> None:
-        """Book the time up to a stamp, to each category what it is owed.
+        """Book the time up to a stamp, to each category the time that it is owed.
 
-        A category may be owed less than nothing: time that has been booked to it was another's after all. It keeps
-        that, and the others get as much less.
+        A category may be owed a negative time, if time was booked to it that belongs to another one. It keeps that
+        time, and the other categories get less.
         """
         left = max(0, stamp - self.at_ns)
         given = {category: max(0, amount) for category, amount in owed.items()}
@@ -248,9 +247,9 @@ class Ledger:
             self.first_wait_ns += given[DATA_WAIT]
 
     def _count_boundary(self, waited: int, *, batch: bool) -> None:
-        """A request has ended. One that brought no batch has ended an iteration, or begun one."""
+        """A request has ended. If it brought no batch, it has ended an iteration or begun one."""
         if self.batches and not batch and not self._at_boundary:
-            self.boundary_wait_ns += waited  # nobody knew before
+            self.boundary_wait_ns += waited  # this was not known before
             self.epoch_boundaries += 1
             self.near_boundary_wait_ns += self._epoch.extra_wait_ns()
             self._epoch = _Epoch()
@@ -259,9 +258,9 @@ class Ledger:
         self._at_boundary = not batch
 
     def _count_left(self, waited: int) -> None:
-        """It is at a boundary itself. What comes next may be of another loader, in the middle of its iteration."""
+        """An iteration was left, which is a boundary. The next batch may come from another loader, in mid-epoch."""
         self.iterations_left += 1
-        self._epoch = _Epoch()  # where it was left, nothing has ended by itself
+        self._epoch = _Epoch()  # an epoch that was left has no last batches
         if not self._at_boundary:
             self.boundary_wait_ns += waited
 
@@ -285,7 +284,7 @@ class Ledger:
 
 
 class _Epoch:
-    """The waits for the batches of one epoch, its first not among them: that one is at the boundary."""
+    """The waits for the batches of one epoch, without the first batch, whose wait is at the boundary."""
 
     __slots__ = ("_batches", "_first", "_last", "_total_ns")
 
@@ -303,7 +302,7 @@ class _Epoch:
             self._first.append(waited_ns)
 
     def extra_wait_ns(self) -> int:
-        """How much longer those next to the boundaries were waited for than as many in the middle; may be negative."""
+        """How much longer batches next to the boundaries were waited for than as many in mid-epoch; may be negative."""
         near = min(_NEAR_BOUNDARY, self._batches // 4)
         if not near:
             return 0

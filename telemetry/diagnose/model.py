@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Final
 
-from telemetry.diagnose.straggler import abreast, own_compute
+from telemetry.diagnose.straggler import own_compute, peers_at_same_pace
 
 if TYPE_CHECKING:
     from telemetry.diagnose.evidence import Evidence
 
 _HEADROOM: Final = 0.8
-"""Workers are added until fetching takes this share of the compute. A loader without slack stalls on every hiccup."""
+"""Workers are added until fetching takes this share of the compute. Without headroom, every delay stalls the loop."""
 
 _WORTH_A_WORKER: Final = 1.01
 """A further worker must shorten the step by more than this factor."""
@@ -51,7 +51,7 @@ def supply_in_order(evidence: Evidence) -> float | None:
 
 
 def predicted_step(
-    evidence: Evidence, *, fetch: float, fetch_cpu: float, workers: int, edge: float | None = None
+    evidence: Evidence, *, fetch: float, fetch_cpu: float, workers: int, boundary: float | None = None
 ) -> float | None:
     """Predicted seconds of a step with a given number of workers.
 
@@ -60,13 +60,13 @@ def predicted_step(
         fetch: seconds that a worker with a core of its own takes for the batches of a step.
         fetch_cpu: CPU seconds of that.
         workers: number of workers.
-        edge: seconds per step of waiting at epoch boundaries; by default as measured.
+        boundary: seconds per step of waiting at epoch boundaries; by default as measured.
     """
     compute = compute_seconds(evidence)
     if compute is None or not evidence.steps:
         return None
-    edge = evidence.epochs.boundary_wait_seconds / evidence.steps if edge is None else edge
-    return max(compute, fetch / workers, _on_the_cores(evidence, compute, fetch_cpu)) + edge
+    boundary = evidence.epochs.boundary_wait_seconds / evidence.steps if boundary is None else boundary
+    return max(compute, fetch / workers, _on_the_cores(evidence, compute, fetch_cpu)) + boundary
 
 
 def _on_the_cores(evidence: Evidence, compute: float, fetch_cpu: float) -> float:
@@ -79,16 +79,20 @@ def _on_the_cores(evidence: Evidence, compute: float, fetch_cpu: float) -> float
 def _with_their_peers(evidence: Evidence, cpu: float) -> float:
     """Minimum seconds of a step of all ranks of the node. Ranks that keep pace need the cores equally often."""
     now, others = step_seconds(evidence), evidence.cpu.cores_of_others
-    if now is None or not others or not abreast(evidence.pace, (peer for peer in evidence.peers if peer.node is None)):
+    if (
+        now is None
+        or not others
+        or not peers_at_same_pace(evidence.pace, (peer for peer in evidence.peers if peer.node is None))
+    ):
         return 0.0
     return (cpu + others * now) / (evidence.cpu.cores + others)
 
 
 def with_transfer(evidence: Evidence, step: float) -> float:
-    """Seconds of a step with the transfer of its batches; ``step`` is without it. The workers keep ahead.
+    """Seconds of a step including the transfer of its batches. ``step`` is without it, and the workers are fast enough.
 
-    A transfer needs the worker too, because it sends the file descriptors of the tensors. A busy worker answers later,
-    and the shorter the step, the more of the time it is busy.
+    A transfer needs the worker, too, because it sends the file descriptors of the tensors. A busy worker answers later.
+    The shorter the step, the larger the share of time in which the worker is busy.
     """
     idle, busy, supply = (
         evidence.delivery.transfer_seconds,
@@ -104,7 +108,7 @@ def with_transfer(evidence: Evidence, step: float) -> float:
 
 
 def best_workers(
-    evidence: Evidence, fetch: float, fetch_cpu: float, edge: float | None = None
+    evidence: Evidence, fetch: float, fetch_cpu: float, boundary: float | None = None
 ) -> tuple[int, float | None]:
     """The fewest workers that fetch with headroom, or as fast as the cores allow, and the predicted step with them."""
     most = min(_MAX_WORKERS, max(1, math.ceil(_MAX_WORKERS_PER_CORE * evidence.cpu.cores)))
@@ -115,7 +119,7 @@ def best_workers(
     # predicted to give 5.7 times the steps per second, and gave 4.6 to 5.3.
     enough = max(_HEADROOM * compute, _on_the_cores(evidence, compute, fetch_cpu))
     workers = next((n for n in range(1, most) if fetch / n <= _WORTH_A_WORKER * enough), most)
-    return workers, predicted_step(evidence, fetch=fetch, fetch_cpu=fetch_cpu, workers=workers, edge=edge)
+    return workers, predicted_step(evidence, fetch=fetch, fetch_cpu=fetch_cpu, workers=workers, boundary=boundary)
 
 
 def gain_of(evidence: Evidence, then: float, *, but: int | None = None, now: float | None = None) -> float | None:
@@ -127,7 +131,7 @@ def gain_of(evidence: Evidence, then: float, *, but: int | None = None, now: flo
     now = step_seconds(evidence) if now is None else now
     if now is None:
         return None
-    peers = abreast(evidence.pace, evidence.peers)
+    peers = peers_at_same_pace(evidence.pace, evidence.peers)
     others = [own_compute(peer, (evidence.pace, *peers)) for peer in peers if peer.rank != but]
     slowest = max(others, default=0.0)
     return factor(now, max(then, slowest))
@@ -147,8 +151,3 @@ def times_less(part: float, rest: float, share: float) -> int:
 def factor(now: float, then: float) -> float | None:
     """Speed-up factor; None if there is nothing to compare with."""
     return round(now / then, 2) if then > 1e-9 and now > 0 else None
-
-
-def ms(seconds: float) -> str:
-    """A duration as it is written in reasons."""
-    return f"{1e3 * seconds:.1f} ms"

@@ -1,7 +1,7 @@
-"""What the training thread does itself while it asks for batches: the sampler, and collections.
+"""Time that the training thread itself spends while it requests batches: the sampler, and garbage collections.
 
-It is no waiting. Nobody else could make it shorter: not more workers, and not smaller batches. So it is taken out of
-the waits before those are explained, and stands beside the compute, which workers can fetch behind.
+This is not waiting: more workers or smaller batches do not shorten it. So it is subtracted from the waits before their
+causes are found, and added to the compute, during which workers can fetch.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class OwnTime:
-    """Seconds of the window's waits: in mid-epoch, and at epoch boundaries.
+    """Seconds in the window's waits, in mid-epoch and at epoch boundaries.
 
     Attributes:
         sampler_seconds, boundary_sampler_seconds: in the sampler of a loader with workers.
-        garbage_seconds, boundary_garbage_seconds: in collections.
-        exposed_ratio: the share of the waits that is exposed; 1.0 where that is not known.
+        garbage_seconds, boundary_garbage_seconds: in garbage collections.
+        exposed_ratio: the exposed share of the waits; 1.0 if it is unknown.
     """
 
     sampler_seconds: float
@@ -36,12 +36,12 @@ class OwnTime:
 
     @property
     def all_garbage_seconds(self) -> float:
-        """Seconds in collections."""
+        """Seconds in garbage collections."""
         return self.garbage_seconds + self.boundary_garbage_seconds
 
 
 def own_time(evidence: Evidence) -> OwnTime:
-    """Never more than was waited: what the sampler took is an estimate."""
+    """The own time in a window. At most the wait, because the sampler's time is an estimate."""
     boundary = min(evidence.epochs.boundary_wait_seconds, evidence.wait_seconds)
     middle = evidence.wait_seconds - boundary
     garbage = min(evidence.garbage.wait_seconds, middle)

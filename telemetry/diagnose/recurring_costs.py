@@ -1,7 +1,8 @@
-"""What comes back after longer than a window: checkpoints, and epoch boundaries.
+"""Costs that recur less often than once in a window: checkpoints, and epoch boundaries.
 
-A window holds one of them or none, and what it holds is no fair part: a checkpoint of 45 s every half an hour would be
-more than a window, and workers that take 12 s to start for each epoch of a minute would be in every other one.
+A window contains one of them or none, so its share of the window is not that of the run. A checkpoint of 45 s every
+half hour fills a whole window. If workers take 12 s to start for each epoch of a minute, only every other window has a
+start.
 """
 
 from __future__ import annotations
@@ -14,26 +15,26 @@ from telemetry.core.labels import CHECKPOINT
 from telemetry.core.totals import Totals
 
 if TYPE_CHECKING:
-    from telemetry.core.interval import Tick
+    from telemetry.core.tick import Tick
 
 _FIRST_CHECKPOINTS: Final = 2
-"""One file is written, and beside it the next: from then on each may reuse what the one it replaces has left."""
+"""The first checkpoints are written to new files. Later ones may reuse space of the file that they replace."""
 
 _MUCH_LONGER: Final = 1.5
-"""An epoch that has lasted so many times as long as those before it is another kind of epoch."""
+"""An epoch that has lasted this many times as long as those before it is assumed to be of another kind."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecurringCosts:
-    """What checkpoints and epoch boundaries cost over the run so far.
+    """The costs of checkpoints and epoch boundaries over the run so far.
 
     Attributes:
-        checkpoint_interval_seconds: of training, its checkpoints included, between the newest checkpoint and the one
-            before it, or the start.
+        checkpoint_interval_seconds: training time, with checkpoints, between the newest checkpoint and the one before
+            it, or the start.
         first_checkpoint_seconds: mean time of the first checkpoints; 0.0 before there are any.
-        boundary_ratio: share of the loop that waits at epoch boundaries take: the less of the newest two epochs. 0.0
-            before these, and where the one that runs is much longer than they were.
-        sampler_boundary_ratio: of that, what the training thread has spent in the sampler.
+        boundary_ratio: share of the loop spent in waits at epoch boundaries: the lower value of the newest two epochs.
+            0.0 before two epochs have ended, and if the current epoch is much longer than they were.
+        sampler_boundary_ratio: the part of it that the training thread has spent in the sampler.
     """
 
     checkpoint_interval_seconds: float = 0.0
@@ -44,7 +45,7 @@ class RecurringCosts:
 
 @dataclass(frozen=True, slots=True)
 class _EpochCosts:
-    """Seconds of the loop, of waits at its boundary, and of these in the sampler."""
+    """Seconds of the loop, of the waits at its boundary, and of these in the sampler."""
 
     loop: float
     boundary: float
@@ -56,7 +57,7 @@ class _EpochCosts:
 
 
 class RecurringCostsWatch:
-    """Follows them from tick to tick. It remembers the totals at the newest checkpoint and epoch boundary."""
+    """Tracks the costs from tick to tick. It keeps the totals at the newest checkpoint and epoch boundary."""
 
     def __init__(self) -> None:
         self._before = Totals()
@@ -66,7 +67,7 @@ class RecurringCostsWatch:
         self._first_checkpoints = 0
         self._first_seconds = 0.0
         self._epoch_began = Totals()
-        self._epochs: deque[_EpochCosts] = deque(maxlen=2)  # that are over
+        self._epochs: deque[_EpochCosts] = deque(maxlen=2)  # epochs that have ended
 
     def add(self, tick: Tick) -> None:
         """Take in a tick."""
@@ -85,7 +86,7 @@ class RecurringCostsWatch:
 
     @property
     def costs(self) -> RecurringCosts:
-        """As of the newest tick."""
+        """The costs as of the newest tick."""
         first = self._first_seconds / self._first_checkpoints if self._first_checkpoints else 0.0
         epochs = self._epochs
         much_longer = len(epochs) < 2 or self._running_loop > _MUCH_LONGER * max(epoch.loop for epoch in epochs)

@@ -1,7 +1,7 @@
-"""Decide: a stall opens when waits for data, or another cause, have cost their share of a window; it closes at less.
+"""Decides when a stall opens and closes: by the share of a window that waits for data, or another cause, have cost.
 
-A state machine over ticks, and nothing else: no clock, no threads. The first batch of a run, an epoch that
-ends and a machine that slept are no stalls; there must be enough steps, and enough of a window, to mean it.
+It is a state machine over ticks, without a clock or threads. The first batch of a run, the end of an epoch and a
+machine that slept are not stalls. A window needs enough steps, and enough measured time, before it is judged.
 """
 
 from __future__ import annotations
@@ -10,48 +10,48 @@ from collections import deque
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.core.interval import Tick
+from telemetry.core.tick import Tick
 from telemetry.diagnose.aggregate import aggregate
 from telemetry.diagnose.causes import WAITS, costs
 from telemetry.diagnose.recurring_costs import RecurringCostsWatch
 
 if TYPE_CHECKING:
-    from telemetry.core.interval import RankPace
-    from telemetry.core.totals import Totals
+    from telemetry.core.tick import RankPace
+    from telemetry.core.totals import Passed, Totals
     from telemetry.diagnose.evidence import Evidence
 
 MIN_STEPS: Final = 5
-"""Steps a window must have before its waits mean something; a stuck worker is named without."""
+"""Minimum steps of a window before its waits are judged. A stuck worker is named without steps."""
 
 MIN_STEPS_OF_A_RUN: Final = 20
-"""Steps of a run that ends before it has filled its window ..."""
+"""If a run ends before its first window is full, a stall needs this many steps ..."""
 
 MIN_SECONDS_OF_A_RUN: Final = 2.0
-"""... and seconds of its training loop, before it can have stalled."""
+"""... and this many seconds of the training loop."""
 
 WINDOW_STEPS: Final = 2 * MIN_STEPS
-"""Of long steps the window holds so many, however long they take ..."""
+"""If steps are long, a window grows until it has this many steps ..."""
 
 MAX_WINDOWS: Final = 10.0
-"""... up to so many times its length."""
+"""... up to this many times its length."""
 
 MIN_SHARE: Final = 0.5
-"""Share of the window that must have been seen."""
+"""Minimum share of the window that must have been measured."""
 
 _MORE: Final = 1 + 1e-6
-"""A cause has cost more than another from this factor on: what is less is rounding, and renames no stall."""
+"""A cause replaces another one only if it has cost more by this factor. Smaller differences are rounding errors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """A stall as far as it has come.
+    """A stall, as far as it is known now.
 
     Attributes:
-        cause: what has cost most of it; ``lost_seconds``: by cause.
+        cause: the cause that has cost most of it. ``lost_seconds``: by cause.
         opened_step: steps that had ended when it opened.
-        exposed_ratio: exposed wait over training-loop seconds, since it opened; None where exposure is not known.
-        evidence: of the newest window that was lost enough to open a stall: what a recovery looks like advises nothing.
-        stuck: whether it is a run that is stuck: it ends when the run goes on.
+        exposed_ratio: exposed wait over training-loop seconds, since it opened; None if exposed wait is not known.
+        evidence: the newest window that lost enough to open a stall. A window during recovery would give wrong advice.
+        is_hang: whether it is a hang. A hang ends when the run goes on.
     """
 
     cause: str
@@ -60,7 +60,7 @@ class Stall:
     loop_seconds: float
     exposed_wait_seconds: float | None
     evidence: Evidence
-    stuck: bool = False
+    is_hang: bool = False
 
     @property
     def exposed_ratio(self) -> float | None:
@@ -72,30 +72,20 @@ class Stall:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What an update has changed: ``opened``, ``closed``, or a stall whose cause is now another (``renamed``)."""
+    """The result of an update: a stall has ``opened``, has ``closed``, or now has another cause (``renamed``)."""
 
     kind: str
     stall: Stall
-
-
-@dataclass(frozen=True, slots=True)
-class _Added:
-    """Seconds since the last tick."""
-
-    seconds: float
-    wait: float
-    loop: float
-    exposed_wait: float | None
 
 
 class StallDetector:
     """Follows one rank.
 
     Args:
-        window_seconds: length of the window that is judged.
-        enter_ratio: share of it lost that opens a stall: to waits for data, whatever their causes, or to one cause of
-            another kind. ``exit_ratio`` closes it.
-        rank: whose stalls these are.
+        window_seconds: length of the window.
+        enter_ratio: a stall opens if this share of the window is lost: to waits for data, whatever their causes, or to
+            one other cause. ``exit_ratio``: it closes below this share.
+        rank: the rank.
     """
 
     def __init__(self, window_seconds: float, enter_ratio: float, exit_ratio: float, rank: int = 0) -> None:
@@ -103,26 +93,26 @@ class StallDetector:
         self._window_seconds = window_seconds
         self._enter = enter_ratio
         self._exit = exit_ratio
-        self._ticks: deque[Tick] = deque([Tick()])  # of the window; the first is where it begins
-        self._skipped: Totals | None = None  # what is left out of all that has been seen since
+        self._ticks: deque[Tick] = deque([Tick()])  # the ticks of the window; the window begins at the first
+        self._skipped: Totals | None = None  # the sum of all skipped time
         self._steps = 0
         self._recurring = RecurringCostsWatch()
-        self._evidence: Evidence | None = None  # of the window as it is
+        self._evidence: Evidence | None = None  # the current window
         self._ever_opened = False
         self.stall: Stall | None = None
 
     def update(self, tick: Tick) -> Change | None:
-        """Take in what happened since the last tick. Returns what that changed."""
+        """Add a tick. Returns what it has changed."""
         added = self._added(tick)
-        if added.seconds > self._window_seconds:  # a machine that slept, a debugger's pause: nothing can be said of it
+        if added.seconds > self._window_seconds:  # the machine slept, or a debugger paused it: nothing was measured
             self._begin_anew(tick)
             return None
         self._add(tick)
-        if self.stall is not None and self.stall.stuck:
-            return self._hold_stuck(self.stall, added)
+        if self.stall is not None and self.stall.is_hang:
+            return self._hold_hang(self.stall, added)
         evidence = self._aggregate()
         if evidence.loop_seconds + evidence.checkpoints.seconds <= 0:
-            return None  # an evaluation, a start-up: no training to judge
+            return None  # evaluation or startup: there is no training to judge
         lost = costs(evidence)
         cause, ratio = _worst(lost, evidence)
         if self.stall is not None:
@@ -134,36 +124,38 @@ class StallDetector:
         return self._open(cause, lost, evidence)
 
     def skip(self, tick: Tick) -> None:
-        """Nothing can be said of the time since the last tick: leave it out of everything."""
+        """Leave out the time since the last tick, because nothing was measured in it."""
         skipped = tick.totals - self._ticks[-1].totals
-        # What was not measured at this moment is not left out. It must not be missing from all that follows.
+        # A value that was not measured at this moment is not subtracted. Otherwise it would be unknown from now on.
         missing: dict[str, Any] = {field.name: 0.0 for field in fields(skipped) if getattr(skipped, field.name) is None}
         self._skipped = replace(skipped, **missing)
 
-    def open_stuck(self, cause: str, seconds: float, tick: Tick) -> Stall:
-        """The run is stuck, and has been for so many seconds. What was open is replaced."""
+    def open_hang(self, cause: str, seconds: float, tick: Tick) -> Stall:
+        """Open a hang that has lasted for some seconds. It replaces the open stall."""
         added = self._added(tick)
         self._add(tick)
-        # On the GPU's clock a wait is exposed only once it is over: until then nobody has measured it.
-        known = added.exposed_wait is not None and added.exposed_wait >= added.wait
-        exposed = (seconds if added.wait > 0 else 0.0) if known else None
-        # What has been lost so far stands in the stall that is replaced.
+        # On the GPU's clock, a wait can only be measured after it is over.
+        known = (
+            added.exposed_after_first_seconds is not None and added.exposed_after_first_seconds >= added.wait_seconds
+        )
+        exposed = (seconds if added.wait_seconds > 0 else 0.0) if known else None
+        # What has been lost so far is in the stall that is replaced.
         lost = 0.0 if self.stall is not None else seconds
         self._ever_opened = True
-        self.stall = Stall(cause, tick.totals.steps, {cause: lost}, seconds, exposed, self._aggregate(), stuck=True)
+        self.stall = Stall(cause, tick.totals.steps, {cause: lost}, seconds, exposed, self._aggregate(), is_hang=True)
         return self.stall
 
-    def close_stuck(self, tick: Tick) -> None:
-        """The run goes on. What the window holds has been told: the next stall is judged from now on."""
+    def close_hang(self, tick: Tick) -> None:
+        """Close a hang. The window begins anew, because its content was already reported."""
         self.stall = None
         self._begin_anew(tick)
 
-    def _hold_stuck(self, before: Stall, added: _Added) -> Change:
-        spent, more = added.loop, added.exposed_wait
+    def _hold_hang(self, before: Stall, added: Passed) -> Change:
+        spent, more = added.loop_seconds, added.exposed_after_first_seconds
         exposed = None if before.exposed_wait_seconds is None or more is None else before.exposed_wait_seconds + more
         lost = {before.cause: before.lost_seconds[before.cause] + spent}
         loop = before.loop_seconds + spent
-        self.stall = Stall(before.cause, before.opened_step, lost, loop, exposed, self._aggregate(), stuck=True)
+        self.stall = Stall(before.cause, before.opened_step, lost, loop, exposed, self._aggregate(), is_hang=True)
         return Change("held", self.stall)
 
     def _begin_anew(self, tick: Tick) -> None:
@@ -174,15 +166,8 @@ class StallDetector:
     def _without_skipped(self, tick: Tick) -> Tick:
         return tick if self._skipped is None else Tick(tick.totals - self._skipped, tick.conditions)
 
-    def _added(self, tick: Tick) -> _Added:
-        now, before = self._without_skipped(tick).totals, self._ticks[-1].totals
-        exposed, exposed_before = now.exposed_after_first_seconds, before.exposed_after_first_seconds
-        return _Added(
-            seconds=now.wall_seconds - before.wall_seconds,
-            wait=now.wait_seconds - before.wait_seconds,
-            loop=now.loop_seconds - before.loop_seconds,
-            exposed_wait=None if exposed is None or exposed_before is None else exposed - exposed_before,
-        )
+    def _added(self, tick: Tick) -> Passed:
+        return self._without_skipped(tick).totals.passed_since(self._ticks[-1].totals)
 
     def _add(self, tick: Tick) -> None:
         self._steps = tick.totals.steps
@@ -194,14 +179,14 @@ class StallDetector:
             self._ticks.popleft()
 
     def _is_full_from(self, oldest: Totals) -> bool:
-        """Whether a window that begins there is full."""
+        """Whether a window that begins at ``oldest`` is full."""
         newest = self._ticks[-1].totals
         seconds, steps = newest.wall_seconds - oldest.wall_seconds, newest.steps - oldest.steps
         long = seconds >= MAX_WINDOWS * self._window_seconds
         return seconds >= self._window_seconds and (steps >= WINDOW_STEPS or long)
 
     def last(self) -> Change | None:
-        """The run ends: one that was too short for a window is judged by what there is of it."""
+        """Judge what there is of the window at the end of a run that was too short for one."""
         if self._ever_opened or len(self._ticks) < 2:
             return None
         evidence = self._aggregate()
@@ -213,7 +198,7 @@ class StallDetector:
         return self._open(cause, lost, evidence)
 
     def pace(self) -> RankPace | None:
-        """What this rank's peers may know of its newest window."""
+        """The pace of this rank over its newest window, for its peers."""
         if len(self._ticks) < 2:
             return None
         return replace(self._aggregate().pace, rank=self.rank, cause=None if self.stall is None else self.stall.cause)
@@ -232,17 +217,17 @@ class StallDetector:
         self.stall = Stall(cause, opened_step, dict(lost), loop, exposed, evidence)
         return Change("opened", self.stall)
 
-    def _go_on(self, before: Stall, added: _Added, lost: dict[str, float], ratio: float, evidence: Evidence) -> Change:
+    def _go_on(self, before: Stall, added: Passed, lost: dict[str, float], ratio: float, evidence: Evidence) -> Change:
         share = min(1.0, added.seconds / evidence.seconds) if evidence.seconds > 0 else 0.0
         total = dict(before.lost_seconds)
         for cause, seconds in lost.items():
             total[cause] = total.get(cause, 0.0) + seconds * share
-        more = added.exposed_wait
+        more = added.exposed_after_first_seconds
         exposed = None if before.exposed_wait_seconds is None or more is None else before.exposed_wait_seconds + more
         cause, _ = _costliest(total)
         if {cause, before.cause} <= WAITS and total[cause] <= _MORE * total.get(before.cause, 0.0):
             cause = before.cause
-        loop = before.loop_seconds + added.loop
+        loop = before.loop_seconds + added.loop_seconds
         if ratio < self._enter and cause == before.cause:
             evidence = before.evidence
         self.stall = Stall(cause, before.opened_step, total, loop, exposed, evidence)
@@ -253,14 +238,14 @@ class StallDetector:
 
 
 def _worst(lost: dict[str, float], evidence: Evidence) -> tuple[str, float]:
-    """The cause that cost most, and the share of the window that it cost with all others of its kind."""
+    """The cause that cost most, and the share of the window that it cost, together with all others of its kind."""
     cause, seconds = _costliest(lost)
     whole = evidence.loop_and_checkpoint_seconds if cause == "checkpoint" else evidence.loop_seconds
     return cause, min(1.0, seconds / whole) if whole > 0 else 0.0
 
 
 def _costliest(lost: dict[str, float]) -> tuple[str, float]:
-    """What cost most, and how many seconds: all waits for data together, by the name of what made most of them."""
+    """The most expensive cause and its seconds. All waits for data count together, under their largest cause."""
     if not lost:
         return "unknown", 0.0
     waits = {cause: seconds for cause, seconds in lost.items() if cause in WAITS}

@@ -1,4 +1,4 @@
-"""Steps into distributions: the histogram of the run, and the sketches of a window."""
+"""Turns steps into distributions: the histogram of the run, and the sketches of a window."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 _LATE: Final = 3.0
-"""A wait is late from this many times the median of the steps it was read with."""
+"""A wait is late from this many times the median of the steps that were read together with it."""
 
 
 _SHORT_WAIT: Final = 0.001
-"""Seconds: of a batch that lay ready."""
+"""Seconds. A shorter wait means that the batch was ready."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +47,9 @@ class StepStats:
         self._wait_counts = [0] * (len(self._wait_bounds) + 1)
         self._sum = self._wait_sum = 0.0
         self.steps = 0
-        # Waits much longer than those around them: single batches that are late, where the others are not.
+        # Waits that are much longer than those around them: single batches are late.
         self.outlier_wait_seconds = 0.0
-        # Steps in which a checkpoint was written, and the compute of those.
+        # Steps in which a checkpoint was written, and their compute.
         self.checkpoint_steps = 0
         self.checkpoint_steps_compute_seconds = 0.0
         self.run_step = Sketch()
@@ -86,11 +86,11 @@ class StepStats:
         return Histogram(self._bounds, tuple(self._counts), self._sum)
 
     def wait_histogram(self) -> Histogram:
-        """The waits of the run's steps so far. A wait may be short: there is one more bucket for such."""
+        """The waits of the run's steps so far. Waits may be short, so there is one more bucket for short ones."""
         return Histogram(self._wait_bounds, tuple(self._wait_counts), self._wait_sum)
 
     def durations(self) -> Sketch:
-        """The steps of the run so far, those of the window in progress included."""
+        """The durations of the run's steps so far, including the window in progress."""
         sketch = Sketch()
         for part in (self.run_step, self._step):
             sketch.merge(part.counts.items(), part.largest)
@@ -103,16 +103,16 @@ class StepStats:
         return window
 
     def commit(self, window: StepWindow) -> None:
-        """Add a window that is in the log to the sketches of the run."""
+        """Add a window to the sketches of the run, after it was written to the log."""
         self.run_step.merge(window.step.counts.items(), window.step.largest)
         self.run_wait.merge(window.wait.counts.items(), window.wait.largest)
 
 
 class ExposedWait:
-    """The run's exposed wait, from the host's clock or from the GPU's.
+    """The run's exposed wait, measured with the host's clock or the GPU's.
 
-    On the GPU only every so many waits are timed. The waits between two readings are taken to have been exposed in
-    the proportion of those that were timed; waits at the edge of an epoch are each timed and counted as they are.
+    On the GPU only some waits are timed. For the waits between two readings, the exposed share is taken from those that
+    were timed. Every wait at an epoch boundary is timed and counted exactly.
     """
 
     def __init__(self) -> None:
@@ -122,17 +122,17 @@ class ExposedWait:
         self._seen = (0.0, 0.0, 0.0, 0.0)
 
     def host(self, data_wait_seconds: float) -> None:
-        """CPU-only: every second of waiting is exposed. ``data_wait_seconds`` is the ledger's, so far."""
+        """On a CPU: every second of waiting is exposed. ``data_wait_seconds``: the ledger's value so far."""
         self.seconds = (self.seconds or 0.0) + max(0.0, data_wait_seconds - self._wait)
         self._wait = data_wait_seconds
 
     def absent(self, data_wait_seconds: float) -> None:
-        """Nothing can tell: from now on the run has no figure, since part of it would be missing."""
+        """Nothing can be measured. From now on the run has no value, because a part of it would be missing."""
         self.seconds = None
         self._wait = data_wait_seconds
 
     def gpu(self, data_wait_seconds: float, sampled: tuple[float, float], exact: tuple[float, float]) -> None:
-        """On CUDA. ``sampled`` and ``exact`` are (exposed, host wait) seconds so far, of thinned and of all edges."""
+        """On a GPU. ``sampled``, ``exact``: (exposed, host wait) seconds so far, of timed steps and of boundaries."""
         exposed, waited, exact_exposed, exact_waited = (*sampled, *exact)
         seen_exposed, seen_waited, seen_exact_exposed, seen_exact_waited = self._seen
         self._pending += max(0.0, data_wait_seconds - self._wait)

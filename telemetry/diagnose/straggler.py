@@ -19,17 +19,20 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from telemetry.core.interval import RankPace
+    from telemetry.core.tick import RankPace
 
 MIN_STEPS: Final = 5
-_ABREAST: Final = 0.15
-"""Ranks keep pace with one another if their step durations differ by less than this ratio."""
+_SAME_PACE: Final = 0.15
+"""Ranks have the same pace if their step durations differ by less than this ratio."""
+
+_ALIKE: Final = 0.5
+"""A node is slow if each of its ranks costs the others at least this share of what its slowest rank costs."""
 
 _MOSTLY_IN_SYNC: Final = 0.8
 """A rank has mostly waited for the others from this share of its samples on."""
 
 _MIN_STANDSTILL_SHARE: Final = 0.5
-"""A rank can hold up this one if it has been without a step for at least this share of this rank's time without one."""
+"""A rank can hold up this one if the time since its last step is at least this share of this rank's time since then."""
 
 _MIN_SAMPLES: Final = 30
 """Minimum samples of a training thread. With 30, a share is known to within 0.09."""
@@ -42,7 +45,7 @@ class Straggler:
     Attributes:
         lost: seconds of each of their steps.
         why: continues "rank 3 ...".
-        node: its node, where that is another one; None for this node.
+        node: name of its node if it is on another node; None for this node.
     """
 
     rank: int
@@ -57,18 +60,26 @@ class Straggler:
 
 
 def straggler(own: RankPace, others: Iterable[RankPace]) -> Straggler | None:
-    """The rank that this one waits for most; None if there is none, or if no rank keeps pace with this one."""
-    found = (_waited_for(own, other) for other in abreast(own, others))
-    return max((slow for slow in found if slow is not None), key=lambda slow: slow.lost, default=None)
+    """The rank that this one waits for most; None without such a rank, or if no rank has the same pace as this one."""
+    peers = peers_at_same_pace(own, others)
+    found = [slow for peer in peers if (slow := _waited_for(own, peer)) is not None]
+    slowest = max(found, key=lambda slow: slow.lost, default=None)
+    if slowest is None or slowest.node is None:
+        return slowest
+    ranks = max(peer.node_ranks for peer in peers if peer.node == slowest.node)
+    alike = [slow for slow in found if slow.node == slowest.node and slow.lost >= _ALIKE * slowest.lost]
+    if ranks < 2 or len(alike) < ranks:
+        return slowest
+    return replace(slowest, why=f"{slowest.why}; all {ranks} ranks of that node are waited for, so the node is slow")
 
 
-def abreast(own: RankPace, others: Iterable[RankPace]) -> list[RankPace]:
-    """The other ranks that keep pace with this one, so that they wait for each other."""
+def peers_at_same_pace(own: RankPace, others: Iterable[RankPace]) -> list[RankPace]:
+    """The other ranks with the same pace as this one. Ranks with the same pace wait for each other."""
     if own.steps < MIN_STEPS:
         return []
     mine = own.seconds / own.steps
     pace = [(other, other.seconds / other.steps) for other in others if other.steps >= MIN_STEPS]
-    return [other for other, theirs in pace if abs(mine - theirs) <= _ABREAST * max(mine, theirs)]
+    return [other for other, theirs in pace if abs(mine - theirs) <= _SAME_PACE * max(mine, theirs)]
 
 
 def _waited_for(own: RankPace, other: RankPace) -> Straggler | None:
@@ -122,7 +133,7 @@ def _sync_seconds(pace: RankPace) -> float:
 
 
 def held_up_by(own: RankPace, others: Iterable[RankPace]) -> RankPace | None:
-    """During a standstill: a rank that has not reached the synchronisation that this one waits in; None if all have."""
+    """During a standstill: a rank that has not reached the synchronisation that this one waits in; else None."""
     if not own.waits_for_ranks:
         return None
     return next(
@@ -136,7 +147,7 @@ def held_up_by(own: RankPace, others: Iterable[RankPace]) -> RankPace | None:
 
 
 def absent_rank(pace: RankPace) -> Straggler:
-    """A rank that has not come to where the others wait for it, for `held_up_by`."""
+    """For `held_up_by`: a rank that has not reached the synchronisation that the others wait in."""
     where = f"was last seen in {pace.where}" if pace.where is not None else "has not come to where the others wait"
     return Straggler(pace.rank, pace.seconds_without_step, where, pace.node)
 

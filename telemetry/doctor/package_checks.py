@@ -61,7 +61,7 @@ def check_versions(place: CheckContext) -> Iterable[Finding]:
 
 
 def check_packages(place: CheckContext) -> Iterable[Finding]:
-    """Whether the packages that the agent needs are installed, and none that conflicts."""
+    """Whether the packages that the agent needs are installed, and no conflicting package is."""
     del place
     found = {package: version_of(package) for package in _NEEDED}
     missing = [package for package, version in found.items() if version is None]

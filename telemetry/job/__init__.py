@@ -1,1 +1,1 @@
-"""What several processes of a job know of one another beyond their node."""
+"""What the nodes of a job know about each other."""

@@ -1,8 +1,8 @@
-"""Which ranks the rest of the job has to know of: the few that others may wait for.
+"""Selects the ranks that the rest of the job must know: the few that others may wait for.
 
-A job has up to thousands of ranks, and each rank looks for the one that it waits for at every tick. Only the extremes
-can be that one, so a node passes on a few ranks of each kind. The extremes of the extremes are those of the whole, so
-the choice can be made again at each level of a tree.
+A job may have thousands of ranks, and at every tick each rank looks for the one that it waits for. Only a rank with an
+extreme value can be that one. So a node passes on a few ranks with extreme values of each kind. The selection can be
+repeated at each level of a tree, because the extremes of a set are among the extremes of its parts.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from telemetry.core.interval import RankPace
+    from telemetry.core.tick import RankPace
 
 EACH: Final = 8
-"""Ranks that are passed on of each kind."""
+"""Number of ranks of each kind that are passed on."""
 
 
 def candidates(paces: Iterable[RankPace], each: int = EACH) -> tuple[RankPace, ...]:
     """The ranks that others may wait for, and the fastest ones to compare them with.
 
     Args:
-        paces: of any number of ranks.
+        paces: the paces of any number of ranks.
         each: how many of each kind: shortest compute, least time in collectives, longest without a step, in a phase.
 
     Returns:
-        At most four times ``each`` ranks, by rank; none of them twice.
+        At most four times ``each`` ranks, sorted by rank, without duplicates.
     """
     known = list(paces)
     stepping = [pace for pace in known if pace.steps]

@@ -1,14 +1,14 @@
-"""The nodes of a job tell one another how their ranks get on, through small files in the run folder.
+"""The nodes of a job exchange the paces of their ranks through small files in the run folder.
 
     RUN_DIR/job/node-NAME.json       the ranks of one node, written by the rank that serves it
     RUN_DIR/job/group-NN.json        of a large job: the candidates among the ranks of one group of nodes
 
-There is no collective and no port. A job of up to `_FLAT` nodes reads every node's file. In a larger one each node
-belongs to one of `_GROUPS` groups, by a hash of its name: it reads the files of its group and one file for each
-group, and the first living node of a group writes that one. So nobody reads more than some 80 files, whatever the
-size of the job. The folder is listed once a minute, and at each cycle only in the first two minutes.
+There is no collective and no port. In a job of up to `_FLAT` nodes, each node reads the files of all others. In a
+larger job each node belongs to one of `_GROUPS` groups, by a hash of its name. It reads the files of its group and one
+file for each other group. The first living node of a group writes that file. So no node reads more than about 80 files.
+The folder is listed once a minute; in the first two minutes, at each cycle.
 
-Files on a shared file system may take seconds, or hang: `JobExchange.cycle` runs on a thread of its own.
+A shared file system may be slow or hang, so `JobExchange.cycle` runs on its own thread.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
 
-    from telemetry.core.interval import RankPace
+    from telemetry.core.tick import RankPace
 
 _FLAT: Final = 64
-"""Nodes up to which each one reads every other one's file."""
+"""Up to this many nodes, each node reads the files of all others."""
 
 _GROUPS: Final = 40
-"""1,250 nodes: 31 in a group, so 71 files a cycle."""
+"""With 1,250 nodes a group has 31 nodes, and a node reads 71 files a cycle."""
 
 _LIST_SECONDS: Final = 60.0
 """How often the folder is listed."""
 
 _YOUNG_SECONDS: Final = 120.0
-"""How long it is listed at each cycle: the nodes of a job do not all start at the same moment."""
+"""For this time it is listed at each cycle, because the nodes of a job start at different moments."""
 
 _ALIVE_SECONDS: Final = 45.0
-"""A report that has not changed for so long is of a node that is gone. NFS may show a file 30 s late."""
+"""If a report has not changed for this long, its node has ended. NFS may show a change 30 s late."""
 
 _ALONE_SECONDS: Final = 90.0
-"""Without a file of another node for so long, the run folder is taken for one that is not shared."""
+"""If no file of another node appears for this long, the run folder is assumed not to be shared."""
 
 
 @dataclass(slots=True)
 class _SeenReport:
-    """The newest report in one file. ``changed_ns`` is 0 until its sequence has changed before our eyes."""
+    """The newest report in one file. ``changed_ns``: when a change of its sequence was seen; 0 before the first."""
 
     report: NodeReport
     changed_ns: int = 0
@@ -63,13 +63,13 @@ class JobExchange:
     Args:
         run_dir: the run folder.
         node: name of this node.
-        board: tells apart two that have this name, as containers of one machine may.
-        mono_ns: the clock.
-        read, write: how a file is read and replaced; for measurements of a slow file system.
+        board: name of the board, which distinguishes two containers of one machine with the same node name.
+        mono_ns: the clock, monotonic nanoseconds.
+        read, write: functions that read and replace a file. Measurements of a slow file system replace them.
 
     Attributes:
-        shared: whether another node's file has been seen; None while that cannot be told yet.
-        nodes: living nodes of the job at the last cycle, this one included.
+        shared: whether another node's file has been seen; None while that is not known yet.
+        nodes: number of living nodes of the job at the last cycle, including this one.
     """
 
     def __init__(
@@ -92,23 +92,24 @@ class JobExchange:
         self._names: list[str] = []
         self._listed_ns = -(1 << 62)
         self._began_ns = mono_ns()
-        self._sequence = int.from_bytes(os.urandom(4), "big")  # of an earlier life of this node it would not differ
+        self._sequence = int.from_bytes(os.urandom(4), "big")  # random, so it differs from that of an earlier process
         self.shared: bool | None = None
         self.nodes = 1
 
     def cycle(self, ranks: Iterable[RankPace]) -> tuple[RankPace, ...]:
-        """Tell the others of this node's ranks, and learn of theirs.
+        """Write the paces of this node's ranks, and read those of the others.
 
         Args:
-            ranks: of this node.
+            ranks: the paces of this node's ranks.
 
         Returns:
-            The candidates among the ranks of the other nodes; each names its node.
+            The candidates among the ranks of the other nodes. Each names its node.
 
         Raises:
             OSError: this node's file cannot be written.
         """
-        own = tuple(replace(pace, node=self._node) for pace in ranks)
+        here = tuple(ranks)
+        own = tuple(replace(pace, node=self._node, node_ranks=len(here)) for pace in here)
         self._sequence += 1
         self._put(self._mine, NodeReport(self._node, self._sequence, 1, own))
         self._list()
@@ -120,11 +121,11 @@ class JobExchange:
         else:
             found = self._through_groups(own, others)
         self._judge_sharing()
-        here = {pace.rank for pace in own}
-        return tuple(pace for pace in found if pace.rank not in here)
+        ranks_here = {pace.rank for pace in own}
+        return tuple(pace for pace in found if pace.rank not in ranks_here)
 
     def leave(self) -> None:
-        """Remove this node's file: the run has ended here."""
+        """Remove this node's file, because the run has ended here."""
         remove_file(self._folder / self._mine)
 
     # -- a large job -------------------------------------------------------------------------------------------
@@ -134,7 +135,7 @@ class JobExchange:
         members = [name for name in others if _group_of(name) == group]
         living = {name: report for name in members if (report := self._look(name)) is not None}
         paces = candidates([*own, *(pace for report in living.values() for pace in report.ranks)])
-        if self._mine < min(living, default="~"):  # the first living node of a group speaks for it
+        if self._mine < min(living, default="~"):  # the first living node of a group writes the group's file
             self._put(_group_file(group), NodeReport(self._node, self._sequence, 1 + len(living), paces))
         reports = self._living(_group_file(number) for number in range(_GROUPS) if number != group)
         self.nodes = 1 + len(living) + sum(report.nodes for report in reports)
@@ -164,7 +165,7 @@ class JobExchange:
         return [report for name in names if (report := self._look(name)) is not None]
 
     def _look(self, name: str) -> NodeReport | None:
-        """The report in a file; None where there is none, or its writer is gone or has not been seen to live yet."""
+        """The report in a file; None without a report, or if its writer has ended or was not seen alive yet."""
         now, seen = self._now(), self._seen.get(name)
         try:
             report = decoded(self._read(str(self._folder / name)))

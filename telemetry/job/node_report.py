@@ -1,7 +1,7 @@
-"""What one node tells the others of its ranks: one small JSON file, replaced whole.
+"""What one node reports about its ranks to the others: one small JSON file, replaced as a whole.
 
-Nothing in it is compared with a clock of another machine. A reader takes a report for alive while its ``sequence``
-changes, by the reader's own clock.
+It contains no time that is compared with another machine's clock. A reader treats a report as alive as long as its
+``sequence`` changes, measured with the reader's own clock.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ import json
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Final
 
-from telemetry.core.interval import RankPace
+from telemetry.core.tick import RankPace
 
 _VERSION: Final = 1
 MAX_BYTES: Final = 1 << 20
-"""A report of 8 ranks takes 3 KB, one of a group of nodes 12 KB."""
+"""A report of 8 ranks takes 3 KB, that of a group of nodes 12 KB."""
 
 _NUMBERS: Final = (
     "rank", "seconds", "steps", "compute_seconds", "away_seconds", "samples", "in_sync_samples", "seconds_without_step",
+    "node_ranks",
 )  # fmt: skip
 _PACE_FIELDS: Final = frozenset(field.name for field in fields(RankPace))
 
@@ -28,9 +29,9 @@ class NodeReport:
 
     Attributes:
         writer: name of the node that wrote it.
-        sequence: counts up with each report of that node, from any start.
-        nodes: how many nodes it speaks for.
-        ranks: their newest paces; each names its node.
+        sequence: increases with each report of that node, from any start.
+        nodes: how many nodes the report is about.
+        ranks: their newest paces. Each names its node.
     """
 
     writer: str
@@ -47,7 +48,7 @@ def encoded(report: NodeReport) -> bytes:
 
 
 def decoded(content: bytes) -> NodeReport | None:
-    """The report in a file; None for a file that is torn, of another version, or not one of ours."""
+    """The report in a file; None if the file is damaged, of another version, or not a report."""
     try:
         found: Any = json.loads(content)
         if found["version"] != _VERSION:
@@ -62,7 +63,7 @@ def _pace(found: dict[str, Any]) -> RankPace:
     """A pace, without the fields that a newer version of this package has added.
 
     Raises:
-        TypeError: a field is missing or is no number where there has to be one.
+        TypeError: a field is missing or is not a number although it must be one.
     """
     pace = RankPace(**{name: value for name, value in found.items() if name in _PACE_FIELDS})
     for name in _NUMBERS:

@@ -1,1 +1,1 @@
-"""Sinks: each isolated, none can stop another."""
+"""Sinks: the endpoint and the log. A failure of one does not stop another."""

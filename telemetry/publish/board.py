@@ -1,6 +1,6 @@
-"""The board: a node-local folder where each rank publishes its newest state, and the locks that name the server.
+"""The board: a node-local folder in which each rank publishes its newest state, with the locks of the serving rank.
 
-It is in /dev/shm if possible, belongs to one user and one run, and has one small file per rank, replaced as a whole.
+It is in /dev/shm if possible. It belongs to one user and one run. Each rank has one small file, replaced as a whole.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from telemetry.core.filesystem import read_small, remove_file, replace_file
 from telemetry.core.identity import slug
-from telemetry.core.interval import RankPace
+from telemetry.core.tick import RankPace
 from telemetry.publish.server_locks import ServerLocks
 
 _SEPARATOR: Final = b"\0"
@@ -27,12 +27,12 @@ _STALE_SECONDS: Final = 3600.0
 _PREFIX: Final = "torch-telemetry"
 _MAX_FILE_BYTES: Final = 4 << 20
 _MAX_HEAD_BYTES: Final = 4096
-"""What precedes the families: the identity of the rank, and its pace."""
+"""Maximum size of what precedes the families: the identity of the rank, and its pace."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """What one rank has published: who it is, and its families as (header, samples)."""
+    """What one rank has published: its identity, and its families as (header, samples)."""
 
     rank: int
     pid: int
@@ -41,7 +41,7 @@ class RankState:
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """A rank's file as it was read. ``version``: its inode and time; one that replaces it has others."""
+    """A rank's file as it was read. ``version``: inode and modification time, which change when it is replaced."""
 
     version: tuple[int, int]
     head: dict[str, Any]
@@ -49,7 +49,7 @@ class _File:
 
 
 def start_ticks(pid: int) -> int | None:
-    """When a process began, in clock ticks since boot; with its pid that identifies it. None if it is gone."""
+    """Start of a process in clock ticks since boot. With the pid it identifies the process. None if it has ended."""
     try:
         fields = read_small(f"/proc/{pid}/stat").rpartition(b")")[2].split()
     except OSError:
@@ -71,29 +71,29 @@ class Board:
 
     Args:
         run: name of the run.
-        scope: what tells two runs of the same name apart, the same on all ranks: the run folder.
-        node: this machine's name, as the launcher has it: one machine may stand in for several nodes.
+        scope: distinguishes two runs of the same name: the run folder. It is the same on all ranks.
+        node: this machine's name according to the launcher. One machine may stand for several nodes.
         root: folder of all boards; `board_root` by default.
 
     Raises:
-        OSError: the folder cannot be made, or is not ours alone.
+        OSError: the folder cannot be made, or does not belong to this user alone.
     """
 
     def __init__(self, run: str, scope: str, node: str, root: Path | None = None) -> None:
         self._root = root or board_root()
-        # Containers started with --ipc=host share /dev/shm but not their process ids: each has boards of its own.
+        # Containers started with --ipc=host share /dev/shm but not their process ids. Each gets its own boards.
         where = f"{run}\0{scope}\0{node}\0{_pid_namespace()}"
         digest = hashlib.sha256(where.encode("utf-8", "surrogateescape")).hexdigest()[:12]
         self.path = self._root / f"{slug(run)[:48]}-{digest}"
         self._make()
         self.server_locks = ServerLocks(self.path)
         self._mine: Path | None = None
-        self._number: int | None = None  # the rank this process is shown under
+        self._number: int | None = None  # the rank that this process is shown under
         self._since = 0  # when it took that number
-        self._told = False  # whether that number is the one a launcher gave it
+        self._rank_given = False  # whether a launcher gave it that number
         self._ticks = start_ticks(os.getpid())
         self._known: dict[str, _File] = {}
-        self._own: _File | None = None  # what was published last
+        self._own: _File | None = None  # the newest publication of this process
 
     def _make(self) -> None:
         _own_folder(self._root)
@@ -104,10 +104,10 @@ class Board:
     def publish(
         self, rank: int, families: list[tuple[bytes, bytes]], *, pace: RankPace | None = None, ended: bool = False
     ) -> None:
-        """Replace this rank's state. What has ended by itself is shown on, as long as others of the run are there."""
+        """Replace this rank's state. A rank that has ended is still shown as long as others of the run are there."""
         pid = os.getpid()
         meta: dict[str, Any] = {"rank": rank, "pid": pid, "ticks": self._ticks, "ended": ended}
-        meta |= {"told": self._told, "since": self._since}
+        meta |= {"told": self._rank_given, "since": self._since}
         if pace is not None:
             meta["pace"] = asdict(pace)
         parts = [json.dumps(meta).encode(), *itertools.chain.from_iterable(families)]
@@ -115,17 +115,17 @@ class Board:
         content = _SEPARATOR.join(parts)
         try:
             replace_file(path, content)
-        except FileNotFoundError:  # swept away, as systemd's RemoveIPC does at a logout
+        except FileNotFoundError:  # the folder was removed, as systemd's RemoveIPC does at a logout
             self._make()
             replace_file(path, content)
         self._mine = path
         self._own = _File((0, 0), meta, RankState(rank, pid, tuple(families)))
 
     def states(self) -> list[RankState]:
-        """The state of every rank that is alive, by rank. A dead rank's file is removed.
+        """The state of every living rank, sorted by rank. Removes the file of a dead rank.
 
-        Until the next publication two processes may have one rank: the one that will keep it is shown, as the same
-        series twice would fail the scrape. See `rank_for`.
+        Until their next publication, two processes may have the same rank. Then only the one that will keep it is
+        shown, because duplicate series would fail the scrape. See `rank_for`.
         """
         states: dict[int, tuple[tuple[bool, bool, int, int], RankState]] = {}
         known, self._known = self._known, {}
@@ -145,68 +145,68 @@ class Board:
                 states[state.rank] = (order, state)
         return [states[rank][1] for rank in sorted(states)]
 
-    def rank_for(self, claimed: int, *, told: bool, world_size: int) -> int:
-        """The rank under which this process is to be shown: a number that no other living process of this board has.
+    def rank_for(self, claimed: int, *, rank_given: bool, world_size: int) -> int:
+        """The rank under which this process is shown: a number that no other living process of this board has.
 
-        That is the rank it claims, unless another one holds it: one that was told so by a launcher before one that
-        was not, and of two alike the one that has had the number for longer. Who has to give way takes a free number
-        above the ranks of the job. To be called before each publication; no lock is needed: of two that take one
-        number at once, one gives way at its next publication.
+        It is the claimed rank, unless another process has priority. A process whose rank was given by a launcher has
+        priority over one without. Of two equal processes, the one that has had the number for longer has priority. The
+        other one takes a free number above the ranks of the job. Must be called before each publication. No lock is
+        needed: if two processes take the same number at once, one of them gives way at its next publication.
 
         Args:
-            claimed: the rank this process has been told, or takes itself to be.
-            told: whether a launcher or torch.distributed has said so.
+            claimed: the rank that this process claims.
+            rank_given: whether a launcher or torch.distributed has given it.
             world_size: number of ranks of the job.
         """
-        wanted = claimed if told or self._number is None else self._number
-        if self._rivals_before(wanted, told=told and wanted == claimed):
+        wanted = claimed if rank_given or self._number is None else self._number
+        if self._claimants_before(wanted, rank_given=rank_given and wanted == claimed):
             kept = self._number
-            if kept is None or kept == wanted or self._rivals_before(kept, told=False):
+            if kept is None or kept == wanted or self._claimants_before(kept, rank_given=False):
                 wanted = self._free_number(wanted, max(world_size, 1))
             else:
                 wanted = kept
         if wanted != self._number:
             self._since = time.monotonic_ns()
-        self._number, self._told = wanted, told and wanted == claimed
+        self._number, self._rank_given = wanted, rank_given and wanted == claimed
         return wanted
 
     def move(self, before: int, rank: int) -> None:
-        """This process is shown under another rank from now on: its file is renamed, and never there twice."""
+        """Show this process under another rank from now on. Its file is renamed, so it never exists twice."""
         pid = os.getpid()
         old, new = self.path / f"rank-{before}.{pid}", self.path / f"rank-{rank}.{pid}"
         try:
             old.replace(new)
         except FileNotFoundError:
-            return  # nothing was published yet
+            return  # nothing has been published yet
         self._mine, self._own = new, None
 
-    def _rivals_before(self, number: int, *, told: bool) -> int:
-        """How many living processes claim a number and come before this one."""
+    def _claimants_before(self, number: int, *, rank_given: bool) -> int:
+        """How many living processes claim a number and have priority over this one."""
         since = self._since if number == self._number else time.monotonic_ns()
-        mine = (not told, since, os.getpid())
-        return sum(1 for order in self._rivals(number) if order < mine)
+        mine = (not rank_given, since, os.getpid())
+        return sum(1 for order in self._claimants(number) if order < mine)
 
-    def _rivals(self, number: int) -> list[tuple[bool, int, int]]:
+    def _claimants(self, number: int) -> list[tuple[bool, int, int]]:
         start, own = f"{self.path}/rank-{number}.", f".{os.getpid()}"
         heads = (_head(e) for e in self._entries() if e.startswith(start) and not e.endswith(own))
         return [_order_of(head, int(head["pid"])) for head in heads if head is not None]
 
     def _free_number(self, wanted: int, first: int) -> int:
-        """A number from ``first`` on that nobody has; those who have to give way together take different ones."""
+        """A free number from ``first`` on. Processes that give way at the same time take different ones."""
         own = f".{os.getpid()}"
         heads = (_head(e) for e in self._entries() if not e.endswith(own))
         taken = {head["rank"] for head in heads if head is not None} | {wanted}
         free = (number for number in itertools.count(first) if number not in taken)
-        before = self._rivals_before(wanted, told=False)
+        before = self._claimants_before(wanted, rank_given=False)
         return next(itertools.islice(free, max(0, before - 1), None))
 
     def paces(self, but: int | None = None) -> tuple[RankPace, ...]:
-        """How the ranks that are alive get on, without rank ``but``."""
+        """The paces of the living ranks, without rank ``but``."""
         paces = (_pace(head) for entry in self._entries() if (head := _head(entry)) is not None)
         return tuple(pace for pace in paces if pace is not None and pace.rank != but)
 
     def live_ranks(self, but: Path | None = None) -> int:
-        """How many processes publish here and are alive, one's own file left out."""
+        """How many living processes publish here. The file ``but`` does not count."""
         return sum(1 for entry in self._entries() if entry != str(but) and _alive(entry))
 
     def _entries(self) -> list[str]:
@@ -217,7 +217,7 @@ class Board:
             return []
 
     def put(self, name: str, content: bytes) -> None:
-        """Leave a file for the other ranks of this node.
+        """Write a file for the other ranks of this node.
 
         Raises:
             OSError: it cannot be written.
@@ -225,14 +225,14 @@ class Board:
         replace_file(self.path / name, content)
 
     def get(self, name: str) -> bytes | None:
-        """A file that a rank of this node has left; None without one."""
+        """Read a file that a rank of this node has written; else None."""
         try:
             return read_small(self.path / name, _MAX_FILE_BYTES)
         except OSError:
             return None
 
     def stamp(self, name: str) -> int:
-        """Changes when a file does; 0 where there is none."""
+        """A number that changes when a file changes; 0 if there is no file."""
         try:
             return (self.path / name).stat(follow_symlinks=False).st_mtime_ns
         except OSError:
@@ -241,12 +241,12 @@ class Board:
     # -- who serves --------------------------------------------------------------------------------------------
 
     def announce(self, port: int, place: int = 0) -> None:
-        """Say at which port the holder of a server lock serves, so that its successor serves at the same."""
+        """Publish the port at which the holder of a server lock serves, so that its successor can use the same port."""
         content = json.dumps({"port": port, "pid": os.getpid()}).encode()
         replace_file(self.path / _announcement(place), content)
 
     def announced_port(self, place: int = 0) -> int | None:
-        """The port at which this run was last served on this node, by the holder of a server lock."""
+        """The port at which the holder of a server lock last served this run on this node; None if unknown."""
         try:
             port: Any = json.loads(read_small(self.path / _announcement(place)))["port"]
         except (OSError, ValueError, KeyError, TypeError):
@@ -256,7 +256,7 @@ class Board:
     # -- the end -----------------------------------------------------------------------------------------------
 
     def leave(self) -> bool:
-        """Leave what was published last, as ended. Returns whether this was the last rank; then the board is gone."""
+        """Mark this rank's newest state as ended. If it was the last rank, removes the board and returns True."""
         last = self.live_ranks(but=self._mine) == 0
         if last:
             shutil.rmtree(self.path, ignore_errors=True)
@@ -264,7 +264,7 @@ class Board:
         return last
 
     def forget(self) -> None:
-        """Close the lock files: in ``leave``, and in a forked child, whose copies they are."""
+        """Close the lock files: in ``leave``, and in a forked child, which has copies."""
         self.server_locks.close()
 
     def sweep(self) -> int:
@@ -302,11 +302,11 @@ def _own_folder(path: Path) -> None:
 
 
 def _newest(path: str, known: _File | None) -> _File:
-    """A rank's file, which is not read again while it is the one that is known.
+    """Read a rank's file, or return ``known`` if it has not changed.
 
     Raises:
-        OSError: it is not there any more.
-        ValueError, KeyError, TypeError: it is no file of this version's.
+        OSError: it does not exist any more.
+        ValueError, KeyError, TypeError: it was not written by this version.
     """
     status = os.lstat(path)
     version = (status.st_ino, status.st_mtime_ns)
@@ -323,12 +323,12 @@ def _announcement(place: int) -> str:
 
 
 def _alive(entry: str | os.PathLike[str]) -> bool:
-    """Whether the process that wrote a file still runs and has not ended its part."""
+    """Whether the process that wrote a file is alive and has not ended its part."""
     return _head(entry) is not None
 
 
 def _head(entry: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """What a process that still runs, and has not ended its part, says of itself; None of any other."""
+    """The head of the file of a process that is alive and has not ended its part; None for any other file."""
     try:
         meta: dict[str, Any] = json.loads(read_small(entry, _MAX_HEAD_BYTES).partition(_SEPARATOR)[0])
         return meta if not meta.get("ended") and start_ticks(int(meta["pid"])) == meta["ticks"] else None
@@ -337,13 +337,13 @@ def _head(entry: str | os.PathLike[str]) -> dict[str, Any] | None:
 
 
 def _order_of(head: dict[str, Any], pid: int) -> tuple[bool, int, int]:
-    """Of two processes that claim one rank, the lesser keeps it."""
+    """A sort key for processes that claim the same rank. The one with the smallest key keeps it."""
     since = head.get("since", 0)
     return (not head.get("told", True), since if isinstance(since, int) else 0, pid)
 
 
 def _pace(head: dict[str, Any]) -> RankPace | None:
-    """None where there is none yet, or one of another version's."""
+    """The pace in a head; None before the first pace, or if it is of another version."""
     try:
         return RankPace(**head["pace"])
     except (KeyError, TypeError):

@@ -1,4 +1,4 @@
-"""A target file for Prometheus's ``file_sd_configs``: where this node's metrics of this run are."""
+"""A target file for Prometheus's ``file_sd_configs``, with the address of this node's metrics for this run."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 class TargetFile:
-    """One file per run and node; written by a rank that serves, removed by the last rank that leaves.
+    """One file per run and node. A serving rank writes it, and the last rank that leaves removes it.
 
     Args:
-        folder: may be shared by many runs and nodes: the file's name tells them apart. Prometheus watches
+        folder: the folder. Many runs and nodes may share it: the file's name distinguishes them. Prometheus watches
             ``folder/*.json``.
-        run: identifies the run, because two runs may have the same name; the board's name does.
+        run: identifies the run. It is the board's name, because two runs may have the same name.
         node: this machine's name.
     """
 
@@ -28,11 +28,11 @@ class TargetFile:
         self._labels = {"node": node}
 
     def write(self, host: str, ports: Iterable[int]) -> None:
-        """Replace the file by one that names the endpoints. A file that already does is left unchanged.
+        """Replace the file by one with the current endpoints. It is left unchanged if it already has them.
 
         Args:
-            host: of all of them.
-            ports: one for each endpoint; there is a second if the rank at the first is stopped.
+            host: host name of all endpoints.
+            ports: one for each endpoint. There is a second one if the rank at the first is stopped.
 
         Raises:
             OSError: the folder cannot be written.
@@ -46,7 +46,7 @@ class TargetFile:
         except OSError:
             pass
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(self.path, f"{content}\n".encode(), 0o644)  # Prometheus runs as a user of its own
+        replace_file(self.path, f"{content}\n".encode(), 0o644)  # Prometheus runs as another user
 
     def remove(self) -> None:
         """Remove the file."""

@@ -1,7 +1,7 @@
-"""The node's endpoint: joins what the ranks have rendered, and serves it.
+"""The node's endpoint: joins the text that the ranks have rendered, and serves it.
 
-A few threads and no more, a deadline on every connection, loopback unless told otherwise, and nothing that can be
-triggered from outside: GET /metrics and GET /healthz are all there is.
+It uses few threads, has a deadline on every connection, and listens on loopback by default. It answers only GET
+/metrics and GET /healthz, so nothing can be triggered from outside.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _UNKNOWN_HOST: Final = (
 
 
 def join(states: Iterable[RankState]) -> bytes:
-    """One exposition of the families of several ranks: each family once, the samples of all ranks below it."""
+    """One exposition with the families of several ranks: each family once, with the samples of all ranks."""
     families: dict[bytes, list[bytes]] = {}
     for state in states:
         for header, samples in state.families:
@@ -43,17 +43,17 @@ class Endpoint:
     """The HTTP server of this node.
 
     Args:
-        host: the setting: what to listen on, and a name that a request may name as its host.
-        ports: ports to try, in order, until one is not taken; 0 is any free one.
+        host: the setting: the address to listen on, and a name that a request may use for this host.
+        ports: ports to try in this order until one is free; 0 is any free port.
         states: reads the board.
-        node: this machine's name, which a request may name as its host.
-        content_type: of the metrics.
-        address: of ``host``, where that is a name.
+        node: this machine's name, which a request may use for this host.
+        content_type: content type of the metrics.
+        address: the address of ``host``, if ``host`` is a name.
         alive: called about twice a second, as long as requests are answered.
 
     Attributes:
-        port: where it listens.
-        failures: requests that failed because of us.
+        port: the port that it listens on.
+        failures: requests that failed because of an error in the agent.
 
     Raises:
         OSError: the address cannot be listened on, or every port is taken (EADDRINUSE).
@@ -91,16 +91,16 @@ class Endpoint:
 
     @property
     def serves(self) -> bool:
-        """Whether it still does: not where others have closed its socket."""
+        """Whether it still serves. False if other code in the process has closed its socket."""
         return self._thread.is_alive() and self._server.listening.is_ours()
 
     @property
     def cpu_seconds(self) -> float:
-        """CPU time the answers took."""
+        """CPU seconds for the answers."""
         return self._cpu_ns / NS
 
     def close(self) -> None:
-        """Stop serving, at once: the shut socket wakes the thread that polls it."""
+        """Stop serving at once. Shutting the socket down wakes the thread that polls it."""
         self._server.wake()
         self._server.shutdown()
         self._server.close_sockets()
@@ -128,7 +128,7 @@ class Endpoint:
             self._cpu_ns += time.thread_time_ns() - began
 
     def keep_page(self) -> None:
-        """Join the states for the last time: the board may be gone at the next scrape."""
+        """Join the states for the last time, because the board may be removed before the next scrape."""
         self._last_page = join(self._states())
 
     def _text(self) -> bytes:

@@ -1,7 +1,7 @@
 """A rank's state in Prometheus's text format, one family at a time.
 
-`telemetry.publish.metrics` says which metrics there are. The text is made here and not by `prometheus_client`, which
-takes ten times as long for it; a test compares the two.
+`telemetry.publish.metrics` declares the metrics. This module renders the text itself, because `prometheus_client` takes
+ten times as long. A test compares the two.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Exposition:
     """Renders the families of one rank.
 
     Args:
-        run: name of the run; with ``rank`` on every sample.
+        run: name of the run. It is on every sample, like ``rank``.
         rank: global rank.
     """
 
@@ -40,9 +40,9 @@ class Exposition:
         self._groups = [_GroupText(group, labels) for section in SECTIONS for group in section.groups]
 
     def render(self, view: RunView) -> Iterator[RenderedFamily]:
-        """The families of a view. What was not measured is absent.
+        """Render the families of a view. A metric that was not measured is absent.
 
-        A family whose readings are those of the call before is the same object.
+        If the readings of a family have not changed since the last call, the same object is returned.
         """
         for group in self._groups:
             yield from group.render(view)
@@ -72,7 +72,7 @@ class _GroupText:
 
 
 class _FamilyText:
-    """One family. It keeps its newest text: half of the families are the same as a second ago."""
+    """One family. It keeps its newest text, because half of the families do not change within a second."""
 
     def __init__(self, metric: Metric[Any], labels: Mapping[str, str]) -> None:
         self.read = metric.read
@@ -83,10 +83,10 @@ class _FamilyText:
         self._rendered = RenderedFamily(_header(metric), b"")
 
     def render(self, reading: Reading) -> RenderedFamily | None:
-        """The text of a reading; None if there is none."""
+        """The text of a reading; None if there is no reading."""
         if reading is None:
             return None
-        # Items, not the mapping itself: its owner may change it later.
+        # Copy the items: the owner of the mapping may change it later.
         newest = reading if isinstance(reading, (float, int, tuple, Histogram)) else tuple(reading.items())
         if newest != self._newest:
             self._rendered = RenderedFamily(self._rendered.header, self._text(reading).encode("utf-8", "replace"))
@@ -114,9 +114,9 @@ class _FamilyText:
         """One sample.
 
         Args:
-            number: its value.
-            value: of the label that tells it from the family's other samples.
-            suffix: of its name.
+            number: the value.
+            value: value of the label that distinguishes it from the family's other samples.
+            suffix: suffix of the name.
         """
         prefix = self._prefixes.get((value, suffix))
         if prefix is None:

@@ -1,4 +1,4 @@
-"""Which names in a Host header are this node's. Exact names only: a page elsewhere may rebind its own name to us."""
+"""Decides which names in a Host header mean this node. Only exact names: a web page may rebind its own name to us."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _MAX_BYTES: Final = 1 << 16
 
 
 class HostNames:
-    """The names that a request may ask this node by: those of the node, localhost, and IP addresses as such.
+    """The names by which a request may address this node: the node's names, localhost, and any IP address.
 
-    The node's full name counts too. A resolver may not answer, so the full name comes from files: the
-    names beside the short name in /etc/hosts, and the search domains of /etc/resolv.conf.
+    The node's full name counts, too. A resolver may not answer, so the full name comes from files: the names beside the
+    short name in /etc/hosts, and the search domains of /etc/resolv.conf.
 
     Args:
         given: the configured host and the node's name.
@@ -44,7 +44,7 @@ class HostNames:
         return name in self._names
 
     def _from_files(self) -> set[str]:
-        """The node's names with its domains; and its short name where the full one is known."""
+        """The node's names with its domains, and its short name if the full one is known."""
         own = {name for name in self._names if name != "localhost" and not _is_address(name)}
         own |= {name.partition(".")[0] for name in own}
         found = set(own)
@@ -59,14 +59,14 @@ class HostNames:
 
     def _lines(self, file: str) -> list[str]:
         try:
-            # Not `read_small` on the path itself: either may be a link.
+            # Not `read_small` on the path itself, because both files may be links.
             return read_small((self._etc / file).resolve(), _MAX_BYTES).decode("ascii", "replace").splitlines()
         except (OSError, RuntimeError):
             return []
 
 
 def _plain(name: str) -> str:
-    """A name in the form that is compared: lower case, without a trailing dot."""
+    """A name in the form for comparison: lower case, without a trailing dot."""
     return name.strip().lower().removesuffix(".")
 
 
@@ -79,7 +79,7 @@ def _name_of(header: str) -> str | None:
             return None
         port = port[1:]
     elif text.count(":") > 1:
-        name, port = text, ""  # an address of IPv6, without its brackets
+        name, port = text, ""  # an IPv6 address without its brackets
     else:
         name, _, port = text.partition(":")
     return _plain(name) if not port or (port.isascii() and port.isdigit()) else None

@@ -23,26 +23,26 @@ if TYPE_CHECKING:
     from telemetry.publish.listen_address import Address
 
 CONNECTION_SECONDS: Final = 5.0
-"""The deadline of a connection: request and answer together."""
+"""The deadline of a connection, for request and answer together."""
 
 MAX_CONNECTIONS: Final = 8
 """Connections above this number are closed at once."""
 
 _REQUEST_SECONDS: Final = 0.002
-"""The request of a client that is near arrives this soon after the connection. The others get a thread each."""
+"""A client on the same node sends its request within this time. Slower clients get a thread each."""
 
 _PAUSE_SECONDS: Final = 0.1
-"""The pause after a connection that could not be accepted."""
+"""The pause after a connection could not be accepted."""
 
 _MAX_HEAD_BYTES: Final = 8192
 _MAX_UNSENT_BYTES: Final = 1 << 20  # in the kernel, of one answer: a node of 64 ranks
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """One request: HTTP/1.0, so one to a connection. Nothing of it reaches the training's stderr.
+    """One request. HTTP/1.0, so each connection has one request. Writes nothing to the training's stderr.
 
     Attributes:
-        rest: of the answer, what the kernel has not taken at once.
+        rest: the part of the answer that the kernel has not accepted yet.
     """
 
     timeout = CONNECTION_SECONDS
@@ -59,7 +59,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.rest = _sent(self.connection, answer)
 
     def do_GET(self) -> None:
-        path = self.requestline.split()[1]  # as it was sent: `self.path` has its first slashes made one
+        path = self.requestline.split()[1]  # as it was sent: `self.path` merges leading slashes
         hosts = self.headers.get_all("Host") or [""]
         answer = self.server.answer(self.command, path.partition("?")[0], hosts[0] if len(hosts) == 1 else "")
         self.send_response(answer.status)
@@ -82,7 +82,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _head_at_once(request: socket.socket) -> bytes:
-    """The request, if all of it has come, or does within `_REQUEST_SECONDS`; it stays to be read. Else nothing."""
+    """The request, if it has arrived completely within `_REQUEST_SECONDS`; else empty. It stays in the socket."""
     try:
         request.settimeout(_REQUEST_SECONDS)
         head = request.recv(_MAX_HEAD_BYTES, socket.MSG_PEEK)
@@ -92,26 +92,26 @@ def _head_at_once(request: socket.socket) -> bytes:
 
 
 def _on_a_thread(target: Callable[..., None], *args: Any) -> None:
-    """Named like all threads of the agent: the fork warning and the stacks of a hang tell them from the script's."""
+    """Start a thread named like all threads of the agent, which the fork warning and the stacks of a hang recognise."""
     threading.Thread(target=target, args=args, name="telemetry-request", daemon=True).start()
 
 
 def _sent(connection: socket.socket, answer: bytes) -> bytes:
-    """Send what the kernel takes at once; returns the rest.
+    """Send what the kernel accepts at once. Returns the rest.
 
     Raises:
-        OSError: the client is gone.
+        OSError: the client has closed the connection.
     """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, min(len(answer), _MAX_UNSENT_BYTES))
     return answer[connection.send(answer) :]
 
 
 class _SocketGoneError(Exception):
-    """Others have closed the socket that listens."""
+    """Other code in the process has closed the listening socket."""
 
 
 class Server(ThreadingMixIn, TCPServer):
-    """Threads per connection, capped in number and in time."""
+    """A server with a limited number of threads, and a deadline for each connection."""
 
     daemon_threads = True
     allow_reuse_address = True
@@ -123,7 +123,7 @@ class Server(ThreadingMixIn, TCPServer):
         self.answer: Callable[[str, str, str], HttpAnswer] = lambda *_: HttpAnswer(503, PLAIN_TEXT, b"not ready\n")
         self._open: dict[socket.socket, int] = {}
         self._guard = threading.Lock()
-        _servers.add(self)  # before there is a socket: a child may be forked at any moment
+        _servers.add(self)  # before the socket is made: a child may be forked at any moment
         super().__init__(address.at(port), _Handler, bind_and_activate=False)
         self.socket = raised_socket(self.socket)
         try:
@@ -135,22 +135,22 @@ class Server(ThreadingMixIn, TCPServer):
         self.listening = Descriptor(self.socket.fileno())
 
     def serve(self, poll_seconds: float) -> None:
-        """Serve until `shutdown`, or until the socket is another's."""
+        """Serve until `shutdown`, or until the socket belongs to other code."""
         try:
             self.serve_forever(poll_seconds)
         except _SocketGoneError:
             pass
 
     def get_request(self) -> tuple[Any, Any]:
-        """Accept a connection. Where that fails at once, it would fail again at once, on a core of the training's."""
+        """Accept a connection. Pauses after an error: without a pause, repeated errors would use a core."""
         if not self.listening.is_ours():
             raise _SocketGoneError
         try:
             request, address = super().get_request()
             return raised_socket(request), address
         except OSError as error:
-            if error.errno != errno.EINVAL:  # which is that of `wake`
-                time.sleep(_PAUSE_SECONDS)  # no descriptor is left, above all
+            if error.errno != errno.EINVAL:  # EINVAL comes from `wake`
+                time.sleep(_PAUSE_SECONDS)  # the usual reason: no descriptor is left
             raise
 
     def wake(self) -> None:
@@ -162,7 +162,7 @@ class Server(ThreadingMixIn, TCPServer):
             pass
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer a request that is there at once, or give it a thread."""
+        """Answer a request that has arrived at once, or give it a thread."""
         with self._guard:
             full = len(self._open) >= MAX_CONNECTIONS
             if not full:
@@ -175,10 +175,10 @@ class Server(ThreadingMixIn, TCPServer):
             _on_a_thread(self.process_request_thread, request, client_address)
 
     def _answer_here(self, request: Any, client_address: Any, head: bytes) -> None:
-        """Without a thread of its own, which has to wait for the GIL more often than all the rest of it.
+        """Answer without a new thread, because a new thread has to wait for the GIL more often.
 
-        With one the 99th percentile of a scrape took twice as long beside a training loop (`benchmarks/`), and the
-        steps that it met 0.3 ms more. Nothing here waits for the client: what it does not take at once gets its thread.
+        With a thread, the 99th percentile of a scrape took twice as long beside a training loop (`benchmarks/`), and
+        the steps during it took 0.3 ms longer. Nothing here waits for the client: the rest of an answer gets a thread.
         """
         rest = b""
         try:
@@ -198,7 +198,7 @@ class Server(ThreadingMixIn, TCPServer):
             self.shutdown_request(request)
 
     def finish_request(self, request: Any, client_address: Any) -> None:
-        """On a thread of its own."""
+        """Handle a request on its own thread."""
         request.sendall(_Handler(request, client_address, self).rest)
 
     def _send_rest(self, request: Any, rest: bytes) -> None:
@@ -216,10 +216,10 @@ class Server(ThreadingMixIn, TCPServer):
         try:
             super().shutdown_request(request)
         except OSError:
-            pass  # others have closed it; and a thread that raises is on the training's stderr
+            pass  # other code has closed it; an exception in a thread would be printed to the training's stderr
 
     def service_actions(self) -> None:
-        """Twice a second: say that we live; end the connections that have lasted too long, however busy they keep."""
+        """Called twice a second: give a sign of life, and end connections that are past their deadline."""
         if self.alive is not None:
             try:
                 self.alive()
@@ -235,7 +235,7 @@ class Server(ThreadingMixIn, TCPServer):
                 pass
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away, mostly; nothing for the training's stderr."""
+        """Ignore errors of a connection, mostly a client that went away. Nothing goes to the training's stderr."""
 
     def close_sockets(self) -> None:
         """Close the listening socket and every connection."""
@@ -248,7 +248,7 @@ class Server(ThreadingMixIn, TCPServer):
                 pass
 
     def abandon(self) -> None:
-        """Close this process's copies, in a forked child. Not `socket.close`: it waits for a file on the socket."""
+        """Close a forked child's copies. Not with `socket.close`, which waits for a file on the socket."""
         listening = getattr(self, "listening", None)
         if listening is not None and not listening.is_ours():
             self.socket.detach()
@@ -264,6 +264,6 @@ _servers: Final[weakref.WeakSet[Server]] = weakref.WeakSet()
 
 
 def abandon_all() -> None:
-    """In a forked child: close the sockets, which are the parent's, also of a server that is only being made."""
+    """In a forked child: close the parent's sockets, including that of a server that is not complete yet."""
     for server in list(_servers):
         server.abandon()

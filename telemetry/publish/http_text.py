@@ -1,7 +1,7 @@
 """The request of a scraper, and the answer to it, as text.
 
-The handler of the standard library takes a request apart with the parser for mail: half a millisecond of the GIL on a
-cold cache. What Prometheus, curl and browsers send is recognised here; everything else is left to that handler.
+The handler of the standard library parses a request with the parser for mail. On a cold cache that holds the GIL for
+half a millisecond. Requests of Prometheus, curl and browsers are recognised here. All others go to that handler.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _EXPECT: Final = re.compile(rb"(?:^|\n)expect:", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class HttpAnswer:
-    """What a request gets."""
+    """The answer to a request."""
 
     status: int
     content_type: str
@@ -34,7 +34,7 @@ class HttpAnswer:
 
 @dataclass(frozen=True, slots=True)
 class PlainRequest:
-    """A request without anything special. ``host`` is empty unless there is one such header."""
+    """A request without special features. ``host`` is empty unless there is exactly one such header."""
 
     method: str
     path: str
@@ -42,7 +42,7 @@ class PlainRequest:
 
 
 def plain_request(head: bytes) -> PlainRequest | None:
-    """What a request asks for; None where it is none of the plain ones."""
+    """Parse a request; None if it is not a plain one."""
     found = _REQUEST.match(head)
     if found is None or _EXPECT.search(found[3]):
         return None
@@ -52,7 +52,7 @@ def plain_request(head: bytes) -> PlainRequest | None:
 
 
 def as_http(answer: HttpAnswer, *, with_body: bool) -> bytes:
-    """An answer in HTTP/1.0, after which the connection is closed."""
+    """An answer as HTTP/1.0 text. The connection is closed after it."""
     head = (
         f"HTTP/1.0 {answer.status} {HTTPStatus(answer.status).phrase}\r\n"
         f"Server: {SERVER}\r\n"

@@ -23,7 +23,7 @@ _MAX_TEXT: Final = 8192
 
 
 class _Absent(MetaPathFinder):
-    """Hides packages from the thread that made this. Another thread may be importing them right now."""
+    """Hides packages from imports on the thread that made this. Another thread may be importing them right now."""
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
@@ -35,10 +35,10 @@ class _Absent(MetaPathFinder):
 
 
 def _structlog() -> ModuleType:
-    """Import structlog without what it would pull into the training process for its console.
+    """Import structlog without the packages that it would load into the training process for its console.
 
-    It imports rich and twisted where they are installed (structlog 26.1: dev.py, twisted.py). The copy made here is
-    taken out of ``sys.modules`` again, so that a script which uses structlog itself gets a complete one.
+    It imports rich and twisted if they are installed (structlog 26.1: dev.py, twisted.py). The copy made here is
+    removed from ``sys.modules`` again, so that a script that uses structlog itself gets a complete one.
     """
     loaded = sys.modules.get("structlog")
     if loaded is not None:
@@ -60,9 +60,9 @@ class JsonLog:
     Args:
         folder: ``RUN_DIR/logs``.
         identity: run, rank, node and pid, which are in every line.
-        timestamp: the time of a line, ISO-8601 in UTC.
-        step: the number of steps ended, which is in every line.
-        head: fields of the ``run_start`` that a rotated file begins with, so that each file can be read by itself.
+        timestamp: returns the time of a line, ISO-8601 in UTC.
+        step: returns the number of ended steps, which is in every line.
+        head: returns the fields of the ``run_start`` at the start of a rotated file, so that each file is complete.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class JsonLog:
         )
 
     def adopt(self, identity: Identity) -> None:
-        """Use the rank of this process that has become known in all lines from now on.
+        """Write the rank of this process, which has become known, into all lines from now on.
 
         Raises:
             OSError: the file could not be renamed to match.
@@ -114,7 +114,7 @@ class JsonLog:
         return written
 
     def msg(self, line: bytes) -> bytes | bool:
-        """Structlog's way out: into the file, or back to `_head_line`, which asked for it."""
+        """Called by structlog with a finished line: writes it to the file, or returns it to `_head_line`."""
         return line + b"\n" if self._heading else self.file.write(line + b"\n")
 
     def _head_line(self) -> bytes:
@@ -146,7 +146,7 @@ def _dumps(fields: dict[str, Any], **kwargs: Any) -> bytes:
     del kwargs
     try:
         return orjson.dumps(fields, option=orjson.OPT_NON_STR_KEYS)
-    except TypeError:  # a lone surrogate, or a type orjson does not know: write what can be written
+    except TypeError:  # a lone surrogate, or a type that orjson does not know: write what can be written
         return orjson.dumps(_plain(fields), option=orjson.OPT_NON_STR_KEYS, default=repr)
 
 

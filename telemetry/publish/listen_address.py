@@ -1,4 +1,4 @@
-"""From the setting ``host`` to an address to listen on. Only a separate thread waits for a resolver."""
+"""Turns the setting ``host`` into an address to listen on. Only a separate thread waits for a resolver."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Address:
 
     @property
     def is_any(self) -> bool:
-        """Whether it stands for all addresses of this machine."""
+        """Whether it means all addresses of this machine."""
         return ipaddress.ip_address(self.host.partition("%")[0]).is_unspecified
 
 
@@ -49,7 +49,7 @@ class Lookup:
     """A name that is being looked up. That can take minutes if the resolver does not answer, so it has its own thread.
 
     Args:
-        name: of a host.
+        name: name of a host.
     """
 
     def __init__(self, name: str) -> None:
@@ -62,7 +62,7 @@ class Lookup:
             thread.start()
 
     def wait(self, seconds: float) -> bool:
-        """Wait so long for the answer. Returns whether it is there."""
+        """Wait at most this many seconds for the answer. Returns whether it has come."""
         return self._done.wait(max(0.0, seconds))
 
     def result(self) -> Address:

@@ -21,14 +21,14 @@ _RUNNING_TOTALS: Final = frozenset(
         "fetches_total",
     }
 )
-"""Counters over the run: the newest value is logged."""
+"""Counters over the run. The newest value is logged."""
 
 _NO_MEAN: Final = frozenset({"head_of_line_worker", "head_of_line_since_seconds", "allowed_cores"})
-"""A mean of these makes no sense (a worker's number, a time, a number of cores): the newest value is logged."""
+"""A mean of these makes no sense (a worker's number, a time, a number of cores). The newest value is logged."""
 
 
 def rounded(value: Any, digits: int = 6) -> Any:
-    """Floats to microseconds: finer digits are noise, and they would make a log of weeks larger."""
+    """Round floats to microseconds. More digits are noise, and would make the log of a long run larger."""
     if isinstance(value, float):
         return round(value, digits)
     if isinstance(value, Mapping):
@@ -37,14 +37,14 @@ def rounded(value: Any, digits: int = 6) -> Any:
 
 
 def percentiles(value: Percentiles | None) -> dict[str, float] | None:
-    """``{"p50", "p95", "p99", "max"}``, or null where nothing was counted."""
+    """``{"p50", "p95", "p99", "max"}``; None if nothing was counted."""
     return None if value is None else rounded(asdict(value))
 
 
 def mean_of(samples: Sequence[Any]) -> dict[str, Any]:
-    """One set of fields for the samples of an interval: numbers averaged, the rest as it was last.
+    """One set of fields for the samples of an interval: the mean of numbers, and the newest value of everything else.
 
-    A number that no sample has is null; one that some have is the mean of those.
+    A number is null if no sample has it. If some samples have it, it is their mean.
     """
     newest = samples[-1]
     merged: dict[str, Any] = {}
@@ -52,7 +52,7 @@ def mean_of(samples: Sequence[Any]) -> dict[str, Any]:
         values = [v for s in samples if (v := getattr(s, spec.name)) is not None]
         last = getattr(newest, spec.name)
         if isinstance(last, Histogram) or spec.name == "fetched":
-            continue  # a log line would grow by it every time
+            continue  # it grows during the run, and so would every log line
         if isinstance(last, Deliveries):
             merged |= rounded(_deliveries(last))
             continue
@@ -71,7 +71,7 @@ def mean_of(samples: Sequence[Any]) -> dict[str, Any]:
 
 
 def _deliveries(total: Deliveries) -> dict[str, float]:
-    """Counted up over the run. The names are older than those of the record."""
+    """Sums over the run. The names of the log fields are older than those of the record."""
     return {
         "late_seconds_total": total.fetch_wait_seconds,
         "moved_seconds_total": total.transfer_wait_seconds,
@@ -84,7 +84,7 @@ def _deliveries(total: Deliveries) -> dict[str, float]:
 
 
 def phase(span: PhaseSpan, started: str) -> dict[str, Any]:
-    """An evaluation, checkpoint or named phase that has ended."""
+    """The fields of an evaluation, checkpoint or named phase that has ended."""
     return {
         "name": span.name,
         "category": span.category,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _MAX_PROCESSES: Final = 10_000
-"""So many processes of one rank and pid can log into one folder."""
+"""Maximum number of processes with the same rank and pid that can log into one folder."""
 
 
 class LogFile:
@@ -73,7 +73,7 @@ class LogFile:
         if written < len(line):  # the disk is full; _open ends the torn line, so that the next one is whole
             raise OSError(errno.ENOSPC, "only a part of the line was written")
 
-    def look_after(self) -> tuple[str, int] | None:
+    def replace_if_removed(self) -> tuple[str, int] | None:
         """Begin a new file, with a head, if another process has removed or emptied this one.
 
         Returns:

@@ -1,4 +1,4 @@
-"""One port per node: the ranks of a run agree through the board on who serves, and the next takes over."""
+"""One endpoint per node: the ranks of a run agree through the board on which one serves, and replace it if it ends."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from telemetry.publish.listen_address import Address, Lookup, numeric
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from telemetry.core.interval import RankPace
+    from telemetry.core.tick import RankPace
     from telemetry.publish.board import Board
     from telemetry.publish.discovery import TargetFile
 
 PORTS_TRIED: Final = 64
-"""If the port is taken, so many ports above it are tried."""
+"""If the port is taken, up to this many higher ports are tried."""
 
 _ANNOUNCED_SECONDS: Final = 0.2
-"""Ranks start together: one that does not serve waits so long for the serving rank to announce its port. A resolver
-gets the same time."""
+"""Ranks start together. A rank that does not serve waits this long for the serving rank to announce its port. A
+resolver gets the same time."""
 
 _SLOW_LOOKUP_SECONDS: Final = 5.0
 """A lookup that takes longer is reported."""
@@ -42,17 +42,17 @@ class NodeService:
     """This rank's part in serving its node.
 
     Args:
-        board: of this run on this node.
-        targets: the file that names the endpoint; None for none.
+        board: the board of this run on this node.
+        targets: the target file; None for none.
         host: address to listen on.
         port: the setting; None for off, 0 for any.
         node: this machine's name.
         notice: called with a message for the user.
-        mono_ns: the clock for pauses.
+        mono_ns: the clock for pauses, monotonic nanoseconds.
 
     Attributes:
-        endpoint: of this rank, if it serves.
-        leads: whether it is this rank's turn to act for its node, with an endpoint or without one.
+        endpoint: the endpoint of this rank, if it serves.
+        leads: whether it is this rank's turn to act for its node, with or without an endpoint.
         trouble: why there is no endpoint although it is this rank's turn; empty if there is no problem.
     """
 
@@ -100,12 +100,12 @@ class NodeService:
         self._ended = ended
         self._board.publish(rank, families, pace=pace, ended=ended)
 
-    def rank_for(self, claimed: int, *, told: bool, world_size: int) -> int:
-        """The rank under which this process is to be shown, see `Board.rank_for`."""
-        return self._board.rank_for(claimed, told=told, world_size=world_size)
+    def rank_for(self, claimed: int, *, rank_given: bool, world_size: int) -> int:
+        """The rank under which this process is shown, see `Board.rank_for`."""
+        return self._board.rank_for(claimed, rank_given=rank_given, world_size=world_size)
 
     def move(self, before: int, rank: int) -> None:
-        """This process is shown under another rank from now on.
+        """Show this process under another rank from now on.
 
         Raises:
             OSError: the board cannot be written.
@@ -113,20 +113,20 @@ class NodeService:
         self._board.move(before, rank)
 
     def paces(self, but: int | None = None) -> tuple[RankPace, ...]:
-        """How the ranks of this node get on, without rank ``but``."""
+        """The paces of the ranks of this node, without rank ``but``."""
         return self._board.paces(but)
 
     @property
     def board_name(self) -> str:
-        """Tells this board from another one of a node of the same name, as two containers of one machine have it."""
+        """Name of the board. It distinguishes two containers of one machine that have the same node name."""
         return self._board.path.name
 
     def live_ranks(self) -> int:
-        """How many ranks of this node publish, and are alive."""
+        """How many living ranks of this node publish."""
         return self._board.live_ranks()
 
     def put(self, name: str, content: bytes) -> None:
-        """Leave a file on the board for the other ranks of this node.
+        """Write a file on the board for the other ranks of this node.
 
         Raises:
             OSError: the board cannot be written.
@@ -134,22 +134,22 @@ class NodeService:
         self._board.put(name, content)
 
     def get(self, name: str) -> bytes | None:
-        """A file that a rank of this node has left on the board; None without one."""
+        """Read a file that a rank of this node has written on the board; else None."""
         return self._board.get(name)
 
     def stamp(self, name: str) -> int:
-        """Changes when a file on the board does; 0 where there is none."""
+        """A number that changes when a file on the board changes; 0 if there is no file."""
         return self._board.stamp(name)
 
     def lead_if_vacant(self) -> None:
-        """Serve, if nobody does or the rank that does is stopped. Where this rank serves, join what is published.
+        """Serve if no other rank does, or if the rank that does is stopped. If this rank serves, join the states.
 
-        Cheap enough for every tick; called at least once a second. It waits neither for another rank nor for a
+        Cheap enough for every tick. Called at least once a second. It waits neither for another rank nor for a
         resolver.
 
         Raises:
-            OSError: the address cannot be listened on (told once), or the target file cannot be written (the endpoint
-                then serves all the same).
+            OSError: the address cannot be listened on (raised once), or the target file cannot be written. In the
+                latter case the endpoint serves nevertheless.
         """
         if self._port is None:
             place = self._board.server_locks.take() if not self._ended else None
@@ -157,7 +157,7 @@ class NodeService:
             if place is not None:
                 self._board.server_locks.beat(place)
             return
-        if self._ended:  # other ranks do not wait for one that has ended: the board may be gone
+        if self._ended:  # other ranks do not wait for an ended one: the board may be removed
             if self.endpoint is not None:
                 self.endpoint.keep_page()
             return
@@ -177,12 +177,12 @@ class NodeService:
 
     @property
     def port(self) -> int | None:
-        """The port at which this node's metrics are served, by whichever rank; None if by none."""
+        """The port at which any rank serves this node's metrics; None if no rank does."""
         return self.endpoint.port if self.endpoint is not None else self._board.announced_port()
 
     @property
     def cpu_seconds(self) -> float:
-        """CPU time the answers took, those of endpoints that were replaced included."""
+        """CPU seconds for the answers, including endpoints that were replaced."""
         endpoint = self.endpoint
         return self._closed_cpu_seconds + (endpoint.cpu_seconds if endpoint is not None else 0.0)
 
@@ -193,14 +193,14 @@ class NodeService:
             self._targets.remove()
 
     def after_fork_in_child(self) -> None:
-        """Close what belongs to the parent."""
+        """Close the copies of the parent's files and sockets."""
         abandon_all()
         self._board.forget()
 
     # -- the endpoint ------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        """Listen, unless that failed a moment ago or the name of the address is not known yet."""
+        """Listen, unless that has just failed or the name of the address is not resolved yet."""
         if self._now() < self._retry_ns:
             return
         place, ports = self._place, self._ports()
@@ -232,7 +232,7 @@ class NodeService:
             self._notice(f"port {self._port} is taken; the metrics of this run are at port {endpoint.port}")
 
     def _found(self) -> Address | None:
-        """The address to listen on; None while its name is being looked up."""
+        """The address to listen on; None while its name is being resolved."""
         address = numeric(self._host)
         if address is not None:
             return address
@@ -247,14 +247,14 @@ class NodeService:
         return lookup.result()
 
     def _give_up(self, error: OSError) -> None:
-        """Try again later, and later still.
+        """Try again later, with increasing pauses.
 
         Raises:
-            OSError: what is wrong and what to do, unless that has been said.
+            OSError: the problem and what to do about it, unless it was already reported.
         """
         self._retry_ns = self._now() + int(self._pause * NS)
         self._pause = min(2 * self._pause, _LONGEST_PAUSE_SECONDS)
-        self._address = None  # a name may have another one by then
+        self._address = None  # a name may have another address by then
         self.trouble, remedy = explained(error, self._host, self._port or 0)
         text = f"no metrics: {self.trouble}; {remedy}. It is tried again after a while"
         if text not in self._told:
@@ -275,13 +275,13 @@ class NodeService:
                 self._closed_cpu_seconds += endpoint.cpu_seconds
 
     def _step_down(self) -> None:
-        """Stop serving: a rank before this one answers again."""
+        """Stop serving, because a rank before this one answers again."""
         endpoint = self.endpoint
         if endpoint is None:
             return
         self._close()
         if not self._place:
-            return  # others had closed our descriptors, and with them the lock: another rank serves now
+            return  # other code had closed our descriptors and so released the lock: another rank serves now
         text = (
             f"the metrics of this run are no longer at port {endpoint.port}: the rank that served before answers again"
         )
@@ -324,7 +324,7 @@ def explained(error: OSError, host: str, port: int) -> tuple[str, str]:
     """Why an address cannot be listened on, and what to do, in words.
 
     Args:
-        error: of trying.
+        error: the error of the attempt.
         host: the setting.
         port: the setting; 0 for any.
     """

@@ -1,4 +1,4 @@
-"""Who serves the node: the ranks of a run agree through lock files on the board, without ever waiting.
+"""Decides which rank serves the node: the ranks of a run use lock files on the board, and never wait for each other.
 
 There is a row of locks, and the holder of the first one serves. Each is a POSIX record lock: the kernel releases it
 when its holder dies, and a forked DataLoader worker does not inherit it. A process that is stopped, by SIGSTOP or in a
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 LOCK_COUNT: Final = 8
-"""One less is the number of ranks of a node that can be stopped at the same time while the others are still served."""
+"""With this many locks, one fewer ranks of a node can be stopped at the same time while the others are still served."""
 
 STILL_SECONDS: Final = 4.0
-"""A sign of life comes twice a second. A rank that gives none for so long is treated as stopped or hung."""
+"""A sign of life comes twice a second. A rank without one for this long is treated as stopped or hung."""
 
 
 class ServerLocks:
@@ -43,19 +43,19 @@ class ServerLocks:
         self._signs: dict[int, tuple[int, int]] = {}  # by place: the newest sign, and when it was first seen
 
     def take(self) -> int | None:
-        """Take, or keep, the first lock whose predecessors all have holders that are still. Never blocks.
+        """Take or keep the first lock such that all ranks with earlier locks give no sign of life. Never blocks.
 
-        Locks behind it are released.
+        Releases later locks.
 
         Returns:
-            Its place in the row, 0 for the first; None if a holder before it is alive, or no lock is left.
+            Its place in the row, 0 for the first; None if the holder of an earlier lock is alive, or no lock is left.
 
         Raises:
             OSError: the lock files cannot be made.
         """
         now = self._now()
         if now - self._taken_ns > STILL_SECONDS * NS:
-            self._signs.clear()  # this process itself stood still, and perhaps the others with it
+            self._signs.clear()  # this process itself was stopped, and perhaps the others, too
         self._taken_ns = now
         for place in range(LOCK_COUNT):
             mine = self._lock(place)

@@ -45,8 +45,8 @@ class NoRunError(Exception):
 class ProcessLog:
     """What one process of a run has logged.
 
-    A process lasts here from one start of the agent to its end. A program that starts the agent twice counts as two
-    processes. The field ``life`` of a log line tells them apart.
+    Here a process lasts from one start of the agent to its end. A program that starts the agent twice counts as two
+    processes. The field ``life`` of a log line distinguishes them.
 
     Attributes:
         rank: its last rank; a process may learn its rank after its first lines.

@@ -19,7 +19,7 @@ STARVED_RATIO: Final = 0.20
 """The default of ``stall_enter_ratio``, for logs that do not have it."""
 
 _ADVICE_FIELDS: Final = ("action", "setting", "value", "predicted_speedup", "because")
-"""All of them are in the report, as null where the log has none."""
+"""All of them are in the report. A field that the log does not have is null."""
 
 _MAX_UNSEEN_RATIO: Final = 0.05
 """If a rank did not see the batches of more than this share of its steps, it is unknown whether it waits for data."""
@@ -62,7 +62,7 @@ def summarize(processes: Sequence[ProcessLog]) -> dict[str, Any]:
     now = rank_processes.not_replaced(processes)
     return {
         "run": str(processes[-1].run) if processes else "",
-        "verdict": (_stuck(now) or _verdict(now)) + rank_processes.duplicate_ranks(now),
+        "verdict": (_hang_verdict(now) or _verdict(now)) + rank_processes.duplicate_ranks(now),
         "ranks": ranks,
         "stalls": stalls,
         "snapshots": [
@@ -149,7 +149,7 @@ def _unknown_verdict(ranks: Sequence[dict[str, Any]], stalls: Sequence[dict[str,
     return f"Not known whether this run waits for data.{unseen}{other}{_other_time(ranks)}"
 
 
-def _stuck(processes: Sequence[ProcessLog]) -> str:
+def _hang_verdict(processes: Sequence[ProcessLog]) -> str:
     """The verdict of a run that is stuck; empty if it is not."""
     stalls = [
         stall

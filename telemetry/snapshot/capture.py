@@ -113,7 +113,7 @@ class Capture:
             stop_collecting_in_child()
 
     def take(self) -> SnapshotOutcome | None:
-        """The outcome of the plan, given out once; None while there is none."""
+        """The outcome of the plan, returned once; None before that."""
         outcome, self._outcome = self._outcome, None
         return outcome
 

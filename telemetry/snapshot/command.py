@@ -13,14 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.core.filesystem import open_regular
+from telemetry.core.filesystem import caches_folders, open_regular
 from telemetry.core.json_object import parse_object
 from telemetry.core.labels import RECORDED
 from telemetry.core.log_names import LOG_NAME
 from telemetry.core.terminal import complain
 from telemetry.snapshot import protocol as p
 from telemetry.snapshot.private_folder import Folder, open_folder
-from telemetry.snapshot.rendezvous import RENDEZVOUS_FOLDER, RequestFiles, clear, dump, load, new_id, scan
+from telemetry.snapshot.rendezvous import CACHED_SECONDS
+from telemetry.snapshot.request_files import RENDEZVOUS_FOLDER, RequestFiles, clear, dump, load, new_id, scan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -106,7 +107,7 @@ def _ask(run_dir: Path, wanted: SnapshotOptions, interval: float, say: Callable[
 
 
 def _agreed(folder: Folder, request: p.Request, wanted: SnapshotOptions, interval: float) -> p.Plan:
-    patience = min(wanted.timeout, 5 + 10 * interval)
+    patience = min(wanted.timeout, 5 + 10 * interval) + _notice(folder)
     if not _until(lambda: _files(folder, request).plan, patience):
         answered = sorted(_files(folder, request).answers)
         if answered:
@@ -123,7 +124,8 @@ def _agreed(folder: Folder, request: p.Request, wanted: SnapshotOptions, interva
 
 
 def _results(folder: Folder, plan: p.Plan, wanted: SnapshotOptions) -> list[p.Result]:
-    whole = _until(lambda: _files(folder, plan.request).results >= set(plan.ranks), wanted.timeout)
+    timeout = wanted.timeout + _notice(folder)
+    whole = _until(lambda: _files(folder, plan.request).results >= set(plan.ranks), timeout)
     results = []
     for rank in sorted(_files(folder, plan.request).results):
         try:
@@ -134,11 +136,16 @@ def _results(folder: Folder, plan: p.Plan, wanted: SnapshotOptions) -> list[p.Re
         missing = sorted(set(plan.ranks) - {result.rank for result in results})
         complain(
             f"rank {', '.join(map(str, missing))} has not reached step {plan.last_step} within "
-            f"{wanted.timeout:g} s; when it does, its trace will be in {folder.path.parent / plan.folder}"
+            f"{timeout:g} s; when it does, its trace will be in {folder.path.parent / plan.folder}"
         )
     else:
         clear(folder, plan.request.id, _files(folder, plan.request))
     return results
+
+
+def _notice(folder: Folder) -> float:
+    """Seconds by which the ranks may answer and record later, because other nodes see the folder late."""
+    return CACHED_SECONDS if caches_folders(folder.path) else 0.0
 
 
 def _files(folder: Folder, request: p.Request) -> RequestFiles:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from telemetry.core.clock import NS, now_ns
-from telemetry.core.filesystem import read_small
+from telemetry.core.filesystem import file_system_of, read_small
 from telemetry.snapshot.private_folder import Folder, open_folder
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ _IN_MEMORY: Final = frozenset({"tmpfs", "ramfs"})
 _WAIT_SECONDS: Final = 30.0
 _PAUSE_SECONDS: Final = 0.2
 _CGROUPS: Final = Path("/sys/fs/cgroup")
-_MOUNTS: Final = Path("/proc/self/mountinfo")
 
 
 class NoSpaceError(Exception):
@@ -81,7 +80,7 @@ class ExportSpace:
 
     @contextmanager
     def reserved(self, size: int) -> Iterator[None]:
-        """The context in which so many bytes are reserved. Waits for other exports if these block it.
+        """The context in which ``size`` bytes are reserved. Waits for other exports if these block it.
 
         Raises:
             NoSpaceError: fewer bytes than ``size`` and `MIN_FREE_BYTES` are free, or waiting for the others timed out.
@@ -168,13 +167,7 @@ def free_bytes(path: Path) -> int:
 
 def in_memory(path: Path) -> bool:
     """Whether a folder is on a file system in memory."""
-    device = path.stat().st_dev
-    number = f"{os.major(device)}:{os.minor(device)}"
-    for line in _MOUNTS.read_text("utf-8", "replace").splitlines():
-        fields = line.split()
-        if len(fields) > 2 and fields[2] == number and "-" in fields:
-            return fields[fields.index("-") + 1] in _IN_MEMORY
-    return False
+    return file_system_of(path) in _IN_MEMORY
 
 
 def _free_memory() -> Iterator[int]:

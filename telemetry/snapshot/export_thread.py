@@ -38,7 +38,7 @@ class ExportThread:
         self._submitted.put(outcome)
 
     def join(self, seconds: float) -> None:
-        """Wait until the thread has ended, for so long at most."""
+        """Wait until the thread has ended, at most this many seconds."""
         self._thread.join(seconds)
 
     def _main(self) -> None:

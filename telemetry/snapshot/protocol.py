@@ -77,7 +77,7 @@ class Answer:
         steps: how many steps had ended.
         step_seconds: how long one step takes.
         at: when that was, Unix time.
-        hears: how often the rank polls, seconds.
+        hears: how late the rank may see a file, seconds.
     """
 
     rank: int

@@ -20,22 +20,31 @@ the recordings do not overlap. If nodes do not share the run folder, the ranks o
 from __future__ import annotations
 
 import math
-import re
-import secrets
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.core.json_object import dump_object, parse_object
 from telemetry.snapshot import protocol as p
 from telemetry.snapshot.private_folder import Folder, open_folder
+from telemetry.snapshot.request_files import (
+    RENDEZVOUS_FOLDER,
+    RequestFiles,
+    RequestFolderWatch,
+    clear,
+    dump,
+    id_seconds,
+    load,
+    scan,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-RENDEZVOUS_FOLDER: Final = ".meeting"
-"""The command and the ranks of a run may be of different versions, so the name stays."""
+CACHED_SECONDS: Final = 90.0
+"""Notice for ranks on other nodes that see a folder late. By default NFS caches a folder's state for 30 to 60 s
+(``acdirmin`` and ``acdirmax`` of nfs(5)). A request and its answer take up to 90 s together, because a node that writes
+into a folder reads its state again."""
 
 NOTICE_TICKS: Final = 3
 """A rank polls once per tick. One that misses two ticks still reads a plan in time."""
@@ -44,7 +53,7 @@ _WARM_UP_STEPS: Final = 2
 """The profiler is prepared one step ahead, and that step must not have begun."""
 
 _REQUEST_SECONDS: Final = 120.0
-"""An older request is ignored: nobody waits for it any more, or it is of another run."""
+"""A request that is older by this time, plus twice the notice, is ignored: nobody waits for it any more."""
 
 _FILE_SECONDS: Final = 600.0
 """Older files are removed by any rank that finds them."""
@@ -55,18 +64,6 @@ _CLOCK_SECONDS: Final = 2.0
 _ALONE_SECONDS: Final = 0.1
 """Time from a plan until the training thread sees it, if there is only one rank."""
 
-_NAME: Final = re.compile(r"([0-9a-z-]+)\.(request|plan|(answer|result)-(\d+))\.json")
-
-
-@dataclass
-class RequestFiles:
-    """The files of one request. ``answers`` and ``results`` have the ranks that have written one."""
-
-    request: bool = False
-    plan: bool = False
-    answers: set[int] = field(default_factory=set)
-    results: set[int] = field(default_factory=set)
-
 
 @dataclass(frozen=True, slots=True)
 class Position:
@@ -74,16 +71,6 @@ class Position:
 
     steps: int
     step_seconds: float
-
-
-def new_id(now: float) -> str:
-    """An id for a request that is made now (Unix time)."""
-    return f"{int(now * 1000):013d}-{secrets.token_hex(4)}"
-
-
-def id_seconds(text: str) -> float:
-    """Unix time at which the request with an id was made."""
-    return int(text[:13]) / 1000
 
 
 class Rendezvous:
@@ -96,6 +83,7 @@ class Rendezvous:
         tick_seconds: how often `poll` is called.
         refuses: the policy of this rank: why a request is refused; None if it is not.
         clock: Unix time.
+        far: whether other nodes may see a file late, called only while there is a request.
     """
 
     def __init__(
@@ -107,6 +95,7 @@ class Rendezvous:
         tick_seconds: float,
         refuses: Callable[[p.Request], str | None],
         clock: Callable[[], float] = time.time,
+        far: Callable[[], bool] = lambda: False,
     ) -> None:
         self._snapshots = snapshots
         self._rank = rank
@@ -114,10 +103,12 @@ class Rendezvous:
         self._tick = tick_seconds
         self._refuses = refuses
         self._clock = clock
+        self._far = far
         self._began = clock()
         self._done: set[str] = set()  # ids that this rank has dealt with
         self._mine: set[str] = set()  # ids of this rank's own requests, which it may withdraw
         self._first_seen: dict[str, float] = {}
+        self._watch = RequestFolderWatch(snapshots / RENDEZVOUS_FOLDER)
 
     def adopt(self, rank: int, world_size: int) -> None:
         """The rank of this process, or the size of the job, is now known to be another one."""
@@ -131,14 +122,15 @@ class Rendezvous:
         """
         with self._open() as folder:
             folder.write(f"{request.id}.request.json", dump(request))
+        self._watch.expect()
         self._mine.add(request.id)
 
-    def poll(self, position: Position | None) -> p.Plan | None:
+    def poll(self, position: Callable[[], Position | None]) -> p.Plan | None:
         """Read new files, answer a request, and write the plan if it is this rank's turn.
 
         Args:
-            position: how far this rank is. None while that is unknown or a snapshot is in progress; then no request is
-                answered.
+            position: returns how far this rank is. It is called only if there are files. It returns None while that is
+                unknown or a snapshot is in progress. Then no request is answered.
 
         Returns:
             A plan for this rank that it has not read before. The plan may be a refusal.
@@ -146,18 +138,21 @@ class Rendezvous:
         Raises:
             OSError: the folder cannot be read or written.
         """
+        if self._watch.stays_empty():
+            return None
         with self._open() as folder:
             found = scan(folder)
             now = self._clock()
+            self._watch.listed(found, now)
             self._forget(found)
-            waits = False
+            waits, where = False, position() if found else None
             for id_, files in sorted(found.items()):
                 if now - id_seconds(id_) > _FILE_SECONDS:
                     clear(folder, id_, files)
                 elif id_seconds(id_) < self._began - _CLOCK_SECONDS:
                     self._done.add(id_)  # of an earlier run in the same folder
                 elif id_ not in self._done:
-                    heard = self._follow(folder, id_, files, position, waits=waits)
+                    heard = self._follow(folder, id_, files, where, waits=waits)
                     if heard is not None:
                         return heard
                     waits = waits or id_ not in self._done
@@ -200,7 +195,7 @@ class Rendezvous:
     ) -> p.Plan | None:
         request = p.request_from(load(folder, f"{id_}.request.json"))
         now = self._clock()
-        if request.id != id_ or now - id_seconds(id_) > _REQUEST_SECONDS:
+        if request.id != id_ or now - id_seconds(id_) > _REQUEST_SECONDS + 2 * NOTICE_TICKS * self._hears():
             self._done.add(id_)
             return None
         if waits and request.kind != p.COMMAND:  # an older request is open, and its snapshot serves both
@@ -211,7 +206,7 @@ class Rendezvous:
         if not request.concerns(self._rank):
             return None
         if self._rank not in files.answers:
-            answer = p.Answer(self._rank, position.steps, position.step_seconds, now, self._tick)
+            answer = p.Answer(self._rank, position.steps, position.step_seconds, now, self._hears())
             folder.write(f"{id_}.answer-{self._rank}.json", dump(answer))
             files.answers.add(self._rank)
         return self._propose(folder, request, files)
@@ -222,7 +217,7 @@ class Rendezvous:
         expected = 1 if request.rank is not None else self._world
         turn = answered.index(self._rank)
         complete = len(answered) >= expected and turn == 0
-        if not complete and since < (NOTICE_TICKS + 2 * turn) * self._tick:
+        if not complete and since < (NOTICE_TICKS + 2 * turn) * self._hears():
             return None
         refused = self._refuses(request)
         plan = p.Plan(request, refused) if refused else self._plan(folder, request, answered)
@@ -230,6 +225,10 @@ class Rendezvous:
             self._done.add(request.id)
             return plan
         return None  # another rank was first: its plan is read at the next tick
+
+    def _hears(self) -> float:
+        """Seconds after which this rank has seen a new file. It needs three times this as notice."""
+        return max(self._tick, CACHED_SECONDS / NOTICE_TICKS) if self._far() else self._tick
 
     def _plan(self, folder: Folder, request: p.Request, answered: list[int]) -> p.Plan:
         answers = [p.answer_from(load(folder, f"{request.id}.answer-{rank}.json")) for rank in answered]
@@ -270,46 +269,3 @@ def first_step(answers: list[p.Answer], now: float) -> int:
     furthest = max(answer.steps + max(0.0, now - answer.at) / fastest for answer in answers)
     notice = NOTICE_TICKS * max(answer.hears for answer in answers) if len(answers) > 1 else _ALONE_SECONDS
     return math.ceil(furthest + notice / fastest) + _WARM_UP_STEPS + 1
-
-
-def clear(folder: Folder, id_: str, files: RequestFiles) -> None:
-    """Remove the files of a request."""
-    names = ["request"] * files.request + ["plan"] * files.plan
-    names += [f"answer-{rank}" for rank in files.answers] + [f"result-{rank}" for rank in files.results]
-    for name in names:
-        folder.remove(f"{id_}.{name}.json")
-
-
-def scan(folder: Folder) -> dict[str, RequestFiles]:
-    """The files in the folder, by the id of the request. Files with other names are ignored."""
-    found: dict[str, RequestFiles] = {}
-    for name in folder.names():
-        match = _NAME.fullmatch(name)
-        if match is None or not p.valid_id(match[1]):
-            continue
-        files = found.setdefault(match[1], RequestFiles())
-        if match[2] == "request":
-            files.request = True
-        elif match[2] == "plan":
-            files.plan = True
-        else:
-            (files.answers if match[3] == "answer" else files.results).add(int(match[4]))
-    return found
-
-
-def load(folder: Folder, name: str) -> dict[str, Any]:
-    """Read a message; `protocol` checks its fields.
-
-    Raises:
-        InvalidError: it is not a JSON object.
-        OSError: it cannot be read.
-    """
-    value = parse_object(folder.read(name))
-    if value is None:
-        raise p.InvalidError(f"{name}: not a JSON object")
-    return value
-
-
-def dump(message: p.Request | p.Answer | p.Plan | p.Result) -> bytes:
-    """A message as it is written to a file."""
-    return dump_object(p.as_json(message))

@@ -215,7 +215,7 @@ def _stop_collecting_in_child() -> None:
 
 
 def starts_beside_ours() -> bool:
-    """Whether a profiler can start on one thread while a session of ours is on on another.
+    """Whether a profiler can start on one thread while our session is on, on another thread.
 
     It then ends ours in Kineto. In older versions of torch it fails instead.
     """

@@ -16,7 +16,7 @@ STRAGGLER: Final = "straggler"
 
 _WINDOW_STEPS: Final = 50
 _WINDOW_SECONDS: Final = 2.0
-"""Steps are compared in windows of at least so many steps and seconds: shorter windows are noise."""
+"""Steps are compared in windows of at least this many steps and seconds: shorter windows are noise."""
 
 _KEPT_STEPS: Final = 4096
 _MIN_STEPS: Final = 10
@@ -29,8 +29,8 @@ _PACES: Final = 5
 _SETTLING_STEPS: Final = 3
 _SLOW_WINDOWS: Final = 3
 _SLOW_RATIO: Final = 1.10
-"""A slowdown lasts if steps are slower by a tenth in so many windows in a row. On GPUs, steps have been seen to stay 10
-to 20 % slower after a profile (pytorch#144455)."""
+"""A slowdown lasts if steps are slower by a tenth in this many windows in a row. On GPUs, steps were seen to stay 10 to
+20 % slower after a profile (pytorch#144455)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class Trigger:
         return None
 
     def took(self, now: float) -> None:
-        """A snapshot was agreed on. It also shows the open stall, whoever requested it."""
+        """A snapshot was agreed on. It also shows the open stall, even if a person requested it."""
         self.taken += 1
         self._fired = self._stall_since is not None
         self._last = now

@@ -18,7 +18,7 @@ _Kernel: TypeAlias = tuple[float, float, float]
 """Start, end, and blocks per SM: -1 if the trace does not tell."""
 
 _NO_BLOCKS: Final = 1e-9
-"""A sum below this is zero but for rounding."""
+"""A sum below this is zero, apart from rounding."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Names of events. Each is kept once, with what it tells about the event."""
+"""Names of events. Each is kept once, with the traits of an event that follow from its name."""
 
 from __future__ import annotations
 

@@ -18,13 +18,13 @@ CHUNK: Final = 1 << 16
 """Bytes read at a time. Batches of this size are parsed 3.5 times faster than a whole file: they stay in the cache."""
 
 _GZIP: Final = b"\x1f\x8b"
-_GZIP_WINDOW: Final = 31  # zlib's word for: a gzip header and the largest window
+_GZIP_WINDOW: Final = 31  # for zlib: expect a gzip header, use the largest window
 _RATIO_COUNTS_FROM: Final = 16 << 20
 """Uncompressed bytes from which `ReadLimits.max_ratio` applies. Short files may compress better."""
 
 
 class FileStream:
-    """The bytes of a file. Whether it is gzip is told by its first bytes, not by its name.
+    """The bytes of a file. Its first bytes decide whether it is gzip, not its name.
 
     Attributes:
         path: the path, for error messages.

@@ -185,7 +185,7 @@ def _analyse(file: Path, events: TraceEvents, scanner: Scanner) -> Trace:
 
 
 def _properties(listed: object, number: int | None) -> dict[str, Any]:
-    """The properties of one device, from the values beside the events; empty if there are none."""
+    """The properties of one device, from the values beside the events; empty if the trace has none."""
     for each in listed if isinstance(listed, list) else []:
         if isinstance(each, dict) and number is not None and each.get("id") == number:
             return each
@@ -199,9 +199,9 @@ def _notes(events: TraceEvents, scanner: Scanner, found: step_breakdown.TraceSte
     if found.dropped:
         notes.append(f"the last {found.dropped} step(s) are left out: the trace ends before their kernels do")
     if events.malformed:
-        notes.append(f"{events.malformed} event(s) with fields that make no sense were passed over")
+        notes.append(f"{events.malformed} event(s) with invalid fields were skipped")
     if scanner.repaired:
-        notes.append(f"{scanner.repaired} event(s) were no JSON by the letter and were read all the same")
+        notes.append(f"{scanner.repaired} event(s) were not valid JSON and could be read nevertheless")
     return notes
 
 

@@ -74,7 +74,7 @@ class TraceSteps:
 
 
 def find_steps(events: TraceEvents) -> TraceSteps | None:
-    """The steps, or all of the trace as one step if none is marked; None if no event has a duration."""
+    """The steps, or all of the trace as one step if no step is marked; None if no event has a duration."""
     traits, names = events.names.traits, events.names
     columns = zip(events.marks.start, events.marks.duration, events.marks.name, strict=True)
     marks = sorted(mark for mark in columns if traits[mark[2]] & STEP)

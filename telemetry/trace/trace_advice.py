@@ -162,8 +162,7 @@ def _layout(lost: AvoidableTime) -> Iterator[Suggestion]:
 def _launching(lost: AvoidableTime) -> Iterator[Suggestion]:
     if lost.launch:
         because = (
-            "the GPU runs dry again and again while the host launches kernels one by one: "
-            f"{_ms(lost.launch / lost.count)} a step"
+            f"the GPU often idles while the host launches kernels one by one: {_ms(lost.launch / lost.count)} a step"
         )
         yield Suggestion("compile the model (torch.compile) or use CUDA graphs", because, lost.launch / lost.steps)
 

@@ -1,4 +1,4 @@
-"""An asynchronous device that is not there, put below our code: torch's module of it, with events and streams."""
+"""A fake asynchronous device below the agent: torch's module for it, with events and streams."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class Event:
         return 0.0
 
     def __del__(self, write=os.write, getpid=os.getpid) -> None:
-        if type(self).report >= 0:  # by then there may be no globals any more
+        if type(self).report >= 0:  # globals may be gone when the interpreter exits
             write(type(self).report, f"{getpid()}\n".encode())
 
 
 class Device:
-    """What ``torch.cuda`` and the modules of other devices have in common. In use from the beginning."""
+    """The common part of ``torch.cuda`` and the modules of other devices. In use from the start."""
 
     def __init__(self) -> None:
         self.initialised = True
@@ -56,7 +56,7 @@ class Device:
 
 
 def install_cuda(torch: Any, report: int = -1) -> Device:
-    """Let ``torch.cuda`` say that it is in use. Its events report their destruction to a descriptor."""
+    """Make ``torch.cuda`` report that it is in use. Its events report their destruction to a descriptor."""
     device = Device()
     Event.report = report
     torch.cuda.Event = Event

@@ -25,7 +25,7 @@ from fakes.nvml_state import (
 
 
 class FakeLibrary:
-    """Stands where the binding keeps the loaded library: its attributes are the C functions."""
+    """Replaces the loaded library in the binding: its attributes are the C functions."""
 
     def __init__(self, state: State) -> None:
         self.state = state
@@ -146,7 +146,7 @@ class FakeLibrary:
         rates._obj.gpu = gpu.utilization
 
     def _nvmlDeviceGetMemoryInfo(self, handle, memory):
-        """Version 1: what is reserved counts as used."""
+        """Version 1: reserved memory counts as used."""
         gpu, mig = self._found(handle)
         memory._obj.total = (mig or gpu).memory_total
         memory._obj.used = (mig or gpu).memory_used + (0 if mig else gpu.memory_reserved)
@@ -238,7 +238,7 @@ class FakeLibrary:
     # --- handles
 
     def _found(self, handle):
-        """The GPU of a handle, and the MIG device where it is one."""
+        """The GPU of a handle, and its MIG device if it has one."""
         number = _number(handle)
         if number >= _MIG_HANDLE:
             index, slot = divmod(number - _MIG_HANDLE, _MIG_PER_GPU)
@@ -247,7 +247,7 @@ class FakeLibrary:
         return _alive(self.state.gpus[number - _GPU_HANDLE]), None
 
     def _gpu(self, handle):
-        """A physical GPU; what is read only there is not supported of a MIG device."""
+        """A physical GPU. Readings of physical GPUs only are not supported for a MIG device."""
         gpu, mig = self._found(handle)
         if mig is not None:
             raise _Failed(NOT_SUPPORTED)
@@ -272,7 +272,7 @@ def _alive(gpu: Gpu) -> Gpu:
 
 
 def _point(reference, number: int) -> int:
-    """Let the pointer behind ``byref`` hold a number of ours."""
+    """Set the pointer behind ``byref`` to a number."""
     ctypes.c_void_p.from_buffer(reference._obj).value = number
     return SUCCESS
 

@@ -38,7 +38,7 @@ class Mig:
 
 @dataclass
 class Process:
-    """A process that used the GPU since the last look. ``pid`` None is the process the driver is loaded in."""
+    """A process that used the GPU since the last call. ``pid`` None: the process that has loaded the driver."""
 
     pid: int | None = None
     sm: int = 50

@@ -1,4 +1,4 @@
-"""Helpers that break a seam of the agent and check that the training is unharmed."""
+"""Helpers that make a part of the agent fail and check that the training is unharmed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from faults.processes import fetch, value, wait_for
 
 
 class Broken(Exception):
-    """Raised at a seam."""
+    """The error that is raised in a part of the agent."""
 
 
 def break_(*_, **__):
@@ -14,7 +14,7 @@ def break_(*_, **__):
 
 
 def counted(agent, source: str) -> int:
-    """Wait until a failure of this source is on the page of metrics; how many."""
+    """Wait until the metrics count a failure of this source. Returns the count."""
     return wait_for(
         lambda: value(fetch(agent.metrics_url), "telemetry_errors_total", source=source),
         f"errors of {source} are counted, of {agent.errors.counts}",
@@ -22,7 +22,7 @@ def counted(agent, source: str) -> int:
 
 
 def break_seam(monkeypatch, agent, seam: str) -> None:
-    """Put `break_` in the place of one method. A slotted object's class is changed."""
+    """Replace one method by `break_`. If the object has slots, its class is replaced."""
     owner: object = agent
     *path, name = seam.split(".")
     for part in path:

@@ -20,7 +20,7 @@ def _clean(monkeypatch):
 
 @pytest.fixture
 def start(tmp_path, capfd):
-    """Starts an agent that ticks fast. In the end nothing may have been printed, by any thread."""
+    """Starts an agent that ticks fast. At the end checks that no thread has printed anything."""
 
     def started(**settings):
         fast = {"port": 0, "interval_seconds": 0.1, "log_interval_seconds": 0.1, "start_line": False}

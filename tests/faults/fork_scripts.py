@@ -1,8 +1,8 @@
-"""Scripts that show what a forked child holds of the agent."""
+"""Scripts that show what a forked child has of the agent."""
 
 from __future__ import annotations
 
-# What a child can say of itself: our threads, the sockets and files of ours that it holds, and what hooks would do.
+# What a child can report: the agent's threads, its sockets and files in the child, and what the hooks would do.
 LOOK = '''
 import json, os, sys, threading
 

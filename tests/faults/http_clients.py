@@ -20,7 +20,7 @@ GOOD = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 @contextlib.contextmanager
 def serving():
-    """An endpoint with one rank. At the end its threads are gone."""
+    """An endpoint with one rank. Checks at the end that its threads have ended."""
     before = threading.active_count()
     made = Endpoint("127.0.0.1", [0], lambda: [STATE], "the-node", CONTENT_TYPE)
     yield made
@@ -42,7 +42,7 @@ def client(endpoint):
 
 
 def received(connection) -> bytes:
-    """All that comes until the other side closes. A reset is the end too."""
+    """Everything that is received until the other side closes or resets the connection."""
     parts = []
     while True:
         try:

@@ -1,4 +1,4 @@
-"""File systems that a test has to itself: small ones, in a private mount namespace."""
+"""File systems for one test only: small ones, in a private mount namespace."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def _can_mount() -> bool:
 
 
 def small_disk(sizes: dict[str, str], script: Path, *arguments: object) -> list[str]:
-    """A command line that runs Python where each folder of ``sizes`` is a file system of that size, for it alone.
+    """A command line that runs Python where each folder of ``sizes`` is a private file system of that size.
 
-    Skips the test where mounting is not permitted; fails it where the environment says that nothing may be skipped.
+    Skips the test if mounting is not permitted; fails it if the environment says that no test may be skipped.
     """
     if not _can_mount():
         (pytest.fail if REQUIRED else pytest.skip)("a file system of one's own needs mount namespaces")

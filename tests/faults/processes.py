@@ -20,8 +20,8 @@ ROOT = Path(telemetry.__file__).resolve().parent.parent
 TESTS = ROOT / "tests"
 
 HANG = 180.0
-"""Deadline that tells a hang from none. Nothing here takes more than a few seconds on a quiet machine. On a busy one the
-import of torch alone has taken half a minute."""
+"""The time after which something counts as hung. Nothing here takes more than a few seconds on a quiet machine. On a
+busy one, importing torch alone has taken half a minute."""
 
 RUN = ("-m", "telemetry", "run", "--run-dir", "run")
 """Arguments of Python that run a script under the agent."""
@@ -30,7 +30,7 @@ _LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_", "SLURM", "KUB
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """This process's variables without any that the agent reads, and with those given."""
+    """This process's variables without those that the agent reads, plus the given ones."""
     dropped = ("TELEMETRY_", "PYTHON", "PROMETHEUS_", *_LAUNCHERS)
     env = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
     env |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(TESTS)]), "TELEMETRY_PORT": "0"}
@@ -58,7 +58,7 @@ def python(*arguments: object, cwd: Path, env: dict[str, str] | None = None, std
 
 
 def run_script(source: str, folder: Path, *arguments: object, env: dict[str, str] | None = None, ok: bool = True):
-    """Run a script that talks to us through ``results.json``, which `results` reads."""
+    """Run a script that writes its results into ``results.json``, which `results` reads."""
     script = write(folder, "script.py", source)
     done = python(script, *arguments, cwd=folder, env=env)
     if ok:
@@ -71,7 +71,7 @@ def results(folder: Path) -> dict:
 
 
 def wait_for(condition, what: str, seconds: float = HANG):
-    """Poll until the condition is true; its value. Fails with ``what`` after the deadline."""
+    """Poll until the condition is true. Returns its value. Fails with ``what`` after the deadline."""
     deadline = time.monotonic() + seconds
     while True:
         value = condition()
@@ -82,7 +82,7 @@ def wait_for(condition, what: str, seconds: float = HANG):
 
 
 class Child:
-    """A Python process that says what it has reached in lines on stdout, and is told to go on by lines on stdin."""
+    """A Python process that reports its progress in lines on stdout, and continues when it gets a line on stdin."""
 
     def __init__(self, *arguments: object, cwd: Path, env: dict[str, str] | None = None) -> None:
         self.stderr_path = cwd / f"stderr-{time.monotonic_ns()}.txt"
@@ -103,7 +103,7 @@ class Child:
 
     def __exit__(self, *_: object) -> None:
         try:
-            os.killpg(self.process.pid, signal.SIGKILL)  # its forked children too, which may outlive it
+            os.killpg(self.process.pid, signal.SIGKILL)  # including forked children, which may outlive it
         except ProcessLookupError:
             pass
         self.process.wait(HANG)
@@ -136,14 +136,14 @@ START_LINE = re.compile(r"telemetry: run .*, rank \d+: .*\n")
 
 
 def without_start_line(text: str) -> tuple[str, int]:
-    """Text on stderr without our start line, and how often that was there."""
+    """Text on stderr without the agent's start line, and how often that line was there."""
     return START_LINE.subn("", text)
 
 
 def log_lines(run_dir: Path, *, running: bool = False) -> list[dict]:
-    """Every line of a run's logs; fails on one that is no JSON object.
+    """Every line of a run's logs. Fails on a line that is not a JSON object.
 
-    While the run is ``running`` the newest may not have been written to its end: what is read meanwhile may be half.
+    While the run is ``running``, the newest line may be incomplete, so it is left out.
     """
     lines = []
     for path in sorted((run_dir / "logs").iterdir()):
@@ -161,7 +161,7 @@ def events(run_dir: Path, event: str, *, running: bool = False) -> list[dict]:
 
 
 def free_port() -> int:
-    """A port that nobody listens at; not one that the kernel would give to the next who asks for any."""
+    """A free port, but not one that the kernel would give to a process that asks for any port."""
     for port in range(20000 + os.getpid() % 5000, 32000):
         with socket.socket() as probe:
             try:
@@ -189,7 +189,7 @@ def samples(text: str) -> dict[str, list[tuple[dict[str, str], float]]]:
 
 
 def value(text: str, name: str, **labels: str) -> float | None:
-    """The one sample of that name with these labels; None if there is none."""
+    """The only sample with this name and these labels; else None."""
     matching = [v for have, v in samples(text).get(name, []) if labels.items() <= have.items()]
     assert len(matching) <= 1, (name, labels, matching)
     return matching[0] if matching else None

@@ -1,4 +1,4 @@
-"""A real loop, small enough to be trained in each test, with everything in it that is hooked."""
+"""A real training loop that uses everything that is hooked, and is small enough for each test."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Dataset(torch.utils.data.Dataset):
 
 
 def train(epochs: int = 1, steps: bool = False, saved=None) -> list[list[float]]:
-    """A real loop with everything that is hooked; what it has seen and learned."""
+    """Run a real loop with everything that is hooked. Returns what it has seen and learned."""
     torch.manual_seed(1)
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

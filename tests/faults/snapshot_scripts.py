@@ -1,4 +1,4 @@
-"""A training loop for scripts that take snapshots, and what is left on the disk afterwards."""
+"""A training loop for scripts that take snapshots, and a function that lists the files that are left."""
 
 from __future__ import annotations
 

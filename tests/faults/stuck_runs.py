@@ -1,4 +1,4 @@
-"""Runs that hang: data sets, steps and what the log says of them."""
+"""Runs that hang: data sets, steps, and readers of their logs."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import threading
 import time
 
 import telemetry
+from tests.data_sets import Numbers
 from tests.faults.processes import wait_for
-from tests.test_attach_loaders import Numbers
 
 STUCK_SECONDS = 1.0
 AT = 40
-"""The sample that hangs: late enough that steps have ended, early enough that some follow."""
+"""Number of the sample that hangs: some steps have ended before it, and some follow."""
 
 
 def start(tmp_path, **settings):
@@ -24,7 +24,7 @@ def start(tmp_path, **settings):
         port="off",
         interval_seconds=0.1,
         log_interval_seconds=0.2,
-        stall_window_seconds=600,  # nothing else is to open
+        stall_window_seconds=600,  # so that no other stall opens
         stuck_seconds=STUCK_SECONDS,
         start_line=False,
     )
@@ -38,14 +38,14 @@ def lines(agent, event: str) -> list[dict]:
 
 
 def when_stuck(agent, then) -> threading.Thread:
-    """Do something as soon as the log says that the run is stuck."""
+    """Call a function as soon as the log says that the run is stuck."""
     thread = threading.Thread(target=lambda: (wait_for(lambda: lines(agent, "stall_open"), "a stall"), then()))
     thread.start()
     return thread
 
 
 class Hanging(Numbers):
-    """A data set whose sample number `AT` takes until it is released."""
+    """A data set whose sample number `AT` hangs until it is released."""
 
     def __init__(self, hang, length: int = 60) -> None:
         super().__init__(length)
@@ -74,7 +74,7 @@ def stack_of(texts: list[str], who: str) -> str:
 
 
 class Release:
-    """What a hanging sample waits for, in this process and in its workers."""
+    """The object that a hanging sample waits for, in this process and in its workers."""
 
     def __init__(self, tmp_path) -> None:
         self.lock = multiprocessing.get_context("spawn").Lock()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 QUIET = {"TELEMETRY_START_LINE": "off", "TELEMETRY_INTERVAL_SECONDS": "0.1", "TELEMETRY_LOG_INTERVAL_SECONDS": "0.1"}
 
-# Trains until it is told to end; says what the training itself has seen.
+# Trains until it is told to end. Reports what the training itself has seen.
 TRAINING = """
     import json, sys, telemetry
     agent = telemetry.start(sys.argv[1], run="r")

@@ -16,13 +16,13 @@ from tests.faults.broken_seams import HOOKS, break_, break_seam, counted
 
 @pytest.fixture(scope="module")
 def unharmed():
-    """What the loop gives without us."""
+    """The result of the loop without the agent."""
     assert telemetry.api._agent is None
     return {steps: train(epochs=2, steps=steps) for steps in (False, True)}
 
 
 def ticked(agent, times: int = 2) -> None:
-    """Wait until the agent has gone on for some ticks."""
+    """Wait until the agent has made some ticks."""
     before = agent.accounting.ledger.at_ns
     for _ in range(times):
         wait_for(lambda: agent.accounting.ledger.at_ns > before, "the agent's next tick")
@@ -42,20 +42,20 @@ AGENT_SEAMS = {
     "accounting.exposed.host": "ledger",
     "accounting.stats.take_window": "jsonl",
     "accounting.stats.commit": "jsonl",
-    "_sampler.poll": "collect",
-    "_sampler.take_log_fields": "jsonl",
+    "_collectors.poll": "collect",
+    "_collectors.take_log_fields": "jsonl",
     "event_log.log.emit": "jsonl",
     "event_log.log.file._append": "jsonl",
     "event_log.window": "jsonl",
     "_tick": "agent",
     "_lead": "agent",
-    "_sampler._pollers.host.source.read": "host",
-    "_sampler._pollers.process.source.read": "process",
-    "_sampler._pollers.workers.source.read": "workers",
-    "_sampler._pollers.pressure.source.read": "pressure",
-    "_sampler._pollers.torch_memory.source.read": "torch_memory",
-    "_sampler._pollers.nvml.source.read": "nvml",
-    "_sampler._pollers.host.poll": "collect",
+    "_collectors._pollers.host.source.read": "host",
+    "_collectors._pollers.process.source.read": "process",
+    "_collectors._pollers.workers.source.read": "workers",
+    "_collectors._pollers.pressure.source.read": "pressure",
+    "_collectors._pollers.torch_memory.source.read": "torch_memory",
+    "_collectors._pollers.nvml.source.read": "nvml",
+    "_collectors._pollers.host.poll": "collect",
 }
 
 
@@ -73,7 +73,7 @@ def test_an_error_on_the_agent_s_thread_stays_there(seam, start, unharmed, monke
             f"an error of {source}, in {agent.errors.counts}",
         )
         assert agent._thread.is_alive()
-    assert counted(agent, source) >= 1  # the page is served, and it is there
+    assert counted(agent, source) >= 1  # the metrics are served and count it
     ticked(agent)
     assert train(epochs=2) == unharmed[False]
     telemetry.stop()
@@ -136,7 +136,7 @@ def test_an_error_in_the_start_leaves_the_rest(part, start, unharmed, monkeypatc
         patch.setattr(*places[part], None if part == "line" else break_)
         agent = start(start_line=part == "line")
     assert train(epochs=2) == unharmed[False]
-    if part == "atexit":  # without it nothing would end the agent: it is not started, and says so
+    if part == "atexit":  # without atexit nothing would end the agent: it does not start, and reports that
         assert agent.running is False
         assert "cannot start (Broken: injected)" not in capfd.readouterr().err, "start_line is off"
         return
@@ -153,7 +153,7 @@ ENDS = [
     "event_log.end_fields",
     "event_log.emit",
     "_publish",
-    "_sampler.close",
+    "_collectors.close",
     "_node.leave",
 ]
 

@@ -177,7 +177,7 @@ SCRIPT = """
 
 
 def counters(text: str) -> dict:
-    """Every sample that must never decrease."""
+    """All samples that must never decrease."""
     return {
         (sample.name, *sorted(sample.labels.items())): sample.value
         for family in text_string_to_metric_families(text)
@@ -218,7 +218,7 @@ def test_an_agent_that_hangs_loses_no_second_and_no_step(tmp_path, what, steps_a
     wall = sum(spent.values())
     ledger = {c: value(last, "training_time_seconds_total", category=c) for c in spent}
     assert sum(ledger.values()) == pytest.approx(wall, rel=0.01)
-    # Between the script's stamp and the agent's the thread may have lost its core: those two differ by that.
+    # Between the script's stamp and the agent's, the thread may have lost its core. So the two may differ by that time.
     assert ledger == pytest.approx(spent, abs=0.01 * wall + without_core)
 
     (log,) = (tmp_path / "run" / "logs").iterdir()
@@ -234,7 +234,7 @@ def test_an_agent_that_hangs_loses_no_second_and_no_step(tmp_path, what, steps_a
 
 @pytest.mark.parametrize("what", ["file system", "resolver", "callback"])
 def test_a_run_ends_while_its_agent_hangs(tmp_path, what):
-    """``stop`` has a bound, and the process does not wait for threads of ours."""
+    """``stop`` returns in bounded time, and the process does not wait for the agent's threads."""
     write(tmp_path, "hangs.py", HANGS)
     script = write(
         tmp_path,

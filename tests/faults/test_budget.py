@@ -14,7 +14,7 @@ from faults.processes import (
     write,
 )
 
-# Everything of the process that is not ours to change, as text.
+# Everything in the process that the agent must not change, as text.
 STATE = """
 import builtins, faulthandler, gc, io, locale, logging, os, random, resource, signal, socket, sys, threading, warnings
 
@@ -82,7 +82,7 @@ UNWANTED = (
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A process with torch and numpy that compares itself before the start, while the agent runs, and after the stop."""
+    """A process with torch and numpy compares itself before the start, while the agent runs, and after the stop."""
     folder = tmp_path_factory.mktemp("trained")
     write(folder, "state.py", STATE)
     done = run_script(
@@ -101,7 +101,7 @@ def trained(tmp_path_factory):
         started = state()
         for _ in torch.utils.data.DataLoader([1, 2, 3]):
             torch.set_rng_state(torch.get_rng_state())
-        while agent.accounting.stats.steps < 3 or not agent._sampler._pollers["host"].health.up:
+        while agent.accounting.stats.steps < 3 or not agent._collectors._pollers["host"].health.up:
             agent._wake.wait(0.01)
         running = {"threads": sorted(t.name for t in threading.enumerate()), "modules": sorted(set(sys.modules) - modules),
                    "non_daemon": [t.name for t in threading.enumerate() if not t.daemon]}
@@ -143,7 +143,7 @@ def test_the_stop_leaves_everything_as_it_was(trained):
 def test_the_threads_of_a_rank_that_serves(trained):
     _, found = trained
     ours = [name for name in found["threads"] if name != "MainThread"]
-    # The NVML thread ends by itself where there is no driver.
+    # The NVML thread ends by itself if there is no driver.
     assert set(ours) - {"telemetry-nvml"} == {"telemetry-agent", "telemetry-endpoint"}
     assert len(ours) == len(set(ours))
     assert found["non_daemon"] == ["MainThread"], "none of ours keeps the process alive"
@@ -161,7 +161,7 @@ def test_modules_beyond_torch(trained):
 
 
 def test_modules_of_a_process_without_torch(tmp_path):
-    """``telemetry run`` leaves it to the script to import torch, or not."""
+    """``telemetry run`` leaves importing torch to the script."""
     run_script(
         f"""
         import sys, threading
@@ -260,7 +260,7 @@ def test_the_script_s_own_prometheus_client_keeps_its_registry(tmp_path):
 
 
 def test_a_thread_that_imports_meanwhile_gets_the_real_thing(tmp_path):
-    """Another thread imports rich while our copy of structlog is imported without it."""
+    """Another thread imports rich while the agent imports structlog without rich."""
     write(tmp_path, "site/rich/__init__.py", "")
     env = environment()
     env["PYTHONPATH"] = os.pathsep.join([str(tmp_path / "site"), env["PYTHONPATH"]])

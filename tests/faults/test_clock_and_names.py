@@ -30,7 +30,7 @@ def test_a_wall_clock_that_jumps_moves_timestamps_and_no_duration(hours):
     wall, mono = [1_700_000_000 * NS], [5 * NS]
     clock = WallClock(lambda: wall[0], lambda: mono[0])
     assert clock.iso() == "2023-11-14T22:13:20.000Z"
-    wall[0] += NS // 2  # NTP, slewing: not followed, so that timestamps do not wobble
+    wall[0] += NS // 2  # as NTP slews a clock: timestamps do not follow, so that they do not jitter
     assert clock.resync() == 0.0
     assert clock.unix_seconds(mono[0]) == 1_700_000_000
     wall[0] += hours * 3600 * NS

@@ -1,4 +1,4 @@
-"""Descriptors that others close, or use up: nothing of the training's is touched, and the agent goes on."""
+"""Other code closes descriptors or uses all of them: the training's files are not touched, and the agent goes on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from telemetry.publish.http_server import CONNECTION_SECONDS
 
 
 def test_a_reused_descriptor_number_belongs_to_its_new_owner(tmp_path):
-    """As a daemon does it: all descriptors are closed, and the files opened next have the numbers of ours."""
+    """As a daemon does: all descriptors are closed, and the next files get the numbers of the agent's."""
     done = run_script(
         """
         import os, sys, threading, time, urllib.request
@@ -93,7 +93,7 @@ def test_a_connection_that_others_close_ends_in_silence(capfd):
 
 
 def test_a_connection_that_cannot_be_accepted_is_retried_with_a_pause(monkeypatch):
-    """No descriptor is left, say: poll then finds the connection ready again and again."""
+    """For example, no descriptor is left: then poll reports the connection as ready again and again."""
     tried = []
     enough = threading.Event()
     accept = socketserver.TCPServer.get_request

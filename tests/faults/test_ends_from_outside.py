@@ -1,4 +1,4 @@
-"""Signals, broken pipes and hanging parties at the end of a run: the process ends as it would without the agent."""
+"""Signals, broken pipes and hanging calls at the end of a run: the process ends as it would without the agent."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ LOOP = """
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL, signal.SIGHUP, signal.SIGUSR1])
 def test_a_signal_ends_the_run_as_it_would_without_us(signum, tmp_path, request):
-    if signum == signal.SIGHUP:  # ignored where the tests run under nohup, and what is ignored is inherited
+    if signum == signal.SIGHUP:  # ignored if the tests run under nohup, and child processes inherit that
         request.addfinalizer(functools.partial(signal.signal, signum, signal.signal(signum, signal.SIG_DFL)))
     write(tmp_path, "script.py", LOOP)
     codes, told = [], []
@@ -62,7 +62,7 @@ def test_a_signal_ends_the_run_as_it_would_without_us(signum, tmp_path, request)
             assert child.process.stdout.read() == ""
             told.append(without_start_line(child.stderr)[0])
     assert codes[0] == codes[1] == -signum
-    if signum == signal.SIGINT:  # which statement it meets is chance
+    if signum == signal.SIGINT:  # the statement that it interrupts is random
         assert not [text for text in told if f"{os.sep}telemetry{os.sep}" in text]
         told = [text.splitlines()[-1] for text in told]
     assert told[0] == told[1]
@@ -76,7 +76,7 @@ def test_a_signal_ends_the_run_as_it_would_without_us(signum, tmp_path, request)
 
 
 def test_a_signal_awaited_with_sigwait_is_not_taken_by_a_thread_of_ours(tmp_path):
-    """The mask is set after the start: a thread that has not blocked the signal would die of it, and all with it."""
+    """The mask is set after the start. The signal would kill the process if a thread had not blocked it."""
     source = """
         import os, signal, sys, telemetry
         telemetry.start("run", start_line=False)
@@ -198,7 +198,7 @@ def test_the_exit_does_not_wait_for_a_driver_that_hangs(tmp_path):
 
 @pytest.mark.parametrize("part", ["tick", "log", "board"])
 def test_the_exit_does_not_wait_for_an_agent_that_hangs(part, tmp_path):
-    """A file system that does not answer: the agent's thread is left behind."""
+    """A file system hangs: the agent's thread is abandoned."""
     places = {
         "tick": "telemetry.agent.agent.Agent._tick",
         "log": "telemetry.publish.log_file.LogFile.write",

@@ -128,7 +128,7 @@ def test_a_script_ends_as_it_does_without_us(ending, tmp_path):
     ours = python(*RUN, "sub/script.py", cwd=tmp_path)
 
     stderr, start_lines = without_start_line(ours.stderr)
-    varies = re.compile(r"repeated \d+ more times| at 0x[0-9a-f]+")  # we are a few frames deep ourselves
+    varies = re.compile(r"repeated \d+ more times| at 0x[0-9a-f]+")  # telemetry adds a few frames to the recursion
     assert (ours.returncode, ours.stdout) == (plain.returncode, plain.stdout)
     assert varies.sub("", stderr) == varies.sub("", plain.stderr)
     assert start_lines == (0 if ending in {"syntax-error", "indentation-error"} else 1)
@@ -230,7 +230,7 @@ def test_options_of_python_hold_for_the_script(option, tmp_path):
     if option == "-P" and sys.version_info < (3, 11):
         pytest.skip("Python 3.11 brought -P")
     write(tmp_path, "sub/script.py", WORLD)
-    if option == "-I":  # it ignores PYTHONPATH too: telemetry has to be where packages are
+    if option == "-I":  # it also ignores PYTHONPATH, so telemetry must be installed
         start = f"import sys; sys.path.append({environment()['PYTHONPATH'].split(os.pathsep)[0]!r}); "
         start += "from telemetry.cli import main; main(['run', '--run-dir', 'run', 'sub/script.py'])"
         done = python("-I", "-c", start, cwd=tmp_path)

@@ -1,4 +1,4 @@
-"""Files and folders of ours that others delete or rename in the middle of a run; and a working folder that is gone."""
+"""Others delete or rename the agent's files and folders during a run; the working folder is removed."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ def log(tmp_path):
     file = LogFile(tmp_path / "logs" / "rank-0.7.jsonl", 1 << 20, 3, lambda: HEAD)
     for _ in range(3):
         assert file.write(b"{}\n")
-    assert file.look_after() is None
+    assert file.replace_if_removed() is None
     return file
 
 
 def test_a_log_that_is_deleted_is_begun_anew_and_its_lines_counted(log):
     log.path.unlink()
-    assert log.look_after() == ("the log file was deleted by others: a new one begins", 3)
+    assert log.replace_if_removed() == ("the log file was deleted by others: a new one begins", 3)
     assert log.write(b'{"after": 1}\n')
     assert log.path.read_bytes() == HEAD + b'{"after": 1}\n'
     assert log.dropped == 3
-    assert log.look_after() is None
+    assert log.replace_if_removed() is None
 
 
 def test_a_run_folder_that_is_deleted_comes_back(log):
     shutil.rmtree(log.path.parent)
-    assert log.look_after()[1] == 3
+    assert log.replace_if_removed()[1] == 3
     assert log.path.read_bytes() == HEAD
 
 
 @pytest.mark.parametrize("create", [False, True])
 def test_a_log_that_is_renamed_loses_nothing(create, log):
-    """As logrotate does it, with and without ``create``."""
+    """As logrotate does, with and without ``create``."""
     old = log.path.with_suffix(".jsonl.1")
     log.path.rename(old)
     if create:
         log.path.touch()
     assert log.write(b'{"between": 1}\n')
-    assert log.look_after() == ("the log file was renamed by others: a new one begins", 0)
+    assert log.replace_if_removed() == ("the log file was renamed by others: a new one begins", 0)
     assert log.write(b'{"after": 1}\n')
     assert old.read_bytes() == b"{}\n" * 3 + b'{"between": 1}\n'
     assert log.path.read_bytes() == HEAD + b'{"after": 1}\n'
@@ -54,16 +54,16 @@ def test_a_log_that_is_renamed_loses_nothing(create, log):
 
 
 def test_a_log_that_is_emptied_has_its_first_line_again(log):
-    """As logrotate does it with ``copytruncate``."""
+    """As logrotate does with ``copytruncate``."""
     os.truncate(log.path, 0)
-    assert log.look_after() == ("the log file was emptied by others: a new one begins", 0)
+    assert log.replace_if_removed() == ("the log file was emptied by others: a new one begins", 0)
     assert log.path.read_bytes() == HEAD
 
 
 def test_a_folder_that_cannot_be_made_again_is_tried_with_every_line(log):
     shutil.rmtree(log.path.parent)
     log.path.parent.write_text("a file where the folder was")
-    assert log.look_after()[1] == 3
+    assert log.replace_if_removed()[1] == 3
     assert not log.write(b"{}\n")
     assert log.dropped == 4
     log.path.parent.unlink()

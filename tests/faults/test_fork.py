@@ -66,7 +66,7 @@ class Held:
 
 @pytest.fixture(scope="module")
 def held(tmp_path_factory):
-    """A child forked while every lock of ours is held by other threads."""
+    """A child is forked while other threads hold every lock of the agent."""
     folder = tmp_path_factory.mktemp("held")
     write(folder, "look.py", LOOK)
     write(folder, "locks.py", LOCKS)
@@ -178,7 +178,7 @@ def test_the_parent_goes_on_after_such_a_fork(held):
 
 @pytest.mark.parametrize("moment", ["log", "endpoint", "thread"])
 def test_a_child_forked_in_the_middle_of_the_start_is_inert_too(moment, tmp_path):
-    """Another thread starts the agent; the fork comes while it has attached, or listens, but has not returned."""
+    """Another thread starts the agent. The fork happens after it has attached, or listens, but before it returns."""
     write(tmp_path, "look.py", LOOK)
     done = run_script(
         f"""

@@ -28,7 +28,7 @@ from tests.faults.fork_scripts import LOOK
 
 @pytest.fixture(scope="module")
 def loader_run(tmp_path_factory):
-    """Workers under each start method; ``telemetry.start()`` stands unguarded at the top of the script."""
+    """Workers under each start method. ``telemetry.start()`` is unguarded at the top of the script."""
     folder = tmp_path_factory.mktemp("loader")
     write(folder, "look.py", LOOK)
     done = run_script(
@@ -114,7 +114,7 @@ def test_hooks_pass_through_in_a_forked_child_until_it_starts_its_own(loader_run
 
 
 def test_a_killed_rank_s_port_is_free_while_its_workers_live_on(tmp_path):
-    """The successor serves at the same port, which a worker's copy of the listening socket would hold."""
+    """The successor serves at the same port. A worker's copy of the listening socket would block the port."""
     serving = """
         import os, sys, telemetry
         agent = telemetry.start("run", run="r", start_line=False, interval_seconds=0.1)
@@ -155,7 +155,7 @@ def test_a_killed_rank_s_port_is_free_while_its_workers_live_on(tmp_path):
                 return {labels["rank"] for labels, _ in samples(page)["training_steps_total"]} == {"1"}
 
             wait_for(taken_over, "the other rank serves at the same port", seconds=20)
-            os.kill(worker, 0)  # it has lived through all of that
+            os.kill(worker, 0)  # the worker is still alive
 
             os.kill(second.pid, signal.SIGKILL)
             second.wait()

@@ -25,7 +25,7 @@ S = 10**9
 
 
 class Service:
-    """A node's service of one rank, with a clock that is set by hand."""
+    """A node's service with one rank, and a clock that is set by hand."""
 
     def __init__(self, folder, **settings) -> None:
         self.now = 1000 * S
@@ -41,7 +41,7 @@ class Service:
         )
 
     def tick(self, seconds: float = 1.0) -> str:
-        """One look; what it raised, as text."""
+        """Call it once. Returns what it raised, as text."""
         self.now += int(seconds * S)
         try:
             self.service.lead_if_vacant()
@@ -65,7 +65,7 @@ def service(tmp_path):
 
 @pytest.fixture
 def lookups(monkeypatch):
-    """Names that are asked of the resolver, and what it says of each; by default that there is none."""
+    """A fake resolver: the answer for each name. By default a name does not exist."""
     asked: list[str] = []
     answers: dict[str, object] = {}
     real = socket.getaddrinfo
@@ -189,7 +189,7 @@ def test_a_port_for_root_alone_says_what_to_do():
 
 
 def test_the_training_starts_at_once_with_a_silent_resolver(tmp_path):
-    """The resolver is a black hole; the script is done before it could have answered."""
+    """The resolver never answers. The script ends before it could have answered."""
     run_script(
         """
         import json, socket, threading
@@ -308,7 +308,7 @@ def _can_make_a_network() -> bool:
 
 @pytest.mark.skipif(not _can_make_a_network(), reason="no namespaces can be had here")
 def test_a_resolver_that_never_answers_holds_nothing_up(tmp_path):
-    """The system's own resolver, in a network where the name server hears and says nothing, for minutes."""
+    """The system's own resolver, in a network where the name server does not answer for minutes."""
     write(tmp_path, "resolv.conf", "nameserver 127.0.0.1\noptions timeout:30 attempts:5\n")
     script = write(
         tmp_path,

@@ -1,4 +1,4 @@
-"""Requests to the endpoint: what is answered, and bytes that are not a request."""
+"""Requests to the endpoint: the answers, and bytes that are not a request."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def impatient(monkeypatch):
 
 
 def status(answer: bytes) -> int:
-    # To who speaks no known version it answers as in HTTP/0.9, which has no status line.
+    # To a client with an unknown version it answers as in HTTP/0.9, which has no status line.
     match = re.match(rb"HTTP/1\.0 (\d{3}) ", answer) or re.search(rb"Error code: (\d{3})", answer)
     assert match, answer[:200]
     return int(match[1])
@@ -83,7 +83,7 @@ def test_status(request_line, expected, endpoint, capfd):
     ],
 )
 def test_what_is_not_plain_gets_what_the_standard_handler_says(extra, endpoint, monkeypatch):
-    """The short way for plain requests takes none that it would answer in another way."""
+    """Plain requests are answered in a short way. It must not take requests that need another answer."""
     request = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n" + extra + b"\r\n"
     fast = ask(endpoint, request)
     monkeypatch.setattr(module, "plain_request", lambda _: None)
@@ -189,7 +189,7 @@ def test_garbage_harms_nobody(kind, endpoint, impatient, capfd):
         try:
             connection.sendall(GARBAGE[kind])
         except (ConnectionResetError, BrokenPipeError):
-            pass  # it has hung up on us in the middle of it
+            pass  # the endpoint has closed the connection meanwhile
         answer = received(connection)
     assert PAGE not in answer
     assert endpoint.failures == 0

@@ -38,7 +38,7 @@ def handlers() -> int:
 
 
 def test_silent_half_open_and_dripping_clients_are_ended(endpoint, impatient, capfd):
-    """None of them holds a thread past the deadline, and the others are served meanwhile."""
+    """No client holds a thread past the deadline, and other clients are served meanwhile."""
     with contextlib.ExitStack() as stack:
         silent, half, drip, shut = (stack.enter_context(client(endpoint)) for _ in range(4))
         half.sendall(GOOD[:-2])
@@ -48,7 +48,7 @@ def test_silent_half_open_and_dripping_clients_are_ended(endpoint, impatient, ca
 
         ended = threading.Event()
 
-        def dripping():  # a byte at a time, so that no single read times out
+        def dripping():  # one byte at a time, so that no single read times out
             for byte in b"GET /metrics HTTP/1.1\r\nX: " + b"y" * 10_000:
                 try:
                     drip.sendall(bytes([byte]))
@@ -91,7 +91,7 @@ def test_an_answer_that_is_not_taken_at_once_comes_whole(endpoint):
 
 
 def test_a_request_that_is_there_at_once_gets_no_thread(endpoint, monkeypatch):
-    monkeypatch.setattr(module, "_REQUEST_SECONDS", HANG)  # however slow this machine is
+    monkeypatch.setattr(module, "_REQUEST_SECONDS", HANG)  # so that a slow machine does not matter
     started, start = [], threading.Thread.start
     monkeypatch.setattr(threading.Thread, "start", lambda thread: (started.append(thread.name), start(thread)))
     assert serves(endpoint)
@@ -135,7 +135,7 @@ def test_more_clients_than_the_cap_get_no_thread(endpoint, monkeypatch, capfd):
         silent[0].close()
         wait_for(lambda: handlers() < MAX_CONNECTIONS, "one is free again")
         assert serves(endpoint)
-        monkeypatch.setattr(module, "CONNECTION_SECONDS", 0.1)  # the deadline comes, and ends all of them
+        monkeypatch.setattr(module, "CONNECTION_SECONDS", 0.1)  # the deadline ends all of them
         for connection in silent[1:]:
             assert PAGE not in received(connection)
     wait_for(lambda: handlers() == 0, "no thread is left")
@@ -164,7 +164,7 @@ def test_a_crowd_of_scrapers_is_served_or_turned_away(endpoint, capfd):
         time.sleep(0.005)
     assert all(answer == b"" or answer.endswith(PAGE) for answer in answers)
     assert sum(answer.endswith(PAGE) for answer in answers) >= 10
-    assert most <= 2 * MAX_CONNECTIONS  # some are about to end
+    assert most <= 2 * MAX_CONNECTIONS  # some of these are about to end
     assert endpoint.failures == 0
     assert capfd.readouterr() == ("", "")
 
@@ -174,13 +174,13 @@ def test_a_machine_without_threads_to_give_turns_clients_away(endpoint, monkeypa
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "_REQUEST_SECONDS", HANG)  # however slow this machine is
+        patch.setattr(module, "_REQUEST_SECONDS", HANG)  # so that a slow machine does not matter
         patch.setattr(threading.Thread, "start", refuse)
         for _ in range(MAX_CONNECTIONS + 2):
             with client(endpoint) as connection:
                 connection.sendall(GOOD[:-2])
                 assert received(connection) == b""
-        assert serves(endpoint)  # a request that comes at once takes none
+        assert serves(endpoint)  # a request that has arrived at once needs no thread
     assert serves(endpoint)
     assert capfd.readouterr() == ("", "")
 

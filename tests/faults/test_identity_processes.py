@@ -1,4 +1,4 @@
-"""Processes of every launcher have their own series and log each."""
+"""Processes of every launcher have their own series and log."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WAITING = (
 
 
 def steps_by_rank(url: str) -> dict[str, float]:
-    """Steps of each series; fails where a series is there twice."""
+    """Steps of each series. Fails if a series exists twice."""
     found = samples(fetch(url))["training_steps_total"]
     by_rank = {labels["rank"]: value for labels, value in found}
     assert len(by_rank) == len(found), found
@@ -105,7 +105,7 @@ SPAWN = (
         rank = (index + shift) % 3
         if distributed:
             dist.init_process_group("gloo", init_method=f"file://{os.getcwd()}/store", rank=rank, world_size=3)
-            loop(10, wanted=lambda: agent.identity.told and agent.identity.rank == rank)
+            loop(10, wanted=lambda: agent.identity.rank_given and agent.identity.rank == rank)
             dist.barrier()
             dist.destroy_process_group()
         loop(10)
@@ -123,7 +123,7 @@ SPAWN = (
 
 @pytest.mark.parametrize(("shift", "kind"), [(0, "plain"), (0, "distributed"), (1, "distributed")])
 def test_spawned_processes_follow_their_rank(shift, kind, tmp_path):
-    """Also where the rank is another one than the number of the child: log, series and report move along."""
+    """Even if the rank differs from the number of the child: log, series and report follow the rank."""
     script = write(tmp_path, "train.py", SPAWN)
     with Child(script, shift, kind, cwd=tmp_path, env=env()) as parent:
         said = wait_for(

@@ -44,7 +44,7 @@ if ours:
 def said(folder, *arguments: str) -> str:
     variables = {} if arguments[0] == "unset" else {"KINETO_LOG_LEVEL": arguments[0]}
     lines = STAMP.sub(" ", run_script(SOURCE, folder, *arguments, env=environment(**variables)).stderr).splitlines()
-    return "\n".join(line for line in lines if "gpuGetDeviceCount" not in line)  # once in a process, without a GPU
+    return "\n".join(line for line in lines if "gpuGetDeviceCount" not in line)  # printed once if there is no GPU
 
 
 @pytest.mark.parametrize("when", ["before", "first"])

@@ -39,7 +39,7 @@ needs_mounts = pytest.mark.skipif(not _can_mount(), reason="no mount namespace c
 
 
 def in_namespace(mount: str, script: Path, *arguments: object) -> list[str]:
-    """A command line that runs Python where ``mount`` (a line of shell) holds for it alone."""
+    """A command line that runs Python with a private ``mount`` (a line of shell)."""
     line = f'{mount} && exec "$0" "$@"'
     return ["unshare", "-rm", "sh", "-c", line, sys.executable, *map(str, (script, *arguments))]
 
@@ -49,7 +49,7 @@ def in_namespace(mount: str, script: Path, *arguments: object) -> list[str]:
 
 @needs_mounts
 def test_a_full_disk_costs_log_lines_and_nothing_else(tmp_path):
-    """The run folder on a tiny file system that fills up while the run goes on, and has room again later."""
+    """The run folder is on a tiny file system that becomes full during the run, and has room again later."""
     disk = tmp_path / "disk"
     disk.mkdir()
     source = """
@@ -109,7 +109,7 @@ def test_a_full_disk_costs_log_lines_and_nothing_else(tmp_path):
 
 @needs_mounts
 def test_a_board_without_room_never_shows_half_a_state(tmp_path):
-    """/dev/shm full, as the batches of workers fill it: the last whole state stays, no torn one is served."""
+    """/dev/shm is full of the workers' batches: the last complete state stays, and no partial one is served."""
     source = """
         import os, sys, telemetry, urllib.request
         agent = telemetry.start("run", run="r")
@@ -219,7 +219,7 @@ def test_a_file_system_that_is_read_only(what, tmp_path):
         print(json.dumps([len(seen), agent.errors.counts, page]))
         """
     script = write(tmp_path, "script.py", source)
-    # From inside a file system that can be written: Python itself wants a temporary folder for nothing here.
+    # From inside a writable file system, because Python itself needs a temporary folder here.
     done = subprocess.run(
         in_namespace(mounts[what], script),
         cwd=tmp_path,

@@ -15,9 +15,9 @@ import torch
 from torch.utils.data import DataLoader
 
 import telemetry
+from tests.data_sets import Numbers
 from tests.faults.processes import Child, events, wait_for, write
 from tests.faults.stuck_runs import AT, STUCK_SECONDS, Hanging, lines, start, train
-from tests.test_attach_loaders import Numbers
 
 # -- what is not stuck --------------------------------------------------------------------------------------------
 
@@ -141,7 +141,7 @@ def test_what_is_not_stuck(tmp_path, what):
     telemetry.stop()
     assert sum(line["steps"] for line in lines(agent, "window")) >= 1
     assert agent.accounting.ledger.wall_seconds > LONG
-    # A run too short for a window is judged as it ends: the checkpoint may be a stall, but nobody was stuck.
+    # A run too short for a window is judged at its end: the checkpoint may be a stall, but it is not a hang.
     assert [line for line in lines(agent, "stall_open") if "stuck_in" in line["evidence"]] == []
     assert agent.errors.counts == {}
 
@@ -169,7 +169,7 @@ def test_a_process_that_was_stopped_was_not_stuck(tmp_path, workers):
         assert child.line() == "going"
         for _ in range(2):
             os.killpg(child.pid, signal.SIGSTOP)
-            time.sleep(2.0)  # so long it stood still
+            time.sleep(2.0)  # the process is stopped for this long
             os.killpg(child.pid, signal.SIGCONT)
             before = len(events(tmp_path / "run", "window", running=True))
             wait_for(lambda: len(events(tmp_path / "run", "window", running=True)) > before + 3, "it goes on")

@@ -1,4 +1,4 @@
-"""Restarts, nodes that share a folder, and ranks on a board: each process is told apart."""
+"""Restarts, nodes that share a folder, and ranks on a board: the processes are kept apart."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LIFE = (
 
 
 def namespaced(script: Path, *arguments: str, cwd: Path, **variables: str) -> subprocess.Popen:
-    """Run as the first process of a PID namespace, as a container does: its pid is always the same."""
+    """Run as the first process of a PID namespace, like in a container: its pid is always the same."""
     command = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", sys.executable, str(script), *arguments]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, cwd=cwd, env=env(**variables), stdin=pipe, stdout=pipe, stderr=pipe, text=True)
@@ -149,7 +149,7 @@ HOLDER = """
     board = Board("r", "s", "n", Path(sys.argv[1]))
     for line in sys.stdin:
         claimed, told, world = line.split()
-        number = board.rank_for(int(claimed), told=told == "told", world_size=int(world))
+        number = board.rank_for(int(claimed), rank_given=told == "told", world_size=int(world))
         if board._mine is not None and board._mine.name != f"rank-{number}.{os.getpid()}":
             board.move(int(board._mine.name.split(".")[0][5:]), number)
         board.publish(number, [(b"h", b"s")])
@@ -168,9 +168,9 @@ def test_ranks_on_a_board_are_distinct_and_the_told_comes_first(tmp_path):
         board = Board("r", "s", "n", tmp_path / "board")
         one, two, three = (stack.enter_context(Child(script, tmp_path / "board", cwd=tmp_path)) for _ in range(3))
         assert [ask(child, "0 default 1") for child in (one, two, three)] == [0, 1, 2]
-        assert ask(two, "0 told 2") == 0  # torch.distributed has said so
+        assert ask(two, "0 told 2") == 0  # torch.distributed has given this rank
         assert sorted(state.pid for state in board.states()) == sorted([two.pid, three.pid])
-        assert ask(one, "0 default 1") == 1  # gives way, and keeps what it has got
+        assert ask(one, "0 default 1") == 1  # gives way, and keeps its new number
         assert ask(three, "1 told 2") == 1
         assert ask(one, "0 default 1") == 2
         states = {state.rank: state.pid for state in board.states()}

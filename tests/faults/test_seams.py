@@ -18,7 +18,7 @@ from tests.faults.broken_seams import HOOKS, break_, break_seam, counted
 
 @pytest.fixture(scope="module")
 def unharmed():
-    """What the loop gives without us."""
+    """The result of the loop without the agent."""
     assert telemetry.api._agent is None
     return {steps: train(epochs=2, steps=steps) for steps in (False, True)}
 
@@ -71,7 +71,7 @@ def test_an_error_that_is_kept_keeps_nothing_of_the_training_alive(start, monkey
 
 
 def test_errors_in_a_hook_leave_the_other_steps_counted(start, monkeypatch):
-    """One failure costs its own step at most, and does not switch the measuring off."""
+    """One failure costs at most the measurement of its own step, and does not turn measuring off."""
     agent = start()
     failing = iter([True, False, True] + [False] * 1000)
     delivered = type(agent.tracker).delivered
@@ -149,7 +149,7 @@ def test_a_gpu_clock_that_fails_costs_its_own_figure_and_no_step(at, start, unha
 
 @pytest.mark.parametrize("seam", ["DataLoader.__iter__", "torch.save", "optimizer", "_BaseDataLoaderIter.__next__"])
 def test_a_hook_that_cannot_be_placed_leaves_the_others(seam, start, unharmed, monkeypatch, tmp_path):
-    """A version of torch that has moved one of them."""
+    """A version of torch in which one of them has another place."""
     from telemetry.attach import patches
 
     replace = patches.Patches.replace

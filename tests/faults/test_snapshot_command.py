@@ -1,4 +1,4 @@
-"""The snapshot command in another shell, and what it says when there is nothing to record."""
+"""The snapshot command in another shell, and its messages if there is nothing to record."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run ends, or a profiler of the user's begins, in the middle of a recording."""
+"""A run ends, or a profiler of the user's starts, during a recording."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def test_a_run_stopped_by_another_thread_during_a_recording(tmp_path):
 
 @pytest.mark.parametrize("then", ["loop", "exit"])
 def test_a_profiler_on_another_thread_does_not_wait_for_ever(tmp_path, then):
-    """The training thread ends no step meanwhile: the user's profiler starts first, and ours ends only after it."""
-    pytest.importorskip("torch")  # its version counts
+    """The training thread ends no step meanwhile. So the user's profiler starts first, and ours ends after that."""
+    pytest.importorskip("torch")  # the test depends on its version
     if not starts_beside_ours():
         pytest.skip("before torch 2.13 theirs would fail, so it waits")
     write(tmp_path, "loop.py", LOOP)
@@ -101,7 +101,7 @@ def test_a_profiler_on_another_thread_does_not_wait_for_ever(tmp_path, then):
 
 
 def test_before_torch_2_13_it_waits_for_the_training_thread(tmp_path):
-    """A profiler on another thread cannot begin beside ours. It is released when ours ends."""
+    """A profiler on another thread cannot start beside ours. It waits until ours has ended."""
     write(tmp_path, "loop.py", LOOP)
     run_script(
         """
@@ -144,7 +144,7 @@ def test_before_torch_2_13_it_waits_for_the_training_thread(tmp_path):
 
 
 def test_a_run_stopped_while_its_training_thread_is_busy(tmp_path):
-    """The session is ended when it does, the hooks go then, and the exit is a clean one."""
+    """The session and the hooks end when the training thread reaches a step boundary, and the exit is clean."""
     write(tmp_path, "loop.py", LOOP)
     done = run_script(
         """
@@ -183,3 +183,32 @@ def test_an_exit_with_a_session_that_could_not_be_ended(tmp_path):
         tmp_path,
     )
     assert done.stderr == ""
+
+
+def test_before_torch_2_13_it_gives_up_where_the_training_waits_for_it(tmp_path):
+    """The training thread joins the one that starts a profiler, so it reaches no boundary."""
+    write(tmp_path, "loop.py", LOOP)
+    run_script(
+        """
+        import threading, torch
+        from torch.profiler import ProfilerActivity, profile
+        from loop import loop, recording, start
+        import telemetry
+        from telemetry.snapshot import capture
+        capture._GIVE_WAY_SECONDS = 0.05
+        capture.starts_beside_ours = lambda: False
+        agent = start(snapshot_max_seconds=600)
+        loop(agent, lambda: recording(agent), steps=50)
+
+        def theirs():
+            with profile(activities=[ProfilerActivity.CPU]):
+                torch.ones(3).sum()
+
+        thread = threading.Thread(target=theirs, daemon=True)
+        thread.start()
+        thread.join(60)
+        assert not thread.is_alive()
+        telemetry.stop()
+        """,
+        tmp_path,
+    )

@@ -118,7 +118,7 @@ with open("results.json", "w") as file:
 
 
 def test_a_disk_that_is_full_at_any_stage(tmp_path):
-    """A file system of its own, filled up to so many free pages that the trace fails at each point on its way."""
+    """A private file system, filled up to a number of free pages, so that the export fails at each of its stages."""
     (tmp_path / "full").mkdir()
     (tmp_path / "shared").mkdir(mode=0o700)
     script = write(tmp_path, "full.py", FULL)

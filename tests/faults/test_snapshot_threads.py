@@ -1,4 +1,4 @@
-"""A snapshot's trace is kept by a thread, which cannot be had at every moment."""
+"""A snapshot's trace is exported on a thread, which cannot be started at every moment."""
 
 from __future__ import annotations
 
@@ -80,6 +80,6 @@ def test_without_a_thread_there_is_no_recording_and_the_next_one_is_made(tmp_pat
 
 
 def test_a_worker_forked_during_an_export_keeps_none_of_its_files(tmp_path):
-    """The disk space of what is removed would be taken for as long as the worker lives."""
+    """Otherwise the disk space of removed files would stay in use as long as the worker lives."""
     done = python(write(tmp_path, "script.py", SCRIPT), "fork", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "open []\n"), done.stderr

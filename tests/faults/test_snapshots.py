@@ -1,4 +1,4 @@
-"""Snapshots over a long run: no memory, no output and no thread is left, and they stop where they do harm."""
+"""Snapshots over a long run: they leave no memory, output or thread behind, and stop if they slow the run down."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_nothing_on_stderr_and_no_thread_left(tmp_path):
 
 
 def test_inductor_is_not_loaded_for_it(tmp_path):
-    """Torch's own way to prepare a profile imports all of it, on the training thread."""
+    """Torch's own function that prepares a profile imports all of Inductor, on the training thread."""
     write(tmp_path, "loop.py", LOOP)
     run_script(
         """

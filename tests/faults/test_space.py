@@ -1,4 +1,4 @@
-"""Too little room in the run folder, in TMPDIR or in /dev/shm: the training ends as it does without us.
+"""Too little space in the run folder, in TMPDIR or in /dev/shm: the training ends as without the agent.
 
 So does another training on the machine that needs /dev/shm for its own batches.
 """
@@ -153,7 +153,7 @@ def bare(tmp_path_factory):
 
 @pytest.mark.parametrize("place", ["run", "tmp", "shm"])
 def test_without_room_the_training_and_its_neighbour_end_as_ever(place, tmp_path, bare):
-    """Each place in turn tiny, full, and emptied by somebody else, and a snapshot of more than it holds in each."""
+    """Each place in turn is tiny, full, or emptied by other code, and a snapshot is larger than its space."""
     assert bare["train"][0] == 3
     assert bare["neighbour"] == [0, "on\n", ""]
     found = outcome(tmp_path, place, "ours")
@@ -225,7 +225,7 @@ assert saved and not refused, (saved, refused)
 
 
 def test_eight_ranks_that_export_at_once_leave_room_for_a_checkpoint(tmp_path):
-    """A disk with room for two of their traces: they take turns, and all come to an end."""
+    """A disk with space for two of their traces: the ranks take turns, and all of them finish."""
     (tmp_path / "disk").mkdir()
     write(tmp_path, "export.py", EXPORT)
     crowd = write(tmp_path, "crowd.py", CROWD)
@@ -241,7 +241,7 @@ def test_eight_ranks_that_export_at_once_leave_room_for_a_checkpoint(tmp_path):
 
 
 def test_a_run_folder_in_the_place_of_a_disk_that_is_too_small_is_told(tmp_path):
-    """The reason, in the log: how much it may take, what must stay free, and what there is."""
+    """The log gives the reason: the maximum size of the trace, the space that must stay free, and the free space."""
     (tmp_path / "disk").mkdir()
     script = write(
         tmp_path,
@@ -269,7 +269,7 @@ def test_a_run_folder_in_the_place_of_a_disk_that_is_too_small_is_told(tmp_path)
 
 @pytest.mark.parametrize("most", [0, 10])
 def test_leftovers_of_a_killed_export_are_swept_by_the_next_agent(tmp_path, most):
-    """Of whatever run, in /dev/shm too: earlier versions saved there."""
+    """Left by any run, also in /dev/shm, where earlier versions saved traces."""
     script = write(
         tmp_path,
         "script.py",

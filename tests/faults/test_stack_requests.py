@@ -1,4 +1,4 @@
-"""A stack request does not harm a process, and a process that is no worker is never asked."""
+"""A stack request does not harm a process, and a process that is not a worker is never asked."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pytest
 from torch.utils.data import DataLoader
 
 from telemetry.collect.worker_stack_requests import ask_workers
+from tests.data_sets import Numbers
 from tests.faults.processes import Child, wait_for, write
 from tests.faults.stuck_runs import (
     Release,
     in_read,
     start,
 )
-from tests.test_attach_loaders import Numbers
 
 
 def ports(agent) -> dict:
@@ -47,7 +47,7 @@ def another_file(victim, worker_id: int) -> None:
 
 
 def another_of_that_name(worker_id: int) -> None:
-    """The same state as in a process that was forked by a worker, or by a library that forks in this way."""
+    """The state of a process that was forked by a worker, or by a library that forks in this way."""
     for name in os.listdir("/proc/self/fd"):
         path = f"/proc/self/fd/{name}"
         if os.path.exists(path) and "telemetry-stacks" in os.readlink(path):
@@ -77,7 +77,7 @@ def test_a_worker_that_has_taken_our_signal_or_file_away_is_never_hurt(tmp_path,
         (answer,) = ask_workers([(worker.pid, port)])
         assert answer.stack == ""
         assert why in answer.missing
-    assert len([*iterator]) == 99  # alive, and as fast as ever
+    assert len([*iterator]) == 99  # the workers are alive and as fast as before
     assert victim.read_bytes() == b"precious"
 
 
@@ -130,7 +130,7 @@ def test_an_answer_is_of_now(tmp_path):
 
 
 class Busy(Numbers):
-    """Runs Python on two threads all the time."""
+    """A worker that runs Python on two threads all the time."""
 
     def __getitem__(self, index):
         if index == 1:
@@ -158,7 +158,7 @@ def test_a_busy_worker_is_asked_again_and_again(tmp_path):
     for _ in range(100):
         (answer,) = ask_workers([(worker.pid, port)])
         assert "in spin" in answer.stack, answer
-        assert "thread Thread-" in answer.stack  # Python has answered: it sees all threads
+        assert "thread Thread-" in answer.stack  # the Python handler has answered: it sees all threads
     assert worker.is_alive()
     worker.kill()
 
@@ -174,7 +174,7 @@ def test_asking_changes_nothing_in_the_training_process(tmp_path):
 
 
 def answered(answers):
-    """The answers, if there is one of each."""
+    """The answers of the workers, if all of them have answered."""
     return all(answer.stack for answer in answers) and answers
 
 

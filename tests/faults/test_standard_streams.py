@@ -1,4 +1,4 @@
-"""Stdin, stdout and stderr that are closed, full, replaced or blocked: the script finds them as it would without us."""
+"""Stdin, stdout and stderr are closed, full, replaced or blocked: the script finds them as without the agent."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_closed_descriptors_stay_closed_to_the_script(workers, tmp_path):
 
 
 def test_no_descriptor_of_ours_is_a_standard_one(tmp_path):
-    """Closed after the start, where the script means to give the numbers to files of its own."""
+    """They are closed after the start, and the script wants their numbers for its own files."""
     run_script(
         """
         import json, os, sys, threading, urllib.request
@@ -149,7 +149,7 @@ def test_a_full_stderr_leaves_the_status_of_a_usage_error(arguments, tmp_path):
 
 
 def test_a_full_pipe_or_one_without_a_reader_is_not_waited_for(tmp_path):
-    """With SIGPIPE as C has it, a write to the second would end the run."""
+    """With SIGPIPE at its default, a write to the second stream would end the process."""
     run_script(
         """
         import json, os, signal
@@ -182,7 +182,7 @@ def test_a_full_pipe_or_one_without_a_reader_is_not_waited_for(tmp_path):
 
 
 class Notebook(io.TextIOBase):
-    """A stream of no file, that shows what is flushed."""
+    """A stream without a file that records what is flushed."""
 
     def __init__(self) -> None:
         self.pending, self.shown = "", ""
@@ -215,7 +215,7 @@ def test_a_stderr_that_is_replaced_gets_the_line(monkeypatch, tmp_path):
 
 
 def test_two_writers_of_a_file_never_meet(tmp_path):
-    """Both have the same pid, as processes of two nodes or containers may."""
+    """Both have the same pid, like processes of two nodes or containers."""
     source = """
         import os, sys
         from pathlib import Path

@@ -28,7 +28,7 @@ telemetry.stop()
 
 
 class Job:
-    """Ranks of one node as real processes; the first one to start serves."""
+    """Ranks of one node as real processes. The first one to start serves."""
 
     def __init__(self, folder, ranks: int) -> None:
         self.folder = folder
@@ -51,7 +51,7 @@ class Job:
         return entry["targets"]
 
     def page(self, target: str) -> str | None:
-        """What is served there; None where nothing is."""
+        """The page that is served there; None if nothing is served."""
         try:
             return fetch(f"http://{target}/metrics", timeout=2.0)
         except (urllib.error.URLError, OSError):
@@ -83,7 +83,7 @@ def job(tmp_path):
 
 
 def steps_of(page):
-    """The ranks of which steps are shown."""
+    """The ranks whose steps are shown."""
     return {labels["rank"] for labels, _ in samples(page or "").get("training_last_step_timestamp_seconds", ())}
 
 
@@ -167,7 +167,7 @@ for line in sys.stdin:
 
 
 class Other(Child):
-    """Another process that has server_locks."""
+    """Another process that holds server locks."""
 
     def ask(self, what: object) -> str:
         self.tell(str(what))
@@ -210,7 +210,7 @@ def test_a_seat_is_taken_behind_one_that_stands_still(other, tmp_path):
 
 
 def test_who_stood_still_himself_waits_again(other, tmp_path):
-    """All processes of a machine may have been stopped at once: the others need a moment too."""
+    """All processes of a machine may have been stopped at once. So the others get time before they count as stopped."""
     clock = Clock()
     mine = ServerLocks(tmp_path, clock)
     assert other.ask("take") == "0"

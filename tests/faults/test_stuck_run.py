@@ -9,6 +9,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 import telemetry
+from tests.data_sets import Numbers
 from tests.faults.processes import Child, environment, events, wait_for, write
 from tests.faults.stuck_runs import (
     AT,
@@ -22,8 +23,7 @@ from tests.faults.stuck_runs import (
     train,
     when_stuck,
 )
-from tests.test_agent import scrape
-from tests.test_attach_loaders import Numbers
+from tests.running_agent import scrape
 
 
 def test_a_step_that_hangs_is_shown_in_log_metrics_and_report(tmp_path, capsys):
@@ -168,12 +168,12 @@ COLLECTIVE = """
 
 
 def stuck(run_dir, event):
-    """Of a run that is stuck, and not of what a short window has made of it before."""
+    """The advice is about the hang, and not about a stall that a short window has seen before it."""
     return [line for line in events(run_dir, event) if "stuck_in" in line["evidence"]]
 
 
 def the_stalls_of_a_collective(tmp_path, stuck_seconds):
-    """By rank, what is logged when rank 1 reads from a pipe where the other waits for it in an all-reduce."""
+    """The log lines by rank, when rank 1 reads from a pipe and rank 0 waits for it in an all-reduce."""
     script = write(tmp_path, "script.py", COLLECTIVE)
     environments = [environment(RANK=str(rank), WORLD_SIZE="2") for rank in (0, 1)]
     rest = (tmp_path / "store", stuck_seconds)
@@ -182,7 +182,7 @@ def the_stalls_of_a_collective(tmp_path, stuck_seconds):
         Child(script, 1, *rest, cwd=tmp_path, env=environments[1]) as one,
     ):
         said = one.line()
-        while said.startswith("[Gloo]"):  # torch 2.9 says on stdout how many peers it has
+        while said.startswith("[Gloo]"):  # torch 2.9 prints the number of peers to stdout
             said = one.line()
         assert said == "late"
         opened = wait_for(

@@ -10,6 +10,7 @@ import time
 import pytest
 from torch.utils.data import DataLoader
 
+from tests.data_sets import Numbers
 from tests.faults.processes import wait_for
 from tests.faults.stuck_runs import (
     AT,
@@ -23,7 +24,6 @@ from tests.faults.stuck_runs import (
     train,
     when_stuck,
 )
-from tests.test_attach_loaders import Numbers
 
 
 def in_lock(release):
@@ -32,7 +32,7 @@ def in_lock(release):
 
 def in_c_read(release):
     buffer = ctypes.create_string_buffer(4)
-    assert ctypes.CDLL(None).read(release.fifo, buffer, 4) == 4  # no retry: it would return -1 with EINTR
+    assert ctypes.CDLL(None).read(release.fifo, buffer, 4) == 4  # without a retry it would return -1 with EINTR
 
 
 def holding_the_gil(release):
@@ -96,12 +96,12 @@ def test_a_worker_that_hangs_is_shown_and_goes_on_unharmed(tmp_path, hang):
     assert worker[0].startswith(f"worker {AT % 2} (pid ")
     names = [line.rpartition(" in ")[2] for line in worker[1:]]
     assert names.index(hang.__name__) < names.index("sample") < names.index("__getitem__")  # innermost first
-    assert any(text.startswith(f"worker {1 - AT % 2} (pid ") for text in evidence["stacks"])  # the idle one too
+    assert any(text.startswith(f"worker {1 - AT % 2} (pid ") for text in evidence["stacks"])  # also the idle worker
     assert not any("telemetry-agent" in text for text in evidence["stacks"])
 
 
 class Named(Numbers):
-    """Hangs on a FIFO that is known by its name: also in a worker that inherits nothing."""
+    """Hangs on a FIFO that it opens by name. So it also works in a worker that inherits nothing."""
 
     def __init__(self, path, length: int = 60) -> None:
         super().__init__(length)
@@ -175,7 +175,7 @@ def test_a_worker_begun_before_the_agent_cannot_be_asked_and_that_is_said(tmp_pa
     assert len(train(iterator)) == 60
     watching.join()
     (opened,) = lines(agent, "stall_open")
-    assert opened["cause"] == "unknown"  # nobody knows what its fetches do
+    assert opened["cause"] == "unknown"  # it is not known what its fetches do
     text = stack_of(opened["evidence"]["stacks"], "worker 0")
     assert "in a fetch" not in text
     assert "no stack: it was started before the agent" in text

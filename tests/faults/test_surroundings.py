@@ -66,7 +66,7 @@ def test_a_run_folder_that_is_removed_comes_back_with_the_next_file(tmp_path):
 
 
 def test_multiprocess_mode_of_prometheus_client_is_not_ours(tmp_path):
-    """The variable turns metric objects into files, for a server with several processes."""
+    """The variable turns metric objects into files, for servers with several processes."""
     (tmp_path / "multi").mkdir()
     env = environment(**QUIET, PROMETHEUS_MULTIPROC_DIR=str(tmp_path / "multi"))
     with Child(write(tmp_path, "s.py", TRAINING), "run", cwd=tmp_path, env=env) as child:

@@ -67,7 +67,7 @@ def test_the_nvml_thread_is_there_with_a_driver_only(tmp_path):
             return sorted(t.name for t in threading.enumerate() if t.name.startswith("telemetry-"))
         wanted = ["telemetry-agent", "telemetry-endpoint"] + ["telemetry-nvml"] * (sys.argv[1] == "driver")
         for _ in range(6000):
-            up = agent._sampler._pollers["nvml"].health.up
+            up = agent._collectors._pollers["nvml"].health.up
             if up is (sys.argv[1] == "driver") and names() == wanted:
                 break
             agent._wake.wait(0.01)

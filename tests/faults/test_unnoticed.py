@@ -30,7 +30,7 @@ class Failing(Dataset):
 
 
 class Source:
-    """Numbers; the fourth raises."""
+    """A data set of numbers. The fourth raises."""
 
     def __init__(self, error):
         self.error, self.number = error, 0
@@ -46,7 +46,7 @@ class Source:
 
 
 def files_of(error: BaseException) -> list[str]:
-    """Where the frames of its traceback are."""
+    """The files of the frames of its traceback."""
     return [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
 
 
@@ -67,11 +67,11 @@ def test_the_user_s_exceptions_pass_unchanged_and_nothing_sticks(error, how, sta
     except BaseException as error_that_came:
         caught = error_that_came
     assert len(seen) == 3
-    if error is StopIteration:  # the end of an iteration, as plain Python has it
+    if error is StopIteration:  # the end of an iteration, as in plain Python
         assert caught is None
     else:
         assert caught is mine
-        if how != "watch" and sys.version_info >= (3, 11):  # 3.10 cannot take a frame out
+        if how != "watch" and sys.version_info >= (3, 11):  # on 3.10 our frame cannot be removed
             assert not [file for file in files_of(mine) if "/telemetry/attach/" in file]
     assert agent.tracker.waiting_since == 0
 
@@ -130,7 +130,7 @@ def test_an_exception_while_saving_passes_unchanged(start, tmp_path):
 
 @pytest.mark.parametrize("inside", ["push", "delivered", "failed", "iterated"])
 def test_ctrl_c_inside_a_hook_passes_and_nothing_sticks(inside, start, monkeypatch):
-    """A signal can come at any bytecode, ours included."""
+    """A signal can come at any bytecode, including the agent's."""
     agent = start()
     owner = type(agent.tracker.ring if inside == "push" else agent.tracker)
     loader = torch.utils.data.DataLoader(Dataset(), batch_size=2)
@@ -160,7 +160,7 @@ def test_a_generator_that_is_watched_is_closed_as_it_would_be(start):
 
     source = batches()
     watched = telemetry.watch(source)
-    assert next(watched) == 0  # an iterator before and after
+    assert next(watched) == 0  # it was an iterator before and is one after
     assert iter(watched) is watched
     for item in watched:
         assert item == 1
@@ -223,7 +223,7 @@ def test_a_module_searched_before_its_import_is_still_patched(tmp_path):
 
 
 def test_a_compiled_optimizer_step_says_nothing_more_and_is_counted(tmp_path):
-    """Dynamo traces global hooks, and would warn of what it cannot trace in ours."""
+    """Dynamo traces global hooks, and would warn about parts of ours that it cannot trace."""
     script = write(
         tmp_path,
         "script.py",

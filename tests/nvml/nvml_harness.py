@@ -59,7 +59,7 @@ def until(met, seconds=20):
 
 
 def outcome(made):
-    """The sample, or the text of the reason why there is none."""
+    """The sample, or the reason why it is missing, as text."""
     try:
         return made.read()
     except CollectorError as error:

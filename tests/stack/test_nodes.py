@@ -1,4 +1,4 @@
-"""A job on two nodes: two torchrun agents with a name of a node each, and one run folder."""
+"""A job on two nodes: two torchrun agents with different node names, and one run folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real Prometheus server against real jobs: what it finds, what it keeps when a rank dies, whether the sums hold."""
+"""A real Prometheus server and real jobs: discovery, the series when a rank dies, and correct sums."""
 
 import os
 import shutil

@@ -17,7 +17,7 @@ CATEGORIES = {"startup", "data_wait", "compute", "evaluation", "checkpoint", "ot
 
 
 def check_report(report, ranks):
-    """What holds of every report, however the run ended."""
+    """Checks that hold for every report, however the run ended."""
     assert [rank["rank"] for rank in report["ranks"]] == list(ranks)
     assert [rank["local_rank"] for rank in report["ranks"]] == list(ranks)
     for rank in report["ranks"]:
@@ -150,7 +150,7 @@ def test_report_after_sigkill_of_all_ranks(second_job):
     report = second_job.report()
     check_report(report, range(2))
     assert "rank 1" in report["verdict"]
-    for rank in report["ranks"]:  # from the agent's start, which is after the interpreter's, to the newest line
+    for rank in report["ranks"]:  # from the agent's start, which is after the process's start, to the newest line
         assert ages[rank["rank"]] - 4 < rank["wall_seconds"] < ages[rank["rank"]] + 1
     wait_for("the end to be told", lambda: second_job.report_text().count("did not end by itself") == 2, every=0.3)
     assert not any(line["event"] == "run_end" for line in second_job.logs())

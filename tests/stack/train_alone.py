@@ -1,4 +1,4 @@
-"""Ranks that train side by side and never talk, so that one may die without the others. Until a file appears."""
+"""Ranks that train independently, so that one may die without the others. They train until a file appears."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""A training script as anybody might write it: DDP over gloo, a DataLoader, and no word of telemetry.
+"""A typical training script: DDP over gloo and a DataLoader, without telemetry.
 
 The rank named by SLOW_RANK reads its samples slowly, until the file named by --mended appears, if one is named. Training
 goes on until the file named by --until appears, or for --steps steps. With COLLECTIVES=0 the ranks train side by side and never talk, so that one may die without the others.
@@ -35,7 +35,7 @@ def think(seconds):
 
 
 def agreed(done, collectives):
-    """Whether any rank is done: all must leave the loop at the same step."""
+    """Whether any rank is done. All ranks must leave the loop at the same step."""
     if not collectives:
         return done
     flag = torch.tensor(float(done))
@@ -84,7 +84,7 @@ def main():
             loss.backward()
             optimizer.step()
             if not collectives:
-                time.sleep(0.05)  # four of them are not to take the machine
+                time.sleep(0.05)  # so that four ranks do not use the whole machine
             step += 1
             done = agreed(step >= options.steps or os.path.exists(options.until), collectives)
             if done:

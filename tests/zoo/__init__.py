@@ -1,1 +1,1 @@
-"""Training scripts with one known cause of a stall each, and healthy ones. The agent's reports on them are judged."""
+"""Training scripts with one known cause of a stall each, and healthy ones. The zoo judges the reports on them."""

@@ -1,4 +1,4 @@
-"""``python -m tests.zoo``: run the zoo, print the table, write the results; the exit status says whether it is right."""
+"""``python -m tests.zoo``: runs the zoo, prints the table, writes the results. Exits with 0 if all goals are reached."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from benchmarks import machine
 
-from . import rival, runner, score, table
+from . import runner, score, table, traceml
 from .journal import Journal
 from .specimen import Specimen
 from .specimens import ALL, chosen
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 RESULTS: Final = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 
 _TERMINATED: Final = 143
-"""What a shell reports of a command that SIGTERM ended."""
+"""The exit status that a shell reports for a command that SIGTERM ended."""
 
 
 def main() -> int:
-    """Run it. Returns 1 where a goal is missed, 2 for a mistake on the command line."""
+    """Run the command. Returns 1 if a goal is missed, 2 for a mistake on the command line."""
     options = _options()
     if options.list:
         for specimen in ALL:
@@ -40,7 +40,7 @@ def main() -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED))  # so that the run in progress is ended too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED))  # so that the run in progress is ended, too
     settings = dict(setting.split("=", 1) for setting in options.setting)
     about_machine = machine.describe() | {"repetitions": options.repeat}
     journal = Journal(options.journal)
@@ -61,7 +61,7 @@ def main() -> int:
             print(f"{repetition + 1}/{options.repeat}  {_line(specimen, result)}", flush=True)
             if options.evidence is not None:
                 _keep_evidence(options.evidence, specimen, result, repetition)
-    verdicts = {} if options.no_rival else _ask_the_rival(specimens, journal)
+    verdicts = {} if options.no_rival else _ask_traceml(specimens, journal)
     scored = score.scores(specimens, results)
     reached = score.goals(scored)
     about = _about(about_machine)
@@ -121,17 +121,17 @@ def _line(specimen: Specimen, result: Result) -> str:
     return f"{text}  [{pace} steps/s; others use {others} cores]"
 
 
-def _ask_the_rival(specimens: Sequence[Specimen], journal: Journal) -> dict[str, str]:
+def _ask_traceml(specimens: Sequence[Specimen], journal: Journal) -> dict[str, str]:
     verdicts: dict[str, str] = {}
     try:
-        interpreter = rival.python()
-    except rival.RivalError as error:
+        interpreter = traceml.python()
+    except traceml.ToolError as error:
         print(f"without TraceML's verdicts: {error}")
         return verdicts
     for specimen in specimens:
         verdict = journal.known_verdict(specimen)
         if verdict is None:
-            verdict = rival.verdict(interpreter, specimen)
+            verdict = traceml.verdict(interpreter, specimen)
             journal.keep_verdict(specimen, verdict)
         verdicts[specimen.name] = verdict
         print(f"TraceML  {specimen.name:22} {verdict}", flush=True)
@@ -139,7 +139,7 @@ def _ask_the_rival(specimens: Sequence[Specimen], journal: Journal) -> dict[str,
 
 
 def _keep_evidence(folder: Path, specimen: Specimen, result: Result, repetition: int) -> None:
-    """One small file for each stall: what was seen, what it was called, and what is true."""
+    """Write one small file for each stall: its evidence, the cause that was named, and the true causes."""
     folder.mkdir(parents=True, exist_ok=True)
     for number, stall in enumerate(result.stalls):
         name = f"{specimen.name}.{repetition}.{number}.json"

@@ -1,4 +1,4 @@
-"""Controls: healthy runs, in which nothing may be found."""
+"""Controls: healthy runs, in which the agent must find no stall."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from benchmarks import rival
+from benchmarks import traceml
 
 from . import processes
 from .judgement import Advised, Result
@@ -25,7 +25,7 @@ class Journal:
     """A file of JSON lines. Results of another version of the script or of the agent's code are ignored.
 
     Args:
-        path: of the file; None to keep nothing.
+        path: path of the file; None to keep nothing.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -38,7 +38,7 @@ class Journal:
                 self._entries[entry["specimen"], entry["version"], entry["repetition"]] = entry["said"]
 
     def known(self, specimen: Specimen, repetition: int) -> Result | None:
-        """The result of this repetition, if it is there."""
+        """The stored result of this repetition; else None."""
         said = self._entries.get((specimen.name, _version(specimen, self._judges), repetition))
         return None if said is None else _result(said)
 
@@ -47,13 +47,13 @@ class Journal:
         self._add(specimen, self._judges, repetition, dataclasses.asdict(result))
 
     def known_verdict(self, specimen: Specimen) -> str | None:
-        """TraceML's, if it is there."""
-        verdict: str | None = self._entries.get((specimen.name, _version(specimen, rival.VERSION), 0))
+        """TraceML's stored diagnosis; else None."""
+        verdict: str | None = self._entries.get((specimen.name, _version(specimen, traceml.VERSION), 0))
         return verdict
 
     def keep_verdict(self, specimen: Specimen, verdict: str) -> None:
-        """Add TraceML's."""
-        self._add(specimen, rival.VERSION, 0, verdict)
+        """Add TraceML's diagnosis."""
+        self._add(specimen, traceml.VERSION, 0, verdict)
 
     def _add(self, specimen: Specimen, judges: str, repetition: int, said: Any) -> None:
         if self._path is None:

@@ -1,4 +1,4 @@
-"""Compares a report with what is true of the specimen. Reads reports and starts nothing."""
+"""Compares a report with the truth about the specimen. Reads reports and starts nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NAMED: Final = re.compile(r"Cause: (\w+)")
 
 @dataclass(frozen=True, slots=True)
 class Advised:
-    """An advice that was followed: the first that predicts something and can be followed here."""
+    """Advice that was followed: the first with a prediction that can be followed here."""
 
     cause: str
     setting: str | None
@@ -29,16 +29,16 @@ class Result:
     """One run of a specimen, and the run with the advice followed if there was one.
 
     Attributes:
-        named: the cause named first, None where none was.
+        named: the cause named first; None if no cause was named.
         others: causes of other stalls in the report.
         detected: whether there was any stall.
-        right: whether the cause named first is true. None of a control.
-        accused: whether a control was said to stall or to starve. None of a stall.
-        steps_per_second: without the advice. ``pace_after``: the same, after it was followed; None where it was not run.
-        realised: steps per second with the advice followed, over those without.
-        load: of the machine, by run.
-        error: why the run says nothing, None if it does.
-        stalls: of the report, whole.
+        right: whether the cause named first is true. None for a control.
+        accused: whether the report says that a control stalls or starves. None for other specimens.
+        steps_per_second: pace without the advice. ``pace_after``: pace with the advice; None if it was not run.
+        realised: ratio of the pace with the advice to the pace without it.
+        load: load of the machine, by run.
+        error: why the run has no result; None if it has one.
+        stalls: the stalls of the report.
     """
 
     specimen: str
@@ -58,7 +58,7 @@ class Result:
 
 
 def judge(specimen: Specimen, report: dict[str, Any]) -> Result:
-    """What the report says of the specimen."""
+    """Judge a report on the specimen."""
     stalls: list[dict[str, Any]] = report["stalls"]
     verdict: str = report["verdict"]
     named = first_cause(report)
@@ -76,7 +76,7 @@ def judge(specimen: Specimen, report: dict[str, Any]) -> Result:
 
 
 def first_cause(report: dict[str, Any]) -> str | None:
-    """The cause that a person reads first: the verdict's; else that of the stall that cost most."""
+    """The cause that a person reads first: the verdict's, else that of the stall that cost most."""
     found = _NAMED.search(report["verdict"])
     if found:
         return found[1]
@@ -85,7 +85,7 @@ def first_cause(report: dict[str, Any]) -> str | None:
 
 
 def advice_to_follow(specimen: Specimen, report: dict[str, Any]) -> Advised | None:
-    """The first advice on the cause named first that predicts something and can be followed here."""
+    """The first advice on the cause named first that has a prediction and can be followed here."""
     named = first_cause(report)
     of_it = [stall for stall in report["stalls"] if stall["cause"] == named]
     if not of_it or named is None:

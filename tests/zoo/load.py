@@ -21,13 +21,13 @@ class _Reading:
 
 
 class Load:
-    """The load between its making and `since`."""
+    """The load since this object was made, see `since`."""
 
     def __init__(self) -> None:
         self._start = _read()
 
     def since(self) -> dict[str, float]:
-        """Since this was made: mean cores that others used, shares of the time stolen and under CPU pressure."""
+        """Since this was made: mean cores used by others, and the shares of the time stolen and under CPU pressure."""
         before, after = self._start, _read()
         passed = max(after.at - before.at, 1e-9)
         busy = (after.busy - before.busy - (after.ours - before.ours)) / passed

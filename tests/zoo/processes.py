@@ -1,4 +1,4 @@
-"""Start a training run as a person would, wait for its end within a limit, and read what it left."""
+"""Starts a training run like a person would, waits for its end with a time limit, and reads its output."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ SCRIPTS: Final = Path(__file__).resolve().parent / "scripts"
 _ADOPT: Final = Path(__file__).with_name("adopt.py")
 
 _PATIENCE_SECONDS: Final = 90.0
-"""How much longer than its training a run may take: data is written, workers are started, a summary is made."""
+"""How much longer than its training a run may take: data is written, workers start, the agent writes its log."""
 
 
 class RunError(RuntimeError):
-    """A run did not end as it should; the text is one line."""
+    """A run failed; the text is one line."""
 
 
 def under_the_agent(
@@ -33,16 +33,16 @@ def under_the_agent(
     """Run a specimen with ``telemetry run``, with ``extra`` arguments after its own.
 
     Args:
-        specimen: what to run.
-        folder: an empty one for all that it leaves.
-        extra: more arguments of the script; they win over its own.
-        settings: variables of the agent; none for the defaults.
+        specimen: the specimen.
+        folder: an empty folder for its output.
+        extra: more arguments of the script; they override its own.
+        settings: variables of the agent; empty for the defaults.
 
     Returns:
         The report, as ``telemetry report --json`` prints it, and the script's own steps per second.
 
     Raises:
-        RunError: it failed, did not end, or left no report or no pace.
+        RunError: it failed, timed out, or left no report or no pace.
     """
     run, pace = folder / "run", folder / "pace.json"
     agent = ["-m", "telemetry", "run", "--run-dir", str(run), "--port", "0"]
@@ -70,10 +70,10 @@ def script_arguments(specimen: Specimen, pace: Path) -> list[str]:
 
 
 def read_pace(path: Path) -> float:
-    """Steps per second, as the script has written them.
+    """Steps per second, as written by the script.
 
     Raises:
-        RunError: it has written none.
+        RunError: the script has not written it.
     """
     try:
         rate = json.loads(path.read_text(encoding="utf-8"))["steps_per_second"]
@@ -88,7 +88,7 @@ def finish(command: Sequence[str], folder: Path, specimen: Specimen, variables: 
     """Run a command to its end, with its output in ``folder``.
 
     Raises:
-        RunError: it failed, or had to be ended.
+        RunError: it failed, or timed out and was ended.
     """
     with (folder / "output.txt").open("w") as output:
         process = subprocess.Popen(
@@ -100,7 +100,7 @@ def finish(command: Sequence[str], folder: Path, specimen: Specimen, variables: 
             start_new_session=True,
         )
         try:
-            if specimen.cores is not None:  # inherited by all that it starts
+            if specimen.cores is not None:  # inherited by all processes that it starts
                 allowed = sorted(os.sched_getaffinity(0))[: specimen.cores]
                 os.sched_setaffinity(process.pid, allowed)
             code = process.wait(specimen.seconds + _PATIENCE_SECONDS)
@@ -115,7 +115,7 @@ def finish(command: Sequence[str], folder: Path, specimen: Specimen, variables: 
 
 
 def environment() -> dict[str, str]:
-    """This process's variables without settings of the agent or of a job; the package can be found."""
+    """This process's variables, without settings of the agent or of a job. The package can be imported."""
     dropped = ("TELEMETRY_", "TRACEML_", "PROMETHEUS_", "SLURM_")
     single = {"RANK", "LOCAL_RANK", "WORLD_SIZE"}
     kept = {k: v for k, v in os.environ.items() if not k.startswith(dropped) and k not in single}

@@ -1,4 +1,4 @@
-"""Run specimens one at a time: judge the report, follow the advice, run again, compare."""
+"""Runs specimens one at a time: judges the report, follows the advice, runs again, and compares."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 _MAX_TRIES: Final = 6
-"""Runs until a quiet one is found. If none is quiet enough, the last one counts, and its load is recorded."""
+"""Maximum runs until one is quiet. If none is quiet enough, the last one counts, and its load is recorded."""
 
 _MAX_COMPARISONS: Final = 3
-"""Comparisons until the pace is steady. If none is steady, the last one counts, and both paces are recorded."""
+"""Maximum comparisons until the pace is steady. If none is steady, the last one counts. Both paces are recorded."""
 
 
 def run(
@@ -34,15 +34,15 @@ def run(
     most_others: float = math.inf,
     steady: float = math.inf,
 ) -> Result:
-    """Run a specimen, and with ``follow`` once more with the advice followed. A run that fails says so in its result.
+    """Run a specimen. With ``follow``, run it again with the advice followed. A failed run has an error in its result.
 
     Args:
-        specimen: what to run.
+        specimen: the specimen.
         settings: variables of the agent.
-        follow: whether the advice is followed.
-        most_others: a run in which others used more cores than this is made again.
-        steady: the advice is followed between two runs without it, and again where their paces differ by more than this
-            share. What shares a virtual machine's cores from outside of it shows in no load, only in the pace.
+        follow: whether to follow the advice.
+        most_others: a run is repeated if other processes used more cores than this.
+        steady: run without the advice before and after following it, and repeat all three if the two paces differ by
+            more than this share. Other virtual machines on the same cores change the pace, but not the load.
     """
     loads: list[dict[str, float]] = []
 
@@ -67,7 +67,7 @@ def _follow(
     once: Callable[..., tuple[dict[str, Any], float]],
     steady: float,
 ) -> Result:
-    """The result, and what came of its advice, if it has one to follow."""
+    """The result, with the advice followed if there is advice to follow."""
     for tries_left in reversed(range(_MAX_COMPARISONS)):
         advised = advice_to_follow(specimen, report)
         if advised is None:
@@ -94,7 +94,7 @@ def _undisturbed(
     loads: list[dict[str, float]],
     most_others: float,
 ) -> tuple[dict[str, Any], float]:
-    """Run it, again and again until others have left it the machine. The load of the run that counts is noted."""
+    """Run it, and repeat that until others use few enough cores. The load of the last run is recorded."""
     found: tuple[dict[str, Any], float] | processes.RunError
     for tries_left in reversed(range(_MAX_TRIES)):
         load = Load()

@@ -1,4 +1,4 @@
-"""From results to the goals: what was found, named and predicted, over all runs."""
+"""Computes from the results whether the goals are reached: what was found, named and predicted, over all runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_OFF: Final = 0.20
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What is to be reached."""
+    """A goal, and whether it is reached."""
 
     name: str
     met: bool
@@ -37,7 +37,7 @@ class Score:
 
     @property
     def told(self) -> tuple[Result, ...]:
-        """Runs that say something."""
+        """Runs with a result."""
         return tuple(r for r in self.results if r.verdict)
 
     @property
@@ -52,41 +52,41 @@ class Score:
 
     @property
     def accused(self) -> int:
-        """Runs in which a control was said to stall, or that failed."""
+        """Runs in which a control was accused, or that failed."""
         return sum(r.accused is not False for r in self.results) if self.specimen.healthy else 0
 
     @property
     def followed(self) -> int:
-        """Runs after which an advice was followed, whatever came of it."""
+        """Runs after which advice was followed, with any result."""
         return sum(r.advised is not None for r in self.results)
 
     @property
     def predicted(self) -> float | None:
-        """Median speed-up predicted, of the runs in which the advice was followed."""
+        """Median predicted speed-up of the runs in which the advice was followed."""
         values = [r.advised.predicted for r in self.results if r.advised is not None]
         return median(values) if values else None
 
     @property
     def realised(self) -> float | None:
-        """Median speed-up realised."""
+        """Median realised speed-up."""
         values = [r.realised for r in self.results if r.realised is not None]
         return median(values) if values else None
 
     @property
     def off(self) -> float | None:
-        """How far the predicted speed-up of a run is from the one realised after it, the median of the runs; None where
-        no advice was followed, or none worked."""
+        """Median over the runs of the difference between predicted and realised speed-up, as a share of the realised
+        one; None if no advice was followed, or no run with it succeeded."""
         both = [(r.advised.predicted, r.realised) for r in self.results if r.advised is not None and r.realised]
         return median(abs(predicted / realised - 1) for predicted, realised in both) if both else None
 
 
 def scores(specimens: Sequence[Specimen], results: Sequence[Result]) -> list[Score]:
-    """By specimen, in their order."""
+    """Scores by specimen, in the order of the specimens."""
     return [Score(s, tuple(r for r in results if r.specimen == s.name)) for s in specimens]
 
 
 def goals(scored: Sequence[Score]) -> list[Goal]:
-    """What is to be reached, of the specimens that were run."""
+    """The goals for the specimens that were run."""
     stalls = [s for s in scored if not s.specimen.healthy]
     controls = [s for s in scored if s.specimen.healthy]
     wanted = sum(len(s.results) for s in stalls)

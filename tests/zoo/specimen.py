@@ -1,4 +1,4 @@
-"""A specimen: one training script with its arguments, and what has to be found in it."""
+"""A specimen: one training script with its arguments, and what the agent must find in it."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 LOADER_SETTINGS: Final = ("num_workers", "prefetch_factor", "persistent_workers", "pin_memory", "in_order")
-"""What every script takes on its command line, by the names of DataLoader's arguments."""
+"""The options that every script has, by the names of DataLoader's arguments."""
 
 
 @dataclass(frozen=True, slots=True)
 class Specimen:
-    """One training run whose trouble is known.
+    """One training run with a known problem.
 
     Attributes:
-        name: unique.
-        script: in ``scripts/``, without its suffix; ``arguments`` are its own.
-        causes: what may be named as the cause; more than one where the closed set has two words for it. Empty for a
-            healthy control.
-        remedies: by cause, the arguments that follow an advice that is no setting of a loader, or a function that
-            makes them of its value.
-        takes_settings: whether the script has a use for a loader's settings.
-        seconds: of training.
-        ranks: more than one runs under torchrun; then the peers of ``slow_rank`` have to say that they wait for it.
-        cores: how many the run may use; None for all.
-        about: the style, in a few words.
+        name: a unique name.
+        script: file in ``scripts/``, without its suffix. ``arguments``: its own arguments.
+        causes: the causes that are right; more than one if two causes of the closed set apply. Empty for a healthy
+            control.
+        remedies: by cause, the arguments that follow advice other than a loader's setting, or a function that makes
+            them from its value.
+        takes_settings: whether the script uses a loader's settings.
+        seconds: length of the training.
+        ranks: with more than one, it runs under torchrun. Then the peers of ``slow_rank`` must name it as straggler.
+        cores: how many cores the run may use; None for all.
+        about: the kind of script, in a few words.
     """
 
     name: str
@@ -44,11 +44,11 @@ class Specimen:
 
     @property
     def healthy(self) -> bool:
-        """Whether nothing is wrong with it."""
+        """Whether the specimen has no problem."""
         return not self.causes
 
     def with_advice(self, cause: str, setting: str | None, value: str | None) -> tuple[str, ...] | None:
-        """The arguments that follow an advice, after the script's own; None where it cannot be followed here."""
+        """The arguments that follow advice, after the script's own; None if it cannot be followed here."""
         if setting not in LOADER_SETTINGS:
             remedy = self.remedies.get(cause)
             return remedy(int(value or 0)) if callable(remedy) else remedy

@@ -1,4 +1,4 @@
-"""The specimens: which script, with which arguments, and what is known to be wrong with it.
+"""The specimens: scripts, their arguments, and their known problems.
 
 A script is written as a person would write it. Its problem is in its own settings and data. A specimen states the true
 cause, not the cause that the agent names.

@@ -1,4 +1,4 @@
-"""The results as a table to read, as Markdown and as JSON."""
+"""The results as text, Markdown and JSON."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
 _HEADINGS: Final = ("specimen", "is", "found", "named first", "right", "predicted", "realised", "TraceML 0.5.0")
 
 
-def text(about: str, scored: Sequence[Score], reached: Sequence[Goal], rival: Mapping[str, str]) -> str:
+def text(about: str, scored: Sequence[Score], reached: Sequence[Goal], diagnoses: Mapping[str, str]) -> str:
     """The table for a terminal."""
-    rows = [list(_HEADINGS), *(_cells(score, rival) for score in scored)]
+    rows = [list(_HEADINGS), *(_cells(score, diagnoses) for score in scored)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return "\n".join([about, "", *lines, "", *_goal_lines(reached)])
 
 
-def markdown(about: str, scored: Sequence[Score], reached: Sequence[Goal], rival: Mapping[str, str]) -> str:
-    """The table for a page."""
+def markdown(about: str, scored: Sequence[Score], reached: Sequence[Goal], diagnoses: Mapping[str, str]) -> str:
+    """The table as a Markdown page."""
     lines = ["# What the agent says of the zoo", "", about, ""]
     lines += [f"- {line}" for line in _goal_lines(reached)]
     lines += ["", f"| {' | '.join(_HEADINGS)} |", "|---" * len(_HEADINGS) + "|"]
-    lines += [f"| {' | '.join(_cells(score, rival))} |" for score in scored]
+    lines += [f"| {' | '.join(_cells(score, diagnoses))} |" for score in scored]
     return "\n".join([*lines, ""])
 
 
@@ -41,9 +41,9 @@ def write(
     about: str,
     scored: Sequence[Score],
     reached: Sequence[Goal],
-    rival: Mapping[str, str],
+    diagnoses: Mapping[str, str],
 ) -> list[Path]:
-    """Write both files, replacing those of an earlier run on the same kind of machine."""
+    """Write both files. They replace those of an earlier run on the same kind of machine."""
     folder.mkdir(parents=True, exist_ok=True)
     as_json, as_markdown = folder / f"zoo-{slug}.json", folder / f"zoo-{slug}.md"
     content = {
@@ -54,19 +54,19 @@ def write(
                 "name": score.specimen.name,
                 "about": score.specimen.about,
                 "causes": score.specimen.causes,
-                "rival": rival.get(score.specimen.name),
+                "rival": diagnoses.get(score.specimen.name),
                 "runs": [_run(result) for result in score.results],
             }
             for score in scored
         ],
     }
     as_json.write_text(json.dumps(content) + "\n", encoding="utf-8")
-    as_markdown.write_text(markdown(about, scored, reached, rival), encoding="utf-8")
+    as_markdown.write_text(markdown(about, scored, reached, diagnoses), encoding="utf-8")
     return [as_json, as_markdown]
 
 
 def _run(result: Result) -> dict[str, Any]:
-    """A result without the whole stalls: ``--evidence`` keeps those."""
+    """A result without its stalls, which ``--evidence`` stores."""
     fields = dataclasses.asdict(result)
     fields["stalls"] = [
         {name: stall.get(name) for name in ("rank", "cause", "exposed_wait_ratio")}
@@ -76,7 +76,7 @@ def _run(result: Result) -> dict[str, Any]:
     return fields
 
 
-def _cells(score: Score, rival: Mapping[str, str]) -> list[str]:
+def _cells(score: Score, diagnoses: Mapping[str, str]) -> list[str]:
     specimen, runs = score.specimen, len(score.results)
     named = Counter(_said(result) for result in score.results)
     return [
@@ -87,12 +87,12 @@ def _cells(score: Score, rival: Mapping[str, str]) -> list[str]:
         f"{score.right}/{runs}" if not specimen.healthy else f"{runs - score.accused}/{runs}",
         "" if score.predicted is None else f"{score.predicted:.2f}",
         _realised(score),
-        rival.get(specimen.name, ""),
+        diagnoses.get(specimen.name, ""),
     ]
 
 
 def _realised(score: Score) -> str:
-    """The speed-up, how far the prediction was off, and how many runs it is of where these are not all."""
+    """The speed-up, the error of the prediction, and the number of runs if these are not all."""
     if score.realised is None or score.off is None:
         return "failed" if score.followed else ""
     runs = "" if score.followed == len(score.results) else f", {score.followed} run{'s' * (score.followed > 1)}"

@@ -11,7 +11,7 @@ import pytest
 
 from tests.zoo.zoo_results import STARVED, more_workers, stall
 
-from . import judgement, processes, rival, score, table
+from . import judgement, processes, score, table, traceml
 from .judgement import Advised, Result
 from .specimen import Specimen
 from .specimens import ALL
@@ -137,12 +137,12 @@ def test_the_table_shows_of_how_many_runs_a_speed_up_is():
     assert "failed" in shown_of([dataclasses.replace(once, realised=None), calm])[0]
 
 
-# -- the rival -------------------------------------------------------------------------------------------------
+# -- TraceML ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("script", sorted({s.script for s in ALL}))
-def test_the_rival_is_put_into_every_script(script):
-    source = rival.rewritten((processes.SCRIPTS / f"{script}.py").read_text())
+def test_traceml_is_put_into_every_script(script):
+    source = traceml.rewritten((processes.SCRIPTS / f"{script}.py").read_text())
     assert source.count("with traceml_ai.trace_step(") == 1
     assert source.count("traceml_ai.init(mode='auto')") == 1
     compile(source, script, "exec")

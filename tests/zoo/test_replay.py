@@ -1,4 +1,4 @@
-"""Replays evidence recorded in runs of the zoo: its true causes are still named after a change of the rules."""
+"""Replays evidence recorded in runs of the zoo: after a change of the rules, the true causes must still be named."""
 
 import dataclasses
 import json
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from telemetry.core.interval import RankPace
+from telemetry.core.tick import RankPace
 from telemetry.diagnose.causes import costs
 from telemetry.diagnose.evidence import (
     CheckpointEvidence,
@@ -32,18 +32,18 @@ PACE = {
     "compute": "compute_seconds", "exposed": "exposed_wait_seconds", "away": "away_seconds", "in_sync": "in_sync_samples",
     "still": "seconds_without_step", "still_in_sync": "waits_for_ranks", "gpu_busy": "gpu_busy_ratio",
 }  # fmt: skip
-"""Fields of a pace as the log has them, and as `RankPace` has them."""
+"""Names of a pace's fields in the log and in `RankPace`."""
 
 
 class Field:
-    """Stands for the value of a field while `evidence_field` says under which name of the log it is."""
+    """A marker in place of a field's value. It shows which log field `evidence_field` puts the value into."""
 
     def __init__(self, path: tuple[str, ...]) -> None:
         self.path = path
 
 
 def log_names() -> dict[tuple[str, ...], str]:
-    """By path in `Evidence`, the name in the log."""
+    """The name in the log, by path in `Evidence`."""
     values = {}
     for field in dataclasses.fields(Evidence):
         group = GROUPS.get(field.name)
@@ -59,7 +59,7 @@ def log_names() -> dict[tuple[str, ...], str]:
 
 
 def evidence_of(logged):
-    """Evidence from its log field. What the log left out was None, or no seconds."""
+    """Evidence from its log field. A value that is missing in the log was None, or 0 seconds."""
     names = log_names()
 
     def value_of(path, kind):

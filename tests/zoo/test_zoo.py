@@ -1,10 +1,9 @@
 """Three specimens under the real agent, and the zoo's own arithmetic.
 
-The specimens are chosen so that a busy machine does not change what is true of them, and only causes are asserted,
-never speeds. A loader without workers fetches on the training thread whatever else runs, and its waits (10 ms a
-sample against 20 ms a batch of compute) are for a server that hardly computes. The checkpoints take their time on the
-same core as the steps beside them, so both grow together. The healthy one has its batches in memory: there is nothing
-to wait for but a copy.
+The specimens are chosen so that their causes are the same on a busy machine. Only causes are asserted, never speeds. A
+loader without workers always fetches on the training thread, and its waits (10 ms a sample against 20 ms of compute a
+batch) are for a server that uses almost no CPU. Checkpoints and steps run on the same core, so load makes both slower.
+The healthy specimen has its batches in memory, so it only waits for a copy.
 """
 
 import dataclasses
@@ -62,7 +61,7 @@ def test_results_are_kept_for_a_run_of_the_zoo_that_goes_on(tmp_path, monkeypatc
     assert again.known_verdict(specimen) == "HEALTHY: nothing"
     changed = dataclasses.replace(specimen, arguments=("--batch-size", "7"))
     assert (again.known(changed, 1), again.known_verdict(changed)) == (None, None)
-    monkeypatch.setattr(journal, "_JUDGES", ("judge.py",))  # as a change of the agent's code would
+    monkeypatch.setattr(journal, "_JUDGES", ("judge.py",))  # has the same effect as a change of the agent's code
     changed_judge = Journal(path)
     assert (changed_judge.known(specimen, 1), changed_judge.known_verdict(specimen)) == (None, "HEALTHY: nothing")
 
@@ -110,7 +109,7 @@ def test_advice_is_followed_between_two_runs_of_one_pace(paces, before, after, r
 
 
 def test_what_outlives_the_run_is_counted_as_its_own(tmp_path):
-    """The workers of a fork server do."""
+    """The workers of a fork server outlive their parent."""
     (tmp_path / "orphan.py").write_text("import time\nwhile time.process_time() < 0.5: pass\n")
     (tmp_path / "run.py").write_text("import subprocess, sys\nsubprocess.Popen([sys.executable, 'orphan.py'])\n")
     before = resource.getrusage(resource.RUSAGE_CHILDREN)

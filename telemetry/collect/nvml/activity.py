@@ -123,9 +123,9 @@ class GpmReader:
 class ProcessReader:
     """The share of time this process ran a kernel. The driver samples it a few times per second.
 
-    The driver lists only active processes, and answers "not found" if there are none. If this process is not listed, it
-    is idle, but only if it has been listed before. Otherwise the driver may know it by another pid (in a container it
-    may report the pids of the host), and there is no reading.
+    The driver lists only active processes, and answers "not found" if no process is active. If this process is not
+    listed, it is idle, but only if it has been listed before. Otherwise the driver may know it by another pid (in a
+    container it may report the pids of the host), and there is no reading.
     """
 
     def __init__(self, driver: Driver, handle: Handle, *, pids: frozenset[int]) -> None:

@@ -240,7 +240,7 @@ def _describe(driver: Driver, handle: Handle) -> GpuDevice:
 
 
 def _handle_of(driver: Driver, uuid: str) -> Handle | None:
-    """The device with exactly this UUID, GPU or MIG; None when there is none."""
+    """The device with exactly this UUID, GPU or MIG; else None."""
     try:
         return driver.call("nvmlDeviceGetHandleByUUID", uuid)
     except NvmlError as error:

@@ -1,7 +1,7 @@
 """This rank's GPU through NVML, sampled on a thread of its own.
 
 A wedged driver can block a call forever, so no other thread may make one. The thread stores its newest sample, and
-``read`` returns it. The two threads share a few attributes, each replaced as a whole. There is no lock, so none is
+``read`` returns it. The two threads share a few attributes, each replaced as a whole. There is no lock that could be
 held during a call or inherited by a forked child.
 """
 
@@ -45,7 +45,7 @@ _CLOSED: Final = "the NVML source is closed"
 
 @dataclass(frozen=True, slots=True)
 class _ReadingOutcome:
-    """The result of a tick: a sample, or the reason why there is none. ``at_ns`` is the start of the tick."""
+    """The result of a tick: a sample, or the reason why it is missing. ``at_ns`` is the start of the tick."""
 
     sample: GpuSample | None
     reason: str | None
@@ -59,7 +59,7 @@ class NvmlSource:
         device_uuid: returns the UUID that torch reports for the training thread's device; None before CUDA is
             initialised. It is called on the NVML thread once per tick. It must be quick and must not initialise
             CUDA.
-        interval_seconds: from the end of one tick to the next.
+        interval_seconds: time from the end of one tick to the next.
         deadline_seconds: a call that takes longer counts as hung.
         environ: source of ``CUDA_VISIBLE_DEVICES`` before CUDA is initialised.
         clock: monotonic nanoseconds.

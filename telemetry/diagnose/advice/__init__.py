@@ -1,1 +1,1 @@
-"""What to change for each cause, and what it is worth."""
+"""Advice for each cause: what to change, and the predicted speed-up."""

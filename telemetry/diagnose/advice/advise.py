@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from telemetry.core.formatting import milliseconds as ms
 from telemetry.core.recommendation import Advice
 from telemetry.diagnose.advice import latency, throughput
-from telemetry.diagnose.model import gain_of, gain_over_window, ms, step_seconds, supply_seconds, times_less
+from telemetry.diagnose.model import gain_of, gain_over_window, step_seconds, supply_seconds, times_less
 from telemetry.diagnose.own_time import own_time, without_own_time
 from telemetry.diagnose.straggler import straggler
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Final
 
+from telemetry.core.formatting import milliseconds as ms
 from telemetry.core.recommendation import Advice
 from telemetry.diagnose.advice.throughput import ON_CPU
 from telemetry.diagnose.causes import THRESHOLDS
 from telemetry.diagnose.model import (
     compute_seconds,
     gain_of,
-    ms,
     step_seconds,
     supply_in_order,
     supply_seconds,
@@ -53,15 +53,17 @@ def startup(evidence: Evidence) -> list[Advice]:
     now, epochs = step_seconds(evidence), evidence.epochs
     if now is None:
         return []
-    edge = (epochs.boundary_wait_seconds + epochs.near_boundary_wait_seconds) / evidence.steps
+    boundary = (epochs.boundary_wait_seconds + epochs.near_boundary_wait_seconds) / evidence.steps
     often = f"{epochs.boundaries} epochs began in the window"
-    if epochs.boundaries < THRESHOLDS.edges:  # epochs are longer than the window, so it holds no fair share of them
+    if (
+        epochs.boundaries < THRESHOLDS.epoch_boundaries
+    ):  # epochs are longer than the window, so it holds no fair share of them
         rest = now - epochs.boundary_wait_seconds / evidence.steps
         now = rest / max(1e-9, 1 - epochs.boundary_ratio)
-        edge = now - rest
+        boundary = now - rest
         often = f"{100 * epochs.boundary_ratio:.0f} % of the loop is spent at epoch boundaries"
     if evidence.settings.get("persistent_workers"):
-        return _longer_epochs(evidence, now, edge, often)
+        return _longer_epochs(evidence, now, boundary, often)
     because = (
         f"{often}: workers were started and stopped for {epochs.boundary_wait_seconds:.1f} s of "
         f"{evidence.loop_seconds:.1f} s"
@@ -70,8 +72,8 @@ def startup(evidence: Evidence) -> list[Advice]:
     # finish the batches that it had requested.
     asked = int(evidence.settings.get("prefetch_factor") or 2)
     fetches = epochs.boundaries + epochs.left * asked
-    first = min(edge, (evidence.workers.fetch_seconds or 0.0) * fetches / evidence.steps)
-    gain = gain_of(evidence, now - edge + first, now=now)
+    first = min(boundary, (evidence.workers.fetch_seconds or 0.0) * fetches / evidence.steps)
+    gain = gain_of(evidence, now - boundary + first, now=now)
     if evidence.settings.get("loader_used_again") is False:
         action = "make the DataLoader once, with persistent_workers=True, and iterate over it in every epoch"
         because += "; every epoch made a new DataLoader"
@@ -79,12 +81,12 @@ def startup(evidence: Evidence) -> list[Advice]:
     return [Advice("keep the workers between epochs", "persistent_workers", "True", gain, because)]
 
 
-def _longer_epochs(evidence: Evidence, now: float, edge: float, often: str) -> list[Advice]:
+def _longer_epochs(evidence: Evidence, now: float, boundary: float, often: str) -> list[Advice]:
     """For persistent workers: longer epochs, so that the work at the start of an epoch is done less often."""
-    rest, epochs = now - edge, evidence.epochs
+    rest, epochs = now - boundary, evidence.epochs
     if rest <= 0:
         return []
-    longer = times_less(edge, rest, _BOUNDARY_SHARE)
+    longer = times_less(boundary, rest, _BOUNDARY_SHARE)
     because = (
         f"{often}: {epochs.boundary_wait_seconds:.1f} s of {evidence.loop_seconds:.1f} s were waits for first batches, "
         "although the workers are persistent"
@@ -95,7 +97,7 @@ def _longer_epochs(evidence: Evidence, now: float, edge: float, often: str) -> l
             "workers start and end one by one"
         )
     action = f"make epochs {longer} times as long, or do the data set's work at the start of an epoch only once"
-    return [Advice(action, None, str(longer), gain_of(evidence, rest + edge / longer, now=now), because)]
+    return [Advice(action, None, str(longer), gain_of(evidence, rest + boundary / longer, now=now), because)]
 
 
 def uneven(evidence: Evidence) -> list[Advice]:
@@ -111,12 +113,12 @@ def uneven(evidence: Evidence) -> list[Advice]:
         because += (
             f"; for {evidence.delivery.head_of_line_wait_seconds:.1f} s finished batches waited behind a slow one"
         )
-    edge = evidence.epochs.boundary_wait_seconds / evidence.steps
-    advice = _further_ahead(evidence, compute, max(compute, in_order) + edge, because)
+    boundary = evidence.epochs.boundary_wait_seconds / evidence.steps
+    advice = _further_ahead(evidence, compute, max(compute, in_order) + boundary, because)
     if not evidence.settings.get("in_order") or evidence.workers.count < 2:
         return advice
-    moved = evidence.delivery.transfer_wait_seconds / evidence.steps  # unchanged: no worker prefetches more
-    gain = gain_of(evidence, max(compute, supply) + edge + moved)
+    transfer_wait = evidence.delivery.transfer_wait_seconds / evidence.steps  # unchanged: no worker prefetches more
+    gain = gain_of(evidence, max(compute, supply) + boundary + transfer_wait)
     action = "take batches in the order in which they are finished, if their order does not matter"
     if in_order <= compute:
         return [*advice, Advice(action, "in_order", "False", gain, because)]
@@ -195,24 +197,24 @@ def transfer(evidence: Evidence) -> list[Advice]:
     now, compute = step_seconds(evidence), compute_seconds(evidence)
     if now is None or compute is None:
         return []
-    moved = evidence.delivery.transfer_wait_seconds / evidence.steps
+    transfer_wait = evidence.delivery.transfer_wait_seconds / evidence.steps
     freed = min(compute, (evidence.delivery.release_seconds or 0.0) * evidence.batches_per_step)
     crowded = _crowded_by_pickling(evidence) * (compute - freed)
     size = _pickled_bytes(evidence) * evidence.batches_per_step
-    kept = min(moved + freed, size * _MAPPED_BYTE_SECONDS)
-    if moved > 0:
-        because = f"a finished batch takes {ms(moved)} of every {ms(now)} to reach the training thread"
-        if freed >= _MIN_MENTIONED_SHARE * moved:
+    kept = min(transfer_wait + freed, size * _MAPPED_BYTE_SECONDS)
+    if transfer_wait > 0:
+        because = f"a finished batch takes {ms(transfer_wait)} of every {ms(now)} to reach the training thread"
+        if freed >= _MIN_MENTIONED_SHARE * transfer_wait:
             because += f", and {ms(freed)} to be released"
-        if crowded >= _MIN_MENTIONED_SHARE * moved:
+        if crowded >= _MIN_MENTIONED_SHARE * transfer_wait:
             because += f"; the training thread waits {ms(crowded)} for a core while workers pickle batches"
-        if kept >= _MIN_MENTIONED_SHARE * moved:
+        if kept >= _MIN_MENTIONED_SHARE * transfer_wait:
             because += f"; {ms(kept)} remain for its {size / 1e6:.1f} MB, however it is sent"
     else:
         ready = evidence.delivery.ready_batches or 0.0
         because = f"{ready:.1f} batches are ready on average, and a step still takes {ms(now)}"
-    then = max(now - moved - freed - crowded + kept, supply_seconds(evidence) or 0.0)
-    gain = gain_of(evidence, then) if moved > 0 else None
+    then = max(now - transfer_wait - freed - crowded + kept, supply_seconds(evidence) or 0.0)
+    gain = gain_of(evidence, then) if transfer_wait > 0 else None
     action = (
         "send less data: few large tensors per batch instead of many small ones or Python objects; "
         "smaller types (uint8)"
@@ -220,7 +222,7 @@ def transfer(evidence: Evidence) -> list[Advice]:
     advice = [Advice(action, None, None, gain, because)]
     if evidence.on_gpu and not evidence.settings.get("pin_memory"):
         action = "pin batches in the background and copy them with non_blocking=True"
-        background = gain_of(evidence, now - moved) if moved > 0 else None
+        background = gain_of(evidence, now - transfer_wait) if transfer_wait > 0 else None
         advice.insert(0, Advice(action, "pin_memory", "True", background, because))
     if _transferred_by_busy_workers(evidence):
         action = "share tensors as files: torch.multiprocessing.set_sharing_strategy('file_system')"

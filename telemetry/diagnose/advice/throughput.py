@@ -6,9 +6,10 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
+from telemetry.core.formatting import milliseconds as ms
 from telemetry.core.recommendation import Advice
 from telemetry.diagnose.causes import THRESHOLDS, crowded_out
-from telemetry.diagnose.model import best_workers, compute_seconds, gain_of, ms, predicted_step, step_seconds
+from telemetry.diagnose.model import best_workers, compute_seconds, gain_of, predicted_step, step_seconds
 from telemetry.diagnose.own_time import own_time, without_own_time
 
 if TYPE_CHECKING:
@@ -41,22 +42,22 @@ def _slow_sampler(evidence: Evidence) -> list[Advice]:
     now, own = step_seconds(evidence), own_time(evidence)
     if now is None:
         return []
-    each, at_edges = own.all_sampler_seconds / evidence.steps, own.boundary_sampler_seconds
-    if evidence.epochs.boundaries < THRESHOLDS.edges and evidence.sampler.boundary_ratio > 0:
+    each, at_boundaries = own.all_sampler_seconds / evidence.steps, own.boundary_sampler_seconds
+    if evidence.epochs.boundaries < THRESHOLDS.epoch_boundaries and evidence.sampler.boundary_ratio > 0:
         rest = (
             now - evidence.sampler.boundary_wait_seconds / evidence.steps
         )  # epochs are longer than the window, so it holds no fair share of their starts
         now = rest / max(1e-9, 1 - evidence.sampler.boundary_ratio)
         each = own.sampler_seconds / evidence.steps + now - rest
-        at_edges = (now - rest) * evidence.steps
+        at_boundaries = (now - rest) * evidence.steps
     if each <= 0:
         return []
     cpu = evidence.sampler.cpu_ratio
     because = f"the sampler takes {ms(each)} of every {ms(now)} on the training thread, however many workers there are"
     if cpu is not None:
         because += f", {100 * cpu:.0f} % of it on the CPU"
-    if at_edges >= _MIN_MENTIONED_SHARE * each * evidence.steps:
-        because += f"; {100 * at_edges / (each * evidence.steps):.0f} % of it is at epoch boundaries"
+    if at_boundaries >= _MIN_MENTIONED_SHARE * each * evidence.steps:
+        because += f"; {100 * at_boundaries / (each * evidence.steps):.0f} % of it is at epoch boundaries"
     without = replace(
         without_own_time(evidence),
         compute_seconds=evidence.compute_seconds + own.all_garbage_seconds,
@@ -71,7 +72,7 @@ def _slow_sampler(evidence: Evidence) -> list[Advice]:
     gain = gain_of(evidence, max(now - own.exposed_ratio * each, at_least), now=now)
     if cpu is not None and cpu + _run_queue_delay_ratio(evidence) < ON_CPU:
         action = "make the sampler not wait: keep what it reads in memory, or draw indices ahead on another thread"
-    elif at_edges >= ON_CPU * each * evidence.steps:
+    elif at_boundaries >= ON_CPU * each * evidence.steps:
         action = "make the sampler's start cheaper: draw the indices of an epoch with torch or NumPy, or reuse them"
     else:
         action = "make the sampler cheaper: precompute its indices, or draw them with torch or NumPy"
@@ -125,10 +126,10 @@ def _fetch_in_workers(evidence: Evidence, action: str, why: str, fetch: float | 
     first = (
         evidence.epochs.boundaries * fetch / evidence.batches_per_step / evidence.steps
     )  # the first fetch of an epoch is not prefetched
-    workers, step = best_workers(moved, fetch, fetch_cpu, edge=first)
+    workers, step = best_workers(moved, fetch, fetch_cpu, boundary=first)
     if step is None:
         return []
-    if evidence.epochs.boundaries >= THRESHOLDS.edges:
+    if evidence.epochs.boundaries >= THRESHOLDS.epoch_boundaries:
         action += ", and keep the workers between epochs (persistent_workers=True)"
     because = f"{why}: {ms(fetch)} of every {ms(now)}{_spent_on(evidence)}"
     return [Advice(action, "num_workers", str(workers), gain_of(evidence, step), because)]

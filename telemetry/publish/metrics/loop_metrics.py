@@ -8,9 +8,13 @@ from telemetry.core.labels import CATEGORIES
 from telemetry.publish.metrics.metric import COUNTER, GAUGE, HISTOGRAM, Metric, MetricGroup, MetricLabel
 
 if TYPE_CHECKING:
+    from telemetry.core.totals import OwnTotals
     from telemetry.core.views import RunView
+    from telemetry.publish.metrics.metric import Reading
 
 CATEGORY: Final = MetricLabel("category", CATEGORIES)
+
+SAMPLE_STATE: Final = MetricLabel("state", ("own", "in_sync"))
 
 RUN_INFO: Final[MetricGroup[RunView]] = MetricGroup(
     record=lambda view: view,
@@ -107,6 +111,19 @@ LOOP: Final[MetricGroup[RunView]] = MetricGroup(
             read=lambda view: view.totals.exposed_wait_seconds,
         ),
         Metric(
+            name="training_compute_samples_total",
+            type=COUNTER,
+            unit="samples",
+            label=SAMPLE_STATE,
+            help="Samples of the training thread in a step, by whether it waited for other ranks.",
+            details=(
+                "`in_sync`: in a call in which ranks wait for one another (a collective, the backward pass of DDP). "
+                "`own`: anywhere else. On a GPU they show what the host does, not the device."
+            ),
+            absent="in a job of one rank",
+            read=lambda view: _samples(view.totals.own),
+        ),
+        Metric(
             name="training_last_step_timestamp_seconds",
             type=GAUGE,
             unit="seconds",
@@ -116,3 +133,9 @@ LOOP: Final[MetricGroup[RunView]] = MetricGroup(
         ),
     ),
 )
+
+
+def _samples(own: OwnTotals) -> Reading:
+    if not own.samples:
+        return None
+    return {"own": own.samples - own.in_sync_samples, "in_sync": own.in_sync_samples}

@@ -1,4 +1,4 @@
-"""What a metric is: the entries of the table in `telemetry.publish.metrics.table`."""
+"""Declares what a metric is. `telemetry.publish.metrics.table` has all of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NEVER: Final = "never"
 NO_LABELS: Final[Mapping[str, str]] = MappingProxyType({})
 
 Record = TypeVar("Record")
-"""What a group of metrics is read from: a sample of a collector, or the whole view."""
+"""The record from which a group of metrics is read: a sample of a collector, or the whole view."""
 
 Reading: TypeAlias = float | Mapping[str, float] | tuple[str, ...] | Histogram | None
 """A metric's value at one moment.
@@ -37,11 +37,11 @@ Reading: TypeAlias = float | Mapping[str, float] | tuple[str, ...] | Histogram |
 
 @dataclass(frozen=True, slots=True)
 class MetricLabel:
-    """A label of which a metric has one sample per value.
+    """A label. The metric has one sample for each of its values.
 
     Attributes:
-        name: of the label.
-        values: all that it can have; empty where the set is open.
+        name: name of the label.
+        values: all possible values; empty if the set is open.
     """
 
     name: str
@@ -53,14 +53,14 @@ class Metric(Generic[Record]):
     """One metric.
 
     Attributes:
-        name: as it is scraped, with its unit; a counter's ends in ``_total``.
+        name: name in the exposition, with its unit. A counter's name ends in ``_total``.
         type: counter, gauge or histogram.
-        help: one short plain sentence, the HELP text. Every scrape carries it.
-        read: the reading, from the record of the metric's group. Called at each publication: keep it cheap.
-        unit: base unit, empty for a state or a number without one.
+        help: one short plain sentence, the HELP text. It is part of every scrape.
+        read: gets the reading from the record of the metric's group. Called at each publication, so it must be cheap.
+        unit: base unit; empty for a state or a number without a unit.
         label: the label that distinguishes its samples, in addition to the group's labels.
         details: more sentences for docs/METRICS.md, in Markdown.
-        absent: when there is no sample, where that differs from the group's.
+        absent: when there is no sample, if that differs from the group's.
     """
 
     name: str
@@ -78,8 +78,8 @@ class MetricGroup(Generic[Record]):
     """Metrics that are read from one record and carry the same labels.
 
     Attributes:
-        record: finds the record in the view; None where nothing was measured, so that all of them are absent.
-        metrics: of the group, in the order of the document.
+        record: gets the record from the view; None if nothing was measured. Then all metrics of the group are absent.
+        metrics: the metrics, in the order of the document.
         labels: names of the labels that all of them carry, in addition to ``run`` and ``rank``.
         label_values: the values of ``labels``.
         absent: when there is no sample.

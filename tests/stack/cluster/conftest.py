@@ -1,8 +1,8 @@
-"""One cluster for the tests of this folder: two jobs, what watches them, and the story of what happens to them.
+"""One cluster for the tests of this folder: two jobs, the servers that monitor them, and a sequence of events.
 
-The story is told once, as fixtures that build on each other: a rank starves (`starving`); while it does, every query of
-every dashboard is asked (`answers`); its loader is mended (`mended`); then the healthy run ends, and the other one is
-killed (`ended`). A test names the chapter that it is about.
+The events happen once, in fixtures that depend on each other. A rank starves (`starving`), and meanwhile every query of
+every dashboard is run (`answers`). Its loader is fixed (`mended`). Then the healthy run ends, and the other one is
+killed (`ended`). A test requests the fixture of the event that it is about.
 """
 
 import os
@@ -20,7 +20,7 @@ from stack.jobs import SCRIPT, Job, free_ports, get
 STARVED, HEALTHY = "cluster-starved", "cluster-healthy"
 STARVED_RANK = 2
 SETTINGS = ("--log-interval-seconds", "2", "--stall-window-seconds", "2")
-"""Its stalls are judged on the faster clock too. It ticks once a second as ever: what it costs is judged as well."""
+"""Its stalls are judged on the faster clock, too. It still ticks once a second, because its cost is also checked."""
 
 SNAPSHOTS = ("--snapshot-settle-seconds", "1")
 LOADER = ("--workers", "1", "--samples", "4096", "--pace-seconds", "0.03", "--slow-seconds", "0.06")
@@ -52,7 +52,7 @@ def monitoring(launch, tmp_path_factory):
 
 @pytest.fixture(scope="package")
 def starved(torchrun, launch, monitoring):
-    """Four ranks under torchrun, one of which reads its samples slowly until its loader is mended."""
+    """Four ranks under torchrun, one of which reads its samples slowly until its loader is fixed."""
     options = (*SETTINGS, *SNAPSHOTS, "--targets-dir", str(monitoring.targets))
     mended = launch.folder / f"{STARVED}.mended"
     job = torchrun(STARVED, 4, free_ports(8), options, (*LOADER, "--mended", str(mended)), SLOW_RANK=str(STARVED_RANK))
@@ -62,7 +62,7 @@ def starved(torchrun, launch, monitoring):
 
 @pytest.fixture(scope="package")
 def healthy(launch, monitoring, tmp_path_factory):
-    """Two ranks side by side that lack nothing. Each has a GPU: a fake driver is below the real NVML binding."""
+    """Two healthy ranks that train independently. Each has a GPU: a fake driver is below the real NVML binding."""
     run_dir, port, until = launch.folder / HEALTHY, free_ports(8), launch.folder / f"{HEALTHY}.stop"
     gpus = [nvml.Gpu(uuid=f"GPU-{rank}0000000-0000-0000-0000-000000000000", gpm=True) for rank in range(2)]
     driver = nvml.subprocess_environment(tmp_path_factory.mktemp("driver"), nvml.State(gpus=gpus))
@@ -91,7 +91,7 @@ def recorded_run(monitoring):
 
 @pytest.fixture(scope="package")
 def starving(monitoring, starved, healthy, recorded_run):
-    """What people were told once a rank starved."""
+    """The notifications after a rank starved."""
     starved.wait_for_steps(range(4))
     healthy.wait_for_steps(range(2))
     told = monitoring.told("that a rank starves", "firing", "TrainingStarving", severity="critical")
@@ -101,7 +101,7 @@ def starving(monitoring, starved, healthy, recorded_run):
 
 @pytest.fixture(scope="package")
 def answers(monitoring, starving):
-    """What both stores answer to every query of the dashboards, by query."""
+    """The answers of both stores to every query of the dashboards."""
     return {
         name: dashboards.ask_all(store.port)
         for name, store in (("prometheus", monitoring.prometheus), ("victoriametrics", monitoring.store))
@@ -110,7 +110,7 @@ def answers(monitoring, starving):
 
 @pytest.fixture(scope="package")
 def rules(monitoring, starving):
-    """What each recording rule gives while a rank starves, and the rules as Prometheus has them."""
+    """The values of each recording rule while a rank starves, and the rules as Prometheus reports them."""
     groups = monitoring.api("rules")["groups"]
     loaded = [rule for group in groups for rule in group["rules"]]
     recorded = {
@@ -121,13 +121,13 @@ def rules(monitoring, starving):
 
 @pytest.fixture(scope="package")
 def exposition(starved, healthy, starving):
-    """What is scraped, by run."""
+    """The scraped series, by run."""
     return {job.run_dir.name: get(f"http://127.0.0.1:{job.port}/metrics") for job in (starved, healthy)}
 
 
 @pytest.fixture(scope="package")
 def mended(monitoring, starved, starving, answers, rules, exposition):
-    """What people were told once its loader was quick again."""
+    """The notifications after its loader was fixed."""
     starved.mended.touch()
     monitoring.told("that nobody waits any more", "resolved", "TrainingStraggler")
     return monitoring.told("that the rank starves no more", "resolved", "TrainingStarving", severity="critical")
@@ -135,7 +135,7 @@ def mended(monitoring, starved, starving, answers, rules, exposition):
 
 @pytest.fixture(scope="package")
 def ended(monitoring, starved, healthy, mended):
-    """One run ends, and the other is killed. What people were told, of the kill and of its target file's removal."""
+    """One run ends, and the other is killed. The notifications about the kill and about the removed target file."""
     killed_at = time.time()
     healthy.until.touch()
     assert healthy.wait() == [0, 0], healthy.stderr

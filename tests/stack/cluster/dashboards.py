@@ -1,4 +1,4 @@
-"""Every query of the dashboards, as Grafana would ask it: with its variables resolved, for each run there is to choose."""
+"""Every query of the dashboards as Grafana would send it: with its variables resolved, for each run to choose."""
 
 import itertools
 import json
@@ -21,7 +21,7 @@ ASKED_AT_A_TIME = 4
 
 @dataclass
 class Answer:
-    """What a query gave: errors, and by scene (a choice of the variables) the number of series with a value."""
+    """The result of a query: errors, and the number of series with a value for each choice of the variables."""
 
     errors: list = field(default_factory=list)
     series: dict = field(default_factory=dict)
@@ -33,14 +33,14 @@ def hastened(expression):
 
 
 def scrape_seconds():
-    """How far apart Grafana believes samples to be, on the faster clock."""
+    """The scrape interval that Grafana assumes, on the faster clock."""
     provisioned = yaml.safe_load((shipped.DEPLOY / "compose" / "grafana" / "datasources.yml").read_text())
     (source,) = [source for source in provisioned["datasources"] if source["type"] == "prometheus"]
     return int(shipped.faster(source["jsonData"]["timeInterval"]).removesuffix("s"))
 
 
 class Store:
-    """What answers as Prometheus does."""
+    """A server with Prometheus's query interface."""
 
     def __init__(self, port):
         self._api = f"http://127.0.0.1:{port}/api/v1/"
@@ -56,7 +56,7 @@ class Store:
         """The values of a variable.
 
         Raises:
-            ValueError: an error, or a query of a form that is not known here.
+            ValueError: an error, or an unknown form of query.
         """
         match = re.fullmatch(r"label_values\((?:(.*), *)?(\w+)\)", query)
         if match is None:
@@ -65,10 +65,10 @@ class Store:
         return self._get(f"label/{match[2]}/values", start=self.now - RANGE_SECONDS, end=self.now, **selector)
 
     def count(self, query, expression, step):
-        """How many series a query gives that have a value.
+        """The number of series with a value that a query returns.
 
         Raises:
-            ValueError: an error.
+            ValueError: the query failed.
         """
         if query.instant:
             result = self._get("query", query=expression, time=self.now)["result"]
@@ -78,10 +78,10 @@ class Store:
 
 
 def scenes_of(store, dashboard, answers, name):
-    """Every choice of the variables that take one value; of the others, all values are chosen.
+    """Every choice of the variables that take one value. All values are chosen for the others.
 
     Returns:
-        pairs of a scene's name and the values to substitute.
+        Pairs of the name of a choice and the values to substitute.
     """
     scenes = [((), {})]
     for variable in grafana.variables_of(dashboard):
@@ -107,7 +107,7 @@ def scenes_of(store, dashboard, answers, name):
 
 
 def ask_all(port):
-    """Ask everything. Returns answers by what was asked."""
+    """Run all queries. Returns the answers by query."""
     store, answers, step = Store(port), {}, scrape_seconds()
     times, asked = grafana.times(RANGE_SECONDS, step, step), []
     for name, dashboard in grafana.load().items():

@@ -1,7 +1,7 @@
-"""Series of GPUs, where there is no GPU: a run whose every reading is there, and what DCGM exporter says of its GPUs.
+"""Series of GPUs on a machine without a GPU: a run with every reading, and the series of a DCGM exporter.
 
-The readings of the GPUs come through the real NVML binding from a fake driver below it, the exposition is the agent's
-own, and one endpoint serves it as a node would. Half of DCGM's metrics have the names of before 4.9, half those of since.
+The readings of the GPUs come through the real NVML binding from a fake driver below it. The exposition is the agent's
+own, and one endpoint serves it like a node. Half of DCGM's metrics have their names from before 4.9, half the new ones.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from telemetry.publish.exposition import CONTENT_TYPE
 
 RUN, NODE = "recorded", "recorded-node"
 POWER_CAP = 4
-"""The bit of the reason that is no fault."""
+"""The bit of the throttle reason that is not a fault."""
 
 DCGM = """\
 # TYPE DCGM_FI_DEV_GPU_UTIL gauge
@@ -45,7 +45,7 @@ DCGM_FI_DEV_XID_ERROR{{gpu="1",gpu_uuid="{1}",hostname="{node}"}} 79
 
 
 def read_gpus():
-    """What the NVML source says of two GPUs: one with hardware counters and at its power cap, one without counters."""
+    """Two GPUs as the NVML source reports them: one with hardware counters at its power cap, one without counters."""
     gpus = [
         nvml.Gpu(uuid="GPU-recorded-0", gpm=True, throttle=POWER_CAP),
         nvml.Gpu(uuid="GPU-recorded-1", name="NVIDIA Fake A100", processes=[nvml.Process()]),
@@ -60,7 +60,7 @@ def read_gpus():
 
 
 def whole(source):
-    """A sample that has SM activity, which takes two readings."""
+    """A sample with SM activity, which needs two readings."""
     try:
         sample = source.read()
     except CollectorError:
@@ -69,7 +69,7 @@ def whole(source):
 
 
 class Recorded:
-    """The endpoint, and the target file that leads to it."""
+    """The endpoint, and the target file with its address."""
 
     def __init__(self, targets):
         self.gpus = read_gpus()

@@ -1,4 +1,4 @@
-"""Real servers for the time of a test: Prometheus, Alertmanager, VictoriaMetrics, and a webhook that is told of alerts."""
+"""Real servers during a test: Prometheus, Alertmanager, VictoriaMetrics, and a webhook that receives alerts."""
 
 import json
 import shutil
@@ -12,13 +12,13 @@ from stack.cluster import shipped
 from stack.jobs import Prometheus, free_ports, get, must_have, wait_for
 
 LOGS = {}
-"""What each server says, by its name: shown where a test fails."""
+"""The output file of each server. It is shown if a test fails."""
 
 STOP_SECONDS = 10.0
 
 
 def must_have_one_of(*commands):
-    """The path of the first that is there: a program's name differs between distributions."""
+    """The path of the first program that exists: its name differs between distributions."""
     found = [path for command in commands if (path := shutil.which(command))]
     return found[0] if found else must_have(commands[0])
 
@@ -35,7 +35,7 @@ def stop(processes):
 
 
 class Webhook:
-    """Where Alertmanager sends what it tells people. A notification is kept as one entry for each alert in it."""
+    """The receiver of Alertmanager's notifications. A notification is kept as one entry for each alert in it."""
 
     def __init__(self):
         self.told = []
@@ -56,7 +56,7 @@ class Webhook:
         threading.Thread(target=self._server.serve_forever, name="webhook", daemon=True).start()
 
     def alerts(self, status, name=None, **labels):
-        """What was told with this status, under a name if one is given, oldest first."""
+        """The received alerts with this status, and with these labels if any are given, oldest first."""
         wanted = labels | ({"alertname": name} if name else {})
         return [alert for alert in self.told if alert["status"] == status and wanted.items() <= alert["labels"].items()]
 
@@ -66,7 +66,7 @@ class Webhook:
 
 
 class Monitoring:
-    """What a site runs: the shipped configuration of all three servers, and the folder of target files between."""
+    """The servers of a site: the shipped configuration of all three, and a folder for target files."""
 
     def __init__(self, launch, folder):
         self.webhook = Webhook()
@@ -85,7 +85,7 @@ class Monitoring:
             "victoria-metrics", self.store.port, "/health",
             must_have_one_of("victoria-metrics", "victoria-metrics-prod"), f"-storageDataPath={data}/store",
             f"-httpListenAddr=127.0.0.1:{self.store.port}", "-loggerLevel=WARN",
-            # It answers as of half a minute ago, for samples that come late. Here they come at once.
+            # By default it answers for the time half a minute ago, because samples may come late. Here they do not.
             "-search.latencyOffset=1s", "-search.disableCache",
         )  # fmt: skip
         self._start(
@@ -113,22 +113,22 @@ class Monitoring:
         wait_for(name, ready)
 
     def stop(self):
-        stop(self._processes)  # Prometheus before the store, which it would try for a minute
+        stop(self._processes)  # Prometheus before the store: otherwise it would retry for a minute
         self.webhook.close()
 
     def api(self, path):
-        """The data of an answer of Prometheus's."""
+        """The data in an answer of Prometheus."""
         return json.loads(get(f"http://127.0.0.1:{self.prometheus.port}/api/v1/{path}"))["data"]
 
     def told(self, what, status, name, seconds=60.0, **labels):
-        """Wait until people are told; the alerts in question, oldest first."""
+        """Wait until a matching alert has been received. Returns all matching alerts, oldest first."""
         try:
             return wait_for(what, lambda: self.webhook.alerts(status, name, **labels), seconds, every=0.2)
         except pytest.fail.Exception as failed:
             raise pytest.fail.Exception(f"{failed}\n{self.state()}") from None
 
     def state(self):
-        """What helps to see why nobody was told: targets, rules with an error, alerts, and what was told."""
+        """Information for a failed test: targets, rules with an error, alerts, and received notifications."""
         targets = [(t["scrapeUrl"], t["health"], t["lastError"]) for t in self.api("targets")["activeTargets"]]
         rules = [rule for group in self.api("rules")["groups"] for rule in group["rules"]]
         errors = [(rule["name"], rule["lastError"]) for rule in rules if rule.get("lastError")]

@@ -1,7 +1,7 @@
 """The files of deploy/prometheus and deploy/alertmanager, set up to run beside a test.
 
-Nothing of them is written anew: they are read, their ports and paths are put right, and every duration is divided by
-one constant, so that what takes half an hour in production takes two minutes here.
+Nothing is written by hand: the files are read, their ports and paths are replaced, and every duration is divided by one
+constant. So what takes half an hour in production takes two minutes here.
 """
 
 import re
@@ -11,15 +11,15 @@ import yaml
 
 DEPLOY = Path(__file__).resolve().parents[3] / "deploy"
 SPEED = 15
-"""The shipped scrape interval of 15 s becomes 1 s; what else is a time follows."""
+"""The shipped scrape interval of 15 s becomes 1 s. All other durations are divided by the same number."""
 
 _UNITS = {"ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
 _BARE = re.compile(r"(run_rank:training_last_step_age:seconds > |predict_linear\([^()]*\[[^]]*\], )(\d+)\b")
-"""Seconds that stand in an expression as a number."""
+"""Seconds that are plain numbers in an expression."""
 
 
 def faster(duration):
-    """``5m`` is ``20s``. A sum of units (``1h30m``) is none that the files use."""
+    """``5m`` is ``20s``. The files use no sum of units (``1h30m``)."""
     match = re.fullmatch(r"(\d+)(ms|s|m|h|d)", duration)
     if match is None:
         raise ValueError(f"no duration of one unit: {duration!r}")
@@ -28,7 +28,7 @@ def faster(duration):
 
 
 def faster_expression(expression):
-    """Its ranges, and the seconds it compares ages with."""
+    """An expression with its ranges, and the seconds that it compares ages with, divided."""
     hastened = re.sub(r"\[(\w+)\]", lambda match: f"[{faster(match[1])}]", expression)
     return _BARE.sub(lambda match: f"{match[1]}{int(match[2]) / SPEED:g}", hastened)
 
@@ -46,18 +46,18 @@ def faster_rules(document):
 
 
 def prometheus(folder, alertmanager, remote_write=None):
-    """Write the shipped configuration and rules into a folder, with an empty ``targets`` beside.
+    """Write the shipped configuration and rules into a folder, with an empty folder ``targets`` in it.
 
     Args:
-        alertmanager: its port here.
-        remote_write: port of the VictoriaMetrics that everything is sent on to.
+        alertmanager: its port.
+        remote_write: port of the VictoriaMetrics that all samples are forwarded to.
 
     Returns:
-        the configuration file.
+        The configuration file.
     """
     shipped = DEPLOY / "prometheus"
     text = (shipped / "prometheus.yml").read_text()
-    if remote_write is not None:  # as the header of the file says: both in one
+    if remote_write is not None:  # as the header of the file says: both in one file
         text += (shipped / "remote-write.victoriametrics.yml").read_text()
     document = yaml.safe_load(text)
     times = document["global"]
@@ -65,7 +65,7 @@ def prometheus(folder, alertmanager, remote_write=None):
         times[key] = faster(times[key])
     document["alerting"]["alertmanagers"][0]["static_configs"][0]["targets"] = [f"127.0.0.1:{alertmanager}"]
     for job in document["scrape_configs"]:
-        job["scrape_timeout"] = times["scrape_interval"]  # a part of it as in production: this machine is not faster
+        job["scrape_timeout"] = times["scrape_interval"]  # a larger part than in production: this machine is not faster
         for discovery in job["file_sd_configs"]:
             discovery["refresh_interval"] = faster(discovery["refresh_interval"])
     for store in document.get("remote_write", []):
@@ -83,7 +83,7 @@ def alertmanager(folder, webhook):
     """Write the shipped configuration into a folder, with the webhook at a port of the test.
 
     Returns:
-        the configuration file.
+        The configuration file.
     """
     document = yaml.safe_load((DEPLOY / "alertmanager" / "alertmanager.yml").read_text())
     for route in (document["route"], *document["route"]["routes"]):

@@ -1,6 +1,6 @@
 """Train a detector: with its pictures each batch carries the raw annotations, thousands of small Python objects.
 
-With ``--packed`` they travel as bytes in one tensor, for whoever looks at them, and their categories as another.
+With ``--packed`` they are sent as the bytes of one tensor, and their categories as another.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What every script of the zoo shares: the loader's options on its command line, a clock of its own, small networks."""
+"""Shared by all scripts of the zoo: the loader's options on the command line, a step counter, small networks."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import torch
 from torch import nn
 
 WARM_UP_SECONDS = 5.0
-"""Of training, left out of the rate: batches fetched ahead, first allocations."""
+"""Seconds at the start of training that do not count: batches prefetched before, first allocations."""
 
 
 def truth(text: str) -> bool:
-    """A setting as a person types it: True or False."""
+    """Parse a setting as a person types it: True or False."""
     if text not in {"True", "False"}:
         raise argparse.ArgumentTypeError(f"True or False, not {text!r}")
     return text == "True"
 
 
 def arguments(description: str, **defaults: Any) -> argparse.ArgumentParser:
-    """A command line with the options that every script has. ``defaults`` are this script's."""
+    """A command line parser with the options that every script has. ``defaults`` are this script's."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--seconds", type=float, default=22.0, help="of training")
     parser.add_argument("--pace-file", type=Path, help="where the steps per second are written to")
@@ -54,10 +54,10 @@ def loader_settings(options: argparse.Namespace) -> dict[str, Any]:
 
 
 class Pace:
-    """Counts the steps of a training loop by the wall clock, and says when the time is up.
+    """Counts the steps of a training loop by the wall clock, and ends the loop after the given time.
 
     Args:
-        options: from `arguments`; the time runs from the first step.
+        options: from `arguments`. The time starts at the first step.
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -66,7 +66,7 @@ class Pace:
         self._stamps: list[float] = []
 
     def step(self) -> bool:
-        """A step has ended. Returns whether it was the last one."""
+        """Count a step that has ended. Returns whether it was the last one."""
         self._stamps.append(time.monotonic())
         over = self._stamps[-1] - self._stamps[0] >= self._seconds
         if over:
@@ -85,7 +85,7 @@ class Pace:
 
 def picture_network(width: int, classes: int = 10) -> nn.Module:
     """Three convolutions and a linear layer, for pictures of any size."""
-    torch.set_num_threads(1)  # so small a network is not faster with more
+    torch.set_num_threads(1)  # more threads would not make such a small network faster
     torch.manual_seed(0)
     layers: list[nn.Module] = []
     channels = 3

@@ -1,4 +1,4 @@
-"""The collectors of one agent: polled, contained, and gathered for the log and the endpoint."""
+"""Polls the collectors of one agent, and gathers their samples for the log and the endpoint."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ _LOGGED_AS: Final = {
     "process": "host",
     "workers": "workers",
 }
-"""Which log event a collector's samples go into."""
+"""The log event that a collector's samples go into."""
 
 
-class Sampler:
-    """Polls every source once a tick.
+class CollectorPoller:
+    """Polls every collector once a tick. A failure of one does not affect the others.
 
     Args:
         tracker: knows the device and the workers of the training thread.
-        interval_seconds: between two samples.
-        errors: told when a source goes down.
+        interval_seconds: time between two samples.
+        errors: reports a collector that goes down.
     """
 
     def __init__(self, tracker: StepTracker, interval_seconds: float, errors: ErrorLog) -> None:
@@ -61,14 +61,14 @@ class Sampler:
         self._gathered: dict[str, list[Any]] = {name: [] for name in self._pollers}
 
     def poll(self, between: Callable[[], None] = lambda: None) -> None:
-        """Read every source that is due; ``between`` is called after each, for any of them may take long."""
+        """Read every collector that is due. Calls ``between`` after each, because any of them may take long."""
         for name, poller in self._pollers.items():
             sample = poller.poll()
             if sample is not None:
                 self._gathered[name].append(sample)
             if poller.news and poller.health.up is False:
                 reason = poller.health.reason or "no reading"
-                # What was never there (no driver on a CPU machine) is worth a line, but is no failure.
+                # Something that was never there (no driver on a CPU machine) gets a log line, but is no failure.
                 missing = poller.expected and name not in self._been_up
                 tell = self._errors.tell if missing else self._errors.note
                 tell(name, reason)
@@ -78,17 +78,17 @@ class Sampler:
             between()
 
     def newest(self, name: str) -> Any:
-        """The newest sample of a source; None while it is down."""
+        """The newest sample of a collector; None while it is down."""
         return self._pollers[name].newest
 
     def health(self) -> tuple[CollectorHealth, ...]:
-        """How each source fares. One that has nothing to read (no CUDA in use) is left out."""
+        """The state of each collector. A collector with nothing to read (CUDA is not in use) is left out."""
         return tuple(
             poller.health for poller in self._pollers.values() if not (poller.health.up and poller.newest is None)
         )
 
     def take_log_fields(self) -> dict[str, dict[str, Any]]:
-        """By log event, the means over the samples since the last call; an event without samples is left out."""
+        """The mean of the samples since the last call, by log event. An event without samples is left out."""
         events: dict[str, dict[str, Any]] = {}
         for name, samples in self._gathered.items():
             if samples:
@@ -102,22 +102,22 @@ class Sampler:
         return events
 
     def worker_fetches(self) -> Histogram | None:
-        """The fetches of all workers there have been, also where there is no newest sample; None before the first."""
+        """The fetches of all workers so far, including ended ones; None before the first."""
         return self._workers.fetches
 
     @property
     def cpu_seconds(self) -> float:
-        """CPU time of threads of the sources' own."""
+        """CPU seconds of the collectors' own threads."""
         return self._nvml.cpu_seconds()
 
     def close(self) -> None:
-        """Close every source. From now on there are no newest samples: what has ended uses nothing any more."""
+        """Close every collector. From now on there is no newest sample."""
         for poller in self._pollers.values():
             poller.close()
             poller.newest = None
 
     def after_fork_in_child(self) -> None:
-        """Forget the threads that did not come along, and close the copies of files that are kept open."""
+        """Forget the threads, which do not exist in the child, and close the child's copies of open files."""
         self._nvml.after_fork_in_child()
         self._workers.close()
 

@@ -1,58 +1,45 @@
-"""TraceML, the closest rival: its environment, and the same loops with it as its users run it."""
+"""TraceML: its environment, and the same loops under it, as its users run it."""
 
 from __future__ import annotations
 
 import json
-import os
 import socket
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any, Final
 
 from benchmarks import child
+from benchmarks.tool_environment import ToolEnvironment
 
 VERSION: Final = "0.5.0"
 TRACEML: Final = "TraceML"
 BARE: Final = "bare"
-PYTHON_VARIABLE: Final = "TRACEML_PYTHON"
-
-_VENV: Final = child.ROOT / ".venv-traceml"
-_INSTALL_SECONDS: Final = 900.0
 _STEPS_A_SECOND: Final = 600
-"""Hot steps are paced to this: its queue holds 2048, and its sampler empties it every other second."""
+"""Hot steps are paced to this: TraceML's queue holds 2048, and its sampler empties it every two seconds."""
 
 
-class RivalError(RuntimeError):
-    """The rival cannot be had; the text says why, in one line."""
+def _packages() -> list[str]:
+    import torch
+
+    return [f"torch=={str(torch.__version__).partition('+')[0]}", f"traceml-ai=={VERSION}"]
 
 
-def python(*, install: bool) -> Path:
-    """The interpreter of an environment with the rival in it, made if need be.
-
-    Args:
-        install: whether to make it where it is missing.
-
-    Raises:
-        RivalError: there is none, and none can be made.
-    """
-    named = os.environ.get(PYTHON_VARIABLE)
-    interpreter = Path(named) if named else _VENV / "bin" / "python"
-    if not named and install and _version(interpreter) is None:
-        _install(interpreter)
-    found = _version(interpreter)
-    if found != VERSION:
-        raise RivalError(f"no environment with traceml-ai {VERSION}" + (f" ({found} is there)" if found else ""))
-    return interpreter
+ENVIRONMENT: Final = ToolEnvironment(
+    tool="traceml-ai",
+    package="traceml-ai",
+    version=VERSION,
+    variable="TRACEML_PYTHON",
+    folder=".venv-traceml",
+    packages=_packages,
+)
 
 
-def run(interpreter: Path, parameters: dict[str, Any], measure: str = "rival.measure") -> dict[str, Any]:
-    """Measure in the rival's environment, under its own launcher.
+def run(interpreter: Path, parameters: dict[str, Any], measure: str = "traceml.measure") -> dict[str, Any]:
+    """Measure in TraceML's environment, under its own launcher.
 
     Args:
-        interpreter: of its environment.
-        parameters: of the measurement.
+        interpreter: interpreter of that environment.
+        parameters: arguments of the measurement.
         measure: a function of this package, with its module.
 
     Raises:
@@ -70,9 +57,9 @@ def run(interpreter: Path, parameters: dict[str, Any], measure: str = "rival.mea
 
 
 def measure(*, hot_rounds: int, hot_steps: int, cold_rounds: int, cold_steps: int) -> dict[str, Any]:
-    """The rival's side of the comparison; runs in its environment.
+    """TraceML's side of the comparison. Runs in its environment.
 
-    ``init`` in its automatic mode and ``trace_step`` around each step are what its documentation says to write.
+    Its documentation recommends ``init`` in its automatic mode and ``trace_step`` around each step.
     """
     import torch
     import traceml_ai  # type: ignore[import-not-found,unused-ignore]
@@ -111,31 +98,6 @@ def measure(*, hot_rounds: int, hot_steps: int, cold_rounds: int, cold_steps: in
     )
     cold = loops.take_turns([bare, traced], lambda each: loop.block(each, cold_steps), rounds=cold_rounds)
     return {"hot": hot, "cold": cold, "running": not config.disabled}
-
-
-def _version(interpreter: Path) -> str | None:
-    code = "import importlib.metadata as m; print(m.version('traceml-ai'))"
-    try:
-        done = subprocess.run([interpreter, "-c", code], capture_output=True, timeout=60, check=False, text=True)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
-
-
-def _install(interpreter: Path) -> None:
-    import torch
-
-    print(f"making {_VENV.name} with traceml-ai {VERSION} (minutes; once)", flush=True)
-    packages = [f"torch=={str(torch.__version__).partition('+')[0]}", f"traceml-ai=={VERSION}"]
-    commands = (
-        [sys.executable, "-m", "venv", str(_VENV)],
-        [str(interpreter), "-m", "pip", "install", "-q", "--disable-pip-version-check", *packages],
-    )
-    for command in commands:
-        try:
-            subprocess.run(command, check=True, capture_output=True, timeout=_INSTALL_SECONDS)
-        except (OSError, subprocess.SubprocessError) as error:
-            raise RivalError(f"its environment cannot be made ({type(error).__name__})") from None
 
 
 def _free_port() -> int:

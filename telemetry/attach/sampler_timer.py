@@ -1,9 +1,9 @@
-"""What the training thread does itself inside ``next()`` where workers fetch: above all, it runs the sampler.
+"""Times what the training thread itself does inside ``next()`` if workers fetch. Mostly it runs the sampler.
 
-A DataLoader with workers asks its sampler for the next indices on the thread that asks for batches, before it returns
-the batch that has come. That time is added to every step, however many workers there are. The iterator does it in
-``_next_index``. To time it, a callable of ours is put into the iterator's own ``__dict__`` during one call of
-``next()``: for a few batches a second, and where an epoch begins. All other steps run torch's own code.
+A DataLoader with workers asks its sampler for the next indices on the thread that requests batches, before it returns a
+batch. That time is added to every step, however many workers there are. The iterator does it in ``_next_index``. To
+time it, a callable of ours is put into the iterator's own ``__dict__`` during one call of ``next()``: for a few batches
+a second, and at the start of an epoch. All other steps run torch's own code.
 """
 
 from __future__ import annotations
@@ -27,20 +27,19 @@ if TYPE_CHECKING:
 _NAME: Final = "_next_index"
 
 
-class NextTimer:
+class SamplerTimer:
     """Sums over timed waits and over garbage collections, nanoseconds. Written on the training thread.
 
     Attributes:
-        wanted: how many of the next batches are to be timed. Set on the agent thread, and where an epoch begins.
-        at_boundary: an iteration has begun or ended since the newest batch. Not before the first batch of the run.
-        batches: batches of workers that were timed, without the first of each epoch.
-        sampler_ns, sampler_cpu_ns: what the sampler took for them, by the wall clock and by this thread's CPU clock,
-            without garbage collections.
-        receiving_cpu_ns: CPU time of this thread for the rest of those waits: to receive and unpickle the batch.
-        boundary_sampler_ns, boundary_sampler_cpu_ns: what the sampler took where epochs began, in every epoch but the
-            first.
-        garbage_ns: garbage collections that stopped this thread while it asked for a batch. ``boundary_garbage_ns``:
-            where an epoch ended or began. ``garbage_cpu_ns``: CPU time of this thread for all of them.
+        wanted: how many of the next batches to time. Set on the agent thread, and at the start of an epoch.
+        at_boundary: whether an iteration has begun or ended since the newest batch. False before the first batch.
+        batches: how many batches of workers were timed, without the first of each epoch.
+        sampler_ns, sampler_cpu_ns: time of the sampler for them, wall clock and CPU clock of this thread, without
+            garbage collections.
+        receiving_cpu_ns: CPU time of this thread for the rest of these waits: to receive and unpickle the batch.
+        boundary_sampler_ns, boundary_sampler_cpu_ns: time of the sampler at the start of every epoch except the first.
+        garbage_ns: garbage collections that stopped this thread while it requested a batch.
+            ``boundary_garbage_ns``: at epoch boundaries. ``garbage_cpu_ns``: CPU time of this thread for all of them.
     """
 
     __slots__ = (
@@ -66,17 +65,17 @@ class NextTimer:
         self.garbage_ns = self.boundary_garbage_ns = self.garbage_cpu_ns = 0
 
     def epoch_boundary(self) -> None:
-        """An iteration begins or has ended, and it is not the first of the run."""
+        """Note that an iteration begins or has ended, except the first of the run."""
         self.at_boundary = True
         self.wanted = self.wanted or 1
 
     @property
     def collecting(self) -> tuple[int, int]:
-        """Garbage collections in waits so far, ns: by the wall clock, and by this thread's CPU clock."""
+        """Garbage collections in waits so far, ns: wall clock, and CPU clock of this thread."""
         return self.garbage_ns + self.boundary_garbage_ns, self.garbage_cpu_ns
 
     def collected(self, lost_ns: int, cpu_ns: int) -> None:
-        """A garbage collection has stopped the training thread in a wait."""
+        """Count a garbage collection that has stopped the training thread in a wait."""
         self.garbage_cpu_ns += cpu_ns
         if self.at_boundary:
             self.boundary_garbage_ns += lost_ns
@@ -88,21 +87,21 @@ class TimedWait:
     """A wait for a batch of workers, or the start of an epoch, whose parts are timed.
 
     Args:
-        tracker: knows of garbage collections, and takes the sums.
-        iterator: of the loader.
+        tracker: knows of garbage collections, and gets the sums.
+        iterator: the iterator of the loader.
     """
 
     __slots__ = ("_before", "_sampler", "_tracker")
 
     def __init__(self, tracker: StepTracker, iterator: object) -> None:
         self._tracker = tracker
-        self._sampler = _TimedSampler(tracker.next_timer, iterator)
+        self._sampler = _TimedSampler(tracker.sampler_timer, iterator)
         vars(iterator)[_NAME] = self._sampler
-        self._before = _Clocks(tracker.next_timer)
+        self._before = _Clocks(tracker.sampler_timer)
 
     def end(self, iterator: object, *, batch: bool) -> None:
-        """The wait is over. ``batch``: it returned one."""
-        timer, sampler = self._tracker.next_timer, self._sampler
+        """End the wait. ``batch``: whether it returned a batch."""
+        timer, sampler = self._tracker.sampler_timer, self._sampler
         _, cpu = self._before.passed(timer)
         if vars(iterator).get(_NAME) is sampler:
             del vars(iterator)[_NAME]
@@ -121,13 +120,13 @@ class _Clocks:
 
     __slots__ = ("_collecting", "_cpu_ns", "_wall_ns")
 
-    def __init__(self, timer: NextTimer) -> None:
+    def __init__(self, timer: SamplerTimer) -> None:
         self._collecting = timer.collecting
         self._cpu_ns = thread_time_ns()
         self._wall_ns = now_ns()
 
-    def passed(self, timer: NextTimer) -> tuple[int, int]:
-        """Nanoseconds since then without collections: by the wall clock, and on the CPU."""
+    def passed(self, timer: SamplerTimer) -> tuple[int, int]:
+        """Nanoseconds since the start without garbage collections: wall clock, and CPU clock."""
         wall, cpu = now_ns() - self._wall_ns, thread_time_ns() - self._cpu_ns
         (wall_after, cpu_after), (wall_before, cpu_before) = timer.collecting, self._collecting
         return max(0, wall - wall_after + wall_before), max(0, cpu - cpu_after + cpu_before)
@@ -136,12 +135,12 @@ class _Clocks:
 class _TimedSampler:
     """Replaces ``_next_index`` of one iterator, and times it on the training thread.
 
-    It does not keep the iterator alive, for its workers end with it.
+    It does not keep the iterator alive, because the workers end with the iterator.
     """
 
     __slots__ = ("_iterator", "_thread", "_timer", "cpu_ns", "ns")
 
-    def __init__(self, timer: NextTimer, iterator: object) -> None:
+    def __init__(self, timer: SamplerTimer, iterator: object) -> None:
         self._timer = timer
         self._iterator = weakref.ref(iterator)
         self._thread = get_ident()
@@ -163,16 +162,16 @@ class _TimedSampler:
 
 
 def time_wait(tracker: StepTracker, iterator: object, entry: int) -> TimedWait | None:
-    """Time a wait that is about to begin. None if it is not for training, or if no workers are known to fetch.
+    """Time a wait that is about to begin. None if it is not for training, or if no known workers fetch.
 
     Args:
-        tracker: asks for it.
-        iterator: of the loader.
+        tracker: requests the measurement.
+        iterator: the iterator of the loader.
         entry: the code of the wait's span.
     """
     if entry & 7 != S_DATA_WAIT:
         return None
-    tracker.next_timer.wanted -= 1
+    tracker.sampler_timer.wanted -= 1
     return TimedWait(tracker, iterator) if tracker.sources.known(iterator) is not None and _timeable(iterator) else None
 
 
@@ -192,32 +191,32 @@ def _timeable(iterator: object) -> bool:
 
 
 def time_starts(module: Any, tracker: StepTracker, patches: Patches) -> None:
-    """Patch what calls ``iter(sampler)`` in the base class of all iterators: the constructor, and ``_reset``.
+    """Patch the callers of ``iter(sampler)`` in the base class of all iterators: the constructor, and ``_reset``.
 
     Args:
         module: ``torch.utils.data.dataloader``.
-        tracker: takes the sums.
+        tracker: gets the sums.
         patches: undo it.
     """
     map_style = module._DatasetKind.Map
 
     def before(_iterator: Any) -> _Clocks | None:
-        return _Clocks(tracker.next_timer) if _at_boundary(tracker) else None
+        return _Clocks(tracker.sampler_timer) if _at_boundary(tracker) else None
 
     def after(iterator: Any, clocks: _Clocks | None, failed: bool) -> None:  # noqa: FBT001
-        # An iterable data set has no sampler of its own; but there may be a seed to agree on with other ranks.
+        # An iterable data set has no sampler of its own. But the ranks may have to agree on a seed.
         if clocks is None or failed or not _fetches_in_workers(iterator, map_style):
             return
-        ns, cpu_ns = clocks.passed(tracker.next_timer)
-        tracker.next_timer.boundary_sampler_ns += ns
-        tracker.next_timer.boundary_sampler_cpu_ns += cpu_ns
+        ns, cpu_ns = clocks.passed(tracker.sampler_timer)
+        tracker.sampler_timer.boundary_sampler_ns += ns
+        tracker.sampler_timer.boundary_sampler_cpu_ns += cpu_ns
 
     for name in ("__init__", "_reset"):
         patches.replace(module._BaseDataLoaderIter, name, lambda original: around(original, before=before, after=after))
 
 
 def _at_boundary(tracker: StepTracker) -> bool:
-    return tracker.next_timer.at_boundary and get_ident() == tracker.thread and tracker.waiting_since > 0
+    return tracker.sampler_timer.at_boundary and get_ident() == tracker.thread and tracker.waiting_since > 0
 
 
 def _fetches_in_workers(iterator: Any, map_style: object) -> bool:
@@ -225,7 +224,7 @@ def _fetches_in_workers(iterator: Any, map_style: object) -> bool:
 
 
 def timed_reset(original: Callable[..., Any], tracker: StepTracker) -> Callable[..., Any]:
-    """``_reset`` of an iterator with workers: it draws the indices of all batches that are prefetched."""
+    """``_reset`` of an iterator with workers, timed. It draws the indices of all batches that are prefetched."""
 
     def before(iterator: Any) -> TimedWait | None:
         try:

@@ -1,8 +1,8 @@
 """TraceML's verdict on the same scripts, with the calls that its documentation recommends for a custom loop.
 
-That is ``init(mode="auto")`` at the start, ``trace_step(model)`` around the body of each training step, and
-``wrap_dataloader_fetch`` around a source that is no DataLoader. Every script has its step in a function
-``train_step``, so the three are put in by rewriting its syntax tree; nothing else of it changes.
+These are ``init(mode="auto")`` at the start, ``trace_step(model)`` around the body of each training step, and
+``wrap_dataloader_fetch`` around a source that is not a DataLoader. Every script has its step in a function
+``train_step``. So the calls are inserted into its syntax tree, and nothing else changes.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from benchmarks import rival as benchmarked
-from benchmarks.rival import RivalError
+from benchmarks import traceml as benchmarked
+from benchmarks.tool_environment import ToolError
 
 from . import processes
 
 if TYPE_CHECKING:
     from .specimen import Specimen
 
-__all__ = ["RivalError", "python", "rewritten", "verdict"]
+__all__ = ["ToolError", "python", "rewritten", "verdict"]
 
 _INSTALL_SECONDS: Final = 300.0
 _NEEDED: Final = {"PIL": "pillow", "numpy": "numpy"}
 
-_INSTEAD_OF_TELEMETRY: Final = '''"""In the place of telemetry's calls: the rival's where it has one, nothing where it has none."""
+_INSTEAD_OF_TELEMETRY: Final = '''"""Stands for telemetry: TraceML's call if it has a similar one, else nothing."""
 import contextlib
 import traceml_ai
 watch = traceml_ai.wrap_dataloader_fetch
@@ -40,24 +40,24 @@ def python() -> Path:
     """The interpreter of an environment with TraceML and with what the scripts import.
 
     Raises:
-        RivalError: there is none, and none can be made.
+        ToolError: the environment cannot be made.
     """
-    interpreter = benchmarked.python(install=True)
+    interpreter = benchmarked.ENVIRONMENT.python(install=True)
     for module, package in _NEEDED.items():
         if subprocess.run([interpreter, "-c", f"import {module}"], capture_output=True, check=False).returncode == 0:
             continue
-        if os.environ.get(benchmarked.PYTHON_VARIABLE):
-            raise RivalError(f"{package} is missing in the environment that {benchmarked.PYTHON_VARIABLE} names")
+        if os.environ.get(benchmarked.ENVIRONMENT.variable):
+            raise ToolError(f"{package} is missing in the environment that {benchmarked.ENVIRONMENT.variable} names")
         command = [str(interpreter), "-m", "pip", "install", "-q", "--disable-pip-version-check", package]
         try:
             subprocess.run(command, check=True, capture_output=True, timeout=_INSTALL_SECONDS)
         except (OSError, subprocess.SubprocessError) as error:
-            raise RivalError(f"{package} cannot be installed beside it ({type(error).__name__})") from None
+            raise ToolError(f"{package} cannot be installed beside it ({type(error).__name__})") from None
     return interpreter
 
 
 def verdict(interpreter: Path, specimen: Specimen) -> str:
-    """Run a specimen under its launcher. Returns the primary diagnosis of its summary, or why there is none."""
+    """Run a specimen under TraceML's launcher. Returns the primary diagnosis of its summary, or why it is missing."""
     with tempfile.TemporaryDirectory(prefix=f"zoo-traceml-{specimen.name}-") as name:
         folder = Path(name)
         script = folder / f"{specimen.script}.py"
@@ -84,7 +84,7 @@ def verdict(interpreter: Path, specimen: Specimen) -> str:
 
 
 def rewritten(source: str) -> str:
-    """A script of the zoo with the rival's calls in it."""
+    """A script of the zoo with TraceML's calls in it."""
     tree = _WithCalls().visit(ast.parse(source))
     return ast.unparse(ast.fix_missing_locations(tree))
 

@@ -1,4 +1,4 @@
-"""Records of intervals for the tests of diagnose: healthy, starved, and one for each cause."""
+"""Slices of time for the tests of diagnose: healthy, starved, and one for each cause."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import dataclasses
 from hypothesis import strategies as st
 
 from telemetry.core.distribution import Histogram
-from telemetry.core.interval import RankPace
 from telemetry.core.labels import CAUSES
+from telemetry.core.tick import RankPace
 from telemetry.core.worker_records import FETCH_BUCKETS, WorkersSample
 from tests.slices import Slice
 
@@ -21,7 +21,7 @@ IDLE = WorkersSample(
 def a_slice(*, wait=0.0, compute=1.0, steps=10, seconds=None, **fields) -> Slice:
     whole = wait + compute + fields.get("checkpoint", 0.0) + fields.get("evaluation", 0.0)
     base = dict(
-        seconds=whole if seconds is None else seconds, wait=wait, exposed=wait, edge_wait=0.0, edges=0, compute=compute,
+        seconds=whole if seconds is None else seconds, wait=wait, exposed=wait, boundary_wait=0.0, boundaries=0, compute=compute,
         evaluation=0.0, checkpoint=0.0, garbage=0.0, steps=steps, source="workers", process_cpu=compute, cores=8.0,
     )  # fmt: skip
     return Slice(**base | fields)
@@ -57,7 +57,7 @@ CASES = {
     "uneven_batches, others ready": with_workers(busy=0.4, cpu=0.4, ready=3, late_wait=0.5, **STARVED),
     "batch_transfer": with_workers(busy=0.2, cpu=0.2, ready=3, **STARVED),
     "worker_stuck": with_workers(busy=0.9, cpu=0.1, blocked=0.8, stuck=40.0, fetches=100, **STARVED),
-    "worker_startup": with_workers(busy=0.3, cpu=0.3, edge_wait=0.55, edges=2, **STARVED),
+    "worker_startup": with_workers(busy=0.3, cpu=0.3, boundary_wait=0.55, boundaries=2, **STARVED),
     "batch_transfer, matched": with_workers(
         busy=0.6, cpu=0.5, blocked=0.1, late=0.1, moved=0.4, late_wait=0.5, **STARVED
     ),
@@ -125,9 +125,9 @@ paces = st.builds(
     where=st.none() | st.just("f (train.py:1)"),
 )  # fmt: skip
 slices = st.builds(
-    Slice, seconds=amount, wait=amount, exposed=st.none() | amount, edge_wait=amount, edges=st.integers(0, 100),
+    Slice, seconds=amount, wait=amount, exposed=st.none() | amount, boundary_wait=amount, boundaries=st.integers(0, 100),
     compute=amount, evaluation=amount, checkpoint=amount, garbage=amount, steps=st.integers(0, 10**6), batches=st.integers(0, 10**6),
-    around_edges=st.floats(-100.0, 100.0), late_wait=amount, checkpoint_steps=st.integers(0, 10**6), checkpoint_steps_compute=amount,
+    near_boundaries=st.floats(-100.0, 100.0), late_wait=amount, checkpoint_steps=st.integers(0, 10**6), checkpoint_steps_compute=amount,
     source=st.sampled_from([None, "workers", "training_thread", "watched", "of a newer version"]),
     process_cpu=st.none() | amount, fetches=st.none() | st.integers(0, 10**6), fetch_busy=st.none() | amount,
     workers=st.none() | samples, cores=st.floats(0.05, 512), throttled_ratio=ratio, gpu_utilization_ratio=ratio,

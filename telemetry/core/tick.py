@@ -1,0 +1,91 @@
+"""One tick of the agent, the conditions at it, and the pace of a rank as its peers see it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from telemetry.core.totals import Totals
+
+
+@dataclass(frozen=True, slots=True)
+class RankPace:
+    """One rank over its newest window, as its peers see it.
+
+    Attributes:
+        seconds: length of the window without the start of the run. ``steps``: steps that ended in it.
+        compute_seconds: compute in the window. ``exposed_wait_seconds``: None if unknown. ``away_seconds``: neither
+            wait nor compute.
+        samples: how often the training thread was sampled while it computed. ``in_sync_samples``: samples in calls in
+            which ranks wait for one another.
+        on_gpu: whether it trains on a GPU. There, ranks wait for one another wherever the host waits for the GPU.
+            ``gpu_busy_ratio``: share of the time in which the GPU ran something. A rank that waits for others keeps its
+            GPU busy.
+        cause: the cause of the rank's open stall; None without one. ``where``: the line of the user's code in most
+            samples, outside of calls in which ranks wait.
+        phase: the category of the ledger, if it is an evaluation or a checkpoint: other ranks may wait for its end.
+        seconds_without_step: time since its newest step. ``waits_for_ranks``: whether it has spent this time in calls
+            in which ranks wait for one another.
+        node: name of its node, for a rank on another node; None for a rank of this node.
+        node_ranks: number of ranks on that node; 0 for a rank of this node.
+    """
+
+    rank: int
+    seconds: float
+    steps: int
+    compute_seconds: float
+    exposed_wait_seconds: float | None
+    away_seconds: float
+    samples: int = 0
+    in_sync_samples: int = 0
+    on_gpu: bool = False
+    cause: str | None = None
+    where: str | None = None
+    phase: str | None = None
+    seconds_without_step: float = 0.0
+    waits_for_ranks: bool = False
+    gpu_busy_ratio: float | None = None
+    node: str | None = None
+    node_ranks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """What was true at a tick and is not a counter.
+
+    Attributes:
+        source: where the batches since the last tick came from: ``training_thread`` (a DataLoader without workers),
+            ``workers``, ``watched`` (an iterable that is not a DataLoader), ``read_ahead`` (threads of the training
+            process), None before the first batch.
+        settings: settings of the loader in use, by the names of DataLoader's arguments.
+        in_loop: whether most of the time since the last tick was spent in the training loop.
+        where: the line of the user's code in most samples of the training thread, see `RankPace`.
+        fetching_seconds: duration so far of the longest fetch in progress; None without a sample of the workers.
+        fetched: for each live training worker, by pid: its fetches so far, and their seconds.
+        worker_cores: number of cores that the workers may use; None if unknown.
+        cores: cores that this rank may use, by its affinity and its cgroup's quota. ``quota_cores``: that quota.
+        host_cores: cores of the machine, 0 if unknown.
+        on_gpu: whether there is a reading of the GPU.
+        peers: the other ranks of this node, and the ranks of other nodes that this one may wait for.
+    """
+
+    source: str | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+    in_loop: bool = True
+    where: str | None = None
+    fetching_seconds: float | None = None
+    fetched: dict[int, tuple[int, float]] = field(default_factory=dict)
+    worker_cores: int | None = None
+    cores: float = 1.0
+    quota_cores: float | None = None
+    host_cores: int = 0
+    on_gpu: bool = False
+    peers: tuple[RankPace, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """The counters of the run at one tick, and the conditions."""
+
+    totals: Totals = Totals()
+    conditions: Conditions = Conditions()
