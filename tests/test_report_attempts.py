@@ -232,6 +232,17 @@ def test_what_the_launcher_started_once_is_one_attempt(tmp_path):
     assert [each["ranks"] for each in found["attempts"]] == [2, 2]
 
 
+def test_a_rank_that_was_not_there_before_is_of_the_attempt_in_which_it_was_started(tmp_path):
+    """Rank 1 of the first attempt is killed before its agent starts; in the second attempt it starts first."""
+    told = dict(launcher="torchrun", launch="7-1")
+    Process(tmp_path, 0, begin=0, pid=1, world=2, restarts=0, **told).end(1.5, exception="ValueError")
+    Process(tmp_path, 1, begin=5, pid=2, world=2, restarts=1, **told).end(20)
+    Process(tmp_path, 0, begin=5.5, pid=3, world=2, restarts=1, **told).end(20)
+    found = job(tmp_path)
+    assert ends(found) == ["failed", "finished"]
+    assert [each["ranks"] for each in found["attempts"]] == [1, 2]
+
+
 def test_a_rank_that_was_killed_early_is_down_while_the_others_hang(tmp_path):
     Process(tmp_path, 0, begin=0, pid=1, world=2).window(25).write()
     Process(tmp_path, 1, begin=0, pid=2, world=2).window(15).write()
