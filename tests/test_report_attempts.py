@@ -69,7 +69,9 @@ class Process:
 
     def beat(self, seconds: float):
         (self.folder / "attempts").mkdir(exist_ok=True)
-        state = self.totals(seconds, int(seconds - 5)) | dict(life=self.life, time=at(self.begin + seconds))
+        state = self.totals(seconds, int(seconds - 5)) | dict(
+            life=self.life, unix_seconds=T0.timestamp() + self.begin + seconds
+        )
         (self.folder / "attempts" / f"{self.life}.beat").write_bytes(orjson.dumps(state) + b"  \n")
         return self
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.agent.end_evidence import EndEvidence
@@ -68,6 +67,8 @@ class AttemptLog:
         self._replay = ReplayWatch()
         self._heartbeat = Heartbeat(run_dir / FOLDER / f"{life}.beat")
         self._beats = True
+        self._resumption_before: dict[str, Any] = {}
+        self._resumption_text = "{}"
         self._waiting: list[SavedCheckpoint] = []  # whose phase has not come out of the ledger yet
         self._before_last: Sequence[SavedCheckpoint] = ()
         self._started = identities.process_started(pid)
@@ -111,7 +112,7 @@ class AttemptLog:
         if not self._beats:
             return
         try:
-            self._heartbeat.beat(dump_object(self._state()))
+            self._heartbeat.beat(self._state())
         except (OSError, ValueError) as error:
             self._beats = False  # a folder that takes none now will take none in a second
             self._errors.tell("heartbeat", f"no heartbeats: {error}; the log tells when this process was killed")
@@ -214,18 +215,20 @@ class AttemptLog:
             self.saves_completed += 1
             self.kept_seconds = max(self.kept_seconds, loop_seconds)
 
-    def _state(self) -> dict[str, Any]:
+    def _state(self) -> bytes:
+        """One JSON object, made by hand: this is done at every tick."""
         accounting = self._accounting
-        rounded = partial(log_fields.rounded, digits=6)
-        return {
-            "life": self._life,
-            "time": self._wall.iso(accounting.updated_ns),
-            "unix_seconds": rounded(self._wall.unix_seconds(accounting.updated_ns)),
-            "steps_total": accounting.steps_total,
-            "wall_seconds": rounded(accounting.ledger.wall_seconds),
-            "ledger_total_seconds": rounded(accounting.ledger.seconds()),
-            "first_wait_seconds": rounded(accounting.ledger.first_wait_ns / NS),
-        } | {name: rounded(value) for name, value in self.fields().items()}
+        ledger = accounting.ledger
+        resumption = self._resumption()
+        if resumption != self._resumption_before:
+            self._resumption_before, self._resumption_text = resumption, dump_object(resumption).decode().strip()
+        spent = ",".join([f'"{category}":{ns / NS:.6f}' for category, ns in ledger.ns.items()])
+        return (
+            f'{{"life":"{self._life}","unix_seconds":{self._wall.unix_seconds(accounting.updated_ns):.6f},'
+            f'"steps_total":{accounting.steps_total},"optimizer_steps_total":{self._tracker.optimizer_steps},'
+            f'"wall_seconds":{ledger.wall_seconds:.6f},"first_wait_seconds":{ledger.first_wait_ns / NS:.6f},'
+            f'"ledger_total_seconds":{{{spent}}},"resumption":{self._resumption_text}}}'
+        ).encode()
 
 
 def _is_of(save: SavedCheckpoint, span: PhaseSpan) -> bool:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import orjson
 
+from telemetry.core.clock import iso_time
 from telemetry.core.filesystem import open_regular
 from telemetry.core.log_names import LOG_NAME
 from telemetry.core.quantile_sketch import Sketch, parse_counts
@@ -282,5 +283,5 @@ def _take_heartbeats(folder: Path, processes: list[ProcessLog]) -> None:
             continue
         for line, _ in _lines(folder / f"{life}.beat", missing_is_fine=True):
             beat, _wrong = checked_fields(line or {}, HEARTBEAT)
-            if beat.get("life") == life and beat.keys() >= {"time", "ledger_total_seconds", "wall_seconds"}:
-                process.beat = beat
+            if beat.get("life") == life and beat.keys() >= {"unix_seconds", "ledger_total_seconds", "wall_seconds"}:
+                process.beat = beat | {"time": iso_time(beat["unix_seconds"])}

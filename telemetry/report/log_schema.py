@@ -16,6 +16,9 @@ from telemetry.core.terminal import one_line
 _LARGEST: Final = 1e15
 """No seconds, bytes or steps of a run are larger. A field with a larger number is damaged."""
 
+_LATEST: Final = 2e11
+"""Unix time of the year 8307."""
+
 Check = Callable[[Any], Any]
 """Returns the value as the report can use it, or raises `_WrongTypeError`."""
 
@@ -41,6 +44,14 @@ def _count(value: Any) -> int:
     if number < 0 or number != int(number):
         raise _WrongTypeError
     return int(number)
+
+
+def _unix_seconds(value: Any) -> float:
+    """A time that a calendar has."""
+    number = _number(value)
+    if not 0 <= number <= _LATEST:
+        raise _WrongTypeError
+    return number
 
 
 def _flag(value: Any) -> bool:
@@ -144,7 +155,7 @@ RESUMPTION: Final[Mapping[str, Kind]] = {
 }
 """The fields of ``resumption``. They are checked in the newest line alone."""
 
-HEARTBEAT: Final[Mapping[str, Kind]] = {**_TOTALS, "life": _text, "time": _text}
+HEARTBEAT: Final[Mapping[str, Kind]] = {**_TOTALS, "life": _text, "unix_seconds": _unix_seconds}
 """The fields of a heartbeat."""
 
 _STALL: Final[Mapping[str, Kind]] = {

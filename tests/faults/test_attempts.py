@@ -46,9 +46,7 @@ def attempt(folder: Path, number: int, end: str) -> Attempted:
 
 
 def stamp_of(beat: dict) -> float:
-    from telemetry.report.attempts import unix
-
-    return unix(beat["time"])
+    return beat["unix_seconds"]
 
 
 @pytest.fixture(scope="module")
