@@ -73,14 +73,19 @@ def test_a_later_attempt_goes_on_from_the_state_of_the_run(tmp_path):
 def test_the_heartbeat_of_a_killed_process_is_newer_than_the_state(tmp_path):
     before = RunState("run", 0, "n/1/5", "ab", time.time() - 9000, loop_seconds=100.0, kept_seconds=100.0)
     write(tmp_path / "run", before)
-    ledger = {"data_wait": 20.0, "compute": 300.0}
-    beat = {"life": "ab", "unix_seconds": time.time(), "ledger_total_seconds": ledger, "first_wait_seconds": 10.0}
+    ledger = {"startup": 40.0, "data_wait": 20.0, "compute": 300.0}
+    beat = dict(life="ab", unix_seconds=time.time(), ledger_total_seconds=ledger, first_wait_seconds=10.0,
+                seconds_before=2.0, kept_seconds=110.0, saves_completed=1,
+                resumption={"replay_seconds": 5.0})  # fmt: skip
     (tmp_path / "run" / "attempts" / "ab.beat").write_text(json.dumps(beat) + "   \n")
     agent = start(tmp_path / "run")
     assert wait_for(lambda: shown(agent, "training_run_attempt")) == {"": 1.0}
     lost = shown(agent, "training_run_lost_seconds_total")
     assert lost["redone"] == pytest.approx(210)
+    assert lost["replay"] == pytest.approx(5)
+    assert lost["startup"] > 52
     assert lost["down"] == 0
+    assert shown(agent, "training_run_attempts_without_progress") == {"": 0.0}
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"run": 7}', b'{"run": "run", "attempt": "x"}', b"\xff" * 99])

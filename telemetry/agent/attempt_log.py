@@ -227,6 +227,8 @@ class AttemptLog:
             f'{{"life":"{self._life}","unix_seconds":{self._wall.unix_seconds(accounting.updated_ns):.6f},'
             f'"steps_total":{accounting.steps_total},"optimizer_steps_total":{self._tracker.optimizer_steps},'
             f'"wall_seconds":{ledger.wall_seconds:.6f},"first_wait_seconds":{ledger.first_wait_ns / NS:.6f},'
+            f'"seconds_before":{self.seconds_before:.6f},"kept_seconds":{self.kept_seconds:.6f},'
+            f'"saves_completed":{self.saves_completed},'
             f'"ledger_total_seconds":{{{spent}}},"resumption":{self._resumption_text}}}'
         ).encode()
 

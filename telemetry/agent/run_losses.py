@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
 
 from telemetry.core import identity as identities
 from telemetry.core.clock import NS, now_ns
@@ -65,25 +65,20 @@ class RunLosses:
             self._state = self._begin(identity)
             self._write()
         attempt = self._attempt
-        first_attempt = not self._state.attempt
-        restore = 0.0 if first_attempt else attempt.restore_seconds
-        replay = attempt.replay_seconds
-        own = {
-            STARTUP: attempt.seconds_before + max(0.0, ledger[LEDGER_STARTUP] - restore) + first_wait,
-            RESTORE: restore,
-            REPLAY: replay,
-            STUCK: self._stuck_before + self._stuck_now,
-        }
-        loop = ledger[DATA_WAIT] + ledger[COMPUTE] - first_wait - replay
-        self._state = replace(
-            self._state,
-            own=own,
-            loop_seconds=loop,
-            kept_seconds=max(0.0, attempt.kept_seconds - first_wait - replay) if attempt.saves_completed else 0.0,
-            progress=attempt.saves_completed > 0,
+        stuck = self._stuck_before + self._stuck_now
+        figures = _Figures(
+            ledger,
+            first_wait,
+            attempt.seconds_before,
+            attempt.restore_seconds,
+            attempt.replay_seconds,
+            attempt.kept_seconds,
+            attempt.saves_completed,
         )
-        due = attempt.saves_completed != self._written_saves and now_ns() - self._written_ns >= _WRITE_SECONDS * NS
-        if due or not self._written_ns:
+        self._state = figures.of(self._state)
+        self._state.own[STUCK] = stuck
+        new = attempt.saves_completed != self._written_saves or self._stuck_now > 0
+        if new and now_ns() - self._written_ns >= _WRITE_SECONDS * NS:
             self._write()
 
     def end(self, *, finished: bool) -> None:
@@ -106,7 +101,7 @@ class RunLosses:
         before = self._read()
         if before is None or before.run != identity.run:
             return RunState(identity.run, 0, process, self._life, now)
-        before = before.newer(self._beat_of(before.life))
+        before = before.newer(self._beat_of(before))
         return before.next(process=process, life=self._life, started=now if started is None else started)
 
     def _read(self) -> RunState | None:
@@ -115,20 +110,25 @@ class RunLosses:
         except OSError:
             return None
 
-    def _beat_of(self, life: str) -> dict[str, Any]:
-        if not life.isalnum():
-            return {}
+    def _beat_of(self, state: RunState) -> RunState:
+        """The figures in the heartbeat of the process that wrote a state; the state itself without one."""
+        if not state.life.isalnum():
+            return state
         try:
-            beat = parse_object(read_small(self._folder / f"{life}.beat").rstrip()) or {}
-            return {
-                "life": beat["life"],
-                "time": float(beat["unix_seconds"]),
-                "loop_seconds": beat["ledger_total_seconds"][DATA_WAIT]
-                + beat["ledger_total_seconds"][COMPUTE]
-                - beat["first_wait_seconds"],
-            }
-        except (OSError, KeyError, TypeError, ValueError):
-            return {}
+            beat = parse_object(read_small(self._folder / f"{state.life}.beat").rstrip()) or {}
+            resumption = beat["resumption"]
+            figures = _Figures(
+                beat["ledger_total_seconds"],
+                float(beat["first_wait_seconds"]),
+                float(beat["seconds_before"]),
+                float(resumption.get("restore_seconds", 0.0)),
+                float(resumption.get("replay_seconds", 0.0)),
+                float(beat["kept_seconds"]),
+                int(beat["saves_completed"]),
+            )
+            return figures.of(replace(state, time=float(beat["unix_seconds"])))
+        except (OSError, KeyError, TypeError, ValueError, AttributeError):
+            return state
 
     def _write(self) -> None:
         if self._state is None:
@@ -144,3 +144,33 @@ class RunLosses:
                 replace_file(self._folder / NAME, content, 0o644)
         except OSError as error:
             self._errors.tell("attempts", f"the state of the run cannot be written: {error}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Figures:
+    """What an attempt has spent its time on, as its agent knows it or its heartbeat tells."""
+
+    ledger: Mapping[str, float]
+    first_wait: float
+    before: float
+    restore: float
+    replay: float
+    kept: float
+    saves: int
+
+    def of(self, state: RunState) -> RunState:
+        """The state of the run with these figures of its attempt."""
+        restore = self.restore if state.attempt else 0.0
+        began = self.first_wait + self.replay  # no part of the training loop that can be kept
+        own = {
+            STARTUP: self.before + max(0.0, self.ledger[LEDGER_STARTUP] - restore) + self.first_wait,
+            RESTORE: restore,
+            REPLAY: self.replay,
+        }
+        return replace(
+            state,
+            own=own,
+            loop_seconds=self.ledger[DATA_WAIT] + self.ledger[COMPUTE] - began,
+            kept_seconds=max(0.0, self.kept - began) if self.saves else 0.0,
+            progress=self.saves > 0,
+        )

@@ -60,15 +60,17 @@ class RunState:
         """Seconds lost so far, by category."""
         return {name: self.carried.get(name, 0.0) + self.own.get(name, 0.0) for name in LOST}
 
-    def newer(self, beat: dict[str, Any]) -> RunState:
-        """With what the heartbeat of the same process tells.
+    def newer(self, beat: RunState) -> RunState:
+        """With what the heartbeat of the same process tells, if that is newer.
 
         Args:
-            beat: ``time`` (Unix), and ``loop_seconds``; empty without one.
+            beat: the attempt's figures in it. It does not tell for how long the run was stuck.
         """
-        if beat.get("life") != self.life or beat.get("time", 0.0) <= self.time:
+        if beat.life != self.life or beat.time <= self.time:
             return self
-        return replace(self, time=beat["time"], loop_seconds=max(self.loop_seconds, beat.get("loop_seconds", 0.0)))
+        own = {STUCK: self.own.get(STUCK, 0.0)} | beat.own
+        return replace(beat, attempt=self.attempt, process=self.process, without_progress=self.without_progress,
+                       progress=self.progress or beat.progress, carried=self.carried, own=own)  # fmt: skip
 
     def next(self, *, process: str, life: str, started: float) -> RunState:
         """The state that the next attempt begins with.

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from telemetry.core.terminal import complain, show, show_json
-from telemetry.report.attempts import MISSED_WINDOWS, log_interval
+from telemetry.report.attempts import KILLED, MISSED_WINDOWS, log_interval
 from telemetry.report.goodput import as_job, goodput_of
-from telemetry.report.goodput_text import section
+from telemetry.report.goodput_text import section, verdict
 from telemetry.report.log_reader import NoRunError, load
 from telemetry.report.report_text import render
 from telemetry.report.snapshot_traces import read_snapshots, verdict_of
@@ -37,9 +37,10 @@ def report(run_dir: str, *, as_json: bool) -> int:
     _name_attempts(summary["ranks"], processes, goodput)
     problems = read_snapshots(Path(run_dir), summary["snapshots"])
     summary["verdict"] += verdict_of(summary["snapshots"])
+    summary["verdict"] += f" {cost}" if (cost := verdict(goodput)) else ""
     if as_json:
         return show_json(orjson.dumps(summary, option=orjson.OPT_INDENT_2).decode() + "\n")
-    return show(render(summary, [*section(goodput), *_notes(processes), *problems]))
+    return show(render(summary, [*section(goodput), *_notes(processes, goodput), *problems]))
 
 
 def _name_attempts(ranks: Sequence[dict[str, Any]], processes: Sequence[ProcessLog], goodput: Goodput) -> None:
@@ -49,15 +50,17 @@ def _name_attempts(ranks: Sequence[dict[str, Any]], processes: Sequence[ProcessL
         rank["attempt"] = number.get(id(process))
 
 
-def _notes(processes: Sequence[ProcessLog]) -> list[str]:
+def _notes(processes: Sequence[ProcessLog], goodput: Goodput) -> list[str]:
     """What is missing or damaged in the logs, a line each."""
     notes: list[str] = []
     now = datetime.now(tz=timezone.utc)
+    lives = [life for course in goodput.courses for life in course.attempt.lives]
+    killed = {id(life.log) for life in lives if life.how == KILLED}
     for process in processes:
         who = f"rank {process.rank} (pid {process.pid})"
         if not process.ended:
             age = _age_seconds(process.last_time, now)
-            gone = age is None or age > MISSED_WINDOWS * log_interval(process)
+            gone = age is None or id(process) in killed or age > MISSED_WINDOWS * log_interval(process)
             notes.append(f"{who} {'did not end by itself' if gone else 'is running'}; newest line {process.last_time}")
         if process.torn_lines:
             notes.append(f"{who}: {process.torn_lines} line(s) of its log are torn and were skipped")

@@ -49,12 +49,11 @@ def verdict(goodput: Goodput) -> str:
 
 
 def section(goodput: Goodput) -> list[str]:
-    """The lines of the report: the verdict, the attempts, the advice. Empty for one attempt."""
-    sentence = verdict(goodput)
-    if not sentence:
+    """The lines of the report: the attempts, and the advice. Empty for one attempt."""
+    if not verdict(goodput):
         return []
     shown = goodput.courses[-_MAX_ATTEMPTS:]
-    lines = ["", sentence]
+    lines = ["", "attempts:"]
     if len(shown) < len(goodput.courses):
         lines.append(f"the newest {len(shown)} of {len(goodput.courses)} attempts; --json has all")
     lines += [_attempt(course) for course in shown]

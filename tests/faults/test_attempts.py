@@ -58,17 +58,17 @@ def run(tmp_path_factory):
     done = python("-m", "telemetry", "report", "run", "--json", cwd=folder)
     assert done.returncode == 0, done.stderr
     text = python("-m", "telemetry", "report", "run", cwd=folder).stdout
-    return attempts, json.loads(done.stdout), text
+    return attempts, json.loads(done.stdout), text, folder
 
 
 def test_each_attempt_is_told_by_how_it_ended(run):
-    _, report, _ = run
+    _, report, *_ = run
     ends = [each["end"] for each in report["job"]["attempts"]]
     assert ends == ["killed", "killed", "killed", "failed", "failed", "finished"]
 
 
 def test_steps_that_are_done_again_are_exact(run):
-    attempts, report, _ = run
+    attempts, report, *_ = run
     resumed = [each.resumed for each in attempts] + [None]
     for number, (did, told) in enumerate(zip(attempts, report["job"]["attempts"], strict=True)):
         if did.resumed is None:  # killed while it loaded the checkpoint
@@ -81,7 +81,7 @@ def test_steps_that_are_done_again_are_exact(run):
 
 
 def test_every_second_is_where_the_script_says_it_was(run):
-    attempts, report, _ = run
+    attempts, report, *_ = run
     goodput = report["job"]["goodput"]
     wall, seconds = goodput["wall_seconds"], goodput["seconds"]
     assert sum(seconds.values()) == pytest.approx(wall, rel=0.01)
@@ -94,7 +94,7 @@ def test_every_second_is_where_the_script_says_it_was(run):
 
 
 def test_the_report_says_what_the_restarts_cost(run):
-    _, _, text = run
+    _, _, text, _ = run
     (sentence,) = [line for line in text.splitlines() if "GPU-hours, " in line]
     assert "were productive (" in sentence
     assert "redone after 3 kills and 2 failures" in sentence
@@ -121,3 +121,13 @@ def test_torchrun_starts_both_ranks_again_until_they_finish(tmp_path):
     ]
     seconds = job["goodput"]["seconds"]
     assert sum(seconds.values()) == pytest.approx(job["goodput"]["wall_seconds"], rel=0.01)
+
+
+def test_the_totals_of_the_run_go_on_as_the_report_has_them(run):
+    _, report, _, folder = run
+    state = json.loads((folder / "run" / "attempts" / "run.json").read_text())
+    assert state["attempt"] == len(ENDS) - 1
+    goodput = report["job"]["goodput"]
+    for category in ("redone", "restore", "replay", "startup", "stuck", "down"):
+        lost = state["carried"].get(category, 0.0) + state["own"].get(category, 0.0)
+        assert lost == pytest.approx(goodput["seconds"][category], abs=0.02 * goodput["wall_seconds"]), category
