@@ -214,4 +214,8 @@ def measure_rank(*, run_dir: str, slices: int, workers: int, slice_seconds: floa
 
 if __name__ == "__main__":
     roles: dict[str, Callable[..., dict[str, Any]]] = {"rank": measure_rank, "node": measure_node}
-    child.answer(roles[sys.argv[3]] if len(sys.argv) > 3 else measure)
+    if len(sys.argv) == 1:  # by hand
+        for reading in measure(slices=5, workers=8)["slices"]:
+            print(", ".join(f"{name} {100 * share:.2f} % of a core" for name, share in reading.items()))
+    else:
+        child.answer(roles[sys.argv[3]] if len(sys.argv) > 3 else measure)

@@ -23,7 +23,7 @@ from telemetry.core.samples import (
     ProcessSample,
     TorchMemorySample,
 )
-from telemetry.core.totals import Totals
+from telemetry.core.totals import OwnTotals, Totals
 from telemetry.core.views import AttemptView, RunView, SnapshotsView, StallView
 from telemetry.core.worker_records import FETCH_BUCKETS, Deliveries, WorkersSample
 from telemetry.publish.board import RankState
@@ -103,6 +103,7 @@ class SimulatedRank:
                 exposed_wait_seconds=waited,
                 optimizer_steps=steps,
                 overhead_seconds={"training": 4e-6 * steps, "agent": 0.005 * age},
+                own=OwnTotals(samples=int(10 * age), in_sync_samples=int(2 * age)),
             ),
             step_duration=_histogram(STEP_BUCKETS, steps, STEP_SECONDS),
             wait_duration=_histogram(STEP_BUCKETS, steps, STEP_SECONDS * self.waits),

@@ -222,25 +222,24 @@ def ranks() -> Iterator[Any]:
         graph(
             "Own part of a step, by rank",
             "Mean time of a step that each rank does not spend waiting for other ranks, of the 16 slowest. The highest "
-            "line is the slowest rank of the run, even if it is only a few percent slower. On GPUs it is the host's "
-            "time.",
+            "line is the slowest rank of the run, even if it is only a few percent slower.",
             "s",
             Query(
                 f"{own_step} and on (run, rank) topk(16, avg_over_time({own_step}[$__range] @ end()))", "rank {{rank}}"
             ),
-            no_value="Needs several ranks",
+            no_value="Needs several ranks, and no GPU",
         )
     )
     yield half(
         graph(
             "The slowest rank, and slow nodes",
-            "How much longer the slowest rank takes for its own part of a step than the median rank; and each node "
-            "whose ranks are all slower, on average. All ranks wait for them.",
+            "By how much of a step the slowest rank's own part is longer than that of the median rank; and the same for "
+            "each node whose ranks are all slower, on average. All ranks wait for them.",
             "percentunit",
             Query('run_rank_node:training_slowest_rank:excess_ratio{run="$run"}', "rank {{rank}} on {{node}}"),
             Query('run_node:training_slow_node:excess_ratio{run="$run"} > 0', "every rank on {{node}}"),
             steps=fair_bad(0.03, 0.15),
-            no_value="Needs several ranks",
+            no_value="Needs several ranks, and no GPU",
         )
     )
     yield _table()

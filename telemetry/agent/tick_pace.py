@@ -1,4 +1,4 @@
-"""Skips ticks while nothing changes, which almost halves the agent's CPU time.
+"""Skips ticks while nothing changes.
 
 Every second tick is skipped while no stall is open and the loop goes on as before. The ring is emptied nevertheless. If
 it shows that the training thread lost more time in the last second than before, or ended no step, the tick is not

@@ -144,8 +144,8 @@ def _results(folder: Folder, plan: p.Plan, wanted: SnapshotOptions) -> list[p.Re
 
 
 def _notice(folder: Folder) -> float:
-    """Seconds by which the ranks may answer and record later, because other nodes see the folder late."""
-    return CACHED_SECONDS if caches_folders(folder.path) else 0.0
+    """Seconds by which ranks on other nodes may answer, agree and record later, because they see the folder late."""
+    return 2 * CACHED_SECONDS if caches_folders(folder.path) else 0.0
 
 
 def _files(folder: Folder, request: p.Request) -> RequestFiles:

@@ -15,6 +15,7 @@ EMPTY = {
     "run / annotation / Ended": "no run has ended yet",
     "run / Snapshots / B": "no run has switched its snapshots off",
     "run / Errors and dropped steps / B": "no step is dropped",
+    "run / The slowest rank, and slow nodes / B": "no node is slow as a whole",
 }
 """Queries that these runs have no data for, and why."""
 
