@@ -24,7 +24,7 @@ from telemetry.core.samples import (
     TorchMemorySample,
 )
 from telemetry.core.totals import OwnTotals, Totals
-from telemetry.core.views import RunView, SnapshotsView, StallView
+from telemetry.core.views import AttemptView, RunView, SnapshotsView, StallView
 from telemetry.core.worker_records import FETCH_BUCKETS, Deliveries, WorkersSample
 from telemetry.publish.board import RankState
 from telemetry.publish.endpoint import join
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 GIB: Final = 1 << 30
 CPUS: Final = 64
 STEP_SECONDS: Final = 0.25
+_LOST = ("redone", "restore", "replay", "startup", "stuck", "down")
 _COLLECTORS: Final = ("nvml", "host", "process", "workers", "pressure", "torch_memory")
 _STARTUP_SECONDS: Final = 20.0
 _NODES_OF_A_RUN: Final = 8
@@ -90,6 +91,10 @@ class SimulatedRank:
                 "telemetry_version": __version__,
                 "python_version": "3.11.7",
                 "torch_version": "2.13.0+cu130",
+                "job": self.run,
+                "user": "somebody",
+                "account": "research",
+                "partition": "gpu",
             },
             ended=False,
             totals=Totals(
@@ -123,6 +128,7 @@ class SimulatedRank:
                 cgroup_memory_used_bytes=int((310 + 20 * self._wave(now)) * GIB),
             ),
             torch_memory=TorchMemorySample(int((40 + self._wave(now)) * GIB), 60 * GIB),
+            attempt=None if self.rank else AttemptView(2, 0, dict.fromkeys(_LOST, 100.0)),
         )
 
     def _wave(self, now: float) -> float:

@@ -19,6 +19,16 @@ CATEGORIES: Final = {
 }
 """Colours of the ledger's categories, from the bottom of the stack upwards."""
 
+LOST: Final = {
+    "redone": "red",
+    "down": "dark-red",
+    "stuck": "orange",
+    "restore": "purple",
+    "replay": "yellow",
+    "startup": "super-light-blue",
+}
+"""Colours of what restarts and hangs cost."""
+
 CAUSES: Final = {
     "loader_on_training_thread": "dark-red",
     "workers_cpu_bound": "red",

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 from grafana_foundation_sdk.builders.dashboard import Row
 
 from grafana import frame, shared_columns
+from grafana.attempt_panels import lost_in_range
 from grafana.colours import BAD, CAUSES, FAIR
 from grafana.panels import Query, bars, fair_bad, figure, graph, half
 from grafana.tables import Column, rows
@@ -45,7 +46,8 @@ def fleet() -> dashboard.Dashboard:
     for each in _losses():
         board = board.with_panel(each)
     board = board.with_row(Row("Where to look first")).with_panel(_worst_runs()).with_panel(_worst_ranks())
-    board = board.with_row(Row("Runs that make no progress")).with_panel(_no_progress())
+    board = board.with_row(Row("Runs that make no progress")).with_panel(_no_progress().span(18))
+    board = board.with_panel(lost_in_range(_RUNS).height(6))
     board = board.with_row(Row("GPUs that are busy but starved")).with_panel(_starved_gpus())
     for each in _gpus():
         board = board.with_panel(each)
@@ -220,6 +222,12 @@ def _no_progress() -> table.Panel:
             f"count by (run) (instance_run_rank:training_run_info:last{{{_RUNS}}} unless on (run, rank) "
             f"training_run_info) or {_NONE_OF_THEM}",
             steps=((1, BAD),),
+        ),
+        Column(
+            "attempts without progress",
+            "short",
+            f"max by (run) (training_run_attempts_without_progress{{{_RUNS}}})",
+            steps=((1, FAIR), (2, BAD)),
         ),
         shared_columns.steps("steps/s a rank", f"avg by (run) (run_rank:training_steps:rate1m{{{_RUNS}}})"),
         keys={"run": 0},

@@ -8,6 +8,7 @@ from grafana_foundation_sdk.builders.dashboard import Row
 
 from grafana import frame
 from grafana.agent_panels import agent
+from grafana.attempt_panels import lost_in_range
 from grafana.colours import BAD, FAIR, NEUTRAL
 from grafana.gpu_panels import gpus
 from grafana.loader_panels import loader
@@ -70,12 +71,21 @@ def run() -> dashboard.Dashboard:
             )
         )
         .annotation(
+            frame.Marks(
+                "Attempts",
+                'count_values("attempt", training_run_attempt{run="$run"}) '
+                'unless count_values("attempt", training_run_attempt{run="$run"} offset 1m)',
+                "attempt {{attempt}} begins",
+                NEUTRAL,
+            )
+        )
+        .annotation(
             frame.Marks("Ended", 'count(training_run_ended{run="$run", rank=~"$rank"} == 1)', "ranks have ended", BAD)
         )
     )
     sections = {
         "Verdict": verdict(),
-        "Where the time goes": ledger(),
+        "Where the time goes": (*ledger(), lost_in_range('run="$run"').span(24).height(6)),
         "Rank by rank": ranks(),
         "GPUs": gpus(),
         "Data loader": loader(),

@@ -105,6 +105,13 @@ def stop() -> None:
         fork_warning.after()
 
 
+def leaving(code: object) -> None:
+    """The script ends with this argument of ``sys.exit``. For ``telemetry run``."""
+    agent = _running()
+    if agent is not None:
+        agent.attempt.end.leaving(code)
+
+
 def watch(iterable: Iterable[T]) -> Iterable[T]:
     """Time an iterable as a data source: each ``next`` counts as a wait, each item as a step.
 
@@ -129,6 +136,28 @@ def watch(iterable: Iterable[T]) -> Iterable[T]:
         agent.tracker.fault(error)
         return iterable
     return watched
+
+
+def resumed(*, step: int) -> None:
+    """Tell at which optimizer step the training resumes. Call it when the checkpoint has been loaded.
+
+    Not needed for Adam and other optimizers that count their steps: their loaded state tells it. Without either, the
+    report assumes the newest complete checkpoint.
+
+    Args:
+        step: number of optimizer steps that the loaded state contains.
+
+    Raises:
+        TypeError: it is no whole number.
+        ValueError: it is negative.
+    """
+    if not isinstance(step, int) or isinstance(step, bool):
+        raise TypeError(f"step is a whole number, not {type(step).__name__}")
+    if step < 0:
+        raise ValueError(f"step is not negative, but {step} is")
+    agent = _running()
+    if agent is not None:
+        agent.tracker.resume.told(agent.tracker, step)
 
 
 def request_snapshot(*, steps: int | None = None, rank: int | None = None) -> bool:
@@ -217,6 +246,8 @@ class phase(AbstractContextManager[None]):  # noqa: N801 - reads as the statemen
         agent = self._agent
         if agent is not None:
             try:
+                if kind is not None and self._before is not None and self._name == "checkpoint":
+                    agent.tracker.resume.failed()
                 agent.tracker.scopes.exit_phase(self._name, self._before, self._start)
             except Exception as ours:
                 agent.tracker.fault(ours)

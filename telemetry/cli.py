@@ -143,7 +143,11 @@ def _run(options: argparse.Namespace) -> int:
         return 1
     sys.argv = [program.argv0, *options.arguments]  # before the start: the script names a run without a name
     api.start(**settings)
-    launch.run(program, options.arguments)
+    try:
+        launch.run(program, options.arguments)
+    except SystemExit as leaving:
+        api.leaving(leaving.code)
+        raise
     return 0
 
 

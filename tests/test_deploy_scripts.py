@@ -5,12 +5,15 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 import urllib.request
 from pathlib import Path
 
 import pytest
 from stack.jobs import free_ports, must_have, wait_for
+
+from tests.report_logs import START, line, totals, write
 
 DEPLOY = Path(__file__).resolve().parents[1] / "deploy"
 
@@ -122,3 +125,36 @@ def test_single_node_monitoring(tmp_path):
     assert pids
     assert not left
     assert monitoring("status").count("not running") == 2
+
+
+# -- the Slurm epilog ------------------------------------------------------------------------------------------------------
+
+
+def epilog(folder, run_dir, **variables):
+    commands = folder / "commands"
+    commands.mkdir(exist_ok=True)
+    (commands / "telemetry").write_text(f'#!/bin/sh\nexec {sys.executable} -m telemetry "$@"\n')
+    (commands / "telemetry").chmod(0o755)
+    paths = {"PATH": f"{commands}:{os.environ['PATH']}", "PYTHONPATH": str(DEPLOY.parent)}
+    command = ["bash", str(DEPLOY / "slurm" / "epilog.sh"), str(run_dir)]
+    return subprocess.run(command, env=os.environ | paths | variables, capture_output=True, text=True, timeout=180)
+
+
+def test_the_epilog_prints_the_verdict_in_three_lines(tmp_path):
+    write(tmp_path, 0, line("run_start", **START), line("run_end", **totals(wait=1.0, compute=9.0, steps=9)))
+    done = epilog(tmp_path, tmp_path)
+    first, second, third = done.stdout.splitlines()
+    assert first == "telemetry: run r: 1 attempt(s) (1 finished), 0 steps lost"
+    assert second.startswith("telemetry: 0.0 GPU-hours, 82 % productive; ")
+    assert third.startswith("telemetry: Healthy")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_epilog_never_fails(tmp_path):
+    """Slurm drains a node whose epilog fails."""
+    write(tmp_path, 0, line("run_start", **START), line("run_end", **totals(wait=1.0, compute=9.0, steps=9)))
+    assert epilog(tmp_path, tmp_path / "nothing").returncode == 0
+    assert epilog(tmp_path, tmp_path, SLURM_PROCID="3").stdout == "", "one task of the job prints it"
+    (tmp_path / "commands" / "python3").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "commands" / "python3").chmod(0o755)
+    assert epilog(tmp_path, tmp_path).returncode == 0

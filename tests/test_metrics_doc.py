@@ -30,7 +30,7 @@ from telemetry.core.samples import (
     TorchMemorySample,
 )
 from telemetry.core.totals import OwnTotals, Totals
-from telemetry.core.views import HangView, RunView, SnapshotsView, StallView
+from telemetry.core.views import AttemptView, HangView, RunView, SnapshotsView, StallView
 from telemetry.core.worker_records import WorkersSample
 from telemetry.publish.endpoint import join
 from telemetry.publish.exposition import Exposition
@@ -57,6 +57,7 @@ CONTRACT = set(
     training_loader_fetch_duration_seconds training_loader_slack_seconds training_loader_workers_memory_bytes
     telemetry_overhead_seconds_total telemetry_collector_up telemetry_collector_duration_seconds
     telemetry_errors_total telemetry_dropped_steps_total
+    training_run_attempt training_run_lost_seconds_total
     """.split()
 )
 """The names that dashboards and alerts rely on."""
@@ -81,7 +82,11 @@ def full_view():
     """A view in which everything was measured."""
     view = RunView(
         info=dict.fromkeys(
-            ("node", "local_rank", "world_size", "launcher", "telemetry_version", "python_version", "torch_version"), "x"
+            (
+                "node", "local_rank", "world_size", "launcher", "telemetry_version", "python_version", "torch_version",
+                "job", "user", "account", "partition",
+            ),
+            "x",
         ),
         ended=False,
         totals=Totals(
@@ -120,6 +125,9 @@ def full_view():
         own_fetches=Histogram(bounds=(0.1, 1.0), counts=(1, 0, 0), total=0.1),
         worker_fetches=Histogram(bounds=(0.1, 1.0), counts=(1, 1, 1), total=3.0),
         torch_memory=TorchMemorySample(allocated_bytes=1, reserved_bytes=2),
+        attempt=AttemptView(
+            1, 1, dict.fromkeys(("redone", "restore", "replay", "startup", "stuck", "down"), 1.0)
+        ),
     )  # fmt: skip
     left_out = {
         f"{type(part).__name__}.{spec.name}"

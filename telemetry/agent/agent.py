@@ -106,7 +106,7 @@ class Agent(AgentParts):
         with self.errors.contained("snapshot"):
             self.snapshots.start()
         logged = self.event_log.start()
-        atexit.register(self.stop)
+        atexit.register(self._stop_at_exit)
         with signals_blocked():
             self._thread.start()
         if self.config.start_line and self.identity.local_rank == 0:
@@ -131,7 +131,11 @@ class Agent(AgentParts):
             self._thread.join(_STOP_SECONDS)
         if not self._thread.is_alive():
             self._streams.release()
-        atexit.unregister(self.stop)
+        atexit.unregister(self._stop_at_exit)
+
+    def _stop_at_exit(self) -> None:
+        self.attempt.end.at_exit()
+        self.stop()
 
     def _detach_late(self) -> None:
         """Remove hooks that had to outlive `stop`. A method, so that the agent is still alive in a forked child."""
@@ -151,6 +155,7 @@ class Agent(AgentParts):
         self.attachment.after_fork_in_child()
         self.snapshots.after_fork_in_child()
         self.event_log.log.file.forget()
+        self.attempt.after_fork_in_child()
         if self._node is not None:
             self._node.after_fork_in_child()
         if self._job is not None:
@@ -209,6 +214,8 @@ class Agent(AgentParts):
 
     def _tick_or_skip(self) -> None:
         self.accounting.update()
+        with self.errors.contained("heartbeat"):
+            self.attempt.tick()
         # A tick that did not publish is followed by one that does. So the state is at most two intervals old.
         busy = self._stall_monitor.active_cause is not None or not self._publish_this_time
         if not self._tick_pace.skips(busy=busy):
@@ -240,11 +247,22 @@ class Agent(AgentParts):
         self.overhead.measure()
         self._publish_this_time = not self._publish_this_time or 2 * self.config.interval_seconds > _PUBLISH_SECONDS
         if self._publish_this_time:
+            with self.errors.contained("attempts"):
+                self._count_losses()
             with self.errors.contained("exposition"):
                 self._publish()
         self.accounting.keep_up()
         with self.errors.contained("jsonl"):
             self.event_log.write_what_is_due()
+
+    def _count_losses(self) -> None:
+        ledger = self.accounting.ledger
+        self._losses.tick(
+            self.identity,
+            ledger.seconds(),
+            ledger.first_wait_ns / NS,
+            stuck_seconds=self._stall_monitor.stuck_seconds,
+        )
 
     def _finish(self) -> None:
         """The end of the run: write the rest of the log, and remove this rank from the board."""
@@ -255,15 +273,20 @@ class Agent(AgentParts):
             self.snapshots.finish()
         with self.errors.contained("jsonl"):
             self._stall_monitor.end(self._builder.update())
+            self.event_log.write_phases(last=True)
             self.event_log.window()
         with self.errors.contained("on_stall"):
             self._stall_monitor.wait_for_callback(_CALLBACK_SECONDS)
         with self.errors.contained("jsonl"):
             self.event_log.write_errors()
+        with self.errors.contained("attempts"):
+            self._count_losses()
+            self._losses.end(finished=self.attempt.end.finished)
         with self.errors.contained("jsonl"):
             self.event_log.emit("run_end", self.event_log.end_fields())
         with self.errors.contained("jsonl"):
             self.event_log.close()
+            self.attempt.close()
         with self.errors.contained("collect"):
             self._collectors.close()
         with self.errors.contained("exposition"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import secrets
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry._version import __version__
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from telemetry.agent.accounting import Accounting
+    from telemetry.agent.attempt_log import AttemptLog
     from telemetry.agent.collector_poller import CollectorPoller
     from telemetry.agent.endpoint_address import EndpointAddress
     from telemetry.agent.stall_report import StallCounts
@@ -31,9 +31,6 @@ _FIRST_WINDOW_SECONDS: Final = 1.0
 """Length of the first window. Each window is twice as long as the one before, up to the log interval. So a young run
 shows in the log early."""
 
-_SHORTEST_PHASE_SECONDS: Final = 0.001
-"""Shorter phases are in the ledger but get no log line."""
-
 
 class EventLog:
     """Turns the accounting and the samples of one rank into log lines.
@@ -41,6 +38,8 @@ class EventLog:
     Args:
         run_dir: the run folder; the log goes into its ``logs``.
         builder: has the newest totals.
+        attempt: the fields that tell of this attempt of the run.
+        life: tells this agent's lines from those of other agents.
         address: the URL of the metrics.
         stall_counts: the seconds lost in stalls.
     """
@@ -53,6 +52,8 @@ class EventLog:
         *,
         accounting: Accounting,
         builder: TotalsBuilder,
+        attempt: AttemptLog,
+        life: str,
         address: EndpointAddress,
         collectors: CollectorPoller,
         stall_counts: StallCounts,
@@ -67,6 +68,7 @@ class EventLog:
         self._errors = errors
         self._wall = wall
         self._builder = builder
+        self._attempt = attempt
         self._address = address
         self._stall_counts = stall_counts
         self.log = JsonLog(
@@ -79,7 +81,7 @@ class EventLog:
             max_files=config.log_max_files,
         )
         self._seconds = min(_FIRST_WINDOW_SECONDS, config.log_interval_seconds)
-        self._life, self._began = secrets.token_hex(8), False
+        self._life, self._began = life, False
         self._before = Totals()  # the totals at the end of the last window
         self._children = 0
 
@@ -113,9 +115,7 @@ class EventLog:
 
     def write_what_is_due(self) -> None:
         """Write phases and errors at once. Write a window, and the samples in it, when its time is over."""
-        for span in (*self._accounting.ledger.take_phases(), *self._accounting.take_named_phases()):
-            if span.seconds >= _SHORTEST_PHASE_SECONDS:
-                self.emit("phase", log_fields.phase(span, self._wall.iso(span.start_ns)))
+        self.write_phases()
         self._children = max(self._children, child_processes.started())
         if self._builder.current().wall_seconds - self._before.wall_seconds >= self._seconds:
             self._seconds = min(2 * self._seconds, self._config.log_interval_seconds)
@@ -123,6 +123,12 @@ class EventLog:
             for event, values in self._collectors.take_log_fields().items():
                 self.emit(event, values)
         self.write_errors()
+
+    def write_phases(self, *, last: bool = False) -> None:
+        """The phases that have ended; ``last``: there is no later call."""
+        spans = (*self._accounting.ledger.take_phases(), *self._accounting.take_named_phases())
+        for fields in self._attempt.phase_lines(spans, last=last):
+            self.emit("phase", fields)
 
     def window(self) -> None:
         """Write the window that ends now, with the totals of the run so far."""
@@ -168,6 +174,7 @@ class EventLog:
             "rank_source": self._identity.rank_source,
             "claimed_rank": self._claimed_rank,
             "life": self._life,
+            **self._attempt.head_fields(),
             "telemetry_version": __version__,
             "python_version": platform.python_version(),
             "cpu_count": os.cpu_count(),
@@ -184,6 +191,7 @@ class EventLog:
     def end_fields(self) -> dict[str, Any]:
         """The fields of the last line of the run."""
         return self._totals() | {
+            **self._attempt.end.fields(),
             "errors_total": dict(self._errors.counts),
             "log_lines_dropped": self.log.file.dropped,
         }
@@ -213,4 +221,4 @@ class EventLog:
             "child_processes": self._children,
             "unseen_steps_total": totals.unseen_steps,
         }
-        return {key: log_fields.rounded(value) for key, value in fields.items()}
+        return {key: log_fields.rounded(value) for key, value in (fields | self._attempt.fields()).items()}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from telemetry.agent.accounting import Accounting
+from telemetry.agent.attempt_log import FOLDER, AttemptLog
 from telemetry.agent.collector_poller import CollectorPoller
 from telemetry.agent.endpoint_address import EndpointAddress
 from telemetry.agent.event_log import EventLog
@@ -15,6 +17,7 @@ from telemetry.agent.job_hang import HangSurroundings, JobHang
 from telemetry.agent.overhead import Overhead
 from telemetry.agent.rank_membership import Membership
 from telemetry.agent.rank_state import RankStateReader
+from telemetry.agent.run_losses import RunLosses
 from telemetry.agent.run_view import RunViewBuilder
 from telemetry.agent.snapshot_control import SnapshotControl
 from telemetry.agent.stall_monitor import StallMonitor
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
     from telemetry.agent.job_link import JobLink
     from telemetry.config import Config
     from telemetry.core.hang_records import HangState
+    from telemetry.core.spans import Step
     from telemetry.core.tick import RankPace
     from telemetry.publish.node import NodeService
 
@@ -49,6 +53,7 @@ class AgentParts:
         errors: the failures of the agent's own parts.
         tracker: state of the training thread. ``attachment``: places the hooks that update it.
         accounting: ledger, steps and exposed wait. ``overhead``: the cost of the agent.
+        attempt: what the log tells of this attempt of the run.
         event_log: writes the log. ``snapshots``: takes traces. ``job_hang``: why the whole job hangs.
     """
 
@@ -88,12 +93,24 @@ class AgentParts:
             peers=self._paces_of_others,
         )
         stall_counts = StallCounts()
+        life = secrets.token_hex(8)
+        self.attempt = AttemptLog(
+            self.run_dir,
+            self.identity.pid,
+            life,
+            tracker=self.tracker,
+            accounting=self.accounting,
+            wall=self._wall,
+            errors=self.errors,
+        )
         self.event_log = EventLog(
             self.run_dir,
             self.identity,
             config,
             accounting=self.accounting,
             builder=self._builder,
+            attempt=self.attempt,
+            life=life,
             address=self._address,
             collectors=self._collectors,
             stall_counts=stall_counts,
@@ -129,16 +146,22 @@ class AgentParts:
             event_log=self.event_log,
             ranks_elsewhere=self._ranks_elsewhere,
         )
+        self._losses = RunLosses(self.run_dir / FOLDER, self.attempt, life, self.errors)
         self._views = RunViewBuilder(
             accounting=self.accounting,
             collectors=self._collectors,
             stalls=self._stall_monitor,
             snapshots=self.snapshots,
+            losses=self._losses,
             errors=self.errors,
             wall=self._wall,
             hang=self.job_hang.view,
         )
-        self.accounting.on_steps = self.snapshots.add_steps
+        self.accounting.on_steps = self._on_steps
+
+    def _on_steps(self, steps: list[Step]) -> None:
+        self.snapshots.add_steps(steps)
+        self.attempt.add_steps(steps)
 
     def _state_in_hang(self) -> HangState:
         stalls = self._stall_monitor

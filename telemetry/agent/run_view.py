@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from telemetry._version import __version__
+from telemetry.core.job_labels import job_labels
 from telemetry.core.views import RunView
 
 if TYPE_CHECKING:
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
     from telemetry.agent.accounting import Accounting
     from telemetry.agent.collector_poller import CollectorPoller
+    from telemetry.agent.run_losses import RunLosses
     from telemetry.agent.snapshot_control import SnapshotControl
     from telemetry.agent.stall_monitor import StallMonitor
     from telemetry.core.clock import WallClock
@@ -33,6 +35,7 @@ class RunViewBuilder:
         collectors: CollectorPoller,
         stalls: StallMonitor,
         snapshots: SnapshotControl,
+        losses: RunLosses,
         errors: ErrorLog,
         wall: WallClock,
         hang: Callable[[], HangView | None],
@@ -41,15 +44,17 @@ class RunViewBuilder:
         self._collectors = collectors
         self._stalls = stalls
         self._snapshots = snapshots
+        self._losses = losses
         self._errors = errors
         self._wall = wall
         self._hang = hang
+        self._job_labels = job_labels()
 
     def view(self, totals: Totals, identity: Identity, *, ended: bool) -> RunView:
         """The current state, with these counters."""
         accounting, collectors, last = self._accounting, self._collectors, self._accounting.ledger.last_step_ns
         return RunView(
-            info=_info_labels(identity),
+            info=_info_labels(identity) | self._job_labels,
             ended=ended,
             totals=totals,
             step_duration=accounting.stats.histogram(),
@@ -68,6 +73,7 @@ class RunViewBuilder:
             worker_fetches=collectors.worker_fetches(),
             pressure=collectors.newest("pressure"),
             torch_memory=collectors.newest("torch_memory"),
+            attempt=self._losses.view(),
         )
 
 

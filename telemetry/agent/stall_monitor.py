@@ -123,6 +123,11 @@ class StallMonitor:
         return _TIMED_WAITS if self._waits_matter else 1
 
     @property
+    def stuck_seconds(self) -> float:
+        """For how long the run has been stuck now; 0 if it is not."""
+        return 0.0 if self._hang is None else self._hang.seconds
+
+    @property
     def sample_seconds(self) -> float:
         """Mean time between two samples of the training thread, in seconds.
 

@@ -5,7 +5,15 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from telemetry.attach import accelerator, checkpoint_hooks, gc_timer, loader_hooks, prefetchers, worker_patch
+from telemetry.attach import (
+    accelerator,
+    checkpoint_hooks,
+    gc_timer,
+    loader_hooks,
+    prefetchers,
+    restore_hooks,
+    worker_patch,
+)
 from telemetry.attach.fast_path import GPU_CLOCK
 from telemetry.attach.gpu_clock import GpuClock
 from telemetry.attach.graph_captures import Captures
@@ -61,6 +69,8 @@ class Attachment:
         gc_timer.time_garbage(self._tracker, self._patches)
         self._watch.when_imported("torch", self._torch)
         self._watch.when_imported("torch.distributed.checkpoint", self._distributed_checkpoint)
+        creating = self._with_patches(restore_hooks.patch_state_creation)
+        self._watch.when_imported("torch.distributed.checkpoint.state_dict", creating)
         self._watch.when_imported("safetensors.torch", self._saving)
         self._watch.when_imported("torchdata.stateful_dataloader.stateful_dataloader", self._stateful_loader)
         for name, patch in prefetchers.PATCHES.items():
@@ -140,13 +150,16 @@ class Attachment:
     def _optimizer(self, module: Any) -> None:
         handle = module.register_optimizer_step_post_hook(optimizer_hook(self._tracker))
         self._patches.on_undo(handle.remove)
+        restore_hooks.patch_optimizer(module.Optimizer, self._tracker, self._patches)
 
     def _profilers(self, torch: ModuleType) -> None:
         profiler = sys.modules["torch.autograd.profiler"]
         self.profilers.patch(profiler, torch.autograd._profiler_enabled, self._patches)
 
     def _saving(self, module: ModuleType) -> None:
+        """The functions that save, and those that load."""
         checkpoint_hooks.patch_saving(module, self._tracker, self._patches)
+        restore_hooks.patch_loading(module, self._tracker, self._patches)
 
     def _stateful_loader(self, module: Any) -> None:
         stateful, iterators = module.StatefulDataLoader, module._StatefulMultiProcessingDataLoaderIter
@@ -157,8 +170,12 @@ class Attachment:
         return lambda module: patch(module, self._tracker, self._patches)
 
     def _distributed_checkpoint(self, package: ModuleType) -> None:
-        self._saving(package)
-        self._saving(sys.modules["torch.distributed.checkpoint.state_dict_saver"])
+        checkpoint_hooks.patch_saving(package, self._tracker, self._patches)
+        restore_hooks.patch_loading(package, self._tracker, self._patches)
+        prefix = "torch.distributed.checkpoint.state_dict_"
+        checkpoint_hooks.patch_saving(sys.modules[f"{prefix}saver"], self._tracker, self._patches)
+        if f"{prefix}loader" in sys.modules:
+            restore_hooks.patch_loading(sys.modules[f"{prefix}loader"], self._tracker, self._patches)
 
 
 def current_device(torch: ModuleType) -> int | None:

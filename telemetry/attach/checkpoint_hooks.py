@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, Final
 
+from telemetry.attach.resume_state import holds_optimizer
 from telemetry.attach.traceback_frames import forget_frame
 from telemetry.core.clock import now_ns
 from telemetry.core.labels import CHECKPOINT
@@ -36,15 +38,22 @@ def patch_saving(module: ModuleType, tracker: StepTracker, patches: Patches) -> 
 def _timed(original: Callable[..., Any], tracker: StepTracker) -> Callable[..., Any]:
     @functools.wraps(original)
     def save(*args: Any, **kwargs: Any) -> Any:
-        start, before = now_ns(), None
+        start, before, elsewhere = now_ns(), None, None
         try:
+            if get_ident() == tracker.thread:
+                tracker.resume.saving(holds_optimizer=_holds_optimizer(original, args))
+            elif tracker.active and not (tracker.checkpointing or tracker.resume.writing_elsewhere):
+                elsewhere = tracker.optimizer_steps, tracker.ring.closed
             if not tracker.checkpointing:  # saving functions call one another: only the outermost counts
                 before = tracker.scopes.enter_phase(CHECKPOINT)
         except Exception as error:
             tracker.fault(error)
         try:
-            return original(*args, **kwargs)
+            result = original(*args, **kwargs)
+            _returned(tracker, result, start, elsewhere, (original, args))
         except BaseException as error:
+            if get_ident() == tracker.thread:
+                tracker.resume.failed()
             forget_frame(error)
             raise
         finally:
@@ -53,5 +62,35 @@ def _timed(original: Callable[..., Any], tracker: StepTracker) -> Callable[..., 
                     tracker.scopes.exit_phase(CHECKPOINT, before, start)
                 except Exception as error:
                     tracker.fault(error)
+        return result
 
     return save
+
+
+def _returned(
+    tracker: StepTracker,
+    result: Any,
+    start: int,
+    elsewhere: tuple[int, int] | None,
+    call: tuple[Callable[..., Any], tuple[Any, ...]],
+) -> None:
+    """A saving function has returned. ``elsewhere``: the steps at its start, where that was on another thread."""
+    try:
+        if elsewhere is not None:
+            tracker.resume.saved_elsewhere(tracker, start, elsewhere, holds_optimizer=_holds_optimizer(*call))
+            return
+        future = getattr(result, "upload_completion", result)
+        if tracker.checkpointing and callable(getattr(future, "add_done_callback", None)):
+            tracker.resume.writing(future)
+    except Exception as error:
+        tracker.note_error(error)
+
+
+def _holds_optimizer(original: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    """What torch.distributed.checkpoint writes is taken for whole: its parts may be objects that save themselves."""
+    if original.__module__.startswith("torch.distributed.checkpoint"):
+        return True
+    try:
+        return bool(args) and holds_optimizer(args[0])
+    except Exception:  # a mapping of the user's own
+        return False

@@ -59,6 +59,8 @@ class OptimizerSteps:
     def stepped(self, optimizer: object) -> None:
         """An optimizer has stepped. The hook has already counted it."""
         state = self._state
+        if state.resume.initializing:
+            return
         here = threading.get_ident()
         if here != state.thread:
             if state.thread == NO_THREAD or state.batch_seen or self._optimizer_id:
@@ -68,6 +70,7 @@ class OptimizerSteps:
         if state.trained_on in {None, "cpu"} and id(optimizer) != self._device_read_from:
             self._device_read_from = id(optimizer)
             state.trained_on = _device_of(optimizer) or state.trained_on
+        state.resume.stepped(state, optimizer)
         if state.gpu is not None:
             try:
                 state.gpu.worked()

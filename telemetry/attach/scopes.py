@@ -88,6 +88,8 @@ class Scopes:
             state.phases.append(PhaseSpan(name, category, start, (end - start) / 1e9))
         if before is None:
             return
+        if name == CHECKPOINT and not (before.in_phase and before.category == r.S_CHECKPOINT):
+            state.resume.checkpoint_ended(state, before.at, end)
         state.profiler_ranges.end(before.ranges)
         state.in_phase = before.in_phase
         if category == OTHER and state.category != r.S_OTHER:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from telemetry.attach import ring as r
 from telemetry.attach.profiler_ranges import ProfilerRanges
+from telemetry.attach.resume_state import ResumeState
 from telemetry.attach.sampler_timer import SamplerTimer
 from telemetry.attach.traceback_frames import without_frames
 from telemetry.core.clock import now_ns
@@ -70,6 +71,7 @@ class StepState(HotState):
         trained_on: type of the device that holds the parameters of an optimizer that steps; None until known.
         recorder: gets every step boundary; None while there is no snapshot to take.
         profiler_ranges: ranges for the profilers that are recording.
+        resume: checkpoints that were written, and where the training has resumed.
         sampler_timer: times what this thread itself does inside ``next()``: the sampler, garbage collections.
         phases: named phases that have ended, for the log.
         collecting: whether the garbage collector runs on the training thread.
@@ -102,6 +104,7 @@ class StepState(HotState):
         "profiler_ranges",
         "recorder",
         "requests_elsewhere",
+        "resume",
         "ring",
         "sampler_timer",
         "step_iterators",
@@ -132,6 +135,7 @@ class StepState(HotState):
         self.trained_on: str | None = None
         self.recorder: Recorder | None = None
         self.profiler_ranges = ProfilerRanges()
+        self.resume = ResumeState()
         self.sampler_timer = SamplerTimer()
         self.phases: deque[PhaseSpan] = deque(maxlen=_MAX_PHASES)
         self.collecting = False

@@ -265,6 +265,23 @@ def _start_text(pid: int) -> str:
     return time.strftime("%Y%m%d-%H%M%S", time.gmtime(began))
 
 
+def process_started(pid: int) -> float | None:
+    """When a process began, Unix time; None if the kernel does not tell."""
+    try:
+        booted = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+        return booted + int(_start_ticks(pid)) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError):
+        return None
+
+
+def launch_of(environ: Mapping[str, str] | None = None) -> tuple[str, int | None]:
+    """What tells one start of the job on this node from another: the launcher's process, and its number of restarts."""
+    env = os.environ if environ is None else environ
+    parent = os.getppid()
+    counts = (_whole(env.get(name)) for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+    return f"{parent}-{_start_ticks(parent)}", next((count for count in counts if count is not None), None)
+
+
 def _start_ticks(pid: int) -> str:
     """Field 22 of /proc/PID/stat: clock ticks from boot to the start of the process."""
     try:

@@ -63,3 +63,25 @@ class PhaseSpan:
     category: str
     start_ns: int
     seconds: float
+    loop_seconds: tuple[float, float] | None = None
+    """Data wait and compute of the process so far, when the phase ended; None where the ledger has not made it."""
+
+
+class SavedCheckpoint(NamedTuple):
+    """One checkpoint that was written.
+
+    Attributes:
+        start_ns, end_ns: monotonic stamps. Of an asynchronous one, ``end_ns`` is when it was complete.
+        optimizer_steps, steps: of this process when the checkpoint began; a step that is open counts.
+        complete: whether everything is written: not if the saving function raised, or still writes in the background.
+        holds_optimizer: whether it contains an optimizer's state, without which no training is resumed.
+        background: whether it was completed on another thread.
+    """
+
+    start_ns: int
+    end_ns: int
+    optimizer_steps: int
+    steps: int
+    complete: bool
+    holds_optimizer: bool
+    background: bool = False

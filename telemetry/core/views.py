@@ -49,6 +49,15 @@ class SnapshotsView:
 
 
 @dataclass(frozen=True, slots=True)
+class AttemptView:
+    """The attempt of the run: its number, how many in a row made no progress, and the run's lost seconds so far."""
+
+    number: int
+    without_progress: int
+    lost_seconds: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
 class RunView:
     """Everything the endpoint shows of one rank at one moment: its counters and gauges. None: not measured.
 
@@ -75,3 +84,4 @@ class RunView:
     worker_fetches: Histogram | None = None
     pressure: PressureSample | None = None
     torch_memory: TorchMemorySample | None = None
+    attempt: AttemptView | None = None

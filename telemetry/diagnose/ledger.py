@@ -271,7 +271,8 @@ class Ledger:
         if self._phase_start_ns is not None:
             seconds = max(0, stamp - self._phase_start_ns) / _NS
             name = self._span_category
-            self._phases.append(PhaseSpan(name, name, self._phase_start_ns, seconds))
+            loop = self.ns[DATA_WAIT] / _NS, self.ns[COMPUTE] / _NS
+            self._phases.append(PhaseSpan(name, name, self._phase_start_ns, seconds, loop))
         self._phase_start_ns = stamp if category in _PHASES else None
         self._checkpoint |= category == CHECKPOINT
         self._span_category = category

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
 from telemetry.core.terminal import complain, show, show_json
+from telemetry.report.attempts import KILLED, MISSED_WINDOWS, log_interval
+from telemetry.report.goodput import as_job, goodput_of
+from telemetry.report.goodput_text import section, verdict
 from telemetry.report.log_reader import NoRunError, load
 from telemetry.report.report_text import render
 from telemetry.report.snapshot_traces import read_snapshots, verdict_of
@@ -17,13 +21,8 @@ from telemetry.report.summary import summarize
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from telemetry.report.goodput import Goodput
     from telemetry.report.log_reader import ProcessLog
-
-_MISSED_WINDOWS: Final = 3
-"""A process that wrote no line for this many log intervals counts as ended."""
-
-_LOG_INTERVAL_SECONDS: Final = 10.0
-"""The default of ``log_interval_seconds``, for logs that do not have it."""
 
 
 def report(run_dir: str, *, as_json: bool) -> int:
@@ -33,23 +32,35 @@ def report(run_dir: str, *, as_json: bool) -> int:
     except NoRunError as error:
         complain(str(error))
         return 1
-    summary = summarize(processes)
+    goodput = goodput_of(processes, time.time())
+    summary = summarize(processes) | {"job": as_job(processes, goodput)}
+    _name_attempts(summary["ranks"], processes, goodput)
     problems = read_snapshots(Path(run_dir), summary["snapshots"])
     summary["verdict"] += verdict_of(summary["snapshots"])
+    summary["verdict"] += f" {cost}" if (cost := verdict(goodput)) else ""
     if as_json:
         return show_json(orjson.dumps(summary, option=orjson.OPT_INDENT_2).decode() + "\n")
-    return show(render(summary, [*_notes(processes), *problems]))
+    return show(render(summary, [*section(goodput), *_notes(processes, goodput), *problems]))
 
 
-def _notes(processes: Sequence[ProcessLog]) -> list[str]:
+def _name_attempts(ranks: Sequence[dict[str, Any]], processes: Sequence[ProcessLog], goodput: Goodput) -> None:
+    """Tell of each entry of a rank, of which there is one for each process, which attempt it was in."""
+    number = {id(life.log): course.attempt.number for course in goodput.courses for life in course.attempt.lives}
+    for rank, process in zip(ranks, processes, strict=True):
+        rank["attempt"] = number.get(id(process))
+
+
+def _notes(processes: Sequence[ProcessLog], goodput: Goodput) -> list[str]:
     """What is missing or damaged in the logs, a line each."""
     notes: list[str] = []
     now = datetime.now(tz=timezone.utc)
+    lives = [life for course in goodput.courses for life in course.attempt.lives]
+    killed = {id(life.log) for life in lives if life.how == KILLED}
     for process in processes:
         who = f"rank {process.rank} (pid {process.pid})"
         if not process.ended:
             age = _age_seconds(process.last_time, now)
-            gone = age is None or age > _MISSED_WINDOWS * _log_interval(process)
+            gone = age is None or id(process) in killed or age > MISSED_WINDOWS * log_interval(process)
             notes.append(f"{who} {'did not end by itself' if gone else 'is running'}; newest line {process.last_time}")
         if process.torn_lines:
             notes.append(f"{who}: {process.torn_lines} line(s) of its log are torn and were skipped")
@@ -63,11 +74,6 @@ def _notes(processes: Sequence[ProcessLog]) -> list[str]:
                 f"{who}: {len(failures)} failure(s) of the agent's own parts, the newest: {newest.get('message')}"
             )
     return notes
-
-
-def _log_interval(process: ProcessLog) -> float:
-    seconds: float = process.head.get("settings", {}).get("log_interval_seconds", _LOG_INTERVAL_SECONDS)
-    return seconds
 
 
 def _age_seconds(time: str, now: datetime) -> float | None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import orjson
 
+from telemetry.core.clock import iso_time
 from telemetry.core.filesystem import open_regular
 from telemetry.core.log_names import LOG_NAME
 from telemetry.core.quantile_sketch import Sketch, parse_counts
-from telemetry.report.log_schema import checked
+from telemetry.report.log_schema import HEARTBEAT, checked, checked_fields
+from telemetry.report.progress_points import Point, ProgressPoints
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -18,6 +21,21 @@ if TYPE_CHECKING:
 
 _RANK_FIELDS: Final = ("local_rank", "world_size", "claimed_rank")
 """Fields of ``run_start`` that change when a process learns its rank."""
+
+
+_MAX_SAVES: Final = 256
+
+
+class Save(NamedTuple):
+    """A checkpoint that a process has written, see `SavedCheckpoint`. ``point``: how far it had come then, if known."""
+
+    optimizer_steps: int
+    steps: int
+    seconds: float
+    complete: bool
+    holds_optimizer: bool
+    background: bool
+    point: Point | None
 
 
 class NoRunError(Exception):
@@ -38,6 +56,10 @@ class ProcessLog:
         last_time: time of the newest line, ISO-8601.
         ended: whether there is a ``run_end``, which means that the process ended by itself.
         step, wait: durations of steps and of data waits, over the whole run, even if old files were rotated away.
+        end: the fields of its ``run_end`` on how it ended.
+        beat: the totals of its heartbeat; empty without one, as after an end by itself.
+        saves: the newest checkpoints. ``saves_total``, ``save_seconds``: all that stopped the training.
+        points: how far it had come at its windows and checkpoints.
         stalls, hangs, snapshots, errors: lines of these events, oldest first.
         torn_lines: how many lines could not be read.
         wrong_fields: how many fields were left out because of a wrong type.
@@ -57,6 +79,12 @@ class ProcessLog:
     hangs: list[dict[str, Any]] = field(default_factory=list)
     snapshots: list[dict[str, Any]] = field(default_factory=list)
     errors: list[dict[str, Any]] = field(default_factory=list)
+    end: dict[str, Any] = field(default_factory=dict)
+    beat: dict[str, Any] = field(default_factory=dict)
+    saves: deque[Save] = field(default_factory=lambda: deque(maxlen=_MAX_SAVES))
+    saves_total: int = 0
+    save_seconds: float = 0.0
+    points: ProgressPoints = field(default_factory=ProgressPoints)
     torn_lines: int = 0
     wrong_fields: int = 0
     skipped: list[str] = field(default_factory=list)
@@ -93,6 +121,7 @@ def load(run_dir: Path) -> list[ProcessLog]:
     for (rank, pid, _), parts in sorted(files.items()):
         logs_of_processes.load(rank, pid, parts)
     processes = logs_of_processes.all
+    _take_heartbeats(run_dir / "attempts", processes)
     newest = max(processes, key=lambda process: process.started)
     newest.skipped = sorted(skipped)
     return sorted(
@@ -147,7 +176,7 @@ class _ProcessLogs:
         return log
 
 
-def _lines(path: Path) -> Iterator[tuple[dict[str, Any] | None, int]]:
+def _lines(path: Path, *, missing_is_fine: bool = False) -> Iterator[tuple[dict[str, Any] | None, int]]:
     """The lines of a file, None for a line that cannot be read; and how many fields of each were left out as wrong."""
     try:
         file = open_regular(path)
@@ -162,10 +191,11 @@ def _lines(path: Path) -> Iterator[tuple[dict[str, Any] | None, int]]:
                         yield None, 0
                     continue
                 if isinstance(line, dict):
-                    sound, wrong = checked(line)
+                    sound, wrong = (line, []) if missing_is_fine else checked(line)
                     yield sound, len(wrong)
     except OSError:
-        yield None, 0  # rotated away or unreadable; the other files still count
+        if not missing_is_fine:
+            yield None, 0  # rotated away or unreadable; the other files still count
 
 
 def _take(line: dict[str, Any], log: ProcessLog) -> None:
@@ -185,9 +215,14 @@ def _take(line: dict[str, Any], log: ProcessLog) -> None:
         _take_totals(line, log)
         for sketch, name in ((log.step, "step"), (log.wait, "data_wait")):
             _add(sketch, line.get(f"{name}_sketch"), line.get(f"{name}_seconds", {}).get("max"))
+        if log.points.wants_next() and "ledger_total_seconds" in line:
+            log.points.add(_point(line, line["ledger_total_seconds"]))
+    elif event == "phase":
+        _take_save(line, log)
     elif event == "run_end":
         _take_totals(line, log)
         log.ended = True
+        log.end = {name: line[name] for name in ("exception", "exit_status", "lost_peer") if name in line}
     elif event in {"stall_open", "stall_close"}:
         log.stalls.append(line)
     elif event == "hang":
@@ -206,3 +241,50 @@ def _take_totals(line: dict[str, Any], log: ProcessLog) -> None:
 
 def _add(sketch: Sketch, counts: object, largest: float | None) -> None:
     sketch.merge(parse_counts(counts), largest or 0.0)
+
+
+def _take_save(line: dict[str, Any], log: ProcessLog) -> None:
+    """Keep a checkpoint that was written. Other phases, and those of older versions, have no such fields."""
+    if "complete" not in line or "optimizer_steps_total" not in line:
+        return
+    loop = line.get("loop_seconds")
+    point = None if loop is None else _point(line, loop)
+    background = loop is None
+    seconds = line.get("seconds", 0.0)
+    log.saves.append(
+        Save(
+            line["optimizer_steps_total"],
+            line.get("steps_total", 0),
+            seconds,
+            line["complete"],
+            line.get("holds_optimizer", True),
+            background,
+            point,
+        )
+    )
+    if not background:
+        log.saves_total += 1
+        log.save_seconds += seconds
+    if point is not None:
+        log.points.add(point)
+
+
+def _point(line: dict[str, Any], loop: dict[str, float]) -> Point:
+    return Point(
+        line.get("optimizer_steps_total", 0),
+        line.get("steps_total", 0),
+        loop.get("data_wait", 0.0),
+        loop.get("compute", 0.0),
+    )
+
+
+def _take_heartbeats(folder: Path, processes: list[ProcessLog]) -> None:
+    """Give each process that did not end by itself its newest heartbeat."""
+    for process in processes:
+        life = process.head.get("life")
+        if process.ended or not life or not life.isalnum():
+            continue
+        for line, _ in _lines(folder / f"{life}.beat", missing_is_fine=True):
+            beat, _wrong = checked_fields(line or {}, HEARTBEAT)
+            if beat.get("life") == life and beat.keys() >= {"unix_seconds", "ledger_total_seconds", "wall_seconds"}:
+                process.beat = beat | {"time": iso_time(beat["unix_seconds"])}

@@ -16,6 +16,9 @@ from telemetry.core.terminal import one_line
 _LARGEST: Final = 1e15
 """No seconds, bytes or steps of a run are larger. A field with a larger number is damaged."""
 
+_LATEST: Final = 2e11
+"""Unix time of the year 8307."""
+
 Check = Callable[[Any], Any]
 """Returns the value as the report can use it, or raises `_WrongTypeError`."""
 
@@ -41,6 +44,14 @@ def _count(value: Any) -> int:
     if number < 0 or number != int(number):
         raise _WrongTypeError
     return int(number)
+
+
+def _unix_seconds(value: Any) -> float:
+    """A time that a calendar has."""
+    number = _number(value)
+    if not 0 <= number <= _LATEST:
+        raise _WrongTypeError
+    return number
 
 
 def _flag(value: Any) -> bool:
@@ -110,7 +121,7 @@ _ADVICE: Final = _Object(
 )
 
 _EVIDENCE: Final = _Object(
-    {"lost_seconds": _numbers, "stuck_in": _text, "stuck_at": _text, "stacks": _stacks},
+    {"lost_seconds": _numbers, "stuck_in": _text, "stuck_at": _text, "stuck_seconds": _number, "stacks": _stacks},
     keep_others=True,
 )
 
@@ -135,7 +146,24 @@ _TOTALS: Final[Mapping[str, Kind]] = {
     "overhead_seconds": _numbers,
     "stall_lost_total_seconds": _numbers,
     "child_processes": _count,
+    "optimizer_steps_total": _count,
+    "resumption": _mapping,
 }
+
+RESUMPTION: Final[Mapping[str, Kind]] = {
+    "optimizers": _count,
+    "restore_seconds": _number,
+    "resumed_step": _count,
+    "resumed_from": _text,
+    "resumed_at_optimizer_steps": _count,
+    "replayed_batches": _count,
+    "replay_seconds": _number,
+    "replay_wait_seconds": _number,
+}
+"""The fields of ``resumption``. They are checked in the newest line alone."""
+
+HEARTBEAT: Final[Mapping[str, Kind]] = {**_TOTALS, "life": _text, "unix_seconds": _unix_seconds}
+"""The fields of a heartbeat."""
 
 _STALL: Final[Mapping[str, Kind]] = {
     "cause": _text,
@@ -156,7 +184,13 @@ FIELDS: Final[Mapping[str, Mapping[str, Kind]]] = MappingProxyType(
             "life": _text,
             "world_size": _count,
             "claimed_rank": _count,
-            "settings": _Object({"log_interval_seconds": _number, "stall_enter_ratio": _number}),
+            "settings": _Object(
+                {"interval_seconds": _number, "log_interval_seconds": _number, "stall_enter_ratio": _number}
+            ),
+            "process_started": _text,
+            "launcher": _text,
+            "launch": _text,
+            "restarts": _count,
             "step_sketch": _mapping,  # `sketch.parse_counts` checks each count
             "step_max_seconds": _number,
             "data_wait_sketch": _mapping,
@@ -169,7 +203,15 @@ FIELDS: Final[Mapping[str, Mapping[str, Kind]]] = MappingProxyType(
             "step_sketch": _mapping,
             "data_wait_sketch": _mapping,
         },
-        "run_end": _TOTALS,
+        "phase": {
+            "seconds": _number,
+            "complete": _flag,
+            "holds_optimizer": _flag,
+            "optimizer_steps_total": _count,
+            "steps_total": _count,
+            "loop_seconds": _numbers,
+        },
+        "run_end": {**_TOTALS, "exception": _text, "exit_status": _number, "lost_peer": _flag},
         "stall_open": _STALL,
         "stall_close": _STALL,
         "hang": {
@@ -207,6 +249,12 @@ def checked(line: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     event = line.get("event")
     own = FIELDS.get(event, {}) if isinstance(event, str) else {}
     return _sound(line, _EVERY_LINE, wrong) | _sound(line, own, wrong), wrong
+
+
+def checked_fields(mapping: Mapping[str, Any], fields: Mapping[str, Kind]) -> tuple[dict[str, Any], list[str]]:
+    """As `checked`, for an object that is no log line."""
+    wrong: list[str] = []
+    return _sound(mapping, fields, wrong), wrong
 
 
 def _sound(mapping: Mapping[str, Any], fields: Mapping[str, Kind], wrong: list[str]) -> dict[str, Any]:

@@ -18,7 +18,19 @@ SAMPLE_STATE: Final = MetricLabel("state", ("own", "in_sync"))
 
 RUN_INFO: Final[MetricGroup[RunView]] = MetricGroup(
     record=lambda view: view,
-    labels=("node", "local_rank", "world_size", "launcher", "telemetry_version", "python_version", "torch_version"),
+    labels=(
+        "node",
+        "local_rank",
+        "world_size",
+        "launcher",
+        "telemetry_version",
+        "python_version",
+        "torch_version",
+        "job",
+        "user",
+        "account",
+        "partition",
+    ),
     label_values=lambda view: view.info,
     metrics=(
         Metric(
@@ -27,7 +39,10 @@ RUN_INFO: Final[MetricGroup[RunView]] = MetricGroup(
             help="Always 1. Where this rank runs and with which versions; join on run and rank.",
             details=(
                 "`launcher` is `torchrun` (everything that sets `RANK` and `WORLD_SIZE`), `mpi`, `slurm`, `lightning`, "
-                "`spawn` (`torch.multiprocessing.spawn`), `kubernetes` or `plain`."
+                "`spawn` (`torch.multiprocessing.spawn`), `kubernetes` or `plain`. "
+                "`job`, `user`, `account` and `partition` are what Slurm, LSF, PBS or Kubernetes (`JOB_NAME`, "
+                "`POD_NAMESPACE`, `QUEUE_NAME`) say; empty where nothing tells. Prometheus calls the label `job` "
+                "`exported_job`, because each target has a `job` already."
             ),
             read=lambda _: 1.0,
         ),

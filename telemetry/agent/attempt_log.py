@@ -1,0 +1,237 @@
+"""What the log tells of this attempt of the run: where it resumed, its checkpoints, and that it lives."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from telemetry.agent.end_evidence import EndEvidence
+from telemetry.core import identity as identities
+from telemetry.core.clock import NS, iso_time, now_ns
+from telemetry.core.json_object import dump_object
+from telemetry.core.labels import CHECKPOINT, OTHER
+from telemetry.core.spans import PhaseSpan
+from telemetry.diagnose.replay import ReplayWatch
+from telemetry.publish import log_fields
+from telemetry.publish.heartbeat import Heartbeat
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from telemetry.agent.accounting import Accounting
+    from telemetry.attach.step_tracker import StepTracker
+    from telemetry.core.clock import WallClock
+    from telemetry.core.errors import ErrorLog
+    from telemetry.core.spans import SavedCheckpoint, Step
+
+FOLDER: Final = "attempts"
+"""Of the run folder: heartbeats, and the state of the run."""
+
+WRITTEN: Final = "checkpoint_write"
+"""Name of the phase of a checkpoint that was completed on another thread."""
+
+_SHORTEST_PHASE_SECONDS: Final = 0.001
+"""Shorter ones are in the ledger, but no line of the log; of shorter checkpoints the newest of a tick."""
+
+
+class AttemptLog:
+    """Fields of log lines, and the heartbeat. Used by the agent thread.
+
+    Args:
+        run_dir: the run folder.
+        pid: of this process.
+        life: of this agent, see `EventLog`.
+
+    Attributes:
+        end: how this process ends.
+        saves_completed: checkpoints that can be resumed from; ``kept_seconds``: of the training loop up to the newest.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        pid: int,
+        life: str,
+        *,
+        tracker: StepTracker,
+        accounting: Accounting,
+        wall: WallClock,
+        errors: ErrorLog,
+    ) -> None:
+        self._resume = tracker.resume
+        self._tracker = tracker
+        self._accounting = accounting
+        self._wall = wall
+        self._errors = errors
+        self._life = life
+        self._replay = ReplayWatch()
+        self._heartbeat = Heartbeat(run_dir / FOLDER / f"{life}.beat")
+        self._beats = True
+        self._resumption_before: dict[str, Any] = {}
+        self._resumption_text = "{}"
+        self._waiting: list[SavedCheckpoint] = []  # whose phase has not come out of the ledger yet
+        self._before_last: Sequence[SavedCheckpoint] = ()
+        self._started = identities.process_started(pid)
+        self._launch, self._restarts = identities.launch_of()
+        self.end = EndEvidence()
+        self.saves_completed = 0
+        self.kept_seconds = 0.0
+        self._holds_optimizer = False  # whether any checkpoint does: then others are not resumed from
+        self._begun_at: dict[int, float] = {}  # seconds of the loop at asynchronous checkpoints, by optimizer steps
+
+    @property
+    def seconds_before(self) -> float:
+        """How long the process had been there when the agent started."""
+        began = self._wall.unix_seconds(self._accounting.ledger.start_ns)
+        return 0.0 if self._started is None else max(0.0, began - self._started)
+
+    @property
+    def restore_seconds(self) -> float:
+        """Time spent in loading functions before the first step."""
+        since = self._resume.restoring_since
+        return (self._resume.restore_ns + (now_ns() - since if since else 0)) / NS
+
+    @property
+    def replay_seconds(self) -> float:
+        """Loop time of batches that were thrown away."""
+        return self._replay.seconds
+
+    def unix_now(self) -> float:
+        """Unix time."""
+        return self._wall.unix_seconds(now_ns())
+
+    def add_steps(self, steps: list[Step]) -> None:
+        """Steps have closed."""
+        if not self._replay.settled:
+            self._replay.add(steps, self._tracker.optimizer_steps)
+
+    def tick(self) -> None:
+        """Everything up to now has been counted: write it where it outlives this process."""
+        if not self._replay.settled:
+            self._replay.settle(self._tracker.optimizer_steps, self._accounting.ledger.first_wait_ns / NS)
+        if not self._beats:
+            return
+        try:
+            self._heartbeat.beat(self._state())
+        except (OSError, ValueError) as error:
+            self._beats = False  # a folder that takes none now will take none in a second
+            self._errors.tell("heartbeat", f"no heartbeats: {error}; the log tells when this process was killed")
+
+    def close(self) -> None:
+        """The process ends by itself, and the log tells all."""
+        self._heartbeat.end()
+
+    def after_fork_in_child(self) -> None:
+        """The file is the parent's."""
+        self._heartbeat.forget()
+
+    def head_fields(self) -> dict[str, Any]:
+        """For the first line of a log."""
+        return {
+            "process_started": None if self._started is None else iso_time(self._started),
+            "launch": self._launch,
+            "restarts": self._restarts,
+        }
+
+    def fields(self) -> dict[str, Any]:
+        """Of the run so far, for every line with totals."""
+        found: dict[str, Any] = {"optimizer_steps_total": self._tracker.optimizer_steps}
+        resumption = self._resumption()
+        return found | ({"resumption": resumption} if resumption else {})
+
+    def _resumption(self) -> dict[str, Any]:
+        """How this attempt began. What did not happen is left out."""
+        resume = self._resume
+        restored = self.restore_seconds
+        found: dict[str, Any] = {}
+        if resume.optimizers > 1:
+            found["optimizers"] = resume.optimizers
+        if restored:
+            found["restore_seconds"] = restored
+        if resume.source is not None:
+            found |= {"resumed_step": resume.step, "resumed_from": resume.source}
+            found["resumed_at_optimizer_steps"] = resume.at_optimizer_steps
+        if self._replay.batches:
+            found["replayed_batches"] = self._replay.batches
+            found["replay_seconds"] = self._replay.seconds
+            found["replay_wait_seconds"] = self._replay.wait_seconds
+        return found
+
+    def phase_lines(self, spans: Sequence[PhaseSpan], *, last: bool = False) -> Iterator[dict[str, Any]]:
+        """Lines of phases that have ended, those of checkpoints with the steps that they contain.
+
+        Args:
+            spans: of the ledger, and those that the script has named.
+            last: there is no later call.
+        """
+        pending = [*self._waiting]
+        while self._resume.saves:
+            pending.append(self._resume.saves.popleft())
+        short: dict[str, Any] | None = None
+        for span in spans:
+            of_ledger = span.category == CHECKPOINT and span.loop_seconds is not None
+            save = next((each for each in pending if _is_of(each, span)), None) if of_ledger else None
+            if save is not None:
+                pending.remove(save)
+            line = self._line(span) | ({} if save is None else self._of(save, span.loop_seconds))
+            if span.seconds >= _SHORTEST_PHASE_SECONDS:
+                yield line
+            elif save is not None and save.complete:
+                short = line
+        if short is not None:
+            yield short
+        self._waiting = []
+        for save in pending:
+            if not (save.background or last or save in self._before_last):
+                self._waiting.append(save)  # its span is still in the ring
+                continue
+            seconds = (save.end_ns - save.start_ns) / NS
+            yield self._line(PhaseSpan(WRITTEN, OTHER, save.start_ns, seconds)) | self._of(save, None)
+        self._before_last = self._waiting
+
+    def _line(self, span: PhaseSpan) -> dict[str, Any]:
+        return log_fields.phase(span, self._wall.iso(span.start_ns))
+
+    def _of(self, save: SavedCheckpoint, loop: tuple[float, float] | None) -> dict[str, Any]:
+        self._count(save, None if loop is None else sum(loop))
+        fields: dict[str, Any] = {
+            "complete": save.complete,
+            "holds_optimizer": save.holds_optimizer,
+            "optimizer_steps_total": save.optimizer_steps,
+            "steps_total": save.steps,
+        }
+        if loop is not None:
+            fields["loop_seconds"] = {"data_wait": round(loop[0], 6), "compute": round(loop[1], 6)}
+        return fields
+
+    def _count(self, save: SavedCheckpoint, loop_seconds: float | None) -> None:
+        """Note the newest checkpoint that can be resumed from."""
+        if loop_seconds is not None and not save.complete:
+            self._begun_at = {save.optimizer_steps: loop_seconds}
+        if loop_seconds is None:
+            loop_seconds = self._begun_at.get(save.optimizer_steps, self.kept_seconds)
+        if save.complete and (save.holds_optimizer or not self._holds_optimizer):
+            self._holds_optimizer |= save.holds_optimizer
+            self.saves_completed += 1
+            self.kept_seconds = max(self.kept_seconds, loop_seconds)
+
+    def _state(self) -> bytes:
+        """One JSON object, made by hand: this is done at every tick."""
+        accounting = self._accounting
+        ledger = accounting.ledger
+        resumption = self._resumption()
+        if resumption != self._resumption_before:
+            self._resumption_before, self._resumption_text = resumption, dump_object(resumption).decode().strip()
+        spent = ",".join([f'"{category}":{ns / NS:.6f}' for category, ns in ledger.ns.items()])
+        return (
+            f'{{"life":"{self._life}","unix_seconds":{self._wall.unix_seconds(accounting.updated_ns):.6f},'
+            f'"steps_total":{accounting.steps_total},"optimizer_steps_total":{self._tracker.optimizer_steps},'
+            f'"wall_seconds":{ledger.wall_seconds:.6f},"first_wait_seconds":{ledger.first_wait_ns / NS:.6f},'
+            f'"seconds_before":{self.seconds_before:.6f},"kept_seconds":{self.kept_seconds:.6f},'
+            f'"saves_completed":{self.saves_completed},'
+            f'"ledger_total_seconds":{{{spent}}},"resumption":{self._resumption_text}}}'
+        ).encode()
+
+
+def _is_of(save: SavedCheckpoint, span: PhaseSpan) -> bool:
+    return not save.background and save.start_ns <= span.start_ns <= save.end_ns

@@ -1,0 +1,62 @@
+"""How this process ends, as far as it tells: an exception that nobody caught, or an exit status.
+
+Python prints an exception that nobody catches, keeps it in `sys`, and only then calls the functions of `atexit`. So it
+is read there, and neither a hook nor a handler of ours is involved. The exit status of ``sys.exit`` is kept nowhere:
+``telemetry run`` sees it pass.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import Any, Final
+
+_PEER_LOST: Final = re.compile(
+    r"connection (was )?(closed|reset|refused|abort)|closed by peer|broken pipe|peer|socket (timeout|closed)|"
+    r"nccl (communicator|error)|remote (process|peer)|watchdog|timed out.*(collective|allreduce|barrier)|"
+    r"heartbeat",
+    re.IGNORECASE,
+)
+_MAX_TEXT: Final = 20_000
+
+
+class EndEvidence:
+    """Filled in before the last line of the log is written."""
+
+    def __init__(self) -> None:
+        self._status: int | None = None
+        self._exception: BaseException | None = None
+
+    def leaving(self, code: object) -> None:
+        """The script ends with this argument of ``sys.exit``."""
+        self._status = code if isinstance(code, int) else 0 if code is None else 1
+
+    def at_exit(self) -> None:
+        """The interpreter ends. To be called by `atexit`, and nowhere else: before, an older exception may be kept."""
+        if not hasattr(sys, "ps1"):
+            last: Any = getattr(sys, "last_value", None)
+            self._exception = last if isinstance(last, BaseException) else None
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing tells that it fails."""
+        return self._exception is None and not self._status
+
+    def fields(self) -> dict[str, Any]:
+        """Of the last line of the log. What is not known is absent."""
+        found: dict[str, Any] = {}
+        if self._status is not None:
+            found["exit_status"] = self._status
+        if self._exception is not None:
+            found["exception"] = type(self._exception).__name__
+            found["lost_peer"] = _lost_peer(self._exception)
+        self._exception = None
+        return found
+
+
+def _lost_peer(error: BaseException) -> bool:
+    """Whether an exception tells that another process of the job is gone, which then ended first."""
+    try:
+        return isinstance(error, ConnectionError) or bool(_PEER_LOST.search(str(error)[:_MAX_TEXT]))
+    except Exception:
+        return False

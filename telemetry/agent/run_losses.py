@@ -1,0 +1,176 @@
+"""What restarts and hangs have cost the run so far, over all its attempts. Kept by rank 0."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
+
+from telemetry.core import identity as identities
+from telemetry.core.clock import NS, now_ns
+from telemetry.core.filesystem import read_small, replace_file
+from telemetry.core.json_object import parse_object
+from telemetry.core.labels import COMPUTE, DATA_WAIT
+from telemetry.core.labels import STARTUP as LEDGER_STARTUP
+from telemetry.core.views import AttemptView
+from telemetry.job.run_state import MAX_BYTES, NAME, REPLAY, RESTORE, STARTUP, STUCK, RunState, decoded
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from telemetry.agent.attempt_log import AttemptLog
+    from telemetry.core.errors import ErrorLog
+    from telemetry.core.identity import Identity
+
+_WRITE_SECONDS: Final = 30.0
+"""The file is written at most so often: the heartbeat tells what has happened since."""
+
+
+class RunLosses:
+    """Continues the totals of the run from its state file.
+
+    Args:
+        folder: the folder of the state file and the heartbeats.
+        attempt: of this process.
+        life: of this agent.
+    """
+
+    def __init__(self, folder: Path, attempt: AttemptLog, life: str, errors: ErrorLog) -> None:
+        self._folder = folder
+        self._attempt = attempt
+        self._life = life
+        self._errors = errors
+        self._state: RunState | None = None
+        self._written_ns = 0
+        self._written_saves = 0
+        self._stuck_before = 0.0
+        self._stuck_now = 0.0
+
+    def tick(self, identity: Identity, ledger: Mapping[str, float], first_wait: float, *, stuck_seconds: float) -> None:
+        """Bring it up to now, and write it if a checkpoint has been completed.
+
+        Args:
+            identity: rank 0 keeps the state of the run.
+            ledger: seconds by category.
+            first_wait: seconds waited for the first batch.
+            stuck_seconds: for which the run has been stuck now; 0 if it is not.
+        """
+        if stuck_seconds < self._stuck_now:
+            self._stuck_before += self._stuck_now
+        self._stuck_now = stuck_seconds
+        if identity.rank != 0:
+            self._state = None
+            return
+        if self._state is None:
+            self._state = self._begin(identity)
+            self._write()
+        attempt = self._attempt
+        stuck = self._stuck_before + self._stuck_now
+        figures = _Figures(
+            ledger,
+            first_wait,
+            attempt.seconds_before,
+            attempt.restore_seconds,
+            attempt.replay_seconds,
+            attempt.kept_seconds,
+            attempt.saves_completed,
+        )
+        self._state = figures.of(self._state)
+        self._state.own[STUCK] = stuck
+        new = attempt.saves_completed != self._written_saves or self._stuck_now > 0
+        if new and now_ns() - self._written_ns >= _WRITE_SECONDS * NS:
+            self._write()
+
+    def end(self, *, finished: bool) -> None:
+        """The process ends by itself; ``finished``: its work is done."""
+        if self._state is not None:
+            self._state = replace(self._state, finished=finished)
+            self._write()
+
+    def view(self) -> AttemptView | None:
+        """For the endpoint; None on other ranks than 0."""
+        state = self._state
+        if state is None:
+            return None
+        return AttemptView(state.attempt, 0 if state.progress else state.without_progress, state.lost())
+
+    def _begin(self, identity: Identity) -> RunState:
+        started = identities.process_started(identity.pid)
+        process = f"{identity.node}/{identity.pid}/{started or 0:.0f}"
+        now = self._attempt.unix_now()
+        before = self._read()
+        if before is None or before.run != identity.run:
+            return RunState(identity.run, 0, process, self._life, now)
+        before = before.newer(self._beat_of(before))
+        return before.next(process=process, life=self._life, started=now if started is None else started)
+
+    def _read(self) -> RunState | None:
+        try:
+            return decoded(read_small(self._folder / NAME, MAX_BYTES))
+        except OSError:
+            return None
+
+    def _beat_of(self, state: RunState) -> RunState:
+        """The figures in the heartbeat of the process that wrote a state; the state itself without one."""
+        if not state.life.isalnum():
+            return state
+        try:
+            beat = parse_object(read_small(self._folder / f"{state.life}.beat").rstrip()) or {}
+            resumption = beat["resumption"]
+            figures = _Figures(
+                beat["ledger_total_seconds"],
+                float(beat["first_wait_seconds"]),
+                float(beat["seconds_before"]),
+                float(resumption.get("restore_seconds", 0.0)),
+                float(resumption.get("replay_seconds", 0.0)),
+                float(beat["kept_seconds"]),
+                int(beat["saves_completed"]),
+            )
+            return figures.of(replace(state, time=float(beat["unix_seconds"])))
+        except (OSError, KeyError, TypeError, ValueError, AttributeError):
+            return state
+
+    def _write(self) -> None:
+        if self._state is None:
+            return
+        self._state = replace(self._state, time=self._attempt.unix_now())
+        self._written_ns, self._written_saves = now_ns(), self._attempt.saves_completed
+        try:
+            content = self._state.encoded()
+            try:
+                replace_file(self._folder / NAME, content, 0o644)
+            except FileNotFoundError:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                replace_file(self._folder / NAME, content, 0o644)
+        except OSError as error:
+            self._errors.tell("attempts", f"the state of the run cannot be written: {error}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Figures:
+    """What an attempt has spent its time on, as its agent knows it or its heartbeat tells."""
+
+    ledger: Mapping[str, float]
+    first_wait: float
+    before: float
+    restore: float
+    replay: float
+    kept: float
+    saves: int
+
+    def of(self, state: RunState) -> RunState:
+        """The state of the run with these figures of its attempt."""
+        restore = self.restore if state.attempt else 0.0
+        began = self.first_wait + self.replay  # no part of the training loop that can be kept
+        own = {
+            STARTUP: self.before + max(0.0, self.ledger[LEDGER_STARTUP] - restore) + self.first_wait,
+            RESTORE: restore,
+            REPLAY: self.replay,
+        }
+        return replace(
+            state,
+            own=own,
+            loop_seconds=self.ledger[DATA_WAIT] + self.ledger[COMPUTE] - began,
+            kept_seconds=max(0.0, self.kept - began) if self.saves else 0.0,
+            progress=self.saves > 0,
+        )

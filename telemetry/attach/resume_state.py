@@ -1,0 +1,196 @@
+"""What the training thread tells about checkpoints: which it has written, and where in the training it has resumed."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Final
+
+from telemetry.attach.ring import S_STARTUP
+from telemetry.core.clock import now_ns
+from telemetry.core.spans import SavedCheckpoint
+
+if TYPE_CHECKING:
+    from telemetry.attach.step_state import StepState
+
+OPTIMIZER: Final = "optimizer"
+TOLD: Final = "told"
+
+_MAX_SAVES: Final = 1024
+_MAX_ENTRIES: Final = 64
+_MAX_PARAMETERS: Final = 8
+
+
+class ResumeState:
+    """Kept by the training thread, off the fast path. The agent thread reads it and takes ``saves``.
+
+    Attributes:
+        saves: checkpoints that have been written, or whose writing has failed.
+        restore_ns: time spent in loading functions before the first step; ``restoring_since``: of one in progress,
+            monotonic ns, else 0.
+        step: number of optimizer steps that the loaded state contains; None if nothing tells.
+        at_optimizer_steps: optimizer steps of this process when ``step`` was loaded.
+        source: where ``step`` comes from: ``optimizer`` or ``told``.
+        optimizers: how many optimizers have been seen to step.
+        writing_elsewhere: asynchronous checkpoints in progress, whose parts other threads save.
+        initializing: an optimizer's state is being created by a step that trains nothing.
+    """
+
+    __slots__ = (
+        "_failed",
+        "_holds_optimizer",
+        "_optimizer_ids",
+        "_read",
+        "_writing",
+        "at_optimizer_steps",
+        "initializing",
+        "restore_ns",
+        "restoring_since",
+        "saves",
+        "source",
+        "step",
+        "writing_elsewhere",
+    )
+
+    def __init__(self) -> None:
+        self.saves: deque[SavedCheckpoint] = deque(maxlen=_MAX_SAVES)
+        self.restore_ns = 0
+        self.restoring_since = 0
+        self.step: int | None = None
+        self.at_optimizer_steps = 0
+        self.source: str | None = None
+        self.initializing = False
+        self.writing_elsewhere = 0
+        self._optimizer_ids: set[int] = set()
+        self._read = False
+        self._holds_optimizer: bool | None = None  # of the checkpoint in progress
+        self._failed = False
+        self._writing: list[Any] = []  # futures of its asynchronous part
+
+    @property
+    def optimizers(self) -> int:
+        """How many optimizers have been seen to step."""
+        return len(self._optimizer_ids)
+
+    # -- checkpoints -------------------------------------------------------------------------------------------
+
+    def saving(self, *, holds_optimizer: bool) -> None:
+        """A saving function is about to be called on the training thread."""
+        self._holds_optimizer = bool(self._holds_optimizer) or holds_optimizer
+
+    def failed(self) -> None:
+        """The checkpoint in progress raises."""
+        self._failed = True
+
+    def writing(self, future: Any) -> None:
+        """The saving function has returned, and the checkpoint is complete when this future is done."""
+        self._writing.append(future)
+
+    def checkpoint_ended(self, state: StepState, start: int, end: int) -> None:
+        """The outermost checkpoint scope of the training thread ends."""
+        futures, failed, holds = self._writing, self._failed, self._holds_optimizer
+        self._writing, self._failed, self._holds_optimizer = [], False, None
+        save = SavedCheckpoint(
+            start,
+            end,
+            state.optimizer_steps,
+            state.ring.closed + state.ring.open,
+            complete=not failed and not futures,
+            holds_optimizer=holds is not False,  # a phase of the user's with no saving function in it is a checkpoint
+        )
+        self.saves.append(save)
+        left = len(futures)
+        self.writing_elsewhere += left
+
+        def written(future: Any) -> None:  # on a thread of torch's
+            nonlocal left
+            left -= 1
+            self.writing_elsewhere -= 1
+            if not failed and not left and future.exception() is None:
+                self.saves.append(save._replace(end_ns=now_ns(), complete=True, background=True))
+
+        for future in futures:
+            future.add_done_callback(written)
+
+    def saved_elsewhere(self, state: StepState, start: int, steps: tuple[int, int], *, holds_optimizer: bool) -> None:
+        """A saving function has returned on another thread. ``steps``: of optimizers, and of the loop, at its start."""
+        optimizer_steps, loop_steps = steps
+        self.saves.append(
+            SavedCheckpoint(
+                start, now_ns(), optimizer_steps, loop_steps, True, holds_optimizer=holds_optimizer, background=True
+            )
+        )
+        del state
+
+    # -- restoring ---------------------------------------------------------------------------------------------
+
+    def begin_restore(self, state: StepState) -> bool:
+        """A loading function is about to be called. Returns whether its time counts: the outermost, before a step."""
+        starting = state.category == S_STARTUP and not state.batch_seen
+        if not starting or self.restoring_since or threading.get_ident() != state.thread:
+            return False
+        self.restoring_since = now_ns()
+        return True
+
+    def end_restore(self) -> None:
+        """It has returned, or raised."""
+        since, self.restoring_since = self.restoring_since, 0
+        self.restore_ns += now_ns() - since
+
+    def loaded(self, state: StepState, optimizer: Any) -> None:
+        """An optimizer has loaded its state."""
+        if self.source is not None or threading.get_ident() != state.thread or state.ring.closed:
+            return
+        step = step_of(optimizer, wait_for_device=not state.batch_seen)
+        if step is not None:
+            self.step, self.source, self.at_optimizer_steps = step, OPTIMIZER, state.optimizer_steps
+
+    def stepped(self, state: StepState, optimizer: Any) -> None:
+        """An optimizer has stepped, off the fast path."""
+        if len(self._optimizer_ids) < _MAX_PARAMETERS:
+            self._optimizer_ids.add(id(optimizer))
+        if self._read:
+            return
+        self._read = True
+        if self.source is None and self.optimizers == 1:
+            step = step_of(optimizer, wait_for_device=False)
+            if step is not None and step >= state.optimizer_steps:
+                self.step, self.source, self.at_optimizer_steps = step - state.optimizer_steps, OPTIMIZER, 0
+
+    def told(self, state: StepState, step: int) -> None:
+        """The script says how many steps the state that it has loaded contains."""
+        self.step, self.source, self.at_optimizer_steps = step, TOLD, state.optimizer_steps
+
+
+def step_of(optimizer: Any, *, wait_for_device: bool) -> int | None:
+    """How many steps an optimizer's state has had, as Adam and others count them; None where it does not count.
+
+    Args:
+        optimizer: one of torch's.
+        wait_for_device: read the number from a device too, which waits until the device has done its work.
+    """
+    newest: int | None = None
+    try:
+        for state in islice(optimizer.state.values(), _MAX_PARAMETERS):
+            value = state.get("step") if isinstance(state, dict) else None
+            device = getattr(value, "device", None)
+            if value is None or (device is not None and device.type != "cpu" and not wait_for_device):
+                continue
+            newest = max(newest or 0, int(value))
+    except Exception:  # an optimizer that keeps its state in another way
+        return None
+    return newest
+
+
+def holds_optimizer(value: Any, depth: int = 2) -> bool:
+    """Whether an object that is saved contains an optimizer's state, as far as its outer levels tell."""
+    if isinstance(value, dict):
+        if "param_groups" in value and "state" in value:
+            return True
+        values: Any = value.values()
+    elif isinstance(value, (list, tuple)):
+        values = value
+    else:
+        return False
+    return depth > 0 and any(holds_optimizer(each, depth - 1) for each in islice(values, _MAX_ENTRIES))

@@ -1,0 +1,84 @@
+"""Replay: batches that are drawn and thrown away before the first step, to come to where a checkpoint was written.
+
+They look like steps that compute nothing: the loop asks for the next batch as soon as one has come.
+"""
+
+from __future__ import annotations
+
+import statistics
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from telemetry.core.spans import Step
+
+_MAX_COMPUTE_RATIO: Final = 0.125
+"""A batch is thrown away if less than this share of a usual step's compute comes after it."""
+
+_MIN_BATCHES: Final = 3
+"""A loop that reads a batch or two ahead throws none away."""
+
+_MAX_STEPS: Final = 1 << 16
+"""Of the tick in which an optimizer steps first, which is cut off from there on."""
+
+_USUAL: Final = 8
+
+
+class ReplayWatch:
+    """Finds the replay among the first steps of a process.
+
+    Attributes:
+        settled: whether it is known how much was replay.
+        batches: thrown away. ``seconds``, ``wait_seconds``: their part of the loop's time, and of its waits.
+    """
+
+    def __init__(self) -> None:
+        self.settled = False
+        self.batches = 0
+        self.seconds = 0.0
+        self.wait_seconds = 0.0
+        # Steps before any optimizer has stepped: number, wait and compute, by the bits of their compute in ns.
+        self._before: dict[int, list[float]] = {}
+        self._after: list[tuple[float, float]] = []  # wait and compute of the others, and of the tick in between
+
+    def add(self, steps: Sequence[Step], optimizer_steps: int) -> None:
+        """Steps have closed. ``optimizer_steps``: counted so far, maybe later than these steps."""
+        for step in () if self.settled else steps:
+            wait, compute = step.wait_seconds, max(0.0, step.seconds - step.wait_seconds)
+            if not optimizer_steps:
+                sums = self._before.setdefault(int(compute * 1e9).bit_length(), [0, 0.0, 0.0])
+                for place, value in enumerate((1, wait, compute)):
+                    sums[place] += value
+            elif len(self._after) < _MAX_STEPS:
+                self._after.append((wait, compute))
+
+    def settle(self, optimizer_steps: int, first_wait_seconds: float) -> None:
+        """Decide, once optimizers have stepped. To be called when all steps so far have been added.
+
+        Args:
+            optimizer_steps: so far.
+            first_wait_seconds: the wait for the first batch, which is no replay.
+        """
+        if self.settled or optimizer_steps < 2 or not self._after:
+            return
+        usual = statistics.median(compute for _, compute in self._after[-min(_USUAL, optimizer_steps - 1) :])
+        limit = usual * _MAX_COMPUTE_RATIO
+        number, wait, compute = 0.0, 0.0, 0.0
+        whole = True
+        for bits, sums in self._before.items():
+            if (1 << bits) / 1e9 <= limit:
+                number, wait, compute = number + sums[0], wait + sums[1], compute + sums[2]
+            else:
+                whole = False
+        if whole:
+            for each_wait, each_compute in self._after:
+                if each_compute > limit:
+                    break
+                number, wait, compute = number + 1, wait + each_wait, compute + each_compute
+        if number >= _MIN_BATCHES:
+            self.batches = int(number)
+            self.wait_seconds = max(0.0, wait - first_wait_seconds)
+            self.seconds = self.wait_seconds + compute
+        self.settled = True
+        self._before, self._after = {}, []

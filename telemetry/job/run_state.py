@@ -1,0 +1,115 @@
+"""What one attempt of a run leaves for the next: its number, and the time that the run has lost so far.
+
+Rank 0 writes it into a small file of the run folder when it starts, when a checkpoint is complete, and when it ends.
+The heartbeat of the same process is newer, should it be killed in between.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Final
+
+from telemetry.core.json_object import dump_object, parse_object
+
+NAME: Final = "run.json"
+"""Of the file in the folder ``attempts``."""
+
+MAX_BYTES: Final = 8192
+
+REDONE: Final = "redone"
+RESTORE: Final = "restore"
+REPLAY: Final = "replay"
+STARTUP: Final = "startup"
+STUCK: Final = "stuck"
+DOWN: Final = "down"
+
+LOST: Final = (REDONE, RESTORE, REPLAY, STARTUP, STUCK, DOWN)
+"""What restarts and hangs cost: the values of the ``category`` label."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """The state of a run.
+
+    Attributes:
+        run: its name.
+        attempt: number of the attempt that wrote this.
+        process: tells the process of rank 0 from others; ``life``: its agent, whose heartbeat may be newer.
+        time: Unix time of this state.
+        finished: whether the attempt has ended by itself.
+        progress: whether the attempt has completed a checkpoint.
+        without_progress: how many attempts directly before this one have ended without one.
+        loop_seconds: of the attempt's training loop; ``kept_seconds``: up to its newest complete checkpoint.
+        carried: seconds lost in earlier attempts, by category; ``own``: in this one.
+    """
+
+    run: str
+    attempt: int = 0
+    process: str = ""
+    life: str = ""
+    time: float = 0.0
+    finished: bool = False
+    progress: bool = False
+    without_progress: int = 0
+    loop_seconds: float = 0.0
+    kept_seconds: float = 0.0
+    carried: dict[str, float] = field(default_factory=dict)
+    own: dict[str, float] = field(default_factory=dict)
+
+    def lost(self) -> dict[str, float]:
+        """Seconds lost so far, by category."""
+        return {name: self.carried.get(name, 0.0) + self.own.get(name, 0.0) for name in LOST}
+
+    def newer(self, beat: RunState) -> RunState:
+        """With what the heartbeat of the same process tells, if that is newer.
+
+        Args:
+            beat: the attempt's figures in it. It does not tell for how long the run was stuck.
+        """
+        if beat.life != self.life or beat.time <= self.time:
+            return self
+        own = {STUCK: self.own.get(STUCK, 0.0)} | beat.own
+        return replace(beat, attempt=self.attempt, process=self.process, without_progress=self.without_progress,
+                       progress=self.progress or beat.progress, carried=self.carried, own=own)  # fmt: skip
+
+    def next(self, *, process: str, life: str, started: float) -> RunState:
+        """The state that the next attempt begins with.
+
+        Args:
+            process: tells its process from others.
+            life: its agent.
+            started: Unix time at which its process started.
+        """
+        if process == self.process:  # the agent was stopped and started again
+            return replace(self, life=life, finished=False, carried=self.lost(), own={}, loop_seconds=0.0,
+                           kept_seconds=0.0)  # fmt: skip
+        carried = self.lost()
+        carried[DOWN] += max(0.0, started - self.time)
+        if not self.finished:
+            carried[REDONE] += max(0.0, self.loop_seconds - self.kept_seconds - self.own.get(STUCK, 0.0))
+        stalled = 0 if self.progress or self.finished else self.without_progress + 1
+        return RunState(self.run, self.attempt + 1, process, life, started, without_progress=stalled, carried=carried)
+
+    def encoded(self) -> bytes:
+        """As it is written."""
+        return dump_object(asdict(self))
+
+
+def decoded(content: bytes) -> RunState | None:
+    """The state in a file; None where the content is no such state."""
+    value = parse_object(content)
+    if value is None or not isinstance(value.get("run"), str):
+        return None
+    known: dict[str, Any] = asdict(RunState(value["run"]))
+    for name, default in known.items():
+        given = value.get(name, default)
+        if isinstance(default, float) and isinstance(given, (int, float)):
+            given = float(given)
+        if type(given) is not type(default):
+            return None
+        known[name] = _seconds(given) if isinstance(given, dict) else given
+    return RunState(**known)
+
+
+def _seconds(given: dict[str, Any]) -> dict[str, float]:
+    return {name: float(each) for name, each in given.items() if name in LOST and isinstance(each, (int, float))}

@@ -1,0 +1,133 @@
+"""A run in several attempts: each way to end, and the seconds of every category, compared with the script's stamps."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from .attempt_scripts import ELASTIC, TRAIN, Attempted, expected, read_stamps
+from .processes import RUN, Child, environment, python, wait_for, write
+
+ENDS = ("step", "checkpoint", "restore", "exception", "status", "finish")
+BLOCKING = {"step", "checkpoint", "restore"}
+
+
+def beats(folder: Path) -> dict[Path, dict]:
+    return {path: json.loads(path.read_text()) for path in (folder / "run" / "attempts").glob("*.beat")}
+
+
+def attempt(folder: Path, number: int, end: str) -> Attempted:
+    """Run the same command once more. It blocks where it is to be killed, until its heartbeat has come that far."""
+    known = beats(folder) if number else {}
+    env = environment(END=end, ATTEMPT=str(number))
+    begin = time.time()
+    stamps = folder / f"stamps-{number}.jsonl"
+    with Child(*RUN, "--interval-seconds", "0.1", folder / "train.py", cwd=folder, env=env) as child:
+        if end not in BLOCKING:
+            child.process.communicate()
+            return Attempted(begin, time.time(), False, read_stamps(stamps))
+        assert child.process.stdout.readline() == "blocked\n", child.stderr
+        blocked = read_stamps(stamps)[-1]["at"]
+
+        def heard() -> dict | None:
+            new = [beat for path, beat in beats(folder).items() if path not in known]
+            return next((beat for beat in new if stamp_of(beat) > blocked + 0.1), None)
+
+        wait_for(heard, "a heartbeat of the blocked process")
+        os.kill(child.pid, signal.SIGKILL)
+        gone = time.time()
+        child.process.wait()
+        return Attempted(begin, gone, True, read_stamps(stamps), tail=gone - stamp_of(heard()))
+
+
+def stamp_of(beat: dict) -> float:
+    return beat["unix_seconds"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """All attempts, and the report of the run."""
+    folder = tmp_path_factory.mktemp("attempts")
+    write(folder, "train.py", TRAIN)
+    attempts = [attempt(folder, number, end) for number, end in enumerate(ENDS)]
+    done = python("-m", "telemetry", "report", "run", "--json", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    text = python("-m", "telemetry", "report", "run", cwd=folder).stdout
+    return attempts, json.loads(done.stdout), text, folder
+
+
+def test_each_attempt_is_told_by_how_it_ended(run):
+    _, report, *_ = run
+    ends = [each["end"] for each in report["job"]["attempts"]]
+    assert ends == ["killed", "killed", "killed", "failed", "failed", "finished"]
+
+
+def test_steps_that_are_done_again_are_exact(run):
+    attempts, report, *_ = run
+    resumed = [each.resumed for each in attempts] + [None]
+    for number, (did, told) in enumerate(zip(attempts, report["job"]["attempts"], strict=True)):
+        if did.resumed is None:  # killed while it loaded the checkpoint
+            assert told["lost_steps"] == 0
+            continue
+        later = next((step for step in resumed[number + 1 :] if step is not None), did.done)
+        assert told["resumed_from_step"] == did.resumed, number
+        assert told["lost_steps"] == did.done - later, number
+    assert [each["lost_steps"] for each in report["job"]["attempts"]] == [6, 10, 0, 3, 4, 0]
+
+
+def test_every_second_is_where_the_script_says_it_was(run):
+    attempts, report, *_ = run
+    goodput = report["job"]["goodput"]
+    wall, seconds = goodput["wall_seconds"], goodput["seconds"]
+    assert sum(seconds.values()) == pytest.approx(wall, rel=0.01)
+    own = expected(attempts)
+    assert wall == pytest.approx(sum(own.values()), rel=0.01)
+    for category, spent in seconds.items():
+        assert spent == pytest.approx(own.get(category, 0.0), abs=0.01 * wall), (category, seconds, own)
+    lost = sum(own[category] for category in ("redone", "restore", "replay", "startup", "down"))
+    assert goodput["ettr_ratio"] == pytest.approx(1 - lost / wall, abs=0.02)
+
+
+def test_the_report_says_what_the_restarts_cost(run):
+    _, _, text, _ = run
+    (sentence,) = [line for line in text.splitlines() if "GPU-hours, " in line]
+    assert "were productive (" in sentence
+    assert "redone after 3 kills and 2 failures" in sentence
+    assert "(ValueError)" in text
+    assert "(exit status 3)" in text
+    assert "thrown away" in text, "the batches that were drawn again"
+
+
+def test_torchrun_starts_both_ranks_again_until_they_finish(tmp_path):
+    script = write(tmp_path, "train.py", ELASTIC)
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "2")
+    done = python(
+        *torchrun, *RUN[:2], "run", "--run-dir", "run", "--interval-seconds", "0.1", script, cwd=tmp_path, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(python("-m", "telemetry", "report", "run", "--json", cwd=tmp_path).stdout)
+    job = report["job"]
+    assert [each["end"] for each in job["attempts"]] == ["failed", "killed", "finished"]
+    assert [each["ranks"] for each in job["attempts"]] == [2, 2, 2]
+    assert [each["resumed_from_step"] for each in job["attempts"]] == [0, 10, 20]
+    assert [each["lost_steps"] for each in job["attempts"]] == [3, 5, 0]
+    assert sorted((each["rank"], each["attempt"]) for each in report["ranks"]) == [
+        (r, a) for r in (0, 1) for a in range(3)
+    ]
+    seconds = job["goodput"]["seconds"]
+    assert sum(seconds.values()) == pytest.approx(job["goodput"]["wall_seconds"], rel=0.01)
+
+
+def test_the_totals_of_the_run_go_on_as_the_report_has_them(run):
+    _, report, _, folder = run
+    state = json.loads((folder / "run" / "attempts" / "run.json").read_text())
+    assert state["attempt"] == len(ENDS) - 1
+    goodput = report["job"]["goodput"]
+    for category in ("redone", "restore", "replay", "startup", "stuck", "down"):
+        lost = state["carried"].get(category, 0.0) + state["own"].get(category, 0.0)
+        assert lost == pytest.approx(goodput["seconds"][category], abs=0.02 * goodput["wall_seconds"]), category

@@ -1,0 +1,197 @@
+"""What the hooks tell of checkpoints: what was saved at which step, what was loaded, and where the training resumed."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+import telemetry
+from telemetry.diagnose.replay import ReplayWatch
+from telemetry.report.log_reader import load
+
+
+class Training:
+    def __init__(self, kind=torch.optim.Adam) -> None:
+        self.net = torch.nn.Linear(4, 1)
+        self.optimizer = kind(self.net.parameters(), lr=0.1)
+
+    def steps(self, number: int) -> None:
+        for batch in torch.utils.data.DataLoader(torch.randn(number, 4)):
+            self.step(batch)
+
+    def step(self, batch) -> None:
+        self.net(batch).sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    @property
+    def state(self) -> dict:
+        return {"net": self.net.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+
+def saves(observed) -> list:
+    return [*observed.tracker.resume.saves]
+
+
+def test_a_checkpoint_has_the_steps_that_it_contains(observed, tmp_path):
+    training = Training()
+    for batch in torch.utils.data.DataLoader(torch.randn(5, 4)):
+        training.step(batch)
+        if observed.tracker.optimizer_steps == 3:
+            torch.save(training.state, tmp_path / "c.pt")
+    torch.save(training.net.state_dict(), tmp_path / "net.pt")
+    inside, after = saves(observed)
+    assert (inside.optimizer_steps, inside.steps, inside.complete) == (3, 3, True)
+    assert (after.optimizer_steps, after.steps) == (5, 5)
+    assert (inside.holds_optimizer, after.holds_optimizer) == (True, False)
+    observed.read()
+    (first, _) = observed.phases
+    assert inside.start_ns <= first.start_ns <= inside.end_ns
+    assert sum(first.loop_seconds) > 0
+
+
+def test_lightning_keeps_the_optimizers_in_a_list(observed, tmp_path):
+    training = Training()
+    torch.save({"state_dict": {}, "optimizer_states": [training.optimizer.state_dict()]}, tmp_path / "c.pt")
+    assert saves(observed)[0].holds_optimizer
+
+
+def test_a_checkpoint_that_raises_is_not_complete(observed, tmp_path):
+    with pytest.raises(RuntimeError):
+        torch.save({}, tmp_path / "not there" / "c.pt")
+    assert [save.complete for save in saves(observed)] == [False]
+    torch.save({}, tmp_path / "c.pt")
+    assert [save.complete for save in saves(observed)] == [False, True]
+
+
+def test_a_phase_of_the_script_is_one_checkpoint_whatever_it_calls(agent, tmp_path):
+    with telemetry.phase("checkpoint"):
+        torch.save({}, tmp_path / "a.pt")
+        torch.save(Training().state, tmp_path / "b.pt")
+    with telemetry.phase("checkpoint"):
+        (tmp_path / "own format").write_bytes(bytes(1000))
+        time.sleep(0.002)
+    with pytest.raises(ZeroDivisionError), telemetry.phase("checkpoint"):
+        time.sleep(0.002)
+        raise ZeroDivisionError
+    telemetry.stop()
+    (process,) = load(agent.run_dir)
+    told = [(save.complete, save.holds_optimizer) for save in process.saves]
+    assert told == [(True, True), (True, True), (False, True)]
+
+
+def test_an_asynchronous_checkpoint_is_complete_when_it_is_written(observed, tmp_path, monkeypatch):
+    written = threading.Event()
+    writer = dcp.FileSystemWriter(tmp_path / "c")
+    finish = writer.finish
+    monkeypatch.setattr(writer, "finish", lambda *args, **named: (written.wait(60), finish(*args, **named))[1])
+    training = Training()
+    training.steps(3)
+    future = dcp.async_save({"net": training.net.state_dict()}, storage_writer=writer, no_dist=True)
+    training.steps(2)
+    assert [(save.complete, save.optimizer_steps) for save in saves(observed)] == [(False, 3)]
+    written.set()
+    getattr(future, "upload_completion", future).result(60)
+    assert [(save.complete, save.background) for save in saves(observed)] == [(False, False), (True, True)]
+    assert saves(observed)[1].optimizer_steps == 3, "not what has been trained meanwhile"
+
+
+def test_a_checkpoint_written_on_a_thread_of_the_script(observed, tmp_path):
+    training = Training()
+    training.steps(2)
+    thread = threading.Thread(target=torch.save, args=(training.state, tmp_path / "c.pt"))
+    thread.start()
+    thread.join()
+    (save,) = saves(observed)
+    assert (save.background, save.complete, save.holds_optimizer, save.optimizer_steps) == (True, True, True, 2)
+
+
+def test_adam_tells_where_it_resumes(request):
+    first = Training()
+    first.steps(7)  # in the process before
+    observed = request.getfixturevalue("observed")
+    second = Training()
+    second.optimizer.load_state_dict(first.optimizer.state_dict())
+    assert (observed.tracker.resume.step, observed.tracker.resume.source) == (7, "optimizer")
+
+
+def test_a_new_adam_begins_at_nothing(observed):
+    Training().steps(3)
+    assert (observed.tracker.resume.step, observed.tracker.resume.source) == (0, "optimizer")
+
+
+def test_sgd_does_not_tell(observed):
+    Training(torch.optim.SGD).steps(3)
+    assert observed.tracker.resume.source is None
+
+
+def test_the_script_can_tell(agent):
+    telemetry.resumed(step=120)
+    assert (agent.tracker.resume.step, agent.tracker.resume.source) == (120, "told")
+    for wrong, error in ((-1, ValueError), (1.5, TypeError), (True, TypeError)):
+        with pytest.raises(error):
+            telemetry.resumed(step=wrong)
+
+
+def test_the_step_that_creates_an_optimizers_state_is_none(observed, tmp_path):
+    """torch.distributed.checkpoint lets a new optimizer step with a learning rate of 0 to have a state to load into."""
+    first = Training()
+    first.steps(4)
+    state = get_optimizer_state_dict(first.net, first.optimizer)
+    steps, closed = observed.tracker.optimizer_steps, observed.tracker.ring.closed
+    second = Training()
+    set_optimizer_state_dict(second.net, second.optimizer, state)
+    assert (observed.tracker.optimizer_steps, observed.tracker.ring.closed) == (steps, closed)
+
+
+def test_loading_before_the_first_step_is_restoring(observed, tmp_path):
+    training, resume = Training(), observed.tracker.resume
+    torch.save(training.state, tmp_path / "c.pt")
+    state = torch.load(tmp_path / "c.pt")
+    once = resume.restore_ns
+    assert once > 0
+    training.optimizer.load_state_dict(state["optimizer"])
+    thread = threading.Thread(target=torch.load, args=(tmp_path / "c.pt",))
+    before = resume.restore_ns
+    assert before > once
+    thread.start()
+    thread.join()
+    assert resume.restore_ns == before, "another thread's is not the training's"
+    training.steps(2)
+    torch.load(tmp_path / "c.pt")
+    assert resume.restore_ns == before, "nor what is loaded later"
+    assert observed.read().ns["startup"] > before, "in the ledger it is a part of the startup"
+
+
+def test_replay_is_what_comes_before_the_first_step_and_computes_nothing(observed):
+    watch = ReplayWatch()
+    training = Training()
+    for number, batch in enumerate(torch.utils.data.DataLoader(torch.randn(40, 4))):
+        if number >= 30:
+            torch.randn(300, 300) @ torch.randn(300, 300)
+            training.step(batch)
+    observed.read()
+    watch.add(observed.steps, observed.tracker.optimizer_steps)
+    watch.settle(observed.tracker.optimizer_steps, 0.0)
+    assert watch.settled
+    assert watch.batches == 30
+
+
+def test_gradient_accumulation_is_no_replay(observed):
+    watch = ReplayWatch()
+    training = Training()
+    for number, batch in enumerate(torch.utils.data.DataLoader(torch.randn(64, 4))):
+        training.net(batch).sum().backward()
+        if number % 8 == 7:
+            training.optimizer.step()
+        before = len(observed.steps)
+        observed.read()
+        watch.add(observed.steps[before:], observed.tracker.optimizer_steps)
+        watch.settle(observed.tracker.optimizer_steps, 0.0)
+    assert watch.settled
+    assert watch.batches == 0

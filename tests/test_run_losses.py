@@ -1,0 +1,148 @@
+"""The run's totals over its attempts, as the endpoint shows them, and the state file that carries them."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import urllib.request
+
+import pytest
+
+import telemetry
+from telemetry.core.job_labels import job_labels
+from telemetry.job.run_state import LOST, RunState, decoded
+
+
+def start(folder):
+    return telemetry.start(folder, port=0, interval_seconds=0.1, start_line=False)
+
+
+def shown(agent, name: str) -> dict[str, float]:
+    """The samples of a metric, by its one label."""
+    found = {}
+    with urllib.request.urlopen(agent.metrics_url, timeout=60) as answer:
+        text = answer.read().decode()
+    for line in text.splitlines():
+        if line.startswith(name + "{"):
+            labels, value = line.rsplit(" ", 1)
+            category = labels.partition('category="')[2].partition('"')[0]
+            found[category] = float(value)
+    return found
+
+
+def write(folder, state: RunState) -> None:
+    (folder / "attempts").mkdir(parents=True)
+    (folder / "attempts" / "run.json").write_bytes(state.encoded())
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 60
+    while not (value := condition()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return value
+
+
+def test_the_first_attempt_is_number_0(tmp_path):
+    agent = start(tmp_path / "run")
+    assert wait_for(lambda: shown(agent, "training_run_attempt")) == {"": 0.0}
+    lost = shown(agent, "training_run_lost_seconds_total")
+    assert set(lost) == set(LOST)
+    assert (lost["down"], lost["redone"], lost["restore"]) == (0, 0, 0)
+    assert lost["startup"] > 0
+    telemetry.stop()
+    state = decoded((tmp_path / "run" / "attempts" / "run.json").read_bytes())
+    assert (state.attempt, state.finished, state.run) == (0, True, "run")
+
+
+def test_a_later_attempt_goes_on_from_the_state_of_the_run(tmp_path):
+    before = RunState("run", 2, "n/1/5", "ab", time.time() - 5000, without_progress=1, loop_seconds=900.0,
+                      kept_seconds=600.0, carried={"down": 1000.0, "redone": 50.0}, own={"startup": 70.0})  # fmt: skip
+    write(tmp_path / "run", before)
+    agent = start(tmp_path / "run")
+    assert wait_for(lambda: shown(agent, "training_run_attempt")) == {"": 3.0}
+    assert shown(agent, "training_run_attempts_without_progress") == {"": 2.0}
+    lost = shown(agent, "training_run_lost_seconds_total")
+    assert lost["redone"] == pytest.approx(350)
+    # The process that runs this test started some time ago.
+    assert 1000 < lost["down"] <= 6001
+    assert lost["startup"] > 70
+
+
+def test_the_heartbeat_of_a_killed_process_is_newer_than_the_state(tmp_path):
+    before = RunState("run", 0, "n/1/5", "ab", time.time() - 9000, loop_seconds=100.0, kept_seconds=100.0)
+    write(tmp_path / "run", before)
+    ledger = {"startup": 40.0, "data_wait": 20.0, "compute": 300.0}
+    beat = dict(life="ab", unix_seconds=time.time(), ledger_total_seconds=ledger, first_wait_seconds=10.0,
+                seconds_before=2.0, kept_seconds=110.0, saves_completed=1,
+                resumption={"replay_seconds": 5.0})  # fmt: skip
+    (tmp_path / "run" / "attempts" / "ab.beat").write_text(json.dumps(beat) + "   \n")
+    agent = start(tmp_path / "run")
+    assert wait_for(lambda: shown(agent, "training_run_attempt")) == {"": 1.0}
+    lost = shown(agent, "training_run_lost_seconds_total")
+    assert lost["redone"] == pytest.approx(210)
+    assert lost["replay"] == pytest.approx(5)
+    assert lost["startup"] > 52
+    assert lost["down"] == 0
+    assert shown(agent, "training_run_attempts_without_progress") == {"": 0.0}
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"run": 7}', b'{"run": "run", "attempt": "x"}', b"\xff" * 99])
+def test_a_damaged_state_begins_anew(tmp_path, content):
+    (tmp_path / "run" / "attempts").mkdir(parents=True)
+    (tmp_path / "run" / "attempts" / "run.json").write_bytes(content)
+    agent = start(tmp_path / "run")
+    assert wait_for(lambda: shown(agent, "training_run_attempt")) == {"": 0.0}
+
+
+def test_another_run_in_the_folder_is_no_attempt_of_this_one(tmp_path):
+    write(tmp_path / "run", RunState("another", 4))
+    agent = start(tmp_path / "run")
+    assert wait_for(lambda: shown(agent, "training_run_attempt")) == {"": 0.0}
+
+
+def test_an_agent_that_is_started_again_in_its_process_is_the_same_attempt(tmp_path):
+    start(tmp_path / "run")
+    telemetry.stop()
+    agent = start(tmp_path / "run")
+    assert wait_for(lambda: shown(agent, "training_run_attempt")) == {"": 0.0}
+
+
+CHAIN = [
+    # progress, finished: of an attempt; attempts without progress that the next one is told of
+    ((False, False), 1),
+    ((False, False), 2),
+    ((True, False), 0),
+    ((False, False), 1),
+    ((False, True), 0),
+]
+
+
+def test_attempts_without_progress_are_counted():
+    state = RunState("r", 0, "p0", "l0", 0.0)
+    for number, ((progress, finished), told) in enumerate(CHAIN, 1):
+        state = RunState(**{**vars_of(state), "progress": progress, "finished": finished})
+        state = state.next(process=f"p{number}", life=f"l{number}", started=10.0 * number)
+        assert (state.attempt, state.without_progress) == (number, told)
+
+
+def vars_of(state: RunState) -> dict:
+    return {name: getattr(state, name) for name in state.__slots__}
+
+
+def test_the_job_is_told_by_its_scheduler(monkeypatch):
+    for name in [*os.environ]:
+        if name.startswith(("SLURM", "LSB", "PBS", "USER", "LOGNAME", "JOB_NAME", "POD_", "ACCOUNT", "QUEUE")):
+            monkeypatch.delenv(name)
+    assert job_labels() == {"job": "", "user": "", "account": "", "partition": ""}
+    slurm = {
+        "SLURM_JOB_ID": "77",
+        "SLURM_JOB_USER": "ada",
+        "SLURM_JOB_ACCOUNT": "vision",
+        "SLURM_JOB_PARTITION": "a100",
+    }
+    told = {"job": "77", "user": "ada", "account": "vision", "partition": "a100"}
+    assert job_labels(slurm | {"USER": "root", "JOB_NAME": "no"}) == told
+    pod = {"JOB_NAME": "resnet", "POD_NAMESPACE": "team", "QUEUE_NAME": "gold", "USER": "app"}
+    assert job_labels(pod) == {"job": "resnet", "user": "app", "account": "team", "partition": "gold"}
