@@ -223,14 +223,16 @@ def _take(line: dict[str, Any], log: ProcessLog) -> None:
         _take_totals(line, log)
         log.ended = True
         log.end = {name: line[name] for name in ("exception", "exit_status", "lost_peer") if name in line}
-    elif event in {"stall_open", "stall_close"}:
-        log.stalls.append(line)
-    elif event == "hang":
-        log.hangs.append(line)
-    elif event == "snapshot":
-        log.snapshots.append(line)
-    elif event == "error":
-        log.errors.append(line)
+    else:
+        kept = {
+            "stall_open": log.stalls,
+            "stall_close": log.stalls,
+            "hang": log.hangs,
+            "snapshot": log.snapshots,
+            "error": log.errors,
+        }.get(str(event))
+        if kept is not None:
+            kept.append(line)
 
 
 def _take_totals(line: dict[str, Any], log: ProcessLog) -> None:
