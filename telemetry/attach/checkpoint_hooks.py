@@ -77,7 +77,7 @@ def _returned(
     """A saving function has returned. ``elsewhere``: the steps at its start, where that was on another thread."""
     try:
         if elsewhere is not None:
-            tracker.resume.saved_elsewhere(tracker, start, elsewhere, holds_optimizer=_holds_optimizer(*call))
+            tracker.resume.saved_elsewhere(start, elsewhere, holds_optimizer=_holds_optimizer(*call))
             return
         future = getattr(result, "upload_completion", result)
         if tracker.checkpointing and callable(getattr(future, "add_done_callback", None)):

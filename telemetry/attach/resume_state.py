@@ -107,13 +107,13 @@ class ResumeState:
             nonlocal left
             left -= 1
             self.writing_elsewhere -= 1
-            if not failed and not left and future.exception() is None:
+            if not failed and not left and _succeeded(future):
                 self.saves.append(save._replace(end_ns=now_ns(), complete=True, background=True))
 
         for future in futures:
             future.add_done_callback(written)
 
-    def saved_elsewhere(self, state: StepState, start: int, steps: tuple[int, int], *, holds_optimizer: bool) -> None:
+    def saved_elsewhere(self, start: int, steps: tuple[int, int], *, holds_optimizer: bool) -> None:
         """A saving function has returned on another thread. ``steps``: of optimizers, and of the loop, at its start."""
         optimizer_steps, loop_steps = steps
         self.saves.append(
@@ -121,7 +121,6 @@ class ResumeState:
                 start, now_ns(), optimizer_steps, loop_steps, True, holds_optimizer=holds_optimizer, background=True
             )
         )
-        del state
 
     # -- restoring ---------------------------------------------------------------------------------------------
 
@@ -161,6 +160,14 @@ class ResumeState:
     def told(self, state: StepState, step: int) -> None:
         """The script says how many steps the state that it has loaded contains."""
         self.step, self.source, self.at_optimizer_steps = step, TOLD, state.optimizer_steps
+
+
+def _succeeded(future: Any) -> bool:
+    """Whether a future has a result. An exception here would be logged by torch's thread."""
+    try:
+        return not future.cancelled() and future.exception() is None
+    except Exception:  # another kind of future
+        return False
 
 
 def step_of(optimizer: Any, *, wait_for_device: bool) -> int | None:
