@@ -284,3 +284,18 @@ def test_the_ranks_of_a_node_that_has_left_are_not_gone(tmp_path):
     job.hang = {name: states(number) for number, name in enumerate(job.exchanges)}
     job.cycles(15, but="n0001")
     assert {s.node for s in job.exchanges["n0000"].hang} == {"n0002"}
+
+
+def test_files_of_killed_attempts_are_removed_after_an_hour(tmp_path):
+    folder = tmp_path / "job"
+    folder.mkdir()
+    killed = folder / "node-n0009-00000000.json"
+    killed.write_bytes(encoded(NodeReport("n0009", 7, 1, (pace(9),))))
+    job = Job(tmp_path, nodes=2)
+    job.cycles(30)
+    assert killed.exists()
+    job.seconds += 3600
+    job.cycles(30)
+    assert not killed.exists()
+    assert job.exchanges["n0000"].nodes == 2
+    assert {path.name for path in folder.iterdir()} == {"node-n0000.json", "node-n0001.json"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
 from telemetry.core.totals import Totals
@@ -55,6 +55,26 @@ class RankPace:
     node_ranks: int = 0
     stuck: bool = False
     still_seconds: float = 0.0
+
+
+_NUMBERS: Final = (
+    "rank", "seconds", "steps", "compute_seconds", "away_seconds", "samples", "in_sync_samples", "seconds_without_step",
+    "node_ranks",
+)  # fmt: skip
+_PACE_FIELDS: Final = frozenset(field.name for field in fields(RankPace))
+
+
+def pace_from(found: dict[str, Any]) -> RankPace:
+    """A pace as another process has written it. Fields that a newer version has added are left out.
+
+    Raises:
+        TypeError: a field is missing or is not a number although it must be one.
+    """
+    pace = RankPace(**{name: value for name, value in found.items() if name in _PACE_FIELDS})
+    for name in _NUMBERS:
+        if not isinstance(getattr(pace, name), (int, float)):
+            raise TypeError(name)
+    return pace
 
 
 @dataclass(frozen=True, slots=True)

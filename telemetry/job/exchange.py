@@ -47,6 +47,9 @@ _YOUNG_SECONDS: Final = 120.0
 _ALIVE_SECONDS: Final = 45.0
 """If a report has not changed for this long, its node has ended. NFS may show a change 30 s late."""
 
+_STALE_SECONDS: Final = 3600.0
+"""A file that was first read this long ago and never changed is of an attempt that was killed. It is removed."""
+
 _LOST_SECONDS: Final = 60.0
 """While the job hangs, the ranks of a node whose file has not changed for so long are taken to be gone."""
 
@@ -61,9 +64,11 @@ class _SeenReport:
     Attributes:
         changed_ns: when a change of its sequence was seen; 0 before the first.
         there: whether the file could be read the last time.
+        first_ns: when it was first read.
     """
 
     report: NodeReport
+    first_ns: int
     changed_ns: int = 0
     there: bool = True
 
@@ -191,6 +196,9 @@ class JobExchange:
         self._listed_ns = self._now()
         with os.scandir(self._folder) as entries:
             self._names = sorted(e.name for e in entries if e.name.startswith("node-") and e.name.endswith(".json"))
+        for name, seen in self._seen.items():
+            if not seen.changed_ns and self._now() - seen.first_ns > _STALE_SECONDS * NS:
+                remove_file(self._folder / name)
         known = {*self._names, *map(_group_file, range(_GROUPS))}
         self._seen = {name: seen for name, seen in self._seen.items() if name in known}
 
@@ -208,7 +216,7 @@ class JobExchange:
             seen.there = report is not None
         if report is not None:
             if seen is None:
-                seen = self._seen[name] = _SeenReport(report)
+                seen = self._seen[name] = _SeenReport(report, now)
             elif report.sequence != seen.report.sequence:
                 seen.changed_ns = now
             seen.report = report

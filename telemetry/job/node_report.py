@@ -7,10 +7,10 @@ It contains no time that is compared with another machine's clock. A reader trea
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.core.tick import RankPace
+from telemetry.core.tick import RankPace, pace_from
 from telemetry.job.hang_states import from_rows, to_rows
 
 if TYPE_CHECKING:
@@ -19,12 +19,6 @@ if TYPE_CHECKING:
 _VERSION: Final = 1
 MAX_BYTES: Final = 1 << 20
 """A report of 8 ranks takes 3 KB, that of a group of nodes 12 KB."""
-
-_NUMBERS: Final = (
-    "rank", "seconds", "steps", "compute_seconds", "away_seconds", "samples", "in_sync_samples", "seconds_without_step",
-    "node_ranks",
-)  # fmt: skip
-_PACE_FIELDS: Final = frozenset(field.name for field in fields(RankPace))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,21 +54,8 @@ def decoded(content: bytes) -> NodeReport | None:
         found: Any = json.loads(content)
         if found["version"] != _VERSION:
             return None
-        ranks = tuple(_pace(pace) for pace in found["ranks"])
+        ranks = tuple(pace_from(pace) for pace in found["ranks"])
         hang = from_rows(found.get("hang", ()))
         return NodeReport(str(found["writer"]), int(found["sequence"]), int(found["nodes"]), ranks, hang)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return None
-
-
-def _pace(found: dict[str, Any]) -> RankPace:
-    """A pace, without the fields that a newer version of this package has added.
-
-    Raises:
-        TypeError: a field is missing or is not a number although it must be one.
-    """
-    pace = RankPace(**{name: value for name, value in found.items() if name in _PACE_FIELDS})
-    for name in _NUMBERS:
-        if not isinstance(getattr(pace, name), (int, float)):
-            raise TypeError(name)
-    return pace

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from telemetry.core.filesystem import read_small, replace_file
 from telemetry.core.identity import slug
-from telemetry.core.tick import RankPace
+from telemetry.core.tick import RankPace, pace_from
 from telemetry.publish.hang_board import mark_gone
 from telemetry.publish.server_locks import ServerLocks
 
@@ -345,6 +345,6 @@ def _order_of(head: dict[str, Any], pid: int) -> tuple[bool, int, int]:
 def _pace(head: dict[str, Any]) -> RankPace | None:
     """The pace in a head; None before the first pace, or if it is of another version."""
     try:
-        return RankPace(**head["pace"])
-    except (KeyError, TypeError):
+        return pace_from(head["pace"])
+    except (KeyError, TypeError, AttributeError):
         return None
