@@ -13,12 +13,13 @@ from telemetry.core.clock import NS, now_ns
 from telemetry.core.filesystem import caches_folders
 from telemetry.core.identity import slug
 from telemetry.core.labels import FAILED, RECORDED, REFUSED, SKIPPED, SLOWER, SNAPSHOT_RESULTS
+from telemetry.core.processes import pid_namespace, start_ticks
 from telemetry.core.views import SnapshotsView
-from telemetry.publish.board import board_root, start_ticks
+from telemetry.publish.board import board_root
 from telemetry.publish.log_fields import rounded
 from telemetry.snapshot import protocol as p
 from telemetry.snapshot.capture import Capture
-from telemetry.snapshot.export_owner import LocalProcesses, pid_namespace
+from telemetry.snapshot.export_owner import LocalProcesses
 from telemetry.snapshot.export_thread import ExportThread
 from telemetry.snapshot.manifest import add_to_manifest
 from telemetry.snapshot.private_folder import close_in_child, open_folder

@@ -18,6 +18,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from telemetry.core.processes import start_ticks
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -247,7 +249,7 @@ def _made_up_name(launcher: str, local_rank: int) -> str:
         return f"{script}-{os.environ['PMIX_NAMESPACE']}"
     if "TORCHELASTIC_RUN_ID" in os.environ or launcher == "mpi":
         # All ranks of a node have the launcher as parent. So its pid and start make the same name on each of them.
-        return f"{script}-{os.getppid()}-{_start_ticks(os.getppid())}"
+        return f"{script}-{os.getppid()}-{start_ticks(os.getppid()) or 0}"
     # Lightning's rank 0 starts the others: the run has the name that rank 0 has made up.
     if spawned or (launcher == "lightning" and local_rank):
         return f"{script}-{_start_text(os.getppid())}-{os.getppid()}"
@@ -257,19 +259,15 @@ def _made_up_name(launcher: str, local_rank: int) -> str:
 
 def _start_text(pid: int) -> str:
     """When a process started, in UTC. Every process that asks gets the same text."""
-    try:
-        booted = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
-        began = booted + int(_start_ticks(pid)) / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError):
-        began = time.time()
-    return time.strftime("%Y%m%d-%H%M%S", time.gmtime(began))
+    return time.strftime("%Y%m%d-%H%M%S", time.gmtime(process_started(pid) or time.time()))
 
 
 def process_started(pid: int) -> float | None:
     """When a process began, Unix time; None if the kernel does not tell."""
+    ticks = start_ticks(pid)
     try:
         booted = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
-        return booted + int(_start_ticks(pid)) / os.sysconf("SC_CLK_TCK")
+        return None if ticks is None else booted + ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError):
         return None
 
@@ -279,12 +277,4 @@ def launch_of(environ: Mapping[str, str] | None = None) -> tuple[str, int | None
     env = os.environ if environ is None else environ
     parent = os.getppid()
     counts = (_whole(env.get(name)) for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
-    return f"{parent}-{_start_ticks(parent)}", next((count for count in counts if count is not None), None)
-
-
-def _start_ticks(pid: int) -> str:
-    """Field 22 of /proc/PID/stat: clock ticks from boot to the start of the process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return "0"
+    return f"{parent}-{start_ticks(parent) or 0}", next((count for count in counts if count is not None), None)

@@ -19,6 +19,7 @@ from typing import Any, Final
 
 from telemetry.core.filesystem import read_small, replace_file
 from telemetry.core.identity import slug
+from telemetry.core.processes import pid_namespace, start_ticks
 from telemetry.core.tick import RankPace, pace_from
 from telemetry.publish.hang_board import mark_gone
 from telemetry.publish.server_locks import ServerLocks
@@ -49,17 +50,6 @@ class _File:
     state: RankState
 
 
-def start_ticks(pid: int) -> int | None:
-    """Start of a process in clock ticks since boot. With the pid it identifies the process. None if it has ended."""
-    try:
-        fields = read_small(f"/proc/{pid}/stat").rpartition(b")")[2].split()
-    except OSError:
-        return None
-    if fields[0] in {b"Z", b"X"}:
-        return None
-    return int(fields[19])
-
-
 def board_root() -> Path:
     """The folder of all boards of this user on this machine."""
     shared = Path("/dev/shm")  # noqa: S108 - a folder of our own, mode 0700, is made below it
@@ -83,7 +73,7 @@ class Board:
     def __init__(self, run: str, scope: str, node: str, root: Path | None = None) -> None:
         self._root = root or board_root()
         # Containers started with --ipc=host share /dev/shm but not their process ids. Each gets its own boards.
-        where = f"{run}\0{scope}\0{node}\0{_pid_namespace()}"
+        where = f"{run}\0{scope}\0{node}\0{pid_namespace()}"
         digest = hashlib.sha256(where.encode("utf-8", "surrogateescape")).hexdigest()[:12]
         self.path = self._root / f"{slug(run)[:48]}-{digest}"
         self._make()
@@ -282,13 +272,6 @@ class Board:
                 except OSError:
                     continue
         return removed
-
-
-def _pid_namespace() -> int:
-    try:
-        return Path("/proc/self/ns/pid").stat().st_ino
-    except OSError:
-        return 0
 
 
 def _own_folder(path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -45,11 +44,3 @@ class LocalProcesses:
         if found is None or found["host"] != self.host or found["namespace"] not in {None, str(self.namespace)}:
             return age_seconds > _STALE_SECONDS
         return str(self.start_ticks(int(found["pid"]))) != found["ticks"]
-
-
-def pid_namespace() -> int:
-    """Id of this process's pid namespace. It differs between containers that share a disk or /dev/shm."""
-    try:
-        return Path("/proc/self/ns/pid").stat().st_ino
-    except OSError:
-        return 0
