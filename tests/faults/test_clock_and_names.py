@@ -174,7 +174,9 @@ def test_hostile_names_write_nothing_outside_the_run_folder(named):
         inside = [run for run in runs if path.is_relative_to(run)]
         assert inside or path in allowed, path
         assert (
-            re.fullmatch(r"(logs/rank-0\.\d+\.jsonl|targets/[\w.-]+\.json)", str(path.relative_to(inside[0])))
+            re.fullmatch(
+                r"(logs/rank-0\.\d+\.jsonl|targets/[\w.-]+\.json|attempts/run\.json)", str(path.relative_to(inside[0]))
+            )
             if (inside)
             else True
         )

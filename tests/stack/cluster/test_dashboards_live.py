@@ -13,6 +13,8 @@ STORES = ["prometheus", "victoriametrics"]
 
 EMPTY = {
     "run / annotation / Ended": "no run has ended yet",
+    "run / annotation / Hangs": "no job hangs",
+    "run / Ranks that are waited for / B": "no job hangs",
     "run / Snapshots / B": "no run has switched its snapshots off",
     "run / Errors and dropped steps / B": "no step is dropped",
     "run / The slowest rank, and slow nodes / B": "no node is slow as a whole",
