@@ -14,7 +14,8 @@ STORES = ["prometheus", "victoriametrics"]
 EMPTY = {
     "run / annotation / Ended": "no run has ended yet",
     "run / annotation / Hangs": "no job hangs",
-    "run / GPU-hours lost to restarts / A": "no run is restarted, and the start took less than 18 s",
+    "fleet / GPU-hours lost to restarts / A": "no run is restarted, and the start took less than 18 s",
+    "run / GPU-hours lost to restarts / A": "the same",
     "run / Ranks that are waited for / B": "no job hangs",
     "run / Snapshots / B": "no run has switched its snapshots off",
     "run / Errors and dropped steps / B": "no step is dropped",
