@@ -85,6 +85,18 @@ def test_a_phase_of_the_script_is_one_checkpoint_whatever_it_calls(agent, tmp_pa
     assert told == [(True, True), (True, True), (False, True)]
 
 
+def test_a_short_checkpoint_keeps_its_place_in_the_log(agent):
+    """The report takes the last one for the newest."""
+    with telemetry.phase("checkpoint"):
+        pass
+    with pytest.raises(ZeroDivisionError), telemetry.phase("checkpoint"):
+        time.sleep(0.002)
+        raise ZeroDivisionError
+    telemetry.stop()
+    (process,) = load(agent.run_dir)
+    assert [save.complete for save in process.saves] == [True, False]
+
+
 def test_an_asynchronous_checkpoint_is_complete_when_it_is_written(observed, tmp_path, monkeypatch):
     written = threading.Event()
     writer = dcp.FileSystemWriter(tmp_path / "c")

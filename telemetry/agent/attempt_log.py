@@ -167,19 +167,20 @@ class AttemptLog:
         pending = [*self._waiting]
         while self._resume.saves:
             pending.append(self._resume.saves.popleft())
-        short: dict[str, Any] | None = None
+        lines: list[tuple[bool, dict[str, Any]]] = []  # each with whether its phase was short
         for span in spans:
             of_ledger = span.category == CHECKPOINT and span.loop_seconds is not None
             save = next((each for each in pending if _is_of(each, span)), None) if of_ledger else None
             if save is not None:
                 pending.remove(save)
             line = self._line(span) | ({} if save is None else self._of(save, span.loop_seconds))
-            if span.seconds >= _SHORTEST_PHASE_SECONDS:
+            short = span.seconds < _SHORTEST_PHASE_SECONDS
+            if not short or (save is not None and save.complete):
+                lines.append((short, line))
+        newest_short = max((place for place, (short, _) in enumerate(lines) if short), default=None)
+        for place, (short, line) in enumerate(lines):
+            if not short or place == newest_short:
                 yield line
-            elif save is not None and save.complete:
-                short = line
-        if short is not None:
-            yield short
         self._waiting = []
         for save in pending:
             if not (save.background or last or save in self._before_last):
