@@ -17,6 +17,7 @@ from telemetry.agent.job_hang import HangSurroundings, JobHang
 from telemetry.agent.overhead import Overhead
 from telemetry.agent.rank_membership import Membership
 from telemetry.agent.rank_state import RankStateReader
+from telemetry.agent.run_environment import RunEnvironment
 from telemetry.agent.run_losses import RunLosses
 from telemetry.agent.run_view import RunViewBuilder
 from telemetry.agent.snapshot_control import SnapshotControl
@@ -111,6 +112,7 @@ class AgentParts:
             builder=self._builder,
             attempt=self.attempt,
             life=life,
+            environment=RunEnvironment(self._builder.loader_settings, self.tracker.sources.newest_batch_size),
             address=self._address,
             collectors=self._collectors,
             stall_counts=stall_counts,
