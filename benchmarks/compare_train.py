@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 _SIZE: Final = 128
+_BATCH: Final = 4
 _FEW: Final = 20
 """Work of the part of a step that is not the slower one."""
 
@@ -27,8 +28,8 @@ def work(amount: int) -> torch.Tensor:
     return values
 
 
-class Batches(Dataset[torch.Tensor]):
-    """Each item is a batch."""
+class Parts(Dataset[torch.Tensor]):
+    """Each sample is a part of a batch."""
 
     def __init__(self, amount: int) -> None:
         self.amount = amount
@@ -37,7 +38,7 @@ class Batches(Dataset[torch.Tensor]):
         return 1 << 30
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        return work(self.amount)[0]
+        return work(self.amount // _BATCH)[0]
 
 
 def main() -> None:
@@ -51,11 +52,11 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     starved = options.loader == "worker"
-    data = Batches(options.work if starved else _FEW)
+    data = Parts(options.work if starved else _FEW)
     model = torch.nn.Linear(_SIZE, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     began = time.perf_counter()
-    for batch in DataLoader(data, batch_size=None, num_workers=1 if starved else 0):
+    for batch in DataLoader(data, batch_size=_BATCH, num_workers=1 if starved else 0):
         passed = time.perf_counter() - began
         if passed > options.seconds:
             break

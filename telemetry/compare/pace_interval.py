@@ -1,15 +1,16 @@
 """The ratio of two runs' steps per second, with an interval that holds although steps are not independent.
 
 The steps of a run are slow together: another process takes a core, a file system is busy, a clock is reduced. So the
-scatter of single steps says too little about the scatter of their mean. The windows of the log are joined to blocks, and
-the blocks are compared with each other. If longer blocks scatter more than independent ones would, the interval is that
-of the longer blocks.
+scatter of single steps says too little about the scatter of their mean. The windows of the
+log are joined to blocks. What neighbouring blocks have in common counts once, and the interval is the longest of those
+from blocks of one window, of two, of four and so on.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
@@ -21,6 +22,14 @@ MIN_BLOCKS: Final = 8
 BETWEEN_RUNS: Final = 0.005
 """Two runs of one script differ by about this standard deviation, relative to their pace, even where nothing disturbs
 them: where their memory lies, which core they run on. No run shows this by itself. See benchmarks/compare_pairs.py."""
+
+_MAX_CORRELATION: Final = 0.95
+_CAUTION: Final = 0.5
+"""The correlation is estimated with a standard error of about 1 / sqrt(number of blocks). This much of it is added."""
+
+_FEWEST_INDEPENDENT: Final = 2.5
+"""However alike neighbours are, a run is no less than this many independent deviations: with fewer, the interval would
+have no end."""
 
 _Z: Final = 1.959964
 """The normal distribution's 97.5 % quantile."""
@@ -42,38 +51,48 @@ class RatioInterval:
     high: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Error:
-    """Standard error of a run's pace, relative to it, and from how many degrees of freedom it was estimated."""
-
-    relative: float
-    freedom: int
-
-
 def ratio_interval(blocks_a: Sequence[Block], blocks_b: Sequence[Block]) -> RatioInterval:
     """The ratio of the pace of B over that of A. Each has at least `MIN_BLOCKS` blocks, with steps."""
     ratio = _pace(blocks_b) / _pace(blocks_a)
-    a, b = _error(blocks_a), _error(blocks_b)
-    variance = a.relative**2 + b.relative**2
-    # Welch and Satterthwaite: degrees of freedom of a sum of two variances.
-    parts = a.relative**4 / a.freedom + b.relative**4 / b.freedom
-    freedom = variance**2 / parts if parts > 0 else float(a.freedom + b.freedom)
-    half = math.hypot(_t_quantile(freedom) * math.sqrt(variance), _Z * math.sqrt(2) * BETWEEN_RUNS)
+    halves, size = [], 1
+    while min(len(blocks_a), len(blocks_b)) // size >= MIN_BLOCKS:
+        joined = (_deviations(_joined(blocks, size)) for blocks in (blocks_a, blocks_b))
+        halves.append(_half(*joined, neighbours=size == 1))
+        size *= 2
+    half = math.hypot(max(halves), _Z * math.sqrt(2) * BETWEEN_RUNS)
     return RatioInterval(ratio, ratio * math.exp(-half), ratio * math.exp(half))
+
+
+def _half(a: Sequence[float], b: Sequence[float], *, neighbours: bool) -> float:
+    """Half of the interval of the difference of two means, from deviations that follow one another.
+
+    Args:
+        a: the deviations of one run, in order.
+        b: of the other run.
+        neighbours: whether the deviations of neighbours resemble each other. Then their correlation is estimated from
+            both runs together, which are of one kind, and corrected for its bias in short series (Kendall 1954). A run
+            has as many independent deviations as an autoregressive series with that correlation.
+    """
+    count = len(a) + len(b)
+    squares = sum(value * value for value in (*a, *b))
+    products = sum(one * next_ for each in (a, b) for one, next_ in pairwise(each))
+    correlation = 0.0
+    if squares > 0 and neighbours:
+        unbiased = (products / squares + 2 / count) / (1 - 6 / count)
+        correlation = min(_MAX_CORRELATION, max(0.0, unbiased + _CAUTION / math.sqrt(count)))
+    variance = weighted = 0.0
+    for each in (a, b):
+        length = len(each)
+        independent = max(_FEWEST_INDEPENDENT, length * (1 - correlation) / (1 + correlation))
+        part = sum(value * value for value in each) / length / (independent - 1)
+        variance += part
+        weighted += part * part / (independent - 1)
+    # Welch and Satterthwaite: degrees of freedom of a sum of two variances.
+    return _t_quantile(variance * variance / weighted) * math.sqrt(variance) if weighted > 0 else 0.0
 
 
 def _pace(blocks: Sequence[Block]) -> float:
     return sum(block.steps for block in blocks) / sum(block.seconds for block in blocks)
-
-
-def _error(blocks: Sequence[Block]) -> _Error:
-    """The largest error of those from blocks of one window, of two, of four and so on."""
-    found = []
-    size = 1
-    while len(blocks) // size >= MIN_BLOCKS:
-        found.append(_error_of(_joined(blocks, size)))
-        size *= 2
-    return max(found, key=lambda error: error.relative * _t_quantile(error.freedom))
 
 
 def _joined(blocks: Sequence[Block], size: int) -> list[Block]:
@@ -87,12 +106,14 @@ def _joined(blocks: Sequence[Block], size: int) -> list[Block]:
     ]
 
 
-def _error_of(blocks: Sequence[Block]) -> _Error:
-    """The error of a ratio of sums, from independent blocks of different lengths."""
-    pace, count = _pace(blocks), len(blocks)
-    squares = sum((block.steps - pace * block.seconds) ** 2 for block in blocks)
-    steps = sum(block.steps for block in blocks)
-    return _Error(math.sqrt(squares * count / (count - 1)) / steps, count - 1)
+def _deviations(blocks: Sequence[Block]) -> list[float]:
+    """How many steps more each block has than the run's pace gives, relative to the mean block's steps.
+
+    The mean of such deviations has the error of the run's pace, for blocks of different lengths as well.
+    """
+    pace = _pace(blocks)
+    mean = sum(block.steps for block in blocks) / len(blocks)
+    return [(block.steps - pace * block.seconds) / mean for block in blocks]
 
 
 def _t_quantile(freedom: float) -> float:

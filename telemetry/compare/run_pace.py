@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
 from telemetry.compare.pace_interval import Block
@@ -51,10 +52,7 @@ def pace_of(processes: Sequence[ProcessLog]) -> RunPace:
     first = series[0]
     ends = [first.started + point.wall_seconds for point in first.compared()]
     sums = [_sum([each.at(end) for each in series]) for end in ends]
-    blocks = [
-        Block(after.steps - before.steps, _loop(after) - _loop(before))
-        for before, after in zip(sums, sums[1:], strict=False)
-    ]
+    blocks = [Block(after.steps - before.steps, _loop(after) - _loop(before)) for before, after in pairwise(sums)]
     steps = sums[-1].steps - sums[0].steps if sums else 0.0
     spent = (after - before for before, after in zip(sums[0].ledger, sums[-1].ledger, strict=True)) if sums else ()
     return RunPace(

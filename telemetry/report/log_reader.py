@@ -208,8 +208,7 @@ def _take(line: dict[str, Any], log: ProcessLog) -> None:
     log.run = line.get("run", log.run)
     log.head = log.head or {name: line.get(name) for name in ("local_rank", "node", "time")}
     log.last_time = max(log.last_time, line.get("time", ""))
-    log.environment |= line.get("environment", {})
-    log.loader = line.get("loader", log.loader)
+    _take_surroundings(line, log)
     if event == "run_start":
         if "started" in log.head:  # it continues in another file, or as another rank
             log.head |= {name: line[name] for name in _RANK_FIELDS if name in line}
@@ -231,8 +230,6 @@ def _take(line: dict[str, Any], log: ProcessLog) -> None:
         _take_totals(line, log)
         log.ended = True
         log.end = {name: line[name] for name in ("exception", "exit_status", "lost_peer") if name in line}
-    elif event == "gpu" and "name" in line:
-        log.environment["gpu"] = line["name"]
     else:
         kept = {
             "stall_open": log.stalls,
@@ -243,6 +240,13 @@ def _take(line: dict[str, Any], log: ProcessLog) -> None:
         }.get(str(event))
         if kept is not None:
             kept.append(line)
+
+
+def _take_surroundings(line: dict[str, Any], log: ProcessLog) -> None:
+    log.environment |= line.get("environment", {})
+    log.loader = line.get("loader", log.loader)
+    if line.get("event") == "gpu" and "name" in line:
+        log.environment["gpu"] = line["name"]
 
 
 def _take_totals(line: dict[str, Any], log: ProcessLog) -> bool:
