@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from telemetry.agent.accounting import Accounting
 from telemetry.agent.attempt_log import FOLDER, AttemptLog
+from telemetry.agent.change_monitor import ChangeMonitor
 from telemetry.agent.collector_poller import CollectorPoller
 from telemetry.agent.endpoint_address import EndpointAddress
 from telemetry.agent.event_log import EventLog
@@ -149,12 +150,18 @@ class AgentParts:
             ranks_elsewhere=self._ranks_elsewhere,
         )
         self._losses = RunLosses(self.run_dir / FOLDER, self.attempt, life, self.errors)
+        self._changes = ChangeMonitor(
+            self._collectors,
+            self.event_log.emit,
+            lambda seconds: self._wall.iso(self.accounting.ledger.start_ns + int(seconds * NS)),
+        )
         self._views = RunViewBuilder(
             accounting=self.accounting,
             collectors=self._collectors,
             stalls=self._stall_monitor,
             snapshots=self.snapshots,
             losses=self._losses,
+            changes=self._changes,
             errors=self.errors,
             wall=self._wall,
             hang=self.job_hang.view,

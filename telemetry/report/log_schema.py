@@ -225,6 +225,13 @@ FIELDS: Final[Mapping[str, Mapping[str, Kind]]] = MappingProxyType(
         },
         "run_end": {**_TOTALS, "exception": _text, "exit_status": _number, "lost_peer": _flag},
         "gpu": {"name": _text},
+        "change": {
+            "at": _text,
+            "first_step": _count,
+            "ratio": _number,
+            "part": _text,
+            "with": _Object({"what": _text, "before": _number, "after": _number}, listed=True),
+        },
         "stall_open": _STALL,
         "stall_close": _STALL,
         "hang": {
