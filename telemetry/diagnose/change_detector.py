@@ -40,7 +40,7 @@ MAX_OLD: Final = 80
 """Blocks that are kept: the newest as they are, and the old ones joined."""
 
 _OFTEN: Final = 0.75
-_RARELY: Final = 0.1
+_RARELY: Final = 0.04
 _NEW: Final = 1.01
 """Most blocks after a change take longer, by this factor, than most blocks before it."""
 
@@ -212,7 +212,7 @@ def _companions(before: Sequence[LoopBlock], after: Sequence[LoopBlock]) -> tupl
     for name in {name for block in after for name in block.signals}:
         then = [block.signals[name] for block in before if name in block.signals]
         now = [block.signals[name] for block in after if name in block.signals]
-        if len(then) < MIN_BEFORE // 2 or len(now) < MIN_AFTER // 2:
+        if len(then) < MIN_AFTER // 2 or len(now) < MIN_AFTER // 2:
             continue
         companion = Companion(name, median(then), median(now))
         low, high = sorted((companion.before, companion.after))
