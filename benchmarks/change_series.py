@@ -11,7 +11,6 @@ import argparse
 import json
 import random
 import statistics
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final

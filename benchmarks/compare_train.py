@@ -1,8 +1,9 @@
-"""A small training whose work per step is known. `benchmarks.compare_pairs` and `benchmarks.change_series` run it.
+"""A small training whose work per step is known. `benchmarks.compare_pairs` runs it.
 
-    python -m telemetry run benchmarks/compare_train.py [--seconds 24] [--work 100] [--loader thread|worker]
+    python -m telemetry run benchmarks/compare_train.py [--seconds 20] [--slower 1.0] [--loader thread|worker]
 
-``--work`` is the work of the slower part of a step: of the compute, or with ``--loader worker`` of a batch's fetch.
+A step needs the CPU for a part of its time. For the rest the training thread waits, as for a device. ``--slower`` makes
+both parts longer: of the compute, or with ``--loader worker`` of a batch's fetch.
 """
 
 from __future__ import annotations
@@ -16,52 +17,51 @@ from torch.utils.data import DataLoader, Dataset
 
 _SIZE: Final = 128
 _BATCH: Final = 4
-_FEW: Final = 20
-"""Work of the part of a step that is not the slower one."""
+_MULTIPLICATIONS: Final = 20
+_PAUSE_SECONDS: Final = 0.010
 
 
-def work(amount: int) -> torch.Tensor:
-    """Multiply small matrices this often: about a tenth of a millisecond each."""
+def work(slower: float, share: float = 1.0) -> torch.Tensor:
+    """Multiply small matrices, about 2 ms in all, and wait for 10 ms."""
     values = weights = torch.full((_SIZE, _SIZE), 1.0 / _SIZE)
-    for _ in range(amount):
+    for _ in range(round(_MULTIPLICATIONS * slower * share)):
         values = values @ weights
+    time.sleep(_PAUSE_SECONDS * slower * share)
     return values
 
 
 class Parts(Dataset[torch.Tensor]):
     """Each sample is a part of a batch."""
 
-    def __init__(self, amount: int) -> None:
-        self.amount = amount
+    def __init__(self, slower: float | None) -> None:
+        self.slower = slower
 
     def __len__(self) -> int:
         return 1 << 30
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        return work(self.amount // _BATCH)[0]
+        return torch.ones(_SIZE) if self.slower is None else work(self.slower, 1 / _BATCH)[0]
 
 
 def main() -> None:
     """Train for a while."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--seconds", type=float, default=24.0)
-    parser.add_argument("--work", type=int, default=100)
+    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--slower", type=float, default=1.0)
     parser.add_argument("--loader", choices=("thread", "worker"), default="thread")
-    parser.add_argument("--later-work", type=int, help="the work from the middle on")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     starved = options.loader == "worker"
-    data = Parts(options.work if starved else _FEW)
+    data = Parts(options.slower if starved else None)
     model = torch.nn.Linear(_SIZE, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     began = time.perf_counter()
     for batch in DataLoader(data, batch_size=_BATCH, num_workers=1 if starved else 0):
-        passed = time.perf_counter() - began
-        if passed > options.seconds:
+        if time.perf_counter() - began > options.seconds:
             break
-        late = options.later_work is not None and 2 * passed > options.seconds
-        work(_FEW if starved else options.later_work if late else options.work)
+        if not starved:
+            work(options.slower)
         optimizer.zero_grad()
         model(batch).mean().backward()
         optimizer.step()

@@ -1,7 +1,7 @@
 """Totals of simulated training loops, as the agent would have counted them, tick by tick.
 
-The scatter of a step's duration is that of an autoregressive series over ticks: neighbours resemble each other, as they do
-on a machine that others use too. On top of it come what real loops have: first steps that take longer, a mix of sequence
+The scatter of a step's duration is that of an autoregressive series over ticks: neighbours resemble each other, as they
+do on a machine that others use too. To it comes what real loops have: first steps that take longer, a mix of sequence
 lengths, pauses, epochs with a slow start, evaluations.
 """
 

@@ -82,8 +82,8 @@ def run() -> dashboard.Dashboard:
         .annotation(
             frame.Marks(
                 "Changes",
-                "max by (run) (training_step_change_ratio{run=\"$run\"}) > 1.05 unless "
-                "max by (run) (training_step_change_ratio{run=\"$run\"} offset 2m) > 1.05",
+                'max by (run) (training_step_change_ratio{run="$run"}) > 1.05 unless '
+                'max by (run) (training_step_change_ratio{run="$run"} offset 2m) > 1.05',
                 "steps became slower",
                 FAIR,
             )

@@ -77,7 +77,7 @@ def test_the_way_back_is_logged_too():
 
 @pytest.mark.parametrize("name", [name for name in STEADY if name != "long sequences, 5 of 25 minutes"])
 def test_a_loop_that_does_not_change_logs_nothing(name):
-    assert [change for seed in range(2) for change in changes_in(STEADY[name], 3 * HOUR, seed)] == []
+    assert changes_in(STEADY[name], 2 * HOUR, 1) == []
 
 
 def test_one_long_pause_is_no_change():
@@ -87,8 +87,8 @@ def test_one_long_pause_is_no_change():
 
 def test_what_the_run_has_done_before_is_no_change():
     """Long sequences come in stretches: at most the first stretches are told."""
-    changes = changes_in(STEADY["long sequences, 5 of 25 minutes"], 8 * HOUR, 8)
-    assert len(changes) <= 8  # of 19 stretches, each of which would be one, and the way back another
+    changes = changes_in(STEADY["long sequences, 5 of 25 minutes"], 6 * HOUR, 8)
+    assert len(changes) <= 8  # of 14 stretches, each of which would be one, and the way back another
 
 
 def test_first_steps_are_no_change():
@@ -171,20 +171,16 @@ def reported(tmp_path, capsys, *by_rank):
 def test_the_report_says_since_when_and_why(tmp_path, capsys):
     figures = ("data_wait_seconds", 0.02, 0.029), ("fetch_seconds", 0.1, 0.118), ("memory_pressure_ratio", 0.0, 0.2)
     lines = reported(tmp_path, capsys, [changed(0, 0, 1.12, *figures, part="data_wait")])
-    assert lines == [
-        "since 2026-01-01T14:05:00.000Z (step 100) steps are 12 % slower: waiting for data takes 9.0 ms longer, fetches "
-        "take 18.0 ms longer, memory pressure 0 % to 20 %"
-    ]
+    said = "waiting for data takes 9.0 ms longer, fetches take 18.0 ms longer, memory pressure 0 % to 20 %"
+    assert lines == [f"since 2026-01-01T14:05:00.000Z (step 100) steps are 12 % slower: {said}"]
 
 
 def test_ranks_that_change_together_are_one_line(tmp_path, capsys):
     slow = ("compute_seconds", 0.2, 0.28), ("gpu_clock_hertz", 1.98e9, 1.41e9)
     waits = ("compute_seconds", 0.2, 0.27), ("waiting_for_ranks_ratio", 0.1, 0.4)
     lines = reported(tmp_path, capsys, [changed(0, 30, 1.35, *waits)], [changed(1, 0, 1.4, *slow)])
-    assert lines == [
-        "since 2026-01-01T14:05:00.000Z (step 100) steps are 40 % slower: compute takes 80.0 ms longer, "
-        "GPU clock 1980 MHz to 1410 MHz, only rank 1"
-    ]
+    said = "compute takes 80.0 ms longer, GPU clock 1980 MHz to 1410 MHz, only rank 1"
+    assert lines == [f"since 2026-01-01T14:05:00.000Z (step 100) steps are 40 % slower: {said}"]
 
 
 def test_changes_at_other_times_are_lines_of_their_own(tmp_path, capsys):
