@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
     from telemetry.report.log_reader import ProcessLog
 
-_HEAD: Final = ("world_size", "launcher", "telemetry_version", "python_version", "cpu_count")
+_HEAD: Final[tuple[str, ...]] = ("world_size", "launcher", "telemetry_version", "python_version", "cpu_count")
 _NOT_COMPARED: Final = frozenset({"loader_used_again"})
 """Of the loader's settings: this tells what has happened, not what was set."""
 

@@ -35,6 +35,11 @@ MIN_AFTER: Final = 8
 MIN_DRIFT: Final = 60
 """Blocks from which on the first third is compared with the last one, to find a drift."""
 
+_LENGTHS: Final = (8, 11, 16, 22, 32, 45, 64)
+_NEAR: Final = 12
+"""How many blocks there may be after a change; and within how many of such a place it is then looked for exactly. To
+judge every place would take milliseconds."""
+
 MAX_RECENT: Final = 40
 MAX_OLD: Final = 80
 """Blocks that are kept: the newest as they are, and the old ones joined."""
@@ -132,7 +137,7 @@ def find_change(blocks: Sequence[LoopBlock], first: int = 0) -> Place | None:
     best, clearest = None, MIN_CLEARNESS
     size = len(seconds) - first
     third = size // 3
-    places = [Place(at, at) for at in range(first + MIN_AFTER, len(seconds) - MIN_AFTER + 1)]
+    places = [Place(at, at) for length in _LENGTHS if (at := len(seconds) - length) >= first + MIN_AFTER]
     if size >= MIN_DRIFT:
         places.append(Place(first + third, len(seconds) - third))
     for place in places:
@@ -146,18 +151,19 @@ def find_change(blocks: Sequence[LoopBlock], first: int = 0) -> Place | None:
                 best, clearest = place, clear
     if best is None or best.start != best.end:
         return best
-    exact = first + _steepest(seconds[first:])
+    low, high = max(first + MIN_AFTER // 2, best.start - _NEAR), min(len(seconds) - MIN_AFTER // 2, best.start + _NEAR)
+    exact = first + _steepest(seconds[first:], low - first, high - first)
     return Place(exact, exact)
 
 
-def _steepest(seconds: Sequence[float]) -> int:
-    """The place that leaves least scatter on both sides."""
+def _steepest(seconds: Sequence[float], low: int, high: int) -> int:
+    """The place from ``low`` to ``high`` that leaves least scatter on both sides."""
 
     def scatter(at: int) -> float:
         sides = seconds[:at], seconds[at:]
         return sum(abs(value - middle) for side in sides for middle in (median(side),) for value in side)
 
-    return min(range(MIN_AFTER // 2, len(seconds) - MIN_AFTER // 2 + 1), key=scatter)
+    return min(range(low, high + 1), key=scatter)
 
 
 def _is_new(before: Sequence[float], after: Sequence[float]) -> bool:
@@ -168,8 +174,8 @@ def _is_new(before: Sequence[float], after: Sequence[float]) -> bool:
 
 def _clearness(before: Sequence[float], after: Sequence[float]) -> float:
     """The difference of two medians, in its standard errors. Neighbours resemble each other, so it is larger."""
-    sides = [[value - median(side) for value in side] for side in (before, after)]
-    usual = median(before)
+    usual, level = median(before), median(after)
+    sides = [[value - middle for value in side] for side, middle in ((before, usual), (after, level))]
     scatter = max(1.4826 * median(abs(value) for side in sides for value in side), _LEAST_SCATTER * usual)
     clipped = [[max(-3 * scatter, min(3 * scatter, value)) for value in side] for side in sides]
     squares = sum(value * value for side in clipped for value in side)
@@ -178,7 +184,7 @@ def _clearness(before: Sequence[float], after: Sequence[float]) -> float:
     correlation = (products / squares + 2 / count) / (1 - 6 / count) if squares > 0 else 0.0
     correlation = min(_MAX_CORRELATION, max(0.0, correlation))
     error = 1.2533 * scatter * math.sqrt((1 + correlation) / (1 - correlation) * (1 / len(before) + 1 / len(after)))
-    return abs(median(after) - median(before)) / error
+    return abs(level - usual) / error
 
 
 def _level(blocks: Sequence[LoopBlock]) -> float:
