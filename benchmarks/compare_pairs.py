@@ -24,6 +24,7 @@ from itertools import combinations, pairwise, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from benchmarks import machine
 from telemetry.compare.pace_interval import MIN_BLOCKS, Block, ratio_interval
 from telemetry.compare.run_pace import pace_of
 from telemetry.report.log_reader import load
@@ -61,7 +62,13 @@ def record(file: Path, runs: int, together: int, seconds: float) -> None:
 
         with ThreadPoolExecutor(together) as pool:
             found = [each for each in pool.map(one, range(runs)) if each is not None]
-    file.write_text("[\n" + ",\n".join(json.dumps(each) for each in found) + "\n]\n")
+    write_runs(file, machine.describe(), found)
+
+
+def write_runs(file: Path, description: dict[str, Any], runs: Sequence[dict[str, Any]]) -> None:
+    """Write recorded runs, a line each."""
+    lines = ",\n".join(json.dumps(each) for each in runs)
+    file.write_text(f'{{"machine": {json.dumps(description)}, "runs": [\n{lines}\n]}}\n')
 
 
 def judged(pairs: Sequence[tuple[Sequence[Block], Sequence[Block]]]) -> dict[str, Any]:
@@ -138,11 +145,12 @@ def _deviations(blocks: Sequence[Block]) -> list[float]:
 
 def text_of(figures: dict[str, Any]) -> str:
     """The figures as a page."""
-    kinds = figures["kinds"]
+    kinds, place = figures["kinds"], figures["machine"]
     lines = [
         "# Comparisons of two runs",
         "",
-        "By `python -m benchmarks.compare_pairs`, on two cores that other jobs used at the same time.",
+        f"By `python -m benchmarks.compare_pairs`, on {place['cores']} cores of {place['cpu']}, on {place['date'][:10]}.",
+        "Other jobs used the machine at the same time.",
         "",
         "## Real runs",
         "",
@@ -193,23 +201,25 @@ def main() -> None:
     parser.add_argument("--together", type=int, default=1, help="runs at the same time")
     parser.add_argument("--seconds", type=float, default=30.0, help="length of a run")
     parser.add_argument("--pairs", type=int, default=2000, help="drawn pairs of each kind")
-    parser.add_argument("--output", type=Path, help="also write compare.json and compare.md into this folder")
+    parser.add_argument("--output", type=Path, help="also write a .json and a .md file into this folder")
     options = parser.parse_args()
     if options.record is not None:
         record(options.record, options.runs, options.together, options.seconds)
         return
     if options.file is None:
         parser.error("name a file of recorded runs, or --record")
-    runs = json.loads(options.file.read_text())
+    recorded = json.loads(options.file.read_text())
+    runs = recorded["runs"]
     rng = random.Random(0)
     loaders = dict.fromkeys(each["loader"] for each in runs)
     kinds = {loader: Recorded(runs, loader).figures(options.pairs, rng) for loader in loaders}
-    figures = {"pairs": options.pairs, "kinds": kinds}
+    figures = {"machine": recorded["machine"], "pairs": options.pairs, "kinds": kinds}
     text = text_of(figures)
     print(text)
     if options.output:
-        (options.output / "compare.json").write_text(json.dumps(figures, indent=1) + "\n")
-        (options.output / "compare.md").write_text(text)
+        stem = f"compare-{machine.slug(recorded['machine'])}"
+        (options.output / f"{stem}.json").write_text(json.dumps(figures, indent=1) + "\n")
+        (options.output / f"{stem}.md").write_text(text)
 
 
 if __name__ == "__main__":
