@@ -149,8 +149,8 @@ def text_of(figures: dict[str, Any]) -> str:
     lines = [
         "# Comparisons of two runs",
         "",
-        f"By `python -m benchmarks.compare_pairs`, on {place['cores']} cores of {place['cpu']}, on {place['date'][:10]}.",
-        "Other jobs used the machine at the same time.",
+        f"By `python -m benchmarks.compare_pairs`, on {place['cores']} cores of {place['cpu']}.",
+        f"On {place['date'][:10]}; other jobs used the machine at the same time.",
         "",
         "## Real runs",
         "",
