@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from benchmarks import machine
-from telemetry.compare.pace_interval import MIN_BLOCKS, Block, ratio_interval
+from telemetry.compare.pace_interval import MIN_BLOCKS, PaceBlock, ratio_interval
 from telemetry.compare.run_pace import pace_of
 from telemetry.report.log_reader import load
 
@@ -71,7 +71,7 @@ def write_runs(file: Path, description: dict[str, Any], runs: Sequence[dict[str,
     file.write_text(f'{{"machine": {json.dumps(description)}, "runs": [\n{lines}\n]}}\n')
 
 
-def judged(pairs: Sequence[tuple[Sequence[Block], Sequence[Block]]]) -> dict[str, Any]:
+def judged(pairs: Sequence[tuple[Sequence[PaceBlock], Sequence[PaceBlock]]]) -> dict[str, Any]:
     """How many pairs are called slower or faster, and half the length of the interval."""
     intervals = [ratio_interval(a, b) for a, b in pairs]
     halves = sorted((each.high - each.low) / 2 / each.ratio for each in intervals)
@@ -87,9 +87,9 @@ class Recorded:
     """The runs of one kind of loader."""
 
     def __init__(self, runs: Sequence[dict[str, Any]], loader: str) -> None:
-        def of(slower: float) -> list[list[Block]]:
+        def of(slower: float) -> list[list[PaceBlock]]:
             found = [each for each in runs if each["loader"] == loader and each["slower"] == slower]
-            return [blocks for each in found if len(blocks := [Block(*b) for b in each["blocks"]]) >= MIN_BLOCKS]
+            return [blocks for each in found if len(blocks := [PaceBlock(*b) for b in each["blocks"]]) >= MIN_BLOCKS]
 
         self.plain, self.slow = of(1.0), of(SLOWER)
         scatters = [_deviations(blocks) for blocks in self.plain]
@@ -122,23 +122,23 @@ class Recorded:
             }
         return found
 
-    def _joined(self, length: int, rng: random.Random, slower: float = 1.0) -> list[Block]:
+    def _joined(self, length: int, rng: random.Random, slower: float = 1.0) -> list[PaceBlock]:
         values: list[float] = []
         while len(values) < length:
             scatter = rng.choice(self.scatters)
             start = rng.randrange(max(1, len(scatter) - STRETCH))
             values += scatter[start : start + STRETCH]
-        return [Block(100 / slower * max(0.01, 1 + value), 1.0) for value in values[:length]]
+        return [PaceBlock(100 / slower * max(0.01, 1 + value), 1.0) for value in values[:length]]
 
-    def _autoregressive(self, length: int, rng: random.Random, slower: float = 1.0) -> list[Block]:
+    def _autoregressive(self, length: int, rng: random.Random, slower: float = 1.0) -> list[PaceBlock]:
         state, blocks = rng.gauss(0, 1), []
         for _ in range(length):
             state = self.memory * state + math.sqrt(1 - self.memory**2) * rng.gauss(0, 1)
-            blocks.append(Block(100 / slower * math.exp(self.scatter * state), 1.0))
+            blocks.append(PaceBlock(100 / slower * math.exp(self.scatter * state), 1.0))
         return blocks
 
 
-def _deviations(blocks: Sequence[Block]) -> list[float]:
+def _deviations(blocks: Sequence[PaceBlock]) -> list[float]:
     pace = sum(b.steps for b in blocks) / sum(b.seconds for b in blocks)
     return [block.steps / block.seconds / pace - 1 for block in blocks]
 

@@ -8,7 +8,7 @@ lengths, pauses, epochs with a slow start, evaluations.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from telemetry.core.totals import EpochTotals, SampledTotals, Totals, WorkerTotals
@@ -76,8 +76,7 @@ def ticks(loop: Loop, seconds: float, rng: random.Random) -> Iterator[tuple[Tota
             wait, boundary_wait = wait + 1.0, boundary_wait + 1.0
             next_epoch, epoch_began = wall + loop.epoch_seconds, wall
         yield (
-            replace(
-                Totals(),
+            Totals(
                 wall_seconds=wall,
                 ledger_seconds={"data_wait": wait, "compute": compute, "evaluation": evaluation, "checkpoint": 0.0},
                 steps=int(steps),

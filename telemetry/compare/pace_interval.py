@@ -35,7 +35,7 @@ _Z: Final = 1.959964
 """The normal distribution's 97.5 % quantile."""
 
 
-class Block(NamedTuple):
+class PaceBlock(NamedTuple):
     """A stretch of a run: steps that ended in it, and seconds of its training loop."""
 
     steps: float
@@ -51,7 +51,7 @@ class RatioInterval:
     high: float
 
 
-def ratio_interval(blocks_a: Sequence[Block], blocks_b: Sequence[Block]) -> RatioInterval:
+def ratio_interval(blocks_a: Sequence[PaceBlock], blocks_b: Sequence[PaceBlock]) -> RatioInterval:
     """The ratio of the pace of B over that of A. Each has at least `MIN_BLOCKS` blocks, with steps."""
     ratio = _pace(blocks_b) / _pace(blocks_a)
     halves, size = [], 1
@@ -91,22 +91,22 @@ def _half(a: Sequence[float], b: Sequence[float], *, neighbours: bool) -> float:
     return _t_quantile(variance * variance / weighted) * math.sqrt(variance) if weighted > 0 else 0.0
 
 
-def _pace(blocks: Sequence[Block]) -> float:
+def _pace(blocks: Sequence[PaceBlock]) -> float:
     return sum(block.steps for block in blocks) / sum(block.seconds for block in blocks)
 
 
-def _joined(blocks: Sequence[Block], size: int) -> list[Block]:
+def _joined(blocks: Sequence[PaceBlock], size: int) -> list[PaceBlock]:
     """Each ``size`` neighbours as one block. What is left over at the end joins the last."""
     count = len(blocks) // size
     ends = [*(size * number for number in range(1, count)), len(blocks)]
     starts = [0, *ends[:-1]]
     return [
-        Block(sum(b.steps for b in blocks[start:end]), sum(b.seconds for b in blocks[start:end]))
+        PaceBlock(sum(b.steps for b in blocks[start:end]), sum(b.seconds for b in blocks[start:end]))
         for start, end in zip(starts, ends, strict=True)
     ]
 
 
-def _deviations(blocks: Sequence[Block]) -> list[float]:
+def _deviations(blocks: Sequence[PaceBlock]) -> list[float]:
     """How many steps more each block has than the run's pace gives, relative to the mean block's steps.
 
     The mean of such deviations has the error of the run's pace, for blocks of different lengths as well.

@@ -8,7 +8,7 @@ from datetime import datetime
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
-from telemetry.compare.pace_interval import Block
+from telemetry.compare.pace_interval import PaceBlock
 from telemetry.core.labels import CATEGORIES, COMPUTE, DATA_WAIT
 from telemetry.report.pace_series import PacePoint
 
@@ -36,7 +36,7 @@ class RunPace:
         per_step_seconds: by category of the ledger: seconds of a rank for each of its steps.
     """
 
-    blocks: tuple[Block, ...]
+    blocks: tuple[PaceBlock, ...]
     steps: float
     per_step_seconds: dict[str, float]
 
@@ -52,7 +52,7 @@ def pace_of(processes: Sequence[ProcessLog]) -> RunPace:
     first = series[0]
     ends = [first.started + point.wall_seconds for point in first.compared()]
     sums = [_sum([each.at(end) for each in series]) for end in ends]
-    blocks = [Block(after.steps - before.steps, _loop(after) - _loop(before)) for before, after in pairwise(sums)]
+    blocks = [PaceBlock(after.steps - before.steps, _loop(after) - _loop(before)) for before, after in pairwise(sums)]
     steps = sums[-1].steps - sums[0].steps if sums else 0.0
     spent = (after - before for before, after in zip(sums[0].ledger, sums[-1].ledger, strict=True)) if sums else ()
     return RunPace(
