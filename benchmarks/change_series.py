@@ -67,7 +67,7 @@ def changes_in(loop: Loop, seconds: float, seed: int) -> list[tuple[float, dict[
         logged.append((now, fields))
 
     samples = {"nvml": SimpleNamespace(sm_clock_hertz=None, temperature_celsius=None)}
-    monitor = ChangeMonitor(SimpleNamespace(newest=samples.get), emit, str)
+    monitor = ChangeMonitor(samples.get, emit, str)
     for totals, newest in ticks(loop, seconds, random.Random(seed)):
         now = totals.wall_seconds
         samples["nvml"].sm_clock_hertz = newest["gpu_clock_hertz"]

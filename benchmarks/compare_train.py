@@ -13,7 +13,7 @@ import time
 from typing import Final
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 _SIZE: Final = 128
 _BATCH: Final = 4
@@ -30,8 +30,8 @@ def work(slower: float, share: float = 1.0) -> torch.Tensor:
     return values
 
 
-class Parts(Dataset[torch.Tensor]):
-    """Each sample is a part of a batch."""
+class Parts:
+    """A data set of which each sample is a part of a batch."""
 
     def __init__(self, slower: float | None) -> None:
         self.slower = slower

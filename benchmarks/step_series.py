@@ -89,7 +89,7 @@ def ticks(loop: Loop, seconds: float, rng: random.Random) -> Iterator[tuple[Tota
 
 def _first(wall: float) -> float:
     """The first steps take longer: up to three times as long, and the excess halves every 15 s."""
-    return 1 + 2 * 0.5 ** (wall / 15)
+    return 1 + 2 * math.pow(0.5, wall / 15)
 
 
 def _mix(loop: Loop, wall: float, rng: random.Random) -> float:

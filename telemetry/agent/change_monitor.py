@@ -11,7 +11,6 @@ from telemetry.publish import log_fields
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from telemetry.agent.collector_poller import CollectorPoller
     from telemetry.core.samples import GpuSample, PressureSample
     from telemetry.core.step_changes import StepChange
     from telemetry.core.totals import Totals
@@ -23,18 +22,18 @@ class ChangeMonitor:
     """Used by the agent thread.
 
     Args:
-        collectors: the newest samples, for what changed together with the steps.
+        newest: returns the newest sample of a collector, for what changed together with the steps.
         emit: writes a line of the log.
         timestamp: returns a moment as ISO-8601; the argument is the wall clock of `Totals` at it.
     """
 
     def __init__(
         self,
-        collectors: CollectorPoller,
+        newest: Callable[[str], Any],
         emit: Callable[[str, dict[str, Any]], Any],
         timestamp: Callable[[float], str],
     ) -> None:
-        self._collectors = collectors
+        self._newest = newest
         self._emit = emit
         self._timestamp = timestamp
         self._blocks = BlockBuilder()
@@ -54,8 +53,8 @@ class ChangeMonitor:
 
     def _signals(self) -> dict[str, float]:
         """Figures of the machine that no counter has. What was not measured is missing."""
-        gpu: GpuSample | None = self._collectors.newest("nvml")
-        pressure: PressureSample | None = self._collectors.newest("pressure")
+        gpu: GpuSample | None = self._newest("nvml")
+        pressure: PressureSample | None = self._newest("pressure")
         found: dict[str, float | None] = {}
         if gpu is not None:
             found["gpu_clock_hertz"] = gpu.sm_clock_hertz

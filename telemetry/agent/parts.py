@@ -151,7 +151,7 @@ class AgentParts:
         )
         self._losses = RunLosses(self.run_dir / FOLDER, self.attempt, life, self.errors)
         self._changes = ChangeMonitor(
-            self._collectors,
+            self._collectors.newest,
             self.event_log.emit,
             lambda seconds: self._wall.iso(self.accounting.ledger.start_ns + int(seconds * NS)),
         )
