@@ -24,6 +24,8 @@ BETWEEN_RUNS: Final = 0.005
 them: where their memory lies, which core they run on. No run shows this by itself. See benchmarks/compare_pairs.py."""
 
 _MAX_CORRELATION: Final = 0.95
+_TENTHS: Final = 10
+
 _CAUTION: Final = 0.5
 """The correlation is estimated with a standard error of about 1 / sqrt(number of blocks). This much of it is added."""
 
@@ -59,8 +61,30 @@ def ratio_interval(blocks_a: Sequence[PaceBlock], blocks_b: Sequence[PaceBlock])
         joined = (_deviations(_joined(blocks, size)) for blocks in (blocks_a, blocks_b))
         halves.append(_half(*joined, neighbours=size == 1))
         size *= 2
-    half = math.hypot(max(halves), _Z * math.sqrt(2) * BETWEEN_RUNS)
+    between = math.hypot(math.sqrt(2) * BETWEEN_RUNS, _slow_part(blocks_a, blocks_b))
+    half = math.hypot(max(halves), _Z * between)
     return RatioInterval(ratio, ratio * math.exp(-half), ratio * math.exp(half))
+
+
+def _slow_part(blocks_a: Sequence[PaceBlock], blocks_b: Sequence[PaceBlock]) -> float:
+    """The standard deviation between two runs that comes from what is slower than a run.
+
+    Where tenths of a run still resemble their neighbours, the disturbances last as long as a run. Then whole runs differ
+    by about as much as these tenths do.
+    """
+    size = max(1, min(len(blocks_a), len(blocks_b)) // _TENTHS)
+    a, b = (_deviations(_joined(blocks, size)) for blocks in (blocks_a, blocks_b))
+    correlation = min(_MAX_CORRELATION, max(0.0, _correlation(a, b)))
+    variance = sum(value * value / (len(side) - 1) for side in (a, b) for value in side)
+    return math.sqrt(correlation * variance)
+
+
+def _correlation(a: Sequence[float], b: Sequence[float]) -> float:
+    """Of neighbours in either series, corrected for its bias in short series (Kendall 1954)."""
+    count = len(a) + len(b)
+    squares = sum(value * value for value in (*a, *b))
+    products = sum(one * next_ for side in (a, b) for one, next_ in pairwise(side))
+    return (products / squares + 2 / count) / (1 - 6 / count) if squares > 0 else 0.0
 
 
 def _half(a: Sequence[float], b: Sequence[float], *, neighbours: bool) -> float:
@@ -70,16 +94,13 @@ def _half(a: Sequence[float], b: Sequence[float], *, neighbours: bool) -> float:
         a: the deviations of one run, in order.
         b: of the other run.
         neighbours: whether the deviations of neighbours resemble each other. Then their correlation is estimated from
-            both runs together, which are of one kind, and corrected for its bias in short series (Kendall 1954). A run
-            has as many independent deviations as an autoregressive series with that correlation.
+            both runs together, which are of one kind. A run has as many independent deviations as an autoregressive
+            series with that correlation.
     """
-    count = len(a) + len(b)
-    squares = sum(value * value for value in (*a, *b))
-    products = sum(one * next_ for each in (a, b) for one, next_ in pairwise(each))
     correlation = 0.0
-    if squares > 0 and neighbours:
-        unbiased = (products / squares + 2 / count) / (1 - 6 / count)
-        correlation = min(_MAX_CORRELATION, max(0.0, unbiased + _CAUTION / math.sqrt(count)))
+    if neighbours:
+        caution = _CAUTION / math.sqrt(len(a) + len(b))
+        correlation = min(_MAX_CORRELATION, max(0.0, _correlation(a, b) + caution))
     variance = weighted = 0.0
     for each in (a, b):
         length = len(each)
