@@ -69,8 +69,8 @@ def ratio_interval(blocks_a: Sequence[PaceBlock], blocks_b: Sequence[PaceBlock])
 def _slow_part(blocks_a: Sequence[PaceBlock], blocks_b: Sequence[PaceBlock]) -> float:
     """The standard deviation between two runs that comes from what is slower than a run.
 
-    Where tenths of a run still resemble their neighbours, the disturbances last as long as a run. Then whole runs differ
-    by about as much as these tenths do.
+    Where tenths of a run still resemble their neighbours, the disturbances last as long as a run. Then whole runs
+    differ by about as much as these tenths do.
     """
     size = max(1, min(len(blocks_a), len(blocks_b)) // _TENTHS)
     a, b = (_deviations(_joined(blocks, size)) for blocks in (blocks_a, blocks_b))
