@@ -30,6 +30,9 @@ FOLDER: Final = "attempts"
 WRITTEN: Final = "checkpoint_write"
 """Name of the phase of a checkpoint that was completed on another thread."""
 
+_RETRY_SECONDS: Final = 30
+"""After this time a heartbeat that could not be written is tried again."""
+
 _SHORTEST_PHASE_SECONDS: Final = 0.001
 """Shorter ones are in the ledger, but no line of the log; of shorter checkpoints the newest of a tick."""
 
@@ -66,7 +69,8 @@ class AttemptLog:
         self._life = life
         self._replay = ReplayWatch()
         self._heartbeat = Heartbeat(run_dir / FOLDER / f"{life}.beat")
-        self._beats = True
+        self._next_beat_ns = 0
+        self._told = False
         self._resumption_before: dict[str, Any] = {}
         self._resumption_text = "{}"
         self._waiting: list[SavedCheckpoint] = []  # whose phase has not come out of the ledger yet
@@ -109,13 +113,15 @@ class AttemptLog:
         """Everything up to now has been counted: write it where it outlives this process."""
         if not self._replay.settled:
             self._replay.settle(self._tracker.optimizer_steps, self._accounting.ledger.first_wait_ns / NS)
-        if not self._beats:
+        if now_ns() < self._next_beat_ns:
             return
         try:
             self._heartbeat.beat(self._state())
         except (OSError, ValueError) as error:
-            self._beats = False  # a folder that takes none now will take none in a second
-            self._errors.tell("heartbeat", f"no heartbeats: {error}; the log tells when this process was killed")
+            self._next_beat_ns = now_ns() + _RETRY_SECONDS * NS  # it may last for long, or the disk is full for a while
+            if not self._told:
+                self._told = True
+                self._errors.tell("heartbeat", f"no heartbeats: {error}; the log tells when this process was killed")
 
     def close(self) -> None:
         """The process ends by itself, and the log tells all."""
