@@ -141,7 +141,7 @@ class ResumeState:
         self.restore_ns += now_ns() - since
 
     def loaded(self, state: StepState, optimizer: Any, given: Any) -> None:
-        """An optimizer has loaded its state. ``given``: the one that it was called with, which may be on the host yet."""
+        """An optimizer has loaded its state. ``given``: what it was called with, which may still be on the host."""
         if self.source is not None or threading.get_ident() != state.thread or state.ring.closed:
             return
         step = _step_of_optimizer(optimizer)
