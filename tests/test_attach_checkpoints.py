@@ -7,7 +7,7 @@ import pickle
 import threading
 import time
 
-import numpy
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -279,7 +279,7 @@ def test_sgd_does_not_tell(observed):
 def test_the_script_can_tell(agent):
     telemetry.resumed(step=120)
     assert (agent.tracker.resume.step, agent.tracker.resume.source) == (120, "told")
-    telemetry.resumed(step=numpy.int64(7))
+    telemetry.resumed(step=np.int64(7))
     assert (type(agent.tracker.resume.step), agent.tracker.resume.step) == (int, 7)
     for wrong, error in ((-1, ValueError), (1.5, TypeError), (True, TypeError)):
         with pytest.raises(error):
