@@ -14,13 +14,24 @@ import time
 
 
 class _DaliBaseIterator:
+    def __init__(self, batches, seconds):
+        self._batches, self._seconds, self._taken = batches, seconds, 0
+
     def __iter__(self):
         return self
+
+    def _get_outputs(self):
+        if self._taken == self._batches:
+            self._taken = 0
+            raise StopIteration
+        time.sleep(self._seconds)
+        self._taken += 1
+        return [{"data": self._taken}]
 
 
 class DALIGenericIterator(_DaliBaseIterator):
     def __init__(self, batches, seconds):
-        self._batches, self._seconds, self._taken = batches, seconds, 0
+        super().__init__(batches, seconds)
         self._first_batch = None
         self._first_batch = DALIGenericIterator.__next__(self)
 
@@ -28,12 +39,7 @@ class DALIGenericIterator(_DaliBaseIterator):
         if self._first_batch is not None:
             batch, self._first_batch = self._first_batch, None
             return batch
-        if self._taken == self._batches:
-            self._taken = 0
-            raise StopIteration
-        time.sleep(self._seconds)
-        self._taken += 1
-        return [{"data": self._taken}]
+        return self._get_outputs()
 
 
 class DALIClassificationIterator(DALIGenericIterator):
@@ -43,10 +49,15 @@ class DALIClassificationIterator(DALIGenericIterator):
 
 class DALIRaggedIterator(_DaliBaseIterator):
     def __init__(self, batches, seconds):
-        self._inside = DALIGenericIterator(batches, seconds)
+        super().__init__(batches, seconds)
+        self._first_batch = None
+        self._first_batch = DALIRaggedIterator.__next__(self)
 
     def __next__(self):
-        return next(self._inside)
+        if self._first_batch is not None:
+            batch, self._first_batch = self._first_batch, None
+            return batch
+        return self._get_outputs()
 """
 
 
