@@ -204,6 +204,18 @@ def test_a_fifo_named_like_a_log_is_not_waited_for(tmp_path):
     assert asked.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("name", ["logs/rank-1.11.jsonl", "attempts/ab.beat"])
+def test_a_link_to_a_device_without_an_end_is_not_read(tmp_path, name):
+    write(tmp_path, LINES[:-1])
+    (tmp_path / "attempts").mkdir()
+    (tmp_path / name).symlink_to("/dev/zero")
+    limited = 'ulimit -v 1000000; exec "$0" -m telemetry report "$1"'
+    done = subprocess.run(
+        ["sh", "-c", limited, sys.executable, str(tmp_path)], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize(("ratio", "starved"), [(0.6, False), (0.4, True), (None, True)])
 def test_the_verdict_uses_the_threshold_of_the_run(tmp_path, ratio, starved):
     settings = {} if ratio is None else dict(settings=dict(stall_enter_ratio=ratio))
