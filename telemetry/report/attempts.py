@@ -193,7 +193,7 @@ def _how(log: ProcessLog, end: float, now: float) -> str:
 
 
 def _is_there(log: ProcessLog) -> bool:
-    """Whether a process that writes nothing is there all the same, on this machine: it is stopped, or its disk hangs."""
+    """Whether a process that writes nothing is still there, on this machine: it is stopped, or its disk hangs."""
     started = unix(log.head.get("process_started", ""))
     if started is None or log.head.get("node") != clean_name(node_name(os.environ)):
         return False
