@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import replace
 
 import pytest
@@ -246,6 +247,15 @@ def test_rows_of_very_many_ranks_are_small():
 def test_rows_of_something_else_are_refused(row):
     with pytest.raises((TypeError, ValueError, KeyError, AttributeError)):
         from_rows([row])
+
+
+@pytest.mark.parametrize("number", [b"1e999", b"NaN", b"-1e999"])
+def test_a_pace_without_an_end_is_no_report(number):
+    whole = encoded(NodeReport("x", 1, 1, (pace(3),)))
+    damaged = re.sub(rb'"compute_seconds":[^,}]+', b'"compute_seconds":' + number, whole)
+    assert decoded(whole) is not None
+    assert damaged != whole
+    assert decoded(damaged) is None
 
 
 def test_a_report_cannot_fill_the_memory():

@@ -13,6 +13,7 @@ import pytest
 import telemetry
 from telemetry.agent.end_evidence import EndEvidence
 from telemetry.agent.run_losses import RunLosses
+from telemetry.core.clock import NS
 from telemetry.core.errors import ErrorLog
 from telemetry.core.identity import Identity
 from telemetry.core.job_labels import job_labels
@@ -194,6 +195,28 @@ def test_an_agent_that_is_started_again_in_its_process_is_the_same_attempt(tmp_p
     telemetry.stop()
     agent = start(tmp_path / "run")
     assert wait_for(lambda: shown(agent, "training_run_attempt")) == {"": 0.0}
+
+
+def test_the_same_attempt_also_after_the_clock_was_stepped(tmp_path, monkeypatch):
+    start(tmp_path / "run")
+    telemetry.stop()
+    real = time.time
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time", lambda: real() + 3600)
+        agent = start(tmp_path / "run")
+        assert wait_for(lambda: shown(agent, "training_run_attempt")) == {"": 0.0}
+        telemetry.stop()
+
+
+def test_a_clock_that_is_stepped_is_no_time_before_the_agent(tmp_path):
+    agent = start(tmp_path / "run")
+    wait_for(lambda: shown(agent, "training_run_lost_seconds_total"))
+    before = agent.attempt.seconds_before
+    agent._wall._wall = lambda: time.time_ns() + 36_000 * NS
+    wait_for(lambda: agent.attempt.unix_now() > time.time() + 18_000)
+    assert agent.attempt.seconds_before == before
+    wait_for(lambda: agent._losses._state is not None and agent._losses._state.own)
+    assert shown(agent, "training_run_lost_seconds_total")["startup"] < before + 18_000
 
 
 CHAIN = [

@@ -47,6 +47,7 @@ class AttemptLog:
 
     Attributes:
         end: how this process ends.
+        seconds_before: how long the process had been there when the agent started.
         saves_completed: checkpoints that can be resumed from; ``kept_seconds``: of the training loop up to the newest.
     """
 
@@ -76,18 +77,15 @@ class AttemptLog:
         self._waiting: list[SavedCheckpoint] = []  # whose phase has not come out of the ledger yet
         self._before_last: Sequence[SavedCheckpoint] = ()
         self._started = identities.process_started(pid)
+        # Once: later the clock may have been stepped.
+        began = wall.unix_seconds(accounting.ledger.start_ns)
+        self.seconds_before = 0.0 if self._started is None else max(0.0, began - self._started)
         self._launch, self._restarts = identities.launch_of()
         self.end = EndEvidence()
         self.saves_completed = 0
         self.kept_seconds = 0.0
         self._holds_optimizer = False  # whether any checkpoint does: then others are not resumed from
         self._begun_at: dict[int, float] = {}  # seconds of the loop at asynchronous checkpoints, by optimizer steps
-
-    @property
-    def seconds_before(self) -> float:
-        """How long the process had been there when the agent started."""
-        began = self._wall.unix_seconds(self._accounting.ledger.start_ns)
-        return 0.0 if self._started is None else max(0.0, began - self._started)
 
     @property
     def restore_seconds(self) -> float:

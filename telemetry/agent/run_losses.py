@@ -11,6 +11,7 @@ from telemetry.core.filesystem import read_small, replace_file
 from telemetry.core.json_object import parse_object
 from telemetry.core.labels import COMPUTE, DATA_WAIT
 from telemetry.core.labels import STARTUP as LEDGER_STARTUP
+from telemetry.core.processes import process_name
 from telemetry.core.views import AttemptView
 from telemetry.job.run_state import MAX_BYTES, NAME, REPLAY, RESTORE, STARTUP, STUCK, RunState, decoded, figure
 
@@ -96,7 +97,7 @@ class RunLosses:
 
     def _begin(self, identity: Identity) -> RunState:
         started = identities.process_started(identity.pid)
-        process = f"{identity.node}/{identity.pid}/{started or 0:.0f}"
+        process = f"{identity.node}/{process_name(identity.pid)}"
         now = self._attempt.unix_now()
         before = self._read()
         if before is None or before.run != identity.run:
