@@ -237,6 +237,15 @@ def test_what_is_saved_is_not_made_to_load_anything():
     assert holds_optimizer(LazyList([{"state": {}, "param_groups": []}]))
 
 
+@pytest.mark.parametrize("count", [float("inf"), float("nan"), torch.tensor(float("nan")), torch.ones(2), "x", -1])
+def test_a_count_that_makes_no_sense_is_none(observed, count):
+    training = Training()
+    training.optimizer.state = {parameter: Lazy({"step": count}) for parameter in training.net.parameters()}
+    observed.tracker.resume.stepped(observed.tracker, training.optimizer)
+    assert observed.tracker.resume.source is None or observed.tracker.resume.step == 0
+    assert observed.tracker.errors == 0
+
+
 def test_a_checkpoint_saved_by_keywords_is_one(observed, tmp_path):
     torch.save(obj=Training().state, f=tmp_path / "c.pt")
     torch.save(f=tmp_path / "net.pt", obj={})

@@ -146,7 +146,7 @@ class ResumeState:
             return
         step = _step_of_optimizer(optimizer)
         if step is None and isinstance(given, dict):
-            step = _step_of_optimizer(given.get("state"))
+            step = _counted_in(dict.get(given, "state"))
         if step is not None:
             self.step, self.source, self.at_optimizer_steps = step, OPTIMIZER, state.optimizer_steps
 
@@ -175,11 +175,18 @@ def _succeeded(future: Any) -> bool:
         return False
 
 
-def _step_of_optimizer(holder: Any) -> int | None:
-    """The steps of an optimizer, or of what it has saved as its ``state``; None where they are not known."""
+def _step_of_optimizer(optimizer: Any) -> int | None:
     try:
-        return step_of(getattr(holder, "state", holder).values())
-    except Exception:  # an optimizer that keeps its state in another way
+        return _counted_in(optimizer.state)
+    except Exception:  # an optimizer of another kind
+        return None
+
+
+def _counted_in(states: Any) -> int | None:
+    """The steps in the state of an optimizer, by parameter. Calls no method of a class of the user's."""
+    try:
+        return step_of(dict.values(states)) if isinstance(states, dict) else None
+    except (OverflowError, ValueError, RuntimeError):  # infinite, no number, or several
         return None
 
 
@@ -195,7 +202,7 @@ def step_of(states: Iterable[Any]) -> int | None:
     tensor = getattr(sys.modules.get("torch"), "Tensor", None)
     newest: int | None = None
     for state in islice(states, _MAX_PARAMETERS):
-        value = state.get("step") if isinstance(state, dict) else None
+        value = dict.get(state, "step") if isinstance(state, dict) else None
         kind = type(value)  # not a subclass, such as a DTensor
         if kind in {int, float} or (kind is tensor and value.device.type == "cpu"):
             newest = max(newest or 0, int(value))
