@@ -202,7 +202,7 @@ def step_of(states: Iterable[Any]) -> int | None:
     tensor = getattr(sys.modules.get("torch"), "Tensor", None)
     newest: int | None = None
     for state in islice(states, _MAX_PARAMETERS):
-        value = dict.get(state, "step") if isinstance(state, dict) else None
+        value: Any = dict.get(state, "step") if isinstance(state, dict) else None
         kind = type(value)  # not a subclass, such as a DTensor
         if kind in {int, float} or (kind is tensor and value.device.type == "cpu"):
             newest = max(newest or 0, int(value))
