@@ -63,7 +63,7 @@ class DALIRaggedIterator(_DaliBaseIterator):
 
 @pytest.fixture
 def dali(tmp_path, monkeypatch, observed):
-    """The stand-in, imported while the hooks are attached. ``nvidia`` itself may be a package of CUDA's wheels."""
+    """The stand-in, imported while the hooks are attached. CUDA's wheels may have brought a package ``nvidia``."""
     folder = tmp_path / "nvidia" / "dali" / "plugin" / "pytorch"
     folder.mkdir(parents=True)
     for package in (folder.parents[1], folder.parent):
@@ -71,6 +71,8 @@ def dali(tmp_path, monkeypatch, observed):
     (folder / "__init__.py").write_text(PLUGIN)
     monkeypatch.syspath_prepend(tmp_path)
     importlib.invalidate_caches()
+    nvidia = importlib.import_module("nvidia")
+    monkeypatch.setattr(nvidia, "__path__", [str(tmp_path / "nvidia"), *nvidia.__path__])
     yield importlib.import_module("nvidia.dali.plugin.pytorch")
     for name in [name for name in sys.modules if name.startswith("nvidia.dali")]:
         del sys.modules[name]

@@ -151,6 +151,7 @@ def test_what_has_become_of_the_process_of_another_rank(tmp_path, how, kind):
             assert own.states() == [], "a scrape removes the file of a dead rank"
         elif how == "stopped":
             os.kill(child.pid, signal.SIGSTOP)
+            os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)  # the signal is delivered a moment later
         elif how == "ended":
             child.tell()
             child.wait()
