@@ -110,14 +110,15 @@ def identify(
         rank=rank,
         local_rank=local_rank,
         world_size=world,
-        node=clean_name(node or _node_name(env)),
+        node=clean_name(node or node_name(env)),
         pid=os.getpid(),
         launcher=launcher,
         rank_source="launcher" if rank_given else "default",
     )
 
 
-def _node_name(env: Mapping[str, str]) -> str:
+def node_name(env: Mapping[str, str]) -> str:
+    """The name of this node: of Slurm or Kubernetes, else of the machine."""
     return env.get("SLURMD_NODENAME") or env.get("NODE_NAME") or socket.gethostname() or "localhost"
 
 
