@@ -238,7 +238,9 @@ class Agent(AgentParts):
             self._collectors.poll(self.accounting.keep_up)
         with self.errors.contained("diagnose"):
             self.tracker.batch_release.read()
-            self._stall_monitor.tick(self._builder.tick(), self.accounting)
+            tick = self._builder.tick()
+            self._stall_monitor.tick(tick, self.accounting)
+            self._changes.tick(tick.totals)
             self.tracker.time_next_batch(self._stall_monitor.waits_to_time)
             self._follow_hang()
         self.accounting.keep_up()

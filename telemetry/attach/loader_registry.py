@@ -33,6 +33,7 @@ class LoaderRegistry:
         self.newest: Callable[[], BatchSource | None] = lambda: None  # or a weak reference
         self.newest_begun: Callable[[], LoaderHandle | None] = lambda: None  # or a weak reference
         self.finding = False
+        self._batch_size: int | None = None
         self.known_iterators: list[tuple[type, Callable[[Any], BatchSource]]] = []
 
     def register(self, iterator: object, block: WorkerBlock | None = None, *, again: bool = True) -> None:
@@ -77,9 +78,14 @@ class LoaderRegistry:
         source = self._of(iterator)
         if training:
             self.newest = weakref.ref(source)
+            self._batch_size = loader_types.batch_size_of(loader_types.unwrapped(iterator))
             if isinstance(source, LoaderHandle):
                 source.training = True
         return source
+
+    def newest_batch_size(self) -> int | None:
+        """How many samples a batch of the newest loader has; None if it does not tell."""
+        return self._batch_size
 
     def live(self) -> list[LoaderHandle]:
         """Handles of the live iterators with workers."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 from telemetry.core.formatting import duration, percent, table
 from telemetry.core.labels import CATEGORIES
 from telemetry.report.snapshot_traces import shown_by
+from telemetry.report.step_change_report import change_lines
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,6 +38,8 @@ def render(report: dict[str, Any], notes: Sequence[str] = ()) -> str:
         lines += ["", f"the {len(shown)} of {len(ranks)} ranks that waited most; --json has all"]
     for stall in report["stalls"]:
         lines += ["", *_stall(stall)]
+    changes = change_lines(report["changes"], len({rank["rank"] for rank in ranks}))
+    lines += ["", *changes] if changes else []
     lost = _lost_by_cause(report["stalls"])
     if lost:
         shares = ", ".join(f"{cause} {seconds / 3600:.3f}" for cause, seconds in lost)

@@ -9,6 +9,7 @@ from telemetry.core.formatting import rounded_percent
 from telemetry.core.labels import CATEGORIES, CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, STARTUP
 from telemetry.report import rank_processes
 from telemetry.report.hang_report import hang_of, job_hang_verdict
+from telemetry.report.step_change_report import changes_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -69,6 +70,7 @@ def summarize(processes: Sequence[ProcessLog]) -> dict[str, Any]:
         "ranks": ranks,
         "stalls": stalls,
         "hang": hang,
+        "changes": changes_of(processes),
         "snapshots": [
             _snapshot(process.rank, line) for process in processes for line in process.snapshots if line.get("path")
         ],
