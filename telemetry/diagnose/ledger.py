@@ -146,6 +146,15 @@ class Ledger:
         return self._open
 
     @property
+    def open_step_seconds(self) -> float:
+        """Training-loop seconds of the open step so far; 0.0 without one."""
+        if not self._open:
+            return 0.0
+        booked = self._wait_ns + self._compute_ns
+        running = self.at_ns - self._span_at_ns if self._span_category in {DATA_WAIT, COMPUTE} else 0
+        return (booked + max(0, running)) / _NS
+
+    @property
     def at_epoch_boundary(self) -> bool:
         """Whether an iteration has ended or begun, and no batch of the next iteration has come yet."""
         return self._at_boundary
