@@ -1,13 +1,14 @@
 """Follows a trial of ``telemetry tune`` from inside: leaves out the warm-up, measures, and ends the process.
 
-The process is ended with `os._exit` on the agent thread. So nothing of the script runs after that: no last checkpoint, no
-upload, no ``finally`` block and no exit handler.
+The process is ended with `os._exit` on the agent thread. So nothing of the script runs after that: no last checkpoint,
+no upload, no ``finally`` block and no exit handler.
 """
 
 from __future__ import annotations
 
 import os
 import time
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -156,7 +157,7 @@ class TrialRun:
             "end": self._end,
             "warm": self._warm,
             "device": accelerator.in_use(self._tracker.trained_on),
-            "loaders": [_as_fields(facts) for facts in self._loaders],
+            "loaders": [asdict(facts) for facts in self._loaders],
             "hook_errors": self._tracker.errors,
             "steps": 0,
         }
@@ -174,10 +175,6 @@ def _ready_at_most(facts: LoaderFacts) -> int:
     """How many batches of a loader may lie ready."""
     workers = int(facts.applied.get("num_workers") or 0)
     return workers * int(facts.applied.get("prefetch_factor") or 0)
-
-
-def _as_fields(facts: LoaderFacts) -> dict[str, Any]:
-    return {name: getattr(facts, name) for name in facts.__slots__}  # type: ignore[attr-defined]
 
 
 def begin(path: str, parts: AgentParts) -> TrialRun:

@@ -136,7 +136,7 @@ def tune(options: TuneOptions) -> int:
             if grid:
                 _all_of(tuning, grid)
             else:
-                why = _search(tuning, options.trials, notes)
+                why = search_settings(tuning, options.trials, notes)
         except KeyboardInterrupt:
             interrupted, why = True, "stopped before the end"
         except OSError as error:
@@ -177,7 +177,7 @@ def _all_of(tuning: Tuning, grid: Sequence[Settings]) -> None:
         tuning.run(settings)
 
 
-def _search(tuning: Tuning, most: int, notes: list[str]) -> str:
+def search_settings(tuning: Tuning, most: int, notes: list[str]) -> str:
     """Run trials until no improvement is in sight. Returns why it stopped."""
     search = Search(tuning.limits())
     try:
