@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -125,7 +126,7 @@ def capped(megabytes: int) -> dict[str, object]:
         )
         killed = oom_kills(group)
     finally:
-        group.rmdir()
+        remove_group(group)
     if found.returncode:
         raise SystemExit(f"tune ended with {found.returncode}: {found.stderr[-2000:]}")
     told = json.loads(found.stdout)
@@ -165,6 +166,15 @@ def memory_group(limit: int) -> Path:
         group.rmdir()
         raise
     return group
+
+
+def remove_group(group: Path) -> None:
+    """Remove a cgroup, whose last processes may take a moment to end."""
+    for _ in range(100):
+        try:
+            return group.rmdir()
+        except OSError:
+            time.sleep(0.1)
 
 
 def oom_kills(group: Path) -> int:

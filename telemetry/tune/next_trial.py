@@ -30,6 +30,7 @@ _STILL_WAITS: Final = 0.05
 """From this share of waiting on, the neighbours of the best trial are worth a trial."""
 
 _WITHOUT_CORE: Final = 0.35
+_NOT_TRIED: Final = "not tried"
 _DEFAULT_PREFETCH: Final = 2
 _MAX_PREFETCH: Final = 64
 
@@ -64,19 +65,24 @@ class Search:
     def next(self, trials: Sequence[Trial]) -> Candidate | Stop:
         """The next trial, or why there is none. The first trial is the script as it is."""
         best = fastest(trials)
+        self.notes = [note for note in self.notes if not note.startswith(_NOT_TRIED)]  # more may be known by now
         if best is None or best.evidence is None or best.steps_per_second is None:
             return Stop("no trial has a pace")
         bound = shortest_step(best.evidence)
         if bound is not None and best.steps_per_second * bound > 1 / _WORTH_A_TRIAL:
             return Stop("the training hardly waits for data any more")
         tried = {trial.wanted.key() for trial in trials} | {_as_run(trial).key() for trial in trials}
-        possible = [c for c in self._candidates(best) if c.settings.key() not in tried and self._allowed(c, best)]
+        possible = [
+            c for c in self._candidates(best) if c.settings.key() not in tried and self._allowed(c, best, trials)
+        ]
         top = max((c.predicted or 0.0 for c in possible), default=0.0)
         if top >= _WORTH_A_TRIAL * best.steps_per_second:
             close = [c for c in possible if (c.predicted or 0.0) >= _NEARLY_AS_GOOD * top]
             return min(close, key=lambda c: int(c.settings.loader.get("num_workers") or 0))
         if (best.wait_ratio or 0.0) >= _STILL_WAITS or _is_crowded(best.evidence):
-            beside = [c for c in self._neighbours(best) if c.settings.key() not in tried and self._allowed(c, best)]
+            beside = [
+                c for c in self._neighbours(best) if c.settings.key() not in tried and self._allowed(c, best, trials)
+            ]
             if beside:
                 return beside[0]
         gain = f"at most {rounded_percent(max(0.0, top / best.steps_per_second - 1))} more is predicted"
@@ -132,7 +138,7 @@ class Search:
             found.append(Candidate(Settings(further, best.wanted.sharing), None, "next to the best"))
         return found
 
-    def _allowed(self, candidate: Candidate, best: Trial) -> bool:
+    def _allowed(self, candidate: Candidate, best: Trial, trials: Sequence[Trial]) -> bool:
         """Whether the loader and the machine can take it. What cannot be done is noted once."""
         present = _as_run(best).loader
         for name, value in candidate.settings.loader.items():
@@ -140,9 +146,9 @@ class Search:
             if reason is not None and value != present.get(name) and not _is_harmless(name, value, best):
                 self._note(f"{name} is left alone: {reason}")
                 return False
-        reason = self._limits.against(candidate.settings, best)
+        reason = self._limits.against(candidate.settings, best, trials)
         if reason:
-            self._note(f"not tried: {reason}")
+            self._note(f"{_NOT_TRIED}: {reason}")
         return not reason
 
     def _refusal(self, best: Trial, name: str) -> str | None:
@@ -154,9 +160,8 @@ class Search:
         return None
 
     def _note(self, text: str) -> None:
-        if text not in self.notes and (
-            not text.startswith("not tried") or not any(n[:9] == text[:9] for n in self.notes)
-        ):
+        first_of_its_kind = not (text.startswith(_NOT_TRIED) and any(n.startswith(_NOT_TRIED) for n in self.notes))
+        if text not in self.notes and first_of_its_kind:
             self.notes.append(text)
 
 

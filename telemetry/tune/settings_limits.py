@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from telemetry.tune.memory_room import Room
     from telemetry.tune.trial_result import Settings, Trial
 
@@ -19,6 +21,9 @@ _USABLE: Final = 0.8
 
 _GROWTH: Final = 1.3
 """Workers grow after a trial: pages that they share with the training process are copied when they are touched."""
+
+_UNKNOWN: Final = 0.5
+"""What a worker is assumed to take before one was measured, as a share of what the training process takes."""
 
 _DEFAULT_PREFETCH: Final = 2
 
@@ -44,12 +49,13 @@ class Limits:
         """The most workers of one loader that the cores can hold."""
         return max(1, min(_MAX_WORKERS, _WORKERS_PER_CORE * self.cores // (self.ranks * self.loaders)))
 
-    def against(self, wanted: Settings, known: Trial) -> str:
+    def against(self, wanted: Settings, known: Trial, trials: Sequence[Trial]) -> str:
         """Why settings cannot be tried; empty if they can.
 
         Args:
             wanted: the settings.
-            known: a trial whose memory was measured.
+            known: the trial that they are derived from.
+            trials: all trials so far, for what a worker takes.
         """
         workers = int(_value(wanted, known, "num_workers") or 0)
         if workers > self.max_workers:
@@ -62,20 +68,17 @@ class Limits:
             return f"{ahead} batches of {known.batch_bytes >> 20} MiB do not fit into /dev/shm"
         if not known.memory_bytes:
             return ""
-        need = self._base(known) + self._of_workers(workers, known) + queued
-        if need > _USABLE * self.room.left and workers > 1:
+        each = max((trial.worker_bytes or 0 for trial in trials), default=0)
+        # Before any worker was measured, the limit that is watched in the trial itself is the one that counts.
+        each = int(_GROWTH * each) if each else int(_UNKNOWN * known.memory_bytes / self.ranks)
+        need = self._base(known) + workers * self.ranks * self.loaders * each + queued
+        if need > _USABLE * self.room.left and (workers > 1 or known.worker_bytes):
             return f"{workers} workers would need about {need >> 20} of {self.room.left >> 20} MiB"
         return ""
 
     def _base(self, known: Trial) -> int:
         present = self._present(known)
         return known.memory_bytes - present * (known.worker_bytes or 0)
-
-    def _of_workers(self, workers: int, known: Trial) -> int:
-        """What workers take. Before there are any: at most as much as the training process has."""
-        measured = known.worker_bytes
-        each = known.memory_bytes // self.ranks if measured is None else int(_GROWTH * measured)
-        return workers * self.ranks * self.loaders * each
 
     def _present(self, known: Trial) -> int:
         return int(known.settings.get("num_workers") or 0) * self.ranks * self.loaders

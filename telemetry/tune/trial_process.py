@@ -32,8 +32,8 @@ _MEMORY_SECONDS: Final = 2.0
 _RESERVE: Final = 0.08
 """A trial is ended when less than this share of the memory is left ..."""
 
-_AHEAD_SECONDS: Final = 0.5
-"""... or when it would be used up in this time, if it grows on as now."""
+_AHEAD_READINGS: Final = 3.0
+"""... or when it would be used up within so many readings, if it goes on as since the last one."""
 
 _PATIENCE_SECONDS: Final = 60.0
 """How much longer than its own limits a trial may take before it is ended from outside."""
@@ -157,7 +157,7 @@ class _Memory:
         self._token = token
         self._room = room
         self._due = time.monotonic() + _MEMORY_SECONDS / 2
-        self._before: tuple[float, int] | None = None
+        self._before: int | None = None
         self.most = self._newest = 0
         self.sizes: dict[int, int] = {}
 
@@ -168,9 +168,9 @@ class _Memory:
             self._measure()
             self._due = now + _MEMORY_SECONDS
         room = self._room.now(self._newest)
-        before, self._before = self._before, (now, room.left)
-        growth = 0.0 if before is None else max(0.0, (before[1] - room.left) / max(1e-3, now - before[0]))
-        if room.left < _RESERVE * room.limit or growth * _AHEAD_SECONDS > room.left:
+        before, self._before = self._before, room.left
+        grown = 0 if before is None else before - room.left
+        if room.left < _RESERVE * room.limit or _AHEAD_READINGS * grown > room.left:
             return f"memory was short: {room.left >> 20} of {room.limit >> 20} MiB were left"
         return ""
 
