@@ -12,12 +12,11 @@ from pathlib import Path
 import pytest
 
 from telemetry.tune.trial_process import processes_of
-
 from tests.running_agent import wait_for
 
 SCRIPTS = Path(__file__).with_name("tune_scripts")
 SHORT = ["--seconds", "1", "--warm-up", "0.3"]
-BEFORE = {"newest.pt": "the newest", "loss.txt": "0.1\n", "train.log": "an old run\n"}
+BEFORE = {"newest.pt": "the newest", "loss.txt": "0.1\n", "train.log": "an old run\n", "state.json": "{}"}
 
 
 @pytest.fixture
@@ -32,13 +31,14 @@ def results(tmp_path):
 
 def start(folder, *options, script="saves.py", how=""):
     script_options = ["--how", how] if how else []
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TELEMETRY_")}
     return subprocess.Popen(
         [sys.executable, "-m", "telemetry", "tune", *SHORT, *options, str(SCRIPTS / script), *script_options],
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {"PYTHONPATH": str(SCRIPTS.parents[1]), "TMPDIR": str(folder.parent)},
+        env=environment | {"PYTHONPATH": str(SCRIPTS.parents[1]), "TMPDIR": str(folder.parent)},
     )
 
 
@@ -156,3 +156,18 @@ def test_under_torchrun_it_says_how_to_start(results, monkeypatch):
     status, _, error = tune(results)
     assert status == 2
     assert "--nproc-per-node" in error
+
+
+def test_without_protection_a_trial_does_not_start(results):
+    script = results / "script.py"
+    script.write_text("open('done.txt', 'w')")
+    found = subprocess.run(
+        [sys.executable, "-m", "telemetry", "run", "--run-dir", str(results / "run"), str(script)],
+        env=os.environ | {"TELEMETRY_TUNE_TRIAL": str(results / "nothing.json"), "TELEMETRY_PORT": "off"},
+        capture_output=True,
+        text=True,
+        cwd=results,
+    )
+    assert found.returncode == 1
+    assert "so the script was not started" in found.stderr
+    assert not (results / "done.txt").exists()

@@ -11,9 +11,11 @@ What cannot be redirected is refused by `FileGuard`.
 from __future__ import annotations
 
 import builtins
+import errno
 import functools
 import io
 import os
+import shutil
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.attach.trial_guard import real
@@ -94,7 +96,13 @@ class TrialFiles:
                 self._pretended.discard(source)
                 self._pretended.add(target)
                 return
-            original(self._instead_of(src, writes=False), self._instead_of(dst, writes=True))
+            source, target = self._instead_of(src, writes=False), self._instead_of(dst, writes=True)
+            try:
+                original(source, target)
+            except OSError as error:
+                if error.errno != errno.EXDEV or target is dst:
+                    raise
+                shutil.move(source, target)  # the temporary folder is on another file system
 
         return rename
 

@@ -12,7 +12,7 @@ from telemetry.core.terminal import complain, show, show_json, warn
 from telemetry.core.trial_records import TrialPlan
 from telemetry.tune import tune_text
 from telemetry.tune.memory_room import MemoryRoom, shared_memory_left
-from telemetry.tune.next_trial import Search, Stop, fastest
+from telemetry.tune.next_trial import Search, Stop, as_run, fastest
 from telemetry.tune.progress import Progress
 from telemetry.tune.settings_grid import settings_grid
 from telemetry.tune.settings_limits import Limits, usable_cores
@@ -173,8 +173,11 @@ def _help_with(trial: Trial) -> str:
 
 
 def _all_of(tuning: Tuning, grid: Sequence[Settings]) -> None:
+    """Run the grid, without what the first trial has run already."""
+    own = as_run(tuning.trials[0])
     for settings in grid:
-        tuning.run(settings)
+        if Settings(own.loader | settings.loader, settings.sharing).key() != own.key():
+            tuning.run(settings)
 
 
 def search_settings(tuning: Tuning, most: int, notes: list[str]) -> str:
@@ -186,7 +189,7 @@ def search_settings(tuning: Tuning, most: int, notes: list[str]) -> str:
             if isinstance(found, Stop):
                 return found.because
             tuning.run(found.settings, found.predicted)
-        return f"{most} trials were run"
+        return "all trials were run"
     finally:
         notes += search.notes
 

@@ -71,7 +71,7 @@ class Search:
         bound = shortest_step(best.evidence)
         if bound is not None and best.steps_per_second * bound > 1 / _WORTH_A_TRIAL:
             return Stop("the training hardly waits for data any more")
-        tried = {trial.wanted.key() for trial in trials} | {_as_run(trial).key() for trial in trials}
+        tried = {trial.wanted.key() for trial in trials} | {as_run(trial).key() for trial in trials}
         possible = [
             c for c in self._candidates(best) if c.settings.key() not in tried and self._allowed(c, best, trials)
         ]
@@ -100,18 +100,18 @@ class Search:
         for cause, advice in loader_advice(evidence):
             if advice.setting == "num_workers" or advice.setting is None or advice.value is None:
                 continue
-            changed = _as_run(best).loader | {advice.setting: _parsed(advice.value)}
+            changed = as_run(best).loader | {advice.setting: _parsed(advice.value)}
             predicted = None if advice.predicted_speedup is None else rate * advice.predicted_speedup
             found.append(Candidate(Settings(changed, best.wanted.sharing), predicted, f"{cause}: {advice.action}"))
         if wants_shared_files(evidence) and best.wanted.sharing is None:
             step = (evidence.loop_seconds - evidence.delivery.transfer_wait_seconds) / evidence.steps
-            shared = Settings(_as_run(best).loader, "file_system")
+            shared = Settings(as_run(best).loader, "file_system")
             found.append(Candidate(shared, 1 / step if step > 0 else None, "busy workers send batches late"))
         return found
 
     def _with_workers(self, best: Trial, evidence: Evidence, workers: int) -> Candidate:
         step = step_with_workers(evidence, workers * self._limits.loaders)
-        settings = _as_run(best).loader | {"num_workers": workers}
+        settings = as_run(best).loader | {"num_workers": workers}
         if not workers:
             settings = {name: value for name, value in settings.items() if name in {"num_workers", "pin_memory"}}
         elif not best.settings.get("num_workers"):
@@ -124,7 +124,7 @@ class Search:
 
     def _neighbours(self, best: Trial) -> list[Candidate]:
         """Settings next to the best, the most likely first."""
-        evidence, loader = best.evidence, _as_run(best).loader
+        evidence, loader = best.evidence, as_run(best).loader
         workers = int(best.settings.get("num_workers") or 0)
         if evidence is None:
             return []
@@ -140,7 +140,7 @@ class Search:
 
     def _allowed(self, candidate: Candidate, best: Trial, trials: Sequence[Trial]) -> bool:
         """Whether the loader and the machine can take it. What cannot be done is noted once."""
-        present = _as_run(best).loader
+        present = as_run(best).loader
         for name, value in candidate.settings.loader.items():
             reason = self._refusal(best, name)
             if reason is not None and value != present.get(name) and not _is_harmless(name, value, best):
@@ -174,7 +174,7 @@ def fastest(trials: Sequence[Trial]) -> Trial | None:
     )
 
 
-def _as_run(trial: Trial) -> Settings:
+def as_run(trial: Trial) -> Settings:
     """The settings of a trial, with those that the script itself gave, in the form of a candidate's."""
     names = ("num_workers", "prefetch_factor", "persistent_workers", "pin_memory", "in_order")
     given = {name: trial.settings[name] for name in names if trial.settings.get(name) is not None}

@@ -66,6 +66,8 @@ def main() -> None:
         optimizer.step()
         torch.save(model.state_dict(), "newest.pt.tmp")
         os.replace("newest.pt.tmp", "newest.pt")
+        Path("state.json.tmp").write_text(f'{{"step": {step}}}')
+        os.replace("state.json.tmp", "state.json")
         Path("loss.txt").write_text(f"{loss.item()}\n")
     Path("done.txt").write_text(f"{len(held_out.dataset)}\n")
 
