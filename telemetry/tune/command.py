@@ -142,7 +142,10 @@ def tune(options: TuneOptions) -> int:
         except OSError as error:
             complain(f"a trial cannot be started: {error}")
             return 1
-    status = _print(tuning, why, notes, as_json=options.as_json, grid=bool(grid)) if tuning.trials else 0
+    if not tuning.trials:
+        complain("stopped before the first trial has ended")
+        return _INTERRUPTED
+    status = _print(tuning, why, notes, as_json=options.as_json, grid=bool(grid))
     return _INTERRUPTED if interrupted else status
 
 
@@ -211,7 +214,7 @@ def _print(tuning: Tuning, why: str, notes: Sequence[str], *, as_json: bool, gri
     text = tune_text.trial_table(tuning.trials)
     text += "\n" + tune_text.bars(tuning.trials) if grid else ""
     text += "\n" + tune_text.verdict(first, best, why) + tune_text.evaluation_note(first)
-    text += "".join(f"{note[0].upper()}{note[1:]}.\n" for note in notes)
+    text += "".join(f"Note: {note}.\n" for note in notes)
     return show(text)
 
 

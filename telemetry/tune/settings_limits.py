@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
+
+from telemetry.collect.collector import CollectorError
+from telemetry.collect.pressure import PressureSource
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -85,8 +89,13 @@ class Limits:
 
 
 def usable_cores() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0))
+    """The cores that this process may use: by its affinity, and by the quota of its cgroup."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        quota = PressureSource().read().cgroup_cpu_limit
+    except CollectorError:
+        quota = None
+    return cores if quota is None else max(1, min(cores, math.ceil(quota)))
 
 
 def _value(wanted: Settings, known: Trial, name: str) -> Any:

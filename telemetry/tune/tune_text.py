@@ -50,7 +50,9 @@ def trial_table(trials: Sequence[Trial]) -> str:
     lines = table(_HEADINGS, rows, names_first=True)
     for trial in trials:
         name = settings_text(trial.settings)
-        lines += [f"  {name}: {trial.failed}"] if trial.failed else []
+        if trial.failed:
+            last = next((line.strip() for line in reversed(trial.output) if line.strip()), "")
+            lines.append(f"  {name}: {trial.failed}{last and f'; its last line: {last}'}")
         lines += [f"  {name}: {remark}" for remark in trial.remarks]
     return "\n".join(dict.fromkeys(lines)) + "\n"
 
