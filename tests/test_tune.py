@@ -83,6 +83,17 @@ def test_a_stream_gets_at_most_one_worker(results):
     assert any("get_worker_info" in note for note in found["notes"])
 
 
+def test_a_data_set_that_fails_in_workers_gets_none(results):
+    status, out, error = tune(results, "--json", how="main-only")
+    assert status == 0, error
+    found = json.loads(out)
+    first, failed = found["trials"]
+    assert found["best"] == first
+    assert "exit status 1" in failed["failed"]
+    assert failed["steps_per_second"] is None
+    assert any("fails with workers" in note for note in found["notes"])
+
+
 def test_a_failing_script_is_shown_with_its_last_lines(results):
     status, out, error = tune(results, how="crash")
     assert status == 1

@@ -68,13 +68,13 @@ class Result:
     spread: float
 
 
-def measure(name: str, rounds: int, seconds: float) -> Result:
+def measure(name: str, rounds: int, seconds: float, warm_up: float) -> Result:
     (specimen,) = chosen([name])
     if specimen.cores is not None:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: specimen.cores])
     script = str(SCRIPTS / f"{specimen.script}.py")
     launch = Launch(script, ("--seconds", "100000", *specimen.arguments))
-    options = command.TuneOptions(launch, seconds=seconds, warm_up_seconds=2.0, trials=MOST_TRIALS)
+    options = command.TuneOptions(launch, seconds=seconds, warm_up_seconds=warm_up, trials=MOST_TRIALS)
     with tempfile.TemporaryDirectory(prefix="tune-campaign-") as folder:
         (Path(folder) / "grid").mkdir()
         (Path(folder) / "tune").mkdir()
@@ -222,6 +222,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", default=[""], help="prefixes of names; memory-cap is one")
     parser.add_argument("--rounds", type=int, default=2, help="how often the best of both are run in turn")
     parser.add_argument("--seconds", type=float, default=4.0, help="measured in a trial")
+    parser.add_argument("--warm-up", type=float, default=2.0, help="not measured, in seconds")
     parser.add_argument("--journal", type=Path, help="results so far; scripts in it are not run again")
     parser.add_argument("--write", action="store_true", help="write the results into benchmarks/results/")
     options = parser.parse_args()
@@ -236,7 +237,7 @@ def main() -> int:
         if name == "memory-cap":
             found = {"name": name, **capped(1400)}
         else:
-            found = asdict(measure(name, options.rounds, options.seconds))
+            found = asdict(measure(name, options.rounds, options.seconds, options.warm_up))
         known[name] = found
         print(json.dumps(found), flush=True)
         if options.journal is not None:

@@ -29,6 +29,9 @@ _NEARLY_AS_GOOD: Final = 0.985
 _STILL_WAITS: Final = 0.05
 """From this share of waiting on, the neighbours of the best trial are worth a trial."""
 
+_NOT_FAR_BELOW: Final = 0.9
+"""A neighbour is left out if it is predicted to have less than this share of the best pace."""
+
 _WITHOUT_CORE: Final = 0.35
 _NOT_TRIED: Final = "not tried"
 _DEFAULT_PREFETCH: Final = 2
@@ -136,7 +139,8 @@ class Search:
             factor = int(best.settings.get("prefetch_factor") or _DEFAULT_PREFETCH)
             further = loader | {"prefetch_factor": min(_MAX_PREFETCH, 2 * factor)}
             found.append(Candidate(Settings(further, best.wanted.sharing), None, "next to the best"))
-        return found
+        least = _NOT_FAR_BELOW * (best.steps_per_second or 0.0)
+        return [candidate for candidate in found if candidate.predicted is None or candidate.predicted >= least]
 
     def _allowed(self, candidate: Candidate, best: Trial, trials: Sequence[Trial]) -> bool:
         """Whether the loader and the machine can take it. What cannot be done is noted once."""
@@ -146,6 +150,12 @@ class Search:
             if reason is not None and value != present.get(name) and not _is_harmless(name, value, best):
                 self._note(f"{name} is left alone: {reason}")
                 return False
+        workers = int(candidate.settings.loader.get("num_workers") or 0)
+        if _workers_fail(workers, trials):
+            self._note("num_workers is left alone: the script fails with workers, see the trial above")
+            return False
+        if any(trial.short and 0 < _workers(trial) <= workers for trial in trials):
+            return False  # the row of that trial says so
         reason = self._limits.against(candidate.settings, best, trials)
         if reason:
             self._note(f"{_NOT_TRIED}: {reason}")
@@ -172,6 +182,17 @@ def fastest(trials: Sequence[Trial]) -> Trial | None:
         key=lambda trial: trial.steps_per_second or 0.0,
         default=None,
     )
+
+
+def _workers_fail(workers: int, trials: Sequence[Trial]) -> bool:
+    """Whether a trial with workers has failed in the script's own code, and none has succeeded."""
+    with_workers = [trial for trial in trials if _workers(trial)]
+    failed = any(trial.failed and not trial.short for trial in with_workers)
+    return workers > 0 and failed and all(trial.failed for trial in with_workers)
+
+
+def _workers(trial: Trial) -> int:
+    return int(trial.wanted.loader.get("num_workers", trial.settings.get("num_workers")) or 0)
 
 
 def as_run(trial: Trial) -> Settings:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from telemetry.core.trial_records import TrialPlan
     from telemetry.tune.memory_room import MemoryRoom
 
+MEMORY_SHORT: Final = "memory was short"
+
 _POLL_SECONDS: Final = 0.05
 _MEMORY_SECONDS: Final = 2.0
 """Time between two readings of every process's memory. One takes some milliseconds for each."""
@@ -171,7 +173,7 @@ class _Memory:
         before, self._before = self._before, room.left
         grown = 0 if before is None else before - room.left
         if room.left < _RESERVE * room.limit or _AHEAD_READINGS * grown > room.left:
-            return f"memory was short: {room.left >> 20} of {room.limit >> 20} MiB were left"
+            return f"{MEMORY_SHORT}: {room.left >> 20} of {room.limit >> 20} MiB were left"
         return ""
 
     def _measure(self) -> None:

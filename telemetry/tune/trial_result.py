@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.core.trial_records import ENDED_LATE, ENDED_SCRIPT, SHARING, LoaderFacts
 from telemetry.diagnose.evidence_record import from_record
+from telemetry.tune.trial_process import MEMORY_SHORT
 
 if TYPE_CHECKING:
     from telemetry.diagnose.evidence import Evidence
@@ -53,6 +54,7 @@ class Trial:
         loaders: where loaders were made.
         device: type of the device that trained; None for the CPU.
         evaluation_ratio: share of the time spent in evaluations.
+        short: whether it was ended because memory was short.
     """
 
     number: int
@@ -75,6 +77,7 @@ class Trial:
     loaders: tuple[LoaderFacts, ...]
     device: str | None
     evaluation_ratio: float
+    short: bool = False
 
     def as_json(self) -> dict[str, Any]:
         """The fields of a trial in ``tune --json``."""
@@ -140,6 +143,7 @@ def result_of(number: int, wanted: Settings, predicted: float | None, ended: End
         loaders=loaders,
         device=outcome.get("device"),
         evaluation_ratio=evidence.evaluation_seconds / evidence.seconds if evidence and evidence.seconds else 0.0,
+        short=ended.wanting.startswith(MEMORY_SHORT),
     )
 
 

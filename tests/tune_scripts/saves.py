@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 
 class Slow(Dataset):
@@ -19,6 +19,13 @@ class Slow(Dataset):
     def __getitem__(self, item: int) -> tuple[torch.Tensor, int]:
         time.sleep(0.005)
         return torch.zeros(8), item % 2
+
+
+class MainOnly(Slow):
+    def __getitem__(self, item: int) -> tuple[torch.Tensor, int]:
+        if get_worker_info() is not None:
+            raise RuntimeError("this data set cannot be used in a worker")
+        return super().__getitem__(item)
 
 
 class Stream(IterableDataset):
@@ -47,7 +54,8 @@ def main() -> None:
 
         shutil.rmtree("checkpoints")
     stream = options.how == "stream"
-    train = loader_of(Stream() if stream else Slow(), **({} if stream else {"shuffle": True}))
+    items = {"stream": Stream, "main-only": MainOnly}.get(options.how, Slow)()
+    train = loader_of(items, **({} if stream else {"shuffle": True}))
     held_out = loader_of(Slow())
     model = nn.Linear(8, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
