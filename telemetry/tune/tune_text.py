@@ -81,7 +81,7 @@ def changed_lines(first: Trial, best: Trial) -> list[dict[str, Any]]:
             call = ", ".join(f"{name}={value!r}" for name, value in new.items())
             code = f"DataLoader(..., {call})"
             changes.append({"file": facts.file, "line": facts.line, "code": code, "library": facts.library})
-    if best.wanted.sharing is not None and changes is not None:
+    if best.wanted.sharing is not None:
         code = f"torch.multiprocessing.set_sharing_strategy({best.wanted.sharing!r})"
         facts = tuned_loaders(best.loaders)[0]
         changes.append({"file": facts.file, "line": facts.line, "code": code, "library": None})
