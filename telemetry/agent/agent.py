@@ -284,7 +284,8 @@ class Agent(AgentParts):
         if self.trial is not None:
             with self.errors.contained("trial"):
                 self.trial.script_ended(self._builder.tick())
-        self.accounting.close()
+        with self.errors.contained("agent"):
+            self.accounting.close()
         with self.errors.contained("snapshot"):
             self.snapshots.finish()
         with self.errors.contained("jsonl"):
@@ -307,8 +308,9 @@ class Agent(AgentParts):
             self._collectors.close()
         with self.errors.contained("exposition"):
             self._publish()
-        if self._job is not None:
-            self._job.close()
+        with self.errors.contained("job"):
+            if self._job is not None:
+                self._job.close()
         with self.errors.contained("board"):
             if self._node is not None:
                 self._node.leave()
