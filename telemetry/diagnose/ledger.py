@@ -75,7 +75,8 @@ class Ledger:
                 self._fold_dropped(span)
                 continue
             start, end, during, after, closes, opens, batch, left = span
-            if closes and opens and batch and during == DATA_WAIT and after == COMPUTE and self._computes_until(start):
+            usual = closes and opens and batch and not left
+            if usual and during == DATA_WAIT and after == COMPUTE and self._computes_until(start):
                 self._fold_step(start, end)
                 continue
             self._pass(start)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.core.json_object import dump_object
 from telemetry.core.terminal import complain, show, show_json, warn
-from telemetry.core.trial_records import TrialPlan
+from telemetry.core.trial_records import SHARING, TrialPlan
 from telemetry.tune import tune_text
 from telemetry.tune.memory_room import MemoryRoom, shared_memory_left
 from telemetry.tune.next_trial import Search, Stop, as_run, fastest
@@ -85,7 +85,8 @@ class Tuning:
         options, number = self._options, len(self.trials) + 1
         folder = self._folder / str(number)
         folder.mkdir()
-        name = tune_text.settings_text(wanted.loader) if wanted.loader else "the script's own settings"
+        shown = wanted.loader | ({} if wanted.sharing is None else {SHARING: wanted.sharing})
+        name = tune_text.settings_text(shown) if shown else "the script's own settings"
         self._progress.begin(number, name, _START_SECONDS + options.warm_up_seconds + options.seconds)
         plan = TrialPlan(
             folder=str(folder),
