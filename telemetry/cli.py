@@ -1,15 +1,17 @@
-"""The command line: run · report · compare · trace · snapshot · demo · doctor."""
+"""The command line: run · report · compare · tune · trace · snapshot · demo · doctor."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from typing import TYPE_CHECKING, Final
 
 from telemetry import api, launch
 from telemetry._version import __version__
-from telemetry.config import GROUPS, Config, SettingDoc, SettingError, disabled, setting_docs
+from telemetry.config import GROUPS, TRIAL_VARIABLE, Config, SettingDoc, SettingError, disabled, setting_docs
 from telemetry.core.terminal import complain, show, show_json, warn
+from telemetry.tune import tune_options
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,6 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     report.set_defaults(command=_report)
 
     _add_compare(commands)
+    tune_options.add_tune(commands)
 
     trace = commands.add_parser(
         "trace", help="show what the steps of a torch.profiler trace consist of, and what to change"
@@ -164,7 +167,10 @@ def _run(options: argparse.Namespace) -> int:
         sys.excepthook(type(error), error.with_traceback(None), None)
         return 1
     sys.argv = [program.argv0, *options.arguments]  # before the start: the script names a run without a name
-    api.start(**settings)
+    agent = api.start(**settings)
+    if TRIAL_VARIABLE in os.environ and agent.trial is None:
+        complain("the files of this trial cannot be protected, so the script was not started")
+        return 1
     try:
         launch.run(program, options.arguments)
     except SystemExit as leaving:

@@ -15,7 +15,7 @@ FOLDERS = {"attach", "collect", "diagnose", "job", "publish", "snapshot", "trace
 """Siblings: none of them imports another one. `agent` hands them what they need of each other."""
 ABOVE = {"agent"}
 FACE = {"__init__", "__main__", "api", "cli", "launch"}
-OFFLINE = {"compare", "demo", "doctor", "report"}
+OFFLINE = {"compare", "demo", "doctor", "report", "tune"}
 REPORT_MAY = {"core", "report", "trace"}
 COMPARE_MAY = {"compare", "core", "report"}
 

@@ -14,6 +14,7 @@ from telemetry.agent.job_link import JobLink
 from telemetry.agent.parts import AgentParts
 from telemetry.agent.start_line import absolute, say_start
 from telemetry.attach.fork_keepalive import keep
+from telemetry.config import TRIAL_VARIABLE
 from telemetry.core.clock import NS, now_ns
 from telemetry.core.filesystem import StandardStreams
 from telemetry.core.signal_mask import signals_blocked
@@ -23,6 +24,7 @@ from telemetry.publish.exposition import Exposition
 from telemetry.publish.node import NodeService
 
 if TYPE_CHECKING:
+    from telemetry.agent.trial_run import TrialRun
     from telemetry.config import Config
     from telemetry.core.views import RunView
 
@@ -52,11 +54,13 @@ class Agent(AgentParts):
 
     Attributes:
         running: whether it was started and not stopped.
+        trial: the trial of ``telemetry tune`` that this process is; None in any other run.
     """
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.running = False
+        self.trial: TrialRun | None = None
         self._pid = os.getpid()
         self._streams = StandardStreams()
         self._rank_due_ns = 0
@@ -72,6 +76,10 @@ class Agent(AgentParts):
     def start(self) -> None:
         """Attach, publish the first state and start the agent thread. Nothing here can fail the training."""
         self.running = True
+        if TRIAL_VARIABLE in os.environ:
+            from telemetry.agent.trial_run import begin
+
+            self.trial = begin(os.environ[TRIAL_VARIABLE], self)
         with self.errors.contained("descriptors"):
             self._streams.keep()
         if self.config.patch:
@@ -239,6 +247,8 @@ class Agent(AgentParts):
         with self.errors.contained("diagnose"):
             self.tracker.batch_release.read()
             tick = self._builder.tick()
+            if self.trial is not None:
+                self.trial.tick(tick, self._node)
             self._stall_monitor.tick(tick, self.accounting)
             self._changes.tick(tick.totals)
             self.tracker.time_next_batch(self._stall_monitor.waits_to_time)
@@ -272,6 +282,9 @@ class Agent(AgentParts):
         """The end of the run: write the rest of the log, and remove this rank from the board."""
         with self.errors.contained("agent"):
             self.accounting.update()
+        if self.trial is not None:
+            with self.errors.contained("trial"):
+                self.trial.script_ended(self._builder.tick())
         with self.errors.contained("agent"):
             self.accounting.close()
         with self.errors.contained("snapshot"):
