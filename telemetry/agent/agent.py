@@ -186,12 +186,19 @@ class Agent(AgentParts):
         self._finish()
 
     def _wait_until(self, stamp: int) -> None:
-        """Sleep until ``stamp``. In a job of several ranks, sample the training thread meanwhile."""
+        """Sleep until ``stamp``. In a job of several ranks, or while a stall is open, take samples meanwhile."""
         alone = self.identity.world_size < 2
+        lines = self._line_monitor.sampler
         while not self._ended and (left := (stamp - now_ns()) / NS) > 0:
             # At random intervals: steps of the training may have the same length as a fixed interval.
             apart = self._stall_monitor.sample_seconds * (0.5 + self._random.random())
-            self._wake.wait(left if alone else min(left, apart))
+            gap = lines.gap()
+            wait = min(left, gap) if alone else min(left, gap, apart)
+            due = now_ns() + int(wait * NS)
+            self._wake.wait(wait)
+            if wait == gap:
+                with self.errors.contained("lines"):
+                    lines.sample(due)
             if not alone:
                 with self.errors.contained("diagnose"):
                     self._thread_sampler.sample()
@@ -240,6 +247,9 @@ class Agent(AgentParts):
             self._stall_monitor.tick(self._builder.tick(), self.accounting)
             self.tracker.time_next_batch(self._stall_monitor.waits_to_time)
             self._follow_hang()
+        with self.errors.contained("lines"):
+            if self._line_monitor.tick(self._stall_monitor.open_stall):
+                self._stall_monitor.log_lines()
         self.accounting.keep_up()
         with self.errors.contained("snapshot"):
             self.snapshots.tick(self._stall_monitor.active_cause, self._stall_monitor.stall_fields)

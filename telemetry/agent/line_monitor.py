@@ -1,0 +1,212 @@
+"""Follows which lines of the user's code a stall spends its time in. Works only while a stall is open."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from telemetry.collect.line_sampler import LineSampler
+from telemetry.core.clock import NS, now_ns
+from telemetry.core.stack_profile import StackProfile
+from telemetry.diagnose import line_shares as work
+from telemetry.diagnose.advice.line_advice import line_advice, line_verdict
+from telemetry.publish.profile_folder import MAX_BYTES, ProfileFolder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from telemetry.attach.loader_handle import LoaderHandle
+    from telemetry.attach.step_tracker import StepTracker
+    from telemetry.core.errors import ErrorLog
+    from telemetry.core.recommendation import Advice
+    from telemetry.diagnose.line_shares import LineShare
+    from telemetry.diagnose.stall_detector import Stall
+
+_AHEAD_NS: Final = 5 * NS
+"""Workers are asked for this long at a time. If the agent ends, they stop sampling then."""
+
+_FIRST_SECONDS: Final = 60
+_EVERY_SECONDS: Final = 60
+_PART_SECONDS: Final = 10
+"""Samples are taken in the first minute of a stall, and then in ten seconds of each minute."""
+
+_FIRST_LINES_SECONDS: Final = 10.0
+_MAX_BETWEEN_SECONDS: Final = 600.0
+"""The lines are logged 10 s after a stall has opened, and then at intervals that double up to ten minutes."""
+
+
+@dataclass(frozen=True, slots=True)
+class LineFindings:
+    """The lines of a stall.
+
+    Attributes:
+        lines: the lines, largest share first. ``work``: of what these are shares.
+        samples: number of samples.
+        verdict: a sentence on the first line.
+        advice: what a change of the first line would bring.
+    """
+
+    lines: tuple[LineShare, ...]
+    work: str
+    samples: int
+    verdict: str
+    advice: tuple[Advice, ...]
+
+    def evidence(self) -> dict[str, Any]:
+        """The lines as fields of the evidence in the log."""
+        return {
+            "lines": [line.as_field() for line in self.lines],
+            "lines_of": self.work,
+            "line_samples": self.samples,
+            "line_verdict": self.verdict,
+        }
+
+
+class LineMonitor:
+    """Follows one rank. Runs on the agent thread.
+
+    Args:
+        tracker: state of the training thread, and its loaders.
+        folder: gets the folded stacks.
+        pid: pid of this process.
+        errors: counts profiles that cannot be written.
+        rank: returns the rank.
+
+    Attributes:
+        sampler: samples the threads of this process.
+    """
+
+    def __init__(
+        self, tracker: StepTracker, folder: Path, pid: int, *, errors: ErrorLog, rank: Callable[[], int]
+    ) -> None:
+        self.sampler = LineSampler(lambda: tracker.thread, lambda: _doing(tracker))
+        self._tracker = tracker
+        self._files = ProfileFolder(folder, pid)
+        self._errors = errors
+        self._rank = rank
+        self._session = 0
+        self._number = 0
+        self._lines_due = _FIRST_LINES_SECONDS
+        self._written = 0.0
+        self._asked: dict[int, LoaderHandle] = {}
+        self._ended_workers = StackProfile()
+
+    def tick(self, stall: Stall | None) -> bool:
+        """Follow the open stall; None without one. Returns whether its lines should be logged now."""
+        if stall is None or stall.is_hang or not work.WORK.get(stall.cause):
+            self._pause()
+            if stall is None or stall.is_hang:
+                self._session = 0
+            return False
+        if not self._session:
+            self._begin()
+        passed = (now_ns() - self._session) / NS
+        if passed < _FIRST_SECONDS or passed % _EVERY_SECONDS < _PART_SECONDS:
+            self._sample(stall)
+        else:
+            self._pause()
+        if passed < self._lines_due:
+            return False
+        self._lines_due = passed + min(passed, _MAX_BETWEEN_SECONDS)
+        return True
+
+    def findings(self, stall: Stall) -> LineFindings | None:
+        """The lines of a stall so far, also written as folded stacks. None if there are too few samples."""
+        if not self._session or stall.is_hang:
+            return None
+        profile, kind = self._profile_of(stall)
+        if profile is None:
+            return None
+        with self._errors.contained("profiles"):
+            root = f"rank {self._rank()} {kind}"
+            self._files.write(self._rank(), self._number, stall.cause, profile.folded(root, MAX_BYTES))
+        lines = work.line_shares(profile, kind)
+        if not lines:
+            return None
+        return LineFindings(
+            lines,
+            kind,
+            profile.samples,
+            line_verdict(stall.evidence, kind, lines[0], cause=stall.cause),
+            line_advice(stall.evidence, kind, lines[0], cause=stall.cause),
+        )
+
+    def _begin(self) -> None:
+        self._session = now_ns()
+        self._number += 1
+        self._lines_due = _FIRST_LINES_SECONDS
+        self._asked = {}
+        self._ended_workers = StackProfile()
+        self.sampler.begin()
+
+    def _sample(self, stall: Stall) -> None:
+        kinds = set(work.WORK[stall.cause])
+        sources = self._tracker.sources
+        live = sources.live()
+        if work.FETCH in kinds:
+            sources.sampling = self._session, now_ns() + _AHEAD_NS
+            self._ask(live)
+        threads = any(handle.threads for handle in live) or stall.evidence.source == "read_ahead"
+        self.sampler.want(frozenset(kinds if threads else kinds - {work.FETCH}))
+
+    def _pause(self) -> None:
+        self._tracker.sources.sampling = (0, 0)
+        self._tracker.sources.asked.clear()
+        self.sampler.want(frozenset())
+
+    def _ask(self, live: list[LoaderHandle]) -> None:
+        """Ask the workers of all training loaders, and keep what those have written that have ended."""
+        sources = self._tracker.sources
+        while sources.asked:
+            handle = sources.asked.popleft()
+            self._asked[id(handle)] = handle
+        trained = any(handle.training for handle in live)
+        for handle in live:
+            if handle.block is not None and (handle.training or not trained):
+                handle.block.ask_samples(*sources.sampling)
+                self._asked[id(handle)] = handle
+        alive = set(map(id, live))
+        for key in [key for key in self._asked if key not in alive]:
+            self._ended_workers.merge(self._sampled_by(self._asked.pop(key)))
+
+    def _sampled_by(self, handle: LoaderHandle) -> StackProfile:
+        """What the workers of an iterator have written in this session."""
+        profile = StackProfile()
+        if handle.block is None or not handle.training:
+            return profile
+        for found in handle.block.sampled():
+            if found.session == self._session:
+                try:
+                    profile.merge(StackProfile.unpacked(found.content))
+                except ValueError:
+                    continue  # it was read while the worker wrote it
+                time.sleep(0)  # the training thread gets its turn
+        return profile
+
+    def _profile_of(self, stall: Stall) -> tuple[StackProfile | None, str]:
+        """The samples that count for a stall, and of what they are. None if there are none."""
+        kinds, profiles = work.WORK.get(stall.cause, ()), self.sampler.profiles
+        if kinds[:1] == (work.WAIT,) and stall.evidence.source != "read_ahead":
+            kind = work.SAMPLER if stall.evidence.source == "workers" else work.WAIT
+            return profiles.get(work.WAIT), kind
+        profile = StackProfile()
+        for each in kinds:
+            if each in profiles:
+                profile.merge(profiles[each])
+        if work.FETCH in kinds:
+            profile.merge(self._ended_workers)
+            for handle in self._asked.values():
+                profile.merge(self._sampled_by(handle))
+        kind = work.FETCH if work.FETCH in kinds else kinds[0] if kinds else ""
+        return (profile if profile.samples else None), kind
+
+
+def _doing(tracker: StepTracker) -> str | None:
+    """What the training thread does now: a kind of work that can be sampled; None for anything else."""
+    if tracker.waiting_since > 0:
+        return work.WAIT
+    if tracker.checkpointing:
+        return work.CHECKPOINT
+    return work.STEP if tracker.stepping and not tracker.waiting_since else None
