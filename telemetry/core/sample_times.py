@@ -23,9 +23,8 @@ from telemetry.core.clock import NS
 SWITCH_SECONDS: Final = 0.0005
 """The switch interval while a process is sampled."""
 
-_MAX_OWN_SHARE: Final = 0.007
-"""The gaps grow until the sampling thread takes at most this share of a core. What it takes from the sampled thread is
-about as much again."""
+_MAX_OWN_SHARE: Final = 0.008
+"""The gaps grow until the sampling thread takes at most this share of a core."""
 
 _MAX_DELAY_NS: Final = 20 * NS
 """A longer delay is no C call: the process was stopped."""

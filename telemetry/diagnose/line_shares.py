@@ -94,22 +94,29 @@ def line_shares(profile: StackProfile, work: str) -> tuple[LineShare, ...]:
         work: what was sampled. Of the sampler's time only stacks inside the sampler count.
     """
     wall, cpu = (0, 0) if work == SAMPLER else (profile.other_ns, profile.other_cpu_ns)
-    times: dict[tuple[str, int, str, str | None], tuple[int, int]] = {}
+    times: dict[tuple[str, int, str | None], tuple[int, int]] = {}
+    functions: dict[tuple[str, int], str] = {}
     for stack, (wall_ns, cpu_ns) in profile.times.items():
         inside = _inside(stack, work)
         if not inside:
             continue
         wall, cpu = wall + wall_ns, cpu + cpu_ns
-        named = _blamed(inside, stack)
-        if named is not None:
+        blamed = _blamed(inside, stack)
+        if blamed is not None:
+            spot, calls = blamed
+            named = spot.file, spot.line, calls
+            if not spot.function.startswith("<"):  # a comprehension on the same line is part of its function
+                functions[spot.file, spot.line] = spot.function
+            else:
+                functions.setdefault((spot.file, spot.line), spot.function)
             before = times.get(named, (0, 0))
             times[named] = before[0] + wall_ns, before[1] + cpu_ns
     if profile.samples < MIN_SAMPLES or not wall:
         return ()
     longest = sorted(times.items(), key=lambda item: -item[1][0])[:MOST_LINES]
     return tuple(
-        LineShare(*named, share=wall_ns / wall, cpu_share=cpu_ns / max(cpu, 1))
-        for named, (wall_ns, cpu_ns) in longest
+        LineShare(file, line, functions[file, line], calls, share=wall_ns / wall, cpu_share=cpu_ns / max(cpu, 1))
+        for (file, line, calls), (wall_ns, cpu_ns) in longest
         if wall_ns >= _MIN_SHARE * wall
     )
 
@@ -122,7 +129,7 @@ def _inside(stack: Stack, work: str) -> Stack:
     return stack[: end + 1]
 
 
-def _blamed(inside: Stack, stack: Stack) -> tuple[str, int, str, str | None] | None:
+def _blamed(inside: Stack, stack: Stack) -> tuple[Spot, str | None] | None:
     """The line and the library function that a stack counts for; None if there is no such line."""
     at = _first(inside, _is_users)
     if at is None and inside is not stack:
@@ -131,8 +138,7 @@ def _blamed(inside: Stack, stack: Stack) -> tuple[str, int, str, str | None] | N
         inside, at = stack, _first(stack, _is_users)
     if at is None:
         return None
-    spot = inside[at]
-    return spot.file, spot.line, spot.function, _called(inside[:at])
+    return inside[at], _called(inside[:at])
 
 
 def _first(stack: Stack, true_of: Callable[[Spot], bool]) -> int | None:

@@ -226,6 +226,7 @@ def _take(line: dict[str, Any], log: ProcessLog) -> None:
     else:
         kept = {
             "stall_open": log.stalls,
+            "stall_lines": log.stalls,
             "stall_close": log.stalls,
             "hang": log.hangs,
             "snapshot": log.snapshots,

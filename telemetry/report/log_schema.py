@@ -120,8 +120,22 @@ _ADVICE: Final = _Object(
     listed=True,
 )
 
+_LINE: Final = _Object(
+    {"file": _text, "line": _count, "function": _text, "calls": _text, "share_ratio": _number},
+    listed=True,
+)
+
 _EVIDENCE: Final = _Object(
-    {"lost_seconds": _numbers, "stuck_in": _text, "stuck_at": _text, "stuck_seconds": _number, "stacks": _stacks},
+    {
+        "lost_seconds": _numbers,
+        "stuck_in": _text,
+        "stuck_at": _text,
+        "stuck_seconds": _number,
+        "stacks": _stacks,
+        "lines": _LINE,
+        "lines_of": _text,
+        "line_verdict": _text,
+    },
     keep_others=True,
 )
 
@@ -213,6 +227,7 @@ FIELDS: Final[Mapping[str, Mapping[str, Kind]]] = MappingProxyType(
         },
         "run_end": {**_TOTALS, "exception": _text, "exit_status": _number, "lost_peer": _flag},
         "stall_open": _STALL,
+        "stall_lines": _STALL,
         "stall_close": _STALL,
         "hang": {
             "since": _text,

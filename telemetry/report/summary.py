@@ -22,6 +22,9 @@ STARVED_RATIO: Final = 0.20
 _ADVICE_FIELDS: Final = ("action", "setting", "value", "predicted_speedup", "because")
 """All of them are in the report. A field that the log does not have is null."""
 
+_LINE_FIELDS: Final = ("file", "line", "function", "calls", "share_ratio")
+_MAX_LINES: Final = 10
+
 _MAX_UNSEEN_RATIO: Final = 0.05
 """If a rank did not see the batches of more than this share of its steps, it is unknown whether it waits for data."""
 
@@ -211,7 +214,8 @@ def _why(rank: int, stalls: Sequence[dict[str, Any]]) -> str:
         text += f"; try {setting}={value}" if setting and value else f"; {advice.get('action')}"
         text += f" ({advice.get('because')})" if stall["cause"] == "straggler" else ""
         text += f", predicted {gain:g} times the steps per second" if gain is not None else ""
-    return f"{text}."
+    line = stall["evidence"].get("line_verdict")
+    return f"{text}. {line[:1].upper()}{line[1:]}." if line else f"{text}."
 
 
 def _lost(stall: dict[str, Any]) -> float:
@@ -266,11 +270,21 @@ def _stalls(process: ProcessLog) -> list[dict[str, Any]]:
             said = {k: v for k, v in _stall(process.rank, line).items() if v not in (None, {}, [])}
             # The stacks of a stuck run are only in the line that opens its stall.
             evidence = stalls[-1]["evidence"] | said.get("evidence", {})
-            stalls[-1] |= said | {"opened": stalls[-1]["opened"], "evidence": evidence}
-            stalls[-1]["closed"] = line.get("closed") or line.get("time")
+            stalls[-1] |= said | {"opened": stalls[-1]["opened"], "evidence": _with_whole_lines(evidence)}
+            if line.get("event") != "stall_lines":
+                stalls[-1]["closed"] = line.get("closed") or line.get("time")
     if stalls and stalls[-1]["closed"] is None:
         stalls[-1]["evidence"] |= _lost_so_far(process, stalls[:-1])
     return stalls
+
+
+def _with_whole_lines(evidence: dict[str, Any]) -> dict[str, Any]:
+    """The evidence. A line of code whose place is damaged is left out. ``calls`` is null if it called no function."""
+    if "lines" not in evidence:
+        return evidence
+    found = [dict.fromkeys(_LINE_FIELDS) | line for line in evidence["lines"]]
+    whole = [line for line in found if None not in {line["file"], line["line"], line["share_ratio"]}]
+    return evidence | {"lines": whole[:_MAX_LINES]}
 
 
 def _lost_so_far(process: ProcessLog, closed: Sequence[dict[str, Any]]) -> dict[str, Any]:
