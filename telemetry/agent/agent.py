@@ -248,8 +248,9 @@ class Agent(AgentParts):
             self.tracker.time_next_batch(self._stall_monitor.waits_to_time)
             self._follow_hang()
         with self.errors.contained("lines"):
-            if self._line_monitor.tick(self._stall_monitor.open_stall):
-                self._stall_monitor.log_lines()
+            stalls = self._stall_monitor
+            if self._line_monitor.tick(stalls.open_stall, holds_others_up=stalls.holds_others_up):
+                stalls.log_lines()
         self.accounting.keep_up()
         with self.errors.contained("snapshot"):
             self.snapshots.tick(self._stall_monitor.active_cause, self._stall_monitor.stall_fields)

@@ -10,7 +10,7 @@ from telemetry.collect.line_sampler import LineSampler
 from telemetry.core.clock import NS, now_ns
 from telemetry.core.stack_profile import StackProfile
 from telemetry.diagnose import line_shares as work
-from telemetry.diagnose.advice.line_advice import line_advice, line_verdict
+from telemetry.diagnose.advice.line_advice import line_advice, line_verdict, verdict_part
 from telemetry.publish.profile_folder import MAX_BYTES, ProfileFolder
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ class LineMonitor:
         folder: gets the folded stacks.
         pid: pid of this process.
         errors: counts profiles that cannot be written.
+        emit: writes a line of the log.
         rank: returns the rank.
 
     Attributes:
@@ -79,49 +80,68 @@ class LineMonitor:
     """
 
     def __init__(
-        self, tracker: StepTracker, folder: Path, pid: int, *, errors: ErrorLog, rank: Callable[[], int]
+        self,
+        tracker: StepTracker,
+        folder: Path,
+        pid: int,
+        *,
+        errors: ErrorLog,
+        emit: Callable[[str, dict[str, Any]], Any],
+        rank: Callable[[], int],
     ) -> None:
         self.sampler = LineSampler(lambda: tracker.thread, lambda: _doing(tracker))
         self._tracker = tracker
         self._files = ProfileFolder(folder, pid)
         self._errors = errors
+        self._emit = emit
         self._rank = rank
         self._session = 0
+        self._slow = False
         self._number = 0
         self._lines_due = _FIRST_LINES_SECONDS
         self._written = 0.0
         self._asked: dict[int, LoaderHandle] = {}
         self._ended_workers = StackProfile()
 
-    def tick(self, stall: Stall | None) -> bool:
-        """Follow the open stall; None without one. Returns whether its lines should be logged now."""
-        if stall is None or stall.is_hang or not work.WORK.get(stall.cause):
+    def tick(self, stall: Stall | None, *, holds_others_up: bool = False) -> bool:
+        """Follow the open stall; None without one. Returns whether its lines should be logged now.
+
+        Args:
+            stall: the open stall.
+            holds_others_up: whether other ranks wait for this one, which has no stall itself. Then its steps are
+                sampled, and their lines are logged for the report, which shows them with the stalls of those ranks.
+        """
+        slow = holds_others_up and stall is None
+        kinds = work.SLOW_RANK if slow else ()
+        if stall is not None and not stall.is_hang:
+            kinds = work.WORK.get(stall.cause, ())
+        elif not slow:
+            self._session = 0
+        if not kinds:
             self._pause()
-            if stall is None or stall.is_hang:
-                self._session = 0
             return False
-        if not self._session:
-            self._begin()
+        if not self._session or slow != self._slow:
+            self._begin(slow=slow)
         passed = (now_ns() - self._session) / NS
         if passed < _FIRST_SECONDS or passed % _EVERY_SECONDS < _PART_SECONDS:
-            self._sample(stall)
+            self._sample(kinds, stall.evidence.source if stall is not None else None)
         else:
             self._pause()
         if passed < self._lines_due:
             return False
         self._lines_due = passed + min(passed, _MAX_BETWEEN_SECONDS)
-        return True
+        if slow:
+            self._log_slow_steps()
+        return not slow
 
     def findings(self, stall: Stall) -> LineFindings | None:
         """The lines of a stall so far, also written as folded stacks. None if there are too few samples."""
-        if not self._session or stall.is_hang:
+        if not self._session or stall.is_hang or self._slow:
             return None
         profile, kind = self._profile_of(stall)
         if profile is None:
             return None
-        with self._errors.contained("profiles"):
-            root = f"rank {self._rank()} {kind}"
-            self._files.write(self._rank(), self._number, stall.cause, profile.folded(root, MAX_BYTES))
+        self._write(profile, kind, stall.cause)
         lines = work.line_shares(profile, kind)
         if not lines:
             return None
@@ -133,7 +153,23 @@ class LineMonitor:
             line_advice(stall.evidence, kind, lines[0], cause=stall.cause),
         )
 
-    def _begin(self) -> None:
+    def _log_slow_steps(self) -> None:
+        profile = self.sampler.profiles.get(work.STEP)
+        lines = work.line_shares(profile, work.STEP) if profile is not None else ()
+        if profile is None or not lines:
+            return
+        self._write(profile, work.STEP, "straggler")
+        text = f"{verdict_part(lines[0], work.STEP)} of rank {self._rank()} is {lines[0].named}"
+        found = LineFindings(lines, work.STEP, profile.samples, text, ())
+        self._emit("straggler_lines", {"evidence": found.evidence()})
+
+    def _write(self, profile: StackProfile, kind: str, cause: str) -> None:
+        with self._errors.contained("profiles"):
+            content = profile.folded(f"rank {self._rank()} {kind}", MAX_BYTES)
+            self._files.write(self._rank(), self._number, cause, content)
+
+    def _begin(self, *, slow: bool) -> None:
+        self._slow = slow
         self._session = now_ns()
         self._number += 1
         self._lines_due = _FIRST_LINES_SECONDS
@@ -141,14 +177,14 @@ class LineMonitor:
         self._ended_workers = StackProfile()
         self.sampler.begin()
 
-    def _sample(self, stall: Stall) -> None:
-        kinds = set(work.WORK[stall.cause])
+    def _sample(self, wanted: tuple[str, ...], source: str | None) -> None:
+        kinds = set(wanted)
         sources = self._tracker.sources
         live = sources.live()
         if work.FETCH in kinds:
             sources.sampling = self._session, now_ns() + _AHEAD_NS
             self._ask(live)
-        threads = any(handle.threads for handle in live) or stall.evidence.source == "read_ahead"
+        threads = any(handle.threads for handle in live) or source == "read_ahead"
         self.sampler.want(frozenset(kinds if threads else kinds - {work.FETCH}))
 
     def _pause(self) -> None:

@@ -123,6 +123,7 @@ class AgentParts:
             self.run_dir / "profiles",
             self.identity.pid,
             errors=self.errors,
+            emit=self.event_log.emit,
             rank=lambda: self.identity.rank,
         )
         self._stall_monitor = StallMonitor(

@@ -249,6 +249,11 @@ class StallMonitor:
         """The open stall; None without one."""
         return self._detector.stall
 
+    @property
+    def holds_others_up(self) -> bool:
+        """Whether a peer waits for a slow rank, and this rank has no stall itself: it may be that rank."""
+        return self._detector.stall is None and self._one_is_slow
+
     def stall_fields(self) -> dict[str, Any] | None:
         """Fields of the open stall, as in the log; None without one."""
         stall = self._detector.stall

@@ -50,6 +50,9 @@ WORK: Final[dict[str, tuple[str, ...]]] = {
 }
 """What is sampled during a stall of each cause. Other causes have no line: their time is not spent in code."""
 
+SLOW_RANK: Final = (STEP,)
+"""What is sampled on a rank that the others wait for."""
+
 
 @dataclass(frozen=True, slots=True)
 class LineShare:
@@ -74,6 +77,11 @@ class LineShare:
     def place(self) -> str:
         """``train.py:42``."""
         return f"{self.file.rpartition(os.sep)[2]}:{self.line}"
+
+    @property
+    def named(self) -> str:
+        """``Image.resize at train.py:42``, or ``load at train.py:42`` if it called no function of a library."""
+        return f"{self.function if self.calls is None else self.calls} at {self.place}"
 
     def as_field(self) -> dict[str, Any]:
         """The line as it is in the log and in the report."""

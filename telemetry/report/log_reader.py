@@ -60,7 +60,8 @@ class ProcessLog:
         beat: the totals of its heartbeat; empty without one, as after an end by itself.
         saves: the newest checkpoints. ``saves_total``, ``save_seconds``: all that stopped the training.
         points: how far it had come at its windows and checkpoints.
-        stalls, hangs, snapshots, errors: lines of these events, oldest first.
+        stalls, hangs, snapshots, errors: lines of these events, oldest first. ``slow_steps``: the lines of code of its
+            steps while other ranks waited for it.
         torn_lines: how many lines could not be read.
         wrong_fields: how many fields were left out because of a wrong type.
         skipped: names of logs that are not regular files and were not read; only in the newest process.
@@ -77,6 +78,7 @@ class ProcessLog:
     wait: Sketch = field(default_factory=Sketch)
     stalls: list[dict[str, Any]] = field(default_factory=list)
     hangs: list[dict[str, Any]] = field(default_factory=list)
+    slow_steps: list[dict[str, Any]] = field(default_factory=list)
     snapshots: list[dict[str, Any]] = field(default_factory=list)
     errors: list[dict[str, Any]] = field(default_factory=list)
     end: dict[str, Any] = field(default_factory=dict)
@@ -228,6 +230,7 @@ def _take(line: dict[str, Any], log: ProcessLog) -> None:
             "stall_open": log.stalls,
             "stall_lines": log.stalls,
             "stall_close": log.stalls,
+            "straggler_lines": log.slow_steps,
             "hang": log.hangs,
             "snapshot": log.snapshots,
             "error": log.errors,

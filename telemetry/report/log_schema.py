@@ -229,6 +229,7 @@ FIELDS: Final[Mapping[str, Mapping[str, Kind]]] = MappingProxyType(
         "stall_open": _STALL,
         "stall_lines": _STALL,
         "stall_close": _STALL,
+        "straggler_lines": {"evidence": _EVIDENCE},
         "hang": {
             "since": _text,
             "verdict": _text,

@@ -9,6 +9,7 @@ from telemetry.core.formatting import rounded_percent
 from telemetry.core.labels import CATEGORIES, CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, STARTUP
 from telemetry.report import rank_processes
 from telemetry.report.hang_report import hang_of, job_hang_verdict
+from telemetry.report.stall_lines import lines_of_slow_ranks, with_whole_lines
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,9 +22,6 @@ STARVED_RATIO: Final = 0.20
 
 _ADVICE_FIELDS: Final = ("action", "setting", "value", "predicted_speedup", "because")
 """All of them are in the report. A field that the log does not have is null."""
-
-_LINE_FIELDS: Final = ("file", "line", "function", "calls", "share_ratio")
-_MAX_LINES: Final = 10
 
 _MAX_UNSEEN_RATIO: Final = 0.05
 """If a rank did not see the batches of more than this share of its steps, it is unknown whether it waits for data."""
@@ -62,7 +60,7 @@ def summarize(processes: Sequence[ProcessLog]) -> dict[str, Any]:
     A rank that was restarted has an entry for each of its processes, the newest last.
     """
     ranks = [_rank(process) for process in processes]
-    stalls = [stall for process in processes for stall in _stalls(process)]
+    stalls = lines_of_slow_ranks([stall for process in processes for stall in _stalls(process)], processes)
     now = rank_processes.not_replaced(processes)
     hang = hang_of(now)
     return {
@@ -270,21 +268,12 @@ def _stalls(process: ProcessLog) -> list[dict[str, Any]]:
             said = {k: v for k, v in _stall(process.rank, line).items() if v not in (None, {}, [])}
             # The stacks of a stuck run are only in the line that opens its stall.
             evidence = stalls[-1]["evidence"] | said.get("evidence", {})
-            stalls[-1] |= said | {"opened": stalls[-1]["opened"], "evidence": _with_whole_lines(evidence)}
+            stalls[-1] |= said | {"opened": stalls[-1]["opened"], "evidence": with_whole_lines(evidence)}
             if line.get("event") != "stall_lines":
                 stalls[-1]["closed"] = line.get("closed") or line.get("time")
     if stalls and stalls[-1]["closed"] is None:
         stalls[-1]["evidence"] |= _lost_so_far(process, stalls[:-1])
     return stalls
-
-
-def _with_whole_lines(evidence: dict[str, Any]) -> dict[str, Any]:
-    """The evidence. A line of code whose place is damaged is left out. ``calls`` is null if it called no function."""
-    if "lines" not in evidence:
-        return evidence
-    found = [dict.fromkeys(_LINE_FIELDS) | line for line in evidence["lines"]]
-    whole = [line for line in found if None not in {line["file"], line["line"], line["share_ratio"]}]
-    return evidence | {"lines": whole[:_MAX_LINES]}
 
 
 def _lost_so_far(process: ProcessLog, closed: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -28,10 +28,14 @@ _PART: Final = {
 }
 
 
+def verdict_part(line: LineShare, kind: str) -> str:
+    """How much of what: ``61 % of each fetch``."""
+    return f"{rounded_percent(line.share)} of {_PART[kind]}"
+
+
 def line_verdict(evidence: Evidence, kind: str, line: LineShare, *, cause: str) -> str:
     """One sentence on the line that takes most."""
-    name = _named(line)
-    text = f"{rounded_percent(line.share)} of {_PART[kind]} is {name}"
+    text = f"{verdict_part(line, kind)} is {line.named}"
     seconds = _seconds_of(evidence, kind)
     gain = _gain(evidence, kind, line, 1.0, cause=cause)
     if seconds is not None and kind in {work.FETCH, work.WAIT}:
@@ -58,19 +62,15 @@ def line_advice(evidence: Evidence, kind: str, line: LineShare, *, cause: str) -
     if removed is None or removed < _WORTH_IT:
         return ()
     seconds = _seconds_of(evidence, kind)
-    because = f"{rounded_percent(line.share)} of {_PART[kind]} is this line"
+    because = f"{verdict_part(line, kind)} is this line"
     if seconds is not None:
         because += f": {ms(seconds * line.share)} of {ms(seconds)}"
-    name = _named(line)
+    name = line.named
     where = {work.STEP: "the step", work.CHECKPOINT: "the checkpoint"}.get(kind, "the loader")
     return (
         Advice(f"take {name} out of {where}: do it once, before the training", None, None, removed, because),
         Advice(f"make {name} twice as fast", None, None, halved, because),
     )
-
-
-def _named(line: LineShare) -> str:
-    return f"{line.calls} at {line.place}" if line.calls is not None else f"{line.function} at {line.place}"
 
 
 def _seconds_of(evidence: Evidence, kind: str) -> float | None:
