@@ -9,6 +9,7 @@ hang.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from typing import TYPE_CHECKING, Final
@@ -54,6 +55,8 @@ class WorkerSampler:
         self._session = 0
         self._began_ns = 0
         self._profile = StackProfile()
+        module = sys.modules.get("torch.utils.data._utils.worker")
+        self._loop = vars(module) if module is not None else None
 
     def ask(self) -> None:
         """Start the thread, if it does not run. Called at the start of a fetch."""
@@ -93,7 +96,7 @@ class WorkerSampler:
                 self._session, self._began_ns, self._profile = session, now, StackProfile()
             if now >= until:
                 break
-            stack = fetch_part(stack_of(self._fetcher)) if self._fetching() else ()
+            stack = fetch_part(stack_of(self._fetcher, self._loop)) if self._fetching() else ()
             cpu = time.clock_gettime_ns(cpu_clock)
             if stack:
                 wall = times.weight_ns(due, now)

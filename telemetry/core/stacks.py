@@ -56,9 +56,15 @@ Stack = tuple[Spot, ...]
 """Innermost first. One more than `MAX_FRAMES` if there are more."""
 
 
-def stack_of(ident: int) -> Stack:
-    """The stack of a thread; empty if it runs no Python."""
-    return tuple(_spot(text[text.find(",") :], str(module)) for text, module in _at_once(lambda: _described(ident)))
+def stack_of(ident: int, until: dict[str, Any] | None = None) -> Stack:
+    """The stack of a thread; empty if it runs no Python.
+
+    Args:
+        ident: the thread's ident.
+        until: the globals of a module. Its frames, and those that called it, are left out.
+    """
+    read = _at_once(lambda: _described(ident, until))
+    return tuple(_spot(text[text.find(",") :], str(module)) for module, text in read)
 
 
 def own_stack(frame: FrameType | None) -> Stack:
@@ -70,10 +76,11 @@ def own_stack(frame: FrameType | None) -> Stack:
     return tuple(spots)
 
 
-def _described(ident: int) -> Iterator[tuple[str, object]]:
-    """The ``repr`` and the module of the globals, for each frame of a thread."""
+def _described(ident: int, until: dict[str, Any] | None) -> Iterator[tuple[object, str]]:
+    """The module of the globals and the ``repr``, for each frame of a thread."""
     frames, same = tee(_frames(ident))
-    return zip(map(repr, frames), map(_NAME, map(_GLOBALS, same)), strict=False)
+    inside = takewhile(partial(is_not, until), map(_GLOBALS, same))
+    return zip(map(_NAME, inside), map(repr, frames), strict=False)
 
 
 @lru_cache(maxsize=2048)

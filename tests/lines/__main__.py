@@ -152,14 +152,20 @@ def page(outcomes: Sequence[Outcome], about: dict[str, Any]) -> str:
         [
             "# Planted lines: what the agent names, and what removing them brings",
             "",
-            f"Measured by `python -m tests.lines` on {about['cpu']}, {about['cores']} cores shared with other work; "
-            f"Python {about['python']}, torch {about['torch']}.",
+            (
+                f"Measured by `python -m tests.lines` on {about['cpu']}, {about['cores']} cores shared with other work; "
+                f"Python {about['python']}, torch {about['torch']}."
+            ),
             "",
-            f"- The first line is the planted one in {told['first_line_right']} of {told['runs']} runs of "
-            f"{told['scripts']} scripts.",
+            (
+                f"- The first line is the planted one in {told['first_line_right']} of {told['runs']} runs of "
+                f"{told['scripts']} scripts."
+            ),
             f"- Its share is within 5 points of the script's own timers in {told['share_within_5_points']}.",
-            f"- The predicted speed-up is within 20 % of that without the line in {told['gain_within_20_percent']} of "
-            f"{told['predictions']}.",
+            (
+                f"- The predicted speed-up is within 20 % of that without the line in {told['gain_within_20_percent']} of "
+                f"{told['predictions']}."
+            ),
             "",
             "| Script | Cause | First line right | Share | By its timers | Predicted | Realised | Off | Samples |",
             "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
