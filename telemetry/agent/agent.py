@@ -286,6 +286,8 @@ class Agent(AgentParts):
             self._stall_monitor.end(self._builder.update())
             self.event_log.write_phases(last=True)
             self.event_log.window()
+        with self.errors.contained("lines"):
+            self._line_monitor.close()
         with self.errors.contained("on_stall"):
             self._stall_monitor.wait_for_callback(_CALLBACK_SECONDS)
         with self.errors.contained("jsonl"):

@@ -134,6 +134,13 @@ class LineMonitor:
             self._log_slow_steps()
         return not slow
 
+    def close(self) -> None:
+        """End the sampling, also that of the workers, at the end of the run."""
+        self._pause()
+        for handle in self._asked.values():
+            if handle.block is not None:
+                handle.block.ask_samples(self._session, 1)
+
     def findings(self, stall: Stall) -> LineFindings | None:
         """The lines of a stall so far, also written as folded stacks. None if there are too few samples."""
         if not self._session or stall.is_hang or self._slow:

@@ -50,7 +50,7 @@ WORK: Final[dict[str, tuple[str, ...]]] = {
 }
 """What is sampled during a stall of each cause. Other causes have no line: their time is not spent in code."""
 
-SLOW_RANK: Final = (STEP,)
+SLOW_RANK: Final[tuple[str, ...]] = (STEP,)
 """What is sampled on a rank that the others wait for."""
 
 
