@@ -14,6 +14,7 @@ import gc
 import json
 import multiprocessing
 import os
+import random
 import tempfile
 import time
 import zlib
@@ -30,8 +31,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 clock = time.perf_counter
-NUMBERS = [(i * 7919) % 1000003 for i in range(200_000)]
-NOISE = bytes(i * i % 251 for i in range(4096)) * 40
+CHANCE = random.Random(1)
+NUMBERS = CHANCE.sample(range(10_000_000), 150_000)
+NOISE = bytes(CHANCE.choices(range(64), k=1_400_000))
 WARM_UP_SECONDS = 3.0
 
 
@@ -73,7 +75,7 @@ class PythonLoop(Kind):
     def item(self, index: int) -> float:
         began = clock()
         if not self.without:
-            sum(number * number % 7 for number in range(300_000))  # hot: python_loop
+            sum(number * number % 7 for number in range(600_000))  # hot: python_loop
         spent = clock() - began
         quiet(15)
         return spent
@@ -85,7 +87,7 @@ class Spawned(Kind):
     def item(self, index: int) -> float:
         began = clock()
         if not self.without:
-            sum(number * number % 7 for number in range(300_000))  # hot: spawn
+            sum(number * number % 7 for number in range(600_000))  # hot: spawn
         spent = clock() - began
         quiet(15)
         return spent
@@ -109,7 +111,7 @@ class HoldsTheGil(Kind):
         if not self.without:
             sorted(NUMBERS)  # hot: c_holds_gil
         spent = clock() - began
-        busy(60_000)
+        busy(200_000)
         quiet(5)
         return spent
 
@@ -118,9 +120,9 @@ class ReleasesTheGil(Kind):
     def item(self, index: int) -> float:
         began = clock()
         if not self.without:
-            zlib.compress(NOISE * 4, 6)  # hot: c_releases_gil
+            zlib.compress(NOISE, 6)  # hot: c_releases_gil
         spent = clock() - began
-        busy(80_000)
+        busy(200_000)
         return spent
 
 
@@ -143,7 +145,7 @@ class BlockingRead(Kind):
         if not self.without:
             self.near.recv()  # hot: read
         spent = clock() - began
-        busy(120_000)
+        busy(200_000)
         return spent
 
 
@@ -166,7 +168,7 @@ class Locked(Kind):
             self.lock.acquire()  # hot: lock
             self.lock.release()
         spent = clock() - began
-        busy(120_000)
+        busy(200_000)
         return spent
 
 
@@ -174,7 +176,7 @@ class Helper(Kind):
     def item(self, index: int) -> float:
         began = clock()
         if not self.without:
-            hot_helpers.prepare(NOISE * 2)
+            hot_helpers.prepare(NOISE)
         spent = clock() - began
         quiet(15)
         return spent
@@ -196,7 +198,7 @@ class Collate(Kind):
     collate = staticmethod(slow_collate)
 
     def item(self, index: int) -> float:
-        busy(30_000)
+        busy(50_000)
         return 0.0
 
 
@@ -210,7 +212,7 @@ class MainProcess(Kind):
     def item(self, index: int) -> float:
         began = clock()
         if not self.without:
-            sum(number * number % 7 for number in range(300_000))  # hot: main_process
+            sum(number * number % 7 for number in range(600_000))  # hot: main_process
         spent = clock() - began
         quiet(15)
         return spent
@@ -224,14 +226,14 @@ class MainRead(Kind):
         if not self.without:
             time.sleep(0.03)  # hot: main_wait
         spent = clock() - began
-        busy(150_000)
+        busy(200_000)
         return spent
 
 
 class Split(Kind):
     """Decoding against augmentation, 70 to 30."""
 
-    packed = zlib.compress(bytes(i * i % 251 for i in range(1_000_000)) * 8)
+    packed = zlib.compress(NOISE * 6)
     picture = torch.rand(3, 600, 600)
 
     def item(self, index: int) -> float:
@@ -240,7 +242,7 @@ class Split(Kind):
         if not self.without:
             zlib.decompress(self.packed)  # hot: split
         spent = clock() - began
-        end = clock() + 0.3 / 0.7 * 0.03
+        end = clock() + 0.3 / 0.7 * 0.028
         while clock() < end:
             self.picture.flip(-1)
         return spent
@@ -260,7 +262,7 @@ class SlowSampler(Sampler):  # type: ignore[misc]
             if not self.without:
                 sorted(NUMBERS)  # hot: sampler
             self.spent += clock() - began
-            busy(80_000)
+            busy(200_000)
             self.whole += clock() - began
             index += 1
             yield index
@@ -308,7 +310,7 @@ def stream(*, without: bool) -> Iterator[torch.Tensor]:
         if not without:
             sorted(NUMBERS)  # hot: watched
         spent = clock() - began
-        busy(60_000)
+        busy(200_000)
         yield torch.tensor([spent, clock() - began], dtype=torch.float64)
 
 
