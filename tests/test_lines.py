@@ -251,6 +251,21 @@ def test_a_forked_child_has_the_usual_interval(interval):
     assert os.waitpid(pid, 0)[1] == 0
 
 
+def test_a_sample_that_a_c_call_delayed_stands_for_the_delay_too():
+    times = sample_times.SampleTimes(0.01)
+    at_once, late = times.weight_ns(5 * NS, 5 * NS), times.weight_ns(5 * NS, 5 * NS + NS // 4)
+    assert at_once == NS // 100
+    assert late == at_once + NS // 4
+    assert times.weight_ns(0, 3600 * NS) < 60 * NS  # the process was stopped
+
+
+def test_gaps_are_random_and_their_mean_is_the_weight():
+    times = sample_times.SampleTimes(0.01)
+    gaps = [times.gap() for _ in range(20_000)]
+    assert sum(gaps) / len(gaps) == pytest.approx(0.01, rel=0.05)
+    assert len(set(gaps)) > 19_000
+
+
 # -- on the agent thread -----------------------------------------------------------------------------------------
 
 

@@ -11,6 +11,11 @@ import pytest
 from torch.utils.data import DataLoader, Dataset
 
 import telemetry
+from telemetry.agent.line_monitor import LineMonitor
+from telemetry.attach.ring import S_COMPUTE, Ring
+from telemetry.attach.step_tracker import StepTracker
+from telemetry.core.clock import NS, now_ns
+from telemetry.core.errors import ErrorLog
 from telemetry.core.stack_profile import StackProfile
 from telemetry.diagnose import line_shares as work
 
@@ -85,7 +90,7 @@ def test_a_starved_run_names_its_line(tmp_path, kind):
     interval = sys.getswitchinterval()
     try:
         for number, _ in enumerate(batches()):
-            if number % 10 == 9 and samples_of(agent) > 2 * work.MIN_SAMPLES:
+            if number % 10 == 9 and samples_of(agent) > work.MIN_SAMPLES + 10:
                 break
             assert agent._line_monitor.sampler.sampling or agent._stall_monitor.active_cause or not samples_of(agent)
     finally:
@@ -123,3 +128,27 @@ def test_a_run_without_a_stall_takes_no_sample(tmp_path):
     finally:
         telemetry.stop()
     assert not (tmp_path / "profiles").exists()
+
+
+def test_a_rank_that_holds_the_others_up_logs_the_lines_of_its_steps(tmp_path):
+    tracker, logged = StepTracker(Ring()), []
+    monitor = LineMonitor(
+        tracker, tmp_path / "profiles", 1, errors=ErrorLog(), emit=lambda *line: logged.append(line), rank=lambda: 3
+    )
+    monitor.tick(None)
+    assert not monitor.sampler.sampling
+    try:
+        assert not monitor.tick(None, holds_others_up=True)
+        assert monitor.sampler.sampling
+        tracker.category = S_COMPUTE
+        for _ in range(2 * work.MIN_SAMPLES):
+            monitor.sampler.sample(now_ns())
+        monitor._session -= 60 * NS  # it has gone on for a minute
+        monitor.tick(None, holds_others_up=True)
+    finally:
+        monitor.close()
+    ((event, fields),) = logged
+    assert event == "straggler_lines"
+    assert fields["evidence"]["lines_of"] == "step"
+    assert "of each step of rank 3 is" in fields["evidence"]["line_verdict"]
+    assert not monitor.sampler.sampling
