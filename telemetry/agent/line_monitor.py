@@ -99,7 +99,6 @@ class LineMonitor:
         self._slow = False
         self._number = 0
         self._lines_due = _FIRST_LINES_SECONDS
-        self._written = 0.0
         self._asked: dict[int, LoaderHandle] = {}
         self._ended_workers = StackProfile()
 
@@ -116,7 +115,8 @@ class LineMonitor:
         if stall is not None and not stall.is_hang:
             kinds = work.WORK.get(stall.cause, ())
         elif not slow:
-            self._session = 0
+            self._forget()
+        self._keep_ended()
         if not kinds:
             self._pause()
             return False
@@ -137,9 +137,7 @@ class LineMonitor:
     def close(self) -> None:
         """End the sampling, also that of the workers, at the end of the run."""
         self._pause()
-        for handle in self._asked.values():
-            if handle.block is not None:
-                handle.block.ask_samples(self._session, 1)
+        self._forget()
 
     def findings(self, stall: Stall) -> LineFindings | None:
         """The lines of a stall so far, also written as folded stacks. None if there are too few samples."""
@@ -176,23 +174,32 @@ class LineMonitor:
             self._files.write(self._rank(), self._number, cause, content)
 
     def _begin(self, *, slow: bool) -> None:
+        self._forget()
         self._slow = slow
         self._session = now_ns()
         self._number += 1
         self._lines_due = _FIRST_LINES_SECONDS
-        self._asked = {}
-        self._ended_workers = StackProfile()
-        self.sampler.begin()
+
+    def _forget(self) -> None:
+        """Forget a stall that has closed, and end the sampling of its workers."""
+        if self._session:
+            for handle in self._asked.values():
+                if handle.block is not None:
+                    handle.block.ask_samples(self._session, 1)
+            self._session = 0
+            self._asked = {}
+            self._ended_workers = StackProfile()
+            self.sampler.begin()
 
     def _sample(self, wanted: tuple[str, ...], source: str | None) -> None:
-        kinds = set(wanted)
+        kinds = frozenset(wanted)
         sources = self._tracker.sources
         live = sources.live()
-        if work.FETCH in kinds:
+        if wanted[0] == work.FETCH:
             sources.sampling = self._session, now_ns() + _AHEAD_NS
             self._ask(live)
         threads = any(handle.threads for handle in live) or source == "read_ahead"
-        self.sampler.want(frozenset(kinds if threads else kinds - {work.FETCH}))
+        self.sampler.want(kinds if threads else kinds - {work.FETCH})
 
     def _pause(self) -> None:
         self._tracker.sources.sampling = (0, 0)
@@ -200,7 +207,7 @@ class LineMonitor:
         self.sampler.want(frozenset())
 
     def _ask(self, live: list[LoaderHandle]) -> None:
-        """Ask the workers of all training loaders, and keep what those have written that have ended."""
+        """Ask the workers of all training loaders."""
         sources = self._tracker.sources
         while sources.asked:
             handle = sources.asked.popleft()
@@ -210,7 +217,10 @@ class LineMonitor:
             if handle.block is not None and (handle.training or not trained):
                 handle.block.ask_samples(*sources.sampling)
                 self._asked[id(handle)] = handle
-        alive = set(map(id, live))
+
+    def _keep_ended(self) -> None:
+        """Keep what workers have written whose loader has ended, but not the loader."""
+        alive = set(map(id, self._tracker.sources.live()))
         for key in [key for key in self._asked if key not in alive]:
             self._ended_workers.merge(self._sampled_by(self._asked.pop(key)))
 
