@@ -125,4 +125,7 @@ def _with_shorter_fetch(evidence: Evidence, now: float, saved: float, saved_cpu:
     then = predicted_step(
         evidence, fetch=on_its_own * (1 - saved), fetch_cpu=cpu * (1 - saved_cpu), workers=workers.count
     )
-    return None if then is None else min(then, now)
+    if then is None:
+        return None
+    received = (evidence.delivery.receive_cpu_seconds or 0.0) * evidence.batches_per_step  # on the training thread
+    return min(max(then, (evidence.compute_seconds / evidence.steps) + received), now)
