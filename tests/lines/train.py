@@ -145,7 +145,7 @@ class BlockingRead(Kind):
         if not self.without:
             self.near.recv()  # hot: read
         spent = clock() - began
-        busy(200_000)
+        busy(120_000)
         return spent
 
 
@@ -168,7 +168,7 @@ class Locked(Kind):
             self.lock.acquire()  # hot: lock
             self.lock.release()
         spent = clock() - began
-        busy(200_000)
+        busy(80_000)
         return spent
 
 
@@ -226,7 +226,7 @@ class MainRead(Kind):
         if not self.without:
             time.sleep(0.03)  # hot: main_wait
         spent = clock() - began
-        busy(200_000)
+        busy(120_000)
         return spent
 
 
