@@ -190,6 +190,8 @@ class Agent(AgentParts):
         """Sleep until ``stamp``. In a job of several ranks, or while a stall is open, take samples meanwhile."""
         alone = self.identity.world_size < 2
         lines = self._line_monitor.sampler
+        if lines.sampling:  # a tick may take long where C calls hold the GIL, and the code that does so must be seen
+            stamp = max(stamp, now_ns() + int(self.config.interval_seconds / 2 * NS))
         while not self._ended and (left := (stamp - now_ns()) / NS) > 0:
             # At random intervals: steps of the training may have the same length as a fixed interval.
             apart = self._stall_monitor.sample_seconds * (0.5 + self._random.random())

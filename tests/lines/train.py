@@ -340,7 +340,7 @@ def main() -> None:
     optimizer = torch.optim.SGD([weights], lr=0.0)
     hot = whole = 0.0
     steps, began, steady = 0, clock(), 0.0
-    kept = [[number] for number in range(150_000)] if options.kind == "gc_step" else []
+    kept = [[number] for number in range(1_000)] if options.kind == "gc_step" else []
     with tempfile.TemporaryDirectory() as folder:
         started = clock()
         for batch in batches:
