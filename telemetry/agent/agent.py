@@ -195,12 +195,21 @@ class Agent(AgentParts):
         self._finish()
 
     def _wait_until(self, stamp: int) -> None:
-        """Sleep until ``stamp``. In a job of several ranks, sample the training thread meanwhile."""
+        """Sleep until ``stamp``. In a job of several ranks, or while a stall is open, take samples meanwhile."""
         alone = self.identity.world_size < 2
+        lines = self._line_monitor.sampler
+        if lines.sampling:  # a tick may take long where C calls hold the GIL, and the code that does so must be seen
+            stamp = max(stamp, now_ns() + int(self.config.interval_seconds / 2 * NS))
         while not self._ended and (left := (stamp - now_ns()) / NS) > 0:
             # At random intervals: steps of the training may have the same length as a fixed interval.
             apart = self._stall_monitor.sample_seconds * (0.5 + self._random.random())
-            self._wake.wait(left if alone else min(left, apart))
+            gap = lines.gap()
+            wait = min(left, gap) if alone else min(left, gap, apart)
+            due = now_ns() + int(wait * NS)
+            self._wake.wait(wait)
+            if wait == gap:
+                with self.errors.contained("lines"):
+                    lines.sample(due)
             if not alone:
                 with self.errors.contained("diagnose"):
                     self._thread_sampler.sample()
@@ -253,6 +262,10 @@ class Agent(AgentParts):
             self._changes.tick(tick.totals)
             self.tracker.time_next_batch(self._stall_monitor.waits_to_time)
             self._follow_hang()
+        with self.errors.contained("lines"):
+            stalls = self._stall_monitor
+            if self._line_monitor.tick(stalls.open_stall, holds_others_up=stalls.holds_others_up):
+                stalls.log_lines()
         self.accounting.keep_up()
         with self.errors.contained("snapshot"):
             self.snapshots.tick(self._stall_monitor.active_cause, self._stall_monitor.stall_fields)
@@ -293,6 +306,8 @@ class Agent(AgentParts):
             self._stall_monitor.end(self._builder.update())
             self.event_log.write_phases(last=True)
             self.event_log.window()
+        with self.errors.contained("lines"):
+            self._line_monitor.close()
         with self.errors.contained("on_stall"):
             self._stall_monitor.wait_for_callback(_CALLBACK_SECONDS)
         with self.errors.contained("jsonl"):

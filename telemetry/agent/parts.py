@@ -15,6 +15,7 @@ from telemetry.agent.collector_poller import CollectorPoller
 from telemetry.agent.endpoint_address import EndpointAddress
 from telemetry.agent.event_log import EventLog
 from telemetry.agent.job_hang import HangSurroundings, JobHang
+from telemetry.agent.line_monitor import LineMonitor
 from telemetry.agent.overhead import Overhead
 from telemetry.agent.rank_membership import Membership
 from telemetry.agent.rank_state import RankStateReader
@@ -120,6 +121,14 @@ class AgentParts:
             errors=self.errors,
             wall=self._wall,
         )
+        self._line_monitor = LineMonitor(
+            self.tracker,
+            self.run_dir / "profiles",
+            self.identity.pid,
+            errors=self.errors,
+            emit=self.event_log.emit,
+            rank=lambda: self.identity.rank,
+        )
         self._stall_monitor = StallMonitor(
             config,
             self.tracker,
@@ -127,6 +136,7 @@ class AgentParts:
             errors=self.errors,
             emit=self.event_log.emit,
             timestamp=self._wall.iso,
+            lines=self._line_monitor.findings,
             rank=self.identity.rank,
             node=self.identity.node,
         )

@@ -62,7 +62,8 @@ class ProcessLog:
         saves: the newest checkpoints. ``saves_total``, ``save_seconds``: all that stopped the training.
         points: how far it had come at its windows and checkpoints. ``pace``: its totals at its windows.
         environment: versions, cores and its GPU's name. ``loader``: the newest settings of its DataLoader.
-        stalls, hangs, changes, snapshots, errors: lines of these events, oldest first.
+        stalls, hangs, changes, snapshots, errors: lines of these events, oldest first. ``slow_steps``: the lines of
+            code of its steps while other ranks waited for it.
         torn_lines: how many lines could not be read.
         wrong_fields: how many fields were left out because of a wrong type.
         skipped: names of logs that are not regular files and were not read; only in the newest process.
@@ -80,6 +81,7 @@ class ProcessLog:
     stalls: list[dict[str, Any]] = field(default_factory=list)
     hangs: list[dict[str, Any]] = field(default_factory=list)
     changes: list[dict[str, Any]] = field(default_factory=list)
+    slow_steps: list[dict[str, Any]] = field(default_factory=list)
     snapshots: list[dict[str, Any]] = field(default_factory=list)
     errors: list[dict[str, Any]] = field(default_factory=list)
     end: dict[str, Any] = field(default_factory=dict)
@@ -234,7 +236,9 @@ def _take(line: dict[str, Any], log: ProcessLog) -> None:
     else:
         kept = {
             "stall_open": log.stalls,
+            "stall_lines": log.stalls,
             "stall_close": log.stalls,
+            "straggler_lines": log.slow_steps,
             "hang": log.hangs,
             "change": log.changes,
             "snapshot": log.snapshots,

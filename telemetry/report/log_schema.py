@@ -107,7 +107,7 @@ class _Object:
         listed: whether the value is a list of such objects.
     """
 
-    fields: Mapping[str, Check]
+    fields: Mapping[str, Kind]
     keep_others: bool = False
     listed: bool = False
 
@@ -125,8 +125,22 @@ _ADVICE: Final = _Object(
     listed=True,
 )
 
+_LINE: Final = _Object(
+    {"file": _text, "line": _count, "function": _text, "calls": _text, "share_ratio": _number},
+    listed=True,
+)
+
 _EVIDENCE: Final = _Object(
-    {"lost_seconds": _numbers, "stuck_in": _text, "stuck_at": _text, "stuck_seconds": _number, "stacks": _stacks},
+    {
+        "lost_seconds": _numbers,
+        "stuck_in": _text,
+        "stuck_at": _text,
+        "stuck_seconds": _number,
+        "stacks": _stacks,
+        "lines": _LINE,
+        "lines_of": _text,
+        "line_verdict": _text,
+    },
     keep_others=True,
 )
 
@@ -233,7 +247,9 @@ FIELDS: Final[Mapping[str, Mapping[str, Kind]]] = MappingProxyType(
             "with": _Object({"what": _text, "before": _number, "after": _number}, listed=True),
         },
         "stall_open": _STALL,
+        "stall_lines": _STALL,
         "stall_close": _STALL,
+        "straggler_lines": {"evidence": _EVIDENCE},
         "hang": {
             "since": _text,
             "verdict": _text,

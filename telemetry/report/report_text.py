@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.core.formatting import duration, percent, table
 from telemetry.core.labels import CATEGORIES
+from telemetry.report.line_table import line_table
 from telemetry.report.snapshot_traces import shown_by
 from telemetry.report.step_change_report import change_lines
 
@@ -64,7 +65,7 @@ def _stall(stall: dict[str, Any]) -> list[str]:
         typed = "" if not setting else f"{setting}={advice['value']}: " if advice.get("value") else f"{setting}: "
         worth = f", predicted {gain:g} times the steps per second" if gain is not None else ""
         lines.append(f"  {'try ' if typed else ''}{typed}{advice.get('action')}{worth} ({advice.get('because')})")
-    return [*lines, *_stacks(stall["evidence"].get("stacks", []))]
+    return [*lines, *line_table(stall), *_stacks(stall["evidence"].get("stacks", []))]
 
 
 def _stacks(stacks: Sequence[str]) -> list[str]:
