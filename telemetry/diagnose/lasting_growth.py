@@ -1,0 +1,124 @@
+"""Whether a figure grows for good, and how fast.
+
+Memory also grows at the start of a run, up to a cache's size, in steps, and in a saw-tooth while workers live. None of
+that is a leak. So growth only counts if it goes on evenly, and if it is large compared with what the figure has ever
+fallen by.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import combinations, pairwise
+from statistics import median
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from telemetry.diagnose.reading_history import TimedReading
+
+SHARES: Final = (2 / 3, 1 / 3, 1 / 6)
+"""The newest part of the history that is judged. The first third of a run is always left out: it is its start-up."""
+
+_MIN_READINGS: Final = 8
+_MIN_SECONDS: Final = 20.0
+
+_MIN_TIMES_FALL: Final = 2.0
+"""Growth counts if it is this many times what the figure has ever fallen by. Memory of workers that are started anew in
+each epoch falls by as much as it grows."""
+
+_QUARTERS: Final = 4
+_MIN_EVEN: Final = 0.3
+"""From each quarter of the time to the next it must grow by this share of the mean. A single jump is no growth."""
+
+_SLOWING: Final = 0.8
+"""If growth in the second half is less than this share of that in the first, it is assumed to go on slowing down."""
+
+
+@dataclass(frozen=True, slots=True)
+class LastingGrowth:
+    """Growth that goes on.
+
+    Attributes:
+        per_second: how fast, over the time that was judged. ``seconds``: that time.
+        since: where that time begins.
+        further: by how much it can still grow, if it goes on slowing down as it has; infinite if it does not slow down.
+    """
+
+    per_second: float
+    seconds: float
+    since: float
+    further: float
+
+
+def lasting_growth(readings: Sequence[TimedReading], at_least: float) -> LastingGrowth | None:
+    """The growth over the longest of the times that show one; None if none does.
+
+    Args:
+        readings: oldest first.
+        at_least: growth by less does not count, in the unit of the figure.
+    """
+    if len(readings) < _MIN_READINGS:
+        return None
+    first, last = readings[0].seconds, readings[-1].seconds
+    fall: float | None = None
+    for share in SHARES:
+        window = [reading for reading in readings if reading.seconds >= last - share * (last - first)]
+        seconds = window[-1].seconds - window[0].seconds
+        if len(window) < _MIN_READINGS or seconds < _MIN_SECONDS:
+            return None
+        quarters = _quarters(window)
+        # Looked at first: it takes no time, and most figures grow by nothing.
+        if quarters[-1] - quarters[0] < at_least * (_QUARTERS - 1) / _QUARTERS:
+            continue
+        fall = _largest_fall(readings) if fall is None else fall
+        slope = slope_of(window)
+        grown = slope * seconds
+        if grown < max(at_least, _MIN_TIMES_FALL * fall):
+            continue
+        if min(b - a for a, b in pairwise(quarters)) < _MIN_EVEN * grown / _QUARTERS:
+            continue
+        return LastingGrowth(slope, seconds, window[0].seconds, _further(window, seconds))
+    return None
+
+
+def slope_of(readings: Sequence[TimedReading]) -> float:
+    """The median of the slopes of all pairs (Theil and Sen). Single wrong readings have no influence.
+
+    Args:
+        readings: at least two, at different times.
+    """
+    return median((b.value - a.value) / (b.seconds - a.seconds) for a, b in combinations(readings, 2))
+
+
+def slope_since(readings: Sequence[TimedReading], since: float) -> float | None:
+    """The slope from a time on; None if there are fewer than three readings."""
+    window = [reading for reading in readings if reading.seconds >= since]
+    return slope_of(window) if len(window) > 2 else None
+
+
+def _further(window: Sequence[TimedReading], seconds: float) -> float:
+    half = len(window) // 2
+    before, after = slope_of(window[: half + 1]), slope_of(window[half:])
+    if after >= _SLOWING * before:
+        return math.inf
+    ratio = max(0.0, after / before)
+    return after * seconds / 2 * ratio / (1 - ratio)
+
+
+def _quarters(window: Sequence[TimedReading]) -> list[float]:
+    """The medians of four parts of the same number of readings."""
+    bounds = [len(window) * part // _QUARTERS for part in range(_QUARTERS + 1)]
+    return [median(r.value for r in window[a:b]) for a, b in pairwise(bounds)]
+
+
+def _largest_fall(readings: Sequence[TimedReading]) -> float:
+    """The largest fall below an earlier reading. A single reading that stands out does not count."""
+    values = [reading.value for reading in readings]
+    smooth = [median(values[max(0, i - 1) : i + 2]) for i in range(len(values))]
+    fall, highest = 0.0, smooth[0]
+    for value in smooth:
+        highest = max(highest, value)
+        fall = max(fall, highest - value)
+    return fall
