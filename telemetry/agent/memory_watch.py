@@ -23,8 +23,11 @@ _SPANS: Final = (1350.0, 64.0)
 """Maximum seconds between two readings of the two histories of each figure: they reach back a day, and an hour."""
 
 _JUDGE_SECONDS: Final = 5.0
-_AVAILABLE: Final = "available"
+_USED_MEMORY: Final = "used"
 _COPYABLE: Final = "copyable"
+_USED_SHARED_MEMORY: Final = "shared_memory_used"
+_USED: Final = frozenset({_USED_MEMORY, _USED_SHARED_MEMORY})
+"""Figures of which the peaks count: minus the bytes that are left."""
 
 
 class MemoryWatch:
@@ -68,7 +71,7 @@ class MemoryWatch:
             for histories, span in zip(self._histories, _SPANS, strict=True):
                 history = histories.get(name)
                 if history is None:
-                    history = histories[name] = ReadingHistory(READ_SECONDS, span)
+                    history = histories[name] = ReadingHistory(READ_SECONDS, span, highest=name in _USED)
                 self._changed |= history.add(now / NS, value)
         if self._changed and now - self._judged_ns >= _JUDGE_SECONDS * NS:
             self._changed, self._judged_ns = False, now
@@ -107,7 +110,8 @@ class MemoryWatch:
             SHARED_MEMORY: sample.shared_memory_bytes,
             CUDA: None if allocator is None else allocator.allocated_bytes,
             _COPYABLE: sample.workers_shared_bytes,
-            _AVAILABLE: sample.memory_available_bytes,
+            _USED_MEMORY: _minus(sample.memory_available_bytes),
+            _USED_SHARED_MEMORY: _minus(sample.shared_memory_free_bytes),
         }
         free = {MEMORY: sample.memory_available_bytes, SHARED_MEMORY: sample.shared_memory_free_bytes}
         if allocator is not None and gpu is not None and None not in (gpu.memory_total_bytes, gpu.memory_used_bytes):
@@ -129,12 +133,16 @@ class MemoryWatch:
 
     def _readings(self, histories: dict[str, ReadingHistory]) -> MemoryReadings:
         kept = {name: history.readings for name, history in histories.items()}
-        available = kept.pop(_AVAILABLE, ())
         return MemoryReadings(
+            used=kept.pop(_USED_MEMORY, ()),
+            shared_memory_used=kept.pop(_USED_SHARED_MEMORY, ()),
             workers_shared=kept.pop(_COPYABLE, ()),
-            used=tuple(reading._replace(value=-reading.value) for reading in available),
             parts=kept,
             free=self._free,
             limit_bytes=self._limit,
             workers_end=self._workers_end(),
         )
+
+
+def _minus(value: int | None) -> int | None:
+    return None if value is None else -value

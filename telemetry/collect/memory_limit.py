@@ -49,6 +49,14 @@ class MemoryLimits:
         limits = [self._of_machine(), *map(_of_group, self._groups)]
         return min((limit for limit in limits if limit is not None), default=None)
 
+    def shared_memory(self) -> int | None:
+        """Bytes of shared memory of this process's own group and those below it; None without one."""
+        for folder in self._groups:
+            stat = _pairs(f"{folder}/memory.stat")
+            if "shmem" in stat:
+                return stat.get("total_shmem", stat["shmem"])
+        return None
+
     def _of_machine(self) -> MemoryLimit | None:
         found = _pairs(self._meminfo)
         total, available = found.get("MemTotal:"), found.get("MemAvailable:")

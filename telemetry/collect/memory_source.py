@@ -91,11 +91,12 @@ class MemorySource:
             raise CollectorError("/proc/self/stat cannot be read")
         workers, shared = self._of_workers(now)
         room, limit = self._size_of_shared_memory(), self._limits.tightest()
+        own_shared = self._limits.shared_memory()
         return MemorySample(
             training_bytes=own.anonymous_bytes,
             workers_bytes=workers,
             workers_shared_bytes=shared,
-            shared_memory_bytes=None if room is None else room[0],
+            shared_memory_bytes=own_shared if own_shared is not None or room is None else room[0],
             shared_memory_free_bytes=None if room is None else room[1],
             memory_available_bytes=None if limit is None else limit.available,
             memory_limit_bytes=None if limit is None else limit.limit,

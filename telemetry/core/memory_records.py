@@ -24,7 +24,8 @@ class MemorySample:
         workers_bytes: anonymous memory of all DataLoader workers, without pages that they still share with the
             process that forked them. None without workers.
         workers_shared_bytes: the anonymous memory that they still share. If they write to it, it is copied.
-        shared_memory_bytes: /dev/shm in use, by any process. ``shared_memory_free_bytes``: what is left of its size.
+        shared_memory_bytes: shared memory of this process's cgroup; without a cgroup all of /dev/shm that is in use.
+            ``shared_memory_free_bytes``: what all processes have left of the size of /dev/shm.
         memory_available_bytes: what this process and all others can still allocate before the kernel has to kill one:
             the smallest of what is left on the machine and of what is left in each memory cgroup above this process.
             Page cache counts as available.

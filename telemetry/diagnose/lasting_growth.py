@@ -32,7 +32,7 @@ _QUARTERS: Final = 4
 _MIN_EVEN: Final = 0.3
 """From each quarter of the time to the next it must grow by this share of the mean. A single jump is no growth."""
 
-_SLOWING: Final = 0.8
+_SLOWING: Final = 0.85
 """If growth in the second half is less than this share of that in the first, it is assumed to go on slowing down."""
 
 
@@ -43,13 +43,23 @@ class LastingGrowth:
     Attributes:
         per_second: how fast, over the time that was judged. ``seconds``: that time.
         since: where that time begins.
-        further: by how much it can still grow, if it goes on slowing down as it has; infinite if it does not slow down.
+        slowing: growth in its second half over that in its first; 1 if it does not slow down.
     """
 
     per_second: float
     seconds: float
     since: float
-    further: float
+    slowing: float = 1.0
+
+    def seconds_to(self, amount: float) -> float:
+        """When it will have grown by an amount; infinite if never, because it slows down."""
+        if self.slowing >= 1:
+            return amount / self.per_second
+        half, ratio = self.seconds / 2, self.slowing
+        # The two halves together have grown by what is known. Each half to come grows by `ratio` of the one before.
+        next_half = self.per_second * self.seconds * ratio / (1 + ratio) * ratio
+        left = 1 - amount * (1 - ratio) / next_half if next_half > 0 else 0.0
+        return half * math.log(left) / math.log(ratio) if left > 0 else math.inf
 
 
 def lasting_growth(readings: Sequence[TimedReading], at_least: float) -> LastingGrowth | None:
@@ -79,7 +89,7 @@ def lasting_growth(readings: Sequence[TimedReading], at_least: float) -> Lasting
             continue
         if min(b - a for a, b in pairwise(quarters)) < _MIN_EVEN * grown / _QUARTERS:
             continue
-        return LastingGrowth(slope, seconds, window[0].seconds, _further(window, seconds))
+        return LastingGrowth(slope, seconds, window[0].seconds, _slowing(window))
     return None
 
 
@@ -92,19 +102,33 @@ def slope_of(readings: Sequence[TimedReading]) -> float:
     return median((b.value - a.value) / (b.seconds - a.seconds) for a, b in combinations(readings, 2))
 
 
+def long_enough(readings: Sequence[TimedReading]) -> bool:
+    """Whether it can be told if a figure grows."""
+    return len(readings) >= _MIN_READINGS and SHARES[0] * (readings[-1].seconds - readings[0].seconds) >= _MIN_SECONDS
+
+
+def peak(readings: Sequence[TimedReading], growth: LastingGrowth) -> float:
+    """The highest that a figure is now and then, at the time of the last reading.
+
+    That is the highest reading since the growth began, moved along it. Memory is used up at a peak, such as a
+    checkpoint. For growth that slows down this would be too high, so it is the last reading.
+    """
+    last = readings[-1]
+    if growth.slowing < 1:
+        return last.value
+    return max(r.value + growth.per_second * (last.seconds - r.seconds) for r in readings if r.seconds >= growth.since)
+
+
 def slope_since(readings: Sequence[TimedReading], since: float) -> float | None:
     """The slope from a time on; None if there are fewer than three readings."""
     window = [reading for reading in readings if reading.seconds >= since]
     return slope_of(window) if len(window) > 2 else None
 
 
-def _further(window: Sequence[TimedReading], seconds: float) -> float:
+def _slowing(window: Sequence[TimedReading]) -> float:
     half = len(window) // 2
     before, after = slope_of(window[: half + 1]), slope_of(window[half:])
-    if after >= _SLOWING * before:
-        return math.inf
-    ratio = max(0.0, after / before)
-    return after * seconds / 2 * ratio / (1 - ratio)
+    return 1.0 if after >= _SLOWING * before else max(0.0, after / before)
 
 
 def _quarters(window: Sequence[TimedReading]) -> list[float]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from telemetry.core.memory_records import CUDA, MEMORY_PARTS, SHARED_MEMORY, WORKERS, MemoryGrowth
-from telemetry.diagnose.lasting_growth import LastingGrowth, lasting_growth, slope_since
+from telemetry.diagnose.lasting_growth import LastingGrowth, lasting_growth, long_enough, peak, slope_since
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,7 +20,7 @@ _MIN_BYTES: Final = 16 << 20
 _MIN_LIMIT_RATIO: Final = 0.01
 """Growth by less than 16 MiB, or than this share of the limit, within the time that was judged is of no interest."""
 
-_HORIZON: Final = 8.0
+_HORIZON: Final = 4.0
 """The end of the memory is forecast for at most this many times the time from which it is told."""
 
 _FIRST_EPOCH_HORIZON: Final = 2.0
@@ -39,6 +40,7 @@ class MemoryReadings:
     Attributes:
         parts: by part, from `MEMORY_PARTS`.
         used: what this run and all others use of the limit: minus the bytes that are available.
+        shared_memory_used: what this run and all others use of /dev/shm: minus the bytes that are free.
         workers_shared: anonymous memory that workers share with the process that forked them.
         free: what is left now, of ``memory``, ``shared_memory`` and ``cuda``. One that is not known is missing.
         limit_bytes: the memory limit, for the least growth of interest; None if not known.
@@ -47,6 +49,7 @@ class MemoryReadings:
 
     parts: Mapping[str, tuple[TimedReading, ...]] = field(default_factory=dict)
     used: tuple[TimedReading, ...] = ()
+    shared_memory_used: tuple[TimedReading, ...] = ()
     workers_shared: tuple[TimedReading, ...] = ()
     free: Mapping[str, float] = field(default_factory=dict)
     limit_bytes: float | None = None
@@ -57,9 +60,14 @@ def memory_outlook(now: MemoryReadings) -> MemoryGrowth:
     """Judge the histories. What was not measured for long enough is missing in the result."""
     at_least = max(float(_MIN_BYTES), _MIN_LIMIT_RATIO * (now.limit_bytes or 0.0))
     growths = {part: lasting_growth(readings, at_least) for part, readings in now.parts.items()}
-    rates = {part: growth.per_second if growth is not None else 0.0 for part, growth in growths.items()}
+    rates = {
+        part: growth.per_second if growth is not None else 0.0
+        for part, growth in growths.items()
+        if long_enough(now.parts[part])
+    }
     ends = [_end_of_memory(now, growths, at_least)]
-    ends += [_end_of_part(part, growths.get(part), now.free.get(part)) for part in (SHARED_MEMORY, CUDA)]
+    ends.append(_end_of_part(SHARED_MEMORY, lasting_growth(now.shared_memory_used, at_least), now.free))
+    ends.append(_end_of_part(CUDA, growths.get(CUDA), now.free))
     known = [end for end in ends if end is not None]
     if known:
         end = min(known, key=lambda end: end.seconds)
@@ -83,15 +91,14 @@ class _End:
     copied: bool = False
 
 
-def _end_of_memory(
-    now: MemoryReadings, growths: Mapping[str, LastingGrowth | None], at_least: float
-) -> _End | None:
+def _end_of_memory(now: MemoryReadings, growths: Mapping[str, LastingGrowth | None], at_least: float) -> _End | None:
     growth, free = lasting_growth(now.used, at_least), now.free.get(MEMORY)
     if growth is None:  # what others use goes up and down, but a part of this run may grow all the same
         own = [growth for part, growth in growths.items() if growth is not None and part != CUDA]
         growth = max(own, key=lambda growth: growth.per_second, default=None)
-    if growth is None or free is None or _levels_off(growth, free):
+    if growth is None or free is None:
         return None
+    free = max(0.0, min(free, -peak(now.used, growth)))
     slopes = {
         part: slope
         for part in MEMORY_PARTS
@@ -107,19 +114,20 @@ def _end_of_memory(
         if copied and now.workers_shared[-1].value < free:
             return None  # all that they can copy fits
         horizon = _FIRST_EPOCH_HORIZON if now.workers_end else _HORIZON
-    seconds = free / growth.per_second
+    seconds = growth.seconds_to(free)
     if seconds > horizon * growth.seconds:
         return None
     return _End(MEMORY, seconds, where, growth.per_second if where is None else slopes[where], copied)
 
 
-def _end_of_part(part: str, growth: LastingGrowth | None, free: float | None) -> _End | None:
-    if growth is None or free is None or _levels_off(growth, free):
+def _end_of_part(part: str, growth: LastingGrowth | None, left: Mapping[str, float]) -> _End | None:
+    free = left.get(part)
+    if growth is None or free is None:
         return None
-    seconds = free / growth.per_second
+    seconds = growth.seconds_to(free)
     return _End(part, seconds, part, growth.per_second) if seconds <= _HORIZON * growth.seconds else None
 
 
 def _levels_off(growth: LastingGrowth | None, free: float | None) -> bool:
     """Whether it will have stopped before the memory is used up."""
-    return growth is not None and free is not None and growth.further < free
+    return growth is not None and free is not None and growth.seconds_to(free) == math.inf

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Final, NamedTuple
 
 MAX_READINGS: Final = 64
@@ -18,20 +19,23 @@ class TimedReading(NamedTuple):
 class ReadingHistory:
     """Readings that are evenly spread over the time since the first one.
 
-    When it is full, neighbours are merged into their mean, and from then on readings are twice as far apart. At the
-    maximum spacing the oldest are dropped instead.
+    When it is full, neighbours are merged, and from then on readings are twice as far apart. At the maximum spacing the
+    oldest are dropped instead.
 
     Args:
         spacing: seconds between two readings at first. Readings that come faster are merged.
         max_spacing: seconds between two readings at most.
+        highest: whether merged readings are shown as the highest of them; else as their mean.
     """
 
-    def __init__(self, spacing: float, max_spacing: float) -> None:
+    def __init__(self, spacing: float, max_spacing: float, *, highest: bool = False) -> None:
         self.spacing = spacing
+        self._highest = highest
         self._max_spacing = max_spacing
         self._merged: list[TimedReading] = []
         self._slot = 0
         self._sum_seconds = self._sum_values = 0.0
+        self._top = -math.inf
         self._count = 0
 
     def add(self, seconds: float, value: float) -> bool:
@@ -45,6 +49,7 @@ class ReadingHistory:
         self._slot = slot
         self._sum_seconds += seconds
         self._sum_values += value
+        self._top = max(self._top, value)
         self._count += 1
         return changed
 
@@ -54,8 +59,10 @@ class ReadingHistory:
         return tuple(self._merged)
 
     def _close_slot(self) -> None:
-        self._merged.append(TimedReading(self._sum_seconds / self._count, self._sum_values / self._count))
+        value = self._top if self._highest else self._sum_values / self._count
+        self._merged.append(TimedReading(self._sum_seconds / self._count, value))
         self._sum_seconds = self._sum_values = 0.0
+        self._top = -math.inf
         self._count = 0
         if len(self._merged) < MAX_READINGS:
             return
@@ -64,4 +71,8 @@ class ReadingHistory:
             return
         self.spacing *= 2
         pairs = zip(self._merged[::2], self._merged[1::2], strict=True)
-        self._merged = [TimedReading((a[0] + b[0]) / 2, (a[1] + b[1]) / 2) for a, b in pairs]
+        self._merged = [self._merge(a, b) for a, b in pairs]
+
+    def _merge(self, a: TimedReading, b: TimedReading) -> TimedReading:
+        value = max(a.value, b.value) if self._highest else (a.value + b.value) / 2
+        return TimedReading((a.seconds + b.seconds) / 2, value)

@@ -9,6 +9,7 @@ from telemetry.core.formatting import rounded_percent
 from telemetry.core.labels import CATEGORIES, CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, STARTUP
 from telemetry.report import rank_processes
 from telemetry.report.hang_report import hang_of, job_hang_verdict
+from telemetry.report.memory_report import memory_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -246,6 +247,7 @@ def _rank(process: ProcessLog) -> dict[str, Any]:
         "data_wait_seconds": _percentiles(process.wait),
         "exposed_wait_ratio": exposed / loop if exposed is not None and loop > 0 else None,
         "overhead_seconds": {name: overhead.get(name, 0.0) for name in ("training", "agent")},
+        "memory": memory_of(process),
     }
 
 

@@ -28,16 +28,17 @@ WHAT, BYTES_PER_SECOND, WORKERS, SECONDS, LIST_BYTES = (
 STEP_SECONDS = 0.05
 PER_STEP = int(BYTES_PER_SECOND * STEP_SECONDS)
 BATCH = 4
+DOCUMENT_BYTES = 8000
 torch.set_num_threads(1)
 
 
 def document():
-    return [f"{random.random():.40f}" for _ in range(60)]  # about 6 kB of small objects
+    return [str(word).zfill(70) for word in range(60)]  # about 8 kB of small objects
 
 
 class Documents(Dataset):
     def __init__(self):
-        count = LIST_BYTES // 6000 if WHAT == "copied_list" else 64
+        count = LIST_BYTES // DOCUMENT_BYTES if WHAT == "copied_list" else 64
         self.documents = [document() for _ in range(count)]
         self.kept = {}
         self.maps = []
@@ -47,7 +48,7 @@ class Documents(Dataset):
         return 1_000_000
 
     def __getitem__(self, index):
-        wanted = max(1, PER_STEP // BATCH // 6000) if WHAT == "copied_list" else 1
+        wanted = max(1, PER_STEP // BATCH // DOCUMENT_BYTES) if WHAT == "copied_list" else 1
         found = 0
         for number in range(wanted):
             tokens = self.documents[(index * wanted + number) % len(self.documents)]
@@ -80,7 +81,7 @@ class Order(torch.utils.data.Sampler):
 
 def main():
     data = Documents()
-    wanted = max(1, PER_STEP // BATCH // 6000) if WHAT == "copied_list" else 1
+    wanted = max(1, PER_STEP // BATCH // DOCUMENT_BYTES) if WHAT == "copied_list" else 1
     chunks = max(1, len(data.documents) // wanted) if WHAT == "copied_list" else 1_000_000
     loader = DataLoader(
         data, batch_size=BATCH, num_workers=WORKERS, sampler=Order(chunks), persistent_workers=WORKERS > 0

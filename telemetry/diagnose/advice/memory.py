@@ -26,9 +26,7 @@ _BY_PART: Final = {
     SHARED_MEMORY: (
         "batches from the workers, or views of them, are kept; keep tensor.clone() of what is needed and drop the rest"
     ),
-    CUDA: (
-        "tensors on the GPU are kept; append loss.item() instead of the loss, and outputs as tensor.detach().cpu()"
-    ),
+    CUDA: ("tensors on the GPU are kept; append loss.item() instead of the loss, and outputs as tensor.detach().cpu()"),
 }
 
 
