@@ -23,6 +23,10 @@ _SPANS: Final = (1350.0, 64.0)
 """Maximum seconds between two readings of the two histories of each figure: they reach back a day, and an hour."""
 
 _JUDGE_SECONDS: Final = 5.0
+
+_MAX_MISSED: Final = 3
+"""A forecast is only withdrawn after this many judgements without one. A busy machine changes the pace for a while."""
+
 _USED_MEMORY: Final = "used"
 _COPYABLE: Final = "copyable"
 _USED_SHARED_MEMORY: Final = "shared_memory_used"
@@ -59,6 +63,7 @@ class MemoryWatch:
         self._changed = False
         self._judged_ns = 0
         self._growth: MemoryGrowth | None = None
+        self._missed = 0
 
     def tick(self) -> None:
         """Take the newest reading, if there is a new one, and judge the histories if they have changed."""
@@ -74,8 +79,8 @@ class MemoryWatch:
                     history = histories[name] = ReadingHistory(READ_SECONDS, span, highest=name in _USED)
                 self._changed |= history.add(now / NS, value)
         if self._changed and now - self._judged_ns >= _JUDGE_SECONDS * NS:
-            self._changed, self._judged_ns = False, now
-            self._growth = self._judge()
+            self._changed = False
+            self._take(self._judge(), now)
 
     def view(self) -> MemoryGrowth | None:
         """The growth as of now; None before the first judgement."""
@@ -121,6 +126,15 @@ class MemoryWatch:
         self._free = {name: float(value) for name, value in free.items() if value is not None}
         self._limit = sample.memory_limit_bytes
         return {name: float(value) for name, value in values.items() if value is not None}
+
+    def _take(self, growth: MemoryGrowth, now: int) -> None:
+        forecast = self._growth is not None and self._growth.exhausted_in_seconds is not None
+        self._missed = self._missed + 1 if forecast and growth.exhausted_in_seconds is None else 0
+        if 0 < self._missed <= _MAX_MISSED:
+            self._growth = self.view()  # as of now
+        else:
+            self._growth = growth
+        self._judged_ns = now
 
     def _judge(self) -> MemoryGrowth:
         """By the longer history, or by the shorter one if growth only began lately."""

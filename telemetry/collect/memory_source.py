@@ -29,7 +29,7 @@ READ_SECONDS: Final = 2.0
 _AGE_RATIO: Final = 1 / 64
 _MAX_READ_SECONDS: Final = 60.0
 
-_MAX_PROBED: Final = 4
+_MAX_PROBED: Final = 2
 """Shared pages are looked for in at most this many workers. All were forked from the same process."""
 
 _MAX_PROBE_RATIO: Final = 0.0005
@@ -117,8 +117,7 @@ class MemorySource:
         if now >= self._probe_due_ns and probed:
             # The one whose reading is oldest: a dictionary keeps the order of insertion.
             self._probe(missing[0] if missing else next(iter(self._shared)))
-            missing = [pid for pid in probed if pid not in self._shared]
-        if not probed or missing:
+        if not self._shared:
             return None, None
         shared = sum(self._shared.values()) // len(self._shared) * len(pids)
         return max(0, sum(anonymous.values()) - shared), shared

@@ -32,8 +32,11 @@ _QUARTERS: Final = 4
 _MIN_EVEN: Final = 0.3
 """From each quarter of the time to the next it must grow by this share of the mean. A single jump is no growth."""
 
-_SLOWING: Final = 0.85
-"""If growth in the second half is less than this share of that in the first, it is assumed to go on slowing down."""
+_SLOWING: Final = 0.75
+"""Growth slows down if it is less in each third of the time than in the one before, and if the last third has less than
+this share of the first. Then it is assumed to go on slowing down in the same way."""
+
+_THIRDS: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,23 +46,24 @@ class LastingGrowth:
     Attributes:
         per_second: how fast, over the time that was judged. ``seconds``: that time.
         since: where that time begins.
-        slowing: growth in its second half over that in its first; 1 if it does not slow down.
+        slowing: growth in a third of that time over that in the third before it; 1 if it does not slow down.
+        newest: growth in the last third.
     """
 
     per_second: float
     seconds: float
     since: float
     slowing: float = 1.0
+    newest: float = 0.0
 
     def seconds_to(self, amount: float) -> float:
         """When it will have grown by an amount; infinite if never, because it slows down."""
         if self.slowing >= 1:
             return amount / self.per_second
-        half, ratio = self.seconds / 2, self.slowing
-        # The two halves together have grown by what is known. Each half to come grows by `ratio` of the one before.
-        next_half = self.per_second * self.seconds * ratio / (1 + ratio) * ratio
-        left = 1 - amount * (1 - ratio) / next_half if next_half > 0 else 0.0
-        return half * math.log(left) / math.log(ratio) if left > 0 else math.inf
+        # A geometric series of thirds, of which the next has grown by `following`.
+        following = self.newest * self.slowing
+        left = 1 - amount * (1 - self.slowing) / following if following > 0 else 0.0
+        return self.seconds / _THIRDS * math.log(left) / math.log(self.slowing) if left > 0 else math.inf
 
 
 def lasting_growth(readings: Sequence[TimedReading], at_least: float) -> LastingGrowth | None:
@@ -89,7 +93,7 @@ def lasting_growth(readings: Sequence[TimedReading], at_least: float) -> Lasting
             continue
         if min(b - a for a, b in pairwise(quarters)) < _MIN_EVEN * grown / _QUARTERS:
             continue
-        return LastingGrowth(slope, seconds, window[0].seconds, _slowing(window))
+        return LastingGrowth(slope, seconds, window[0].seconds, *_slowing(window))
     return None
 
 
@@ -125,10 +129,14 @@ def slope_since(readings: Sequence[TimedReading], since: float) -> float | None:
     return slope_of(window) if len(window) > 2 else None
 
 
-def _slowing(window: Sequence[TimedReading]) -> float:
-    half = len(window) // 2
-    before, after = slope_of(window[: half + 1]), slope_of(window[half:])
-    return 1.0 if after >= _SLOWING * before else max(0.0, after / before)
+def _slowing(window: Sequence[TimedReading]) -> tuple[float, float]:
+    """What `LastingGrowth` has as ``slowing`` and ``newest``."""
+    bounds = [(len(window) - 1) * part // _THIRDS for part in range(_THIRDS + 1)]
+    thirds = [window[a : b + 1] for a, b in pairwise(bounds)]
+    slopes = [slope_of(third) for third in thirds]
+    newest = slopes[-1] * (thirds[-1][-1].seconds - thirds[-1][0].seconds)
+    slows = slopes[0] > slopes[1] > slopes[2] and slopes[2] < _SLOWING * slopes[0]
+    return (math.sqrt(max(0.0, slopes[2]) / slopes[0]) if slows else 1.0), newest
 
 
 def _quarters(window: Sequence[TimedReading]) -> list[float]:

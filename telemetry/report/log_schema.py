@@ -121,7 +121,15 @@ _ADVICE: Final = _Object(
 )
 
 _EVIDENCE: Final = _Object(
-    {"lost_seconds": _numbers, "stuck_in": _text, "stuck_at": _text, "stuck_seconds": _number, "stacks": _stacks},
+    {
+        "lost_seconds": _numbers,
+        "stuck_in": _text,
+        "stuck_at": _text,
+        "stuck_seconds": _number,
+        "stacks": _stacks,
+        "share_ratio": _number,
+        "also": _Object({"cause": _text, "share_ratio": _number, "advice": _ADVICE}, listed=True),
+    },
     keep_others=True,
 )
 

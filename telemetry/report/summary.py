@@ -212,6 +212,11 @@ def _why(rank: int, stalls: Sequence[dict[str, Any]]) -> str:
         text += f"; try {setting}={value}" if setting and value else f"; {advice.get('action')}"
         text += f" ({advice.get('because')})" if stall["cause"] == "straggler" else ""
         text += f", predicted {gain:g} times the steps per second" if gain is not None else ""
+    also = [other for other in stall["evidence"].get("also", []) if "cause" in other]
+    for other in also[:1]:
+        text += (
+            f". At the same time {other['cause']} takes {rounded_percent(other.get('share_ratio', 0.0))} of the time"
+        )
     return f"{text}."
 
 
