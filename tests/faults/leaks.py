@@ -25,78 +25,72 @@ from torch.utils.data import DataLoader, Dataset
 WHAT, BYTES_PER_SECOND, WORKERS, SECONDS, LIST_BYTES = (
     sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]), int(sys.argv[5])
 )
-STEP_SECONDS = 0.05
-PER_STEP = int(BYTES_PER_SECOND * STEP_SECONDS)
-BATCH = 4
+STEP_SECONDS = 0.1
 DOCUMENT_BYTES = 8000
 torch.set_num_threads(1)
 
 
-def document():
-    return [str(word).zfill(70) for word in range(60)]  # about 8 kB of small objects
+class Due:
+    """What one process has to leak since the last call. By the clock, so that it leaks evenly on a busy machine."""
+
+    def __init__(self, processes):
+        self.bytes_per_second = BYTES_PER_SECOND / processes
+        self.left, self.newest = 0.0, None
+
+    def __call__(self, unit):
+        now = time.monotonic()
+        self.left += (now - (self.newest or now)) * self.bytes_per_second
+        self.newest = now
+        units = int(self.left / unit)
+        self.left -= units * unit
+        return units
 
 
 class Documents(Dataset):
     def __init__(self):
         count = LIST_BYTES // DOCUMENT_BYTES if WHAT == "copied_list" else 64
-        self.documents = [document() for _ in range(count)]
-        self.kept = {}
-        self.maps = []
-        self.warm = [bytes(20_000) for _ in range(100)]
+        # Each is a list of 60 small objects.
+        self.documents = [[str(word).zfill(70) for word in range(60)] for _ in range(count)]
+        self.kept = []
+        self.due = Due(WORKERS)
+        self.order = None
 
     def __len__(self):
         return 1_000_000
 
     def __getitem__(self, index):
-        wanted = max(1, PER_STEP // BATCH // DOCUMENT_BYTES) if WHAT == "copied_list" else 1
-        found = 0
-        for number in range(wanted):
-            tokens = self.documents[(index * wanted + number) % len(self.documents)]
-            found += sum(map(len, tokens))
-        if WHAT == "worker_cache":
-            self.kept[index] = bytes(PER_STEP // BATCH)
-        if WHAT == "worker_mmap":
-            leaked = mmap.mmap(-1, max(4096, PER_STEP // BATCH), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            leaked.write(bytes(len(leaked)))
-            self.maps.append(leaked)
-        size = PER_STEP // BATCH // 4 if WHAT == "kept_batches" else 1000
-        return torch.full((size,), float(found))
-
-
-class Order(torch.utils.data.Sampler):
-    """As a shuffled epoch visits the documents, in chunks."""
-
-    def __init__(self, size):
-        self.size = size
-
-    def __iter__(self):
-        while True:
-            order = list(range(self.size))
-            random.shuffle(order)
-            yield from order
-
-    def __len__(self):
-        return self.size
+        if self.order is None:
+            self.order = random.Random(index).sample(range(len(self.documents)), len(self.documents))
+        length = 10
+        if WHAT == "copied_list":
+            for _ in range(self.due(DOCUMENT_BYTES)):
+                length += sum(map(len, self.documents[self.order.pop()])) % 2 if self.order else 0
+        elif WHAT == "worker_cache":
+            self.kept.append(bytes(self.due(1)))
+        elif WHAT == "worker_mmap":
+            pages = self.due(4096)
+            if pages:
+                leaked = mmap.mmap(-1, pages * 4096, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                leaked.write(bytes(len(leaked)))
+                self.kept.append(leaked)
+        elif WHAT == "kept_batches":
+            length += self.due(4)
+        return torch.ones(length)
 
 
 def main():
-    data = Documents()
-    wanted = max(1, PER_STEP // BATCH // DOCUMENT_BYTES) if WHAT == "copied_list" else 1
-    chunks = max(1, len(data.documents) // wanted) if WHAT == "copied_list" else 1_000_000
-    loader = DataLoader(
-        data, batch_size=BATCH, num_workers=WORKERS, sampler=Order(chunks), persistent_workers=WORKERS > 0
-    )
+    loader = DataLoader(Documents(), batch_size=None, num_workers=WORKERS, shuffle=True)
     model = torch.nn.Linear(10, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    kept = []
+    kept, due = [], Due(1)
     until = time.monotonic() + SECONDS
     for batch in loader:
         optimizer.zero_grad()
-        loss = model(batch[:, :10]).mean()
+        loss = model(batch[:10]).mean()
         loss.backward()
         optimizer.step()
         if WHAT == "kept_tensors":
-            kept.append(torch.zeros(PER_STEP // 4))
+            kept.append(torch.ones(due(4)))
         if WHAT == "kept_batches":
             kept.append(batch)
         time.sleep(STEP_SECONDS)
@@ -107,7 +101,7 @@ def main():
 if __name__ == "__main__":
     main()
 '''
-"""A step takes little more than 50 ms. ``BYTES_PER_SECOND`` is what all processes together leak at most."""
+"""``BYTES_PER_SECOND`` is what all processes together leak."""
 
 WAYS: Final = {
     "kept_tensors": "training",
@@ -183,7 +177,7 @@ class LeakingRun:
     Args:
         folder: where it runs.
         what: of `WAYS`, or ``nothing``.
-        bytes_per_second: how fast it leaks at most.
+        bytes_per_second: how fast it leaks, all processes together.
         limit_bytes: of the group.
         seconds: after which it ends by itself.
     """
