@@ -79,7 +79,9 @@ class Documents(Dataset):
 
 
 def main():
-    loader = DataLoader(Documents(), batch_size=None, num_workers=WORKERS, shuffle=True)
+    loader = DataLoader(
+        Documents(), batch_size=None, num_workers=WORKERS, shuffle=True, persistent_workers=WORKERS > 0
+    )
     model = torch.nn.Linear(10, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     kept, due = [], Due(1)
