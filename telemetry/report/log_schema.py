@@ -102,7 +102,7 @@ class _Object:
         listed: whether the value is a list of such objects.
     """
 
-    fields: Mapping[str, Check]
+    fields: Mapping[str, Kind]
     keep_others: bool = False
     listed: bool = False
 

@@ -26,7 +26,7 @@ MEMORY_GROWTH: Final[MetricGroup[MemoryGrowth]] = MetricGroup(
                 "Growth at the start, up to a cache's size, in single jumps, and of workers that are started anew in "
                 "each epoch is not counted. [Memory](memory.md) explains the parts."
             ),
-            absent="for a part that there is none of, such as `workers` without workers",
+            absent="for a part that the run does not have, such as `workers` without workers",
             read=lambda growth: growth.bytes_per_second,
         ),
         Metric(
