@@ -124,9 +124,16 @@ def peak(readings: Sequence[TimedReading], growth: LastingGrowth) -> float:
 
 
 def slope_since(readings: Sequence[TimedReading], since: float) -> float | None:
-    """The slope from a time on; None if there are fewer than three readings."""
+    """The slope from a time on, from its first to its last quarter; None if there are fewer than four readings.
+
+    Memory that workers share is seldom read, so their own is a staircase, on which most pairs have no slope.
+    """
     window = [reading for reading in readings if reading.seconds >= since]
-    return slope_of(window) if len(window) > 2 else None
+    if len(window) < _QUARTERS:
+        return None
+    values, part = _quarters(window), len(window) // _QUARTERS
+    seconds = median(r.seconds for r in window[-part:]) - median(r.seconds for r in window[:part])
+    return (values[-1] - values[0]) / seconds
 
 
 def _slowing(window: Sequence[TimedReading]) -> tuple[float, float]:

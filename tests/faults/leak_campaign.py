@@ -30,7 +30,7 @@ ROOM_BYTES = {"copied_list": 330 * MIB}
 MOST_ROOM_BYTES = 700 * MIB
 """What is left of the limit when the training begins. The list is not read to its end before it is used up."""
 
-SECONDS = (120.0, 200.0)
+SECONDS = (100.0, 160.0)
 """How long a run is to live, about."""
 
 
