@@ -66,7 +66,7 @@ class Documents(Dataset):
             for _ in range(self.due(DOCUMENT_BYTES)):
                 length += sum(map(len, self.documents[self.order.pop()])) % 2 if self.order else 0
         elif WHAT == "worker_cache":
-            self.kept.append(bytes(self.due(1)))
+            self.kept.append(b"x" * self.due(1))
         elif WHAT == "worker_mmap":
             pages = self.due(4096)
             if pages:
