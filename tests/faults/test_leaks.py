@@ -15,16 +15,17 @@ from tests.faults.processes import environment, wait_for
 @pytest.mark.parametrize(("what", "where"), [("worker_cache", "workers")])
 def test_a_leak_is_found_before_the_kernel_kills(tmp_path, what, where):
     try:
-        run = LeakingRun(tmp_path, what, bytes_per_second=8 * MIB, limit_bytes=2000 * MIB)
+        run = LeakingRun(tmp_path, what, bytes_per_second=12 * MIB, limit_bytes=1500 * MIB)
     except NoMemoryGroupError as error:
         pytest.skip(f"no memory cgroup can be made here: {error}")
     with run:
 
         def told():
             assert run.process.poll() is None, (tmp_path / "stderr").read_text()
-            return next((line for line in run.lines("window") if "memory" in line), None)
+            found = (line for line in run.lines("window") if line.get("memory", {}).get("where"))
+            return next((line for line in found if "exhausted_in_seconds" in line["memory"]), None)
 
-        line = wait_for(told, "a window with memory that grows")
+        line = wait_for(told, "a window with the part that grows and the end of memory")
         run.process.kill()
         run.process.wait()
         said = line["memory"]
