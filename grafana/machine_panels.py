@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from grafana import shared_panels
-from grafana.panels import Query, fair_bad, graph
-from grafana.selection import RUN, RUN_SCOPE, SHOWN, WORST
+from grafana.panels import Query, fair_bad, graph, half
+from grafana.selection import RUN, RUN_SCOPE, SELECTED, SHOWN, WORST
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -50,3 +50,29 @@ def machine() -> Iterator[timeseries.Panel]:
         RUN_SCOPE, "If it is near one for a single-threaded loop, the host slows the GPU down."
     )
     yield shared_panels.process_memory(RUN_SCOPE, "Steady growth is a leak: look for loss tensors that are kept.")
+    yield half(
+        graph(
+            "Memory that grows for good",
+            "Growth per second, by part: of the training process, its workers, shared memory, and tensors on the GPU. "
+            "Zero means that it does not grow, or only for a while. `telemetry report` says what to look for.",
+            "Bps",
+            Query(
+                f"max by (run, rank, where) (training_memory_growth_bytes_per_second{{{SHOWN}}}) {WORST}",
+                "{{where}}, rank {{rank}}",
+            ),
+            no_value="Not measured yet",
+        )
+    )
+    yield half(
+        graph(
+            "Time until memory is used up",
+            "At the present growth, on the worst rank of each node. Write a checkpoint before.",
+            "s",
+            Query(
+                f"min by (node) (training_memory_exhausted_in_seconds{{{SELECTED}}} "
+                f"* on (run, rank) group_left (node) run_rank_node:training_run_info:max{{{RUN}}})",
+                "{{node}}",
+            ),
+            no_value="No end in sight",
+        )
+    )

@@ -168,6 +168,13 @@ def test_the_accuracy_page_says_what_the_planted_lines_showed():
     assert rows == [f"{summary[goal]} of {summary[whole]} runs" for goal, whole in zip(goals, wholes, strict=True)]
 
 
+def test_the_accuracy_page_has_the_forecasts_of_memory_that_were_measured():
+    lines = text_of(ROOT / "benchmarks" / "results" / "memory-amd-epyc-2-cores.md").splitlines()
+    rows = [line for line in lines if line.startswith("| `") or " parts named rightly" in line]
+    assert len(rows) > 1
+    assert [row for row in rows if row not in text_of(DOCS / "accuracy.md")] == []
+
+
 def results_of(kind):
     """The results that the documentation links to."""
     page = {"overhead": "overhead.md", "zoo": "accuracy.md", "lines": "accuracy.md"}[kind]

@@ -54,7 +54,7 @@ def test_a_machine_that_is_well(tmp_path, capsys):
 def test_every_check_finds_something():
     names = {finding.name for finding in examine(None)}
     expected = {"enabled", "settings", "versions", "packages", "gpu", "cuda events", "endpoint", "run folder"}
-    assert names == expected | {"board", "workers", "schedstat", "pressure", "cgroup"}
+    assert names == expected | {"board", "workers", "schedstat", "pressure", "cgroup", "memory"}
 
 
 class TestEndpoint:

@@ -21,6 +21,7 @@ from telemetry.config import STEP_BUCKETS
 from telemetry.core.distribution import Histogram
 from telemetry.core.errors import ErrorLog
 from telemetry.core.labels import CATEGORIES, CAUSES, SNAPSHOT_RESULTS
+from telemetry.core.memory_records import MEMORY_PARTS, MemoryGrowth
 from telemetry.core.samples import (
     CollectorHealth,
     GpuSample,
@@ -58,6 +59,7 @@ CONTRACT = set(
     telemetry_overhead_seconds_total telemetry_collector_up telemetry_collector_duration_seconds
     telemetry_errors_total telemetry_dropped_steps_total
     training_run_attempt training_run_lost_seconds_total training_step_change_ratio
+    training_memory_growth_bytes_per_second training_memory_exhausted_in_seconds
     """.split()
 )
 """The names that dashboards and alerts rely on."""
@@ -69,6 +71,7 @@ UNITS = {
     "_seconds": "seconds",
     "_seconds_total": "seconds",
     "_bytes": "bytes",
+    "_bytes_per_second": "bytes",
     "_ratio": "ratio",
     "_watts": "watts",
     "_celsius": "celsius",
@@ -125,6 +128,7 @@ def full_view():
         own_fetches=Histogram(bounds=(0.1, 1.0), counts=(1, 0, 0), total=0.1),
         worker_fetches=Histogram(bounds=(0.1, 1.0), counts=(1, 1, 1), total=3.0),
         torch_memory=TorchMemorySample(allocated_bytes=1, reserved_bytes=2),
+        memory=MemoryGrowth(dict.fromkeys(MEMORY_PARTS, 1.0), "workers", 1.0, 60.0, "memory", True),
         attempt=AttemptView(
             1, 1, dict.fromkeys(("redone", "restore", "replay", "startup", "stuck", "down"), 1.0)
         ),

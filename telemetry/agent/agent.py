@@ -253,6 +253,8 @@ class Agent(AgentParts):
         self.accounting.keep_up()
         with self.errors.contained("collect"):
             self._collectors.poll(self.accounting.keep_up)
+        with self.errors.contained("memory"):
+            self._memory.tick()
         with self.errors.contained("diagnose"):
             self.tracker.batch_release.read()
             tick = self._builder.tick()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.collect.collector import Collector, CollectorError, Poller
 from telemetry.collect.host import HostSource, ProcessSource
+from telemetry.collect.memory_source import MemorySource
 from telemetry.collect.nvml.source import NvmlSource
 from telemetry.collect.pressure import PressureSource
 from telemetry.collect.torch_memory import TorchMemorySource, cuda
@@ -28,6 +29,7 @@ _LOGGED_AS: Final = {
     "host": "host",
     "pressure": "host",
     "process": "host",
+    "memory": "host",
     "workers": "workers",
 }
 """The log event that a collector's samples go into."""
@@ -55,6 +57,7 @@ class CollectorPoller:
             self._workers,
             PressureSource(),
             TorchMemorySource(self._device),
+            MemorySource(lambda: [pid for loader in tracker.sources.live() for pid in loader.pids]),
         ]
         self._pollers: dict[str, Poller[Any]] = {source.name: Poller(source) for source in sources}
         self._been_up: set[str] = set()

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from telemetry.agent.attempt_log import AttemptLog
     from telemetry.agent.collector_poller import CollectorPoller
     from telemetry.agent.endpoint_address import EndpointAddress
+    from telemetry.agent.memory_watch import MemoryWatch
     from telemetry.agent.run_environment import RunEnvironment
     from telemetry.agent.stall_report import StallCounts
     from telemetry.agent.totals_builder import TotalsBuilder
@@ -43,6 +44,7 @@ class EventLog:
         life: tells this agent's lines from those of other agents.
         environment: versions, cores, and the settings of the loader.
         address: the URL of the metrics.
+        memory: how the memory of the run grows.
         stall_counts: the seconds lost in stalls.
     """
 
@@ -59,6 +61,7 @@ class EventLog:
         environment: RunEnvironment,
         address: EndpointAddress,
         collectors: CollectorPoller,
+        memory: MemoryWatch,
         stall_counts: StallCounts,
         errors: ErrorLog,
         wall: WallClock,
@@ -68,6 +71,7 @@ class EventLog:
         self._config = config
         self._accounting = accounting
         self._collectors = collectors
+        self._memory = memory
         self._errors = errors
         self._wall = wall
         self._builder = builder
@@ -234,4 +238,7 @@ class EventLog:
             "child_processes": self._children,
             "unseen_steps_total": totals.unseen_steps,
         }
+        memory = self._memory.log_field()
+        if memory is not None:
+            fields["memory"] = memory
         return {key: log_fields.rounded(value) for key, value in (fields | self._attempt.fields()).items()}

@@ -16,6 +16,7 @@ from telemetry.agent.endpoint_address import EndpointAddress
 from telemetry.agent.event_log import EventLog
 from telemetry.agent.job_hang import HangSurroundings, JobHang
 from telemetry.agent.line_monitor import LineMonitor
+from telemetry.agent.memory_watch import MemoryWatch
 from telemetry.agent.overhead import Overhead
 from telemetry.agent.rank_membership import Membership
 from telemetry.agent.rank_state import RankStateReader
@@ -106,6 +107,11 @@ class AgentParts:
             wall=self._wall,
             errors=self.errors,
         )
+        self._memory = MemoryWatch(
+            self._collectors.newest,
+            lambda: self.accounting.steps_total > 0,
+            self._workers_end_with_first_epoch,
+        )
         self.event_log = EventLog(
             self.run_dir,
             self.identity,
@@ -117,6 +123,7 @@ class AgentParts:
             environment=RunEnvironment(self._builder.loader_settings, self.tracker.sources.newest_batch_size),
             address=self._address,
             collectors=self._collectors,
+            memory=self._memory,
             stall_counts=stall_counts,
             errors=self.errors,
             wall=self._wall,
@@ -168,6 +175,7 @@ class AgentParts:
         self._views = RunViewBuilder(
             accounting=self.accounting,
             collectors=self._collectors,
+            memory=self._memory,
             stalls=self._stall_monitor,
             snapshots=self.snapshots,
             losses=self._losses,
@@ -181,6 +189,12 @@ class AgentParts:
     def _on_steps(self, steps: list[Step]) -> None:
         self.snapshots.add_steps(steps)
         self.attempt.add_steps(steps)
+
+    def _workers_end_with_first_epoch(self) -> bool:
+        """Whether the workers are started anew in each epoch, and none has ended yet: they may give memory back."""
+        source = self.tracker.sources.newest()
+        anew = source is not None and source.settings.get("persistent_workers") is False
+        return anew and self.accounting.ledger.epoch_boundaries < 1
 
     def _state_in_hang(self) -> HangState:
         stalls = self._stall_monitor

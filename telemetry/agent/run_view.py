@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from telemetry.agent.accounting import Accounting
     from telemetry.agent.change_monitor import ChangeMonitor
     from telemetry.agent.collector_poller import CollectorPoller
+    from telemetry.agent.memory_watch import MemoryWatch
     from telemetry.agent.run_losses import RunLosses
     from telemetry.agent.snapshot_control import SnapshotControl
     from telemetry.agent.stall_monitor import StallMonitor
@@ -34,6 +35,7 @@ class RunViewBuilder:
         *,
         accounting: Accounting,
         collectors: CollectorPoller,
+        memory: MemoryWatch,
         stalls: StallMonitor,
         snapshots: SnapshotControl,
         losses: RunLosses,
@@ -44,6 +46,7 @@ class RunViewBuilder:
     ) -> None:
         self._accounting = accounting
         self._collectors = collectors
+        self._memory = memory
         self._stalls = stalls
         self._snapshots = snapshots
         self._losses = losses
@@ -76,6 +79,7 @@ class RunViewBuilder:
             worker_fetches=collectors.worker_fetches(),
             pressure=collectors.newest("pressure"),
             torch_memory=collectors.newest("torch_memory"),
+            memory=self._memory.view(),
             attempt=self._losses.view(),
             step_change_ratio=self._changes.ratio,
         )

@@ -8,11 +8,16 @@ from typing import TYPE_CHECKING, Any
 from telemetry.core.labels import CAUSES
 from telemetry.diagnose.advice.advise import advise
 from telemetry.diagnose.evidence_log import evidence_field
+from telemetry.diagnose.similar_causes import shares_of, with_what_remains
 from telemetry.diagnose.straggler import absent_rank, straggler
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from telemetry.agent.hang_monitor import Hang
     from telemetry.agent.line_monitor import LineFindings
+    from telemetry.core.recommendation import Advice
+    from telemetry.diagnose.similar_causes import CauseShare
     from telemetry.diagnose.stall_detector import Stall
     from telemetry.diagnose.straggler import Straggler
 
@@ -45,6 +50,11 @@ def stall_fields(stall: Stall, hang: Hang | None, node: str, lines: LineFindings
     if slow is not None:
         evidence |= {"straggler_rank": slow.rank, "straggler_node": slow.node or node, "straggler_reason": slow.why}
     advice = advise(stall.cause, stall.evidence)
+    shares = shares_of(stall.cause, stall.evidence) if hang is None else ()
+    if len(shares) > 1:
+        first, *others = shares
+        advice = with_what_remains(advice, others, stall.evidence)
+        evidence |= {"share_ratio": round(first.share, 4), "also": [_also(other, stall) for other in others]}
     if hang is not None:
         evidence |= hang.evidence()
         advice = advice if stall.cause == "worker_stuck" else hang.advice()
@@ -56,17 +66,30 @@ def stall_fields(stall: Stall, hang: Hang | None, node: str, lines: LineFindings
         "first_step": stall.opened_step,
         "exposed_wait_ratio": None if ratio is None else round(ratio, 4),
         "evidence": evidence,
-        "advice": [
-            {
-                "action": a.action,
-                "setting": a.setting,
-                "value": a.value,
-                "predicted_speedup": a.predicted_speedup,
-                "because": a.because,
-            }
-            for a in advice
-        ],
+        "advice": _advice_fields(advice),
     }
+
+
+def _also(other: CauseShare, stall: Stall) -> dict[str, Any]:
+    """A cause of similar size, as `report --json` has it in the evidence."""
+    return {
+        "cause": other.cause,
+        "share_ratio": round(other.share, 4),
+        "advice": _advice_fields(advise(other.cause, stall.evidence)),
+    }
+
+
+def _advice_fields(advice: Sequence[Advice]) -> list[dict[str, Any]]:
+    return [
+        {
+            "action": a.action,
+            "setting": a.setting,
+            "value": a.value,
+            "predicted_speedup": a.predicted_speedup,
+            "because": a.because,
+        }
+        for a in advice
+    ]
 
 
 def slow_rank(stall: Stall, hang: Hang | None) -> Straggler | None:

@@ -16,12 +16,14 @@ _PAGE: Final = os.sysconf("SC_PAGE_SIZE")
 class Stat:
     """One process: resident bytes, threads, parent's pid, start in ticks since boot, and CPU seconds since its start.
 
-    ``children_cpu_seconds`` is the CPU time of its children that have ended and been waited for.
+    ``children_cpu_seconds`` is the CPU time of its children that have ended and been waited for. ``anonymous_bytes``:
+    resident memory that is neither of files nor shared memory.
     """
 
     cpu_seconds: float
     children_cpu_seconds: float
     resident_bytes: int
+    anonymous_bytes: int
     threads: int
     parent: int
     start_ticks: int
@@ -38,12 +40,13 @@ def read_stat(pid: int | str) -> Stat | None:
 def parsed_stat(stat: bytes, statm: bytes) -> Stat | None:
     """Parse the content of the two files; None if the process is gone or the content is invalid."""
     fields = stat[stat.rfind(b")") + 1 :].split(None, 20)
-    pages = statm.split(None, 2)
-    if len(fields) < 20 or len(pages) < 2 or fields[0] in {b"Z", b"X"}:
+    pages = statm.split(None, 3)
+    if len(fields) < 20 or len(pages) < 3 or fields[0] in {b"Z", b"X"}:
         return None
     cpu = (int(fields[11]) + int(fields[12])) / _TICKS
     children = (int(fields[13]) + int(fields[14])) / _TICKS
-    return Stat(cpu, children, int(pages[1]) * _PAGE, int(fields[17]), int(fields[1]), int(fields[19]))
+    resident, anonymous = int(pages[1]) * _PAGE, (int(pages[1]) - int(pages[2])) * _PAGE
+    return Stat(cpu, children, resident, max(0, anonymous), int(fields[17]), int(fields[1]), int(fields[19]))
 
 
 @dataclass(frozen=True, slots=True)

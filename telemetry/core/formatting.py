@@ -29,6 +29,14 @@ def duration(seconds: float | None) -> str:
     return milliseconds(seconds) if abs(seconds) < 1 else f"{seconds:.2f} s"
 
 
+def rough_duration(seconds: float) -> str:
+    """Seconds for a sentence that says "about": ``40 s``, ``12 min``, ``3 h`` or ``5 days``."""
+    for size, unit in ((86400, "days"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
 def milliseconds(seconds: float) -> str:
     """Seconds as ``12.3 ms``, so that several in one sentence can be compared."""
     return f"{1e3 * seconds:.1f} ms"

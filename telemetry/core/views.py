@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from telemetry.core.distribution import Histogram
+    from telemetry.core.memory_records import MemoryGrowth
     from telemetry.core.samples import (
         CollectorHealth,
         GpuSample,
@@ -84,5 +85,6 @@ class RunView:
     worker_fetches: Histogram | None = None
     pressure: PressureSample | None = None
     torch_memory: TorchMemorySample | None = None
+    memory: MemoryGrowth | None = None
     attempt: AttemptView | None = None
     step_change_ratio: float | None = None

@@ -33,6 +33,7 @@ CHECKS: Final[tuple[Callable[[CheckContext], Iterable[Finding]], ...]] = (
     kernel_checks.check_schedstat,
     kernel_checks.check_pressure,
     kernel_checks.check_cgroup,
+    kernel_checks.check_memory,
 )
 """In the order of the output. `check_cuda_events` uses a result of `check_gpu`."""
 

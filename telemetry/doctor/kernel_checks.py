@@ -72,6 +72,20 @@ def check_cgroup(place: CheckContext) -> Iterable[Finding]:
     yield Finding(OK, "cgroup", f"{cores}, {room}{of_it}")
 
 
+def check_memory(place: CheckContext) -> Iterable[Finding]:
+    """How much memory is left, and whether the kernel tells which pages workers share."""
+    del place
+    from telemetry.collect.memory_source import MemorySource
+
+    available, limit = (sample := MemorySource(tuple).read()).memory_available_bytes, sample.memory_limit_bytes
+    left = "unknown" if available is None or limit is None else f"{binary_size(available)} of {binary_size(limit)}"
+    if _readable(Path("/proc/self/smaps_rollup")):
+        yield Finding(OK, "memory", f"left for this process: {left}")
+    else:
+        text = "no /proc/PID/smaps_rollup: memory that workers copy on write is seen as growth of no part of the run"
+        yield Finding(ABSENT, "memory", f"left for this process: {left}; {text}")
+
+
 def _readable(path: Path) -> bool:
     try:
         return bool(path.read_bytes())

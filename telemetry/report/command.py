@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from telemetry.core.terminal import complain, show, show_json
-from telemetry.report.attempts import KILLED, MISSED_WINDOWS, log_interval
+from telemetry.report.attempts import KILLED, MISSED_WINDOWS, RUNNING, log_interval
 from telemetry.report.goodput import as_job, goodput_of
 from telemetry.report.goodput_text import section, verdict
 from telemetry.report.log_reader import NoRunError, load
+from telemetry.report.memory_report import memory_lines, memory_verdict
+from telemetry.report.rank_processes import not_replaced
 from telemetry.report.report_text import render
 from telemetry.report.snapshot_traces import read_snapshots, verdict_of
 from telemetry.report.summary import summarize
@@ -37,10 +39,14 @@ def report(run_dir: str, *, as_json: bool) -> int:
     _name_attempts(summary["ranks"], processes, goodput)
     problems = read_snapshots(Path(run_dir), summary["snapshots"])
     summary["verdict"] += verdict_of(summary["snapshots"])
-    summary["verdict"] += f" {cost}" if (cost := verdict(goodput)) else ""
+    over = {id(life.log) for course in goodput.courses for life in course.attempt.lives if life.how != RUNNING}
+    for sentence in (verdict(goodput), memory_verdict(not_replaced(processes), over)):
+        summary["verdict"] += f" {sentence}" if sentence else ""
     if as_json:
         return show_json(orjson.dumps(summary, option=orjson.OPT_INDENT_2).decode() + "\n")
-    return show(render(summary, [*section(goodput), *_notes(processes, goodput), *problems]))
+    return show(
+        render(summary, [*memory_lines(processes, over), *section(goodput), *_notes(processes, goodput), *problems])
+    )
 
 
 def _name_attempts(ranks: Sequence[dict[str, Any]], processes: Sequence[ProcessLog], goodput: Goodput) -> None:

@@ -140,6 +140,8 @@ _EVIDENCE: Final = _Object(
         "lines": _LINE,
         "lines_of": _text,
         "line_verdict": _text,
+        "share_ratio": _number,
+        "also": _Object({"cause": _text, "share_ratio": _number, "advice": _ADVICE}, listed=True),
     },
     keep_others=True,
 )
@@ -167,6 +169,16 @@ _TOTALS: Final[Mapping[str, Kind]] = {
     "child_processes": _count,
     "optimizer_steps_total": _count,
     "resumption": _mapping,
+    "memory": _Object(
+        {
+            "growth_bytes_per_hour": _number,
+            "where": _text,
+            "exhausted_in_seconds": _number,
+            "exhausted": _text,
+            "copied_on_write": _flag,
+            "advice": _text,
+        }
+    ),
 }
 
 RESUMPTION: Final[Mapping[str, Kind]] = {

@@ -59,13 +59,25 @@ _STEP_COLUMNS: Final = [
 
 def _stall(stall: dict[str, Any]) -> list[str]:
     until = f"until {stall['closed']}" if stall["closed"] else "still open"
-    lines = [f"stall on rank {stall['rank']}: {stall['cause']}, since {stall['opened']}, {until}"]
-    for advice in stall["advice"]:
+    evidence = stall["evidence"]
+    also = [other for other in evidence.get("also", []) if "cause" in other]
+    share = f" ({percent(evidence.get('share_ratio'), 0)} of the time)" if also else ""
+    lines = [f"stall on rank {stall['rank']}: {stall['cause']}{share}, since {stall['opened']}, {until}"]
+    lines += _advice(stall["advice"])
+    for other in also:
+        lines.append(f"  at the same time {other['cause']} ({percent(other.get('share_ratio'), 0)} of the time)")
+        lines += _advice(other.get("advice", []))
+    return [*lines, *line_table(stall), *_stacks(evidence.get("stacks", []))]
+
+
+def _advice(advices: Sequence[dict[str, Any]]) -> list[str]:
+    lines = []
+    for advice in advices:
         setting, gain = advice.get("setting"), advice.get("predicted_speedup")
         typed = "" if not setting else f"{setting}={advice['value']}: " if advice.get("value") else f"{setting}: "
         worth = f", predicted {gain:g} times the steps per second" if gain is not None else ""
         lines.append(f"  {'try ' if typed else ''}{typed}{advice.get('action')}{worth} ({advice.get('because')})")
-    return [*lines, *line_table(stall), *_stacks(stall["evidence"].get("stacks", []))]
+    return lines
 
 
 def _stacks(stacks: Sequence[str]) -> list[str]:

@@ -9,6 +9,7 @@ from telemetry.core.formatting import rounded_percent
 from telemetry.core.labels import CATEGORIES, CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, STARTUP
 from telemetry.report import rank_processes
 from telemetry.report.hang_report import hang_of, job_hang_verdict
+from telemetry.report.memory_report import memory_of
 from telemetry.report.stall_lines import lines_of_slow_ranks, with_whole_lines
 from telemetry.report.step_change_report import changes_of
 
@@ -214,6 +215,11 @@ def _why(rank: int, stalls: Sequence[dict[str, Any]]) -> str:
         text += f"; try {setting}={value}" if setting and value else f"; {advice.get('action')}"
         text += f" ({advice.get('because')})" if stall["cause"] == "straggler" else ""
         text += f", predicted {gain:g} times the steps per second" if gain is not None else ""
+    also = [other for other in stall["evidence"].get("also", []) if "cause" in other]
+    for other in also[:1]:
+        text += (
+            f". At the same time {other['cause']} takes {rounded_percent(other.get('share_ratio', 0.0))} of the time"
+        )
     line = stall["evidence"].get("line_verdict")
     return f"{text}. {line[:1].upper()}{line[1:]}." if line else f"{text}."
 
@@ -250,6 +256,7 @@ def _rank(process: ProcessLog) -> dict[str, Any]:
         "data_wait_seconds": _percentiles(process.wait),
         "exposed_wait_ratio": exposed / loop if exposed is not None and loop > 0 else None,
         "overhead_seconds": {name: overhead.get(name, 0.0) for name in ("training", "agent")},
+        "memory": memory_of(process),
     }
 
 

@@ -99,6 +99,10 @@ def advice_to_follow(specimen: Specimen, report: dict[str, Any]) -> Advised | No
 
 
 def _right(specimen: Specimen, named: str | None, stalls: list[dict[str, Any]], verdict: str) -> bool:
+    if specimen.both:
+        of_it = [stall for stall in stalls if stall["cause"] == named]
+        also = {other["cause"] for stall in of_it for other in stall["evidence"].get("also", [])}
+        return {named, *also} >= set(specimen.causes)
     if specimen.slow_rank is None:
         return named in specimen.causes
     waiting = [stall for stall in stalls if stall["cause"] == "straggler" and stall["rank"] != specimen.slow_rank]

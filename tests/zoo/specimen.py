@@ -21,6 +21,7 @@ class Specimen:
         script: file in ``scripts/``, without its suffix. ``arguments``: its own arguments.
         causes: the causes that are right; more than one if two causes of the closed set apply. Empty for a healthy
             control.
+        both: whether all of them cost about as much, and all have to be named.
         remedies: by cause, the arguments that follow advice other than a loader's setting, or a function that makes
             them from its value.
         takes_settings: whether the script uses a loader's settings.
@@ -41,6 +42,7 @@ class Specimen:
     slow_rank: int | None = None
     cores: int | None = None
     takes_settings: bool = True
+    both: bool = False
 
     @property
     def healthy(self) -> bool:

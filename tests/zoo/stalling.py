@@ -260,6 +260,14 @@ STALLS: Final = (
         "a checkpoint of its own kind, said with phase()",
         remedies=_SELDOM,
     ),
+    _stall(
+        "two-reads-checkpoints",
+        "loader_on_training_thread|checkpoint",
+        "two_problems",
+        "--checkpoint-every 5",
+        "reads without workers, and uploads of checkpoints",
+        both=True,
+    ),
     _stall("gc-loop", "gc_pause", "memory_hygiene", "", "gc.collect() in the loop, a large heap", remedies=_FREEZE),
     _stall(
         "gc-callback",

@@ -9,7 +9,9 @@ from telemetry.publish.metrics.metric import COUNTER, GAUGE, Metric, MetricGroup
 if TYPE_CHECKING:
     from telemetry.core.views import RunView
 
-COLLECTOR: Final = MetricLabel("collector", ("nvml", "host", "process", "workers", "pressure", "torch_memory"))
+COLLECTOR: Final = MetricLabel(
+    "collector", ("nvml", "host", "process", "workers", "pressure", "torch_memory", "memory")
+)
 _NO_ATTEMPT: Final = "for a collector with nothing to read (`torch_memory` without CUDA), and before its first attempt"
 
 

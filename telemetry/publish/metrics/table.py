@@ -11,6 +11,7 @@ from telemetry.publish.metrics.gpu_metrics import GPU, GPU_INFO, TORCH_MEMORY
 from telemetry.publish.metrics.loader_metrics import FETCHES, WORKERS
 from telemetry.publish.metrics.loop_metrics import LOOP, RUN_INFO
 from telemetry.publish.metrics.machine_metrics import HOST, PRESSURE, PROCESS
+from telemetry.publish.metrics.memory_metrics import MEMORY_GROWTH
 from telemetry.publish.metrics.metric import MetricSection
 from telemetry.publish.metrics.stall_metrics import HANG, SNAPSHOTS, STALLS
 
@@ -20,6 +21,6 @@ SECTIONS: Final = (
     MetricSection("Attempts of the run", (ATTEMPTS,)),
     MetricSection("The GPU of this rank", (GPU_INFO, GPU, TORCH_MEMORY)),
     MetricSection("The DataLoader and its workers", (WORKERS, FETCHES)),
-    MetricSection("The process and the machine", (PROCESS, HOST, PRESSURE)),
+    MetricSection("The process and the machine", (PROCESS, HOST, PRESSURE, MEMORY_GROWTH)),
     MetricSection("The agent itself", (AGENT,)),
 )

@@ -1,0 +1,209 @@
+"""Growth that lasts is told from growth that ends, and the end of the memory is forecast from it."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from telemetry.agent.memory_watch import MemoryWatch
+from telemetry.core.memory_records import CUDA, SHARED_MEMORY, TRAINING, WORKERS, MemorySample
+from telemetry.core.samples import GpuSample, TorchMemorySample
+from telemetry.diagnose.reading_history import MAX_READINGS, ReadingHistory
+
+GB = 1e9
+LIMIT = 64 * GB
+HOUR = 3600.0
+
+
+class Watched:
+    """A watch that is fed with readings of a made-up run. Attributes that a test sets are functions of the time."""
+
+    def __init__(self, **parts):
+        self.parts = parts
+        self.now = 0.0
+        self.sample = None
+        self.samples = {}
+        self.first_epoch = False
+        self.watch = MemoryWatch(self.newest, lambda: True, lambda: self.first_epoch, clock=lambda: int(self.now * 1e9))
+
+    def newest(self, name):
+        return self.sample if name == "memory" else self.samples.get(name)
+
+    def live(self, until, every=2.0):
+        while self.now < until:
+            at = {name: part(self.now) for name, part in self.parts.items()}
+            used = at.get("others", 0.0) + at.get(TRAINING, 0.0) + at.get(WORKERS, 0.0) + at.get(SHARED_MEMORY, 0.0)
+            self.sample = MemorySample(
+                training_bytes=int(at.get(TRAINING, 0.0)),
+                workers_bytes=int(at[WORKERS]) if WORKERS in at else None,
+                workers_shared_bytes=int(at["copyable"]) if "copyable" in at else None,
+                shared_memory_bytes=int(at.get(SHARED_MEMORY, 0.0)),
+                shared_memory_free_bytes=int(at.get("shared_memory_size", LIMIT) - at.get(SHARED_MEMORY, 0.0)),
+                memory_available_bytes=int(LIMIT - used),
+                memory_limit_bytes=int(LIMIT),
+            )
+            if CUDA in at:
+                allocated = int(at[CUDA])
+                self.samples = {
+                    "torch_memory": TorchMemorySample(allocated, allocated + 2 * 10**9),
+                    "nvml": GpuSample(
+                        0, "u", "n", memory_used_bytes=allocated + 4 * 10**9, memory_total_bytes=80 * 10**9
+                    ),
+                }
+            self.watch.tick()
+            self.now += every
+        return self.watch.view()
+
+
+def flat(size):
+    return lambda _: size
+
+
+def line(start, per_hour):
+    return lambda now: start + per_hour * now / HOUR
+
+
+def noisy(shape, size, seed=1):
+    chosen = random.Random(seed)
+    return lambda now: shape(now) + chosen.uniform(-size, size)
+
+
+def saw_tooth(size, seconds):
+    return lambda now: size * (now % seconds) / seconds
+
+
+HEALTHY = {
+    "flat": {TRAINING: noisy(flat(4 * GB), 0.2 * GB)},
+    "start-up": {TRAINING: lambda now: 12 * GB * min(1.0, now / 300)},
+    "levels off": {TRAINING: lambda now: 25 * GB * (1 - math.exp(-now / 900))},
+    "a cache that fills": {WORKERS: lambda now: min(20 * GB, 10 * GB * now / HOUR)},
+    "one jump": {TRAINING: lambda now: 5 * GB if now < 2000 else 25 * GB},
+    "workers that are started anew": {WORKERS: noisy(saw_tooth(12 * GB, 700), 0.1 * GB)},
+    "few long epochs": {WORKERS: saw_tooth(12 * GB, 2500)},
+    "checkpoints": {TRAINING: lambda now: 4 * GB + (20 * GB if now % 600 < 20 else 0)},
+    "others come and go": {"others": lambda now: 30 * GB if int(now / 800) % 2 else 10 * GB},
+    "others at random": {"others": noisy(flat(20 * GB), 15 * GB), TRAINING: flat(4 * GB)},
+}
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_no_end_is_forecast_for_memory_that_does_not_run_out(name):
+    run = Watched(**HEALTHY[name])
+    if name == "few long epochs":
+        run.first_epoch = True
+    for minutes in range(1, 180):
+        run.first_epoch &= run.now < 2500
+        growth = run.live(60.0 * minutes)
+        if growth is not None and (name != "a cache that fills" or run.now > 3 * HOUR):
+            assert growth.exhausted_in_seconds is None, f"after {minutes} min: {growth}"
+            assert run.watch.log_field() is None or name == "a cache that fills" or growth.where is not None
+
+
+LEAKS = {
+    "steady": (TRAINING, {TRAINING: line(4 * GB, 12 * GB)}),
+    "with noise": (TRAINING, {TRAINING: noisy(line(4 * GB, 12 * GB), 1 * GB)}),
+    "after a start-up": (TRAINING, {TRAINING: lambda now: 10 * GB * min(1.0, now / 60) + 10 * GB * now / HOUR}),
+    "of workers": (WORKERS, {TRAINING: flat(4 * GB), WORKERS: line(1 * GB, 12 * GB)}),
+    "in shared memory": (SHARED_MEMORY, {TRAINING: flat(4 * GB), SHARED_MEMORY: line(0.1 * GB, 12 * GB)}),
+    "in small steps": (TRAINING, {TRAINING: lambda now: 4 * GB + 0.5 * GB * int(now / 150)}),
+    "with a saw-tooth on it": (
+        WORKERS,
+        {WORKERS: lambda now: saw_tooth(2 * GB, 120)(now) + 12 * GB * now / HOUR, TRAINING: flat(4 * GB)},
+    ),
+    "beside checkpoints": (TRAINING, {TRAINING: lambda now: 4 * GB + 12 * GB * now / HOUR + 8 * GB * (now % 600 < 20)}),
+    "while others come and go": (
+        TRAINING,
+        {TRAINING: line(4 * GB, 12 * GB), "others": lambda now: 8 * GB * (int(now / 900) % 2)},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LEAKS)
+def test_the_end_is_forecast_at_half_of_the_run_s_life(name):
+    where, parts = LEAKS[name]
+    death = next(now for now in range(60, 10**6, 2) if sum(part(now) for part in parts.values()) > LIMIT)
+    run = Watched(**parts)
+    growth = run.live(death / 2)
+    assert growth.where == where
+    assert growth.exhausted == "memory"
+    assert growth.exhausted_in_seconds == pytest.approx(death / 2, rel=0.25)
+
+
+def test_a_leak_that_begins_on_the_second_day_is_found():
+    begins = 30 * HOUR
+    run = Watched(**{TRAINING: lambda now: 4 * GB + max(0.0, now - begins) * 20 * GB / HOUR})
+    assert run.live(begins, every=60.0).where is None
+    growth = run.live(begins + 1.5 * HOUR, every=60.0)
+    assert (growth.where, growth.exhausted) == (TRAINING, "memory")
+    assert growth.exhausted_in_seconds == pytest.approx(1.5 * HOUR, rel=0.25)
+
+
+def test_growth_without_an_end_in_sight_is_told_without_one():
+    run = Watched(**{TRAINING: line(4 * GB, 1 * GB)})
+    growth = run.live(2 * HOUR)
+    assert growth.bytes_per_second[TRAINING] == pytest.approx(1 * GB / HOUR, rel=0.02)
+    assert (growth.where, growth.exhausted_in_seconds) == (TRAINING, None)
+    assert run.watch.log_field()["growth_bytes_per_hour"] == pytest.approx(1 * GB, rel=0.02)
+
+
+def test_copies_of_a_list_are_told_from_a_cache_and_end_with_the_list():
+    def copied(now):
+        return 10 * GB * now / HOUR
+
+    parts = {WORKERS: copied, TRAINING: flat(20 * GB), "copyable": lambda now: 60 * GB - copied(now)}
+    growth = Watched(**parts).live(1.5 * HOUR)
+    assert (growth.where, growth.copied_on_write, growth.exhausted) == (WORKERS, True, "memory")
+    growth = Watched(**parts | {"copyable": lambda now: 20 * GB - copied(now)}).live(1.5 * HOUR)
+    assert growth.exhausted_in_seconds is None, "all that can be copied fits"
+    growth = Watched(**parts | {"copyable": flat(1 * GB)}).live(1.5 * HOUR)
+    assert (growth.where, growth.copied_on_write) == (WORKERS, False)
+
+
+def test_shared_memory_has_a_size_of_its_own():
+    growth = Watched(
+        **{SHARED_MEMORY: line(0.1 * GB, 2 * GB), "shared_memory_size": flat(8 * GB), TRAINING: flat(4 * GB)}
+    ).live(1.5 * HOUR)
+    assert (growth.where, growth.exhausted) == (SHARED_MEMORY, SHARED_MEMORY)
+    assert growth.exhausted_in_seconds == pytest.approx((8 - 0.1 - 3) / 2 * HOUR, rel=0.05)
+
+
+def test_the_gpu_has_what_others_leave_of_it():
+    run = Watched(**{TRAINING: flat(4 * GB), CUDA: noisy(line(10 * GB, 10 * GB), 3 * GB)})
+    growth = run.live(2 * HOUR)
+    assert (growth.where, growth.exhausted) == (CUDA, CUDA)
+    # 80 GB, of which other processes and the context have 2 GB.
+    assert growth.exhausted_in_seconds == pytest.approx((80 - 2 - 30) / 10 * HOUR, rel=0.15)
+    assert "loss.item()" in run.watch.log_field()["advice"]
+
+
+def test_growth_of_none_of_the_parts_is_told_without_a_part():
+    growth = Watched(**{TRAINING: flat(4 * GB), "others": line(1 * GB, 12 * GB)}).live(2 * HOUR)
+    assert (growth.where, growth.exhausted) == (None, "memory")
+    assert growth.exhausted_in_seconds == pytest.approx((64 - 5 - 24) / 12 * HOUR, rel=0.1)
+
+
+def test_what_was_not_measured_is_absent():
+    run = Watched(**{TRAINING: flat(4 * GB)})
+    assert run.live(4) is None
+    assert run.live(16).bytes_per_second == {}
+    assert set(run.live(120).bytes_per_second) == {TRAINING, SHARED_MEMORY}
+
+
+def test_a_forecast_gets_shorter_between_two_judgements():
+    run = Watched(**{TRAINING: line(4 * GB, 12 * GB)})
+    before = run.live(2 * HOUR).exhausted_in_seconds
+    run.now += 600
+    assert run.watch.view().exhausted_in_seconds == pytest.approx(before - 600)
+
+
+def test_a_history_takes_a_fixed_amount_of_memory():
+    history = ReadingHistory(2.0, 64.0)
+    for second in range(0, 200_000, 2):
+        history.add(float(second), 3.0 * second)
+        assert len(history.readings) < MAX_READINGS
+    seconds = [reading.seconds for reading in history.readings]
+    assert seconds == sorted(seconds)
+    assert all(reading.value == pytest.approx(3.0 * reading.seconds) for reading in history.readings)
+    assert seconds[0] >= 200_000 - MAX_READINGS * 64 - 64
