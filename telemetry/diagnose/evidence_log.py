@@ -111,6 +111,14 @@ def _machine(evidence: Evidence) -> dict[str, Any]:
 
 
 def _pace(pace: RankPace) -> dict[str, Any]:
+    told = {
+        "away_in": pace.away_in,
+        "core_wait": pace.core_wait_seconds,
+        "cores_busy": pace.cores_busy_ratio,
+        "node": pace.node,
+        "node_ranks": pace.node_ranks or None,
+        "node_fastest": pace.node_fastest or None,
+    }
     return {
         "rank": pace.rank,
         "seconds": pace.seconds,
@@ -127,4 +135,4 @@ def _pace(pace: RankPace) -> dict[str, Any]:
         "still": pace.seconds_without_step,
         "still_in_sync": pace.waits_for_ranks,
         "gpu_busy": pace.gpu_busy_ratio,
-    }
+    } | {name: value for name, value in told.items() if value is not None}

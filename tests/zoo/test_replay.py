@@ -31,6 +31,7 @@ GROUPS = {
 PACE = {
     "compute": "compute_seconds", "exposed": "exposed_wait_seconds", "away": "away_seconds", "in_sync": "in_sync_samples",
     "still": "seconds_without_step", "still_in_sync": "waits_for_ranks", "gpu_busy": "gpu_busy_ratio",
+    "core_wait": "core_wait_seconds", "cores_busy": "cores_busy_ratio",
 }  # fmt: skip
 """Names of a pace's fields in the log and in `RankPace`."""
 
