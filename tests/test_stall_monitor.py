@@ -51,6 +51,7 @@ class Run:
     def __init__(self, tracker: StepTracker) -> None:
         config = Config.load({"stall_window_seconds": 10})
         self.lines: list[tuple[str, dict]] = []
+        self.errors = ErrorLog()
         self.samples: dict[str, object] = {}
         self.exposed: float | None = None  # as the host sees it
         self.peers: tuple[RankPace, ...] = ()
@@ -70,7 +71,7 @@ class Run:
             config,
             tracker,
             StallCounts(),
-            errors=ErrorLog(),
+            errors=self.errors,
             emit=lambda event, fields: self.lines.append((event, fields)),
             timestamp=lambda: "now",
         )
@@ -316,3 +317,21 @@ def test_what_steps_with_a_checkpoint_take_besides_is_won_with_it(run, renaming,
     assert advice["predicted_speedup"] == pytest.approx(predicted, rel=0.05)
     assert advice["action"] == f"write a checkpoint every {190 if renaming else 90} steps, not every 10"
     assert ("more than other steps" in advice["because"]) is (renaming > 0)
+
+
+@pytest.mark.parametrize(("busy", "told"), [(0.97, True), (0.5, False)])
+def test_a_wait_for_a_rank_without_a_core_is_told_and_no_stall(run, busy, told):
+    monitor = run.stall_monitor
+    mine = dict(seconds=10.0, steps=100, compute_seconds=10.0, exposed_wait_seconds=0.0, away_seconds=0.0, samples=100)
+    peer = RankPace(1, **mine, in_sync_samples=1, core_wait_seconds=6.0, cores_busy_ratio=busy, node="n2")
+    own = RankPace(0, **mine, in_sync_samples=60, core_wait_seconds=0.0, cores_busy_ratio=busy)
+    monitor._detector.pace = lambda: own
+    run.peers = (peer,)
+    run.tick(1)
+    run.tick(2)
+    said = [line["message"] for line in run.errors.take_lines()]
+    expected = (
+        "no straggler is named: rank 1 on n2 waits for a core, and all cores of its machine are busy; run less on that "
+        "machine, or give it more cores"
+    )
+    assert said == ([expected] if told else [])

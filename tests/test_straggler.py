@@ -44,7 +44,8 @@ def test_a_slow_rank_makes_no_slow_node(others):
 
 def passed_on(*slow_ranks: int, ranks: int = 16) -> list[RankPace]:
     """What another node gets of a node of 16 ranks, through two levels of the tree, and of one that is healthy."""
-    n2 = of_node("n2", [pace(rank, 1 if rank in slow_ranks else 40) for rank in range(16, 16 + ranks)])
+    slow = {rank: replace(pace(rank, 1 + rank % 16 // 4), compute_seconds=29.0 + rank / 64) for rank in slow_ranks}
+    n2 = of_node("n2", [slow.get(rank, pace(rank, 40)) for rank in range(16, 16 + ranks)])
     n3 = of_node("n3", [pace(rank, 40) for rank in range(32, 32 + ranks)])
     return list(candidates([*candidates(n2), *candidates(n3)]))
 
