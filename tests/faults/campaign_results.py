@@ -72,8 +72,8 @@ class Campaign:
             "",
             f"{self._about} {result['right']} of {result['of']} are right.",
             "",
-            f"Measured by `{self._command}` on {about['date'][:10]}: {about['cpu']}, {about['cores']} shared cores; "
-            f"Python {about['python']}, torch {about['torch']}.",
+            f"Measured by `{self._command}` on {about['date'][:10]}:",
+            f"{about['cpu']}, {about['cores']} shared cores; Python {about['python']}, torch {about['torch']}.",
             "",
             "| what | right | longest time to the verdict, s |",
             "|---|---|---|",
@@ -89,8 +89,7 @@ class Campaign:
 
     def write(self, folder: Path = RESULTS) -> list[Path]:
         """Write both files. They replace those of an earlier campaign on the same kind of machine."""
-        cpu = "amd-epyc" if "EPYC" in self._machine["cpu"] else machine.slug(self._machine | {"gpu": None})
-        name = f"{self._kind}-{cpu}-{self._machine['cores']}-cores"
+        name = f"{self._kind}-{machine.slug(self._machine)}"
         paths = [folder / f"{name}.json", folder / f"{name}.md"]
         paths[0].write_text(json.dumps(self.result(), indent=1) + "\n", encoding="utf-8")
         paths[1].write_text(self.page(), encoding="utf-8")
