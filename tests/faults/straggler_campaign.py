@@ -61,7 +61,7 @@ class Rules:
         (folder / "rules.yml").write_text(rules, encoding="utf-8")
         (folder / "prometheus.yml").write_text(
             "global: {scrape_interval: 5s}\nrule_files: [rules.yml]\nscrape_configs:\n"
-            f"  - {{job_name: job, file_sd_configs: [{{files: ['{folder}/*/run/targets/*.json'], refresh_interval: 1s}}]}}\n",
+            f"  - {{job_name: job, file_sd_configs: [{{files: ['{folder}/job/run/targets/*.json'], refresh_interval: 1s}}]}}\n",
             encoding="utf-8",
         )
         port = free_port()
@@ -71,6 +71,15 @@ class Rules:
             env=environment(), cwd=folder,
         )  # fmt: skip
         self._server = Prometheus(port)
+        wait_for(self._is_ready, "Prometheus")
+
+    def _is_ready(self) -> bool:
+        assert self._process.poll() is None
+        try:
+            self._server.query("vector(1)")
+        except (OSError, ValueError):
+            return False
+        return True
 
     def close(self) -> None:
         self._process.terminate()
