@@ -64,6 +64,7 @@ class Rules:
             f"  - {{job_name: job, file_sd_configs: [{{files: ['{folder}/job/run/targets/*.json'], refresh_interval: 1s}}]}}\n",
             encoding="utf-8",
         )
+        (folder / "job" / "run" / "targets").mkdir(parents=True)  # it can only watch a folder that is there
         port = free_port()
         self._process = subprocess.Popen(
             ["prometheus", f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/tsdb",
