@@ -23,6 +23,7 @@ from telemetry.core.labels import CHECKPOINT, COMPUTE, DATA_WAIT, OTHER
 from telemetry.core.tick import RankPace
 from telemetry.core.worker_records import Deliveries
 from telemetry.diagnose.ledger import Ledger
+from telemetry.diagnose.stall_detector import StallDetector
 from telemetry.diagnose.step_stats import StepStats
 from tests.running_agent import wait_for
 from tests.slice_cases import IDLE
@@ -320,13 +321,12 @@ def test_what_steps_with_a_checkpoint_take_besides_is_won_with_it(run, renaming,
 
 
 @pytest.mark.parametrize(("busy", "told"), [(0.97, True), (0.5, False)])
-def test_a_wait_for_a_rank_without_a_core_is_told_and_no_stall(run, busy, told):
-    monitor = run.stall_monitor
+def test_a_wait_for_a_rank_without_a_core_is_told_and_no_stall(run, busy, told, monkeypatch):
     mine = dict(seconds=10.0, steps=100, compute_seconds=10.0, exposed_wait_seconds=0.0, away_seconds=0.0, samples=100)
     peer = RankPace(1, **mine, in_sync_samples=1, core_wait_seconds=6.0, cores_busy_ratio=busy, node="n2")
     own = RankPace(0, **mine, in_sync_samples=60, core_wait_seconds=0.0, cores_busy_ratio=busy)
-    monitor._detector.pace = lambda: own
-    run.peers = (peer,)
+    window = SimpleNamespace(pace=own, peers=(peer,), earlier_paces=())
+    monkeypatch.setattr(StallDetector, "window", window)
     run.tick(1)
     run.tick(2)
     said = [line["message"] for line in run.errors.take_lines()]

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from telemetry.core.tick import RankPace
+from telemetry.diagnose.own_paces import OwnPaces
 from telemetry.diagnose.straggler import short_of_cores, straggler
 from telemetry.job.candidates import candidates, of_node
 
@@ -75,6 +76,36 @@ def test_a_node_whose_loaders_are_slow_is_slow():
     ranks = of_node("n2", [replace(pace(rank, 1), **waits) for rank in range(16, 32)])
     slow = straggler(pace(0, 40), candidates(ranks))
     assert slow.why == "waits for data; all 16 ranks of that node are waited for, so the node is slow"
+
+
+# -- what other nodes say is some seconds old ---------------------------------------------------------------------
+
+
+def window(rank: int, end: int, slow_steps: int, *, is_slow: bool = False, node: str | None = None) -> RankPace:
+    """100 steps up to ``end``, each of 0.1 s; the last ones took 0.02 s longer because of the slow rank."""
+    seconds = 10.0 + 0.02 * slow_steps
+    in_sync = 0 if is_slow else round(100 * 0.02 * slow_steps / seconds)
+    return replace(pace(rank, in_sync, node, 2), seconds=seconds, steps=100, compute_seconds=seconds, last_step=end)
+
+
+def test_a_rank_is_not_slow_because_its_pace_is_of_an_earlier_time():
+    """Rank 2 has become slow at step 1000. Node n2 was last heard of at step 1010, and rank 0 is at step 1060."""
+    history = OwnPaces()
+    for end in range(900, 1061, 10):
+        history.add(window(0, end, max(0, end - 1000)), end / 10)
+    peers = of_node("n2", [window(2, 1010, 10, is_slow=True), window(3, 1010, 10)])
+    slow = straggler(window(0, 1060, 60), peers, history.at_the_time_of(peers))
+    assert (slow.rank, slow.why) == (2, "takes longer to compute a step")
+    assert slow.lost == pytest.approx(0.002, rel=0.1), "as much as then"
+
+
+def test_paces_of_the_same_time_are_compared_as_they_are():
+    history = OwnPaces()
+    for end in range(900, 1061, 10):
+        history.add(window(0, end, 0), end / 10)
+    assert history.at_the_time_of([window(1, 1060, 0), window(2, 1058, 0)]) == ()
+    assert [p.last_step for p in history.at_the_time_of([window(2, 1005, 0)])] == [1010]
+    assert history.at_the_time_of([window(2, 7, 0), window(3, 2000, 0)]) == (), "they count other steps"
 
 
 # -- what a rank does outside of its steps ------------------------------------------------------------------------

@@ -172,7 +172,7 @@ class StallMonitor:
         change = self._detector.update(tick)
         if change is None:
             if self._detector.stall is None:
-                self._tell_lack_of_cores(tick.conditions.peers)
+                self._tell_lack_of_cores()
             return
         self._count_lost(change.stall, before)
         if change.kind == "opened":
@@ -180,11 +180,14 @@ class StallMonitor:
         elif change.kind == "closed":
             self._close(change.stall)
 
-    def _tell_lack_of_cores(self, peers: Sequence[RankPace]) -> None:
+    def _tell_lack_of_cores(self) -> None:
         """Say why no straggler is named although this rank waits for one."""
-        own = self._detector.pace()
-        slow = short_of_cores(own, peers) if own is not None else None
-        if own is None or slow is None or slow.lost * own.steps < self._enter_ratio * own.seconds:
+        window = self._detector.window
+        if window is None:
+            return
+        own = window.pace
+        slow = short_of_cores(own, window.peers, window.earlier_paces)
+        if slow is None or slow.lost * own.steps < self._enter_ratio * own.seconds:
             return
         text = f"no straggler is named: {slow.name} {slow.why}; run less on that machine, or give it more cores"
         self._errors.tell("diagnose", text)

@@ -16,7 +16,9 @@ class RankPace:
     """One rank over its newest window, as its peers see it.
 
     Attributes:
-        seconds: length of the window without the start of the run. ``steps``: steps that ended in it.
+        seconds: length of the window without the start of the run. ``steps``: steps that ended in it. ``last_step``:
+            steps of the run that had ended at its end. It shows which windows of two ranks are of the same time: what
+            other nodes say is some seconds old.
         compute_seconds: compute in the window. ``exposed_wait_seconds``: None if unknown. ``away_seconds``: neither
             wait nor compute.
         samples: how often the training thread was sampled while it computed. ``in_sync_samples``: samples in calls in
@@ -62,12 +64,13 @@ class RankPace:
     node_ranks: int = 0
     node_fastest: bool = False
     stuck: bool = False
+    last_step: int = 0
     still_seconds: float = 0.0
 
 
 _NUMBERS: Final = (
     "rank", "seconds", "steps", "compute_seconds", "away_seconds", "samples", "in_sync_samples", "seconds_without_step",
-    "node_ranks",
+    "node_ranks", "last_step",
 )  # fmt: skip
 _PACE_FIELDS: Final = frozenset(field.name for field in fields(RankPace))
 

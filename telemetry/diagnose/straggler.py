@@ -73,10 +73,18 @@ class Straggler:
         return f"rank {self.rank}" if self.node is None else f"rank {self.rank} on {self.node}"
 
 
-def straggler(own: RankPace, others: Iterable[RankPace]) -> Straggler | None:
-    """The rank that this one waits for most; None without such a rank, or if no rank has the same pace as this one."""
-    peers = peers_at_same_pace(own, others)
-    found = {peer.rank: slow for peer in peers if (slow := _waited_for(own, peer)) is not None}
+def straggler(own: RankPace, others: Iterable[RankPace], earlier: Iterable[RankPace] = ()) -> Straggler | None:
+    """The rank that this one waits for most; None without such a rank, or if no rank has the same pace as this one.
+
+    Args:
+        own: the pace of this rank.
+        others: the paces of the others. Those of other nodes are some seconds old.
+        earlier: paces of this rank at that time. If a rank has just become slow, its steps before and after must not be
+            compared with one another.
+    """
+    pairs = _at_same_pace(own, others, earlier)
+    peers = [other for _, other in pairs]
+    found = {other.rank: slow for mine, other in pairs if (slow := _waited_for(mine, other)) is not None}
     slowest = max(found.values(), key=lambda slow: slow.lost, default=None)
     if slowest is None or slowest.node is None:
         return slowest
@@ -92,24 +100,42 @@ def _costs_less(slow: Straggler | None, slowest: Straggler) -> bool:
     return slow is None or slow.lost < _ALIKE * slowest.lost
 
 
-def short_of_cores(own: RankPace, others: Iterable[RankPace]) -> Straggler | None:
+def short_of_cores(own: RankPace, others: Iterable[RankPace], earlier: Iterable[RankPace] = ()) -> Straggler | None:
     """What this rank loses because another one lacks a core while all cores of its machine are busy; else None.
 
     `straggler` does not count this: the machine is too small for what runs on it, whichever rank is without a core.
     """
     why = "waits for a core, and all cores of its machine are busy"
-    peers = [peer for peer in peers_at_same_pace(own, others) if _lacks_cores(peer)]
-    found = [Straggler(peer.rank, _lost_to_cores(own, peer), why, peer.node) for peer in peers]
+    pairs = [(mine, other) for mine, other in _at_same_pace(own, others, earlier) if _lacks_cores(other)]
+    found = [Straggler(other.rank, _lost_to_cores(mine, other), why, other.node) for mine, other in pairs]
     return max(found, key=lambda slow: slow.lost, default=None)
 
 
 def peers_at_same_pace(own: RankPace, others: Iterable[RankPace]) -> list[RankPace]:
     """The other ranks with the same pace as this one. Ranks with the same pace wait for each other."""
-    if own.steps < MIN_STEPS:
-        return []
-    mine = own.seconds / own.steps
-    pace = [(other, other.seconds / other.steps) for other in others if other.steps >= MIN_STEPS]
-    return [other for other, theirs in pace if abs(mine - theirs) <= _SAME_PACE * max(mine, theirs)]
+    return [other for _, other in _at_same_pace(own, others)]
+
+
+def _at_same_pace(
+    own: RankPace, others: Iterable[RankPace], earlier: Iterable[RankPace] = ()
+) -> list[tuple[RankPace, RankPace]]:
+    """The other ranks with the same pace as this one, each after the pace of this rank at the same time."""
+    known = (own, *earlier)
+    pairs = [(_at_the_time_of(other, known), other) for other in others]
+    return [(mine, other) for mine, other in pairs if _have_same_pace(mine, other)]
+
+
+def _at_the_time_of(other: RankPace, known: tuple[RankPace, ...]) -> RankPace:
+    if not other.last_step:
+        return known[0]
+    return min(known, key=lambda pace: abs(pace.last_step - other.last_step))
+
+
+def _have_same_pace(one: RankPace, other: RankPace) -> bool:
+    if min(one.steps, other.steps) < MIN_STEPS:
+        return False
+    mine, theirs = one.seconds / one.steps, other.seconds / other.steps
+    return abs(mine - theirs) <= _SAME_PACE * max(mine, theirs)
 
 
 def _waited_for(own: RankPace, other: RankPace) -> Straggler | None:

@@ -34,14 +34,16 @@ SLOW_NODE_RATIO = 0.03  # of the alert TrainingSlowNode
 PERCENT = 0.12
 
 NODE_IS_SLOW = "; all 2 ranks of that node are waited for, so the node is slow"
+SLOW = rf"takes longer to compute a step, mostly in (think \(train\.py:{line_of('the compute')}\)|<module> \(train.py:\d+\))"
 REASONS = {
     "loader": r"waits for data( \(\w+\))?",
-    "compute": rf"takes longer to compute a step, mostly in think \(train\.py:{line_of('the compute')}\)",
+    "compute": SLOW,
     "evaluation": r"is in an evaluation( \(\w+\))?",
     "checkpoint": r"is in a checkpoint( \(\w+\))?",
-    "node": rf"takes longer to compute a step, mostly in think \(train\.py:{line_of('the compute')}\){NODE_IS_SLOW}",
+    "node": SLOW + NODE_IS_SLOW,
 }
-"""What each waiting rank must say of the one that it waits for."""
+"""What each waiting rank must say of the one that it waits for. A step takes most time in the loop itself if what is
+added is less."""
 
 ABOUT = (
     "Four ranks train on two emulated nodes: two torchrun agents with one run folder. One rank has a slow loader or slow "
@@ -114,6 +116,7 @@ class Trials:
         found, stalls = self._slow_nodes(), self._job.logged("stall_open")
         self._job.order("")
         said = ", ".join(f"{name} is slow by {ratio:.1%}" for name, ratio in found.items()) or "no node is slow"
+        said += "".join(f"; rank {line['rank']}: {_said(line)}" for line in stalls)
         return Trial("node-percent", node, list(found) == [node] and not stalls, RULE_SECONDS, said)
 
     def straggler(self, way: str) -> Trial:

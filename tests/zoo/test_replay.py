@@ -55,8 +55,12 @@ def log_names() -> dict[tuple[str, ...], str]:
             if group is WorkerEvidence:
                 inner["long_fetch_seconds"] = ()
             values[field.name] = group(**inner)
-    values |= {"pace": RankPace(0, 0.0, 0, 0.0, None, 0.0), "peers": ()}
+    values |= {"pace": RankPace(0, 0.0, 0, 0.0, None, 0.0), "peers": (), "earlier_paces": ()}
     return {value.path: name for name, value in evidence_field(Evidence(**values)).items() if isinstance(value, Field)}
+
+
+def paces_of(logged, field):
+    return [RankPace(**{PACE.get(name, name): value for name, value in told.items()}) for told in logged.get(field, ())]
 
 
 def evidence_of(logged):
@@ -84,9 +88,9 @@ def evidence_of(logged):
     alone = RankPace(
         0, values["seconds"], values["steps"], values["compute_seconds"], values["exposed_wait_seconds"], 0.0
     )
-    paces = [{PACE.get(name, name): value for name, value in told.items()} for told in logged.get("paces", ())]
-    pace, *peers = [RankPace(**told) for told in paces] or [alone]
-    known = {"pace": pace, "peers": tuple(peers), "batches_per_step": logged.get("batches_per_step", 1.0)}
+    pace, *peers = paces_of(logged, "paces") or [alone]
+    known = {"pace": pace, "peers": tuple(peers), "earlier_paces": tuple(paces_of(logged, "earlier_paces"))}
+    known["batches_per_step"] = logged.get("batches_per_step", 1.0)
     return Evidence(**(values | known))
 
 
