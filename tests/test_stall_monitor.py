@@ -20,6 +20,7 @@ from telemetry.collect.thread_sampler import ThreadSampler
 from telemetry.config import Config
 from telemetry.core.errors import ErrorLog
 from telemetry.core.labels import CHECKPOINT, COMPUTE, DATA_WAIT, OTHER
+from telemetry.core.samples import HostSample, ProcessSample
 from telemetry.core.tick import RankPace
 from telemetry.core.worker_records import Deliveries
 from telemetry.diagnose.ledger import Ledger
@@ -224,6 +225,28 @@ def test_a_rank_tells_its_peers_that_it_writes_a_checkpoint(run):
     run.accounting.ledger.fold([(3 * SECOND,) * 2 + (CHECKPOINT, CHECKPOINT, *[False] * 4)])
     run.tick(4.0)
     assert run.stall_monitor.pace().phase == CHECKPOINT
+
+
+def test_a_pace_tells_where_the_time_outside_of_steps_went_and_which_step_it_ended_at(run):
+    for second in range(1, 6):
+        run.request(second, second + 0.1)
+        run.tick(second + 0.5)
+    assert (run.stall_monitor.pace().away_in, run.stall_monitor.pace().last_step) == (None, 4)
+    run.checkpoint(6.0, 9.0)
+    run.tick(10.0)
+    assert run.stall_monitor.pace().away_in == CHECKPOINT
+    assert run.stall_monitor.pace().away_seconds == pytest.approx(3.0, abs=0.1)
+
+
+def test_a_pace_tells_how_long_the_training_thread_had_no_core(run):
+    run.samples["host"] = HostSample(0.95, 4, 0, 0)
+    for second in range(1, 6):
+        run.samples["process"] = ProcessSample(second / 2, 0, 1, runnable_seconds=second / 4)
+        run.request(second, second + 0.1)
+        run.tick(second + 0.5)
+    pace = run.stall_monitor.pace()
+    assert pace.core_wait_seconds == pytest.approx(1.25)
+    assert pace.cores_busy_ratio == pytest.approx(0.95)
 
 
 def test_how_many_batches_a_step_takes_is_in_the_evidence(run):
