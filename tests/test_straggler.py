@@ -104,7 +104,7 @@ def test_paces_of_the_same_time_are_compared_as_they_are():
     for end in range(900, 1061, 10):
         history.add(window(0, end, 0), end / 10)
     assert history.at_the_time_of([window(1, 1060, 0), window(2, 1058, 0)]) == ()
-    assert [p.last_step for p in history.at_the_time_of([window(2, 1005, 0)])] == [1010]
+    assert [p.last_step for p in history.at_the_time_of([window(2, 1004, 0), window(3, 1006, 0)])] == [1000, 1010]
     assert history.at_the_time_of([window(2, 7, 0), window(3, 2000, 0)]) == (), "they count other steps"
 
 

@@ -42,5 +42,11 @@ class OwnPaces:
         newest = self._paces[-1]
         late = newest.last_step - _SAME_TIME * newest.steps
         ends = [pace.last_step for pace in self._paces]
-        places = {bisect_left(ends, peer.last_step) for peer in peers if ends[0] <= peer.last_step < late}
-        return tuple(self._paces[place] for place in sorted(places))
+        steps = {peer.last_step for peer in peers if ends[0] <= peer.last_step < late}
+        return tuple(self._paces[place] for place in sorted({_nearest(ends, step) for step in steps}))
+
+
+def _nearest(ends: list[int], step: int) -> int:
+    """The place of the number that is nearest to ``step``; at most the last number."""
+    place = bisect_left(ends, step)
+    return place - 1 if place and step - ends[place - 1] < ends[place] - step else place
