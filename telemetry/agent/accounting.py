@@ -102,6 +102,11 @@ class Accounting:
         # A step that was left with ``break`` counts as a step. It is not known when it ended, so it has no duration.
         self.stats.steps += self.ledger.step_is_open
 
+    @property
+    def phase_has_ended(self) -> bool:
+        """Whether a phase has ended that nobody has taken yet."""
+        return self.ledger.phase_has_ended or bool(self._tracker.phases)
+
     def take_named_phases(self) -> Iterator[PhaseSpan]:
         """The named phases that ended since the last call."""
         while self._tracker.phases:
