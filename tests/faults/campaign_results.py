@@ -39,7 +39,7 @@ class Campaign:
     """
 
     def __init__(self, kind: str, title: str, about: str, command: str) -> None:
-        self._kind, self._title, self._about, self._command = kind, title, about, command
+        self._kind, self._title, self._about, self.command = kind, title, about, command
         self._machine = machine.describe()
         self.trials: list[Trial] = []
 
@@ -57,7 +57,7 @@ class Campaign:
             ways[way] = {"right": sum(trial.right for trial in some), "of": len(some), "longest_seconds": longest}
         return {
             "machine": self._machine,
-            "command": self._command,
+            "command": self.command,
             "right": sum(trial.right for trial in self.trials),
             "of": len(self.trials),
             "ways": ways,
@@ -72,7 +72,7 @@ class Campaign:
             "",
             f"{self._about} {result['right']} of {result['of']} are right.",
             "",
-            f"Measured by `{self._command}` on {about['date'][:10]}:",
+            f"Measured by `{self.command}` on {about['date'][:10]}:",
             f"{about['cpu']}, {about['cores']} shared cores; Python {about['python']}, torch {about['torch']}.",
             "",
             "| what | right | longest time to the verdict, s |",
