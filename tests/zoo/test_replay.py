@@ -20,6 +20,7 @@ from telemetry.diagnose.evidence import (
     WorkerEvidence,
 )
 from telemetry.diagnose.evidence_log import evidence_field
+from telemetry.diagnose.straggler import straggler
 
 RECORDED = sorted((Path(__file__).parent / "evidence").glob("*.json"))
 
@@ -99,6 +100,18 @@ def test_recorded_evidence_is_named_rightly(path):
     recorded = json.loads(path.read_text())
     lost = costs(evidence_of(recorded["evidence"]))
     assert max(lost, key=lost.get) in recorded["causes"], lost
+
+
+OF_JOBS = [path for path in RECORDED if path.stem.startswith("job-")]
+
+
+@pytest.mark.parametrize("path", OF_JOBS, ids=lambda path: path.stem)
+def test_a_rank_of_a_job_still_names_rank_node_and_reason(path):
+    recorded = json.loads(path.read_text())
+    logged, evidence = recorded["evidence"], evidence_of(recorded["evidence"])
+    slow = straggler(evidence.pace, evidence.peers, evidence.earlier_paces)
+    assert (slow.rank, slow.node) == (logged["straggler_rank"], logged["straggler_node"])
+    assert slow.why == logged["straggler_reason"]
 
 
 def test_there_is_evidence_of_every_cause_that_shows_without_a_gpu():
