@@ -116,7 +116,7 @@ def _line(specimen: Specimen, result: Result) -> str:
         realised = "failed" if result.realised is None else f"{result.realised:.2f}"
         text += f"; {' '.join(result.advised.arguments)}: predicted {result.advised.predicted:.2f}, realised {realised}"
     others = ", ".join(f"{load['others_cores']:.1f}" for load in result.load)
-    pace = f"{result.steps_per_second or 0:.1f}"
+    pace = "no" if result.steps_per_second is None else f"{result.steps_per_second:.1f}"
     if result.pace_after is not None:
         pace += f" before and {result.pace_after:.1f} after"
     return f"{text}  [{pace} steps/s; others use {others} cores]"
