@@ -13,6 +13,7 @@ import argparse
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -185,6 +186,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.only is None and shutil.which("prometheus") is None:
         sys.exit("prometheus is not installed, and names the node that is a few percent slower")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the job in progress is ended, too
     chosen = random.Random(options.seed)
     campaign = Campaign("straggler-campaign", "How often a straggler is named rightly", ABOUT, "")
     with tempfile.TemporaryDirectory(prefix="stragglers-") as folder:
