@@ -83,7 +83,7 @@ JOB = """
             with torch.no_grad():  # for longer than a checkpoint may stand still
                 for _ in DataLoader(range(40), batch_size=1):
                     time.sleep(float(sys.argv[6]) / 4)
-        elif batch == 0 and (what == "all_compile" or what == "compile" and mine):
+        elif what == "compile" and batch == 0 and mine:
             time.sleep(3 * float(sys.argv[6]))
         elif what == "debugger" and mine and batch == AT:
             lines, to_lines = os.pipe()
@@ -96,7 +96,7 @@ JOB = """
 
 
     AT = int(os.environ.get("AT", "12"))
-    QUIET = {"evaluate", "one_evaluates", "compile", "all_compile", "debugger", "slow"}
+    QUIET = {"evaluate", "one_evaluates", "compile", "debugger", "slow"}
     job_link.CYCLE_SECONDS = job_link._SETTLE_SECONDS = 0.5
     job_hang._PATIENCE_SECONDS = 6.0
     sys.path.insert(0, sys.argv[5] + "/site-packages/torch/distributed")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -67,35 +65,5 @@ def test_the_slow_rank_of_another_node_is_named(two_nodes, launch, arguments, wh
     assert opened["evidence"]["straggler_node"] == "n2"
     assert why in opened["advice"][0]["because"]
     assert opened["evidence"]["straggler_reason"] in opened["advice"][0]["because"]
-    job.until.touch()
-    assert job.wait() == [0, 0]
-
-
-def last_of_all(pid):
-    """A process gets a core only when no other process wants it, whatever group the kernel puts it in."""
-    os.setpriority(os.PRIO_PROCESS, pid, 19)
-    group = Path(f"/proc/{pid}/autogroup")
-    if group.exists():
-        group.write_text("19")
-
-
-def test_a_rank_without_a_core_is_told_and_not_accused(two_nodes, launch):
-    folder = launch.folder / "nodes-without-cores"
-    job = two_nodes(folder.name, [folder, folder], ("--slow-seconds", "0", "--pace-seconds", "0.03"))
-    wait_for("steps", lambda: {line["rank"] for line in job.logs() if line.get("steps")} == {0, 1}, 90, every=0.2)
-    busy = [launch([sys.executable, "-c", "while True: pass"], f"busy-{number}") for number in range(os.cpu_count())]
-    last_of_all(job.pids()[1])
-
-    def told():
-        assert job.running(), job.stderr
-        said = [line["message"] for line in job.logs() if line["event"] == "error" and line["rank"] == 0]
-        return [text for text in said if text.startswith("no straggler is named: rank 1 on n2 waits for a core")]
-
-    try:
-        wait_for("that it lacks a core", told, 90, every=0.2)
-        assert [line for line in job.logs() if line["event"] == "stall_open" and line["cause"] == "straggler"] == []
-    finally:
-        for process in busy:
-            process.kill()
     job.until.touch()
     assert job.wait() == [0, 0]
