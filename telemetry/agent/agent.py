@@ -270,7 +270,8 @@ class Agent(AgentParts):
         """The end of the run: write the rest of the log, and remove this rank from the board."""
         with self.errors.contained("agent"):
             self.accounting.update()
-        self.accounting.close()
+        with self.errors.contained("agent"):
+            self.accounting.close()
         with self.errors.contained("snapshot"):
             self.snapshots.finish()
         with self.errors.contained("jsonl"):
@@ -293,8 +294,9 @@ class Agent(AgentParts):
             self._collectors.close()
         with self.errors.contained("exposition"):
             self._publish()
-        if self._job is not None:
-            self._job.close()
+        with self.errors.contained("job"):
+            if self._job is not None:
+                self._job.close()
         with self.errors.contained("board"):
             if self._node is not None:
                 self._node.leave()
