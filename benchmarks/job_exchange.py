@@ -23,7 +23,7 @@ from telemetry.core.hang_records import Collective, HangState
 from telemetry.core.tick import RankPace
 from telemetry.diagnose.hang_verdict import decide, with_sentence
 from telemetry.job import exchange
-from telemetry.job.candidates import candidates
+from telemetry.job.candidates import candidates, of_node
 from telemetry.job.node_report import MAX_BYTES, NodeReport, encoded
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Job:
         self.run_dir, self.folder = folder, folder / "job"
         self.folder.mkdir()
         self.sequence = 0
-        self.nodes = {f"n{n:05d}": [_pace(n * ranks + rank) for rank in range(ranks)] for n in range(nodes)}
+        self.nodes = {name: _paces(name, n * ranks, ranks) for n in range(nodes) for name in [f"n{n:05d}"]}
         self.own = f"n{nodes // 2:05d}"
         self.states: dict[str, tuple[HangState, ...]] = {}
         self.heard: tuple[HangState, ...] = ()
@@ -148,6 +148,10 @@ def _state(rank: int, node: str, *, odd: bool) -> HangState:
     return HangState(rank, node, "compute", stuck=True, seconds=30.0, waits=True, steps=300, collective=newest, **told)
 
 
+def _paces(node: str, first: int, ranks: int) -> list[RankPace]:
+    return list(of_node(node, [_pace(first + rank) for rank in range(ranks)]))
+
+
 def _pace(rank: int) -> RankPace:
     return RankPace(
         rank=rank,
@@ -161,7 +165,9 @@ def _pace(rank: int) -> RankPace:
         on_gpu=True,
         where="training_step (train.py:120)",
         gpu_busy_ratio=0.9,
-        node=f"n{rank // 8:05d}",
+        core_wait_seconds=0.125,
+        cores_busy_ratio=0.5,
+        last_step=81234,
     )
 
 

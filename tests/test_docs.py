@@ -160,6 +160,26 @@ def test_the_readme_says_what_the_zoo_found():
     assert f"On {predicted['reached'].split(' specimens')[0]} scripts whose advice could be followed" in said
 
 
+@pytest.mark.parametrize(
+    ("kind", "page"),
+    [("hang-campaign", "hangs.md"), ("hang-campaign", "accuracy.md")],
+)
+def test_the_pages_say_what_the_campaigns_found(kind, page):
+    (path,) = (ROOT / "benchmarks" / "results").glob(f"{kind}-*.json")
+    found, said = json.loads(text_of(path)), " ".join(text_of(DOCS / page).split())
+    assert f"{found['right']} of {found['of']}" in said
+    assert f"benchmarks/results/{path.stem}.md" in said
+    if page == "accuracy.md":
+        assert f"`{found['command']}`" in said
+
+
+def test_the_page_says_what_the_jobs_of_the_zoo_found():
+    (path,) = (ROOT / "benchmarks" / "results").glob("jobs-zoo-*.json")
+    runs = [run for specimen in json.loads(text_of(path))["specimens"] for run in specimen["runs"]]
+    right = sum(bool(run["right"]) or run["accused"] is False for run in runs)
+    assert f"| {right} of {len(runs)} |" in text_of(DOCS / "accuracy.md")
+
+
 def test_the_accuracy_page_says_what_the_planted_lines_showed():
     summary = json.loads(text_of(results_of("lines")))["summary"]
     rows = [row[1] for row in table(text_of(DOCS / "accuracy.md"), "## Lines")]

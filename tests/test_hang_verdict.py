@@ -154,6 +154,16 @@ def test_of_two_ranks_abreast_both_are_named():
     assert found.sentence.endswith("these are different collectives")
 
 
+def test_a_rank_that_is_ahead_of_a_clash_is_no_suspect():
+    """Rank 2 has got what rank 0 broadcast, and is in the next step. Rank 1 makes another call in place of that."""
+    ahead = waits(2, "broadcast", 81235, "112 Float")
+    found = verdict([waits(0, "broadcast"), waits(1), ahead, waits(3, "broadcast")])
+    assert (found.kind, blamed(found)) == ("mismatch", [1])
+    assert found.sentence.endswith("; these are different collectives, and rank 1 on n1 is the odd one at train.py:40")
+    more_ahead = verdict([waits(0, "broadcast"), waits(1), ahead, waits(3, "broadcast", 81235, "112 Float")])
+    assert blamed(more_ahead) == [0, 1], "of two that clash, either may be wrong"
+
+
 def test_without_numbers_the_line_tells_the_collectives_apart():
     states = [replace(waits(rank, sequence=None), where=f"train.py:{50 if rank == 2 else 40}") for rank in range(4)]
     assert (verdict(states).kind, blamed(verdict(states))) == ("mismatch", [2])

@@ -20,9 +20,11 @@ from telemetry.collect.thread_sampler import ThreadSampler
 from telemetry.config import Config
 from telemetry.core.errors import ErrorLog
 from telemetry.core.labels import CHECKPOINT, COMPUTE, DATA_WAIT, OTHER
+from telemetry.core.samples import HostSample, ProcessSample
 from telemetry.core.tick import RankPace
 from telemetry.core.worker_records import Deliveries
 from telemetry.diagnose.ledger import Ledger
+from telemetry.diagnose.stall_detector import StallDetector
 from telemetry.diagnose.step_stats import StepStats
 from tests.running_agent import wait_for
 from tests.slice_cases import IDLE
@@ -51,6 +53,7 @@ class Run:
     def __init__(self, tracker: StepTracker) -> None:
         config = Config.load({"stall_window_seconds": 10})
         self.lines: list[tuple[str, dict]] = []
+        self.errors = ErrorLog()
         self.samples: dict[str, object] = {}
         self.exposed: float | None = None  # as the host sees it
         self.peers: tuple[RankPace, ...] = ()
@@ -70,7 +73,7 @@ class Run:
             config,
             tracker,
             StallCounts(),
-            errors=ErrorLog(),
+            errors=self.errors,
             emit=lambda event, fields: self.lines.append((event, fields)),
             timestamp=lambda: "now",
         )
@@ -224,6 +227,28 @@ def test_a_rank_tells_its_peers_that_it_writes_a_checkpoint(run):
     assert run.stall_monitor.pace().phase == CHECKPOINT
 
 
+def test_a_pace_tells_where_the_time_outside_of_steps_went_and_which_step_it_ended_at(run):
+    for second in range(1, 6):
+        run.request(second, second + 0.1)
+        run.tick(second + 0.5)
+    assert (run.stall_monitor.pace().away_in, run.stall_monitor.pace().last_step) == (None, 4)
+    run.checkpoint(6.0, 9.0)
+    run.tick(10.0)
+    assert run.stall_monitor.pace().away_in == CHECKPOINT
+    assert run.stall_monitor.pace().away_seconds == pytest.approx(3.0, abs=0.1)
+
+
+def test_a_pace_tells_how_long_the_training_thread_had_no_core(run):
+    run.samples["host"] = HostSample(0.95, 4, 0, 0)
+    for second in range(1, 6):
+        run.samples["process"] = ProcessSample(second / 2, 0, 1, runnable_seconds=second / 4)
+        run.request(second, second + 0.1)
+        run.tick(second + 0.5)
+    pace = run.stall_monitor.pace()
+    assert pace.core_wait_seconds == pytest.approx(1.25)
+    assert pace.cores_busy_ratio == pytest.approx(0.95)
+
+
 def test_how_many_batches_a_step_takes_is_in_the_evidence(run):
     for second in range(1, 15):
         for tenth in range(5):
@@ -316,3 +341,20 @@ def test_what_steps_with_a_checkpoint_take_besides_is_won_with_it(run, renaming,
     assert advice["predicted_speedup"] == pytest.approx(predicted, rel=0.05)
     assert advice["action"] == f"write a checkpoint every {190 if renaming else 90} steps, not every 10"
     assert ("more than other steps" in advice["because"]) is (renaming > 0)
+
+
+@pytest.mark.parametrize(("busy", "told"), [(0.97, True), (0.5, False)])
+def test_a_wait_for_a_rank_without_a_core_is_told_and_no_stall(run, busy, told, monkeypatch):
+    mine = dict(seconds=10.0, steps=100, compute_seconds=10.0, exposed_wait_seconds=0.0, away_seconds=0.0, samples=100)
+    peer = RankPace(1, **mine, in_sync_samples=1, core_wait_seconds=6.0, cores_busy_ratio=busy, node="n2")
+    own = RankPace(0, **mine, in_sync_samples=60, core_wait_seconds=0.0, cores_busy_ratio=busy)
+    window = SimpleNamespace(pace=own, peers=(peer,), earlier_paces=())
+    monkeypatch.setattr(StallDetector, "window", window)
+    run.tick(1)
+    run.tick(2)
+    said = [line["message"] for line in run.errors.take_lines()]
+    expected = (
+        "no straggler is named: rank 1 on n2 waits for a core, and all cores of its machine are busy; run less on that "
+        "machine, or give it more cores"
+    )
+    assert said == ([expected] if told else [])

@@ -13,7 +13,7 @@ from telemetry.core.tick import DEBUGGED, Tick
 from telemetry.core.views import StallView
 from telemetry.diagnose.hang_detector import longest_phase, paused
 from telemetry.diagnose.stall_detector import StallDetector
-from telemetry.diagnose.straggler import held_up_by, mostly_in_sync
+from telemetry.diagnose.straggler import held_up_by, mostly_in_sync, short_of_cores
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -77,6 +77,7 @@ class StallMonitor:
         self._hang: Hang | None = None
         self._phase: str | None = None
         self._stuck_setting = config.stuck_seconds
+        self._enter_ratio = config.stall_enter_ratio
         self._longest_phase = self._phase_waited_for = 0.0
         self._one_is_slow = self._peer_is_stuck = False
         self._last = Tick()
@@ -174,12 +175,26 @@ class StallMonitor:
         before = self._detector.stall
         change = self._detector.update(tick)
         if change is None:
+            if self._detector.stall is None:
+                self._tell_lack_of_cores()
             return
         self._count_lost(change.stall, before)
         if change.kind == "opened":
             self._opened_now(change.stall)
         elif change.kind == "closed":
             self._close(change.stall)
+
+    def _tell_lack_of_cores(self) -> None:
+        """Say why no straggler is named although this rank waits for one."""
+        window = self._detector.window
+        if window is None:
+            return
+        own = window.pace
+        slow = short_of_cores(own, window.peers, window.earlier_paces)
+        if slow is None or slow.lost * own.steps < self._enter_ratio * own.seconds:
+            return
+        text = f"no straggler is named: {slow.name} {slow.why}; run less on that machine, or give it more cores"
+        self._errors.tell("diagnose", text)
 
     def _take_hang(self, hang: Hang, tick: Tick) -> None:
         """Follow a hang. Only one stall is open at a time, so a hang replaces an open stall."""

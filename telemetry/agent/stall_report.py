@@ -98,4 +98,5 @@ def slow_rank(stall: Stall, hang: Hang | None) -> Straggler | None:
         return None
     if stall.is_hang:
         return absent_rank(hang.missing) if hang is not None and hang.missing is not None else None
-    return straggler(stall.evidence.pace, stall.evidence.peers)
+    evidence = stall.evidence
+    return straggler(evidence.pace, evidence.peers, evidence.earlier_paces)

@@ -17,7 +17,9 @@ class RankPace:
     """One rank over its newest window, as its peers see it.
 
     Attributes:
-        seconds: length of the window without the start of the run. ``steps``: steps that ended in it.
+        seconds: length of the window without the start of the run. ``steps``: steps that ended in it. ``last_step``:
+            steps of the run that had ended at its end. It shows which windows of two ranks are of the same time: what
+            other nodes say is some seconds old.
         compute_seconds: compute in the window. ``exposed_wait_seconds``: None if unknown. ``away_seconds``: neither
             wait nor compute.
         samples: how often the training thread was sampled while it computed. ``in_sync_samples``: samples in calls in
@@ -31,8 +33,12 @@ class RankPace:
             for its end.
         seconds_without_step: time since its newest step. ``waits_for_ranks``: whether it has spent this time in calls
             in which ranks wait for one another.
+        away_in: the category of the ledger with most of the time that is neither wait nor compute; None without any.
+        core_wait_seconds: how long its training thread was runnable without a core, in the window; None if unknown.
+            ``cores_busy_ratio``: use of all cores of its machine.
         node: name of its node, for a rank on another node; None for a rank of this node.
-        node_ranks: number of ranks on that node; 0 for a rank of this node.
+        node_ranks: number of ranks on that node; 0 for a rank of this node. ``node_fastest``: whether it is one of the
+            fastest of them. If the others wait even for these, they wait for all ranks of that node.
         stuck: whether it has ended no step for ``stuck_seconds``. ``still_seconds``: time since the hooks last saw
             progress of its training thread, of any kind.
     """
@@ -52,15 +58,20 @@ class RankPace:
     seconds_without_step: float = 0.0
     waits_for_ranks: bool = False
     gpu_busy_ratio: float | None = None
+    away_in: str | None = None
+    core_wait_seconds: float | None = None
+    cores_busy_ratio: float | None = None
     node: str | None = None
     node_ranks: int = 0
+    node_fastest: bool = False
     stuck: bool = False
+    last_step: int = 0
     still_seconds: float = 0.0
 
 
 _NUMBERS: Final = (
     "rank", "seconds", "steps", "compute_seconds", "away_seconds", "samples", "in_sync_samples", "seconds_without_step",
-    "node_ranks",
+    "node_ranks", "last_step",
 )  # fmt: skip
 _PACE_FIELDS: Final = frozenset(field.name for field in fields(RankPace))
 

@@ -6,7 +6,7 @@ from collections import Counter
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
-from telemetry.core.labels import CHECKPOINT, EVALUATION
+from telemetry.core.labels import CHECKPOINT, EVALUATION, OTHER
 from telemetry.core.tick import RankPace
 from telemetry.core.totals import ROUNDING_SECONDS
 from telemetry.core.worker_records import FETCH_BUCKETS
@@ -24,7 +24,7 @@ from telemetry.diagnose.evidence import (
 from telemetry.diagnose.recurring_costs import RecurringCosts
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from typing import Any
 
     from telemetry.core.tick import Conditions, Tick
@@ -296,9 +296,18 @@ def _pace(added: Totals, conditions: Sequence[Conditions], rank: int, cause: str
         in_sync_samples=added.own.in_sync_samples,
         on_gpu=conditions[-1].on_gpu,
         gpu_busy_ratio=added.sampled.gpu.utilization_ratio.mean,
+        away_in=_most_of(added.ledger_seconds, (EVALUATION, CHECKPOINT, OTHER)),
+        core_wait_seconds=added.run_queue_delay_seconds,
+        cores_busy_ratio=added.sampled.cpu.host_ratio.mean,
         cause=cause,
         where=_most_common([c.where for c in conditions]),
     )
+
+
+def _most_of(seconds: dict[str, float], categories: Iterable[str]) -> str | None:
+    """The category with most of the time; None if none of them has any."""
+    most = max(categories, key=lambda category: seconds.get(category, 0.0))
+    return most if seconds.get(most, 0.0) > ROUNDING_SECONDS else None
 
 
 def _most_common(values: Sequence[str | None]) -> str | None:

@@ -74,7 +74,7 @@ def costs(evidence: Evidence, at: Thresholds = THRESHOLDS) -> dict[str, float]:
         "host_bound": evidence.gpu.idle_seconds or 0.0,
         "gpu_throttled": evidence.gpu.slowed_seconds or 0.0,
     }
-    slow = straggler(evidence.pace, evidence.peers)
+    slow = straggler(evidence.pace, evidence.peers, evidence.earlier_paces)
     if slow is not None:
         lost["straggler"] = slow.lost * evidence.steps
     exposed = of_others.exposed_wait_seconds

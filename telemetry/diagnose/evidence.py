@@ -193,7 +193,8 @@ class Evidence:
             two calls of ``step()``. If there are loaders with workers, only their batches count.
         source: where batches come from, see `Conditions`. ``settings``: the settings of that loader.
         own_fetch_cpu_ratio: share of the training thread's own fetches that ran on a core.
-        pace: the pace of this rank. ``peers``: the other ranks on its node.
+        pace: the pace of this rank. ``peers``: the other ranks that it may wait for. ``earlier_paces``: of this rank,
+            at the time of the peers' paces that are older.
     """
 
     seconds: float
@@ -216,6 +217,7 @@ class Evidence:
     gpu: GpuEvidence
     pace: RankPace
     peers: tuple[RankPace, ...]
+    earlier_paces: tuple[RankPace, ...] = ()
 
     @property
     def loop_seconds(self) -> float:

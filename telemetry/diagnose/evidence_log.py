@@ -14,6 +14,8 @@ def evidence_field(evidence: Evidence) -> dict[str, Any]:
     field = _loop(evidence) | _delivery(evidence) | _workers(evidence) | _machine(evidence)
     if evidence.peers:
         field["paces"] = [_pace(pace) for pace in (evidence.pace, *evidence.peers)]
+    if evidence.earlier_paces:
+        field["earlier_paces"] = [_pace(pace) for pace in evidence.earlier_paces]
     told = {name: round(value, 6) if isinstance(value, float) else value for name, value in field.items()}
     told = {name: value for name, value in told.items() if value is not None}
     if evidence.workers.cpu_ratio is not None and evidence.workers.runnable_ratio is None:
@@ -111,6 +113,15 @@ def _machine(evidence: Evidence) -> dict[str, Any]:
 
 
 def _pace(pace: RankPace) -> dict[str, Any]:
+    told = {
+        "last_step": pace.last_step or None,
+        "away_in": pace.away_in,
+        "core_wait": pace.core_wait_seconds,
+        "cores_busy": pace.cores_busy_ratio,
+        "node": pace.node,
+        "node_ranks": pace.node_ranks or None,
+        "node_fastest": pace.node_fastest or None,
+    }
     return {
         "rank": pace.rank,
         "seconds": pace.seconds,
@@ -127,4 +138,4 @@ def _pace(pace: RankPace) -> dict[str, Any]:
         "still": pace.seconds_without_step,
         "still_in_sync": pace.waits_for_ranks,
         "gpu_busy": pace.gpu_busy_ratio,
-    }
+    } | {name: value for name, value in told.items() if value is not None}

@@ -202,7 +202,11 @@ def _minority_of(states: list[HangState]) -> list[HangState]:
 
 
 def _odd_ones(waiting: Sequence[Sequence[HangState]]) -> list[HangState]:
-    """The ranks that are not in the collective in which most are; all where no collective has most."""
+    """The ranks that are not in the collective in which most are; all where no collective has most.
+
+    A rank that is ahead of a clash has come through it: with gloo, the source of a broadcast does not wait for all.
+    """
+    waiting = _clash(waiting) or waiting
     first, second = waiting[0], waiting[1]
     if len(first) > len(second):
         return sorted((s for group in waiting[1:] for s in group), key=lambda state: state.rank)
@@ -211,6 +215,16 @@ def _odd_ones(waiting: Sequence[Sequence[HangState]]) -> list[HangState]:
         last = min(number for number in numbers if number is not None)
         return [s for group in waiting for s in group if s.collective is not None and s.collective.sequence == last]
     return sorted((s for group in waiting for s in group), key=lambda state: state.rank)
+
+
+def _clash(waiting: Sequence[Sequence[HangState]]) -> list[Sequence[HangState]]:
+    """The groups of ranks that make different calls at one number, at the smallest such number; empty without any."""
+    calls: dict[tuple[int, str], list[Sequence[HangState]]] = defaultdict(list)
+    for group in waiting:
+        newest = group[0].collective
+        if newest is not None and newest.sequence is not None:
+            calls[newest.sequence, newest.group].append(group)
+    return next((calls[number] for number in sorted(calls) if len(calls[number]) > 1), [])
 
 
 def _place(state: HangState) -> str | None:

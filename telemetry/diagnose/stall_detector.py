@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from telemetry.core.tick import Tick
 from telemetry.diagnose.aggregate import aggregate
 from telemetry.diagnose.causes import WAITS, costs
+from telemetry.diagnose.own_paces import OwnPaces
 from telemetry.diagnose.recurring_costs import RecurringCostsWatch
 
 if TYPE_CHECKING:
@@ -98,6 +99,7 @@ class StallDetector:
         self._skipped: Totals | None = None  # the sum of all skipped time
         self._steps = 0
         self._recurring = RecurringCostsWatch()
+        self._own_paces = OwnPaces()
         self._evidence: Evidence | None = None  # the current window
         self._ever_opened = False
         self.stall: Stall | None = None
@@ -198,17 +200,27 @@ class StallDetector:
             return None
         return self._open(cause, lost, evidence)
 
+    @property
+    def window(self) -> Evidence | None:
+        """The newest window; None before the second tick."""
+        return self._aggregate() if len(self._ticks) > 1 else None
+
     def pace(self) -> RankPace | None:
         """The pace of this rank over its newest window, for its peers."""
-        if len(self._ticks) < 2:
+        window = self.window
+        if window is None:
             return None
-        return replace(self._aggregate().pace, rank=self.rank, cause=None if self.stall is None else self.stall.cause)
+        return replace(window.pace, rank=self.rank, cause=None if self.stall is None else self.stall.cause)
 
     def _aggregate(self) -> Evidence:
         if self._evidence is None:
             cause = self.stall.cause if self.stall is not None else None
             costs_so_far = self._recurring.costs
-            self._evidence = aggregate(tuple(self._ticks), rank=self.rank, cause=cause, recurring=costs_so_far)
+            found = aggregate(tuple(self._ticks), rank=self.rank, cause=cause, recurring=costs_so_far)
+            pace = replace(found.pace, last_step=self._steps)
+            self._own_paces.add(pace, self._ticks[-1].totals.wall_seconds)
+            earlier = self._own_paces.at_the_time_of(found.peers)
+            self._evidence = replace(found, pace=pace, earlier_paces=earlier)
         return self._evidence
 
     def _open(self, cause: str, lost: dict[str, float], evidence: Evidence) -> Change:

@@ -9,12 +9,17 @@ So the ranks are compared with each other. There are two signs:
 * A rank with slow compute spends less of it in synchronisation than its peers do. This comes from samples of the
   training threads: calls of `torch.distributed` and the backward pass count as synchronisation, on a CPU the latter
   only while the thread is off the CPU. On GPUs the slow rank's own GPU must be idle as well.
+
+Both signs also show a rank whose training thread waits for a core while all cores of its machine are busy. Its own work
+is not slow then, and a moment later another rank may be the one without a core. So that time does not count.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
+
+from telemetry.core.labels import CHECKPOINT, EVALUATION
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -36,6 +41,15 @@ _MIN_STANDSTILL_SHARE: Final = 0.5
 
 _MIN_SAMPLES: Final = 30
 """Minimum samples of a training thread. With 30, a share is known to within 0.09."""
+
+_ALL_CORES: Final = 0.9
+"""The machine of a rank lacks cores if its cores are used to this degree."""
+
+_FOR_CORES: Final = 0.5
+"""The reason is the wait for a core if it is at least this share of what a rank costs the others."""
+
+_AWAY: Final = {EVALUATION: "is in an evaluation", CHECKPOINT: "is in a checkpoint"}
+"""What a rank does while it neither waits for data nor computes a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,27 +73,69 @@ class Straggler:
         return f"rank {self.rank}" if self.node is None else f"rank {self.rank} on {self.node}"
 
 
-def straggler(own: RankPace, others: Iterable[RankPace]) -> Straggler | None:
-    """The rank that this one waits for most; None without such a rank, or if no rank has the same pace as this one."""
-    peers = peers_at_same_pace(own, others)
-    found = [slow for peer in peers if (slow := _waited_for(own, peer)) is not None]
-    slowest = max(found, key=lambda slow: slow.lost, default=None)
+def straggler(own: RankPace, others: Iterable[RankPace], earlier: Iterable[RankPace] = ()) -> Straggler | None:
+    """The rank that this one waits for most; None without such a rank, or if no rank has the same pace as this one.
+
+    Args:
+        own: the pace of this rank.
+        others: the paces of the others. Those of other nodes are some seconds old.
+        earlier: paces of this rank at that time. If a rank has just become slow, its steps before and after must not be
+            compared with one another.
+    """
+    pairs = _at_same_pace(own, others, earlier)
+    peers = [other for _, other in pairs]
+    found = {other.rank: slow for mine, other in pairs if (slow := _waited_for(mine, other)) is not None}
+    slowest = max(found.values(), key=lambda slow: slow.lost, default=None)
     if slowest is None or slowest.node is None:
         return slowest
-    ranks = max(peer.node_ranks for peer in peers if peer.node == slowest.node)
-    alike = [slow for slow in found if slow.node == slowest.node and slow.lost >= _ALIKE * slowest.lost]
-    if ranks < 2 or len(alike) < ranks:
+    there = [peer for peer in peers if peer.node == slowest.node]
+    ranks = max(peer.node_ranks for peer in there)
+    all_known = len(there) >= ranks or any(peer.node_fastest for peer in there)
+    if ranks < 2 or not all_known or any(_costs_less(found.get(peer.rank), slowest) for peer in there):
         return slowest
     return replace(slowest, why=f"{slowest.why}; all {ranks} ranks of that node are waited for, so the node is slow")
 
 
+def _costs_less(slow: Straggler | None, slowest: Straggler) -> bool:
+    return slow is None or slow.lost < _ALIKE * slowest.lost
+
+
+def short_of_cores(own: RankPace, others: Iterable[RankPace], earlier: Iterable[RankPace] = ()) -> Straggler | None:
+    """What this rank loses because another one lacks a core while all cores of its machine are busy; else None.
+
+    `straggler` does not count this: the machine is too small for what runs on it, whichever rank is without a core.
+    """
+    why = "waits for a core, and all cores of its machine are busy"
+    pairs = [(mine, other) for mine, other in _at_same_pace(own, others, earlier) if _lacks_cores(other)]
+    found = [Straggler(other.rank, _lost_to_cores(mine, other), why, other.node) for mine, other in pairs]
+    return max(found, key=lambda slow: slow.lost, default=None)
+
+
 def peers_at_same_pace(own: RankPace, others: Iterable[RankPace]) -> list[RankPace]:
     """The other ranks with the same pace as this one. Ranks with the same pace wait for each other."""
-    if own.steps < MIN_STEPS:
-        return []
-    mine = own.seconds / own.steps
-    pace = [(other, other.seconds / other.steps) for other in others if other.steps >= MIN_STEPS]
-    return [other for other, theirs in pace if abs(mine - theirs) <= _SAME_PACE * max(mine, theirs)]
+    return [other for _, other in _at_same_pace(own, others)]
+
+
+def _at_same_pace(
+    own: RankPace, others: Iterable[RankPace], earlier: Iterable[RankPace] = ()
+) -> list[tuple[RankPace, RankPace]]:
+    """The other ranks with the same pace as this one, each after the pace of this rank at the same time."""
+    known = (own, *earlier)
+    pairs = [(_at_the_time_of(other, known), other) for other in others]
+    return [(mine, other) for mine, other in pairs if _have_same_pace(mine, other)]
+
+
+def _at_the_time_of(other: RankPace, known: tuple[RankPace, ...]) -> RankPace:
+    if not other.last_step:
+        return known[0]
+    return min(known, key=lambda pace: abs(pace.last_step - other.last_step))
+
+
+def _have_same_pace(one: RankPace, other: RankPace) -> bool:
+    if min(one.steps, other.steps) < MIN_STEPS:
+        return False
+    mine, theirs = one.seconds / one.steps, other.seconds / other.steps
+    return abs(mine - theirs) <= _SAME_PACE * max(mine, theirs)
 
 
 def _waited_for(own: RankPace, other: RankPace) -> Straggler | None:
@@ -90,8 +146,32 @@ def _waited_for(own: RankPace, other: RankPace) -> Straggler | None:
     """
     elsewhere, slow = _elsewhere(own, other), _slow(own, other)
     if elsewhere is None or slow is None:
-        return elsewhere or slow
-    return replace(elsewhere if elsewhere.lost >= slow.lost / 2 else slow, lost=max(elsewhere.lost, slow.lost))
+        found = elsewhere or slow
+    else:
+        reason = elsewhere if elsewhere.lost >= slow.lost / 2 else slow
+        found = replace(reason, lost=max(elsewhere.lost, slow.lost))
+    return None if found is None else _without_lack_of_cores(found, own, other)
+
+
+def _without_lack_of_cores(found: Straggler, own: RankPace, other: RankPace) -> Straggler | None:
+    for_cores = _lost_to_cores(own, other)
+    if _lacks_cores(other):
+        return replace(found, lost=found.lost - for_cores) if found.lost > for_cores else None
+    if for_cores < _FOR_CORES * found.lost:
+        return found
+    why = f"{found.why}; its training thread waits for a core, although its machine has idle ones"
+    return replace(found, why=why)
+
+
+def _lost_to_cores(own: RankPace, other: RankPace) -> float:
+    """Seconds of a step for which the other rank's training thread waits for a core longer than this rank's."""
+    if own.core_wait_seconds is None or other.core_wait_seconds is None:
+        return 0.0
+    return max(0.0, other.core_wait_seconds / other.steps - own.core_wait_seconds / own.steps)
+
+
+def _lacks_cores(pace: RankPace) -> bool:
+    return pace.cores_busy_ratio is not None and pace.cores_busy_ratio >= _ALL_CORES
 
 
 def _elsewhere(own: RankPace, other: RankPace) -> Straggler | None:
@@ -105,8 +185,8 @@ def _elsewhere(own: RankPace, other: RankPace) -> Straggler | None:
         lost = min(lost, _sync_seconds(own))  # in the rest of its compute the samples show work
     if lost <= 0:
         return None
-    cause = f" ({other.cause})" if other.cause is not None else ""
-    why = f"waits for data{cause}" if waiting >= absent else f"is busy outside of its steps{cause}"
+    why = "waits for data" if waiting >= absent else _AWAY.get(other.away_in or "", "is busy outside of its steps")
+    why += f" ({other.cause})" if other.cause is not None and other.cause != other.away_in else ""
     return Straggler(other.rank, lost, why, other.node)
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from telemetry.core.clock import NS, now_ns
@@ -23,7 +23,7 @@ from telemetry.core.filesystem import read_small, remove_file, replace_file
 from telemetry.core.hang_records import GONE, NODE_SILENT, HangState
 from telemetry.core.identity import slug
 from telemetry.core.labels import COMPUTE
-from telemetry.job.candidates import candidates
+from telemetry.job.candidates import candidates, of_node
 from telemetry.job.node_report import MAX_BYTES, NodeReport, decoded, encoded
 
 if TYPE_CHECKING:
@@ -127,8 +127,7 @@ class JobExchange:
         Raises:
             OSError: this node's file cannot be written.
         """
-        here = tuple(ranks)
-        own = tuple(replace(pace, node=self._node, node_ranks=len(here)) for pace in here)
+        own = of_node(self._node, ranks)
         self._sequence += 1
         self._put(self._mine, NodeReport(self._node, self._sequence, 1, own, hang))
         self._list()

@@ -1,7 +1,7 @@
 """How often the verdict on a hang is right: ``python -m tests.faults.hang_campaign [--times 5] [--seed 1] [--only WHAT]``.
 
-Jobs of four ranks on two emulated nodes hang in twelve ways, each at random ranks and steps. Right is a verdict with the
-right rank, its node, the kind and, where there is one, the line.
+Jobs of four ranks on two emulated nodes hang in thirteen ways, each at random ranks and steps. Right is a verdict with
+the right rank, its node, the kind and, where there is one, the line. A whole campaign writes its result.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from tests.faults.campaign_results import Campaign, Trial
 from tests.faults.hanging_jobs import HangingJob, line_of
 from tests.faults.processes import wait_for
 
@@ -61,24 +62,30 @@ def hang(way: str, odd: int, step: int) -> tuple[bool, float, str]:
     return right, seconds, said["verdict"]
 
 
+ABOUT = (
+    "Jobs of four ranks on two emulated nodes hang in thirteen ways, each at random ranks and steps. Right is a verdict "
+    "with the right rank, node and kind and, where there is one, the line."
+)
+
+
 def main() -> None:
-    """Run the campaign and print a line for each way."""
+    """Run the campaign, print a line for each job, and write the result."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults.hang_campaign")
     parser.add_argument("--times", type=int, default=5)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", choices=WAYS)
     options = parser.parse_args()
     chosen = random.Random(options.seed)
-    all_right = all_jobs = 0
+    command = f"python -m tests.faults.hang_campaign --times {options.times} --seed {options.seed}"
+    campaign = Campaign("hang-campaign", "How often the verdict on a hang is right", ABOUT, command)
     for way in [options.only] if options.only else WAYS:
-        results = [hang(way, chosen.randrange(4), chosen.randrange(11, 38)) for _ in range(options.times)]
-        right = sum(found[0] for found in results)
-        all_right, all_jobs = all_right + right, all_jobs + len(results)
-        print(f"{way:10} {right} of {len(results)}, up to {max(found[1] for found in results):.1f} s", flush=True)
-        for found in results:
-            if not found[0]:
-                print(f"    wrong: {found[2]}", flush=True)
-    print(f"{all_right} of {all_jobs} are right")
+        for _ in range(options.times):
+            odd, step = chosen.randrange(4), chosen.randrange(11, 38)
+            right, seconds, said = hang(way, odd, step)
+            campaign.add(Trial(way, f"rank {odd} on {NODES[odd]}, step {step}", right, round(seconds, 1), said))
+    print(f"{sum(trial.right for trial in campaign.trials)} of {len(campaign.trials)} are right")
+    if not options.only:
+        print(*campaign.write(), sep="\n")
 
 
 if __name__ == "__main__":

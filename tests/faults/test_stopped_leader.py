@@ -1,4 +1,4 @@
-"""The rank that serves its node is stopped: another one serves until it goes on."""
+"""The rank that serves its node is stopped, or hangs with the GIL: another one serves until it goes on."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from telemetry.publish.server_locks import LOCK_COUNT, STILL_SECONDS, ServerLock
 NS = 10**9
 
 RANK = """
-import sys, telemetry
+import ctypes, sys, telemetry
 agent = telemetry.start("run", run="r", start_line=False, interval_seconds=0.2, log_interval_seconds=0.5)
 source = telemetry.watch(iter(lambda: 1, 0))
 for _ in range(5):
     next(source)
 print("ready", flush=True)
-sys.stdin.readline()
+while sys.stdin.readline() == "hold\\n":
+    ctypes.PyDLL(None).read(0, ctypes.create_string_buffer(1), 1)  # a C call that keeps the GIL until there is a byte
 telemetry.stop()
 """
 
@@ -113,6 +114,23 @@ def test_another_rank_serves_while_the_first_is_stopped(job, tmp_path):
         f"the metrics of this run are no longer at port {port}: the rank that served before answers again",
     ]
     assert list((tmp_path / "run" / "targets").iterdir()) == []
+
+
+def test_another_rank_serves_while_the_first_holds_the_gil(job):
+    job = job(2)
+    first = f"127.0.0.1:{job.port}"
+    wait_for(lambda: steps_of(job.page(first)) == {"0", "1"}, "steps of both ranks")
+    job.ranks[0].tell("hold")
+    both = job.wait_for_targets(2)
+    assert both[0] == first
+    assert job.page(first) is None, "nobody answers there: the thread of the endpoint needs the GIL, too"
+    assert steps_of(job.page(both[1])) == {"0", "1"}
+
+    os.write(job.ranks[0].process.stdin.fileno(), b"x")
+    assert job.wait_for_targets(1) == [first]
+    wait_for(lambda: job.page(both[1]) is None, "the second one serves no more")
+    assert steps_of(job.page(first)) == {"0", "1"}
+    job.end()
 
 
 def test_a_stopped_leader_that_is_killed_is_followed_at_its_port(job):

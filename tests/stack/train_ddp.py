@@ -1,11 +1,12 @@
 """A typical training script: DDP over gloo and a DataLoader, without telemetry.
 
-The rank named by SLOW_RANK reads its samples slowly, until the file named by --mended appears, if one is named. Training
-goes on until the file named by --until appears, or for --steps steps. With COLLECTIVES=0 the ranks train side by side and never talk, so that one may die without the others.
+The rank named by SLOW_RANK reads its samples slowly, until the file named by --mended appears, if one is named. It hangs
+in a step from when the file named by --hang appears. Training goes on until the file named by --until appears, or for --steps steps. With COLLECTIVES=0 the ranks train side by side and never talk, so that one may die without the others.
 """
 
 import argparse
 import os
+import threading
 import time
 
 import torch
@@ -34,6 +35,10 @@ def think(seconds):
     time.sleep(seconds)
 
 
+def hang():
+    threading.Event().wait()
+
+
 def agreed(done, collectives):
     """Whether any rank is done. All ranks must leave the loop at the same step."""
     if not collectives:
@@ -50,6 +55,7 @@ def main():
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--samples", type=int, default=64, help="of each rank, in an epoch")
     parser.add_argument("--mended", default="")
+    parser.add_argument("--hang", default="")
     parser.add_argument("--slow-seconds", type=float, default=0.02, help="per sample, on the slow rank")
     parser.add_argument("--think-seconds", type=float, default=0.0, help="per step, on the slow rank")
     parser.add_argument("--pace-seconds", type=float, default=0.0, help="per step, on every rank: the device's time")
@@ -77,6 +83,8 @@ def main():
         for images, labels in loader:
             if slow and options.think_seconds:
                 think(options.think_seconds)
+            if slow and os.path.exists(options.hang):
+                hang()
             if options.pace_seconds:
                 time.sleep(options.pace_seconds)
             loss = lossf(model(images), labels)

@@ -33,7 +33,7 @@ def main() -> int:
     options = _options()
     if options.list:
         for specimen in ALL:
-            print(f"{specimen.name:24}{' or '.join(specimen.causes) or 'healthy':28}{specimen.about}")
+            print(f"{specimen.name:24}{specimen.truth:28}{specimen.about}")
         return 0
     try:
         specimens = chosen(options.only)
@@ -68,7 +68,8 @@ def main() -> int:
     print("\n" + table.text(about, scored, reached, verdicts))
     folder = options.results or (RESULTS if not options.only else None)
     if folder is not None:
-        paths = table.write(folder, machine.slug(about_machine), about_machine, about, scored, reached, verdicts)
+        name = "jobs-zoo" if all(specimen.nodes > 1 for specimen in specimens) else "zoo"
+        paths = table.write(folder, machine.slug(about_machine), about_machine, about, scored, reached, verdicts, name)
         print(f"\nwritten: {', '.join(map(str, paths))}")
     return 0 if all(goal.met for goal in reached) else 1
 
@@ -104,7 +105,7 @@ def _options() -> argparse.Namespace:
 
 
 def _line(specimen: Specimen, result: Result) -> str:
-    truth = " or ".join(specimen.causes) or "healthy"
+    truth = specimen.truth
     if result.error and not result.verdict:
         return f"{specimen.name:22} {truth}: FAILED, {result.error}"
     good = result.right if not specimen.healthy else not result.accused
@@ -115,7 +116,7 @@ def _line(specimen: Specimen, result: Result) -> str:
         realised = "failed" if result.realised is None else f"{result.realised:.2f}"
         text += f"; {' '.join(result.advised.arguments)}: predicted {result.advised.predicted:.2f}, realised {realised}"
     others = ", ".join(f"{load['others_cores']:.1f}" for load in result.load)
-    pace = f"{result.steps_per_second or 0:.1f}"
+    pace = "no" if result.steps_per_second is None else f"{result.steps_per_second:.1f}"
     if result.pace_after is not None:
         pace += f" before and {result.pace_after:.1f} after"
     return f"{text}  [{pace} steps/s; others use {others} cores]"
@@ -129,6 +130,8 @@ def _ask_traceml(specimens: Sequence[Specimen], journal: Journal) -> dict[str, s
         print(f"without TraceML's verdicts: {error}")
         return verdicts
     for specimen in specimens:
+        if specimen.nodes > 1:
+            continue  # TraceML judges one node
         verdict = journal.known_verdict(specimen)
         if verdict is None:
             verdict = traceml.verdict(interpreter, specimen)

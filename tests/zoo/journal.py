@@ -76,7 +76,9 @@ def _judges() -> str:
 def _version(specimen: Specimen, judges: str) -> str:
     """The version of the specimen and of the agent's code."""
     script = b"".join((processes.SCRIPTS / name).read_bytes() for name in (f"{specimen.script}.py", *_SHARED))
-    how = (specimen.arguments, specimen.seconds, specimen.ranks, specimen.cores, specimen.causes)
+    how: tuple[Any, ...] = (specimen.arguments, specimen.seconds, specimen.ranks, specimen.cores, specimen.causes)
+    if specimen.nodes > 1:
+        how += (specimen.nodes, specimen.hang, specimen.reason)
     return hashlib.sha256(script + repr((*how, judges)).encode()).hexdigest()[:12]
 
 

@@ -59,6 +59,8 @@ class Result:
 
 def judge(specimen: Specimen, report: dict[str, Any]) -> Result:
     """Judge a report on the specimen."""
+    if specimen.hang:
+        return _judge_hang(specimen, report)
     stalls: list[dict[str, Any]] = report["stalls"]
     verdict: str = report["verdict"]
     named = first_cause(report)
@@ -72,6 +74,22 @@ def judge(specimen: Specimen, report: dict[str, Any]) -> Result:
         accused=(bool(stalls) or starved) if specimen.healthy else None,
         verdict=verdict,
         stalls=stalls,
+    )
+
+
+def _judge_hang(specimen: Specimen, report: dict[str, Any]) -> Result:
+    """Right is the kind, and the one rank on its node."""
+    hang: dict[str, Any] | None = report["hang"]
+    suspects = [] if hang is None else [(suspect["rank"], suspect["node"]) for suspect in hang["suspects"]]
+    return Result(
+        specimen=specimen.name,
+        named=None if hang is None else f"hang: {hang['kind']}",
+        detected=hang is not None,
+        right=hang is not None
+        and hang["kind"] == specimen.hang
+        and suspects == [(specimen.slow_rank, specimen.slow_node)],
+        verdict=report["verdict"],
+        stalls=report["stalls"],
     )
 
 
@@ -106,8 +124,20 @@ def _right(specimen: Specimen, named: str | None, stalls: list[dict[str, Any]], 
     if specimen.slow_rank is None:
         return named in specimen.causes
     waiting = [stall for stall in stalls if stall["cause"] == "straggler" and stall["rank"] != specimen.slow_rank]
+    if specimen.nodes > 1:
+        return named in specimen.causes and bool(waiting) and all(_points(specimen, stall) for stall in waiting)
     points = re.search(rf"\brank[\"_: ]+{specimen.slow_rank}\b", json.dumps(waiting)) is not None
     return named in specimen.causes and bool(waiting) and points
+
+
+def _points(specimen: Specimen, stall: dict[str, Any]) -> bool:
+    """Whether a waiting rank of a job names the slow rank, its node and the reason."""
+    evidence = stall["evidence"]
+    return (
+        evidence.get("straggler_rank") in specimen.slow_ranks
+        and evidence.get("straggler_node") == specimen.slow_node
+        and specimen.reason in evidence.get("straggler_reason", "")
+    )
 
 
 def _cost(stall: dict[str, Any]) -> float:

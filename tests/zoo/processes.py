@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 SCRIPTS: Final = Path(__file__).resolve().parent / "scripts"
+_ON_NODES: Final = Path(__file__).with_name("on_nodes.py")
 _ADOPT: Final = Path(__file__).with_name("adopt.py")
 
 _PATIENCE_SECONDS: Final = 90.0
@@ -29,7 +30,7 @@ class RunError(RuntimeError):
 
 def under_the_agent(
     specimen: Specimen, folder: Path, extra: Sequence[str], settings: Mapping[str, str]
-) -> tuple[dict[str, Any], float]:
+) -> tuple[dict[str, Any], float | None]:
     """Run a specimen with ``telemetry run``, with ``extra`` arguments after its own.
 
     Args:
@@ -39,7 +40,8 @@ def under_the_agent(
         settings: variables of the agent; empty for the defaults.
 
     Returns:
-        The report, as ``telemetry report --json`` prints it, and the script's own steps per second.
+        The report, as ``telemetry report --json`` prints it, and the script's own steps per second; None of one that
+        hangs.
 
     Raises:
         RunError: it failed, timed out, or left no report or no pace.
@@ -47,7 +49,10 @@ def under_the_agent(
     run, pace = folder / "run", folder / "pace.json"
     agent = ["-m", "telemetry", "run", "--run-dir", str(run), "--port", "0"]
     launcher = [sys.executable]
-    if specimen.ranks > 1:
+    if specimen.nodes > 1:
+        each = specimen.ranks // specimen.nodes
+        launcher += [str(_ON_NODES), str(specimen.nodes), str(each)]
+    elif specimen.ranks > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(specimen.ranks)]
     script = [str(SCRIPTS / f"{specimen.script}.py"), *script_arguments(specimen, pace), *extra]
     finish([*launcher, *agent, *script], folder, specimen, environment() | dict(settings))
@@ -61,7 +66,7 @@ def under_the_agent(
     )
     if told.returncode:
         raise RunError(f"no report: {_last_line(told.stderr)}")
-    return json.loads(told.stdout), read_pace(pace)
+    return json.loads(told.stdout), None if specimen.hang else read_pace(pace)
 
 
 def script_arguments(specimen: Specimen, pace: Path) -> list[str]:
@@ -85,7 +90,7 @@ def read_pace(path: Path) -> float:
 
 
 def finish(command: Sequence[str], folder: Path, specimen: Specimen, variables: Mapping[str, str]) -> None:
-    """Run a command to its end, with its output in ``folder``.
+    """Run a command to its end, with its output in ``folder``. A job that hangs must fail, by the collective's timeout.
 
     Raises:
         RunError: it failed, or timed out and was ended.
@@ -110,7 +115,10 @@ def finish(command: Sequence[str], folder: Path, specimen: Specimen, variables: 
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-    if code:
+    if specimen.hang:
+        if not code:
+            raise RunError("has ended as if it had not hung")
+    elif code:
         raise RunError(f"ended with {code}: {_last_line((folder / 'output.txt').read_text(errors='replace'))}")
 
 

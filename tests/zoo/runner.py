@@ -46,7 +46,7 @@ def run(
     """
     loads: list[dict[str, float]] = []
 
-    def once(extra: tuple[str, ...] = ()) -> tuple[dict[str, Any], float]:
+    def once(extra: tuple[str, ...] = ()) -> tuple[dict[str, Any], float | None]:
         return _undisturbed(specimen, extra, settings or {}, loads, most_others)
 
     try:
@@ -54,7 +54,7 @@ def run(
     except processes.RunError as error:
         return Result(specimen.name, error=str(error), load=tuple(loads))
     result = dataclasses.replace(judge(specimen, report), steps_per_second=pace)
-    if follow and not specimen.healthy:
+    if follow and not specimen.healthy and pace is not None:
         result = _follow(specimen, result, report, pace, once, steady)
     return dataclasses.replace(result, load=tuple(loads))
 
@@ -64,7 +64,7 @@ def _follow(
     result: Result,
     report: dict[str, Any],
     pace: float,
-    once: Callable[..., tuple[dict[str, Any], float]],
+    once: Callable[..., tuple[dict[str, Any], float | None]],
     steady: float,
 ) -> Result:
     """The result, with the advice followed if there is advice to follow."""
@@ -93,9 +93,9 @@ def _undisturbed(
     settings: Mapping[str, str],
     loads: list[dict[str, float]],
     most_others: float,
-) -> tuple[dict[str, Any], float]:
+) -> tuple[dict[str, Any], float | None]:
     """Run it, and repeat that until others use few enough cores. The load of the last run is recorded."""
-    found: tuple[dict[str, Any], float] | processes.RunError
+    found: tuple[dict[str, Any], float | None] | processes.RunError
     for tries_left in reversed(range(_MAX_TRIES)):
         load = Load()
         with tempfile.TemporaryDirectory(prefix=f"zoo-{specimen.name}-") as folder:

@@ -12,10 +12,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 from .healthy import CONTROLS
+from .jobs import JOBS
 from .specimen import Specimen
 from .stalling import STALLS
 
-ALL: Final = (*STALLS, *CONTROLS)
+ALL: Final = (*STALLS, *CONTROLS, *JOBS)
 
 
 def chosen(names: Iterable[str]) -> tuple[Specimen, ...]:

@@ -42,10 +42,11 @@ def write(
     scored: Sequence[Score],
     reached: Sequence[Goal],
     diagnoses: Mapping[str, str],
+    name: str = "zoo",
 ) -> list[Path]:
-    """Write both files. They replace those of an earlier run on the same kind of machine."""
+    """Write both files, named ``name`` and the slug. They replace those of an earlier run on the same kind of machine."""
     folder.mkdir(parents=True, exist_ok=True)
-    as_json, as_markdown = folder / f"zoo-{slug}.json", folder / f"zoo-{slug}.md"
+    as_json, as_markdown = folder / f"{name}-{slug}.json", folder / f"{name}-{slug}.md"
     content = {
         "machine": dict(machine),
         "goals": [dataclasses.asdict(goal) for goal in reached],
@@ -81,7 +82,7 @@ def _cells(score: Score, diagnoses: Mapping[str, str]) -> list[str]:
     named = Counter(_said(result) for result in score.results)
     return [
         specimen.name,
-        " or ".join(specimen.causes) or "healthy",
+        specimen.truth,
         f"{score.detected}/{runs}" if not specimen.healthy else ("-" if not score.accused else "ACCUSED"),
         ", ".join(name if count == runs else f"{name} {count}" for name, count in named.most_common()),
         f"{score.right}/{runs}" if not specimen.healthy else f"{runs - score.accused}/{runs}",

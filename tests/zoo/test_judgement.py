@@ -58,6 +58,57 @@ def test_a_straggler_is_right_when_a_peer_points_at_the_slow_rank():
     assert judgement.judge(specimen, {"verdict": "Cause: straggler", "stalls": [elsewhere]}).right is False
 
 
+def waiting(rank, slow, node, reason):
+    said = dict(straggler_rank=slow, straggler_node=node, straggler_reason=reason)
+    return stall("straggler", rank=rank, **said)
+
+
+JOB = dataclasses.replace(
+    STARVED, causes=("straggler",), slow_rank=2, ranks=4, nodes=2, reason="takes longer", arguments=()
+)
+
+
+@pytest.mark.parametrize(
+    ("stalls", "right"),
+    [
+        ([waiting(0, 2, "n2", "takes longer to compute a step")], True),
+        ([waiting(0, 2, "n2", "takes longer"), waiting(3, 2, "n2", "takes longer")], True),
+        ([waiting(0, 2, "n1", "takes longer")], False),
+        ([waiting(0, 3, "n2", "takes longer")], False),
+        ([waiting(0, 2, "n2", "waits for data")], False),
+        ([waiting(0, 2, "n2", "takes longer"), waiting(3, 1, "n1", "takes longer")], False),
+        ([waiting(2, 2, "n2", "takes longer")], False),
+    ],
+)
+def test_in_a_job_each_waiting_rank_must_name_rank_node_and_reason(stalls, right):
+    assert judgement.judge(JOB, {"verdict": "Cause: straggler", "stalls": stalls}).right is right
+
+
+def test_each_rank_of_a_slow_node_may_be_named():
+    slow = dataclasses.replace(JOB, whole_node=True)
+    assert slow.slow_ranks == (2, 3)
+    report = {"verdict": "Cause: straggler", "stalls": [waiting(0, 3, "n2", "takes longer")]}
+    assert judgement.judge(slow, report).right
+
+
+@pytest.mark.parametrize(
+    ("kind", "suspects", "right"),
+    [
+        ("fetch", [(2, "n2")], True),
+        ("compute", [(2, "n2")], False),
+        ("fetch", [(2, "n1")], False),
+        ("fetch", [(2, "n2"), (3, "n2")], False),
+        (None, [], False),
+    ],
+)
+def test_a_hang_is_right_with_its_kind_and_its_one_rank(kind, suspects, right):
+    hung = dataclasses.replace(JOB, causes=(), hang="fetch")
+    hang = kind and {"kind": kind, "suspects": [{"rank": rank, "node": node} for rank, node in suspects]}
+    result = judgement.judge(hung, {"verdict": "Hung before its end", "stalls": [], "hang": hang})
+    assert (result.right, result.accused, result.detected) == (right, None, kind is not None)
+    assert hung.truth == "hang: fetch"
+
+
 def test_the_first_advice_that_predicts_and_can_be_followed_is_followed():
     words = more_workers(None) | {"setting": None, "value": None}
     report = {

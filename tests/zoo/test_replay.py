@@ -20,6 +20,7 @@ from telemetry.diagnose.evidence import (
     WorkerEvidence,
 )
 from telemetry.diagnose.evidence_log import evidence_field
+from telemetry.diagnose.straggler import straggler
 
 RECORDED = sorted((Path(__file__).parent / "evidence").glob("*.json"))
 
@@ -31,6 +32,7 @@ GROUPS = {
 PACE = {
     "compute": "compute_seconds", "exposed": "exposed_wait_seconds", "away": "away_seconds", "in_sync": "in_sync_samples",
     "still": "seconds_without_step", "still_in_sync": "waits_for_ranks", "gpu_busy": "gpu_busy_ratio",
+    "core_wait": "core_wait_seconds", "cores_busy": "cores_busy_ratio",
 }  # fmt: skip
 """Names of a pace's fields in the log and in `RankPace`."""
 
@@ -54,8 +56,12 @@ def log_names() -> dict[tuple[str, ...], str]:
             if group is WorkerEvidence:
                 inner["long_fetch_seconds"] = ()
             values[field.name] = group(**inner)
-    values |= {"pace": RankPace(0, 0.0, 0, 0.0, None, 0.0), "peers": ()}
+    values |= {"pace": RankPace(0, 0.0, 0, 0.0, None, 0.0), "peers": (), "earlier_paces": ()}
     return {value.path: name for name, value in evidence_field(Evidence(**values)).items() if isinstance(value, Field)}
+
+
+def paces_of(logged, field):
+    return [RankPace(**{PACE.get(name, name): value for name, value in told.items()}) for told in logged.get(field, ())]
 
 
 def evidence_of(logged):
@@ -83,9 +89,9 @@ def evidence_of(logged):
     alone = RankPace(
         0, values["seconds"], values["steps"], values["compute_seconds"], values["exposed_wait_seconds"], 0.0
     )
-    paces = [{PACE.get(name, name): value for name, value in told.items()} for told in logged.get("paces", ())]
-    pace, *peers = [RankPace(**told) for told in paces] or [alone]
-    known = {"pace": pace, "peers": tuple(peers), "batches_per_step": logged.get("batches_per_step", 1.0)}
+    pace, *peers = paces_of(logged, "paces") or [alone]
+    known = {"pace": pace, "peers": tuple(peers), "earlier_paces": tuple(paces_of(logged, "earlier_paces"))}
+    known["batches_per_step"] = logged.get("batches_per_step", 1.0)
     return Evidence(**(values | known))
 
 
@@ -94,6 +100,18 @@ def test_recorded_evidence_is_named_rightly(path):
     recorded = json.loads(path.read_text())
     lost = costs(evidence_of(recorded["evidence"]))
     assert max(lost, key=lost.get) in recorded["causes"], lost
+
+
+OF_JOBS = [path for path in RECORDED if path.stem.startswith("job-")]
+
+
+@pytest.mark.parametrize("path", OF_JOBS, ids=lambda path: path.stem)
+def test_a_rank_of_a_job_still_names_rank_node_and_reason(path):
+    recorded = json.loads(path.read_text())
+    logged, evidence = recorded["evidence"], evidence_of(recorded["evidence"])
+    slow = straggler(evidence.pace, evidence.peers, evidence.earlier_paces)
+    assert (slow.rank, slow.node) == (logged["straggler_rank"], logged["straggler_node"])
+    assert slow.why == logged["straggler_reason"]
 
 
 def test_there_is_evidence_of_every_cause_that_shows_without_a_gpu():

@@ -98,7 +98,7 @@ def _garbage(evidence: Evidence) -> list[Advice]:
 
 
 def _straggler(evidence: Evidence) -> list[Advice]:
-    slow, now = straggler(evidence.pace, evidence.peers), step_seconds(evidence)
+    slow, now = straggler(evidence.pace, evidence.peers, evidence.earlier_paces), step_seconds(evidence)
     if slow is None or now is None:
         return []
     because = f"{slow.name} {slow.why}; this rank waits for it {ms(slow.lost)} of every {ms(now)}"

@@ -4,11 +4,13 @@ import getpass
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
 from stack.cluster.servers import LOGS, stop
-from stack.jobs import TOKEN, environment, free_ports, must_have, wait_for
+from stack.cluster.shipped import DEPLOY
+from stack.jobs import SCRIPT, TOKEN, environment, free_ports, must_have, wait_for
 
 NODES = ("127.0.0.1", "127.0.0.2")
 """Names that lead to this machine without a name server: the shipped job meets, and is scraped, by the nodes' names."""
@@ -120,3 +122,35 @@ class Slurm:
         """``RUNNING``, ``COMPLETED``, ``CANCELLED`` …"""
         text = self.run("scontrol", "show", "job", job, "--oneliner")
         return dict(word.partition("=")[::2] for word in text.split())["JobState"]
+
+
+class SlurmJob:
+    """The shipped job, made smaller by options of sbatch: it asks for 8 GPUs and 64 cores of each node.
+
+    Args:
+        slurm: the cluster.
+        shared: a folder that all nodes share.
+        until: the job trains until this file is there. Its name is the job's.
+        arguments: more arguments of the script. ``variables``: of the environment.
+    """
+
+    def __init__(self, slurm, shared, until, *arguments, **variables):
+        self.until = until
+        self.slurm = slurm
+        out = shared / f"{until.name}.out"
+        self.number = slurm.run(
+            "sbatch", "--parsable", "--gpus-per-node=1", "--cpus-per-task=1", f"--output={out}", "--chdir", shared,
+            DEPLOY / "slurm" / "train.sbatch", SCRIPT, "--until", until, "--pace-seconds", "0.05", *arguments,
+            SHARED_DIR=str(shared), PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", **variables,
+        ).strip()  # fmt: skip
+        self.run = f"slurm-{self.number}"
+        self.run_dir = shared / "runs" / self.run
+        self.out = out
+
+    def said(self):
+        return self.out.read_text() if self.out.exists() else "nothing"
+
+    def ended(self, *states):
+        wait_for(
+            f"{self.run} to be {states}\n{self.said()}", lambda: self.slurm.state(self.number) in states, every=0.2
+        )

@@ -1,57 +1,19 @@
 """The shipped Slurm job on two emulated nodes: found, recorded, and nothing of it left behind."""
 
 import itertools
-import os
 import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from stack.cluster import shipped
-from stack.cluster.slurm import NODES, Slurm
-from stack.jobs import SCRIPT, environment, wait_for
+from stack.cluster.slurm import NODES, SlurmJob
+from stack.jobs import environment, wait_for
 from stack.test_snapshot_ranks import recorded_steps, traces
 from telemetry.publish.board import Board
 
 pytestmark = pytest.mark.stack
-
-
-@pytest.fixture(scope="module")
-def slurm(launch):
-    cluster = Slurm(launch)
-    try:
-        cluster.start()
-        yield cluster
-    finally:
-        cluster.stop()
-
-
-class SlurmJob:
-    """The shipped job, made smaller by options of sbatch: it asks for 8 GPUs and 64 cores of each node."""
-
-    def __init__(self, slurm, shared, until):
-        self.until = until
-        self.slurm = slurm
-        out = shared / f"{until.name}.out"
-        self.number = slurm.run(
-            "sbatch", "--parsable", "--gpus-per-node=1", "--cpus-per-task=1", f"--output={out}", "--chdir", shared,
-            shipped.DEPLOY / "slurm" / "train.sbatch", SCRIPT, "--until", until, "--pace-seconds", "0.05",
-            SHARED_DIR=str(shared), PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        ).strip()  # fmt: skip
-        self.run = f"slurm-{self.number}"
-        self.run_dir = shared / "runs" / self.run
-        self.out = out
-
-    def said(self):
-        return self.out.read_text() if self.out.exists() else "nothing"
-
-    def ended(self, *states):
-        wait_for(
-            f"{self.run} to be {states}\n{self.said()}", lambda: self.slurm.state(self.number) in states, every=0.2
-        )
 
 
 def ranks_by_node(monitoring, job):
