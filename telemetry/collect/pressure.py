@@ -27,7 +27,7 @@ class PressureSource:
     def __init__(self, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> None:
         self._pressure = f"{proc}/pressure/"
         self._paths: dict[str, str | None] = {}
-        self._groups = _cgroup_folders(proc, cgroups)
+        self._groups = cgroup_folders(proc, cgroups)
         self._before: dict[str, int] = {}
         self._before_ns = 0
         self._throttled_before: tuple[int, int] | None = None
@@ -126,7 +126,7 @@ def _cores(folder: Path) -> float | None:
     return int(quota) / int(period) if quota.isdigit() and int(quota) > 0 and int(period) > 0 else None
 
 
-def _cgroup_folders(proc: Path, mount: Path) -> dict[str, tuple[Path, ...]]:
+def cgroup_folders(proc: Path, mount: Path) -> dict[str, tuple[Path, ...]]:
     """For each controller the folders of this process's cgroup and those above it, innermost first."""
     found: dict[str, tuple[Path, ...]] = {}
     for line in (_read(f"{proc}/self/cgroup") or "").splitlines():

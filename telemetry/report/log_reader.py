@@ -60,6 +60,7 @@ class ProcessLog:
         beat: the totals of its heartbeat; empty without one, as after an end by itself.
         saves: the newest checkpoints. ``saves_total``, ``save_seconds``: all that stopped the training.
         points: how far it had come at its windows and checkpoints.
+        oom_readings: the first and the last time of each value of the counter of its cgroup.
         stalls, hangs, snapshots, errors: lines of these events, oldest first.
         torn_lines: how many lines could not be read.
         wrong_fields: how many fields were left out because of a wrong type.
@@ -85,6 +86,7 @@ class ProcessLog:
     saves_total: int = 0
     save_seconds: float = 0.0
     points: ProgressPoints = field(default_factory=ProgressPoints)
+    oom_readings: dict[int, tuple[str, str]] = field(default_factory=dict)
     torn_lines: int = 0
     wrong_fields: int = 0
     skipped: list[str] = field(default_factory=list)
@@ -200,6 +202,9 @@ def _lines(path: Path, *, missing_is_fine: bool = False) -> Iterator[tuple[dict[
 
 def _take(line: dict[str, Any], log: ProcessLog) -> None:
     event, log.rank = line.get("event"), line.get("rank", log.rank)
+    kills = line.get("oom_kills_total")
+    if kills is not None and "time" in line:
+        log.oom_readings[kills] = log.oom_readings.get(kills, (line["time"],))[0], line["time"]
     log.run = line.get("run", log.run)
     log.head = log.head or {name: line.get(name) for name in ("local_rank", "node", "time")}
     log.last_time = max(log.last_time, line.get("time", ""))

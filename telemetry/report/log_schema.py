@@ -148,6 +148,7 @@ _TOTALS: Final[Mapping[str, Kind]] = {
     "child_processes": _count,
     "optimizer_steps_total": _count,
     "resumption": _mapping,
+    "oom_kills_total": _count,
 }
 
 RESUMPTION: Final[Mapping[str, Kind]] = {
@@ -191,6 +192,9 @@ FIELDS: Final[Mapping[str, Mapping[str, Kind]]] = MappingProxyType(
             "launcher": _text,
             "launch": _text,
             "restarts": _count,
+            "memory_group": _text,
+            "memory_events": _text,
+            "oom_kills_total": _count,
             "step_sketch": _mapping,  # `sketch.parse_counts` checks each count
             "step_max_seconds": _number,
             "data_wait_sketch": _mapping,
