@@ -15,6 +15,7 @@ from fakes import nvml
 
 from stack.cluster import dashboards, servers
 from stack.cluster.recorded import Recorded
+from stack.cluster.slurm import Slurm
 from stack.jobs import SCRIPT, Job, free_ports, get
 
 STARVED, HEALTHY = "cluster-starved", "cluster-healthy"
@@ -43,6 +44,17 @@ def pytest_runtest_makereport():
 def monitoring(launch, tmp_path_factory):
     """The servers, configured as shipped."""
     cluster = servers.Monitoring(launch, tmp_path_factory.mktemp("cluster"))
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+@pytest.fixture(scope="package")
+def slurm(launch):
+    """Slurm on two emulated nodes."""
+    cluster = Slurm(launch)
     try:
         cluster.start()
         yield cluster

@@ -11,22 +11,12 @@ from pathlib import Path
 import pytest
 
 from stack.cluster import shipped
-from stack.cluster.slurm import NODES, Slurm
+from stack.cluster.slurm import NODES
 from stack.jobs import SCRIPT, environment, wait_for
 from stack.test_snapshot_ranks import recorded_steps, traces
 from telemetry.publish.board import Board
 
 pytestmark = pytest.mark.stack
-
-
-@pytest.fixture(scope="module")
-def slurm(launch):
-    cluster = Slurm(launch)
-    try:
-        cluster.start()
-        yield cluster
-    finally:
-        cluster.stop()
 
 
 class SlurmJob:
