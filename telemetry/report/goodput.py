@@ -196,9 +196,9 @@ def _of_life(life: Life, course: Course, length: float) -> dict[str, float]:
     first_wait = min(life.totals.get("first_wait_seconds", 0.0), spent.get(DATA_WAIT, 0.0))
     seconds = {
         PRODUCTIVE: compute - of_compute,
-        REDONE: redone - of_redone,
+        REDONE: 0.0 if course.in_replay else redone - of_redone,
         RESTORE: min(restore, spent.get(STARTUP, 0.0)),
-        REPLAY: replay,
+        REPLAY: replay + (redone - of_redone if course.in_replay else 0.0),
         STARTUP: begun + max(0.0, spent.get(STARTUP, 0.0) - restore) + first_wait,
         DATA_WAIT: wait - of_wait,
         EVALUATION: spent.get(EVALUATION, 0.0),
