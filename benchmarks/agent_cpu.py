@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 SLICE_SECONDS: Final = 5.0
 """Length of one reading. It is long enough that the log's window, written every ten seconds, evens out over a few."""
 
-_SETTLE_SECONDS: Final = 4.0
+_SETTLE_SECONDS: Final = 25.0
+"""After this, what is said of runs of hours holds: telemetry samples less often, and nothing is imported any more."""
 _STEP_SECONDS: Final = 0.01
 _LOADER_THREADS: Final = ("QueueFeederThread", "Thread-")
 BESIDE: Final = "its other processes"

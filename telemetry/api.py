@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import multiprocessing.process
+import operator
 import os
 import sys
 import threading
@@ -145,19 +146,23 @@ def resumed(*, step: int) -> None:
     report assumes the newest complete checkpoint.
 
     Args:
-        step: number of optimizer steps that the loaded state contains.
+        step: number of optimizer steps that the loaded state contains; numpy's whole numbers will do.
 
     Raises:
         TypeError: it is no whole number.
         ValueError: it is negative.
     """
-    if not isinstance(step, int) or isinstance(step, bool):
+    try:
+        number = operator.index(step)
+    except TypeError:
+        number = None
+    if number is None or isinstance(step, bool):
         raise TypeError(f"step is a whole number, not {type(step).__name__}")
-    if step < 0:
-        raise ValueError(f"step is not negative, but {step} is")
+    if number < 0:
+        raise ValueError(f"step is not negative, but {number} is")
     agent = _running()
     if agent is not None:
-        agent.tracker.resume.told(agent.tracker, step)
+        agent.tracker.resume.told(agent.tracker, number)
 
 
 def request_snapshot(*, steps: int | None = None, rank: int | None = None) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from dataclasses import replace
 
 import pytest
@@ -10,13 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from telemetry.core.clock import NS
+from telemetry.core.filesystem import read_small
 from telemetry.core.hang_records import Collective, HangState
 from telemetry.core.tick import RankPace
 from telemetry.job import exchange as exchange_module
 from telemetry.job.candidates import candidates
 from telemetry.job.exchange import JobExchange
 from telemetry.job.hang_states import from_rows, to_rows
-from telemetry.job.node_report import NodeReport, decoded, encoded
+from telemetry.job.node_report import MAX_BYTES, NodeReport, decoded, encoded
 from tests.rank_paces import pace
 
 
@@ -244,6 +247,48 @@ def test_rows_of_very_many_ranks_are_small():
 def test_rows_of_something_else_are_refused(row):
     with pytest.raises((TypeError, ValueError, KeyError, AttributeError)):
         from_rows([row])
+
+
+@pytest.mark.parametrize("number", [b"1e999", b"NaN", b"-1e999"])
+def test_a_pace_without_an_end_is_no_report(number):
+    whole = encoded(NodeReport("x", 1, 1, (pace(3),)))
+    damaged = re.sub(rb'"compute_seconds":[^,}]+', b'"compute_seconds":' + number, whole)
+    assert decoded(whole) is not None
+    assert damaged != whole
+    assert decoded(damaged) is None
+
+
+def test_a_report_cannot_fill_the_memory():
+    row = to_rows(states(0))[0]
+    many = row | {"nodes": [["a", [[0, 100_000]] * 9]]}
+    with pytest.raises(ValueError):
+        from_rows([many])
+    large = from_rows([row | {"nodes": [["a", [[0, 69_999]]]]}])
+    assert len(from_rows(to_rows(large))) == 70_000
+
+
+@pytest.mark.parametrize("nodes", [2, 90])
+def test_files_of_others_in_the_folder_hide_no_node(tmp_path, nodes):
+    """Names that are no UTF-8, contents that nobody can read, a folder, a FIFO, a link."""
+    folder = tmp_path / "job"
+    folder.mkdir()
+    names = [f"node-{kind}.json".encode() for kind in ("deep", "folder", "fifo", "link", "infinite")]
+    deep, inner, fifo, link, infinite = (os.path.join(os.fsencode(folder), name) for name in names)
+    with open(os.path.join(os.fsencode(folder), b"node-\xff\xfe.json"), "wb") as file:
+        file.write(b"[" * 50_000)
+    with open(deep, "wb") as file:
+        file.write(b'{"version": 1, "ranks": ' + b"[" * 50_000)
+    with open(infinite, "wb") as file:
+        file.write(encoded(NodeReport("x", 1, 1, (pace(3),))).replace(b'"steps":', b'"steps":1e999,"x":'))
+    os.mkdir(inner)
+    os.mkfifo(fifo)
+    os.symlink("/dev/zero", link)
+    job = Job(tmp_path, nodes=nodes)
+    for exchange in job.exchanges.values():
+        exchange._read = lambda path: read_small(path, MAX_BYTES)
+    job.cycles(5)
+    assert job.exchanges["n0000"].nodes == nodes
+    assert job.heard["n0000"]
 
 
 @pytest.mark.parametrize("nodes", [2, 90])

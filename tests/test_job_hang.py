@@ -151,6 +151,7 @@ def test_what_has_become_of_the_process_of_another_rank(tmp_path, how, kind):
             assert own.states() == [], "a scrape removes the file of a dead rank"
         elif how == "stopped":
             os.kill(child.pid, signal.SIGSTOP)
+            os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)  # the signal is delivered a moment later
         elif how == "ended":
             child.tell()
             child.wait()
@@ -177,3 +178,25 @@ def test_one_that_was_started_again_is_not_gone(tmp_path):
         for _ in range(17):
             rank.tick()
     assert rank.lines[-1]["kind"] == "compute", "it is there, and says nothing"
+
+
+HOSTILE = [
+    b"",
+    b"[" * 60_000,
+    b"\xff",
+    b"{}",
+    b'{"rank": 1e999, "pid": 1, "ticks": 1}',
+    b'{"rank": 1, "pid": "x"}',
+    b"[1]",
+]
+
+
+@pytest.mark.parametrize("content", HOSTILE)
+@pytest.mark.parametrize("name", ["rank-9.bin", "hang-9.json", "gone-9"])
+def test_a_file_of_the_board_that_makes_no_sense_is_passed_over(board, name, content):
+    rank = Rank(board, WAITS, world_size=1)
+    (board._folder / name).write_bytes(content)
+    os.mkfifo(board._folder / f"{name.split('-')[0]}-8")
+    (board._folder / f"{name.split('-')[0]}-7").symlink_to("/dev/zero")
+    rank.tick()
+    assert [state.rank for state in rank.part.local] == [0]

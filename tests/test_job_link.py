@@ -143,3 +143,22 @@ def test_files_that_cannot_be_written_are_told_and_hurt_nobody(node, tmp_path):
     first = node("n1", 0)
     lines = until("a line in the log", lambda: (first.tick(), first.errors.take_lines())[1])
     assert "the other nodes cannot be told" in lines[0]["message"]
+
+
+def test_without_a_thread_to_be_had_there_is_none_to_wait_for(node, monkeypatch):
+    """A limit on processes counts threads, too. Each tick tries again."""
+    first = node("n1", 0)
+    start = threading.Thread.start
+
+    def refused(thread) -> None:
+        if thread.name == "telemetry-job":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        with pytest.raises(RuntimeError):
+            for _ in range(30):
+                first.tick()
+        first.link.close()
+    until("the thread", lambda: first.tick() is not None and first.link._thread)

@@ -21,6 +21,7 @@ from telemetry.report.log_schema import FIELDS
 from telemetry.report.summary import summarize
 
 JUNK = [None, True, -1, 1e300, 2.5, "", "\x1b]0;x\x07", [], [1], {}, {"a": "b"}, [[{}]], [None], {"p50": []}]
+JUNK += ["0001-01-01T00:00:00", "9999-12-31T23:59:59.999Z", 1e15]
 
 COMMON = dict(run="r", rank=0, local_rank=0, node="n", pid=10, tid=11, step=3, time="2026-01-01T00:00:10.000Z")
 TOTALS = dict(
@@ -45,17 +46,69 @@ SKETCHES = dict(
     step_sketch={"-100": 90, "-50": 10}, step_seconds=dict(p50=0.1, p95=0.2, p99=0.3, max=0.4),
     data_wait_sketch={"-110": 100}, data_wait_seconds=dict(p50=0.1, p95=0.2, p99=0.3, max=0.4),
 )  # fmt: skip
+RESUMPTION = dict(
+    optimizers=1,
+    restore_seconds=0.2,
+    resumed_step=40,
+    resumed_from="optimizer",
+    resumed_at_optimizer_steps=0,
+    replayed_batches=3,
+    replay_seconds=0.3,
+    replay_wait_seconds=0.1,
+)
 LINES = [
-    dict(event="run_start", started="2026-01-01T00:00:00.000Z", settings=Config().as_log_fields()),
+    dict(
+        event="run_start",
+        started="2026-01-01T00:00:00.000Z",
+        settings=Config().as_log_fields(),
+        life="ab",
+        world_size=2,
+        process_started="2025-12-31T23:59:58.000Z",
+        launcher="torchrun",
+        launch="x",
+        restarts=0,
+    ),
     dict(event="window") | TOTALS | SKETCHES,
     dict(event="stall_open") | STALL,
     dict(event="stall_close", closed="2026-01-01T00:00:09.000Z") | STALL,
     dict(event="stall_open") | STALL,
     dict(event="snapshot", path="snapshots/a/b", first_step=1, last_step=5, reason="stall", breakdown=dict(Kernel=0.5)),
     dict(event="error", source="jsonl", message="no room", errors_total=2),
-    dict(event="window") | TOTALS | SKETCHES,
-    dict(event="run_end") | TOTALS,
+    dict(
+        event="hang",
+        since="2026-01-01T00:00:08.000Z",
+        verdict="rank 1 is gone",
+        kind="rank_gone",
+        silent_ranks=1,
+        suspects=[dict(rank=1, node="n", where="a.py:3", doing="compute")],
+        waiting=[dict(ranks=[[0, 0], [2, 7]], collective="all_reduce", sequence=5)],
+    ),
+    dict(
+        event="phase",
+        name="checkpoint",
+        seconds=0.1,
+        complete=True,
+        holds_optimizer=True,
+        optimizer_steps_total=90,
+        steps_total=90,
+        loop_seconds=dict(data_wait=4.0, compute=4.5),
+    ),
+    dict(event="window", optimizer_steps_total=100, resumption=RESUMPTION) | TOTALS | SKETCHES,
+    dict(event="run_end", exception="ValueError", exit_status=3, lost_peer=False, resumption=RESUMPTION) | TOTALS,
 ]
+BEAT = (
+    dict(
+        life="ab",
+        unix_seconds=1767225612.5,
+        optimizer_steps_total=120,
+        seconds_before=2.0,
+        kept_seconds=8.5,
+        saves_completed=1,
+        resumption=dict(optimizers=1, resumed_step=40),
+    )
+    | TOTALS
+    | dict(wall_seconds=13.5)
+)
 
 
 def places(value, path=()):
@@ -97,6 +150,22 @@ def test_no_field_of_a_log_can_break_the_report(tmp_path, capsys, number):
             assert "\x1b" not in capsys.readouterr().out
 
 
+def test_no_field_of_a_heartbeat_can_break_the_report(tmp_path, capsys):
+    write(tmp_path, LINES[:-1])  # it was killed
+    folder = tmp_path / "attempts"
+    folder.mkdir()
+    beats = [replaced(BEAT, path, junk) for path in places(BEAT) for junk in [*JUNK, float("inf"), float("nan")]]
+    contents = [json.dumps(beat).encode() for beat in (BEAT, *beats)]
+    contents += [b"", b"[" * 100_000, b'{"life": "ab", "unix_seconds": 1' + b"0" * 5000 + b"}", b"\xff\x00" * 500]
+    for number, content in enumerate(contents):
+        (folder / "ab.beat").write_bytes(content)
+        assert report(str(tmp_path), as_json=True) == 0, content[:300]
+        found = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(name))
+        assert number or found["ranks"][0]["steps"] == 100
+        assert report(str(tmp_path), as_json=False) == 0, content[:300]
+        assert "\x1b" not in capsys.readouterr().out
+
+
 def test_a_damaged_line_leaves_the_totals_before_it(tmp_path, capsys):
     write(tmp_path, [*LINES[:-1], LINES[-1] | {"ledger_total_seconds": {"data_wait": "much"}}])
     assert summarize(load(tmp_path))["ranks"][0]["ledger"]["data_wait"] == 5.0
@@ -133,6 +202,18 @@ def test_a_fifo_named_like_a_log_is_not_waited_for(tmp_path):
     )
     assert asked.returncode == 1
     assert asked.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["logs/rank-1.11.jsonl", "attempts/ab.beat"])
+def test_a_link_to_a_device_without_an_end_is_not_read(tmp_path, name):
+    write(tmp_path, LINES[:-1])
+    (tmp_path / "attempts").mkdir()
+    (tmp_path / name).symlink_to("/dev/zero")
+    limited = 'ulimit -v 1000000; exec "$0" -m telemetry report "$1"'
+    done = subprocess.run(
+        ["sh", "-c", limited, sys.executable, str(tmp_path)], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(("ratio", "starved"), [(0.6, False), (0.4, True), (None, True)])

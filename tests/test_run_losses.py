@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 import urllib.request
 
 import pytest
 
 import telemetry
+from telemetry.agent.end_evidence import EndEvidence
+from telemetry.agent.run_losses import RunLosses
+from telemetry.core.clock import NS
+from telemetry.core.errors import ErrorLog
+from telemetry.core.identity import Identity
 from telemetry.core.job_labels import job_labels
 from telemetry.job.run_state import LOST, RunState, decoded
 
@@ -88,12 +94,94 @@ def test_the_heartbeat_of_a_killed_process_is_newer_than_the_state(tmp_path):
     assert shown(agent, "training_run_attempts_without_progress") == {"": 0.0}
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"run": 7}', b'{"run": "run", "attempt": "x"}', b"\xff" * 99])
+DAMAGED = [
+    *(b"", b"{", b"[]", b'{"run": 7}', b'{"run": "run", "attempt": "x"}', b"\xff" * 99, b"[" * 8000),
+    *(b'{"run": "run", "attempt": 1e999}', b'{"run": "run", "attempt": -3}', b'{"run": "run", "time": NaN}'),
+    b'{"run": "run", "time": 1' + b"0" * 400 + b"}",
+    b'{"run": "run", "carried": {"down": Infinity}}',
+]
+
+
+@pytest.mark.parametrize("content", DAMAGED)
 def test_a_damaged_state_begins_anew(tmp_path, content):
     (tmp_path / "run" / "attempts").mkdir(parents=True)
     (tmp_path / "run" / "attempts" / "run.json").write_bytes(content)
     agent = start(tmp_path / "run")
     assert wait_for(lambda: shown(agent, "training_run_attempt")) == {"": 0.0}
+
+
+BEAT = dict(life="ab", unix_seconds=1e9, ledger_total_seconds={"startup": 1, "data_wait": 1, "compute": 1},
+            first_wait_seconds=1, seconds_before=1, kept_seconds=1, saves_completed=1, resumption={})  # fmt: skip
+
+
+@pytest.mark.parametrize("field", sorted(BEAT.keys() - {"life"}))
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), -1, 10**400, "x", None, [], {"startup": "x"}])
+def test_a_damaged_heartbeat_leaves_the_state(tmp_path, field, value):
+    before = RunState("run", 2, "n/1/5", "ab", 1e9 - 100, loop_seconds=100.0, kept_seconds=100.0)
+    write(tmp_path / "run", before)
+    (tmp_path / "run" / "attempts" / "ab.beat").write_text(json.dumps(BEAT | {field: value}))
+    losses = RunLosses(tmp_path / "run" / "attempts", AttemptNow(), "cd", ErrorLog())
+    identity = Identity("run", 0, 0, 1, "n", os.getpid(), "plain")
+    ledger = dict.fromkeys(("startup", "data_wait", "compute"), 0.0)
+    losses.tick(identity, ledger, 0.0, stuck_seconds=0.0)
+    view = losses.view()
+    assert view.number == 3
+    assert all(0 <= seconds < 1e12 for seconds in view.lost_seconds.values()), view
+
+
+class AttemptNow:
+    """As `AttemptLog`, of a process that has just begun."""
+
+    seconds_before = restore_seconds = replay_seconds = kept_seconds = 0.0
+    saves_completed = 0
+
+    def unix_now(self) -> float:
+        return time.time()
+
+
+@pytest.mark.parametrize("name", ["run.json", "ab.beat"])
+def test_a_fifo_in_the_place_of_a_file_is_not_waited_for(tmp_path, name):
+    write(tmp_path / "run", RunState("run", 0, "n/1/5", "ab", time.time()))
+    place = tmp_path / "run" / "attempts" / name
+    place.unlink(missing_ok=True)
+    os.mkfifo(place)
+    agent = start(tmp_path / "run")
+    assert wait_for(lambda: shown(agent, "training_run_attempt")) == {"": 0.0 if name == "run.json" else 1.0}
+
+
+def test_heartbeats_begin_anew_where_others_delete_them(tmp_path):
+    agent = start(tmp_path / "run")
+    folder = tmp_path / "run" / "attempts"
+    (beat,) = wait_for(lambda: [*folder.glob("*.beat")])
+    beat.unlink()
+    assert wait_for(lambda: [*folder.glob("*.beat")]) == [beat]
+    shutil.rmtree(folder)
+    assert wait_for(lambda: [*folder.glob("*.beat")]) == [beat]
+    assert json.loads(wait_for(beat.read_bytes))["life"] == beat.stem
+    assert agent.attempt.saves_completed == 0
+
+
+def test_heartbeats_go_on_once_there_is_room_again(tmp_path, monkeypatch):
+    monkeypatch.setattr("telemetry.agent.attempt_log._RETRY_SECONDS", 0.2)
+    folder = tmp_path / "run" / "attempts"
+    folder.parent.mkdir()
+    folder.write_text("a file in its place")
+    agent = start(tmp_path / "run")
+    wait_for(lambda: any("no heartbeats" in line.read_text() for line in (tmp_path / "run").glob("logs/*.jsonl")))
+    folder.unlink()
+    assert wait_for(lambda: [*folder.glob("*.beat")])
+    telemetry.stop()
+    (log,) = (tmp_path / "run").glob("logs/*.jsonl")
+    assert log.read_text().count("no heartbeats") == 1
+    assert agent.attempt.saves_completed == 0
+
+
+@pytest.mark.parametrize(("code", "status"), [(0, 0), (None, 0), (3, 3), (-1, 255), (256, 0), ("text", 1), (True, 1)])
+def test_the_exit_status_is_what_the_kernel_keeps(code, status):
+    end = EndEvidence()
+    end.leaving(code)
+    assert end.fields() == {"exit_status": status}
+    assert end.finished is (status == 0)
 
 
 def test_another_run_in_the_folder_is_no_attempt_of_this_one(tmp_path):
@@ -107,6 +195,28 @@ def test_an_agent_that_is_started_again_in_its_process_is_the_same_attempt(tmp_p
     telemetry.stop()
     agent = start(tmp_path / "run")
     assert wait_for(lambda: shown(agent, "training_run_attempt")) == {"": 0.0}
+
+
+def test_the_same_attempt_also_after_the_clock_was_stepped(tmp_path, monkeypatch):
+    start(tmp_path / "run")
+    telemetry.stop()
+    real = time.time
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time", lambda: real() + 3600)
+        agent = start(tmp_path / "run")
+        assert wait_for(lambda: shown(agent, "training_run_attempt")) == {"": 0.0}
+        telemetry.stop()
+
+
+def test_a_clock_that_is_stepped_is_no_time_before_the_agent(tmp_path):
+    agent = start(tmp_path / "run")
+    wait_for(lambda: shown(agent, "training_run_lost_seconds_total"))
+    before = agent.attempt.seconds_before
+    agent._wall._wall = lambda: time.time_ns() + 36_000 * NS
+    wait_for(lambda: agent.attempt.unix_now() > time.time() + 18_000)
+    assert agent.attempt.seconds_before == before
+    wait_for(lambda: agent._losses._state is not None and agent._losses._state.own)
+    assert shown(agent, "training_run_lost_seconds_total")["startup"] < before + 18_000
 
 
 CHAIN = [

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 
 from telemetry.core.labels import CAUSES
 from telemetry.diagnose.causes import costs
+from telemetry.diagnose.stall_detector import Stall
 from tests.slice_cases import CASES, STARVED, a_slice, pace, with_workers
 from tests.slices import Detector, gather
 
@@ -241,3 +243,9 @@ def test_the_ratio_is_that_of_the_stall():
     assert machine.stall.exposed_ratio == pytest.approx(0.6)
     assert machine.stall.opened_step == 0
     assert machine.stall.lost_seconds["workers_io_bound"] == pytest.approx(0.6 * 50, rel=0.1)
+
+
+def test_a_share_that_rounds_below_zero_is_zero():
+    stall = Stall("checkpoint", 1, {"checkpoint": 1.0}, 10.0, -3.7e-291, gather([a_slice()]))
+    assert stall.exposed_ratio == 0.0
+    assert math.copysign(1, stall.exposed_ratio) == 1

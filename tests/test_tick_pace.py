@@ -1,8 +1,9 @@
-"""Which ticks are skipped: every second one of a healthy loop, and none of any other."""
+"""Which ticks are skipped: every second one of a healthy loop, later three of four, and none of any other."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -10,6 +11,9 @@ from telemetry.agent.tick_pace import TickPace
 from telemetry.config import Config
 from telemetry.core.clock import NS
 from telemetry.core.labels import CATEGORIES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 
 class Loop:
@@ -20,19 +24,25 @@ class Loop:
         self.steps_total = 0
         self.pace = TickPace(Config(**settings), self)
 
-    def second(self, *, steps: int = 10, busy: bool = False, seconds: float = 1.0, **spent: float) -> bool:
+    def second(
+        self, *, steps: int = 10, busy: bool = False, wanted: bool = False, seconds: float = 1.0, **spent: float
+    ) -> bool:
         """Whether the tick after a second is skipped; what is not spent otherwise is compute."""
         self.ledger.at_ns += int(seconds * NS)
         for category, share in {**spent, "compute": seconds - sum(spent.values())}.items():
             self.ledger.ns[category] += int(share * NS)
         self.steps_total += steps
-        return self.pace.skips(busy=busy)
+        return self.pace.skips(busy=busy, wanted=wanted)
 
 
-def skipped_after(trouble: dict) -> list[bool]:
-    """Whether the tick is skipped that comes with the trouble, had the one before been skipped or not."""
+SOON, LATER = (3, 4), range(100, 104)
+"""Seconds after which something happens. With each of a group, another place between two ticks is tried."""
+
+
+def skipped_after(trouble: dict, seconds: Iterable[int] = (*SOON, *LATER)) -> list[bool]:
+    """Whether the tick is skipped that comes with the trouble, after each of these times without any."""
     found = []
-    for before in (3, 4):
+    for before in seconds:
         loop = Loop()
         for _ in range(before):
             loop.second()
@@ -40,9 +50,28 @@ def skipped_after(trouble: dict) -> list[bool]:
     return found
 
 
-def test_every_second_tick_of_a_loop_that_goes_on_as_before():
-    assert sorted(skipped_after({})) == [False, True]
-    assert sorted(skipped_after({"data_wait": 0.08})) == [False, True]
+@pytest.mark.parametrize("usual", [{}, {"data_wait": 0.08}], ids=["compute", "a little more wait"])
+def test_every_second_tick_of_a_loop_that_goes_on_as_before(usual):
+    assert sorted(skipped_after(usual, SOON)) == [False, True]
+
+
+def test_three_of_four_ticks_after_a_long_calm():
+    assert sorted(skipped_after({}, LATER)) == [False, True, True, True]
+
+
+def test_a_line_for_the_log_waits_for_at_most_one_tick():
+    loop = Loop()
+    for _ in range(100):
+        loop.second()
+    assert not all(loop.second(wanted=True) for _ in range(2))
+
+
+def test_a_busy_tick_ends_a_long_calm():
+    loop = Loop()
+    for _ in range(100):
+        loop.second()
+    loop.second(busy=True)
+    assert sorted(loop.second() for _ in range(4)) == [False, False, True, True]
 
 
 @pytest.mark.parametrize(
@@ -60,7 +89,7 @@ def test_every_second_tick_of_a_loop_that_goes_on_as_before():
     ids=lambda trouble: next(iter(trouble)),
 )
 def test_the_tick_in_which_trouble_begins_is_not_skipped(trouble):
-    assert skipped_after(trouble) == [False, False]
+    assert skipped_after(trouble) == [False] * 6
 
 
 @pytest.mark.parametrize("trouble", [{"steps": 0}, {"busy": True}], ids=["no step", "an open stall"])

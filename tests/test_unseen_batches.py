@@ -97,6 +97,68 @@ def test_going_over_to_a_thread_is_noticed(agent):
     assert report["ranks"][0]["steps"] >= 50
 
 
+class Pipeline:
+    """Like DALI's iterators: threads below Python make the batches, and nothing of torch is in it."""
+
+    def __init__(self, batches: int) -> None:
+        self.batches, self.taken = batches, 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.taken == self.batches:
+            self.taken = 0
+            raise StopIteration
+        self.taken += 1
+        return [{"data": torch.ones(1)}]
+
+
+def epochs(agent, training: Training, pipeline: Pipeline, steps: int) -> None:
+    """Train on it until the agent has seen that these batches come in another way, and then so many steps more."""
+    deadline, known = time.monotonic() + 60, None
+    while known is None or agent.tracker.optimizer_steps < known + steps:
+        for batch in pipeline:
+            training.step(batch[0]["data"])
+        if known is None and agent.accounting.unseen_steps:
+            known = agent.tracker.optimizer_steps
+        assert time.monotonic() < deadline, "it was not noticed"
+
+
+@pytest.mark.parametrize("before", ["nothing", "an epoch", "one batch", "an evaluation"])
+def test_a_pipeline_without_torch_is_not_called_healthy(agent, before):
+    """Whatever a DataLoader was used for before: statistics, a warm-up, initialising by a batch."""
+    training = Training()
+    loader = DataLoader(Numbers(4), batch_size=None)
+    if before == "an epoch":
+        for batch in loader:
+            training.step(batch)
+    if before == "one batch":
+        training.step(next(iter(loader)))
+    if before == "an evaluation":
+        with torch.no_grad():
+            list(loader)
+    epochs(agent, training, Pipeline(50), steps=2000)
+    report = finished(agent)
+    assert report["ranks"][0]["steps"] >= 2000
+    assert report["verdict"].startswith("Not known whether this run waits for data."), report["verdict"]
+    assert "telemetry.watch()" in report["verdict"]
+
+
+def test_a_few_steps_after_the_end_of_a_loop_are_no_other_batches(agent):
+    """As with gradient accumulation, whose last step comes after the last batch."""
+    training = Training()
+    for _ in range(3):
+        for batch in DataLoader(Numbers(40), batch_size=None):
+            training.step(batch)
+        for _ in range(3):
+            training.step(batch)
+        agent.accounting.update()
+        agent.accounting.update()
+    assert agent.accounting.unseen_steps == 0
+    assert finished(agent)["ranks"][0]["steps"] == 120
+
+
 def test_many_optimizer_steps_for_one_batch_are_one_step(agent):
     """No other thread requests batches, so the loop is taken to use each of them many times."""
     training = Training()

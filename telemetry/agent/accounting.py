@@ -34,8 +34,13 @@ _CHUNK: Final = 32
 
 _LONG_AGO_NS: Final = NS // 2
 _UNSEEN_STEPS: Final = 16
-"""After this many optimizer steps without a batch, the batches are assumed to come in another way. Many algorithms step
-more than once for a batch, but then no other thread requests batches meanwhile."""
+"""After this many optimizer steps without a batch, the batches are assumed to come in another way, if another thread
+requests batches meanwhile, or no step is open: the iteration has ended. Many algorithms step more than once for a
+batch, but not for one of an iteration that is over."""
+
+_LEFT_STEPS: Final = 256
+"""The same number if the iteration was left before its end, as by ``next(iter(loader))``: its last batch may be in use
+for longer."""
 
 
 class Accounting:
@@ -102,6 +107,11 @@ class Accounting:
         # A step that was left with ``break`` counts as a step. It is not known when it ended, so it has no duration.
         self.stats.steps += self.ledger.step_is_open
 
+    @property
+    def phase_has_ended(self) -> bool:
+        """Whether a phase has ended that nobody has taken yet."""
+        return self.ledger.phase_has_ended or bool(self._tracker.phases)
+
     def take_named_phases(self) -> Iterator[PhaseSpan]:
         """The named phases that ended since the last call."""
         while self._tracker.phases:
@@ -150,14 +160,17 @@ class Accounting:
         return None if self.no_batch_seen else self.exposed.seconds
 
     def _look_for_batches(self, waiting_since: int) -> None:
-        """Detect that the batches are now requested on another thread."""
+        """Detect that the batches now come in another way: from another thread, or an object that is not hooked."""
         tracker, ledger = self._tracker, self.ledger
         now = (tracker.optimizer_steps, tracker.requests_elsewhere)
-        if waiting_since or self._batches_seen != ledger.batches or not tracker.stepping:
+        in_loop = tracker.stepping or tracker.between_loops
+        if waiting_since or self._batches_seen != ledger.batches or not in_loop:
             self._batches_seen, self._at_batch = ledger.batches, now
             return
         steps, elsewhere = (new - old for new, old in zip(now, self._at_batch, strict=True))
-        if steps >= _UNSEEN_STEPS and 2 * elsewhere >= steps:
+        if steps < _UNSEEN_STEPS:
+            return
+        if tracker.between_loops or 2 * elsewhere >= steps or (tracker.loop_left and steps >= _LEFT_STEPS):
             tracker.follow_optimizer()
 
     def _update_exposed(self) -> None:

@@ -64,7 +64,8 @@ class Agent(AgentParts):
         self._thread = threading.Thread(target=self._main, name="telemetry-agent", daemon=True)
         self._wake = threading.Event()
         self._ended = False
-        self._publish_this_time = False
+        self._published = False  # at the newest tick
+        self._skipped = False
 
     # -- life --------------------------------------------------------------------------------------------------
 
@@ -210,20 +211,20 @@ class Agent(AgentParts):
             if self._node is not None and before.rank != identity.rank:
                 self._node.move(before.rank, identity.rank)
         self.event_log.adopt(identity, self._membership.claim.rank)
-        self._publish_this_time = False  # so that the next tick publishes
+        self._published = False  # so that the next tick publishes
 
     def _tick_or_skip(self) -> None:
         self.accounting.update()
         with self.errors.contained("heartbeat"):
             self.attempt.tick()
-        # A tick that did not publish is followed by one that does. So the state is at most two intervals old.
-        busy = self._stall_monitor.active_cause is not None or not self._publish_this_time
-        if not self._tick_pace.skips(busy=busy):
+        # A tick that did not publish is followed by one that does, and so is a skipped one.
+        busy = self._stall_monitor.active_cause is not None or not self._published
+        if not self._tick_pace.skips(busy=busy, wanted=self.event_log.is_due):
             self._tick()
             return
+        self._skipped = True
         with self.errors.contained("snapshot"):  # the ranks rely on it in each interval
             self.snapshots.tick(None, self._stall_monitor.stall_fields)
-        self._publish_this_time = False  # so that the next tick publishes
 
     def _tick(self) -> None:
         with self.errors.contained("clock"):
@@ -245,8 +246,9 @@ class Agent(AgentParts):
             self.snapshots.tick(self._stall_monitor.active_cause, self._stall_monitor.stall_fields)
         self.accounting.keep_up()
         self.overhead.measure()
-        self._publish_this_time = not self._publish_this_time or 2 * self.config.interval_seconds > _PUBLISH_SECONDS
-        if self._publish_this_time:
+        rare = 2 * self.config.interval_seconds > _PUBLISH_SECONDS
+        self._published, self._skipped = self._skipped or not self._published or rare, False
+        if self._published:
             with self.errors.contained("attempts"):
                 self._count_losses()
             with self.errors.contained("exposition"):
@@ -268,7 +270,8 @@ class Agent(AgentParts):
         """The end of the run: write the rest of the log, and remove this rank from the board."""
         with self.errors.contained("agent"):
             self.accounting.update()
-        self.accounting.close()
+        with self.errors.contained("agent"):
+            self.accounting.close()
         with self.errors.contained("snapshot"):
             self.snapshots.finish()
         with self.errors.contained("jsonl"):
@@ -291,8 +294,9 @@ class Agent(AgentParts):
             self._collectors.close()
         with self.errors.contained("exposition"):
             self._publish()
-        if self._job is not None:
-            self._job.close()
+        with self.errors.contained("job"):
+            if self._job is not None:
+                self._job.close()
         with self.errors.contained("board"):
             if self._node is not None:
                 self._node.leave()

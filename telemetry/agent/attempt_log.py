@@ -31,6 +31,9 @@ FOLDER: Final = "attempts"
 WRITTEN: Final = "checkpoint_write"
 """Name of the phase of a checkpoint that was completed on another thread."""
 
+_RETRY_SECONDS: Final = 30
+"""After this time a heartbeat that could not be written is tried again."""
+
 _SHORTEST_PHASE_SECONDS: Final = 0.001
 """Shorter ones are in the ledger, but no line of the log; of shorter checkpoints the newest of a tick."""
 
@@ -45,6 +48,7 @@ class AttemptLog:
 
     Attributes:
         end: how this process ends.
+        seconds_before: how long the process had been there when the agent started.
         saves_completed: checkpoints that can be resumed from; ``kept_seconds``: of the training loop up to the newest.
     """
 
@@ -67,12 +71,16 @@ class AttemptLog:
         self._life = life
         self._replay = ReplayWatch()
         self._heartbeat = Heartbeat(run_dir / FOLDER / f"{life}.beat")
-        self._beats = True
+        self._next_beat_ns = 0
+        self._told = False
         self._resumption_before: dict[str, Any] = {}
         self._resumption_text = "{}"
         self._waiting: list[SavedCheckpoint] = []  # whose phase has not come out of the ledger yet
         self._before_last: Sequence[SavedCheckpoint] = ()
         self._started = identities.process_started(pid)
+        # Once: later the clock may have been stepped.
+        began = wall.unix_seconds(accounting.ledger.start_ns)
+        self.seconds_before = 0.0 if self._started is None else max(0.0, began - self._started)
         self._launch, self._restarts = identities.launch_of()
         self._oom = OomCounter()
         self.end = EndEvidence()
@@ -80,12 +88,6 @@ class AttemptLog:
         self.kept_seconds = 0.0
         self._holds_optimizer = False  # whether any checkpoint does: then others are not resumed from
         self._begun_at: dict[int, float] = {}  # seconds of the loop at asynchronous checkpoints, by optimizer steps
-
-    @property
-    def seconds_before(self) -> float:
-        """How long the process had been there when the agent started."""
-        began = self._wall.unix_seconds(self._accounting.ledger.start_ns)
-        return 0.0 if self._started is None else max(0.0, began - self._started)
 
     @property
     def restore_seconds(self) -> float:
@@ -111,13 +113,15 @@ class AttemptLog:
         """Everything up to now has been counted: write it where it outlives this process."""
         if not self._replay.settled:
             self._replay.settle(self._tracker.optimizer_steps, self._accounting.ledger.first_wait_ns / NS)
-        if not self._beats:
+        if now_ns() < self._next_beat_ns:
             return
         try:
             self._heartbeat.beat(self._state())
         except (OSError, ValueError) as error:
-            self._beats = False  # a folder that takes none now will take none in a second
-            self._errors.tell("heartbeat", f"no heartbeats: {error}; the log tells when this process was killed")
+            self._next_beat_ns = now_ns() + _RETRY_SECONDS * NS  # it may last for long, or the disk is full for a while
+            if not self._told:
+                self._told = True
+                self._errors.tell("heartbeat", f"no heartbeats: {error}; the log tells when this process was killed")
 
     def close(self) -> None:
         """The process ends by itself, and the log tells all."""

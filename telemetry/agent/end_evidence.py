@@ -29,7 +29,8 @@ class EndEvidence:
 
     def leaving(self, code: object) -> None:
         """The script ends with this argument of ``sys.exit``."""
-        self._status = code if isinstance(code, int) else 0 if code is None else 1
+        # The kernel keeps the lowest byte: `sys.exit(256)` is a success.
+        self._status = code & 0xFF if isinstance(code, int) else 0 if code is None else 1
 
     def at_exit(self) -> None:
         """The interpreter ends. To be called by `atexit`, and nowhere else: before, an older exception may be kept."""

@@ -113,11 +113,19 @@ class EventLog:
         if self._began:
             self.emit("run_start", self.head_fields() | {"continued": True})
 
+    @property
+    def is_due(self) -> bool:
+        """Whether a window's time is over, or a phase has ended. Errors wait for the next tick."""
+        return self._window_is_over(self._accounting.ledger.wall_seconds) or self._accounting.phase_has_ended
+
+    def _window_is_over(self, wall_seconds: float) -> bool:
+        return wall_seconds - self._before.wall_seconds >= self._seconds
+
     def write_what_is_due(self) -> None:
         """Write phases and errors at once. Write a window, and the samples in it, when its time is over."""
         self.write_phases()
         self._children = max(self._children, child_processes.started())
-        if self._builder.current().wall_seconds - self._before.wall_seconds >= self._seconds:
+        if self._window_is_over(self._builder.current().wall_seconds):
             self._seconds = min(2 * self._seconds, self._config.log_interval_seconds)
             self.window()
             for event, values in self._collectors.take_log_fields().items():

@@ -111,9 +111,10 @@ class JobLink:
         running = self._thread is not None and self._thread.is_alive()
         if wanted and not running:
             self._stop, self._cpu_before = threading.Event(), self.cpu_seconds
-            self._thread = threading.Thread(target=self._run, args=(self._stop,), name="telemetry-job", daemon=True)
+            thread = threading.Thread(target=self._run, args=(self._stop,), name="telemetry-job", daemon=True)
             with signals_blocked():
-                self._thread.start()
+                thread.start()
+            self._thread = thread  # now: where no thread can be had, there is none to wait for at the end
         elif not wanted and running:
             self._stop.set()
 

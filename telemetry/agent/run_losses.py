@@ -11,8 +11,9 @@ from telemetry.core.filesystem import read_small, replace_file
 from telemetry.core.json_object import parse_object
 from telemetry.core.labels import COMPUTE, DATA_WAIT
 from telemetry.core.labels import STARTUP as LEDGER_STARTUP
+from telemetry.core.processes import process_name
 from telemetry.core.views import AttemptView
-from telemetry.job.run_state import MAX_BYTES, NAME, REPLAY, RESTORE, STARTUP, STUCK, RunState, decoded
+from telemetry.job.run_state import MAX_BYTES, NAME, REPLAY, RESTORE, STARTUP, STUCK, RunState, decoded, figure
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -96,7 +97,7 @@ class RunLosses:
 
     def _begin(self, identity: Identity) -> RunState:
         started = identities.process_started(identity.pid)
-        process = f"{identity.node}/{identity.pid}/{started or 0:.0f}"
+        process = f"{identity.node}/{process_name(identity.pid)}"
         now = self._attempt.unix_now()
         before = self._read()
         if before is None or before.run != identity.run:
@@ -118,15 +119,15 @@ class RunLosses:
             beat = parse_object(read_small(self._folder / f"{state.life}.beat").rstrip()) or {}
             resumption = beat["resumption"]
             figures = _Figures(
-                beat["ledger_total_seconds"],
-                float(beat["first_wait_seconds"]),
-                float(beat["seconds_before"]),
-                float(resumption.get("restore_seconds", 0.0)),
-                float(resumption.get("replay_seconds", 0.0)),
-                float(beat["kept_seconds"]),
-                int(beat["saves_completed"]),
+                {category: figure(seconds) for category, seconds in beat["ledger_total_seconds"].items()},
+                figure(beat["first_wait_seconds"]),
+                figure(beat["seconds_before"]),
+                figure(resumption.get("restore_seconds", 0.0)),
+                figure(resumption.get("replay_seconds", 0.0)),
+                figure(beat["kept_seconds"]),
+                int(figure(beat["saves_completed"])),
             )
-            return figures.of(replace(state, time=float(beat["unix_seconds"])))
+            return figures.of(replace(state, time=figure(beat["unix_seconds"])))
         except (OSError, KeyError, TypeError, ValueError, AttributeError):
             return state
 
@@ -134,7 +135,7 @@ class RunLosses:
         if self._state is None:
             return
         self._state = replace(self._state, time=self._attempt.unix_now())
-        self._written_ns, self._written_saves = now_ns(), self._attempt.saves_completed
+        self._written_ns, saves = now_ns(), self._attempt.saves_completed
         try:
             content = self._state.encoded()
             try:
@@ -142,6 +143,7 @@ class RunLosses:
             except FileNotFoundError:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 replace_file(self._folder / NAME, content, 0o644)
+            self._written_saves = saves
         except OSError as error:
             self._errors.tell("attempts", f"the state of the run cannot be written: {error}")
 

@@ -1,9 +1,9 @@
 """Skips ticks while nothing changes.
 
-Every second tick is skipped while no stall is open and the loop goes on as before. The ring is emptied nevertheless. If
-it shows that the training thread lost more time in the last second than before, or ended no step, the tick is not
-skipped. So a new stall is seen as early as with every tick. What only samples show (GPU clocks, other ranks) is seen at
-most one interval later.
+While no stall is open and the loop goes on as before, every second tick is skipped; after a while, three of four. The
+ring is emptied nevertheless. If it shows that the training thread lost more time in the last second than before, or
+ended no step, the tick is not skipped. So a new stall is seen as early as with every tick. What only samples show (GPU
+clocks, other ranks) is seen at most three intervals later.
 """
 
 from __future__ import annotations
@@ -19,8 +19,13 @@ if TYPE_CHECKING:
 
 _MIN_INTERVAL_SECONDS: Final = 0.5
 _MAX_INTERVAL_SECONDS: Final = 1.0
-"""With other intervals no tick is skipped. With longer ones a scrape would be older than 2 s. A user who sets shorter
+"""With other intervals no tick is skipped. With longer ones a scrape would be older than 4 s. A user who sets shorter
 ones wants the samples."""
+
+_MAX_SKIPPED: Final = 3
+_LONG_CALM: Final = 20
+"""So many ticks in a row are skipped after so many calm ones; before, one. Prometheus scrapes every 15 s or less often,
+and the log has a line every 10 s. `make bench` measures what this saves."""
 
 _MAX_GAP_SECONDS: Final = 2.0
 """After a longer gap the machine was suspended, or the agent did not run. Such a tick must not be skipped."""
@@ -39,20 +44,23 @@ class TickPace:
         self._possible = _MIN_INTERVAL_SECONDS < config.interval_seconds <= _MAX_INTERVAL_SECONDS
         self._max_rise = config.stall_exit_ratio
         self._lost_ratio = 0.0
-        self._skipped = False
+        self._skipped = self._calm = 0  # in a row
         self._at_last = (0, 0, 0, 0)
 
-    def skips(self, *, busy: bool) -> bool:
+    def skips(self, *, busy: bool, wanted: bool = False) -> bool:
         """Whether to skip the tick that is due. Must be called for each tick, after `Accounting.update`.
 
         Args:
             busy: whether something must be followed, such as an open stall.
+            wanted: whether there is a line for the log. Then no second tick in a row is skipped.
         """
         before, now = self._at_last, self._newest()
         self._at_last = now
-        calm = self._is_calm(before, now)
-        self._skipped = calm and self._possible and not self._skipped and not busy
-        return self._skipped
+        self._calm = self._calm + 1 if self._is_calm(before, now) and not busy else 0
+        max_skipped = _MAX_SKIPPED if self._calm > _LONG_CALM and not wanted else 1
+        skips = self._possible and self._calm > 0 and self._skipped < max_skipped
+        self._skipped = self._skipped + 1 if skips else 0
+        return skips
 
     def _newest(self) -> tuple[int, int, int, int]:
         """Nanoseconds, nanoseconds of compute, nanoseconds of waiting, and steps, over the run so far."""

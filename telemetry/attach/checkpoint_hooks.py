@@ -41,7 +41,7 @@ def _timed(original: Callable[..., Any], tracker: StepTracker) -> Callable[..., 
         start, before, elsewhere = now_ns(), None, None
         try:
             if get_ident() == tracker.thread:
-                tracker.resume.saving(holds_optimizer=_holds_optimizer(original, args))
+                tracker.resume.saving(holds_optimizer=_holds_optimizer(original, args, kwargs))
             elif tracker.active and not (tracker.checkpointing or tracker.resume.writing_elsewhere):
                 elsewhere = tracker.optimizer_steps, tracker.ring.closed
             if not tracker.checkpointing:  # saving functions call one another: only the outermost counts
@@ -50,7 +50,7 @@ def _timed(original: Callable[..., Any], tracker: StepTracker) -> Callable[..., 
             tracker.fault(error)
         try:
             result = original(*args, **kwargs)
-            _returned(tracker, result, start, elsewhere, (original, args))
+            _returned(tracker, result, start, elsewhere, (original, args, kwargs))
         except BaseException as error:
             if get_ident() == tracker.thread:
                 tracker.resume.failed()
@@ -72,7 +72,7 @@ def _returned(
     result: Any,
     start: int,
     elsewhere: tuple[int, int] | None,
-    call: tuple[Callable[..., Any], tuple[Any, ...]],
+    call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]],
 ) -> None:
     """A saving function has returned. ``elsewhere``: the steps at its start, where that was on another thread."""
     try:
@@ -86,11 +86,8 @@ def _returned(
         tracker.note_error(error)
 
 
-def _holds_optimizer(original: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+def _holds_optimizer(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """What torch.distributed.checkpoint writes is taken for whole: its parts may be objects that save themselves."""
     if original.__module__.startswith("torch.distributed.checkpoint"):
         return True
-    try:
-        return bool(args) and holds_optimizer(args[0])
-    except Exception:  # a mapping of the user's own
-        return False
+    return holds_optimizer(args[0] if args else kwargs.get("obj"))

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any, Final
 from telemetry.attach import loader_hooks
 from telemetry.attach import ring as r
 from telemetry.attach.loader_handle import READ_AHEAD, WATCHED, BatchSource, LoaderHandle
+from telemetry.attach.patches import around
 from telemetry.attach.traceback_frames import forget_frame
+from telemetry.core.clock import now_ns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping
@@ -48,12 +50,30 @@ def patch_node_loader(module: Any, tracker: StepTracker, patches: Patches) -> No
 
 
 def patch_dali(module: Any, tracker: StepTracker, patches: Patches) -> None:
-    """NVIDIA DALI: the threads of its pipeline and the GPU make the batches."""
-    iterator = module.DALIGenericIterator
-    tracker.sources.known_iterators.append((iterator, lambda _: _DALI))
-    patches.replace(
-        iterator, "__next__", lambda original: loader_hooks.timed_next(original, tracker, tracker.gradients_on)
-    )
+    """NVIDIA DALI: the threads of its pipeline and the GPU make the batches.
+
+    A constructor takes the first batch already, long before the loop requests it: that is no request of the training.
+    """
+
+    def building(_iterator: Any) -> bool:
+        outermost = get_ident() == tracker.thread and not tracker.waiting_since
+        if outermost:
+            tracker.waiting_since = -now_ns()
+        return outermost
+
+    def built(_iterator: Any, outermost: bool, _failed: bool) -> None:  # noqa: FBT001
+        if outermost:
+            tracker.waiting_since = 0
+
+    for name in ("DALIGenericIterator", "DALIRaggedIterator"):
+        iterator = getattr(module, name, None)
+        if iterator is None:
+            continue  # of a newer version
+        tracker.sources.known_iterators.append((iterator, lambda _: _DALI))
+        patches.replace(iterator, "__init__", lambda original: around(original, before=building, after=built))
+        patches.replace(
+            iterator, "__next__", lambda original: loader_hooks.timed_next(original, tracker, tracker.gradients_on)
+        )
 
 
 PATCHES: Final[Mapping[str, Callable[[Any, StepTracker, Patches], None]]] = {

@@ -46,7 +46,7 @@ def patch_optimizer(optimizer_class: type, tracker: StepTracker, patches: Patche
                 raise
             try:
                 if tracker.active:
-                    tracker.resume.loaded(tracker, self)
+                    tracker.resume.loaded(tracker, self, args[0] if args else kwargs.get("state_dict"))
             except Exception as error:
                 tracker.note_error(error)
             return result

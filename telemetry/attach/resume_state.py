@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import deque
 from itertools import islice
@@ -12,6 +13,8 @@ from telemetry.core.clock import now_ns
 from telemetry.core.spans import SavedCheckpoint
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from telemetry.attach.step_state import StepState
 
 OPTIMIZER: Final = "optimizer"
@@ -137,11 +140,13 @@ class ResumeState:
         since, self.restoring_since = self.restoring_since, 0
         self.restore_ns += now_ns() - since
 
-    def loaded(self, state: StepState, optimizer: Any) -> None:
-        """An optimizer has loaded its state."""
+    def loaded(self, state: StepState, optimizer: Any, given: Any) -> None:
+        """An optimizer has loaded its state. ``given``: what it was called with, which may still be on the host."""
         if self.source is not None or threading.get_ident() != state.thread or state.ring.closed:
             return
-        step = step_of(optimizer, wait_for_device=not state.batch_seen)
+        step = _step_of_optimizer(optimizer)
+        if step is None and isinstance(given, dict):
+            step = _counted_in(dict.get(given, "state"))
         if step is not None:
             self.step, self.source, self.at_optimizer_steps = step, OPTIMIZER, state.optimizer_steps
 
@@ -153,7 +158,7 @@ class ResumeState:
             return
         self._read = True
         if self.source is None and self.optimizers == 1:
-            step = step_of(optimizer, wait_for_device=False)
+            step = _step_of_optimizer(optimizer)
             if step is not None and step >= state.optimizer_steps:
                 self.step, self.source, self.at_optimizer_steps = step - state.optimizer_steps, OPTIMIZER, 0
 
@@ -170,34 +175,53 @@ def _succeeded(future: Any) -> bool:
         return False
 
 
-def step_of(optimizer: Any, *, wait_for_device: bool) -> int | None:
+def _step_of_optimizer(optimizer: Any) -> int | None:
+    try:
+        return _counted_in(optimizer.state)
+    except Exception:  # an optimizer of another kind
+        return None
+
+
+def _counted_in(states: Any) -> int | None:
+    """The steps in the state of an optimizer, by parameter. Calls no method of a class of the user's."""
+    try:
+        return step_of(dict.values(states)) if isinstance(states, dict) else None
+    except (OverflowError, ValueError, RuntimeError):  # infinite, no number, or several
+        return None
+
+
+def step_of(states: Iterable[Any]) -> int | None:
     """How many steps an optimizer's state has had, as Adam and others count them; None where it does not count.
 
+    Only a number on the host is read. Reading one on a device would wait for the device, and one of a distributed
+    tensor perhaps for the other ranks.
+
     Args:
-        optimizer: one of torch's.
-        wait_for_device: read the number from a device too, which waits until the device has done its work.
+        states: the state of each parameter.
     """
+    tensor = getattr(sys.modules.get("torch"), "Tensor", None)
     newest: int | None = None
-    try:
-        for state in islice(optimizer.state.values(), _MAX_PARAMETERS):
-            value = state.get("step") if isinstance(state, dict) else None
-            device = getattr(value, "device", None)
-            if value is None or (device is not None and device.type != "cpu" and not wait_for_device):
-                continue
+    for state in islice(states, _MAX_PARAMETERS):
+        value: Any = dict.get(state, "step") if isinstance(state, dict) else None
+        kind = type(value)  # not a subclass, such as a DTensor
+        if kind in {int, float} or (kind is tensor and value.device.type == "cpu"):
             newest = max(newest or 0, int(value))
-    except Exception:  # an optimizer that keeps its state in another way
-        return None
     return newest
 
 
 def holds_optimizer(value: Any, depth: int = 2) -> bool:
-    """Whether an object that is saved contains an optimizer's state, as far as its outer levels tell."""
+    """Whether an object that is saved contains an optimizer's state, as far as its outer levels tell.
+
+    A class of the user's may load on access what it contains. So no method of it is called.
+    """
     if isinstance(value, dict):
-        if "param_groups" in value and "state" in value:
+        if dict.__contains__(value, "param_groups") and dict.__contains__(value, "state"):
             return True
-        values: Any = value.values()
-    elif isinstance(value, (list, tuple)):
-        values = value
+        values: Any = dict.values(value)
+    elif isinstance(value, list):
+        values = list.__iter__(value)
+    elif isinstance(value, tuple):
+        values = tuple.__iter__(value)
     else:
         return False
     return depth > 0 and any(holds_optimizer(each, depth - 1) for each in islice(values, _MAX_ENTRIES))

@@ -168,6 +168,11 @@ class StepState(HotState):
         return self.in_phase and self.category == r.S_CHECKPOINT
 
     @property
+    def between_loops(self) -> bool:
+        """Whether an iteration for training has ended, no other has begun, and no phase is in progress."""
+        return self.batch_seen and not (self.explicit or self.in_phase or self.step_open) and self.category == r.S_OTHER
+
+    @property
     def loop_left(self) -> bool:
         """Whether the iterator of the newest batch is gone: the loop was left with ``break``, so no step is open."""
         return self.batch_seen and not self.explicit and not self.iterator_id

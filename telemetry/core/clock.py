@@ -20,6 +20,10 @@ now_ns: Final = time.perf_counter_ns
 
 _STEP_TOLERANCE_NS: Final = NS
 
+_FIRST: Final = -62_135_596_800.0
+_LAST: Final = 253_402_300_799.0
+"""Unix time of the years 1 and 9999."""
+
 
 class WallClock:
     """Turns monotonic stamps into Unix time.
@@ -57,6 +61,6 @@ class WallClock:
 
 
 def iso_time(unix_seconds: float) -> str:
-    """ISO-8601 in UTC with milliseconds, ``2026-01-02T03:04:05.678Z``."""
-    moment = datetime.fromtimestamp(unix_seconds, tz=timezone.utc)
+    """ISO-8601 in UTC with milliseconds, ``2026-01-02T03:04:05.678Z``. Of times that no calendar has, the nearest."""
+    moment = datetime.fromtimestamp(min(max(unix_seconds, _FIRST), _LAST), tz=timezone.utc)
     return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -101,10 +101,12 @@ def memory_file(name: str) -> int:
 def read_small(path: str | os.PathLike[str], most: int = _MOST) -> bytes:
     """The first ``most`` bytes of a file that one ``read`` returns whole: from the kernel or from another rank.
 
+    A FIFO under that name is not waited for: it has no content, or cannot be read.
+
     Raises:
         OSError: it does not exist, may not be read, or is a symbolic link.
     """
-    file = opened(path, os.O_RDONLY)
+    file = opened(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         return os.read(file, most)
     finally:
@@ -214,6 +216,14 @@ class Descriptor:
             return identity_of(self.number) == self.identity
         except OSError:
             return False
+
+    def is_removed(self) -> bool:
+        """Whether the file has no name any more: it, or its folder, was deleted.
+
+        Raises:
+            OSError: the descriptor is not open.
+        """
+        return os.fstat(self.number).st_nlink == 0
 
     def close(self) -> None:
         """Close the descriptor, unless its number belongs to another file by now."""

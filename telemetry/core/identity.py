@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _MAX_NAME: Final = 200
 _MAX_SLUG: Final = 64
-_MAX_RANK: Final = 1 << 24
+MAX_RANK: Final = 1 << 24
 _UUID: Final = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
@@ -110,14 +110,15 @@ def identify(
         rank=rank,
         local_rank=local_rank,
         world_size=world,
-        node=clean_name(node or _node_name(env)),
+        node=clean_name(node or node_name(env)),
         pid=os.getpid(),
         launcher=launcher,
         rank_source="launcher" if rank_given else "default",
     )
 
 
-def _node_name(env: Mapping[str, str]) -> str:
+def node_name(env: Mapping[str, str]) -> str:
+    """The name of this node: of Slurm or Kubernetes, else of the machine."""
     return env.get("SLURMD_NODENAME") or env.get("NODE_NAME") or socket.gethostname() or "localhost"
 
 
@@ -217,7 +218,7 @@ def _spawn_index() -> int | None:
     arguments: Any = getattr(process, "_args", ())
     if module is None or target is None or target is not getattr(module, "_wrap", None) or len(arguments) < 2:
         return None
-    return arguments[1] if isinstance(arguments[1], int) and 0 <= arguments[1] < _MAX_RANK else None
+    return arguments[1] if isinstance(arguments[1], int) and 0 <= arguments[1] < MAX_RANK else None
 
 
 def _whole(text: str | None) -> int | None:
@@ -226,7 +227,7 @@ def _whole(text: str | None) -> int | None:
         number = int(text) if text is not None else -1
     except ValueError:
         return None
-    return number if 0 <= number <= _MAX_RANK else None
+    return number if 0 <= number <= MAX_RANK else None
 
 
 def _job_name(env: Mapping[str, str], launcher: str) -> str:

@@ -24,3 +24,12 @@ def pid_namespace() -> int:
         return Path("/proc/self/ns/pid").stat().st_ino
     except OSError:
         return 0
+
+
+def process_name(pid: int) -> str:
+    """A name of a process that no other process of this machine has ever had, whatever its clock says."""
+    try:
+        boot = read_small("/proc/sys/kernel/random/boot_id")[:8].decode("ascii", "replace")
+    except OSError:
+        boot = ""
+    return f"{pid}/{boot}-{start_ticks(pid) or 0}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
@@ -69,11 +70,15 @@ def pace_from(found: dict[str, Any]) -> RankPace:
 
     Raises:
         TypeError: a field is missing or is not a number although it must be one.
+        ValueError: a number is infinite, or none.
     """
     pace = RankPace(**{name: value for name, value in found.items() if name in _PACE_FIELDS})
     for name in _NUMBERS:
-        if not isinstance(getattr(pace, name), (int, float)):
+        value = getattr(pace, name)
+        if not isinstance(value, (int, float)):
             raise TypeError(name)
+        if not abs(value) < math.inf:  # NaN compares false
+            raise ValueError(name)
     return pace
 
 

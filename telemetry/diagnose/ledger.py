@@ -150,6 +150,11 @@ class Ledger:
         """Whether an iteration has ended or begun, and no batch of the next iteration has come yet."""
         return self._at_boundary
 
+    @property
+    def phase_has_ended(self) -> bool:
+        """Whether `take_phases` has something to return."""
+        return bool(self._phases)
+
     def take_phases(self) -> list[PhaseSpan]:
         """The evaluations and checkpoints closed since the last call."""
         phases, self._phases = self._phases, []

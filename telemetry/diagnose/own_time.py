@@ -83,13 +83,14 @@ def without_own_time(evidence: Evidence) -> Evidence:
             transfer_wait_seconds=transfer,
             transfer_wait_long_fetch_seconds=delivery.transfer_wait_long_fetch_seconds
             * (transfer / before if before > 0 else 0.0),
-            transfer_seconds=_less(delivery.transfer_seconds, each),
-            transfer_from_busy_seconds=_less(delivery.transfer_from_busy_seconds, each),
+            transfer_seconds=less(delivery.transfer_seconds, each),
+            transfer_from_busy_seconds=less(delivery.transfer_from_busy_seconds, each),
         ),
         sampler=replace(evidence.sampler, wait_seconds=0.0, boundary_wait_seconds=0.0, boundary_ratio=0.0),
         garbage=replace(evidence.garbage, wait_seconds=0.0, boundary_wait_seconds=0.0),
     )
 
 
-def _less(seconds: float | None, by: float) -> float | None:
+def less(seconds: float | None, by: float) -> float | None:
+    """Subtract seconds from a figure that may be unknown. Never below 0."""
     return None if seconds is None else max(0.0, seconds - by)

@@ -67,7 +67,8 @@ class Stall:
         """Exposed wait over training-loop seconds of the stall."""
         if self.exposed_wait_seconds is None or self.loop_seconds <= 0:
             return None
-        return min(1.0, self.exposed_wait_seconds / self.loop_seconds)
+        # Just below 0 by rounding: it is a difference of differences.
+        return min(1.0, max(0.0, self.exposed_wait_seconds / self.loop_seconds))
 
 
 @dataclass(frozen=True, slots=True)

@@ -236,7 +236,7 @@ def _states_of(reports: Iterable[NodeReport]) -> tuple[HangState, ...]:
 
 
 def _group_of(name: str) -> int:
-    return zlib.crc32(name.encode()) % _GROUPS
+    return zlib.crc32(os.fsencode(name)) % _GROUPS  # the folder may have names that are no UTF-8
 
 
 def _group_file(number: int) -> str:

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 _MAX_ROWS: Final = 256
 """In one file. Where ranks do more different things, those that many do are left out first."""
 
-_MAX_RANKS: Final = 1 << 20
+_MAX_RANKS: Final = 1 << 17
+"""Of a job. A file that tells of more is damaged: it is not to fill the memory."""
+
 _NUMBERS: Final = ("seconds", "steps")
 _FIELDS: Final = frozenset(field.name for field in fields(HangState)) - {"rank", "node"}
 
@@ -59,7 +61,7 @@ def from_rows(rows: Any) -> tuple[HangState, ...]:
         pattern = HangState(0, "", **known)
         for node, spans in row["nodes"]:
             for first, last in spans:
-                if not 0 <= first <= last < _MAX_RANKS:
+                if not 0 <= first <= last < _MAX_RANKS or len(states) + last - first >= 2 * _MAX_RANKS:
                     raise ValueError(first)
                 states += [replace(pattern, rank=rank, node=str(node)) for rank in range(first, last + 1)]
     return tuple(states)

@@ -57,5 +57,5 @@ def decoded(content: bytes) -> NodeReport | None:
         ranks = tuple(pace_from(pace) for pace in found["ranks"])
         hang = from_rows(found.get("hang", ()))
         return NodeReport(str(found["writer"]), int(found["sequence"]), int(found["nodes"]), ranks, hang)
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None

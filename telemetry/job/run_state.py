@@ -16,6 +16,9 @@ NAME: Final = "run.json"
 
 MAX_BYTES: Final = 8192
 
+_LARGEST: Final = 1e12
+"""No run has more seconds or attempts, and no clock shows more seconds. A larger number is damaged."""
+
 REDONE: Final = "redone"
 RESTORE: Final = "restore"
 REPLAY: Final = "replay"
@@ -101,15 +104,38 @@ def decoded(content: bytes) -> RunState | None:
     if value is None or not isinstance(value.get("run"), str):
         return None
     known: dict[str, Any] = asdict(RunState(value["run"]))
-    for name, default in known.items():
-        given = value.get(name, default)
-        if isinstance(default, float) and isinstance(given, (int, float)):
-            given = float(given)
-        if type(given) is not type(default):
-            return None
-        known[name] = _seconds(given) if isinstance(given, dict) else given
+    try:
+        for name, default in known.items():
+            known[name] = _as(default, value.get(name, default))
+    except (TypeError, ValueError):
+        return None
     return RunState(**known)
 
 
-def _seconds(given: dict[str, Any]) -> dict[str, float]:
-    return {name: float(each) for name, each in given.items() if name in LOST and isinstance(each, (int, float))}
+def figure(given: Any) -> float:
+    """Seconds, or a number of things, as another process has written them.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError: no run has so many of them.
+    """
+    if isinstance(given, bool) or not isinstance(given, (int, float)):
+        raise TypeError(given)
+    if not 0 <= given <= _LARGEST:  # NaN compares false
+        raise ValueError(given)
+    return float(given)
+
+
+def _as(default: Any, given: Any) -> Any:
+    """A value of the type of another.
+
+    Raises:
+        TypeError, ValueError: it is of another type, or out of range.
+    """
+    if isinstance(default, dict) and isinstance(given, dict):
+        return {name: figure(each) for name, each in given.items() if name in LOST}
+    if isinstance(default, (int, float)) and not isinstance(default, bool):
+        return type(default)(figure(given))
+    if type(given) is not type(default):
+        raise TypeError(given)
+    return given

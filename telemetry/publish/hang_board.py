@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.core.filesystem import read_small, remove_file, replace_file
+from telemetry.core.json_object import parse_object
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -53,7 +54,7 @@ class HangBoard:
             if name.startswith(("rank-", _GONE)):
                 try:
                     found.append(_process(read_small(self._folder / name, _MAX_HEAD_BYTES)))
-                except (OSError, ValueError, KeyError, TypeError):
+                except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
                     continue
         return sorted(found, key=lambda process: process.rank)
 
@@ -72,10 +73,10 @@ class HangBoard:
         for name in self._names():
             if name.startswith(_HANG):
                 try:
-                    state: Any = json.loads(read_small(self._folder / name, _MAX_STATE_BYTES))
-                except (OSError, ValueError):
+                    state = parse_object(read_small(self._folder / name, _MAX_STATE_BYTES))
+                except OSError:
                     continue
-                if isinstance(state, dict):
+                if state is not None:
                     found.append(state)
         return found
 

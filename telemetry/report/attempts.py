@@ -6,10 +6,12 @@ has none, and its newest stamp tells when it was killed.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from telemetry.core.identity import clean_name, node_name, process_started
 from telemetry.report.log_schema import RESUMPTION, checked_fields
 
 if TYPE_CHECKING:
@@ -31,6 +33,9 @@ _LOG_INTERVAL_SECONDS: Final = 10.0
 
 _STARTED_TOGETHER_SECONDS: Final = 60.0
 """Ranks of one attempt may start so far apart that the first has ended before the last starts; but not further."""
+
+_SAME_START_SECONDS: Final = 1.0
+"""A process that has the pid of another did not start at the same time."""
 
 _SLACK_SECONDS: Final = 0.5
 """Two ends that are not further apart may have come in either order."""
@@ -207,10 +212,19 @@ def _life(log: ProcessLog, now: float) -> Life | None:
 
 def _how(log: ProcessLog, end: float, now: float) -> str:
     if not log.ended:
-        return RUNNING if now - end <= MISSED_WINDOWS * log_interval(log) else KILLED
+        return RUNNING if now - end <= MISSED_WINDOWS * log_interval(log) or _is_there(log) else KILLED
     if log.end.get("exception") == "KeyboardInterrupt":
         return KILLED
     return FAILED if log.end.get("exception") or log.end.get("exit_status") else FINISHED
+
+
+def _is_there(log: ProcessLog) -> bool:
+    """Whether a process that writes nothing is still there, on this machine: it is stopped, or its disk hangs."""
+    started = unix(log.head.get("process_started", ""))
+    if started is None or log.head.get("node") != clean_name(node_name(os.environ)):
+        return False
+    now_there = process_started(log.pid)
+    return now_there is not None and abs(now_there - started) <= _SAME_START_SECONDS
 
 
 def log_interval(log: ProcessLog) -> float:

@@ -37,8 +37,8 @@ class Experience:
 
     @property
     def failure_seconds(self) -> float | None:
-        """Seconds of training for one failure; None if too few were seen."""
-        return self.loop_seconds / self.failures if self.failures >= MIN_FAILURES else None
+        """Seconds of training for one failure; None if too few were seen, or no time of training."""
+        return self.loop_seconds / self.failures if self.failures >= MIN_FAILURES and self.loop_seconds > 0 else None
 
     @property
     def interval_seconds(self) -> float | None:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from telemetry.report.log_reader import ProcessLog
 
-_MAX_RANKS: Final = 1 << 20
+_MAX_RANKS: Final = 1 << 17
 
 
 def hang_of(processes: Sequence[ProcessLog]) -> dict[str, Any] | None:
@@ -52,4 +52,8 @@ def job_hang_verdict(hang: dict[str, Any] | None, processes: Sequence[ProcessLog
 
 
 def _expanded(spans: Sequence[Sequence[int]]) -> list[int]:
-    return [rank for first, last in spans for rank in range(first, min(last, first + _MAX_RANKS) + 1)]
+    """The ranks of some ranges, at most `_MAX_RANKS`: a damaged log may name more than fit into the memory."""
+    ranks: list[int] = []
+    for first, last in spans:
+        ranks += range(first, min(last + 1, first + _MAX_RANKS - len(ranks)))
+    return ranks

@@ -10,6 +10,7 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
+from telemetry.core.identity import MAX_RANK
 from telemetry.core.labels import CAUSES
 
 REQUEST: Final = "request"
@@ -22,7 +23,6 @@ KINDS: Final = (STALL, API, COMMAND)
 """Where a request comes from: a stall, ``telemetry.request_snapshot()``, or ``telemetry snapshot`` in another shell."""
 
 MAX_STEPS: Final = 50
-_MAX_RANK: Final = 1 << 24
 _ID: Final = re.compile(r"\d{13}-[0-9a-z]{1,32}")
 _FOLDER: Final = re.compile(rf"({'|'.join((REQUEST, *CAUSES))})-step\d{{1,15}}(\.\d{{1,4}})?")
 
@@ -142,7 +142,7 @@ def request_from(value: object) -> Request:
         id=_text(fields, "id"),
         kind=kind,
         reason=reason,
-        rank=None if rank is None else _whole(fields, "rank", 0, _MAX_RANK),
+        rank=None if rank is None else _whole(fields, "rank", 0, MAX_RANK),
         steps=_whole(fields, "steps", 1, MAX_STEPS),
         asked_by=_text(fields, "asked_by"),
         stall=stall if isinstance(stall, dict) else None,
@@ -153,7 +153,7 @@ def answer_from(value: object) -> Answer:
     """Read an answer; raises as `request_from`."""
     fields = _object(value)
     return Answer(
-        rank=_whole(fields, "rank", 0, _MAX_RANK),
+        rank=_whole(fields, "rank", 0, MAX_RANK),
         steps=_whole(fields, "steps", 0, 1 << 62),
         step_seconds=_number(fields, "step_seconds"),
         at=_number(fields, "at"),
@@ -169,7 +169,7 @@ def plan_from(value: object) -> Plan:
         return Plan(request, _text(fields, "refused"))
     first = _whole(fields, "first_step", 1, 1 << 62)
     ranks = fields.get("ranks")
-    if not isinstance(ranks, list) or not all(isinstance(r, int) and 0 <= r <= _MAX_RANK for r in ranks):
+    if not isinstance(ranks, list) or not all(isinstance(r, int) and 0 <= r <= MAX_RANK for r in ranks):
         raise InvalidError("ranks is not a list of ranks")
     if not valid_folder(_text(fields, "folder")):
         raise InvalidError("folder is not the name of a snapshot")
@@ -188,7 +188,7 @@ def result_from(value: object) -> Result:
     """Read a result; raises as `request_from`."""
     fields = _object(value)
     return Result(
-        rank=_whole(fields, "rank", 0, _MAX_RANK),
+        rank=_whole(fields, "rank", 0, MAX_RANK),
         result=_text(fields, "result"),
         why=None if fields.get("why") is None else _text(fields, "why"),
         path=None if fields.get("path") is None else _text(fields, "path"),

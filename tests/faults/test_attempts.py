@@ -131,3 +131,29 @@ def test_the_totals_of_the_run_go_on_as_the_report_has_them(run):
     for category in ("redone", "restore", "replay", "startup", "stuck", "down"):
         lost = state["carried"].get(category, 0.0) + state["own"].get(category, 0.0)
         assert lost == pytest.approx(goodput["seconds"][category], abs=0.02 * goodput["wall_seconds"]), category
+
+
+def test_a_process_that_is_stopped_is_not_called_killed(tmp_path):
+    """As a job that its scheduler has suspended. Its log is as old as that of a killed one."""
+    script = """
+        import time, telemetry
+        telemetry.start("run", port="off", interval_seconds=0.1, log_interval_seconds=0.1, start_line=False)
+        print("ready", flush=True)
+        time.sleep(600)
+    """
+
+    def ends() -> list[str]:
+        done = python("-m", "telemetry", "report", "run", "--json", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        return [each["end"] for each in json.loads(done.stdout)["job"]["attempts"]]
+
+    with Child(write(tmp_path, "train.py", script), cwd=tmp_path) as child:
+        assert child.line() == "ready"
+        (log,) = (tmp_path / "run" / "logs").iterdir()
+        wait_for(lambda: b'"window"' in log.read_bytes(), "a window in the log")
+        os.kill(child.pid, signal.SIGSTOP)
+        wait_for(lambda: time.time() - log.stat().st_mtime > 2, "the log is out of date")
+        assert ends() == ["running"]
+        os.kill(child.pid, signal.SIGKILL)
+        child.process.wait()
+        assert ends() == ["killed"]

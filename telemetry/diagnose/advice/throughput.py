@@ -10,7 +10,7 @@ from telemetry.core.formatting import milliseconds as ms
 from telemetry.core.recommendation import Advice
 from telemetry.diagnose.causes import THRESHOLDS, crowded_out
 from telemetry.diagnose.model import best_workers, compute_seconds, gain_of, predicted_step, step_seconds
-from telemetry.diagnose.own_time import own_time, without_own_time
+from telemetry.diagnose.own_time import less, own_time, without_own_time
 
 if TYPE_CHECKING:
     from telemetry.diagnose.evidence import CpuEvidence, Evidence
@@ -62,7 +62,7 @@ def _slow_sampler(evidence: Evidence) -> list[Advice]:
         without_own_time(evidence),
         compute_seconds=evidence.compute_seconds + own.all_garbage_seconds,
         cpu=_with_process_cpu(
-            evidence, _less_cpu(evidence.cpu.process_seconds_per_step, each * (1.0 if cpu is None else cpu))
+            evidence, less(evidence.cpu.process_seconds_per_step, each * (1.0 if cpu is None else cpu))
         ),
     )
     on_its_own, fetch_cpu = _fetch_on_its_own(evidence)
@@ -81,10 +81,6 @@ def _slow_sampler(evidence: Evidence) -> list[Advice]:
 
 def _with_process_cpu(evidence: Evidence, seconds_per_step: float | None) -> CpuEvidence:
     return replace(evidence.cpu, process_seconds_per_step=seconds_per_step)
-
-
-def _less_cpu(seconds: float | None, by: float) -> float | None:
-    return None if seconds is None else max(0.0, seconds - by)
 
 
 def _no_workers(evidence: Evidence) -> list[Advice]:
