@@ -160,6 +160,16 @@ def test_the_readme_says_what_the_zoo_found():
     assert f"On {predicted['reached'].split(' specimens')[0]} scripts whose advice could be followed" in said
 
 
+def test_the_page_on_accuracy_says_what_the_restarts_found():
+    results = text_of(ROOT / "benchmarks" / "results" / "restarts-amd-epyc-2-cores.md")
+    runs = [re.findall(r"[\d.]+", row) for row in results.splitlines() if re.match(r"\| [a-z ]+, \d", row)]
+    rows = table(text_of(DOCS / "accuracy.md"), "## Goodput of runs that are restarted")
+    assert len(rows) == len(runs) == 3
+    for (_, number, worst, ettr, exact), run in zip(rows, runs, strict=True):
+        said = [*re.findall(r"\d+", number), *re.findall(r"\d+", exact), *re.findall(r"[\d.]+", worst)[:1]]
+        assert [*said, ettr.split()[0]] == [run[0], run[1], run[5], run[6], run[8], run[9]]
+
+
 def results_of(kind):
     """The results that the documentation links to."""
     page = {"overhead": "overhead.md", "zoo": "accuracy.md"}[kind]
