@@ -80,6 +80,15 @@ def run() -> dashboard.Dashboard:
             )
         )
         .annotation(
+            frame.Marks(
+                "Changes",
+                'max by (run) (training_step_change_ratio{run="$run"}) > 1.05 unless '
+                'max by (run) (training_step_change_ratio{run="$run"} offset 2m) > 1.05',
+                "steps became slower",
+                FAIR,
+            )
+        )
+        .annotation(
             frame.Marks("Ended", 'count(training_run_ended{run="$run", rank=~"$rank"} == 1)', "ranks have ended", BAD)
         )
     )

@@ -41,6 +41,7 @@ class InactiveAgent:
     run_dir = None
     identity = None
     metrics_url = None
+    trial = None
 
     def stop(self) -> None:
         """Nothing to stop."""

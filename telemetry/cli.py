@@ -1,15 +1,17 @@
-"""The command line: run · report · trace · snapshot · demo · doctor."""
+"""The command line: run · report · compare · tune · trace · snapshot · demo · doctor."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from typing import TYPE_CHECKING, Final
 
 from telemetry import api, launch
 from telemetry._version import __version__
-from telemetry.config import GROUPS, Config, SettingDoc, SettingError, disabled, setting_docs
+from telemetry.config import GROUPS, TRIAL_VARIABLE, Config, SettingDoc, SettingError, disabled, setting_docs
 from telemetry.core.terminal import complain, show, show_json, warn
+from telemetry.tune import tune_options
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,6 +49,9 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("run_dir", metavar="RUN_DIR", help="the run folder")
     report.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     report.set_defaults(command=_report)
+
+    _add_compare(commands)
+    tune_options.add_tune(commands)
 
     trace = commands.add_parser(
         "trace", help="show what the steps of a torch.profiler trace consist of, and what to change"
@@ -117,6 +122,26 @@ def _add_run(commands: argparse._SubParsersAction[_Parser]) -> None:
     run.set_defaults(command=_run)
 
 
+def _add_compare(commands: argparse._SubParsersAction[_Parser]) -> None:
+    compare = commands.add_parser(
+        "compare",
+        help="compare two runs: which one is faster, and where the difference comes from",
+        epilog="Exit status: 0 if the runs were compared; 1 if B is slower than --fail-over allows; 2 if the runs "
+        "cannot be compared or the command is wrong.",
+    )
+    compare.add_argument("run_a", metavar="RUN_A", help="the run folder that the other one is compared with")
+    compare.add_argument("run_b", metavar="RUN_B", help="the other run folder")
+    compare.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    compare.add_argument(
+        "--fail-over",
+        metavar="PERCENT",
+        type=_percent,
+        default=None,
+        help="end with status 1 if B is slower by more than PERCENT: the whole 95%% interval must say so",
+    )
+    compare.set_defaults(command=_compare)
+
+
 def _placeholder(doc: SettingDoc) -> str:
     """The placeholder for a value in --help: its unit, else its type."""
     return (doc.unit or doc.type).upper() if "|" not in doc.type else doc.type.replace(" ", "")
@@ -142,7 +167,10 @@ def _run(options: argparse.Namespace) -> int:
         sys.excepthook(type(error), error.with_traceback(None), None)
         return 1
     sys.argv = [program.argv0, *options.arguments]  # before the start: the script names a run without a name
-    api.start(**settings)
+    agent = api.start(**settings)
+    if TRIAL_VARIABLE in os.environ and agent.trial is None:
+        complain("the files of this trial cannot be protected, so the script was not started")
+        return 1
     try:
         launch.run(program, options.arguments)
     except SystemExit as leaving:
@@ -155,6 +183,19 @@ def _report(options: argparse.Namespace) -> int:
     from telemetry.report import command
 
     return command.report(options.run_dir, as_json=options.json)
+
+
+def _compare(options: argparse.Namespace) -> int:
+    from telemetry.compare import command
+
+    return command.compare(options.run_a, options.run_b, as_json=options.json, fail_over=options.fail_over)
+
+
+def _percent(text: str) -> float:
+    number = float(text)
+    if not 0 <= number < 100:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 100")
+    return number
 
 
 def _trace(options: argparse.Namespace) -> int:

@@ -37,6 +37,7 @@ __all__ = [
     "ENV_PREFIX",
     "GROUPS",
     "STEP_BUCKETS",
+    "TRIAL_VARIABLE",
     "Config",
     "SettingDoc",
     "SettingError",
@@ -47,6 +48,8 @@ __all__ = [
 
 ENV_PREFIX: Final = "TELEMETRY_"
 DISABLED_VARIABLE: Final = "TELEMETRY_DISABLED"
+TRIAL_VARIABLE: Final = "TELEMETRY_TUNE_TRIAL"
+"""Set in every process of a trial of ``telemetry tune``, to the path of its plan. Scripts may look at it."""
 
 MIB: Final = 1 << 20
 
@@ -292,7 +295,8 @@ def disabled(environ: Mapping[str, str] | None = None) -> bool:
 def unknown_variables(environ: Mapping[str, str] | None = None) -> dict[str, str | None]:
     """TELEMETRY_* variables that name no setting, each with the closest setting's variable, if one is close."""
     environ = os.environ if environ is None else environ
-    known = [f.name.upper() for f in fields(Config)] + [DISABLED_VARIABLE.removeprefix(ENV_PREFIX)]
+    others = [name.removeprefix(ENV_PREFIX) for name in (DISABLED_VARIABLE, TRIAL_VARIABLE)]
+    known = [f.name.upper() for f in fields(Config)] + others
     found: dict[str, str | None] = {}
     for variable in sorted(environ):
         name = variable[len(ENV_PREFIX) :]

@@ -170,8 +170,16 @@ def test_the_page_on_accuracy_says_what_the_restarts_found():
         assert [*said, ettr.split()[0]] == [run[0], run[1], run[5], run[6], run[8], run[9]]
 
 
+def test_the_accuracy_page_says_what_the_planted_lines_showed():
+    summary = json.loads(text_of(results_of("lines")))["summary"]
+    rows = [row[1] for row in table(text_of(DOCS / "accuracy.md"), "## Lines")]
+    goals = ("first_line_right", "share_within_5_points", "gain_within_20_percent")
+    wholes = ("runs", "runs", "predictions")
+    assert rows == [f"{summary[goal]} of {summary[whole]} runs" for goal, whole in zip(goals, wholes, strict=True)]
+
+
 def results_of(kind):
     """The results that the documentation links to."""
-    page = {"overhead": "overhead.md", "zoo": "accuracy.md"}[kind]
+    page = {"overhead": "overhead.md", "zoo": "accuracy.md", "lines": "accuracy.md"}[kind]
     (name,) = re.findall(rf"benchmarks/results/({kind}-[\w-]+)\.md", text_of(DOCS / page))
     return ROOT / "benchmarks" / "results" / f"{name}.json"

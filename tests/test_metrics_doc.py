@@ -57,7 +57,7 @@ CONTRACT = set(
     training_loader_fetch_duration_seconds training_loader_slack_seconds training_loader_workers_memory_bytes
     telemetry_overhead_seconds_total telemetry_collector_up telemetry_collector_duration_seconds
     telemetry_errors_total telemetry_dropped_steps_total
-    training_run_attempt training_run_lost_seconds_total
+    training_run_attempt training_run_lost_seconds_total training_step_change_ratio
     """.split()
 )
 """The names that dashboards and alerts rely on."""
@@ -128,6 +128,7 @@ def full_view():
         attempt=AttemptView(
             1, 1, dict.fromkeys(("redone", "restore", "replay", "startup", "stuck", "down"), 1.0)
         ),
+        step_change_ratio=1.0,
     )  # fmt: skip
     left_out = {
         f"{type(part).__name__}.{spec.name}"

@@ -26,7 +26,7 @@ def test_the_json_is_that_of_the_contract(tmp_path):
         line("run_end", **totals(wait=6, compute=6, steps=120)),
     )
     summary = summarize(load(tmp_path))
-    assert set(summary) == {"run", "verdict", "ranks", "stalls", "hang", "snapshots"}
+    assert set(summary) == {"run", "verdict", "ranks", "stalls", "hang", "changes", "snapshots"}
     assert summary["hang"] is None
     (rank,) = summary["ranks"]
     assert set(rank) == {

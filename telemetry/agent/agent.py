@@ -14,6 +14,7 @@ from telemetry.agent.job_link import JobLink
 from telemetry.agent.parts import AgentParts
 from telemetry.agent.start_line import absolute, say_start
 from telemetry.attach.fork_keepalive import keep
+from telemetry.config import TRIAL_VARIABLE
 from telemetry.core.clock import NS, now_ns
 from telemetry.core.filesystem import StandardStreams
 from telemetry.core.signal_mask import signals_blocked
@@ -23,6 +24,7 @@ from telemetry.publish.exposition import Exposition
 from telemetry.publish.node import NodeService
 
 if TYPE_CHECKING:
+    from telemetry.agent.trial_run import TrialRun
     from telemetry.config import Config
     from telemetry.core.views import RunView
 
@@ -52,11 +54,13 @@ class Agent(AgentParts):
 
     Attributes:
         running: whether it was started and not stopped.
+        trial: the trial of ``telemetry tune`` that this process is; None in any other run.
     """
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.running = False
+        self.trial: TrialRun | None = None
         self._pid = os.getpid()
         self._streams = StandardStreams()
         self._rank_due_ns = 0
@@ -72,6 +76,10 @@ class Agent(AgentParts):
     def start(self) -> None:
         """Attach, publish the first state and start the agent thread. Nothing here can fail the training."""
         self.running = True
+        if TRIAL_VARIABLE in os.environ:
+            from telemetry.agent.trial_run import begin
+
+            self.trial = begin(os.environ[TRIAL_VARIABLE], self)
         with self.errors.contained("descriptors"):
             self._streams.keep()
         if self.config.patch:
@@ -187,12 +195,21 @@ class Agent(AgentParts):
         self._finish()
 
     def _wait_until(self, stamp: int) -> None:
-        """Sleep until ``stamp``. In a job of several ranks, sample the training thread meanwhile."""
+        """Sleep until ``stamp``. In a job of several ranks, or while a stall is open, take samples meanwhile."""
         alone = self.identity.world_size < 2
+        lines = self._line_monitor.sampler
+        if lines.sampling:  # a tick may take long where C calls hold the GIL, and the code that does so must be seen
+            stamp = max(stamp, now_ns() + int(self.config.interval_seconds / 2 * NS))
         while not self._ended and (left := (stamp - now_ns()) / NS) > 0:
             # At random intervals: steps of the training may have the same length as a fixed interval.
             apart = self._stall_monitor.sample_seconds * (0.5 + self._random.random())
-            self._wake.wait(left if alone else min(left, apart))
+            gap = lines.gap()
+            wait = min(left, gap) if alone else min(left, gap, apart)
+            due = now_ns() + int(wait * NS)
+            self._wake.wait(wait)
+            if wait == gap:
+                with self.errors.contained("lines"):
+                    lines.sample(due)
             if not alone:
                 with self.errors.contained("diagnose"):
                     self._thread_sampler.sample()
@@ -238,9 +255,17 @@ class Agent(AgentParts):
             self._collectors.poll(self.accounting.keep_up)
         with self.errors.contained("diagnose"):
             self.tracker.batch_release.read()
-            self._stall_monitor.tick(self._builder.tick(), self.accounting)
+            tick = self._builder.tick()
+            if self.trial is not None:
+                self.trial.tick(tick, self._node)
+            self._stall_monitor.tick(tick, self.accounting)
+            self._changes.tick(tick.totals)
             self.tracker.time_next_batch(self._stall_monitor.waits_to_time)
             self._follow_hang()
+        with self.errors.contained("lines"):
+            stalls = self._stall_monitor
+            if self._line_monitor.tick(stalls.open_stall, holds_others_up=stalls.holds_others_up):
+                stalls.log_lines()
         self.accounting.keep_up()
         with self.errors.contained("snapshot"):
             self.snapshots.tick(self._stall_monitor.active_cause, self._stall_monitor.stall_fields)
@@ -270,6 +295,9 @@ class Agent(AgentParts):
         """The end of the run: write the rest of the log, and remove this rank from the board."""
         with self.errors.contained("agent"):
             self.accounting.update()
+        if self.trial is not None:
+            with self.errors.contained("trial"):
+                self.trial.script_ended(self._builder.tick())
         with self.errors.contained("agent"):
             self.accounting.close()
         with self.errors.contained("snapshot"):
@@ -278,6 +306,8 @@ class Agent(AgentParts):
             self._stall_monitor.end(self._builder.update())
             self.event_log.write_phases(last=True)
             self.event_log.window()
+        with self.errors.contained("lines"):
+            self._line_monitor.close()
         with self.errors.contained("on_stall"):
             self._stall_monitor.wait_for_callback(_CALLBACK_SECONDS)
         with self.errors.contained("jsonl"):

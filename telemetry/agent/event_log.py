@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from telemetry.agent.attempt_log import AttemptLog
     from telemetry.agent.collector_poller import CollectorPoller
     from telemetry.agent.endpoint_address import EndpointAddress
+    from telemetry.agent.run_environment import RunEnvironment
     from telemetry.agent.stall_report import StallCounts
     from telemetry.agent.totals_builder import TotalsBuilder
     from telemetry.config import Config
@@ -40,6 +41,7 @@ class EventLog:
         builder: has the newest totals.
         attempt: the fields that tell of this attempt of the run.
         life: tells this agent's lines from those of other agents.
+        environment: versions, cores, and the settings of the loader.
         address: the URL of the metrics.
         stall_counts: the seconds lost in stalls.
     """
@@ -54,6 +56,7 @@ class EventLog:
         builder: TotalsBuilder,
         attempt: AttemptLog,
         life: str,
+        environment: RunEnvironment,
         address: EndpointAddress,
         collectors: CollectorPoller,
         stall_counts: StallCounts,
@@ -82,6 +85,7 @@ class EventLog:
         )
         self._seconds = min(_FIRST_WINDOW_SECONDS, config.log_interval_seconds)
         self._life, self._began = life, False
+        self._environment = environment
         self._before = Totals()  # the totals at the end of the last window
         self._children = 0
 
@@ -157,7 +161,7 @@ class EventLog:
             "step_sketch": window.step.as_log_field(),
             "data_wait_sketch": window.wait.as_log_field(),
         }
-        self.emit("window", log_fields.rounded(line) | self._totals())
+        self.emit("window", log_fields.rounded(line) | self._totals() | self._environment.news())
         # After the line: if that line begins a new file, the file's head has the totals before it.
         accounting.stats.commit(window)
         self._before = totals
@@ -188,6 +192,7 @@ class EventLog:
             "cpu_count": os.cpu_count(),
             "metrics_url": self._address.url,
             "settings": self._config.as_log_fields(),
+            **self._environment.fields(),
         }
         stats = self._accounting.stats
         for name, sketch in (("step", stats.run_step), ("data_wait", stats.run_wait)):

@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING
 
 from telemetry.agent.accounting import Accounting
 from telemetry.agent.attempt_log import FOLDER, AttemptLog
+from telemetry.agent.change_monitor import ChangeMonitor
 from telemetry.agent.collector_poller import CollectorPoller
 from telemetry.agent.endpoint_address import EndpointAddress
 from telemetry.agent.event_log import EventLog
 from telemetry.agent.job_hang import HangSurroundings, JobHang
+from telemetry.agent.line_monitor import LineMonitor
 from telemetry.agent.overhead import Overhead
 from telemetry.agent.rank_membership import Membership
 from telemetry.agent.rank_state import RankStateReader
+from telemetry.agent.run_environment import RunEnvironment
 from telemetry.agent.run_losses import RunLosses
 from telemetry.agent.run_view import RunViewBuilder
 from telemetry.agent.snapshot_control import SnapshotControl
@@ -111,11 +114,20 @@ class AgentParts:
             builder=self._builder,
             attempt=self.attempt,
             life=life,
+            environment=RunEnvironment(self._builder.loader_settings, self.tracker.sources.newest_batch_size),
             address=self._address,
             collectors=self._collectors,
             stall_counts=stall_counts,
             errors=self.errors,
             wall=self._wall,
+        )
+        self._line_monitor = LineMonitor(
+            self.tracker,
+            self.run_dir / "profiles",
+            self.identity.pid,
+            errors=self.errors,
+            emit=self.event_log.emit,
+            rank=lambda: self.identity.rank,
         )
         self._stall_monitor = StallMonitor(
             config,
@@ -124,6 +136,7 @@ class AgentParts:
             errors=self.errors,
             emit=self.event_log.emit,
             timestamp=self._wall.iso,
+            lines=self._line_monitor.findings,
             rank=self.identity.rank,
             node=self.identity.node,
         )
@@ -147,12 +160,18 @@ class AgentParts:
             ranks_elsewhere=self._ranks_elsewhere,
         )
         self._losses = RunLosses(self.run_dir / FOLDER, self.attempt, life, self.errors)
+        self._changes = ChangeMonitor(
+            self._collectors.newest,
+            self.event_log.emit,
+            lambda seconds: self._wall.iso(self.accounting.ledger.start_ns + int(seconds * NS)),
+        )
         self._views = RunViewBuilder(
             accounting=self.accounting,
             collectors=self._collectors,
             stalls=self._stall_monitor,
             snapshots=self.snapshots,
             losses=self._losses,
+            changes=self._changes,
             errors=self.errors,
             wall=self._wall,
             hang=self.job_hang.view,

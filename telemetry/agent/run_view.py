@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from telemetry.agent.accounting import Accounting
+    from telemetry.agent.change_monitor import ChangeMonitor
     from telemetry.agent.collector_poller import CollectorPoller
     from telemetry.agent.run_losses import RunLosses
     from telemetry.agent.snapshot_control import SnapshotControl
@@ -36,6 +37,7 @@ class RunViewBuilder:
         stalls: StallMonitor,
         snapshots: SnapshotControl,
         losses: RunLosses,
+        changes: ChangeMonitor,
         errors: ErrorLog,
         wall: WallClock,
         hang: Callable[[], HangView | None],
@@ -45,6 +47,7 @@ class RunViewBuilder:
         self._stalls = stalls
         self._snapshots = snapshots
         self._losses = losses
+        self._changes = changes
         self._errors = errors
         self._wall = wall
         self._hang = hang
@@ -74,6 +77,7 @@ class RunViewBuilder:
             pressure=collectors.newest("pressure"),
             torch_memory=collectors.newest("torch_memory"),
             attempt=self._losses.view(),
+            step_change_ratio=self._changes.ratio,
         )
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from telemetry.agent.accounting import Accounting
     from telemetry.agent.hang_monitor import Hang
+    from telemetry.agent.line_monitor import LineFindings
     from telemetry.agent.stall_report import StallCounts
     from telemetry.attach.step_tracker import StepTracker
     from telemetry.collect.stuck_place import StuckPlace
@@ -51,6 +52,7 @@ class StallMonitor:
         errors: counts failed and skipped calls of the user's callback.
         emit: writes a line of the log.
         timestamp: returns the current time, ISO-8601.
+        lines: returns the lines that a stall spends its time in; None if they are not known.
         rank: the rank.
         node: name of this node.
     """
@@ -64,6 +66,7 @@ class StallMonitor:
         errors: ErrorLog,
         emit: Callable[[str, dict[str, Any]], Any],
         timestamp: Callable[[], str],
+        lines: Callable[[Stall], LineFindings | None] = lambda _: None,
         rank: int = 0,
         node: str = "",
     ) -> None:
@@ -84,6 +87,7 @@ class StallMonitor:
         self._callback = StallCallback(config.on_stall, errors)
         self._emit = emit
         self._timestamp = timestamp
+        self._lines = lines
         self._opened = ""
         self._counts = counts
         self._node = node
@@ -240,10 +244,29 @@ class StallMonitor:
         slow = None if stall is None else slow_rank(stall, self._hang)
         return StallView(cause, dict(self._counts.opened), dict(self._counts.lost_seconds), slow.rank if slow else None)
 
+    @property
+    def open_stall(self) -> Stall | None:
+        """The open stall; None without one."""
+        return self._detector.stall
+
+    @property
+    def holds_others_up(self) -> bool:
+        """Whether a peer waits for a slow rank, and this rank has no stall itself: it may be that rank."""
+        return self._detector.stall is None and self._one_is_slow
+
     def stall_fields(self) -> dict[str, Any] | None:
         """Fields of the open stall, as in the log; None without one."""
         stall = self._detector.stall
-        return None if stall is None else stall_fields(stall, self._hang, self._node) | {"opened": self._opened}
+        return None if stall is None else self._fields(stall) | {"opened": self._opened}
+
+    def log_lines(self) -> None:
+        """Log the lines that the open stall has spent its time in so far. A run that is killed logs no close."""
+        fields = self.stall_fields()
+        if fields is not None and "lines" in fields["evidence"]:
+            self._emit("stall_lines", fields)
+
+    def _fields(self, stall: Stall) -> dict[str, Any]:
+        return stall_fields(stall, self._hang, self._node, self._lines(stall))
 
     def _count_lost(self, stall: Stall, before: Stall | None) -> None:
         for cause, seconds in stall.lost_seconds.items():
@@ -263,6 +286,4 @@ class StallMonitor:
 
     def _close(self, stall: Stall) -> None:
         when = {"opened": self._opened, "closed": self._timestamp()}
-        self._emit(
-            "stall_close", stall_fields(stall, self._hang, self._node) | when | {"last_step": self._last.totals.steps}
-        )
+        self._emit("stall_close", self._fields(stall) | when | {"last_step": self._last.totals.steps})

@@ -12,6 +12,7 @@ from telemetry.diagnose.straggler import absent_rank, straggler
 
 if TYPE_CHECKING:
     from telemetry.agent.hang_monitor import Hang
+    from telemetry.agent.line_monitor import LineFindings
     from telemetry.diagnose.stall_detector import Stall
     from telemetry.diagnose.straggler import Straggler
 
@@ -28,13 +29,14 @@ class StallCounts:
         return {cause: seconds for cause, seconds in self.lost_seconds.items() if seconds}
 
 
-def stall_fields(stall: Stall, hang: Hang | None, node: str) -> dict[str, Any]:
+def stall_fields(stall: Stall, hang: Hang | None, node: str, lines: LineFindings | None = None) -> dict[str, Any]:
     """The fields of a stall: cause, evidence and advice.
 
     Args:
         stall: the stall, as far as it is known now.
         hang: the hang, if the stall is one; else None.
         node: name of this node.
+        lines: the lines that it spends its time in, if they are known.
     """
     lost = {cause: round(seconds, 3) for cause, seconds in stall.lost_seconds.items()}
     ratio, hang = stall.exposed_ratio, hang if stall.is_hang else None
@@ -46,6 +48,9 @@ def stall_fields(stall: Stall, hang: Hang | None, node: str) -> dict[str, Any]:
     if hang is not None:
         evidence |= hang.evidence()
         advice = advice if stall.cause == "worker_stuck" else hang.advice()
+    if lines is not None:
+        evidence |= lines.evidence()
+        advice = (*advice, *lines.advice)
     return {
         "cause": stall.cause,
         "first_step": stall.opened_step,

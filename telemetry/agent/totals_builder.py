@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.core.clock import NS
 from telemetry.core.tick import Conditions, Tick
@@ -62,6 +62,7 @@ class TotalsBuilder:
         self._process_cpu_seconds = 0.0  # at that time; the first tick has everything that was used before
         self._updated_ns = 0
         self._source_kind: str | None = None  # not the source: nothing here may keep a loader's queue alive
+        self._loader_settings: dict[str, Any] = {}
         self._where: str | None = None
         self._usual_clock: float | None = None
         self._first_wait_to_come = 0.0
@@ -71,6 +72,7 @@ class TotalsBuilder:
         """The current totals and conditions."""
         batches_from = self._accounting.take_source()
         self._source_kind = None if batches_from is None else batches_from.kind
+        self._loader_settings = self._loader_settings if batches_from is None else batches_from.settings
         before = self._integrated
         totals = self.update()
         host: HostSample | None = self._collectors.newest("host")
@@ -93,6 +95,10 @@ class TotalsBuilder:
             peers=self._peers(),
         )
         return Tick(totals, conditions)
+
+    def loader_settings(self) -> dict[str, Any]:
+        """The settings of the loader that the newest batches came from; empty before the first."""
+        return self._loader_settings
 
     def current(self) -> Totals:
         """The newest totals, updated if more has happened. Samples are only integrated in `update`, once a tick."""

@@ -25,6 +25,9 @@ class LoaderRegistry:
         newest_begun: returns the handle of the iteration that began last, on any thread; None if it has no workers.
         finding: whether the first batch of a generator is being requested, which shows the source of its batches.
         known_iterators: iterator classes of other libraries, each with a function from an iterator to its source.
+        sampling: what new workers are asked for: the session, and the stamp until which they sample their fetches.
+            Written by the agent thread.
+        asked: handles of the iterators that were registered with such a request. The agent thread takes them.
     """
 
     def __init__(self) -> None:
@@ -33,7 +36,10 @@ class LoaderRegistry:
         self.newest: Callable[[], BatchSource | None] = lambda: None  # or a weak reference
         self.newest_begun: Callable[[], LoaderHandle | None] = lambda: None  # or a weak reference
         self.finding = False
+        self._batch_size: int | None = None
         self.known_iterators: list[tuple[type, Callable[[Any], BatchSource]]] = []
+        self.sampling = (0, 0)
+        self.asked: deque[LoaderHandle] = deque(maxlen=_MAX_ITERATORS)
 
     def register(self, iterator: object, block: WorkerBlock | None = None, *, again: bool = True) -> None:
         """Register the workers of an iterator, without keeping it alive.
@@ -59,7 +65,10 @@ class LoaderRegistry:
             if entry is not None:
                 retired.append(entry[1])
 
-        live[key] = (weakref.ref(iterator, gone), LoaderHandle(iterator, block, again=again))
+        handle = LoaderHandle(iterator, block, again=again)
+        live[key] = (weakref.ref(iterator, gone), handle)
+        if block is not None and self.sampling[1]:
+            self.asked.append(handle)
 
     def begun(self, iterator: object) -> None:
         """Note that an iteration has begun, on any thread."""
@@ -77,9 +86,14 @@ class LoaderRegistry:
         source = self._of(iterator)
         if training:
             self.newest = weakref.ref(source)
+            self._batch_size = loader_types.batch_size_of(loader_types.unwrapped(iterator))
             if isinstance(source, LoaderHandle):
                 source.training = True
         return source
+
+    def newest_batch_size(self) -> int | None:
+        """How many samples a batch of the newest loader has; None if it does not tell."""
+        return self._batch_size
 
     def live(self) -> list[LoaderHandle]:
         """Handles of the live iterators with workers."""

@@ -54,6 +54,13 @@ def workers_of(candidate: Any) -> list[Any]:
     return workers if isinstance(workers, list) else []
 
 
-def _is_a(candidate: object, name: str) -> bool:
-    kind = getattr(sys.modules.get("torch.utils.data.dataloader"), name, None)
+def batch_size_of(candidate: Any) -> int | None:
+    """The batch size of a ``DataLoader``'s iterator; None if another sampler than torch's makes its batches."""
+    sampler = vars(candidate).get("_index_sampler") if is_loader_iterator(candidate) else None
+    size = vars(sampler).get("batch_size") if _is_a(sampler, "BatchSampler", "torch.utils.data.sampler") else None
+    return size if isinstance(size, int) else None
+
+
+def _is_a(candidate: object, name: str, module: str = "torch.utils.data.dataloader") -> bool:
+    kind = getattr(sys.modules.get(module), name, None)
     return isinstance(kind, type) and issubclass(type(candidate), kind)

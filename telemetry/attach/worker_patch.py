@@ -114,6 +114,9 @@ class _InitFunction:
                 if not 0 < iterator._num_workers <= MAX_WORKERS:
                     return user
                 making.block = WorkerBlock(iterator._num_workers)
+                session, until = self._tracker.sources.sampling
+                if until:
+                    making.block.ask_samples(session, until)
             if making.block is None:
                 return user
             return WorkerProbe(MarkedWorker(user) if self._tracker.profiler_ranges.nvtx else user, making.block)

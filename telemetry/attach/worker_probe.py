@@ -17,6 +17,7 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Any, Final
 
+from telemetry.attach.sample_area import AREA_BYTES, SampleArea
 from telemetry.attach.traceback_frames import forget_frame
 from telemetry.core.clock import now_ns
 from telemetry.core.filesystem import Descriptor, identity_of, memory_file, raised
@@ -24,6 +25,8 @@ from telemetry.core.worker_records import FETCH_BUCKETS, StackPort, WorkerCounte
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from telemetry.attach.sample_area import SampledFetches
 
 _SLOT_WORDS: Final = 192
 """1.5 KiB per worker, so that no two workers share a cache line."""
@@ -33,6 +36,9 @@ _COUNTS: Final = struct.Struct("=4q")
 """Fetches, wall, since and ended, which are adjacent."""
 _COUNTS_AT: Final = 8 * _FETCHES
 _STACK_FORCE, _STACK_FILE, _STACK_INODE, _STACK_ASK = range(10, 14)
+_SAMPLE_SESSION, _SAMPLE_UNTIL = 14, 15
+_REQUEST: Final = struct.Struct("=2q")
+_REQUEST_AT: Final = 8 * _SAMPLE_SESSION
 _HISTOGRAM: Final = 16
 _EPOCHS: Final = 40
 EPOCHS: Final = 8
@@ -45,6 +51,9 @@ _SPAN: Final = struct.Struct("=2q")
 
 MAX_WORKERS: Final = 4096
 """A loader with more workers is not probed."""
+
+_MAX_SAMPLED: Final = 16
+"""This many workers of a loader are sampled. The others do the same."""
 
 
 class WorkerBlock:
@@ -68,15 +77,34 @@ class WorkerBlock:
         file = memory_file("telemetry-workers")
         self._file = Descriptor(file)
         try:
-            os.ftruncate(file, workers * _SLOT_WORDS * 8)
+            os.ftruncate(file, self._size)
             self._map(file)
         except OSError:
             self.close()
             raise
 
+    @property
+    def _size(self) -> int:
+        """Bytes of the slots, and of the areas for samples, which take no memory until they are used."""
+        return self.workers * _SLOT_WORDS * 8 + min(self.workers, _MAX_SAMPLED) * AREA_BYTES
+
     def _map(self, file: int) -> None:
-        self._memory = mmap.mmap(file, self.workers * _SLOT_WORDS * 8)
+        self._memory = mmap.mmap(file, self._size)
         self.words = memoryview(self._memory).cast("q")
+
+    def area(self, worker: int) -> SampleArea:
+        """Where a worker writes the profile of its fetches."""
+        return SampleArea(self._memory, self.workers * _SLOT_WORDS * 8 + worker * AREA_BYTES)
+
+    def ask_samples(self, session: int, until_ns: int) -> None:
+        """Ask workers to sample their fetches until a stamp, for one session. They see it at their next fetch."""
+        for worker in range(min(self.workers, _MAX_SAMPLED)):
+            _REQUEST.pack_into(self._memory, worker * _SLOT_WORDS * 8 + _REQUEST_AT, session, until_ns)
+
+    def sampled(self) -> list[SampledFetches]:
+        """The profiles that the workers have written."""
+        areas = (self.area(worker).read() for worker in range(min(self.workers, _MAX_SAMPLED)))
+        return [found for found in areas if found is not None]
 
     def __getstate__(self) -> tuple[int, int, int, tuple[int, int]]:
         number, identity = (self._file.number, self._file.identity) if self._file is not None else (-1, (0, 0))
@@ -222,8 +250,32 @@ def _time_fetches(block: WorkerBlock, worker: int) -> None:
     words = block.words[base : base + _SLOT_WORDS]
     words[_TID] = threading.get_native_id()
     words[_PID] = os.getpid()
+    sample = _sampling(block, worker, words)
     for kind in (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher):
-        kind.fetch = note_wrapper(timed_fetch(without_ours(kind.fetch, "timed", "marked"), words), "timed")
+        kind.fetch = note_wrapper(timed_fetch(without_ours(kind.fetch, "timed", "marked"), words, sample), "timed")
+
+
+def _sampling(block: WorkerBlock, worker: int, words: memoryview) -> Callable[[], None]:
+    """What a fetch calls while the agent asks for samples. Code for it is loaded at the first call."""
+    ask: Callable[[], None] | None = None
+
+    def sample() -> None:
+        nonlocal ask
+        try:
+            if ask is None:
+                from telemetry.attach.worker_line_sampler import WorkerSampler
+
+                ask = _nothing  # if this fails, it is not tried again
+                ask = WorkerSampler(
+                    lambda: (words[_SAMPLE_SESSION], words[_SAMPLE_UNTIL]),
+                    lambda: words[_SINCE] > 0,
+                    block.area(worker),
+                ).ask
+            ask()
+        except Exception:
+            pass  # it cannot be reported from here; the agent sees a worker without a profile
+
+    return sample
 
 
 def _offer_stacks(block: WorkerBlock, worker: int) -> None:
@@ -238,11 +290,13 @@ def _offer_stacks(block: WorkerBlock, worker: int) -> None:
     block.words[base + _STACK_ASK] = port.ask  # last: it shows that the others are set
 
 
-def _nobody() -> None:
+def _nothing() -> None:
     return None
 
 
-def timed_fetch(original: Callable[[Any, Any], Any], words: memoryview) -> Callable[[Any, Any], Any]:
+def timed_fetch(
+    original: Callable[[Any, Any], Any], words: memoryview, sample: Callable[[], None] = _nothing
+) -> Callable[[Any, Any], Any]:
     """``fetch``, counted in one worker's slot.
 
     The counts are kept in the closure and stored together, because each store into the memory is a call. CPU time is
@@ -251,11 +305,12 @@ def timed_fetch(original: Callable[[Any, Any], Any], words: memoryview) -> Calla
     Args:
         original: the fetcher's method.
         words: the worker's slot, as 64-bit integers.
+        sample: called at the start of each fetch while the agent asks for samples.
     """
     last_bucket = len(FETCH_BUCKETS)
     slot, store, store_span = words.cast("B"), _COUNTS.pack_into, _SPAN.pack_into
     fetches = wall = ended = 0
-    current: Callable[[], Any] = _nobody  # weak: a reference to the fetcher would delay the clean-up of its iterator
+    current: Callable[[], Any] = _nothing  # weak: a reference to the fetcher would delay the clean-up of its iterator
 
     @functools.wraps(original)
     def fetch(self: Any, possibly_batched_index: Any) -> Any:
@@ -266,6 +321,8 @@ def timed_fetch(original: Callable[[Any, Any], Any], words: memoryview) -> Calla
             words[_EPOCHS + epoch % EPOCHS] = ended
             words[_EPOCH] = epoch
         words[_SINCE] = start = now_ns()
+        if words[_SAMPLE_UNTIL] > start:
+            sample()
         try:
             data = original(self, possibly_batched_index)
         except BaseException as error:

@@ -19,7 +19,7 @@ import sys
 import threading
 from ast import literal_eval
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import accumulate, chain, islice, repeat, takewhile, tee
 from operator import attrgetter, is_not, methodcaller
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -36,7 +36,7 @@ _PACKAGE: Final = os.path.dirname(os.path.dirname(__file__))  # noqa: PTH120 - s
 _LIBRARIES: Final = (os.path.dirname(os.__file__) + os.sep, _PACKAGE + os.sep, "<")  # noqa: PTH120
 _PACKAGES: Final = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 
-_FRAME: Final = re.compile(r"<frame at \S+, file (.*), line (-?\d+), code (.*)>", re.DOTALL)
+_FRAME: Final = re.compile(r", file (.*), line (-?\d+), code (.*)>", re.DOTALL)
 _CALL: Final = methodcaller("__call__")
 _PLACE: Final = attrgetter("f_code.co_filename", "f_lineno", "f_code.co_name")
 _GLOBALS: Final = attrgetter("f_globals")
@@ -56,9 +56,15 @@ Stack = tuple[Spot, ...]
 """Innermost first. One more than `MAX_FRAMES` if there are more."""
 
 
-def stack_of(ident: int) -> Stack:
-    """The stack of a thread; empty if it runs no Python."""
-    return tuple(Spot(*_place(text), str(module)) for text, module in _at_once(lambda: _described(ident)))
+def stack_of(ident: int, until: dict[str, Any] | None = None) -> Stack:
+    """The stack of a thread; empty if it runs no Python.
+
+    Args:
+        ident: the thread's ident.
+        until: the globals of a module. Its frames, and those that called it, are left out.
+    """
+    read = _at_once(lambda: _described(ident, until))
+    return tuple(_spot(text[text.find(",") :], str(module)) for module, text in read)
 
 
 def own_stack(frame: FrameType | None) -> Stack:
@@ -70,19 +76,21 @@ def own_stack(frame: FrameType | None) -> Stack:
     return tuple(spots)
 
 
-def _described(ident: int) -> Iterator[tuple[str, object]]:
-    """The ``repr`` and the module of the globals, for each frame of a thread."""
+def _described(ident: int, until: dict[str, Any] | None) -> Iterator[tuple[object, str]]:
+    """The module of the globals and the ``repr``, for each frame of a thread."""
     frames, same = tee(_frames(ident))
-    return zip(map(repr, frames), map(_NAME, map(_GLOBALS, same)), strict=False)
+    inside = takewhile(partial(is_not, until), map(_GLOBALS, same))
+    return zip(map(_NAME, inside), map(repr, frames), strict=False)
 
 
-def _place(text: str) -> tuple[str, int, str]:
-    """File, line and function of a frame, from its ``repr``."""
+@lru_cache(maxsize=2048)
+def _spot(text: str, module: str) -> Spot:
+    """The place of a frame, from its ``repr`` without the address. The same places are read again and again."""
     match = _FRAME.fullmatch(text)
     if match is None:
-        return "?", 0, "?"
+        return Spot("?", 0, "?", module)
     file, line, function = match.groups()
-    return str(literal_eval(file)) if "\\" in file else file[1:-1], int(line), function
+    return Spot(str(literal_eval(file)) if "\\" in file else file[1:-1], int(line), function, module)
 
 
 def _frames(ident: int) -> Iterator[Any]:

@@ -62,7 +62,7 @@ class RunView:
     """Everything the endpoint shows of one rank at one moment: its counters and gauges. None: not measured.
 
     ``own_fetches``: durations of the training thread's own fetches, without workers. ``worker_fetches``: those of all
-    workers so far, even if ``workers`` could not be read this time.
+    workers so far, even if ``workers`` could not be read this time. ``step_change_ratio``: see `ChangeDetector`.
     """
 
     info: dict[str, str]
@@ -85,3 +85,4 @@ class RunView:
     pressure: PressureSample | None = None
     torch_memory: TorchMemorySample | None = None
     attempt: AttemptView | None = None
+    step_change_ratio: float | None = None

@@ -75,7 +75,8 @@ class Ledger:
                 self._fold_dropped(span)
                 continue
             start, end, during, after, closes, opens, batch, left = span
-            if closes and opens and batch and during == DATA_WAIT and after == COMPUTE and self._computes_until(start):
+            usual = closes and opens and batch and not left
+            if usual and during == DATA_WAIT and after == COMPUTE and self._computes_until(start):
                 self._fold_step(start, end)
                 continue
             self._pass(start)
@@ -144,6 +145,15 @@ class Ledger:
     def step_is_open(self) -> bool:
         """Whether a step has begun and not ended. At the end of a run this is a step that was left with ``break``."""
         return self._open
+
+    @property
+    def open_step_seconds(self) -> float:
+        """Training-loop seconds of the open step so far; 0.0 without one."""
+        if not self._open:
+            return 0.0
+        booked = self._wait_ns + self._compute_ns
+        running = self.at_ns - self._span_at_ns if self._span_category in {DATA_WAIT, COMPUTE} else 0
+        return (booked + max(0, running)) / _NS
 
     @property
     def at_epoch_boundary(self) -> bool:

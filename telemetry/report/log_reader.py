@@ -13,6 +13,7 @@ from telemetry.core.filesystem import open_regular
 from telemetry.core.log_names import LOG_NAME
 from telemetry.core.quantile_sketch import Sketch, parse_counts
 from telemetry.report.log_schema import HEARTBEAT, checked, checked_fields
+from telemetry.report.pace_series import PaceSeries
 from telemetry.report.progress_points import Point, ProgressPoints
 
 if TYPE_CHECKING:
@@ -59,9 +60,11 @@ class ProcessLog:
         end: the fields of its ``run_end`` on how it ended.
         beat: the totals of its heartbeat; empty without one, as after an end by itself.
         saves: the newest checkpoints. ``saves_total``, ``save_seconds``: all that stopped the training.
-        points: how far it had come at its windows and checkpoints.
+        points: how far it had come at its windows and checkpoints. ``pace``: its totals at its windows.
+        environment: versions, cores and its GPU's name. ``loader``: the newest settings of its DataLoader.
         oom_readings: the first and the last time of each value of the counter of its cgroup.
-        stalls, hangs, snapshots, errors: lines of these events, oldest first.
+        stalls, hangs, changes, snapshots, errors: lines of these events, oldest first. ``slow_steps``: the lines of
+            code of its steps while other ranks waited for it.
         torn_lines: how many lines could not be read.
         wrong_fields: how many fields were left out because of a wrong type.
         skipped: names of logs that are not regular files and were not read; only in the newest process.
@@ -78,6 +81,8 @@ class ProcessLog:
     wait: Sketch = field(default_factory=Sketch)
     stalls: list[dict[str, Any]] = field(default_factory=list)
     hangs: list[dict[str, Any]] = field(default_factory=list)
+    changes: list[dict[str, Any]] = field(default_factory=list)
+    slow_steps: list[dict[str, Any]] = field(default_factory=list)
     snapshots: list[dict[str, Any]] = field(default_factory=list)
     errors: list[dict[str, Any]] = field(default_factory=list)
     end: dict[str, Any] = field(default_factory=dict)
@@ -87,6 +92,9 @@ class ProcessLog:
     save_seconds: float = 0.0
     points: ProgressPoints = field(default_factory=ProgressPoints)
     oom_readings: dict[int, tuple[str, str]] = field(default_factory=dict)
+    pace: PaceSeries = field(default_factory=PaceSeries)
+    environment: dict[str, Any] = field(default_factory=dict)
+    loader: dict[str, Any] = field(default_factory=dict)
     torn_lines: int = 0
     wrong_fields: int = 0
     skipped: list[str] = field(default_factory=list)
@@ -202,12 +210,11 @@ def _lines(path: Path, *, missing_is_fine: bool = False) -> Iterator[tuple[dict[
 
 def _take(line: dict[str, Any], log: ProcessLog) -> None:
     event, log.rank = line.get("event"), line.get("rank", log.rank)
-    kills = line.get("oom_kills_total")
-    if kills is not None and "time" in line:
-        log.oom_readings[kills] = log.oom_readings.get(kills, (line["time"],))[0], line["time"]
+    _take_oom_kills(line, log)
     log.run = line.get("run", log.run)
     log.head = log.head or {name: line.get(name) for name in ("local_rank", "node", "time")}
     log.last_time = max(log.last_time, line.get("time", ""))
+    _take_surroundings(line, log)
     if event == "run_start":
         if "started" in log.head:  # it continues in another file, or as another rank
             log.head |= {name: line[name] for name in _RANK_FIELDS if name in line}
@@ -217,7 +224,8 @@ def _take(line: dict[str, Any], log: ProcessLog) -> None:
                 _add(log.step, line.get("step_sketch"), line.get("step_max_seconds"))
                 _add(log.wait, line.get("data_wait_sketch"), line.get("data_wait_max_seconds"))
     elif event == "window":
-        _take_totals(line, log)
+        if _take_totals(line, log):
+            log.pace.add(line)
         for sketch, name in ((log.step, "step"), (log.wait, "data_wait")):
             _add(sketch, line.get(f"{name}_sketch"), line.get(f"{name}_seconds", {}).get("max"))
         if log.points.wants_next() and "ledger_total_seconds" in line:
@@ -231,8 +239,11 @@ def _take(line: dict[str, Any], log: ProcessLog) -> None:
     else:
         kept = {
             "stall_open": log.stalls,
+            "stall_lines": log.stalls,
             "stall_close": log.stalls,
+            "straggler_lines": log.slow_steps,
             "hang": log.hangs,
+            "change": log.changes,
             "snapshot": log.snapshots,
             "error": log.errors,
         }.get(str(event))
@@ -240,10 +251,26 @@ def _take(line: dict[str, Any], log: ProcessLog) -> None:
             kept.append(line)
 
 
-def _take_totals(line: dict[str, Any], log: ProcessLog) -> None:
-    """Keep the newest totals, which are those of the whole run, unless the line is damaged."""
-    if line.keys() >= {"ledger_total_seconds", "wall_seconds", "steps_total"}:
+def _take_surroundings(line: dict[str, Any], log: ProcessLog) -> None:
+    log.environment |= line.get("environment", {})
+    log.loader = line.get("loader", log.loader)
+    if line.get("event") == "gpu" and "name" in line:
+        log.environment["gpu"] = line["name"]
+
+
+def _take_oom_kills(line: dict[str, Any], log: ProcessLog) -> None:
+    """Keep the first and the last time of each value of the counter."""
+    kills = line.get("oom_kills_total")
+    if kills is not None and "time" in line:
+        log.oom_readings[kills] = log.oom_readings.get(kills, (line["time"],))[0], line["time"]
+
+
+def _take_totals(line: dict[str, Any], log: ProcessLog) -> bool:
+    """Keep the newest totals, which are those of the whole run. Returns False if the line is damaged."""
+    sound = line.keys() >= {"ledger_total_seconds", "wall_seconds", "steps_total"}
+    if sound:
         log.totals = line
+    return sound
 
 
 def _add(sketch: Sketch, counts: object, largest: float | None) -> None:

@@ -78,6 +78,11 @@ def _numbers(value: Any) -> dict[str, float]:
     return {_text(name): _number(number) for name, number in _mapping(value).items() if number is not None}
 
 
+def _scalars(value: Any) -> dict[str, Any]:
+    """Settings by name. One without a value is left out."""
+    return {_text(name): _scalar(each) for name, each in _mapping(value).items() if each is not None}
+
+
 def _stacks(value: Any) -> list[str]:
     """Stacks of a stuck run. No other text has line breaks."""
     if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
@@ -102,7 +107,7 @@ class _Object:
         listed: whether the value is a list of such objects.
     """
 
-    fields: Mapping[str, Check]
+    fields: Mapping[str, Kind]
     keep_others: bool = False
     listed: bool = False
 
@@ -120,8 +125,22 @@ _ADVICE: Final = _Object(
     listed=True,
 )
 
+_LINE: Final = _Object(
+    {"file": _text, "line": _count, "function": _text, "calls": _text, "share_ratio": _number},
+    listed=True,
+)
+
 _EVIDENCE: Final = _Object(
-    {"lost_seconds": _numbers, "stuck_in": _text, "stuck_at": _text, "stuck_seconds": _number, "stacks": _stacks},
+    {
+        "lost_seconds": _numbers,
+        "stuck_in": _text,
+        "stuck_at": _text,
+        "stuck_seconds": _number,
+        "stacks": _stacks,
+        "lines": _LINE,
+        "lines_of": _text,
+        "line_verdict": _text,
+    },
     keep_others=True,
 )
 
@@ -177,6 +196,8 @@ _STALL: Final[Mapping[str, Kind]] = {
     "advice": _ADVICE,
 }
 
+_SURROUNDINGS: Final[Mapping[str, Kind]] = {"environment": _scalars, "loader": _scalars}
+
 FIELDS: Final[Mapping[str, Mapping[str, Kind]]] = MappingProxyType(
     {
         "run_start": {
@@ -195,6 +216,10 @@ FIELDS: Final[Mapping[str, Mapping[str, Kind]]] = MappingProxyType(
             "memory_group": _text,
             "memory_events": _text,
             "oom_kills_total": _count,
+            "telemetry_version": _text,
+            "python_version": _text,
+            "cpu_count": _count,
+            **_SURROUNDINGS,
             "step_sketch": _mapping,  # `sketch.parse_counts` checks each count
             "step_max_seconds": _number,
             "data_wait_sketch": _mapping,
@@ -202,6 +227,7 @@ FIELDS: Final[Mapping[str, Mapping[str, Kind]]] = MappingProxyType(
         },
         "window": {
             **_TOTALS,
+            **_SURROUNDINGS,
             "step_seconds": _numbers,
             "data_wait_seconds": _numbers,
             "step_sketch": _mapping,
@@ -216,8 +242,18 @@ FIELDS: Final[Mapping[str, Mapping[str, Kind]]] = MappingProxyType(
             "loop_seconds": _numbers,
         },
         "run_end": {**_TOTALS, "exception": _text, "exit_status": _number, "lost_peer": _flag},
+        "gpu": {"name": _text},
+        "change": {
+            "at": _text,
+            "first_step": _count,
+            "ratio": _number,
+            "part": _text,
+            "with": _Object({"what": _text, "before": _number, "after": _number}, listed=True),
+        },
         "stall_open": _STALL,
+        "stall_lines": _STALL,
         "stall_close": _STALL,
+        "straggler_lines": {"evidence": _EVIDENCE},
         "hang": {
             "since": _text,
             "verdict": _text,

@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.core.formatting import duration, percent, table
 from telemetry.core.labels import CATEGORIES
+from telemetry.report.line_table import line_table
 from telemetry.report.snapshot_traces import shown_by
+from telemetry.report.step_change_report import change_lines
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,6 +39,8 @@ def render(report: dict[str, Any], notes: Sequence[str] = ()) -> str:
         lines += ["", f"the {len(shown)} of {len(ranks)} ranks that waited most; --json has all"]
     for stall in report["stalls"]:
         lines += ["", *_stall(stall)]
+    changes = change_lines(report["changes"], len({rank["rank"] for rank in ranks}))
+    lines += ["", *changes] if changes else []
     lost = _lost_by_cause(report["stalls"])
     if lost:
         shares = ", ".join(f"{cause} {seconds / 3600:.3f}" for cause, seconds in lost)
@@ -61,7 +65,7 @@ def _stall(stall: dict[str, Any]) -> list[str]:
         typed = "" if not setting else f"{setting}={advice['value']}: " if advice.get("value") else f"{setting}: "
         worth = f", predicted {gain:g} times the steps per second" if gain is not None else ""
         lines.append(f"  {'try ' if typed else ''}{typed}{advice.get('action')}{worth} ({advice.get('because')})")
-    return [*lines, *_stacks(stall["evidence"].get("stacks", []))]
+    return [*lines, *line_table(stall), *_stacks(stall["evidence"].get("stacks", []))]
 
 
 def _stacks(stacks: Sequence[str]) -> list[str]:

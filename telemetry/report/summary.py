@@ -9,6 +9,8 @@ from telemetry.core.formatting import rounded_percent
 from telemetry.core.labels import CATEGORIES, CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, STARTUP
 from telemetry.report import rank_processes
 from telemetry.report.hang_report import hang_of, job_hang_verdict
+from telemetry.report.stall_lines import lines_of_slow_ranks, with_whole_lines
+from telemetry.report.step_change_report import changes_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -59,7 +61,7 @@ def summarize(processes: Sequence[ProcessLog]) -> dict[str, Any]:
     A rank that was restarted has an entry for each of its processes, the newest last.
     """
     ranks = [_rank(process) for process in processes]
-    stalls = [stall for process in processes for stall in _stalls(process)]
+    stalls = lines_of_slow_ranks([stall for process in processes for stall in _stalls(process)], processes)
     now = rank_processes.not_replaced(processes)
     hang = hang_of(now)
     return {
@@ -69,6 +71,7 @@ def summarize(processes: Sequence[ProcessLog]) -> dict[str, Any]:
         "ranks": ranks,
         "stalls": stalls,
         "hang": hang,
+        "changes": changes_of(processes),
         "snapshots": [
             _snapshot(process.rank, line) for process in processes for line in process.snapshots if line.get("path")
         ],
@@ -211,7 +214,8 @@ def _why(rank: int, stalls: Sequence[dict[str, Any]]) -> str:
         text += f"; try {setting}={value}" if setting and value else f"; {advice.get('action')}"
         text += f" ({advice.get('because')})" if stall["cause"] == "straggler" else ""
         text += f", predicted {gain:g} times the steps per second" if gain is not None else ""
-    return f"{text}."
+    line = stall["evidence"].get("line_verdict")
+    return f"{text}. {line[:1].upper()}{line[1:]}." if line else f"{text}."
 
 
 def _lost(stall: dict[str, Any]) -> float:
@@ -266,8 +270,9 @@ def _stalls(process: ProcessLog) -> list[dict[str, Any]]:
             said = {k: v for k, v in _stall(process.rank, line).items() if v not in (None, {}, [])}
             # The stacks of a stuck run are only in the line that opens its stall.
             evidence = stalls[-1]["evidence"] | said.get("evidence", {})
-            stalls[-1] |= said | {"opened": stalls[-1]["opened"], "evidence": evidence}
-            stalls[-1]["closed"] = line.get("closed") or line.get("time")
+            stalls[-1] |= said | {"opened": stalls[-1]["opened"], "evidence": with_whole_lines(evidence)}
+            if line.get("event") != "stall_lines":
+                stalls[-1]["closed"] = line.get("closed") or line.get("time")
     if stalls and stalls[-1]["closed"] is None:
         stalls[-1]["evidence"] |= _lost_so_far(process, stalls[:-1])
     return stalls

@@ -128,7 +128,7 @@ def uneven(evidence: Evidence) -> list[Advice]:
     return [Advice(action, "in_order", "False", gain, because), Advice(alike, None, None, gain, because), *advice]
 
 
-def _transferred_by_busy_workers(evidence: Evidence) -> bool:
+def transferred_by_busy_workers(evidence: Evidence) -> bool:
     """Whether a finished batch has to wait for its worker, which is busy with the next one.
 
     With the sharing strategy ``file_descriptor`` a thread of the worker sends each tensor when the training process
@@ -158,7 +158,7 @@ def _further_ahead(evidence: Evidence, compute: float, step: float, because: str
     )
     at_once = step + (idle or 0.0) * evidence.batches_per_step
     late = idle is not None and busy is not None and busy > idle and handed_over >= _SLOW_TRANSFER * at_once
-    if not late or not _transferred_by_busy_workers(evidence):
+    if not late or not transferred_by_busy_workers(evidence):
         action = "let workers prefetch more batches"
         return [Advice(action, "prefetch_factor", str(wanted), gain_of(evidence, handed_over), because)]
     action = (
@@ -224,7 +224,7 @@ def transfer(evidence: Evidence) -> list[Advice]:
         action = "pin batches in the background and copy them with non_blocking=True"
         background = gain_of(evidence, now - transfer_wait) if transfer_wait > 0 else None
         advice.insert(0, Advice(action, "pin_memory", "True", background, because))
-    if _transferred_by_busy_workers(evidence):
+    if transferred_by_busy_workers(evidence):
         action = "share tensors as files: torch.multiprocessing.set_sharing_strategy('file_system')"
         advice.append(
             Advice(

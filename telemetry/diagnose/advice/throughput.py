@@ -65,7 +65,7 @@ def _slow_sampler(evidence: Evidence) -> list[Advice]:
             evidence, less(evidence.cpu.process_seconds_per_step, each * (1.0 if cpu is None else cpu))
         ),
     )
-    on_its_own, fetch_cpu = _fetch_on_its_own(evidence)
+    on_its_own, fetch_cpu = fetch_on_its_own(evidence)
     at_least = (
         predicted_step(without, fetch=on_its_own, fetch_cpu=fetch_cpu, workers=max(1, evidence.workers.count)) or 0.0
     )
@@ -118,7 +118,7 @@ def _fetch_in_workers(evidence: Evidence, action: str, why: str, fetch: float | 
     if now is None:
         return []
     fetch = evidence.wait_seconds / evidence.steps if fetch is None else fetch
-    moved, fetch_cpu = _without_own_fetches(evidence, fetch)
+    moved, fetch_cpu = without_own_fetches(evidence, fetch)
     first = (
         evidence.epochs.boundaries * fetch / evidence.batches_per_step / evidence.steps
     )  # the first fetch of an epoch is not prefetched
@@ -131,7 +131,7 @@ def _fetch_in_workers(evidence: Evidence, action: str, why: str, fetch: float | 
     return [Advice(action, "num_workers", str(workers), gain_of(evidence, step), because)]
 
 
-def _without_own_fetches(evidence: Evidence, fetch: float) -> tuple[Evidence, float]:
+def without_own_fetches(evidence: Evidence, fetch: float) -> tuple[Evidence, float]:
     """The evidence without the fetches on the training thread, and the CPU time of a step's fetches in workers."""
     own_cpu, compute = evidence.cpu.process_seconds_per_step, compute_seconds(evidence) or 0.0
     if evidence.own_fetch_cpu_ratio is not None:
@@ -192,14 +192,14 @@ def throttled(evidence: Evidence) -> list[Advice]:
 
 def _other_cores(evidence: Evidence, because: str) -> Advice:
     """For workers that may use only some of the cores."""
-    on_its_own, fetch_cpu = _fetch_on_its_own(evidence)
+    on_its_own, fetch_cpu = fetch_on_its_own(evidence)
     free = replace(evidence, workers=replace(evidence.workers, allowed_cores=None))
     step = predicted_step(free, fetch=on_its_own, fetch_cpu=fetch_cpu, workers=max(1, evidence.workers.count))
     action = "let the workers run on every core: a worker_init_fn, taskset or OMP_PROC_BIND restricts them to a few"
     return Advice(action, None, None, None if step is None else gain_of(evidence, step), because)
 
 
-def _fetch_on_its_own(evidence: Evidence) -> tuple[float, float]:
+def fetch_on_its_own(evidence: Evidence) -> tuple[float, float]:
     """Seconds and CPU seconds that a worker with a core of its own takes for the batches of a step."""
     fetch = (evidence.workers.fetch_seconds or 0.0) * evidence.batches_per_step
     on_core = (
@@ -221,7 +221,7 @@ def _fewer_workers(evidence: Evidence) -> list[Advice]:
     ):
         return []
     alone = replace(evidence, compute_seconds=max(0.0, evidence.compute_seconds - crowded))
-    on_its_own, fetch_cpu = _fetch_on_its_own(evidence)
+    on_its_own, fetch_cpu = fetch_on_its_own(evidence)
     steps = {
         workers: step
         for workers in range(1, evidence.workers.count)
@@ -278,7 +278,7 @@ def _more_workers(evidence: Evidence, provided: str = "") -> list[Advice]:
     fetch = evidence.workers.fetch_seconds
     if fetch is None or not evidence.steps:
         return []
-    workers, step = best_workers(evidence, *_fetch_on_its_own(evidence))
+    workers, step = best_workers(evidence, *fetch_on_its_own(evidence))
     if step is None or workers <= evidence.workers.count:
         return []
     because = (

@@ -6,6 +6,7 @@ from typing import Final
 
 from telemetry.publish.metrics.agent_metrics import AGENT
 from telemetry.publish.metrics.attempt_metrics import ATTEMPTS
+from telemetry.publish.metrics.change_metrics import CHANGES
 from telemetry.publish.metrics.gpu_metrics import GPU, GPU_INFO, TORCH_MEMORY
 from telemetry.publish.metrics.loader_metrics import FETCHES, WORKERS
 from telemetry.publish.metrics.loop_metrics import LOOP, RUN_INFO
@@ -15,7 +16,7 @@ from telemetry.publish.metrics.stall_metrics import HANG, SNAPSHOTS, STALLS
 
 SECTIONS: Final = (
     MetricSection("The training loop", (RUN_INFO, LOOP)),
-    MetricSection("Stalls and snapshots", (STALLS, HANG, SNAPSHOTS)),
+    MetricSection("Stalls, changes and snapshots", (STALLS, HANG, CHANGES, SNAPSHOTS)),
     MetricSection("Attempts of the run", (ATTEMPTS,)),
     MetricSection("The GPU of this rank", (GPU_INFO, GPU, TORCH_MEMORY)),
     MetricSection("The DataLoader and its workers", (WORKERS, FETCHES)),

@@ -1,0 +1,71 @@
+"""A small training whose work per step is known. `benchmarks.compare_pairs` runs it.
+
+    python -m telemetry run benchmarks/compare_train.py [--seconds 20] [--slower 1.0] [--loader thread|worker]
+
+A step needs the CPU for a part of its time. For the rest the training thread waits, as for a device. ``--slower`` makes
+both parts longer: of the compute, or with ``--loader worker`` of a batch's fetch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Final
+
+import torch
+from torch.utils.data import DataLoader
+
+_SIZE: Final = 128
+_BATCH: Final = 4
+_MULTIPLICATIONS: Final = 20
+_PAUSE_SECONDS: Final = 0.010
+
+
+def work(slower: float, share: float = 1.0) -> torch.Tensor:
+    """Multiply small matrices, about 2 ms in all, and wait for 10 ms."""
+    values = weights = torch.full((_SIZE, _SIZE), 1.0 / _SIZE)
+    for _ in range(round(_MULTIPLICATIONS * slower * share)):
+        values = values @ weights
+    time.sleep(_PAUSE_SECONDS * slower * share)
+    return values
+
+
+class Parts:
+    """A data set of which each sample is a part of a batch."""
+
+    def __init__(self, slower: float | None) -> None:
+        self.slower = slower
+
+    def __len__(self) -> int:
+        return 1 << 30
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.ones(_SIZE) if self.slower is None else work(self.slower, 1 / _BATCH)[0]
+
+
+def main() -> None:
+    """Train for a while."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--slower", type=float, default=1.0)
+    parser.add_argument("--loader", choices=("thread", "worker"), default="thread")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    starved = options.loader == "worker"
+    data = Parts(options.slower if starved else None)
+    model = torch.nn.Linear(_SIZE, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    began = time.perf_counter()
+    for batch in DataLoader(data, batch_size=_BATCH, num_workers=1 if starved else 0):
+        if time.perf_counter() - began > options.seconds:
+            break
+        if not starved:
+            work(options.slower)
+        optimizer.zero_grad()
+        model(batch).mean().backward()
+        optimizer.step()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""Measures what it costs a DataLoader worker to be sampled while a stall is open, and to look whether it is asked.
+
+    python -m benchmarks.line_cost
+
+One worker fetches without a pause. It is asked for samples in every second period. Its main thread does the fetches,
+and its other threads send the batches, and sample. So the CPU time of its other threads, in periods with samples less
+in those without, is the CPU time of the sampling. The time of a fetch shows what its main thread loses as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+import timeit
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from benchmarks import machine
+from telemetry.attach.worker_probe import WorkerBlock, WorkerProbe
+from telemetry.core.clock import NS, now_ns
+from telemetry.core.stack_profile import StackProfile
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+_SETTLE_SECONDS = 0.3
+"""At the start of each period: the thread starts, or notices that the request is over."""
+
+
+class Work(Dataset):  # type: ignore[misc]
+    """Each batch has three figures of the worker, in ns: a stamp, the CPU time of all threads, that of the main one.
+
+    Args:
+        kind: ``python`` (holds the GIL), ``tensors`` (release it often) or ``waiting``.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def __len__(self) -> int:
+        return 100_000_000
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        torch.set_num_threads(1)
+        _WORK[self.kind]()
+        return torch.tensor([now_ns(), time.process_time_ns(), time.thread_time_ns()])
+
+
+def _python() -> None:
+    sum([number * number for number in range(100_000)])
+
+
+def _tensors() -> None:
+    picture = torch.ones(3, 128, 128)
+    for _ in range(150):
+        picture = picture * 1.01 + 0.1
+
+
+def _waiting() -> None:
+    time.sleep(0.01)
+
+
+_WORK: dict[str, Callable[[], None]] = {"python": _python, "tensors": _tensors, "waiting": _waiting}
+
+
+def period(batches: Iterator[torch.Tensor], block: WorkerBlock, seconds: float, *, asked: bool) -> tuple[float, float]:
+    """CPU share of the worker's other threads, and seconds of a fetch."""
+    session = now_ns()
+    block.ask_samples(session, session + int(2 * seconds * NS) if asked else 1)
+    settled = now_ns() + int(_SETTLE_SECONDS * NS)
+    first = next(batches)
+    while int(first[0]) < settled:
+        first = next(batches)
+    count, last = 0, first
+    while int(last[0]) < int(first[0]) + seconds * NS:
+        last, count = next(batches), count + 1
+    wall, process, thread = (last - first).tolist()
+    return (process - thread) / wall, wall / NS / count
+
+
+def measure(kind: str, rounds: int, seconds: float) -> str:
+    """One row of the table."""
+    block = WorkerBlock(1)
+    probe = WorkerProbe(None, block)
+    batches = iter(DataLoader(Work(kind), batch_size=None, num_workers=1, worker_init_fn=probe))
+    next(batches)
+    added, longer, rates = [], [], []
+    for _ in range(rounds):
+        without, fetch = period(batches, block, seconds, asked=False)
+        began = now_ns()
+        with_samples, sampled_fetch = period(batches, block, seconds, asked=True)
+        profiles = [StackProfile.unpacked(found.content) for found in block.sampled()]
+        rates.append(sum(profile.samples for profile in profiles) / ((now_ns() - began) / NS))
+        added.append(100 * (with_samples - without))
+        longer.append(100 * (sampled_fetch / fetch - 1))
+    return (
+        f"| {kind} | {1e3 * fetch:.1f} | {statistics.median(rates):.0f} | {statistics.median(added):.2f} % "
+        f"({min(added):.2f} to {max(added):.2f}) | {statistics.median(longer):+.2f} % "
+        f"({min(longer):+.2f} to {max(longer):+.2f}) |"
+    )
+
+
+def looking() -> float:
+    """Nanoseconds of a look at the request."""
+    words, start = WorkerBlock(1).words, now_ns()
+    looks = timeit.repeat("words[15] > start", globals={"words": words, "start": start}, number=200_000, repeat=5)
+    nothing = timeit.repeat("start > start", globals={"start": start}, number=200_000, repeat=5)
+    return (min(looks) - min(nothing)) / 200_000 * NS
+
+
+def main() -> int:
+    """Measure, print the table, and write it."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.line_cost", description=__doc__)
+    parser.add_argument("--repeat", type=int, default=5, help="periods of each kind")
+    parser.add_argument("--seconds", type=float, default=4.0, help="of a period")
+    parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR")
+    options = parser.parse_args()
+    about = machine.describe()
+    lines = [
+        "# What it costs a worker to be sampled",
+        "",
+        (
+            f"Measured by `python -m benchmarks.line_cost` on {about['cpu']}, {about['cores']} cores shared with other "
+            f"work; Python {about['python']}, torch {about['torch']}. Medians of {options.repeat} comparisons, with "
+            "the least and the most."
+        ),
+        "",
+        "| Fetches | ms each | samples/s | CPU of the sampling thread, share of a core | a fetch takes longer by |",
+        "|---|---|---|---|---|",
+    ]
+    print("\n".join(lines[4:]))
+    for kind in _WORK:
+        lines.append(measure(kind, options.repeat, options.seconds))
+        print(lines[-1], flush=True)
+    lines += ["", f"While no stall is open, a fetch looks at the request once: {looking():.0f} ns.", ""]
+    print(lines[-2])
+    path = options.results / f"line-cost-{machine.slug(about)}.md"
+    path.write_text("\n".join(lines), encoding="utf-8")
+    print(f"written: {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,114 @@
+"""Runs inside a DataLoader worker while the agent asks for it: samples which code its fetches spend their time in.
+
+The worker's probe looks at the request once per fetch, and calls `WorkerSampler.ask` while there is one. A thread of
+the worker then reads the stack of the fetching thread at random moments, and writes the profile into the shared block.
+It ends when the request is over. A thread does not survive a fork, and this one holds no lock at which a child could
+hang.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Final
+
+from telemetry.attach.sample_area import HALF_BYTES
+from telemetry.core.clock import NS, now_ns
+from telemetry.core.fetch_stacks import fetch_part
+from telemetry.core.sample_times import SampleTimes, restore_switch_interval, shorten_switch_interval
+from telemetry.core.signal_mask import signals_blocked
+from telemetry.core.stack_profile import StackProfile
+from telemetry.core.stacks import stack_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from telemetry.attach.sample_area import SampleArea
+
+_GAP_SECONDS: Final = 0.008
+"""Mean time between samples."""
+
+_FIRST_WRITE_NS: Final = NS // 10
+_WRITE_NS: Final = NS
+"""The profile is written after 0.1 s, and then at intervals that double up to 1 s: a worker may live for one short
+epoch."""
+
+
+class WorkerSampler:
+    """Samples the fetches of this worker. Made on the thread that fetches.
+
+    Args:
+        request: returns the session and the stamp until which to sample.
+        fetching: whether a fetch is in progress.
+        area: gets the profile.
+    """
+
+    def __init__(self, request: Callable[[], tuple[int, int]], fetching: Callable[[], bool], area: SampleArea) -> None:
+        self._request = request
+        self._fetching = fetching
+        self._area = area
+        self._pid = os.getpid()
+        self._fetcher = threading.get_ident()
+        self._running = False
+        self._session = 0
+        self._began_ns = 0
+        self._profile = StackProfile()
+        module = sys.modules.get("torch.utils.data._utils.worker")
+        self._loop = vars(module) if module is not None else None
+
+    def ask(self) -> None:
+        """Start the thread, if it does not run. Called at the start of a fetch."""
+        if self._running or os.getpid() != self._pid:
+            return
+        self._running = True
+        thread = threading.Thread(target=self._run, name="telemetry-lines", daemon=True)
+        try:
+            with signals_blocked():
+                thread.start()
+        except RuntimeError:  # no thread can be started: not asked again in this worker
+            pass
+
+    def _run(self) -> None:
+        shorten_switch_interval()
+        try:
+            self._sample()
+        except Exception:
+            pass  # it cannot be reported from here; the agent sees a worker without a profile
+        finally:
+            restore_switch_interval()
+            self._running = False
+
+    def _sample(self) -> None:
+        times = SampleTimes(_GAP_SECONDS)
+        cpu_clock = time.pthread_getcpuclockid(self._fetcher)
+        before_ns, cpu_before = now_ns(), time.clock_gettime_ns(cpu_clock)
+        write_after = _FIRST_WRITE_NS
+        written_ns = before_ns
+        while True:
+            gap = times.gap()
+            due = now_ns() + int(gap * NS)
+            time.sleep(gap)
+            now = now_ns()
+            session, until = self._request()
+            if session != self._session:
+                self._session, self._began_ns, self._profile = session, now, StackProfile()
+            if now >= until:
+                break
+            stack = fetch_part(stack_of(self._fetcher, self._loop)) if self._fetching() else ()
+            cpu = time.clock_gettime_ns(cpu_clock)
+            if stack:
+                wall = times.weight_ns(due, now)
+                on_core = min(1.0, (cpu - cpu_before) / max(1, now - before_ns))
+                self._profile.add(stack, wall, int(wall * on_core))
+            before_ns, cpu_before = now, cpu
+            if now - written_ns >= write_after:
+                written_ns, write_after = now, min(2 * write_after, _WRITE_NS)
+                self._write()
+            times.taken()
+        self._write()
+
+    def _write(self) -> None:
+        if self._profile.samples:
+            self._area.write(self._session, self._pid, self._began_ns, self._profile.packed(HALF_BYTES))

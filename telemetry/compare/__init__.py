@@ -1,0 +1,1 @@
+"""`telemetry compare`: whether one run is faster than another, and why."""

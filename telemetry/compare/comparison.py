@@ -1,0 +1,113 @@
+"""Compares two runs: the values of ``compare --json``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from telemetry.compare.pace_interval import MIN_BLOCKS, ratio_interval
+from telemetry.compare.run_facts import SAME_STEP, differences, facts_of
+from telemetry.compare.run_pace import pace_of
+from telemetry.core.labels import CATEGORIES
+from telemetry.report.rank_processes import not_replaced
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from telemetry.compare.run_pace import RunPace
+    from telemetry.report.log_reader import ProcessLog
+
+FASTER: Final = "faster"
+SLOWER: Final = "slower"
+NO_DIFFERENCE: Final = "no difference"
+NOT_COMPARABLE: Final = "not comparable"
+
+MIN_STEPS: Final = 20
+
+
+def compare_runs(a: Sequence[ProcessLog], b: Sequence[ProcessLog]) -> dict[str, Any]:
+    """B against A.
+
+    Besides the keys of the contract the result has ``differences``: where settings and environment differ, and
+    ``steps``: those that were compared, of the mean rank. What is unknown is null.
+    """
+    a, b = not_replaced(a), not_replaced(b)
+    pace_a, pace_b = pace_of(a), pace_of(b)
+    facts_a, facts_b = facts_of(a), facts_of(b)
+    result: dict[str, Any] = {
+        "a": _name(a),
+        "b": _name(b),
+        "verdict": NOT_COMPARABLE,
+        "why": _too_short("A", pace_a) or _too_short("B", pace_b) or _other_work(facts_a, facts_b),
+        "ratio": None,
+        "interval": None,
+        "steps": {"a": round(pace_a.steps), "b": round(pace_b.steps)},
+        "differences": differences(facts_a, facts_b),
+        "per_step_seconds": _per_step(pace_a, pace_b),
+        "causes": _causes(a, b),
+    }
+    if result["why"] is not None:
+        return result
+    found = ratio_interval(pace_a.blocks, pace_b.blocks)
+    verdict = FASTER if found.low > 1 else SLOWER if found.high < 1 else NO_DIFFERENCE
+    interval = [round(found.low, 5), round(found.high, 5)]
+    return result | {"verdict": verdict, "ratio": round(found.ratio, 5), "interval": interval}
+
+
+def slower_than(result: Mapping[str, Any], percent: float) -> bool:
+    """Whether B is slower by more than this, and chance does not explain it: the whole interval is below."""
+    return result["interval"] is not None and result["interval"][1] < 1 - percent / 100
+
+
+def _name(processes: Sequence[ProcessLog]) -> str:
+    return processes[-1].run if processes else ""
+
+
+def _too_short(which: str, pace: RunPace) -> str | None:
+    if not pace.blocks:
+        return f"{which} has no window after its first steps; compare longer runs"
+    if len(pace.blocks) < MIN_BLOCKS:
+        return (
+            f"{which} has {len(pace.blocks)} windows after its first steps, and {MIN_BLOCKS} are needed; run it for "
+            "longer, or with a smaller log_interval_seconds"
+        )
+    if pace.steps < MIN_STEPS:
+        return f"{which} has {pace.steps:.0f} steps after its first ones, and {MIN_STEPS} are needed; run it for longer"
+    return None
+
+
+def _other_work(a: Mapping[str, Any], b: Mapping[str, Any]) -> str | None:
+    for name in SAME_STEP:
+        if name in a and name in b and a[name] != b[name]:
+            return f"a step is not the same work: {name} is {a[name]} in A and {b[name]} in B"
+    return None
+
+
+def _per_step(a: RunPace, b: RunPace) -> dict[str, dict[str, float | None]]:
+    return {name: _pair(_seconds(a, name), _seconds(b, name), with_difference=True) for name in CATEGORIES}
+
+
+def _seconds(pace: RunPace, category: str) -> float | None:
+    return pace.per_step_seconds.get(category) if pace.steps else None
+
+
+def _causes(a: Sequence[ProcessLog], b: Sequence[ProcessLog]) -> dict[str, dict[str, float | None]]:
+    """Seconds lost in stalls for each step, by cause; without causes that have cost nothing."""
+    lost_a, lost_b = _lost_per_step(a), _lost_per_step(b)
+    names = sorted({*lost_a, *lost_b}, key=lambda name: -max(lost_a.get(name, 0.0), lost_b.get(name, 0.0)))
+    return {name: _pair(lost_a.get(name, 0.0), lost_b.get(name, 0.0)) for name in names}
+
+
+def _lost_per_step(processes: Sequence[ProcessLog]) -> dict[str, float]:
+    steps = sum(process.totals.get("steps_total", 0) for process in processes)
+    lost: dict[str, float] = {}
+    for process in processes:
+        for cause, seconds in process.totals.get("stall_lost_total_seconds", {}).items():
+            lost[cause] = lost.get(cause, 0.0) + seconds
+    return {cause: seconds / steps for cause, seconds in lost.items() if seconds > 0 and steps}
+
+
+def _pair(a: float | None, b: float | None, *, with_difference: bool = False) -> dict[str, float | None]:
+    pair = {"a": a, "b": b}
+    if with_difference:
+        pair["difference"] = None if a is None or b is None else b - a
+    return {name: None if value is None else round(value, 9) for name, value in pair.items()}

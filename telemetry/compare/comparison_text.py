@@ -1,0 +1,78 @@
+"""A comparison as text."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from telemetry.compare.comparison import FASTER, NO_DIFFERENCE, NOT_COMPARABLE
+from telemetry.core.formatting import duration, percent, table
+from telemetry.core.labels import CATEGORIES, COMPUTE, DATA_WAIT
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+_MIN_SHOWN_SECONDS: Final = 5e-7
+"""Half a microsecond per step: less is not shown."""
+
+_LOOP: Final = (DATA_WAIT, COMPUTE)
+
+
+def render(result: Mapping[str, Any], notes: Sequence[str] = ()) -> str:
+    """What differs in the settings, the verdict, and two tables: by category of the ledger and by cause.
+
+    Args:
+        result: as `compare_runs` returns it.
+        notes: lines on the runs themselves.
+    """
+    steps = result["steps"]
+    lines = [f"A: {result['a']}, {steps['a']} steps", f"B: {result['b']}, {steps['b']} steps", *notes, ""]
+    if result["differences"]:
+        rows = [[each["what"], str(each["a"]), str(each["b"])] for each in result["differences"]]
+        lines += [*table(["settings and environment", "A", "B"], rows, names_first=True), ""]
+    else:
+        lines += ["No recorded setting differs, and no recorded part of the environment.", ""]
+    lines.append(sentence(result))
+    rows = [_row(name, pair) for name, pair in result["per_step_seconds"].items() if _shown(pair)]
+    if rows:
+        lines += ["", *table(["seconds for each step", "A", "B", "difference"], rows, names_first=True)]
+    rows = [_row(name, pair) for name, pair in result["causes"].items() if _shown(pair)]
+    if rows:
+        lines += ["", *table(["lost in stalls, for each step", "A", "B", "difference"], rows, names_first=True)]
+    return "\n".join(lines) + "\n"
+
+
+def sentence(result: Mapping[str, Any]) -> str:
+    """The verdict, its figures, and the category that differs most."""
+    if result["verdict"] == NOT_COMPARABLE:
+        return f"Not comparable: {result['why']}."
+    low, high = result["interval"]
+    figures = f"{result['ratio']:.3f} times the steps per second of A (95 % interval: {low:.3f} to {high:.3f})"
+    if result["verdict"] == NO_DIFFERENCE:
+        return f"No difference that can be told from chance: B does {figures}."
+    word = "faster" if result["verdict"] == FASTER else "slower"
+    return f"B is {word}: it does {figures}.{_most(result['per_step_seconds'])}"
+
+
+def _most(per_step: Mapping[str, Mapping[str, float | None]]) -> str:
+    """Where the difference is: in the wait for data, or in the compute."""
+    found = {name: per_step[name]["difference"] or 0.0 for name in _LOOP}
+    total = sum(found.values())
+    name = max(found, key=lambda name: found[name] * (1 if total > 0 else -1))
+    if not total or found[name] / total < 0.5:
+        return ""
+    share = min(1.0, found[name] / total)
+    return f" {percent(share, 0)} of the difference is {name.replace('_', ' ')}: {_signed(found[name])} a step."
+
+
+def _shown(pair: Mapping[str, float | None]) -> bool:
+    return any(value is not None and abs(value) >= _MIN_SHOWN_SECONDS for value in pair.values())
+
+
+def _row(name: str, pair: Mapping[str, float | None]) -> list[str]:
+    a, b = pair["a"], pair["b"]
+    heading = name.replace("_", " ") if name in CATEGORIES else name
+    return [heading, duration(a), duration(b), _signed(None if a is None or b is None else b - a)]
+
+
+def _signed(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{'+' if seconds > 0 else ''}{duration(seconds)}"

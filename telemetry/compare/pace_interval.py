@@ -1,0 +1,148 @@
+"""The ratio of two runs' steps per second, with an interval that holds although steps are not independent.
+
+The steps of a run are slow together: another process takes a core, a file system is busy, a clock is reduced. So the
+scatter of single steps says too little about the scatter of their mean. The windows of the
+log are joined to blocks. What neighbouring blocks have in common counts once, and the interval is the longest of those
+from blocks of one window, of two, of four and so on.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+MIN_BLOCKS: Final = 8
+"""Fewer blocks say too little about their scatter."""
+
+BETWEEN_RUNS: Final = 0.005
+"""Two runs of one script differ by about this standard deviation, relative to their pace, even where nothing disturbs
+them: where their memory lies, which core they run on. No run shows this by itself. See benchmarks/compare_pairs.py."""
+
+_MAX_CORRELATION: Final = 0.95
+_TENTHS: Final = 10
+
+_CAUTION: Final = 0.5
+"""The correlation is estimated with a standard error of about 1 / sqrt(number of blocks). This much of it is added."""
+
+_FEWEST_INDEPENDENT: Final = 2.5
+"""However alike neighbours are, a run is no less than this many independent deviations: with fewer, the interval would
+have no end."""
+
+_Z: Final = 1.959964
+"""The normal distribution's 97.5 % quantile."""
+
+
+class PaceBlock(NamedTuple):
+    """A stretch of a run: steps that ended in it, and seconds of its training loop."""
+
+    steps: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class RatioInterval:
+    """Steps per second of one run over another's: the ratio, and its 95 % interval."""
+
+    ratio: float
+    low: float
+    high: float
+
+
+def ratio_interval(blocks_a: Sequence[PaceBlock], blocks_b: Sequence[PaceBlock]) -> RatioInterval:
+    """The ratio of the pace of B over that of A. Each has at least `MIN_BLOCKS` blocks, with steps."""
+    ratio = _pace(blocks_b) / _pace(blocks_a)
+    halves, size = [], 1
+    while min(len(blocks_a), len(blocks_b)) // size >= MIN_BLOCKS:
+        joined = (_deviations(_joined(blocks, size)) for blocks in (blocks_a, blocks_b))
+        halves.append(_half(*joined, neighbours=size == 1))
+        size *= 2
+    between = math.hypot(math.sqrt(2) * BETWEEN_RUNS, _slow_part(blocks_a, blocks_b))
+    half = math.hypot(max(halves), _Z * between)
+    return RatioInterval(ratio, ratio * math.exp(-half), ratio * math.exp(half))
+
+
+def _slow_part(blocks_a: Sequence[PaceBlock], blocks_b: Sequence[PaceBlock]) -> float:
+    """The standard deviation between two runs that comes from what is slower than a run.
+
+    Where tenths of a run still resemble their neighbours, the disturbances last as long as a run. Then whole runs
+    differ by about as much as these tenths do.
+    """
+    size = max(1, min(len(blocks_a), len(blocks_b)) // _TENTHS)
+    a, b = (_deviations(_joined(blocks, size)) for blocks in (blocks_a, blocks_b))
+    correlation = min(_MAX_CORRELATION, max(0.0, _correlation(a, b)))
+    variance = sum(value * value / (len(side) - 1) for side in (a, b) for value in side)
+    return math.sqrt(correlation * variance)
+
+
+def _correlation(a: Sequence[float], b: Sequence[float]) -> float:
+    """Of neighbours in either series, corrected for its bias in short series (Kendall 1954)."""
+    count = len(a) + len(b)
+    squares = sum(value * value for value in (*a, *b))
+    products = sum(one * next_ for side in (a, b) for one, next_ in pairwise(side))
+    return (products / squares + 2 / count) / (1 - 6 / count) if squares > 0 else 0.0
+
+
+def _half(a: Sequence[float], b: Sequence[float], *, neighbours: bool) -> float:
+    """Half of the interval of the difference of two means, from deviations that follow one another.
+
+    Args:
+        a: the deviations of one run, in order.
+        b: of the other run.
+        neighbours: whether the deviations of neighbours resemble each other. Then their correlation is estimated from
+            both runs together, which are of one kind. A run has as many independent deviations as an autoregressive
+            series with that correlation.
+    """
+    correlation = 0.0
+    if neighbours:
+        caution = _CAUTION / math.sqrt(len(a) + len(b))
+        correlation = min(_MAX_CORRELATION, max(0.0, _correlation(a, b) + caution))
+    variance = weighted = 0.0
+    for each in (a, b):
+        length = len(each)
+        independent = max(_FEWEST_INDEPENDENT, length * (1 - correlation) / (1 + correlation))
+        part = sum(value * value for value in each) / length / (independent - 1)
+        variance += part
+        weighted += part * part / (independent - 1)
+    # Welch and Satterthwaite: degrees of freedom of a sum of two variances.
+    return _t_quantile(variance * variance / weighted) * math.sqrt(variance) if weighted > 0 else 0.0
+
+
+def _pace(blocks: Sequence[PaceBlock]) -> float:
+    return sum(block.steps for block in blocks) / sum(block.seconds for block in blocks)
+
+
+def _joined(blocks: Sequence[PaceBlock], size: int) -> list[PaceBlock]:
+    """Each ``size`` neighbours as one block. What is left over at the end joins the last."""
+    count = len(blocks) // size
+    ends = [*(size * number for number in range(1, count)), len(blocks)]
+    starts = [0, *ends[:-1]]
+    return [
+        PaceBlock(sum(b.steps for b in blocks[start:end]), sum(b.seconds for b in blocks[start:end]))
+        for start, end in zip(starts, ends, strict=True)
+    ]
+
+
+def _deviations(blocks: Sequence[PaceBlock]) -> list[float]:
+    """How many steps more each block has than the run's pace gives, relative to the mean block's steps.
+
+    The mean of such deviations has the error of the run's pace, for blocks of different lengths as well.
+    """
+    pace = _pace(blocks)
+    mean = sum(block.steps for block in blocks) / len(blocks)
+    return [(block.steps - pace * block.seconds) / mean for block in blocks]
+
+
+def _t_quantile(freedom: float) -> float:
+    """The 97.5 % quantile of Student's distribution: Cornish and Fisher's expansion, within 0.2 % from 7 on."""
+    z, n = _Z, freedom
+    return (
+        z
+        + (z**3 + z) / (4 * n)
+        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2)
+        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * n**3)
+    )

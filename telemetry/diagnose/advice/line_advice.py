@@ -1,0 +1,131 @@
+"""What a faster line, or a batch without it, would bring: the predicted speed-up, and the sentence of the verdict."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from telemetry.core.formatting import milliseconds as ms
+from telemetry.core.formatting import rounded_percent
+from telemetry.core.recommendation import Advice
+from telemetry.diagnose import line_shares as work
+from telemetry.diagnose.model import gain_of, gain_over_window, predicted_step, step_seconds, supply_seconds
+from telemetry.diagnose.own_time import own_time
+
+if TYPE_CHECKING:
+    from telemetry.diagnose.evidence import Evidence
+    from telemetry.diagnose.line_shares import LineShare
+
+_WORTH_IT: Final = 1.05
+_MIN_SHARE: Final = 0.1
+"""A line gets advice from this share on."""
+
+_PART: Final = {
+    work.FETCH: "each fetch",
+    work.WAIT: "each wait for a batch",
+    work.SAMPLER: "the sampler",
+    work.STEP: "each step",
+    work.CHECKPOINT: "each checkpoint",
+}
+
+
+def verdict_part(line: LineShare, kind: str) -> str:
+    """How much of what: ``61 % of each fetch``."""
+    return f"{rounded_percent(line.share)} of {_PART[kind]}"
+
+
+def line_verdict(evidence: Evidence, kind: str, line: LineShare, *, cause: str) -> str:
+    """One sentence on the line that takes most."""
+    text = f"{verdict_part(line, kind)} is {line.named}"
+    seconds = _seconds_of(evidence, kind)
+    gain = _gain(evidence, kind, line, 1.0, cause=cause)
+    if seconds is not None and kind in {work.FETCH, work.WAIT}:
+        short = "a fetch" if kind == work.FETCH else "a wait"
+        text += f"; without it {short} takes {ms(seconds * (1 - line.share))}"
+        text += f", predicted {gain:g} times the steps per second" if gain is not None else ""
+    elif gain is not None:
+        text += f"; without it, predicted {gain:g} times the steps per second"
+    return text
+
+
+def line_advice(evidence: Evidence, kind: str, line: LineShare, *, cause: str) -> tuple[Advice, ...]:
+    """The two what-ifs for the line that takes most: twice as fast, and removed. Empty if neither is worth it.
+
+    Args:
+        evidence: the window.
+        kind: what was sampled.
+        line: the line.
+        cause: cause of the stall.
+    """
+    if line.share < _MIN_SHARE:
+        return ()
+    removed, halved = (_gain(evidence, kind, line, part, cause=cause) for part in (1.0, 0.5))
+    if removed is None or removed < _WORTH_IT:
+        return ()
+    seconds = _seconds_of(evidence, kind)
+    because = f"{verdict_part(line, kind)} is this line"
+    if seconds is not None:
+        because += f": {ms(seconds * line.share)} of {ms(seconds)}"
+    name = line.named
+    where = {work.STEP: "the step", work.CHECKPOINT: "the checkpoint"}.get(kind, "the loader")
+    return (
+        Advice(f"take {name} out of {where}: do it once, before the training", None, None, removed, because),
+        Advice(f"make {name} twice as fast", None, None, halved, because),
+    )
+
+
+def _seconds_of(evidence: Evidence, kind: str) -> float | None:
+    """Mean seconds of the work that was sampled; None if they are not known."""
+    batches = evidence.steps * evidence.batches_per_step
+    if kind == work.FETCH:
+        return evidence.workers.fetch_seconds
+    if kind == work.WAIT and batches:
+        return evidence.wait_seconds / batches
+    if kind == work.STEP and evidence.steps:
+        return evidence.compute_seconds / evidence.steps
+    if kind == work.CHECKPOINT and evidence.checkpoints.steps:
+        return evidence.checkpoints.seconds / evidence.checkpoints.steps
+    return None
+
+
+def _gain(evidence: Evidence, kind: str, line: LineShare, part: float, *, cause: str) -> float | None:
+    """Predicted factor on the steps per second if ``part`` of the line's time is saved."""
+    now, saved = step_seconds(evidence), part * line.share
+    if kind == work.CHECKPOINT:
+        whole = evidence.loop_and_checkpoint_seconds
+        return gain_over_window(evidence, whole - saved * min(whole, evidence.checkpoints.seconds), now=whole)
+    if now is None:
+        return None
+    if kind == work.FETCH:
+        then = _with_shorter_fetch(evidence, now, saved, part * line.cpu_share, cause)
+    elif kind == work.WAIT:
+        then = now - saved * evidence.wait_seconds / evidence.steps
+    elif kind == work.SAMPLER:
+        own = own_time(evidence)
+        sampling = own.exposed_ratio * own.all_sampler_seconds / evidence.steps
+        then = max(now - saved * sampling, supply_seconds(evidence) or 0.0)
+    elif cause == "host_bound":
+        idle = (evidence.gpu.idle_seconds or 0.0) / evidence.steps
+        then = now - min(idle, saved * evidence.compute_seconds / evidence.steps)
+    else:
+        then = max(now * (1 - saved), supply_seconds(evidence) or 0.0)
+    return None if then is None else gain_of(evidence, then)
+
+
+def _with_shorter_fetch(evidence: Evidence, now: float, saved: float, saved_cpu: float, cause: str) -> float | None:
+    """Seconds of a step if the workers' fetches become shorter by these shares of wall clock and of CPU time."""
+    workers = evidence.workers
+    if workers.fetch_seconds is None or not workers.count:
+        return None
+    if cause == "uneven_batches":  # the workers are fast enough on average: only the waits become shorter
+        return now - saved * max(0.0, evidence.mid_epoch_wait_seconds) / evidence.steps
+    on_its_own = workers.fetch_seconds * evidence.batches_per_step * (1 - (workers.runnable_ratio or 0.0))
+    cpu = (workers.fetch_seconds if workers.fetch_cpu_seconds is None else workers.fetch_cpu_seconds) * (
+        evidence.batches_per_step
+    )
+    then = predicted_step(
+        evidence, fetch=on_its_own * (1 - saved), fetch_cpu=cpu * (1 - saved_cpu), workers=workers.count
+    )
+    if then is None:
+        return None
+    received = (evidence.delivery.receive_cpu_seconds or 0.0) * evidence.batches_per_step  # on the training thread
+    return min(max(then, (evidence.compute_seconds / evidence.steps) + received), now)

@@ -1,0 +1,214 @@
+"""``python -m tests.lines``: runs scripts with a planted hot line, and compares what the agent says with their own timers.
+
+For each script: is the first line the planted one, how far is its share from that of the script's timers, and how far is
+the predicted speed-up from that of the same script without the line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from benchmarks import machine
+from tests.lines import train
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+HERE: Final = Path(__file__).resolve().parent
+ROOT: Final = HERE.parents[1]
+RESULTS: Final = ROOT / "benchmarks" / "results"
+WINDOW_SECONDS: Final = 6
+
+MAX_OFF_POINTS: Final = 5.0
+MAX_OFF_GAIN: Final = 0.20
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one script.
+
+    Attributes:
+        first: the line that was named first, ``file:line calls``; empty without one.
+        right: whether it is the planted line.
+        share, own_share: the line's share by the agent, and by the script's own timers.
+        predicted, realised: the speed-up without the line.
+    """
+
+    kind: str
+    cause: str
+    first: str
+    right: bool
+    share: float | None
+    own_share: float
+    predicted: float | None
+    realised: float
+    samples: int
+
+    @property
+    def points_off(self) -> float | None:
+        """How far the share is off, in points."""
+        return None if self.share is None else 100 * abs(self.share - self.own_share)
+
+    @property
+    def gain_off(self) -> float | None:
+        """How far the predicted speed-up is off, as a share of the realised one."""
+        return None if self.predicted is None else abs(self.predicted / self.realised - 1)
+
+
+def planted(kind: str) -> tuple[str, int]:
+    """File name and number of the planted line."""
+    for name in ("train.py", "hot_helpers.py"):
+        for number, line in enumerate((HERE / name).read_text(encoding="utf-8").splitlines(), 1):
+            if re.search(rf"# hot: {kind}$", line):
+                return name, number
+    raise ValueError(f"no line is planted for {kind}")
+
+
+def run(kind: str, folder: Path, *, seconds: float, without: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Run a script under the agent. Returns its own answer, and the report."""
+    answer, run_dir = folder / f"answer-{without}.json", folder / f"run-{without}"
+    command = [
+        *(sys.executable, "-m", "telemetry", "run", "--run-dir", str(run_dir), "--port", "0"),
+        *("-m", "tests.lines.train", kind, "--seconds", str(seconds), "--answer", str(answer)),
+        *(["--without"] if without else []),
+    ]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("TELEMETRY_")}
+    environment |= {"PYTHONPATH": str(ROOT), "TELEMETRY_STALL_WINDOW_SECONDS": str(WINDOW_SECONDS)}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=seconds + 90, check=False
+    )
+    if done.returncode:
+        raise RuntimeError(f"{kind} ended with {done.returncode}: {done.stderr[-2000:]}")
+    told = subprocess.run(
+        [sys.executable, "-m", "telemetry", "report", str(run_dir), "--json"],
+        cwd=ROOT, capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    return json.loads(answer.read_text(encoding="utf-8")), json.loads(told.stdout)
+
+
+def judged(kind: str, *, seconds: float) -> Outcome:
+    """Run a script, and again without its hot line."""
+    with tempfile.TemporaryDirectory(prefix=f"lines-{kind}-") as name:
+        answer, report = run(kind, Path(name), seconds=seconds)
+        without, _ = run(kind, Path(name), seconds=seconds / 2, without=True)
+    stalls = [stall for stall in report["stalls"] if stall["evidence"].get("lines")]
+    stall = max(stalls, key=lambda one: one["evidence"]["line_samples"], default=None)
+    realised = without["steps_per_second"] / answer["steps_per_second"]
+    cause = ", ".join(one["cause"] for one in report["stalls"])
+    if stall is None:
+        return Outcome(kind, cause, "", False, None, answer["share"], None, realised, 0)
+    line = stall["evidence"]["lines"][0]
+    at = Path(line["file"]).name, line["line"]
+    share = sum(
+        one["share_ratio"]
+        for one in stall["evidence"]["lines"]
+        if (Path(one["file"]).name, one["line"]) == planted(kind)
+    )
+    gains = [a["predicted_speedup"] for a in stall["advice"] if a["action"].startswith("take ")]
+    first = f"{at[0]}:{at[1]}" + (f" {line['calls']}" if line["calls"] else "")
+    return Outcome(
+        kind, stall["cause"], first, at == planted(kind), share, answer["share"], gains[0] if gains else None, realised,
+        stall["evidence"]["line_samples"],
+    )  # fmt: skip
+
+
+def row(outcome: Outcome) -> str:
+    """One row of the table."""
+    share = "-" if outcome.share is None else f"{100 * outcome.share:.0f} %"
+    predicted = "-" if outcome.predicted is None else f"{outcome.predicted:.2f}"
+    off = "-" if outcome.gain_off is None else f"{100 * outcome.gain_off:.0f} %"
+    return (
+        f"| `{outcome.kind}` | `{outcome.cause}` | {'yes' if outcome.right else 'no: ' + (outcome.first or 'nothing')} "
+        f"| {share} | {100 * outcome.own_share:.0f} % | {predicted} | {outcome.realised:.2f} | {off} "
+        f"| {outcome.samples} |"
+    )
+
+
+def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """How many reached each goal."""
+    return {
+        "runs": len(outcomes),
+        "scripts": len({outcome.kind for outcome in outcomes}),
+        "first_line_right": sum(outcome.right for outcome in outcomes),
+        "share_within_5_points": sum((o.points_off or 0) <= MAX_OFF_POINTS for o in outcomes if o.share is not None),
+        "gain_within_20_percent": sum((o.gain_off or 0) <= MAX_OFF_GAIN for o in outcomes if o.predicted is not None),
+        "predictions": sum(outcome.predicted is not None for outcome in outcomes),
+    }
+
+
+def page(outcomes: Sequence[Outcome], about: dict[str, Any]) -> str:
+    """The results as a page."""
+    told = summary(outcomes)
+    return "\n".join(
+        [
+            "# Planted lines: what the agent names, and what removing them brings",
+            "",
+            (
+                f"Measured by `python -m tests.lines` on {about['cpu']}, {about['cores']} cores shared with other work; "
+                f"Python {about['python']}, torch {about['torch']}."
+            ),
+            "",
+            (
+                f"- The first line is the planted one in {told['first_line_right']} of {told['runs']} runs of "
+                f"{told['scripts']} scripts."
+            ),
+            f"- Its share is within 5 points of the script's own timers in {told['share_within_5_points']}.",
+            (
+                f"- The predicted speed-up is within 20 % of that without the line in {told['gain_within_20_percent']} of "
+                f"{told['predictions']}."
+            ),
+            "",
+            "| Script | Cause | First line right | Share | By its timers | Predicted | Realised | Off | Samples |",
+            "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+            *map(row, outcomes),
+            "",
+        ]
+    )
+
+
+def main() -> int:
+    """Run the campaign. Returns 1 if a goal is missed."""
+    parser = argparse.ArgumentParser(prog="python -m tests.lines", description=__doc__)
+    parser.add_argument("--only", nargs="*", default=[*train.KINDS], metavar="KIND")
+    parser.add_argument("--repeat", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=22.0, help="of each script")
+    parser.add_argument("--results", type=Path, metavar="DIR", help="default: with the benchmarks', of whole runs only")
+    parser.add_argument("--journal", type=Path, metavar="FILE", help="keep outcomes there, and do not run those again")
+    options = parser.parse_args()
+    kept: list[dict[str, Any]] = []
+    if options.journal is not None and options.journal.exists():
+        kept = [json.loads(line) for line in options.journal.read_text(encoding="utf-8").splitlines()]
+    outcomes: list[Outcome] = []
+    for repetition in range(options.repeat):
+        for kind in options.only:
+            known = [one for one in kept if one["kind"] == kind][repetition : repetition + 1]
+            outcome = Outcome(**known[0]) if known else judged(kind, seconds=options.seconds)
+            if not known and options.journal is not None:
+                with options.journal.open("a", encoding="utf-8") as journal:
+                    journal.write(json.dumps(asdict(outcome)) + "\n")
+            outcomes.append(outcome)
+            print(row(outcome), flush=True)
+    about, told = machine.describe(), summary(outcomes)
+    folder = options.results or (RESULTS if options.only == [*train.KINDS] else None)
+    if folder is not None:
+        path = folder / f"lines-{machine.slug(about)}.md"
+        path.write_text(page(outcomes, about), encoding="utf-8")
+        rows = {"machine": about, "summary": told, "outcomes": [asdict(outcome) for outcome in outcomes]}
+        path.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        print(f"written: {path}")
+    print(told)
+    runs = told["runs"]
+    return int(told["first_line_right"] < 0.95 * runs or told["share_within_5_points"] < 0.95 * runs)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

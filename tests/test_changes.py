@@ -1,0 +1,210 @@
+"""Lasting changes of the steps: found in series of real shape, in a real run, and told by the report."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import telemetry
+from benchmarks.change_series import CHANGES, STEADY, changes_in
+from benchmarks.step_series import Loop
+from telemetry.cli import main
+from telemetry.diagnose import change_detector, loop_blocks
+from tests.report_logs import START, line, totals, write
+from tests.running_agent import log_lines, scrape, wait_for
+
+HOUR = 3600.0
+CHANGED = 5400.0
+"""When the simulated loops change."""
+
+
+def only(changes):
+    (change,) = changes
+    return change
+
+
+# -- what is found ---------------------------------------------------------------------------------------------
+
+
+def test_a_slow_down_is_found_with_its_moment_and_part():
+    now, change = only(changes_in(CHANGES["compute 12 % longer"], 2 * HOUR, 1))
+    assert now - CHANGED < 600
+    assert abs(float(change["at"]) - CHANGED) < 120
+    assert change["part"] == "compute"
+    assert 1.08 < change["ratio"] < 1.14
+    assert change["with"][0]["what"] == "compute_seconds"
+    assert change["with"][0]["after"] > change["with"][0]["before"]
+
+
+def test_longer_waits_come_with_longer_fetches():
+    loop = Loop(wait_share=0.2, slower=lambda now: (2.0, 1.0) if now >= CHANGED else (1.0, 1.0))
+    _, change = only(changes_in(loop, 2 * HOUR, 2))
+    assert change["part"] == "data_wait"
+    assert [each["what"] for each in change["with"]] == ["data_wait_seconds", "fetch_seconds"]
+
+
+def test_a_lower_clock_of_the_gpu_is_named():
+    _, change = only(changes_in(CHANGES["GPU clock 1980 to 1410 MHz"], 2 * HOUR, 3))
+    clock = next(each for each in change["with"] if each["what"] == "gpu_clock_hertz")
+    assert (round(clock["before"] / 1e6), round(clock["after"] / 1e6)) == (1980, 1410)
+
+
+def test_a_drift_over_hours_is_found():
+    changes = changes_in(CHANGES["25 % longer over 4 hours"], 6 * HOUR, 4)
+    assert changes
+    assert all(fields["ratio"] > 1 for _, fields in changes)
+
+
+def test_evaluations_and_epoch_boundaries_hide_no_change():
+    _, change = only(changes_in(CHANGES["compute 12 % longer, epochs with evaluations"], 2 * HOUR, 5))
+    assert change["ratio"] > 1.08
+
+
+def test_the_way_back_is_logged_too():
+    loop = Loop(slower=lambda now: (1.0, 1.2) if CHANGED <= now < CHANGED + HOUR else (1.0, 1.0))
+    (_, slower), (_, faster) = changes_in(loop, 4 * HOUR, 6)
+    assert slower["ratio"] > 1.1 > 1 > faster["ratio"]
+
+
+# -- what is no change -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [name for name in STEADY if name != "long sequences, 5 of 25 minutes"])
+def test_a_loop_that_does_not_change_logs_nothing(name):
+    assert changes_in(STEADY[name], 2 * HOUR, 1) == []
+
+
+def test_one_long_pause_is_no_change():
+    loop = Loop(pause_every_seconds=1800, pause_seconds=300)
+    assert changes_in(loop, 3 * HOUR, 7) == []
+
+
+def test_what_the_run_has_done_before_is_no_change():
+    """Long sequences come in stretches: at most the first stretches are told."""
+    changes = changes_in(STEADY["long sequences, 5 of 25 minutes"], 6 * HOUR, 8)
+    assert len(changes) <= 8  # of 14 stretches, each of which would be one, and the way back another
+
+
+def test_first_steps_are_no_change():
+    """They take three times as long, which makes the later ones no faster."""
+    assert changes_in(Loop(), HOUR, 9) == []
+
+
+def test_a_small_change_is_none():
+    loop = Loop(slower=lambda now: (1.0, 1.03) if now >= CHANGED else (1.0, 1.0))
+    assert changes_in(loop, 3 * HOUR, 10) == []
+
+
+def test_the_memory_of_a_long_run_is_bounded():
+    detector = change_detector.ChangeDetector()
+    for number in range(5000):
+        detector.add(loop_blocks.LoopBlock(30.0 * number, 100 * number, 100, 1.0, 29.0))
+    kept = len(detector._old) + len(detector._recent)
+    assert kept <= change_detector.MAX_OLD + change_detector.MAX_RECENT
+    assert detector.ratio == 1.0
+
+
+# -- a real run ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def short_blocks(monkeypatch):
+    monkeypatch.setattr(loop_blocks, "BLOCK_SECONDS", 0.2)
+    monkeypatch.setattr(loop_blocks, "FIRST_SECONDS", 0.2)
+
+
+def test_a_real_loop_that_becomes_slower(tmp_path, short_blocks, capsys):
+    """The log, the metric and the report tell it."""
+    agent = telemetry.start(tmp_path / "run", port=0, interval_seconds=0.1, log_interval_seconds=1, start_line=False)
+    pause = 0.005
+
+    def ratio():
+        return scrape(agent).get(("training_step_change_ratio",))
+
+    try:
+        assert ratio() is None  # nothing is known yet
+        began = time.monotonic()
+        for number, _ in enumerate(telemetry.watch(range(1_000_000))):
+            time.sleep(pause)
+            if number % 50 == 0 and pause == 0.005 and ratio() == 1:
+                pause = 0.02
+            if (number % 50 == 0 and (ratio() or 0) > 1.5) or time.monotonic() - began > 60:
+                break
+        assert ratio() > 1.5
+        change = wait_for(lambda: [each for each in log_lines(agent) if each["event"] == "change"])[0]
+    finally:
+        telemetry.stop()
+    assert change["part"] == "compute"
+    assert change["ratio"] > 1.5
+    assert main(["report", str(tmp_path / "run"), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["changes"][0]
+    assert set(told) == {"at", "step", "rank", "ratio", "part", "with"}
+    assert told["ratio"] == change["ratio"]
+    assert told["at"].endswith("Z")
+    assert main(["report", str(tmp_path / "run")]) == 0
+    assert "slower: compute takes" in capsys.readouterr().out
+
+
+# -- the report ------------------------------------------------------------------------------------------------
+
+
+def changed(rank, seconds, ratio, *companions, part="compute"):
+    figures = [{"what": what, "before": before, "after": after} for what, before, after in companions]
+    at = f"2026-01-01T14:{5 + seconds // 60:02}:{seconds % 60:02}.000Z"
+    return line("change", rank, at=at, first_step=100, ratio=ratio, part=part, **{"with": figures})
+
+
+def reported(tmp_path, capsys, *by_rank):
+    for rank, lines in enumerate(by_rank):
+        ended = line("run_end", rank, **totals(wait=1.0, compute=99.0, steps=1000))
+        write(tmp_path, rank, line("run_start", rank, **START, world_size=len(by_rank)), *lines, ended)
+    assert main(["report", str(tmp_path)]) == 0
+    return [each for each in capsys.readouterr().out.splitlines() if each.startswith("since ")]
+
+
+def test_the_report_says_since_when_and_why(tmp_path, capsys):
+    figures = ("data_wait_seconds", 0.02, 0.029), ("fetch_seconds", 0.1, 0.118), ("memory_pressure_ratio", 0.0, 0.2)
+    lines = reported(tmp_path, capsys, [changed(0, 0, 1.12, *figures, part="data_wait")])
+    said = "waiting for data takes 9.0 ms longer, fetches take 18.0 ms longer, memory pressure 0 % to 20 %"
+    assert lines == [f"since 2026-01-01T14:05:00.000Z (step 100) steps are 12 % slower: {said}"]
+
+
+def test_ranks_that_change_together_are_one_line(tmp_path, capsys):
+    slow = ("compute_seconds", 0.2, 0.28), ("gpu_clock_hertz", 1.98e9, 1.41e9)
+    waits = ("compute_seconds", 0.2, 0.27), ("waiting_for_ranks_ratio", 0.1, 0.4)
+    lines = reported(tmp_path, capsys, [changed(0, 30, 1.35, *waits)], [changed(1, 0, 1.4, *slow)])
+    said = "compute takes 80.0 ms longer, GPU clock 1980 MHz to 1410 MHz, only rank 1"
+    assert lines == [f"since 2026-01-01T14:05:00.000Z (step 100) steps are 40 % slower: {said}"]
+
+
+def test_changes_at_other_times_are_lines_of_their_own(tmp_path, capsys):
+    lines = reported(tmp_path, capsys, [changed(0, 0, 1.2), changed(0, 900, 0.83)])
+    assert lines[1] == "since 2026-01-01T14:20:00.000Z (step 100) steps are 17 % shorter"
+
+
+def test_a_damaged_change_is_left_out(tmp_path, capsys):
+    broken = changed(0, 0, 1.2) | {"ratio": "much", "at": 7}
+    assert reported(tmp_path, capsys, [broken, changed(0, 900, 1.1)])[0].startswith("since 2026-01-01T14:20")
+
+
+def test_the_benchmark_gives_what_its_page_needs():
+    from benchmarks import change_series
+
+    figures = {
+        "days": 1,
+        "runs": 1,
+        "false_per_day": {"quiet": change_series.steady(replace(STEADY["quiet"], step_seconds=20.0), 1)},
+        "changes": {"lost": {"found": 0.0, "median_minutes": None, "p95_minutes": None, "median_ratio": None}},
+    }
+    assert "| quiet | 0.00 |" in change_series.text_of(figures)
+
+
+def test_the_command_runs():
+    code = [sys.executable, "-m", "benchmarks.change_series", "--help"]
+    subprocess.run(code, check=True, capture_output=True, cwd=Path(__file__).parents[1])

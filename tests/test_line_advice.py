@@ -1,0 +1,113 @@
+"""What a line is predicted to cost: the two what-ifs, and the sentence of the verdict."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from telemetry.diagnose import line_shares as work
+from telemetry.diagnose.advice.line_advice import line_advice, line_verdict
+from telemetry.diagnose.line_shares import LineShare
+from tests.report_logs import START, line, totals, window, write
+from tests.slice_cases import CASES, a_slice, with_workers
+from tests.slices import gather
+
+
+def a_line(share: float, cpu_share: float | None = None) -> LineShare:
+    return LineShare("/home/me/train.py", 42, "load", "Image.resize", share, share if cpu_share is None else cpu_share)
+
+
+ONE_WORKER = gather(
+    [with_workers(busy=1.0, cpu=1.0, workers=1, fetches=10, steps=10, wait=0.6, compute=0.4, cores=8.0)]
+)
+"""Ten fetches of 100 ms in a second, with 40 ms of compute each."""
+
+
+def test_the_what_ifs_of_a_fetch():
+    removed, halved = line_advice(ONE_WORKER, work.FETCH, a_line(0.5), cause="workers_cpu_bound")
+    assert "Image.resize at train.py:42" in removed.action
+    assert removed.predicted_speedup == pytest.approx(2.0)  # 50 ms a fetch, 40 ms of compute
+    assert halved.predicted_speedup == pytest.approx(1.33)
+    assert removed.because == "50 % of each fetch is this line: 50.0 ms of 100.0 ms"
+
+
+def test_a_fetch_cannot_become_faster_than_the_compute():
+    removed, _ = line_advice(ONE_WORKER, work.FETCH, a_line(0.9), cause="workers_cpu_bound")
+    assert removed.predicted_speedup == pytest.approx(2.5)
+
+
+def test_a_line_that_waits_leaves_the_cpu_time_to_the_cores():
+    """On one core, with 100 ms of CPU time for compute and fetch, a line that only waits cannot help further."""
+    piece = with_workers(
+        busy=1.0,
+        cpu=0.6,
+        blocked=0.4,
+        workers=1,
+        fetches=10,
+        steps=10,
+        wait=0.6,
+        compute=0.4,
+        process_cpu=0.4,
+        cores=1.0,
+    )
+    waits, computes = (a_line(0.4, 0.0), a_line(0.4, 0.66))
+    evidence = gather([piece])
+    advice = [line_advice(evidence, work.FETCH, each, cause="workers_io_bound") for each in (waits, computes)]
+    assert advice[0] == ()  # 60 ms of fetch and 40 ms of compute still take the core for 100 ms
+    assert advice[1][0].predicted_speedup > 1.5
+
+
+def test_the_verdict_says_what_remains():
+    assert line_verdict(ONE_WORKER, work.FETCH, a_line(0.61), cause="workers_cpu_bound") == (
+        "61 % of each fetch is Image.resize at train.py:42; without it a fetch takes 39.0 ms, predicted 2.5 times the "
+        "steps per second"
+    )
+
+
+def test_a_line_that_called_no_library_has_its_function():
+    own = dataclasses.replace(a_line(0.3), calls=None)
+    assert line_verdict(ONE_WORKER, work.FETCH, own, cause="workers_cpu_bound").startswith(
+        "30 % of each fetch is load at"
+    )
+
+
+def test_the_what_ifs_of_the_training_threads_own_fetch():
+    evidence = gather([a_slice(source="training_thread", wait=0.6, compute=0.4)])
+    removed, halved = line_advice(evidence, work.WAIT, a_line(0.5), cause="loader_on_training_thread")
+    assert removed.predicted_speedup == pytest.approx(1 / 0.7, abs=0.01)
+    assert halved.predicted_speedup == pytest.approx(1 / 0.85, abs=0.01)
+
+
+def test_the_what_ifs_of_a_checkpoint():
+    evidence = gather([CASES["checkpoint"]])
+    removed, _ = line_advice(evidence, work.CHECKPOINT, a_line(1.0), cause="checkpoint")
+    whole = evidence.loop_and_checkpoint_seconds
+    assert removed.predicted_speedup == pytest.approx(whole / (whole - evidence.checkpoints.seconds), abs=0.01)
+
+
+@pytest.mark.parametrize(("cause", "piece"), CASES.items(), ids=[*CASES])
+def test_no_line_is_predicted_to_slow_a_run_down(cause, piece):
+    evidence = gather([piece])
+    for kind in (work.FETCH, work.WAIT, work.SAMPLER, work.STEP, work.CHECKPOINT):
+        for share in (0.05, 0.5, 1.0):
+            advice = line_advice(evidence, kind, a_line(share), cause=cause.split(",")[0])
+            assert all(each.predicted_speedup >= 1 for each in advice)
+            assert line_verdict(evidence, kind, a_line(share), cause=cause.split(",")[0])
+
+
+def test_ranks_that_wait_have_the_lines_of_the_slow_one(tmp_path):
+    from telemetry.report.log_reader import load
+    from telemetry.report.summary import summarize
+
+    code = {"file": "/home/me/train.py", "line": 7, "function": "main", "calls": None, "share_ratio": 0.8}
+    said = {"lines": [code], "lines_of": "step", "line_verdict": "80 % of each step of rank 1 is main at train.py:7"}
+    run = window(seconds=[0.1] * 9, wait=1, compute=9, steps=9)
+    opened = {"opened": "2026-01-01T00:00:05.000Z", "cause": "straggler", "evidence": {"straggler_rank": 1}}
+    write(tmp_path, 0, line("run_start", **START), run, line("stall_open", **opened))
+    of_slow = line("straggler_lines", 1, evidence=said)
+    end = line("run_end", 1, **totals(wait=0, compute=10, steps=9))
+    write(tmp_path, 1, line("run_start", 1, **START), of_slow, end)
+    (stall,) = summarize(load(tmp_path))["stalls"]
+    assert stall["rank"] == 0
+    assert stall["evidence"]["lines"] == [code]

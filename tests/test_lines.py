@@ -1,0 +1,363 @@
+"""Which line a fetch or a step spends its time in: sampling, naming, and what the report shows."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+
+import pytest
+from torch.utils.data import DataLoader, Dataset
+
+from telemetry.attach.sample_area import HALF_BYTES
+from telemetry.attach.worker_probe import WorkerBlock, WorkerProbe
+from telemetry.collect.line_sampler import FETCH, LineSampler
+from telemetry.core import sample_times
+from telemetry.core.clock import NS, now_ns
+from telemetry.core.stack_profile import MAX_STACKS, StackProfile
+from telemetry.core.stacks import Spot
+from telemetry.diagnose import line_shares as work
+from telemetry.diagnose.line_shares import line_shares
+from telemetry.publish.profile_folder import MAX_BYTES, MAX_FILES, ProfileFolder
+from telemetry.report.log_reader import load
+from telemetry.report.report_text import render
+from telemetry.report.summary import summarize
+from tests.report_logs import START, line, totals, window, write
+from tests.running_agent import wait_for
+
+FETCHER = Spot("/lib/site-packages/torch/utils/data/_utils/fetch.py", 54, "fetch", "torch.utils.data._utils.fetch")
+COLLATE = Spot(
+    "/lib/site-packages/torch/utils/data/_utils/collate.py", 20, "default_collate", "torch.utils.data._utils.collate"
+)
+ITEM = Spot("/home/me/train.py", 42, "__getitem__", "__main__")
+RESIZE = Spot("/lib/site-packages/PIL/Image.py", 9, "resize", "PIL.Image")
+CALL = Spot("/lib/site-packages/torchvision/transforms.py", 3, "_call_impl", "torchvision.transforms")
+LOOP = Spot("/home/me/train.py", 7, "main", "__main__")
+FOLDER = Spot("/lib/site-packages/torchvision/datasets/folder.py", 245, "__getitem__", "torchvision.datasets.folder")
+
+
+def profile_of(*stacks: tuple[tuple[Spot, ...], int]) -> StackProfile:
+    profile = StackProfile()
+    for stack, share in stacks:
+        for _ in range(share):
+            profile.add(stack, 1_000_000, 500_000)
+    return profile
+
+
+# -- the profile -------------------------------------------------------------------------------------------------
+
+
+def test_a_packed_profile_is_the_same_when_it_is_unpacked():
+    profile = profile_of(((RESIZE, ITEM, FETCHER), 30), ((ITEM, FETCHER), 70))
+    back = StackProfile.unpacked(profile.packed(HALF_BYTES))
+    assert (back.times, back.samples, back.other_ns) == (profile.times, 100, 0)
+
+
+def test_a_profile_that_does_not_fit_keeps_its_longest_stacks_and_all_time():
+    few = [((Spot("/a.py", n, "f" * 50, "m"), FETCHER), 1) for n in range(400)]
+    profile = profile_of(((ITEM, FETCHER), 50), *few)
+    packed = profile.packed(4000)
+    back = StackProfile.unpacked(packed)
+    assert len(packed) <= 4000
+    assert (ITEM, FETCHER) in back.times
+    assert back.wall_ns == profile.wall_ns
+    assert len(back.times) < 401
+
+
+def test_a_profile_has_a_limited_number_of_stacks():
+    profile = profile_of(*(((Spot("/a.py", n, "f", "m"),), 1) for n in range(MAX_STACKS + 100)))
+    assert len(profile.times) == MAX_STACKS
+    assert profile.wall_ns == (MAX_STACKS + 100) * 1_000_000
+
+
+def test_names_that_would_break_the_format_are_kept_apart():
+    odd = Spot("/a;b\t\nc.py", 1, "f;g", "m")
+    profile = profile_of(((odd,), 50))
+    ((stack, _),) = StackProfile.unpacked(profile.packed(HALF_BYTES)).times.items()
+    assert len(stack) == 1
+    (text,) = profile.folded("root", MAX_BYTES).decode().splitlines()
+    assert text.count(";") == 1
+    assert text.endswith(" 50000")
+
+
+@pytest.mark.parametrize("content", [b"", b"1 2", b"1 0 0\ns 5 5 7\n", b"\xff\xfe", b"1 0 0\nfile\tx\tf\tm\n"])
+def test_a_damaged_profile_is_refused(content):
+    with pytest.raises(ValueError, match=r"."):
+        StackProfile.unpacked(content)
+
+
+# -- which line --------------------------------------------------------------------------------------------------
+
+
+def test_the_users_innermost_line_and_the_function_that_it_called():
+    helper = Spot("/home/me/helpers.py", 5, "shrink", "helpers")
+    first, second = line_shares(profile_of(((RESIZE, helper, ITEM, FETCHER), 75), ((ITEM, FETCHER), 25)), work.FETCH)
+    assert (first.place, first.function, first.calls, first.share) == ("helpers.py:5", "shrink", "Image.resize", 0.75)
+    assert (second.place, second.calls, second.share) == ("train.py:42", None, 0.25)
+
+
+def test_a_call_that_is_only_passed_on_is_not_the_one_that_is_named():
+    (found,) = line_shares(profile_of(((RESIZE, CALL, CALL, ITEM, FETCHER), 50)), work.FETCH)
+    assert found.calls == "Image.resize"
+
+
+def test_a_comprehension_is_part_of_its_function():
+    inner = ITEM._replace(function="<genexpr>")
+    (found,) = line_shares(profile_of(((inner, ITEM, FETCHER), 60), ((ITEM, FETCHER), 40)), work.FETCH)
+    assert (found.function, found.share) == ("__getitem__", 1.0)
+
+
+def test_a_batch_that_libraries_make_alone_has_the_librarys_line():
+    profile = profile_of(((RESIZE, FOLDER, FETCHER, LOOP), 60), ((COLLATE, FETCHER, LOOP), 40))
+    first, second = line_shares(profile, work.FETCH)
+    assert (first.place, first.calls) == ("folder.py:245", "Image.resize")
+    assert (second.place, second.calls) == ("fetch.py:54", "collate.default_collate")
+
+
+def test_few_samples_name_no_line():
+    assert line_shares(profile_of(((ITEM, FETCHER), work.MIN_SAMPLES - 1)), work.FETCH) == ()
+
+
+def test_of_a_wait_for_workers_only_the_sampler_counts():
+    drawing = Spot(
+        "/lib/site-packages/torch/utils/data/dataloader.py", 700, "_next_index", "torch.utils.data.dataloader"
+    )
+    queue = Spot("/usr/lib/python3/queue.py", 1, "get", "queue")
+    profile = profile_of(((ITEM, drawing, LOOP), 30), ((queue, LOOP), 70))
+    (found,) = line_shares(profile, work.SAMPLER)
+    assert (found.place, found.share) == ("train.py:42", 1.0)
+
+
+# -- in the workers ----------------------------------------------------------------------------------------------
+
+
+NUMBERS = [(i * 7919) % 1000003 for i in range(100_000)]
+
+
+class Planted(Dataset):
+    """Each batch: a long C call that holds the GIL, a short wait, and the names of the worker's threads."""
+
+    def __len__(self) -> int:
+        return 1_000_000
+
+    def __getitem__(self, index: int) -> tuple[str, ...]:
+        sorted(NUMBERS)  # planted
+        time.sleep(0.001)
+        return tuple(sorted(thread.name for thread in threading.enumerate()))
+
+
+class Planted2(Planted):
+    """The same in another class, whose interval is told too."""
+
+    def __getitem__(self, index: int) -> float:
+        super().__getitem__(index)
+        return sys.getswitchinterval()
+
+
+PLANTED_LINE = Planted.__getitem__.__code__.co_firstlineno + 1
+
+
+def loader_of(block: WorkerBlock, method: str, data: Dataset) -> DataLoader:
+    probe = WorkerProbe(None, block)
+    return DataLoader(
+        data, batch_size=None, num_workers=block.workers, worker_init_fn=probe, multiprocessing_context=method
+    )
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_a_worker_that_is_asked_tells_its_line(method):
+    block = WorkerBlock(1)
+    batches = iter(loader_of(block, method, Planted()))
+    assert "telemetry-lines" not in next(batches)
+    assert block.sampled() == []
+    session = now_ns()
+    block.ask_samples(session, session + 600 * NS)
+
+    def enough():
+        next(batches)
+        return [
+            lines
+            for found in block.sampled()
+            if found.session == session and (lines := line_shares(StackProfile.unpacked(found.content), work.FETCH))
+        ]
+
+    ((first, *_),) = wait_for(enough, 60)
+    assert (first.file, first.line, first.calls) == (__file__, PLANTED_LINE, None)
+    assert first.share > 0.5
+    wait_for(lambda: "telemetry-lines" in next(batches))
+    block.ask_samples(session, 1)
+    wait_for(lambda: "telemetry-lines" not in next(batches))
+
+
+def test_workers_that_are_not_asked_do_nothing():
+    block = WorkerBlock(2)
+    batches = iter(loader_of(block, "fork", Planted()))
+    seen = {name for _ in range(20) for name in next(batches)}
+    assert "telemetry-lines" not in seen
+    assert block.sampled() == []
+
+
+def test_a_new_session_forgets_the_one_before():
+    block = WorkerBlock(1)
+    batches = iter(loader_of(block, "fork", Planted()))
+
+    def sampled_in(session):
+        next(batches)
+        return [found for found in block.sampled() if found.session == session]
+
+    block.ask_samples(1, now_ns() + 600 * NS)
+    (first,) = wait_for(lambda: sampled_in(1))
+    block.ask_samples(2, now_ns() + 600 * NS)
+    (second,) = wait_for(lambda: sampled_in(2))
+    assert second.began_ns > first.began_ns
+    assert second.pid == first.pid
+
+
+def test_the_switch_interval_of_a_worker_is_restored():
+    block = WorkerBlock(1)
+    batches = iter(loader_of(block, "fork", Planted2()))
+    usual = next(batches)
+    block.ask_samples(1, now_ns() + 600 * NS)
+    wait_for(lambda: next(batches) == pytest.approx(sample_times.SWITCH_SECONDS))
+    block.ask_samples(1, 1)
+    wait_for(lambda: next(batches) == usual)
+
+
+# -- the switch interval, in a process ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def interval():
+    before = sys.getswitchinterval()
+    yield before
+    sample_times.restore_switch_interval()
+    sys.setswitchinterval(before)
+
+
+def test_an_interval_that_other_code_has_set_stays(interval):
+    sample_times.shorten_switch_interval()
+    assert sys.getswitchinterval() == pytest.approx(sample_times.SWITCH_SECONDS)
+    sys.setswitchinterval(2 * interval)
+    sample_times.restore_switch_interval()
+    assert sys.getswitchinterval() == pytest.approx(2 * interval)
+
+
+def test_a_forked_child_has_the_usual_interval(interval):
+    sample_times.shorten_switch_interval()
+    pid = os.fork()
+    if not pid:
+        os._exit(0 if abs(sys.getswitchinterval() - interval) < 1e-6 else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_a_sample_that_a_c_call_delayed_stands_for_the_delay_too():
+    times = sample_times.SampleTimes(0.01)
+    at_once, late = times.weight_ns(5 * NS, 5 * NS), times.weight_ns(5 * NS, 5 * NS + NS // 4)
+    assert at_once == NS // 100
+    assert late == at_once + NS // 4
+    assert times.weight_ns(0, 3600 * NS) < 60 * NS  # the process was stopped
+
+
+def test_gaps_are_random_and_their_mean_is_the_weight():
+    times = sample_times.SampleTimes(0.01)
+    gaps = [times.gap() for _ in range(20_000)]
+    assert sum(gaps) / len(gaps) == pytest.approx(0.01, rel=0.05)
+    assert len(set(gaps)) > 19_000
+
+
+# -- on the agent thread -----------------------------------------------------------------------------------------
+
+
+def test_threads_that_fetch_are_sampled_as_workers():
+    """As the workers of a loader that uses threads, or that reads ahead."""
+    over = threading.Event()
+
+    def read_ahead() -> None:
+        for _ in DataLoader(Planted(), batch_size=None):
+            if over.is_set():
+                return
+
+    thread = threading.Thread(target=read_ahead)
+    thread.start()
+    sampler = LineSampler(lambda: threading.get_ident(), lambda: None)
+    sampler.want(frozenset({FETCH}))
+
+    def lines():
+        due = now_ns()
+        time.sleep(sampler.gap())
+        sampler.sample(due)
+        return line_shares(sampler.profiles.get(FETCH, StackProfile()), work.FETCH)
+
+    try:
+        first = wait_for(lines)[0]
+    finally:
+        sampler.want(frozenset())
+        over.set()
+        thread.join()
+    assert (first.file, first.line) == (__file__, PLANTED_LINE)
+
+
+def test_nothing_is_sampled_that_is_not_wanted():
+    sampler = LineSampler(threading.get_ident, lambda: work.STEP)
+    assert sampler.gap() == float("inf")
+    sampler.want(frozenset({work.WAIT}))
+    sampler.sample(now_ns())
+    sampler.want(frozenset())
+    sampler.sample(now_ns())
+    assert sampler.profiles == {}
+
+
+# -- what is written ---------------------------------------------------------------------------------------------
+
+
+def test_the_folder_keeps_the_newest_profiles_of_a_rank(tmp_path):
+    folder = ProfileFolder(tmp_path / "profiles", 5)
+    for number in range(MAX_FILES + 3):
+        folder.write(0, number, "workers_cpu_bound", b"a;b 1\n" * 100_000)
+        os.utime(tmp_path / "profiles" / f"rank-0.5.stall-{number}.workers_cpu_bound.folded", (number, number))
+    folder.write(1, 0, "unknown", b"a 1\n")
+    names = {path.name for path in (tmp_path / "profiles").iterdir()}
+    assert len(names) == MAX_FILES + 1
+    assert "rank-1.5.stall-0.unknown.folded" in names
+    assert f"rank-0.5.stall-{MAX_FILES + 2}.workers_cpu_bound.folded" in names
+    assert "rank-0.5.stall-0.workers_cpu_bound.folded" not in names
+    assert all(path.stat().st_size <= MAX_BYTES for path in (tmp_path / "profiles").iterdir())
+
+
+def a_stalled_run(tmp_path, source, **event):
+    code = {"file": str(source), "line": 2, "function": "load", "calls": "Image.resize", "share_ratio": 0.61}
+    alone = {"file": "/gone/train.py", "line": 9, "function": "load", "share_ratio": 0.2}
+    damaged = {"file": 3, "line": "x"}
+    said = "61 % of each fetch is Image.resize at data.py:2"
+    evidence = {"lines": [code, alone, damaged], "lines_of": "fetch", "line_verdict": said, "lost_seconds": {}}
+    opened = line("stall_open", cause="workers_cpu_bound", opened="2026-01-01T00:00:05.000Z", evidence={"a": 1})
+    told = line("stall_lines", cause="workers_cpu_bound", evidence=evidence)
+    write(
+        tmp_path, 0, line("run_start", **START), window(seconds=[0.1] * 9, wait=8, compute=2, steps=9), opened, told,
+        line("run_end", **totals(wait=8, compute=2, steps=9)),
+    )  # fmt: skip
+    return summarize(load(tmp_path))
+
+
+def test_the_report_of_an_open_stall_has_its_lines(tmp_path):
+    source = tmp_path / "data.py"
+    source.write_text("def load():\n    image = image.resize((8, 8))\n")
+    os.utime(source, (1_000_000, 1_000_000))
+    summary = a_stalled_run(tmp_path, source)
+    (stall,) = summary["stalls"]
+    assert stall["closed"] is None
+    first, second = stall["evidence"]["lines"]
+    assert set(first) == set(second) == {"file", "line", "function", "calls", "share_ratio"}
+    assert second["calls"] is None
+    assert "Cause: workers_cpu_bound. 61 % of each fetch is Image.resize at data.py:2." in summary["verdict"]
+    text = render(summary)
+    (row,) = [shown for shown in text.splitlines() if "data.py:2 " in shown]
+    assert row.split() == ["61.0", "%", "data.py:2", "load", "Image.resize", "image", "=", "image.resize((8,", "8))"]
+
+
+def test_the_text_of_a_file_that_has_changed_is_not_shown(tmp_path):
+    source = tmp_path / "data.py"
+    source.write_text("def load():\n    something_else()\n")
+    os.utime(source, (4_000_000_000, 4_000_000_000))
+    assert "something_else" not in render(a_stalled_run(tmp_path, source))

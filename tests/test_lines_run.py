@@ -1,0 +1,154 @@
+"""A run that is starved names the line, in its log, in the report and as folded stacks."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+from torch.utils.data import DataLoader, Dataset
+
+import telemetry
+from telemetry.agent.line_monitor import LineMonitor
+from telemetry.attach.ring import S_COMPUTE, Ring
+from telemetry.attach.step_tracker import StepTracker
+from telemetry.core.clock import NS, now_ns
+from telemetry.core.errors import ErrorLog
+from telemetry.core.stack_profile import StackProfile
+from telemetry.diagnose import line_shares as work
+
+NUMBERS = [(i * 7919) % 1000003 for i in range(100_000)]
+
+
+class Slow(Dataset):
+    def __len__(self) -> int:
+        return 1_000_000
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(0.02)
+        return index
+
+
+SLOW_LINE = Slow.__getitem__.__code__.co_firstlineno + 1
+
+
+class SlowSampler:
+    def __iter__(self):
+        index = 0
+        while True:
+            sorted(NUMBERS)
+            index += 1
+            yield index
+
+
+SAMPLER_LINE = SlowSampler.__iter__.__code__.co_firstlineno + 3
+
+
+class Ready(Dataset):
+    def __len__(self) -> int:
+        return 1_000_000
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def stream():
+    while True:
+        sorted(NUMBERS)
+        yield 0
+
+
+STREAM_LINE = stream.__code__.co_firstlineno + 2
+
+
+def samples_of(agent) -> int:
+    """How many samples there are of the open stall."""
+    own = sum(profile.samples for profile in agent._line_monitor.sampler.profiles.values())
+    blocks = [handle.block for handle in agent.tracker.sources.live() if handle.block is not None]
+    return own + sum(StackProfile.unpacked(found.content).samples for block in blocks for found in block.sampled())
+
+
+RUNS = {
+    "worker": (lambda: DataLoader(Slow(), batch_size=None, num_workers=1), "workers_io_bound", "fetch", SLOW_LINE),
+    "main": (lambda: DataLoader(Slow(), batch_size=None), "loader_on_training_thread", "wait", SLOW_LINE),
+    "sampler": (
+        lambda: DataLoader(Ready(), batch_size=None, sampler=SlowSampler(), num_workers=1),
+        "loader_on_training_thread",
+        "sampler",
+        SAMPLER_LINE,
+    ),
+    "watched": (lambda: telemetry.watch(stream()), "source_slow", "wait", STREAM_LINE),
+}
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_a_starved_run_names_its_line(tmp_path, kind):
+    batches, cause, of, line = RUNS[kind]
+    agent = telemetry.start(tmp_path, port="off", interval_seconds=0.2, stall_window_seconds=2, start_line=False)
+    interval = sys.getswitchinterval()
+    try:
+        for number, _ in enumerate(batches()):
+            if number % 10 == 9 and samples_of(agent) > work.MIN_SAMPLES + 10:
+                break
+            assert agent._line_monitor.sampler.sampling or agent._stall_monitor.active_cause or not samples_of(agent)
+    finally:
+        telemetry.stop()
+    assert sys.getswitchinterval() == interval
+    told = subprocess.run(
+        [sys.executable, "-m", "telemetry", "report", str(tmp_path), "--json"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    report = json.loads(told.stdout)
+    (stall,) = report["stalls"]
+    first = stall["evidence"]["lines"][0]
+    assert (stall["cause"], stall["evidence"]["lines_of"]) == (cause, of)
+    assert (first["file"], first["line"]) == (__file__, line)
+    assert set(first) == {"file", "line", "function", "calls", "share_ratio"}
+    assert first["share_ratio"] > 0.6
+    assert f"test_lines_run.py:{line}" in report["verdict"]
+    removed, halved = [each for each in stall["advice"] if f"test_lines_run.py:{line}" in each["action"]]
+    assert removed["predicted_speedup"] > halved["predicted_speedup"] > 1
+    (profile,) = (tmp_path / "profiles").iterdir()
+    assert profile.name.startswith("rank-0.")
+    assert f"test_lines_run.py:{line})" in profile.read_text()
+    assert all(row.rpartition(" ")[2].isdigit() for row in profile.read_text().splitlines())
+
+
+def test_a_run_without_a_stall_takes_no_sample(tmp_path):
+    agent = telemetry.start(tmp_path, port="off", interval_seconds=0.1, stall_window_seconds=1, start_line=False)
+    try:
+        for number, _ in enumerate(DataLoader(Ready(), batch_size=None, num_workers=1)):
+            time.sleep(0.005)  # the training
+            if number == 300:
+                break
+            assert not agent._line_monitor.sampler.sampling
+            assert not samples_of(agent)
+    finally:
+        telemetry.stop()
+    assert not (tmp_path / "profiles").exists()
+
+
+def test_a_rank_that_holds_the_others_up_logs_the_lines_of_its_steps(tmp_path):
+    tracker, logged = StepTracker(Ring()), []
+    monitor = LineMonitor(
+        tracker, tmp_path / "profiles", 1, errors=ErrorLog(), emit=lambda *line: logged.append(line), rank=lambda: 3
+    )
+    monitor.tick(None)
+    assert not monitor.sampler.sampling
+    try:
+        assert not monitor.tick(None, holds_others_up=True)
+        assert monitor.sampler.sampling
+        tracker.category = S_COMPUTE
+        for _ in range(2 * work.MIN_SAMPLES):
+            monitor.sampler.sample(now_ns())
+        monitor._session -= 60 * NS  # it has gone on for a minute
+        monitor.tick(None, holds_others_up=True)
+    finally:
+        monitor.close()
+    ((event, fields),) = logged
+    assert event == "straggler_lines"
+    assert fields["evidence"]["lines_of"] == "step"
+    assert "of each step of rank 3 is" in fields["evidence"]["line_verdict"]
+    assert not monitor.sampler.sampling

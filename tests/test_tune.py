@@ -1,0 +1,184 @@
+"""``telemetry tune`` as a person runs it: real scripts, real DataLoaders, real trials."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from telemetry.tune.trial_process import processes_of
+from tests.running_agent import wait_for
+
+SCRIPTS = Path(__file__).with_name("tune_scripts")
+SHORT = ["--seconds", "1", "--warm-up", "0.3"]
+BEFORE = {"newest.pt": "the newest", "loss.txt": "0.1\n", "train.log": "an old run\n", "state.json": "{}"}
+
+
+@pytest.fixture
+def results(tmp_path):
+    """A working folder with the results of an earlier run."""
+    for name, text in BEFORE.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "last.pt").write_text("the last")
+    return tmp_path
+
+
+def start(folder, *options, script="saves.py", how=""):
+    script_options = ["--how", how] if how else []
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TELEMETRY_")}
+    return subprocess.Popen(
+        [sys.executable, "-m", "telemetry", "tune", *SHORT, *options, str(SCRIPTS / script), *script_options],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment | {"PYTHONPATH": str(SCRIPTS.parents[1]), "TMPDIR": str(folder.parent)},
+    )
+
+
+def tune(folder, *options, **more):
+    process = start(folder, *options, **more)
+    out, error = process.communicate(timeout=120)
+    return process.returncode, out, error
+
+
+def unchanged(folder):
+    found = {path.name: path.read_text() for path in folder.iterdir() if path.is_file()}
+    return found == BEFORE and (folder / "checkpoints" / "last.pt").read_text() == "the last"
+
+
+def test_a_slow_loader_gets_workers_and_files_stay(results):
+    status, out, error = tune(results, "--json", "--trials", "3")
+    assert status == 0, error
+    found = json.loads(out)
+    assert found["baseline"] == found["trials"][0]
+    assert found["baseline"]["settings"]["num_workers"] == 0
+    assert found["best"]["settings"]["num_workers"] > 0
+    assert found["speedup"] > 1
+    for trial in found["trials"]:
+        assert trial["steps_per_second"] > 0
+        assert 0 <= trial["wait_ratio"] <= 1
+        assert trial["memory_bytes"] > 0
+    assert found["trials"][1]["predicted_steps_per_second"] > 0
+    (change,) = found["changes"]  # the loader of the evaluation, made by the same line, is left alone
+    line = (SCRIPTS / "saves.py").read_text().splitlines()[change["line"] - 1]
+    assert "return DataLoader(" in line
+    assert f"num_workers={found['best']['settings']['num_workers']}" in change["code"]
+    assert "trial 1 of at most 3" in error
+    assert unchanged(results)
+    assert not (results / "done.txt").exists()
+
+
+def test_a_stream_gets_at_most_one_worker(results):
+    status, out, error = tune(results, "--json", "--trials", "3", how="stream")
+    assert status == 0, error
+    found = json.loads(out)
+    assert max(trial["settings"]["num_workers"] for trial in found["trials"]) <= 1
+    assert any("get_worker_info" in note for note in found["notes"])
+
+
+def test_a_data_set_that_fails_in_workers_gets_none(results):
+    status, out, error = tune(results, "--json", how="main-only")
+    assert status == 0, error
+    found = json.loads(out)
+    first, failed = found["trials"]
+    assert found["best"] == first
+    assert "exit status 1" in failed["failed"]
+    assert failed["steps_per_second"] is None
+    assert any("fails with workers" in note for note in found["notes"])
+
+
+def test_a_failing_script_is_shown_with_its_last_lines(results):
+    status, out, error = tune(results, how="crash")
+    assert status == 1
+    assert out == ""
+    assert "nothing can be tuned: the script failed (exit status 1)" in error
+    assert "| there is no data set in /data" in error
+
+
+def test_a_script_without_a_batch_is_refused(results):
+    status, _, error = tune(results, how="no-batch")
+    assert status == 1
+    assert "no batch was drawn from a DataLoader" in error
+
+
+def test_existing_folders_are_not_removed(results):
+    status, _, error = tune(results, how="rmtree")
+    assert status == 1
+    assert "--writable" in error
+    assert unchanged(results)
+
+
+def test_a_trial_that_fails_late_counts_until_then(results):
+    status, out, error = tune(results, "--trials", "1", "--seconds", "60", how="late-crash")
+    assert status == 0, error
+    assert "the script ended with exit status 1 before the trial did" in out
+    assert unchanged(results)
+
+
+def test_ctrl_c_ends_the_trial_and_shows_what_is_known(results):
+    process = start(results, "--seconds", "60", "--trials", "2", "--steps", "5")
+    plans = lambda: [p for p in results.parent.glob("telemetry-tune-*/2/plan.json")]
+    (plan,) = wait_for(plans, 60)
+    wait_for(lambda: processes_of(str(plan)), 30)
+    process.send_signal(signal.SIGINT)
+    out, error = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "num_workers=0 (the script's own)" in out
+    assert "stopped before the end" in out
+    assert processes_of(str(plan)) == []
+    assert not plan.exists()
+
+
+def test_a_grid_is_a_table_and_bars(results):
+    status, out, error = tune(results, "--steps", "5", "--grid", "num_workers=0,2", "prefetch_factor=4")
+    assert status == 0, error
+    assert "num_workers=2 prefetch_factor=4  #" in out
+
+
+def test_a_trial_ends_before_memory_is_short(results):
+    status, _, error = tune(results, "--memory", "20M")
+    assert status == 1
+    assert "memory was short" in error
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--grid", "num_worker=2"], "no setting of a DataLoader"),
+        (["--grid", "num_workers=two"], "whole number"),
+        (["--grid", "in_order=0"], "True or False"),
+    ],
+)
+def test_a_wrong_grid_is_refused(results, options, words):
+    status, _, error = tune(results, *options)
+    assert status == 2
+    assert words in error
+
+
+def test_under_torchrun_it_says_how_to_start(results, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    status, _, error = tune(results)
+    assert status == 2
+    assert "--nproc-per-node" in error
+
+
+def test_without_protection_a_trial_does_not_start(results):
+    script = results / "script.py"
+    script.write_text("open('done.txt', 'w')")
+    found = subprocess.run(
+        [sys.executable, "-m", "telemetry", "run", "--run-dir", str(results / "run"), str(script)],
+        env=os.environ | {"TELEMETRY_TUNE_TRIAL": str(results / "nothing.json"), "TELEMETRY_PORT": "off"},
+        capture_output=True,
+        text=True,
+        cwd=results,
+    )
+    assert found.returncode == 1
+    assert "so the script was not started" in found.stderr
+    assert not (results / "done.txt").exists()
