@@ -180,6 +180,16 @@ def test_the_page_says_what_the_jobs_of_the_zoo_found():
     assert f"| {right} of {len(runs)} |" in text_of(DOCS / "accuracy.md")
 
 
+def test_the_page_on_accuracy_says_what_the_restarts_found():
+    results = text_of(ROOT / "benchmarks" / "results" / "restarts-amd-epyc-2-cores.md")
+    runs = [re.findall(r"[\d.]+", row) for row in results.splitlines() if re.match(r"\| [a-z ]+, \d", row)]
+    rows = table(text_of(DOCS / "accuracy.md"), "## Goodput of runs that are restarted")
+    assert len(rows) == len(runs) == 3
+    for (_, number, worst, ettr, exact), run in zip(rows, runs, strict=True):
+        said = [*re.findall(r"\d+", number), *re.findall(r"\d+", exact), *re.findall(r"[\d.]+", worst)[:1]]
+        assert [*said, ettr.split()[0]] == [run[0], run[1], run[5], run[6], run[8], run[9]]
+
+
 def test_the_accuracy_page_says_what_the_planted_lines_showed():
     summary = json.loads(text_of(results_of("lines")))["summary"]
     rows = [row[1] for row in table(text_of(DOCS / "accuracy.md"), "## Lines")]

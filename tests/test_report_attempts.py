@@ -282,6 +282,17 @@ def test_replayed_batches_are_no_steps(tmp_path):
     assert found["goodput"]["seconds"]["replay"] == pytest.approx(6)
 
 
+def test_an_attempt_that_was_killed_in_its_replay_was_in_replay(tmp_path):
+    Process(tmp_path, begin=0, pid=1).checkpoint(10).window(25).write()
+    process = Process(tmp_path, begin=30, pid=2).resumed(10)
+    process._line("window", 14, **process.totals(14, 9) | dict(optimizer_steps_total=0))
+    process.write()
+    found = job(tmp_path)
+    assert found["attempts"][1]["steps"] == 0
+    assert found["goodput"]["seconds"]["replay"] == pytest.approx(9)
+    assert found["goodput"]["seconds"]["redone"] == pytest.approx(10), "the first attempt's alone"
+
+
 def test_the_report_says_what_the_attempts_cost_and_how_often_to_save(tmp_path):
     for number in range(4):
         process = Process(tmp_path, begin=5000 * number, pid=1 + number)

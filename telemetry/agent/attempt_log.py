@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.agent.end_evidence import EndEvidence
+from telemetry.collect.oom_counter import OomCounter
 from telemetry.core import identity as identities
 from telemetry.core.clock import NS, iso_time, now_ns
 from telemetry.core.json_object import dump_object
@@ -81,6 +82,7 @@ class AttemptLog:
         began = wall.unix_seconds(accounting.ledger.start_ns)
         self.seconds_before = 0.0 if self._started is None else max(0.0, began - self._started)
         self._launch, self._restarts = identities.launch_of()
+        self._oom = OomCounter()
         self.end = EndEvidence()
         self.saves_completed = 0
         self.kept_seconds = 0.0
@@ -135,13 +137,19 @@ class AttemptLog:
             "process_started": None if self._started is None else iso_time(self._started),
             "launch": self._launch,
             "restarts": self._restarts,
+            **self._oom.head_fields(),
+            **self._oom_kills(),
         }
 
     def fields(self) -> dict[str, Any]:
         """Of the run so far, for every line with totals."""
-        found: dict[str, Any] = {"optimizer_steps_total": self._tracker.optimizer_steps}
+        found: dict[str, Any] = {"optimizer_steps_total": self._tracker.optimizer_steps, **self._oom_kills()}
         resumption = self._resumption()
         return found | ({"resumption": resumption} if resumption else {})
+
+    def _oom_kills(self) -> dict[str, int]:
+        count = self._oom.count()
+        return {} if count is None else {"oom_kills_total": count}
 
     def _resumption(self) -> dict[str, Any]:
         """How this attempt began. What did not happen is left out."""
@@ -228,8 +236,9 @@ class AttemptLog:
         if resumption != self._resumption_before:
             self._resumption_before, self._resumption_text = resumption, dump_object(resumption).decode().strip()
         spent = ",".join([f'"{category}":{ns / NS:.6f}' for category, ns in ledger.ns.items()])
+        oom_kills = "".join([f'"{name}":{count},' for name, count in self._oom_kills().items()])
         return (
-            f'{{"life":"{self._life}","unix_seconds":{self._wall.unix_seconds(accounting.updated_ns):.6f},'
+            f'{{"life":"{self._life}",{oom_kills}"unix_seconds":{self._wall.unix_seconds(accounting.updated_ns):.6f},'
             f'"steps_total":{accounting.steps_total},"optimizer_steps_total":{self._tracker.optimizer_steps},'
             f'"wall_seconds":{ledger.wall_seconds:.6f},"first_wait_seconds":{ledger.first_wait_ns / NS:.6f},'
             f'"seconds_before":{self.seconds_before:.6f},"kept_seconds":{self.kept_seconds:.6f},'

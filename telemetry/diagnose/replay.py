@@ -24,6 +24,9 @@ _MAX_STEPS: Final = 1 << 16
 
 _USUAL: Final = 8
 
+_MAX_HELD_UP_RATIO: Final = 0.5
+"""A batch before the first step of an optimizer may be held up for up to this share of a usual step's compute."""
+
 
 class ReplayWatch:
     """Finds the replay among the first steps of a process.
@@ -64,17 +67,16 @@ class ReplayWatch:
             return
         usual = statistics.median(compute for _, compute in self._after[-min(_USUAL, optimizer_steps - 1) :])
         limit = usual * _MAX_COMPUTE_RATIO
-        number, wait, compute = 0.0, 0.0, 0.0
-        whole = True
+        number, wait, compute, short = 0.0, 0.0, 0.0, 0.0
         for bits, sums in self._before.items():
-            if (1 << bits) / 1e9 <= limit:
+            if (1 << bits) / 1e9 <= usual * _MAX_HELD_UP_RATIO:
                 number, wait, compute = number + sums[0], wait + sums[1], compute + sums[2]
-            else:
-                whole = False
-        if whole:
-            for each_wait, each_compute in self._after:
-                if each_compute > limit:
-                    break
+            if (1 << bits) / 1e9 <= limit:
+                short += sums[0]
+        if short < number / 2:  # short steps, such as those of accumulated gradients, and no replay
+            number, wait, compute = 0.0, 0.0, 0.0
+        else:
+            for each_wait, each_compute in self._after[: _short_ones([each for _, each in self._after], limit)]:
                 number, wait, compute = number + 1, wait + each_wait, compute + each_compute
         if number >= _MIN_BATCHES:
             self.batches = int(number)
@@ -82,3 +84,13 @@ class ReplayWatch:
             self.seconds = self.wait_seconds + compute
         self.settled = True
         self._before, self._after = {}, []
+
+
+def _short_ones(compute_seconds: Sequence[float], limit: float) -> int:
+    """How many steps at the beginning are short, though a busy machine may make one of them long."""
+    ahead, most, best = 0, 0, 0
+    for place, seconds in enumerate(compute_seconds, 1):
+        ahead += 1 if seconds <= limit else -1
+        if ahead > most:
+            most, best = ahead, place
+    return best

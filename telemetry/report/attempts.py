@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from telemetry.core.identity import clean_name, node_name, process_started
 from telemetry.report.log_schema import RESUMPTION, checked_fields
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from telemetry.report.log_reader import ProcessLog
+    from telemetry.report.oom_evidence import OomEnd
 
 FINISHED: Final = "finished"
 FAILED: Final = "failed"
@@ -38,6 +39,13 @@ _SAME_START_SECONDS: Final = 1.0
 
 _SLACK_SECONDS: Final = 0.5
 """Two ends that are not further apart may have come in either order."""
+
+
+class OomReading(NamedTuple):
+    """How many processes of a cgroup the OOM killer had killed at a Unix time."""
+
+    time: float
+    kills: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +77,23 @@ class Life:
         return str(self.log.head.get("node"))
 
     @property
+    def heartbeat_seconds(self) -> float:
+        """Between two of its heartbeats."""
+        return max(1.0, _interval(self.log, "interval_seconds", 1.0))
+
+    @property
+    def oom_kills(self) -> int | None:
+        """The newest that it has read of the counter of its cgroup; None where there is no counter."""
+        return self.totals.get("oom_kills_total")
+
+    @property
+    def oom_readings(self) -> list[OomReading]:
+        """What it has read of that counter: the first and the last time of each value."""
+        found = [(text, kills) for kills, texts in self.log.oom_readings.items() for text in texts]
+        readings = [OomReading(time, kills) for text, kills in found if (time := unix(text)) is not None]
+        return readings if self.oom_kills is None else [*readings, OomReading(self.end, self.oom_kills)]
+
+    @property
     def launch(self) -> tuple[str, str, int | None] | None:
         """What started it, the same for all ranks that one launcher started on a node; None if that is not known."""
         head = self.log.head
@@ -79,10 +104,11 @@ class Life:
 
 @dataclass(slots=True)
 class Attempt:
-    """The processes that were started together."""
+    """The processes that were started together. ``oom``: what the OOM killer has to do with its end."""
 
     number: int
     lives: list[Life] = field(default_factory=list)
+    oom: OomEnd | None = None
 
     @property
     def begin(self) -> float:
@@ -120,7 +146,7 @@ class Attempt:
 
 def _death(killed: Sequence[Life]) -> float:
     """The latest moment at which the first of the killed processes may have died."""
-    return min(life.end + max(1.0, _interval(life.log, "interval_seconds", 1.0)) for life in killed)
+    return min(life.end + life.heartbeat_seconds for life in killed)
 
 
 def lives_of(processes: Sequence[ProcessLog], now: float) -> list[Life]:

@@ -12,7 +12,7 @@ import orjson
 from telemetry.core.terminal import complain, show, show_json
 from telemetry.report.attempts import KILLED, MISSED_WINDOWS, RUNNING, log_interval
 from telemetry.report.goodput import as_job, goodput_of
-from telemetry.report.goodput_text import section, verdict
+from telemetry.report.goodput_text import ended_by_oom, section, verdict
 from telemetry.report.log_reader import NoRunError, load
 from telemetry.report.memory_report import memory_lines, memory_verdict
 from telemetry.report.rank_processes import not_replaced
@@ -40,7 +40,8 @@ def report(run_dir: str, *, as_json: bool) -> int:
     problems = read_snapshots(Path(run_dir), summary["snapshots"])
     summary["verdict"] += verdict_of(summary["snapshots"])
     over = {id(life.log) for course in goodput.courses for life in course.attempt.lives if life.how != RUNNING}
-    for sentence in (verdict(goodput), memory_verdict(not_replaced(processes), over)):
+    growth = memory_verdict(not_replaced(processes), over)
+    for sentence in (verdict(goodput), ended_by_oom(goodput), growth):
         summary["verdict"] += f" {sentence}" if sentence else ""
     if as_json:
         return show_json(orjson.dumps(summary, option=orjson.OPT_INDENT_2).decode() + "\n")
@@ -62,12 +63,20 @@ def _notes(processes: Sequence[ProcessLog], goodput: Goodput) -> list[str]:
     now = datetime.now(tz=timezone.utc)
     lives = [life for course in goodput.courses for life in course.attempt.lives]
     killed = {id(life.log) for life in lives if life.how == KILLED}
+    by_oom = {
+        id(life.log)
+        for course in goodput.courses
+        if (oom := course.attempt.oom) is not None and oom.all_ranks and oom.sure
+        for life in course.attempt.lives
+        if life.how == KILLED and life.rank in oom.ranks
+    }
     for process in processes:
         who = f"rank {process.rank} (pid {process.pid})"
         if not process.ended:
             age = _age_seconds(process.last_time, now)
             gone = age is None or id(process) in killed or age > MISSED_WINDOWS * log_interval(process)
-            notes.append(f"{who} {'did not end by itself' if gone else 'is running'}; newest line {process.last_time}")
+            how = "was killed by the OOM killer" if id(process) in by_oom else "did not end by itself"
+            notes.append(f"{who} {how if gone else 'is running'}; newest line {process.last_time}")
         if process.torn_lines:
             notes.append(f"{who}: {process.torn_lines} line(s) of its log are torn and were skipped")
         if process.wrong_fields:

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.core.clock import iso_time
 from telemetry.core.labels import CHECKPOINT, DATA_WAIT, EVALUATION, OTHER, STARTUP
-from telemetry.report.attempts import FINISHED, RUNNING, attempts_of, lives_of, unix
+from telemetry.report.attempts import FAILED, FINISHED, KILLED, RUNNING, attempts_of, lives_of, unix
 from telemetry.report.checkpoint_interval import Experience
+from telemetry.report.oom_evidence import counter_now, oom_end
 from telemetry.report.resumption import ASSUMED, Course, courses_of, first_point, last_point, stuck_of
 
 if TYPE_CHECKING:
@@ -84,7 +85,10 @@ def goodput_of(processes: Sequence[ProcessLog], now: float) -> Goodput:
         processes: of one run.
         now: Unix time of the report.
     """
-    attempts = attempts_of(lives_of(processes, now))
+    lives = lives_of(processes, now)
+    attempts = attempts_of(lives)
+    for attempt in attempts:
+        attempt.oom = oom_end(attempt.lives, lives, now, counter_now)
     courses = courses_of(attempts)
     seconds, rank_seconds = dict.fromkeys(SECONDS, 0.0), dict.fromkeys(SECONDS, 0.0)
     wall, before = 0.0, None
@@ -131,12 +135,30 @@ def _attempt(course: Course) -> dict[str, Any]:
         "started": iso_time(attempt.begin),
         "ended": None if attempt.how == RUNNING else iso_time(attempt.end),
         "end": attempt.how,
+        "reason": reason_of(attempt),
         "ranks": attempt.ranks,
         "steps": course.steps,
         "resumed_from_step": None if first else round(course.resumed),
         "resumed_from": course.source,
         "lost_steps": lost,
     }
+
+
+def reason_of(attempt: Attempt) -> str | None:
+    """Why an attempt ended, as far as its logs tell: the OOM killer, an exception, or an exit status."""
+    if attempt.how == KILLED:
+        return attempt.oom.text if attempt.oom is not None and attempt.oom.killed else None
+    if attempt.how != FAILED:
+        return None
+    why: list[str] = []
+    for life in attempt.lives:
+        end = life.log.end
+        if end.get("exception") and not end.get("lost_peer"):
+            why.append(end["exception"])
+        elif end.get("exit_status"):
+            why.append(f"exit status {end['exit_status']}")
+    oom = "" if attempt.oom is None else f"; {attempt.oom.text}"
+    return f"{why[0]}{oom}" if why else oom.removeprefix("; ") or None
 
 
 def _rounded(ratio: float | None) -> float | None:
@@ -174,9 +196,9 @@ def _of_life(life: Life, course: Course, length: float) -> dict[str, float]:
     first_wait = min(life.totals.get("first_wait_seconds", 0.0), spent.get(DATA_WAIT, 0.0))
     seconds = {
         PRODUCTIVE: compute - of_compute,
-        REDONE: redone - of_redone,
+        REDONE: 0.0 if course.in_replay else redone - of_redone,
         RESTORE: min(restore, spent.get(STARTUP, 0.0)),
-        REPLAY: replay,
+        REPLAY: replay + (redone - of_redone if course.in_replay else 0.0),
         STARTUP: begun + max(0.0, spent.get(STARTUP, 0.0) - restore) + first_wait,
         DATA_WAIT: wait - of_wait,
         EVALUATION: spent.get(EVALUATION, 0.0),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 from telemetry.core.formatting import rounded_percent
 from telemetry.core.labels import STARTUP
 from telemetry.report.attempts import FAILED, FINISHED, KILLED, RUNNING
-from telemetry.report.goodput import DOWN, LOST, PRODUCTIVE, REDONE, REPLAY, RESTORE, STUCK, Goodput
+from telemetry.report.goodput import DOWN, LOST, PRODUCTIVE, REDONE, REPLAY, RESTORE, STUCK, Goodput, reason_of
 from telemetry.report.resumption import ASSUMED
 
 if TYPE_CHECKING:
@@ -46,6 +46,18 @@ def verdict(goodput: Goodput) -> str:
     lost = f": {', '.join(parts)}" if parts else ""
     kept = f"{_hours(productive)} were productive ({rounded_percent(productive / total)})"
     return f"Of {_hours(total)} GPU-hours, {kept}{lost}."
+
+
+def ended_by_oom(goodput: Goodput) -> str:
+    """A sentence on a run that the OOM killer has ended; empty for others."""
+    attempt = goodput.courses[-1].attempt if goodput.courses else None
+    if attempt is None or attempt.oom is None or attempt.how not in {FAILED, KILLED}:
+        return ""
+    text = attempt.oom.text
+    return (
+        f"The run has ended: {text}. Raise the memory limit of its cgroup, or use less: fewer DataLoader workers, or a "
+        "smaller prefetch_factor."
+    )
 
 
 def section(goodput: Goodput) -> list[str]:
@@ -90,11 +102,8 @@ def _attempt(course: Course) -> str:
         text += f", resumed at step {course.resumed:.0f}{assumed}"
     if attempt.how in {FAILED, KILLED} and course.lost_steps:
         text += f", {course.lost_steps} steps lost"
-    why = next((life.log.end["exception"] for life in attempt.lives if life.log.end.get("exception")), None)
-    status = next((life.log.end["exit_status"] for life in attempt.lives if life.log.end.get("exit_status")), None)
-    if attempt.how == FAILED and (why or status):
-        text += f" ({why or f'exit status {status}'})"
-    return text
+    reason = reason_of(attempt)
+    return text if reason is None else f"{text} ({reason})"
 
 
 def _after(goodput: Goodput) -> str:

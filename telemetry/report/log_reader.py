@@ -62,6 +62,7 @@ class ProcessLog:
         saves: the newest checkpoints. ``saves_total``, ``save_seconds``: all that stopped the training.
         points: how far it had come at its windows and checkpoints. ``pace``: its totals at its windows.
         environment: versions, cores and its GPU's name. ``loader``: the newest settings of its DataLoader.
+        oom_readings: the first and the last time of each value of the counter of its cgroup.
         stalls, hangs, changes, snapshots, errors: lines of these events, oldest first. ``slow_steps``: the lines of
             code of its steps while other ranks waited for it.
         torn_lines: how many lines could not be read.
@@ -90,6 +91,7 @@ class ProcessLog:
     saves_total: int = 0
     save_seconds: float = 0.0
     points: ProgressPoints = field(default_factory=ProgressPoints)
+    oom_readings: dict[int, tuple[str, str]] = field(default_factory=dict)
     pace: PaceSeries = field(default_factory=PaceSeries)
     environment: dict[str, Any] = field(default_factory=dict)
     loader: dict[str, Any] = field(default_factory=dict)
@@ -208,6 +210,7 @@ def _lines(path: Path, *, missing_is_fine: bool = False) -> Iterator[tuple[dict[
 
 def _take(line: dict[str, Any], log: ProcessLog) -> None:
     event, log.rank = line.get("event"), line.get("rank", log.rank)
+    _take_oom_kills(line, log)
     log.run = line.get("run", log.run)
     log.head = log.head or {name: line.get(name) for name in ("local_rank", "node", "time")}
     log.last_time = max(log.last_time, line.get("time", ""))
@@ -253,6 +256,13 @@ def _take_surroundings(line: dict[str, Any], log: ProcessLog) -> None:
     log.loader = line.get("loader", log.loader)
     if line.get("event") == "gpu" and "name" in line:
         log.environment["gpu"] = line["name"]
+
+
+def _take_oom_kills(line: dict[str, Any], log: ProcessLog) -> None:
+    """Keep the first and the last time of each value of the counter."""
+    kills = line.get("oom_kills_total")
+    if kills is not None and "time" in line:
+        log.oom_readings[kills] = log.oom_readings.get(kills, (line["time"],))[0], line["time"]
 
 
 def _take_totals(line: dict[str, Any], log: ProcessLog) -> bool:

@@ -179,6 +179,7 @@ _TOTALS: Final[Mapping[str, Kind]] = {
             "advice": _text,
         }
     ),
+    "oom_kills_total": _count,
 }
 
 RESUMPTION: Final[Mapping[str, Kind]] = {
@@ -224,6 +225,9 @@ FIELDS: Final[Mapping[str, Mapping[str, Kind]]] = MappingProxyType(
             "launcher": _text,
             "launch": _text,
             "restarts": _count,
+            "memory_group": _text,
+            "memory_events": _text,
+            "oom_kills_total": _count,
             "telemetry_version": _text,
             "python_version": _text,
             "cpu_count": _count,

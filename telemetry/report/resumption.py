@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 ASSUMED: Final = "assumed"
 
+_FIRST_STEP_BATCHES: Final = 2
+"""So many batches without a step of an optimizer are no replay yet."""
+
 _TOLERANCE: Final = 0.02
 """Steps and optimizer steps that differ by no more are the same steps: the last one may be open."""
 
@@ -37,6 +40,7 @@ class Course:
         axis: figure of `Point` that positions are counted by.
         rate: how much of that figure makes one position: several optimizers each step once.
         replayed: batches that were drawn and thrown away.
+        in_replay: whether it ended before it had come to its first new step.
     """
 
     attempt: Attempt
@@ -48,6 +52,7 @@ class Course:
     axis: int
     rate: float
     replayed: int
+    in_replay: bool = False
 
     @property
     def lost_steps(self) -> int:
@@ -115,15 +120,21 @@ def _course(attempt: Attempt, earlier: Sequence[Course]) -> Course:
     done = totals.get("optimizer_steps_total", 0) - offset(leading)
     replayed = int(totals.get("replayed_batches", 0))
     steps = max(0, totals.get("steps_total", 0) - replayed)
-    axis = 0 if done > 0 else 1
+    axis, drawn = (0 if done > 0 else 1), 0
     if axis == 1 and any(course.axis == 0 and course.end > course.resumed for course in earlier):
-        steps = 0  # killed before its first optimizer step: these batches are a replay, or part of the first step
+        drawn, steps = (
+            steps,
+            0,
+        )  # before its first optimizer step: these batches are a replay, or part of the first step
     rate = float(max(1, totals.get("optimizers", 1))) if axis == 0 else 1.0
     position = done / rate if axis == 0 else float(steps)
     per_position = 1.0 if abs(steps - position) <= 2 + _TOLERANCE * position or not position else steps / position
     resumed, source = _resumed(attempt, earlier)
     end = resumed + position
-    return Course(attempt, resumed, source, end, end, per_position, axis, rate, replayed)
+    of_first_step = max([_FIRST_STEP_BATCHES, *(course.per_position for course in earlier)])
+    in_replay = resumed > 0 and drawn > of_first_step
+    replayed += drawn if in_replay else 0
+    return Course(attempt, resumed, source, end, end, per_position, axis, rate, replayed, in_replay)
 
 
 def _resumed(attempt: Attempt, earlier: Sequence[Course]) -> tuple[float, str]:

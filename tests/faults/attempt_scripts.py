@@ -125,7 +125,7 @@ def expected(attempts: list[Attempted]) -> dict[str, float]:
     for index, attempt in enumerate(attempts):
         later = next((other.resumed for other in attempts[index + 1 :] if other.resumed is not None), None)
         kept = later if later is not None and attempt.stamps[-1]["what"] != "ends" else 1 << 30
-        for category, seconds in _books(attempt, kept).items():
+        for category, seconds in books_of(attempt, kept).items():
             total[category] = total.get(category, 0.0) + seconds
         if index:
             gap = attempt.begin - _end(attempts[index - 1])
@@ -138,7 +138,7 @@ def _end(attempt: Attempted) -> float:
     return bye[0] if bye else attempt.end
 
 
-def _books(attempt: Attempted, kept: int) -> dict[str, float]:
+def books_of(attempt: Attempted, kept: int) -> dict[str, float]:
     """Go from stamp to stamp. The time before each belongs to what went on then."""
     books = dict.fromkeys(("startup", "restore", "replay", "productive", "data_wait", "redone", "checkpoint"), 0.0)
     at, doing, number, first = attempt.begin, "startup", 0, True

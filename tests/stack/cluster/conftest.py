@@ -53,7 +53,7 @@ def monitoring(launch, tmp_path_factory):
 
 @pytest.fixture(scope="package")
 def slurm(launch):
-    """Two emulated nodes."""
+    """Slurm on two emulated nodes."""
     cluster = Slurm(launch)
     try:
         cluster.start()
