@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import atexit
 import os
-import random
 import threading
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+from telemetry.agent.between_ticks import BetweenTicks
 from telemetry.agent.job_link import JobLink
 from telemetry.agent.parts import AgentParts
 from telemetry.agent.start_line import absolute, say_start
@@ -64,9 +64,10 @@ class Agent(AgentParts):
         self._pid = os.getpid()
         self._streams = StandardStreams()
         self._rank_due_ns = 0
-        self._random = random.Random()  # noqa: S311 - of our own: the training's must give what it gives without us
         self._thread = threading.Thread(target=self._main, name="telemetry-agent", daemon=True)
-        self._wake = threading.Event()
+        self._between_ticks = BetweenTicks(
+            config.interval_seconds, self._stall_monitor, self._thread_sampler, self._line_monitor.sampler, self.errors
+        )
         self._ended = False
         self._published = False  # at the newest tick
         self._skipped = False
@@ -133,7 +134,7 @@ class Agent(AgentParts):
             for name in self.attachment.detach() if over else ():
                 self.errors.tell("attach", f"{name} was patched by others after us; ours stays below it, inert")
         self._ended = True
-        self._wake.set()
+        self._between_ticks.end()
         if self._thread.ident is None:  # the thread could not be started
             self._finish()
         elif threading.current_thread() is not self._thread:
@@ -191,28 +192,9 @@ class Agent(AgentParts):
                 self._lead()
             if due:  # after a suspended machine or a long stop, continue from now
                 next_tick = max(next_tick + int(interval * NS), now_ns())
-            self._wait_until(min(next_tick, now_ns() + int(_LEAD_SECONDS * NS)))
+            stamp = min(next_tick, now_ns() + int(_LEAD_SECONDS * NS))
+            self._between_ticks.wait_until(stamp, alone=self.identity.world_size < 2)
         self._finish()
-
-    def _wait_until(self, stamp: int) -> None:
-        """Sleep until ``stamp``. In a job of several ranks, or while a stall is open, take samples meanwhile."""
-        alone = self.identity.world_size < 2
-        lines = self._line_monitor.sampler
-        if lines.sampling:  # a tick may take long where C calls hold the GIL, and the code that does so must be seen
-            stamp = max(stamp, now_ns() + int(self.config.interval_seconds / 2 * NS))
-        while not self._ended and (left := (stamp - now_ns()) / NS) > 0:
-            # At random intervals: steps of the training may have the same length as a fixed interval.
-            apart = self._stall_monitor.sample_seconds * (0.5 + self._random.random())
-            gap = lines.gap()
-            wait = min(left, gap) if alone else min(left, gap, apart)
-            due = now_ns() + int(wait * NS)
-            self._wake.wait(wait)
-            if wait == gap:
-                with self.errors.contained("lines"):
-                    lines.sample(due)
-            if not alone:
-                with self.errors.contained("diagnose"):
-                    self._thread_sampler.sample()
 
     def _settle_rank(self) -> None:
         """Follow the rank of this process: series, log, stalls and snapshots continue under the current rank."""

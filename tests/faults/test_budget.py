@@ -102,7 +102,7 @@ def trained(tmp_path_factory):
         for _ in torch.utils.data.DataLoader([1, 2, 3]):
             torch.set_rng_state(torch.get_rng_state())
         while agent.accounting.stats.steps < 3 or not agent._collectors._pollers["host"].health.up:
-            agent._wake.wait(0.01)
+            agent._thread.join(0.01)
         running = {"threads": sorted(t.name for t in threading.enumerate()), "modules": sorted(set(sys.modules) - modules),
                    "non_daemon": [t.name for t in threading.enumerate() if not t.daemon]}
         torch.manual_seed(3)
@@ -174,7 +174,7 @@ def test_modules_of_a_process_without_torch(tmp_path):
         agent = telemetry.start("run", interval_seconds=0.1, log_interval_seconds=0.1)
         list(telemetry.watch([1, 2, 3]))
         while agent.accounting.stats.steps < 3:
-            agent._wake.wait(0.01)
+            agent._thread.join(0.01)
         telemetry.stop()
         loaded = {{name.split(".")[0] for name in set(sys.modules) - before}}
         assert not loaded & set({UNWANTED!r}), loaded & set({UNWANTED!r})
@@ -196,7 +196,7 @@ def test_packages_that_structlog_would_load_stay_out_and_the_script_s_own_is_com
         agent = telemetry.start("run", start_line=False, interval_seconds=0.1, log_interval_seconds=0.1)
         before = agent.event_log.log.file._size
         while agent.event_log.log.file._size == before:
-            agent._wake.wait(0.01)
+            agent._thread.join(0.01)
         heavy = ("rich", "twisted", "better_exceptions")
         assert not [name for name in sys.modules if name.split(".")[0] in heavy]
         assert not [name for name in os.listdir() if name.startswith("loaded-")]
@@ -211,7 +211,7 @@ def test_packages_that_structlog_would_load_stay_out_and_the_script_s_own_is_com
         structlog.contextvars.bind_contextvars(theirs=1)
         size = agent.event_log.log.file._size
         while agent.event_log.log.file._size == size:
-            agent._wake.wait(0.01)
+            agent._thread.join(0.01)
         telemetry.stop()
         """,
         tmp_path,

@@ -122,10 +122,10 @@ def named(tmp_path_factory):
                 continue
             list(telemetry.watch([1, 2, 3]))
             with telemetry.phase(name):
-                agent._wake.wait(0.002)
+                agent._thread.join(0.002)
             agent.errors.note("config", name)
             while agent.accounting.ledger.at_ns < agent.tracker.ring.words[0] or agent.accounting.stats.steps < 3:
-                agent._wake.wait(0.01)
+                agent._thread.join(0.01)
             with urllib.request.urlopen(agent.metrics_url) as page:
                 page = page.read().decode()
             targets = [path.name for path in (agent.run_dir / "targets").iterdir()]

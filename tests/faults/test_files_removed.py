@@ -81,7 +81,7 @@ def test_the_log_and_the_target_file_of_a_run_folder_that_is_removed(tmp_path):
         os.rename("run", "gone")  # in one piece: the agent may be about to write a file into it
         shutil.rmtree("gone")
         while not (list(Path("run").glob("logs/*")) and list(Path("run").glob("targets/*"))):
-            agent._wake.wait(0.01)
+            agent._thread.join(0.01)
         telemetry.stop()
         """,
         tmp_path,

@@ -229,7 +229,7 @@ def test_a_bad_host_is_one_line_in_the_log(tmp_path):
         import telemetry
         agent = telemetry.start("run", host="192.0.2.1", port=9464, interval_seconds=0.1, log_interval_seconds=0.1)
         while agent.errors.counts.get("endpoint", 0) < 1 or agent._node._pause < 4:
-            agent._wake.wait(0.01)
+            agent._thread.join(0.01)
         telemetry.stop()
         """,
         tmp_path,
@@ -251,7 +251,7 @@ def test_a_host_that_is_only_looked_up_is_scraped_by_that_name(tmp_path):
         socket.getaddrinfo = getaddrinfo
         agent = telemetry.start("run", host="node.example", port=0, start_line=False)
         while agent.metrics_url is None:
-            agent._wake.wait(0.01)
+            agent._thread.join(0.01)
         page = urllib.request.urlopen(agent.metrics_url).read().decode()
         with open("results.json", "w") as file:
             json.dump([agent.metrics_url, page], file)
@@ -325,7 +325,7 @@ def test_a_resolver_that_never_answers_holds_nothing_up(tmp_path):
         for _ in telemetry.watch(range(100)):
             pass
         while agent.accounting.stats.steps < 99:
-            agent._wake.wait(0.01)
+            agent._thread.join(0.01)
         print(agent._node.trouble)
         telemetry.stop()
         """,

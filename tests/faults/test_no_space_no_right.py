@@ -59,7 +59,7 @@ def test_a_full_disk_costs_log_lines_and_nothing_else(tmp_path):
             for _ in range(6000):
                 if condition():
                     return
-                agent._wake.wait(0.01)
+                agent._thread.join(0.01)
             raise SystemExit("not within the deadline")
         seen = list(telemetry.watch(list(range(100))))
         until(lambda: agent.accounting.stats.steps == 100)
@@ -126,7 +126,7 @@ def test_a_board_without_room_never_shows_half_a_state(tmp_path):
         for _ in range(6000):
             if agent.errors.counts.get("exposition", 0) > 2:
                 break
-            agent._wake.wait(0.01)
+            agent._thread.join(0.01)
         with urllib.request.urlopen(agent.metrics_url) as page:
             print(page.read().decode())
         left = [name for _, _, names in os.walk("/dev/shm") for name in names if name.endswith(".tmp")]
@@ -162,7 +162,7 @@ def test_a_file_may_not_grow_any_more(tmp_path):
         for _ in range(6000):
             if agent.event_log.log.file.dropped > 2:
                 break
-            agent._wake.wait(0.01)
+            agent._thread.join(0.01)
         telemetry.stop()
         print(len(seen), agent.errors.counts["jsonl"] > 2)
         """,

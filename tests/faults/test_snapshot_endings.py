@@ -92,7 +92,7 @@ def test_a_profiler_on_another_thread_does_not_wait_for_ever(tmp_path, then):
                 torch.ones(3).sum()
             assert "aten::sum" in [event.name for event in prof.events()]
             while not agent.snapshots.counts["failed"]:
-                agent._wake.wait(0.01)
+                agent._thread.join(0.01)
             telemetry.stop()
         """,
     )

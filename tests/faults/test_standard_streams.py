@@ -77,7 +77,7 @@ def test_no_descriptor_of_ours_is_a_standard_one(tmp_path):
         agent._node._board.server_locks.close()
         agent._node._close()
         while not agent._node.endpoint or not agent.event_log.log.file._file:
-            agent._wake.wait(0.01)
+            agent._thread.join(0.01)
         assert urllib.request.urlopen(agent.metrics_url).status == 200
         from telemetry.attach.worker_probe import WorkerBlock
         ours = [

@@ -33,7 +33,7 @@ def test_a_script_that_changes_its_folder_does_not_take_our_files_along(tmp_path
         os.chdir("elsewhere")
         agent.event_log.log.file.forget()  # as after a full disk: the next line opens it again
         while not (agent.event_log.log.file.path.exists() and agent.event_log.log.file._file):
-            agent._wake.wait(0.01)
+            agent._thread.join(0.01)
         for _ in range(200):
             agent.event_log.emit("error", {"source": "test", "message": "x" * 1000})
         telemetry.stop()
@@ -208,12 +208,12 @@ def test_no_file_descriptor_is_left(tmp_path):
         for _ in range(6000):
             if sum(agent.errors.counts.values()) > 3:
                 break
-            agent._wake.wait(0.01)
+            agent._thread.join(0.01)
         assert list(telemetry.watch(list(range(10)))) == list(range(10))
         for each in opened:
             os.close(each)
         while agent.accounting.stats.steps < 10:
-            agent._wake.wait(0.01)
+            agent._thread.join(0.01)
         telemetry.stop()
         """
     script = write(tmp_path, "s.py", source)

@@ -70,7 +70,7 @@ def test_the_nvml_thread_is_there_with_a_driver_only(tmp_path):
             up = agent._collectors._pollers["nvml"].health.up
             if up is (sys.argv[1] == "driver") and names() == wanted:
                 break
-            agent._wake.wait(0.01)
+            agent._thread.join(0.01)
         print(names(), up)
         """
     script = write(tmp_path, "script.py", source)
