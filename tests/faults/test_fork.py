@@ -125,7 +125,7 @@ def held(tmp_path_factory):
 
         locks = locks_below(agent, telemetry.api._starting)
         assert telemetry.api._starting in locks
-        assert agent._wake._cond._lock in locks
+        assert agent._between_ticks._wake._cond._lock in locks
         assert agent._node.endpoint._server._guard in locks
         with Held(locks):
             answer = in_child(child)
