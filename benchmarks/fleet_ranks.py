@@ -15,6 +15,7 @@ from telemetry.config import STEP_BUCKETS
 from telemetry.core import labels as records  # RECORDS
 from telemetry.core.distribution import Histogram
 from telemetry.core.labels import CAUSES
+from telemetry.core.memory_records import MEMORY_PARTS, MemoryGrowth
 from telemetry.core.samples import (
     CollectorHealth,
     GpuSample,
@@ -37,8 +38,9 @@ GIB: Final = 1 << 30
 CPUS: Final = 64
 STEP_SECONDS: Final = 0.25
 _LOST = ("redone", "restore", "replay", "startup", "stuck", "down")
-_COLLECTORS: Final = ("nvml", "host", "process", "workers", "pressure", "torch_memory")
+_COLLECTORS: Final = ("nvml", "host", "process", "workers", "pressure", "torch_memory", "memory")
 _STARTUP_SECONDS: Final = 20.0
+_SECONDS_OF_MEMORY: Final = 30 * 86400.0
 _NODES_OF_A_RUN: Final = 8
 _NIL: Final = uuid.UUID(int=0)
 
@@ -128,6 +130,10 @@ class SimulatedRank:
                 cgroup_memory_used_bytes=int((310 + 20 * self._wave(now)) * GIB),
             ),
             torch_memory=TorchMemorySample(int((40 + self._wave(now)) * GIB), 60 * GIB),
+            memory=MemoryGrowth(
+                dict.fromkeys(MEMORY_PARTS, 0.0), exhausted_in_seconds=None if self.rank else _SECONDS_OF_MEMORY
+            ),
+            step_change_ratio=1.0,
             attempt=None if self.rank else AttemptView(2, 0, dict.fromkeys(_LOST, 100.0)),
         )
 

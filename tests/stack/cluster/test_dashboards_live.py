@@ -14,6 +14,7 @@ STORES = ["prometheus", "victoriametrics"]
 EMPTY = {
     "run / annotation / Ended": "no run has ended yet",
     "run / annotation / Hangs": "no job hangs",
+    "run / annotation / Changes": "no run becomes slower for good",
     "fleet / GPU-hours lost to restarts / A": "no run is restarted, and the start took less than 18 s",
     "run / GPU-hours lost to restarts / A": "the same",
     "run / Ranks that are waited for / B": "no job hangs",
@@ -26,6 +27,7 @@ EMPTY = {
 RECORDED_ONLY = {
     r"training_(gpu|cuda)_|dcgm_": "there is no GPU: the run that was recorded on one has them, or the fake driver",
     r"training_cgroup_": "a machine may set no limit",
+    r"training_memory_": "these runs are too short to tell whether their memory grows",
     r"collector_up": "no collector fails here",
     r"telemetry_errors_total": "nothing fails here",
 }
