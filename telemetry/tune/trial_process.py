@@ -160,6 +160,7 @@ class _Memory:
         self._room = room
         self._due = time.monotonic() + _MEMORY_SECONDS / 2
         self._before: int | None = None
+        self._grown = 0
         self.most = self._newest = 0
         self.sizes: dict[int, int] = {}
 
@@ -171,8 +172,9 @@ class _Memory:
             self._due = now + _MEMORY_SECONDS
         room = self._room.now(self._newest)
         before, self._before = self._before, room.left
-        grown = 0 if before is None else before - room.left
-        if room.left < _RESERVE * room.limit or _AHEAD_READINGS * grown > room.left:
+        last, self._grown = self._grown, 0 if before is None else before - room.left
+        lasting = min(last, self._grown)  # loading torch fills 100 MB within one reading, and then stops
+        if room.left < _RESERVE * room.limit or _AHEAD_READINGS * lasting > room.left:
             return f"{MEMORY_SHORT}: {room.left >> 20} of {room.limit >> 20} MiB were left"
         return ""
 
