@@ -15,6 +15,7 @@ from telemetry.core.trial_records import TrialPlan
 from telemetry.tune.memory_room import Room
 from telemetry.tune.settings_grid import GridError, settings_grid
 from telemetry.tune.settings_limits import Limits
+from telemetry.tune.trial_process import TrialMemory
 from telemetry.tune.trial_result import Settings, Trial
 
 NAMES = {"num_workers", "prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout", "pin_memory"}
@@ -172,7 +173,7 @@ def trial(memory, worker, batch=0, workers=1):
     ("workers", "words"), [(1, ""), (4, ""), (6, "6 workers would need"), (9, "more than 2 cores can hold")]
 )
 def test_no_more_workers_than_memory_and_cores_hold(workers, words):
-    limits = Limits(Room(1 << 30, 1 << 30, "cgroup"), None, cores=2, ranks=1)
+    limits = Limits(Room(1 << 30, 1 << 30), None, cores=2, ranks=1)
     known = trial(memory=200 << 20, worker=100 << 20)
     found = limits.against(Settings({"num_workers": workers}), known, [known])
     assert words in found
@@ -180,7 +181,7 @@ def test_no_more_workers_than_memory_and_cores_hold(workers, words):
 
 
 def test_batches_must_fit_into_shared_memory():
-    limits = Limits(Room(1 << 40, 1 << 40, "machine"), 64 << 20, cores=4, ranks=1)
+    limits = Limits(Room(1 << 40, 1 << 40), 64 << 20, cores=4, ranks=1)
     known = trial(memory=200 << 20, worker=100 << 20, batch=10 << 20)
     assert limits.against(Settings({"num_workers": 2}), known, [known]) == ""
     assert "/dev/shm" in limits.against(Settings({"num_workers": 2, "prefetch_factor": 4}), known, [known])
@@ -198,3 +199,29 @@ def test_a_grid_has_each_combination_once():
         settings_grid(["num_workers=0", "num_workers=2"])
     with pytest.raises(GridError, match="at most"):
         settings_grid([f"num_workers={','.join(map(str, range(40)))}", "prefetch_factor=1,2,3,4,5,6"])
+
+
+class Readings:
+    """A limit of 1000 bytes, and what is left of it at each reading."""
+
+    def __init__(self, *left):
+        self._left = iter(left)
+
+    def now(self, used):
+        del used
+        return Room(1000, next(self._left))
+
+
+@pytest.mark.parametrize(
+    ("left", "short"),
+    [
+        ([700, 500, 300, 100], True),
+        ([700, 300, 300, 290], False),
+        ([700, 690, 680, 79], True),
+        ([700, 690, 680, 670], False),
+    ],
+    ids=["lasting growth", "one burst, as loading torch is", "hardly anything left", "slow growth"],
+)
+def test_when_a_trial_must_end_for_memory(left, short):
+    memory = TrialMemory("no such plan", Readings(*left))
+    assert any([memory.short() for _ in left]) == short

@@ -100,7 +100,7 @@ def run_trial(launch: Launch, plan: TrialPlan, room: MemoryRoom, tell: Callable[
     folder = Path(plan.folder)
     path = plan.write()
     began = time.monotonic()
-    watched = _Memory(str(path), room)
+    watched = TrialMemory(str(path), room)
     try:
         with (folder / "output.txt").open("wb") as output:
             process = subprocess.Popen(
@@ -131,7 +131,7 @@ def run_trial(launch: Launch, plan: TrialPlan, room: MemoryRoom, tell: Callable[
 
 
 def _wait(
-    process: subprocess.Popen[bytes], plan: TrialPlan, memory: _Memory, ranks: int, tell: Callable[[], None]
+    process: subprocess.Popen[bytes], plan: TrialPlan, memory: TrialMemory, ranks: int, tell: Callable[[], None]
 ) -> str:
     """Wait for the end. Returns why it was brought about from here; empty if it was not."""
     until = time.monotonic() + plan.start_seconds + plan.most_seconds + _PATIENCE_SECONDS
@@ -148,8 +148,12 @@ def _wait(
     return ""
 
 
-class _Memory:
+class TrialMemory:
     """The memory of a trial.
+
+    Args:
+        token: the path of the plan, which its processes have in their environment.
+        room: tells what is left.
 
     Attributes:
         most: of all processes together, the most seen. ``sizes``: of each at that time, by pid.
