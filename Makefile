@@ -89,6 +89,7 @@ docs-reference: $(READY)
 	$(BIN)/python docs/tools/generate_metrics.py
 	$(BIN)/python docs/tools/generate_settings.py
 	$(BIN)/python docs/tools/generate_examples.py
+	$(BIN)/python docs/tools/fill_benchmark_figures.py
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

@@ -1,9 +1,7 @@
 """The benchmarks' parts run and give what the report needs. Nothing here judges a time."""
 
 import json
-import re
 from array import array
-from pathlib import Path
 
 import pytest
 
@@ -132,56 +130,3 @@ def test_a_fetch_in_a_worker():
     answer = worker_fetch.measure(hot_rounds=2, cold_rounds=2)
     assert answer["fetches"] == 2 * 500 + 2 * 5
     assert [len(readings) for kind in ("hot", "cold") for readings in answer[kind].values()] == [2] * 4
-
-
-ROOT = Path(__file__).resolve().parents[1]
-HOT, COLD = "Per step on the training thread, hot", "Per step on the training thread, cold"
-FETCH, SCRAPE = "Per fetch in a DataLoader worker", "A scrape of a node of 8 ranks"
-FLOOR = "floor adds: two stamps, stored in a list"
-PER_STEP = ((HOT, "telemetry adds"), (COLD, "telemetry adds"))
-PER_FETCH = (
-    (FETCH, "hot, nothing else is done: telemetry"),
-    (FETCH, "cold, after a convolution of an image: telemetry"),
-)
-SCRAPED = ((SCRAPE, "GET /metrics"), (SCRAPE, "GET /metrics, 99th percentile"))
-THREADS = (("The agent's own threads", "CPU at 1 Hz"),)
-AT_THE_START = (("Memory", "added to torch at the start, RSS"),)
-GROWTH = (("Memory", "growth over 1,000,000 steps"),)
-WORST_STEP = ((SCRAPE, "step longer by, worst of a segment"), (SCRAPE, "steps met by a scrape longer by, median"))
-
-
-@pytest.mark.parametrize(
-    ("document", "row", "figures"),
-    [
-        ("docs/overhead.md", "the floor: two stamps and a store", ((HOT, FLOOR), (COLD, FLOOR))),
-        ("docs/overhead.md", "**telemetry**, everything on", PER_STEP),
-        ("docs/overhead.md", "prometheus_client: a counter", ((HOT, "prometheus_client"), (COLD, "prometheus_client"))),
-        ("docs/overhead.md", "TraceML 0.5.0 |", ((HOT, "TraceML 0.5.0 adds"), (COLD, "TraceML 0.5.0 adds"))),
-        ("docs/overhead.md", "the agent's threads", THREADS),
-        ("docs/overhead.md", "per fetch in a DataLoader worker", PER_FETCH),
-        ("docs/overhead.md", "resident memory over torch itself", AT_THE_START),
-        ("docs/overhead.md", "growth over a million steps", GROWTH),
-        ("docs/overhead.md", "`GET /metrics` of a node with 8 ranks", SCRAPED),
-        ("docs/overhead.md", "the worst step, with five scrapes a second", WORST_STEP),
-        ("docs/production.md", "per step on the training thread", PER_STEP),
-        ("docs/production.md", "the agent's threads", THREADS),
-        ("docs/production.md", "per fetch in a DataLoader worker", PER_FETCH),
-        ("docs/production.md", "resident memory, at the start", AT_THE_START),
-        ("docs/production.md", "a scrape of a node with 8 ranks", SCRAPED),
-    ],
-)
-def test_the_documents_say_what_was_measured(document, row, figures):
-    """Every figure of a table is that of the published results, rounded, and so is the spread that stands behind it."""
-    (named,) = re.findall(
-        r"benchmarks/results/(overhead-[\w-]+)\.md", (ROOT / "docs" / "overhead.md").read_text("utf-8")
-    )
-    results = json.loads((ROOT / "benchmarks" / "results" / f"{named}.json").read_text("utf-8"))["rows"]
-    (line,) = [s for s in (ROOT / document).read_text("utf-8").splitlines() if s.startswith(f"| {row}")]
-    number = r"-?\d+(?:\.\d+)?"
-    said = re.findall(rf"(?<![\w.])({number})(?= (?:µs|ms|MiB|%))(?:[^(\d]*\(({number}) – ({number})\))?", line)
-    assert len(said) == len(figures)
-    for texts, (section, name) in zip(said, figures, strict=True):
-        measured = next(r for r in results if r["section"].startswith(section) and r["name"].startswith(name))
-        for text, statistic in zip(texts, ("median", "p10", "p90"), strict=True):
-            decimals = len(text.partition(".")[2])
-            assert not text or float(text) == round(measured[statistic], decimals), (name, statistic)

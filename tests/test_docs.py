@@ -68,16 +68,40 @@ def test_the_files_that_a_page_names_exist(page):
     assert missing == []
 
 
+def load_tool(name):
+    spec = importlib.util.spec_from_file_location(name, DOCS / "tools" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 # -- what the code says ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tool", ["generate_settings", "generate_examples"])
 def test_what_is_generated_is_up_to_date(tool):
     """Run ``make docs-reference`` where this fails."""
-    spec = importlib.util.spec_from_file_location(tool, DOCS / "tools" / f"{tool}.py")
-    generator = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(generator)
+    generator = load_tool(tool)
     assert text_of(generator.PAGE) == generator.page()
+
+
+@pytest.mark.parametrize("document", ["docs/overhead.md", "docs/production.md"])
+def test_tables_of_costs_say_what_was_measured(document):
+    """Every figure is that of the published results, rounded once, and so is the spread that stands behind it."""
+    text = text_of(ROOT / document)
+    assert load_tool("fill_benchmark_figures").filled(document, text) == text, "run `make docs-reference`"
+
+
+def test_another_figure_in_a_table_is_put_right():
+    text = text_of(DOCS / "production.md")
+    wrong = re.sub(r"(resident memory, at the start \| )\d+", r"\g<1>470", text)
+    assert wrong != text
+    assert load_tool("fill_benchmark_figures").filled("docs/production.md", wrong) == text
+
+
+def test_a_table_of_costs_without_its_row_is_refused():
+    with pytest.raises(ValueError, match="0 rows start with"):
+        load_tool("fill_benchmark_figures").filled("docs/production.md", "| something else | 1 ms |\n")
 
 
 def test_every_threshold_of_the_causes_is_documented():
