@@ -30,6 +30,9 @@ OWNERS = {
         "doctor/gpu_checks.py",
         "snapshot/session.py",
     },  # else attach/ works on the modules that the script has imported
+    "tensorboard": {"publish/sinks/tensorboard_sink.py"},
+    "wandb": set(),  # the sinks use the modules that the script has imported
+    "mlflow": set(),
     "PIL": {"demo/pictures.py", "demo/train.py", "demo/command.py"},
     "orjson": {
         "compare/command.py",
