@@ -142,7 +142,7 @@ STATE_FIGURES: Final = (
     ),
     *(
         StateFigure(
-            f"telemetry_overhead_{thread}_seconds_total",
+            f"overhead_{thread}_seconds_total",
             "seconds",
             f"Time that the agent has cost so far, thread `{thread}`.",
             NEVER,
