@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 import tempfile
 
 os.environ["HF_HUB_OFFLINE"] = "1"
