@@ -171,7 +171,7 @@ def metrics() -> dict[str, float]:
 
     Returns:
         The figures by name, with units in the names (docs/integrations.md has all of them); ratios are 0..1. They are
-        as of the agent's newest tick, rates and percentiles over the newest window of the log. What was not measured is
+        some seconds old; rates and percentiles are over the newest window of the log. What was not measured is
         not in it. Empty while no agent runs, and in a DataLoader worker.
     """
     agent = _running()
