@@ -9,11 +9,13 @@ from __future__ import annotations
 import functools
 import json
 import random
+import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from benchmarks import child
+from benchmarks import child, machine, report
 from benchmarks.effort import FULL, Effort, Pool
 from benchmarks.report import AT_MOST, Row, Target
 from benchmarks.spread import paired, spread
@@ -22,6 +24,7 @@ from benchmarks.tool_environment import ToolEnvironment, ToolError
 if TYPE_CHECKING:
     from benchmarks.spread import Spread
 
+_RESULTS: Final = Path(__file__).resolve().parent / "results"
 ALL: Final = "tensorboard,wandb,mlflow"
 _SECTION: Final = "The sinks: TensorBoard, W&B and MLflow, every 10 s"
 _SLICE_SECONDS: Final = 10.0
@@ -108,11 +111,17 @@ def _step(pool: Pool) -> Spread | None:
     return spread([answer["training_us"] for answer in pool.answers]) if pool.answers else None
 
 
-if __name__ == "__main__":
-    import sys
+def main() -> None:
+    """Measure, print, and write the results."""
+    about, began = machine.describe(), time.monotonic()
+    rows = sinks(FULL)
+    about["effort"] = f"{time.monotonic() - began:.0f} s"
+    print(report.text(about, rows))
+    report.write(_RESULTS, machine.slug(about), about, rows, name="sinks", title="What the sinks cost")
 
+
+if __name__ == "__main__":
     if len(sys.argv) > 1:
         child.answer(measure)
     else:
-        for row in sinks(FULL):
-            print(row.name, row.figure, row.unit, row.note)
+        main()
