@@ -307,6 +307,7 @@ def test_a_rank_whose_backward_pass_is_on_a_core_is_seen_at_work(observed):
     [
         pytest.param(RankPace(1, 10.0, 100, 1.0, 9.0, 0.0), id="it is a peer"),
         pytest.param(RankPace(1, 10.0, 100, 9.9, 0.0, 0.0, cause="straggler"), id="a peer waits for this rank"),
+        pytest.param(RankPace(1, 10.0, 100, 8.5, 1.5, 0.0), id="it costs too little for a stall"),
     ],
 )
 def test_while_one_rank_is_slow_all_are_looked_at_more_closely(run, slow):

@@ -120,7 +120,8 @@ class StallMonitor:
         else:
             self._take(tick)
         stall = self._detector.stall
-        self._one_is_slow = "straggler" in {stall and stall.cause, *(peer.cause for peer in peers)}
+        waits = "straggler" in {stall and stall.cause, *(peer.cause for peer in peers)}
+        self._one_is_slow = waits or self._detector.may_have_straggler
 
     @property
     def waits_to_time(self) -> int:
@@ -136,7 +137,9 @@ class StallMonitor:
     def sample_seconds(self) -> float:
         """Mean time between two samples of the training thread, in seconds.
 
-        It is shorter while this rank waits for a slow rank, or a peer does: the slow rank is sampled as often.
+        It is shorter while this rank waits for a slow rank, or a peer does: the slow rank is sampled as often. It is
+        also shorter before that, if this rank seems to wait: with ten samples a second over 10 s, a rank that was 12 %
+        slower seemed to cost 23 %.
         """
         return _CLOSE_SAMPLE_SECONDS if self._one_is_slow else _SAMPLE_SECONDS
 
