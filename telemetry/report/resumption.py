@@ -145,7 +145,8 @@ def _drawn(steps: int, position: float, earlier: Sequence[Course]) -> int:
     The second optimizer step tells what was replay. Before it, the steps of earlier attempts tell.
 
     Args:
-        steps: of the loop. ``position``: steps of each optimizer.
+        steps: of the loop.
+        position: steps of each optimizer.
         earlier: earlier attempts.
     """
     stepped = [course.per_position for course in earlier if course.axis == 0 and course.end > course.resumed]
