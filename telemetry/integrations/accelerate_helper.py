@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 from telemetry.api import phase
-from telemetry.integrations.marked_phase import prefixed
+from telemetry.integrations.marked_phase import prefixed, tell_tokens
 
 
 class AccelerateTelemetry:
@@ -35,8 +35,14 @@ class AccelerateTelemetry:
         self._accelerator = accelerator
         self._every = every_steps
 
-    def log(self, step: int) -> None:
-        """Log the figures if it is time. ``step``: the step, as the script counts it for its own figures."""
+    def log(self, step: int, *, tokens: int = 0) -> None:
+        """Log the figures if it is time. Call it once a step.
+
+        Args:
+            step: the step, as the script counts it for its own figures.
+            tokens: tokens that this rank has trained on in this step; 0 if they are not counted.
+        """
+        tell_tokens(tokens)
         if step % self._every == 0:
             figures = prefixed()
             if figures:

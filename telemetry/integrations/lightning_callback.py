@@ -11,9 +11,9 @@ works without it.
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from telemetry.integrations.marked_phase import MarkedPhase, prefixed
+from telemetry.integrations.marked_phase import MarkedPhase, prefixed, tell_tokens
 
 if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
     from pytorch_lightning import Callback
@@ -24,12 +24,31 @@ else:
         from pytorch_lightning import Callback
 
 
-class TelemetryLightningCallback(Callback):  # type: ignore[misc,unused-ignore]
-    """Without an agent it does nothing. Checkpoints need no mark: the agent times what Lightning saves with."""
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
-    def __init__(self) -> None:
+
+class TelemetryLightningCallback(Callback):  # type: ignore[misc,unused-ignore]
+    """Without an agent it does nothing. Checkpoints need no mark: the agent times what Lightning saves with.
+
+    Args:
+        tokens: returns the number of tokens of a batch. Not called if it is None; tokens are then not counted.
+    """
+
+    def __init__(self, *, tokens: Callable[[Any], int] | None = None) -> None:
         self._phase = MarkedPhase()
         self._logged = 0
+        self._tokens = tokens
+
+    def on_train_batch_start(  # noqa: D102
+        self,
+        trainer: Any,  # noqa: ARG002
+        pl_module: Any,  # noqa: ARG002
+        batch: Any,
+        batch_idx: int,  # noqa: ARG002
+    ) -> None:
+        if self._tokens is not None:
+            tell_tokens(self._tokens(batch))
 
     def on_train_batch_end(  # noqa: D102
         self,

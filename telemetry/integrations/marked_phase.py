@@ -1,13 +1,14 @@
-"""A phase that begins in one hook of a framework and ends in another."""
+"""What the callbacks share: a phase that begins in one hook and ends in another, figures, tokens."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from telemetry import api
 from telemetry.api import metrics, phase
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 
 class MarkedPhase:
@@ -32,3 +33,10 @@ class MarkedPhase:
 def prefixed(prefix: str = "telemetry/") -> Mapping[str, float]:
     """The newest figures with a prefix, which sets them apart from the script's own. Empty without an agent."""
     return {f"{prefix}{name}": value for name, value in metrics().items()}
+
+
+def tell_tokens(number: int) -> None:
+    """Tell the agent how many tokens this rank trains on, where this version counts them."""
+    tokens: Callable[[int], None] | None = getattr(api, "tokens", None)
+    if tokens is not None and number > 0:
+        tokens(number)

@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers.trainer_callback import DefaultFlowCallback, TrainerCallback
 
-from telemetry.integrations.marked_phase import MarkedPhase, prefixed
+from telemetry.integrations.marked_phase import MarkedPhase, prefixed, tell_tokens
 
 
 class TelemetryTrainerCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
@@ -28,6 +28,7 @@ class TelemetryTrainerCallback(TrainerCallback):  # type: ignore[misc,unused-ign
     def __init__(self) -> None:
         self._phase = MarkedPhase()
         self._log_due = False
+        self._tokens_told = 0
 
     @classmethod
     def add_to(cls, trainer: Any) -> TelemetryTrainerCallback:
@@ -39,6 +40,9 @@ class TelemetryTrainerCallback(TrainerCallback):  # type: ignore[misc,unused-ign
         callbacks.insert(flow[0] + 1 if flow else 0, callback)
         return callback
 
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002, D102
+        self._tokens_told = state.num_input_tokens_seen  # of the attempts before this one
+
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002, D102
         self._phase.end()
 
@@ -48,6 +52,10 @@ class TelemetryTrainerCallback(TrainerCallback):  # type: ignore[misc,unused-ign
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """What comes next is, in this order: a log, an evaluation, a checkpoint. Trainer tells only of their ends."""
         self._log_due = bool(control.should_log)
+        # Trainer counts those of all ranks, where `include_num_input_tokens_seen` is set. The rest comes next time.
+        share = max(0, state.num_input_tokens_seen - self._tokens_told) // max(1, args.world_size)
+        self._tokens_told += share * max(1, args.world_size)
+        tell_tokens(share)
         if control.should_evaluate:
             self._phase.begin("evaluation")
         elif control.should_save:
