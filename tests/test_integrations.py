@@ -8,6 +8,7 @@ import pytest
 
 import telemetry
 from telemetry import api
+from telemetry.integrations import marked_phase
 from telemetry.integrations.accelerate_helper import AccelerateTelemetry
 from telemetry.integrations.marked_phase import MarkedPhase, prefixed
 
@@ -78,12 +79,26 @@ def test_tokens_are_told_once_a_step(monkeypatch):
     assert told == [10, 20]
 
 
-def test_a_phase_ends_when_the_next_begins(run_dir):
+def test_a_phase_ends_when_the_next_begins(monkeypatch):
+    seen: list = []
+
+    class Recorded:
+        def __init__(self, name):
+            self.name = name
+
+        def __enter__(self):
+            seen.append(f"{self.name} begins")
+
+        def __exit__(self, *error):
+            seen.append(f"{self.name} ends")
+
+    monkeypatch.setattr(marked_phase, "phase", Recorded)
     phase = MarkedPhase()
     phase.begin("evaluation")
     phase.begin("checkpoint")
     phase.end()
-    assert phases(run_dir) == ["evaluation", "checkpoint"]
+    phase.end()
+    assert seen == ["evaluation begins", "evaluation ends", "checkpoint begins", "checkpoint ends"]
 
 
 def test_save_state_is_one_checkpoint(run_dir):

@@ -16,8 +16,10 @@ from pathlib import Path
 import pytest
 
 import telemetry
+from telemetry.agent.figure_output import FigureOutput
 from telemetry.config import Config
 from telemetry.core.clock import NS
+from telemetry.core.errors import ErrorLog
 from telemetry.core.sink_item import SinkItem
 from telemetry.publish.sinks import make_sinks, sink_thread
 from telemetry.publish.sinks.mlflow_sink import MlflowSink
@@ -307,6 +309,19 @@ def test_without_sinks_nothing_of_them_is_loaded(tmp_path):
         [sys.executable, "-c", LOADED, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=120
     )
     assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_trial_of_tune_has_no_sinks(tmp_path, monkeypatch):
+    config = Config.load({"sinks": "wandb"}, {})
+    monkeypatch.setitem(sys.modules, "wandb", types.ModuleType("wandb"))
+    said = []
+    for trial in (False, True):
+        if trial:
+            monkeypatch.setenv("TELEMETRY_TUNE_TRIAL", "plan.json")
+        output = FigureOutput(config, None, ErrorLog(), None, None)
+        output.start(tmp_path)
+        said.append(output.said)
+    assert said == [", figures to wandb", ""]
 
 
 FAKE = """

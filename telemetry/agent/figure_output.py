@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any, Final
 
+from telemetry.config import TRIAL_VARIABLE
 from telemetry.core.clock import now_ns
 from telemetry.core.sink_item import SinkItem
 from telemetry.publish.figures import figures
@@ -53,8 +55,11 @@ class FigureOutput:
         self.said = ""
 
     def start(self, run_dir: Path) -> None:
-        """Make the sinks, and import what they need. Called on the training thread, before the agent thread starts."""
-        if not self._config.sinks:
+        """Make the sinks, and import what they need. Called on the training thread, before the agent thread starts.
+
+        A trial of ``telemetry tune`` has none: its figures are not those of a run.
+        """
+        if not self._config.sinks or TRIAL_VARIABLE in os.environ:
             return
         with self._errors.contained(_SOURCE):
             # Imported here, because a run without sinks does not need it.
