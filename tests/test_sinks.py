@@ -20,6 +20,7 @@ from telemetry.agent.figure_output import FigureOutput
 from telemetry.config import Config
 from telemetry.core.clock import NS
 from telemetry.core.errors import ErrorLog
+from telemetry.core.identity import identify
 from telemetry.core.sink_item import SinkItem
 from telemetry.publish.sinks import make_sinks, sink_thread
 from telemetry.publish.sinks.mlflow_sink import MlflowSink
@@ -318,10 +319,25 @@ def test_trial_of_tune_has_no_sinks(tmp_path, monkeypatch):
     for trial in (False, True):
         if trial:
             monkeypatch.setenv("TELEMETRY_TUNE_TRIAL", "plan.json")
-        output = FigureOutput(config, None, ErrorLog(), None, None)
+        output = FigureOutput(config, None, ErrorLog(), None, lambda: identify("run", None, {}))
         output.start(tmp_path)
         said.append(output.said)
     assert said == [", figures to wandb", ""]
+
+
+def test_rank_that_does_not_write_loads_nothing(tmp_path):
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "TELEMETRY_SINKS": "tensorboard",
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", LOADED, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.strip() == "[]", done.stderr
+    assert "tensorboard" not in done.stderr
 
 
 FAKE = """

@@ -57,9 +57,11 @@ class FigureOutput:
     def start(self, run_dir: Path) -> None:
         """Make the sinks, and import what they need. Called on the training thread, before the agent thread starts.
 
-        A trial of ``telemetry tune`` has none: its figures are not those of a run.
+        A rank that does not write has none. Neither has a trial of ``telemetry tune``: its figures are not a run's.
         """
-        if not self._config.sinks or TRIAL_VARIABLE in os.environ:
+        identity = self._identity()
+        others = identity.rank > 0 and identity.rank_given and self._config.sink_ranks != "all"
+        if not self._config.sinks or others or TRIAL_VARIABLE in os.environ:
             return
         with self._errors.contained(_SOURCE):
             # Imported here, because a run without sinks does not need it.

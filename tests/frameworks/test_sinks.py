@@ -143,7 +143,7 @@ def test_wandb_rows_have_the_figures(done):
         assert row["telemetry/steps_total"] == row["telemetry/step"] <= row["_step"] + EVERY, (
             "with the row of the script that follows"
         )
-    assert with_figures[-1]["telemetry/steps_per_second"] > 0
+    assert any(row["telemetry/steps_per_second"] > 0 for row in with_figures)
 
 
 def test_mlflow_has_every_window_in_the_scripts_run(done):
