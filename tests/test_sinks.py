@@ -113,17 +113,18 @@ def test_items_arrive_in_their_order(started):
 
 
 def test_failed_items_are_written_after_a_pause_that_doubles(started):
-    sink, clock = Recorder(OSError("no route")), Clock()
-    thread = started(sink, clock=clock)
+    sink, other, clock = Recorder(OSError("no route")), Recorder(), Clock()
+    thread = started(sink, other, clock=clock)
     pause = sink_thread._FIRST_PAUSE_SECONDS
     for tries in range(1, 5):
         thread.offer(item(tries))
         wait_for(lambda: sink.tries == tries)
         assert news_of(thread) == [("recorder: OSError: no route", 1)]
         clock.ns += int((pause - 0.1) * NS)
-        thread.offer(item(10 * tries))  # wakes the thread: it is too early
+        thread.offer(item(10 * tries))  # wakes the thread, which writes into the sinks in their order
+        wait_for(lambda: 10 * tries in other.written)
         assert not thread.take_news()
-        assert sink.tries == tries
+        assert sink.tries == tries, "it is too early"
         clock.ns += int(0.2 * NS)
         pause *= 2
     sink.error = None
