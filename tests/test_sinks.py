@@ -36,6 +36,7 @@ class Recorder:
     """A sink that keeps what it is given. ``error``: raised instead."""
 
     name = "recorder"
+    gather_seconds = 0.0
 
     def __init__(self, error: BaseException | None = None) -> None:
         self.error = error
@@ -132,6 +133,20 @@ def test_failed_items_are_written_after_a_pause_that_doubles(started):
     wait_for(lambda: len(sink.written) == 9)
     assert sink.written == [1, 10, 2, 20, 3, 30, 4, 40, 5]
     assert news_of(thread) == [("recorder: works again", 0)]
+
+
+def test_items_are_gathered_and_written_together(started):
+    sink, other, clock = Recorder(), Recorder(), Clock()
+    sink.gather_seconds = 25.0
+    thread = started(sink, other, clock=clock)
+    for step in range(3):
+        thread.offer(item(step))
+        wait_for(lambda: step in other.written)
+        assert sink.tries == 0, "it is too early"
+        clock.ns += 10 * NS
+    thread.offer(item(3))
+    wait_for(lambda: sink.written == [0, 1, 2, 3])
+    assert sink.tries == 1
 
 
 def test_pause_has_a_longest(started):

@@ -15,9 +15,15 @@ class SinkWaits(Exception):  # noqa: N818 - no error: the sink has nothing to wr
 
 
 class Sink(Protocol):
-    """One library. All methods but `forget` are called on the thread of the sinks."""
+    """One library. All methods but `forget` are called on the thread of the sinks.
+
+    Attributes:
+        name: its name, as in the setting ``sinks``.
+        gather_seconds: for how long items are gathered before they are written together; 0 for not at all.
+    """
 
     name: str
+    gather_seconds: float
 
     def write(self, items: Sequence[SinkItem]) -> None:
         """Write some items, oldest first. If it raises, all of them are written again later.

@@ -71,6 +71,8 @@ class SinkThread:
         """
         with self._changed:
             for queue in self._queues:
+                if not queue.items and not queue.pause_seconds:
+                    queue.due_ns = self._now() + int(queue.sink.gather_seconds * NS)
                 queue.items.append(item)
                 self._drop_oldest(queue)
             self._changed.notify()

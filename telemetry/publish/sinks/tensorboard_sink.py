@@ -35,6 +35,7 @@ class TensorBoardSink:
     """
 
     name = "tensorboard"
+    gather_seconds = 0.0
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

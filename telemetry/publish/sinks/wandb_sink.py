@@ -25,6 +25,7 @@ class WandbSink:
     """Writes into ``wandb.run``. Never imports wandb: without the script's import there is no run."""
 
     name = "wandb"
+    gather_seconds = 0.0
 
     def __init__(self) -> None:
         self._defined: str | None = None  # id of the run that knows our axis

@@ -19,6 +19,10 @@ EVERY = 7
 
 
 def main():
+    if telemetry.metrics():  # not without an agent
+        from telemetry.publish.sinks.mlflow_sink import MlflowSink
+
+        MlflowSink.gather_seconds = 0.3  # the run is shorter than the time for which rows are gathered
     folder = Path(sys.argv[1])
     mlflow.set_tracking_uri(f"sqlite:///{folder}/mlflow.db")
     run = wandb.init(mode="offline", dir=str(folder), project="sinks")
