@@ -50,9 +50,13 @@ class ReplayWatch:
         for step in () if self.settled else steps:
             wait, compute = step.wait_seconds, max(0.0, step.seconds - step.wait_seconds)
             if not optimizer_steps:
-                sums = self._before.setdefault(int(compute * 1e9).bit_length(), [0, 0.0, 0.0])
-                for place, value in enumerate((1, wait, compute)):
-                    sums[place] += value
+                bits = int(compute * 1e9).bit_length()
+                if bits not in self._before:
+                    self._before[bits] = [0, 0.0, 0.0]
+                sums = self._before[bits]
+                sums[0] += 1
+                sums[1] += wait
+                sums[2] += compute
             elif len(self._after) < _MAX_STEPS:
                 self._after.append((wait, compute))
 
