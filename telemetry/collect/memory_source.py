@@ -37,7 +37,7 @@ _MAX_PROBED: Final = 2
 _MAX_PROBE_RATIO: Final = 0.0005
 """Share of a core for reading `smaps_rollup`: the time from one to the next follows from what the last one took."""
 
-_MIN_PROBE_SECONDS: Final = 10.0
+_MIN_PROBE_SECONDS: Final = 30.0
 """Also between two of small workers, which the ratio would allow more often than their trend needs. A worker that was
 never probed is waited for less long."""
 

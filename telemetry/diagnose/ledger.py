@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
+from telemetry.core.clock import NS
 from telemetry.core.labels import CATEGORIES, CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, STARTUP
 from telemetry.core.spans import DroppedSpans, PhaseSpan, Step
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-_NS: Final = 1e9
 _PHASES: Final = frozenset({EVALUATION, CHECKPOINT})
 
 _NEAR_BOUNDARY: Final = 8
@@ -111,7 +111,7 @@ class Ledger:
         for start, end, _, _ in spans:
             if start < at:
                 break
-            steps.append(Step((open_ns + start - at) / _NS, wait / _NS, checkpoint))
+            steps.append(Step((open_ns + start - at) / NS, wait / NS, checkpoint))
             open_ns = wait = end - start if end > start else 0
             waits.append(wait)
             at, checkpoint = start + wait, False
@@ -169,7 +169,7 @@ class Ledger:
             return 0.0
         booked = self._wait_ns + self._compute_ns
         running = self.at_ns - self._span_at_ns if self._span_category in {DATA_WAIT, COMPUTE} else 0
-        return (booked + max(0, running)) / _NS
+        return (booked + max(0, running)) / NS
 
     @property
     def at_epoch_boundary(self) -> bool:
@@ -188,12 +188,12 @@ class Ledger:
 
     def seconds(self) -> dict[str, float]:
         """Seconds by category. Their sum is `wall_seconds`."""
-        return {category: amount / _NS for category, amount in self.ns.items()}
+        return {category: amount / NS for category, amount in self.ns.items()}
 
     @property
     def wall_seconds(self) -> float:
         """Seconds booked since the start."""
-        return (self.at_ns - self.start_ns) / _NS
+        return (self.at_ns - self.start_ns) / NS
 
     def _book(self, stamp: int) -> None:
         """Book the time up to a stamp as the current category. Time before an earlier stamp is booked already."""
@@ -300,9 +300,9 @@ class Ledger:
         if category == self._span_category:
             return
         if self._phase_start_ns is not None:
-            seconds = max(0, stamp - self._phase_start_ns) / _NS
+            seconds = max(0, stamp - self._phase_start_ns) / NS
             name = self._span_category
-            loop = self.ns[DATA_WAIT] / _NS, self.ns[COMPUTE] / _NS
+            loop = self.ns[DATA_WAIT] / NS, self.ns[COMPUTE] / NS
             self._phases.append(PhaseSpan(name, name, self._phase_start_ns, seconds, loop))
         self._phase_start_ns = stamp if category in _PHASES else None
         self._checkpoint |= category == CHECKPOINT
@@ -311,7 +311,7 @@ class Ledger:
     def _close(self, stamp: int) -> None:
         self._open = False
         self.last_step_ns = stamp
-        self._steps.append(Step((self._wait_ns + self._compute_ns) / _NS, self._wait_ns / _NS, self._checkpoint))
+        self._steps.append(Step((self._wait_ns + self._compute_ns) / NS, self._wait_ns / NS, self._checkpoint))
 
 
 class _Epoch:
