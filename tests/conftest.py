@@ -23,69 +23,16 @@ from telemetry.diagnose.ledger import Ledger
 settings.register_profile("telemetry", deadline=None)
 settings.load_profile("telemetry")
 
-_STACK = "stack"
-_LONGEST = (
-    _STACK,
-    *(
-        f"tests/{name}.py"
-        for name in (
-            "faults/test_job_hangs",
-            "faults/test_space",
-            "faults/test_snapshot_endings",
-            "test_tune",
-            "test_demo",
-            "test_attach_workers",
-            "test_job_exchange",
-            "faults/test_blocked_agent",
-            "faults/test_snapshots",
-            "faults/test_attempts",
-            "faults/test_identity_processes",
-            "faults/test_exits",
-            "test_alerts",
-            "faults/test_leaks",
-            "test_trace_command",
-            "faults/test_not_stuck",
-            "test_trace_scanner",
-            "test_fleet_benchmark",
-            "faults/test_kineto_lines",
-            "faults/test_stuck_worker",
-            "loaders/test_unchanged_loaders",
-            "zoo/test_zoo",
-            "faults/test_agent_seams",
-            "test_report_damaged",
-            "faults/test_snapshot_exports",
-            "test_fork_devices",
-            "faults/test_unnoticed",
-            "faults/test_stopped_leader",
-            "test_compare",
-            "test_stall_properties",
-            "faults/test_oom_killer",
-            "faults/test_restart_campaign",
-        )
-    ),
-)
-"""Files of tests that take more than 15 s (``pytest --durations=0``), longest first; the others take less. A file that
-is not there any more does no harm."""
-
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Tests of one file run on one worker: they share fixtures. So do all with real servers, because of the ports.
-
-    Files that take long begin first. At the end one worker would otherwise run such a file while the others wait.
-    """
+    """Tests of one file run on one worker: they share fixtures. So do all with real servers, because of the ports."""
     from xdist.scheduler import LoadFileScheduling
 
     class Together(LoadFileScheduling):
         def _split_scope(self, nodeid):
             file = super()._split_scope(nodeid)
-            return _STACK if "/stack/" in file else file
-
-        def _assign_work_unit(self, node):
-            longest = next((scope for scope in _LONGEST if scope in self.workqueue), None)
-            if longest is not None:
-                self.workqueue.move_to_end(longest, last=False)
-            super()._assign_work_unit(node)
+            return "stack" if "/stack/" in file else file
 
     return Together(config, log)
 
