@@ -34,7 +34,7 @@ OWNERS = {
     "orjson": {
         "compare/command.py",
         "publish/jsonl.py",
-        "report/log_reader.py",
+        "report/log_lines.py",
         "report/command.py",
         "trace/json_scanner.py",
         "trace/command.py",
