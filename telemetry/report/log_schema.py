@@ -263,7 +263,7 @@ FIELDS: Final[Mapping[str, Mapping[str, Kind]]] = MappingProxyType(
             "power_watts": _number,
             "temperature_celsius": _number,
         },
-        "host": {"resident_memory_bytes": _number},
+        "host": {"process_resident_memory_bytes": _number},
         "change": {
             "at": _text,
             "first_step": _count,
