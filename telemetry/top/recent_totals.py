@@ -9,6 +9,7 @@ SECONDS: Final = 60.0
 
 _SUMS: Final = ("steps_total", "wall_seconds", "exposed_wait_total_seconds", "unseen_steps_total", "first_wait_seconds")
 _SUMS_BY_NAME: Final = ("ledger_total_seconds", "stall_lost_total_seconds")
+_KEPT: Final = (*_SUMS, *_SUMS_BY_NAME, "exposed_wait_absent")
 
 
 class RecentTotals:
@@ -27,9 +28,7 @@ class RecentTotals:
         """Newer totals: the fields of a window, or of an exposition in the same words."""
         if "wall_seconds" not in line or "ledger_total_seconds" not in line:
             return
-        totals: dict[str, Any] = {
-            name: line[name] for name in (*_SUMS, *_SUMS_BY_NAME, "exposed_wait_absent") if name in line
-        }
+        totals: dict[str, Any] = {name: line[name] for name in _KEPT if name in line}
         if self._kept and totals["wall_seconds"] < self._kept[-1]["wall_seconds"]:
             self._kept.clear()  # another process
             self._zero = False

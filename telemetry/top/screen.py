@@ -72,7 +72,7 @@ class Frame:
             height: its lines.
             now: Unix time.
         """
-        head = self._head(view, width, 2 if height < 30 else 4, now)
+        head = self._head(view, width, 3 if height < 30 else 5, now)
         foot = [self._foot(state, width)]
         room = max(0, height - len(head) - len(foot))
         body: list[ScreenLine]
@@ -136,7 +136,8 @@ class Frame:
         shown = shown_rows(state, view.rows)
         if not view.rows:
             return []
-        panel = stall_lines(view, self._chars, width, 4 if room < 26 else 8, now)
+        free = room - len(shown) - 2
+        panel = stall_lines(view, self._chars, width, min(max(3 if room < 26 else 8, free), 16), now)
         visible = max(1, room - len(panel) - 2)  # the headings and the legend
         if len(shown) < visible:
             visible = max(1, len(shown))

@@ -21,14 +21,13 @@ def stall_lines(view: JobView, chars: Charset, width: int, most: int, now: float
         return [(("no stall in what was read", "dim"),)]
     row, stall = found
     opened, closed = unix(str(stall["opened"])), unix(str(stall["closed"] or ""))
-    since = "" if opened is None else f", since {clock(opened)}"
     if stall["closed"] is None:
-        age = "" if opened is None else f" ({rough_duration(max(0.0, now - opened))})"
-        until, style = f"{age}, still open", "warn"
+        age = "" if opened is None else f" for {rough_duration(max(0.0, now - opened))} (since {clock(opened)})"
+        when, style = f"open{age}", "warn"
     else:
-        until, style = f", until {'then' if closed is None else clock(closed)}", "dim"
+        when, style = f"{_clock(opened)} to {_clock(closed)}", "dim"
     on = f" on {row.node}" if row.node and view.nodes > 1 else ""
-    head = f"newest stall: rank {row.rank}{on}: {stall['cause']}{since}{until}"
+    head = f"newest stall: rank {row.rank}{on}: {stall['cause']}, {when}"
     lines: list[ScreenLine] = [((chars.cell(head, width), style),)]
     for advice in advice_lines(stall["advice"]):
         room = most - len(lines)
@@ -39,3 +38,7 @@ def stall_lines(view: JobView, chars: Charset, width: int, most: int, now: float
     if isinstance(line, str) and len(lines) < most:
         lines += [((f"  {each}", ""),) for each in chars.wrapped(line, width - 2, most - len(lines))]
     return lines
+
+
+def _clock(unix_seconds: float | None) -> str:
+    return "-" if unix_seconds is None else clock(unix_seconds)
