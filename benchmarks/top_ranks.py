@@ -66,8 +66,8 @@ class SimulatedRanks:
 
     def _line(self, rank: int, event: str, at: float, **fields: Any) -> dict[str, Any]:
         node = f"node-{rank // RANKS_OF_A_NODE:03d}"
-        return {"time": iso_time(at), "event": event, "run": "large", "rank": rank,
-                "local_rank": rank % RANKS_OF_A_NODE, "node": node, "pid": 10_000 + rank, "tid": 1, "step": 1} | fields  # fmt: skip
+        line = {"time": iso_time(at), "event": event, "run": "large", "rank": rank}
+        return line | {"local_rank": rank % RANKS_OF_A_NODE, "node": node, "pid": 10_000 + rank, "tid": 1} | fields
 
     def _head(self, rank: int) -> dict[str, Any]:
         settings = {"interval_seconds": 1.0, "log_interval_seconds": WINDOW_SECONDS, "stall_enter_ratio": 0.2}

@@ -8,6 +8,7 @@ from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from telemetry.core.formatting import rough_duration
+from telemetry.core.labels import DATA_WAIT
 from telemetry.core.rank_ranges import named
 from telemetry.report.attempts import FAILED, FINISHED, KILLED, RUNNING
 from telemetry.report.log_reader import ProcessLog
@@ -101,13 +102,17 @@ def _who_ended(facts: Sequence[RankFacts], now: float) -> str:
 
 def recent_log(facts: RankFacts) -> ProcessLog:
     """A rank over the last minute, as the report takes it: only the stall that is open."""
-    log = facts.log
+    log, totals = facts.log, facts.recent or facts.totals
     gone = facts.how == KILLED
+    ledger = totals.get("ledger_total_seconds", {})
+    if not ledger.get(DATA_WAIT) and facts.totals.get("ledger_total_seconds", {}).get(DATA_WAIT):
+        # No wait in a minute of long steps. The report takes no wait at all as batches that it cannot see.
+        totals = totals | {"ledger_total_seconds": ledger | {DATA_WAIT: 1e-9}}
     return ProcessLog(
         log.rank,
         log.pid,
         log.head,
-        facts.recent or facts.totals,
+        totals,
         log.last_time,
         log.ended,
         stalls=[] if gone else open_lines(log),

@@ -84,13 +84,13 @@ class Painter:
             lines: from the top.
             size: columns and lines of the terminal.
         """
-        written = []
+        written = []  # erased before, not behind it: there the last column would be lost
         if size != self._size:
             written.append("\x1b[0m\x1b[2J")
             self._shown, self._size = [None] * len(lines), size
         for place, line in enumerate(lines):
             if place >= len(self._shown) or self._shown[place] != line:
-                written.append(f"\x1b[{place + 1};1H{self._ansi(line)}\x1b[0m\x1b[K")
+                written.append(f"\x1b[{place + 1};1H\x1b[K{self._ansi(line)}\x1b[0m")
         self._shown = list(lines)
         if written:
             self._write("".join(written))

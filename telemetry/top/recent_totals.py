@@ -7,6 +7,9 @@ from typing import Any, Final
 
 SECONDS: Final = 60.0
 
+_STEPS: Final = 3
+_LONGEST_SECONDS: Final = 600.0
+
 _SUMS: Final = ("steps_total", "wall_seconds", "exposed_wait_total_seconds", "unseen_steps_total", "first_wait_seconds")
 _SUMS_BY_NAME: Final = ("ledger_total_seconds", "stall_lost_total_seconds")
 _KEPT: Final = (*_SUMS, *_SUMS_BY_NAME, "exposed_wait_absent")
@@ -33,7 +36,7 @@ class RecentTotals:
             self._kept.clear()  # another process
             self._zero = False
         self._kept.append(totals)
-        while len(self._kept) > 2 and totals["wall_seconds"] - self._kept[1]["wall_seconds"] >= SECONDS:
+        while len(self._kept) > 2 and _is_enough(self._kept[1], totals):
             self._kept.popleft()
             self._zero = False
 
@@ -46,7 +49,7 @@ class RecentTotals:
         if not self._kept:
             return {}
         now, before = newest or self._kept[-1], self._kept[0]
-        if self._zero and now["wall_seconds"] <= SECONDS + before["wall_seconds"]:
+        if self._zero:
             return dict(now)
         if now["wall_seconds"] <= before["wall_seconds"]:
             return {}
@@ -66,6 +69,13 @@ class RecentTotals:
             return False
         last = difference(self._kept[-1], self._kept[-2])
         return any(last.get("stall_lost_total_seconds", {}).values()) or not last.get("steps_total")
+
+
+def _is_enough(before: dict[str, Any], now: dict[str, Any]) -> bool:
+    """Whether the time between two totals is a minute and has some steps. Of steps that take minutes, it is longer."""
+    seconds = now["wall_seconds"] - before["wall_seconds"]
+    steps = now.get("steps_total", 0) - before.get("steps_total", 0)
+    return seconds >= SECONDS and (steps >= _STEPS or seconds >= _LONGEST_SECONDS)
 
 
 def difference(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:

@@ -33,18 +33,19 @@ _HELP: Final = (
     "enter    open the rank under the cursor; again, or q, goes back",
     "s, S     the next or the last order of the ranks",
     "f        only ranks in trouble, or all",
-    "/        find: ranks with a text in their number, node, state or activity; esc: all",
+    "/        find ranks: a text in their number, node, state or activity; esc: all",
     "t        bars over the last minute, or over the whole run",
-    "n        request a snapshot of the rank under the cursor, or of all; it asks first",
+    "n        request a snapshot of this rank or of all; it asks first",
     "q        quit",
     "",
     "rank, node    a node is one machine",
-    "state         worst first: gone, failed, stuck, silent, the cause of a stall, no step yet, ok, finished",
+    "state         worst first: gone, failed, stuck, silent, the cause of a stall,",
+    "              no step yet, ok, finished",
     "now           the category of the ledger that the rank is in",
     "step/s        steps per second over the last minute",
-    "wait          exposed wait: share of the training loop of the last minute in which the GPU",
-    "              had nothing to run (without a GPU: the whole wait); - if it was not measured",
-    "gpu, mem      share of time in which the GPU ran something; used share of its memory",
+    "wait          exposed wait, as a share of the training loop of the last minute;",
+    "              - where it was not measured",
+    "gpu, mem      share of time in which the GPU ran something; memory in use",
     "bar           where the time went, the last minute or the whole run",
 )
 
@@ -173,8 +174,8 @@ class Frame:
         chosen += f", find {state.text}" if state.text else ""
         keys: list[tuple[str, str]] = []
         for key, does in _KEYS:
-            keys += [(key, "strong"), (f" {does}  ", "dim")]
-        return _cut((*keys, (chosen, "dim")), width, self._chars)
+            keys += [(key, "strong"), (f" {does} ", "dim")]
+        return _cut((*keys, (f" {chosen}", "dim")), width, self._chars)
 
 
 def _cut(line: Sequence[tuple[str, str]], width: int, chars: Charset) -> ScreenLine:

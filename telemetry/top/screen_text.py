@@ -56,7 +56,7 @@ class Charset:
 
     def cell(self, text: str, width: int) -> str:
         """A text of exactly this width; one that is longer ends in a dot or two."""
-        shown = self.safe(text)
+        shown, width = self.safe(text), max(0, width)
         if self.columns(shown) <= width:
             return self.fit(shown, width)
         return self.fit(shown, width - 2) + ".." if width > 3 else self.fit(shown, width)
@@ -67,6 +67,7 @@ class Charset:
 
     def wrapped(self, text: str, width: int, most: int) -> list[str]:
         """A text in lines, at most so many; the last one ends in dots if something is missing."""
+        width = max(1, width)
         lines: list[str] = []
         line = ""
         for word in self.safe(text).split(" "):
