@@ -37,7 +37,7 @@ def frame(shown, state=ScreenState(), width=80, height=24):
 
 RANKS = (row(0), row(1, wait_ratio=0.1), row(2, "gone", "gone for 3 min", node="n2"),
          row(3, "stalled", "gc_pause", wait_ratio=0.5, stalls=(STALL,)),
-         row(4, "stalled", "waits for rank 3", node="n2"), row(5, "finished"))  # fmt: skip
+         row(4, "waiting", "waits for rank 3", node="n2"), row(5, "finished"))  # fmt: skip
 
 
 @pytest.mark.parametrize("size", [(80, 24), (40, 10), (20, 5), (200, 60), (1, 1), (80, 2)])
@@ -111,7 +111,7 @@ def test_orders(sort, values, order):
 
 
 def test_the_filter_and_the_text():
-    assert [r.rank for r in arranged(RANKS, "rank", trouble_only=True)] == [2, 3, 4]
+    assert [r.rank for r in arranged(RANKS, "rank", trouble_only=True)] == [2, 3]
     assert [r.rank for r in arranged(RANKS, "rank", text="N2")] == [2, 4]
     assert [r.rank for r in arranged(RANKS, "rank", text="rank 3")] == [3, 4]
 
@@ -182,12 +182,12 @@ def test_waiting_for_a_run():
 
 
 def test_of_many_ranks_the_visible_are_drawn():
-    rows = tuple(row(rank, wait_ratio=rank / 2000) for rank in range(1000))
+    rows = tuple(row(rank, wait_ratio=rank / 1000) for rank in range(1000))
     text = text_of(frame(view(*rows)))
-    assert "\n> 999 n1" in text
+    assert "\n> 995 n1" in text
     assert "of 1000" in text
     last = pressed(ScreenState(), "end", rows=rows).state
-    assert "\n>   0 n1" in text_of(frame(view(*rows), last))
+    assert "\n>   5 n1" in text_of(frame(view(*rows), last))
 
 
 @pytest.mark.parametrize(

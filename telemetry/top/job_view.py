@@ -64,7 +64,8 @@ def job_view(facts: Sequence[RankFacts], now: float, notes: Sequence[str] = ()) 
     running = any(each.how == RUNNING for each in facts)
     hang = hang_of([each.log for each in facts]) if running else None
     suspects = {s["rank"]: str(s.get("doing") or "others wait") for s in hang["suspects"]} if hang else {}
-    rows = tuple(row_of(each, now, suspects) for each in facts)
+    waits = frozenset(rank for group in hang["waiting"] for rank in group["ranks"]) if hang else frozenset()
+    rows = tuple(row_of(each, now, suspects, waits) for each in facts)
     nodes = {row.node for row in rows}
     return JobView(
         verdict=verdict_now(facts, now),

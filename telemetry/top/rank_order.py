@@ -18,8 +18,8 @@ _SEVERITY: Final = {state: place for place, state in enumerate(STATES)}
 
 
 def _worst(row: RankRow) -> Any:
-    waits = row.finding.startswith("waits for")  # for a rank that is to blame
-    return _SEVERITY[row.state], waits, -(row.wait_ratio or 0.0), row.rank
+    # By whole percents, so that ranks which are alike do not change places all the time.
+    return _SEVERITY[row.state], -round(100 * (row.wait_ratio or 0.0)), row.rank
 
 
 def _slowest(row: RankRow) -> Any:

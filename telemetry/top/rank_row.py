@@ -19,10 +19,13 @@ GONE: Final = "gone"
 STUCK: Final = "stuck"
 SILENT: Final = "silent"
 STALLED: Final = "stalled"
+WAITING: Final = "waiting"
+"""For another rank, which is to blame."""
+
 STARTING: Final = "starting"
 OK: Final = "ok"
 
-STATES: Final = (GONE, FAILED, STUCK, SILENT, STALLED, STARTING, OK, FINISHED)
+STATES: Final = (GONE, FAILED, STUCK, SILENT, STALLED, WAITING, STARTING, OK, FINISHED)
 """The worst first."""
 
 SILENT_SECONDS: Final = 15.0
@@ -106,21 +109,24 @@ class RankRow:
 
     @property
     def in_trouble(self) -> bool:
-        """Whether a person should look at it."""
-        return STATES.index(self.state) < STATES.index(STARTING)
+        """Whether a person should look at it. A rank that waits for another one is all right."""
+        return STATES.index(self.state) < STATES.index(WAITING)
 
 
-def row_of(facts: RankFacts, now: float, suspects: dict[int, str] | None = None) -> RankRow:
+def row_of(
+    facts: RankFacts, now: float, suspects: dict[int, str] | None = None, waits: frozenset[int] = frozenset()
+) -> RankRow:
     """The row of a rank.
 
     Args:
         facts: of this rank.
         now: Unix time.
         suspects: while the job hangs, the ranks that the others wait for, and what each does.
+        waits: the ranks that wait for them.
     """
     log, live = facts.log, facts.live
     stalls = tuple(stalls_of(log)) if log.stalls else ()
-    state, since, finding = _state(facts, stalls, now, suspects or {})
+    state, since, finding = _state(facts, stalls, now, suspects or {}, waits)
     running = facts.how == RUNNING and state != SILENT
     startup = live.get("ledger_total_seconds", {}).get(STARTUP, 0.0)
     wall = live.get("wall_seconds", 0.0) - startup
@@ -158,7 +164,11 @@ def open_stall(stalls: tuple[dict[str, Any], ...]) -> dict[str, Any] | None:
 
 
 def _state(  # noqa: PLR0911, one return for each state
-    facts: RankFacts, stalls: tuple[dict[str, Any], ...], now: float, suspects: dict[int, str]
+    facts: RankFacts,
+    stalls: tuple[dict[str, Any], ...],
+    now: float,
+    suspects: dict[int, str],
+    waits: frozenset[int],
 ) -> tuple[str, float | None, str]:
     if facts.how == FINISHED:
         return FINISHED, facts.seen, "finished"
@@ -171,18 +181,24 @@ def _state(  # noqa: PLR0911, one return for each state
         since = None if facts.hang is None else now - facts.hang.seconds
         return STUCK, since, f"held up: {suspects[facts.log.rank]}"
     stall = open_stall(stalls)
+    if facts.log.rank in waits:
+        return WAITING, None if stall is None else unix(str(stall["opened"])), "waits for others"
     if stall is not None and "stuck_in" in stall["evidence"]:
         since = unix(str(stall["opened"]))
         return STUCK, since, f"stuck in {str(stall['evidence']['stuck_in']).replace('_', ' ')}"
     if facts.hang is not None and facts.hang.stuck and facts.hang.doing not in {LEFT, ENDED}:
-        where = facts.hang.doing.replace("_", " ")
-        return STUCK, now - facts.hang.seconds, "waits for others" if facts.hang.waits else f"stuck in {where}"
+        since = now - facts.hang.seconds
+        if facts.hang.waits:
+            return WAITING, since, "waits for others"
+        return STUCK, since, f"stuck in {facts.hang.doing.replace('_', ' ')}"
     if facts.silent_seconds > SILENT_SECONDS:
         return SILENT, facts.seen, f"silent for {rough_duration(facts.silent_seconds)}"
     if stall is not None:
         slow = stall["evidence"].get("straggler_rank")
-        waits = stall["cause"] == "straggler" and isinstance(slow, int)
-        return STALLED, unix(str(stall["opened"])), f"waits for rank {slow}" if waits else str(stall["cause"])
+        opened = unix(str(stall["opened"]))
+        if stall["cause"] == "straggler" and isinstance(slow, int):
+            return WAITING, opened, f"waits for rank {slow}"
+        return STALLED, opened, str(stall["cause"])
     if not facts.totals.get("steps_total"):
         return STARTING, unix(facts.log.started), "no step yet"
     return OK, None, "ok"

@@ -41,7 +41,7 @@ _MAX_FINDINGS: Final = 40
 
 
 @dataclass(slots=True)
-class _Followed:
+class _FollowedLog:
     """One log that is followed. ``began``: whether anything of it was read."""
 
     tail: LogTail
@@ -82,7 +82,7 @@ class RunFolder:
     ) -> None:
         self._path = path
         self._clock, self._monotonic = clock, monotonic
-        self._files: dict[str, _Followed] = {}
+        self._files: dict[str, _FollowedLog] = {}
         self._logs = ProcessLogs()
         self._extras: dict[int, _Extras] = {}
         self._next_list = 0.0
@@ -132,9 +132,9 @@ class RunFolder:
             for written, name, pid in sorted(files):
                 if name not in self._files and newest - written <= _SAME_TIME_SECONDS:
                     lines = self._logs.of_file(rank, pid)
-                    self._files[name] = _Followed(LogTail(self._path / "logs" / name), lines)
+                    self._files[name] = _FollowedLog(LogTail(self._path / "logs" / name), lines)
 
-    def _read(self, followed: _Followed, here: float) -> None:
+    def _read(self, followed: _FollowedLog, here: float) -> None:
         raw = followed.tail.read()
         if not raw:
             return
@@ -155,7 +155,7 @@ class RunFolder:
         for kept in (log.stalls, log.hangs, log.changes, log.slow_steps, log.snapshots, log.errors):
             del kept[:-_MAX_FINDINGS]
 
-    def _take(self, raw: bytes, followed: _Followed) -> None:
+    def _take(self, raw: bytes, followed: _FollowedLog) -> None:
         found = parsed(raw)
         if found is None:
             return

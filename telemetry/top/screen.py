@@ -40,7 +40,7 @@ _HELP: Final = (
     "",
     "rank, node    a node is one machine",
     "state         worst first: gone, failed, stuck, silent, the cause of a stall,",
-    "              no step yet, ok, finished",
+    "              waits for another rank, no step yet, ok, finished",
     "now           the category of the ledger that the rank is in",
     "step/s        steps per second over the last minute",
     "wait          exposed wait, as a share of the training loop of the last minute;",
@@ -84,7 +84,7 @@ class Frame:
         else:
             body = self._list(view, state, width, room, now)
         body = body[:room] + [()] * (room - len(body))
-        return (head + body + foot)[:height]
+        return [_cut(line, width, self._chars) for line in (head + body + foot)[:height]]
 
     def list_rows(self, height: int) -> int:
         """About how many rows of the list fit, for the keys that move by a page."""

@@ -21,9 +21,12 @@ class Terminal:
         self.socket = str(folder / "tmux")
         self.run("-f", "/dev/null", "new-session", "-d", "-x", str(columns), "-y", str(lines), "-s", "t", "/bin/sh")
         self.run("set-option", "-g", "remain-on-exit", "on")
+        self.keys("-l", "PS1='read''y> '; clear")
+        self.keys("Enter")
+        self.shows("ready> ")
 
     def run(self, *arguments):
-        variables = environment(PS1="ready> ", LC_ALL="C.UTF-8", ENV="")
+        variables = environment(LC_ALL="C.UTF-8")
         done = subprocess.run(
             [self.tmux, "-S", self.socket, *arguments], env=variables, capture_output=True, timeout=20
         )
@@ -62,8 +65,8 @@ class Terminal:
 
     def at_prompt(self):
         """The shell has the terminal back, as it was: what is typed is shown and understood."""
-        self.type("echo", "back-$((40+2))".replace("$((40+2))", "again"))
-        return self.shows("back-again", "ready>")
+        self.type("echo", "back-again")
+        return self.shows("ready> echo back-again\nback-again\nready>")
 
     def close(self):
         subprocess.run([self.tmux, "-S", self.socket, "kill-server"], capture_output=True)
