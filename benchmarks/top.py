@@ -181,7 +181,7 @@ def timed_command(run_dir: str) -> int:
         frames.append((time.monotonic(), 1e3 * (spent + time.perf_counter() - began)))
 
     live_screen.Frame.lines = timed_lines  # type: ignore[method-assign]
-    Painter.paint = timed_paint  # type: ignore[method-assign]
+    Painter.paint = timed_paint  # type: ignore[method-assign, assignment]
     status = command.top(run_dir, [], once=False)
     Path(os.environ[STATISTICS]).write_text(json.dumps(frames), encoding="utf-8")
     return status

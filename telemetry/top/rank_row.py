@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from telemetry.core.formatting import rough_duration
 from telemetry.core.hang_records import ENDED, LEFT
 from telemetry.core.labels import COMPUTE, DATA_WAIT, STARTUP
-from telemetry.report.attempts import FAILED, FINISHED, KILLED, RUNNING, unix
+from telemetry.report.attempts import FAILED, FINISHED, RUNNING, unix
 from telemetry.report.summary import stalls_of
 
 if TYPE_CHECKING:
@@ -170,13 +170,8 @@ def _state(  # noqa: PLR0911, one return for each state
     suspects: dict[int, str],
     waits: frozenset[int],
 ) -> tuple[str, float | None, str]:
-    if facts.how == FINISHED:
-        return FINISHED, facts.seen, "finished"
-    if facts.how == FAILED:
-        why = facts.log.end.get("exception") or f"status {facts.log.end.get('exit_status', 0):.0f}"
-        return FAILED, facts.seen, f"failed: {why}"
-    if facts.how == KILLED:
-        return GONE, facts.seen, f"gone for {rough_duration(max(0.0, now - facts.seen))}"
+    if facts.how != RUNNING:
+        return _end(facts, now)
     if facts.log.rank in suspects:
         since = None if facts.hang is None else now - facts.hang.seconds
         return STUCK, since, f"held up: {suspects[facts.log.rank]}"
@@ -202,3 +197,12 @@ def _state(  # noqa: PLR0911, one return for each state
     if not facts.totals.get("steps_total"):
         return STARTING, unix(facts.log.started), "no step yet"
     return OK, None, "ok"
+
+
+def _end(facts: RankFacts, now: float) -> tuple[str, float, str]:
+    if facts.how == FINISHED:
+        return FINISHED, facts.seen, "finished"
+    if facts.how == FAILED:
+        why = facts.log.end.get("exception") or f"status {facts.log.end.get('exit_status', 0):.0f}"
+        return FAILED, facts.seen, f"failed: {why}"
+    return GONE, facts.seen, f"gone for {rough_duration(max(0.0, now - facts.seen))}"

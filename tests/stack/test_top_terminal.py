@@ -23,7 +23,7 @@ class Terminal:
         self.run("set-option", "-g", "remain-on-exit", "on")
         self.keys("-l", "PS1='read''y> '; clear")
         self.keys("Enter")
-        self.shows("ready> ")
+        self.shows("ready>")
 
     def run(self, *arguments):
         variables = environment(LC_ALL="C.UTF-8")
