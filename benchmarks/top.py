@@ -161,11 +161,11 @@ def _read(descriptor: int, seconds: float) -> bytes:
 
 def timed_command(run_dir: str) -> int:
     """`telemetry top`, with the time of each frame noted: making its lines and painting them."""
-    from telemetry.top import command, live_screen
+    from telemetry.top import command, screen
     from telemetry.top.painter import Painter
 
     frames: list[tuple[float, float]] = []
-    make, paint = live_screen.Frame.lines, Painter.paint
+    make, paint = screen.Frame.lines, Painter.paint
     spent = 0.0
 
     def timed_lines(*args: Any, **kwargs: Any) -> Any:
@@ -180,7 +180,7 @@ def timed_command(run_dir: str) -> int:
         paint(*args)
         frames.append((time.monotonic(), 1e3 * (spent + time.perf_counter() - began)))
 
-    live_screen.Frame.lines = timed_lines  # type: ignore[method-assign]
+    screen.Frame.lines = timed_lines  # type: ignore[method-assign]
     Painter.paint = timed_paint  # type: ignore[method-assign, assignment]
     status = command.top(run_dir, [], once=False)
     Path(os.environ[STATISTICS]).write_text(json.dumps(frames), encoding="utf-8")

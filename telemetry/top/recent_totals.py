@@ -75,7 +75,7 @@ def _is_enough(before: dict[str, Any], now: dict[str, Any]) -> bool:
     """Whether the time between two totals is a minute and has some steps. Of steps that take minutes, it is longer."""
     seconds = now["wall_seconds"] - before["wall_seconds"]
     steps = now.get("steps_total", 0) - before.get("steps_total", 0)
-    return seconds >= SECONDS and (steps >= _STEPS or seconds >= _LONGEST_SECONDS)
+    return bool(seconds >= SECONDS and (steps >= _STEPS or seconds >= _LONGEST_SECONDS))
 
 
 def difference(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
