@@ -89,8 +89,10 @@ def press(  # noqa: PLR0911, one return for each kind of key
     if key == "n":
         if no_snapshot:
             return Pressed(replace(state, message=no_snapshot))
+        if not shown:
+            return Pressed(replace(state, message="there is no rank to take a snapshot of"))
         # The rank that is asked about stays the one, even if the order changes before the answer.
-        return Pressed(replace(state, mode=CONFIRM, selected=shown[cursor(state, shown)].key) if shown else state)
+        return Pressed(replace(state, mode=CONFIRM, selected=shown[cursor(state, shown)].key))
     if key in _MOVES:
         return Pressed(_moved(state, _MOVES[key], shown, page_rows))
     if key == "escape":

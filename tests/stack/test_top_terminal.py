@@ -65,6 +65,7 @@ class Terminal:
 
     def at_prompt(self):
         """The shell has the terminal back, as it was: what is typed is shown and understood."""
+        wait_for("the prompt", lambda: self.screen().rstrip().split("\n")[-1].endswith("ready>"))
         self.type("echo", "back-again")
         return self.shows("ready> echo back-again\nback-again\nready>")
 
@@ -110,7 +111,7 @@ def test_the_first_line_blames_and_keys_work(terminal, stalled):
 
 def test_a_snapshot_is_taken_after_a_yes(terminal, stalled):
     terminal.top(str(stalled.run_dir))
-    terminal.shows("q quit")
+    terminal.shows("newest stall", "q quit")
     terminal.keys("n")
     terminal.shows("Request a snapshot? y: of rank")
     terminal.keys("x")
@@ -135,7 +136,7 @@ def test_the_endpoint_shows_the_same_ranks(terminal, stalled):
 
 def test_the_screen_follows_the_size_of_the_terminal(terminal, stalled):
     terminal.top(str(stalled.run_dir))
-    terminal.shows("q quit")
+    terminal.shows("newest stall", "q quit")
     terminal.run("resize-window", "-t", "t", "-x", "120", "-y", "40")
     wait_for("a wide screen", lambda: max(map(len, terminal.screen().splitlines())) > 90)
     terminal.run("resize-window", "-t", "t", "-x", "60", "-y", "12")
@@ -152,7 +153,7 @@ def test_the_terminal_is_restored(terminal, stalled, how):
     if how == "exception":
         terminal.shows("broken on purpose")
     else:
-        terminal.shows("q quit")
+        terminal.shows("newest stall", "q quit")
     if how == "ctrl-c":
         terminal.keys("C-c")
     elif how == "term":
@@ -164,7 +165,7 @@ def test_the_terminal_is_restored(terminal, stalled, how):
 def test_ctrl_z_gives_the_shell_back_and_fg_the_screen(terminal, stalled):
     terminal.type("set", "-m")
     terminal.top(str(stalled.run_dir))
-    terminal.shows("q quit")
+    terminal.shows("newest stall", "q quit")
     terminal.keys("C-z")
     terminal.shows("ready>", "top")
     terminal.at_prompt()
