@@ -81,6 +81,8 @@ def test_a_stall_names_rank_node_cause_and_advice(run):
     assert "workers_cpu_bound; try num_workers=8, predicted 1.9 times" in view.verdict.text
     assert view.verdict.level == "bad"
     assert {row.rank: row.finding for row in view.rows} == {0: "ok", 1: "workers_cpu_bound"}
+    run.add(log_line("stall_close", NOW, 1, "n2"), rank=1)
+    assert run.row(1).finding == "waits for data"
     assert view.newest_stall()[0].rank == 1
 
 

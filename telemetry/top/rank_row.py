@@ -9,7 +9,7 @@ from telemetry.core.formatting import rough_duration
 from telemetry.core.hang_records import ENDED, LEFT
 from telemetry.core.labels import COMPUTE, DATA_WAIT, STARTUP
 from telemetry.report.attempts import FAILED, FINISHED, RUNNING, unix
-from telemetry.report.summary import stalls_of
+from telemetry.report.summary import STARVED_RATIO, stalls_of
 
 if TYPE_CHECKING:
     from telemetry.core.hang_records import HangState
@@ -19,13 +19,16 @@ GONE: Final = "gone"
 STUCK: Final = "stuck"
 SILENT: Final = "silent"
 STALLED: Final = "stalled"
+STARVED: Final = "starved"
+"""It waits for data, and no stall is open: not yet, or no longer."""
+
 WAITING: Final = "waiting"
 """For another rank, which is to blame."""
 
 STARTING: Final = "starting"
 OK: Final = "ok"
 
-STATES: Final = (GONE, FAILED, STUCK, SILENT, STALLED, WAITING, STARTING, OK, FINISHED)
+STATES: Final = (GONE, FAILED, STUCK, SILENT, STALLED, STARVED, WAITING, STARTING, OK, FINISHED)
 """The worst first."""
 
 SILENT_SECONDS: Final = 15.0
@@ -196,6 +199,9 @@ def _state(  # noqa: PLR0911, one return for each state
         return STALLED, opened, str(stall["cause"])
     if not facts.totals.get("steps_total"):
         return STARTING, unix(facts.log.started), "no step yet"
+    enter = facts.log.head.get("settings", {}).get("stall_enter_ratio", STARVED_RATIO)
+    if (wait_ratio(facts.recent) or 0.0) >= enter:
+        return STARVED, None, "waits for data"
     return OK, None, "ok"
 
 

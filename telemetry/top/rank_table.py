@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from telemetry.core.formatting import byte_size
 from telemetry.report.attempts import FAILED, FINISHED
-from telemetry.top.rank_row import GONE, OK, SILENT, STALLED, STARTING, STUCK, WAITING
+from telemetry.top.rank_row import GONE, OK, SILENT, STALLED, STARTING, STARVED, STUCK, WAITING
 from telemetry.top.screen_text import SHORT
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ STYLES: Final = {
     STUCK: "bad",
     SILENT: "warn",
     STALLED: "warn",
+    STARVED: "warn",
     WAITING: "dim",
     STARTING: "dim",
     OK: "good",

@@ -129,7 +129,7 @@ class Frame:
             states,
             f"step {max(steps)}" if steps else "",
             f"{sorted(rates)[len(rates) // 2]:.2f} steps/s" if rates else "",
-            clock(now),
+            clock(now).removesuffix(" UTC"),
         ]
         return ((self._chars.cell("  ".join(part for part in parts if part), width), "dim"),)
 

@@ -71,7 +71,7 @@ class SnapshotRequest:
             return
         with child.stdout:
             while line := child.stdout.readline(_MAX_TEXT):
-                text = one_line(line.strip())
+                text = one_line(line.strip()).replace(f"{self._run_dir}/", "")
                 with self._lock:
                     self._said = f"snapshot: {text.removeprefix('telemetry: ')}" if text else self._said
         child.wait()

@@ -22,7 +22,11 @@ def stall_lines(view: JobView, chars: Charset, width: int, most: int, now: float
     row, stall = found
     opened, closed = unix(str(stall["opened"])), unix(str(stall["closed"] or ""))
     if stall["closed"] is None:
-        age = "" if opened is None else f" for {rough_duration(max(0.0, now - opened))} (since {clock(opened)})"
+        age = (
+            ""
+            if opened is None
+            else f" for {rough_duration(max(0.0, now - opened))} (since {clock(opened).removesuffix(' UTC')})"
+        )
         when, style = f"open{age}", "warn"
     else:
         when, style = f"{_clock(opened)} to {_clock(closed)}", "dim"
