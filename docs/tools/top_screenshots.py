@@ -70,6 +70,7 @@ class Screen:
         picture = console.export_svg(title=self._title, unique_id=f"top-{name}")
         # The browser's own font: no request to another host.
         picture = re.sub(r"@font-face \{.*?\}\s*", "", picture, flags=re.DOTALL).replace("Fira Code,", "")
+        picture = re.sub(r"<!--.*?-->\s*", "", picture, flags=re.DOTALL)
         (IMAGES / f"top-{name}.svg").write_text(picture, encoding="utf-8")
         print(f"docs/img/top-{name}.svg")
 
