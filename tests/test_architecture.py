@@ -17,7 +17,7 @@ ABOVE = {"agent"}
 FACE = {"__init__", "__main__", "api", "cli", "launch"}
 BESIDE = {"integrations"}
 """What scripts import for a framework. It uses the public face alone."""
-OFFLINE = {"compare", "demo", "doctor", "report", "tune"}
+OFFLINE = {"compare", "demo", "doctor", "report", "top", "tune"}
 REPORT_MAY = {"core", "report", "trace"}
 COMPARE_MAY = {"compare", "core", "report"}
 
@@ -40,10 +40,11 @@ OWNERS = {
     "wandb": set(),  # the sinks use the modules that the script has imported
     "mlflow": set(),
     "PIL": {"demo/pictures.py", "demo/train.py", "demo/command.py"},
+    "rich": {"top/painter.py"},
     "orjson": {
         "compare/command.py",
         "publish/jsonl.py",
-        "report/log_reader.py",
+        "report/log_lines.py",
         "report/command.py",
         "trace/json_scanner.py",
         "trace/command.py",
