@@ -106,6 +106,13 @@ class Config:
     )
     log_max_files: int = _setting("output", 8, whole_number(1, 1000), "files", "Log files kept for each process.")
     start_line: bool = _setting("output", True, SWITCH, None, "Print one line to stderr at the start.")
+    end_line: bool = _setting(
+        "output",
+        True,
+        SWITCH,
+        None,
+        "Print one line to stderr at the end: what the run lost most to, or where its time went. Rank 0 prints it.",
+    )
 
     port: int | None = _setting(
         "endpoint",

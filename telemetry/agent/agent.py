@@ -18,6 +18,7 @@ from telemetry.config import TRIAL_VARIABLE
 from telemetry.core.clock import NS, now_ns
 from telemetry.core.filesystem import StandardStreams
 from telemetry.core.signal_mask import signals_blocked
+from telemetry.core.stderr import say
 from telemetry.publish.board import Board
 from telemetry.publish.discovery import TargetFile
 from telemetry.publish.exposition import Exposition
@@ -141,6 +142,8 @@ class Agent(AgentParts):
             self._thread.join(_STOP_SECONDS)
         if not self._thread.is_alive():
             self._streams.release()
+            if self._end_line.text:
+                say(self._end_line.text)
         atexit.unregister(self._stop_at_exit)
 
     def _stop_at_exit(self) -> None:
@@ -266,17 +269,9 @@ class Agent(AgentParts):
         with self.errors.contained("jsonl"):
             self.event_log.write_what_is_due()
 
-    def _count_losses(self) -> None:
-        ledger = self.accounting.ledger
-        self._losses.tick(
-            self.identity,
-            ledger.seconds(),
-            ledger.first_wait_ns / NS,
-            stuck_seconds=self._stall_monitor.stuck_seconds,
-        )
-
     def _finish(self) -> None:
         """The end of the run: write the rest of the log, and remove this rank from the board."""
+        logged = False
         with self.errors.contained("agent"):
             self.accounting.update()
         if self.trial is not None:
@@ -300,7 +295,9 @@ class Agent(AgentParts):
             self._count_losses()
             self._losses.end(finished=self.attempt.end.finished)
         with self.errors.contained("jsonl"):
-            self.event_log.emit("run_end", self.event_log.end_fields())
+            logged = self.event_log.emit("run_end", self.event_log.end_fields() | self._end_line.log_fields())
+        with self.errors.contained("end_line"):
+            self._end_line.make(self.identity, wanted=self.trial is None, logged=logged)
         with self.errors.contained("jsonl"):
             self.event_log.close()
             self.attempt.close()

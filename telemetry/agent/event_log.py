@@ -122,6 +122,11 @@ class EventLog:
             self.emit("run_start", self.head_fields() | {"continued": True})
 
     @property
+    def child_processes(self) -> int:
+        """The largest number of child processes of the script that may train."""
+        return self._children
+
+    @property
     def is_due(self) -> bool:
         """Whether a window's time is over, or a phase has ended. Errors wait for the next tick."""
         return self._window_is_over(self._accounting.ledger.wall_seconds) or self._accounting.phase_has_ended

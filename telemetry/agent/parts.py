@@ -12,6 +12,7 @@ from telemetry.agent.accounting import Accounting
 from telemetry.agent.attempt_log import FOLDER, AttemptLog
 from telemetry.agent.change_monitor import ChangeMonitor
 from telemetry.agent.collector_poller import CollectorPoller
+from telemetry.agent.end_line import EndLine
 from telemetry.agent.endpoint_address import EndpointAddress
 from telemetry.agent.event_log import EventLog
 from telemetry.agent.job_hang import HangSurroundings, JobHang
@@ -184,7 +185,26 @@ class AgentParts:
             wall=self._wall,
             hang=self.job_hang.view,
         )
+        self._end_line = EndLine(
+            config,
+            self.run_dir,
+            accounting=self.accounting,
+            builder=self._builder,
+            stalls=self._stall_monitor,
+            job_hang=self.job_hang,
+            event_log=self.event_log,
+            attempt=self.attempt,
+        )
         self.accounting.on_steps = self._on_steps
+
+    def _count_losses(self) -> None:
+        ledger = self.accounting.ledger
+        self._losses.tick(
+            self.identity,
+            ledger.seconds(),
+            ledger.first_wait_ns / NS,
+            stuck_seconds=self._stall_monitor.stuck_seconds,
+        )
 
     def _on_steps(self, steps: list[Step]) -> None:
         self.snapshots.add_steps(steps)

@@ -253,7 +253,13 @@ FIELDS: Final[Mapping[str, Mapping[str, Kind]]] = MappingProxyType(
             "steps_total": _count,
             "loop_seconds": _numbers,
         },
-        "run_end": {**_TOTALS, "exception": _text, "exit_status": _number, "lost_peer": _flag},
+        "run_end": {
+            **_TOTALS,
+            "exception": _text,
+            "exit_status": _number,
+            "lost_peer": _flag,
+            "stuck_seconds": _number,
+        },
         "gpu": {"name": _text},
         "change": {
             "at": _text,
