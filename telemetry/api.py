@@ -1,4 +1,4 @@
-"""The public API: `start`, `stop`, `watch`, `step`, `phase`, `request_snapshot`.
+"""The public API: `start`, `stop`, `watch`, `step`, `phase`, `tokens`, `request_snapshot`.
 
 While no agent runs, every call is allowed and does nothing. So a script can keep its calls with
 ``TELEMETRY_DISABLED=1``.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import multiprocessing.process
+import numbers
 import operator
 import os
 import sys
@@ -164,6 +165,26 @@ def resumed(*, step: int) -> None:
     agent = _running()
     if agent is not None:
         agent.tracker.resume.told(agent.tracker, number)
+
+
+def tokens(number: int, /) -> None:
+    """Tell how many tokens this rank trains on in the current step. In an evaluation or a checkpoint it counts nothing.
+
+    Args:
+        number: tokens; numpy's whole numbers will do. A tensor will not: reading it could wait for the GPU.
+
+    Raises:
+        TypeError: it is no whole number.
+        ValueError: it is negative.
+    """
+    given: object = number
+    if not isinstance(given, numbers.Integral) or isinstance(given, bool):
+        raise TypeError(f"tokens are a whole number, not {type(given).__name__}")
+    if number < 0:
+        raise ValueError(f"tokens are not negative, but {number} is")
+    agent = _running()
+    if agent is not None:
+        agent.tracker.tell_tokens(int(number))
 
 
 def request_snapshot(*, steps: int | None = None, rank: int | None = None) -> bool:

@@ -242,6 +242,8 @@ class EventLog:
             "dropped_steps_total": totals.dropped_steps,
             "child_processes": self._children,
             "unseen_steps_total": totals.unseen_steps,
+            "samples_total": totals.samples,
+            "tokens_total": totals.tokens,
         }
         memory = self._memory.log_field()
         if memory is not None:

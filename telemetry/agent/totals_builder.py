@@ -172,6 +172,8 @@ class TotalsBuilder:
             fetch_counts=before.fetch_counts if histogram is None else histogram.counts,
             overhead_seconds=self._overhead.seconds(),
             sampled=before.sampled,
+            samples=None if accounting.unseen_steps else accounting.samples.samples,
+            tokens=tracker.tokens_told,
         )
 
     def _by_source(self, counted: Totals, before: Totals) -> Totals:

@@ -164,6 +164,8 @@ _TOTALS: Final[Mapping[str, Kind]] = {
     "exposed_wait_absent": _text,
     "first_wait_seconds": _number,
     "unseen_steps_total": _count,
+    "samples_total": _count,
+    "tokens_total": _count,
     "overhead_seconds": _numbers,
     "stall_lost_total_seconds": _numbers,
     "child_processes": _count,

@@ -236,6 +236,8 @@ def _rank(process: ProcessLog) -> dict[str, Any]:
         "node": process.head.get("node"),
         "pid": process.pid,
         "steps": totals.get("steps_total", 0),
+        "samples": totals.get("samples_total"),
+        "tokens": totals.get("tokens_total"),
         "wall_seconds": float(totals.get("wall_seconds", 0.0)),
         "ledger": ledger,
         "step_seconds": _percentiles(process.step),
