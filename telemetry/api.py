@@ -177,9 +177,9 @@ def tokens(number: int, /) -> None:
         TypeError: it is no whole number.
         ValueError: it is negative.
     """
-    given: object = number
-    if not isinstance(given, numbers.Integral) or isinstance(given, bool):
-        raise TypeError(f"tokens are a whole number, not {type(given).__name__}")
+    kind: Any = type(number)
+    if not issubclass(kind, numbers.Integral) or kind is bool:
+        raise TypeError(f"tokens are a whole number, not {kind.__name__}")
     if number < 0:
         raise ValueError(f"tokens are not negative, but {number} is")
     agent = _running()

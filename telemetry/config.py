@@ -25,6 +25,7 @@ from telemetry.core.setting_types import (
     auto_or,
     choice,
     number,
+    or_none,
     port,
     whole_number,
 )
@@ -112,6 +113,14 @@ class Config:
         SWITCH,
         None,
         "Print one line to stderr at the end: what the run lost most to, or where its time went. Rank 0 prints it.",
+    )
+    gpu_hour_price: float | None = _setting(
+        "output",
+        None,
+        or_none(number(0, 1e6)),
+        None,
+        "Price of an hour of one GPU, in any currency: the report tells what waits, stalls and restarts cost.",
+        "none",
     )
 
     port: int | None = _setting(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 
-import numpy
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
@@ -182,7 +182,7 @@ def test_tokens_are_those_that_the_script_tells(run):
     trainer = Trainer()
     for batch in DataLoader(DATA, 10):
         trainer.step(batch)
-        telemetry.tokens(numpy.int64(128))
+        telemetry.tokens(np.int64(128))
     with torch.no_grad():
         for (batch,) in DataLoader(DATA, 10):
             trainer.model(batch)

@@ -238,6 +238,7 @@ def _rank(process: ProcessLog) -> dict[str, Any]:
         "steps": totals.get("steps_total", 0),
         "samples": totals.get("samples_total"),
         "tokens": totals.get("tokens_total"),
+        "gpu_energy_joules": totals.get("gpu_energy_total_joules"),
         "wall_seconds": float(totals.get("wall_seconds", 0.0)),
         "ledger": ledger,
         "step_seconds": _percentiles(process.step),
