@@ -190,7 +190,7 @@ def throughput() -> timeseries.Panel:
     return half(
         graph(
             "Samples and tokens a second",
-            "Of the chosen ranks together, over the wall clock, so also evaluations and checkpoints. Absent if the size "
+            "Of the chosen ranks together, evaluations and checkpoints included. Absent if the size "
             "of a batch is not known, or the script tells no tokens.",
             "short",
             Query(f"sum({rate('training_samples_total')})", "samples"),
