@@ -119,9 +119,9 @@ def test_a_stuck_run_says_in_what():
 
 def test_the_worst_rank_of_those_that_are_known_is_named():
     line = said(CALM, peers=(peer(5, 60.0, "workers_io_bound", 50.0), peer(6, 1.0)), world_size=8)
-    assert "rank 5 spent 60 % of its training loop waiting for data (workers_io_bound); see" in line
+    assert "rank 5 spent about 60 % of its training loop waiting for data (workers_io_bound); see" in line
     every = said(OWN, peers=(peer(1, 80.0),), world_size=2)
-    assert "every rank waits for data; the worst, rank 1, spent 80 %" in every
+    assert "every rank waits for data; the worst, rank 1, spent about 80 %" in every
 
 
 def test_nothing_is_said_of_ranks_that_are_not_known():

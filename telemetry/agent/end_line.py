@@ -162,8 +162,13 @@ def _who(end: RunEnd, rank: int) -> str:
     return f"rank {rank}" if end.world_size > 1 else "it"
 
 
+def _share(end: RunEnd, worst: RankWaits, ratio: float) -> str:
+    """What another rank has said is some seconds old."""
+    return rounded_percent(ratio) if worst.rank == end.own.rank else f"about {rounded_percent(ratio)}"
+
+
 def _spent(end: RunEnd, worst: RankWaits, ratio: float) -> str:
-    share = rounded_percent(ratio)
+    share = _share(end, worst, ratio)
     if end.world_size == 1:
         return f"{share} of the training loop waited for data"
     return f"rank {worst.rank} spent {share} of its training loop waiting for data"
@@ -171,7 +176,7 @@ def _spent(end: RunEnd, worst: RankWaits, ratio: float) -> str:
 
 def _at_most(end: RunEnd, found: RunFinding, worst: RankWaits) -> str:
     ratio, after = healthy_share(worst)
-    share = rounded_percent(ratio)
+    share = _share(end, worst, ratio)
     if end.world_size == 1:
         return f"{share} of the training loop waited for data{after}"
     who = "no rank lost more than" if found.measured >= end.world_size else f"rank {worst.rank} lost"
