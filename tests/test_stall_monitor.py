@@ -37,6 +37,7 @@ class FakeAccounting(SimpleNamespace):
     """As much of `Accounting` as is read."""
 
     dropped_steps = unseen_steps = optimizer_steps = updated_ns = 0
+    samples = SimpleNamespace(samples=None)
 
     @property
     def steps_total(self) -> int:
