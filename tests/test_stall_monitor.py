@@ -207,6 +207,7 @@ def test_a_clock_is_low_by_what_it_is_in_this_run(run):
         held_back = second > 12
         run.samples["nvml"] = SimpleNamespace(
             **gpu,
+            energy_joules=None,
             sm_clock_hertz=0.7e9 if held_back else 1.4e9,
             throttled=("hw_thermal",) if held_back else ("sw_power_cap",),
         )
