@@ -216,6 +216,8 @@ _SETTINGS: Final = _Object(
     dict.fromkeys(("interval_seconds", "log_interval_seconds", "stall_enter_ratio", "gpu_hour_price"), _number)
 )
 
+_END: Final = {"exception": _text, "exit_status": _number, "lost_peer": _flag, "stuck_seconds": _number}
+
 _SURROUNDINGS: Final[Mapping[str, Kind]] = {"environment": _scalars, "loader": _scalars}
 
 FIELDS: Final[Mapping[str, Mapping[str, Kind]]] = MappingProxyType(
@@ -259,14 +261,17 @@ FIELDS: Final[Mapping[str, Mapping[str, Kind]]] = MappingProxyType(
             "steps_total": _count,
             "loop_seconds": _numbers,
         },
-        "run_end": {
-            **_TOTALS,
-            "exception": _text,
-            "exit_status": _number,
-            "lost_peer": _flag,
-            "stuck_seconds": _number,
+        "run_end": {**_TOTALS, **_END},
+        "gpu": {
+            "name": _text,
+            "utilization_ratio": _number,
+            "sm_active_ratio": _number,
+            "memory_used_bytes": _number,
+            "memory_total_bytes": _number,
+            "power_watts": _number,
+            "temperature_celsius": _number,
         },
-        "gpu": {"name": _text},
+        "host": {"process_resident_memory_bytes": _number},
         "change": {
             "at": _text,
             "first_step": _count,
