@@ -10,7 +10,7 @@ or, without touching the script, ``telemetry run train.py``. Importing this pack
 from __future__ import annotations
 
 from telemetry._version import __version__
-from telemetry.api import metrics, phase, request_snapshot, resumed, start, step, stop, watch
+from telemetry.api import metrics, phase, request_snapshot, resumed, start, step, stop, tokens, watch
 from telemetry.config import Config, SettingError
 
 __all__ = [
@@ -24,5 +24,6 @@ __all__ = [
     "start",
     "step",
     "stop",
+    "tokens",
     "watch",
 ]

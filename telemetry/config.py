@@ -25,6 +25,7 @@ from telemetry.core.setting_types import (
     auto_or,
     choice,
     number,
+    or_none,
     port,
     several_of,
     whole_number,
@@ -119,6 +120,21 @@ class Config:
         "none",
     )
     sink_ranks: str = _setting("output", "0", choice("0", "all"), None, "Ranks that write into them.")
+    end_line: bool = _setting(
+        "output",
+        True,
+        SWITCH,
+        None,
+        "Print one line to stderr at the end: what the run lost most to, or where its time went. Rank 0 prints it.",
+    )
+    gpu_hour_price: float | None = _setting(
+        "output",
+        None,
+        or_none(number(0, 1e6)),
+        None,
+        "Price of an hour of one GPU, in any currency: the report tells what waits, stalls and restarts cost.",
+        "none",
+    )
 
     port: int | None = _setting(
         "endpoint",

@@ -18,6 +18,7 @@ from telemetry.config import TRIAL_VARIABLE
 from telemetry.core.clock import NS, now_ns
 from telemetry.core.filesystem import StandardStreams
 from telemetry.core.signal_mask import signals_blocked
+from telemetry.core.stderr import say
 from telemetry.publish.board import Board
 from telemetry.publish.discovery import TargetFile
 from telemetry.publish.exposition import Exposition
@@ -142,6 +143,8 @@ class Agent(AgentParts):
             self._thread.join(_STOP_SECONDS)
         if not self._thread.is_alive():
             self._streams.release()
+            if self._end_line.text:
+                say(self._end_line.text)
         atexit.unregister(self._stop_at_exit)
 
     def _stop_at_exit(self) -> None:
@@ -272,6 +275,7 @@ class Agent(AgentParts):
 
     def _finish(self) -> None:
         """The end of the run: write the rest of the log, and remove this rank from the board."""
+        logged = False
         with self.errors.contained("agent"):
             self.accounting.update()
         if self.trial is not None:
@@ -279,6 +283,7 @@ class Agent(AgentParts):
                 self.trial.script_ended(self._builder.tick())
         with self.errors.contained("agent"):
             self.accounting.close()
+            self.attempt.settle_samples()
         with self.errors.contained("snapshot"):
             self.snapshots.finish()
         with self.errors.contained("jsonl"):
@@ -301,7 +306,9 @@ class Agent(AgentParts):
             self._count_losses()
             self._losses.end(finished=self.attempt.end.finished)
         with self.errors.contained("jsonl"):
-            self.event_log.emit("run_end", self.event_log.end_fields())
+            logged = self.event_log.emit("run_end", self.event_log.end_fields() | self._end_line.log_fields())
+        with self.errors.contained("end_line"):
+            self._end_line.make(self.identity, wanted=self.trial is None, logged=logged)
         with self.errors.contained("jsonl"):
             self.event_log.close()
             self.attempt.close()
@@ -317,14 +324,6 @@ class Agent(AgentParts):
                 self._node.leave()
 
     # -- publishing --------------------------------------------------------------------------------------------
-
-    def _lead(self) -> None:
-        if self._node is not None:
-            with self.errors.contained("endpoint"):
-                self._node.lead_if_vacant()
-        if self._job is not None and self.identity.world_size > 1:
-            with self.errors.contained("job"):
-                self._job.tick(self.identity.world_size)
 
     def _publish(self) -> None:
         view = self._view()

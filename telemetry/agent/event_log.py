@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from telemetry.core.clock import WallClock
     from telemetry.core.errors import ErrorLog
     from telemetry.core.identity import Identity
+    from telemetry.core.samples import GpuSample
 
 _FIRST_WINDOW_SECONDS: Final = 1.0
 """Length of the first window. Each window is twice as long as the one before, up to the log interval. So a young run
@@ -125,6 +126,11 @@ class EventLog:
             self.log.adopt(identity)
         if self._began:
             self.emit("run_start", self.head_fields() | {"continued": True})
+
+    @property
+    def child_processes(self) -> int:
+        """The largest number of child processes of the script that may train."""
+        return self._children
 
     @property
     def is_due(self) -> bool:
@@ -231,6 +237,7 @@ class EventLog:
     def _totals(self) -> dict[str, Any]:
         """The totals of the run so far. They are in every window line, so the newest line alone shows the ledger."""
         totals = self._builder.current()
+        gpu: GpuSample | None = self._collectors.newest("nvml")
         fields = {
             "steps_total": totals.steps,
             "wall_seconds": totals.wall_seconds,
@@ -243,6 +250,10 @@ class EventLog:
             "dropped_steps_total": totals.dropped_steps,
             "child_processes": self._children,
             "unseen_steps_total": totals.unseen_steps,
+            "samples_total": totals.samples,
+            "tokens_total": totals.tokens,
+            "gpu_energy_total_joules": totals.gpu_energy_joules,
+            "gpu_uuid": gpu.uuid if gpu is not None and totals.gpu_energy_joules else None,
         }
         memory = self._memory.log_field()
         if memory is not None:

@@ -12,6 +12,7 @@ from telemetry.agent.accounting import Accounting
 from telemetry.agent.attempt_log import FOLDER, AttemptLog
 from telemetry.agent.change_monitor import ChangeMonitor
 from telemetry.agent.collector_poller import CollectorPoller
+from telemetry.agent.end_line import EndLine
 from telemetry.agent.endpoint_address import EndpointAddress
 from telemetry.agent.event_log import EventLog
 from telemetry.agent.figure_output import FigureOutput
@@ -188,7 +189,26 @@ class AgentParts:
             wall=self._wall,
             hang=self.job_hang.view,
         )
+        self._end_line = EndLine(
+            config,
+            self.run_dir,
+            accounting=self.accounting,
+            builder=self._builder,
+            stalls=self._stall_monitor,
+            job_hang=self.job_hang,
+            event_log=self.event_log,
+            attempt=self.attempt,
+        )
         self.accounting.on_steps = self._on_steps
+
+    def _count_losses(self) -> None:
+        ledger = self.accounting.ledger
+        self._losses.tick(
+            self.identity,
+            ledger.seconds(),
+            ledger.first_wait_ns / NS,
+            stuck_seconds=self._stall_monitor.stuck_seconds,
+        )
 
     def _on_steps(self, steps: list[Step]) -> None:
         self.snapshots.add_steps(steps)
@@ -212,15 +232,6 @@ class AgentParts:
         if self._job is not None:
             self._job.local = self.job_hang.local
 
-    def _count_losses(self) -> None:
-        ledger = self.accounting.ledger
-        self._losses.tick(
-            self.identity,
-            ledger.seconds(),
-            ledger.first_wait_ns / NS,
-            stuck_seconds=self._stall_monitor.stuck_seconds,
-        )
-
     def _around_hang(self) -> HangSurroundings:
         node, job = self._node, self._job
         return HangSurroundings(
@@ -229,6 +240,14 @@ class AgentParts:
             elsewhere=job.elsewhere if job is not None else (),
             world_size=self.identity.world_size,
         )
+
+    def _lead(self) -> None:
+        if self._node is not None:
+            with self.errors.contained("endpoint"):
+                self._node.lead_if_vacant()
+        if self._job is not None and self.identity.world_size > 1:
+            with self.errors.contained("job"):
+                self._job.tick(self.identity.world_size)
 
     def _ranks_elsewhere(self) -> bool:
         return self._job is not None and self._job.ranks_elsewhere(self.identity.world_size)

@@ -107,6 +107,20 @@ def auto_or(inner: SettingType) -> SettingType:
     return SettingType(inner.name, f"{inner.allowed}, or auto", parse)
 
 
+def or_none(inner: SettingType) -> SettingType:
+    """A value of another type, or ``none``, which is parsed to None."""
+
+    def parse(name: str, value: Any) -> Any:
+        if value is None or (isinstance(value, str) and value.strip().lower() == "none"):
+            return None
+        try:
+            return inner.parse(name, value)
+        except SettingError:
+            raise SettingError(name, value, f"none, or a {inner.name} {inner.allowed}") from None
+
+    return SettingType(inner.name, f"{inner.allowed}, or none", parse)
+
+
 def choice(*values: str) -> SettingType:
     """One of several words. True and False mean ``on`` and ``off``."""
 

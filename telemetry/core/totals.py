@@ -210,6 +210,8 @@ class Totals:
         process_cpu_seconds: of the training process. ``run_queue_delay_seconds``: of the training thread.
         worker_fetches: fetches of all workers. ``fetch_counts``: by bucket of `FETCH_BUCKETS`.
         overhead_seconds: the cost of the agent itself, by thread.
+        gpu_energy_joules: of the whole GPU, by category of the ledger; None before its second reading.
+        samples, tokens: of the batches that the training took, without those that were thrown away after a restart.
     """
 
     wall_seconds: float = 0.0
@@ -237,6 +239,9 @@ class Totals:
     sampled: SampledTotals = SampledTotals()
     fetch_counts: tuple[int, ...] = ()
     overhead_seconds: dict[str, float] = field(default_factory=dict)
+    samples: int | None = None
+    tokens: int | None = None
+    gpu_energy_joules: dict[str, float] | None = None
 
     def __sub__(self, earlier: Totals) -> Totals:
         """What was added since ``earlier``."""

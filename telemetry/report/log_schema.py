@@ -164,6 +164,10 @@ _TOTALS: Final[Mapping[str, Kind]] = {
     "exposed_wait_absent": _text,
     "first_wait_seconds": _number,
     "unseen_steps_total": _count,
+    "samples_total": _count,
+    "tokens_total": _count,
+    "gpu_energy_total_joules": _numbers,
+    "gpu_uuid": _text,
     "overhead_seconds": _numbers,
     "stall_lost_total_seconds": _numbers,
     "child_processes": _count,
@@ -208,6 +212,12 @@ _STALL: Final[Mapping[str, Kind]] = {
     "advice": _ADVICE,
 }
 
+_SETTINGS: Final = _Object(
+    dict.fromkeys(("interval_seconds", "log_interval_seconds", "stall_enter_ratio", "gpu_hour_price"), _number)
+)
+
+_END: Final = {"exception": _text, "exit_status": _number, "lost_peer": _flag, "stuck_seconds": _number}
+
 _SURROUNDINGS: Final[Mapping[str, Kind]] = {"environment": _scalars, "loader": _scalars}
 
 FIELDS: Final[Mapping[str, Mapping[str, Kind]]] = MappingProxyType(
@@ -218,9 +228,7 @@ FIELDS: Final[Mapping[str, Mapping[str, Kind]]] = MappingProxyType(
             "life": _text,
             "world_size": _count,
             "claimed_rank": _count,
-            "settings": _Object(
-                {"interval_seconds": _number, "log_interval_seconds": _number, "stall_enter_ratio": _number}
-            ),
+            "settings": _SETTINGS,
             "process_started": _text,
             "launcher": _text,
             "launch": _text,
@@ -253,7 +261,7 @@ FIELDS: Final[Mapping[str, Mapping[str, Kind]]] = MappingProxyType(
             "steps_total": _count,
             "loop_seconds": _numbers,
         },
-        "run_end": {**_TOTALS, "exception": _text, "exit_status": _number, "lost_peer": _flag},
+        "run_end": {**_TOTALS, **_END},
         "gpu": {
             "name": _text,
             "utilization_ratio": _number,
