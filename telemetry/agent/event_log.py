@@ -237,6 +237,7 @@ class EventLog:
             "dropped_steps_total": totals.dropped_steps,
             "child_processes": self._children,
             "unseen_steps_total": totals.unseen_steps,
+            "cpu_total_seconds": log_fields.cpu_seconds(totals),
         }
         memory = self._memory.log_field()
         if memory is not None:

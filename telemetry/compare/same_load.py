@@ -1,0 +1,122 @@
+"""The ratio of two runs' paces without the time in which other programs held them up.
+
+A run on a busy machine is slower, and no difference between its own windows tells by how much. But the kernel measures
+how long a thread waited for a core while others used it. These seconds are taken out of the training loop of both runs.
+
+Such a second does not always cost a second: a GPU may have had enough to do meanwhile, or a batch was ready. What it
+costs is estimated from the windows of both runs: some were held up for longer than others. The error of this estimate
+is in the interval.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from telemetry.compare.pace_interval import PaceBlock, RatioInterval, interval_around
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_ROUNDS: Final = 8
+
+_MOST: Final = 2.0
+
+_DOUBT_OF_THREAD: Final = 0.1
+_DOUBT_OF_WORKERS: Final = 0.25
+"""Others do more than take a core: they fill caches and use the memory's bandwidth, which no delay shows. So what a
+second costs is known to about this standard deviation. Of workers only the thread that fetches is measured, not those
+that send batches and hand them over, which are held up as well. See benchmarks/compare_loads.py."""
+
+_OF_EACH_RUN: Final = 0.5
+"""This part of the doubt is each run's own: the others of one run are not those of the other."""
+
+
+@dataclass(frozen=True, slots=True)
+class SameLoad:
+    """Two runs without the time in which other programs held them up.
+
+    Attributes:
+        found: the ratio and its interval.
+        cost: seconds of the training loop that a second of run-queue delay has cost: between 0 and 1.
+        held_up_a, held_up_b: run-queue delay caused by others, as a share of the training loop.
+    """
+
+    found: RatioInterval
+    cost: float
+    held_up_a: float
+    held_up_b: float
+
+
+def without_others(a: Sequence[PaceBlock], b: Sequence[PaceBlock]) -> SameLoad | None:
+    """Compare the paces as if no other program had used the machine. None if the logs do not tell of others."""
+    if any(block.held_up is None for block in (*a, *b)):
+        return None
+    sides = [_Side(a), _Side(b)]
+    cost = _cost(sides)
+    squares = sum(side.squares for side in sides)
+    side_a, side_b = sides
+    further = side_b.slope(cost) - side_a.slope(cost)
+    weight = further / squares if squares > 0 else 0.0
+    ratio = side_b.pace(cost) / side_a.pace(cost)
+    doubts = [side.doubt(cost) for side in sides]
+    doubt = math.hypot(doubts[1] - doubts[0], *(_OF_EACH_RUN * each for each in doubts))
+    found = interval_around(ratio, side_a.deviations(cost, weight), side_b.deviations(cost, -weight), doubt)
+    return SameLoad(found, cost, side_a.held_up, side_b.held_up)
+
+
+def _cost(sides: Sequence[_Side]) -> float:
+    """Least squares over the windows of both runs, each around its own run's mean."""
+    cost = 1.0
+    for _ in range(_ROUNDS):
+        products = sum(side.products(cost) for side in sides)
+        squares = sum(side.squares for side in sides)
+        cost = min(_MOST, max(0.0, products / squares)) if squares > 0 else 1.0
+    return cost
+
+
+class _Side:
+    """The windows of one run."""
+
+    def __init__(self, blocks: Sequence[PaceBlock]) -> None:
+        self._blocks = blocks
+        self._steps = sum(block.steps for block in blocks)
+        self._seconds = sum(block.seconds for block in blocks)
+        self._delay = sum(block.held_up or 0.0 for block in blocks)
+        self._workers_delay = sum(block.workers_held_up or 0.0 for block in blocks)
+        self.held_up = self._delay / self._seconds
+        self._apart = [(block.held_up or 0.0) - self.held_up * block.seconds for block in blocks]
+        self.squares = sum(value * value for value in self._apart)
+
+    def pace(self, cost: float) -> float:
+        """Steps per second of the loop without the time held up."""
+        return self._steps / (self._seconds - cost * self._delay)
+
+    def slope(self, cost: float) -> float:
+        """By how much the logarithm of the pace grows with ``cost``."""
+        return self._delay / (self._seconds - cost * self._delay)
+
+    def doubt(self, cost: float) -> float:
+        """The standard deviation of the logarithm of the pace that comes from what delays do not show."""
+        seconds = _DOUBT_OF_THREAD * (self._delay - self._workers_delay) + _DOUBT_OF_WORKERS * self._workers_delay
+        return seconds / (self._seconds - cost * self._delay)
+
+    def products(self, cost: float) -> float:
+        """Of seconds that a window was held up for more than others, and seconds that its steps then lack."""
+        gross, net = self._steps / self._seconds, self.pace(cost)
+        return -sum(
+            apart * (block.steps - gross * block.seconds) / net
+            for apart, block in zip(self._apart, self._blocks, strict=True)
+        )
+
+    def deviations(self, cost: float, further: float) -> list[float]:
+        """Of each window: what it adds to the error of this run's pace, and of ``cost``."""
+        net, count = self.pace(cost), len(self._blocks)
+        mean = self._steps / count
+        left = [block.steps - net * (block.seconds - cost * (block.held_up or 0.0)) for block in self._blocks]
+        found = [
+            each / mean - count * further * apart * each / net for each, apart in zip(left, self._apart, strict=True)
+        ]
+        middle = sum(found) / count
+        return [each - middle for each in found]
