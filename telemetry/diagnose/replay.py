@@ -6,10 +6,10 @@ They look like steps that compute nothing: the loop asks for the next batch as s
 from __future__ import annotations
 
 import statistics
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from telemetry.core.spans import Step
 
@@ -84,6 +84,18 @@ class ReplayWatch:
             self.seconds = self.wait_seconds + compute
         self.settled = True
         self._before, self._after = {}, []
+
+
+def in_replay(resumption: Mapping[str, Any], optimizer_steps: float, steps: float) -> bool:
+    """Whether a process that resumed from an optimizer's state draws batches, and its optimizer has not stepped yet.
+
+    Args:
+        resumption: how it began, as in its log.
+        optimizer_steps: of the process so far.
+        steps: of its loop so far.
+    """
+    loaded_at = resumption.get("resumed_at_optimizer_steps")
+    return loaded_at is not None and optimizer_steps <= loaded_at and steps >= _MIN_BATCHES
 
 
 def _short_ones(compute_seconds: Sequence[float], limit: float) -> int:
