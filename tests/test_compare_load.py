@@ -73,7 +73,7 @@ def test_a_busier_machine_makes_no_slower_run(tmp_path, capsys):
     assert result["ratio"] == pytest.approx(1, abs=0.03)
     assert result["measured"]["ratio"] == pytest.approx(0.8 / 0.98, abs=0.03)
     assert result["measured"]["interval"][1] < 1
-    assert result["load"]["other_cores"] == {"a": 0.1, "b": 1.4}
+    assert result["load"]["others_ratio"] == {"a": 0.0125, "b": 0.175}
     assert result["load"]["held_up_ratio"]["b"] == pytest.approx(0.2, abs=0.03)
     assert "held up" in result["why"]
     assert "As measured" in text
@@ -121,6 +121,29 @@ def test_other_ranks_of_a_node_are_not_others(tmp_path, capsys):
     """Each of two ranks sees the other's cores as used by someone else."""
     load = Load(held_up=0.2, others=0.5, used=0.5)
     _, result, _ = compared(tmp_path, capsys, (100.0, load), (80.0, load), ranks=2)
-    assert result["load"]["other_cores"] == {"a": 0.0, "b": 0.0}
+    assert result["load"]["others_ratio"] == {"a": 0.0, "b": 0.0}
     assert result["load"]["held_up_ratio"] == {"a": 0.0, "b": 0.0}
     assert result["verdict"] == "slower"
+
+
+@pytest.mark.parametrize("held_up", [0.3, 0.6])
+def test_runs_that_were_held_up_most_of_the_time_are_told_nothing(tmp_path, capsys, held_up):
+    """Much is left out, and how much exactly is not known: the interval is long, and has ends."""
+    load = Load(held_up=held_up, others=7.5)
+    _, result, _ = compared(tmp_path, capsys, (100.0, load), (95.0, Load(others=0.1)))
+    low, high = result["interval"]
+    assert result["verdict"] == "no difference"
+    assert 0.05 < low < 0.95 < high < 20
+
+
+def test_a_window_without_figures_leaves_the_ratio_as_measured(tmp_path, capsys):
+    folders = [run_of(tmp_path / name, 100.0, Load(held_up=0.1), seed=seed) for seed, name in enumerate("ab")]
+    path = next((folders[1] / "logs").iterdir())
+    lines = [json.loads(each) for each in path.read_text().splitlines()]
+    for each in lines[15:25]:  # the collector was down: the sums do not grow, and are left out of the lines
+        each.pop("cpu_total_seconds")
+    path.write_text("".join(json.dumps(each) + "\n" for each in lines))
+    main(["compare", *map(str, folders), "--json"])
+    result = json.loads(capsys.readouterr().out)
+    assert result["load"] is None
+    assert result["ratio"] == result["measured"]["ratio"]

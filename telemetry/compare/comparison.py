@@ -55,7 +55,7 @@ def compare_runs(a: Sequence[ProcessLog], b: Sequence[ProcessLog]) -> dict[str, 
     if result["why"] is not None:
         return result
     measured = ratio_interval(pace_a.blocks, pace_b.blocks)
-    same_load = without_others(pace_a.blocks, pace_b.blocks)
+    same_load = without_others(pace_a.blocks, pace_b.blocks, pace_a.ranks)
     found = measured if same_load is None else same_load.found
     verdict = _verdict(found)
     why = None
@@ -87,9 +87,9 @@ def _other_load(same_load: SameLoad, measured: RatioInterval) -> str:
 
 
 def _load(same_load: SameLoad, a: RunPace, b: RunPace) -> dict[str, Any]:
-    """Cores that other programs used, the share of the loop in which they held the run up, and what that costs."""
+    """Other programs: their share of the cores, the share of the loop in which they held the run up, and its cost."""
     return {
-        "other_cores": _pair(a.other_cores, b.other_cores),
+        "others_ratio": _pair(a.others, b.others),
         "held_up_ratio": _pair(same_load.held_up_a, same_load.held_up_b),
         "cost": round(same_load.cost, 3),
     }

@@ -59,13 +59,14 @@ def sentence(result: Mapping[str, Any]) -> str:
 
 def _of_others(result: Mapping[str, Any]) -> list[str]:
     """How long other programs held the runs up, and the ratio as it was measured."""
-    held_up, cores = result["load"]["held_up_ratio"], result["load"]["other_cores"]
+    held_up, others = result["load"]["held_up_ratio"], result["load"]["others_ratio"]
     if max(held_up.values()) < _MIN_SHOWN_RATIO:
         return []
     low, high = result["measured"]["interval"]
     shares = f"{percent(held_up['a'])} of A's training loop and {percent(held_up['b'])} of B's"
     return [
-        f"Other programs used {cores['a']:.1f} and {cores['b']:.1f} cores, and held up {shares}; this is left out.",
+        f"Other programs used {percent(others['a'], 0)} and {percent(others['b'], 0)} of the cores.",
+        f"They held up {shares}. This time is left out.",
         f"As measured, with that time: {result['measured']['ratio']:.3f} (95 % interval: {low:.3f} to {high:.3f}).",
     ]
 

@@ -40,8 +40,8 @@ _Z: Final = 1.959964
 class PaceBlock(NamedTuple):
     """A stretch of a run: steps that ended in it, and seconds of its training loop.
 
-    ``others``: cores that other programs used on the machine. ``held_up``: run-queue delay that they caused, in the
-    part of the run that sets its pace, in seconds. ``workers_held_up``: of it, that of workers. None: not known.
+    ``others``: share of the machine's cores that other programs used. ``held_up``: run-queue delay that they caused, in
+    the part of the run that sets its pace, in seconds. ``workers_held_up``: of it, that of workers. None: not known.
     """
 
     steps: float

@@ -39,13 +39,15 @@ class RunPace:
         blocks: a block for each window in which the training loop ran.
         steps: steps of the mean rank.
         per_step_seconds: by category of the ledger: seconds of a rank for each of its steps.
-        other_cores: cores that other programs used while the training loop ran; None if that is not known.
+        others: share of the cores that other programs used while the training loop ran; None if that is not known.
+        ranks: how many.
     """
 
     blocks: tuple[PaceBlock, ...]
     steps: float
     per_step_seconds: dict[str, float]
-    other_cores: float | None = None
+    others: float | None = None
+    ranks: int = 1
 
 
 def pace_of(processes: Sequence[ProcessLog]) -> RunPace:
@@ -61,8 +63,7 @@ def pace_of(processes: Sequence[ProcessLog]) -> RunPace:
     points = [[each.at(end) for each in series] for end in ends]
     if not points:
         return RunPace((), 0.0, dict.fromkeys(CATEGORIES, 0.0))
-    nodes = [each.node for each in series]
-    blocks = [_block(before, after, nodes) for before, after in pairwise(points)]
+    blocks = [_block(before, after, series) for before, after in pairwise(points)]
     begin, end = _sum(points[0]), _sum(points[-1])
     steps = end.steps - begin.steps
     spent = (after - before for before, after in zip(begin.ledger, end.ledger, strict=True))
@@ -70,7 +71,8 @@ def pace_of(processes: Sequence[ProcessLog]) -> RunPace:
         tuple(block for block in blocks if block.seconds > 0),
         steps / len(series),
         {name: seconds / steps if steps else 0.0 for name, seconds in zip(CATEGORIES, spent, strict=False)},
-        _other_cores(blocks),
+        _others(blocks),
+        len(series),
     )
 
 
@@ -80,6 +82,7 @@ class _Series:
     def __init__(self, process: ProcessLog) -> None:
         self.started = _unix_seconds(process.started)
         self.node = process.head.get("node")
+        self.cores: int = process.head.get("cpu_count", 0)
         self._points = [PacePoint(0.0, 0.0, (0.0,) * len(CATEGORIES)), *process.pace.points()]
         self._walls = [point.wall_seconds for point in self._points]
 
@@ -104,22 +107,22 @@ class _Series:
         )
 
 
-def _block(before: Sequence[PacePoint], after: Sequence[PacePoint], nodes: Sequence[str | None]) -> PaceBlock:
+def _block(before: Sequence[PacePoint], after: Sequence[PacePoint], series: Sequence[_Series]) -> PaceBlock:
     """The window between two moments, from the points of all ranks."""
     begin, end = _sum(before), _sum(after)
     block = PaceBlock(end.steps - begin.steps, _loop(end) - _loop(begin))
     ranks = [_RankWindow(*each) for each in zip(before, after, strict=True)]
-    if not all(rank.known for rank in ranks):
+    if not all(rank.known and each.cores for rank, each in zip(ranks, series, strict=True)):
         return block
-    by_node: dict[str | None, list[_RankWindow]] = {}
-    for rank, node in zip(ranks, nodes, strict=True):
-        by_node.setdefault(node, []).append(rank)
+    by_node: dict[tuple[str | None, int], list[_RankWindow]] = {}
+    for rank, each in zip(ranks, series, strict=True):
+        by_node.setdefault((each.node, each.cores), []).append(rank)
     others = thread = workers = 0.0
-    for group in by_node.values():
+    for (_, cores), group in by_node.items():
         used = sum(rank.cores.used for rank in group)
         # To a rank the other ranks of its node are others too. Here they are not.
         found = max(0.0, sum(rank.cores.used + rank.cores.others for rank in group) / len(group) - used)
-        others += found / len(by_node)
+        others += min(1.0, found / cores) / len(by_node)
         thread += sum(rank.thread_held_up(found, used) for rank in group)
         workers += sum(rank.workers_held_up(found, used) for rank in group)
     if math.isnan(thread):
@@ -167,7 +170,7 @@ def _share(others: float, own: float) -> float:
     return others / (others + max(0.0, own)) if others > 0 else 0.0
 
 
-def _other_cores(blocks: Sequence[PaceBlock]) -> float | None:
+def _others(blocks: Sequence[PaceBlock]) -> float | None:
     known = [block for block in blocks if block.others is not None]
     seconds = sum(block.seconds for block in known)
     return sum((block.others or 0.0) * block.seconds for block in known) / seconds if seconds > 0 else None

@@ -14,14 +14,21 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from telemetry.compare.pace_interval import PaceBlock, RatioInterval, interval_around
+from telemetry.compare.pace_interval import MIN_BLOCKS, PaceBlock, RatioInterval, interval_around
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+_KNOWN: Final = 0.9
+"""The logs must tell of others for this share of the windows."""
+
 _ROUNDS: Final = 8
 
 _MOST: Final = 2.0
+"""A second of delay costs at most this many seconds, of each rank: other threads and ranks wait for the one held up."""
+
+_MOST_OF_LOOP: Final = 0.9
+"""At most this share of a training loop is left out."""
 
 _DOUBT_OF_THREAD: Final = 0.1
 _DOUBT_OF_WORKERS: Final = 0.25
@@ -32,6 +39,9 @@ that send batches and hand them over, which are held up as well. See benchmarks/
 _OF_EACH_RUN: Final = 0.5
 """This part of the doubt is each run's own: the others of one run are not those of the other."""
 
+_BESIDE: Final = 0.012
+"""Runs that were not held up differ too where others use all cores: by about this standard deviation."""
+
 
 @dataclass(frozen=True, slots=True)
 class SameLoad:
@@ -39,7 +49,7 @@ class SameLoad:
 
     Attributes:
         found: the ratio and its interval.
-        cost: seconds of the training loop that a second of run-queue delay has cost: between 0 and 1.
+        cost: seconds of the training loop that a second of run-queue delay has cost.
         held_up_a, held_up_b: run-queue delay caused by others, as a share of the training loop.
     """
 
@@ -49,30 +59,35 @@ class SameLoad:
     held_up_b: float
 
 
-def without_others(a: Sequence[PaceBlock], b: Sequence[PaceBlock]) -> SameLoad | None:
+def without_others(a: Sequence[PaceBlock], b: Sequence[PaceBlock], ranks: int = 1) -> SameLoad | None:
     """Compare the paces as if no other program had used the machine. None if the logs do not tell of others."""
-    if any(block.held_up is None for block in (*a, *b)):
+    known = [[block for block in blocks if block.held_up is not None] for blocks in (a, b)]
+    if any(len(some) < max(MIN_BLOCKS, _KNOWN * len(all_)) for some, all_ in zip(known, (a, b), strict=True)):
         return None
-    sides = [_Side(a), _Side(b)]
-    cost = _cost(sides)
+    sides = [_Side(blocks) for blocks in known]
+    cost = _cost(sides, _MOST * ranks)
     squares = sum(side.squares for side in sides)
     side_a, side_b = sides
     further = side_b.slope(cost) - side_a.slope(cost)
     weight = further / squares if squares > 0 else 0.0
     ratio = side_b.pace(cost) / side_a.pace(cost)
     doubts = [side.doubt(cost) for side in sides]
-    doubt = math.hypot(doubts[1] - doubts[0], *(_OF_EACH_RUN * each for each in doubts))
+    own = [math.hypot(_OF_EACH_RUN * doubt, _BESIDE * side.others) for doubt, side in zip(doubts, sides, strict=True)]
+    doubt = math.hypot(doubts[1] - doubts[0], *own)
     found = interval_around(ratio, side_a.deviations(cost, weight), side_b.deviations(cost, -weight), doubt)
     return SameLoad(found, cost, side_a.held_up, side_b.held_up)
 
 
-def _cost(sides: Sequence[_Side]) -> float:
+def _cost(sides: Sequence[_Side], most: float) -> float:
     """Least squares over the windows of both runs, each around its own run's mean."""
-    cost = 1.0
+    for side in sides:
+        if side.held_up > 0:
+            most = min(most, _MOST_OF_LOOP / side.held_up)
+    cost = min(1.0, most)
     for _ in range(_ROUNDS):
         products = sum(side.products(cost) for side in sides)
         squares = sum(side.squares for side in sides)
-        cost = min(_MOST, max(0.0, products / squares)) if squares > 0 else 1.0
+        cost = min(most, max(0.0, products / squares)) if squares > 0 else cost
     return cost
 
 
@@ -85,6 +100,7 @@ class _Side:
         self._seconds = sum(block.seconds for block in blocks)
         self._delay = sum(block.held_up or 0.0 for block in blocks)
         self._workers_delay = sum(block.workers_held_up or 0.0 for block in blocks)
+        self.others = sum((block.others or 0.0) * block.seconds for block in blocks) / self._seconds
         self.held_up = self._delay / self._seconds
         self._apart = [(block.held_up or 0.0) - self.held_up * block.seconds for block in blocks]
         self.squares = sum(value * value for value in self._apart)
