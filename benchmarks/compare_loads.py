@@ -31,6 +31,9 @@ from telemetry.report.log_reader import load
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+TUNED_ON: Final = "tuned_on"
+"""Runs with this field were there when the constants of `telemetry.compare.same_load` were chosen."""
+
 Run = tuple[PaceBlock, ...]
 
 SLOWER: Final = (1.05, 1.10)
@@ -128,10 +131,12 @@ def figures_of(recorded: Sequence[dict[str, Any]], loader: str) -> dict[str, Any
     """All figures of one kind of loader. ``calm``: pairs of calm runs; ``changing``: all other pairs."""
     plain = runs_of(recorded, loader, 1.0)
     shares = sorted(held_up(run) for run in plain)
+    later = list(combinations(runs_of([each for each in recorded if not each.get(TUNED_ON)], loader, 1.0), 2))
     pairs = {1.0: list(combinations(plain, 2))}
     pairs |= {slower: list(product(plain, runs_of(recorded, loader, slower))) for slower in SLOWER}
     told: dict[str, Any] = {
         "runs": len(plain),
+        "later": judged(later, 1.0),
         "held_up": [round(shares[0], 3), round(statistics.median(shares), 3), round(shares[-1], 3)],
     }
     for name, calm in (("changing", False), ("calm", True)):
@@ -164,6 +169,8 @@ def text_of(figures: dict[str, Any]) -> str:
         "alone. *Without*: what `compare` says, without the time in which others held the runs up.",
         "*Interval*: half of its length, median.",
         "",
+        *(_of_later(loader, each["later"]) for loader, each in figures["kinds"].items()),
+        "",
         "| Loader | Load | B | Pairs | Measured: slower | faster | Interval | Without: slower | faster | Interval |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
@@ -171,6 +178,13 @@ def text_of(figures: dict[str, Any]) -> str:
         for name in ("changing", "calm"):
             lines += [_row(loader, name, slower, told) for slower, told in each[name].items() if told["pairs"]]
     return "\n".join([*lines, ""])
+
+
+def _of_later(loader: str, told: dict[str, Any]) -> str:
+    """The runs on which the constants of `same_load` were not chosen."""
+    found = told["without others"] or {"slower": 0, "faster": 0}
+    wrong = found["slower"] + found["faster"]
+    return f"Equal pairs of runs recorded after the constants were chosen, {loader}: {told['pairs']}, differ: {wrong}."
 
 
 def _row(loader: str, name: str, slower: str, told: dict[str, Any]) -> str:

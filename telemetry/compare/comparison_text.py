@@ -15,6 +15,7 @@ _MIN_SHOWN_SECONDS: Final = 5e-7
 """Half a microsecond per step: less is not shown."""
 
 _MIN_SHOWN_RATIO: Final = 0.001
+_SAME_LOAD_RATIO: Final = 0.01
 
 _LOOP: Final = (DATA_WAIT, COMPUTE)
 
@@ -54,7 +55,16 @@ def sentence(result: Mapping[str, Any]) -> str:
     if result["verdict"] == NO_DIFFERENCE:
         return f"No difference that can be told from chance: B does {figures}."
     word = "faster" if result["verdict"] == FASTER else "slower"
-    return f"B is {word}: it does {figures}.{_most(result['per_step_seconds'])}"
+    most = "" if _loads_differ(result) else _most(result["per_step_seconds"])
+    return f"B is {word}: it does {figures}.{most}"
+
+
+def _loads_differ(result: Mapping[str, Any]) -> bool:
+    """Whether a part of the seconds per step, which are as measured, is other programs'."""
+    if result["load"] is None:
+        return False
+    held_up = result["load"]["held_up_ratio"]
+    return bool(abs(held_up["b"] - held_up["a"]) > _SAME_LOAD_RATIO)
 
 
 def _of_others(result: Mapping[str, Any]) -> list[str]:
