@@ -147,3 +147,12 @@ def test_a_window_without_figures_leaves_the_ratio_as_measured(tmp_path, capsys)
     result = json.loads(capsys.readouterr().out)
     assert result["load"] is None
     assert result["ratio"] == result["measured"]["ratio"]
+
+
+def test_hardly_any_time_that_is_left_gives_an_interval_with_ends(tmp_path, capsys):
+    """Windows in which nothing else ran, and windows in which hardly a step was done."""
+    load = Load(held_up=0.64, others=7.9, cost=1.04)
+    _, result, _ = compared(tmp_path, capsys, (100.0, load), (100.0, load))
+    low, high = result["interval"]
+    assert 0 < low < result["ratio"] < high
+    assert result["load"]["cost"] == pytest.approx(1.04, abs=0.05)

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 _KNOWN: Final = 0.9
 """The logs must tell of others for this share of the windows."""
 
-_ROUNDS: Final = 8
-
 _MOST: Final = 2.0
 """A second of delay costs at most this many seconds, of each rank: other threads and ranks wait for the one held up."""
 
@@ -79,16 +77,19 @@ def without_others(a: Sequence[PaceBlock], b: Sequence[PaceBlock], ranks: int = 
 
 
 def _cost(sides: Sequence[_Side], most: float) -> float:
-    """Least squares over the windows of both runs, each around its own run's mean."""
+    """Least squares over the windows of both runs, each around its own run's mean.
+
+    A window lacks ``cost`` times the seconds that it was held up for more than others, times the net pace. That pace
+    depends on ``cost`` as well, so that the equation is solved for both at once.
+    """
     for side in sides:
         if side.held_up > 0:
             most = min(most, _MOST_OF_LOOP / side.held_up)
-    cost = min(1.0, most)
-    for _ in range(_ROUNDS):
-        products = sum(side.products(cost) for side in sides)
-        squares = sum(side.squares for side in sides)
-        cost = min(most, max(0.0, products / squares)) if squares > 0 else cost
-    return cost
+    lacking = sum(side.lacking for side in sides)
+    if lacking <= 0:
+        return min(1.0, most) if not any(side.squares for side in sides) else 0.0
+    squares = sum(side.squares + side.lacking * side.held_up for side in sides)
+    return min(most, lacking / squares) if squares > 0 else most
 
 
 class _Side:
@@ -104,6 +105,9 @@ class _Side:
         self.held_up = self._delay / self._seconds
         self._apart = [(block.held_up or 0.0) - self.held_up * block.seconds for block in blocks]
         self.squares = sum(value * value for value in self._apart)
+        gross = self._steps / self._seconds
+        lacking = [block.seconds - block.steps / gross for block in blocks]
+        self.lacking = sum(apart * each for apart, each in zip(self._apart, lacking, strict=True))
 
     def pace(self, cost: float) -> float:
         """Steps per second of the loop without the time held up."""
@@ -117,14 +121,6 @@ class _Side:
         """The standard deviation of the logarithm of the pace that comes from what delays do not show."""
         seconds = _DOUBT_OF_THREAD * (self._delay - self._workers_delay) + _DOUBT_OF_WORKERS * self._workers_delay
         return seconds / (self._seconds - cost * self._delay)
-
-    def products(self, cost: float) -> float:
-        """Of seconds that a window was held up for more than others, and seconds that its steps then lack."""
-        gross, net = self._steps / self._seconds, self.pace(cost)
-        return -sum(
-            apart * (block.steps - gross * block.seconds) / net
-            for apart, block in zip(self._apart, self._blocks, strict=True)
-        )
 
     def deviations(self, cost: float, further: float) -> list[float]:
         """Of each window: what it adds to the error of this run's pace, and of ``cost``."""
