@@ -15,7 +15,7 @@ FOLDERS = {"attach", "collect", "diagnose", "job", "publish", "snapshot", "trace
 """Siblings: none of them imports another one. `agent` hands them what they need of each other."""
 ABOVE = {"agent"}
 FACE = {"__init__", "__main__", "api", "cli", "launch"}
-OFFLINE = {"compare", "demo", "doctor", "report", "tune"}
+OFFLINE = {"compare", "demo", "doctor", "report", "top", "tune"}
 REPORT_MAY = {"core", "report", "trace"}
 COMPARE_MAY = {"compare", "core", "report"}
 
@@ -31,10 +31,11 @@ OWNERS = {
         "snapshot/session.py",
     },  # else attach/ works on the modules that the script has imported
     "PIL": {"demo/pictures.py", "demo/train.py", "demo/command.py"},
+    "rich": {"top/painter.py"},
     "orjson": {
         "compare/command.py",
         "publish/jsonl.py",
-        "report/log_reader.py",
+        "report/log_lines.py",
         "report/command.py",
         "trace/json_scanner.py",
         "trace/command.py",

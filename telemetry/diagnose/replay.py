@@ -8,6 +8,8 @@ from __future__ import annotations
 import statistics
 from typing import TYPE_CHECKING, Any, Final
 
+from telemetry.core.clock import NS
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -50,9 +52,13 @@ class ReplayWatch:
         for step in () if self.settled else steps:
             wait, compute = step.wait_seconds, max(0.0, step.seconds - step.wait_seconds)
             if not optimizer_steps:
-                sums = self._before.setdefault(int(compute * 1e9).bit_length(), [0, 0.0, 0.0])
-                for place, value in enumerate((1, wait, compute)):
-                    sums[place] += value
+                bits = int(compute * NS).bit_length()
+                if bits not in self._before:
+                    self._before[bits] = [0, 0.0, 0.0]
+                sums = self._before[bits]
+                sums[0] += 1
+                sums[1] += wait
+                sums[2] += compute
             elif len(self._after) < _MAX_STEPS:
                 self._after.append((wait, compute))
 
@@ -69,9 +75,9 @@ class ReplayWatch:
         limit = usual * _MAX_COMPUTE_RATIO
         number, wait, compute, short = 0.0, 0.0, 0.0, 0.0
         for bits, sums in self._before.items():
-            if (1 << bits) / 1e9 <= usual * _MAX_HELD_UP_RATIO:
+            if (1 << bits) / NS <= usual * _MAX_HELD_UP_RATIO:
                 number, wait, compute = number + sums[0], wait + sums[1], compute + sums[2]
-            if (1 << bits) / 1e9 <= limit:
+            if (1 << bits) / NS <= limit:
                 short += sums[0]
         if short < number / 2:  # short steps, such as those of accumulated gradients, and no replay
             number, wait, compute = 0.0, 0.0, 0.0

@@ -8,10 +8,8 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from telemetry.core.clock import NS, now_ns
-from telemetry.publish.endpoint import Endpoint
 from telemetry.publish.exposition import CONTENT_TYPE
 from telemetry.publish.hang_board import HangBoard
-from telemetry.publish.http_server import abandon_all
 from telemetry.publish.listen_address import Address, Lookup, numeric
 
 if TYPE_CHECKING:
@@ -20,6 +18,7 @@ if TYPE_CHECKING:
     from telemetry.core.tick import RankPace
     from telemetry.publish.board import Board
     from telemetry.publish.discovery import TargetFile
+    from telemetry.publish.endpoint import Endpoint
 
 PORTS_TRIED: Final = 64
 """If the port is taken, up to this many higher ports are tried."""
@@ -86,6 +85,15 @@ class NodeService:
         self._pause = _FIRST_PAUSE_SECONDS
         self._told: set[str] = set()
         self._targets_ns = -(1 << 62)
+        self._new_endpoint: type[Endpoint] | None = None
+        self._abandon_all: Callable[[], None] = lambda: None
+        if port is not None:
+            # Here, on the thread that starts the agent: a child that is forked while another thread imports a module
+            # can never import that module.
+            from telemetry.publish.endpoint import Endpoint
+            from telemetry.publish.http_server import abandon_all
+
+            self._new_endpoint, self._abandon_all = Endpoint, abandon_all
         self.endpoint: Endpoint | None = None
         self.hang_board = HangBoard(board.path)
         self.leads = False
@@ -197,7 +205,7 @@ class NodeService:
 
     def after_fork_in_child(self) -> None:
         """Close the copies of the parent's files and sockets."""
-        abandon_all()
+        self._abandon_all()
         self._board.forget()
 
     # -- the endpoint ------------------------------------------------------------------------------------------
@@ -212,7 +220,8 @@ class NodeService:
                 self._address = self._found()
             if self._address is None:
                 return
-            endpoint = Endpoint(
+            assert self._new_endpoint is not None  # noqa: S101 - there are ports
+            endpoint = self._new_endpoint(
                 self._host,
                 ports,
                 self._board.states,

@@ -6,18 +6,14 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-import orjson
-
-from telemetry.core.clock import iso_time
-from telemetry.core.filesystem import open_regular
 from telemetry.core.log_names import LOG_NAME
 from telemetry.core.quantile_sketch import Sketch, parse_counts
-from telemetry.report.log_schema import HEARTBEAT, checked, checked_fields
+from telemetry.report.log_lines import heartbeat, lines_of
 from telemetry.report.pace_series import PaceSeries
 from telemetry.report.progress_points import Point, ProgressPoints
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable
     from pathlib import Path
 
 _RANK_FIELDS: Final = ("local_rank", "world_size", "claimed_rank")
@@ -127,11 +123,15 @@ def load(run_dir: Path) -> list[ProcessLog]:
             files.setdefault(key, []).append((int(match["rotated"] or 0), path))
     if not files:
         raise NoRunError(f"there is no log in {logs}: no file is named rank-<rank>.<pid>.jsonl")
-    logs_of_processes = _ProcessLogs()
+    logs_of_processes = ProcessLogs()
     for (rank, pid, _), parts in sorted(files.items()):
-        logs_of_processes.load(rank, pid, parts)
+        file = logs_of_processes.of_file(rank, pid)
+        for _, path in sorted(parts, reverse=True):  # the highest number is the oldest
+            for line, wrong in lines_of(path):
+                file.add(line, wrong)
+        logs_of_processes.leave_out_if_empty(file)
     processes = logs_of_processes.all
-    _take_heartbeats(run_dir / "attempts", processes)
+    take_heartbeats(run_dir / "attempts", processes)
     newest = max(processes, key=lambda process: process.started)
     newest.skipped = sorted(skipped)
     return sorted(
@@ -140,72 +140,73 @@ def load(run_dir: Path) -> list[ProcessLog]:
     )
 
 
-class _ProcessLogs:
+class ProcessLogs:
     """Sorts log lines by process, whichever file they are in.
 
     Several processes write to one file if a container is restarted with the same pid, or if two nodes share the folder.
     A ``run_start`` that does not continue a log begins another process.
+
+    Attributes:
+        all: the processes so far.
     """
 
     def __init__(self) -> None:
         self.all: list[ProcessLog] = []
         self._by_id: dict[str, ProcessLog] = {}
 
-    def load(self, rank: int, pid: int, parts: list[tuple[int, Path]]) -> None:
-        """Read one file and the files that were rotated away from it."""
-        newest = unused = ProcessLog(rank, pid)
-        by_node: dict[str, ProcessLog] = {}
+    def of_file(self, rank: int, pid: int) -> LinesOfFile:
+        """Takes the lines of one log, with those of the files that were rotated away from it."""
+        unused = ProcessLog(rank, pid)
         self.all.append(unused)
-        for _, path in sorted(parts, reverse=True):  # the highest number is the oldest
-            for line, wrong in _lines(path):
-                if line is None:
-                    newest.torn_lines += 1
-                    continue
-                node = line.get("node")
-                log = newest if node is None else by_node.get(node)  # a line without a node is damaged
-                if log is None or line.get("event") == "run_start":
-                    log = self._log_of(line, log, ProcessLog(rank, pid) if by_node else unused)
-                newest = log
-                if node is not None:
-                    by_node[node] = log
-                log.wrong_fields += wrong
-                _take(line, log)
-        if by_node and not unused.head and not unused.torn_lines:  # all lines belong to processes of other files
-            self.all = [log for log in self.all if log is not unused]
+        return LinesOfFile(self, unused)
 
-    def _log_of(self, line: dict[str, Any], log: ProcessLog | None, fresh: ProcessLog) -> ProcessLog:
+    def leave_out_if_empty(self, file: LinesOfFile) -> None:
+        """All lines of a file are there: it has no process of its own if they belong to processes of other files."""
+        if file.by_node and not file.unused.head and not file.unused.torn_lines:
+            self.all = [log for log in self.all if log is not file.unused]
+
+    def log_of(self, line: dict[str, Any], log: ProcessLog | None, fresh: ProcessLog) -> ProcessLog:
+        """The process of a ``run_start``. ``log``: that of the line before; ``fresh``: for the lines of a new one."""
         id_ = line.get("life")
         if id_ in self._by_id:
             return self._by_id[id_]
         if log is None or not line.get("continued"):
             log = fresh
-            if self.all[-1] is not fresh:
+            if all(each is not fresh for each in reversed(self.all)):
                 self.all.append(fresh)
         if id_ is not None:
             self._by_id[id_] = log
         return log
 
 
-def _lines(path: Path, *, missing_is_fine: bool = False) -> Iterator[tuple[dict[str, Any] | None, int]]:
-    """The lines of a file, None for a line that cannot be read; and how many fields of each were left out as wrong."""
-    try:
-        file = open_regular(path)
-        if file is None:
+class LinesOfFile:
+    """The lines of one log, in the order in which they were written.
+
+    Attributes:
+        newest: the process of the newest line.
+        by_node: the processes by node. ``unused``: the process of this file, before its first line.
+    """
+
+    def __init__(self, logs: ProcessLogs, unused: ProcessLog) -> None:
+        self._logs = logs
+        self.newest = self.unused = unused
+        self.by_node: dict[str, ProcessLog] = {}
+
+    def add(self, line: dict[str, Any] | None, wrong: int) -> None:
+        """Add a line, as `log_lines.parsed` returns it."""
+        if line is None:
+            self.newest.torn_lines += 1
             return
-        with file:
-            for raw in file:
-                try:
-                    line = orjson.loads(raw)
-                except ValueError:
-                    if raw.strip():
-                        yield None, 0
-                    continue
-                if isinstance(line, dict):
-                    sound, wrong = (line, []) if missing_is_fine else checked(line)
-                    yield sound, len(wrong)
-    except OSError:
-        if not missing_is_fine:
-            yield None, 0  # rotated away or unreadable; the other files still count
+        node = line.get("node")
+        log = self.newest if node is None else self.by_node.get(node)  # a line without a node is damaged
+        if log is None or line.get("event") == "run_start":
+            fresh = ProcessLog(self.unused.rank, self.unused.pid) if self.by_node else self.unused
+            log = self._logs.log_of(line, log, fresh)
+        self.newest = log
+        if node is not None:
+            self.by_node[node] = log
+        log.wrong_fields += wrong
+        _take(line, log)
 
 
 def _take(line: dict[str, Any], log: ProcessLog) -> None:
@@ -312,13 +313,17 @@ def _point(line: dict[str, Any], loop: dict[str, float]) -> Point:
     )
 
 
-def _take_heartbeats(folder: Path, processes: list[ProcessLog]) -> None:
-    """Give each process that did not end by itself its newest heartbeat."""
+def take_heartbeats(folder: Path, processes: Iterable[ProcessLog]) -> None:
+    """Give each process that did not end by itself its newest heartbeat.
+
+    Args:
+        folder: ``attempts`` in the run folder.
+        processes: those that are to be looked at.
+    """
     for process in processes:
         life = process.head.get("life")
         if process.ended or not life or not life.isalnum():
             continue
-        for line, _ in _lines(folder / f"{life}.beat", missing_is_fine=True):
-            beat, _wrong = checked_fields(line or {}, HEARTBEAT)
-            if beat.get("life") == life and beat.keys() >= {"unix_seconds", "ledger_total_seconds", "wall_seconds"}:
-                process.beat = beat | {"time": iso_time(beat["unix_seconds"])}
+        beat = heartbeat(folder, life)
+        if beat is not None:
+            process.beat = beat

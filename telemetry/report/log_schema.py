@@ -255,7 +255,16 @@ FIELDS: Final[Mapping[str, Mapping[str, Kind]]] = MappingProxyType(
             "loop_seconds": _numbers,
         },
         "run_end": {**_TOTALS, "exception": _text, "exit_status": _number, "lost_peer": _flag},
-        "gpu": {"name": _text},
+        "gpu": {
+            "name": _text,
+            "utilization_ratio": _number,
+            "sm_active_ratio": _number,
+            "memory_used_bytes": _number,
+            "memory_total_bytes": _number,
+            "power_watts": _number,
+            "temperature_celsius": _number,
+        },
+        "host": {"process_resident_memory_bytes": _number},
         "change": {
             "at": _text,
             "first_step": _count,

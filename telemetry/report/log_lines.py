@@ -1,0 +1,64 @@
+"""The lines of a log file and the heartbeat of a process, read and checked. Both may be damaged or still be written."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from telemetry.core.clock import iso_time
+from telemetry.core.filesystem import open_regular, read_small
+from telemetry.core.json_object import parse_object
+from telemetry.report.log_schema import HEARTBEAT, checked, checked_fields
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+def parsed(raw: bytes) -> tuple[dict[str, Any] | None, int] | None:
+    """A line of a log; None if it is empty or no object.
+
+    Returns:
+        Its fields, None if it cannot be read; and how many were left out because of a wrong type.
+    """
+    try:
+        line = orjson.loads(raw)
+    except ValueError:
+        return (None, 0) if raw.strip() else None
+    if not isinstance(line, dict):
+        return None
+    sound, wrong = checked(line)
+    return sound, len(wrong)
+
+
+def lines_of(path: Path) -> Iterator[tuple[dict[str, Any] | None, int]]:
+    """The lines of a file, each as `parsed` returns it; one that cannot be read for a file that cannot be read."""
+    try:
+        file = open_regular(path)
+        if file is None:
+            return
+        with file:
+            for raw in file:
+                found = parsed(raw)
+                if found is not None:
+                    yield found
+    except OSError:
+        yield None, 0  # rotated away or unreadable; the other files still count
+
+
+def heartbeat(folder: Path, life: str) -> dict[str, Any] | None:
+    """The newest heartbeat of a process, with its ``time`` as in a log line; None without a sound one.
+
+    Args:
+        folder: ``attempts`` in the run folder.
+        life: tells the process from others.
+    """
+    try:
+        found = parse_object(read_small(folder / f"{life}.beat")) or {}
+    except OSError:
+        return None
+    beat, _wrong = checked_fields(found, HEARTBEAT)
+    if beat.get("life") != life or not beat.keys() >= {"unix_seconds", "ledger_total_seconds", "wall_seconds"}:
+        return None
+    return beat | {"time": iso_time(beat["unix_seconds"])}
