@@ -1,4 +1,4 @@
-"""The public API: `start`, `stop`, `watch`, `step`, `phase`, `request_snapshot`.
+"""The public API: `start`, `stop`, `watch`, `step`, `phase`, `metrics`, `resumed`, `request_snapshot`.
 
 While no agent runs, every call is allowed and does nothing. So a script can keep its calls with
 ``TELEMETRY_DISABLED=1``.
@@ -164,6 +164,18 @@ def resumed(*, step: int) -> None:
     agent = _running()
     if agent is not None:
         agent.tracker.resume.told(agent.tracker, number)
+
+
+def metrics() -> dict[str, float]:
+    """The newest figures of this rank, for any logger. Cheap: it copies a dictionary, and touches no device.
+
+    Returns:
+        The figures by name, with units in the names (docs/integrations.md has all of them); ratios are 0..1. They are
+        some seconds old; rates and percentiles are over the newest window of the log. What was not measured is
+        not in it. Empty while no agent runs, and in a DataLoader worker.
+    """
+    agent = _running()
+    return {} if agent is None else dict(agent.figures.newest)
 
 
 def request_snapshot(*, steps: int | None = None, rank: int | None = None) -> bool:

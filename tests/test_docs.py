@@ -78,7 +78,7 @@ def load_tool(name):
 # -- what the code says ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tool", ["generate_settings", "generate_examples"])
+@pytest.mark.parametrize("tool", ["generate_settings", "generate_examples", "generate_figures"])
 def test_what_is_generated_is_up_to_date(tool):
     """Run ``make docs-reference`` where this fails."""
     generator = load_tool(tool)

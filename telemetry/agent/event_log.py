@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from telemetry._version import __version__
 from telemetry.collect import child_processes
 from telemetry.core.labels import COMPUTE, DATA_WAIT
+from telemetry.core.log_window import LogWindow
 from telemetry.core.totals import Totals
 from telemetry.publish import log_fields
 from telemetry.publish.jsonl import JsonLog
@@ -46,6 +47,9 @@ class EventLog:
         address: the URL of the metrics.
         memory: how the memory of the run grows.
         stall_counts: the seconds lost in stalls.
+
+    Attributes:
+        newest_window: the newest window that was written; None before the first.
     """
 
     def __init__(
@@ -92,6 +96,7 @@ class EventLog:
         self._environment = environment
         self._before = Totals()  # the totals at the end of the last window
         self._children = 0
+        self.newest_window: LogWindow | None = None
 
     def emit(self, event: str, values: dict[str, Any]) -> bool:
         """Write a line, and count it as an error if it cannot be written. Returns whether it is in the file."""
@@ -151,6 +156,7 @@ class EventLog:
         self._replace_removed_file()
         accounting, totals = self._accounting, self._builder.current()
         window, added = accounting.stats.take_window(), totals - self._before
+        self.newest_window = LogWindow(added, window.step.percentiles(), window.wait.percentiles())
         exposed, loop = added.exposed_wait_seconds, added.ledger_seconds[DATA_WAIT] + added.ledger_seconds[COMPUTE]
         line = {
             "window_seconds": added.wall_seconds,
@@ -160,8 +166,8 @@ class EventLog:
             "exposed_wait_seconds": exposed,
             "exposed_wait_ratio": exposed / loop if exposed is not None and loop > 0 else None,
             "exposed_wait_source": None if accounting.no_batch_seen else accounting.exposed_source,
-            "step_seconds": log_fields.percentiles(window.step.percentiles()),
-            "data_wait_seconds": log_fields.percentiles(window.wait.percentiles()),
+            "step_seconds": log_fields.percentiles(self.newest_window.step),
+            "data_wait_seconds": log_fields.percentiles(self.newest_window.wait),
             "step_sketch": window.step.as_log_field(),
             "data_wait_sketch": window.wait.as_log_field(),
         }

@@ -14,6 +14,7 @@ from telemetry.agent.change_monitor import ChangeMonitor
 from telemetry.agent.collector_poller import CollectorPoller
 from telemetry.agent.endpoint_address import EndpointAddress
 from telemetry.agent.event_log import EventLog
+from telemetry.agent.figure_output import FigureOutput
 from telemetry.agent.job_hang import HangSurroundings, JobHang
 from telemetry.agent.line_monitor import LineMonitor
 from telemetry.agent.memory_watch import MemoryWatch
@@ -58,7 +59,8 @@ class AgentParts:
         tracker: state of the training thread. ``attachment``: places the hooks that update it.
         accounting: ledger, steps and exposed wait. ``overhead``: the cost of the agent.
         attempt: what the log tells of this attempt of the run.
-        event_log: writes the log. ``snapshots``: takes traces. ``job_hang``: why the whole job hangs.
+        event_log: writes the log. ``figures``: the newest figures, and the sinks.
+        snapshots: takes traces. ``job_hang``: why the whole job hangs.
     """
 
     def __init__(self, config: Config) -> None:
@@ -128,6 +130,8 @@ class AgentParts:
             errors=self.errors,
             wall=self._wall,
         )
+        self.figures = FigureOutput(config, self.event_log, self.errors, self._wall, lambda: self.identity)
+        self.overhead.figures = self.figures
         self._line_monitor = LineMonitor(
             self.tracker,
             self.run_dir / "profiles",
@@ -141,7 +145,7 @@ class AgentParts:
             self.tracker,
             stall_counts,
             errors=self.errors,
-            emit=self.event_log.emit,
+            emit=self.figures.emit,
             timestamp=self._wall.iso,
             lines=self._line_monitor.findings,
             rank=self.identity.rank,
@@ -207,6 +211,15 @@ class AgentParts:
         self.job_hang.tick(hangs=hangs, steps=self.accounting.steps_total, around=self._around_hang)
         if self._job is not None:
             self._job.local = self.job_hang.local
+
+    def _count_losses(self) -> None:
+        ledger = self.accounting.ledger
+        self._losses.tick(
+            self.identity,
+            ledger.seconds(),
+            ledger.first_wait_ns / NS,
+            stuck_seconds=self._stall_monitor.stuck_seconds,
+        )
 
     def _around_hang(self) -> HangSurroundings:
         node, job = self._node, self._job

@@ -119,6 +119,24 @@ def choice(*values: str) -> SettingType:
     return SettingType(" | ".join(values), "", parse)
 
 
+def several_of(*values: str) -> SettingType:
+    """Some of these words, separated by commas; ``none`` is the empty list. Parsed to a tuple without repeats."""
+    allowed = f"a list of {', '.join(values)}; or none"
+
+    def parse(name: str, value: Any) -> tuple[str, ...]:
+        parts = value.split(",") if isinstance(value, str) else () if value is None else value
+        try:
+            words = dict.fromkeys(str(part).strip().lower() for part in parts)
+        except TypeError:
+            raise SettingError(name, value, allowed) from None
+        named = [word for word in words if word not in {"", "none"}]
+        if not set(named) <= set(values) or (named and "none" in words):
+            raise SettingError(name, value, allowed)
+        return tuple(named)
+
+    return SettingType("list", allowed, parse)
+
+
 def _parse_switch(name: str, value: Any) -> bool:
     if isinstance(value, bool):
         return value
