@@ -117,7 +117,7 @@ def full_view():
             throttled=("sw_thermal",),
         ),
         host=HostSample(cpu_ratio=0.5, cpu_count=2, memory_used_bytes=1, memory_total_bytes=2),
-        process=ProcessSample(cpu_seconds=1.0, resident_memory_bytes=1, threads=3, runnable_seconds=0.1),
+        process=ProcessSample(cpu_seconds=1.0, resident_memory_bytes=1, threads=3, runnable_seconds=0.1, running_seconds=0.1),
         workers=WorkersSample(
             workers=2, training_workers=2, resident_memory_bytes=1, ready_batches=4, fetching_seconds=0.0, fetches_total=3,
             fetch_duration=Histogram(bounds=(0.1, 1.0), counts=(1, 1, 1), total=3.0), cpu_ratio=0.5,

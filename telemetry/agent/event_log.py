@@ -254,6 +254,7 @@ class EventLog:
             "tokens_total": totals.tokens,
             "gpu_energy_total_joules": totals.gpu_energy_joules,
             "gpu_uuid": gpu.uuid if gpu is not None and totals.gpu_energy_joules else None,
+            "cpu_total_seconds": log_fields.cpu_seconds(totals),
         }
         memory = self._memory.log_field()
         if memory is not None:

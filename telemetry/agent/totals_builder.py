@@ -171,6 +171,7 @@ class TotalsBuilder:
             ),
             process_cpu_seconds=None if process is None else process.cpu_seconds,
             run_queue_delay_seconds=None if process is None else process.runnable_seconds,
+            thread_cpu_seconds=None if process is None else process.running_seconds,
             worker_fetches=before.worker_fetches if workers is None else workers.fetches_total,
             fetch_counts=before.fetch_counts if histogram is None else histogram.counts,
             overhead_seconds=self._overhead.seconds(),

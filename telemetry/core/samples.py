@@ -52,12 +52,14 @@ class ProcessSample:
     Attributes:
         cpu_seconds: user + system time since it began.
         runnable_seconds: run-queue delay of its training thread; None if the kernel does not report it.
+            ``running_seconds``: its time on a core.
     """
 
     cpu_seconds: float
     resident_memory_bytes: int
     threads: int
     runnable_seconds: float | None = None
+    running_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

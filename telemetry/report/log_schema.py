@@ -252,6 +252,7 @@ FIELDS: Final[Mapping[str, Mapping[str, Kind]]] = MappingProxyType(
             "data_wait_seconds": _numbers,
             "step_sketch": _mapping,
             "data_wait_sketch": _mapping,
+            "cpu_total_seconds": _numbers,
         },
         "phase": {
             "seconds": _number,
