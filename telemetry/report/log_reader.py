@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
-
-import orjson
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from telemetry.core.clock import iso_time
-from telemetry.core.filesystem import open_regular
 from telemetry.core.log_names import LOG_NAME
 from telemetry.core.quantile_sketch import Sketch, parse_counts
-from telemetry.report.log_schema import HEARTBEAT, checked, checked_fields
+from telemetry.report.log_lines import LineSelection, head_of, parsed_lines, unchecked_objects
+from telemetry.report.log_schema import HEARTBEAT, checked_fields
 from telemetry.report.pace_series import PaceSeries
 from telemetry.report.progress_points import Point, ProgressPoints
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 _RANK_FIELDS: Final = ("local_rank", "world_size", "claimed_rank")
@@ -107,8 +104,26 @@ class ProcessLog:
         return started
 
 
-def load(run_dir: Path) -> list[ProcessLog]:
+class LineObserver(Protocol):
+    """Sees the lines while they are read, so that nobody has to read the logs a second time."""
+
+    def begin(self, ranks: int) -> None:
+        """Called once, before the first line, with the number of ranks that have a log."""
+
+    def spacing_seconds(self) -> float:
+        """Time between two windows, or two samples, that it needs to see."""
+
+    def take(self, line: dict[str, Any], log: ProcessLog) -> None:
+        """A checked line of a process, which `load` has taken in already."""
+
+
+def load(run_dir: Path, observer: LineObserver | None = None) -> list[ProcessLog]:
     """All processes of the newest run in a folder, by rank and then by start.
+
+    Args:
+        run_dir: the run folder.
+        observer: sees every line that is not skipped. With one, windows are skipped too, where a later line of the
+            process has their sums.
 
     Raises:
         NoRunError: the folder does not exist, or has no log.
@@ -127,7 +142,9 @@ def load(run_dir: Path) -> list[ProcessLog]:
             files.setdefault(key, []).append((int(match["rotated"] or 0), path))
     if not files:
         raise NoRunError(f"there is no log in {logs}: no file is named rank-<rank>.<pid>.jsonl")
-    logs_of_processes = _ProcessLogs()
+    if observer is not None:
+        observer.begin(len({rank for rank, _, _ in files}))
+    logs_of_processes = _ProcessLogs(observer)
     for (rank, pid, _), parts in sorted(files.items()):
         logs_of_processes.load(rank, pid, parts)
     processes = logs_of_processes.all
@@ -147,17 +164,22 @@ class _ProcessLogs:
     A ``run_start`` that does not continue a log begins another process.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, observer: LineObserver | None) -> None:
         self.all: list[ProcessLog] = []
         self._by_id: dict[str, ProcessLog] = {}
+        self._observer = observer
+        self._spacing = (lambda: float("inf")) if observer is None else observer.spacing_seconds
 
     def load(self, rank: int, pid: int, parts: list[tuple[int, Path]]) -> None:
         """Read one file and the files that were rotated away from it."""
         newest = unused = ProcessLog(rank, pid)
         by_node: dict[str, ProcessLog] = {}
         self.all.append(unused)
-        for _, path in sorted(parts, reverse=True):  # the highest number is the oldest
-            for line, wrong in _lines(path):
+        paths = [path for _, path in sorted(parts, reverse=True)]  # the highest number is the oldest
+        skipped = False
+        for path, later in zip(paths, [*paths[1:], None], strict=True):
+            selection = LineSelection(self._spacing, windows=self._observer is not None and _sums_of(path, later))
+            for line, wrong in parsed_lines(path, selection):
                 if line is None:
                     newest.torn_lines += 1
                     continue
@@ -165,11 +187,19 @@ class _ProcessLogs:
                 log = newest if node is None else by_node.get(node)  # a line without a node is damaged
                 if log is None or line.get("event") == "run_start":
                     log = self._log_of(line, log, ProcessLog(rank, pid) if by_node else unused)
+                if log is not newest and newest is not unused:
+                    selection.keep_windows()  # of several processes in one file
                 newest = log
                 if node is not None:
                     by_node[node] = log
                 log.wrong_fields += wrong
                 _take(line, log)
+                if skipped and line.get("event") == "run_start":
+                    _take_sums(line, log)
+                    skipped = False
+                if self._observer is not None:
+                    self._observer.take(line, log)
+            skipped = selection.skipped_windows
         if by_node and not unused.head and not unused.torn_lines:  # all lines belong to processes of other files
             self.all = [log for log in self.all if log is not unused]
 
@@ -186,26 +216,12 @@ class _ProcessLogs:
         return log
 
 
-def _lines(path: Path, *, missing_is_fine: bool = False) -> Iterator[tuple[dict[str, Any] | None, int]]:
-    """The lines of a file, None for a line that cannot be read; and how many fields of each were left out as wrong."""
-    try:
-        file = open_regular(path)
-        if file is None:
-            return
-        with file:
-            for raw in file:
-                try:
-                    line = orjson.loads(raw)
-                except ValueError:
-                    if raw.strip():
-                        yield None, 0
-                    continue
-                if isinstance(line, dict):
-                    sound, wrong = (line, []) if missing_is_fine else checked(line)
-                    yield sound, len(wrong)
-    except OSError:
-        if not missing_is_fine:
-            yield None, 0  # rotated away or unreadable; the other files still count
+def _sums_of(path: Path, later: Path | None) -> bool:
+    """Whether the head of a later file has the sums of the windows of this one: it is of the same process."""
+    if later is None:
+        return False
+    life, head = head_of(path).get("life"), head_of(later)
+    return life is not None and head.get("life") == life and {"step_sketch", "data_wait_sketch"} <= head.keys()
 
 
 def _take(line: dict[str, Any], log: ProcessLog) -> None:
@@ -221,8 +237,7 @@ def _take(line: dict[str, Any], log: ProcessLog) -> None:
         else:
             log.head = line
             if line.get("continued"):  # earlier files are gone; this line has the sums of what was in them
-                _add(log.step, line.get("step_sketch"), line.get("step_max_seconds"))
-                _add(log.wait, line.get("data_wait_sketch"), line.get("data_wait_max_seconds"))
+                _take_sums(line, log)
     elif event == "window":
         if _take_totals(line, log):
             log.pace.add(line)
@@ -277,6 +292,13 @@ def _add(sketch: Sketch, counts: object, largest: float | None) -> None:
     sketch.merge(parse_counts(counts), largest or 0.0)
 
 
+def _take_sums(head: dict[str, Any], log: ProcessLog) -> None:
+    """The sums of all windows before a head, instead of those of the windows that were read."""
+    log.step, log.wait = Sketch(), Sketch()
+    _add(log.step, head.get("step_sketch"), head.get("step_max_seconds"))
+    _add(log.wait, head.get("data_wait_sketch"), head.get("data_wait_max_seconds"))
+
+
 def _take_save(line: dict[str, Any], log: ProcessLog) -> None:
     """Keep a checkpoint that was written. Other phases, and those of older versions, have no such fields."""
     if "complete" not in line or "optimizer_steps_total" not in line:
@@ -318,7 +340,7 @@ def _take_heartbeats(folder: Path, processes: list[ProcessLog]) -> None:
         life = process.head.get("life")
         if process.ended or not life or not life.isalnum():
             continue
-        for line, _ in _lines(folder / f"{life}.beat", missing_is_fine=True):
-            beat, _wrong = checked_fields(line or {}, HEARTBEAT)
+        for line in unchecked_objects(folder / f"{life}.beat"):
+            beat, _wrong = checked_fields(line, HEARTBEAT)
             if beat.get("life") == life and beat.keys() >= {"unix_seconds", "ledger_total_seconds", "wall_seconds"}:
                 process.beat = beat | {"time": iso_time(beat["unix_seconds"])}

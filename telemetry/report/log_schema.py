@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from telemetry.core.terminal import one_line
+from telemetry.report.sample_names import GPU_NUMBERS, HOST_NUMBERS, WORKERS_NUMBERS
 
 _LARGEST: Final = 1e15
 """No seconds, bytes or steps of a run are larger. A field with a larger number is damaged."""
@@ -81,6 +82,13 @@ def _numbers(value: Any) -> dict[str, float]:
 def _scalars(value: Any) -> dict[str, Any]:
     """Settings by name. One without a value is left out."""
     return {_text(name): _scalar(each) for name, each in _mapping(value).items() if each is not None}
+
+
+def _texts(value: Any) -> list[str]:
+    """Names, such as the reasons of a reduced clock."""
+    if not isinstance(value, list):
+        raise _WrongTypeError
+    return [_text(each) for each in value]
 
 
 def _stacks(value: Any) -> list[str]:
@@ -246,6 +254,9 @@ FIELDS: Final[Mapping[str, Mapping[str, Kind]]] = MappingProxyType(
             "data_wait_sketch": _mapping,
         },
         "phase": {
+            "name": _text,
+            "category": _text,
+            "started": _text,
             "seconds": _number,
             "complete": _flag,
             "holds_optimizer": _flag,
@@ -254,7 +265,9 @@ FIELDS: Final[Mapping[str, Mapping[str, Kind]]] = MappingProxyType(
             "loop_seconds": _numbers,
         },
         "run_end": {**_TOTALS, "exception": _text, "exit_status": _number, "lost_peer": _flag},
-        "gpu": {"name": _text},
+        "gpu": {"name": _text, "throttled": _texts, **dict.fromkeys(GPU_NUMBERS, _number)},
+        "host": {"pressure_ratio": _numbers, **dict.fromkeys(HOST_NUMBERS, _number)},
+        "workers": dict.fromkeys(WORKERS_NUMBERS, _number),
         "change": {
             "at": _text,
             "first_step": _count,

@@ -128,7 +128,7 @@ def _verdict(processes: Sequence[ProcessLog]) -> str:
         return _unknown_verdict(ranks, stalls, unseen or _NOTHING_SEEN)
     if stalls:
         # A rank that waits for a slow rank loses as much as that one. The slow rank's own stall names the cause.
-        stall = max(stalls, key=lambda stall: (stall["cause"] != "straggler", _lost(stall)))
+        stall = max(stalls, key=lambda stall: (stall["cause"] != "straggler", lost_seconds(stall)))
         return f"Not starved, but rank {stall['rank']} stalled.{_why(stall['rank'], stalls)}"
     ratio = max(measured, key=lambda rank: after_start[id(rank)])["exposed_wait_ratio"]
     lost = f"{rounded_percent(ratio)} of its training loop"
@@ -152,7 +152,7 @@ def _unseen(stepping: Sequence[tuple[dict[str, Any], int]]) -> str:
 
 def _unknown_verdict(ranks: Sequence[dict[str, Any]], stalls: Sequence[dict[str, Any]], unseen: str) -> str:
     """The verdict of a run that may be starved, because its batches are not seen."""
-    stall = max(stalls, key=_lost, default=None)
+    stall = max(stalls, key=lost_seconds, default=None)
     other = "" if stall is None else f" Rank {stall['rank']} stalled.{_why(stall['rank'], stalls)}"
     return f"Not known whether this run waits for data.{unseen}{other}{_other_time(ranks)}"
 
@@ -201,7 +201,7 @@ def _starved(worst: dict[str, Any], starving: int, measured: int, ratio: float) 
 def costliest(rank: int, stalls: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     """The stall of a rank that has cost most time; None without one."""
     own = [stall for stall in stalls if stall["rank"] == rank and stall["cause"]]
-    return max(own, key=_lost, default=None)
+    return max(own, key=lost_seconds, default=None)
 
 
 def _why(rank: int, stalls: Sequence[dict[str, Any]]) -> str:
@@ -224,7 +224,8 @@ def _why(rank: int, stalls: Sequence[dict[str, Any]]) -> str:
     return f"{text}. {line[:1].upper()}{line[1:]}." if line else f"{text}."
 
 
-def _lost(stall: dict[str, Any]) -> float:
+def lost_seconds(stall: dict[str, Any]) -> float:
+    """What a stall has cost by its own cause."""
     lost: float = stall["evidence"].get("lost_seconds", {}).get(stall["cause"], 0.0)
     return lost
 
