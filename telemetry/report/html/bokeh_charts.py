@@ -13,7 +13,6 @@ import bokeh
 import numpy as np
 from bokeh.embed import json_item
 from bokeh.models import (
-    BasicTicker,
     BoxZoomTool,
     ColumnDataSource,
     FixedTicker,
@@ -48,7 +47,7 @@ _BAR_ROW: Final = 26
 _EMPTY_CELL: Final = 255
 _LEVELS: Final = 254
 _MAX_TICKS: Final = 8
-_LEFT: Final = 64
+_LEFT: Final = 84
 """Pixels of the axis of figures: the same for all, so that times stand one below the other."""
 
 
@@ -59,7 +58,7 @@ def script() -> str:
 
 def heat_colours() -> str:
     """The colours of the heat map as a CSS gradient."""
-    return ", ".join(Viridis256[::32] + (Viridis256[-1],))
+    return ", ".join((*Viridis256[::32], Viridis256[-1]))
 
 
 def scale_of(unit: str, largest: float) -> tuple[float, str]:
@@ -107,7 +106,7 @@ def _plot(height: int, x_range: Range1d, y_range: Any, label: str) -> Any:
     plot.yaxis.axis_label = label
     plot.yaxis.axis_label_text_font_style = "normal"
     plot.yaxis.minor_tick_line_color = plot.xaxis.minor_tick_line_color = None
-    plot.xgrid.grid_line_color = None
+    plot.xgrid.visible = False
     plot.add_layout(Span(dimension="height", name="cursor", visible=False, line_color=palette.GREY, line_dash="dashed"))
     return plot
 
@@ -148,7 +147,7 @@ def _time_chart(chart: TimeChart, axis: TimeAxis, marks: Sequence[Mark]) -> tupl
         names = [f"c{number}" for number in range(len(chart.curves))]
         colours = [curve.colour for curve in chart.curves]
         width = 1e3 * axis.width_seconds
-        plot.vbar_stack(names, x="x", width=width, color=colours, line_width=0, source=source)
+        plot.vbar_stack(names, x="x", width=width, color=colours, line_width=1, source=source)
         return plot, unit, factor
     if chart.unit == specs.SECONDS:
         _overlay(plot, marks, limit)
@@ -156,9 +155,16 @@ def _time_chart(chart: TimeChart, axis: TimeAxis, marks: Sequence[Mark]) -> tupl
         if f"l{number}" in data:
             plot.varea("x", f"l{number}", f"h{number}", color=curve.colour, alpha=0.18, source=source)
         plot.line("x", f"c{number}", color=curve.colour, line_width=2, line_dash=curve.dash, source=source)
-        # A single figure between two gaps has no line.
-        plot.scatter("x", f"c{number}", color=curve.colour, size=3, source=source)
+        alone = _alone(curve.values)
+        if alone.any():
+            plot.scatter(data["x"][alone], data[f"c{number}"][alone], color=curve.colour, size=4)
     return plot, unit, factor
+
+
+def _alone(values: Figures) -> Any:
+    """Which figures have none before and none after them: no line goes through these."""
+    there = np.concatenate(([False], np.isfinite(values), [False]))
+    return there[1:-1] & ~there[:-2] & ~there[2:]
 
 
 def _overlay(plot: Any, marks: Sequence[Mark], top: float) -> None:
@@ -180,7 +186,7 @@ def _marks(chart: MarkChart, axis: TimeAxis) -> Any:
     plot.yaxis.ticker = FixedTicker(ticks=list(range(len(rows))))
     plot.yaxis.major_label_overrides = dict(enumerate(rows))
     plot.yaxis.axis_label = None
-    plot.ygrid.grid_line_color = None
+    plot.ygrid.visible = False
     least = axis.width_seconds * 1e3 / 4
     for at, kind in enumerate(rows):
         own = [mark for mark in chart.marks if mark.kind == kind]
@@ -199,7 +205,7 @@ def _marks(chart: MarkChart, axis: TimeAxis) -> Any:
 def _bars(chart: BarChart) -> tuple[Any, str, float]:
     names = [f"c{number}" for number in range(len(chart.curves))]
     colours = [curve.colour for curve in chart.curves]
-    top = _top([np.nansum([np.nan_to_num(curve.values) for curve in chart.curves], axis=0)])
+    top = 1.0 if chart.unit == specs.RATIO else _top([np.sum([curve.values for curve in chart.curves], axis=0)])
     factor, unit = scale_of(chart.unit, top)
     places = np.arange(len(chart.labels), dtype=np.float64)
     source = ColumnDataSource(
@@ -209,14 +215,14 @@ def _bars(chart: BarChart) -> tuple[Any, str, float]:
     if chart.wide:
         plot = _plot(_HEIGHT, along, across, unit)
         thick = 0.92 if len(chart.labels) <= 128 else 1.0
-        plot.vbar_stack(names, x="x", width=thick, color=colours, line_width=0, source=source)
+        plot.vbar_stack(names, x="x", width=thick, color=colours, line_width=1 if thick == 1.0 else 0, source=source)
         _label_some(plot.xaxis, chart.labels)
         plot.tags = ["bars"]
         return plot, unit, factor
     plot = _plot(50 + _BAR_ROW * len(chart.labels), across, Range1d(len(chart.labels) - 0.5, -0.5), "")
     plot.hbar_stack(names, y="x", height=0.72, color=colours, line_width=0, source=source)
     plot.yaxis.ticker = FixedTicker(ticks=[int(at) for at in places])
-    plot.yaxis.major_label_overrides = {int(at): str(int(at) + 1) for at in places}
+    plot.yaxis.major_label_overrides = {int(at): str(int(at) + 1) if len(places) > 1 else "" for at in places}
     plot.yaxis.axis_label = None
     plot.xaxis.formatter = NumeralTickFormatter(format="0,0")
     plot.xaxis.axis_label = unit
@@ -236,9 +242,8 @@ def _heat_map(chart: HeatMap, axis: TimeAxis) -> Any:
     for number, metric in enumerate(chart.metrics):
         image = plot.image([_levels(metric)[::-1]], x=begin, y=0, dw=width, dh=rows, color_mapper=colours)
         image.name, image.visible = metric.key, number == 0
-    plot.yaxis.ticker = BasicTicker()
-    plot.ygrid.grid_line_color = None
-    _label_some(plot.yaxis, chart.rows[::-1], offset=0.5)
+    plot.ygrid.visible = False
+    _label_some(plot.yaxis, chart.rows, from_top=True)
     plot.tags = ["time", "heat"]
     return plot
 
@@ -250,11 +255,11 @@ def _levels(metric: specs.HeatMetric) -> Any:
     return np.where(np.isfinite(metric.cells), levels, _EMPTY_CELL).astype(np.uint8)
 
 
-def _label_some(axis: Any, labels: Sequence[str], offset: float = 0.0) -> None:
+def _label_some(axis: Any, labels: Sequence[str], *, from_top: bool = False) -> None:
     """Label some places of an axis. Of a label only the ranks are drawn: the names of nodes can be any text."""
     step = max(1, len(labels) // _MAX_TICKS)
-    places = list(range(0, len(labels), step))
-    axis.ticker = FixedTicker(ticks=[at + offset for at in places])
-    axis.major_label_overrides = {at + offset: labels[at].partition(" (")[0].partition(" ")[2] for at in places}
+    places = {(len(labels) - at - 0.5 if from_top else at): labels[at] for at in range(0, len(labels), step)}
+    axis.ticker = FixedTicker(ticks=list(places))
+    axis.major_label_overrides = {at: label.partition(" (")[0].partition(" ")[2] for at, label in places.items()}
     axis.axis_label = "rank"
     axis.axis_label_text_font_style = "normal"

@@ -134,7 +134,7 @@ class TimeAxis:
 def shown(value: float | None, unit: str) -> str:
     """A figure with its unit; a dash if it was not measured."""
     if value is None or not np.isfinite(value):
-        return "–"  # noqa: RUF001 - a dash in a table
+        return "-"
     if unit == SECONDS:
         return duration(value)
     if unit == RATIO:

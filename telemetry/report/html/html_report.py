@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.report.attempts import unix
+from telemetry.report.attempts import log_interval, unix
 from telemetry.report.html import overview
 from telemetry.report.html.chart_specs import TimeAxis
 from telemetry.report.html.page import PageHead, page
@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from telemetry.report.goodput import Goodput
     from telemetry.report.html.run_recorder import RunRecorder
     from telemetry.report.log_reader import ProcessLog
+
+_BIN_INTERVALS: Final = 1.2
+"""A bin is at least so many log intervals wide, or some would be empty; but a short run gets `_MIN_BINS` of them."""
+
+_MIN_BINS: Final = 40
 
 
 def html_page(
@@ -37,8 +42,9 @@ def html_page(
     """
     times = [time for process in processes if (time := unix(process.last_time)) is not None]
     grid = recorder.grid
+    grid.widen(_BIN_INTERVALS * max(map(log_interval, processes), default=0.0), _MIN_BINS)
     axis = TimeAxis(tuple(grid.begins()), grid.width_seconds) if grid.used else None
-    state, kind = overview.state_of(summary["verdict"])
+    state, kind = overview.state_of(summary)
     first, more = overview.first_cards(overview.advice_cards(summary, goodput))
     head = PageHead(
         run=summary["run"],

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.core.formatting import duration, percent, rough_duration
 from telemetry.core.labels import COMPUTE, DATA_WAIT
+from telemetry.report.attempts import FAILED, KILLED, RUNNING
 from telemetry.report.goodput_text import advice as goodput_advice
 from telemetry.report.summary import lost_seconds
 
@@ -54,12 +55,14 @@ class Tile:
     note: str = ""
 
 
-def state_of(verdict: str) -> tuple[str, str]:
-    """The state of the run in one or two words, and `GOOD`, `BAD` or `UNKNOWN`."""
-    for begin, words, kind in _STATES:
-        if verdict.startswith(begin):
-            return words, kind
-    return "Measured", UNKNOWN
+def state_of(summary: dict[str, Any]) -> tuple[str, str]:
+    """The state of the run in a few words, and `GOOD`, `BAD` or `UNKNOWN`."""
+    words, kind = next(
+        ((words, kind) for begin, words, kind in _STATES if summary["verdict"].startswith(begin)), ("Measured", UNKNOWN)
+    )
+    attempts = summary["job"]["attempts"]
+    end = attempts[-1]["end"] if attempts else RUNNING
+    return (f"{words}, then {end}", BAD) if end in {FAILED, KILLED} else (words, kind)
 
 
 def advice_cards(summary: dict[str, Any], goodput: Goodput) -> list[AdviceCard]:
@@ -105,7 +108,7 @@ def tiles(summary: dict[str, Any]) -> list[Tile]:
     return [
         Tile("Wall clock", rough_duration(books["wall_seconds"]), _attempts(len(job["attempts"]))),
         Tile("Goodput", percent(goodput), "of the wall clock trained something that was kept"),
-        Tile("Steps per second", f"{steps / loop:.3g}" if loop > 0 else "–", "of the training loop, mean rank"),  # noqa: RUF001
+        Tile("Steps per second", f"{steps / loop:.3g}" if loop > 0 else "-", "of the training loop, mean rank"),
         Tile(
             "Exposed wait", percent(worst["exposed_wait_ratio"]), f"of the training loop, worst rank ({worst['rank']})"
         )
@@ -114,7 +117,7 @@ def tiles(summary: dict[str, Any]) -> list[Tile]:
         Tile("Lost in stalls", f"{lost / 3600:.3g} h", "GPU-hours, over all ranks"),
         Tile(
             "Cost of the agent",
-            percent(agent / wall, 3) if wall > 0 else "–",
+            percent(agent / wall, 3) if wall > 0 else "-",
             f"{duration(agent / steps)} a step" if steps else "",
         ),
     ]

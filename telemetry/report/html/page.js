@@ -9,7 +9,7 @@
   const figure = (value, unit) => {
     if (value === null || value === undefined || !Number.isFinite(value)) return "not measured";
     const size = Math.abs(value);
-    const digits = size >= 100 ? 0 : size >= 10 ? 1 : size >= 1 ? 2 : 3;
+    const digits = size >= 100 || size === 0 ? 0 : size >= 10 ? 1 : size >= 1 ? 2 : 3;
     return value.toFixed(digits) + (unit ? " " + unit : "");
   };
   const clock = (ms) => new Date(ms).toISOString().replace("T", " ").slice(0, 19);
@@ -168,10 +168,11 @@
     if (plot.tags.includes("rows") && item.labels.length === 1) barAt(chart, 0);
   };
 
+  // At once: a print does not wait for the next frame.
   const repaint = () => {
-    for (const chart of charts.values()) {
-      chart.view.canvas_view?.el && chart.view.request_paint?.("everything");
-      chart.view.request_repaint?.();
+    for (const {view} of charts.values()) {
+      view.invalidate_painters();
+      view.repaint();
     }
   };
   const dark = matchMedia("(prefers-color-scheme: dark)");

@@ -75,7 +75,7 @@ def sections(
     heat = heat_map(recorder, ranks, nodes) if over_time else None
     found = [
         _section("ledger", "Where the time went", [ledger_shares(recorder, rows)] if over_time else [], []),
-        _section("ranks", "Ranks over time", [heat] if heat else [], []),
+        _section("ranks", "Every rank, over time", [heat] if heat else [], []),
         _section("steps", "Steps and waits", steps, [], "no step has ended"),
         _section("stalls", "Stalls", [], _stalls(summary)),
         _section("lines", "Hot lines", [], _hot_lines(summary), "lines are sampled during a stall, and none was"),
@@ -83,14 +83,14 @@ def sections(
     # A section on throughput and energy belongs here.
     for key, title, wanted in (("gpu", "GPU", GPU), ("workers", "Workers", WORKERS), ("host", "Memory and CPU", HOST)):
         charts = sampled_charts(recorder, rows, wanted) if over_time else []
-        missing = not_measured(recorder, rows, wanted) if over_time else []
-        found.append(_section(key, title, list(charts), [], f"{'; '.join(missing)}" if missing else ""))
+        missing = not_measured(recorder, rows, wanted) if over_time and charts else ["no sample of it is in the logs"]
+        found.append(_section(key, title, list(charts), [], "; ".join(missing)))
     found += [
         _section(
             "snapshots", "Snapshots: what a step consists of", *_snapshots(summary), "no trace was recorded or read"
         ),
         _section("attempts", "Attempts and goodput", [_goodput(summary)], [_attempts(summary)]),
-        _section("by-rank", "Every rank", [ledger_by_rank(summary["ranks"])], [_ranks(summary)]),
+        _section("by-rank", "Every rank, in sum", [ledger_by_rank(summary["ranks"])], [_ranks(summary)]),
         _section("agent", "What the agent cost", [agent_cost(recorder, rows)] if over_time else [], []),
     ]
     return [section for section in found if section.charts or section.tables or section.absent]

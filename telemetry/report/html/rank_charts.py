@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from telemetry.core.formatting import percent
 from telemetry.core.labels import COMPUTE, DATA_WAIT
 from telemetry.core.rank_ranges import named
 from telemetry.report.html import palette
@@ -32,10 +33,16 @@ if TYPE_CHECKING:
 _MAX_HEAT_ROWS: Final = 256
 _MAX_HEAT_CELLS: Final = 48_000
 _MAX_BARS: Final = 512
-_MAX_OUTLIERS: Final = 5
+_MIN_RANKS: Final = 3
 _OUTLIER_DEVIATIONS: Final = 8.0
 _MIN_OUTLIER_RATIO: Final = 0.10
-"""A rank is named if it differs from the median by so many times the usual difference, and by this share of it."""
+"""A rank is odd while it differs from the median by so many times the usual difference, and by this share of it."""
+
+_MIN_TIME_RATIO: Final = 0.05
+_MAX_ODD_RATIO: Final = 0.25
+"""Ranks are named that are odd for this share of the time, unless they are more than this share of all ranks."""
+
+_LEAST_DIFFERENCE: Final = 2e-3
 
 _SAMPLED: Final = (
     ("gpu.sm_active_ratio", "GPU: SM activity", RATIO),
@@ -61,7 +68,7 @@ def heat_map(recorder: RunRecorder, ranks: Mapping[int, int], nodes: Mapping[int
         return None
     found.sort(key=lambda metric: -_oddity(metric.cells))  # stable: without an outlier, the first stays the first
     grouped, labels = _grouped(order, nodes)
-    said = [text for metric in found for text in _outliers(metric, order, nodes)][:_MAX_OUTLIERS]
+    said = [text for metric in found if (text := _outlier(metric, order, nodes))]
     many = len(grouped) < len(order)
     note = (
         f"Each row is {len(grouped[0])} ranks, and shows the one that differs most from all ranks at that time. "
@@ -125,40 +132,50 @@ def _high(cells: Figures, least: float) -> float:
     return max(least, float(np.nanmax(cells))) if np.isfinite(cells).any() else least
 
 
-def _by_rank(cells: Figures) -> Figures:
-    """The median over time of each rank; NaN for one without figures."""
-    result = np.full(len(cells), np.nan)
-    there = np.isfinite(cells).any(axis=1)
-    if there.any():
-        result[there] = np.nanmedian(cells[there], axis=1)
-    return result
+def _medians(cells: Figures) -> Figures:
+    """The median of all ranks in each bin; NaN in a bin without figures."""
+    medians = np.full(cells.shape[1], np.nan)
+    there = np.isfinite(cells).any(axis=0)
+    medians[there] = np.nanmedian(cells[:, there], axis=0)
+    return medians
 
 
-def _deviations(cells: Figures) -> tuple[Figures, Figures, float]:
-    """The figure of each rank, how far it is from the median in usual differences, and the median."""
-    own = _by_rank(cells)
-    if np.isfinite(own).sum() < 3:
-        return own, np.zeros_like(own), np.nan
-    median = float(np.nanmedian(own))
-    usual = 1.4826 * float(np.nanmedian(np.abs(own - median)))
-    off = np.where(np.isfinite(own), np.abs(own - median), 0.0)
-    off[off < _MIN_OUTLIER_RATIO * abs(median)] = 0.0
-    return own, off / max(usual, 0.02 * abs(median), 1e-3), median
+def _deviations(cells: Figures) -> Figures:
+    """How far each figure is from the median of all ranks at that time, in usual differences; 0 where it is close."""
+    if len(cells) < _MIN_RANKS:
+        return np.zeros(cells.shape)
+    medians = _medians(cells)
+    off = np.abs(cells - medians)
+    off[~np.isfinite(off) | (off < _MIN_OUTLIER_RATIO * np.abs(medians))] = 0.0
+    every = np.abs(cells - medians)
+    usual = 1.4826 * float(np.nanmedian(every)) if np.isfinite(every).any() else 0.0
+    least = np.maximum(usual, np.maximum(0.02 * np.nan_to_num(np.abs(medians)), _LEAST_DIFFERENCE))
+    return np.asarray(off / least, dtype=np.float64)
 
 
 def _oddity(cells: Figures) -> float:
-    worst = float(_deviations(cells)[1].max(initial=0.0))
+    """How much the oddest rank differs, in at least a part of the time; 0 if none does."""
+    worst = float(np.quantile(_deviations(cells), 1 - _MIN_TIME_RATIO, axis=1).max(initial=0.0))
     return worst if worst >= _OUTLIER_DEVIATIONS else 0.0
 
 
-def _outliers(metric: HeatMetric, order: Sequence[int], nodes: Mapping[int, str]) -> list[str]:
-    own, off, median = _deviations(metric.cells)
-    worst = sorted((at for at in range(len(order)) if off[at] >= _OUTLIER_DEVIATIONS), key=lambda at: -off[at])
-    return [
-        f"Rank {order[at]} on {nodes.get(order[at], 'an unknown node')} differs. {metric.label}: "
-        f"{shown(float(own[at]), metric.unit)}; the median of all ranks is {shown(median, metric.unit)}."
-        for at in worst[:_MAX_OUTLIERS]
-    ]
+def _outlier(metric: HeatMetric, order: Sequence[int], nodes: Mapping[int, str]) -> str:
+    """A sentence on the ranks that differ from the others; empty if none does, or if too many do."""
+    odd = _deviations(metric.cells) >= _OUTLIER_DEVIATIONS
+    present = np.maximum(1, np.isfinite(metric.cells).sum(axis=1))
+    ranks = [at for at in range(len(order)) if odd[at].sum() / present[at] >= _MIN_TIME_RATIO]
+    if not ranks or len(ranks) > max(1, _MAX_ODD_RATIO * len(order)):
+        return ""
+    own, times = metric.cells[ranks][odd[ranks]], odd[ranks].any(axis=0)
+    usual = float(np.nanmedian(_medians(metric.cells)[times]))
+    places = sorted({nodes.get(order[at], "?") for at in ranks})
+    on = f" on {', '.join(places[:2])}{' and others' if len(places) > 2 else ''}"
+    share = float(odd[ranks].sum() / present[ranks].sum())
+    who = named([order[at] for at in ranks])
+    return (
+        f"{who[:1].upper()}{who[1:]}{on}, in {percent(share, 0)} of the time: {metric.label} "
+        f"{shown(float(np.median(own)), metric.unit)}; the median of all ranks is then {shown(usual, metric.unit)}."
+    )
 
 
 def _grouped(order: Sequence[int], nodes: Mapping[int, str]) -> tuple[list[list[int]], list[str]]:
@@ -178,9 +195,7 @@ def _worst_of(metric: HeatMetric, groups: Sequence[Sequence[int]]) -> HeatMetric
     """The metric with a row for each group: at each time, the figure that is farthest from the median of all ranks."""
     if len(groups) == len(metric.cells):
         return metric
-    columns = np.isfinite(metric.cells).any(axis=0)
-    median = np.full(metric.cells.shape[1], np.nan)
-    median[columns] = np.nanmedian(metric.cells[:, columns], axis=0)
+    median = _medians(metric.cells)
     cells = np.full((len(groups), metric.cells.shape[1]), np.nan)
     for at, group in enumerate(groups):
         part = metric.cells[list(group)]

@@ -50,6 +50,11 @@ class TimeGrid:
         self.used = max(self.used, index + 1)
         return index
 
+    def widen(self, seconds: float, least: int) -> None:
+        """Merge bins until each is so wide, as long as there remain more than ``least``."""
+        while self.width_seconds < seconds and self.used > 2 * least:
+            self._merge_pairs()
+
     def add(self, name: str, row: int, index: int, value: float) -> None:
         """Add to one sum."""
         self._array(name)[row, index] += value
