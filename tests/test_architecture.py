@@ -30,11 +30,14 @@ OWNERS = {
         "doctor/gpu_checks.py",
         "snapshot/session.py",
     },  # else attach/ works on the modules that the script has imported
+    "bokeh": {"report/html/bokeh_charts.py"},
+    "jinja2": {"report/html/page.py"},
+    "markupsafe": {"report/html/page.py"},
     "PIL": {"demo/pictures.py", "demo/train.py", "demo/command.py"},
     "orjson": {
         "compare/command.py",
         "publish/jsonl.py",
-        "report/log_reader.py",
+        "report/log_lines.py",
         "report/command.py",
         "trace/json_scanner.py",
         "trace/command.py",

@@ -57,7 +57,14 @@ def report(run_dir: str, *, as_json: bool, html: str | None = None) -> int:
     notes = [*_notes(processes, goodput), *problems]
     memory = memory_lines(processes, over)
     if html is not None and recorder is not None:
-        return page_command.write(html, summary, processes, goodput, recorder, [*(m for m in memory if m), *notes])
+        return page_command.write(
+            html,
+            summary=summary,
+            processes=processes,
+            goodput=goodput,
+            recorder=recorder,
+            notes=[*(line for line in memory if line), *notes],
+        )
     if as_json:
         return show_json(orjson.dumps(summary, option=orjson.OPT_INDENT_2).decode() + "\n")
     return show(render(summary, [*memory, *section(goodput), *notes]))

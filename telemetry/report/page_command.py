@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.core.filesystem import replace_file
 from telemetry.core.formatting import byte_size
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from telemetry.report.html.run_recorder import RunRecorder
     from telemetry.report.log_reader import ProcessLog
 
-_PACKAGES = frozenset({"bokeh", "jinja2", "markupsafe", "numpy"})
-_READABLE = 0o644
+_PACKAGES: Final = frozenset({"bokeh", "jinja2", "markupsafe", "numpy"})
+_READABLE: Final = 0o644
 
 
 class PageError(Exception):
@@ -43,16 +43,26 @@ def recorder() -> RunRecorder:
 
 def write(
     path: str,
+    *,
     summary: dict[str, Any],
     processes: Sequence[ProcessLog],
     goodput: Goodput,
     recorder: RunRecorder,
     notes: Sequence[str],
 ) -> int:
-    """Write the page and print its path. Returns the exit status: 1 if it cannot be written."""
+    """Write the page and print its path. Returns the exit status: 1 if it cannot be written.
+
+    Args:
+        path: the file. A file that is there is replaced.
+        summary: the report, as ``--json`` prints it.
+        processes: of the run.
+        goodput: its books.
+        recorder: has seen the lines of the logs.
+        notes: what is missing or damaged in the logs.
+    """
     from telemetry.report.html.html_report import html_page
 
-    content = html_page(summary, processes, goodput, recorder, notes).encode("utf-8", "backslashreplace")
+    content = html_page(summary, processes, goodput, recorder=recorder, notes=notes).encode("utf-8", "backslashreplace")
     try:
         if Path(path).is_dir():
             raise IsADirectoryError(f"{path} is a folder")

@@ -19,8 +19,8 @@ from bokeh.models import (
     LinearColorMapper,
     NumeralTickFormatter,
     Range1d,
-    Span,
 )
+from bokeh.models.annotations import Span
 from bokeh.palettes import Viridis256
 from bokeh.plotting import figure
 
@@ -116,7 +116,10 @@ def _over_time(height: int, axis: TimeAxis, y_range: Any, label: str) -> Any:
 
     begin, end = axis.begins[0] * 1e3, (axis.begins[-1] + axis.width_seconds) * 1e3
     plot = _plot(
-        height, Range1d(begin, end, bounds=(begin, end), min_interval=2e3 * axis.width_seconds), y_range, label
+        height,
+        Range1d(start=begin, end=end, bounds=(begin, end), min_interval=2e3 * axis.width_seconds),
+        y_range,
+        label,
     )
     plot.below = [DatetimeAxis(minor_tick_line_color=None)]
     plot.tags = ["time"]
@@ -136,7 +139,7 @@ def _time_chart(chart: TimeChart, axis: TimeAxis, marks: Sequence[Mark]) -> tupl
     top = 1.0 if chart.stacked else _top([each for curve in chart.curves for each in (curve.values, curve.high)])
     factor, unit = scale_of(chart.unit, top)
     limit = top * factor if chart.stacked else max(top * factor * 1.08, 1e-6)
-    plot = _over_time(_HEIGHT, axis, Range1d(0, limit), unit)
+    plot = _over_time(_HEIGHT, axis, Range1d(start=0, end=limit), unit)
     data: dict[str, Any] = {"x": axis.middles_ms}
     for number, curve in enumerate(chart.curves):
         data[f"c{number}"] = _narrow(curve.values, factor)
@@ -182,7 +185,7 @@ def _overlay(plot: Any, marks: Sequence[Mark], top: float) -> None:
 
 def _marks(chart: MarkChart, axis: TimeAxis) -> Any:
     rows = list(reversed(chart.kinds))
-    plot = _over_time(30 + _MARK_ROW * len(rows), axis, Range1d(-0.5, len(rows) - 0.5), "")
+    plot = _over_time(30 + _MARK_ROW * len(rows), axis, Range1d(start=-0.5, end=len(rows) - 0.5), "")
     plot.yaxis.ticker = FixedTicker(ticks=list(range(len(rows))))
     plot.yaxis.major_label_overrides = dict(enumerate(rows))
     plot.yaxis.axis_label = None
@@ -211,7 +214,7 @@ def _bars(chart: BarChart) -> tuple[Any, str, float]:
     source = ColumnDataSource(
         {"x": places, **{n: _narrow(c.values, factor) for n, c in zip(names, chart.curves, strict=True)}}
     )
-    along, across = Range1d(-0.5, len(chart.labels) - 0.5), Range1d(0, max(top * factor, 1e-6))
+    along, across = Range1d(start=-0.5, end=len(chart.labels) - 0.5), Range1d(start=0, end=max(top * factor, 1e-6))
     if chart.wide:
         plot = _plot(_HEIGHT, along, across, unit)
         thick = 0.92 if len(chart.labels) <= 128 else 1.0
@@ -219,7 +222,7 @@ def _bars(chart: BarChart) -> tuple[Any, str, float]:
         _label_some(plot.xaxis, chart.labels)
         plot.tags = ["bars"]
         return plot, unit, factor
-    plot = _plot(50 + _BAR_ROW * len(chart.labels), across, Range1d(len(chart.labels) - 0.5, -0.5), "")
+    plot = _plot(50 + _BAR_ROW * len(chart.labels), across, Range1d(start=len(chart.labels) - 0.5, end=-0.5), "")
     plot.hbar_stack(names, y="x", height=0.72, color=colours, line_width=0, source=source)
     plot.yaxis.ticker = FixedTicker(ticks=[int(at) for at in places])
     plot.yaxis.major_label_overrides = {int(at): str(int(at) + 1) if len(places) > 1 else "" for at in places}
@@ -234,7 +237,7 @@ def _bars(chart: BarChart) -> tuple[Any, str, float]:
 def _heat_map(chart: HeatMap, axis: TimeAxis) -> Any:
     rows, bins = chart.metrics[0].cells.shape
     height = 60 + max(90, min(420, 14 * rows))
-    plot = _over_time(height, axis, Range1d(0, rows), "")
+    plot = _over_time(height, axis, Range1d(start=0, end=rows), "")
     begin = axis.begins[0] * 1e3
     width = bins * chart.bins_per_cell * axis.width_seconds * 1e3
     clear = "rgba(0,0,0,0)"

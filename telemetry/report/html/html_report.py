@@ -28,6 +28,7 @@ def html_page(
     summary: dict[str, Any],
     processes: Sequence[ProcessLog],
     goodput: Goodput,
+    *,
     recorder: RunRecorder,
     notes: Sequence[str],
 ) -> str:

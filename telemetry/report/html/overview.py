@@ -34,6 +34,9 @@ _STATES: Final = (
 
 _MAX_ADVICE: Final = 3
 
+_COSTLY_RESTARTS: Final = 0.05
+"""From this share of the wall clock on, restarts belong to the state of a run."""
+
 
 @dataclass(frozen=True, slots=True)
 class AdviceCard:
@@ -60,13 +63,17 @@ def state_of(summary: dict[str, Any]) -> tuple[str, str]:
     words, kind = next(
         ((words, kind) for begin, words, kind in _STATES if summary["verdict"].startswith(begin)), ("Measured", UNKNOWN)
     )
-    attempts = summary["job"]["attempts"]
+    attempts, ettr = summary["job"]["attempts"], summary["job"]["goodput"]["ettr_ratio"]
     end = attempts[-1]["end"] if attempts else RUNNING
-    return (f"{words}, then {end}", BAD) if end in {FAILED, KILLED} else (words, kind)
+    if end in {FAILED, KILLED}:
+        return f"{words}, then {end}", BAD
+    if len(attempts) > 1 and ettr is not None and 1 - ettr >= _COSTLY_RESTARTS:
+        return f"{words}, and restarts cost {percent(1 - ettr, 0)}", BAD
+    return words, kind
 
 
 def advice_cards(summary: dict[str, Any], goodput: Goodput) -> list[AdviceCard]:
-    """All advice, the one for the costliest stall first; each change once."""
+    """All advice, the largest predicted speed-up first, then by the cost of the stall; each change once."""
     cards: dict[tuple[str, str], AdviceCard] = {}
     for stall in sorted(summary["stalls"], key=lambda stall: -lost_seconds(stall)):
         about = f"for {stall['cause']} on rank {stall['rank']}"
@@ -83,7 +90,7 @@ def advice_cards(summary: dict[str, Any], goodput: Goodput) -> list[AdviceCard]:
             share = f" (up to {percent(advice['share_ratio'], 0)} of the step)" if advice["share_ratio"] else ""
             card = AdviceCard("", advice["action"], f"{advice['because']}{share}", "from a trace", None)
             cards.setdefault(("", card.action), card)
-    return list(cards.values())
+    return sorted(cards.values(), key=lambda card: -(card.speedup or 0.0))
 
 
 def _add(cards: dict[tuple[str, str], AdviceCard], advice: dict[str, Any], about: str) -> None:

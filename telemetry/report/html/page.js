@@ -179,7 +179,7 @@
   const theme = byId("theme");
   const isDark = () => (document.documentElement.dataset.theme || (dark.matches ? "dark" : "light")) === "dark";
   const label = () => {
-    theme.setAttribute("aria-pressed", String(isDark()));
+    theme.textContent = isDark() ? "Light theme" : "Dark theme";
     repaint();
   };
   theme.addEventListener("click", () => {

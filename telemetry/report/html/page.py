@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Final
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from telemetry._version import __version__
 from telemetry.report.html import bokeh_charts, palette
 from telemetry.report.html.chart_specs import BarChart, HeatMap, MarkChart, TimeAxis, TimeChart
 from telemetry.report.html.page_sections import as_table
@@ -97,7 +96,6 @@ def page(head: PageHead, sections: Sequence[PageSection], axis: TimeAxis | None)
         head=head,
         sections=shown,
         width_ms=axis.width_seconds * 1e3 if axis else 0,
-        version=__version__,
         heat_colours=bokeh_charts.heat_colours(),
         style=_own("page.css"),
         code=_own("page.js"),

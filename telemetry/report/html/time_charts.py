@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from telemetry.report.html.chart_specs import Figures
     from telemetry.report.html.run_recorder import RunRecorder
+    from telemetry.report.html.time_grid import Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +39,14 @@ class _SampledChart:
     note: str = ""
 
 
-_BAND: Final = "The line is the mean over the ranks, the band goes from the lowest to the highest rank."
+_BAND: Final = "Line: mean over the ranks. Band: lowest to highest rank."
 
 GPU: Final = (
     _SampledChart(
         "gpu-activity", "GPU activity", RATIO,
         (_Sampled("gpu.sm_active_ratio", "SM activity", palette.GREEN),
          _Sampled("gpu.utilization_ratio", "utilisation", palette.BLUE, "dashed")),
-        f"Utilisation is the share of time in which any kernel ran; it is not efficiency. {_BAND}",
+        f"Utilisation is the share of time in which any kernel ran; not efficiency. {_BAND}",
     ),
     _SampledChart(
         "gpu-memory", "GPU memory", BYTES,
@@ -68,8 +69,8 @@ WORKERS: Final = (
         (_Sampled("workers.cpu_ratio", "running", palette.GREEN),
          _Sampled("workers.blocked_ratio", "blocked", palette.RED),
          _Sampled("workers.runnable_ratio", "run-queue delay", palette.ORANGE, "dashed")),
-        "Share of the wall clock of the mean worker. Blocked: it waits for storage, the network or a lock. Run-queue "
-        f"delay: it could run and waits for a core. {_BAND}",
+        "Share of the wall clock of the mean worker. Blocked: waits for storage, the network or a lock. Run-queue "
+        "delay: waits for a core.",
     ),
     _SampledChart(
         "workers-ready", "Ready batches", COUNT,
@@ -85,7 +86,7 @@ HOST: Final = (
          _Sampled("host.memory_total_bytes", "of the node", palette.GREY, "dashed"),
          _Sampled("host.process_resident_memory_bytes", "training process", palette.GREEN),
          _Sampled("host.workers_bytes", "workers of a rank", palette.ORANGE),
-         _Sampled("host.shared_memory_bytes", "/dev/shm", palette.LIGHT_BLUE)),
+         _Sampled("host.shared_memory_bytes", "shared memory (/dev/shm)", palette.LIGHT_BLUE)),
         _BAND,
     ),
     _SampledChart(
@@ -185,7 +186,7 @@ def _sampled_curve(recorder: RunRecorder, rows: Sequence[int], wanted: _Sampled)
     return Curve(wanted.label, wanted.colour, mean, low, high, wanted.dash)
 
 
-def _ratio(above: Figures, below: Figures) -> Figures:
+def _ratio(above: Figures | Array, below: Figures | Array) -> Figures:
     """A quotient; NaN where there is nothing."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(below > 0, above / below, np.nan).astype(np.float64)
