@@ -59,7 +59,7 @@ def opened(browser, page_file):
     tabs = []
 
     def open_page(**options):
-        tab = browser.new_page(viewport={"width": 1200, "height": 900}, **options)
+        tab = browser.new_page(viewport={"width": 1200, "height": 900}, reduced_motion="reduce", **options)
         tabs.append(tab)
         tab.said, tab.requests = [], []
         tab.on("console", lambda message: tab.said.append((message.type, message.text)))
