@@ -144,9 +144,11 @@ def test_the_theme_changes_and_a_print_is_light(opened):
     assert light[0] == "rgb(255, 255, 255)" and dark[0] != light[0] and dark[1] != light[1]
     tab.locator("#theme").click()
     assert tab.evaluate(paper) == dark[0]
-    tab.emulate_media(media="print")
-    assert tab.evaluate(paper) == "rgb(255, 255, 255)"
-    assert not tab.locator(".top").is_visible()
+    for each in (tab, opened(color_scheme="dark")):  # chosen on the page, and by the system
+        each.emulate_media(media="print", color_scheme="dark")
+        assert each.evaluate(paper) == "rgb(255, 255, 255)"
+        assert each.evaluate(ink) == "#444"
+        assert not each.locator(".top").is_visible()
 
 
 def test_the_heat_map_changes_its_metric(opened):

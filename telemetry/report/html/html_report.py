@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _BIN_INTERVALS: Final = 1.2
 """A bin is at least so many log intervals wide, or some would be empty; but a short run gets `_MIN_BINS` of them."""
 
-_MIN_BINS: Final = 40
+_MIN_BINS: Final = 20
 
 
 def html_page(
