@@ -6,6 +6,7 @@ import functools
 import gc
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -36,6 +37,20 @@ class Spinning(Numbers):
             pass
         time.sleep(self.seconds)
         return index
+
+
+class Together:
+    """Batches of one; its iterator is made in the constructor of the loader's, which then waits for another."""
+
+    def __init__(self, meeting: threading.Barrier) -> None:
+        self.meeting = meeting
+
+    def __iter__(self):
+        self.meeting.wait(60)
+        return iter([[0], [1]])
+
+    def __len__(self) -> int:
+        return 2
 
 
 def counters(observed):
@@ -231,3 +246,24 @@ def test_one_fetch_of_each_loader_of_a_step_is_timed(observed):
     tracker = observed.tracker
     assert tracker.timed_fetch_ns >= 6 * 0.02e9
     assert tracker.timed_fetch_cpu_ns < 0.5 * tracker.timed_fetch_ns
+
+
+def test_two_iterators_made_at_once_keep_their_own_counters(observed):
+    """Both constructors run, on two threads, before either of them has started a worker."""
+    meeting, made = threading.Barrier(2), {}
+
+    def make(name: str, workers: int) -> None:
+        made[name] = iter(DataLoader(Numbers(2), batch_sampler=Together(meeting), num_workers=workers))
+
+    threads = [threading.Thread(target=make, args=case) for case in (("one", 1), ("three", 3))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for iterator in made.values():
+        assert [batch.tolist() for batch in iterator] == [[0], [1]]
+    found = {len(handle.pids): handle for handle in observed.tracker.sources.live()}
+    assert set(found) == {1, 3}
+    for workers, name in ((1, "one"), (3, "three")):
+        counted = {counter.pid for counter in found[workers].block.read()}
+        assert counted == {worker.pid for worker in made[name]._workers}

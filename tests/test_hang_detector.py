@@ -23,8 +23,8 @@ from tests.slices import Detector
 QUICK = StepTimes(p99=0.1, longest=1.0)
 
 
-def moment(*, loop=1.0, progress=1, steps=100, loop_left=False, at_epoch_boundary=False) -> Moment:
-    return Moment(loop, (progress,), steps, loop_left, at_epoch_boundary)
+def moment(*, loop=1.0, progress=1, steps=100, loop_left=False, at_epoch_boundary=False, far=False) -> Moment:
+    return Moment(loop, (progress,), steps, loop_left, at_epoch_boundary, waits_for_far_ranks=far)
 
 
 def ticks(watch: HangDetector, moments, steps: StepTimes = QUICK) -> list[str | None]:
@@ -38,6 +38,13 @@ def test_it_opens_once_and_closes_when_the_run_goes_on():
     assert said[30:] == ["opened"] + ["held"] * 9
     assert watch.seconds == 39
     assert ticks(watch, [moment(progress=2), *[moment(progress=2)] * 5]) == ["closed"] + [None] * 5
+
+
+@pytest.mark.parametrize(("setting", "seconds"), [(None, 45), (1.0, 6), (20.0, 45), (60.0, 60)])
+def test_a_rank_that_waits_for_another_node_is_given_time(setting, seconds):
+    """One of that node's ranks may be in an evaluation, which this node hears of later."""
+    said = ticks(HangDetector(setting, 1.0), [moment(far=True) for _ in range(70)])
+    assert said.index("opened") == seconds
 
 
 @pytest.mark.parametrize(

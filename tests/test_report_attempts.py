@@ -293,6 +293,18 @@ def test_an_attempt_that_was_killed_in_its_replay_was_in_replay(tmp_path):
     assert found["goodput"]["seconds"]["redone"] == pytest.approx(10), "the first attempt's alone"
 
 
+def test_an_attempt_killed_after_one_step_behind_its_replay(tmp_path):
+    """What was replay is known from the second step on. Here, the attempt before tells."""
+    Process(tmp_path, begin=0, pid=1).checkpoint(10).window(25).write()
+    process = Process(tmp_path, begin=30, pid=2).resumed(10)
+    process._line("window", 16, **process.totals(16, 11) | dict(optimizer_steps_total=1))
+    process.write()
+    found = job(tmp_path)
+    assert (found["attempts"][1]["steps"], found["attempts"][1]["lost_steps"]) == (1, 1)
+    assert found["goodput"]["seconds"]["replay"] == pytest.approx(11)
+    assert found["goodput"]["seconds"]["redone"] == pytest.approx(10), "the first attempt's alone"
+
+
 def test_the_report_says_what_the_attempts_cost_and_how_often_to_save(tmp_path):
     for number in range(4):
         process = Process(tmp_path, begin=5000 * number, pid=1 + number)

@@ -16,7 +16,7 @@ from telemetry.agent.totals_builder import TotalsBuilder
 from telemetry.agent.training_thread import TrainingThread
 from telemetry.attach.ring import Ring
 from telemetry.attach.step_tracker import StepTracker
-from telemetry.collect.thread_sampler import ThreadSampler
+from telemetry.collect.thread_sampler import ThreadSampler, ThreadSamples
 from telemetry.config import Config
 from telemetry.core.errors import ErrorLog
 from telemetry.core.labels import CHECKPOINT, COMPUTE, DATA_WAIT, OTHER
@@ -307,6 +307,7 @@ def test_a_rank_whose_backward_pass_is_on_a_core_is_seen_at_work(observed):
     [
         pytest.param(RankPace(1, 10.0, 100, 1.0, 9.0, 0.0), id="it is a peer"),
         pytest.param(RankPace(1, 10.0, 100, 9.9, 0.0, 0.0, cause="straggler"), id="a peer waits for this rank"),
+        pytest.param(RankPace(1, 10.0, 100, 8.5, 1.5, 0.0), id="it costs too little for a stall"),
     ],
 )
 def test_while_one_rank_is_slow_all_are_looked_at_more_closely(run, slow):
@@ -321,6 +322,22 @@ def test_while_one_rank_is_slow_all_are_looked_at_more_closely(run, slow):
         apart.append(run.stall_monitor.sample_seconds)
     usual, close, again = apart
     assert close < usual == again
+
+
+@pytest.mark.parametrize(("node", "seconds"), [(None, 30), ("n2", 45)])
+def test_a_rank_that_waits_for_another_node_is_stuck_later(run, monkeypatch, node, seconds):
+    """What that node's ranks do is known later: one of them may be in an evaluation."""
+    run.peers = (RankPace(1, 10.0, 100, 9.9, 0.0, 0.0, node=node),)
+    for second in range(1, 11):
+        for tenth in range(10):
+            run.request(second + tenth / 10, second + tenth / 10 + 0.001)
+        run.tick(second + 0.95)
+    monkeypatch.setattr(run.thread_sampler, "take", lambda: ThreadSamples(10, 10, None))
+    for second in range(11, 70):
+        run.tick(second + 0.95)
+        if run.stall_monitor.hang is not None:
+            break
+    assert second - 1 == pytest.approx(seconds, abs=2)  # the hooks, which tell of progress, are not there
 
 
 @pytest.mark.parametrize(

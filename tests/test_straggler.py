@@ -40,6 +40,16 @@ def test_a_slow_rank_makes_no_slow_node(others):
     assert slow.why == "takes longer to compute a step"
 
 
+def test_chance_in_the_samples_is_no_slow_compute():
+    """It waits for data 0.1 s of each step. By the samples it may cost 0.22 s; with 30 of them, that may be chance."""
+    own = replace(pace(0, 12), samples=30)
+    waiting = replace(pace(1, 5), samples=30, compute_seconds=27.0, exposed_wait_seconds=3.0)
+    assert straggler(own, [waiting]).why == "waits for data"
+    certain = replace(waiting, samples=3000, in_sync_samples=500)
+    slow = straggler(replace(own, samples=3000, in_sync_samples=1200), [certain])
+    assert slow.why == "takes longer to compute a step"
+
+
 # -- nodes of many ranks ------------------------------------------------------------------------------------------
 
 

@@ -65,7 +65,13 @@ class HangMonitor:
         self.fetch: StuckPlace | None = None
 
     def tick(
-        self, loop_seconds: float, source: str | None, accounting: Accounting, *, seconds: float = 0.0
+        self,
+        loop_seconds: float,
+        source: str | None,
+        accounting: Accounting,
+        *,
+        seconds: float = 0.0,
+        waits_for_far_ranks: bool = False,
     ) -> Hang | None:
         """Add a tick. Returns the hang that is open or that has just closed; else None.
 
@@ -74,6 +80,7 @@ class HangMonitor:
             source: where batches come from, see `Conditions`.
             accounting: the current category of the training thread, and the durations of its steps.
             seconds: time since the last tick.
+            waits_for_far_ranks: whether this rank waits for other ranks, and some of them are on other nodes.
         """
         tracker, ledger, stats = self._tracker, accounting.ledger, accounting.stats
         waiting = ledger.category == DATA_WAIT
@@ -84,6 +91,7 @@ class HangMonitor:
             loop_left=tracker.loop_left and not waiting,
             at_epoch_boundary=waiting and ledger.at_epoch_boundary,
             seconds=seconds,
+            waits_for_far_ranks=waits_for_far_ranks,
         )
         kind = self._watch.update(moment, lambda: _steps(stats))
         if kind == "opened":

@@ -111,7 +111,11 @@ class StallMonitor:
             self._longest_phase, self._phase_waited_for = max(self._longest_phase, self._phase_waited_for), 0.0
         self._waits_matter = added.wait_seconds >= _WORTH_TIMING * added.loop_seconds > 0
         hang = self._hang = self._hang_monitor.tick(
-            0.0 if did_not_run else added.loop_seconds, tick.conditions.source, accounting, seconds=added.seconds
+            0.0 if did_not_run else added.loop_seconds,
+            tick.conditions.source,
+            accounting,
+            seconds=added.seconds,
+            waits_for_far_ranks=any(peer.node is not None for peer in peers) and self._waits_for_ranks(),
         )
         if hang is not None and hang.kind != "held":
             self._take_hang(hang, tick)
@@ -120,7 +124,8 @@ class StallMonitor:
         else:
             self._take(tick)
         stall = self._detector.stall
-        self._one_is_slow = "straggler" in {stall and stall.cause, *(peer.cause for peer in peers)}
+        waits = "straggler" in {stall and stall.cause, *(peer.cause for peer in peers)}
+        self._one_is_slow = waits or self._detector.may_have_straggler
 
     @property
     def waits_to_time(self) -> int:
@@ -136,7 +141,9 @@ class StallMonitor:
     def sample_seconds(self) -> float:
         """Mean time between two samples of the training thread, in seconds.
 
-        It is shorter while this rank waits for a slow rank, or a peer does: the slow rank is sampled as often.
+        It is shorter while this rank waits for a slow rank, or a peer does: the slow rank is sampled as often. It is
+        also shorter before that, if this rank seems to wait: with ten samples a second over 10 s, a rank that was 12 %
+        slower seemed to cost 23 %.
         """
         return _CLOSE_SAMPLE_SECONDS if self._one_is_slow else _SAMPLE_SECONDS
 
@@ -170,6 +177,11 @@ class StallMonitor:
             return True
         self._phase_waited_for = max(self._phase_waited_for, *still)
         return max(still) < longest_phase(self._stuck_setting, self._longest_phase)
+
+    def _waits_for_ranks(self) -> bool:
+        """Whether this rank has spent the time since its newest step in calls in which ranks wait for one another."""
+        now, then = self._last.totals.own, self._last_step.totals.own
+        return mostly_in_sync(now.samples - then.samples, now.in_sync_samples - then.in_sync_samples)
 
     def _take(self, tick: Tick) -> None:
         before = self._detector.stall
@@ -243,9 +255,7 @@ class StallMonitor:
             seconds_without_step=(now.wall_seconds - then.wall_seconds) - (now.startup_seconds - then.startup_seconds),
             stuck=self.hang is not None,
             still_seconds=round(self._hang_monitor.still_seconds, 1),
-            waits_for_ranks=mostly_in_sync(
-                now.own.samples - then.own.samples, now.own.in_sync_samples - then.own.in_sync_samples
-            ),
+            waits_for_ranks=self._waits_for_ranks(),
         )
 
     @property

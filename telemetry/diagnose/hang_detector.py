@@ -47,6 +47,11 @@ PHASE_TIMES: Final = 6.0
 """While another rank evaluates or writes a checkpoint, this one is not stuck. But if that one stands still for so long,
 or for this multiple of ``stuck_seconds``, it is stuck itself."""
 
+FAR_SECONDS: Final = 45.0
+"""What a rank on another node does may become known so late: NFS shows a change up to 30 s late, and the nodes write
+every few seconds. A rank that waits for other ranks is not stuck before, because one of them may be in an evaluation.
+With ``stuck_seconds`` set, it is `PHASE_TIMES` of that, if that is less."""
+
 MAX_EXCUSES: Final = 10
 """The end of an epoch may take this many times as long, because workers can be slow to stop."""
 
@@ -74,6 +79,7 @@ class Moment:
         loop_left: whether the loop of the newest step has been left, for example by ``break``.
         at_epoch_boundary: whether the thread waits for the first batch of an epoch.
         seconds: time since the last tick, whatever the thread did.
+        waits_for_far_ranks: whether it waits for other ranks, and some of them are on other nodes.
     """
 
     loop_seconds: float
@@ -82,6 +88,7 @@ class Moment:
     loop_left: bool
     at_epoch_boundary: bool
     seconds: float = 0.0
+    waits_for_far_ranks: bool = False
 
 
 class HangDetector:
@@ -126,7 +133,8 @@ class HangDetector:
         if self.hanging:
             return "held"
         early = EARLY_SECONDS if moment.steps < MIN_STEPS else 0.0
-        if self.seconds < max(early, self._setting or MIN_SECONDS):
+        far = far_seconds(self._setting) if moment.waits_for_far_ranks else 0.0
+        if self.seconds < max(early, far, self._setting or MIN_SECONDS):
             return None
         self.hanging = self.seconds >= hang_after_seconds(
             self._setting, steps(), at_epoch_boundary=moment.at_epoch_boundary
@@ -148,6 +156,15 @@ def longest_phase(setting: float | None, longest: float) -> float:
     """
     seconds = PHASE_SECONDS if setting is None else PHASE_TIMES * setting
     return max(seconds, TIMES_LONGEST * longest)
+
+
+def far_seconds(setting: float | None) -> float:
+    """Seconds without progress before which a rank that waits for ranks of other nodes is not stuck.
+
+    Args:
+        setting: ``stuck_seconds``; None for auto.
+    """
+    return FAR_SECONDS if setting is None else min(FAR_SECONDS, PHASE_TIMES * setting)
 
 
 def hang_after_seconds(setting: float | None, steps: StepTimes, *, at_epoch_boundary: bool) -> float:

@@ -102,6 +102,7 @@ class StallDetector:
         self._own_paces = OwnPaces()
         self._evidence: Evidence | None = None  # the current window
         self._ever_opened = False
+        self._straggler_ratio = 0.0  # what waiting for one costs, in the newest window
         self.stall: Stall | None = None
 
     def update(self, tick: Tick) -> Change | None:
@@ -118,6 +119,8 @@ class StallDetector:
             return None  # evaluation or startup: there is no training to judge
         lost = costs(evidence)
         cause, ratio = _worst(lost, evidence)
+        loop_seconds = evidence.loop_seconds
+        self._straggler_ratio = lost.get("straggler", 0.0) / loop_seconds if loop_seconds > 0 else 0.0
         if self.stall is not None:
             return self._go_on(self.stall, added, lost, ratio, evidence)
         seen = evidence.loop_seconds + evidence.checkpoints.seconds
@@ -204,6 +207,11 @@ class StallDetector:
     def window(self) -> Evidence | None:
         """The newest window; None before the second tick."""
         return self._aggregate() if len(self._ticks) > 1 else None
+
+    @property
+    def may_have_straggler(self) -> bool:
+        """Whether waiting for a straggler costs so much that its stall, if it were open, would not close."""
+        return self._straggler_ratio >= self._exit
 
     def pace(self) -> RankPace | None:
         """The pace of this rank over its newest window, for its peers."""

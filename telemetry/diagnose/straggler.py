@@ -16,6 +16,7 @@ is not slow then, and a moment later another rank may be the one without a core.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
@@ -142,13 +143,14 @@ def _waited_for(own: RankPace, other: RankPace) -> Straggler | None:
     """What this rank loses to the other one, with the larger part of it as the reason.
 
     While the other rank is outside of its compute, it is not in synchronisation either. So `_slow` includes the loss of
-    `_elsewhere`, and the rest of it is slow compute.
+    `_elsewhere`, and the rest of it is slow compute. `_slow` comes from samples: what may be chance is no reason.
     """
     elsewhere, slow = _elsewhere(own, other), _slow(own, other)
     if elsewhere is None or slow is None:
         found = elsewhere or slow
     else:
-        reason = elsewhere if elsewhere.lost >= slow.lost / 2 else slow
+        surely_slow = slow.lost - math.hypot(_sync_error(own), _sync_error(other))
+        reason = elsewhere if elsewhere.lost >= surely_slow / 2 else slow
         found = replace(reason, lost=max(elsewhere.lost, slow.lost))
     return None if found is None else _without_lack_of_cores(found, own, other)
 
@@ -210,6 +212,12 @@ def _slow(own: RankPace, other: RankPace) -> Straggler | None:
 def _sync_seconds(pace: RankPace) -> float:
     """Seconds of a step in synchronisation."""
     return pace.compute_seconds / pace.steps * pace.in_sync_samples / pace.samples
+
+
+def _sync_error(pace: RankPace) -> float:
+    """The standard error of `_sync_seconds`: its share comes from samples."""
+    share = min(1.0, pace.in_sync_samples / pace.samples)
+    return pace.compute_seconds / pace.steps * math.sqrt(share * (1.0 - share) / pace.samples)
 
 
 def held_up_by(own: RankPace, others: Iterable[RankPace]) -> RankPace | None:

@@ -23,6 +23,9 @@ ASSUMED: Final = "assumed"
 _FIRST_STEP_BATCHES: Final = 2
 """So many batches without a step of an optimizer are no replay yet."""
 
+_TELLING_POSITION: Final = 2
+"""From this step of its optimizers on, a process has logged how much of its loop was replay."""
+
 _TOLERANCE: Final = 0.02
 """Steps and optimizer steps that differ by no more are the same steps: the last one may be open."""
 
@@ -120,21 +123,36 @@ def _course(attempt: Attempt, earlier: Sequence[Course]) -> Course:
     done = totals.get("optimizer_steps_total", 0) - offset(leading)
     replayed = int(totals.get("replayed_batches", 0))
     steps = max(0, totals.get("steps_total", 0) - replayed)
-    axis, drawn = (0 if done > 0 else 1), 0
-    if axis == 1 and any(course.axis == 0 and course.end > course.resumed for course in earlier):
-        drawn, steps = (
-            steps,
-            0,
-        )  # before its first optimizer step: these batches are a replay, or part of the first step
+    axis = 0 if done > 0 else 1
     rate = float(max(1, totals.get("optimizers", 1))) if axis == 0 else 1.0
     position = done / rate if axis == 0 else float(steps)
-    per_position = 1.0 if abs(steps - position) <= 2 + _TOLERANCE * position or not position else steps / position
     resumed, source = _resumed(attempt, earlier)
-    end = resumed + position
+    drawn = 0 if replayed else _drawn(steps, position if axis == 0 else 0.0, earlier)
     of_first_step = max([_FIRST_STEP_BATCHES, *(course.per_position for course in earlier)])
     in_replay = resumed > 0 and drawn > of_first_step
-    replayed += drawn if in_replay else 0
+    if in_replay:
+        replayed += drawn
+    if in_replay or (axis == 1 and drawn):
+        steps, position = steps - drawn, position if axis == 0 else 0.0
+    per_position = 1.0 if abs(steps - position) <= 2 + _TOLERANCE * position or not position else steps / position
+    end = resumed + position
     return Course(attempt, resumed, source, end, end, per_position, axis, rate, replayed, in_replay)
+
+
+def _drawn(steps: int, position: float, earlier: Sequence[Course]) -> int:
+    """Batches that were drawn before the first optimizer step: a replay, or part of that step.
+
+    The second optimizer step tells what was replay. Before it, the steps of earlier attempts tell.
+
+    Args:
+        steps: of the loop.
+        position: steps of each optimizer.
+        earlier: earlier attempts.
+    """
+    stepped = [course.per_position for course in earlier if course.axis == 0 and course.end > course.resumed]
+    if not stepped or position >= _TELLING_POSITION:
+        return 0
+    return max(0, steps - round(position * stepped[-1]))
 
 
 def _resumed(attempt: Attempt, earlier: Sequence[Course]) -> tuple[float, str]:

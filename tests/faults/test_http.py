@@ -90,7 +90,7 @@ def test_what_is_not_plain_gets_what_the_standard_handler_says(extra, endpoint, 
     assert without_date(ask(endpoint, request)) == without_date(fast)
 
 
-@pytest.mark.parametrize("path", ["/metrics", "/healthz", "/nowhere", "/metrics?name[]=x"])
+@pytest.mark.parametrize("path", ["/metrics", "/healthz", "/nowhere", "/metrics?name[]=x", "//metrics"])
 @pytest.mark.parametrize("host", ["localhost", "evil.example", " localhost", "localhost "])
 def test_a_plain_request_gets_what_the_standard_handler_says(path, host, endpoint, monkeypatch):
     head = f"GET {path} HTTP/1.1\r\nUser-Agent: Prometheus/3.0\r\nhost: {host}\r\nAccept: */*\r\n\r\n".encode()
