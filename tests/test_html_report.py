@@ -219,6 +219,13 @@ def test_skipped_windows_are_in_the_sums(tmp_path, monkeypatch):
     assert spent == pytest.approx(2 * 7000, rel=1e-3)
 
 
+def test_a_torn_sample_is_counted_though_samples_are_skipped(tmp_path):
+    path = write(tmp_path, 0, line("run_start", **START), *[line("gpu", name="g")] * 5)
+    path.write_bytes(path.read_bytes()[:-20] + b"\n")
+    (log,) = load(tmp_path)
+    assert log.torn_lines == 1 and log.environment["gpu"] == "g"
+
+
 def test_memory_is_bounded_by_bins_not_by_time(tmp_path):
     recorder = RunRecorder()
     recorder.begin(4)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _BEFORE_EVENT: Final = b'Z","event":"'
+_WHOLE: Final = b"}\n"
 _EVENT_AT: Final = 44
 """Where the name of the event begins in a line that the agent has written: it is behind the time."""
 
@@ -59,7 +60,7 @@ class LineSelection:
         if kind not in self._frequent or raw[_EVENT_AT - 12 : _EVENT_AT] != _BEFORE_EVENT:
             return False
         left = self._left.get(kind, 0)
-        if left:
+        if left and raw.endswith(_WHOLE):  # a torn line is counted, so it is not skipped
             self._left[kind] = left - 1
             if kind == WINDOW:
                 self.skipped_windows = True
