@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _BEFORE_EVENT: Final = b'Z","event":"'
 _WHOLE: Final = b"}\n"
 _EVENT_AT: Final = 44
+_KIND_END: Final = _EVENT_AT + 4
 """Where the name of the event begins in a line that the agent has written: it is behind the time."""
 
 WINDOW: Final = b"wind"
@@ -42,23 +43,28 @@ class LineSelection:
         windows: whether windows may be skipped. Their sums are needed unless a later line of the process has them.
 
     Attributes:
+        frequent: the first four bytes of the names of the events whose lines may be skipped.
         skipped_windows: whether a window was skipped.
     """
 
-    __slots__ = ("_frequent", "_left", "_newest", "_spacing", "skipped_windows")
+    __slots__ = ("_left", "_newest", "_spacing", "frequent", "skipped_windows")
 
     def __init__(self, spacing: Callable[[], float], *, windows: bool) -> None:
         self._spacing = spacing
-        self._frequent = _FREQUENT if windows else _SAMPLES
+        self.frequent = _FREQUENT if windows else _SAMPLES
         self._left: dict[bytes, int] = {}
         self._newest: dict[bytes, tuple[float, int]] = {}
         self.skipped_windows = False
 
-    def skips(self, raw: bytes) -> bool:
-        """Whether a line is to be skipped."""
-        kind = raw[_EVENT_AT : _EVENT_AT + 4]
-        if kind not in self._frequent or raw[_EVENT_AT - 12 : _EVENT_AT] != _BEFORE_EVENT:
-            return False
+    def skips(self, raw: bytes, kind: bytes) -> bool:
+        """Whether a line of a frequent event is to be skipped.
+
+        Args:
+            raw: the line.
+            kind: the first four bytes of the event's name.
+        """
+        if raw[_EVENT_AT - 12 : _EVENT_AT] != _BEFORE_EVENT:
+            return False  # not written by the agent
         left = self._left.get(kind, 0)
         if left and raw.endswith(_WHOLE):  # a torn line is counted, so it is not skipped
             self._left[kind] = left - 1
@@ -70,7 +76,7 @@ class LineSelection:
 
     def keep_windows(self) -> None:
         """From now on, no window is skipped."""
-        self._frequent = _SAMPLES
+        self.frequent = _SAMPLES
 
     def _next(self, kind: bytes, raw: bytes) -> int:
         """How many lines of an event to skip after this one, from the time since the last one."""
@@ -97,7 +103,8 @@ def parsed_lines(path: Path, selection: LineSelection) -> Iterator[tuple[dict[st
         skips = selection.skips
         with file:
             for raw in file:
-                if skips(raw):
+                kind = raw[_EVENT_AT:_KIND_END]
+                if kind in selection.frequent and skips(raw, kind):
                     continue
                 try:
                     line = orjson.loads(raw)

@@ -42,6 +42,7 @@ def html_page(
         notes: what is missing or damaged in the logs.
     """
     times = [time for process in processes if (time := unix(process.last_time)) is not None]
+    recorder.finish()
     grid = recorder.grid
     grid.widen(_BIN_INTERVALS * max(map(log_interval, processes), default=0.0), _MIN_BINS)
     axis = TimeAxis(tuple(grid.begins()), grid.width_seconds) if grid.used else None

@@ -75,6 +75,7 @@ class RunRecorder:
         self.ranks_left_out = 0
         self.cut = False
         self._newest: dict[int, _Newest] = {}
+        self._left_out: dict[int, tuple[dict[str, Any], int, float]] = {}
         self._phases_of: int | None = None
 
     def begin(self, ranks: int) -> None:
@@ -116,12 +117,26 @@ class RunRecorder:
     def _take_window(self, line: dict[str, Any], log: ProcessLog, row: int, time: float) -> None:
         if not line.keys() >= {"ledger_total_seconds", "wall_seconds", "steps_total"}:
             return
+        newest = self._newest.get(id(log))
+        if newest is not None and line["event"] == "window" and 0 <= time - newest.time < self.spacing_seconds():
+            self._left_out[id(log)] = line, row, time  # a later line has its sums, too
+            return
+        self._add_window(line, id(log), row, time)
+
+    def finish(self) -> None:
+        """Take the newest window of each process, if it was left out."""
+        for process, (line, row, time) in list(self._left_out.items()):
+            self._add_window(line, process, row, time)
+
+    def _add_window(self, line: dict[str, Any], process: int, row: int, time: float) -> None:
+        newest = self._newest.get(process)
+        self._left_out.pop(process, None)
         ledger, cost = line["ledger_total_seconds"], line.get("overhead_seconds", {})
         sums = {category: ledger.get(category, 0.0) for category in CATEGORIES}
         sums |= {STEPS: line["steps_total"], AGENT: cost.get("agent", 0.0), HOOKS: cost.get("training", 0.0)}
         now = _Newest(time, line["wall_seconds"], sums, line.get("exposed_wait_total_seconds"))
-        before = self._newest.get(id(log)) or _Newest(time - now.wall, 0.0, dict.fromkeys(sums, 0.0), 0.0)
-        self._newest[id(log)] = now
+        before = newest or _Newest(time - now.wall, 0.0, dict.fromkeys(sums, 0.0), 0.0)
+        self._newest[process] = now
         added = {name: value - before.sums[name] for name, value in sums.items()}
         begin = time - (now.wall - before.wall)  # the clock may have been stepped since
         if begin >= time or begin < _EARLIEST or min(added.values()) < -1e-3:
