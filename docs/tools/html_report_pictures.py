@@ -85,8 +85,9 @@ def main() -> None:
             picture = ROOT / "docs" / "img" / f"html-{name}.png"
             tab.screenshot(path=picture)
             tab.close()
-            with Image.open(picture) as full:
-                full.convert("RGB").save(picture, optimize=True)
+            with Image.open(picture) as full:  # fewer colours: the file is a third as large
+                fewer = full.convert("RGB").quantize(method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+                fewer.save(picture, optimize=True)
             sys.stdout.write(f"{picture} {picture.stat().st_size // 1000} KB\n")
         browser.close()
 
