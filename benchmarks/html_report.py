@@ -34,6 +34,7 @@ class Measured:
 
     log_gigabytes: float
     seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)
     megabytes: list[float] = field(default_factory=list)
     page_megabytes: float = 0.0
     seen_seconds: list[float] = field(default_factory=list)
@@ -52,6 +53,7 @@ def measure(run: SimulatedRun, folder: Path, repeats: int) -> Measured:
         if process.returncode:
             raise RuntimeError(f"the report ended with status {process.returncode}")
         measured.seconds.append(time.perf_counter() - began)
+        measured.cpu_seconds.append(usage.ru_utime + usage.ru_stime)
         measured.megabytes.append(usage.ru_maxrss * 1024 / 1e6)
     measured.page_megabytes = page.stat().st_size / 1e6
     _open(page, measured)
@@ -85,6 +87,7 @@ def rows_of(name: str, found: Measured, *, judged: bool) -> list[Row]:
     return [
         row("logs", "GB", [found.log_gigabytes], note="as many as the default limits leave"),
         row("time of the command", "s", found.seconds, Target(BELOW, 20)),
+        row("CPU time of the command", "s", found.cpu_seconds, Target(BELOW, 20), "all of it on one core"),
         row("peak memory of the command", "MB", found.megabytes, Target(BELOW, 500)),
         row("page", "MB", [found.page_megabytes], Target(AT_MOST, 2)),
         row("until the verdict is seen in Chromium", "s", found.seen_seconds, Target(AT_MOST, 1)),
