@@ -75,6 +75,29 @@ def test_usual_spans_are_booked_as_all_others_are(events):
         assert ours == theirs
 
 
+@given(st.lists(st.lists(st.tuples(apart, lengths), max_size=20), max_size=6))
+def test_usual_spans_are_booked_together_as_one_by_one(readings):
+    """As the agent books what it finds in the ring; a reading may come in the middle of a wait."""
+    together, general, at = Ledger(0), General(0), 0
+    for found in readings:
+        begun = []
+        for gap, length in found:
+            at += gap
+            begun.append((at, at + length))
+            at += length
+        for start, end in begun:
+            general.fold([(start, end, *USUAL)])
+        booked = together.fold_steps([(start, end, 0, None) for start, end in begun])
+        together.fold([(start, end, *USUAL) for start, end in begun[booked:]])
+        for ledger in (together, general):
+            ledger.advance(at + 20, at + 10 if len(found) % 2 else 0)
+        at += 25
+        assert together.take_steps() == general.take_steps()
+        ours, theirs = vars(together).copy(), vars(general).copy()
+        assert ours.pop("_epoch").extra_wait_ns() == theirs.pop("_epoch").extra_wait_ns()
+        assert ours == theirs
+
+
 @given(st.lists(st.tuples(st.integers(1, 10**9), st.integers(1, 10**9)), min_size=1, max_size=50))
 def test_steps_are_wait_and_compute_wherever_the_agent_looks(pairs):
     ledger, looked_at = Ledger(1), Ledger(1)

@@ -82,7 +82,7 @@ def test_the_heartbeat_of_a_killed_process_is_newer_than_the_state(tmp_path):
     ledger = {"startup": 40.0, "data_wait": 20.0, "compute": 300.0}
     beat = dict(life="ab", unix_seconds=time.time(), ledger_total_seconds=ledger, first_wait_seconds=10.0,
                 seconds_before=2.0, kept_seconds=110.0, saves_completed=1,
-                resumption={"replay_seconds": 5.0})  # fmt: skip
+                steps_total=300, optimizer_steps_total=300, resumption={"replay_seconds": 5.0})  # fmt: skip
     (tmp_path / "run" / "attempts" / "ab.beat").write_text(json.dumps(beat) + "   \n")
     agent = start(tmp_path / "run")
     assert wait_for(lambda: shown(agent, "training_run_attempt")) == {"": 1.0}
@@ -92,6 +92,21 @@ def test_the_heartbeat_of_a_killed_process_is_newer_than_the_state(tmp_path):
     assert lost["startup"] > 52
     assert lost["down"] == 0
     assert shown(agent, "training_run_attempts_without_progress") == {"": 0.0}
+
+
+@pytest.mark.parametrize(("optimizer_steps", "redone", "replay"), [(7, 0, 310), (8, 310, 0)])
+def test_a_process_killed_in_its_replay_has_redone_nothing(tmp_path, optimizer_steps, redone, replay):
+    write(tmp_path / "run", RunState("run", 1, "n/1/5", "ab", time.time() - 9000))
+    ledger = {"startup": 40.0, "data_wait": 20.0, "compute": 300.0}
+    resumption = {"resumed_step": 500, "resumed_from": "optimizer", "resumed_at_optimizer_steps": 7}
+    beat = dict(life="ab", unix_seconds=time.time(), ledger_total_seconds=ledger, first_wait_seconds=10.0,
+                seconds_before=2.0, kept_seconds=0.0, saves_completed=0, steps_total=300,
+                optimizer_steps_total=optimizer_steps, resumption=resumption)  # fmt: skip
+    (tmp_path / "run" / "attempts" / "ab.beat").write_text(json.dumps(beat) + "   \n")
+    agent = start(tmp_path / "run")
+    assert wait_for(lambda: shown(agent, "training_run_attempt")) == {"": 2.0}
+    lost = shown(agent, "training_run_lost_seconds_total")
+    assert (lost["redone"], lost["replay"]) == pytest.approx((redone, replay))
 
 
 DAMAGED = [
@@ -111,7 +126,8 @@ def test_a_damaged_state_begins_anew(tmp_path, content):
 
 
 BEAT = dict(life="ab", unix_seconds=1e9, ledger_total_seconds={"startup": 1, "data_wait": 1, "compute": 1},
-            first_wait_seconds=1, seconds_before=1, kept_seconds=1, saves_completed=1, resumption={})  # fmt: skip
+            first_wait_seconds=1, seconds_before=1, kept_seconds=1, saves_completed=1, steps_total=9,
+            optimizer_steps_total=9, resumption={})  # fmt: skip
 
 
 @pytest.mark.parametrize("field", sorted(BEAT.keys() - {"life"}))
@@ -133,6 +149,7 @@ class AttemptNow:
     """As `AttemptLog`, of a process that has just begun."""
 
     seconds_before = restore_seconds = replay_seconds = kept_seconds = 0.0
+    in_replay = False
     saves_completed = 0
 
     def unix_now(self) -> float:

@@ -110,6 +110,15 @@ def test_a_few_slow_steps_among_many_are_nothing():
     assert found.slower is False
 
 
+def test_only_the_steps_before_the_snapshot_are_what_it_was_like():
+    watch = StepWatch()
+    watch.add([0.05] * 5000)
+    watch.add([0.2] * 60)  # the snapshot
+    watch.compare(5001, 5060)
+    found = watch.add([0.2] * 400)
+    assert (found.before, found.slower) == (0.05, True)
+
+
 def test_nothing_to_compare_with():
     watch = StepWatch()
     watch.add([0.1] * 5)

@@ -104,6 +104,26 @@ def test_a_loop_that_has_always_waited_goes_on_as_before():
     assert sum(loop.second(data_wait=0.18) for _ in range(10)) >= 4
 
 
+@pytest.mark.parametrize(
+    ("later", "skipped"), [({}, [False, True, True, True]), ({"data_wait": 0.4}, [False, False, True, True])]
+)
+def test_a_rise_ends_a_long_calm_unless_it_is_over_at_once(later, skipped):
+    loop = Loop()
+    for _ in range(100):
+        loop.second()
+    assert not loop.second(data_wait=0.4)
+    assert sorted(loop.second(**later) for _ in range(4)) == skipped
+
+
+def test_a_rise_before_the_loop_stood_still_is_forgotten():
+    loop = Loop()
+    for _ in range(100):
+        loop.second()
+    loop.second(data_wait=0.4)
+    loop.second(steps=0)
+    assert sorted(loop.second() for _ in range(4)) == [False, False, True, True]
+
+
 @pytest.mark.parametrize("interval", [0.1, 0.5, 2.0])
 def test_other_intervals_are_kept(interval):
     loop = Loop(interval_seconds=interval)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from telemetry.attach import accelerator
 from telemetry.attach.batch_numbering import BatchNumbering
-from telemetry.attach.ring import BATCH, CLOSES, JOINS, LEAVES, OPENS
+from telemetry.attach.ring import BATCH, CLOSES, JOINS, LEAVES, OPENS, STEP
 from telemetry.core.clock import NS, now_ns
 from telemetry.core.labels import CATEGORIES, DATA_WAIT
 from telemetry.core.spans import DroppedSpans
@@ -81,7 +81,7 @@ class Accounting:
             now, waiting_since, lost, head = now_ns(), tracker.waiting_since, ring.lost, ring.head
             self.updated_ns = now
             while taken := ring.drain(_CHUNK, head):
-                self.ledger.fold(spans(taken))
+                self._fold(taken)
                 steps = self.ledger.take_steps()
                 self.stats.add(steps)
                 self.on_steps(steps)
@@ -96,6 +96,16 @@ class Accounting:
         if tracker.errors != self._hook_errors_seen:
             new, self._hook_errors_seen = tracker.errors - self._hook_errors_seen, tracker.errors
             self._errors.note("hook", tracker.last_error or "unknown", count=new)
+
+    def _fold(self, taken: list[Entry]) -> None:
+        """Book entries. Nearly always all of them are ordinary batches."""
+        ledger = self.ledger
+        ordinary = next((place for place, entry in enumerate(taken) if entry[2] != STEP), len(taken))
+        booked = ledger.fold_steps(taken[:ordinary])
+        if not booked:  # a wait was in progress at the end of the last reading
+            ledger.fold(spans(taken[:1]))
+            booked = 1 + ledger.fold_steps(taken[1:ordinary])
+        ledger.fold(spans(taken[booked:]))
 
     def keep_up(self) -> None:
         """Call `update` if the last call was long ago: something took long, and the ring fills meanwhile."""

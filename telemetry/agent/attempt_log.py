@@ -11,7 +11,7 @@ from telemetry.core.clock import NS, iso_time, now_ns
 from telemetry.core.json_object import dump_object
 from telemetry.core.labels import CHECKPOINT, OTHER
 from telemetry.core.spans import PhaseSpan
-from telemetry.diagnose.replay import ReplayWatch
+from telemetry.diagnose.replay import ReplayWatch, in_replay
 from telemetry.publish import log_fields
 from telemetry.publish.heartbeat import Heartbeat
 
@@ -99,6 +99,11 @@ class AttemptLog:
     def replay_seconds(self) -> float:
         """Loop time of batches that were thrown away."""
         return self._replay.seconds
+
+    @property
+    def in_replay(self) -> bool:
+        """Whether batches are drawn to come to where a checkpoint was written."""
+        return in_replay(self._resumption(), self._tracker.optimizer_steps, self._accounting.steps_total)
 
     def unix_now(self) -> float:
         """Unix time."""

@@ -57,7 +57,9 @@ class CollectorPoller:
             self._workers,
             PressureSource(),
             TorchMemorySource(self._device),
-            MemorySource(lambda: [pid for loader in tracker.sources.live() for pid in loader.pids]),
+            MemorySource(
+                lambda: [pid for loader in tracker.sources.live() for pid in loader.pids], stat=self._workers.stat
+            ),
         ]
         self._pollers: dict[str, Poller[Any]] = {source.name: Poller(source) for source in sources}
         self._been_up: set[str] = set()

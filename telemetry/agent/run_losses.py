@@ -13,6 +13,7 @@ from telemetry.core.labels import COMPUTE, DATA_WAIT
 from telemetry.core.labels import STARTUP as LEDGER_STARTUP
 from telemetry.core.processes import process_name
 from telemetry.core.views import AttemptView
+from telemetry.diagnose.replay import in_replay
 from telemetry.job.run_state import MAX_BYTES, NAME, REPLAY, RESTORE, STARTUP, STUCK, RunState, decoded, figure
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ class RunLosses:
             attempt.replay_seconds,
             attempt.kept_seconds,
             attempt.saves_completed,
+            attempt.in_replay,
         )
         self._state = figures.of(self._state)
         self._state.own[STUCK] = stuck
@@ -126,6 +128,7 @@ class RunLosses:
                 figure(resumption.get("replay_seconds", 0.0)),
                 figure(beat["kept_seconds"]),
                 int(figure(beat["saves_completed"])),
+                in_replay(resumption, figure(beat["optimizer_steps_total"]), figure(beat["steps_total"])),
             )
             return figures.of(replace(state, time=figure(beat["unix_seconds"])))
         except (OSError, KeyError, TypeError, ValueError, AttributeError):
@@ -159,6 +162,7 @@ class _Figures:
     replay: float
     kept: float
     saves: int
+    in_replay: bool
 
     def of(self, state: RunState) -> RunState:
         """The state of the run with these figures of its attempt."""
@@ -175,4 +179,5 @@ class _Figures:
             loop_seconds=self.ledger[DATA_WAIT] + self.ledger[COMPUTE] - began,
             kept_seconds=max(0.0, self.kept - began) if self.saves else 0.0,
             progress=self.saves > 0,
+            in_replay=self.in_replay,
         )

@@ -43,7 +43,9 @@ class TickPace:
         self._accounting = accounting
         self._possible = _MIN_INTERVAL_SECONDS < config.interval_seconds <= _MAX_INTERVAL_SECONDS
         self._max_rise = config.stall_exit_ratio
-        self._lost_ratio = 0.0
+        self._lost_ratio = self._lost_before = 0.0
+        self._trains = False
+        self._risen: tuple[int, float] | None = None  # since the ratio rose: calm ticks until then, and the ratio then
         self._skipped = self._calm = 0  # in a row
         self._at_last = (0, 0, 0, 0)
 
@@ -56,11 +58,23 @@ class TickPace:
         """
         before, now = self._at_last, self._newest()
         self._at_last = now
-        self._calm = self._calm + 1 if self._is_calm(before, now) and not busy else 0
+        self._count(calm=self._is_calm(before, now), busy=busy)
         max_skipped = _MAX_SKIPPED if self._calm > _LONG_CALM and not wanted else 1
         skips = self._possible and self._calm > 0 and self._skipped < max_skipped
         self._skipped = self._skipped + 1 if skips else 0
         return skips
+
+    def _count(self, *, calm: bool, busy: bool) -> None:
+        """Count calm ticks in a row. A rise that is over again, as on a busy machine, does not end a long calm."""
+        if busy or not self._trains:
+            self._calm, self._risen = 0, None
+        elif not calm:
+            self._risen = self._risen or (self._calm, self._lost_before)
+            self._calm = 0
+        else:
+            self._calm += 1
+            if self._risen is not None and self._lost_ratio <= self._risen[1] + self._max_rise:
+                self._calm, self._risen = self._calm + self._risen[0], None
 
     def _newest(self) -> tuple[int, int, int, int]:
         """Nanoseconds, nanoseconds of compute, nanoseconds of waiting, and steps, over the run so far."""
@@ -70,8 +84,7 @@ class TickPace:
     def _is_calm(self, before: tuple[int, int, int, int], now: tuple[int, int, int, int]) -> bool:
         passed, compute, wait, steps = (new - old for new, old in zip(now, before, strict=True))
         other = max(0, passed - compute - wait)
-        if not 0 < passed < _MAX_GAP_SECONDS * NS or steps <= 0:
-            self._lost_ratio = 0.0
-            return False
-        lost_before, self._lost_ratio = self._lost_ratio, (wait + other) / passed
-        return self._lost_ratio <= lost_before + self._max_rise
+        self._trains = 0 < passed < _MAX_GAP_SECONDS * NS and steps > 0
+        self._lost_before = self._lost_ratio
+        self._lost_ratio = (wait + other) / passed if self._trains else 0.0
+        return self._trains and self._lost_ratio <= self._lost_before + self._max_rise

@@ -31,17 +31,18 @@ class BatchNumbering:
 
     def fold(self, entries: Iterable[Entry]) -> None:
         """Number entries of the ring, in the order in which they happened."""
+        current = self._current()
         for start, end, code, source in entries:
             if source is None:
                 if code & BATCH:
-                    self._batch(start, end, code, self._current())  # an ordinary batch has no source in its entry
+                    self._batch(start, end, code, current)  # an ordinary batch has no source in its entry
             elif isinstance(source, DroppedSpans):
                 self._lost()
             elif code & BEGINS and isinstance(source, LoaderHandle):
                 self._begin(source)
             else:
                 if code & 7 == S_DATA_WAIT:
-                    self._current = weakref.ref(source)
+                    self._current, current = weakref.ref(source), source
                 self._batch(start, end, code, source)
 
     def _batch(self, start: int, end: int, code: int, source: BatchSource | None) -> None:

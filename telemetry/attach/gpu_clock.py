@@ -18,7 +18,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from telemetry.attach.fork_keepalive import keep, release
-from telemetry.core.clock import now_ns
+from telemetry.core.clock import NS, now_ns
 
 if TYPE_CHECKING:
     from telemetry.attach.accelerator import DeviceStream
@@ -218,8 +218,8 @@ class GpuClock:
                 return
             self._pending.popleft()
             exposed = pair.before.elapsed_time(pair.after) / 1e3
-            if 0.0 <= exposed <= host_wait / 1e9 + _TOLERANCE_SECONDS:
-                read = (min(int(exposed * 1e9), host_wait), host_wait)
+            if 0.0 <= exposed <= host_wait / NS + _TOLERANCE_SECONDS:
+                read = (min(int(exposed * NS), host_wait), host_wait)
                 if pair.at_boundary:
                     self.boundary_ns = (self.boundary_ns[0] + read[0], self.boundary_ns[1] + read[1])
                 else:

@@ -13,12 +13,12 @@ from threading import get_ident
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.attach.patches import around
-from telemetry.core.clock import now_ns
+from telemetry.core.clock import NS, now_ns
 
 if TYPE_CHECKING:
     from telemetry.attach.patches import Patches
 
-_MAX_NS: Final = 1_000_000_000
+_MAX_NS: Final = NS
 """How long the start of a capture waits at most until a call of the agent returns. Such a call takes microseconds."""
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from telemetry.attach import ring as r
 from telemetry.attach.fast_path import LOOP_CHANGED
-from telemetry.core.clock import now_ns
+from telemetry.core.clock import NS, now_ns
 from telemetry.core.labels import CHECKPOINT, EVALUATION, OTHER
 from telemetry.core.spans import PhaseSpan
 
@@ -85,7 +85,7 @@ class Scopes:
         end = now_ns()
         category = name if name in _CATEGORY_OF else OTHER
         if category == OTHER or before is None:  # other phases are in the ring
-            state.phases.append(PhaseSpan(name, category, start, (end - start) / 1e9))
+            state.phases.append(PhaseSpan(name, category, start, (end - start) / NS))
         if before is None:
             return
         if name == CHECKPOINT and not (before.in_phase and before.category == r.S_CHECKPOINT):

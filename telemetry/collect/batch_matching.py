@@ -58,10 +58,7 @@ class Fetches:
         """When the fetch of a batch ended; None if it has not ended, or is no longer kept."""
         number, worker = divmod(batch, self._workers)
         fetches = self._of_epoch(worker, epoch)
-        if fetches is None:
-            return None
-        number += fetches.began
-        return fetches.finished_ns[number % fetches.kept] if fetches.oldest <= number < fetches.end else None
+        return None if fetches is None else fetches.finished(number)
 
     def _of_epoch(self, worker: int, epoch: int) -> _EpochFetches | None:
         """A worker's fetches of one epoch; None if they are not kept. The many batches of a tick ask for the same."""
@@ -77,10 +74,12 @@ class Fetches:
         head_of_line: dict[int, int] = {}  # by the worker that is waited for
         for arrival in arrivals:
             epoch, number, requested, arrived = arrival
-            finished = self.finished_ns(epoch, number)
+            place, worker = divmod(number, self._workers)
+            fetches = self._of_epoch(worker, epoch)
+            finished = None if fetches is None else fetches.finished(place)
             if self._impossible(arrival, finished):
                 self._not_in_turn.add(epoch)
-            if finished is None or not number or epoch in self._not_in_turn:
+            if fetches is None or finished is None or not number or epoch in self._not_in_turn:
                 continue
             batches += 1
             if finished > requested:
@@ -88,13 +87,13 @@ class Fetches:
                 fetch_wait += finished - requested
                 behind = self._earliest_behind(arrival)
                 if behind is not None and behind < finished:
-                    worker, blocked = number % self._workers, finished - max(behind, requested)
+                    blocked = finished - max(behind, requested)
                     head_of_line[worker] = head_of_line.get(worker, 0) + blocked
             else:
                 since = requested
                 slack += requested - finished
             transfer_wait += arrived - since
-            longest = self._busy_again(arrival, since)
+            longest = self._busy_again(arrival, since, self._counters[worker], fetches)
             if longest:
                 from_busy += 1
                 transfer_wait_busy += arrived - since
@@ -136,19 +135,15 @@ class Fetches:
         began = None if worker is None else _began(worker, arrival.epoch)
         return worker is not None and began is not None and began + arrival.number // self._workers >= worker.ended
 
-    def _busy_again(self, arrival: Arrival, since_ns: int) -> int:
+    def _busy_again(self, arrival: Arrival, since_ns: int, worker: WorkerCounters, fetches: _EpochFetches) -> int:
         """The longest later fetch that a batch's worker was in at any time from ``since_ns`` until the batch arrived.
 
         Nanoseconds; for a fetch still in progress, up to the arrival. 0 if there was none.
         """
-        number, index = divmod(arrival.number, self._workers)
-        fetches, worker = self._of_epoch(index, arrival.epoch), self._counters[index]
-        if fetches is None:
-            return 0
+        first, longest = fetches.began + arrival.number // self._workers + 1, 0
         starts, ends, kept = worker.recent_started_ns, fetches.finished_ns, fetches.kept
-        longest = 0
         # These are kept, because this batch's own fetch is. They are few: at most `prefetch_factor` batches ahead.
-        for fetch in range(fetches.began + number + 1, worker.ended):
+        for fetch in range(first, worker.ended):
             started, ended = starts[fetch % kept], ends[fetch % kept]
             if started >= arrival.arrived_ns:
                 return longest
@@ -184,6 +179,11 @@ class _EpochFetches:
     end: int
     kept: int
     finished_ns: tuple[int, ...]
+
+    def finished(self, place: int) -> int | None:
+        """When a fetch ended, by its place in the epoch; None if it has not ended, or its stamp is no longer kept."""
+        number = self.began + place
+        return self.finished_ns[number % self.kept] if self.oldest <= number < self.end else None
 
 
 def _epoch_fetches(worker: WorkerCounters | None, epoch: int) -> _EpochFetches | None:

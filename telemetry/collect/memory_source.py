@@ -23,6 +23,8 @@ from telemetry.core.memory_records import MemorySample
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from telemetry.collect.procfs import Stat
+
 READ_SECONDS: Final = 2.0
 """Between two readings at first. The time grows with the age of the run, because its trend is what matters."""
 
@@ -35,7 +37,11 @@ _MAX_PROBED: Final = 2
 _MAX_PROBE_RATIO: Final = 0.0005
 """Share of a core for reading `smaps_rollup`: the time from one to the next follows from what the last one took."""
 
-_MIN_PROBE_SECONDS: Final = 2.0
+_MIN_PROBE_SECONDS: Final = 30.0
+"""Also between two of small workers, which the ratio would allow more often than their trend needs. A worker that was
+never probed is waited for less long."""
+
+_FIRST_PROBES_RATIO: Final = 0.2
 _KIB: Final = 1024
 
 
@@ -43,7 +49,7 @@ class MemorySource:
     """The memory of this process, its workers and /dev/shm.
 
     Args:
-        workers: returns the pids of the live workers.
+        workers: returns the pids of the live workers. ``stat``: reads the stat of one.
         proc: where /proc is mounted, for limits.
         cgroups: where the cgroup hierarchies are mounted.
         shared_memory: the file system of shared memory.
@@ -55,11 +61,13 @@ class MemorySource:
         self,
         workers: Callable[[], Iterable[int]],
         *,
+        stat: Callable[[int], Stat | None] = read_stat,
         proc: Path = Path("/proc"),
         cgroups: Path = Path("/sys/fs/cgroup"),
         shared_memory: str = "/dev/shm",  # noqa: S108 - only its size is read
     ) -> None:
         self._workers = workers
+        self._stat = stat
         self._limits = MemoryLimits(proc, cgroups)
         self._shared_memory = shared_memory
         self._began_ns = self._due_ns = now_ns()
@@ -106,7 +114,7 @@ class MemorySource:
         """What the workers have to themselves, and what they share; None before it is known what they share."""
         anonymous: dict[int, int] = {}
         for pid in filter(None, self._workers()):
-            stat = read_stat(pid)
+            stat = self._stat(pid)
             if stat is not None and is_worker_of_ours(stat.parent):
                 anonymous[pid] = stat.anonymous_bytes
         pids = frozenset(anonymous)
@@ -116,13 +124,13 @@ class MemorySource:
         missing = [pid for pid in probed if pid not in self._shared]
         if now >= self._probe_due_ns and probed:
             # The one whose reading is oldest: a dictionary keeps the order of insertion.
-            self._probe(missing[0] if missing else next(iter(self._shared)))
+            self._probe(missing[0] if missing else next(iter(self._shared)), sooner=len(missing) > 1)
         if not self._shared:
             return None, None
         shared = sum(self._shared.values()) // len(self._shared) * len(pids)
         return max(0, sum(anonymous.values()) - shared), shared
 
-    def _probe(self, pid: int) -> None:
+    def _probe(self, pid: int, *, sooner: bool) -> None:
         started = time.thread_time_ns()
         try:
             shared = shared_bytes(read_small(f"/proc/{pid}/smaps_rollup"))
@@ -131,7 +139,8 @@ class MemorySource:
         took = (time.thread_time_ns() - started) / NS
         self._shared.pop(pid, None)
         self._shared[pid] = shared
-        self._probe_due_ns = now_ns() + int(NS * max(_MIN_PROBE_SECONDS, took / _MAX_PROBE_RATIO))
+        pause = _MIN_PROBE_SECONDS * (_FIRST_PROBES_RATIO if sooner else 1.0)
+        self._probe_due_ns = now_ns() + int(NS * max(pause, took / _MAX_PROBE_RATIO))
 
     def _size_of_shared_memory(self) -> tuple[int, int] | None:
         """Bytes used and free; None if there is no such file system."""

@@ -13,6 +13,7 @@ from operator import add, sub
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from telemetry.collect.batch_matching import Fetches, HeadOfLine
+from telemetry.collect.procfs import read_stat
 from telemetry.collect.worker_files import FilesOfWorkers
 from telemetry.core.clock import NS, now_ns
 from telemetry.core.distribution import Histogram
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from collections import deque
     from collections.abc import Callable, Iterable
 
-    from telemetry.collect.procfs import Io, Schedule
+    from telemetry.collect.procfs import Io, Schedule, Stat
     from telemetry.collect.worker_files import WorkerFiles
 
 _TICK_NS: Final = 10_000_000
@@ -100,6 +101,7 @@ class WorkersSource:
         self._live = live
         self._retired = retired
         self._files = FilesOfWorkers()
+        self._stats: dict[int, Stat] = {}  # by pid, at the newest reading
         self._trained = False
         self._not_in_turn: dict[tuple[int, ...], set[int]] = {}
         self._before: dict[tuple[int, int], _Seen] = {}
@@ -116,6 +118,7 @@ class WorkersSource:
         now = now_ns()
         blocked: HeadOfLine | None = None
         seen: dict[tuple[int, int], _Seen] = {}
+        self._stats = stats = {}
         fetched: dict[int, tuple[int, float]] = {}
         resident, ready, longest = 0, None, 0.0
         live = list(self._live())
@@ -134,6 +137,7 @@ class WorkersSource:
                 stat = files.stat()
                 if stat is None:
                     continue  # the worker has ended, or its pid belongs to another process by now
+                stats[pid] = stat
                 resident += stat.resident_bytes
                 everyone += 1
                 if trained and not loader.training:
@@ -172,6 +176,10 @@ class WorkersSource:
     def fetches(self) -> Histogram | None:
         """The fetches of all workers so far, even if the last reading failed; None before the first."""
         return self._histogram if any(self._histogram.counts) else None
+
+    def stat(self, pid: int) -> Stat | None:
+        """CPU time and memory of a worker, from the newest reading if it was read there; None if it has ended."""
+        return self._stats.get(pid) or read_stat(pid)
 
     def close(self) -> None:
         """Close the files. A forked child calls this, too, for its copies."""

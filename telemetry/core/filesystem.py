@@ -217,13 +217,13 @@ class Descriptor:
         except OSError:
             return False
 
-    def is_removed(self) -> bool:
-        """Whether the file has no name any more: it, or its folder, was deleted.
-
-        Raises:
-            OSError: the descriptor is not open.
-        """
-        return os.fstat(self.number).st_nlink == 0
+    def is_in_place(self) -> bool:
+        """The same, and the file still has a name: neither it nor its folder was deleted."""
+        try:
+            status = os.fstat(self.number)
+        except OSError:
+            return False
+        return (status.st_dev, status.st_ino) == self.identity and status.st_nlink > 0
 
     def close(self) -> None:
         """Close the descriptor, unless its number belongs to another file by now."""

@@ -31,7 +31,7 @@ class Sketch:
         """Count some values, in seconds. Values below 0.1 µs are counted as 0.1 µs."""
         counts, log, ceil = self.counts, math.log, math.ceil
         for seconds in values:
-            index = ceil(log(max(_SMALLEST, seconds)) / _LOG_GROWTH)
+            index = ceil(log(seconds if seconds > _SMALLEST else _SMALLEST) / _LOG_GROWTH)  # noqa: FURB136 - a call
             counts[index] = counts.get(index, 0) + 1
         self.total += len(values)
         self.largest = max(self.largest, max(values, default=0.0))

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from telemetry.core.clock import NS
+
 if TYPE_CHECKING:
     from telemetry.core.distribution import Histogram
 
-FETCH_BUCKETS: Final = tuple((1 << 20 + power) / 1e9 for power in range(17))
+FETCH_BUCKETS: Final = tuple((1 << 20 + power) / NS for power in range(17))
 """Upper bounds of the fetch histogram, seconds: 1.05 ms, doubling up to 68.7 s. So a worker finds the bucket from the
 highest bit of the nanoseconds."""
 

@@ -64,7 +64,7 @@ NAMED_BY_SOURCE: Final = {
 """If batches come from one of these sources, the source alone is the cause of waiting for them."""
 
 
-def costs(evidence: Evidence, at: Thresholds = THRESHOLDS) -> dict[str, float]:
+def costs(evidence: Evidence) -> dict[str, float]:
     """Seconds lost in the window by cause. Causes that cost nothing are left out."""
     own, of_others = own_time(evidence), without_own_time(evidence)
     lost = {
@@ -82,55 +82,57 @@ def costs(evidence: Evidence, at: Thresholds = THRESHOLDS) -> dict[str, float]:
         lost["loader_on_training_thread"] = (
             own.exposed_ratio * own.sampler_seconds
         )  # a slow sampler costs this time with any number of workers
-        if evidence.epochs.boundaries >= at.epoch_boundaries:
+        if evidence.epochs.boundaries >= THRESHOLDS.epoch_boundaries:
             lost["loader_on_training_thread"] += own.exposed_ratio * own.boundary_sampler_seconds
         else:
             lost["loader_on_training_thread"] += evidence.sampler.boundary_ratio * evidence.loop_seconds
-    if exposed is not None and evidence.source == "workers" and evidence.epochs.boundaries < at.epoch_boundaries:
+    if (
+        exposed is not None
+        and evidence.source == "workers"
+        and evidence.epochs.boundaries < THRESHOLDS.epoch_boundaries
+    ):
         # The start of one epoch is no pattern, but that of three is, however long they are.
         lost["worker_startup"] = of_others.epochs.boundary_ratio * evidence.loop_seconds
     if exposed is not None and exposed > 0 and of_others.wait_seconds > 0:
         boundary = min(exposed, exposed * min(1.0, of_others.epochs.boundary_wait_seconds / of_others.wait_seconds))
         if evidence.source != "workers":
             boundary = 0.0  # nothing is started; the first batch is a batch like the others
-        elif evidence.epochs.boundaries < at.epoch_boundaries:
+        elif evidence.epochs.boundaries < THRESHOLDS.epoch_boundaries:
             exposed, boundary = exposed - boundary, 0.0  # `boundary_ratio` has counted it
         else:
             lost["worker_startup"] = boundary
-        for cause, share in _mid_epoch_shares(of_others, at).items():
+        for cause, share in _mid_epoch_shares(of_others).items():
             lost[cause] = lost.get(cause, 0.0) + (exposed - boundary) * share
-    crowded = crowded_out(evidence, at)
+    crowded = crowded_out(evidence)
     if crowded > 0:
         lost["workers_throttled"] = lost.get("workers_throttled", 0.0) + crowded
     return {cause: seconds for cause, seconds in lost.items() if seconds > 0}
 
 
-def mid_epoch_cause(evidence: Evidence, at: Thresholds = THRESHOLDS) -> str:
-    """The cause of most of the wait in mid-epoch."""
-    shares = _mid_epoch_shares(evidence, at)
-    return max(shares, key=lambda cause: shares[cause])
-
-
-def _mid_epoch_shares(evidence: Evidence, at: Thresholds) -> dict[str, float]:
+def _mid_epoch_shares(evidence: Evidence) -> dict[str, float]:
     """The causes of the wait in mid-epoch, and the share of each."""
     named = NAMED_BY_SOURCE.get(evidence.source or "")
     if named is not None:
         return {named: 1.0}
     if evidence.source != "workers" or evidence.workers.busy_ratio is None:
         return {"unknown": 1.0}
-    stuck_for = _stuck_for(evidence, at)
+    stuck_for = _stuck_for(evidence)
     if stuck_for > 0:  # the training thread waited for the whole fetch, and no longer
         stuck = min(1.0, stuck_for / max(evidence.mid_epoch_wait_seconds, 1e-9))
         without = replace(evidence, workers=replace(evidence.workers, long_fetch_seconds=()))
-        rest = _mid_epoch_shares(without, at) if stuck < 1 else {}
+        rest = _mid_epoch_shares(without) if stuck < 1 else {}
         return {"worker_stuck": stuck} | {cause: share * (1.0 - stuck) for cause, share in rest.items()}
-    limited = _workers_are_the_limit(evidence, at)
-    limit = _what_limits_them(evidence, at) if limited else "uneven_batches"
+    limited = _workers_are_the_limit(evidence)
+    limit = _what_limits_them(evidence) if limited else "uneven_batches"
     if limit == "workers_throttled":
         return {limit: 1.0}  # a transfer needs a core, too
-    if not limited and evidence.workers.runnable_ratio is not None and evidence.workers.runnable_ratio >= at.runnable:
+    if (
+        not limited
+        and evidence.workers.runnable_ratio is not None
+        and evidence.workers.runnable_ratio >= THRESHOLDS.runnable
+    ):
         limit = "workers_throttled"  # too few cores also slow the compute, so supply and compute cannot be compared
-    transfer = _transfer_share(evidence, at)
+    transfer = _transfer_share(evidence)
     # Part of the transfer share is run-queue delay: as much as the training thread had in the whole window.
     no_core = transfer * min(1.0, (evidence.cpu.run_queue_delay_seconds or 0.0) / max(evidence.seconds, 1e-9))
     shares = {"batch_transfer": transfer - no_core, "workers_throttled": no_core}
@@ -138,10 +140,10 @@ def _mid_epoch_shares(evidence: Evidence, at: Thresholds) -> dict[str, float]:
     return {cause: share for cause, share in shares.items() if share > 0}
 
 
-def _transfer_share(evidence: Evidence, at: Thresholds) -> float:
+def _transfer_share(evidence: Evidence) -> float:
     """The share of the wait for batches whose fetch had ended."""
     matched = evidence.delivery.fetch_wait_seconds + evidence.delivery.transfer_wait_seconds
-    limited = _workers_are_the_limit(evidence, at)
+    limited = _workers_are_the_limit(evidence)
     if matched > 0:
         # A batch that a worker transfers late because of a long fetch would have been on time behind a usual fetch.
         transfer = (
@@ -152,9 +154,9 @@ def _transfer_share(evidence: Evidence, at: Thresholds) -> float:
         return min(transfer, 1.0 - _short_of_supply(evidence)) if limited else transfer
     if limited:
         return 0.0
-    lying_ready = evidence.delivery.ready_batches is not None and evidence.delivery.ready_batches >= at.ready
+    lying_ready = evidence.delivery.ready_batches is not None and evidence.delivery.ready_batches >= THRESHOLDS.ready
     # A slow transfer delays every batch. If only single batches are late, the wait is not for the transfer.
-    single = evidence.delivery.outlier_wait_seconds >= at.late * max(evidence.mid_epoch_wait_seconds, 1e-9)
+    single = evidence.delivery.outlier_wait_seconds >= THRESHOLDS.late * max(evidence.mid_epoch_wait_seconds, 1e-9)
     return 1.0 if lying_ready and not single else 0.0
 
 
@@ -167,7 +169,7 @@ def _short_of_supply(evidence: Evidence) -> float:
     return min(1.0, max(0.0, supply - compute) * evidence.steps / waited)
 
 
-def crowded_out(evidence: Evidence, at: Thresholds = THRESHOLDS) -> float:
+def crowded_out(evidence: Evidence) -> float:
     """Seconds of compute in which the training thread had no core because its own workers used them.
 
     The workers are fast enough, so the training thread waits for no batch. Other processes may use cores, too. So the
@@ -176,11 +178,11 @@ def crowded_out(evidence: Evidence, at: Thresholds = THRESHOLDS) -> float:
     if (
         evidence.cpu.run_queue_delay_seconds is None
         or evidence.workers.runnable_ratio is None
-        or evidence.workers.runnable_ratio < at.runnable
+        or evidence.workers.runnable_ratio < THRESHOLDS.runnable
     ):
         return 0.0
     running = (evidence.workers.busy_ratio or 0.0) * evidence.workers.count * (evidence.workers.cpu_ratio or 0.0)
-    if running < at.own_load * evidence.cpu.cores:
+    if running < THRESHOLDS.own_load * evidence.cpu.cores:
         return 0.0
     theirs = running / (running + (evidence.cpu.cores_of_others or 0.0))
     return (
@@ -191,33 +193,35 @@ def crowded_out(evidence: Evidence, at: Thresholds = THRESHOLDS) -> float:
     )
 
 
-def _stuck_for(evidence: Evidence, at: Thresholds) -> float:
+def _stuck_for(evidence: Evidence) -> float:
     """Seconds of fetches in stuck workers. Ended fetches count, too: they were waited for in this window."""
     longest, fetches = max(evidence.workers.long_fetch_seconds, default=0.0), evidence.workers.fetches or 0
     usual = max(0.0, (evidence.workers.fetch_seconds or 0.0) * fetches - longest) / max(
         1, fetches
     )  # without the longest one
-    stuck = max(at.stuck_seconds, at.stuck_fetches * usual)
+    stuck = max(THRESHOLDS.stuck_seconds, THRESHOLDS.stuck_fetches * usual)
     return sum(seconds for seconds in evidence.workers.long_fetch_seconds if seconds >= stuck)
 
 
-def _workers_are_the_limit(evidence: Evidence, at: Thresholds) -> bool:
+def _workers_are_the_limit(evidence: Evidence) -> bool:
     supply, compute = supply_seconds(evidence), compute_seconds(evidence)
-    if evidence.workers.busy_ratio is not None and evidence.workers.busy_ratio >= at.busy:
+    if evidence.workers.busy_ratio is not None and evidence.workers.busy_ratio >= THRESHOLDS.busy:
         return True
-    return supply is not None and compute is not None and supply >= compute / at.starved_supply
+    return supply is not None and compute is not None and supply >= compute / THRESHOLDS.starved_supply
 
 
-def _what_limits_them(evidence: Evidence, at: Thresholds) -> str:
+def _what_limits_them(evidence: Evidence) -> str:
     cpu, blocked = evidence.workers.cpu_ratio, evidence.workers.blocked_ratio
     if cpu is None or blocked is None:
         return "unknown"  # busy, but it is not known with what
     runnable = evidence.workers.runnable_ratio
     if runnable is None:  # not running, and not known whether for lack of a core
-        used_up = (evidence.cpu.throttled_ratio or 0.0) >= at.throttled
-        without_core = blocked >= at.runnable and (used_up or (evidence.cpu.host_ratio or 0.0) >= at.cores_busy)
+        used_up = (evidence.cpu.throttled_ratio or 0.0) >= THRESHOLDS.throttled
+        without_core = blocked >= THRESHOLDS.runnable and (
+            used_up or (evidence.cpu.host_ratio or 0.0) >= THRESHOLDS.cores_busy
+        )
     else:
-        without_core = runnable >= at.runnable
+        without_core = runnable >= THRESHOLDS.runnable
     if without_core:
         return "workers_throttled"
     return "workers_io_bound" if blocked > cpu else "workers_cpu_bound"

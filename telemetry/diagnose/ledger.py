@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
+from telemetry.core.clock import NS
 from telemetry.core.labels import CATEGORIES, CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, STARTUP
 from telemetry.core.spans import DroppedSpans, PhaseSpan, Step
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
-_NS: Final = 1e9
 _PHASES: Final = frozenset({EVALUATION, CHECKPOINT})
 
 _NEAR_BOUNDARY: Final = 8
@@ -76,8 +76,7 @@ class Ledger:
                 continue
             start, end, during, after, closes, opens, batch, left = span
             usual = closes and opens and batch and not left
-            if usual and during == DATA_WAIT and after == COMPUTE and self._computes_until(start):
-                self._fold_step(start, end)
+            if usual and during == DATA_WAIT and after == COMPUTE and self.fold_steps(((start, end, 0, None),)):
                 continue
             self._pass(start)
             if closes and self._open:
@@ -93,8 +92,43 @@ class Ledger:
             self._enter(after, end)
             self.batches += batch
 
+    def fold_steps(self, spans: Sequence[tuple[int, int, int, object]]) -> int:
+        """Book ordinary spans: each ends a step and is the wait of the next one, in mid-epoch.
+
+        Nearly all spans are of this kind. `fold` books the same, but takes six times as long.
+
+        Args:
+            spans: start and end of each; the rest is not used.
+
+        Returns:
+            How many were booked: none if the ledger does not compute in mid-epoch, and none after one that begins too
+            early. `fold` books any.
+        """
+        if not spans or not self._computes_until(spans[0][0]):
+            return 0
+        wait, checkpoint, open_ns = self._wait_ns, self._checkpoint, self._wait_ns + self._compute_ns
+        at, booked, steps, waits = self._span_at_ns, self.at_ns, [], []
+        for start, end, _, _ in spans:
+            if start < at:
+                break
+            steps.append(Step((open_ns + start - at) / NS, wait / NS, checkpoint))
+            open_ns = wait = end - start if end > start else 0
+            waits.append(wait)
+            at, checkpoint = start + wait, False
+        waited = sum(waits)
+        self.ns[DATA_WAIT] += waited
+        self.ns[COMPUTE] += at - booked - waited
+        self._steps += steps
+        self._wait_ns, self._compute_ns, self._checkpoint = wait, 0, False
+        self.at_ns = self._span_at_ns = at
+        self._waiting_at_ns = None
+        self.last_step_ns = at - wait
+        self._epoch.add_all(waits)
+        self.batches += len(waits)
+        return len(waits)
+
     def _computes_until(self, stamp: int) -> bool:
-        """Whether a step is open in mid-epoch and computes, and ledger and step are booked up to the same moment."""
+        """Whether a step is open in mid-epoch, and all that was booked since its newest span is compute."""
         return (
             self._open
             and self._span_category == COMPUTE
@@ -102,26 +136,8 @@ class Ledger:
             and self._phase_start_ns is None
             and not self._at_boundary
             and self.batches > 0
-            and self.at_ns == self._span_at_ns <= stamp
+            and self._span_at_ns <= self.at_ns <= stamp
         )
-
-    def _fold_step(self, start: int, end: int) -> None:
-        """Book an ordinary span: it ends a step and is the wait of the next. `_computes_until` must hold.
-
-        Nearly all spans are of this kind. The general code books the same, but takes three times as long.
-        """
-        waited = max(0, end - start)
-        computed = start - self.at_ns
-        self.ns[COMPUTE] += computed
-        self.ns[DATA_WAIT] += waited
-        seconds = (self._wait_ns + self._compute_ns + computed) / _NS
-        self._steps.append(Step(seconds, self._wait_ns / _NS, self._checkpoint))
-        self._wait_ns, self._compute_ns, self._checkpoint = waited, 0, False
-        self.at_ns = self._span_at_ns = start + waited
-        self._waiting_at_ns = None
-        self.last_step_ns = start
-        self._epoch.add(waited)
-        self.batches += 1
 
     def advance(self, now_ns: int, waiting_since_ns: int = 0) -> None:
         """Book the time up to now. If a request is in progress since ``waiting_since_ns``, book it as data wait.
@@ -153,7 +169,7 @@ class Ledger:
             return 0.0
         booked = self._wait_ns + self._compute_ns
         running = self.at_ns - self._span_at_ns if self._span_category in {DATA_WAIT, COMPUTE} else 0
-        return (booked + max(0, running)) / _NS
+        return (booked + max(0, running)) / NS
 
     @property
     def at_epoch_boundary(self) -> bool:
@@ -172,12 +188,12 @@ class Ledger:
 
     def seconds(self) -> dict[str, float]:
         """Seconds by category. Their sum is `wall_seconds`."""
-        return {category: amount / _NS for category, amount in self.ns.items()}
+        return {category: amount / NS for category, amount in self.ns.items()}
 
     @property
     def wall_seconds(self) -> float:
         """Seconds booked since the start."""
-        return (self.at_ns - self.start_ns) / _NS
+        return (self.at_ns - self.start_ns) / NS
 
     def _book(self, stamp: int) -> None:
         """Book the time up to a stamp as the current category. Time before an earlier stamp is booked already."""
@@ -284,9 +300,9 @@ class Ledger:
         if category == self._span_category:
             return
         if self._phase_start_ns is not None:
-            seconds = max(0, stamp - self._phase_start_ns) / _NS
+            seconds = max(0, stamp - self._phase_start_ns) / NS
             name = self._span_category
-            loop = self.ns[DATA_WAIT] / _NS, self.ns[COMPUTE] / _NS
+            loop = self.ns[DATA_WAIT] / NS, self.ns[COMPUTE] / NS
             self._phases.append(PhaseSpan(name, name, self._phase_start_ns, seconds, loop))
         self._phase_start_ns = stamp if category in _PHASES else None
         self._checkpoint |= category == CHECKPOINT
@@ -295,7 +311,7 @@ class Ledger:
     def _close(self, stamp: int) -> None:
         self._open = False
         self.last_step_ns = stamp
-        self._steps.append(Step((self._wait_ns + self._compute_ns) / _NS, self._wait_ns / _NS, self._checkpoint))
+        self._steps.append(Step((self._wait_ns + self._compute_ns) / NS, self._wait_ns / NS, self._checkpoint))
 
 
 class _Epoch:
@@ -315,6 +331,14 @@ class _Epoch:
         self._last.append(waited_ns)
         if len(self._first) < _NEAR_BOUNDARY:
             self._first.append(waited_ns)
+
+    def add_all(self, waited_ns: Sequence[int]) -> None:
+        """Some batches have come."""
+        self._batches += len(waited_ns)
+        self._total_ns += sum(waited_ns)
+        self._last.extend(waited_ns[-_NEAR_BOUNDARY:])
+        if len(self._first) < _NEAR_BOUNDARY:
+            self._first += waited_ns[: _NEAR_BOUNDARY - len(self._first)]
 
     def extra_wait_ns(self) -> int:
         """How much longer batches next to the boundaries were waited for than as many in mid-epoch; may be negative."""

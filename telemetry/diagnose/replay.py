@@ -6,10 +6,12 @@ They look like steps that compute nothing: the loop asks for the next batch as s
 from __future__ import annotations
 
 import statistics
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
+
+from telemetry.core.clock import NS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from telemetry.core.spans import Step
 
@@ -50,9 +52,13 @@ class ReplayWatch:
         for step in () if self.settled else steps:
             wait, compute = step.wait_seconds, max(0.0, step.seconds - step.wait_seconds)
             if not optimizer_steps:
-                sums = self._before.setdefault(int(compute * 1e9).bit_length(), [0, 0.0, 0.0])
-                for place, value in enumerate((1, wait, compute)):
-                    sums[place] += value
+                bits = int(compute * NS).bit_length()
+                if bits not in self._before:
+                    self._before[bits] = [0, 0.0, 0.0]
+                sums = self._before[bits]
+                sums[0] += 1
+                sums[1] += wait
+                sums[2] += compute
             elif len(self._after) < _MAX_STEPS:
                 self._after.append((wait, compute))
 
@@ -69,9 +75,9 @@ class ReplayWatch:
         limit = usual * _MAX_COMPUTE_RATIO
         number, wait, compute, short = 0.0, 0.0, 0.0, 0.0
         for bits, sums in self._before.items():
-            if (1 << bits) / 1e9 <= usual * _MAX_HELD_UP_RATIO:
+            if (1 << bits) / NS <= usual * _MAX_HELD_UP_RATIO:
                 number, wait, compute = number + sums[0], wait + sums[1], compute + sums[2]
-            if (1 << bits) / 1e9 <= limit:
+            if (1 << bits) / NS <= limit:
                 short += sums[0]
         if short < number / 2:  # short steps, such as those of accumulated gradients, and no replay
             number, wait, compute = 0.0, 0.0, 0.0
@@ -84,6 +90,18 @@ class ReplayWatch:
             self.seconds = self.wait_seconds + compute
         self.settled = True
         self._before, self._after = {}, []
+
+
+def in_replay(resumption: Mapping[str, Any], optimizer_steps: float, steps: float) -> bool:
+    """Whether a process that resumed from an optimizer's state draws batches, and its optimizer has not stepped yet.
+
+    Args:
+        resumption: how it began, as in its log.
+        optimizer_steps: of the process so far.
+        steps: of its loop so far.
+    """
+    loaded_at = resumption.get("resumed_at_optimizer_steps")
+    return loaded_at is not None and optimizer_steps <= loaded_at and steps >= _MIN_BATCHES
 
 
 def _short_ones(compute_seconds: Sequence[float], limit: float) -> int:

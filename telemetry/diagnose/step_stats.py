@@ -62,8 +62,7 @@ class StepStats:
         closed = list(steps)
         if not closed:
             return
-        durations = [step.seconds for step in closed]
-        waits = [step.wait_seconds for step in closed]
+        durations, waits, checkpoints = zip(*closed, strict=True)
         for bounds, counts, seconds in (
             (self._bounds, self._counts, durations),
             (self._wait_bounds, self._wait_counts, waits),
@@ -75,11 +74,13 @@ class StepStats:
         self.steps += len(closed)
         self._step.add(durations)
         self._wait.add(waits)
-        written = [step for step in closed if step.checkpoint]
-        self.checkpoint_steps += len(written)
-        self.checkpoint_steps_compute_seconds += sum(step.seconds - step.wait_seconds for step in written)
+        if any(checkpoints):
+            written = [step for step in closed if step.checkpoint]
+            self.checkpoint_steps += len(written)
+            self.checkpoint_steps_compute_seconds += sum(step.seconds - step.wait_seconds for step in written)
         late = _LATE * median(waits)
-        self.outlier_wait_seconds += sum(wait for wait in waits if wait > late)
+        if max(waits) > late:
+            self.outlier_wait_seconds += sum(wait for wait in waits if wait > late)
 
     def histogram(self) -> Histogram:
         """The run's step durations so far."""

@@ -43,6 +43,7 @@ class RunState:
         progress: whether the attempt has completed a checkpoint.
         without_progress: how many attempts directly before this one have ended without one.
         loop_seconds: of the attempt's training loop; ``kept_seconds``: up to its newest complete checkpoint.
+        in_replay: whether its optimizer has not stepped since it was loaded, although batches were drawn.
         carried: seconds lost in earlier attempts, by category; ``own``: in this one.
     """
 
@@ -56,6 +57,7 @@ class RunState:
     without_progress: int = 0
     loop_seconds: float = 0.0
     kept_seconds: float = 0.0
+    in_replay: bool = False
     carried: dict[str, float] = field(default_factory=dict)
     own: dict[str, float] = field(default_factory=dict)
 
@@ -85,11 +87,12 @@ class RunState:
         """
         if process == self.process:  # the agent was stopped and started again
             return replace(self, life=life, finished=False, carried=self.lost(), own={}, loop_seconds=0.0,
-                           kept_seconds=0.0)  # fmt: skip
+                           kept_seconds=0.0, in_replay=False)  # fmt: skip
         carried = self.lost()
         carried[DOWN] += max(0.0, started - self.time)
         if not self.finished:
-            carried[REDONE] += max(0.0, self.loop_seconds - self.kept_seconds - self.own.get(STUCK, 0.0))
+            in_vain = REPLAY if self.in_replay else REDONE
+            carried[in_vain] += max(0.0, self.loop_seconds - self.kept_seconds - self.own.get(STUCK, 0.0))
         stalled = 0 if self.progress or self.finished else self.without_progress + 1
         return RunState(self.run, self.attempt + 1, process, life, started, without_progress=stalled, carried=carried)
 

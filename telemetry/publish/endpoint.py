@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import threading
 import time
+from operator import is_
 from typing import TYPE_CHECKING, Final
 
 from telemetry.core.clock import NS
@@ -23,7 +24,11 @@ if TYPE_CHECKING:
 
     from telemetry.publish.board import RankState
 
-_POLL_SECONDS: Final = 0.5
+_POLL_SECONDS: Final = 1.0
+
+_MAX_KEPT_BYTES: Final = 1 << 16
+"""A page of up to this size, of a rank or two, is kept for the next scrape, which often comes before a rank has
+published again."""
 
 _UNKNOWN_HOST: Final = (
     b"unknown host: ask by IP address, by localhost or by the name of the node, or set host to the name you ask by\n"
@@ -49,7 +54,7 @@ class Endpoint:
         node: this machine's name, which a request may use for this host.
         content_type: content type of the metrics.
         address: the address of ``host``, if ``host`` is a name.
-        alive: called about twice a second, as long as requests are answered.
+        alive: called about once a second, as long as requests are answered.
 
     Attributes:
         port: the port that it listens on.
@@ -75,6 +80,7 @@ class Endpoint:
         self._names = HostNames([host, node])
         self.failures = 0
         self._last_page: bytes | None = None
+        self._page: tuple[list[RankState], bytes] = ([], b"")
         self._cpu_ns = 0
         address = address or numeric(host)
         if address is None:
@@ -132,7 +138,14 @@ class Endpoint:
         self._last_page = join(self._states())
 
     def _text(self) -> bytes:
-        return join(self._states()) if self._last_page is None else self._last_page
+        if self._last_page is not None:
+            return self._last_page
+        states, (joined, page) = [*self._states()], self._page
+        if len(states) == len(joined) and all(map(is_, states, joined)):
+            return page
+        page = join(states)
+        self._page = (states, page) if len(page) <= _MAX_KEPT_BYTES else ([], b"")
+        return page
 
     def _respond(self, method: str, path: str, host: str) -> HttpAnswer:
         if not self._names.knows(host):

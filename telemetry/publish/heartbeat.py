@@ -41,7 +41,7 @@ class Heartbeat:
         """
         if len(content) >= SIZE:
             raise ValueError(f"a heartbeat has at most {SIZE - 1} bytes, not {len(content)}")
-        if self._file is None or not self._file.is_ours() or self._file.is_removed():
+        if self._file is None or not self._file.is_in_place():
             self.forget()
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = Descriptor(opened(self._path, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, 0o644))

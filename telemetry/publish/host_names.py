@@ -30,9 +30,18 @@ class HostNames:
         self._etc = etc
         self._names = {_plain(name) for name in (*given, "localhost", socket.gethostname())} - {""}
         self._complete = False
+        self._newest: str | None = None  # the newest header that names this node: a scraper sends the same each time
 
     def knows(self, header: str) -> bool:
         """Whether a Host header names this node."""
+        if header == self._newest:
+            return True
+        known = self._names_us(header)
+        if known:
+            self._newest = header
+        return known
+
+    def _names_us(self, header: str) -> bool:
         name = _name_of(header)
         if name is None:
             return False

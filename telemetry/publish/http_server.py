@@ -219,7 +219,7 @@ class Server(ThreadingMixIn, TCPServer):
             pass  # other code has closed it; an exception in a thread would be printed to the training's stderr
 
     def service_actions(self) -> None:
-        """Called twice a second: give a sign of life, and end connections that are past their deadline."""
+        """Called about once a second: give a sign of life, and end connections that are past their deadline."""
         if self.alive is not None:
             try:
                 self.alive()

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import errno
 import socket
+import sys
 import time
 from typing import TYPE_CHECKING, Final
 
 from telemetry.core.clock import NS, now_ns
-from telemetry.publish.endpoint import Endpoint
 from telemetry.publish.exposition import CONTENT_TYPE
 from telemetry.publish.hang_board import HangBoard
-from telemetry.publish.http_server import abandon_all
 from telemetry.publish.listen_address import Address, Lookup, numeric
 
 if TYPE_CHECKING:
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from telemetry.core.tick import RankPace
     from telemetry.publish.board import Board
     from telemetry.publish.discovery import TargetFile
+    from telemetry.publish.endpoint import Endpoint
 
 PORTS_TRIED: Final = 64
 """If the port is taken, up to this many higher ports are tried."""
@@ -197,7 +197,10 @@ class NodeService:
 
     def after_fork_in_child(self) -> None:
         """Close the copies of the parent's files and sockets."""
-        abandon_all()
+        # Only the rank that serves has imported it, and a child that is being forked imports nothing.
+        abandon_all = getattr(sys.modules.get("telemetry.publish.http_server"), "abandon_all", None)
+        if abandon_all is not None:
+            abandon_all()
         self._board.forget()
 
     # -- the endpoint ------------------------------------------------------------------------------------------
@@ -212,6 +215,8 @@ class NodeService:
                 self._address = self._found()
             if self._address is None:
                 return
+            from telemetry.publish.endpoint import Endpoint
+
             endpoint = Endpoint(
                 self._host,
                 ports,

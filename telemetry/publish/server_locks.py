@@ -24,7 +24,7 @@ LOCK_COUNT: Final = 8
 """With this many locks, one fewer ranks of a node can be stopped at the same time while the others are still served."""
 
 STILL_SECONDS: Final = 4.0
-"""A sign of life comes twice a second. A rank without one for this long is treated as stopped or hung."""
+"""A sign of life comes once a second. A rank without one for this long is treated as stopped or hung."""
 
 
 class ServerLocks:
@@ -66,7 +66,7 @@ class ServerLocks:
         return None
 
     def beat(self, place: int) -> None:
-        """Give a sign of life; the holder of a lock calls this about twice a second."""
+        """Give a sign of life; the holder of a lock calls this about once a second."""
         lock = self._locks.get(place)
         if lock is not None and lock.is_ours():
             stamp = self._now()

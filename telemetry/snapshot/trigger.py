@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from dataclasses import dataclass
 from statistics import median
@@ -112,7 +113,7 @@ class StepWatch:
     """Compares step times before and after a snapshot."""
 
     def __init__(self) -> None:
-        self._recent: list[tuple[int, float]] = []
+        self._recent = array("d")  # seconds of the newest steps; a list of numbers takes a MiB
         self._count = 0
         self._paces: deque[float] = deque(maxlen=_PACES)
         self._from: int | None = None  # steps from here on are after the snapshot
@@ -123,24 +124,25 @@ class StepWatch:
 
     def add(self, seconds: Iterable[float]) -> Comparison | None:
         """Add the seconds of steps that have ended. Returns a comparison once one is complete."""
-        found, before, total = None, self._count, 0.0
-        for step in seconds:
-            self._count += 1
-            total += step
-            self._recent.append((self._count, step))
-            if self._from is not None and self._count >= self._from:
-                found = self._after(step) or found
+        found, added, number = None, [*seconds], self._count
+        self._count += len(added)
+        self._recent.extend(added)
+        if self._from is not None:
+            for step in added:
+                number += 1
+                if self._from is not None and number >= self._from:
+                    found = self._after(step) or found
         if len(self._recent) > 2 * _KEPT_STEPS:
             del self._recent[:-_KEPT_STEPS]
-        if self._count - before >= _PACE_STEPS:
-            self._paces.append(total / (self._count - before))
+        if len(added) >= _PACE_STEPS:
+            self._paces.append(sum(added) / len(added))
         return found
 
     def compare(self, first: int, last: int) -> None:
         """Start a comparison: the profiler was on from step ``first`` to step ``last``, counted from 1."""
         before, total = [], 0.0
-        for number, seconds in reversed(self._recent):
-            if number < first:
+        for ago, seconds in enumerate(reversed(self._recent)):
+            if self._count - ago < first:
                 before.append(seconds)
                 total += seconds
                 if len(before) >= _WINDOW_STEPS and total >= _WINDOW_SECONDS:
@@ -165,5 +167,5 @@ class StepWatch:
     @property
     def step_seconds(self) -> float | None:
         """Seconds of a step at the fastest recent pace; None as long as there are too few steps."""
-        newest = [seconds for _, seconds in self._recent[-_PACE_STEPS:]]
+        newest = self._recent[-_PACE_STEPS:]
         return min([*self._paces, sum(newest) / len(newest)]) if len(newest) == _PACE_STEPS else None

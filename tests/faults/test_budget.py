@@ -183,6 +183,25 @@ def test_modules_of_a_process_without_torch(tmp_path):
     )
 
 
+def test_without_a_port_there_is_no_http_server(tmp_path):
+    run_script(
+        """
+        import os, sys, telemetry
+        agent = telemetry.start("run", port=None, interval_seconds=0.1)
+        pid = os.fork()
+        if not pid:
+            os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0
+        list(telemetry.watch([1, 2, 3]))
+        while agent.accounting.stats.steps < 3:
+            agent._thread.join(0.01)
+        telemetry.stop()
+        assert not {"http.server", "telemetry.publish.endpoint"} & set(sys.modules)
+        """,
+        tmp_path,
+    )
+
+
 def test_packages_that_structlog_would_load_stay_out_and_the_script_s_own_is_complete(tmp_path):
     for name in ("rich", "twisted", "better_exceptions"):
         write(tmp_path, f"site/{name}/__init__.py", "import os\nopen('loaded-' + __name__, 'w').close()\n")

@@ -7,6 +7,7 @@ import re
 import pytest
 
 from telemetry.publish import http_server as module
+from telemetry.publish.board import RankState
 from telemetry.publish.exposition import CONTENT_TYPE
 from tests.faults.http_clients import GOOD, PAGE, STATE, ask, client, received, serves, serving, shorten_deadlines
 
@@ -159,6 +160,22 @@ def test_a_page_that_rebinds_its_name_to_us_is_not_answered(host, expected, endp
         if expected == 403:
             assert PAGE not in answer
     assert endpoint.failures == 0
+
+
+def test_a_page_is_joined_anew_only_when_a_rank_has_published(endpoint):
+    def page():
+        return endpoint.answer("GET", "/metrics", "127.0.0.1").body
+
+    states = [STATE]
+    endpoint._states = lambda: [*states]
+    first = page()
+    assert page() is first
+    states[0] = RankState(0, 1, ((STATE.families[0][0], b'x{rank="0"} 2.0\n'),))
+    assert page().endswith(b"2.0\n")
+    states.append(RankState(1, 2, ((STATE.families[0][0], b'x{rank="1"} 3.0\n'),)))
+    assert page().endswith(b'2.0\nx{rank="1"} 3.0\n')
+    states.pop()
+    assert page().endswith(b"2.0\n")
 
 
 # -- bytes that are no request -----------------------------------------------------------------------------------
