@@ -58,7 +58,7 @@ def _restarted(folder: Path) -> None:
 
 
 def _thousand_ranks(folder: Path) -> None:
-    write_run(folder / "run", SimulatedRun(1000, 3600))
+    write_run(folder / "run", SimulatedRun(1000, 3600, interval_seconds=30))
 
 
 def main() -> None:

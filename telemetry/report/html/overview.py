@@ -97,7 +97,9 @@ def _add(cards: dict[tuple[str, str], AdviceCard], advice: dict[str, Any], about
     setting, value = advice.get("setting"), advice.get("value")
     typed = f"{setting}={value}" if setting and value is not None else str(setting or "")
     action, because = str(advice.get("action") or ""), str(advice.get("because") or "")
-    cards.setdefault((typed, action), AdviceCard(typed, action, because, about, advice.get("predicted_speedup")))
+    cards.setdefault(
+        (str(setting or ""), action), AdviceCard(typed, action, because, about, advice.get("predicted_speedup"))
+    )
 
 
 def tiles(summary: dict[str, Any]) -> list[Tile]:
