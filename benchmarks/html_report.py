@@ -100,12 +100,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
-    description = machine.describe()
+    load = [round(each, 2) for each in os.getloadavg()]
     rows: list[Row] = []
     for at, (name, run) in enumerate(RUNS.items()):
         with tempfile.TemporaryDirectory() as folder:
             found = measure(run, Path(folder) / "run", options.repeats if at == 0 else 1)
         rows += rows_of(name, found, judged=at == 0)
+    # Only now, because it imports torch: a child's peak memory would count what its parent had when it was started.
+    description = machine.describe() | {"load_average": load}
     sys.stdout.write(report.text(description, rows) + "\n")
     title = "What the HTML report costs"
     report.write(_RESULTS, machine.slug(description), description, rows, name="html-report", title=title)

@@ -1,4 +1,4 @@
-"""The command line: run · report · compare · tune · trace · snapshot · demo · doctor."""
+"""The command line: run · top · report · compare · tune · trace · snapshot · demo · doctor."""
 
 from __future__ import annotations
 
@@ -44,6 +44,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     _add_run(commands)
+
+    _add_top(commands)
 
     report = commands.add_parser("report", help="show where the time of a run went, from its run folder")
     report.add_argument("run_dir", metavar="RUN_DIR", help="the run folder")
@@ -126,6 +128,21 @@ def _add_run(commands: argparse._SubParsersAction[_Parser]) -> None:
     run.set_defaults(command=_run)
 
 
+def _add_top(commands: argparse._SubParsersAction[_Parser]) -> None:
+    top = commands.add_parser(
+        "top",
+        help="watch a running job in the terminal: all ranks, worst first",
+        usage="telemetry top [--once] RUN_DIR\n       telemetry top [--once] --url URL [--url URL ...]",
+        description="Shows all ranks of a job, worst first; h lists the keys. Needs rich: "
+        "pip install 'torch-telemetry[top]'.",
+        epilog="Without a terminal, or with TERM=dumb, one frame is printed as text.",
+    )
+    top.add_argument("run_dir", metavar="RUN_DIR", nargs="?", help="the run folder")
+    top.add_argument("--url", metavar="URL", action="append", default=[], help="metrics of a node instead of a folder")
+    top.add_argument("--once", action="store_true", help="print one frame as text, and end")
+    top.set_defaults(command=_top)
+
+
 def _add_compare(commands: argparse._SubParsersAction[_Parser]) -> None:
     compare = commands.add_parser(
         "compare",
@@ -181,6 +198,14 @@ def _run(options: argparse.Namespace) -> int:
         api.leaving(leaving.code)
         raise
     return 0
+
+
+def _top(options: argparse.Namespace) -> int:
+    from telemetry.top import command
+
+    if (options.run_dir is None) == (not options.url):
+        return _usage_error("top needs a run folder, or --url, and not both")
+    return command.top(options.run_dir, options.url, once=options.once)
 
 
 def _report(options: argparse.Namespace) -> int:

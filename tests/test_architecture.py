@@ -15,7 +15,7 @@ FOLDERS = {"attach", "collect", "diagnose", "job", "publish", "snapshot", "trace
 """Siblings: none of them imports another one. `agent` hands them what they need of each other."""
 ABOVE = {"agent"}
 FACE = {"__init__", "__main__", "api", "cli", "launch"}
-OFFLINE = {"compare", "demo", "doctor", "report", "tune"}
+OFFLINE = {"compare", "demo", "doctor", "report", "top", "tune"}
 REPORT_MAY = {"core", "report", "trace"}
 COMPARE_MAY = {"compare", "core", "report"}
 
@@ -34,6 +34,7 @@ OWNERS = {
     "jinja2": {"report/html/page.py"},
     "markupsafe": {"report/html/page.py"},
     "PIL": {"demo/pictures.py", "demo/train.py", "demo/command.py"},
+    "rich": {"top/painter.py"},
     "orjson": {
         "compare/command.py",
         "publish/jsonl.py",

@@ -8,9 +8,10 @@ import subprocess
 import time
 from typing import TYPE_CHECKING, Final
 
+from telemetry.core.endpoint_client import ScrapeError, fetch
 from telemetry.demo.console import say
 from telemetry.demo.demo_plan import DemoError
-from telemetry.demo.scrape import Reading, ScrapeError, fetch, lines_that_matter
+from telemetry.demo.scrape import Reading, lines_that_matter
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -1,42 +1,13 @@
-"""Reads a metrics endpoint as Prometheus does: over HTTP, and only from the text of the response."""
+"""The figures of a metrics endpoint that the demo shows."""
 
 from __future__ import annotations
 
-import http.client
 import re
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
-from urllib.parse import urlsplit
 
-_TIMEOUT_SECONDS: Final = 2.0
-_SAMPLE: Final = re.compile(r"(\w+)(?:\{(.*)\})? (\S+)")
-_LABEL: Final = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
-
-
-class ScrapeError(Exception):
-    """The endpoint gave no metrics; the text says why."""
-
-
-def fetch(url: str) -> str:
-    """The exposition at a URL. A proxy that the environment names is not used.
-
-    Raises:
-        ScrapeError: there is no response, or it is not status 200.
-    """
-    where = urlsplit(url)
-    connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=_TIMEOUT_SECONDS)
-    try:
-        connection.request("GET", where.path)
-        answer = connection.getresponse()
-        text = answer.read().decode("utf-8", "replace")
-    except (OSError, http.client.HTTPException) as error:
-        raise ScrapeError(f"{url} does not answer: {error}") from error
-    finally:
-        connection.close()
-    if answer.status != http.HTTPStatus.OK:
-        raise ScrapeError(f"{url} answers {answer.status}: {text.strip()[:200]}")
-    return text
+from telemetry.core.endpoint_client import samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +30,7 @@ class Reading:
     def of(cls, text: str) -> Reading:
         """Read an exposition."""
         steps, ledger, buckets, stall = 0.0, {}, [], None
-        for line in text.splitlines():
-            match = _SAMPLE.fullmatch(line)
-            if match is None:
-                continue
-            name, value = match[1], float(match[3])
-            labels = dict(_LABEL.findall(match[2] or ""))
+        for name, labels, value in samples(text):
             if name == "training_steps_total":
                 steps = value
             elif name == "training_time_seconds_total":
@@ -121,8 +87,8 @@ def lines_that_matter(text: str) -> list[str]:
     """The samples of an exposition that a person should see first, as they were served."""
     shown = []
     for line in text.splitlines():
-        match = _SAMPLE.fullmatch(line)
-        quiet = match is not None and match[1] == "training_stall_active" and float(match[3]) == 0
-        if match is not None and _MATTER.fullmatch(match[1]) and not quiet:
-            shown.append(line)
+        for name, _, value in samples(line):
+            quiet = name == "training_stall_active" and value == 0
+            if _MATTER.fullmatch(name) and not quiet:
+                shown.append(line)
     return shown

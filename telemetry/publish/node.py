@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import socket
-import sys
 import time
 from typing import TYPE_CHECKING, Final
 
@@ -86,6 +85,15 @@ class NodeService:
         self._pause = _FIRST_PAUSE_SECONDS
         self._told: set[str] = set()
         self._targets_ns = -(1 << 62)
+        self._new_endpoint: type[Endpoint] | None = None
+        self._abandon_all: Callable[[], None] = lambda: None
+        if port is not None:
+            # Here, on the thread that starts the agent: a child that is forked while another thread imports a module
+            # can never import that module.
+            from telemetry.publish.endpoint import Endpoint
+            from telemetry.publish.http_server import abandon_all
+
+            self._new_endpoint, self._abandon_all = Endpoint, abandon_all
         self.endpoint: Endpoint | None = None
         self.hang_board = HangBoard(board.path)
         self.leads = False
@@ -197,10 +205,7 @@ class NodeService:
 
     def after_fork_in_child(self) -> None:
         """Close the copies of the parent's files and sockets."""
-        # Only the rank that serves has imported it, and a child that is being forked imports nothing.
-        abandon_all = getattr(sys.modules.get("telemetry.publish.http_server"), "abandon_all", None)
-        if abandon_all is not None:
-            abandon_all()
+        self._abandon_all()
         self._board.forget()
 
     # -- the endpoint ------------------------------------------------------------------------------------------
@@ -215,9 +220,8 @@ class NodeService:
                 self._address = self._found()
             if self._address is None:
                 return
-            from telemetry.publish.endpoint import Endpoint
-
-            endpoint = Endpoint(
+            assert self._new_endpoint is not None  # noqa: S101 - there are ports
+            endpoint = self._new_endpoint(
                 self._host,
                 ports,
                 self._board.states,

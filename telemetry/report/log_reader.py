@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from telemetry.core.clock import iso_time
 from telemetry.core.log_names import LOG_NAME
 from telemetry.core.quantile_sketch import Sketch, parse_counts
-from telemetry.report.log_lines import LineSelection, head_of, parsed_lines, unchecked_objects
-from telemetry.report.log_schema import HEARTBEAT, checked_fields
+from telemetry.report.line_selection import read_log
+from telemetry.report.log_lines import heartbeat
 from telemetry.report.pace_series import PaceSeries
 from telemetry.report.progress_points import Point, ProgressPoints
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
+
+    from telemetry.report.line_selection import LineObserver
 
 _RANK_FIELDS: Final = ("local_rank", "world_size", "claimed_rank")
 """Fields of ``run_start`` that change when a process learns its rank."""
@@ -103,18 +105,11 @@ class ProcessLog:
         started: str = self.head.get("started") or self.head.get("time") or ""
         return started
 
-
-class LineObserver(Protocol):
-    """Sees the lines while they are read, so that nobody has to read the logs a second time."""
-
-    def begin(self, ranks: int) -> None:
-        """Called once, before the first line, with the number of ranks that have a log."""
-
-    def spacing_seconds(self) -> float:
-        """Time between two windows, or two samples, that it needs to see."""
-
-    def take(self, line: dict[str, Any], log: ProcessLog) -> None:
-        """A checked line of a process, which `load` has taken in already."""
+    def take_sums(self, head: dict[str, Any]) -> None:
+        """Take the sums of all windows before a head, instead of those of the windows that were read."""
+        self.step, self.wait = Sketch(), Sketch()
+        _add(self.step, head.get("step_sketch"), head.get("step_max_seconds"))
+        _add(self.wait, head.get("data_wait_sketch"), head.get("data_wait_max_seconds"))
 
 
 def load(run_dir: Path, observer: LineObserver | None = None) -> list[ProcessLog]:
@@ -144,11 +139,14 @@ def load(run_dir: Path, observer: LineObserver | None = None) -> list[ProcessLog
         raise NoRunError(f"there is no log in {logs}: no file is named rank-<rank>.<pid>.jsonl")
     if observer is not None:
         observer.begin(len({rank for rank, _, _ in files}))
-    logs_of_processes = _ProcessLogs(observer)
+    logs_of_processes = ProcessLogs()
     for (rank, pid, _), parts in sorted(files.items()):
-        logs_of_processes.load(rank, pid, parts)
+        file = logs_of_processes.of_file(rank, pid)
+        # The highest number is the oldest.
+        read_log(file, [path for _, path in sorted(parts, reverse=True)], observer)
+        logs_of_processes.leave_out_if_empty(file)
     processes = logs_of_processes.all
-    _take_heartbeats(run_dir / "attempts", processes)
+    take_heartbeats(run_dir / "attempts", processes)
     newest = max(processes, key=lambda process: process.started)
     newest.skipped = sorted(skipped)
     return sorted(
@@ -157,71 +155,73 @@ def load(run_dir: Path, observer: LineObserver | None = None) -> list[ProcessLog
     )
 
 
-class _ProcessLogs:
+class ProcessLogs:
     """Sorts log lines by process, whichever file they are in.
 
     Several processes write to one file if a container is restarted with the same pid, or if two nodes share the folder.
     A ``run_start`` that does not continue a log begins another process.
+
+    Attributes:
+        all: the processes so far.
     """
 
-    def __init__(self, observer: LineObserver | None) -> None:
+    def __init__(self) -> None:
         self.all: list[ProcessLog] = []
         self._by_id: dict[str, ProcessLog] = {}
-        self._observer = observer
-        self._spacing = (lambda: float("inf")) if observer is None else observer.spacing_seconds
 
-    def load(self, rank: int, pid: int, parts: list[tuple[int, Path]]) -> None:
-        """Read one file and the files that were rotated away from it."""
-        newest = unused = ProcessLog(rank, pid)
-        by_node: dict[str, ProcessLog] = {}
+    def of_file(self, rank: int, pid: int) -> LinesOfFile:
+        """Takes the lines of one log, with those of the files that were rotated away from it."""
+        unused = ProcessLog(rank, pid)
         self.all.append(unused)
-        paths = [path for _, path in sorted(parts, reverse=True)]  # the highest number is the oldest
-        skipped = False
-        for path, later in zip(paths, [*paths[1:], None], strict=True):
-            selection = LineSelection(self._spacing, windows=self._observer is not None and _sums_of(path, later))
-            for line, wrong in parsed_lines(path, selection):
-                if line is None:
-                    newest.torn_lines += 1
-                    continue
-                node = line.get("node")
-                log = newest if node is None else by_node.get(node)  # a line without a node is damaged
-                if log is None or line.get("event") == "run_start":
-                    log = self._log_of(line, log, ProcessLog(rank, pid) if by_node else unused)
-                if log is not newest and newest is not unused:
-                    selection.keep_windows()  # of several processes in one file
-                newest = log
-                if node is not None:
-                    by_node[node] = log
-                log.wrong_fields += wrong
-                _take(line, log)
-                if skipped and line.get("event") == "run_start":
-                    _take_sums(line, log)
-                    skipped = False
-                if self._observer is not None:
-                    self._observer.take(line, log)
-            skipped = selection.skipped_windows
-        if by_node and not unused.head and not unused.torn_lines:  # all lines belong to processes of other files
-            self.all = [log for log in self.all if log is not unused]
+        return LinesOfFile(self, unused)
 
-    def _log_of(self, line: dict[str, Any], log: ProcessLog | None, fresh: ProcessLog) -> ProcessLog:
+    def leave_out_if_empty(self, file: LinesOfFile) -> None:
+        """All lines of a file are there: it has no process of its own if they belong to processes of other files."""
+        if file.by_node and not file.unused.head and not file.unused.torn_lines:
+            self.all = [log for log in self.all if log is not file.unused]
+
+    def log_of(self, line: dict[str, Any], log: ProcessLog | None, fresh: ProcessLog) -> ProcessLog:
+        """The process of a ``run_start``. ``log``: that of the line before; ``fresh``: for the lines of a new one."""
         id_ = line.get("life")
         if id_ in self._by_id:
             return self._by_id[id_]
         if log is None or not line.get("continued"):
             log = fresh
-            if self.all[-1] is not fresh:
+            if all(each is not fresh for each in reversed(self.all)):
                 self.all.append(fresh)
         if id_ is not None:
             self._by_id[id_] = log
         return log
 
 
-def _sums_of(path: Path, later: Path | None) -> bool:
-    """Whether the head of a later file has the sums of the windows of this one: it is of the same process."""
-    if later is None:
-        return False
-    life, head = head_of(path).get("life"), head_of(later)
-    return life is not None and head.get("life") == life and {"step_sketch", "data_wait_sketch"} <= head.keys()
+class LinesOfFile:
+    """The lines of one log, in the order in which they were written.
+
+    Attributes:
+        newest: the process of the newest line.
+        by_node: the processes by node. ``unused``: the process of this file, before its first line.
+    """
+
+    def __init__(self, logs: ProcessLogs, unused: ProcessLog) -> None:
+        self._logs = logs
+        self.newest = self.unused = unused
+        self.by_node: dict[str, ProcessLog] = {}
+
+    def add(self, line: dict[str, Any] | None, wrong: int) -> None:
+        """Add a line, as `log_lines.parsed` returns it."""
+        if line is None:
+            self.newest.torn_lines += 1
+            return
+        node = line.get("node")
+        log = self.newest if node is None else self.by_node.get(node)  # a line without a node is damaged
+        if log is None or line.get("event") == "run_start":
+            fresh = ProcessLog(self.unused.rank, self.unused.pid) if self.by_node else self.unused
+            log = self._logs.log_of(line, log, fresh)
+        self.newest = log
+        if node is not None:
+            self.by_node[node] = log
+        log.wrong_fields += wrong
+        _take(line, log)
 
 
 def _take(line: dict[str, Any], log: ProcessLog) -> None:
@@ -237,7 +237,7 @@ def _take(line: dict[str, Any], log: ProcessLog) -> None:
         else:
             log.head = line
             if line.get("continued"):  # earlier files are gone; this line has the sums of what was in them
-                _take_sums(line, log)
+                log.take_sums(line)
     elif event == "window":
         if _take_totals(line, log):
             log.pace.add(line)
@@ -292,13 +292,6 @@ def _add(sketch: Sketch, counts: object, largest: float | None) -> None:
     sketch.merge(parse_counts(counts), largest or 0.0)
 
 
-def _take_sums(head: dict[str, Any], log: ProcessLog) -> None:
-    """The sums of all windows before a head, instead of those of the windows that were read."""
-    log.step, log.wait = Sketch(), Sketch()
-    _add(log.step, head.get("step_sketch"), head.get("step_max_seconds"))
-    _add(log.wait, head.get("data_wait_sketch"), head.get("data_wait_max_seconds"))
-
-
 def _take_save(line: dict[str, Any], log: ProcessLog) -> None:
     """Keep a checkpoint that was written. Other phases, and those of older versions, have no such fields."""
     if "complete" not in line or "optimizer_steps_total" not in line:
@@ -334,13 +327,17 @@ def _point(line: dict[str, Any], loop: dict[str, float]) -> Point:
     )
 
 
-def _take_heartbeats(folder: Path, processes: list[ProcessLog]) -> None:
-    """Give each process that did not end by itself its newest heartbeat."""
+def take_heartbeats(folder: Path, processes: Iterable[ProcessLog]) -> None:
+    """Give each process that did not end by itself its newest heartbeat.
+
+    Args:
+        folder: ``attempts`` in the run folder.
+        processes: those that are to be looked at.
+    """
     for process in processes:
         life = process.head.get("life")
         if process.ended or not life or not life.isalnum():
             continue
-        for line in unchecked_objects(folder / f"{life}.beat"):
-            beat, _wrong = checked_fields(line, HEARTBEAT)
-            if beat.get("life") == life and beat.keys() >= {"unix_seconds", "ledger_total_seconds", "wall_seconds"}:
-                process.beat = beat | {"time": iso_time(beat["unix_seconds"])}
+        beat = heartbeat(folder, life)
+        if beat is not None:
+            process.beat = beat

@@ -38,7 +38,7 @@ def render(report: dict[str, Any], notes: Sequence[str] = ()) -> str:
     if len(shown) < len(ranks):
         lines += ["", f"the {len(shown)} of {len(ranks)} ranks that waited most; --json has all"]
     for stall in report["stalls"]:
-        lines += ["", *_stall(stall)]
+        lines += ["", *stall_section(stall)]
     changes = change_lines(report["changes"], len({rank["rank"] for rank in ranks}))
     lines += ["", *changes] if changes else []
     lost = _lost_by_cause(report["stalls"])
@@ -57,20 +57,22 @@ _STEP_COLUMNS: Final = [
 ]  # fmt: skip
 
 
-def _stall(stall: dict[str, Any]) -> list[str]:
+def stall_section(stall: dict[str, Any]) -> list[str]:
+    """The lines on a stall, an entry of ``stalls``: its cause, advice, lines of code and stacks."""
     until = f"until {stall['closed']}" if stall["closed"] else "still open"
     evidence = stall["evidence"]
     also = [other for other in evidence.get("also", []) if "cause" in other]
     share = f" ({percent(evidence.get('share_ratio'), 0)} of the time)" if also else ""
     lines = [f"stall on rank {stall['rank']}: {stall['cause']}{share}, since {stall['opened']}, {until}"]
-    lines += _advice(stall["advice"])
+    lines += advice_lines(stall["advice"])
     for other in also:
         lines.append(f"  at the same time {other['cause']} ({percent(other.get('share_ratio'), 0)} of the time)")
-        lines += _advice(other.get("advice", []))
+        lines += advice_lines(other.get("advice", []))
     return [*lines, *line_table(stall), *_stacks(evidence.get("stacks", []))]
 
 
-def _advice(advices: Sequence[dict[str, Any]]) -> list[str]:
+def advice_lines(advices: Sequence[dict[str, Any]]) -> list[str]:
+    """A line for each advice, indented."""
     lines = []
     for advice in advices:
         setting, gain = advice.get("setting"), advice.get("predicted_speedup")

@@ -62,13 +62,12 @@ def summarize(processes: Sequence[ProcessLog]) -> dict[str, Any]:
     A rank that was restarted has an entry for each of its processes, the newest last.
     """
     ranks = [_rank(process) for process in processes]
-    stalls = lines_of_slow_ranks([stall for process in processes for stall in _stalls(process)], processes)
+    stalls = lines_of_slow_ranks([stall for process in processes for stall in stalls_of(process)], processes)
     now = rank_processes.not_replaced(processes)
     hang = hang_of(now)
     return {
         "run": str(processes[-1].run) if processes else "",
-        "verdict": (job_hang_verdict(hang, now) or _hang_verdict(now) or _verdict(now))
-        + rank_processes.duplicate_ranks(now),
+        "verdict": verdict_of(now) + rank_processes.duplicate_ranks(now),
         "ranks": ranks,
         "stalls": stalls,
         "hang": hang,
@@ -77,6 +76,15 @@ def summarize(processes: Sequence[ProcessLog]) -> dict[str, Any]:
             _snapshot(process.rank, line) for process in processes for line in process.snapshots if line.get("path")
         ],
     }
+
+
+def verdict_of(processes: Sequence[ProcessLog]) -> str:
+    """Whether the run is all right, and else what it loses most to, on which rank.
+
+    Args:
+        processes: those that no later one has replaced.
+    """
+    return job_hang_verdict(hang_of(processes), processes) or _hang_verdict(processes) or _verdict(processes)
 
 
 def _verdict_inputs(process: ProcessLog) -> _VerdictInputs:
@@ -96,7 +104,7 @@ def _verdict(processes: Sequence[ProcessLog]) -> str:
         processes: those that no later one has replaced.
     """
     ranks = [_rank(process) for process in processes]
-    stalls = [stall for process in processes for stall in _stalls(process)]
+    stalls = [stall for process in processes for stall in stalls_of(process)]
     of = {id(rank): _verdict_inputs(process) for rank, process in zip(ranks, processes, strict=True)}
     stepping = [rank for rank in ranks if rank["steps"]]
     if not stepping:
@@ -162,7 +170,7 @@ def _hang_verdict(processes: Sequence[ProcessLog]) -> str:
     stalls = [
         stall
         for process in processes
-        for stall in _stalls(process)
+        for stall in stalls_of(process)
         if stall["closed"] is None and "stuck_in" in stall["evidence"]
     ]
     if not stalls:
@@ -268,7 +276,7 @@ def _percentiles(sketch: Sketch) -> dict[str, float | None]:
     return {name: round(value, 6) for name, value in asdict(values).items()}
 
 
-def _stalls(process: ProcessLog) -> list[dict[str, Any]]:
+def stalls_of(process: ProcessLog) -> list[dict[str, Any]]:
     """The stalls of a process, each with what the line that closed it added."""
     stalls: list[dict[str, Any]] = []
     for line in process.stalls:

@@ -1,0 +1,1 @@
+"""The command ``telemetry top``: a live view of a run in a terminal."""

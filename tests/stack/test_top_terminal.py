@@ -1,0 +1,217 @@
+"""`telemetry top` in a real terminal, tmux, on a real job: what stands on the screen, and what each key does."""
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from stack.jobs import ROOT, SLOW_RANK, environment, must_have, wait_for
+
+pytestmark = pytest.mark.stack
+
+
+class Terminal:
+    """A tmux server of its own, with one window."""
+
+    def __init__(self, folder, columns=80, lines=24):
+        self.tmux = must_have("tmux")
+        self.socket = str(folder / "tmux")
+        self.run("-f", "/dev/null", "new-session", "-d", "-x", str(columns), "-y", str(lines), "-s", "t", "/bin/sh")
+        self.run("set-option", "-g", "remain-on-exit", "on")
+        self.keys("-l", "PS1='read''y> '; clear")
+        self.keys("Enter")
+        self.shows("ready>")
+
+    def run(self, *arguments):
+        variables = environment(LC_ALL="C.UTF-8")
+        done = subprocess.run(
+            [self.tmux, "-S", self.socket, *arguments], env=variables, capture_output=True, timeout=20
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.decode()
+
+    def screen(self):
+        return self.run("capture-pane", "-p", "-t", "t")
+
+    def keys(self, *keys):
+        self.run("send-keys", "-t", "t", *keys)
+
+    def type(self, *command, **variables):
+        text = shlex.join([*(f"{name}={value}" for name, value in variables.items()), *map(str, command)])
+        self.keys("-l", text)
+        self.keys("Enter")
+
+    def top(self, *arguments, **variables):
+        self.type(
+            "env", *(f"{n}={v}" for n, v in variables.items()), sys.executable, "-m", "telemetry", "top", *arguments
+        )
+
+    def shows(self, *texts, seconds=30.0):
+        """The screen, once all the texts stand on it."""
+        seen = [""]
+
+        def there():
+            seen[0] = self.screen()
+            return all(text in seen[0] for text in texts)
+
+        try:
+            wait_for(f"{texts}", there, seconds)
+        except pytest.fail.Exception:
+            pytest.fail(f"{texts} did not appear:\n{seen[0]}")
+        return seen[0]
+
+    def at_prompt(self):
+        """The shell has the terminal back, as it was: what is typed is shown and understood."""
+        wait_for("the prompt", lambda: self.screen().rstrip().split("\n")[-1].endswith("ready>"))
+        self.type("echo", "back-again")
+        return self.shows("ready> echo back-again\nback-again\nready>")
+
+    def close(self):
+        subprocess.run([self.tmux, "-S", self.socket, "kill-server"], capture_output=True)
+
+
+@pytest.fixture
+def terminal(tmp_path):
+    shown = Terminal(tmp_path)
+    yield shown
+    shown.close()
+
+
+@pytest.fixture(scope="module")
+def stalled(job):
+    """The job of four ranks, once its slow rank has a stall."""
+    wait_for("a stall", lambda: [x for x in job.logs() if x["event"] == "stall_open" and x["rank"] == SLOW_RANK], 90)
+    return job
+
+
+def test_the_first_line_blames_and_keys_work(terminal, stalled):
+    terminal.top(str(stalled.run_dir))
+    screen = terminal.shows(f"rank {SLOW_RANK} spent", f"waits for rank {SLOW_RANK}", "newest stall: rank", "q quit")
+    assert screen.startswith("Starved: rank")
+    assert screen.splitlines()[5].startswith(">"), screen
+    assert max(map(len, screen.splitlines())) <= 80
+    terminal.keys("s")
+    terminal.shows("quit  rank")
+    terminal.keys("/")
+    terminal.shows("find: _")
+    terminal.keys("-l", "rank 1")
+    terminal.shows("find: rank 1_")
+    terminal.keys("Enter", "Enter")
+    terminal.shows("rank 1 on", "ledger ", "whole run")
+    terminal.keys("q", "Escape")
+    terminal.shows("quit  rank")
+    terminal.keys("h")
+    terminal.shows("exposed wait, as a share of the training loop")
+    terminal.keys("q", "q")
+    terminal.at_prompt()
+
+
+def test_a_snapshot_is_taken_after_a_yes(terminal, stalled):
+    terminal.top(str(stalled.run_dir))
+    terminal.shows("newest stall", "q quit")
+    terminal.keys("n")
+    terminal.shows("Request a snapshot? y: of rank")
+    terminal.keys("x")
+    terminal.shows("no snapshot was requested")
+    terminal.keys("n")
+    terminal.shows("Request a snapshot? y: of rank")
+    terminal.keys("y")
+    terminal.shows("snapshot: rank", "snapshots/request-step", seconds=90)
+    assert list(stalled.run_dir.glob("snapshots/*/*.json.gz")) or list(stalled.run_dir.rglob("*.pt.trace.json.gz"))
+    terminal.keys("q")
+    terminal.at_prompt()
+
+
+def test_the_endpoint_shows_the_same_ranks(terminal, stalled):
+    terminal.top("--url", f"http://127.0.0.1:{stalled.port}/metrics")
+    terminal.shows(f"waits for rank {SLOW_RANK}", "4 ranks on 1 node", "q quit")
+    terminal.keys("n")
+    terminal.shows("a snapshot is requested through the run folder")
+    terminal.keys("q")
+    terminal.at_prompt()
+
+
+def test_the_screen_follows_the_size_of_the_terminal(terminal, stalled):
+    terminal.top(str(stalled.run_dir))
+    terminal.shows("newest stall", "q quit")
+    terminal.run("resize-window", "-t", "t", "-x", "120", "-y", "40")
+    wait_for("a wide screen", lambda: max(map(len, terminal.screen().splitlines())) > 90)
+    terminal.run("resize-window", "-t", "t", "-x", "60", "-y", "12")
+    screen = terminal.shows("s sort")
+    assert max(map(len, screen.splitlines())) <= 60
+    terminal.keys("q")
+    terminal.at_prompt()
+
+
+@pytest.mark.parametrize("how", ["ctrl-c", "term", "exception"])
+def test_the_terminal_is_restored(terminal, stalled, how):
+    failing = {"PYTHONPATH": f"{ROOT}/tests/stack/broken_top:{ROOT}"} if how == "exception" else {}
+    terminal.top(str(stalled.run_dir), **failing)
+    if how == "exception":
+        terminal.shows("broken on purpose")
+    else:
+        terminal.shows("newest stall", "q quit")
+    if how == "ctrl-c":
+        terminal.keys("C-c")
+    elif how == "term":
+        (child,) = subprocess.check_output(["pgrep", "-f", f"telemetry top {stalled.run_dir}"]).split()
+        os.kill(int(child), signal.SIGTERM)
+    terminal.at_prompt()
+
+
+def test_ctrl_z_gives_the_shell_back_and_fg_the_screen(terminal, stalled):
+    terminal.type("set", "-m")
+    terminal.top(str(stalled.run_dir))
+    terminal.shows("newest stall", "q quit")
+    terminal.keys("C-z")
+    terminal.shows("ready>", "top")
+    terminal.at_prompt()
+    terminal.type("fg")
+    screen = terminal.shows("q quit", "newest stall")
+    assert "ready>" not in screen
+    terminal.keys("q")
+    terminal.at_prompt()
+
+
+@pytest.mark.parametrize(
+    ("variables", "sign"), [({"NO_COLOR": "1"}, "#####"), ({"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, "#####")],
+    ids=["no-colour", "no-utf-8"],
+)  # fmt: skip
+def test_bars_without_colours_or_utf_8_are_letters(terminal, stalled, variables, sign):
+    terminal.top(str(stalled.run_dir), **variables)
+    screen = terminal.shows(sign, "q quit")
+    assert "\u2588" not in screen
+    colours = re.findall(r"\x1b\[[0-9;]*3[1-6]m", terminal.run("capture-pane", "-e", "-p", "-t", "t"))
+    assert bool(colours) == ("NO_COLOR" not in variables)
+    terminal.keys("q")
+    terminal.at_prompt()
+
+
+def test_a_dumb_terminal_gets_one_frame_of_text(terminal, stalled):
+    terminal.top(str(stalled.run_dir), TERM="dumb")
+    terminal.shows(f"waits for rank {SLOW_RANK}", "ready>")
+    terminal.at_prompt()
+
+
+def test_a_pipe_gets_one_frame_of_text(stalled):
+    command = [sys.executable, "-m", "telemetry", "top", str(stalled.run_dir)]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert f"waits for rank {SLOW_RANK}" in done.stdout
+    assert "\x1b" not in done.stdout
+
+
+def test_a_run_that_begins_later_appears(terminal, launch, torchrun):
+    run_dir = launch.folder / "later"
+    terminal.top(str(run_dir))
+    terminal.shows("Waiting for the run to begin")
+    job = torchrun("later", 1, 0, ("--port", "off"), ("--steps", "30"))
+    terminal.shows("run later  1 rank on 1 node", seconds=60)
+    assert job.wait(60) == [0], job.stderr
+    terminal.shows("The run has ended: the rank has finished, at", seconds=30)
+    terminal.keys("q")
+    terminal.at_prompt()

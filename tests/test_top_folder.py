@@ -1,0 +1,249 @@
+"""`telemetry top` reads a run folder: only what is new, through rotation and damage, and never writes."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+from top_screens import NOW, log_line, stall, start, window
+
+from telemetry.top.log_tail import FIRST_BYTES, LogTail
+from telemetry.top.run_folder import RunFolder
+
+
+def dumped(*lines: dict) -> bytes:
+    return b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+
+
+class Run:
+    """A run folder, its clock, and the reader of it."""
+
+    def __init__(self, path):
+        self.path, self.now = path, NOW
+        (path / "logs").mkdir(parents=True)
+        self.folder = RunFolder(path, clock=lambda: self.now, monotonic=lambda: self.now)
+
+    def log(self, rank: int = 0, pid: int | None = None):
+        return self.path / "logs" / f"rank-{rank}.{pid or 10 + rank}.jsonl"
+
+    def add(self, *lines: dict, rank: int = 0, pid: int | None = None):
+        with open(self.log(rank, pid), "ab") as file:
+            file.write(dumped(*lines))
+
+    def beat(self, life: str, **fields):
+        (self.path / "attempts").mkdir(exist_ok=True)
+        (self.path / "attempts" / f"{life}.beat").write_text(json.dumps({"life": life} | fields))
+
+    def view(self, seconds: float = 0.0):
+        self.now += seconds
+        return self.folder.poll()
+
+    def row(self, rank: int = 0):
+        return next(row for row in self.view().rows if row.rank == rank)
+
+
+@pytest.fixture
+def run(tmp_path):
+    return Run(tmp_path / "run")
+
+
+def test_a_run_that_has_not_begun_is_waited_for(tmp_path):
+    view = RunFolder(tmp_path / "none").poll()
+    assert "Waiting for the run to begin" in view.verdict.text
+    assert not view.rows
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_healthy_rank(run):
+    run.add(start(NOW - 100), *(window(NOW - 100 + s, s, steps=s, wait=0.01 * s) for s in range(10, 31, 10)))
+    run.add(window(NOW - 1, 100, steps=300, wait=2.0))
+    row = run.row()
+    assert (row.state, row.node, row.steps) == ("ok", "n1", 300)
+    assert run.view().verdict.text.startswith("Healthy")
+    assert row.steps_per_second == pytest.approx(270 / 70)
+
+
+def test_the_verdict_is_of_the_last_minute(run):
+    """A run that starved yesterday and is all right now is all right."""
+    run.add(start(NOW - 1000), *(window(NOW - 1000 + s, s, steps=s, wait=min(800.0, s)) for s in range(800, 1000, 10)))
+    assert run.view().verdict.text.startswith("Healthy")
+
+
+def test_a_stall_names_rank_node_cause_and_advice(run):
+    for rank, node, wait in ((0, "n1", 0.5), (1, "n2", 60.0)):
+        run.add(
+            start(NOW - 100, rank, node, world_size=2), window(NOW - 1, 99, rank, node, steps=99, wait=wait), rank=rank
+        )
+    run.add(stall(NOW - 30, "workers_cpu_bound", 1, "n2"), rank=1)
+    view = run.view()
+    assert view.verdict.text.startswith("Starved: rank 1 on n2 spent 61 % of its training loop waiting for data")
+    assert "workers_cpu_bound; try num_workers=8, predicted 1.9 times" in view.verdict.text
+    assert view.verdict.level == "bad"
+    assert {row.rank: row.finding for row in view.rows} == {0: "ok", 1: "workers_cpu_bound"}
+    run.add(log_line("stall_close", NOW, 1, "n2"), rank=1)
+    assert run.row(1).finding == "waits for data"
+    assert view.newest_stall()[0].rank == 1
+
+
+def test_a_stall_that_closes_is_over(run):
+    run.add(start(NOW - 100), window(NOW - 1, 99, steps=9), stall(NOW - 30, "gc_pause"))
+    assert run.row().state == "stalled"
+    run.add(log_line("stall_close", NOW, cause="gc_pause", closed="2027-01-15T08:00:00.000Z"))
+    assert run.row().state == "ok"
+    assert run.row().stalls[-1]["closed"] == "2027-01-15T08:00:00.000Z"
+
+
+def test_only_what_is_new_is_read(run, monkeypatch):
+    run.add(start(NOW - 100), window(NOW - 1, 99, steps=9))
+    run.view()
+    read = []
+    real = LogTail._added
+    monkeypatch.setattr(LogTail, "_added", lambda tail, file: read.append(1) or real(tail, file))
+    run.view()
+    assert not read
+    run.add(window(NOW + 9, 109, steps=10))
+    assert run.row().steps == 10
+    assert len(read) == 1
+
+
+def test_of_a_long_log_the_head_and_the_end_are_read(tmp_path):
+    path = tmp_path / "rank-0.10.jsonl"
+    path.write_bytes(dumped(start(NOW), *(window(NOW + s, s, steps=s) for s in range(2000))))
+    assert path.stat().st_size > 5 * FIRST_BYTES
+    tail = LogTail(path)
+    lines = [json.loads(line) for line in tail.read()]
+    assert lines[0]["event"] == "run_start"
+    assert lines[-1]["steps_total"] == 1999
+    assert sum(map(len, map(json.dumps, lines))) < 2 * FIRST_BYTES
+    assert not tail.from_start
+
+
+def test_an_open_stall_before_the_end_of_the_log_is_found(run):
+    lost = {"stall_lost_total_seconds": {}}
+    run.add(start(NOW - 3000), stall(NOW - 2999, "workers_io_bound"))
+    for s in range(0, 2999, 10):
+        lost = {"stall_lost_total_seconds": {"workers_io_bound": 0.5 * s}, "filler": "x" * 500}
+        run.add(window(NOW - 2999 + s, s + 1, steps=s, wait=0.5 * s, **lost))
+    assert run.log().stat().st_size > 2 * FIRST_BYTES
+    assert run.row().finding == "workers_io_bound"
+    assert run.row().stalls[-1]["advice"][0]["value"] == 8
+
+
+def test_a_torn_last_line_waits_for_its_end(run):
+    whole = dumped(window(NOW, 110, steps=11))
+    run.add(start(NOW - 100), window(NOW - 1, 99, steps=9))
+    with open(run.log(), "ab") as file:
+        file.write(whole[:40])
+    assert run.row().steps == 9
+    with open(run.log(), "ab") as file:
+        file.write(whole[40:])
+    assert run.row().steps == 11
+
+
+def test_a_rotated_log_is_followed_without_a_gap(run):
+    run.add(start(NOW - 100), window(NOW - 1, 99, steps=9))
+    run.view()
+    run.add(stall(NOW, "gc_pause"))  # not read before the rotation
+    os.rename(run.log(), f"{run.log()}.1")
+    run.add(start(NOW - 100, continued=True), window(NOW + 9, 109, steps=19))
+    row = run.row()
+    assert (row.steps, row.finding) == (19, "gc_pause")
+
+
+def test_a_log_that_shrinks_is_read_from_its_start(run):
+    run.add(start(NOW - 100), window(NOW - 1, 99, steps=9), window(NOW, 100, steps=10))
+    run.view()
+    run.log().write_bytes(dumped(window(NOW + 1, 101, steps=12)))
+    assert run.row().steps == 12
+
+
+def test_a_log_that_disappears_keeps_what_was_read(run):
+    run.add(start(NOW - 100), window(NOW - 1, 99, steps=9))
+    run.view()
+    run.log().unlink()
+    assert run.row().steps == 9
+
+
+def test_a_fifo_and_damaged_lines_do_no_harm(run):
+    os.mkfifo(run.log(7))
+    run.add(start(NOW - 100), window(NOW - 1, 99, steps=9))
+    with open(run.log(), "ab") as file:
+        file.write(b'\xff\x00{"event": 5}\n[1]\n{"event":"window","wall_seconds":"x","steps_total":1e300}\n')
+    assert run.row().steps == 9
+
+
+def test_a_heartbeat_is_newer_than_the_log(run):
+    run.add(start(NOW - 100), window(NOW - 9, 91, steps=91))
+    run.beat("a0", unix_seconds=NOW - 1, wall_seconds=99.0, steps_total=99, ledger_total_seconds={"compute": 99.0})
+    assert run.row().steps == 99
+    run.beat("a0", unix_seconds=NOW, wall_seconds=100.0, steps_total=99,
+             ledger_total_seconds={"compute": 99.0, "checkpoint": 1.0})  # fmt: skip
+    assert run.row().now_in == "checkpoint"
+
+
+def test_a_rank_without_a_sign_of_life(run):
+    run.add(start(NOW - 100, world_size=2), window(NOW - 20, 80, steps=80))
+    run.add(start(NOW - 100, 1, world_size=2), window(NOW - 1, 99, 1, steps=99), rank=1)
+    assert run.row().finding == "silent for 20 s"
+    run.now += 60
+    run.add(window(NOW + 59, 159, 1, steps=159), rank=1)
+    view = run.view()
+    rows = {row.rank: row for row in view.rows}
+    assert (rows[0].state, rows[0].since, rows[1].state) == ("gone", NOW - 20, "ok")
+    assert view.verdict.text.startswith("Rank 0 did not end by itself; the newest sign of life is of")
+
+
+def test_a_clock_that_is_behind_makes_no_rank_gone(run):
+    """Its stamps are five minutes old, but its files change."""
+    run.add(start(NOW - 400), window(NOW - 310, 90, steps=90))
+    run.view()
+    run.now += 1
+    run.add(window(NOW - 299, 101, steps=101))
+    assert run.row().state == "ok"
+
+
+def test_a_run_that_has_ended(run):
+    totals = {name: value for name, value in window(NOW, 99, steps=9).items() if name.endswith(("total", "seconds"))}
+    run.add(start(NOW - 100), log_line("run_end", NOW - 50, **totals))
+    view = run.view()
+    assert not view.running
+    assert "The run has ended: the rank has finished, at" in view.verdict.text
+
+
+def test_a_rank_that_failed_is_named_before_those_that_lost_it(run):
+    for rank, ago, end in ((0, 48, {"lost_peer": True}), (1, 50, {"lost_peer": False})):
+        run.add(start(NOW - 100, rank), window(NOW - 60, 40, rank, steps=40),
+                log_line("run_end", NOW - ago, rank, exception=f"Error{rank}", **end), rank=rank)  # fmt: skip
+    assert "Rank 1 failed at" in run.view().verdict.text
+    assert "with Error1; 1 more failed" in run.view().verdict.text
+
+
+def test_a_later_attempt_replaces_the_one_before(run):
+    run.add(start(NOW - 1000), window(NOW - 900, 100, steps=100), pid=77)
+    run.add(start(NOW - 100) | {"life": "b0"}, window(NOW - 1, 99, steps=9))
+    assert [row.steps for row in run.view().rows] == [9]
+
+
+def test_a_hang_blames_the_rank_that_is_waited_for(run):
+    for rank in range(2):
+        run.add(start(NOW - 100, rank), window(NOW - 1, 99, rank, steps=9), rank=rank)
+    run.add(log_line("hang", NOW - 1, verdict="rank 1 on n1 is in a fetch; rank 0 waits", kind="fetch", silent_ranks=0,
+                     suspects=[{"rank": 1, "node": "n1", "doing": "in a fetch"}],
+                     waiting=[{"ranks": [[0, 0]], "collective": "all_reduce", "sequence": 7}]))  # fmt: skip
+    view = run.view()
+    assert view.verdict.text == "Hangs: rank 1 on n1 is in a fetch; rank 0 waits."
+    assert {row.rank: row.finding for row in view.rows} == {0: "waits for others", 1: "held up: in a fetch"}
+
+
+def test_ranks_without_a_log_are_named(run):
+    run.add(start(NOW - 100, world_size=4), window(NOW - 1, 99, steps=9))
+    assert run.view().notes == ("nothing is known of ranks 1-3: the job has 4 ranks",)
+
+
+def test_nothing_is_written_to_the_run_folder(run):
+    run.add(start(NOW - 100), window(NOW - 1, 99, steps=9))
+    before = sorted((str(path), path.stat().st_mtime_ns) for path in run.path.rglob("*"))
+    for _ in range(3):
+        run.view(6.0)
+    assert sorted((str(path), path.stat().st_mtime_ns) for path in run.path.rglob("*")) == before
