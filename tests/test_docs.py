@@ -239,7 +239,7 @@ def test_the_page_on_the_html_report_says_what_the_benchmark_measured():
         in text
     )
     assert f"The page has {page:.1f} MB." in text
-    assert all(row["met"] for row in rows[3:5])
+    assert all(row["met"] for row in rows[2:5])
 
 
 def results_of(kind):
