@@ -16,7 +16,7 @@ help:
 	@echo "make docs    build the documentation's site into site/; a broken link is an error"
 	@echo "make test-stack   what runs beside real servers and a browser: Prometheus, Alertmanager, VictoriaMetrics, Slurm, Chromium (minutes)"
 	@echo "make test-matrix  the tests on other versions of Python and torch (hours, 5 GB of disk for each torch)"
-	@echo "make test-frameworks   training loops of real frameworks: transformers, Lightning, fastai, MONAI and others (minutes)"
+	@echo "make test-frameworks   training loops of real frameworks (transformers, Lightning, fastai and others), callbacks, sinks (minutes)"
 	@echo "make bench   what the agent costs, side by side with others (minutes)"
 	@echo "make bench-trace   what reading a trace of 200 MB costs, side by side with Holistic Trace Analysis (minutes)"
 	@echo "make bench-fleet   what a fleet of 2,000 ranks costs one Prometheus, and each dashboard query (a quarter of an hour)"
@@ -88,6 +88,7 @@ zoo: $(READY)
 docs-reference: $(READY)
 	$(BIN)/python docs/tools/generate_metrics.py
 	$(BIN)/python docs/tools/generate_settings.py
+	$(BIN)/python docs/tools/generate_figures.py
 	$(BIN)/python docs/tools/generate_examples.py
 	$(BIN)/python docs/tools/fill_benchmark_figures.py
 

@@ -57,15 +57,21 @@ class Samples(Dataset[Any]):  # type: ignore[misc]
 Step = AbstractContextManager[Any]
 
 
-def measure(*, slices: int, workers: int, slice_seconds: float = SLICE_SECONDS) -> dict[str, Any]:
-    """Shares of a core, by thread, in each slice of a loop with workers that the agent observes."""
+def measure(*, slices: int, workers: int, slice_seconds: float = SLICE_SECONDS, sinks: str = "") -> dict[str, Any]:
+    """Shares of a core, by thread, in each slice of a loop with workers that the agent observes.
+
+    Under ``training_us`` it has what the agent adds to a step on the training thread, as it measures itself.
+    """
     import telemetry
 
     with tempfile.TemporaryDirectory(prefix="telemetry-bench-") as run_dir:
-        agent: Any = telemetry.start(run_dir, port=0, start_line=False)
+        agent: Any = telemetry.start(run_dir, port=0, start_line=False, sinks=sinks)
         scraper = subprocess.Popen([sys.executable, "-c", SCRAPER, agent.metrics_url])
         try:
-            return shares(slices, workers, slice_seconds)
+            found = shares(slices, workers, slice_seconds)
+            figures = telemetry.metrics()
+            step_us = 1e6 * figures["overhead_training_seconds_total"] / max(1.0, figures["steps_total"])
+            return found | {"training_us": step_us, "errors": agent.errors.counts.get("sinks", 0)}
         finally:
             scraper.kill()
             scraper.wait()

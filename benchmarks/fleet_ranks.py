@@ -104,6 +104,9 @@ class SimulatedRank:
                 ledger_seconds=ledger,
                 exposed_wait_seconds=waited,
                 optimizer_steps=steps,
+                samples=32 * steps,
+                tokens=65536 * steps,
+                gpu_energy_joules={category: 500.0 * seconds for category, seconds in ledger.items()},
                 own=OwnTotals(
                     samples=int(loop - waited),
                     in_sync_samples=int((loop - waited) * (0.6 if self.cause == "straggler" else 0.05)),

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from benchmarks import background, child, machine, report, traceml
+from benchmarks import background, child, machine, report, sink_cost, traceml
 from benchmarks.effort import FULL, MS, QUICK, US, Effort, Pool
 from benchmarks.instruments import BARE, FLOOR, FLOOR_LIST, NEXT_ONLY, PROMETHEUS, TELEMETRY
 from benchmarks.report import AT_LEAST, AT_MOST, BELOW, Row, Target
@@ -225,6 +225,7 @@ PARTS: Final[dict[str, Callable[[Effort], list[Row]]]] = {
     "gpu": gpu,
     "fetch": worker_fetches,
     "threads": background.agent_threads,
+    "sinks": sink_cost.sinks,
     "node": background.node,
     "tail": background.tail,
     "memory": memory,

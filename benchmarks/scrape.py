@@ -204,7 +204,7 @@ def _filled(hint: Any, name: str) -> Any:
     if origin in {typing.Union, types.UnionType}:
         return _filled(next(each for each in arguments if each is not type(None)), name)
     if origin is dict:
-        keys = CATEGORIES if "ledger" in name else [f"{name}_{index}" for index in range(4)]
+        keys = CATEGORIES if "ledger" in name or "energy" in name else [f"{name}_{index}" for index in range(4)]
         return {key: _filled(arguments[1], key) for key in keys}
     if origin is tuple:
         return tuple(_filled(arguments[0], f"{name}_{index}") for index in range(6))

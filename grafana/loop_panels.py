@@ -185,6 +185,21 @@ def ledger() -> Iterator[timeseries.Panel]:
 _PERCENTILES: Final = ((0.5, "p50"), (0.95, "p95"), (0.99, "p99"))
 
 
+def throughput() -> timeseries.Panel:
+    """Samples and tokens."""
+    return half(
+        graph(
+            "Samples and tokens a second",
+            "Of the chosen ranks together, evaluations and checkpoints included. Absent if the size "
+            "of a batch is not known, or the script tells no tokens.",
+            "short",
+            Query(f"sum({rate('training_samples_total')})", "samples"),
+            Query(f"sum({rate('training_tokens_total')})", "tokens"),
+            no_value="Not known",
+        )
+    )
+
+
 def ranks() -> Iterator[Any]:
     """One rank against the others."""
     durations, waits = (rate_of_each(f"training_{what}_duration_seconds_bucket") for what in ("step", "wait"))

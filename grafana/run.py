@@ -10,9 +10,10 @@ from grafana import frame
 from grafana.agent_panels import agent
 from grafana.attempt_panels import lost_in_range
 from grafana.colours import BAD, FAIR, NEUTRAL
+from grafana.energy_panels import energy_in_range
 from grafana.gpu_panels import gpus
 from grafana.loader_panels import loader
-from grafana.loop_panels import ledger, ranks, verdict
+from grafana.loop_panels import ledger, ranks, throughput, verdict
 from grafana.machine_panels import machine
 from grafana.selection import ALL_RANKS, SELECTED, SELECTED_NOT_ALL, SHOWN_RANKS, of
 
@@ -94,7 +95,12 @@ def run() -> dashboard.Dashboard:
     )
     sections = {
         "Verdict": verdict(),
-        "Where the time goes": (*ledger(), lost_in_range('run="$run"').span(24).height(6)),
+        "Where the time goes": (
+            *ledger(),
+            throughput(),
+            lost_in_range('run="$run"').span(6).height(8),
+            energy_in_range('run="$run"').span(6).height(8),
+        ),
         "Rank by rank": ranks(),
         "GPUs": gpus(),
         "Data loader": loader(),

@@ -10,18 +10,20 @@ or, without touching the script, ``telemetry run train.py``. Importing this pack
 from __future__ import annotations
 
 from telemetry._version import __version__
-from telemetry.api import phase, request_snapshot, resumed, start, step, stop, watch
+from telemetry.api import metrics, phase, request_snapshot, resumed, start, step, stop, tokens, watch
 from telemetry.config import Config, SettingError
 
 __all__ = [
     "Config",
     "SettingError",
     "__version__",
+    "metrics",
     "phase",
     "request_snapshot",
     "resumed",
     "start",
     "step",
     "stop",
+    "tokens",
     "watch",
 ]

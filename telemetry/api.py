@@ -1,4 +1,4 @@
-"""The public API: `start`, `stop`, `watch`, `step`, `phase`, `request_snapshot`.
+"""The public API: `start`, `stop`, `watch`, `step`, `phase`, `tokens`, `metrics`, `resumed`, `request_snapshot`.
 
 While no agent runs, every call is allowed and does nothing. So a script can keep its calls with
 ``TELEMETRY_DISABLED=1``.
@@ -7,10 +7,9 @@ While no agent runs, every call is allowed and does nothing. So a script can kee
 from __future__ import annotations
 
 import importlib
-import multiprocessing.process
+import numbers
 import operator
 import os
-import sys
 import threading
 import weakref
 from contextlib import AbstractContextManager
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from telemetry import config as settings_module
 from telemetry.core.clock import now_ns
+from telemetry.core.processes import is_loader_worker
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -65,7 +65,7 @@ def start(run_dir: str | os.PathLike[str] | None = None, **settings: Any) -> Age
         SettingError: a setting has a value that is not allowed. Nothing was started.
     """
     global _agent  # noqa: PLW0603 - one agent a process is the contract
-    if settings_module.disabled() or _in_worker():
+    if settings_module.disabled() or is_loader_worker():
         return InactiveAgent()
     _register_fork_handler()
     with _starting:
@@ -164,6 +164,38 @@ def resumed(*, step: int) -> None:
     agent = _running()
     if agent is not None:
         agent.tracker.resume.told(agent.tracker, number)
+
+
+def metrics() -> dict[str, float]:
+    """The newest figures of this rank, for any logger. Cheap: it copies a dictionary, and touches no device.
+
+    Returns:
+        The figures by name, with units in the names (docs/integrations.md has all of them); ratios are 0..1. They are
+        some seconds old; rates and percentiles are over the newest window of the log. What was not measured is
+        not in it. Empty while no agent runs, and in a DataLoader worker.
+    """
+    agent = _running()
+    return {} if agent is None else dict(agent.figures.newest)
+
+
+def tokens(number: int, /) -> None:
+    """Tell how many tokens this rank trains on in the current step. In an evaluation or a checkpoint it counts nothing.
+
+    Args:
+        number: tokens; numpy's whole numbers will do. A tensor will not: reading it could wait for the GPU.
+
+    Raises:
+        TypeError: it is no whole number.
+        ValueError: it is negative.
+    """
+    kind: Any = type(number)
+    if not issubclass(kind, numbers.Integral) or kind is bool:
+        raise TypeError(f"tokens are a whole number, not {kind.__name__}")
+    if number < 0:
+        raise ValueError(f"tokens are not negative, but {number} is")
+    agent = _running()
+    if agent is not None:
+        agent.tracker.tell_tokens(int(number))
 
 
 def request_snapshot(*, steps: int | None = None, rank: int | None = None) -> bool:
@@ -281,25 +313,6 @@ def _is_timed_already(agent: Agent, iterable: object) -> bool:
     if loader_types.is_loader(iterable):  # of a class that iterates in its own way, maybe on another thread
         return agent.attachment.watch_class(type(iterable))
     return loader_types.is_loader_iterator(iterable)
-
-
-def _in_worker() -> bool:
-    """Whether this process is a DataLoader worker, or a spawned child that is importing its main module.
-
-    A spawned child runs the script's top level again, which may contain an unguarded ``telemetry.start()``. For workers
-    ``get_worker_info`` is not enough: if workers are threads, it reports the training process as a worker, too.
-    """
-    if getattr(multiprocessing.process.current_process(), "_inheriting", False):
-        return True
-    worker = sys.modules.get("torch.utils.data._utils.worker")
-    if worker is None or worker.get_worker_info() is None:
-        return False
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None:
-        if frame.f_code.co_name == "_worker_loop":
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _register_fork_handler() -> None:

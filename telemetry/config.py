@@ -25,7 +25,9 @@ from telemetry.core.setting_types import (
     auto_or,
     choice,
     number,
+    or_none,
     port,
+    several_of,
     whole_number,
 )
 
@@ -50,6 +52,9 @@ ENV_PREFIX: Final = "TELEMETRY_"
 DISABLED_VARIABLE: Final = "TELEMETRY_DISABLED"
 TRIAL_VARIABLE: Final = "TELEMETRY_TUNE_TRIAL"
 """Set in every process of a trial of ``telemetry tune``, to the path of its plan. Scripts may look at it."""
+
+SINKS: Final = ("tensorboard", "wandb", "mlflow")
+"""Names of the sinks, in the order in which they are written: local files first."""
 
 MIB: Final = 1 << 20
 
@@ -106,6 +111,30 @@ class Config:
     )
     log_max_files: int = _setting("output", 8, whole_number(1, 1000), "files", "Log files kept for each process.")
     start_line: bool = _setting("output", True, SWITCH, None, "Print one line to stderr at the start.")
+    sinks: tuple[str, ...] = _setting(
+        "output",
+        (),
+        several_of(*SINKS),
+        None,
+        "Loggers into which the agent writes the figures of each window.",
+        "none",
+    )
+    sink_ranks: str = _setting("output", "0", choice("0", "all"), None, "Ranks that write into them.")
+    end_line: bool = _setting(
+        "output",
+        True,
+        SWITCH,
+        None,
+        "Print one line to stderr at the end: what the run lost most to, or where its time went. Rank 0 prints it.",
+    )
+    gpu_hour_price: float | None = _setting(
+        "output",
+        None,
+        or_none(number(0, 1e6)),
+        None,
+        "Price of an hour of one GPU, in any currency: the report tells what waits, stalls and restarts cost.",
+        "none",
+    )
 
     port: int | None = _setting(
         "endpoint",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,9 @@ from telemetry.attach.step_tracker import StepTracker
 from telemetry.core.clock import now_ns
 from telemetry.core.spans import PhaseSpan, Step
 from telemetry.diagnose.ledger import Ledger
+
+# Tests that compare stderr are not about the last line; those of the line itself remove this.
+os.environ.setdefault("TELEMETRY_END_LINE", "off")
 
 # No deadline: the duration of an example depends on the machine, not on the code.
 settings.register_profile("telemetry", deadline=None)

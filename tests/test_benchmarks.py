@@ -48,6 +48,7 @@ def test_the_agents_threads():
     assert answer["steps"] > 0
     assert [set(reading) for reading in answer["slices"]] == [{"telemetry-agent", "telemetry-endpoint"}] * 2
     assert all(share >= 0 for reading in answer["slices"] for share in reading.values())
+    assert answer["training_us"] >= 0
 
 
 def test_the_threads_of_a_node():

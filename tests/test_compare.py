@@ -216,6 +216,8 @@ def test_real_runs_tell_what_differs(tmp_path, capsys):
     status, result, _ = compared(tmp_path / "a", tmp_path / "b", "--json", capsys=capsys)
     assert status == 0, result["why"]
     assert result["differences"] == [{"what": "num_workers", "a": 0, "b": 1}]
+    assert 0 <= result["load"]["others_ratio"]["a"] <= 1  # the logs tell who else used the cores
+    assert 0 <= result["load"]["held_up_ratio"]["b"] < 1
     path = next((tmp_path / "a" / "logs").iterdir())
     told = [json.loads(each) for each in path.read_text().splitlines()]
     loaders = [each["loader"] for each in told if "loader" in each]

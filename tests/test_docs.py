@@ -78,7 +78,7 @@ def load_tool(name):
 # -- what the code says ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tool", ["generate_settings", "generate_examples"])
+@pytest.mark.parametrize("tool", ["generate_settings", "generate_examples", "generate_figures"])
 def test_what_is_generated_is_up_to_date(tool):
     """Run ``make docs-reference`` where this fails."""
     generator = load_tool(tool)
@@ -240,6 +240,27 @@ def test_the_page_on_the_html_report_says_what_the_benchmark_measured():
     )
     assert f"The page has {page:.1f} MB." in text
     assert all(row["met"] for row in rows[2:5])
+
+
+def test_the_accuracy_page_has_the_comparisons_under_changing_load():
+    path = ROOT / "benchmarks" / "results" / "compare-loads-amd-epyc-2-cores.json"
+    lines, kinds = text_of(path.with_suffix(".md")).splitlines(), json.loads(text_of(path))["kinds"]
+    rows = [line for line in lines if " | changing | " in line or " | calm | " in line]
+    later = [line for line in lines if line.startswith("Equal pairs of runs recorded after")]
+    said = text_of(DOCS / "accuracy.md")
+    assert len(rows) > 6
+    assert [row for row in (*rows, *later) if row not in said] == []
+    equal = [
+        kind[load]["1.00"] for kind in kinds.values() for load in ("changing", "calm") if kind[load]["1.00"]["pairs"]
+    ]
+    wrong = {name: sum(e[name]["slower"] + e[name]["faster"] for e in equal) for name in ("measured", "without others")}
+    assert (
+        f"{wrong['measured']} of {sum(e['pairs'] for e in equal)} equal pairs would be said to differ. None is" in said
+    )
+    assert wrong["without others"] == 0
+    found = {name: kind["changing"]["1.10"] for name, kind in kinds.items()}
+    share = {name: round(100 * each["without others"]["slower"] / each["pairs"]) for name, each in found.items()}
+    assert re.search(rf"10 % is found in {share['thread']} % .*\nin {share['worker']} % if", said)
 
 
 def results_of(kind):

@@ -60,6 +60,7 @@ CONTRACT = set(
     telemetry_errors_total telemetry_dropped_steps_total
     training_run_attempt training_run_lost_seconds_total training_step_change_ratio
     training_memory_growth_bytes_per_second training_memory_exhausted_in_seconds
+    training_samples_total training_tokens_total training_gpu_energy_joules_total
     """.split()
 )
 """The names that dashboards and alerts rely on."""
@@ -78,6 +79,9 @@ UNITS = {
     "_hertz": "hertz",
     "_cores": "cores",
     "_steps_total": "steps",
+    "_samples_total": "samples",
+    "_tokens_total": "tokens",
+    "_joules_total": "joules",
 }
 
 
@@ -95,7 +99,8 @@ def full_view():
         totals=Totals(
             steps=3, ledger_seconds=dict.fromkeys(CATEGORIES, 1.5), exposed_wait_seconds=0.5, optimizer_steps=3,
             overhead_seconds={"training": 1e-6, "agent": 1e-3}, dropped_steps=1,
-            own=OwnTotals(samples=30, in_sync_samples=10),
+            own=OwnTotals(samples=30, in_sync_samples=10), samples=96, tokens=960,
+            gpu_energy_joules=dict.fromkeys(CATEGORIES, 9.5),
         ),
         step_duration=Histogram(STEP_BUCKETS, (1,) * (len(STEP_BUCKETS) + 1), 9.0),
         wait_duration=Histogram(STEP_BUCKETS, (1,) * (len(STEP_BUCKETS) + 1), 9.0),
@@ -108,11 +113,11 @@ def full_view():
         gpu=GpuSample(
             index=0, uuid="GPU-1", name="a GPU", utilization_ratio=0.5, sm_active_ratio=0.5, sm_active_source="gpm",
             sm_occupancy_ratio=0.5, tensor_active_ratio=0.5, memory_bandwidth_ratio=0.5, memory_used_bytes=1,
-            memory_total_bytes=2, power_watts=300.0, temperature_celsius=40.0, sm_clock_hertz=1e9, sm_clock_max_hertz=2e9,
+            memory_total_bytes=2, power_watts=300.0, energy_joules=9e6, temperature_celsius=40.0, sm_clock_hertz=1e9, sm_clock_max_hertz=2e9,
             throttled=("sw_thermal",),
         ),
         host=HostSample(cpu_ratio=0.5, cpu_count=2, memory_used_bytes=1, memory_total_bytes=2),
-        process=ProcessSample(cpu_seconds=1.0, resident_memory_bytes=1, threads=3, runnable_seconds=0.1),
+        process=ProcessSample(cpu_seconds=1.0, resident_memory_bytes=1, threads=3, runnable_seconds=0.1, running_seconds=0.1),
         workers=WorkersSample(
             workers=2, training_workers=2, resident_memory_bytes=1, ready_batches=4, fetching_seconds=0.0, fetches_total=3,
             fetch_duration=Histogram(bounds=(0.1, 1.0), counts=(1, 1, 1), total=3.0), cpu_ratio=0.5,

@@ -37,6 +37,7 @@ class FakeAccounting(SimpleNamespace):
     """As much of `Accounting` as is read."""
 
     dropped_steps = unseen_steps = optimizer_steps = updated_ns = 0
+    samples = SimpleNamespace(samples=None)
 
     @property
     def steps_total(self) -> int:
@@ -180,7 +181,7 @@ def test_time_in_which_the_process_was_stopped_is_no_wait(run, cpu):
             run.request(second + tenth / 10, second + 0.05 + tenth / 10)
         run.request(second + 0.8, second + 4.0)
         used += cpu
-        run.samples["process"] = SimpleNamespace(cpu_seconds=used, runnable_seconds=None)
+        run.samples["process"] = SimpleNamespace(cpu_seconds=used, runnable_seconds=None, running_seconds=None)
         run.tick(second + 3.99)
     assert run.causes == (["workers_io_bound"] if cpu else [])
 
@@ -206,6 +207,7 @@ def test_a_clock_is_low_by_what_it_is_in_this_run(run):
         held_back = second > 12
         run.samples["nvml"] = SimpleNamespace(
             **gpu,
+            energy_joules=None,
             sm_clock_hertz=0.7e9 if held_back else 1.4e9,
             throttled=("hw_thermal",) if held_back else ("sw_power_cap",),
         )

@@ -6,6 +6,7 @@ import time
 from functools import cache
 from typing import TYPE_CHECKING, Final
 
+from telemetry.agent.sample_counter import SampleCounter
 from telemetry.attach import accelerator
 from telemetry.attach.batch_numbering import BatchNumbering
 from telemetry.attach.ring import BATCH, CLOSES, JOINS, LEAVES, OPENS, STEP
@@ -47,6 +48,7 @@ class Accounting:
     """Used only by the agent thread.
 
     Attributes:
+        samples: how many samples the training took.
         ledger: seconds by category. ``stats``: step durations. ``exposed``: exposed wait.
         on_steps: functions that get the steps that have closed.
         updated_ns: everything before this stamp is counted.
@@ -69,6 +71,7 @@ class Accounting:
         self._hook_errors_seen = 0
         self.updated_ns = start_ns
         self._numbering = BatchNumbering()
+        self.samples = SampleCounter(tracker.marks)
         self._batches_seen = 0
         self._at_batch = (0, 0)  # optimizer steps, and requests on other threads, when the newest batch came
 
@@ -80,7 +83,10 @@ class Accounting:
             # ``now``, or its span is in the ring. The entries before ``head`` show whether ``lost`` comes after them.
             now, waiting_since, lost, head = now_ns(), tracker.waiting_since, ring.lost, ring.head
             self.updated_ns = now
+            position = ring.tail
             while taken := ring.drain(_CHUNK, head):
+                self.samples.fold(taken, position)
+                position = ring.tail
                 self._fold(taken)
                 steps = self.ledger.take_steps()
                 self.stats.add(steps)

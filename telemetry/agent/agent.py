@@ -18,6 +18,7 @@ from telemetry.config import TRIAL_VARIABLE
 from telemetry.core.clock import NS, now_ns
 from telemetry.core.filesystem import StandardStreams
 from telemetry.core.signal_mask import signals_blocked
+from telemetry.core.stderr import say
 from telemetry.publish.board import Board
 from telemetry.publish.discovery import TargetFile
 from telemetry.publish.exposition import Exposition
@@ -45,8 +46,8 @@ _FAMILIES_AT_A_TIME: Final = 24
 _STOP_SECONDS: Final = 2.0
 """How long ``stop`` waits for the agent thread at most."""
 
-_CALLBACK_SECONDS: Final = 1.0
-"""How long the end of the run waits for the user's callback, which may have just been called."""
+_END_SECONDS: Final = 1.0
+"""How long the end of the run waits for the user's callback, which may have just been called, and for the sinks."""
 
 
 class Agent(AgentParts):
@@ -104,6 +105,7 @@ class Agent(AgentParts):
             self.overhead.node = self._address.node = self._node
             self._job = self.overhead.job = JobLink(self.run_dir, self.identity.node, self._node, self.errors)
             board.sweep()
+        self.figures.start(self.run_dir)
         self._settle_rank()
         with self.errors.contained("endpoint"):
             self._publish()
@@ -141,6 +143,8 @@ class Agent(AgentParts):
             self._thread.join(_STOP_SECONDS)
         if not self._thread.is_alive():
             self._streams.release()
+            if self._end_line.text:
+                say(self._end_line.text)
         atexit.unregister(self._stop_at_exit)
 
     def _stop_at_exit(self) -> None:
@@ -165,6 +169,7 @@ class Agent(AgentParts):
         self.attachment.after_fork_in_child()
         self.snapshots.after_fork_in_child()
         self.event_log.log.file.forget()
+        self.figures.after_fork_in_child()
         self.attempt.after_fork_in_child()
         if self._node is not None:
             self._node.after_fork_in_child()
@@ -265,18 +270,12 @@ class Agent(AgentParts):
         self.accounting.keep_up()
         with self.errors.contained("jsonl"):
             self.event_log.write_what_is_due()
-
-    def _count_losses(self) -> None:
-        ledger = self.accounting.ledger
-        self._losses.tick(
-            self.identity,
-            ledger.seconds(),
-            ledger.first_wait_ns / NS,
-            stuck_seconds=self._stall_monitor.stuck_seconds,
-        )
+        with self.errors.contained("sinks"):
+            self.figures.write(self._view)
 
     def _finish(self) -> None:
         """The end of the run: write the rest of the log, and remove this rank from the board."""
+        logged = False
         with self.errors.contained("agent"):
             self.accounting.update()
         if self.trial is not None:
@@ -284,23 +283,32 @@ class Agent(AgentParts):
                 self.trial.script_ended(self._builder.tick())
         with self.errors.contained("agent"):
             self.accounting.close()
+            self.attempt.settle_samples()
         with self.errors.contained("snapshot"):
             self.snapshots.finish()
         with self.errors.contained("jsonl"):
             self._stall_monitor.end(self._builder.update())
             self.event_log.write_phases(last=True)
             self.event_log.window()
+        deadline = now_ns() + int(_END_SECONDS * NS)
+        with self.errors.contained("sinks"):
+            self.figures.write(self._view)
+            self.figures.end()
         with self.errors.contained("lines"):
             self._line_monitor.close()
         with self.errors.contained("on_stall"):
-            self._stall_monitor.wait_for_callback(_CALLBACK_SECONDS)
+            self._stall_monitor.wait_for_callback((deadline - now_ns()) / NS)
+        with self.errors.contained("sinks"):
+            self.figures.wait((deadline - now_ns()) / NS)
         with self.errors.contained("jsonl"):
             self.event_log.write_errors()
         with self.errors.contained("attempts"):
             self._count_losses()
             self._losses.end(finished=self.attempt.end.finished)
         with self.errors.contained("jsonl"):
-            self.event_log.emit("run_end", self.event_log.end_fields())
+            logged = self.event_log.emit("run_end", self.event_log.end_fields() | self._end_line.log_fields())
+        with self.errors.contained("end_line"):
+            self._end_line.make(self.identity, wanted=self.trial is None, logged=logged)
         with self.errors.contained("jsonl"):
             self.event_log.close()
             self.attempt.close()
@@ -317,19 +325,13 @@ class Agent(AgentParts):
 
     # -- publishing --------------------------------------------------------------------------------------------
 
-    def _lead(self) -> None:
-        if self._node is not None:
-            with self.errors.contained("endpoint"):
-                self._node.lead_if_vacant()
-        if self._job is not None and self.identity.world_size > 1:
-            with self.errors.contained("job"):
-                self._job.tick(self.identity.world_size)
-
     def _publish(self) -> None:
+        view = self._view()
+        self.figures.update(view)
         if self._node is None:
             return
         rendered: list[tuple[bytes, bytes]] = []
-        for number, family in enumerate(self._exposition.render(self._view()), 1):
+        for number, family in enumerate(self._exposition.render(view), 1):
             rendered.append(family)
             if number % _FAMILIES_AT_A_TIME == 0:
                 time.sleep(0)
@@ -342,5 +344,6 @@ class Agent(AgentParts):
     def _say_start(self, *, logged: bool) -> None:
         trouble = self._node.trouble if self._node is not None else ""
         logs = f"logs in {self.run_dir / 'logs'}" if logged else f"no logs ({self.event_log.log.file.last_error})"
+        logs += self.figures.said
         if not say_start(self.identity, metrics_url=self.metrics_url, trouble=trouble, logs=logs):
             self.errors.note("start_line", "stderr cannot be written")

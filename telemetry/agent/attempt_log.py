@@ -118,6 +118,8 @@ class AttemptLog:
         """Everything up to now has been counted: write it where it outlives this process."""
         if not self._replay.settled:
             self._replay.settle(self._tracker.optimizer_steps, self._accounting.ledger.first_wait_ns / NS)
+        else:
+            self.settle_samples()
         if now_ns() < self._next_beat_ns:
             return
         try:
@@ -127,6 +129,10 @@ class AttemptLog:
             if not self._told:
                 self._told = True
                 self._errors.tell("heartbeat", f"no heartbeats: {error}; the log tells when this process was killed")
+
+    def settle_samples(self) -> None:
+        """It is known, or will never be, how many batches were thrown away: samples of the others are trained."""
+        self._accounting.samples.settle(self._replay.batches)
 
     def close(self) -> None:
         """The process ends by itself, and the log tells all."""

@@ -21,11 +21,16 @@ _MAX_TEXT: Final = 20_000
 
 
 class EndEvidence:
-    """Filled in before the last line of the log is written."""
+    """Filled in before the last line of the log is written.
+
+    Attributes:
+        process_ends: whether the interpreter ends, and not only the agent.
+    """
 
     def __init__(self) -> None:
         self._status: int | None = None
         self._exception: BaseException | None = None
+        self.process_ends = False
 
     def leaving(self, code: object) -> None:
         """The script ends with this argument of ``sys.exit``."""
@@ -34,6 +39,7 @@ class EndEvidence:
 
     def at_exit(self) -> None:
         """The interpreter ends. To be called by `atexit`, and nowhere else: before, an older exception may be kept."""
+        self.process_ends = True
         if not hasattr(sys, "ps1"):
             last: Any = getattr(sys, "last_value", None)
             self._exception = last if isinstance(last, BaseException) else None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from telemetry._version import __version__
 from telemetry.collect import child_processes
 from telemetry.core.labels import COMPUTE, DATA_WAIT
+from telemetry.core.log_window import LogWindow
 from telemetry.core.totals import Totals
 from telemetry.publish import log_fields
 from telemetry.publish.jsonl import JsonLog
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from telemetry.core.clock import WallClock
     from telemetry.core.errors import ErrorLog
     from telemetry.core.identity import Identity
+    from telemetry.core.samples import GpuSample
 
 _FIRST_WINDOW_SECONDS: Final = 1.0
 """Length of the first window. Each window is twice as long as the one before, up to the log interval. So a young run
@@ -46,6 +48,9 @@ class EventLog:
         address: the URL of the metrics.
         memory: how the memory of the run grows.
         stall_counts: the seconds lost in stalls.
+
+    Attributes:
+        newest_window: the newest window that was written; None before the first.
     """
 
     def __init__(
@@ -92,6 +97,7 @@ class EventLog:
         self._environment = environment
         self._before = Totals()  # the totals at the end of the last window
         self._children = 0
+        self.newest_window: LogWindow | None = None
 
     def emit(self, event: str, values: dict[str, Any]) -> bool:
         """Write a line, and count it as an error if it cannot be written. Returns whether it is in the file."""
@@ -120,6 +126,11 @@ class EventLog:
             self.log.adopt(identity)
         if self._began:
             self.emit("run_start", self.head_fields() | {"continued": True})
+
+    @property
+    def child_processes(self) -> int:
+        """The largest number of child processes of the script that may train."""
+        return self._children
 
     @property
     def is_due(self) -> bool:
@@ -151,6 +162,7 @@ class EventLog:
         self._replace_removed_file()
         accounting, totals = self._accounting, self._builder.current()
         window, added = accounting.stats.take_window(), totals - self._before
+        self.newest_window = LogWindow(added, window.step.percentiles(), window.wait.percentiles())
         exposed, loop = added.exposed_wait_seconds, added.ledger_seconds[DATA_WAIT] + added.ledger_seconds[COMPUTE]
         line = {
             "window_seconds": added.wall_seconds,
@@ -160,8 +172,8 @@ class EventLog:
             "exposed_wait_seconds": exposed,
             "exposed_wait_ratio": exposed / loop if exposed is not None and loop > 0 else None,
             "exposed_wait_source": None if accounting.no_batch_seen else accounting.exposed_source,
-            "step_seconds": log_fields.percentiles(window.step.percentiles()),
-            "data_wait_seconds": log_fields.percentiles(window.wait.percentiles()),
+            "step_seconds": log_fields.percentiles(self.newest_window.step),
+            "data_wait_seconds": log_fields.percentiles(self.newest_window.wait),
             "step_sketch": window.step.as_log_field(),
             "data_wait_sketch": window.wait.as_log_field(),
         }
@@ -225,6 +237,7 @@ class EventLog:
     def _totals(self) -> dict[str, Any]:
         """The totals of the run so far. They are in every window line, so the newest line alone shows the ledger."""
         totals = self._builder.current()
+        gpu: GpuSample | None = self._collectors.newest("nvml")
         fields = {
             "steps_total": totals.steps,
             "wall_seconds": totals.wall_seconds,
@@ -237,6 +250,11 @@ class EventLog:
             "dropped_steps_total": totals.dropped_steps,
             "child_processes": self._children,
             "unseen_steps_total": totals.unseen_steps,
+            "samples_total": totals.samples,
+            "tokens_total": totals.tokens,
+            "gpu_energy_total_joules": totals.gpu_energy_joules,
+            "gpu_uuid": gpu.uuid if gpu is not None and totals.gpu_energy_joules else None,
+            "cpu_total_seconds": log_fields.cpu_seconds(totals),
         }
         memory = self._memory.log_field()
         if memory is not None:

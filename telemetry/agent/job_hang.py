@@ -131,6 +131,12 @@ class JobHang:
             return None
         return HangView(verdict.kind, verdict.suspects[0].rank if verdict.suspects else None)
 
+    @property
+    def sentence(self) -> str:
+        """Why the job hangs, on the rank that serves its node. Empty if it does not, or no rank waits for another."""
+        verdict = self._verdict
+        return verdict.sentence if verdict is not None and verdict.waiting else ""
+
     def _say(self, board: HangBoard | None) -> HangState:
         own = self._read()
         now = self._now()

@@ -9,6 +9,7 @@ from telemetry.core.clock import NS
 
 if TYPE_CHECKING:
     from telemetry.agent.collector_poller import CollectorPoller
+    from telemetry.agent.figure_output import FigureOutput
     from telemetry.agent.job_link import JobLink
     from telemetry.attach.step_tracker import StepTracker
     from telemetry.publish.node import NodeService
@@ -24,6 +25,7 @@ class Overhead:
     Attributes:
         node: the endpoint, which has its own threads; else None.
         job: the link to other nodes, which has its own thread; else None.
+        figures: the sinks, which have their own thread.
         agent_thread_seconds: CPU time of the agent thread.
     """
 
@@ -32,6 +34,7 @@ class Overhead:
         self._collectors = collectors
         self.node: NodeService | None = None
         self.job: JobLink | None = None
+        self.figures: FigureOutput | None = None
         self.agent_thread_seconds = 0.0
 
     def measure(self) -> None:
@@ -42,7 +45,8 @@ class Overhead:
         """Wall-clock seconds on the training thread, and CPU seconds of the agent's own threads."""
         endpoint = self.node.cpu_seconds if self.node is not None else 0.0
         job = self.job.cpu_seconds if self.job is not None else 0.0
+        sinks = self.figures.cpu_seconds if self.figures is not None else 0.0
         return {
             "training": self._tracker.overhead_ns / NS,
-            "agent": self.agent_thread_seconds + self._collectors.cpu_seconds + endpoint + job,
+            "agent": self.agent_thread_seconds + self._collectors.cpu_seconds + endpoint + job + sinks,
         }

@@ -12,8 +12,10 @@ from telemetry.agent.accounting import Accounting
 from telemetry.agent.attempt_log import FOLDER, AttemptLog
 from telemetry.agent.change_monitor import ChangeMonitor
 from telemetry.agent.collector_poller import CollectorPoller
+from telemetry.agent.end_line import EndLine
 from telemetry.agent.endpoint_address import EndpointAddress
 from telemetry.agent.event_log import EventLog
+from telemetry.agent.figure_output import FigureOutput
 from telemetry.agent.job_hang import HangSurroundings, JobHang
 from telemetry.agent.line_monitor import LineMonitor
 from telemetry.agent.memory_watch import MemoryWatch
@@ -58,7 +60,8 @@ class AgentParts:
         tracker: state of the training thread. ``attachment``: places the hooks that update it.
         accounting: ledger, steps and exposed wait. ``overhead``: the cost of the agent.
         attempt: what the log tells of this attempt of the run.
-        event_log: writes the log. ``snapshots``: takes traces. ``job_hang``: why the whole job hangs.
+        event_log: writes the log. ``figures``: the newest figures, and the sinks.
+        snapshots: takes traces. ``job_hang``: why the whole job hangs.
     """
 
     def __init__(self, config: Config) -> None:
@@ -128,6 +131,8 @@ class AgentParts:
             errors=self.errors,
             wall=self._wall,
         )
+        self.figures = FigureOutput(config, self.event_log, self.errors, self._wall, lambda: self.identity)
+        self.overhead.figures = self.figures
         self._line_monitor = LineMonitor(
             self.tracker,
             self.run_dir / "profiles",
@@ -141,7 +146,7 @@ class AgentParts:
             self.tracker,
             stall_counts,
             errors=self.errors,
-            emit=self.event_log.emit,
+            emit=self.figures.emit,
             timestamp=self._wall.iso,
             lines=self._line_monitor.findings,
             rank=self.identity.rank,
@@ -184,7 +189,26 @@ class AgentParts:
             wall=self._wall,
             hang=self.job_hang.view,
         )
+        self._end_line = EndLine(
+            config,
+            self.run_dir,
+            accounting=self.accounting,
+            builder=self._builder,
+            stalls=self._stall_monitor,
+            job_hang=self.job_hang,
+            event_log=self.event_log,
+            attempt=self.attempt,
+        )
         self.accounting.on_steps = self._on_steps
+
+    def _count_losses(self) -> None:
+        ledger = self.accounting.ledger
+        self._losses.tick(
+            self.identity,
+            ledger.seconds(),
+            ledger.first_wait_ns / NS,
+            stuck_seconds=self._stall_monitor.stuck_seconds,
+        )
 
     def _on_steps(self, steps: list[Step]) -> None:
         self.snapshots.add_steps(steps)
@@ -216,6 +240,14 @@ class AgentParts:
             elsewhere=job.elsewhere if job is not None else (),
             world_size=self.identity.world_size,
         )
+
+    def _lead(self) -> None:
+        if self._node is not None:
+            with self.errors.contained("endpoint"):
+                self._node.lead_if_vacant()
+        if self._job is not None and self.identity.world_size > 1:
+            with self.errors.contained("job"):
+                self._job.tick(self.identity.world_size)
 
     def _ranks_elsewhere(self) -> bool:
         return self._job is not None and self._job.ranks_elsewhere(self.identity.world_size)

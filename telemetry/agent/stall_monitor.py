@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Final
 from telemetry.agent.hang_monitor import HangMonitor
 from telemetry.agent.stall_callback import StallCallback
 from telemetry.agent.stall_report import slow_rank, stall_fields
-from telemetry.core.labels import CHECKPOINT, EVALUATION
+from telemetry.core.labels import CHECKPOINT, DATA_WAIT, EVALUATION
+from telemetry.core.run_verdict import batches_unseen, costliest, lost_seconds
 from telemetry.core.tick import DEBUGGED, Tick
 from telemetry.core.views import StallView
 from telemetry.diagnose.hang_detector import longest_phase, paused
@@ -92,6 +93,7 @@ class StallMonitor:
         self._opened = ""
         self._counts = counts
         self._node = node
+        self._costliest: dict[str, Any] | None = None
 
     def tick(self, tick: Tick, accounting: Accounting) -> None:
         """Add a tick. Logs a stall that opens or closes."""
@@ -255,8 +257,40 @@ class StallMonitor:
             seconds_without_step=(now.wall_seconds - then.wall_seconds) - (now.startup_seconds - then.startup_seconds),
             stuck=self.hang is not None,
             still_seconds=round(self._hang_monitor.still_seconds, 1),
+            **self._of_run(now),
             waits_for_ranks=self._waits_for_ranks(),
         )
+
+    def _of_run(self, totals: Totals) -> dict[str, Any]:
+        """What a pace tells of the whole run."""
+        stall, closed = self._detector.stall, self._costliest
+        cause, lost = (None, 0.0) if closed is None else (closed["cause"], lost_seconds(closed))
+        if stall is not None and (now := stall.lost_seconds.get(stall.cause, 0.0)) >= lost:
+            cause, lost = stall.cause, now
+        unseen = batches_unseen(totals.unseen_steps, totals.steps)
+        return {
+            "run_wait_seconds": totals.ledger_seconds.get(DATA_WAIT, 0.0),
+            "run_loop_seconds": totals.loop_seconds + totals.first_wait_seconds,
+            "run_first_wait_seconds": totals.first_wait_seconds,
+            "run_exposed_seconds": None if unseen else totals.exposed_wait_seconds,
+            "run_cause": cause,
+            "run_lost_seconds": lost,
+        }
+
+    @property
+    def costliest(self) -> dict[str, Any] | None:
+        """The fields of the closed stall that has cost most; None without one."""
+        return self._costliest
+
+    @property
+    def peers(self) -> tuple[RankPace, ...]:
+        """The paces of other ranks, as of the newest tick."""
+        return self._last.conditions.peers
+
+    @property
+    def steps_at_newest_tick(self) -> int:
+        """Steps that had ended at the newest tick, which may be before the end of the run."""
+        return self._last_step.totals.steps
 
     @property
     def active_cause(self) -> str | None:
@@ -311,4 +345,6 @@ class StallMonitor:
 
     def _close(self, stall: Stall) -> None:
         when = {"opened": self._opened, "closed": self._timestamp()}
-        self._emit("stall_close", self._fields(stall) | when | {"last_step": self._last.totals.steps})
+        fields = self._fields(stall) | when | {"last_step": self._last.totals.steps}
+        self._costliest = costliest([fields] if self._costliest is None else [self._costliest, fields])
+        self._emit("stall_close", fields)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from telemetry.core.clock import NS
 from telemetry.core.tick import Conditions, Tick
 from telemetry.core.totals import EpochTotals, GarbageTotals, OwnTotals, SamplerTotals, Totals
+from telemetry.diagnose.energy import EnergyReading, added_energy
 from telemetry.diagnose.integrals import HELD_BACK, Readings, integrated
 from telemetry.diagnose.stall_detector import MIN_STEPS_OF_A_RUN
 
@@ -66,6 +67,8 @@ class TotalsBuilder:
         self._where: str | None = None
         self._usual_clock: float | None = None
         self._first_wait_to_come = 0.0
+        self._energy: EnergyReading | None = None
+        self._energy_sample: GpuSample | None = None
         self._exposed: float | None = 0.0  # as measured by the clock, which reads the first wait late
 
     def tick(self) -> Tick:
@@ -168,10 +171,14 @@ class TotalsBuilder:
             ),
             process_cpu_seconds=None if process is None else process.cpu_seconds,
             run_queue_delay_seconds=None if process is None else process.runnable_seconds,
+            thread_cpu_seconds=None if process is None else process.running_seconds,
             worker_fetches=before.worker_fetches if workers is None else workers.fetches_total,
             fetch_counts=before.fetch_counts if histogram is None else histogram.counts,
             overhead_seconds=self._overhead.seconds(),
             sampled=before.sampled,
+            gpu_energy_joules=before.gpu_energy_joules,
+            samples=None if accounting.unseen_steps else accounting.samples.samples,
+            tokens=tracker.tokens_told,
         )
 
     def _by_source(self, counted: Totals, before: Totals) -> Totals:
@@ -212,7 +219,17 @@ class TotalsBuilder:
             gpu_clock_ratio=self._clock_ratio(gpu),
             gpu_throttled=() if gpu is None else gpu.throttled or (),
         )
-        return replace(counted, sampled=integrated(before.sampled, readings))
+        energy = self._with_energy(counted, gpu)
+        return replace(counted, sampled=integrated(before.sampled, readings), gpu_energy_joules=energy)
+
+    def _with_energy(self, counted: Totals, gpu: GpuSample | None) -> dict[str, float] | None:
+        """Add the energy since the last reading of the GPU. The same sample again is no new reading."""
+        if gpu is None or gpu is self._energy_sample or gpu.energy_joules is None:
+            return counted.gpu_energy_joules
+        self._energy_sample = gpu
+        before, now = self._energy, EnergyReading(gpu.uuid, gpu.energy_joules, counted.ledger_seconds)
+        self._energy = now
+        return counted.gpu_energy_joules if before is None else added_energy(counted.gpu_energy_joules, before, now)
 
     def _after_first(self, exposed: float | None, first_wait: float, steps: int) -> float | None:
         """The exposed wait without that for the first batch.

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.attach import ring as r
 from telemetry.attach.batch_release import BatchRelease
+from telemetry.attach.batch_sizes import BatchMarks
 from telemetry.attach.evaluation_detector import EvaluationDetector
 from telemetry.attach.fast_path import BATCHES_UNSEEN, LOOP_CHANGED, STOPPED, TIMED_BATCH, FastPath
 from telemetry.attach.loader_handle import ON_THREAD, WATCHED
@@ -56,7 +57,8 @@ class StepTracker(StepState):
         boundaries: notifies a snapshot and NVTX ranges of each step.
         scopes: phases and steps that the script names.
         optimizer: handles optimizer steps.
-        sources: where batches come from.
+        sources: where batches come from. ``marks``: how many samples they have.
+        tokens_told: tokens that the script has told; None before the first.
         batch_release: follows a batch of workers until it is freed.
         time_fetches: how many of the next fetches on this thread to time on its CPU clock, too. ``timed_fetch_ns`` and
             ``timed_fetch_cpu_ns`` are the sums of those.
@@ -72,12 +74,14 @@ class StepTracker(StepState):
         "batch_release",
         "boundaries",
         "fast_path",
+        "marks",
         "optimizer",
         "scopes",
         "sources",
         "time_fetches",
         "timed_fetch_cpu_ns",
         "timed_fetch_ns",
+        "tokens_told",
     )
 
     def __init__(self, ring: r.Ring) -> None:
@@ -87,6 +91,8 @@ class StepTracker(StepState):
         self.scopes = Scopes(self, self.fast_path, self.boundaries)
         self.optimizer = OptimizerSteps(self, self.boundaries)
         self.sources = LoaderRegistry()
+        self.marks = BatchMarks()
+        self.tokens_told: int | None = None
         self.batch_release = BatchRelease(ring)
         self.time_fetches = 0
         self.timed_fetch_ns = 0
@@ -139,6 +145,8 @@ class StepTracker(StepState):
         training = not self.in_phase and category != r.S_EVALUATION
         likely = training and (self.explicit or self._detector.likely(self.optimizer_steps))
         source = self.sources.delivered(iterator, training=likely)
+        if training:
+            self.marks.batch(iterator, self.ring.head)
         self.ring.push(start, end, entry, source)
         self.waiting_since = 0
         if not training:
@@ -191,6 +199,7 @@ class StepTracker(StepState):
 
     def iteration(self, loader: object) -> int:
         """``iter(loader)`` is about to be called. Returns the code of its span, in which workers are started."""
+        self.marks.begun()
         if self.in_phase:
             return r.code(self.category, self.category)
         self._detector.leave(self.optimizer_steps)
@@ -255,6 +264,11 @@ class StepTracker(StepState):
         self.time_fetches -= 1
         self.timed_fetch_ns += wall_ns
         self.timed_fetch_cpu_ns += cpu_ns
+
+    def tell_tokens(self, number: int) -> None:
+        """The script trains on so many more tokens. Those of an evaluation or a checkpoint do not count."""
+        if not self.in_phase and self.category != r.S_EVALUATION:
+            self.tokens_told = (self.tokens_told or 0) + number
 
     def _follow(self, iterator: object) -> None:
         """Note when the iterator is freed, without keeping it alive and without ever holding it on another thread."""

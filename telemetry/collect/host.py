@@ -64,7 +64,7 @@ class ProcessSource:
         self._training_thread = training_thread
 
     def read(self) -> ProcessSample:
-        """CPU time, resident memory and threads, and the training thread's run-queue delay.
+        """CPU time, resident memory and threads, and the training thread's time on a core and run-queue delay.
 
         Raises:
             CollectorError: there is no /proc.
@@ -73,8 +73,10 @@ class ProcessSource:
         if stat is None:
             raise CollectorError("/proc/self/stat cannot be read")
         schedule = read_schedule("self", self._training_thread())
-        runnable = schedule.runnable_ns / NS if schedule is not None else None
-        return ProcessSample(stat.cpu_seconds, stat.resident_bytes, stat.threads, runnable)
+        if schedule is None:
+            return ProcessSample(stat.cpu_seconds, stat.resident_bytes, stat.threads)
+        runnable, running = schedule.runnable_ns / NS, schedule.run_ns / NS
+        return ProcessSample(stat.cpu_seconds, stat.resident_bytes, stat.threads, runnable, running)
 
     def close(self) -> None:
         """Nothing is held."""

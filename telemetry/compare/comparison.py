@@ -7,13 +7,17 @@ from typing import TYPE_CHECKING, Any, Final
 from telemetry.compare.pace_interval import MIN_BLOCKS, ratio_interval
 from telemetry.compare.run_facts import SAME_STEP, differences, facts_of
 from telemetry.compare.run_pace import pace_of
+from telemetry.compare.same_load import without_others
+from telemetry.core.formatting import percent
 from telemetry.core.labels import CATEGORIES
 from telemetry.report.rank_processes import not_replaced
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from telemetry.compare.pace_interval import RatioInterval
     from telemetry.compare.run_pace import RunPace
+    from telemetry.compare.same_load import SameLoad
     from telemetry.report.log_reader import ProcessLog
 
 FASTER: Final = "faster"
@@ -27,8 +31,9 @@ MIN_STEPS: Final = 20
 def compare_runs(a: Sequence[ProcessLog], b: Sequence[ProcessLog]) -> dict[str, Any]:
     """B against A.
 
-    Besides the keys of the contract the result has ``differences``: where settings and environment differ, and
-    ``steps``: those that were compared, of the mean rank. What is unknown is null.
+    Besides the keys of the contract the result has ``differences``: where settings and environment differ, ``steps``:
+    those that were compared, of the mean rank, ``measured``: the ratio and its interval with the time in which other
+    programs held the runs up, and ``load``: what is known of them. What is unknown is null.
     """
     a, b = not_replaced(a), not_replaced(b)
     pace_a, pace_b = pace_of(a), pace_of(b)
@@ -40,6 +45,8 @@ def compare_runs(a: Sequence[ProcessLog], b: Sequence[ProcessLog]) -> dict[str, 
         "why": _too_short("A", pace_a) or _too_short("B", pace_b) or _other_work(facts_a, facts_b),
         "ratio": None,
         "interval": None,
+        "measured": None,
+        "load": None,
         "steps": {"a": round(pace_a.steps), "b": round(pace_b.steps)},
         "differences": differences(facts_a, facts_b),
         "per_step_seconds": _per_step(pace_a, pace_b),
@@ -47,10 +54,45 @@ def compare_runs(a: Sequence[ProcessLog], b: Sequence[ProcessLog]) -> dict[str, 
     }
     if result["why"] is not None:
         return result
-    found = ratio_interval(pace_a.blocks, pace_b.blocks)
-    verdict = FASTER if found.low > 1 else SLOWER if found.high < 1 else NO_DIFFERENCE
-    interval = [round(found.low, 5), round(found.high, 5)]
-    return result | {"verdict": verdict, "ratio": round(found.ratio, 5), "interval": interval}
+    measured = ratio_interval(pace_a.blocks, pace_b.blocks)
+    same_load = without_others(pace_a.blocks, pace_b.blocks, pace_a.ranks)
+    found = measured if same_load is None else same_load.found
+    verdict = _verdict(found)
+    why = None
+    if same_load is not None and verdict != _verdict(measured):
+        why = _other_load(same_load, measured)
+    return result | {
+        "verdict": verdict,
+        "why": why,
+        **_figures(found),
+        "measured": _figures(measured),
+        "load": None if same_load is None else _load(same_load, pace_a, pace_b),
+    }
+
+
+def _verdict(found: RatioInterval) -> str:
+    return FASTER if found.low > 1 else SLOWER if found.high < 1 else NO_DIFFERENCE
+
+
+def _figures(found: RatioInterval) -> dict[str, Any]:
+    return {"ratio": round(found.ratio, 5), "interval": [round(found.low, 5), round(found.high, 5)]}
+
+
+def _other_load(same_load: SameLoad, measured: RatioInterval) -> str:
+    """Why the verdict is another one than the pace alone would give."""
+    shares = f"{percent(same_load.held_up_a)} of A's training loop and {percent(same_load.held_up_b)} of B's"
+    return (
+        f"as measured, B does {measured.ratio:.3f} times the steps per second of A, but other programs held up {shares}"
+    )
+
+
+def _load(same_load: SameLoad, a: RunPace, b: RunPace) -> dict[str, Any]:
+    """Other programs: their share of the cores, the share of the loop in which they held the run up, and its cost."""
+    return {
+        "others_ratio": _pair(a.others, b.others),
+        "held_up_ratio": _pair(same_load.held_up_a, same_load.held_up_b),
+        "cost": round(same_load.cost, 3),
+    }
 
 
 def slower_than(result: Mapping[str, Any], percent: float) -> bool:

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 _MIN_SHOWN_SECONDS: Final = 5e-7
 """Half a microsecond per step: less is not shown."""
 
+_MIN_SHOWN_RATIO: Final = 0.001
+_SAME_LOAD_RATIO: Final = 0.01
+
 _LOOP: Final = (DATA_WAIT, COMPUTE)
 
 
@@ -32,6 +35,8 @@ def render(result: Mapping[str, Any], notes: Sequence[str] = ()) -> str:
     else:
         lines += ["No recorded setting differs, and no recorded part of the environment.", ""]
     lines.append(sentence(result))
+    if result["load"] is not None:
+        lines += _of_others(result)
     rows = [_row(name, pair) for name, pair in result["per_step_seconds"].items() if _shown(pair)]
     if rows:
         lines += ["", *table(["seconds for each step", "A", "B", "difference"], rows, names_first=True)]
@@ -50,7 +55,30 @@ def sentence(result: Mapping[str, Any]) -> str:
     if result["verdict"] == NO_DIFFERENCE:
         return f"No difference that can be told from chance: B does {figures}."
     word = "faster" if result["verdict"] == FASTER else "slower"
-    return f"B is {word}: it does {figures}.{_most(result['per_step_seconds'])}"
+    most = "" if _loads_differ(result) else _most(result["per_step_seconds"])
+    return f"B is {word}: it does {figures}.{most}"
+
+
+def _loads_differ(result: Mapping[str, Any]) -> bool:
+    """Whether a part of the seconds per step, which are as measured, is other programs'."""
+    if result["load"] is None:
+        return False
+    held_up = result["load"]["held_up_ratio"]
+    return bool(abs(held_up["b"] - held_up["a"]) > _SAME_LOAD_RATIO)
+
+
+def _of_others(result: Mapping[str, Any]) -> list[str]:
+    """How long other programs held the runs up, and the ratio as it was measured."""
+    held_up, others = result["load"]["held_up_ratio"], result["load"]["others_ratio"]
+    if max(held_up.values()) < _MIN_SHOWN_RATIO:
+        return []
+    low, high = result["measured"]["interval"]
+    shares = f"{percent(held_up['a'])} of A's training loop and {percent(held_up['b'])} of B's"
+    return [
+        f"Other programs used {percent(others['a'], 0)} and {percent(others['b'], 0)} of the cores.",
+        f"They held up {shares}. This time is left out.",
+        f"As measured, with that time: {result['measured']['ratio']:.3f} (95 % interval: {low:.3f} to {high:.3f}).",
+    ]
 
 
 def _most(per_step: Mapping[str, Mapping[str, float | None]]) -> str:

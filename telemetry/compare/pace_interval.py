@@ -38,10 +38,17 @@ _Z: Final = 1.959964
 
 
 class PaceBlock(NamedTuple):
-    """A stretch of a run: steps that ended in it, and seconds of its training loop."""
+    """A stretch of a run: steps that ended in it, and seconds of its training loop.
+
+    ``others``: share of the machine's cores that other programs used. ``held_up``: run-queue delay that they caused, in
+    the part of the run that sets its pace, in seconds. ``workers_held_up``: of it, that of workers. None: not known.
+    """
 
     steps: float
     seconds: float
+    others: float | None = None
+    held_up: float | None = None
+    workers_held_up: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,25 +62,35 @@ class RatioInterval:
 
 def ratio_interval(blocks_a: Sequence[PaceBlock], blocks_b: Sequence[PaceBlock]) -> RatioInterval:
     """The ratio of the pace of B over that of A. Each has at least `MIN_BLOCKS` blocks, with steps."""
-    ratio = _pace(blocks_b) / _pace(blocks_a)
+    return interval_around(pace(blocks_b) / pace(blocks_a), _deviations(blocks_a), _deviations(blocks_b))
+
+
+def interval_around(ratio: float, a: Sequence[float], b: Sequence[float], doubt: float = 0.0) -> RatioInterval:
+    """The interval of a ratio of two means.
+
+    Args:
+        ratio: the ratio.
+        a: how far each window of one run is from that run's mean, relative to it, in order.
+        b: of the other run.
+        doubt: a standard deviation of the ratio that no window shows, relative to it.
+    """
     halves, size = [], 1
-    while min(len(blocks_a), len(blocks_b)) // size >= MIN_BLOCKS:
-        joined = (_deviations(_joined(blocks, size)) for blocks in (blocks_a, blocks_b))
-        halves.append(_half(*joined, neighbours=size == 1))
+    while min(len(a), len(b)) // size >= MIN_BLOCKS:
+        halves.append(_half(_joined(a, size), _joined(b, size), neighbours=size == 1))
         size *= 2
-    between = math.hypot(math.sqrt(2) * BETWEEN_RUNS, _slow_part(blocks_a, blocks_b))
+    between = math.hypot(math.sqrt(2) * BETWEEN_RUNS, _slow_part(a, b), doubt)
     half = math.hypot(max(halves), _Z * between)
     return RatioInterval(ratio, ratio * math.exp(-half), ratio * math.exp(half))
 
 
-def _slow_part(blocks_a: Sequence[PaceBlock], blocks_b: Sequence[PaceBlock]) -> float:
+def _slow_part(a: Sequence[float], b: Sequence[float]) -> float:
     """The standard deviation between two runs that comes from what is slower than a run.
 
     Where tenths of a run still resemble their neighbours, the disturbances last as long as a run. Then whole runs
     differ by about as much as these tenths do.
     """
-    size = max(1, min(len(blocks_a), len(blocks_b)) // _TENTHS)
-    a, b = (_deviations(_joined(blocks, size)) for blocks in (blocks_a, blocks_b))
+    size = max(1, min(len(a), len(b)) // _TENTHS)
+    a, b = _joined(a, size), _joined(b, size)
     correlation = min(_MAX_CORRELATION, max(0.0, _correlation(a, b)))
     variance = sum(value * value / (len(side) - 1) for side in (a, b) for value in side)
     return math.sqrt(correlation * variance)
@@ -112,19 +129,18 @@ def _half(a: Sequence[float], b: Sequence[float], *, neighbours: bool) -> float:
     return _t_quantile(variance * variance / weighted) * math.sqrt(variance) if weighted > 0 else 0.0
 
 
-def _pace(blocks: Sequence[PaceBlock]) -> float:
+def pace(blocks: Sequence[PaceBlock]) -> float:
+    """Steps per second of the training loop."""
     return sum(block.steps for block in blocks) / sum(block.seconds for block in blocks)
 
 
-def _joined(blocks: Sequence[PaceBlock], size: int) -> list[PaceBlock]:
-    """Each ``size`` neighbours as one block. What is left over at the end joins the last."""
-    count = len(blocks) // size
-    ends = [*(size * number for number in range(1, count)), len(blocks)]
+def _joined(deviations: Sequence[float], size: int) -> list[float]:
+    """Of each ``size`` neighbours as one block. What is left over at the end joins the last."""
+    count = len(deviations) // size
+    ends = [*(size * number for number in range(1, count)), len(deviations)]
     starts = [0, *ends[:-1]]
-    return [
-        PaceBlock(sum(b.steps for b in blocks[start:end]), sum(b.seconds for b in blocks[start:end]))
-        for start, end in zip(starts, ends, strict=True)
-    ]
+    scale = count / len(deviations)
+    return [scale * sum(deviations[start:end]) for start, end in zip(starts, ends, strict=True)]
 
 
 def _deviations(blocks: Sequence[PaceBlock]) -> list[float]:
@@ -132,9 +148,9 @@ def _deviations(blocks: Sequence[PaceBlock]) -> list[float]:
 
     The mean of such deviations has the error of the run's pace, for blocks of different lengths as well.
     """
-    pace = _pace(blocks)
+    whole = pace(blocks)
     mean = sum(block.steps for block in blocks) / len(blocks)
-    return [(block.steps - pace * block.seconds) / mean for block in blocks]
+    return [(block.steps - whole * block.seconds) / mean for block in blocks]
 
 
 def _t_quantile(freedom: float) -> float:

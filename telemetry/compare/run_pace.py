@@ -1,7 +1,8 @@
-"""The part of a run that is compared: its blocks, and its seconds per step by category."""
+"""The part of a run that is compared: its blocks, how busy its machine was, and its seconds per step by category."""
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from dataclasses import dataclass
 from datetime import datetime
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from telemetry.compare.pace_interval import PaceBlock
 from telemetry.core.labels import CATEGORIES, COMPUTE, DATA_WAIT
-from telemetry.report.pace_series import PacePoint
+from telemetry.report.pace_series import CpuSeconds, PacePoint
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,6 +24,10 @@ _FIRST_SECONDS: Final = 300.0
 """The first steps are left out: this many at least, and this share of the training loop, but no more seconds of it.
 They fill caches, start workers and choose kernels."""
 
+_MOSTLY_KNOWN: Final = 0.5
+"""Who used the cores in a window is known if it was measured over this share of it."""
+
+_WAIT: Final = CATEGORIES.index(DATA_WAIT)
 _LOOP: Final = tuple(CATEGORIES.index(name) for name in (DATA_WAIT, COMPUTE))
 
 
@@ -34,11 +39,15 @@ class RunPace:
         blocks: a block for each window in which the training loop ran.
         steps: steps of the mean rank.
         per_step_seconds: by category of the ledger: seconds of a rank for each of its steps.
+        others: share of the cores that other programs used while the training loop ran; None if that is not known.
+        ranks: how many.
     """
 
     blocks: tuple[PaceBlock, ...]
     steps: float
     per_step_seconds: dict[str, float]
+    others: float | None = None
+    ranks: int = 1
 
 
 def pace_of(processes: Sequence[ProcessLog]) -> RunPace:
@@ -51,14 +60,19 @@ def pace_of(processes: Sequence[ProcessLog]) -> RunPace:
         return RunPace((), 0.0, dict.fromkeys(CATEGORIES, 0.0))
     first = series[0]
     ends = [first.started + point.wall_seconds for point in first.compared()]
-    sums = [_sum([each.at(end) for each in series]) for end in ends]
-    blocks = [PaceBlock(after.steps - before.steps, _loop(after) - _loop(before)) for before, after in pairwise(sums)]
-    steps = sums[-1].steps - sums[0].steps if sums else 0.0
-    spent = (after - before for before, after in zip(sums[0].ledger, sums[-1].ledger, strict=True)) if sums else ()
+    points = [[each.at(end) for each in series] for end in ends]
+    if not points:
+        return RunPace((), 0.0, dict.fromkeys(CATEGORIES, 0.0))
+    blocks = [_block(before, after, series) for before, after in pairwise(points)]
+    begin, end = _sum(points[0]), _sum(points[-1])
+    steps = end.steps - begin.steps
+    spent = (after - before for before, after in zip(begin.ledger, end.ledger, strict=True))
     return RunPace(
         tuple(block for block in blocks if block.seconds > 0),
         steps / len(series),
         {name: seconds / steps if steps else 0.0 for name, seconds in zip(CATEGORIES, spent, strict=False)},
+        _others(blocks),
+        len(series),
     )
 
 
@@ -67,6 +81,8 @@ class _Series:
 
     def __init__(self, process: ProcessLog) -> None:
         self.started = _unix_seconds(process.started)
+        self.node = process.head.get("node")
+        self.cores: int = process.head.get("cpu_count", 0)
         self._points = [PacePoint(0.0, 0.0, (0.0,) * len(CATEGORIES)), *process.pace.points()]
         self._walls = [point.wall_seconds for point in self._points]
 
@@ -87,7 +103,77 @@ class _Series:
             wall,
             low.steps + share * (high.steps - low.steps),
             tuple(a + share * (b - a) for a, b in zip(low.ledger, high.ledger, strict=True)),
+            CpuSeconds(*(a + share * (b - a) for a, b in zip(low.cpu, high.cpu, strict=True))),
         )
+
+
+def _block(before: Sequence[PacePoint], after: Sequence[PacePoint], series: Sequence[_Series]) -> PaceBlock:
+    """The window between two moments, from the points of all ranks."""
+    begin, end = _sum(before), _sum(after)
+    block = PaceBlock(end.steps - begin.steps, _loop(end) - _loop(begin))
+    ranks = [_RankWindow(*each) for each in zip(before, after, strict=True)]
+    if not all(rank.known and each.cores for rank, each in zip(ranks, series, strict=True)):
+        return block
+    by_node: dict[tuple[str | None, int], list[_RankWindow]] = {}
+    for rank, each in zip(ranks, series, strict=True):
+        by_node.setdefault((each.node, each.cores), []).append(rank)
+    others = thread = workers = 0.0
+    for (_, cores), group in by_node.items():
+        used = sum(rank.cores.used for rank in group)
+        # To a rank the other ranks of its node are others too. Here they are not.
+        found = max(0.0, sum(rank.cores.used + rank.cores.others for rank in group) / len(group) - used)
+        others += min(1.0, found / cores) / len(by_node)
+        thread += sum(rank.thread_held_up(found, used) for rank in group)
+        workers += sum(rank.workers_held_up(found, used) for rank in group)
+    if math.isnan(thread):
+        return block._replace(others=others)
+    return block._replace(others=others, held_up=thread + workers, workers_held_up=workers)
+
+
+class _RankWindow:
+    """Who used the cores during a window of one rank: ``cores`` has the fields of `CpuSeconds`, for each second."""
+
+    def __init__(self, before: PacePoint, after: PacePoint) -> None:
+        cpu = CpuSeconds(*(high - low for low, high in zip(before.cpu, after.cpu, strict=True)))
+        wall = after.wall_seconds - before.wall_seconds
+        self.known = wall > 0 and cpu.known > _MOSTLY_KNOWN * wall
+        if not self.known:
+            return
+        self.cores = CpuSeconds(
+            cpu.used / cpu.known, cpu.others / cpu.known, 1.0, cpu.thread / wall, cpu.thread_delay / wall,
+            cpu.worker / cpu.known, cpu.worker_delay / cpu.known,
+        )  # fmt: skip
+        self._loop_seconds = _loop(after) - _loop(before)
+        waited = after.ledger[_WAIT] - before.ledger[_WAIT]
+        self._waited_ratio = waited / self._loop_seconds if self._loop_seconds > 0 else 0.0
+
+    def thread_held_up(self, others: float, used: float) -> float:
+        """Run-queue delay of the training thread in its compute, as far as others caused it.
+
+        A thread waits for a core because all are in use: by others, or by the rest of the run itself. Each is
+        counted with its share of these cores.
+
+        Args:
+            others: cores that other programs use.
+            used: cores that the run uses on this node.
+        """
+        delay = self.cores.thread_delay * _share(others, used - self.cores.thread)
+        return self._loop_seconds * (1 - self._waited_ratio) * delay
+
+    def workers_held_up(self, others: float, used: float) -> float:
+        """The same of the mean worker, in the training thread's waits for data."""
+        delay = self.cores.worker_delay * _share(others, used - self.cores.worker)
+        return self._loop_seconds * self._waited_ratio * delay
+
+
+def _share(others: float, own: float) -> float:
+    return others / (others + max(0.0, own)) if others > 0 else 0.0
+
+
+def _others(blocks: Sequence[PaceBlock]) -> float | None:
+    known = [block for block in blocks if block.others is not None]
+    seconds = sum(block.seconds for block in known)
+    return sum((block.others or 0.0) * block.seconds for block in known) / seconds if seconds > 0 else None
 
 
 def _sum(points: Sequence[PacePoint]) -> PacePoint:

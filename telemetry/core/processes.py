@@ -1,7 +1,10 @@
-"""What tells one process from another with the same pid."""
+"""What tells one process from another with the same pid, and what kind of process this is."""
 
 from __future__ import annotations
 
+import multiprocessing.process
+import sys
+import threading
 from pathlib import Path
 
 from telemetry.core.filesystem import read_small
@@ -33,3 +36,22 @@ def process_name(pid: int) -> str:
     except OSError:
         boot = ""
     return f"{pid}/{boot}-{start_ticks(pid) or 0}"
+
+
+def is_loader_worker() -> bool:
+    """Whether this process is a DataLoader worker, or a spawned child that is importing its main module.
+
+    A spawned child runs the script's top level again, which may contain an unguarded ``telemetry.start()``. For workers
+    ``get_worker_info`` is not enough: if workers are threads, it reports the training process as a worker, too.
+    """
+    if getattr(multiprocessing.process.current_process(), "_inheriting", False):
+        return True
+    worker = sys.modules.get("torch.utils.data._utils.worker")
+    if worker is None or worker.get_worker_info() is None:
+        return False
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        if frame.f_code.co_name == "_worker_loop":
+            return True
+        frame = frame.f_back
+    return False

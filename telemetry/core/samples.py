@@ -12,6 +12,7 @@ class GpuSample:
     Attributes:
         sm_active_source: where ``sm_active_ratio`` comes from: ``gpm`` (hardware counters), ``process`` (the share of
             time this process ran a kernel) or None when there is no reading.
+        energy_joules: of the whole GPU since its driver was loaded.
         throttled: the reasons the clocks are held back right now, from `THROTTLE_REASONS`.
     """
 
@@ -27,6 +28,7 @@ class GpuSample:
     memory_used_bytes: int | None = None
     memory_total_bytes: int | None = None
     power_watts: float | None = None
+    energy_joules: float | None = None
     temperature_celsius: float | None = None
     sm_clock_hertz: float | None = None
     sm_clock_max_hertz: float | None = None
@@ -50,12 +52,14 @@ class ProcessSample:
     Attributes:
         cpu_seconds: user + system time since it began.
         runnable_seconds: run-queue delay of its training thread; None if the kernel does not report it.
+            ``running_seconds``: its time on a core.
     """
 
     cpu_seconds: float
     resident_memory_bytes: int
     threads: int
     runnable_seconds: float | None = None
+    running_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

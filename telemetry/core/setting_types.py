@@ -107,6 +107,20 @@ def auto_or(inner: SettingType) -> SettingType:
     return SettingType(inner.name, f"{inner.allowed}, or auto", parse)
 
 
+def or_none(inner: SettingType) -> SettingType:
+    """A value of another type, or ``none``, which is parsed to None."""
+
+    def parse(name: str, value: Any) -> Any:
+        if value is None or (isinstance(value, str) and value.strip().lower() == "none"):
+            return None
+        try:
+            return inner.parse(name, value)
+        except SettingError:
+            raise SettingError(name, value, f"none, or a {inner.name} {inner.allowed}") from None
+
+    return SettingType(inner.name, f"{inner.allowed}, or none", parse)
+
+
 def choice(*values: str) -> SettingType:
     """One of several words. True and False mean ``on`` and ``off``."""
 
@@ -117,6 +131,24 @@ def choice(*values: str) -> SettingType:
         return text
 
     return SettingType(" | ".join(values), "", parse)
+
+
+def several_of(*values: str) -> SettingType:
+    """Some of these words, separated by commas; ``none`` is the empty list. Parsed to a tuple without repeats."""
+    allowed = f"a list of {', '.join(values)}; or none"
+
+    def parse(name: str, value: Any) -> tuple[str, ...]:
+        parts = value.split(",") if isinstance(value, str) else () if value is None else value
+        try:
+            words = dict.fromkeys(str(part).strip().lower() for part in parts)
+        except TypeError:
+            raise SettingError(name, value, allowed) from None
+        named = [word for word in words if word not in {"", "none"}]
+        if not set(named) <= set(values) or (named and "none" in words):
+            raise SettingError(name, value, allowed)
+        return tuple(named)
+
+    return SettingType("list", allowed, parse)
 
 
 def _parse_switch(name: str, value: Any) -> bool:

@@ -41,6 +41,9 @@ class RankPace:
             fastest of them. If the others wait even for these, they wait for all ranks of that node.
         stuck: whether it has ended no step for ``stuck_seconds``. ``still_seconds``: time since the hooks last saw
             progress of its training thread, of any kind.
+        run_wait_seconds, run_loop_seconds, run_first_wait_seconds: of the whole run so far, as `RankWaits` has them.
+            ``run_exposed_seconds``: None if it is unknown, or batches were not seen.
+        run_cause: the cause of its costliest stall of the run; None without one. ``run_lost_seconds``: what that cost.
     """
 
     rank: int
@@ -67,11 +70,17 @@ class RankPace:
     stuck: bool = False
     last_step: int = 0
     still_seconds: float = 0.0
+    run_wait_seconds: float = 0.0
+    run_loop_seconds: float = 0.0
+    run_first_wait_seconds: float = 0.0
+    run_exposed_seconds: float | None = None
+    run_cause: str | None = None
+    run_lost_seconds: float = 0.0
 
 
 _NUMBERS: Final = (
     "rank", "seconds", "steps", "compute_seconds", "away_seconds", "samples", "in_sync_samples", "seconds_without_step",
-    "node_ranks", "last_step",
+    "node_ranks", "last_step", "run_wait_seconds", "run_loop_seconds", "run_first_wait_seconds", "run_lost_seconds",
 )  # fmt: skip
 _PACE_FIELDS: Final = frozenset(field.name for field in fields(RankPace))
 

@@ -208,8 +208,11 @@ class Totals:
         checkpoint_steps: steps in which a checkpoint was written. ``checkpoint_steps_compute_seconds``: their compute.
         wait_seconds_by_source: without the first batch. See `Conditions` for the sources.
         process_cpu_seconds: of the training process. ``run_queue_delay_seconds``: of the training thread.
+            ``thread_cpu_seconds``: its time on a core.
         worker_fetches: fetches of all workers. ``fetch_counts``: by bucket of `FETCH_BUCKETS`.
         overhead_seconds: the cost of the agent itself, by thread.
+        gpu_energy_joules: of the whole GPU, by category of the ledger; None before its second reading.
+        samples, tokens: of the batches that the training took, without those that were thrown away after a restart.
     """
 
     wall_seconds: float = 0.0
@@ -233,10 +236,14 @@ class Totals:
     own: OwnTotals = OwnTotals()
     process_cpu_seconds: float | None = 0.0
     run_queue_delay_seconds: float | None = 0.0
+    thread_cpu_seconds: float | None = 0.0
     worker_fetches: int = 0
     sampled: SampledTotals = SampledTotals()
     fetch_counts: tuple[int, ...] = ()
     overhead_seconds: dict[str, float] = field(default_factory=dict)
+    samples: int | None = None
+    tokens: int | None = None
+    gpu_energy_joules: dict[str, float] | None = None
 
     def __sub__(self, earlier: Totals) -> Totals:
         """What was added since ``earlier``."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from telemetry.report.log_reader import load
-from telemetry.report.summary import costliest, summarize
+from telemetry.report.summary import costliest_of, summarize
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -40,7 +40,7 @@ def outcome(run: Path) -> DemoOutcome:
     loop = rank["ledger"]["data_wait"] + rank["ledger"]["compute"]
     loop -= first_wait if isinstance(first_wait, float) else 0.0
     rate = rank["steps"] / loop if rank["steps"] and loop > 0 else None
-    stall = costliest(rank["rank"], report["stalls"])
+    stall = costliest_of(rank["rank"], report["stalls"])
     advice = stall["advice"][0] if stall is not None and stall["advice"] else {}
     if advice.get("setting") != "num_workers":
         return DemoOutcome(rate, None, None)

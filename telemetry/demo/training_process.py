@@ -32,9 +32,10 @@ def training_process(arguments: list[str], run: Path) -> Iterator[subprocess.Pop
         run: the run folder; it gets ``train.out`` and ``train.err``.
     """
     command = [sys.executable, "-m", "telemetry", *arguments]
+    quiet = os.environ | {"TELEMETRY_END_LINE": "off"}
     with (run / "train.out").open("wb") as output, (run / "train.err").open("wb") as errors:
         child = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, start_new_session=True
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, env=quiet, start_new_session=True
         )
     try:
         yield child

@@ -12,12 +12,14 @@ from telemetry.core.worker_records import Deliveries
 if TYPE_CHECKING:
     from telemetry.core.distribution import Percentiles
     from telemetry.core.spans import PhaseSpan
+    from telemetry.core.totals import Totals
 
 
 _RUNNING_TOTALS: Final = frozenset(
     {
         "cpu_seconds",
         "runnable_seconds",
+        "running_seconds",
         "fetches_total",
     }
 )
@@ -81,6 +83,24 @@ def _deliveries(total: Deliveries) -> dict[str, float]:
         "moved_from_busy_seconds_total": total.transfer_wait_busy_worker_seconds,
         "moved_from_long_seconds_total": total.transfer_wait_long_fetch_seconds,
     }
+
+
+def cpu_seconds(totals: Totals) -> dict[str, float] | None:
+    """CPU seconds by who used them, while the training loop ran; None before the first are known.
+
+    ``used``: the process and its workers. ``others``: everyone else on the machine, other ranks too. ``known``: the
+    wall clock over which these two were measured. ``thread``: the training thread, over its whole life, and
+    ``thread_delay``: its run-queue delay. ``worker``, ``worker_delay``: of the mean worker.
+    """
+    cpu, workers = totals.sampled.cpu, totals.sampled.workers
+    if cpu.other_cores.known is None or cpu.used_cores.known is None:
+        return None
+    told = {"used": cpu.used_cores.known, "others": cpu.other_cores.known, "known": cpu.other_cores.seconds}
+    if totals.run_queue_delay_seconds is not None and totals.thread_cpu_seconds is not None:
+        told |= {"thread": totals.thread_cpu_seconds, "thread_delay": totals.run_queue_delay_seconds}
+    if workers.cpu_seconds > 0:  # the kernel tells running from run-queue delay
+        told |= {"worker": workers.cpu_seconds, "worker_delay": workers.runnable_seconds}
+    return told
 
 
 def phase(span: PhaseSpan, started: str) -> dict[str, Any]:

@@ -12,6 +12,14 @@ import orjson
 from telemetry.core.terminal import complain, show, show_json
 from telemetry.report import page_command
 from telemetry.report.attempts import KILLED, MISSED_WINDOWS, RUNNING, log_interval
+from telemetry.report.energy_cost import (
+    cost_lines,
+    cost_of,
+    energy_lines,
+    energy_of,
+    throughput_lines,
+    throughput_of,
+)
 from telemetry.report.goodput import as_job, goodput_of
 from telemetry.report.goodput_text import ended_by_oom, section, verdict
 from telemetry.report.log_reader import NoRunError, load
@@ -48,6 +56,9 @@ def report(run_dir: str, *, as_json: bool, html: str | None = None) -> int:
     goodput = goodput_of(processes, time.time())
     summary = summarize(processes) | {"job": as_job(processes, goodput)}
     _name_attempts(summary["ranks"], processes, goodput)
+    summary["throughput"] = throughput_of(summary["ranks"])
+    summary["gpu_energy_joules"] = energy_of(summary["ranks"], processes)
+    summary["cost"] = cost_of(summary["ranks"], summary["stalls"], processes, goodput)
     problems = read_snapshots(Path(run_dir), summary["snapshots"])
     summary["verdict"] += verdict_of(summary["snapshots"])
     over = {id(life.log) for course in goodput.courses for life in course.attempt.lives if life.how != RUNNING}
@@ -67,7 +78,12 @@ def report(run_dir: str, *, as_json: bool, html: str | None = None) -> int:
         )
     if as_json:
         return show_json(orjson.dumps(summary, option=orjson.OPT_INDENT_2).decode() + "\n")
-    return show(render(summary, [*memory, *section(goodput), *notes]))
+    spent = [
+        *throughput_lines(summary["throughput"]),
+        *energy_lines(summary["gpu_energy_joules"]),
+        *cost_lines(summary["cost"]),
+    ]
+    return show(render(summary, [*memory, *spent, *section(goodput), *notes]))
 
 
 def _name_attempts(ranks: Sequence[dict[str, Any]], processes: Sequence[ProcessLog], goodput: Goodput) -> None:

@@ -250,7 +250,9 @@ def _take(line: dict[str, Any], log: ProcessLog) -> None:
     elif event == "run_end":
         _take_totals(line, log)
         log.ended = True
-        log.end = {name: line[name] for name in ("exception", "exit_status", "lost_peer") if name in line}
+        log.end = {
+            name: line[name] for name in ("exception", "exit_status", "lost_peer", "stuck_seconds") if name in line
+        }
     else:
         kept = {
             "stall_open": log.stalls,

@@ -84,15 +84,8 @@ def _scalars(value: Any) -> dict[str, Any]:
     return {_text(name): _scalar(each) for name, each in _mapping(value).items() if each is not None}
 
 
-def _texts(value: Any) -> list[str]:
-    """Names, such as the reasons of a reduced clock."""
-    if not isinstance(value, list):
-        raise _WrongTypeError
-    return [_text(each) for each in value]
-
-
 def _stacks(value: Any) -> list[str]:
-    """Stacks of a stuck run. No other text has line breaks."""
+    """Stacks of a stuck run, which have line breaks; or names that nobody shows."""
     if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
         raise _WrongTypeError
     return value
@@ -172,6 +165,10 @@ _TOTALS: Final[Mapping[str, Kind]] = {
     "exposed_wait_absent": _text,
     "first_wait_seconds": _number,
     "unseen_steps_total": _count,
+    "samples_total": _count,
+    "tokens_total": _count,
+    "gpu_energy_total_joules": _numbers,
+    "gpu_uuid": _text,
     "overhead_seconds": _numbers,
     "stall_lost_total_seconds": _numbers,
     "child_processes": _count,
@@ -216,6 +213,12 @@ _STALL: Final[Mapping[str, Kind]] = {
     "advice": _ADVICE,
 }
 
+_SETTINGS: Final = _Object(
+    dict.fromkeys(("interval_seconds", "log_interval_seconds", "stall_enter_ratio", "gpu_hour_price"), _number)
+)
+
+_END: Final = {"exception": _text, "exit_status": _number, "lost_peer": _flag, "stuck_seconds": _number}
+
 _SURROUNDINGS: Final[Mapping[str, Kind]] = {"environment": _scalars, "loader": _scalars}
 
 FIELDS: Final[Mapping[str, Mapping[str, Kind]]] = MappingProxyType(
@@ -226,9 +229,7 @@ FIELDS: Final[Mapping[str, Mapping[str, Kind]]] = MappingProxyType(
             "life": _text,
             "world_size": _count,
             "claimed_rank": _count,
-            "settings": _Object(
-                {"interval_seconds": _number, "log_interval_seconds": _number, "stall_enter_ratio": _number}
-            ),
+            "settings": _SETTINGS,
             "process_started": _text,
             "launcher": _text,
             "launch": _text,
@@ -252,11 +253,10 @@ FIELDS: Final[Mapping[str, Mapping[str, Kind]]] = MappingProxyType(
             "data_wait_seconds": _numbers,
             "step_sketch": _mapping,
             "data_wait_sketch": _mapping,
+            "cpu_total_seconds": _numbers,
         },
         "phase": {
-            "name": _text,
-            "category": _text,
-            "started": _text,
+            **dict.fromkeys(("name", "category", "started"), _text),
             "seconds": _number,
             "complete": _flag,
             "holds_optimizer": _flag,
@@ -264,8 +264,8 @@ FIELDS: Final[Mapping[str, Mapping[str, Kind]]] = MappingProxyType(
             "steps_total": _count,
             "loop_seconds": _numbers,
         },
-        "run_end": {**_TOTALS, "exception": _text, "exit_status": _number, "lost_peer": _flag},
-        "gpu": {"name": _text, "throttled": _texts, **dict.fromkeys(GPU_NUMBERS, _number)},
+        "run_end": {**_TOTALS, **_END},
+        "gpu": {"name": _text, "throttled": _stacks, **dict.fromkeys(GPU_NUMBERS, _number)},
         "host": {"pressure_ratio": _numbers, **dict.fromkeys(HOST_NUMBERS, _number)},
         "workers": dict.fromkeys(WORKERS_NUMBERS, _number),
         "change": {

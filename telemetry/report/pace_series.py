@@ -1,7 +1,8 @@
-"""How fast a process was over time: its totals at the ends of its windows, thinned out."""
+"""How fast a process was over time, and how busy its machine: totals at the ends of its windows, thinned out."""
 
 from __future__ import annotations
 
+import math
 from array import array
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -11,7 +12,26 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _MAX_POINTS: Final = 512
-_FIELDS: Final = 2 + len(CATEGORIES)
+_LEDGER_END: Final = 2 + len(CATEGORIES)
+
+
+class CpuSeconds(NamedTuple):
+    """Counted since the process started, see `log_fields.cpu_seconds`.
+
+    While the first three are not measured, they do not grow, ``known`` neither. NaN: the kernel does not tell.
+    """
+
+    used: float = 0.0
+    others: float = 0.0
+    known: float = 0.0
+    thread: float = math.nan
+    thread_delay: float = math.nan
+    worker: float = 0.0
+    worker_delay: float = 0.0
+
+
+_CPU: Final = CpuSeconds._fields
+_FIELDS: Final = _LEDGER_END + len(_CPU)
 
 
 class PacePoint(NamedTuple):
@@ -20,6 +40,7 @@ class PacePoint(NamedTuple):
     wall_seconds: float
     steps: float
     ledger: tuple[float, ...]
+    cpu: CpuSeconds = CpuSeconds()
 
 
 class PaceSeries:
@@ -41,7 +62,13 @@ class PaceSeries:
         if self._seen % self._every:
             return
         ledger = totals["ledger_total_seconds"]
-        point = (totals["wall_seconds"], totals["steps_total"], *(ledger.get(name, 0.0) for name in CATEGORIES))
+        cpu = CpuSeconds(*self._values[-len(_CPU) :])._asdict() | totals.get("cpu_total_seconds", {})
+        point = (
+            totals["wall_seconds"],
+            totals["steps_total"],
+            *(ledger.get(name, 0.0) for name in CATEGORIES),
+            *(cpu[name] for name in _CPU),
+        )
         if any(new < old for new, old in zip(point, self._values[-_FIELDS:], strict=False)):
             return
         self._values.extend(point)
@@ -55,6 +82,11 @@ class PaceSeries:
         """All points, oldest first."""
         values = self._values
         return [
-            PacePoint(values[at], values[at + 1], tuple(values[at + 2 : at + _FIELDS]))
+            PacePoint(
+                values[at],
+                values[at + 1],
+                tuple(values[at + 2 : at + _LEDGER_END]),
+                CpuSeconds(*values[at + _LEDGER_END : at + _FIELDS]),
+            )
             for at in range(0, len(values), _FIELDS)
         ]

@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.core.formatting import rounded_percent
 from telemetry.core.labels import CATEGORIES, CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, STARTUP
+from telemetry.core.run_verdict import (
+    NO_STEPS,
+    STARVED,
+    STARVED_RATIO,
+    UNKNOWN,
+    UNMEASURED,
+    RankStall,
+    RankWaits,
+    costliest,
+    find,
+    healthy_share,
+    lost_seconds,
+    other_cause,
+    recommended,
+)
 from telemetry.report import rank_processes
 from telemetry.report.hang_report import hang_of, job_hang_verdict
 from telemetry.report.memory_report import memory_of
@@ -17,16 +32,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from telemetry.core.quantile_sketch import Sketch
+    from telemetry.core.run_verdict import RunFinding
     from telemetry.report.log_reader import ProcessLog
-
-STARVED_RATIO: Final = 0.20
-"""The default of ``stall_enter_ratio``, for logs that do not have it."""
 
 _ADVICE_FIELDS: Final = ("action", "setting", "value", "predicted_speedup", "because")
 """All of them are in the report. A field that the log does not have is null."""
-
-_MAX_UNSEEN_RATIO: Final = 0.05
-"""If a rank did not see the batches of more than this share of its steps, it is unknown whether it waits for data."""
 
 _WATCH: Final = "Put telemetry.watch() around what the training loop takes its batches from."
 
@@ -37,23 +47,6 @@ _NOTHING_SEEN: Final = (
 
 _MIN_MENTIONED_RATIO: Final = 0.20
 """A category outside of the training loop is mentioned from this share of the wall clock on."""
-
-
-@dataclass(frozen=True, slots=True)
-class _VerdictInputs:
-    """What the verdict needs of a process that is not in its entry of the report.
-
-    Attributes:
-        first_wait_seconds: how long it waited for its first batch.
-        starved_ratio: its ``stall_enter_ratio``: from this share of the training loop on it is starved.
-        unmeasured: why it has no exposed wait; empty if it has one or the log does not tell.
-        unseen_steps: how many steps had no batch request that the hooks see.
-    """
-
-    first_wait_seconds: float
-    starved_ratio: float
-    unmeasured: str
-    unseen_steps: int
 
 
 def summarize(processes: Sequence[ProcessLog]) -> dict[str, Any]:
@@ -87,13 +80,19 @@ def verdict_of(processes: Sequence[ProcessLog]) -> str:
     return job_hang_verdict(hang_of(processes), processes) or _hang_verdict(processes) or _verdict(processes)
 
 
-def _verdict_inputs(process: ProcessLog) -> _VerdictInputs:
+def _waits(process: ProcessLog) -> RankWaits:
     settings, totals = process.head.get("settings", {}), process.totals
-    return _VerdictInputs(
+    spent = totals.get("ledger_total_seconds", {})
+    return RankWaits(
+        rank=process.rank,
+        steps=totals.get("steps_total", 0),
+        wait_seconds=float(spent.get(DATA_WAIT, 0.0)),
+        compute_seconds=float(spent.get(COMPUTE, 0.0)),
         first_wait_seconds=totals.get("first_wait_seconds", 0.0),
+        exposed_seconds=totals.get("exposed_wait_total_seconds"),
+        unseen_steps=totals.get("unseen_steps_total", 0),
         starved_ratio=settings.get("stall_enter_ratio", STARVED_RATIO),
         unmeasured=totals.get("exposed_wait_absent", ""),
-        unseen_steps=totals.get("unseen_steps_total", 0),
     )
 
 
@@ -105,137 +104,123 @@ def _verdict(processes: Sequence[ProcessLog]) -> str:
     """
     ranks = [_rank(process) for process in processes]
     stalls = [stall for process in processes for stall in stalls_of(process)]
-    of = {id(rank): _verdict_inputs(process) for rank, process in zip(ranks, processes, strict=True)}
-    stepping = [rank for rank in ranks if rank["steps"]]
-    if not stepping:
-        children = rank_processes.child_processes(processes)
-        others = "another process" if children == 1 else f"{children} processes"
-        return "No training step has ended yet." + (
-            f" The script has started {others} with multiprocessing; if the training runs there, it is not seen: call "
-            "telemetry.start() in the function that is spawned."
-            if children
-            else ""
-        )
-    measured = [rank for rank in stepping if rank["exposed_wait_ratio"] is not None]
-    unseen = _unseen([(rank, of[id(rank)].unseen_steps) for rank in stepping])
-    if not measured and not unseen:
-        worst = max(stepping, key=_wait_ratio)
-        why = of[id(worst)].unmeasured
+    finding = find(
+        [_waits(process) for process in processes],
+        [RankStall(stall["rank"], stall["cause"], lost_seconds(stall)) for stall in stalls],
+    )
+    unseen, worst = _unseen(finding.unseen), finding.worst
+    if finding.kind == NO_STEPS:
+        return _no_steps(processes)
+    if finding.kind == UNKNOWN:
+        return _unknown_verdict(ranks, stalls, unseen or _NOTHING_SEEN, finding)
+    assert worst is not None  # noqa: S101 - only the two above have none
+    if finding.kind == UNMEASURED:
+        why = worst.unmeasured
         return (
-            f"Rank {worst['rank']} spent {rounded_percent(_wait_ratio(worst))} of its training loop waiting for data; "
+            f"Rank {worst.rank} spent {rounded_percent(worst.wait_ratio)} of its training loop waiting for data; "
             f"how much of that the GPU felt was not measured{why and f': {why}'}."
         )
-    # Each run has to wait for its first batch. That time is lost, but it is no sign of starvation.
-    after_start = {id(rank): _without_start(rank, of[id(rank)].first_wait_seconds) for rank in measured}
-    starving = [rank for rank in measured if after_start[id(rank)] >= of[id(rank)].starved_ratio]
-    if starving:
-        worst = max(starving, key=lambda rank: after_start[id(rank)])
-        starved = _starved(worst, len(starving), len(measured), worst["exposed_wait_ratio"])
-        return starved + _why(worst["rank"], stalls) + unseen
-    if unseen or not any(rank["ledger"]["data_wait"] for rank in measured):
-        return _unknown_verdict(ranks, stalls, unseen or _NOTHING_SEEN)
-    if stalls:
-        # A rank that waits for a slow rank loses as much as that one. The slow rank's own stall names the cause.
-        stall = max(stalls, key=lambda stall: (stall["cause"] != "straggler", lost_seconds(stall)))
-        return f"Not starved, but rank {stall['rank']} stalled.{_why(stall['rank'], stalls)}"
-    ratio = max(measured, key=lambda rank: after_start[id(rank)])["exposed_wait_ratio"]
-    lost = f"{rounded_percent(ratio)} of its training loop"
-    return f"Healthy: no rank lost more than {lost} waiting for data.{_other_time(ranks)}"
+    if finding.kind == STARVED:
+        return _starved(worst, finding) + _why(worst.rank, stalls) + unseen
+    if finding.stalled is not None:
+        return f"Not starved, but rank {finding.stalled.rank} stalled.{_why(finding.stalled.rank, stalls)}"
+    ratio, after = healthy_share(worst)
+    lost = f"{rounded_percent(ratio)} of its training loop waiting for data{after}"
+    return f"Healthy: no rank lost more than {lost}.{_other_time(ranks)}"
 
 
-def _unseen(stepping: Sequence[tuple[dict[str, Any], int]]) -> str:
-    """A sentence on steps whose batches were not seen; empty if these are few.
+def _no_steps(processes: Sequence[ProcessLog]) -> str:
+    children = rank_processes.child_processes(processes)
+    others = "another process" if children == 1 else f"{children} processes"
+    return "No training step has ended yet." + (
+        f" The script has started {others} with multiprocessing; if the training runs there, it is not seen: call "
+        "telemetry.start() in the function that is spawned."
+        if children
+        else ""
+    )
 
-    Args:
-        stepping: the entries of ranks with steps, each with its number of such steps.
-    """
-    rank, unseen = max(stepping, key=lambda pair: pair[1] / pair[0]["steps"])
-    if unseen / rank["steps"] < _MAX_UNSEEN_RATIO:
+
+def _unseen(rank: RankWaits | None) -> str:
+    """A sentence on steps whose batches were not seen; empty if these are few."""
+    if rank is None:
         return ""
     return (
-        f" The batches of {min(rank['steps'], unseen)} of {rank['steps']} steps of rank {rank['rank']} reached the "
+        f" The batches of {min(rank.steps, rank.unseen_steps)} of {rank.steps} steps of rank {rank.rank} reached the "
         f"training thread in a way that is not seen, and waiting for them is counted as compute. {_WATCH}"
     )
 
 
-def _unknown_verdict(ranks: Sequence[dict[str, Any]], stalls: Sequence[dict[str, Any]], unseen: str) -> str:
+def _unknown_verdict(
+    ranks: Sequence[dict[str, Any]], stalls: Sequence[dict[str, Any]], unseen: str, finding: RunFinding
+) -> str:
     """The verdict of a run that may be starved, because its batches are not seen."""
-    stall = max(stalls, key=lost_seconds, default=None)
-    other = "" if stall is None else f" Rank {stall['rank']} stalled.{_why(stall['rank'], stalls)}"
+    stall = finding.stalled
+    other = "" if stall is None else f" Rank {stall.rank} stalled.{_why(stall.rank, stalls)}"
     return f"Not known whether this run waits for data.{unseen}{other}{_other_time(ranks)}"
 
 
 def _hang_verdict(processes: Sequence[ProcessLog]) -> str:
-    """The verdict of a run that is stuck; empty if it is not."""
-    stalls = [
-        stall
+    """The verdict of a run that is stuck, or was until it ended; empty for others."""
+    newest = [
+        (stall, process.ended)
         for process in processes
-        for stall in stalls_of(process)
-        if stall["closed"] is None and "stuck_in" in stall["evidence"]
+        for stall in stalls_of(process)[-1:]
+        if "stuck_in" in stall["evidence"] and (stall["closed"] is None or "stuck_seconds" in process.end)
     ]
-    if not stalls:
+    if not newest:
         return ""
     # Ranks in compute mostly wait for a rank that is not, and ranks in a collective for one that has not reached it.
-    stall = min(stalls, key=lambda stall: (stall["cause"] == "straggler", stall["evidence"]["stuck_in"] == COMPUTE))
-    others = {other["rank"] for other in stalls} - {stall["rank"]}
-    doing = "waits for a batch" if stall["evidence"]["stuck_in"] == DATA_WAIT else "is in the compute of a step"
+    stall, ended = min(
+        newest, key=lambda pair: (pair[0]["cause"] == "straggler", pair[0]["evidence"]["stuck_in"] == COMPUTE)
+    )
+    others = {other["rank"] for other, _ in newest} - {stall["rank"]}
+    waits, be = stall["evidence"]["stuck_in"] == DATA_WAIT, "was" if ended else "is"
+    doing = f"wait{'ed' if ended else 's'} for a batch" if waits else f"{be} in the compute of a step"
     more = f" So {'are' if len(others) > 1 else 'is'} {len(others)} more." if others else ""
-    at = stall["evidence"].get("stuck_at")
+    at, stands = stall["evidence"].get("stuck_at"), "stood" if ended else "stands"
     return (
-        f"Stuck: rank {stall['rank']} {doing} and has not gone on since before {stall['opened']}. "
-        f"Cause: {stall['cause']}{f'; it stands at {at}' if at else ''}.{more}"
+        f"Stuck{' before its end' if ended else ''}: rank {stall['rank']} {doing} and {'had' if ended else 'has'} not "
+        f"gone on since before {stall['opened']}. Cause: {stall['cause']}{f'; it {stands} at {at}' if at else ''}."
+        f"{more if not ended else ''}"
     )
 
 
-def _without_start(rank: dict[str, Any], first_wait: float) -> float:
-    """The exposed-wait ratio of a rank, without the wait for its first batch."""
-    loop = rank["ledger"][DATA_WAIT] + rank["ledger"][COMPUTE]
-    left = loop - first_wait
-    return float((rank["exposed_wait_ratio"] * loop - first_wait) / left) if left > 0 else 0.0
-
-
-def _starved(worst: dict[str, Any], starving: int, measured: int, ratio: float) -> str:
+def _starved(worst: RankWaits, finding: RunFinding) -> str:
+    ratio, measured = worst.exposed_ratio or 0.0, finding.measured
     lost = f"{rounded_percent(ratio)} of its training loop waiting for data"
     bound = 1 / (1 - ratio) if ratio < 0.99 else None
     gain = f"; without that wait its steps would be up to {bound:.1f} times faster" if bound else ""
     if measured == 1:
-        return f"Starved: rank {worst['rank']} spent {lost}{gain}."
-    if starving == measured:
-        return f"Starved: every rank waits for data; the worst, rank {worst['rank']}, spent {lost}{gain}."
-    others = "the other ranks wait for it inside their compute" if starving == 1 else "the rest wait for them"
-    return f"Starved: rank {worst['rank']} spent {lost}{gain}; {others}."
+        return f"Starved: rank {worst.rank} spent {lost}{gain}."
+    if finding.starving == measured:
+        return f"Starved: every rank waits for data; the worst, rank {worst.rank}, spent {lost}{gain}."
+    others = "the other ranks wait for it inside their compute" if finding.starving == 1 else "the rest wait for them"
+    return f"Starved: rank {worst.rank} spent {lost}{gain}; {others}."
 
 
-def costliest(rank: int, stalls: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+def costliest_of(rank: int, stalls: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     """The stall of a rank that has cost most time; None without one."""
-    own = [stall for stall in stalls if stall["rank"] == rank and stall["cause"]]
-    return max(own, key=lost_seconds, default=None)
+    return costliest([stall for stall in stalls if stall["rank"] == rank])
 
 
 def _why(rank: int, stalls: Sequence[dict[str, Any]]) -> str:
     """The cause of a rank's costliest stall, and its first advice."""
-    stall = costliest(rank, stalls)
+    stall = costliest_of(rank, stalls)
     if stall is None:
         return ""
     text = f" Cause: {stall['cause']}"
     for advice in stall["advice"][:1]:
-        setting, value, gain = (advice.get(name) for name in ("setting", "value", "predicted_speedup"))
-        text += f"; try {setting}={value}" if setting and value else f"; {advice.get('action')}"
+        change = recommended(advice)
+        text += f"; try {change.typed}" if change.typed else f"; {advice.get('action')}"
         text += f" ({advice.get('because')})" if stall["cause"] == "straggler" else ""
-        text += f", predicted {gain:g} times the steps per second" if gain is not None else ""
-    also = [other for other in stall["evidence"].get("also", []) if "cause" in other]
-    for other in also[:1]:
+        text += f", predicted {change.gain} times the steps per second" if change.gain else ""
+    other = other_cause(stall)
+    if other is not None:
         text += (
             f". At the same time {other['cause']} takes {rounded_percent(other.get('share_ratio', 0.0))} of the time"
         )
     line = stall["evidence"].get("line_verdict")
     return f"{text}. {line[:1].upper()}{line[1:]}." if line else f"{text}."
-
-
-def lost_seconds(stall: dict[str, Any]) -> float:
-    """What a stall has cost by its own cause."""
-    lost: float = stall["evidence"].get("lost_seconds", {}).get(stall["cause"], 0.0)
-    return lost
 
 
 def _other_time(ranks: Sequence[dict[str, Any]]) -> str:
@@ -259,6 +244,9 @@ def _rank(process: ProcessLog) -> dict[str, Any]:
         "node": process.head.get("node"),
         "pid": process.pid,
         "steps": totals.get("steps_total", 0),
+        "samples": totals.get("samples_total"),
+        "tokens": totals.get("tokens_total"),
+        "gpu_energy_joules": totals.get("gpu_energy_total_joules"),
         "wall_seconds": float(totals.get("wall_seconds", 0.0)),
         "ledger": ledger,
         "step_seconds": _percentiles(process.step),
@@ -318,8 +306,3 @@ def _stall(rank: int, line: dict[str, Any]) -> dict[str, Any]:
 def _snapshot(rank: int, line: dict[str, Any]) -> dict[str, Any]:
     names = ("first_step", "last_step", "path", "reason")
     return {"rank": rank} | {name: line.get(name) for name in names} | {"breakdown": line.get("breakdown") or {}}
-
-
-def _wait_ratio(rank: dict[str, Any]) -> float:
-    loop = rank["ledger"][DATA_WAIT] + rank["ledger"][COMPUTE]
-    return float(rank["ledger"][DATA_WAIT] / loop) if loop > 0 else 0.0

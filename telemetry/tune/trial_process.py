@@ -251,6 +251,7 @@ def _environment(plan: Path, folder: Path) -> dict[str, str]:
         "TELEMETRY_INTERVAL_SECONDS": "0.25",
         "TELEMETRY_MAX_SNAPSHOTS": "0",
         "TELEMETRY_START_LINE": "off",
+        "TELEMETRY_END_LINE": "off",
         "TMPDIR": str(temporary),
         "TORCHINDUCTOR_CACHE_DIR": kept.get("TORCHINDUCTOR_CACHE_DIR", str(compiled)),
         "WANDB_MODE": "disabled",

@@ -159,6 +159,9 @@ class FakeLibrary:
     def _nvmlDeviceGetPowerUsage(self, handle, power):
         power._obj.value = self._gpu(handle).power
 
+    def _nvmlDeviceGetTotalEnergyConsumption(self, handle, energy):
+        energy._obj.value = self._gpu(handle).energy
+
     def _nvmlDeviceGetTemperature(self, handle, _sensor, degrees):
         degrees._obj.value = self._gpu(handle).temperature
 

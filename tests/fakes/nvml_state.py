@@ -47,7 +47,7 @@ class Process:
 
 @dataclass
 class Gpu:
-    """Values as NVML gives them: percent, bytes, milliwatts, degrees, megahertz, bits."""
+    """Values as NVML gives them: percent, bytes, milliwatts, millijoules, degrees, megahertz, bits."""
 
     uuid: str = "GPU-aaaaaaaa-0000-0000-0000-000000000000"
     name: str = "NVIDIA Fake H100"
@@ -56,6 +56,7 @@ class Gpu:
     memory_used: int = 20 << 30
     memory_reserved: int = 1 << 30
     power: int = 350_500
+    energy: int = 9_000_000_500
     temperature: int = 61
     sm_clock: int = 1_980
     sm_clock_max: int = 1_980

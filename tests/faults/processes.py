@@ -34,6 +34,7 @@ def environment(**variables: str) -> dict[str, str]:
     dropped = ("TELEMETRY_", "PYTHON", "PROMETHEUS_", *_LAUNCHERS)
     env = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
     env |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(TESTS)]), "TELEMETRY_PORT": "0"}
+    env["TELEMETRY_END_LINE"] = "off"  # its own tests turn it on
     return env | variables
 
 

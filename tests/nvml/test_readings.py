@@ -25,6 +25,7 @@ def test_every_reading_in_base_units(state):
     assert reading.power_watts == 350.5
     assert reading.temperature_celsius == 61.0
     assert reading.sm_clock_hertz == 1.98e9
+    assert reading.energy_joules == 9_000_000.5
     assert reading.throttled == ("sw_power_cap", "hw_thermal")
 
 
@@ -130,6 +131,8 @@ MINUS_ONE = (1 << 32) - 1
         ("memory_total", ALL_ONES, ("memory_used_bytes", "memory_total_bytes")),
         ("temperature", MINUS_ONE, ("temperature_celsius",)),
         ("power", MINUS_ONE, ("power_watts",)),
+        ("energy", ALL_ONES, ("energy_joules",)),
+        ("energy", 0, ("energy_joules",)),
         ("sm_clock", MINUS_ONE, ("sm_clock_hertz",)),
         ("sm_clock_max", MINUS_ONE, ("sm_clock_max_hertz",)),
         ("throttle", ALL_ONES, ("throttled",)),

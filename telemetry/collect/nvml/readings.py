@@ -52,6 +52,7 @@ _IMPLAUSIBLE: Final = 999
 
 _MAX_MEMORY_BYTES: Final = float(1 << 44)
 _MAX_POWER_MILLIWATTS: Final = 20e6
+_MAX_MILLIJOULES: Final = 1e16
 _MAX_CELSIUS: Final = 200.0
 _MAX_MEGAHERTZ: Final = 10_000.0
 _MAX_REASONS: Final = float(1 << 32)
@@ -115,6 +116,7 @@ class DeviceReader:
             memory_used_bytes=used,
             memory_total_bytes=total,
             power_watts=self._optional(self._power),
+            energy_joules=None if self.device.gpu_instance is not None else self._optional(self._energy),
             temperature_celsius=self._optional(self._temperature),
             sm_clock_hertz=self._optional(self._sm_clock),
             sm_clock_max_hertz=self._optional(self._sm_clock_max),
@@ -177,6 +179,11 @@ class DeviceReader:
     def _power(self) -> float:
         milliwatts = self._driver.call("nvmlDeviceGetPowerUsage", self.device.parent)
         return plausible("power", milliwatts, _MAX_POWER_MILLIWATTS) / 1e3
+
+    def _energy(self) -> float | None:
+        """Joules since the driver was loaded, from Volta on. A MIG device has no counter of its own."""
+        millijoules = self._driver.call("nvmlDeviceGetTotalEnergyConsumption", self.device.parent)
+        return plausible("energy", millijoules, _MAX_MILLIJOULES) / 1e3 or None  # 0: a counter that does not count
 
     def _temperature(self) -> float:
         sensor = self._driver.binding.NVML_TEMPERATURE_GPU

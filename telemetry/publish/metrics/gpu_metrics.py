@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from telemetry.core.labels import THROTTLE_REASONS
-from telemetry.publish.metrics.metric import GAUGE, Metric, MetricGroup, MetricLabel
+from telemetry.core.labels import CATEGORIES, THROTTLE_REASONS
+from telemetry.publish.metrics.metric import COUNTER, GAUGE, Metric, MetricGroup, MetricLabel
 
 if TYPE_CHECKING:
     from telemetry.core.samples import GpuSample, TorchMemorySample
+    from telemetry.core.views import RunView
 
 _NO_DEVICE: Final = "without NVML, and before the rank's device is known"
 _NO_READING: Final = f"{_NO_DEVICE}; where the GPU or MIG slice does not support the reading"
@@ -132,6 +133,27 @@ GPU: Final[MetricGroup[GpuSample]] = MetricGroup(
             help="1 for each reason that limits the clocks right now, 0 for the others.",
             details="A low clock on an idle GPU is not throttling.",
             read=lambda gpu: gpu.throttled,
+        ),
+    ),
+)
+
+GPU_ENERGY: Final[MetricGroup[RunView]] = MetricGroup(
+    record=lambda view: None if view.gpu is None or view.totals.gpu_energy_joules is None else view,
+    labels=("gpu", "uuid"),
+    label_values=lambda view: {} if view.gpu is None else {"gpu": str(view.gpu.index), "uuid": view.gpu.uuid},
+    absent=f"{_NO_DEVICE}; on GPUs older than Volta and MIG devices, which have no counter",
+    metrics=(
+        Metric(
+            name="training_gpu_energy_joules_total",
+            type=COUNTER,
+            unit="joules",
+            label=MetricLabel("category", CATEGORIES),
+            help="Energy that the whole GPU has used since the agent's first reading, by category of the ledger.",
+            details=(
+                "The sum is the GPU's own counter, of all processes on it: ranks that share a GPU each show all of it. "
+                "The split is an estimate: between two readings each category gets its share of the time."
+            ),
+            read=lambda view: view.totals.gpu_energy_joules,
         ),
     ),
 )

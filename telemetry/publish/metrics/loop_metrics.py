@@ -66,6 +66,27 @@ LOOP: Final[MetricGroup[RunView]] = MetricGroup(
             read=lambda view: view.totals.steps,
         ),
         Metric(
+            name="training_samples_total",
+            type=COUNTER,
+            unit="samples",
+            help="Samples of the batches that the training took.",
+            details=(
+                "As many as there were indices. Batches that were only prefetched, those of an evaluation, and those "
+                "that are drawn and thrown away after a restart do not count. Known from the second optimizer step on."
+            ),
+            absent="if the size of a batch was not known ([Throughput](throughput.md))",
+            read=lambda view: view.totals.samples,
+        ),
+        Metric(
+            name="training_tokens_total",
+            type=COUNTER,
+            unit="tokens",
+            help="Tokens that the training took.",
+            details="As `telemetry.tokens()` told them.",
+            absent="before the script has told any",
+            read=lambda view: view.totals.tokens,
+        ),
+        Metric(
             name="training_optimizer_steps_total",
             type=COUNTER,
             unit="steps",

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.core.formatting import duration, percent, rough_duration
 from telemetry.core.labels import COMPUTE, DATA_WAIT
+from telemetry.core.run_verdict import lost_seconds
 from telemetry.report.attempts import FAILED, KILLED, RUNNING
 from telemetry.report.goodput_text import advice as goodput_advice
-from telemetry.report.summary import lost_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -9,6 +9,7 @@ import numpy as np
 
 from telemetry.core.formatting import duration, percent
 from telemetry.core.labels import CATEGORIES
+from telemetry.report.energy_cost import cost_lines, energy_lines, throughput_lines
 from telemetry.report.goodput import SECONDS as GOODPUT_SECONDS
 from telemetry.report.html import chart_specs as specs
 from telemetry.report.html import palette
@@ -80,7 +81,15 @@ def sections(
         _section("stalls", "Stalls", [], _stalls(summary)),
         _section("lines", "Hot lines", [], _hot_lines(summary), "lines are sampled during a stall, and none was"),
     ]
-    # A section on throughput and energy belongs here.
+    spent = [
+        *throughput_lines(summary["throughput"]),
+        *energy_lines(summary["gpu_energy_joules"]),
+        *cost_lines(summary["cost"]),
+    ]
+    rows_spent = [[text.strip()] for text in spent if text.strip()]
+    table = [PageTable("Throughput and energy", ("of the run",), rows_spent)] if rows_spent else []
+    absent = "neither samples, tokens nor energy are in the logs"
+    found.append(_section("throughput", "Throughput and energy", [], table, absent))
     for key, title, wanted in (("gpu", "GPU", GPU), ("workers", "Workers", WORKERS), ("host", "Memory and CPU", HOST)):
         charts = sampled_charts(recorder, rows, wanted) if over_time else []
         missing = not_measured(recorder, rows, wanted) if over_time and charts else ["no sample of it is in the logs"]

@@ -1,0 +1,232 @@
+"""Measures how often `telemetry compare` is wrong on a machine whose load by others changes from run to run.
+
+    python -m benchmarks.compare_loads --record FILE [--minutes 20] [--together 3]   # runs benchmarks/compare_train.py
+    python -m benchmarks.compare_loads FILE [--output FOLDER]
+
+The first call records runs, window by window. Beside some of them runs a program that uses a part of a core. The second
+compares all pairs of one kind of loader: of equal runs, and of runs of which one is 5 % or 10 % slower.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from itertools import combinations, product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from benchmarks import machine
+from benchmarks.compare_pairs import ROOT, write_runs
+from telemetry.compare.pace_interval import MIN_BLOCKS, PaceBlock, RatioInterval, ratio_interval
+from telemetry.compare.run_pace import pace_of
+from telemetry.compare.same_load import without_others
+from telemetry.report.log_reader import load
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+TUNED_ON: Final = "tuned_on"
+"""Runs with this field were there when the constants of `telemetry.compare.same_load` were chosen."""
+
+Run = tuple[PaceBlock, ...]
+
+SLOWER: Final = (1.05, 1.10)
+KINDS: Final = (
+    ("thread", 1.0), ("worker", 1.0), ("thread", 1.05), ("thread", 1.0), ("worker", 1.05),
+    ("thread", 1.1), ("worker", 1.0), ("thread", 1.0), ("worker", 1.1),
+)  # fmt: skip
+"""Kinds of runs, in the order in which they are recorded."""
+
+LOADS: Final = (0.0, 0.0, 0.2, 0.5, 0.8)
+"""Parts of a core that a program beside the runs uses: one of these, drawn for each batch of runs."""
+
+CALM: Final = 0.1
+"""A run is calm if others held up at most this share of its training loop."""
+
+BURN: Final = """
+import sys, time
+share, until = float(sys.argv[1]), time.time() + float(sys.argv[2])
+while time.time() < until:
+    began = time.perf_counter()
+    while time.perf_counter() - began < 0.02 * share:
+        pass
+    time.sleep(0.02 * (1 - share))
+"""
+
+
+def record(file: Path, minutes: float, together: int, seconds: float) -> None:
+    """Run the script for so long, and write the windows of each run."""
+    found, number, rng = [], 0, random.Random()
+    until = time.monotonic() + 60 * minutes
+    with tempfile.TemporaryDirectory() as folder:
+        while time.monotonic() < until:
+            beside = rng.choice(LOADS)
+            burning = subprocess.Popen([sys.executable, "-c", BURN, str(beside), str(2 * seconds)])
+            started = []
+            for kind in (KINDS[(number + each) % len(KINDS)] for each in range(together)):
+                run_dir = Path(folder) / str(number)
+                started.append((run_dir, kind, subprocess.Popen(command(run_dir, *kind, seconds), cwd=ROOT)))
+                number += 1
+            for run_dir, kind, process in started:
+                if process.wait() == 0:
+                    found.append(recorded_run(run_dir, *kind, beside))
+            burning.kill()
+            burning.wait()
+    write_runs(file, machine.describe(), found)
+
+
+def command(run_dir: Path, loader: str, slower: float, seconds: float) -> list[str]:
+    """The command of one run."""
+    options = ["--run-dir", str(run_dir), "--port", "off", "--max-snapshots", "0"]
+    windows = ["--interval-seconds", "0.4", "--log-interval-seconds", "0.8"]
+    script = [str(ROOT / "benchmarks" / "compare_train.py"), "--seconds", str(seconds), "--loader", loader]
+    return [sys.executable, "-m", "telemetry", "run", *options, *windows, *script, "--slower", str(slower)]
+
+
+def recorded_run(run_dir: Path, loader: str, slower: float, beside: float) -> dict[str, Any]:
+    """What is kept of a run: its windows, each with the fields of `PaceBlock`."""
+    blocks = [
+        [None if value is None else round(value, 4) for value in block] for block in pace_of(load(run_dir)).blocks
+    ]
+    return {"loader": loader, "slower": slower, "beside": beside, "blocks": blocks}
+
+
+def runs_of(recorded: Sequence[dict[str, Any]], loader: str, slower: float) -> list[Run]:
+    """The recorded runs of one kind that are long enough."""
+    kind = [each for each in recorded if (each["loader"], each["slower"]) == (loader, slower)]
+    found = [tuple(PaceBlock(*block) for block in each["blocks"]) for each in kind]
+    return [run for run in found if len(run) >= MIN_BLOCKS]
+
+
+def held_up(run: Run) -> float:
+    """The share of the training loop in which others held the run up."""
+    return sum(block.held_up or 0.0 for block in run) / sum(block.seconds for block in run)
+
+
+def judged(pairs: Sequence[tuple[Run, Run]], slower: float) -> dict[str, Any]:
+    """How many pairs are called slower or faster: as measured, and without the time in which others held them up."""
+    told: dict[str, Any] = {"pairs": len(pairs)}
+    adjusted = [same_load.found for a, b in pairs if (same_load := without_others(a, b)) is not None]
+    for name, found in (("measured", [ratio_interval(a, b) for a, b in pairs]), ("without others", adjusted)):
+        told[name] = _counted(found, slower) if found else None
+    return told
+
+
+def _counted(found: Sequence[RatioInterval], slower: float) -> dict[str, Any]:
+    return {
+        "slower": sum(each.high < 1 for each in found),
+        "faster": sum(each.low > 1 for each in found),
+        "covered": sum(each.low < 1 / slower < each.high for each in found),
+        "median_half": round(statistics.median((each.high - each.low) / 2 / each.ratio for each in found), 4),
+    }
+
+
+def figures_of(recorded: Sequence[dict[str, Any]], loader: str) -> dict[str, Any]:
+    """All figures of one kind of loader. ``calm``: pairs of calm runs; ``changing``: all other pairs."""
+    plain = runs_of(recorded, loader, 1.0)
+    shares = sorted(held_up(run) for run in plain)
+    later = list(combinations(runs_of([each for each in recorded if not each.get(TUNED_ON)], loader, 1.0), 2))
+    pairs = {1.0: list(combinations(plain, 2))}
+    pairs |= {slower: list(product(plain, runs_of(recorded, loader, slower))) for slower in SLOWER}
+    told: dict[str, Any] = {
+        "runs": len(plain),
+        "later": judged(later, 1.0),
+        "held_up": [round(shares[0], 3), round(statistics.median(shares), 3), round(shares[-1], 3)],
+    }
+    for name, calm in (("changing", False), ("calm", True)):
+        chosen = {slower: [pair for pair in each if _calm(*pair) == calm] for slower, each in pairs.items()}
+        told[name] = {f"{slower:.2f}": judged(each, slower) for slower, each in chosen.items()}
+    return told
+
+
+def _calm(a: Run, b: Run) -> bool:
+    return max(held_up(a), held_up(b)) <= CALM
+
+
+def text_of(figures: dict[str, Any]) -> str:
+    """The figures as a page."""
+    place = figures["machine"]
+    lines = [
+        "# Comparisons of two runs under changing load",
+        "",
+        f"By `python -m benchmarks.compare_loads`, on {place['cores']} cores of {place['cpu']}.",
+        f"On {place['date'][:10]}; other programs used the machine, at times more and at times less.",
+        "",
+        "| Loader | Equal runs | Held up by others: least, median, most |",
+        "| --- | --- | --- |",
+    ]
+    for loader, each in figures["kinds"].items():
+        lines.append(f"| {loader} | {each['runs']} | {', '.join(map(_percent, each['held_up']))} |")
+    lines += [
+        "",
+        f"*Calm*: others held up at most {100 * CALM:.0f} % of the training loop of both runs. *Measured*: by the pace",
+        "alone. *Without*: what `compare` says, without the time in which others held the runs up.",
+        "*Interval*: half of its length, median.",
+        "",
+        *(_of_later(loader, each["later"]) for loader, each in figures["kinds"].items()),
+        "",
+        "| Loader | Load | B | Pairs | Measured: slower | faster | Interval | Without: slower | faster | Interval |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for loader, each in figures["kinds"].items():
+        for name in ("changing", "calm"):
+            lines += [_row(loader, name, slower, told) for slower, told in each[name].items() if told["pairs"]]
+    return "\n".join([*lines, ""])
+
+
+def _of_later(loader: str, told: dict[str, Any]) -> str:
+    """The runs on which the constants of `same_load` were not chosen."""
+    found = told["without others"] or {"slower": 0, "faster": 0}
+    wrong = found["slower"] + found["faster"]
+    return f"Equal pairs of runs recorded after the constants were chosen, {loader}: {told['pairs']}, differ: {wrong}."
+
+
+def _row(loader: str, name: str, slower: str, told: dict[str, Any]) -> str:
+    cells = [loader, name, "equal" if slower == "1.00" else f"{100 * float(slower) - 100:.0f} % slower", told["pairs"]]
+    for method in ("measured", "without others"):
+        found = told[method]
+        cells += [found["slower"], found["faster"], f"± {_percent(found['median_half'])}"]
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def _percent(ratio: float) -> str:
+    return f"{100 * ratio:.1f} %"
+
+
+def main() -> None:
+    """Record, or compare and print."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.compare_loads", description=__doc__.splitlines()[0])
+    parser.add_argument("file", type=Path, nargs="?", help="recorded runs")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="record runs into this file")
+    parser.add_argument("--minutes", type=float, default=20.0)
+    parser.add_argument("--together", type=int, default=3, help="runs at the same time")
+    parser.add_argument("--seconds", type=float, default=22.0, help="length of a run")
+    parser.add_argument("--output", type=Path, help="also write a .json and a .md file into this folder")
+    options = parser.parse_args()
+    if options.record is not None:
+        record(options.record, options.minutes, options.together, options.seconds)
+        return
+    if options.file is None:
+        parser.error("name a file of recorded runs, or --record")
+    recorded = json.loads(options.file.read_text())
+    loaders = dict.fromkeys(each["loader"] for each in recorded["runs"])
+    figures = {
+        "machine": recorded["machine"],
+        "kinds": {loader: figures_of(recorded["runs"], loader) for loader in loaders},
+    }
+    text = text_of(figures)
+    print(text)
+    if options.output:
+        stem = f"compare-loads-{machine.slug(recorded['machine'])}"
+        (options.output / f"{stem}.json").write_text(json.dumps(figures, indent=1) + "\n")
+        (options.output / f"{stem}.md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""What the agent hands to the sinks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+NAMESPACE: Final = "telemetry"
+"""Every key begins with it, so that it cannot be one of the user's."""
+
+
+@dataclass(frozen=True, slots=True)
+class SinkItem:
+    """Something to write: the figures of a rank at the end of one window, or a stall that has opened, in words.
+
+    Attributes:
+        step: number of training steps so far.
+        unix_seconds: the time.
+        rank: the rank. ``several``: whether other ranks write as well.
+        figures: the values by name, see `telemetry.publish.figures`; empty for a stall.
+        stall: the stall; empty for figures.
+    """
+
+    step: int
+    unix_seconds: float
+    rank: int
+    several: bool
+    figures: dict[str, float] = field(default_factory=dict)
+    stall: str = ""
+
+    def key(self, name: str) -> str:
+        """The key of a figure. It contains the rank if several ranks may write into the same run."""
+        return f"{NAMESPACE}/rank-{self.rank}/{name}" if self.several else f"{NAMESPACE}/{name}"

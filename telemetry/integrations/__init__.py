@@ -1,0 +1,1 @@
+"""Callbacks for training frameworks. Each file is imported by the script that uses it, and by nothing else."""

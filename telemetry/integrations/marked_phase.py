@@ -1,0 +1,42 @@
+"""What the callbacks share: a phase that begins in one hook and ends in another, figures, tokens."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from telemetry import api
+from telemetry.api import metrics, phase
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+
+class MarkedPhase:
+    """At most one phase at a time. All calls are allowed without an agent."""
+
+    def __init__(self) -> None:
+        self._open: phase | None = None
+
+    def begin(self, name: str) -> None:
+        """Begin a phase, and end the one before."""
+        self.end()
+        self._open = phase(name)
+        self._open.__enter__()
+
+    def end(self) -> None:
+        """End the phase, if there is one."""
+        ended, self._open = self._open, None
+        if ended is not None:
+            ended.__exit__(None, None, None)
+
+
+def prefixed(prefix: str = "telemetry/") -> Mapping[str, float]:
+    """The newest figures with a prefix, which sets them apart from the script's own. Empty without an agent."""
+    return {f"{prefix}{name}": value for name, value in metrics().items()}
+
+
+def tell_tokens(number: int) -> None:
+    """Tell the agent how many tokens this rank trains on, where this version counts them."""
+    tokens: Callable[[int], None] | None = getattr(api, "tokens", None)
+    if tokens is not None and number > 0:
+        tokens(number)

@@ -1,0 +1,120 @@
+"""TensorBoard: an event file for each process, written with TensorBoard's own records.
+
+`RecordWriter` is used without TensorBoard's `EventFileWriter`, which starts a thread of its own.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import socket
+import time
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, Final
+
+from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, tensor_shape_pb2, types_pb2
+from tensorboard.summary.writer.record_writer import RecordWriter
+
+from telemetry.core.sink_item import NAMESPACE
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from telemetry.core.sink_item import SinkItem
+
+_VERSION: Final = "brain.Event:2"
+_MAX_FOLDERS: Final = 10_000
+_TEXT: Final = summary_pb2.SummaryMetadata(plugin_data=summary_pb2.SummaryMetadata.PluginData(plugin_name="text"))
+
+
+class TensorBoardSink:
+    """Writes into ``folder/rank-R``. If another process has used that folder, into ``rank-R.2`` and so on.
+
+    So the attempts of a run that is restarted are separate curves. The file is opened at the first write.
+    """
+
+    name = "tensorboard"
+    gather_seconds = 0.0
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._rank: int | None = None
+        self._file: int | None = None
+
+    def write(self, items: Sequence[SinkItem]) -> None:
+        """Write the items. The file never ends in half a record.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        for rank, of_rank in groupby(items, key=lambda item: item.rank):
+            if rank != self._rank:
+                self.close()
+                self._open(rank)
+            self._append([_event(item) for item in of_rank])
+
+    def close(self) -> None:
+        """Close the file."""
+        self.forget()
+        self._rank = None
+
+    def forget(self) -> None:
+        """Close the descriptor. Nothing is buffered."""
+        file, self._file = self._file, None
+        if file is not None:
+            os.close(file)
+
+    def _open(self, rank: int) -> None:
+        folder = self._new_folder(rank)
+        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}.{NAMESPACE}"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        self._file = os.open(folder / name, flags, 0o644)
+        self._append([event_pb2.Event(wall_time=time.time(), file_version=_VERSION)])
+        self._rank = rank
+
+    def _new_folder(self, rank: int) -> Path:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for number in range(1, _MAX_FOLDERS):
+            folder = self._folder / (f"rank-{rank}" if number == 1 else f"rank-{rank}.{number}")
+            try:
+                folder.mkdir()
+            except FileExistsError:
+                continue
+            return folder
+        raise OSError(f"{self._folder} has {_MAX_FOLDERS} folders of rank {rank}")
+
+    def _append(self, events: list[Any]) -> None:
+        if self._file is None:
+            raise OSError("the event file is closed")
+        buffer = io.BytesIO()
+        writer = RecordWriter(buffer)
+        for event in events:
+            writer.write(event.SerializeToString())
+        content = buffer.getvalue()
+        before = os.fstat(self._file).st_size
+        written = 0
+        try:
+            while written < len(content):
+                written += os.write(self._file, content[written:])
+        except OSError:
+            if written:  # the disk is full: a reader would stop at half a record
+                os.ftruncate(self._file, before)
+            raise
+
+
+def _event(item: SinkItem) -> Any:
+    event = event_pb2.Event(wall_time=item.unix_seconds, step=item.step)
+    for name, value in item.figures.items():
+        event.summary.value.add(tag=f"{NAMESPACE}/{name}", simple_value=value)
+    if item.stall:
+        event.summary.value.add(tag=f"{NAMESPACE}/stalls", metadata=_TEXT, tensor=_tensor(item.stall))
+    return event
+
+
+def _tensor(text: str) -> Any:
+    return tensor_pb2.TensorProto(
+        dtype=types_pb2.DT_STRING,
+        tensor_shape=tensor_shape_pb2.TensorShapeProto(dim=[tensor_shape_pb2.TensorShapeProto.Dim(size=1)]),
+        string_val=[text.encode("utf-8", "replace")],
+    )

@@ -1,0 +1,73 @@
+"""The callbacks in their real frameworks: figures at the script's own interval, phases marked once."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.frameworks.test_frameworks import REQUIRED, SCRIPTS, environment, result
+
+pytestmark = pytest.mark.frameworks
+
+CASES = {
+    "transformers": ("transformers", "callback_transformers", ""),
+    "lightning": ("lightning", "callback_lightning", "new"),
+    "pytorch_lightning": ("pytorch_lightning", "callback_lightning", "old"),
+    "accelerate": ("accelerate", "callback_accelerate", ""),
+}
+EVERY, STEPS, EPOCHS = 5, 80, 2
+
+
+def begin(arguments: list[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment() | {"TELEMETRY_LOG_INTERVAL_SECONDS": "0.2"},
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_callback(tmp_path, name):
+    package, script, argument = CASES[name]
+    if importlib.util.find_spec(package) is None:
+        text = f"{package} is not installed: make test-frameworks installs it"
+        pytest.fail(text) if REQUIRED else pytest.skip(text)
+    command = [str(SCRIPTS / f"{script}.py"), argument]
+    attached = begin(["-m", "telemetry", "run", "--run-dir", str(tmp_path / "run"), *command])
+    bare = begin(command)
+    seen, expected = result(attached), result(bare)
+    assert seen["steps"] == expected["steps"] == STEPS
+    with_figures = [row for row in seen["rows"] if "telemetry/steps_total" in row]
+    assert not [key for row in expected["rows"] for key in row if key.startswith("telemetry/")]
+
+    at = [row["step"] for row in with_figures]
+    assert at == list(range(EVERY, STEPS + 1, EVERY))
+    assert all(0 <= row["step"] - row["telemetry/steps_total"] < STEPS / 2 for row in with_figures)
+    assert any(row["telemetry/steps_per_second"] > 0 for row in with_figures)
+    assert all(0 <= row.get("telemetry/data_wait_ratio", 0) <= 1 for row in with_figures)
+    own = [{k: v for k, v in row.items() if not k.startswith("telemetry/")} for row in seen["rows"]]
+    assert [sorted(row) for row in own if row.keys() - {"step"}] == [
+        sorted(row) for row in expected["rows"] if row.keys() - {"step"}
+    ], "the rows of the script are the same"
+
+    (log,) = (tmp_path / "run" / "logs").iterdir()
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    (end,) = [line for line in lines if line["event"] == "run_end"]
+    assert end["steps_total"] == STEPS, "no batch of an evaluation is taken for a step"
+    # After a checkpoint inside an evaluation Lightning goes on for a millisecond with gradients off.
+    long = {"evaluation": 0.1, "checkpoint": 0.0}
+    phases = [line["name"] for line in lines if line["event"] == "phase" and line["seconds"] > long[line["name"]]]
+    assert phases.count("evaluation") == EPOCHS, phases
+    saves = phases.count("checkpoint")
+    assert saves == EPOCHS if name in {"transformers", "accelerate"} else saves >= EPOCHS, phases
+    ledger = end["ledger_total_seconds"]
+    assert sum(ledger.values()) == pytest.approx(end["wall_seconds"], rel=0.01)
+    evaluations = sum(line["seconds"] for line in lines if line["event"] == "phase" and line["name"] == "evaluation")
+    assert ledger["evaluation"] == pytest.approx(evaluations, abs=0.1)
+    assert not end["errors_total"].get("hooks")

@@ -1,0 +1,158 @@
+"""`telemetry compare`, where other programs used the machine more during one run than during the other."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+
+import pytest
+
+from telemetry.cli import main
+from telemetry.core.clock import iso_time
+from telemetry.core.labels import CATEGORIES
+from tests.report_logs import START, line, write
+
+WINDOW = 2.0
+
+
+@dataclass(frozen=True)
+class Load:
+    """How busy the machine was: ``held_up``: run-queue delay, share of the wall clock; cores by who used them.
+
+    ``cost``: seconds that the run loses for each second of delay. ``waiting``: share of the loop that waits for workers.
+    """
+
+    held_up: float = 0.0
+    others: float = 1.0
+    used: float = 0.5
+    thread: float = 0.5
+    cost: float = 1.0
+    waiting: float = 0.0
+    known: bool = True
+
+
+def run_of(folder, pace, load, *, seed=1, ranks=1, windows=40, scatter=0.01):
+    """A run that does ``pace`` steps a second when nobody holds it up. The delay differs from window to window."""
+    folder.mkdir()
+    for rank in range(ranks):
+        rng = random.Random(seed)
+        steps = wall = delay = 0.0
+        lines = [line("run_start", rank, **START, world_size=ranks, life=f"{folder.name}{rank}", cpu_count=8)]
+        for number in range(windows):
+            share = load.held_up * rng.choice((0.5, 1.0, 1.5))
+            wall, delay = wall + WINDOW, delay + share * WINDOW
+            steps += pace * WINDOW * (1 - load.cost * share) * (1 + scatter * rng.gauss(0, 1))
+            waited = load.waiting * wall
+            ledger = dict.fromkeys(CATEGORIES, 0.0) | {"data_wait": waited, "compute": wall - waited}
+            cpu = {"used": load.used * wall, "others": load.others * wall, "known": wall, "thread": load.thread * wall}
+            cpu |= {"thread_delay": 0.0, "worker": 0.2 * wall, "worker_delay": delay} if load.waiting else {
+                "thread_delay": delay
+            }  # fmt: skip
+            told = {"cpu_total_seconds": cpu} if load.known and number else {}  # the first window of a run has none
+            totals = dict(steps_total=round(steps), wall_seconds=wall, ledger_total_seconds=ledger)
+            when = iso_time(1_767_225_600 + wall)
+            lines.append(line("window", rank, **totals, **told) | {"time": when})
+        write(folder, rank, *lines, line("run_end", rank, **totals) | {"time": when})
+    return folder
+
+
+def compared(tmp_path, capsys, a, b, *options, ranks=1):
+    """Compare runs of these paces and loads, each ``(pace, load)``."""
+    folders = [run_of(tmp_path / n, *each, seed=s, ranks=ranks) for n, each, s in (("a", a, 1), ("b", b, 2))]
+    status = main(["compare", *map(str, folders), "--json", *options])
+    result = json.loads(capsys.readouterr().out)
+    main(["compare", *map(str, folders)])
+    return status, result, capsys.readouterr().out
+
+
+def test_a_busier_machine_makes_no_slower_run(tmp_path, capsys):
+    calm, busy = Load(held_up=0.02, others=0.1), Load(held_up=0.2, others=1.4)
+    status, result, text = compared(tmp_path, capsys, (100.0, calm), (100.0, busy), "--fail-over", "5")
+    assert (result["verdict"], status) == ("no difference", 0)
+    assert result["ratio"] == pytest.approx(1, abs=0.03)
+    assert result["measured"]["ratio"] == pytest.approx(0.8 / 0.98, abs=0.03)
+    assert result["measured"]["interval"][1] < 1
+    assert result["load"]["others_ratio"] == {"a": 0.0125, "b": 0.175}
+    assert result["load"]["held_up_ratio"]["b"] == pytest.approx(0.2, abs=0.03)
+    assert "held up" in result["why"]
+    assert "As measured" in text
+    assert "held up" in text
+
+
+def test_a_slower_run_is_found_beside_other_programs(tmp_path, capsys):
+    _, result, text = compared(tmp_path, capsys, (100.0, Load(held_up=0.08)), (90.0, Load(held_up=0.05)))
+    assert result["verdict"] == "slower"
+    assert result["ratio"] == pytest.approx(0.9, abs=0.02)
+    assert "B is slower" in text
+
+
+def test_delay_that_a_run_causes_itself_is_not_left_out(tmp_path, capsys):
+    """B's own workers take the cores from its training thread, on a machine that nobody else uses."""
+    alone, crowded = Load(held_up=0.01, others=0.02), Load(held_up=0.3, others=0.02, used=7.9, thread=0.6)
+    _, result, _ = compared(tmp_path, capsys, (100.0, alone), (100.0, crowded))
+    assert result["verdict"] == "slower"
+    assert result["ratio"] == pytest.approx(result["measured"]["ratio"], abs=0.03)
+
+
+def test_delay_that_costs_nothing_makes_no_faster_run(tmp_path, capsys):
+    """While the thread waits for a core, the GPU has enough to do."""
+    _, result, _ = compared(tmp_path, capsys, (100.0, Load()), (100.0, Load(held_up=0.2, cost=0.0)))
+    assert result["verdict"] == "no difference"
+    assert result["load"]["cost"] < 0.2
+    assert result["ratio"] == pytest.approx(1, abs=0.03)
+
+
+def test_workers_that_are_held_up_count_in_waits(tmp_path, capsys):
+    calm, busy = Load(held_up=0.02, waiting=0.95), Load(held_up=0.2, waiting=0.95)
+    _, result, _ = compared(tmp_path, capsys, (100.0, calm), (100.0, busy))
+    assert result["verdict"] == "no difference"
+    assert result["measured"]["interval"][1] < 1
+
+
+def test_without_figures_of_other_programs_it_is_as_measured(tmp_path, capsys):
+    _, result, text = compared(tmp_path, capsys, (100.0, Load(known=False)), (80.0, Load(held_up=0.05)))
+    assert (result["verdict"], result["why"], result["load"]) == ("slower", None, None)
+    assert result["measured"] == {"ratio": result["ratio"], "interval": result["interval"]}
+    assert "ther programs" not in text
+
+
+def test_other_ranks_of_a_node_are_not_others(tmp_path, capsys):
+    """Each of two ranks sees the other's cores as used by someone else."""
+    load = Load(held_up=0.2, others=0.5, used=0.5)
+    _, result, _ = compared(tmp_path, capsys, (100.0, load), (80.0, load), ranks=2)
+    assert result["load"]["others_ratio"] == {"a": 0.0, "b": 0.0}
+    assert result["load"]["held_up_ratio"] == {"a": 0.0, "b": 0.0}
+    assert result["verdict"] == "slower"
+
+
+@pytest.mark.parametrize("held_up", [0.3, 0.6])
+def test_runs_that_were_held_up_most_of_the_time_are_told_nothing(tmp_path, capsys, held_up):
+    """Much is left out, and how much exactly is not known: the interval is long, and has ends."""
+    load = Load(held_up=held_up, others=7.5)
+    _, result, _ = compared(tmp_path, capsys, (100.0, load), (95.0, Load(others=0.1)))
+    low, high = result["interval"]
+    assert result["verdict"] == "no difference"
+    assert 0.05 < low < 0.95 < high < 20
+
+
+def test_a_window_without_figures_leaves_the_ratio_as_measured(tmp_path, capsys):
+    folders = [run_of(tmp_path / name, 100.0, Load(held_up=0.1), seed=seed) for seed, name in enumerate("ab")]
+    path = next((folders[1] / "logs").iterdir())
+    lines = [json.loads(each) for each in path.read_text().splitlines()]
+    for each in lines[15:25]:  # the collector was down: the sums do not grow, and are left out of the lines
+        each.pop("cpu_total_seconds")
+    path.write_text("".join(json.dumps(each) + "\n" for each in lines))
+    main(["compare", *map(str, folders), "--json"])
+    result = json.loads(capsys.readouterr().out)
+    assert result["load"] is None
+    assert result["ratio"] == result["measured"]["ratio"]
+
+
+def test_hardly_any_time_that_is_left_gives_an_interval_with_ends(tmp_path, capsys):
+    """Windows in which nothing else ran, and windows in which hardly a step was done."""
+    load = Load(held_up=0.64, others=7.9, cost=1.04)
+    _, result, _ = compared(tmp_path, capsys, (100.0, load), (100.0, load))
+    low, high = result["interval"]
+    assert 0 < low < result["ratio"] < high
+    assert result["load"]["cost"] == pytest.approx(1.04, abs=0.05)

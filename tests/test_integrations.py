@@ -1,0 +1,106 @@
+"""What the callbacks share, without their frameworks. The frameworks are tested in tests/frameworks/test_callbacks.py."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import telemetry
+from telemetry import api
+from telemetry.integrations import marked_phase
+from telemetry.integrations.accelerate_helper import AccelerateTelemetry
+from telemetry.integrations.marked_phase import MarkedPhase, prefixed
+
+
+class Accelerator:
+    def __init__(self) -> None:
+        self.rows: list = []
+        self.saved: list = []
+
+    def log(self, values, step):
+        self.rows.append((step, values))
+
+    def save_state(self, folder, **options):
+        self.saved.append((folder, options))
+        return folder
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    telemetry.start(tmp_path / "run", port="off", interval_seconds=0.1, start_line=False)
+    yield tmp_path / "run"
+    telemetry.stop()
+
+
+def phases(run_dir) -> list:
+    telemetry.stop()
+    (log,) = (run_dir / "logs").iterdir()
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    return [line["name"] for line in lines if line["event"] == "phase"]
+
+
+def test_without_an_agent_nothing_is_logged_and_calls_go_through():
+    accelerator = Accelerator()
+    helper = AccelerateTelemetry(accelerator, every_steps=1)
+    helper.log(1, tokens=5)
+    assert helper.save_state("folder", safe_serialization=False) == "folder"
+    assert accelerator.saved == [("folder", {"safe_serialization": False})]
+    assert accelerator.rows == []
+    phase = MarkedPhase()
+    phase.begin("evaluation")
+    phase.begin("checkpoint")
+    phase.end()
+    phase.end()
+    assert prefixed() == {}
+
+
+def test_figures_come_at_the_interval(run_dir):
+    accelerator = Accelerator()
+    helper = AccelerateTelemetry(accelerator, every_steps=3)
+    for step in range(1, 8):
+        helper.log(step)
+    assert [step for step, _ in accelerator.rows] == [3, 6]
+    assert all(key.startswith("telemetry/") for _, values in accelerator.rows for key in values)
+    assert accelerator.rows[0][1]["telemetry/steps_total"] == 0
+
+
+def test_interval_is_at_least_one():
+    with pytest.raises(ValueError, match="at least 1"):
+        AccelerateTelemetry(Accelerator(), every_steps=0)
+
+
+def test_tokens_are_told_once_a_step(monkeypatch):
+    told: list = []
+    monkeypatch.setattr(api, "tokens", told.append, raising=False)
+    helper = AccelerateTelemetry(Accelerator())
+    for step in range(3):
+        helper.log(step, tokens=10 * step)
+    assert told == [10, 20]
+
+
+def test_a_phase_ends_when_the_next_begins(monkeypatch):
+    seen: list = []
+
+    class Recorded:
+        def __init__(self, name):
+            self.name = name
+
+        def __enter__(self):
+            seen.append(f"{self.name} begins")
+
+        def __exit__(self, *error):
+            seen.append(f"{self.name} ends")
+
+    monkeypatch.setattr(marked_phase, "phase", Recorded)
+    phase = MarkedPhase()
+    phase.begin("evaluation")
+    phase.begin("checkpoint")
+    phase.end()
+    phase.end()
+    assert seen == ["evaluation begins", "evaluation ends", "checkpoint begins", "checkpoint ends"]
+
+
+def test_save_state_is_one_checkpoint(run_dir):
+    AccelerateTelemetry(Accelerator()).save_state("folder")
+    assert phases(run_dir) == ["checkpoint"]

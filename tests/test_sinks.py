@@ -1,0 +1,400 @@
+"""The thread of the sinks, with sinks that fail, block and have nothing to write into; and what is said of them.
+
+The libraries themselves are tested in tests/frameworks/test_sinks.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import types
+from pathlib import Path
+
+import pytest
+
+import telemetry
+from telemetry.agent.figure_output import FigureOutput
+from telemetry.config import Config
+from telemetry.core.clock import NS
+from telemetry.core.errors import ErrorLog
+from telemetry.core.identity import identify
+from telemetry.core.sink_item import SinkItem
+from telemetry.publish.sinks import make_sinks, sink_thread
+from telemetry.publish.sinks.mlflow_sink import MlflowSink
+from telemetry.publish.sinks.sink import SinkWaits
+from telemetry.publish.sinks.sink_thread import MAX_ITEMS, SinkThread
+from telemetry.publish.sinks.wandb_sink import WandbSink
+from tests.running_agent import wait_for
+
+ROOT = Path(__file__).parents[1]
+
+
+class Recorder:
+    """A sink that keeps what it is given. ``error``: raised instead."""
+
+    name = "recorder"
+    gather_seconds = 0.0
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        self.error = error
+        self.written: list[int] = []
+        self.tries = 0
+        self.closed = threading.Event()
+        self.forgotten = 0
+
+    def write(self, items):
+        self.tries += 1
+        if self.error is not None:
+            raise self.error
+        self.written += [item.step for item in items]
+
+    def close(self):
+        self.closed.set()
+
+    def forget(self):
+        self.forgotten += 1
+
+
+class Blocked(Recorder):
+    """A sink whose service does not answer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entered, self.answer = threading.Event(), threading.Event()
+
+    def write(self, items):
+        self.entered.set()
+        self.answer.wait(60)
+        super().write(items)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.ns = 0
+
+    def __call__(self) -> int:
+        return self.ns
+
+
+@pytest.fixture
+def started():
+    """Makes threads, and ends them."""
+    threads = []
+
+    def start(*sinks, clock=None) -> SinkThread:
+        threads.append(SinkThread(sinks, clock or Clock()))
+        return threads[-1]
+
+    yield start
+    for thread in threads:
+        thread.end()
+        assert thread.wait(20)
+
+
+def item(step: int, rank: int = 0, *, several: bool = False) -> SinkItem:
+    return SinkItem(step, 1.0, rank, several, {"steps_total": float(step)})
+
+
+def news_of(thread) -> list:
+    found = []
+    wait_for(lambda: found.extend(thread.take_news()) or found)
+    return found
+
+
+def test_items_arrive_in_their_order(started):
+    sink = Recorder()
+    thread = started(sink)
+    for step in range(50):
+        thread.offer(item(step))
+    wait_for(lambda: len(sink.written) == 50)
+    assert sink.written == list(range(50))
+
+
+def test_failed_items_are_written_after_a_pause_that_doubles(started):
+    sink, other, clock = Recorder(OSError("no route")), Recorder(), Clock()
+    thread = started(sink, other, clock=clock)
+    pause = sink_thread._FIRST_PAUSE_SECONDS
+    for tries in range(1, 5):
+        thread.offer(item(tries))
+        wait_for(lambda: sink.tries == tries)
+        assert news_of(thread) == [("recorder: OSError: no route", 1)]
+        clock.ns += int((pause - 0.1) * NS)
+        thread.offer(item(10 * tries))  # wakes the thread, which writes into the sinks in their order
+        wait_for(lambda: 10 * tries in other.written)
+        assert not thread.take_news()
+        assert sink.tries == tries, "it is too early"
+        clock.ns += int(0.2 * NS)
+        pause *= 2
+    sink.error = None
+    thread.offer(item(5))
+    wait_for(lambda: len(sink.written) == 9)
+    assert sink.written == [1, 10, 2, 20, 3, 30, 4, 40, 5]
+    assert news_of(thread) == [("recorder: works again", 0)]
+
+
+def test_items_are_gathered_and_written_together(started):
+    sink, other, clock = Recorder(), Recorder(), Clock()
+    sink.gather_seconds = 25.0
+    thread = started(sink, other, clock=clock)
+    for step in range(3):
+        thread.offer(item(step))
+        wait_for(lambda: step in other.written)
+        assert sink.tries == 0, "it is too early"
+        clock.ns += 10 * NS
+    thread.offer(item(3))
+    wait_for(lambda: sink.written == [0, 1, 2, 3])
+    assert sink.tries == 1
+
+
+def test_pause_has_a_longest(started):
+    sink, clock = Recorder(OSError("down")), Clock()
+    thread = started(sink, clock=clock)
+    for tries in range(1, 12):
+        thread.offer(item(tries))
+        wait_for(lambda: sink.tries == tries)
+        news_of(thread)
+        clock.ns += int((sink_thread._LONGEST_PAUSE_SECONDS + 1) * NS)
+
+
+def test_too_many_items_drop_the_oldest_and_count_them(started):
+    sink = Blocked()
+    thread = started(sink)
+    thread.offer(item(0))
+    assert sink.entered.wait(20)
+    for step in range(1, MAX_ITEMS + 6):
+        thread.offer(item(step))
+    assert thread.take_news() == [("recorder: the oldest figures are dropped", 1)] * 5
+    sink.answer.set()
+    wait_for(lambda: len(sink.written) == MAX_ITEMS + 1)
+    assert sink.written == [0, *range(6, MAX_ITEMS + 6)]
+
+
+def test_sink_without_a_run_says_so_once(started):
+    sink = Recorder(SinkWaits("no active run yet"))
+    thread = started(sink)
+    for step in range(3):
+        thread.offer(item(step))
+        wait_for(lambda: sink.tries == step + 1)
+    assert news_of(thread) == [("recorder: no active run yet", 0)]
+    sink.error = None
+    thread.offer(item(7))
+    wait_for(lambda: sink.written == [7])  # not what was measured before there was a run
+    assert not thread.take_news()
+
+
+def test_one_failing_sink_leaves_the_others_alone(started):
+    bad, good = Recorder(SystemExit(3)), Recorder()
+    thread = started(bad, good)
+    for step in range(3):
+        thread.offer(item(step))
+    wait_for(lambda: good.written == [0, 1, 2])
+    assert news_of(thread) == [("recorder: SystemExit: 3", 1)]
+
+
+def test_end_writes_what_is_left_in_spite_of_the_pause():
+    sink = Recorder(OSError("down"))
+    thread = SinkThread([sink], Clock())
+    thread.offer(item(1))
+    wait_for(lambda: sink.tries == 1)
+    sink.error = None
+    thread.offer(item(2))
+    thread.end()
+    assert thread.wait(20)
+    assert sink.written == [1, 2]
+    assert sink.closed.is_set()
+
+
+def test_end_is_not_held_up_by_a_blocked_sink():
+    sink = Blocked()
+    thread = SinkThread([sink], Clock())
+    thread.offer(item(1))
+    assert sink.entered.wait(20)
+    thread.end()
+    assert not thread.wait(0.05)
+    sink.answer.set()
+    assert thread.wait(20)
+
+
+def test_child_closes_without_writing():
+    sink = Recorder()
+    thread = SinkThread([sink], Clock())
+    thread.after_fork_in_child()
+    assert (sink.forgotten, sink.tries, sink.closed.is_set()) == (1, 0, False)
+
+
+def test_several_ranks_have_keys_of_their_own():
+    assert item(1).key("steps_total") == "telemetry/steps_total"
+    assert item(1, 3, several=True).key("steps_total") == "telemetry/rank-3/steps_total"
+
+
+def test_libraries_that_the_script_has_not_imported_are_waited_for(monkeypatch):
+    for name in ("wandb", "mlflow"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    for sink in (WandbSink(), MlflowSink()):
+        with pytest.raises(SinkWaits):
+            sink.write([item(1)])
+    monkeypatch.setitem(sys.modules, "wandb", types.ModuleType("wandb"))  # half imported
+    monkeypatch.setitem(sys.modules, "mlflow", types.ModuleType("mlflow"))
+    for sink in (WandbSink(), MlflowSink()):
+        with pytest.raises(SinkWaits):
+            sink.write([item(1)])
+
+
+@pytest.mark.parametrize(
+    ("value", "parsed"),
+    [
+        ("", ()),
+        ("none", ()),
+        ("wandb", ("wandb",)),
+        (" MLflow , tensorboard,wandb,mlflow", ("mlflow", "tensorboard", "wandb")),
+    ],
+)
+def test_setting_is_a_list(value, parsed):
+    assert Config.load({"sinks": value}, {}).sinks == parsed
+    assert Config.load({}, {"TELEMETRY_SINKS": value}).sinks == parsed
+
+
+@pytest.mark.parametrize("value", ["comet", "wandb,neptune", "none,wandb", 3, [["wandb"]]])
+def test_setting_names_what_is_allowed(value):
+    with pytest.raises(telemetry.SettingError, match="tensorboard, wandb, mlflow"):
+        Config.load({"sinks": value}, {})
+
+
+def test_ranks_are_rank_0_or_all():
+    assert Config.load({"sink_ranks": 0}, {}).sink_ranks == "0"
+    with pytest.raises(telemetry.SettingError, match="0 | all"):
+        Config.load({"sink_ranks": "1"}, {})
+
+
+def run_with(folder: Path, **variables: str) -> tuple[str, list[dict]]:
+    """Start and stop an agent in a process of its own. Returns stderr and the log."""
+    code = "import sys, telemetry; telemetry.start(sys.argv[1], port='off'); telemetry.stop()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(folder / "run")],
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | variables,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    (log,) = (folder / "run" / "logs").iterdir()
+    return done.stderr, [json.loads(line) for line in log.read_text().splitlines()]
+
+
+def test_missing_package_is_said_in_the_start_line_and_the_log(tmp_path):
+    (tmp_path / "wandb").mkdir()  # W&B makes such a folder: it is no package
+    (tmp_path / "blocker").mkdir()
+    (tmp_path / "blocker" / "sitecustomize.py").write_text(
+        "import importlib.util as u\nfind = u.find_spec\n"
+        "u.find_spec = lambda name, *a: None if name in {'mlflow', 'tensorboard'} else find(name, *a)\n"
+    )
+    err, lines = run_with(
+        tmp_path,
+        TELEMETRY_SINKS="tensorboard,wandb,mlflow",
+        PYTHONPATH=os.pathsep.join([str(tmp_path / "blocker"), str(tmp_path), str(ROOT)]),
+    )
+    (start,) = err.splitlines()
+    errors = {line["message"] for line in lines if line["event"] == "error" and line["source"] == "sinks"}
+    for name in ("tensorboard", "mlflow"):
+        assert f"no {name} (the package is not installed)" in start
+        assert f"{name}: the package is not installed; no figures are written there" in errors
+    (end,) = [line for line in lines if line["event"] == "run_end"]
+    assert end["errors_total"]["sinks"] >= 2
+
+
+def test_folder_named_like_a_package_is_none(tmp_path, monkeypatch):
+    (tmp_path / "folderonly").mkdir()
+    (tmp_path / "realpackage").mkdir()
+    (tmp_path / "realpackage" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert not make_sinks._is_installed("folderonly")
+    assert make_sinks._is_installed("realpackage")
+
+
+LOADED = (
+    "import sys, telemetry; telemetry.start(sys.argv[1], port='off'); print([m for m in sys.modules if 'sinks' in m])"
+)
+
+
+def test_without_sinks_nothing_of_them_is_loaded(tmp_path):
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", LOADED, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_trial_of_tune_has_no_sinks(tmp_path, monkeypatch):
+    config = Config.load({"sinks": "wandb"}, {})
+    monkeypatch.setitem(sys.modules, "wandb", types.ModuleType("wandb"))
+    said = []
+    for trial in (False, True):
+        if trial:
+            monkeypatch.setenv("TELEMETRY_TUNE_TRIAL", "plan.json")
+        output = FigureOutput(config, None, ErrorLog(), None, lambda: identify("run", None, {}))
+        output.start(tmp_path)
+        said.append(output.said)
+    assert said == [", figures to wandb", ""]
+
+
+def test_rank_that_does_not_write_loads_nothing(tmp_path):
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "TELEMETRY_SINKS": "tensorboard",
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", LOADED, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.strip() == "[]", done.stderr
+    assert "tensorboard" not in done.stderr
+
+
+FAKE = """
+import json, sys, threading, time, types
+import torch, telemetry
+from torch.utils.data import DataLoader
+
+class Run:
+    id = "x"
+    summary = {}
+    def define_metric(self, *args, **kwargs): pass
+    def log(self, values, commit):
+        rows.append((threading.current_thread().name, commit, values))
+
+rows = []
+sys.modules["wandb"] = types.SimpleNamespace(run=Run(), __spec__=None)
+telemetry.start(sys.argv[1], port="off", interval_seconds=0.1, log_interval_seconds=0.1, sinks="wandb",
+                sink_ranks=sys.argv[2], start_line=False)
+for _ in DataLoader(torch.zeros(30, 1)):
+    time.sleep(0.01)
+telemetry.stop()
+print(json.dumps(rows))
+"""
+
+
+def rows_of_rank(folder: Path, rank: int, ranks: str) -> list:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
+    done = subprocess.run(
+        [sys.executable, "-c", FAKE, str(folder), ranks], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_rows_are_written_off_the_training_thread_with_the_last_window(tmp_path):
+    rows = rows_of_rank(tmp_path, 0, "0")
+    assert {(thread, commit) for thread, commit, _ in rows} == {("telemetry-sinks", False)}
+    assert rows[-1][2]["telemetry/steps_total"] == rows[-1][2]["telemetry/step"] == 30
+
+
+def test_other_ranks_write_only_if_asked(tmp_path):
+    assert rows_of_rank(tmp_path / "a", 1, "0") == []
+    rows = rows_of_rank(tmp_path / "b", 1, "all")
+    assert rows[-1][2]["telemetry/rank-1/steps_total"] == 30
