@@ -14,7 +14,7 @@ help:
 	@echo "make test    ruff, mypy, the documentation's links and the tests"
 	@echo "make docs-reference   write the parts of docs/ that are made from the code: metrics, settings, examples"
 	@echo "make docs    build the documentation's site into site/; a broken link is an error"
-	@echo "make test-stack   what runs beside real servers: Prometheus, Alertmanager, VictoriaMetrics, Slurm (minutes)"
+	@echo "make test-stack   what runs beside real servers and a browser: Prometheus, Alertmanager, VictoriaMetrics, Slurm, Chromium (minutes)"
 	@echo "make test-matrix  the tests on other versions of Python and torch (hours, 5 GB of disk for each torch)"
 	@echo "make test-frameworks   training loops of real frameworks (transformers, Lightning, fastai and others), callbacks, sinks (minutes)"
 	@echo "make bench   what the agent costs, side by side with others (minutes)"

@@ -49,7 +49,11 @@ def _parser() -> argparse.ArgumentParser:
 
     report = commands.add_parser("report", help="show where the time of a run went, from its run folder")
     report.add_argument("run_dir", metavar="RUN_DIR", help="the run folder")
-    report.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    output = report.add_mutually_exclusive_group()
+    output.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    output.add_argument(
+        "--html", metavar="FILE", default=None, help="write one HTML page instead, which needs no network"
+    )
     report.set_defaults(command=_report)
 
     _add_compare(commands)
@@ -207,7 +211,7 @@ def _top(options: argparse.Namespace) -> int:
 def _report(options: argparse.Namespace) -> int:
     from telemetry.report import command
 
-    return command.report(options.run_dir, as_json=options.json)
+    return command.report(options.run_dir, as_json=options.json, html=options.html)
 
 
 def _compare(options: argparse.Namespace) -> int:

@@ -32,6 +32,9 @@ OWNERS = {
         "doctor/gpu_checks.py",
         "snapshot/session.py",
     },  # else attach/ works on the modules that the script has imported
+    "bokeh": {"report/html/bokeh_charts.py"},
+    "jinja2": {"report/html/page.py"},
+    "markupsafe": {"report/html/page.py"},
     "tensorboard": {"publish/sinks/tensorboard_sink.py"},
     "transformers": {"integrations/transformers_callback.py"},
     "lightning": {"integrations/lightning_callback.py"},

@@ -134,6 +134,14 @@ class TestARun:
         assert '"run": "demo-1"' in done.stdout
         assert any(f"--num-workers {advised_workers(text)}" in c for c in commands)
 
+    def test_it_ends_with_the_report_as_a_page(self, shown):
+        pytest.importorskip("bokeh")
+        text, base = shown
+        last = text.rstrip().splitlines()[-1]
+        page = base / "demo-1" / "report.html"
+        assert last.startswith(f"{page} (")
+        assert "<title>Starved" in page.read_text()
+
     def test_nothing_of_it_is_left_running(self, shown):
         assert children_in(shown[1]) == []
 

@@ -1,4 +1,4 @@
-"""``telemetry report RUN_DIR [--json]``: prints the report of a run, and what is missing in its logs."""
+"""``telemetry report RUN_DIR [--json] [--html FILE]``: the report of a run, and what is missing in its logs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from telemetry.core.terminal import complain, show, show_json
+from telemetry.report import page_command
 from telemetry.report.attempts import KILLED, MISSED_WINDOWS, RUNNING, log_interval
 from telemetry.report.energy_cost import (
     cost_lines,
@@ -35,11 +36,21 @@ if TYPE_CHECKING:
     from telemetry.report.log_reader import ProcessLog
 
 
-def report(run_dir: str, *, as_json: bool) -> int:
-    """Print the report of a run. Returns the exit status: 1 if there is no run in the folder."""
+def report(run_dir: str, *, as_json: bool, html: str | None = None) -> int:
+    """Print the report of a run, or write it as an HTML page.
+
+    Args:
+        run_dir: the run folder.
+        as_json: print one JSON object instead of text.
+        html: the file of the page; then its path is all that is printed.
+
+    Returns:
+        The exit status: 1 if there is no run in the folder, or the page cannot be written.
+    """
     try:
-        processes = load(Path(run_dir))
-    except NoRunError as error:
+        recorder = None if html is None else page_command.recorder()
+        processes = load(Path(run_dir), recorder)
+    except (NoRunError, page_command.PageError) as error:
         complain(str(error))
         return 1
     goodput = goodput_of(processes, time.time())
@@ -54,6 +65,17 @@ def report(run_dir: str, *, as_json: bool) -> int:
     growth = memory_verdict(not_replaced(processes), over)
     for sentence in (verdict(goodput), ended_by_oom(goodput), growth):
         summary["verdict"] += f" {sentence}" if sentence else ""
+    notes = [*_notes(processes, goodput), *problems]
+    memory = memory_lines(processes, over)
+    if html is not None and recorder is not None:
+        return page_command.write(
+            html,
+            summary=summary,
+            processes=processes,
+            goodput=goodput,
+            recorder=recorder,
+            notes=[*(line for line in memory if line), *notes],
+        )
     if as_json:
         return show_json(orjson.dumps(summary, option=orjson.OPT_INDENT_2).decode() + "\n")
     spent = [
@@ -61,8 +83,7 @@ def report(run_dir: str, *, as_json: bool) -> int:
         *energy_lines(summary["gpu_energy_joules"]),
         *cost_lines(summary["cost"]),
     ]
-    rest = [*section(goodput), *_notes(processes, goodput), *problems]
-    return show(render(summary, [*memory_lines(processes, over), *spent, *rest]))
+    return show(render(summary, [*memory, *spent, *section(goodput), *notes]))
 
 
 def _name_attempts(ranks: Sequence[dict[str, Any]], processes: Sequence[ProcessLog], goodput: Goodput) -> None:

@@ -8,13 +8,16 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from telemetry.core.log_names import LOG_NAME
 from telemetry.core.quantile_sketch import Sketch, parse_counts
-from telemetry.report.log_lines import heartbeat, lines_of
+from telemetry.report.line_selection import read_log
+from telemetry.report.log_lines import heartbeat
 from telemetry.report.pace_series import PaceSeries
 from telemetry.report.progress_points import Point, ProgressPoints
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
+
+    from telemetry.report.line_selection import LineObserver
 
 _RANK_FIELDS: Final = ("local_rank", "world_size", "claimed_rank")
 """Fields of ``run_start`` that change when a process learns its rank."""
@@ -102,9 +105,20 @@ class ProcessLog:
         started: str = self.head.get("started") or self.head.get("time") or ""
         return started
 
+    def take_sums(self, head: dict[str, Any]) -> None:
+        """Take the sums of all windows before a head, instead of those of the windows that were read."""
+        self.step, self.wait = Sketch(), Sketch()
+        _add(self.step, head.get("step_sketch"), head.get("step_max_seconds"))
+        _add(self.wait, head.get("data_wait_sketch"), head.get("data_wait_max_seconds"))
 
-def load(run_dir: Path) -> list[ProcessLog]:
+
+def load(run_dir: Path, observer: LineObserver | None = None) -> list[ProcessLog]:
     """All processes of the newest run in a folder, by rank and then by start.
+
+    Args:
+        run_dir: the run folder.
+        observer: sees every line that is not skipped. With one, windows are skipped too, where a later line of the
+            process has their sums.
 
     Raises:
         NoRunError: the folder does not exist, or has no log.
@@ -123,12 +137,13 @@ def load(run_dir: Path) -> list[ProcessLog]:
             files.setdefault(key, []).append((int(match["rotated"] or 0), path))
     if not files:
         raise NoRunError(f"there is no log in {logs}: no file is named rank-<rank>.<pid>.jsonl")
+    if observer is not None:
+        observer.begin(len({rank for rank, _, _ in files}))
     logs_of_processes = ProcessLogs()
     for (rank, pid, _), parts in sorted(files.items()):
         file = logs_of_processes.of_file(rank, pid)
-        for _, path in sorted(parts, reverse=True):  # the highest number is the oldest
-            for line, wrong in lines_of(path):
-                file.add(line, wrong)
+        # The highest number is the oldest.
+        read_log(file, [path for _, path in sorted(parts, reverse=True)], observer)
         logs_of_processes.leave_out_if_empty(file)
     processes = logs_of_processes.all
     take_heartbeats(run_dir / "attempts", processes)
@@ -222,8 +237,7 @@ def _take(line: dict[str, Any], log: ProcessLog) -> None:
         else:
             log.head = line
             if line.get("continued"):  # earlier files are gone; this line has the sums of what was in them
-                _add(log.step, line.get("step_sketch"), line.get("step_max_seconds"))
-                _add(log.wait, line.get("data_wait_sketch"), line.get("data_wait_max_seconds"))
+                log.take_sums(line)
     elif event == "window":
         if _take_totals(line, log):
             log.pace.add(line)

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from telemetry.core.terminal import one_line
+from telemetry.report.sample_names import GPU_NUMBERS, HOST_NUMBERS, WORKERS_NUMBERS
 
 _LARGEST: Final = 1e15
 """No seconds, bytes or steps of a run are larger. A field with a larger number is damaged."""
@@ -84,7 +85,7 @@ def _scalars(value: Any) -> dict[str, Any]:
 
 
 def _stacks(value: Any) -> list[str]:
-    """Stacks of a stuck run. No other text has line breaks."""
+    """Stacks of a stuck run, which have line breaks; or names that nobody shows."""
     if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
         raise _WrongTypeError
     return value
@@ -255,6 +256,7 @@ FIELDS: Final[Mapping[str, Mapping[str, Kind]]] = MappingProxyType(
             "cpu_total_seconds": _numbers,
         },
         "phase": {
+            **dict.fromkeys(("name", "category", "started"), _text),
             "seconds": _number,
             "complete": _flag,
             "holds_optimizer": _flag,
@@ -263,16 +265,9 @@ FIELDS: Final[Mapping[str, Mapping[str, Kind]]] = MappingProxyType(
             "loop_seconds": _numbers,
         },
         "run_end": {**_TOTALS, **_END},
-        "gpu": {
-            "name": _text,
-            "utilization_ratio": _number,
-            "sm_active_ratio": _number,
-            "memory_used_bytes": _number,
-            "memory_total_bytes": _number,
-            "power_watts": _number,
-            "temperature_celsius": _number,
-        },
-        "host": {"process_resident_memory_bytes": _number},
+        "gpu": {"name": _text, "throttled": _stacks, **dict.fromkeys(GPU_NUMBERS, _number)},
+        "host": {"pressure_ratio": _numbers, **dict.fromkeys(HOST_NUMBERS, _number)},
+        "workers": dict.fromkeys(WORKERS_NUMBERS, _number),
         "change": {
             "at": _text,
             "first_step": _count,

@@ -195,7 +195,7 @@ class Prometheus:
 def must_have(command):
     path = shutil.which(command)
     if path is None:
-        packages = "prometheus, prometheus-alertmanager, victoria-metrics, slurm-wlm, munge, tmux"
+        packages = "prometheus, prometheus-alertmanager, victoria-metrics, slurm-wlm, munge, tmux, chromium"
         text = f"{command} is not installed (one of Debian's packages {packages} has it)"
         pytest.fail(text) if REQUIRED else pytest.skip(text)
     return path

@@ -1,0 +1,141 @@
+"""What the page says first: the state of the run, what to do about it, and its main figures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from telemetry.core.formatting import duration, percent, rough_duration
+from telemetry.core.labels import COMPUTE, DATA_WAIT
+from telemetry.core.run_verdict import lost_seconds
+from telemetry.report.attempts import FAILED, KILLED, RUNNING
+from telemetry.report.goodput_text import advice as goodput_advice
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from telemetry.report.goodput import Goodput
+
+GOOD: Final = "good"
+BAD: Final = "bad"
+UNKNOWN: Final = "unknown"
+
+_STATES: Final = (
+    ("Healthy", "Healthy", GOOD),
+    ("Starved", "Starved", BAD),
+    ("Stuck", "Stuck", BAD),
+    ("Hangs", "Hangs", BAD),
+    ("Hung", "Hung", BAD),
+    ("Not starved, but", "Stalled", BAD),
+    ("Not known", "Not known", UNKNOWN),
+    ("No training step", "No step yet", UNKNOWN),
+)
+"""The first words of a verdict, the state in two words, and whether it is a good one."""
+
+_MAX_ADVICE: Final = 3
+
+_COSTLY_RESTARTS: Final = 0.05
+"""From this share of the wall clock on, restarts belong to the state of a run."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdviceCard:
+    """One change. ``typed``: what to set, if it is a setting. ``speedup``: factor on the steps per second, or None."""
+
+    typed: str
+    action: str
+    because: str
+    about: str
+    speedup: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """One figure of the run, as text. ``note``: what it is of, or why it is absent."""
+
+    label: str
+    value: str
+    note: str = ""
+
+
+def state_of(summary: dict[str, Any]) -> tuple[str, str]:
+    """The state of the run in a few words, and `GOOD`, `BAD` or `UNKNOWN`."""
+    words, kind = next(
+        ((words, kind) for begin, words, kind in _STATES if summary["verdict"].startswith(begin)), ("Measured", UNKNOWN)
+    )
+    attempts, ettr = summary["job"]["attempts"], summary["job"]["goodput"]["ettr_ratio"]
+    end = attempts[-1]["end"] if attempts else RUNNING
+    if end in {FAILED, KILLED}:
+        return f"{words}, then {end}", BAD
+    if len(attempts) > 1 and ettr is not None and 1 - ettr >= _COSTLY_RESTARTS:
+        return f"{words}, and restarts cost {percent(1 - ettr, 0)}", BAD
+    return words, kind
+
+
+def advice_cards(summary: dict[str, Any], goodput: Goodput) -> list[AdviceCard]:
+    """All advice, the largest predicted speed-up first, then by the cost of the stall; each change once."""
+    cards: dict[tuple[str, str], AdviceCard] = {}
+    for stall in sorted(summary["stalls"], key=lambda stall: -lost_seconds(stall)):
+        about = f"for {stall['cause']} on rank {stall['rank']}"
+        for advice in stall["advice"]:
+            _add(cards, advice, about)
+        for other in stall["evidence"].get("also", []):
+            for advice in other.get("advice", []):
+                _add(cards, advice, f"for {other.get('cause')} on rank {stall['rank']}")
+    for text in goodput_advice(goodput):
+        change, _, because = text.partition(": ")
+        cards.setdefault(("", text), AdviceCard("", change, because, "for restarts", None))
+    for snapshot in summary["snapshots"]:
+        for advice in snapshot.get("advice", ())[:1]:
+            share = f" (up to {percent(advice['share_ratio'], 0)} of the step)" if advice["share_ratio"] else ""
+            card = AdviceCard("", advice["action"], f"{advice['because']}{share}", "from a trace", None)
+            cards.setdefault(("", card.action), card)
+    return sorted(cards.values(), key=lambda card: -(card.speedup or 0.0))
+
+
+def _add(cards: dict[tuple[str, str], AdviceCard], advice: dict[str, Any], about: str) -> None:
+    setting, value = advice.get("setting"), advice.get("value")
+    typed = f"{setting}={value}" if setting and value is not None else str(setting or "")
+    action, because = str(advice.get("action") or ""), str(advice.get("because") or "")
+    cards.setdefault(
+        (str(setting or ""), action), AdviceCard(typed, action, because, about, advice.get("predicted_speedup"))
+    )
+
+
+def tiles(summary: dict[str, Any]) -> list[Tile]:
+    """The main figures. What was not measured says so."""
+    ranks, job = summary["ranks"], summary["job"]
+    books = job["goodput"]
+    loop = sum(rank["ledger"][DATA_WAIT] + rank["ledger"][COMPUTE] for rank in ranks)
+    steps = sum(rank["steps"] for rank in ranks)
+    wall = sum(rank["wall_seconds"] for rank in ranks)
+    exposed = [rank for rank in ranks if rank["exposed_wait_ratio"] is not None]
+    worst = max(exposed, key=lambda rank: rank["exposed_wait_ratio"], default=None)
+    lost = sum(sum(stall["evidence"].get("lost_seconds", {}).values()) for stall in summary["stalls"])
+    agent = sum(sum(rank["overhead_seconds"].values()) for rank in ranks)
+    goodput = books["goodput_ratio"]
+    return [
+        Tile("Wall clock", rough_duration(books["wall_seconds"]), _attempts(len(job["attempts"]))),
+        Tile("Goodput", percent(goodput), "of the wall clock trained something that was kept"),
+        Tile("Steps per second", f"{steps / loop:.3g}" if loop > 0 else "-", "of the training loop, mean rank"),
+        Tile(
+            "Exposed wait", percent(worst["exposed_wait_ratio"]), f"of the training loop, worst rank ({worst['rank']})"
+        )
+        if worst
+        else Tile("Exposed wait", "not measured"),
+        Tile("Lost in stalls", f"{lost / 3600:.3g} h", "GPU-hours, over all ranks"),
+        Tile(
+            "Cost of the agent",
+            percent(agent / wall, 3) if wall > 0 else "-",
+            f"{duration(agent / steps)} a step" if steps else "",
+        ),
+    ]
+
+
+def _attempts(number: int) -> str:
+    return "1 attempt" if number == 1 else f"{number} attempts"
+
+
+def first_cards(cards: Sequence[AdviceCard]) -> tuple[list[AdviceCard], list[AdviceCard]]:
+    """Those that are shown at once, and the rest."""
+    return list(cards[:_MAX_ADVICE]), list(cards[_MAX_ADVICE:])

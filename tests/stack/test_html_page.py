@@ -1,0 +1,160 @@
+"""The HTML report in a real browser: Debian's Chromium, with the network watched, and axe-core for accessibility."""
+
+import json
+import re
+
+import pytest
+
+from benchmarks.simulated_run import SimulatedRun, write_run
+from stack.jobs import REQUIRED, must_have, wait_for
+from telemetry.cli import main
+
+HOSTILE = "</script><script>window.hit=1</script><img src=x onerror=window.hit=1>\"'$$x$$"
+
+pytestmark = pytest.mark.stack
+
+
+def needed(module):
+    if REQUIRED:
+        return __import__(module, fromlist=["_"])
+    return pytest.importorskip(module)
+
+
+@pytest.fixture(scope="module")
+def page_file(tmp_path_factory):
+    """The page of 24 ranks over two hours. All text that a log can choose is hostile."""
+    needed("bokeh")
+    folder = tmp_path_factory.mktemp("page")
+    write_run(folder, SimulatedRun(ranks=24, seconds=7200, interval_seconds=20))
+    for path in (folder / "logs").iterdir():
+        text = path.read_text().replace('"simulated"', json.dumps(HOSTILE))
+        path.write_text(re.sub('"gpu-00(.)"', lambda found: json.dumps(f"node {found[1]} {HOSTILE}"), text))
+    snapshot = {
+        "time": "2026-03-02T06:40:00.000Z",
+        "event": "snapshot",
+        "run": HOSTILE,
+        "rank": 0,
+        "pid": 4000,
+        "node": f"node 0 {HOSTILE}",
+    }
+    snapshot |= {"path": f"snapshots/{HOSTILE}.json", "first_step": 10, "last_step": 14, "reason": HOSTILE}
+    with (folder / "logs" / "rank-0.4000.jsonl").open("a") as file:
+        file.write(json.dumps(snapshot) + "\n")
+    assert main(["report", str(folder), "--html", str(folder / "report.html")]) == 0
+    return folder / "report.html"
+
+
+@pytest.fixture(scope="module")
+def browser():
+    chromium, api = must_have("chromium"), needed("playwright.sync_api")
+    with api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def opened(browser, page_file):
+    """Opens the page, and keeps what it said and asked for."""
+    tabs = []
+
+    def open_page(**options):
+        tab = browser.new_page(viewport={"width": 1200, "height": 900}, reduced_motion="reduce", **options)
+        tabs.append(tab)
+        tab.said, tab.requests = [], []
+        tab.on("console", lambda message: tab.said.append((message.type, message.text)))
+        tab.on("pageerror", lambda error: tab.said.append(("error", str(error))))
+        tab.on("request", lambda request: tab.requests.append(request.url))
+        tab.goto(page_file.as_uri())
+        tab.wait_for_selector("html[data-drawn]", state="attached")
+        return tab
+
+    yield open_page
+    for tab in tabs:
+        tab.close()
+
+
+def test_no_error_no_request_and_hostile_text_is_text(opened, page_file):
+    tab = opened()
+    assert [text for kind, text in tab.said if kind in {"error", "warning"}] == []
+    outside = [url for url in tab.requests if not url.startswith(("data:", "blob:"))]
+    assert outside == [page_file.as_uri()]
+    assert tab.evaluate("window.hit") is None
+    assert HOSTILE in tab.locator(".run").inner_text()
+    figures = tab.locator("figure")
+    assert tab.evaluate("+document.documentElement.dataset.drawn") == figures.count() >= 15
+    assert tab.locator("figure canvas").count() >= figures.count()
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_axe_finds_nothing(opened, theme):
+    axe = needed("axe_playwright_python.sync_playwright").Axe()
+    tab = opened(color_scheme=theme)
+    for details in tab.locator("details").all():
+        details.evaluate("each => { each.open = true }")
+    violations = axe.run(tab).response["violations"]
+    assert [(each["id"], [node["html"][:120] for node in each["nodes"]][:3]) for each in violations] == []
+
+
+def test_the_pointer_and_the_keyboard_read_values(opened):
+    tab = opened()
+    figure = tab.locator("[data-chart=ledger]")
+    plot = figure.locator(".plot")
+    plot.scroll_into_view_if_needed()
+    box = plot.bounding_box()
+    tab.mouse.move(box["x"] + 600, box["y"] + 80)
+    wait_for("values in the legend", lambda: figure.locator(".value").first.inner_text().endswith("%"))
+    values = figure.locator(".value").all_inner_texts()
+    assert sum(float(value.removesuffix(" %")) for value in values) == pytest.approx(100, abs=0.5)
+    assert re.match(r"2026-03-02 0[67]:\d\d", figure.locator(".readout").inner_text())
+    heat = tab.locator("[data-chart=ranks]")
+    heat.locator(".plot").focus()
+    for key in ("ArrowDown", "ArrowRight"):
+        tab.keyboard.press(key)
+    said = tab.locator("#spoken").inner_text()
+    assert "rank 1 " in said and HOSTILE in said and tab.evaluate("window.hit") is None
+
+
+def test_zoom_by_key_button_and_drag_is_shared(opened):
+    tab = opened()
+    spans = """() => Object.values(Bokeh.index.roots ?? Bokeh.index).map(view => view.model)
+        .filter(plot => plot.tags.includes("time")).map(plot => plot.x_range.end - plot.x_range.start)"""
+    (whole,) = set(tab.evaluate(spans))
+    plot = tab.locator("[data-chart=step-percentiles] .plot")
+    plot.focus()
+    tab.keyboard.press("+")
+    assert set(tab.evaluate(spans)) == {whole / 2}
+    tab.locator("[data-zoom=all]").click()
+    assert set(tab.evaluate(spans)) == {whole}
+    box = plot.bounding_box()
+    tab.mouse.move(box["x"] + 300, box["y"] + 60)
+    tab.mouse.down()
+    tab.mouse.move(box["x"] + 500, box["y"] + 70, steps=4)
+    tab.mouse.up()
+    wait_for("the zoom of all charts", lambda: max(tab.evaluate(spans)) < whole / 3)
+
+
+def test_the_theme_changes_and_a_print_is_light(opened):
+    tab = opened(color_scheme="dark")
+    paper = "getComputedStyle(document.querySelector('main > section')).backgroundColor"
+    ink = "getComputedStyle(document.querySelector('.plot')).getPropertyValue('--bk-major-label-text-color')"
+    dark = tab.evaluate(paper), tab.evaluate(ink)
+    tab.locator("#theme").click()
+    light = tab.evaluate(paper), tab.evaluate(ink)
+    assert light[0] == "rgb(255, 255, 255)" and dark[0] != light[0] and dark[1] != light[1]
+    tab.locator("#theme").click()
+    assert tab.evaluate(paper) == dark[0]
+    for each in (tab, opened(color_scheme="dark")):  # chosen on the page, and by the system
+        each.emulate_media(media="print", color_scheme="dark")
+        assert each.evaluate(paper) == "rgb(255, 255, 255)"
+        assert each.evaluate(ink) == "#444"
+        assert not each.locator(".top").is_visible()
+
+
+def test_the_heat_map_changes_its_metric(opened):
+    tab = opened()
+    select = tab.locator("[data-metrics]")
+    assert select.input_value().startswith("gpu.")  # in which one rank differs most
+    high = tab.locator("[data-high]").inner_text()
+    select.select_option("wait")
+    assert tab.locator("[data-high]").inner_text() != high

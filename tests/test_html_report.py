@@ -1,0 +1,325 @@
+"""``telemetry report --html``: the page, the figures in it, and what it does when it cannot."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from report_logs import START, line, window, write
+
+import benchmarks.simulated_run as simulation
+from benchmarks.simulated_run import SimulatedRun, write_run
+from telemetry.report.log_reader import load
+
+pytest.importorskip("bokeh")
+
+from telemetry.report.html import run_recorder
+from telemetry.report.html.rank_charts import heat_map
+from telemetry.report.html.run_recorder import RunRecorder
+from telemetry.report.html.time_grid import TimeGrid
+
+HOSTILE = "</script><script>window.hit=1</script><img src=x onerror=window.hit=1>\"'`$$x$${{7*7}}\u2028"
+
+
+class Page(HTMLParser):
+    """The elements of a page, its text, and the text of its scripts."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.elements, self.attributes, self.texts, self.scripts = [], [], [], []
+        self._in = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.elements.append(tag)
+        self.attributes += attributes
+        self._in.append(tag)
+
+    def handle_endtag(self, tag):
+        while self._in and self._in.pop() != tag:
+            pass
+
+    def handle_data(self, data):
+        inside = self._in[-1] if self._in else ""
+        {"script": self.scripts, "style": []}.get(inside, self.texts).append(data)
+
+    @property
+    def text(self):
+        return re.sub(r"\s+", " ", " ".join(self.texts))
+
+
+def page_of(folder: Path) -> str:
+    path = folder / "report.html"
+    assert main_of("report", folder, "--html", path) == 0
+    return path.read_text()
+
+
+def main_of(*arguments) -> int:
+    from telemetry.cli import main
+
+    return main([str(argument) for argument in arguments])
+
+
+def short_run(folder: Path, **fields) -> Path:
+    stall = dict(
+        cause="workers_io_bound", opened="2026-01-01T00:00:12.000Z", first_step=3, exposed_wait_ratio=0.5,
+        evidence={"lost_seconds": {"workers_io_bound": 9.0}, "lines": [dict(file="/a/b.py", line=7, function="read", calls="open", share_ratio=0.8)]},
+        advice=[dict(action="use more workers", setting="num_workers", value=8, predicted_speedup=1.9, because="they wait for storage")],
+    )  # fmt: skip
+    write(
+        folder, 0,
+        line("run_start", **START),
+        window(wait=5, compute=5, steps=10, seconds=[1.0] * 10),
+        line("stall_open", **stall | fields),
+        window(wait=10, compute=10, steps=20, seconds=[1.0] * 10) | dict(time="2026-01-01T00:00:20.000Z"),
+        line("run_end") | window(wait=10, compute=10, steps=20) | dict(event="run_end", time="2026-01-01T00:00:21.000Z"),
+    )  # fmt: skip
+    return folder
+
+
+def test_verdict_and_advice_come_first(tmp_path, capsys):
+    page = Page(page_of(short_run(tmp_path)))
+    assert capsys.readouterr().out.startswith(f"{tmp_path}/report.html (")
+    text = page.text
+    order = [
+        text.index(word)
+        for word in ("Starved", "num_workers=8", "What to do", "steps per second, predicted", "Ledger over time")
+    ]
+    assert order == sorted(order)
+    assert "/a/b.py:7" in text
+
+
+def test_hostile_text_stays_text(tmp_path):
+    advice = [dict(action=HOSTILE, setting=HOSTILE, value=HOSTILE, predicted_speedup=2.0, because=HOSTILE)]
+    evidence = {
+        "lines": [dict(file=HOSTILE, line=1, function=HOSTILE, calls=HOSTILE, share_ratio=1.0)],
+        "line_verdict": HOSTILE,
+    }
+    plain = Page(page_of(short_run(tmp_path)))
+    other = tmp_path / "hostile"
+    other.mkdir()
+    short_run(other, advice=advice, evidence=evidence, cause=HOSTILE)
+    path = next((other / "logs").iterdir())
+    lines = [json.loads(each) | dict(run=HOSTILE, node=HOSTILE) for each in path.read_text().strip().split("\n")]
+    lines.insert(
+        3,
+        line("phase", name=HOSTILE, category="evaluation", started="2026-01-01T00:00:11.000Z", seconds=1.0)
+        | dict(run=HOSTILE, node=HOSTILE),
+    )
+    path.write_text("\n".join(map(json.dumps, lines)))
+    page = Page(page_of(other))
+    assert page.elements.count("script") == plain.elements.count("script")
+    assert page.elements.count("img") == 0
+    assert not [name for name, _ in page.attributes if name.startswith("on")]
+    items = next(text for text in page.scripts if text.startswith("{"))
+    assert not re.search("[<>&]", items)
+    texts = json.dumps([[item["item"]["doc"], item.get("fields")] for item in json.loads(items).values()])
+    assert "window.hit" not in texts and "$$" not in texts  # no drawing has text of the log
+    assert "window.hit=1" in page.text and "49" not in re.findall(r"\$\$x\$\$(.{0,4})", page.text)
+
+
+def test_what_was_not_measured_says_so(tmp_path):
+    text = Page(page_of(short_run(tmp_path))).text
+    assert len(re.findall("Not measured: no sample of it is in the logs", text)) == 3  # GPU, workers, memory and CPU
+    assert "Not measured: no trace was recorded or read" in text
+
+
+def test_no_network_is_needed(tmp_path):
+    text = page_of(short_run(tmp_path))
+    page = Page(text)
+    assert {"link", "iframe", "object", "base"} & set(page.elements) <= {"link"}
+    references = [value for name, value in page.attributes if name in {"src", "href", "action", "data"}]
+    assert all(value.startswith(("#", "data:")) for value in references)
+    assert "default-src 'none'" in text
+
+
+def test_a_missing_library_is_one_clear_line(tmp_path):
+    short_run(tmp_path)
+    code = "import sys; sys.modules['bokeh'] = None; from telemetry.cli import main; sys.exit(main(sys.argv[1:]))"
+    told = subprocess.run(
+        [sys.executable, "-c", code, "report", tmp_path, "--html", tmp_path / "x.html"],
+        capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
+    )  # fmt: skip
+    assert (told.returncode, told.stdout) == (1, "")
+    assert told.stderr == "telemetry: --html needs bokeh: pip install 'torch-telemetry[html]'\n"
+    assert not (tmp_path / "x.html").exists()
+
+
+@pytest.mark.parametrize("path", ["no/such/folder/x.html", "logs", "logs/\ud800.html", "a\0b"])
+def test_a_path_that_cannot_be_written(tmp_path, capsys, path):
+    short_run(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    assert main_of("report", tmp_path, "--html", f"{tmp_path}/{path}") == 1
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.count("\n") == 1
+    assert printed.err.startswith("telemetry: the page cannot be written to ")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_page_that_is_there_is_replaced_whole(tmp_path):
+    short_run(tmp_path)
+    path = tmp_path / "report.html"
+    path.write_text("old")
+    page_of(tmp_path)
+    assert path.read_text().startswith("<!doctype html>")
+    assert path.stat().st_mode & 0o777 == 0o644
+    assert [each.name for each in tmp_path.iterdir() if each.name.startswith(".")] == []
+
+
+def test_only_the_page_imports_the_library(tmp_path):
+    short_run(tmp_path)
+    code = (
+        "import sys; from telemetry.cli import main; status = main(sys.argv[1:]);"
+        "print(status, *sorted({'bokeh', 'jinja2', 'numpy', 'torch'} & set(sys.modules)))"
+    )
+    told = [
+        subprocess.run(
+            [sys.executable, "-c", code, "report", tmp_path, *options], capture_output=True, text=True, check=True,
+            env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
+        ).stdout.splitlines()[-1]
+        for options in ((), ("--html", str(tmp_path / "x.html")))
+    ]  # fmt: skip
+    assert told == ["0", "0 bokeh jinja2 numpy"]
+
+
+class Counting(RunRecorder):
+    """Counts the windows that it was shown."""
+
+    windows = 0
+
+    def take(self, line, log):
+        self.windows += line.get("event") == "window"
+        super().take(line, log)
+
+
+def test_skipped_windows_are_in_the_sums(tmp_path, monkeypatch):
+    monkeypatch.setattr(simulation, "_MAX_BYTES", 400_000)
+    write_run(tmp_path, SimulatedRun(ranks=2, seconds=7000, interval_seconds=2))
+    counting = Counting()
+    monkeypatch.setattr(run_recorder, "_MAX_BINS", 64)
+    sparse, whole = load(tmp_path, counting), load(tmp_path)
+    assert 50 < counting.windows < 7000 / 2  # of 7,000, some of which are gone
+    assert [log.totals for log in sparse] == [log.totals for log in whole]
+    for log, same in zip(sparse, whole, strict=True):
+        # The head of the newest file has the sums of all that came before.
+        assert log.step.total == same.step.total > 0
+        assert log.wait.total == same.wait.total > 0
+        assert log.last_time == same.last_time
+    spent = sum(
+        counting.grid.sums(name)[: len(sparse)].sum()
+        for name in ("startup", "data_wait", "compute", "evaluation", "checkpoint")
+    )
+    assert spent == pytest.approx(2 * 7000, rel=1e-3)
+
+
+@pytest.mark.parametrize("last", [3002, 3003])  # one of the two is left out at first
+def test_the_last_window_of_a_killed_process_counts(tmp_path, last):
+    windows = [
+        window(wait=n, compute=n, steps=n) | dict(time=f"2026-01-01T00:{n // 60:02d}:{n % 60:02d}.000Z")
+        for n in range(1, last + 1)
+    ]
+    write(tmp_path, 0, line("run_start", **START), *windows)
+    recorder = RunRecorder()
+    load(tmp_path, recorder)
+    recorder.finish()
+    assert recorder.grid.width_seconds > 1  # so that some windows are left out
+    assert recorder.grid.sums("compute").sum() == pytest.approx(last, abs=0.3)
+
+
+def test_a_torn_sample_is_counted_though_samples_are_skipped(tmp_path):
+    path = write(tmp_path, 0, line("run_start", **START), *[line("gpu", name="g")] * 5)
+    path.write_bytes(path.read_bytes()[:-20] + b"\n")
+    (log,) = load(tmp_path)
+    assert log.torn_lines == 1 and log.environment["gpu"] == "g"
+
+
+def test_memory_is_bounded_by_bins_not_by_time(tmp_path):
+    recorder = RunRecorder()
+    recorder.begin(4)
+    bins = recorder.grid.bins
+    for at in (0, 10, 10**4, 10**6, 10**8):
+        recorder.grid.spread(0, 1.7e9, 1.7e9 + at + 1, {"compute": 1.0})
+    assert recorder.grid.used <= bins == recorder.grid.sums("compute").base.shape[1]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_bins_that_merge_lose_nothing(seed):
+    draw = random.Random(seed)
+    grid, total, times = TimeGrid(2, 16), 0.0, []
+    for _ in range(60):
+        begin = 1.7e9 + draw.uniform(-200, 400) * draw.choice([0.01, 1, 9])
+        end = begin + draw.choice([0.1, 5, 60])
+        grid.spread(0, begin, end, {"x": end - begin})
+        total += end - begin
+        index = grid.index_of(begin)
+        grid.add("n", 1, index, 1.0)
+        grid.sketch("s", index).merge([(1, 1)], 1.0)
+        times.append(begin)
+    counts = [0] * grid.used
+    for time in times:
+        counts[grid.index_of(time)] += 1
+    assert grid.sums("x").sum() == pytest.approx(total, rel=1e-4)
+    assert list(grid.sums("n")[1]) == counts
+    assert [0 if sketch is None else sketch.total for sketch in grid.sketches("s")] == counts
+
+
+@pytest.mark.parametrize("ranks", [40, 300])
+def test_one_slow_rank_among_many_is_named(tmp_path, ranks):
+    write_run(tmp_path, SimulatedRun(ranks=ranks, seconds=600 if ranks < 100 else 100))
+    text = page_of(tmp_path)
+    slow = ranks // 2
+    assert re.search(
+        rf"Rank {slow} on gpu-{slow // 8:03d}, in \d+ % of the time: GPU: SM clock 990 MHz; .* 1980 MHz",
+        Page(text).text,
+    )
+    items = json.loads(next(each for each in Page(text).scripts if each.startswith("{")))
+    assert "gpu" in next(iter(items["ranks"]["metrics"]))  # what shows it is shown first
+    assert len(items["ranks"]["rows"]) <= 256
+    assert len(text) < 2_000_000
+
+
+def test_a_row_of_several_ranks_shows_the_odd_one(tmp_path):
+    write_run(tmp_path, SimulatedRun(ranks=260, seconds=100))
+    recorder = RunRecorder()
+    load(tmp_path, recorder)
+    ranks = {rank: row for (_, rank), row in recorder.rows.items()}
+    shown = heat_map(recorder, ranks, dict.fromkeys(ranks, "node"))
+    clock = next(metric for metric in shown.metrics if metric.key == "gpu.sm_clock_hertz")
+    odd = (clock.cells < 1.9e9).any(axis=1)
+    assert [label for label, is_odd in zip(shown.rows, odd, strict=True) if is_odd] == ["ranks 130-131 (node)"]
+
+
+def test_a_run_without_a_window_has_a_page(tmp_path):
+    write(tmp_path, 0, line("run_start", **START))
+    assert "No step yet" in Page(page_of(tmp_path)).text
+
+
+def test_damaged_logs_have_a_page(tmp_path):
+    strange = [
+        window(wait=1, compute=1, steps=1) | dict(time=time)
+        for time in ("1970-01-01T00:00:00Z", "no time", "9999-12-31T23:59:59Z", "2026-01-01T00:00:30Z")
+    ]
+    samples = [
+        line("gpu", power_watts="much", throttled=[1], sm_active_ratio=1e300),
+        line("host", pressure_ratio={"cpu": "x"}),
+        line("workers"),
+    ]
+    write(
+        tmp_path, 0, line("run_start", **START), *strange, *samples, line("phase", category=7, started=[], seconds={})
+    )
+    path = next((tmp_path / "logs").iterdir())
+    path.write_bytes(path.read_bytes() + b'{"time":"2026-01-01T00:00:40.000Z","event":"gpu","pow')
+    assert Page(page_of(tmp_path)).text
+
+
+def test_html_and_json_exclude_each_other(tmp_path):
+    with pytest.raises(SystemExit) as ended:
+        main_of("report", tmp_path, "--json", "--html", "x")
+    assert ended.value.code == 2
