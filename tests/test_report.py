@@ -31,7 +31,7 @@ def test_the_json_is_that_of_the_contract(tmp_path):
     (rank,) = summary["ranks"]
     assert set(rank) == {
         "rank", "local_rank", "node", "pid", "steps", "wall_seconds", "ledger", "step_seconds", "data_wait_seconds",
-        "exposed_wait_ratio", "overhead_seconds", "memory",
+        "exposed_wait_ratio", "overhead_seconds", "memory", "samples", "tokens", "gpu_energy_joules",
     }  # fmt: skip
     assert set(rank["ledger"]) == set(CATEGORIES)
     assert sum(rank["ledger"].values()) == rank["wall_seconds"] == 13
