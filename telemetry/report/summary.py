@@ -11,8 +11,10 @@ from telemetry.core.run_verdict import (
     NO_STEPS,
     STARVED,
     STARVED_RATIO,
+    STUCK,
     UNKNOWN,
     UNMEASURED,
+    JudgedRun,
     RankStall,
     RankWaits,
     costliest,
@@ -77,7 +79,20 @@ def verdict_of(processes: Sequence[ProcessLog]) -> str:
     Args:
         processes: those that no later one has replaced.
     """
-    return job_hang_verdict(hang_of(processes), processes) or _hang_verdict(processes) or _verdict(processes)
+    return judged(processes).text
+
+
+def judged(processes: Sequence[ProcessLog]) -> JudgedRun:
+    """The verdict with its kind, so that nobody has to read the kind from the words.
+
+    Args:
+        processes: those that no later one has replaced.
+    """
+    hung = job_hang_verdict(hang_of(processes), processes)
+    if hung is not None:
+        return hung
+    stuck = _hang_verdict(processes)
+    return JudgedRun(STUCK, stuck) if stuck else _verdict(processes)
 
 
 def _waits(process: ProcessLog) -> RankWaits:
@@ -96,8 +111,8 @@ def _waits(process: ProcessLog) -> RankWaits:
     )
 
 
-def _verdict(processes: Sequence[ProcessLog]) -> str:
-    """One sentence on what this run lost most to.
+def _verdict(processes: Sequence[ProcessLog]) -> JudgedRun:
+    """Without hangs: one sentence on what this run lost most to.
 
     Args:
         processes: those that no later one has replaced.
@@ -108,6 +123,15 @@ def _verdict(processes: Sequence[ProcessLog]) -> str:
         [_waits(process) for process in processes],
         [RankStall(stall["rank"], stall["cause"], lost_seconds(stall)) for stall in stalls],
     )
+    return JudgedRun(finding.kind, _found_text(finding, ranks, stalls, processes))
+
+
+def _found_text(
+    finding: RunFinding,
+    ranks: Sequence[dict[str, Any]],
+    stalls: Sequence[dict[str, Any]],
+    processes: Sequence[ProcessLog],
+) -> str:
     unseen, worst = _unseen(finding.unseen), finding.worst
     if finding.kind == NO_STEPS:
         return _no_steps(processes)

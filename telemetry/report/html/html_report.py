@@ -10,6 +10,8 @@ from telemetry.report.html import overview
 from telemetry.report.html.chart_specs import TimeAxis
 from telemetry.report.html.page import PageHead, page
 from telemetry.report.html.page_sections import sections
+from telemetry.report.rank_processes import not_replaced
+from telemetry.report.summary import judged
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,7 +48,7 @@ def html_page(
     grid = recorder.grid
     grid.widen(_BIN_INTERVALS * max(map(log_interval, processes), default=0.0), _MIN_BINS)
     axis = TimeAxis(tuple(grid.begins()), grid.width_seconds) if grid.used else None
-    state, kind = overview.state_of(summary)
+    state, kind = overview.state_of(summary, judged(not_replaced(processes)).kind)
     first, more = overview.first_cards(overview.advice_cards(summary, goodput))
     head = PageHead(
         run=summary["run"],

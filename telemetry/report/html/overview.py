@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from telemetry.core import run_verdict
 from telemetry.core.formatting import duration, percent, rough_duration
 from telemetry.core.labels import COMPUTE, DATA_WAIT
 from telemetry.core.run_verdict import lost_seconds
@@ -20,17 +21,18 @@ GOOD: Final = "good"
 BAD: Final = "bad"
 UNKNOWN: Final = "unknown"
 
-_STATES: Final = (
-    ("Healthy", "Healthy", GOOD),
-    ("Starved", "Starved", BAD),
-    ("Stuck", "Stuck", BAD),
-    ("Hangs", "Hangs", BAD),
-    ("Hung", "Hung", BAD),
-    ("Not starved, but", "Stalled", BAD),
-    ("Not known", "Not known", UNKNOWN),
-    ("No training step", "No step yet", UNKNOWN),
-)
-"""The first words of a verdict, the state in two words, and whether it is a good one."""
+_STATES: Final = {
+    run_verdict.HEALTHY: ("Healthy", GOOD),
+    run_verdict.STARVED: ("Starved", BAD),
+    run_verdict.STUCK: ("Stuck", BAD),
+    run_verdict.HANGS: ("Hangs", BAD),
+    run_verdict.HUNG: ("Hung", BAD),
+    run_verdict.STALLED: ("Stalled", BAD),
+    run_verdict.UNKNOWN: ("Not known", UNKNOWN),
+    run_verdict.NO_STEPS: ("No step yet", UNKNOWN),
+    run_verdict.UNMEASURED: ("Measured", UNKNOWN),
+}
+"""For each kind of verdict: the state in two words, and whether it is a good one."""
 
 _MAX_ADVICE: Final = 3
 
@@ -58,11 +60,9 @@ class Tile:
     note: str = ""
 
 
-def state_of(summary: dict[str, Any]) -> tuple[str, str]:
-    """The state of the run in a few words, and `GOOD`, `BAD` or `UNKNOWN`."""
-    words, kind = next(
-        ((words, kind) for begin, words, kind in _STATES if summary["verdict"].startswith(begin)), ("Measured", UNKNOWN)
-    )
+def state_of(summary: dict[str, Any], verdict: str) -> tuple[str, str]:
+    """The state of the run in a few words, and `GOOD`, `BAD` or `UNKNOWN`. ``verdict``: its kind, see `JudgedRun`."""
+    words, kind = _STATES[verdict]
     attempts, ettr = summary["job"]["attempts"], summary["job"]["goodput"]["ettr_ratio"]
     end = attempts[-1]["end"] if attempts else RUNNING
     if end in {FAILED, KILLED}:
