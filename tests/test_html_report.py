@@ -163,6 +163,33 @@ def test_a_path_that_cannot_be_written(tmp_path, capsys, path):
     assert sorted(tmp_path.rglob("*")) == before
 
 
+@pytest.mark.parametrize("target", ["fifo", "link to a fifo", "link to nothing"])
+def test_what_is_no_regular_file_is_left_alone(tmp_path, capsys, target):
+    short_run(tmp_path)
+    path, fifo = tmp_path / "page", tmp_path / "fifo"
+    if target != "link to nothing":
+        os.mkfifo(path if target == "fifo" else fifo)
+    if target != "fifo":
+        path.symlink_to(fifo)
+    before = [(each.name, each.lstat().st_ino, each.lstat().st_mode) for each in sorted(tmp_path.iterdir())]
+    assert main_of("report", tmp_path, "--html", path) == 1
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.count("\n") == 1
+    assert printed.err.startswith(f"telemetry: the page cannot be written to {path}: ")
+    assert [(each.name, each.lstat().st_ino, each.lstat().st_mode) for each in sorted(tmp_path.iterdir())] == before
+
+
+def test_a_link_to_a_file_stays_a_link(tmp_path):
+    short_run(tmp_path)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "page.html").write_text("old")
+    (tmp_path / "report.html").symlink_to(other / "page.html")
+    page_of(tmp_path)
+    assert (tmp_path / "report.html").is_symlink() and not (other / "page.html").is_symlink()
+    assert (other / "page.html").read_text().startswith("<!doctype html>")
+
+
 def test_a_page_that_is_there_is_replaced_whole(tmp_path):
     short_run(tmp_path)
     path = tmp_path / "report.html"
