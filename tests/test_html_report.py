@@ -267,6 +267,40 @@ def test_a_torn_sample_is_counted_though_samples_are_skipped(tmp_path):
     assert log.torn_lines == 1 and log.environment["gpu"] == "g"
 
 
+def two_runs(folder: Path, *, ranks: int) -> None:
+    """An old job, and a newer one 19 days later with slower steps. Both left their logs in one folder."""
+    for run, day, seconds, pid in (("old", 1, 0.1, 100), ("new", 20, 2.0, 200)):
+        for rank in range(ranks):
+            fields = dict(run=run, pid=pid + rank, time=f"2026-01-{day:02d}T00:00:40.000Z")
+            head = line("run_start", rank, started=f"2026-01-{day:02d}T00:00:00.000Z") | fields
+            steps = window(rank, wait=2, compute=38, steps=20, seconds=[seconds] * 20) | fields
+            write(folder, rank, head, steps, pid=pid + rank)
+
+
+def test_a_page_has_the_newest_run_only_and_all_its_ranks(tmp_path):
+    two_runs(tmp_path, ranks=8)
+    recorder = RunRecorder()
+    processes = load(tmp_path, recorder)
+    assert [(log.run, log.rank) for log in processes] == [("new", rank) for rank in range(8)]
+    assert sorted(recorder.rows) == [("new", rank) for rank in range(8)] and not recorder.ranks_left_out
+    recorder.finish()
+    sketches = [sketch for sketch in recorder.grid.sketches("step") if sketch is not None]
+    assert sum(sketch.total for sketch in sketches) == 8 * 20
+    assert min(sketch.percentiles().p50 for sketch in sketches) > 1
+    assert recorder.grid.used * recorder.grid.width_seconds < 86400
+
+
+def test_the_newest_run_may_be_in_the_middle_of_a_file(tmp_path):
+    two_runs(tmp_path, ranks=3)
+    for rank in range(3):
+        old, new = (tmp_path / "logs" / f"rank-{rank}.{pid + rank}.jsonl" for pid in (100, 200))
+        old.write_bytes(old.read_bytes() + new.read_bytes())
+        new.unlink()
+    recorder = RunRecorder()
+    assert {log.run for log in load(tmp_path, recorder)} == {"new"}
+    assert sorted(recorder.rows) == [("new", rank) for rank in range(3)]
+
+
 def test_memory_is_bounded_by_bins_not_by_time(tmp_path):
     recorder = RunRecorder()
     recorder.begin(4)

@@ -22,7 +22,8 @@ from telemetry.report.energy_cost import (
 )
 from telemetry.report.goodput import as_job, goodput_of
 from telemetry.report.goodput_text import ended_by_oom, section, verdict
-from telemetry.report.log_reader import NoRunError, load
+from telemetry.report.log_files import NoRunError
+from telemetry.report.log_reader import load
 from telemetry.report.memory_report import memory_lines, memory_verdict
 from telemetry.report.rank_processes import not_replaced
 from telemetry.report.report_text import render

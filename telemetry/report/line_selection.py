@@ -97,7 +97,7 @@ class LineObserver(Protocol):
     """Sees the lines while they are read, so that nobody has to read the logs a second time."""
 
     def begin(self, ranks: int) -> None:
-        """Called once, before the first line, with the number of ranks that have a log."""
+        """Called before the first line, with the number of ranks that have a log. If called again, all begins anew."""
 
     def spacing_seconds(self) -> float:
         """Time between two windows, or two samples, that it needs to see."""
@@ -106,8 +106,15 @@ class LineObserver(Protocol):
         """A checked line of a process, which `load` has taken in already."""
 
 
-def read_log(file: LinesOfFile, paths: Sequence[Path], observer: LineObserver | None) -> None:
-    """Read one log: its file and those that were rotated away from it, the oldest first."""
+def read_log(file: LinesOfFile, paths: Sequence[Path], observer: LineObserver | None, run: str = "") -> None:
+    """Read one log.
+
+    Args:
+        file: takes all lines.
+        paths: its file and those that were rotated away from it, the oldest first.
+        observer: is shown the lines of one run.
+        run: the name of that run.
+    """
     spacing = (lambda: float("inf")) if observer is None else observer.spacing_seconds
     skipped = False
     for path, later in zip(paths, [*paths[1:], None], strict=True):
@@ -122,7 +129,7 @@ def read_log(file: LinesOfFile, paths: Sequence[Path], observer: LineObserver | 
             if skipped and line.get("event") == "run_start":
                 file.newest.take_sums(line)
                 skipped = False
-            if observer is not None:
+            if observer is not None and file.newest.run == run:
                 observer.take(line, file.newest)
         skipped = selection.skipped_windows
 
@@ -150,11 +157,11 @@ def _has_sums_of(later: Path | None, path: Path) -> bool:
     """Whether the head of a later file has the sums of the windows of a file: it is of the same process."""
     if later is None:
         return False
-    life, head = _head_of(path).get("life"), _head_of(later)
+    life, head = head_of(path).get("life"), head_of(later)
     return life is not None and head.get("life") == life and {"step_sketch", "data_wait_sketch"} <= head.keys()
 
 
-def _head_of(path: Path) -> dict[str, Any]:
+def head_of(path: Path) -> dict[str, Any]:
     """The first line of a file, checked, if it is a ``run_start``; else an empty object."""
     try:
         file = open_regular(path)
