@@ -16,7 +16,7 @@ class NoRunError(Exception):
     """The folder has no run; the text says what is missing."""
 
 
-class LogFile(NamedTuple):
+class RotatedLog(NamedTuple):
     """One log. ``paths``: its file, and those that were rotated away from it, the oldest first."""
 
     rank: int
@@ -27,7 +27,7 @@ class LogFile(NamedTuple):
 class RunLogs(NamedTuple):
     """The logs of a folder. ``skipped``: names of those that are no regular files and are not read."""
 
-    logs: list[LogFile]
+    logs: list[RotatedLog]
     skipped: list[str]
 
 
@@ -60,13 +60,13 @@ def find_logs(run_dir: Path) -> RunLogs:
         raise NoRunError(f"there is no log in {folder}: no file is named rank-<rank>.<pid>.jsonl")
     # The highest number is the oldest.
     logs = [
-        LogFile(rank, pid, [path for _, path in sorted(parts, reverse=True)])
+        RotatedLog(rank, pid, [path for _, path in sorted(parts, reverse=True)])
         for (rank, pid, _), parts in sorted(files.items())
     ]
     return RunLogs(logs, sorted(skipped))
 
 
-def newest_run(logs: Sequence[LogFile]) -> RunHeads:
+def newest_run(logs: Sequence[RotatedLog]) -> RunHeads:
     """The run that started last, as far as the first lines of the files tell: a file may have several runs."""
     ranks: dict[str, set[int]] = {}
     began: dict[str, str] = {}

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from telemetry.report.line_selection import LineObserver
-    from telemetry.report.log_files import LogFile
+    from telemetry.report.log_files import RotatedLog
 
 _RANK_FIELDS: Final = ("local_rank", "world_size", "claimed_rank")
 """Fields of ``run_start`` that change when a process learns its rank."""
@@ -140,7 +140,7 @@ def load(run_dir: Path, observer: LineObserver | None = None) -> list[ProcessLog
     return sorted(own, key=lambda process: (process.rank, process.started))
 
 
-def _read(logs: Sequence[LogFile], observer: LineObserver | None, run: str) -> list[ProcessLog]:
+def _read(logs: Sequence[RotatedLog], observer: LineObserver | None, run: str) -> list[ProcessLog]:
     """All processes of some logs. ``run``: the one whose lines the observer is shown."""
     processes = ProcessLogs()
     for log in logs:
