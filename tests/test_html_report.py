@@ -8,10 +8,10 @@ import random
 import re
 import subprocess
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from html_pages import Page, main_of, page_of
 from report_logs import START, line, window, write
 
 import benchmarks.simulated_run as simulation
@@ -21,50 +21,10 @@ from telemetry.report.log_reader import load
 pytest.importorskip("bokeh")
 
 from telemetry.report.html import run_recorder
-from telemetry.report.html.rank_charts import heat_map
 from telemetry.report.html.run_recorder import RunRecorder
 from telemetry.report.html.time_grid import TimeGrid
 
 HOSTILE = "</script><script>window.hit=1</script><img src=x onerror=window.hit=1>\"'`$$x$${{7*7}}\u2028"
-
-
-class Page(HTMLParser):
-    """The elements of a page, its text, and the text of its scripts."""
-
-    def __init__(self, text: str):
-        super().__init__()
-        self.elements, self.attributes, self.texts, self.scripts = [], [], [], []
-        self._in = []
-        self.feed(text)
-
-    def handle_starttag(self, tag, attributes):
-        self.elements.append(tag)
-        self.attributes += attributes
-        self._in.append(tag)
-
-    def handle_endtag(self, tag):
-        while self._in and self._in.pop() != tag:
-            pass
-
-    def handle_data(self, data):
-        inside = self._in[-1] if self._in else ""
-        {"script": self.scripts, "style": []}.get(inside, self.texts).append(data)
-
-    @property
-    def text(self):
-        return re.sub(r"\s+", " ", " ".join(self.texts))
-
-
-def page_of(folder: Path) -> str:
-    path = folder / "report.html"
-    assert main_of("report", folder, "--html", path) == 0
-    return path.read_text()
-
-
-def main_of(*arguments) -> int:
-    from telemetry.cli import main
-
-    return main([str(argument) for argument in arguments])
 
 
 def short_run(folder: Path, **fields) -> Path:
@@ -267,40 +227,6 @@ def test_a_torn_sample_is_counted_though_samples_are_skipped(tmp_path):
     assert log.torn_lines == 1 and log.environment["gpu"] == "g"
 
 
-def two_runs(folder: Path, *, ranks: int) -> None:
-    """An old job, and a newer one 19 days later with slower steps. Both left their logs in one folder."""
-    for run, day, seconds, pid in (("old", 1, 0.1, 100), ("new", 20, 2.0, 200)):
-        for rank in range(ranks):
-            fields = dict(run=run, pid=pid + rank, time=f"2026-01-{day:02d}T00:00:40.000Z")
-            head = line("run_start", rank, started=f"2026-01-{day:02d}T00:00:00.000Z") | fields
-            steps = window(rank, wait=2, compute=38, steps=20, seconds=[seconds] * 20) | fields
-            write(folder, rank, head, steps, pid=pid + rank)
-
-
-def test_a_page_has_the_newest_run_only_and_all_its_ranks(tmp_path):
-    two_runs(tmp_path, ranks=8)
-    recorder = RunRecorder()
-    processes = load(tmp_path, recorder)
-    assert [(log.run, log.rank) for log in processes] == [("new", rank) for rank in range(8)]
-    assert sorted(recorder.rows) == [("new", rank) for rank in range(8)] and not recorder.ranks_left_out
-    recorder.finish()
-    sketches = [sketch for sketch in recorder.grid.sketches("step") if sketch is not None]
-    assert sum(sketch.total for sketch in sketches) == 8 * 20
-    assert min(sketch.percentiles().p50 for sketch in sketches) > 1
-    assert recorder.grid.used * recorder.grid.width_seconds < 86400
-
-
-def test_the_newest_run_may_be_in_the_middle_of_a_file(tmp_path):
-    two_runs(tmp_path, ranks=3)
-    for rank in range(3):
-        old, new = (tmp_path / "logs" / f"rank-{rank}.{pid + rank}.jsonl" for pid in (100, 200))
-        old.write_bytes(old.read_bytes() + new.read_bytes())
-        new.unlink()
-    recorder = RunRecorder()
-    assert {log.run for log in load(tmp_path, recorder)} == {"new"}
-    assert sorted(recorder.rows) == [("new", rank) for rank in range(3)]
-
-
 def test_memory_is_bounded_by_bins_not_by_time(tmp_path):
     recorder = RunRecorder()
     recorder.begin(4)
@@ -329,32 +255,6 @@ def test_bins_that_merge_lose_nothing(seed):
     assert grid.sums("x").sum() == pytest.approx(total, rel=1e-4)
     assert list(grid.sums("n")[1]) == counts
     assert [0 if sketch is None else sketch.total for sketch in grid.sketches("s")] == counts
-
-
-@pytest.mark.parametrize("ranks", [40, 300])
-def test_one_slow_rank_among_many_is_named(tmp_path, ranks):
-    write_run(tmp_path, SimulatedRun(ranks=ranks, seconds=600 if ranks < 100 else 100))
-    text = page_of(tmp_path)
-    slow = ranks // 2
-    assert re.search(
-        rf"Rank {slow} on gpu-{slow // 8:03d}, in \d+ % of the time: GPU: SM clock 990 MHz; .* 1980 MHz",
-        Page(text).text,
-    )
-    items = json.loads(next(each for each in Page(text).scripts if each.startswith("{")))
-    assert "gpu" in next(iter(items["ranks"]["metrics"]))  # what shows it is shown first
-    assert len(items["ranks"]["rows"]) <= 256
-    assert len(text) < 2_000_000
-
-
-def test_a_row_of_several_ranks_shows_the_odd_one(tmp_path):
-    write_run(tmp_path, SimulatedRun(ranks=260, seconds=100))
-    recorder = RunRecorder()
-    load(tmp_path, recorder)
-    ranks = {rank: row for (_, rank), row in recorder.rows.items()}
-    shown = heat_map(recorder, ranks, dict.fromkeys(ranks, "node"))
-    clock = next(metric for metric in shown.metrics if metric.key == "gpu.sm_clock_hertz")
-    odd = (clock.cells < 1.9e9).any(axis=1)
-    assert [label for label, is_odd in zip(shown.rows, odd, strict=True) if is_odd] == ["ranks 130-131 (node)"]
 
 
 def test_a_run_without_a_window_has_a_page(tmp_path):
