@@ -80,6 +80,14 @@ def test_throughput_is_the_sum_over_the_ranks(tmp_path, capsys):
     assert [entry["samples"] for entry in found["ranks"]] == [390, 780]
 
 
+def test_large_figures_are_no_powers_of_ten(tmp_path, capsys):
+    samples, joules = 29 * 123_456, {"data_wait": 3.6e6 * 12_345, "compute": 0.0}
+    rank(tmp_path, 0, price=1.0, samples_total=samples + 1234560, gpu_energy_total_joules=joules, gpu_uuid="G")
+    _, text = told(tmp_path, capsys)
+    assert ", 123456 per second of the training loop" in text
+    assert "energy: 12345 of 12345 kWh" in text
+
+
 def test_a_rank_that_does_not_know_its_samples_leaves_the_sum_unknown(tmp_path, capsys):
     rank(tmp_path, 0, world=2, samples_total=390)
     rank(tmp_path, 1, world=2)

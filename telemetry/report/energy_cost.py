@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.core.formatting import rounded_percent
+from telemetry.core.formatting import plain_number, rounded_percent
 from telemetry.core.labels import CATEGORIES, COMPUTE, DATA_WAIT
 from telemetry.report.goodput import DOWN, REDONE, REPLAY, RESTORE
 
@@ -99,7 +99,9 @@ def throughput_lines(throughput: Mapping[str, Any]) -> list[str]:
     for name in ("samples", "tokens"):
         total, rate = throughput[name], throughput[f"{name}_per_second"]
         if total is not None:
-            parts.append(f"{total} {name}" + (f", {rate:.4g} per second of the training loop" if rate else ""))
+            parts.append(
+                f"{total} {name}" + (f", {plain_number(rate, 4)} per second of the training loop" if rate else "")
+            )
     return ["", f"throughput: {'; '.join(parts)}"] if parts else []
 
 
@@ -109,9 +111,7 @@ def energy_lines(energy: Mapping[str, float] | None) -> list[str]:
     if energy is None or total <= 0:
         return []
     waiting = energy[DATA_WAIT]
-    share = (
-        f"{waiting / _KWH:.3g} of {total / _KWH:.3g} kWh went into waits for data ({rounded_percent(waiting / total)})"
-    )
+    share = f"{plain_number(waiting / _KWH)} of {plain_number(total / _KWH)} kWh went into waits for data ({rounded_percent(waiting / total)})"
     return ["", f"energy: {share}; of the whole GPUs, split by time"]
 
 
@@ -120,4 +120,7 @@ def cost_lines(cost: Mapping[str, Any] | None) -> list[str]:
     if cost is None:
         return []
     parts = [f"{cost[name]:.2f} {name}" for name in ("waiting", "stalls", "restarts") if cost[name] is not None]
-    return ["", f"cost: {cost['total']:.2f} for {cost['gpu_hours']:.3g} GPU-hours; of that {', '.join(parts)}"]
+    return [
+        "",
+        f"cost: {cost['total']:.2f} for {plain_number(cost['gpu_hours'])} GPU-hours; of that {', '.join(parts)}",
+    ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, Final
 
+from telemetry.core.formatting import plain_number
 from telemetry.report.attempts import log_interval, unix
 from telemetry.report.html import overview
 from telemetry.report.html.chart_specs import TimeAxis
@@ -81,7 +82,7 @@ def _facts(summary: dict[str, Any], processes: Sequence[ProcessLog], axis: TimeA
         ("Environment", versions or "not known"),
         ("Written", datetime.now(tz=timezone.utc).isoformat(timespec="seconds")),
     ]
-    return [*facts, ("Time bins", f"{axis.width_seconds:g} s")] if axis else facts
+    return [*facts, ("Time bins", f"{plain_number(axis.width_seconds)} s")] if axis else facts
 
 
 def _own_notes(recorder: RunRecorder) -> list[str]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.core import run_verdict
-from telemetry.core.formatting import duration, percent, rough_duration
+from telemetry.core.formatting import duration, percent, plain_number, rough_duration
 from telemetry.core.labels import COMPUTE, DATA_WAIT
 from telemetry.core.run_verdict import lost_seconds
 from telemetry.report.attempts import FAILED, KILLED, RUNNING
@@ -117,13 +117,13 @@ def tiles(summary: dict[str, Any]) -> list[Tile]:
     return [
         Tile("Wall clock", rough_duration(books["wall_seconds"]), _attempts(len(job["attempts"]))),
         Tile("Goodput", percent(goodput), "of the wall clock trained something that was kept"),
-        Tile("Steps per second", f"{steps / loop:.3g}" if loop > 0 else "-", "of the training loop, mean rank"),
+        Tile("Steps per second", plain_number(steps / loop) if loop > 0 else "-", "of the training loop, mean rank"),
         Tile(
             "Exposed wait", percent(worst["exposed_wait_ratio"]), f"of the training loop, worst rank ({worst['rank']})"
         )
         if worst
         else Tile("Exposed wait", "not measured"),
-        Tile("Lost in stalls", f"{lost / 3600:.3g} h", "GPU-hours, over all ranks"),
+        Tile("Lost in stalls", f"{plain_number(lost / 3600)} h", "GPU-hours, over all ranks"),
         Tile(
             "Cost of the agent",
             percent(agent / wall, 3) if wall > 0 else "-",
