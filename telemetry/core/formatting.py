@@ -19,7 +19,7 @@ def rounded_percent(ratio: float) -> str:
 
 
 def plain_number(value: float, digits: int = 3) -> str:
-    """A number with at most so many significant digits and never a power of ten; above them, all digits of its whole."""
+    """A number with at most so many significant digits and never as a power of ten; a large one is whole."""
     if abs(value) >= 10**digits - 0.5:
         return f"{value:.0f}"
     text = f"{value:.{digits}g}"
