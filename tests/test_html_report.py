@@ -56,6 +56,19 @@ def test_verdict_and_advice_come_first(tmp_path, capsys):
     assert "/a/b.py:7" in text
 
 
+def test_tiles_and_advice_are_about_the_ranks_of_the_verdict(tmp_path):
+    short_run(tmp_path)  # starved, with advice; replaced by a process that only waited for its first batch
+    fields = dict(pid=77, time="2026-01-01T00:02:00.000Z")
+    lost = dict(first_wait_seconds=9.0, stall_lost_total_seconds={"workers_io_bound": 3600.0})
+    head = line("run_start", started="2026-01-01T00:01:00.000Z", pid=77)
+    write(tmp_path, 0, head, window(wait=9.5, compute=10, steps=10) | fields | lost, pid=77)
+    text = Page(page_of(tmp_path)).text
+    assert "Healthy: no rank lost more than 4.8 % of its training loop waiting for data after the first batch" in text
+    assert re.search(r"Exposed wait 4\.8 % of the training loop after the first batch, worst rank \(0\)", text)
+    assert "num_workers=8" not in text
+    assert "Lost in stalls 1 h" in text  # of all processes, also from logs that are gone
+
+
 def test_hostile_text_stays_text(tmp_path):
     advice = [dict(action=HOSTILE, setting=HOSTILE, value=HOSTILE, predicted_speedup=2.0, because=HOSTILE)]
     evidence = {

@@ -95,6 +95,19 @@ def judged(processes: Sequence[ProcessLog]) -> JudgedRun:
     return JudgedRun(STUCK, stuck) if stuck else _verdict(processes)
 
 
+def finding_of(processes: Sequence[ProcessLog]) -> RunFinding:
+    """What these ranks lost most to, without hangs: the decision behind the verdict.
+
+    Args:
+        processes: those that no later one has replaced.
+    """
+    stalls = [stall for process in processes for stall in stalls_of(process)]
+    return find(
+        [_waits(process) for process in processes],
+        [RankStall(stall["rank"], stall["cause"], lost_seconds(stall)) for stall in stalls],
+    )
+
+
 def _waits(process: ProcessLog) -> RankWaits:
     settings, totals = process.head.get("settings", {}), process.totals
     spent = totals.get("ledger_total_seconds", {})
@@ -119,10 +132,7 @@ def _verdict(processes: Sequence[ProcessLog]) -> JudgedRun:
     """
     ranks = [_rank(process) for process in processes]
     stalls = [stall for process in processes for stall in stalls_of(process)]
-    finding = find(
-        [_waits(process) for process in processes],
-        [RankStall(stall["rank"], stall["cause"], lost_seconds(stall)) for stall in stalls],
-    )
+    finding = finding_of(processes)
     return JudgedRun(finding.kind, _found_text(finding, ranks, stalls, processes))
 
 

@@ -49,8 +49,9 @@ def html_page(
     grid = recorder.grid
     grid.widen(_BIN_INTERVALS * max(map(log_interval, processes), default=0.0), _MIN_BINS)
     axis = TimeAxis(tuple(grid.begins()), grid.width_seconds) if grid.used else None
-    state, kind = overview.state_of(summary, judged(not_replaced(processes)).kind)
-    first, more = overview.first_cards(overview.advice_cards(summary, goodput))
+    now = not_replaced(processes)
+    state, kind = overview.state_of(summary, judged(now).kind)
+    first, more = overview.first_cards(overview.advice_cards(summary, now, goodput))
     head = PageHead(
         run=summary["run"],
         state=state,
@@ -58,7 +59,7 @@ def html_page(
         verdict=summary["verdict"],
         first=first,
         more=more,
-        tiles=overview.tiles(summary),
+        tiles=overview.tiles(summary, processes, now),
         facts=_facts(summary, processes, axis),
         notes=[*notes, *_own_notes(recorder)],
     )

@@ -11,11 +11,15 @@ from telemetry.core.labels import COMPUTE, DATA_WAIT
 from telemetry.core.run_verdict import lost_seconds
 from telemetry.report.attempts import FAILED, KILLED, RUNNING
 from telemetry.report.goodput_text import advice as goodput_advice
+from telemetry.report.stall_losses import lost_by_cause
+from telemetry.report.summary import finding_of, stalls_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from telemetry.core.run_verdict import RunFinding
     from telemetry.report.goodput import Goodput
+    from telemetry.report.log_reader import ProcessLog
 
 GOOD: Final = "good"
 BAD: Final = "bad"
@@ -72,10 +76,17 @@ def state_of(summary: dict[str, Any], verdict: str) -> tuple[str, str]:
     return words, kind
 
 
-def advice_cards(summary: dict[str, Any], goodput: Goodput) -> list[AdviceCard]:
-    """All advice, the largest predicted speed-up first, then by the cost of the stall; each change once."""
+def advice_cards(summary: dict[str, Any], now: Sequence[ProcessLog], goodput: Goodput) -> list[AdviceCard]:
+    """All advice, the largest predicted speed-up first, then by the cost of the stall; each change once.
+
+    Args:
+        summary: the report.
+        now: the processes that no later one has replaced. The verdict is about these, so advice is for their stalls.
+        goodput: the books of the run.
+    """
     cards: dict[tuple[str, str], AdviceCard] = {}
-    for stall in sorted(summary["stalls"], key=lambda stall: -lost_seconds(stall)):
+    stalls = [stall for process in now for stall in stalls_of(process)]
+    for stall in sorted(stalls, key=lambda stall: -lost_seconds(stall)):
         about = f"for {stall['cause']} on rank {stall['rank']}"
         for advice in stall["advice"]:
             _add(cards, advice, about)
@@ -102,27 +113,27 @@ def _add(cards: dict[tuple[str, str], AdviceCard], advice: dict[str, Any], about
     )
 
 
-def tiles(summary: dict[str, Any]) -> list[Tile]:
-    """The main figures. What was not measured says so."""
+def tiles(summary: dict[str, Any], processes: Sequence[ProcessLog], now: Sequence[ProcessLog]) -> list[Tile]:
+    """The main figures. What was not measured says so.
+
+    Args:
+        summary: the report.
+        processes: of the run.
+        now: those that no later one has replaced. The verdict is about these.
+    """
     ranks, job = summary["ranks"], summary["job"]
     books = job["goodput"]
     loop = sum(rank["ledger"][DATA_WAIT] + rank["ledger"][COMPUTE] for rank in ranks)
     steps = sum(rank["steps"] for rank in ranks)
     wall = sum(rank["wall_seconds"] for rank in ranks)
-    exposed = [rank for rank in ranks if rank["exposed_wait_ratio"] is not None]
-    worst = max(exposed, key=lambda rank: rank["exposed_wait_ratio"], default=None)
-    lost = sum(sum(stall["evidence"].get("lost_seconds", {}).values()) for stall in summary["stalls"])
+    lost = sum(lost_by_cause(processes).values())
     agent = sum(sum(rank["overhead_seconds"].values()) for rank in ranks)
     goodput = books["goodput_ratio"]
     return [
         Tile("Wall clock", rough_duration(books["wall_seconds"]), _attempts(len(job["attempts"]))),
         Tile("Goodput", percent(goodput), "of the wall clock trained something that was kept"),
         Tile("Steps per second", plain_number(steps / loop) if loop > 0 else "-", "of the training loop, mean rank"),
-        Tile(
-            "Exposed wait", percent(worst["exposed_wait_ratio"]), f"of the training loop, worst rank ({worst['rank']})"
-        )
-        if worst
-        else Tile("Exposed wait", "not measured"),
+        _exposed_wait(finding_of(now)),
         Tile("Lost in stalls", f"{plain_number(lost / 3600)} h", "GPU-hours, over all ranks"),
         Tile(
             "Cost of the agent",
@@ -130,6 +141,18 @@ def tiles(summary: dict[str, Any]) -> list[Tile]:
             f"{duration(agent / steps)} a step" if steps else "",
         ),
     ]
+
+
+def _exposed_wait(finding: RunFinding) -> Tile:
+    """The share that the verdict tells, of the same rank."""
+    worst = finding.worst
+    if worst is None:
+        return Tile("Exposed wait", "not known" if finding.kind == run_verdict.UNKNOWN else "-")
+    if worst.exposed_ratio is None:
+        return Tile("Exposed wait", "not measured")
+    starved = finding.kind == run_verdict.STARVED
+    ratio, after = (worst.exposed_ratio, "") if starved else run_verdict.healthy_share(worst)
+    return Tile("Exposed wait", percent(ratio), f"of the training loop{after}, worst rank ({worst.rank})")
 
 
 def _attempts(number: int) -> str:
