@@ -308,7 +308,7 @@ def stalls_of(process: ProcessLog) -> list[dict[str, Any]]:
             said = {k: v for k, v in _stall(process.rank, line).items() if v not in (None, {}, [])}
             # The stacks of a stuck run are only in the line that opens its stall.
             evidence = stalls[-1]["evidence"] | said.get("evidence", {})
-            stalls[-1] |= said | {"opened": stalls[-1]["opened"], "evidence": with_whole_lines(evidence)}
+            stalls[-1] |= said | {"opened": stalls[-1]["opened"], "evidence": evidence}
             if line.get("event") != "stall_lines":
                 stalls[-1]["closed"] = line.get("closed") or line.get("time")
     if stalls and stalls[-1]["closed"] is None:
@@ -332,7 +332,7 @@ def _stall(rank: int, line: dict[str, Any]) -> dict[str, Any]:
     stall: dict[str, Any] = {"rank": rank} | {name: line.get(name) for name in names}
     stall["closed"] = None
     stall["opened"] = line.get("opened") or line.get("time")
-    stall["evidence"] = line.get("evidence", {})
+    stall["evidence"] = with_whole_lines(line.get("evidence", {}))
     stall["advice"] = [{name: each.get(name) for name in _ADVICE_FIELDS} for each in line.get("advice", [])]
     return stall
 
