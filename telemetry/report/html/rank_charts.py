@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from telemetry.report.html.run_recorder import RunRecorder
 
 _MAX_HEAT_ROWS: Final = 256
-_MAX_HEAT_CELLS: Final = 48_000
+_MAX_HEAT_CELLS: Final = 40_000
 _MAX_BARS: Final = 512
 _COLOURED_RATIO: Final = 0.98
 _FAR_ABOVE: Final = 2.0
