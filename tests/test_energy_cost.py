@@ -80,6 +80,14 @@ def test_throughput_is_the_sum_over_the_ranks(tmp_path, capsys):
     assert [entry["samples"] for entry in found["ranks"]] == [390, 780]
 
 
+def test_large_figures_are_no_powers_of_ten(tmp_path, capsys):
+    samples, joules = 29 * 123_456, {"data_wait": 3.6e6 * 12_345, "compute": 0.0}
+    rank(tmp_path, 0, price=1.0, samples_total=samples + 1234560, gpu_energy_total_joules=joules, gpu_uuid="G")
+    _, text = told(tmp_path, capsys)
+    assert ", 123456 per second of the training loop" in text
+    assert "energy: 12345 of 12345 kWh" in text
+
+
 def test_a_rank_that_does_not_know_its_samples_leaves_the_sum_unknown(tmp_path, capsys):
     rank(tmp_path, 0, world=2, samples_total=390)
     rank(tmp_path, 1, world=2)
@@ -106,6 +114,27 @@ def test_energy_of_ranks_that_share_a_gpu_counts_once(tmp_path, capsys):
     assert "energy: 1 of 3 kWh went into waits for data (33 %)" in text
 
 
+def test_energy_of_an_agent_that_was_started_again_adds_up(tmp_path, capsys):
+    lines = []
+    for number, life in enumerate(("a", "b")):
+        started, ended = (f"2026-01-01T00:0{number}:{second:02d}.000Z" for second in (1, 41))
+        head = line("run_start", started=started, time=started, life=life, process_started="2026-01-01T00:00:00.000Z")
+        spent = totals(wait=10.0, compute=29.0, steps=10)
+        energy = {"data_wait": 1.8e6, "compute": 3.6e6}
+        end = line("run_end", time=ended, gpu_energy_total_joules=energy, gpu_uuid="GPU-1", **spent)
+        lines += [head, end]
+    write(tmp_path, 0, *lines)
+    other = {"data_wait": 1.9e6, "compute": 3.6e6}
+    head = line("run_start", 1, started="2026-01-01T00:00:01.000Z", life="c")
+    end = line(
+        "run_end", 1, **totals(wait=10.0, compute=69.0, steps=10), gpu_energy_total_joules=other, gpu_uuid="GPU-1"
+    )
+    write(tmp_path, 1, head, end | {"time": "2026-01-01T00:01:41.000Z"})
+    found, _ = told(tmp_path, capsys)
+    assert {entry["attempt"] for entry in found["ranks"]} == {0}
+    assert found["gpu_energy_joules"]["data_wait"] == 3.6e6  # that of rank 0, in both of its parts
+
+
 def test_money_needs_a_price(tmp_path, capsys):
     rank(tmp_path, 0)
     found, text = told(tmp_path, capsys)
@@ -120,6 +149,13 @@ def test_money_is_gpu_hours_times_the_price(tmp_path, capsys):
     assert cost["total"] == pytest.approx(cost["gpu_hours"] * 3600)
     assert (cost["waiting"], cost["stalls"], cost["restarts"]) == (pytest.approx(10.0), 0.0, 0.0)
     assert "; of that 10.00 waiting, 0.00 stalls, 0.00 restarts" in text
+
+
+def test_stalls_of_logs_that_were_rotated_away_cost_money_too(tmp_path, capsys):
+    rank(tmp_path, 0, price=3600.0, stall_lost_total_seconds={"workers_io_bound": 7200.0})
+    found, text = told(tmp_path, capsys)
+    assert found["stalls"] == [] and found["cost"]["stalls"] == pytest.approx(7200.0)
+    assert "GPU-hours lost in stalls, over all ranks: workers_io_bound 2.000" in text
 
 
 def test_what_waiting_cost_is_unknown_where_the_gpu_s_wait_is(tmp_path, capsys):

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from telemetry.core.formatting import binary_size, byte_size, duration, percent, rounded_percent, shortened, table
+from telemetry.core.formatting import (
+    binary_size,
+    byte_size,
+    duration,
+    percent,
+    plain_number,
+    rounded_percent,
+    shortened,
+    table,
+)
 from telemetry.core.json_object import dump_object, parse_object
 
 
@@ -36,6 +45,15 @@ def test_sizes_in_decimal_units(size, text):
 )
 def test_sizes_in_binary_units(size, text):
     assert binary_size(size) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (1.234, "1.23"), (30.0, "30"), (999.4, "999"), (999.6, "1000"), (123_456.4, "123456"), (1.2e-5, "0.000012"),
+     (-123_456.4, "-123456"), (1.2345e-9, "0.00000000123")],
+)  # fmt: skip
+def test_a_plain_number_is_no_power_of_ten(value, text):
+    assert plain_number(value) == text
 
 
 def test_percents():

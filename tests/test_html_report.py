@@ -8,10 +8,10 @@ import random
 import re
 import subprocess
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from html_pages import Page, main_of, page_of
 from report_logs import START, line, window, write
 
 import benchmarks.simulated_run as simulation
@@ -21,50 +21,10 @@ from telemetry.report.log_reader import load
 pytest.importorskip("bokeh")
 
 from telemetry.report.html import run_recorder
-from telemetry.report.html.rank_charts import heat_map
 from telemetry.report.html.run_recorder import RunRecorder
 from telemetry.report.html.time_grid import TimeGrid
 
 HOSTILE = "</script><script>window.hit=1</script><img src=x onerror=window.hit=1>\"'`$$x$${{7*7}}\u2028"
-
-
-class Page(HTMLParser):
-    """The elements of a page, its text, and the text of its scripts."""
-
-    def __init__(self, text: str):
-        super().__init__()
-        self.elements, self.attributes, self.texts, self.scripts = [], [], [], []
-        self._in = []
-        self.feed(text)
-
-    def handle_starttag(self, tag, attributes):
-        self.elements.append(tag)
-        self.attributes += attributes
-        self._in.append(tag)
-
-    def handle_endtag(self, tag):
-        while self._in and self._in.pop() != tag:
-            pass
-
-    def handle_data(self, data):
-        inside = self._in[-1] if self._in else ""
-        {"script": self.scripts, "style": []}.get(inside, self.texts).append(data)
-
-    @property
-    def text(self):
-        return re.sub(r"\s+", " ", " ".join(self.texts))
-
-
-def page_of(folder: Path) -> str:
-    path = folder / "report.html"
-    assert main_of("report", folder, "--html", path) == 0
-    return path.read_text()
-
-
-def main_of(*arguments) -> int:
-    from telemetry.cli import main
-
-    return main([str(argument) for argument in arguments])
 
 
 def short_run(folder: Path, **fields) -> Path:
@@ -94,6 +54,19 @@ def test_verdict_and_advice_come_first(tmp_path, capsys):
     ]
     assert order == sorted(order)
     assert "/a/b.py:7" in text
+
+
+def test_tiles_and_advice_are_about_the_ranks_of_the_verdict(tmp_path):
+    short_run(tmp_path)  # starved, with advice; replaced by a process that only waited for its first batch
+    fields = dict(pid=77, time="2026-01-01T00:02:00.000Z")
+    lost = dict(first_wait_seconds=9.0, stall_lost_total_seconds={"workers_io_bound": 3600.0})
+    head = line("run_start", started="2026-01-01T00:01:00.000Z", pid=77)
+    write(tmp_path, 0, head, window(wait=9.5, compute=10, steps=10) | fields | lost, pid=77)
+    text = Page(page_of(tmp_path)).text
+    assert "Healthy: no rank lost more than 4.8 % of its training loop waiting for data after the first batch" in text
+    assert re.search(r"Exposed wait 4\.8 % of the training loop after the first batch, worst rank \(0\)", text)
+    assert "num_workers=8" not in text
+    assert "Lost in stalls 1 h" in text  # of all processes, also from logs that are gone
 
 
 def test_hostile_text_stays_text(tmp_path):
@@ -161,6 +134,33 @@ def test_a_path_that_cannot_be_written(tmp_path, capsys, path):
     assert printed.out == "" and printed.err.count("\n") == 1
     assert printed.err.startswith("telemetry: the page cannot be written to ")
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("target", ["fifo", "link to a fifo", "link to nothing"])
+def test_what_is_no_regular_file_is_left_alone(tmp_path, capsys, target):
+    short_run(tmp_path)
+    path, fifo = tmp_path / "page", tmp_path / "fifo"
+    if target != "link to nothing":
+        os.mkfifo(path if target == "fifo" else fifo)
+    if target != "fifo":
+        path.symlink_to(fifo)
+    before = [(each.name, each.lstat().st_ino, each.lstat().st_mode) for each in sorted(tmp_path.iterdir())]
+    assert main_of("report", tmp_path, "--html", path) == 1
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.count("\n") == 1
+    assert printed.err.startswith(f"telemetry: the page cannot be written to {path}: ")
+    assert [(each.name, each.lstat().st_ino, each.lstat().st_mode) for each in sorted(tmp_path.iterdir())] == before
+
+
+def test_a_link_to_a_file_stays_a_link(tmp_path):
+    short_run(tmp_path)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "page.html").write_text("old")
+    (tmp_path / "report.html").symlink_to(other / "page.html")
+    page_of(tmp_path)
+    assert (tmp_path / "report.html").is_symlink() and not (other / "page.html").is_symlink()
+    assert (other / "page.html").read_text().startswith("<!doctype html>")
 
 
 def test_a_page_that_is_there_is_replaced_whole(tmp_path):
@@ -268,32 +268,6 @@ def test_bins_that_merge_lose_nothing(seed):
     assert grid.sums("x").sum() == pytest.approx(total, rel=1e-4)
     assert list(grid.sums("n")[1]) == counts
     assert [0 if sketch is None else sketch.total for sketch in grid.sketches("s")] == counts
-
-
-@pytest.mark.parametrize("ranks", [40, 300])
-def test_one_slow_rank_among_many_is_named(tmp_path, ranks):
-    write_run(tmp_path, SimulatedRun(ranks=ranks, seconds=600 if ranks < 100 else 100))
-    text = page_of(tmp_path)
-    slow = ranks // 2
-    assert re.search(
-        rf"Rank {slow} on gpu-{slow // 8:03d}, in \d+ % of the time: GPU: SM clock 990 MHz; .* 1980 MHz",
-        Page(text).text,
-    )
-    items = json.loads(next(each for each in Page(text).scripts if each.startswith("{")))
-    assert "gpu" in next(iter(items["ranks"]["metrics"]))  # what shows it is shown first
-    assert len(items["ranks"]["rows"]) <= 256
-    assert len(text) < 2_000_000
-
-
-def test_a_row_of_several_ranks_shows_the_odd_one(tmp_path):
-    write_run(tmp_path, SimulatedRun(ranks=260, seconds=100))
-    recorder = RunRecorder()
-    load(tmp_path, recorder)
-    ranks = {rank: row for (_, rank), row in recorder.rows.items()}
-    shown = heat_map(recorder, ranks, dict.fromkeys(ranks, "node"))
-    clock = next(metric for metric in shown.metrics if metric.key == "gpu.sm_clock_hertz")
-    odd = (clock.cells < 1.9e9).any(axis=1)
-    assert [label for label, is_odd in zip(shown.rows, odd, strict=True) if is_odd] == ["ranks 130-131 (node)"]
 
 
 def test_a_run_without_a_window_has_a_page(tmp_path):

@@ -12,7 +12,8 @@ import pytest
 from telemetry.core.labels import CATEGORIES
 from telemetry.core.quantile_sketch import Sketch
 from telemetry.report.command import report
-from telemetry.report.log_reader import NoRunError, load
+from telemetry.report.log_files import NoRunError
+from telemetry.report.log_reader import load
 from telemetry.report.summary import summarize
 from tests.report_logs import START, line, totals, window, write
 

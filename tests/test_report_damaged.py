@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import orjson
@@ -19,6 +20,8 @@ from telemetry.report.command import report
 from telemetry.report.log_reader import load
 from telemetry.report.log_schema import FIELDS
 from telemetry.report.summary import summarize
+from tests.report_logs import START, line, window
+from tests.report_logs import write as write_log
 
 JUNK = [None, True, -1, 1e300, 2.5, "", "\x1b]0;x\x07", [], [1], {}, {"a": "b"}, [[{}]], [None], {"p50": []}]
 JUNK += ["0001-01-01T00:00:00", "9999-12-31T23:59:59.999Z", 1e15]
@@ -234,3 +237,30 @@ def test_a_rotated_log_still_knows_its_threshold(tmp_path):
     (process,) = load(tmp_path)
     assert process.head["continued"]
     assert process.head["settings"]["stall_enter_ratio"] == 0.35
+
+
+def test_a_sparse_file_without_a_line_break_is_not_read_into_memory(tmp_path):
+    log = write_log(tmp_path, 0, line("run_start", **START), window(wait=1, compute=9, steps=9))
+    os.truncate(log, 128 << 20)
+    tracemalloc.start()
+    try:
+        (process,) = load(tmp_path)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (process.torn_lines, process.totals["steps_total"]) == (1, 9)
+    assert peak < 64 << 20
+
+
+def test_a_line_of_code_in_an_open_stall_may_lack_fields(tmp_path, capsys):
+    evidence = {"lines": [dict(file="/a/b.py", line=7, share_ratio=0.8), dict(file="/a/c.py")], "lines_of": "fetch"}
+    write_log(
+        tmp_path, 0,
+        line("run_start", **START),
+        window(wait=5, compute=5, steps=9),
+        line("stall_open", cause="workers_io_bound", opened="2026-01-01T00:00:05.000Z", evidence=evidence),
+    )  # fmt: skip
+    assert report(str(tmp_path), as_json=False) == 0
+    assert "b.py:7" in capsys.readouterr().out
+    (stall,) = summarize(load(tmp_path))["stalls"]
+    assert [each["calls"] for each in stall["evidence"]["lines"]] == [None]

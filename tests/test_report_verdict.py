@@ -6,7 +6,7 @@ import pytest
 
 from telemetry.report.log_reader import load
 from telemetry.report.report_text import render
-from telemetry.report.summary import summarize
+from telemetry.report.summary import judged, summarize
 from tests.report_logs import START, line, totals, window, write
 
 VERDICTS = {
@@ -35,6 +35,35 @@ def test_the_verdict(tmp_path, name):
         write(tmp_path, rank, line("run_start", rank, **START), line("run_end", rank, **totals(steps=10, **spent)))
     verdict = summarize(load(tmp_path))["verdict"]
     assert all(part in verdict for part in wanted), verdict
+
+
+KINDS = {
+    "starved alone": "starved",
+    "healthy": "healthy",
+    "not seen": "unknown",
+    "not measured": "unmeasured",
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_verdict_has_its_kind(tmp_path, name):
+    for rank, spent in enumerate(VERDICTS[name][0]):
+        write(tmp_path, rank, line("run_start", rank, **START), line("run_end", rank, **totals(steps=10, **spent)))
+    logs = load(tmp_path)
+    found = judged(logs)
+    assert (found.kind, found.text) == (KINDS[name], summarize(logs)["verdict"])
+    assert "kind" not in summarize(logs)  # not in the JSON contract
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_hang_and_a_stuck_rank_have_their_kinds(tmp_path, ended):
+    stuck = {"lost_seconds": {"straggler": 9.0}, "stuck_in": "compute"}
+    opened = line("stall_open", cause="straggler", opened="t1", first_step=5, evidence=stuck)
+    end = [line("run_end", stuck_seconds=60.0, **totals(wait=1, compute=9, steps=9))] if ended else []
+    write(tmp_path, 0, line("run_start", **START), window(wait=1, compute=9, steps=9), opened, *end)
+    assert judged(load(tmp_path)).kind == "stuck"
+    hanging(tmp_path, hang(), ended=ended)
+    assert judged(load(tmp_path)).kind == ("hung" if ended else "hangs")
 
 
 def test_a_stall_that_is_no_starvation_is_in_the_verdict(tmp_path):

@@ -10,7 +10,8 @@ import orjson
 from telemetry.compare.comparison import NOT_COMPARABLE, compare_runs, slower_than
 from telemetry.compare.comparison_text import render
 from telemetry.core.terminal import complain, show, show_json
-from telemetry.report.log_reader import NoRunError, load
+from telemetry.report.log_files import NoRunError
+from telemetry.report.log_reader import load
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -11,6 +11,7 @@ from telemetry.compare.same_load import without_others
 from telemetry.core.formatting import percent
 from telemetry.core.labels import CATEGORIES
 from telemetry.report.rank_processes import not_replaced
+from telemetry.report.stall_losses import lost_by_cause
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -141,11 +142,7 @@ def _causes(a: Sequence[ProcessLog], b: Sequence[ProcessLog]) -> dict[str, dict[
 
 def _lost_per_step(processes: Sequence[ProcessLog]) -> dict[str, float]:
     steps = sum(process.totals.get("steps_total", 0) for process in processes)
-    lost: dict[str, float] = {}
-    for process in processes:
-        for cause, seconds in process.totals.get("stall_lost_total_seconds", {}).items():
-            lost[cause] = lost.get(cause, 0.0) + seconds
-    return {cause: seconds / steps for cause, seconds in lost.items() if seconds > 0 and steps}
+    return {cause: seconds / steps for cause, seconds in lost_by_cause(processes).items() if steps}
 
 
 def _pair(a: float | None, b: float | None, *, with_difference: bool = False) -> dict[str, float | None]:

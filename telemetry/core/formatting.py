@@ -18,6 +18,17 @@ def rounded_percent(ratio: float) -> str:
     return percent(ratio, 0 if ratio >= 0.0995 or ratio == 0 else 1)
 
 
+def plain_number(value: float, digits: int = 3) -> str:
+    """A number with at most so many significant digits and never as a power of ten; a large one is whole."""
+    if abs(value) >= 10**digits - 0.5:
+        return f"{value:.0f}"
+    text = f"{value:.{digits}g}"
+    if "e-" not in text:
+        return text
+    exponent = int(text.partition("e-")[2])
+    return f"{value:.{exponent + digits - 1}f}".rstrip("0")
+
+
 def duration(seconds: float | None) -> str:
     """Seconds in a suitable unit: ``0``, ``12.3 us``, ``12.3 ms`` or ``12.34 s``."""
     if seconds is None:

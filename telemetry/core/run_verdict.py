@@ -14,6 +14,9 @@ STARVED: Final = "starved"
 UNKNOWN: Final = "unknown"
 STALLED: Final = "stalled"
 HEALTHY: Final = "healthy"
+STUCK: Final = "stuck"
+HANGS: Final = "hangs"
+HUNG: Final = "hung"
 
 STARVED_RATIO: Final = 0.20
 """The default of ``stall_enter_ratio``, for logs that do not have it."""
@@ -110,6 +113,13 @@ class RunFinding:
     measured: int = 0
     unseen: RankWaits | None = None
     stalled: RankStall | None = None
+
+
+class JudgedRun(NamedTuple):
+    """The verdict on a run, and its kind: that of a `RunFinding`, `STUCK`, `HANGS`, or `HUNG` if it has ended so."""
+
+    kind: str
+    text: str
 
 
 def find(ranks: Sequence[RankWaits], stalls: Sequence[RankStall]) -> RunFinding:

@@ -32,7 +32,7 @@ def outcome(run: Path) -> DemoOutcome:
     """Read a run's log.
 
     Raises:
-        telemetry.report.log_reader.NoRunError: there is no log.
+        telemetry.report.log_files.NoRunError: there is no log.
     """
     processes = load(run)
     report = summarize(processes)

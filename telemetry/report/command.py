@@ -22,11 +22,13 @@ from telemetry.report.energy_cost import (
 )
 from telemetry.report.goodput import as_job, goodput_of
 from telemetry.report.goodput_text import ended_by_oom, section, verdict
-from telemetry.report.log_reader import NoRunError, load
+from telemetry.report.log_files import NoRunError
+from telemetry.report.log_reader import load
 from telemetry.report.memory_report import memory_lines, memory_verdict
 from telemetry.report.rank_processes import not_replaced
 from telemetry.report.report_text import render
 from telemetry.report.snapshot_traces import read_snapshots, verdict_of
+from telemetry.report.stall_losses import lost_by_cause
 from telemetry.report.summary import summarize
 
 if TYPE_CHECKING:
@@ -58,7 +60,7 @@ def report(run_dir: str, *, as_json: bool, html: str | None = None) -> int:
     _name_attempts(summary["ranks"], processes, goodput)
     summary["throughput"] = throughput_of(summary["ranks"])
     summary["gpu_energy_joules"] = energy_of(summary["ranks"], processes)
-    summary["cost"] = cost_of(summary["ranks"], summary["stalls"], processes, goodput)
+    summary["cost"] = cost_of(summary["ranks"], processes, goodput)
     problems = read_snapshots(Path(run_dir), summary["snapshots"])
     summary["verdict"] += verdict_of(summary["snapshots"])
     over = {id(life.log) for course in goodput.courses for life in course.attempt.lives if life.how != RUNNING}
@@ -83,7 +85,7 @@ def report(run_dir: str, *, as_json: bool, html: str | None = None) -> int:
         *energy_lines(summary["gpu_energy_joules"]),
         *cost_lines(summary["cost"]),
     ]
-    return show(render(summary, [*memory, *spent, *section(goodput), *notes]))
+    return show(render(summary, [*memory, *spent, *section(goodput), *notes], lost_by_cause(processes)))
 
 
 def _name_attempts(ranks: Sequence[dict[str, Any]], processes: Sequence[ProcessLog], goodput: Goodput) -> None:

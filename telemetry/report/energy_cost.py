@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.core.formatting import rounded_percent
+from telemetry.core.formatting import plain_number, rounded_percent
 from telemetry.core.labels import CATEGORIES, COMPUTE, DATA_WAIT
 from telemetry.report.goodput import DOWN, REDONE, REPLAY, RESTORE
+from telemetry.report.stall_losses import lost_by_cause
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -45,25 +46,28 @@ def throughput_of(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def energy_of(ranks: Sequence[Mapping[str, Any]], processes: Sequence[ProcessLog]) -> dict[str, float] | None:
     """Joules of the GPUs of a run by category of the ledger; None without any.
 
-    A GPU counts the energy of all processes on it. Of the ranks of an attempt that share one, one counts.
+    A GPU counts the energy of all processes on it. Of the ranks of an attempt that share one, one counts: that with
+    most energy. A rank has several processes here if the agent was stopped and started again in one; these add up.
     """
-    largest: dict[tuple[Any, ...], dict[str, float]] = {}
+    by_rank: dict[tuple[Any, Any], dict[int, dict[str, float]]] = {}
     for place, (rank, process) in enumerate(zip(ranks, processes, strict=True)):
         own = rank["gpu_energy_joules"]
         if own is None:
             continue
         gpu = process.totals.get("gpu_uuid") or place
-        key = rank.get("attempt"), gpu
-        if key not in largest or sum(own.values()) > sum(largest[key].values()):
-            largest[key] = own
-    if not largest:
+        sums = by_rank.setdefault((rank.get("attempt"), gpu), {}).setdefault(
+            rank["rank"], dict.fromkeys(CATEGORIES, 0.0)
+        )
+        for category in CATEGORIES:
+            sums[category] += own.get(category, 0.0)
+    if not by_rank:
         return None
-    return {c: sum(each.get(c, 0.0) for each in largest.values()) for c in CATEGORIES}
+    largest = [max(ranks_of.values(), key=lambda sums: sum(sums.values())) for ranks_of in by_rank.values()]
+    return {c: sum(each[c] for each in largest) for c in CATEGORIES}
 
 
 def cost_of(
     ranks: Sequence[Mapping[str, Any]],
-    stalls: Sequence[Mapping[str, Any]],
     processes: Sequence[ProcessLog],
     goodput: Goodput,
 ) -> dict[str, Any] | None:
@@ -76,7 +80,7 @@ def cost_of(
         return None
     hourly = prices[-1] / 3600
     exposed = [_exposed_seconds(rank) for rank in ranks if rank["steps"]]
-    lost = sum(sum(stall["evidence"].get("lost_seconds", {}).values()) for stall in stalls)
+    lost = sum(lost_by_cause(processes).values())
     total = sum(goodput.rank_seconds.values())
     return {
         "gpu_hour_price": prices[-1],
@@ -99,7 +103,9 @@ def throughput_lines(throughput: Mapping[str, Any]) -> list[str]:
     for name in ("samples", "tokens"):
         total, rate = throughput[name], throughput[f"{name}_per_second"]
         if total is not None:
-            parts.append(f"{total} {name}" + (f", {rate:.4g} per second of the training loop" if rate else ""))
+            parts.append(
+                f"{total} {name}" + (f", {plain_number(rate, 4)} per second of the training loop" if rate else "")
+            )
     return ["", f"throughput: {'; '.join(parts)}"] if parts else []
 
 
@@ -109,10 +115,9 @@ def energy_lines(energy: Mapping[str, float] | None) -> list[str]:
     if energy is None or total <= 0:
         return []
     waiting = energy[DATA_WAIT]
-    share = (
-        f"{waiting / _KWH:.3g} of {total / _KWH:.3g} kWh went into waits for data ({rounded_percent(waiting / total)})"
-    )
-    return ["", f"energy: {share}; of the whole GPUs, split by time"]
+    kwh, of = plain_number(waiting / _KWH), plain_number(total / _KWH)
+    share = rounded_percent(waiting / total)
+    return ["", f"energy: {kwh} of {of} kWh went into waits for data ({share}); of the whole GPUs, split by time"]
 
 
 def cost_lines(cost: Mapping[str, Any] | None) -> list[str]:
@@ -120,4 +125,7 @@ def cost_lines(cost: Mapping[str, Any] | None) -> list[str]:
     if cost is None:
         return []
     parts = [f"{cost[name]:.2f} {name}" for name in ("waiting", "stalls", "restarts") if cost[name] is not None]
-    return ["", f"cost: {cost['total']:.2f} for {cost['gpu_hours']:.3g} GPU-hours; of that {', '.join(parts)}"]
+    return [
+        "",
+        f"cost: {cost['total']:.2f} for {plain_number(cost['gpu_hours'])} GPU-hours; of that {', '.join(parts)}",
+    ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from telemetry.core.formatting import rounded_percent
+from telemetry.core.formatting import plain_number, rounded_percent
 from telemetry.core.labels import STARTUP
 from telemetry.report.attempts import FAILED, FINISHED, KILLED, RUNNING
 from telemetry.report.goodput import DOWN, LOST, PRODUCTIVE, REDONE, REPLAY, RESTORE, STUCK, Goodput, reason_of
@@ -120,12 +120,12 @@ def _after(goodput: Goodput) -> str:
 def _hours(seconds: float) -> str:
     """Hours with two digits that matter."""
     hours = seconds / 3600
-    return f"{hours:.0f}" if hours >= 9.95 else f"{hours:.1f}" if hours >= 0.995 else f"{hours:.2g}"
+    return f"{hours:.0f}" if hours >= 9.95 else f"{hours:.1f}" if hours >= 0.995 else f"{plain_number(hours, 2)}"
 
 
 def _duration(seconds: float) -> str:
     if seconds < 1:
         return f"{1e3 * seconds:.0f} ms"
     if seconds < 120:
-        return f"{seconds:.3g} s"
+        return f"{plain_number(seconds)} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.core.hang_records import HANG_KINDS, UNKNOWN
+from telemetry.core.run_verdict import HANGS, HUNG, JudgedRun
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,12 +44,13 @@ def hang_of(processes: Sequence[ProcessLog]) -> dict[str, Any] | None:
     }
 
 
-def job_hang_verdict(hang: dict[str, Any] | None, processes: Sequence[ProcessLog]) -> str:
-    """For the verdict of the report; empty where there is no hang, or no rank waits for another."""
+def job_hang_verdict(hang: dict[str, Any] | None, processes: Sequence[ProcessLog]) -> JudgedRun | None:
+    """For the verdict of the report; None where there is no hang, or no rank waits for another."""
     if hang is None or not hang["waiting"]:
-        return ""
-    said = "Hung before its end" if all(process.ended for process in processes) else "Hangs"
-    return f"{said}: {hang['verdict']}."
+        return None
+    if all(process.ended for process in processes):
+        return JudgedRun(HUNG, f"Hung before its end: {hang['verdict']}.")
+    return JudgedRun(HANGS, f"Hangs: {hang['verdict']}.")
 
 
 def _expanded(spans: Sequence[Sequence[int]]) -> list[int]:

@@ -6,6 +6,7 @@ A week of 64 ranks is 8 GB of logs. Parsing one line takes 10 us, skipping it 0.
 from __future__ import annotations
 
 from datetime import datetime, timezone
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from telemetry.core.filesystem import open_regular
@@ -30,6 +31,7 @@ _FREQUENT: Final = _SAMPLES | {WINDOW}
 
 _MOST_SKIPPED: Final = 1 << 30
 _MAX_HEAD_BYTES: Final = 1 << 20
+_MAX_LINE_BYTES: Final = 1 << 24
 
 
 class LineSelection:
@@ -97,7 +99,7 @@ class LineObserver(Protocol):
     """Sees the lines while they are read, so that nobody has to read the logs a second time."""
 
     def begin(self, ranks: int) -> None:
-        """Called once, before the first line, with the number of ranks that have a log."""
+        """Called before the first line, with the number of ranks that have a log. If called again, all begins anew."""
 
     def spacing_seconds(self) -> float:
         """Time between two windows, or two samples, that it needs to see."""
@@ -106,8 +108,15 @@ class LineObserver(Protocol):
         """A checked line of a process, which `load` has taken in already."""
 
 
-def read_log(file: LinesOfFile, paths: Sequence[Path], observer: LineObserver | None) -> None:
-    """Read one log: its file and those that were rotated away from it, the oldest first."""
+def read_log(file: LinesOfFile, paths: Sequence[Path], observer: LineObserver | None, run: str = "") -> None:
+    """Read one log.
+
+    Args:
+        file: takes all lines.
+        paths: its file and those that were rotated away from it, the oldest first.
+        observer: is shown the lines of one run.
+        run: the name of that run.
+    """
     spacing = (lambda: float("inf")) if observer is None else observer.spacing_seconds
     skipped = False
     for path, later in zip(paths, [*paths[1:], None], strict=True):
@@ -122,20 +131,23 @@ def read_log(file: LinesOfFile, paths: Sequence[Path], observer: LineObserver | 
             if skipped and line.get("event") == "run_start":
                 file.newest.take_sums(line)
                 skipped = False
-            if observer is not None:
+            if observer is not None and file.newest.run == run:
                 observer.take(line, file.newest)
         skipped = selection.skipped_windows
 
 
 def _selected_lines(path: Path, selection: LineSelection) -> Iterator[tuple[dict[str, Any] | None, int]]:
-    """The lines of a file that are not skipped, each as `parsed` returns it; as `lines_of` otherwise."""
+    """The lines of a file that are not skipped, each as `parsed` returns it; a torn one if it cannot be read."""
     try:
         file = open_regular(path)
         if file is None:
             return
         skips = selection.skips
         with file:
-            for raw in file:
+            for raw in iter(partial(file.readline, _MAX_LINE_BYTES), b""):
+                if len(raw) == _MAX_LINE_BYTES and not raw.endswith(b"\n"):
+                    yield None, 0  # damaged, as a sparse file is; the rest counts as one torn line
+                    return
                 kind = raw[_EVENT_AT:_KIND_END]
                 if kind in selection.frequent and skips(raw, kind):
                     continue
@@ -150,11 +162,11 @@ def _has_sums_of(later: Path | None, path: Path) -> bool:
     """Whether the head of a later file has the sums of the windows of a file: it is of the same process."""
     if later is None:
         return False
-    life, head = _head_of(path).get("life"), _head_of(later)
+    life, head = head_of(path).get("life"), head_of(later)
     return life is not None and head.get("life") == life and {"step_sketch", "data_wait_sketch"} <= head.keys()
 
 
-def _head_of(path: Path) -> dict[str, Any]:
+def head_of(path: Path) -> dict[str, Any]:
     """The first line of a file, checked, if it is a ``run_start``; else an empty object."""
     try:
         file = open_regular(path)

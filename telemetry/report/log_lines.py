@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from telemetry.core.clock import iso_time
-from telemetry.core.filesystem import open_regular, read_small
+from telemetry.core.filesystem import read_small
 from telemetry.core.json_object import parse_object
 from telemetry.report.log_schema import HEARTBEAT, checked, checked_fields
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 
@@ -30,21 +29,6 @@ def parsed(raw: bytes) -> tuple[dict[str, Any] | None, int] | None:
         return None
     sound, wrong = checked(line)
     return sound, len(wrong)
-
-
-def lines_of(path: Path) -> Iterator[tuple[dict[str, Any] | None, int]]:
-    """The lines of a file, each as `parsed` returns it; one that cannot be read for a file that cannot be read."""
-    try:
-        file = open_regular(path)
-        if file is None:
-            return
-        with file:
-            for raw in file:
-                found = parsed(raw)
-                if found is not None:
-                    yield found
-    except OSError:
-        yield None, 0  # rotated away or unreadable; the other files still count
 
 
 def heartbeat(folder: Path, life: str) -> dict[str, Any] | None:

@@ -6,24 +6,28 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from telemetry.core.log_names import LOG_NAME
 from telemetry.core.quantile_sketch import Sketch, parse_counts
 from telemetry.report.line_selection import read_log
+from telemetry.report.log_files import find_logs, newest_run
 from telemetry.report.log_lines import heartbeat
 from telemetry.report.pace_series import PaceSeries
 from telemetry.report.progress_points import Point, ProgressPoints
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
     from telemetry.report.line_selection import LineObserver
+    from telemetry.report.log_files import RotatedLog
 
 _RANK_FIELDS: Final = ("local_rank", "world_size", "claimed_rank")
 """Fields of ``run_start`` that change when a process learns its rank."""
 
 
 _MAX_SAVES: Final = 256
+
+_MAX_READINGS: Final = 2
+"""Of the logs: a second one if the newest run is in the middle of a file."""
 
 
 class Save(NamedTuple):
@@ -36,10 +40,6 @@ class Save(NamedTuple):
     holds_optimizer: bool
     background: bool
     point: Point | None
-
-
-class NoRunError(Exception):
-    """The folder has no run; the text says what is missing."""
 
 
 @dataclass
@@ -117,42 +117,37 @@ def load(run_dir: Path, observer: LineObserver | None = None) -> list[ProcessLog
 
     Args:
         run_dir: the run folder.
-        observer: sees every line that is not skipped. With one, windows are skipped too, where a later line of the
-            process has their sums.
+        observer: sees every line of that run that is not skipped. With one, windows are skipped too, where a later line
+            of the process has their sums.
 
     Raises:
         NoRunError: the folder does not exist, or has no log.
     """
-    logs = run_dir / "logs"
-    if not logs.is_dir():
-        raise NoRunError(f"{run_dir} is not a run folder: there is no {logs}")
-    files: dict[tuple[int, int, int], list[tuple[int, Path]]] = {}
-    skipped: list[str] = []
-    for path in logs.iterdir():
-        match = LOG_NAME.fullmatch(path.name)
-        if match and not path.is_file():  # a FIFO would be waited for
-            skipped.append(path.name)
-        elif match:
-            key = (int(match["rank"]), int(match["pid"]), int(match["number"] or 1))
-            files.setdefault(key, []).append((int(match["rotated"] or 0), path))
-    if not files:
-        raise NoRunError(f"there is no log in {logs}: no file is named rank-<rank>.<pid>.jsonl")
-    if observer is not None:
-        observer.begin(len({rank for rank, _, _ in files}))
-    logs_of_processes = ProcessLogs()
-    for (rank, pid, _), parts in sorted(files.items()):
-        file = logs_of_processes.of_file(rank, pid)
-        # The highest number is the oldest.
-        read_log(file, [path for _, path in sorted(parts, reverse=True)], observer)
-        logs_of_processes.leave_out_if_empty(file)
-    processes = logs_of_processes.all
-    take_heartbeats(run_dir / "attempts", processes)
-    newest = max(processes, key=lambda process: process.started)
-    newest.skipped = sorted(skipped)
-    return sorted(
-        (process for process in processes if process.run == newest.run),
-        key=lambda process: (process.rank, process.started),
-    )
+    found = find_logs(run_dir)
+    run, ranks = ("", 0) if observer is None else newest_run(found.logs)
+    for _ in range(_MAX_READINGS):
+        if observer is not None:
+            observer.begin(ranks)
+        processes = _read(found.logs, observer, run)
+        newest = max(processes, key=lambda process: process.started)
+        own = [process for process in processes if process.run == newest.run]
+        there = len({process.rank for process in own})
+        if observer is None or (newest.run == run and there <= ranks):
+            break
+        run, ranks = newest.run, there  # the heads of the files did not tell all
+    take_heartbeats(run_dir / "attempts", own)
+    newest.skipped = found.skipped
+    return sorted(own, key=lambda process: (process.rank, process.started))
+
+
+def _read(logs: Sequence[RotatedLog], observer: LineObserver | None, run: str) -> list[ProcessLog]:
+    """All processes of some logs. ``run``: the one whose lines the observer is shown."""
+    processes = ProcessLogs()
+    for log in logs:
+        file = processes.of_file(log.rank, log.pid)
+        read_log(file, log.paths, observer, run)
+        processes.leave_out_if_empty(file)
+    return processes.all
 
 
 class ProcessLogs:

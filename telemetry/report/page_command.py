@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
+import stat
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.core.filesystem import replace_file
@@ -53,7 +54,7 @@ def write(
     """Write the page and print its path. Returns the exit status: 1 if it cannot be written.
 
     Args:
-        path: the file. A file that is there is replaced.
+        path: the file. A regular file that is there is replaced, also through a symbolic link; nothing else is.
         summary: the report, as ``--json`` prints it.
         processes: of the run.
         goodput: its books.
@@ -62,12 +63,37 @@ def write(
     """
     from telemetry.report.html.html_report import html_page
 
+    try:
+        _replaceable(path)  # before the work, and again after it
+    except (OSError, ValueError) as error:
+        return _refused(path, error)
     content = html_page(summary, processes, goodput, recorder=recorder, notes=notes).encode("utf-8", "backslashreplace")
     try:
-        if Path(path).is_dir():
-            raise IsADirectoryError(f"{path} is a folder")
-        replace_file(path, content, _READABLE)
+        replace_file(_replaceable(path), content, _READABLE)
     except (OSError, ValueError) as error:
-        complain(f"the page cannot be written to {path}: {error}")
-        return 1
+        return _refused(path, error)
     return show(f"{path} ({byte_size(len(content))})\n")
+
+
+def _refused(path: str, error: Exception) -> int:
+    complain(f"the page cannot be written to {path}: {error}")
+    return 1
+
+
+def _replaceable(path: str) -> str:
+    """The path, or the real one if it is a symbolic link. A device, such as ``/dev/null``, must not be replaced.
+
+    Raises:
+        OSError: something is there that is no regular file; a link leads nowhere.
+        ValueError: no file can have this name.
+    """
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return path
+    if stat.S_ISLNK(mode):
+        path = os.path.realpath(path, strict=True)
+        mode = os.lstat(path).st_mode
+    if not stat.S_ISREG(mode):
+        raise OSError("it is there, and is no regular file")
+    return path

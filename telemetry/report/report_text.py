@@ -8,10 +8,11 @@ from telemetry.core.formatting import duration, percent, table
 from telemetry.core.labels import CATEGORIES
 from telemetry.report.line_table import line_table
 from telemetry.report.snapshot_traces import shown_by
+from telemetry.report.stall_losses import lost_of
 from telemetry.report.step_change_report import change_lines
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 _MAX_ROWS: Final = 64
 _MIN_LOST_SECONDS: Final = 1.8
@@ -22,12 +23,13 @@ _MAX_TRAINING_FRAMES: Final = 12
 _HEADINGS: Final = {c: c.replace("_", " ") for c in CATEGORIES}
 
 
-def render(report: dict[str, Any], notes: Sequence[str] = ()) -> str:
+def render(report: dict[str, Any], notes: Sequence[str] = (), lost: Mapping[str, float] | None = None) -> str:
     """The verdict, a table of steps and a ledger by rank, the stalls, the snapshots and the notes.
 
     Args:
         report: as `summarize` returns it.
         notes: lines on what is missing or damaged in the logs.
+        lost: seconds lost in stalls, by cause, as `lost_by_cause` returns them. Without it, those of the stalls there.
     """
     ranks = report["ranks"]
     lines = [f"run {report['run']}", "", report["verdict"], ""]
@@ -41,9 +43,10 @@ def render(report: dict[str, Any], notes: Sequence[str] = ()) -> str:
         lines += ["", *stall_section(stall)]
     changes = change_lines(report["changes"], len({rank["rank"] for rank in ranks}))
     lines += ["", *changes] if changes else []
-    lost = _lost_by_cause(report["stalls"])
-    if lost:
-        shares = ", ".join(f"{cause} {seconds / 3600:.3f}" for cause, seconds in lost)
+    of = lost_of(report["stalls"]) if lost is None else lost
+    worst_first = sorted((item for item in of.items() if item[1] >= _MIN_LOST_SECONDS), key=lambda item: -item[1])
+    if worst_first:
+        shares = ", ".join(f"{cause} {seconds / 3600:.3f}" for cause, seconds in worst_first)
         lines += ["", f"GPU-hours lost in stalls, over all ranks: {shares}"]
     lines += _snapshots(report["snapshots"])
     if notes:
@@ -93,16 +96,6 @@ def _stacks(stacks: Sequence[str]) -> list[str]:
             lines.append(f"    ... {len(frames) - most} more lines in the log")
         most = _MAX_FRAMES
     return lines
-
-
-def _lost_by_cause(stalls: Sequence[dict[str, Any]]) -> list[tuple[str, float]]:
-    """Lost seconds by cause, the most expensive cause first."""
-    total: dict[str, float] = {}
-    for stall in stalls:
-        for cause, seconds in stall["evidence"].get("lost_seconds", {}).items():
-            total[cause] = total.get(cause, 0.0) + seconds
-    worst_first = sorted(total.items(), key=lambda item: -item[1])
-    return [(cause, seconds) for cause, seconds in worst_first if seconds >= _MIN_LOST_SECONDS]
 
 
 def _snapshots(snapshots: Sequence[dict[str, Any]]) -> list[str]:

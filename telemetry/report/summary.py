@@ -11,8 +11,10 @@ from telemetry.core.run_verdict import (
     NO_STEPS,
     STARVED,
     STARVED_RATIO,
+    STUCK,
     UNKNOWN,
     UNMEASURED,
+    JudgedRun,
     RankStall,
     RankWaits,
     costliest,
@@ -77,7 +79,33 @@ def verdict_of(processes: Sequence[ProcessLog]) -> str:
     Args:
         processes: those that no later one has replaced.
     """
-    return job_hang_verdict(hang_of(processes), processes) or _hang_verdict(processes) or _verdict(processes)
+    return judged(processes).text
+
+
+def judged(processes: Sequence[ProcessLog]) -> JudgedRun:
+    """The verdict with its kind, so that nobody has to read the kind from the words.
+
+    Args:
+        processes: those that no later one has replaced.
+    """
+    hung = job_hang_verdict(hang_of(processes), processes)
+    if hung is not None:
+        return hung
+    stuck = _hang_verdict(processes)
+    return JudgedRun(STUCK, stuck) if stuck else _verdict(processes)
+
+
+def finding_of(processes: Sequence[ProcessLog]) -> RunFinding:
+    """What these ranks lost most to, without hangs: the decision behind the verdict.
+
+    Args:
+        processes: those that no later one has replaced.
+    """
+    stalls = [stall for process in processes for stall in stalls_of(process)]
+    return find(
+        [_waits(process) for process in processes],
+        [RankStall(stall["rank"], stall["cause"], lost_seconds(stall)) for stall in stalls],
+    )
 
 
 def _waits(process: ProcessLog) -> RankWaits:
@@ -96,18 +124,24 @@ def _waits(process: ProcessLog) -> RankWaits:
     )
 
 
-def _verdict(processes: Sequence[ProcessLog]) -> str:
-    """One sentence on what this run lost most to.
+def _verdict(processes: Sequence[ProcessLog]) -> JudgedRun:
+    """Without hangs: one sentence on what this run lost most to.
 
     Args:
         processes: those that no later one has replaced.
     """
     ranks = [_rank(process) for process in processes]
     stalls = [stall for process in processes for stall in stalls_of(process)]
-    finding = find(
-        [_waits(process) for process in processes],
-        [RankStall(stall["rank"], stall["cause"], lost_seconds(stall)) for stall in stalls],
-    )
+    finding = finding_of(processes)
+    return JudgedRun(finding.kind, _found_text(finding, ranks, stalls, processes))
+
+
+def _found_text(
+    finding: RunFinding,
+    ranks: Sequence[dict[str, Any]],
+    stalls: Sequence[dict[str, Any]],
+    processes: Sequence[ProcessLog],
+) -> str:
     unseen, worst = _unseen(finding.unseen), finding.worst
     if finding.kind == NO_STEPS:
         return _no_steps(processes)
@@ -274,7 +308,7 @@ def stalls_of(process: ProcessLog) -> list[dict[str, Any]]:
             said = {k: v for k, v in _stall(process.rank, line).items() if v not in (None, {}, [])}
             # The stacks of a stuck run are only in the line that opens its stall.
             evidence = stalls[-1]["evidence"] | said.get("evidence", {})
-            stalls[-1] |= said | {"opened": stalls[-1]["opened"], "evidence": with_whole_lines(evidence)}
+            stalls[-1] |= said | {"opened": stalls[-1]["opened"], "evidence": evidence}
             if line.get("event") != "stall_lines":
                 stalls[-1]["closed"] = line.get("closed") or line.get("time")
     if stalls and stalls[-1]["closed"] is None:
@@ -298,7 +332,7 @@ def _stall(rank: int, line: dict[str, Any]) -> dict[str, Any]:
     stall: dict[str, Any] = {"rank": rank} | {name: line.get(name) for name in names}
     stall["closed"] = None
     stall["opened"] = line.get("opened") or line.get("time")
-    stall["evidence"] = line.get("evidence", {})
+    stall["evidence"] = with_whole_lines(line.get("evidence", {}))
     stall["advice"] = [{name: each.get(name) for name in _ADVICE_FIELDS} for each in line.get("advice", [])]
     return stall
 

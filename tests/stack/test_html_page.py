@@ -113,6 +113,7 @@ def test_the_pointer_and_the_keyboard_read_values(opened):
         tab.keyboard.press(key)
     said = tab.locator("#spoken").inner_text()
     assert "rank 1 " in said and HOSTILE in said and tab.evaluate("window.hit") is None
+    assert re.search(r"GPU: SM clock: 19\d\d MHz$", said)  # as it was sampled
 
 
 def test_zoom_by_key_button_and_drag_is_shared(opened):

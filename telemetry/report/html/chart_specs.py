@@ -65,7 +65,10 @@ class BarChart:
 
 @dataclass(frozen=True, slots=True)
 class HeatMetric:
-    """One figure of all ranks over time: rows of figures, and the limits of the colours."""
+    """One figure of all ranks over time: rows of figures, and the limits of the colours.
+
+    A few figures may be above the upper limit, so that they do not take the contrast from the others.
+    """
 
     key: str
     label: str
@@ -73,6 +76,11 @@ class HeatMetric:
     cells: Figures
     low: float
     high: float
+
+    @property
+    def capped(self) -> bool:
+        """Whether figures are above the upper limit of the colours."""
+        return bool((self.cells > self.high * (1 + 1e-6)).any())
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,11 +5,14 @@ from __future__ import annotations
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, Final
 
+from telemetry.core.formatting import plain_number
 from telemetry.report.attempts import log_interval, unix
 from telemetry.report.html import overview
 from telemetry.report.html.chart_specs import TimeAxis
 from telemetry.report.html.page import PageHead, page
 from telemetry.report.html.page_sections import sections
+from telemetry.report.rank_processes import not_replaced
+from telemetry.report.summary import judged
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,8 +49,9 @@ def html_page(
     grid = recorder.grid
     grid.widen(_BIN_INTERVALS * max(map(log_interval, processes), default=0.0), _MIN_BINS)
     axis = TimeAxis(tuple(grid.begins()), grid.width_seconds) if grid.used else None
-    state, kind = overview.state_of(summary)
-    first, more = overview.first_cards(overview.advice_cards(summary, goodput))
+    now = not_replaced(processes)
+    state, kind = overview.state_of(summary, judged(now).kind)
+    first, more = overview.first_cards(overview.advice_cards(summary, now, goodput))
     head = PageHead(
         run=summary["run"],
         state=state,
@@ -55,7 +59,7 @@ def html_page(
         verdict=summary["verdict"],
         first=first,
         more=more,
-        tiles=overview.tiles(summary),
+        tiles=overview.tiles(summary, processes, now),
         facts=_facts(summary, processes, axis),
         notes=[*notes, *_own_notes(recorder)],
     )
@@ -79,7 +83,7 @@ def _facts(summary: dict[str, Any], processes: Sequence[ProcessLog], axis: TimeA
         ("Environment", versions or "not known"),
         ("Written", datetime.now(tz=timezone.utc).isoformat(timespec="seconds")),
     ]
-    return [*facts, ("Time bins", f"{axis.width_seconds:g} s")] if axis else facts
+    return [*facts, ("Time bins", f"{plain_number(axis.width_seconds)} s")] if axis else facts
 
 
 def _own_notes(recorder: RunRecorder) -> list[str]:

@@ -5,32 +5,38 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.core.formatting import duration, percent, rough_duration
+from telemetry.core import run_verdict
+from telemetry.core.formatting import duration, percent, plain_number, rough_duration
 from telemetry.core.labels import COMPUTE, DATA_WAIT
 from telemetry.core.run_verdict import lost_seconds
 from telemetry.report.attempts import FAILED, KILLED, RUNNING
 from telemetry.report.goodput_text import advice as goodput_advice
+from telemetry.report.stall_losses import lost_by_cause
+from telemetry.report.summary import finding_of, stalls_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from telemetry.core.run_verdict import RunFinding
     from telemetry.report.goodput import Goodput
+    from telemetry.report.log_reader import ProcessLog
 
 GOOD: Final = "good"
 BAD: Final = "bad"
 UNKNOWN: Final = "unknown"
 
-_STATES: Final = (
-    ("Healthy", "Healthy", GOOD),
-    ("Starved", "Starved", BAD),
-    ("Stuck", "Stuck", BAD),
-    ("Hangs", "Hangs", BAD),
-    ("Hung", "Hung", BAD),
-    ("Not starved, but", "Stalled", BAD),
-    ("Not known", "Not known", UNKNOWN),
-    ("No training step", "No step yet", UNKNOWN),
-)
-"""The first words of a verdict, the state in two words, and whether it is a good one."""
+_STATES: Final = {
+    run_verdict.HEALTHY: ("Healthy", GOOD),
+    run_verdict.STARVED: ("Starved", BAD),
+    run_verdict.STUCK: ("Stuck", BAD),
+    run_verdict.HANGS: ("Hangs", BAD),
+    run_verdict.HUNG: ("Hung", BAD),
+    run_verdict.STALLED: ("Stalled", BAD),
+    run_verdict.UNKNOWN: ("Not known", UNKNOWN),
+    run_verdict.NO_STEPS: ("No step yet", UNKNOWN),
+    run_verdict.UNMEASURED: ("Measured", UNKNOWN),
+}
+"""For each kind of verdict: the state in two words, and whether it is a good one."""
 
 _MAX_ADVICE: Final = 3
 
@@ -58,11 +64,9 @@ class Tile:
     note: str = ""
 
 
-def state_of(summary: dict[str, Any]) -> tuple[str, str]:
-    """The state of the run in a few words, and `GOOD`, `BAD` or `UNKNOWN`."""
-    words, kind = next(
-        ((words, kind) for begin, words, kind in _STATES if summary["verdict"].startswith(begin)), ("Measured", UNKNOWN)
-    )
+def state_of(summary: dict[str, Any], verdict: str) -> tuple[str, str]:
+    """The state of the run in a few words, and `GOOD`, `BAD` or `UNKNOWN`. ``verdict``: its kind, see `JudgedRun`."""
+    words, kind = _STATES[verdict]
     attempts, ettr = summary["job"]["attempts"], summary["job"]["goodput"]["ettr_ratio"]
     end = attempts[-1]["end"] if attempts else RUNNING
     if end in {FAILED, KILLED}:
@@ -72,10 +76,17 @@ def state_of(summary: dict[str, Any]) -> tuple[str, str]:
     return words, kind
 
 
-def advice_cards(summary: dict[str, Any], goodput: Goodput) -> list[AdviceCard]:
-    """All advice, the largest predicted speed-up first, then by the cost of the stall; each change once."""
+def advice_cards(summary: dict[str, Any], now: Sequence[ProcessLog], goodput: Goodput) -> list[AdviceCard]:
+    """All advice, the largest predicted speed-up first, then by the cost of the stall; each change once.
+
+    Args:
+        summary: the report.
+        now: the processes that no later one has replaced. The verdict is about these, so advice is for their stalls.
+        goodput: the books of the run.
+    """
     cards: dict[tuple[str, str], AdviceCard] = {}
-    for stall in sorted(summary["stalls"], key=lambda stall: -lost_seconds(stall)):
+    stalls = [stall for process in now for stall in stalls_of(process)]
+    for stall in sorted(stalls, key=lambda stall: -lost_seconds(stall)):
         about = f"for {stall['cause']} on rank {stall['rank']}"
         for advice in stall["advice"]:
             _add(cards, advice, about)
@@ -102,34 +113,46 @@ def _add(cards: dict[tuple[str, str], AdviceCard], advice: dict[str, Any], about
     )
 
 
-def tiles(summary: dict[str, Any]) -> list[Tile]:
-    """The main figures. What was not measured says so."""
+def tiles(summary: dict[str, Any], processes: Sequence[ProcessLog], now: Sequence[ProcessLog]) -> list[Tile]:
+    """The main figures. What was not measured says so.
+
+    Args:
+        summary: the report.
+        processes: of the run.
+        now: those that no later one has replaced. The verdict is about these.
+    """
     ranks, job = summary["ranks"], summary["job"]
     books = job["goodput"]
     loop = sum(rank["ledger"][DATA_WAIT] + rank["ledger"][COMPUTE] for rank in ranks)
     steps = sum(rank["steps"] for rank in ranks)
     wall = sum(rank["wall_seconds"] for rank in ranks)
-    exposed = [rank for rank in ranks if rank["exposed_wait_ratio"] is not None]
-    worst = max(exposed, key=lambda rank: rank["exposed_wait_ratio"], default=None)
-    lost = sum(sum(stall["evidence"].get("lost_seconds", {}).values()) for stall in summary["stalls"])
+    lost = sum(lost_by_cause(processes).values())
     agent = sum(sum(rank["overhead_seconds"].values()) for rank in ranks)
     goodput = books["goodput_ratio"]
     return [
         Tile("Wall clock", rough_duration(books["wall_seconds"]), _attempts(len(job["attempts"]))),
         Tile("Goodput", percent(goodput), "of the wall clock trained something that was kept"),
-        Tile("Steps per second", f"{steps / loop:.3g}" if loop > 0 else "-", "of the training loop, mean rank"),
-        Tile(
-            "Exposed wait", percent(worst["exposed_wait_ratio"]), f"of the training loop, worst rank ({worst['rank']})"
-        )
-        if worst
-        else Tile("Exposed wait", "not measured"),
-        Tile("Lost in stalls", f"{lost / 3600:.3g} h", "GPU-hours, over all ranks"),
+        Tile("Steps per second", plain_number(steps / loop) if loop > 0 else "-", "of the training loop, mean rank"),
+        _exposed_wait(finding_of(now)),
+        Tile("Lost in stalls", f"{plain_number(lost / 3600)} h", "GPU-hours, over all ranks"),
         Tile(
             "Cost of the agent",
             percent(agent / wall, 3) if wall > 0 else "-",
             f"{duration(agent / steps)} a step" if steps else "",
         ),
     ]
+
+
+def _exposed_wait(finding: RunFinding) -> Tile:
+    """The share that the verdict tells, of the same rank."""
+    worst = finding.worst
+    if worst is None:
+        return Tile("Exposed wait", "not known" if finding.kind == run_verdict.UNKNOWN else "-")
+    if worst.exposed_ratio is None:
+        return Tile("Exposed wait", "not measured")
+    starved = finding.kind == run_verdict.STARVED
+    ratio, after = (worst.exposed_ratio, "") if starved else run_verdict.healthy_share(worst)
+    return Tile("Exposed wait", percent(ratio), f"of the training loop{after}, worst rank ({worst.rank})")
 
 
 def _attempts(number: int) -> str:

@@ -9,6 +9,7 @@
   const figure = (value, unit) => {
     if (value === null || value === undefined || !Number.isFinite(value)) return "not measured";
     const size = Math.abs(value);
+    if (size > 0 && size < 0.001) return (value < 0 ? "> -" : "< ") + "0.001" + (unit ? " " + unit : "");
     const digits = size >= 100 || size === 0 ? 0 : size >= 10 ? 1 : size >= 1 ? 2 : 3;
     return value.toFixed(digits) + (unit ? " " + unit : "");
   };
@@ -75,9 +76,8 @@
     chart.row = row;
     chart.column = column;
     const cells = Array.isArray(data.image) ? data.image[0] : data.image.get ? data.image.get(0) : data.image[0];
-    const level = cells[(item.rows.length - 1 - row) * item.bins + column];
+    const value = cells[(item.rows.length - 1 - row) * item.bins + column];
     const of = item.metrics[image.name];
-    const value = level === 255 ? NaN : of.low + (level / 254) * (of.high - of.low);
     chart.readout.textContent = `${clock(left + column * wide)} · ${item.rows[row]} · ${of.label}: ${figure(value, of.unit)}`;
   };
   const barAt = (chart, index) => {
@@ -140,7 +140,7 @@
     chart.shown = chart.images.find((image) => image.name === key);
     const of = chart.item.metrics[key];
     chart.element.querySelector("[data-low]").textContent = figure(of.low, of.unit);
-    chart.element.querySelector("[data-high]").textContent = figure(of.high, of.unit);
+    chart.element.querySelector("[data-high]").textContent = figure(of.high, of.unit) + (of.more ? " or more" : "");
   };
 
   const draw = async (key) => {

@@ -133,7 +133,7 @@ def _read_out(chart: Chart) -> dict[str, Any]:
         return {"marks": [asdict(mark) for mark in chart.marks], "kinds": chart.kinds}
     scaled = [(metric, *bokeh_charts.scale_of(metric.unit, metric.high)) for metric in chart.metrics]
     metrics = {
-        m.key: {"low": m.low * factor, "high": m.high * factor, "unit": unit, "label": m.label}
+        m.key: {"low": m.low * factor, "high": m.high * factor, "more": m.capped, "unit": unit, "label": m.label}
         for m, factor, unit in scaled
     }
     return {"rows": chart.rows, "metrics": metrics, "bins": chart.metrics[0].cells.shape[1], "per": chart.bins_per_cell}

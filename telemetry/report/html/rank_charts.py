@@ -31,8 +31,12 @@ if TYPE_CHECKING:
     from telemetry.report.html.run_recorder import RunRecorder
 
 _MAX_HEAT_ROWS: Final = 256
-_MAX_HEAT_CELLS: Final = 48_000
+_MAX_HEAT_CELLS: Final = 40_000
 _MAX_BARS: Final = 512
+_COLOURED_RATIO: Final = 0.98
+_FAR_ABOVE: Final = 2.0
+"""The colours of the heat map end at this quantile, if the largest figure is more than so many times as large."""
+
 _MIN_RANKS: Final = 3
 _OUTLIER_DEVIATIONS: Final = 8.0
 _MIN_OUTLIER_RATIO: Final = 0.10
@@ -129,7 +133,12 @@ def _metrics(recorder: RunRecorder, rows: Sequence[int]) -> list[HeatMetric]:
 
 
 def _high(cells: Figures, least: float) -> float:
-    return max(least, float(np.nanmax(cells))) if np.isfinite(cells).any() else least
+    """The upper limit of the colours: the largest figure, or a high quantile if that is far below it."""
+    measured = cells[np.isfinite(cells)]
+    if not len(measured):
+        return least
+    largest, usual = float(measured.max()), float(np.quantile(measured, _COLOURED_RATIO))
+    return usual if usual > least and largest > _FAR_ABOVE * usual else max(least, largest)
 
 
 def _medians(cells: Figures) -> Figures:

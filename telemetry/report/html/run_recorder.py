@@ -68,7 +68,12 @@ class RunRecorder:
     """
 
     def __init__(self) -> None:
-        self.grid = TimeGrid(1, _MAX_BINS)
+        self.begin(1)
+
+    def begin(self, ranks: int) -> None:
+        """See `LineObserver`."""
+        rows = max(1, min(_MAX_ROWS, ranks + ranks // 8 + 1))  # some, for processes that change their rank
+        self.grid = TimeGrid(rows, max(_MIN_BINS, min(_MAX_BINS, _MAX_CELLS // rows)))
         self.phases: dict[str, deque[Phase]] = {}
         self.phases_seen: dict[str, int] = {}
         self.rows: dict[tuple[str, int], int] = {}
@@ -77,11 +82,6 @@ class RunRecorder:
         self._newest: dict[int, _Newest] = {}
         self._left_out: dict[int, tuple[dict[str, Any], int, float]] = {}
         self._phases_of: int | None = None
-
-    def begin(self, ranks: int) -> None:
-        """See `LineObserver`."""
-        rows = max(1, min(_MAX_ROWS, ranks + ranks // 8 + 1))  # some, for processes that change their rank
-        self.grid = TimeGrid(rows, max(_MIN_BINS, min(_MAX_BINS, _MAX_CELLS // rows)))
 
     def spacing_seconds(self) -> float:
         """See `LineObserver`."""
