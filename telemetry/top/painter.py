@@ -51,6 +51,7 @@ class Painter:
 
     def __init__(self, stream: TextIO, write: Callable[[str], None]) -> None:
         self._console = Console(file=stream, width=1 << 12, highlight=False, markup=False, emoji=False)
+        self._stream = stream
         self._write = write
         self._shown: list[ScreenLine | None] = []
         self._size = (0, 0)
@@ -58,7 +59,12 @@ class Painter:
 
     @property
     def is_capable(self) -> bool:
-        """Whether the terminal can place text: it is one, and no dumb one."""
+        """Whether the terminal can place text: it is one, and no dumb one.
+
+        Some variables of the environment, such as FORCE_COLOR, make rich take a file for a terminal.
+        """
+        if not self._stream.isatty():
+            return False
         return self._console.is_terminal and not self._console.is_dumb_terminal and bool(os.environ.get("TERM"))
 
     def charset(self) -> Charset:
