@@ -84,7 +84,13 @@ def test_a_slower_run_is_found_beside_other_programs(tmp_path, capsys):
     _, result, text = compared(tmp_path, capsys, (100.0, Load(held_up=0.08)), (90.0, Load(held_up=0.05)))
     assert result["verdict"] == "slower"
     assert result["ratio"] == pytest.approx(0.9, abs=0.02)
-    assert "B is slower" in text
+    measured, ratio = result["measured"]["ratio"], result["ratio"]
+    assert (
+        "B is slower: without the time in which other programs held them up, B would do "
+        f"{ratio:.3f} times the steps per second of A" in text
+    )
+    assert f"As measured, it did {measured:.3f} times (95 % interval" in text
+    assert "it does" not in text
 
 
 def test_delay_that_a_run_causes_itself_is_not_left_out(tmp_path, capsys):
