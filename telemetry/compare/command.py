@@ -58,7 +58,7 @@ def _notes(which: str, processes: Sequence[ProcessLog]) -> list[str]:
         notes.append(f"{which} has not ended, or was killed: its newest window counts as its end")
     if child_processes(not_replaced(processes)):
         notes.append(
-            f"{which} has started processes with multiprocessing; as long as they live, they count as other programs, and "
-            "the time in which they hold the run up is left out"
+            f"{which} has started processes with multiprocessing; as long as they live, they count as other programs, "
+            "and the time in which they hold the run up is left out"
         )
     return notes
