@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from telemetry import config as settings_module
 from telemetry.core.clock import now_ns
-from telemetry.core.processes import is_loader_worker
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -65,6 +64,8 @@ def start(run_dir: str | os.PathLike[str] | None = None, **settings: Any) -> Age
         SettingError: a setting has a value that is not allowed. Nothing was started.
     """
     global _agent  # noqa: PLW0603 - one agent a process is the contract
+    from telemetry.core.processes import is_loader_worker
+
     if settings_module.disabled() or is_loader_worker():
         return InactiveAgent()
     _register_fork_handler()

@@ -105,7 +105,7 @@ def test_a_stall_without_starvation_is_named():
 
 def test_a_run_without_steps_says_so():
     assert said(replace(OWN, steps=0)) == "telemetry: no training step has ended; see: telemetry report /r"
-    assert "call telemetry.start() in the function that is spawned" in said(replace(OWN, steps=0), children=2)
+    assert "in this process, which has started others" in said(replace(OWN, steps=0), children=2)
 
 
 def test_a_stuck_run_says_in_what():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -57,6 +58,16 @@ def test_a_fork_beside_a_thread_of_the_users_warns(tmp_path):
 def test_a_thread_that_ends_before_the_fork_does_not_warn(tmp_path):
     """OpenBLAS does this. torch starts its threads wherever numpy is installed."""
     assert "multi-threaded" not in run(tmp_path, "at-fork")
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"), [("telemetry-agent", True), ("telemetry-sinks", False), ("telemetry-on-stall", False)]
+)
+def test_a_thread_of_ours_that_runs_code_of_others_warns(name, ours):
+    """The client of a logger may hold a lock that the child needs."""
+    from telemetry.core import fork_warning
+
+    assert fork_warning._is_ours(threading.Thread(name=name)) == ours
 
 
 def test_a_filter_that_is_sent_elsewhere_matches_nothing():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 import telemetry
 from telemetry import api
@@ -77,6 +78,15 @@ def test_tokens_are_told_once_a_step(monkeypatch):
     for step in range(3):
         helper.log(step, tokens=10 * step)
     assert told == [10, 20]
+
+
+def test_a_tensor_of_tokens_is_refused_without_reading_it():
+    class OnADevice(torch.Tensor):
+        def __bool__(self):
+            raise AssertionError("reading it waits for the device")
+
+    with pytest.raises(TypeError, match="tokens are a whole number, not OnADevice"):
+        AccelerateTelemetry(Accelerator()).log(1, tokens=torch.zeros(()).as_subclass(OnADevice))
 
 
 def test_a_phase_ends_when_the_next_begins(monkeypatch):

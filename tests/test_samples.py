@@ -167,6 +167,16 @@ def test_batches_that_are_thrown_away_after_a_restart_do_not_count(run):
     assert run()["samples"] == trainer.samples == 160
 
 
+def test_a_step_of_two_loaders_throws_both_batches_away(run):
+    trainer, data = Trainer(), TensorDataset(torch.zeros(400, 4))
+    for number, (batch, _) in enumerate(zip(DataLoader(data, 4), DataLoader(data, 4), strict=True)):
+        if number < 60:
+            continue
+        trainer.step(batch)
+        time.sleep(0.01)
+    assert run()["samples"] == 2 * trainer.samples == 320
+
+
 def test_the_last_line_of_the_log_has_the_samples(run, tmp_path):
     Trainer().train(DataLoader(DATA, 8), epochs=2)
     assert run()["samples"] == 100

@@ -113,8 +113,8 @@ def _finding(end: RunEnd) -> str:
         return _stuck(end, end.hang)
     found = find(end.ranks, end.stalls)
     if found.kind == NO_STEPS:
-        more = "; call telemetry.start() in the function that is spawned, if the training runs there"
-        return f"no training step has ended{more if end.children else ''}"
+        # A process that this one has started may have trained, with an agent of its own: then the report knows.
+        return f"no training step has ended{' in this process, which has started others' if end.children else ''}"
     worst = found.worst
     if found.kind == UNKNOWN or worst is None:
         return _unknown(end, found)

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from telemetry.core.clock import WallClock
     from telemetry.core.errors import ErrorLog
     from telemetry.core.identity import Identity
-    from telemetry.core.samples import GpuSample
 
 _FIRST_WINDOW_SECONDS: Final = 1.0
 """Length of the first window. Each window is twice as long as the one before, up to the log interval. So a young run
@@ -237,7 +236,6 @@ class EventLog:
     def _totals(self) -> dict[str, Any]:
         """The totals of the run so far. They are in every window line, so the newest line alone shows the ledger."""
         totals = self._builder.current()
-        gpu: GpuSample | None = self._collectors.newest("nvml")
         fields = {
             "steps_total": totals.steps,
             "wall_seconds": totals.wall_seconds,
@@ -253,7 +251,7 @@ class EventLog:
             "samples_total": totals.samples,
             "tokens_total": totals.tokens,
             "gpu_energy_total_joules": totals.gpu_energy_joules,
-            "gpu_uuid": gpu.uuid if gpu is not None and totals.gpu_energy_joules else None,
+            "gpu_uuid": self._builder.energy_uuid if totals.gpu_energy_joules else None,
             "cpu_total_seconds": log_fields.cpu_seconds(totals),
         }
         memory = self._memory.log_field()

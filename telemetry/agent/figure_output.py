@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 _SOURCE: Final = "sinks"
 
+_MIN_SHARE: Final = 0.2
+"""The last window of a run goes to the sinks if it is at least this share of a usual one."""
+
 
 class FigureOutput:
     """Keeps the newest figures, and passes those of each window on to the sinks.
@@ -85,9 +88,12 @@ class FigureOutput:
     def write(self, view: Callable[[], RunView]) -> None:
         """Pass the figures on if the log has a new window, and count what has failed. Called once a tick."""
         window = self._event_log.newest_window
-        if window is not self._written:
+        if window is not self._written and window is not None:
+            usual = window.added.wall_seconds >= _MIN_SHARE * self._config.log_interval_seconds
+            # What is left of a run at its end has totals, but its rates would say nothing.
+            with self._errors.contained("figures"):
+                self.newest = figures(view(), window if usual or self._written is None else None)
             self._written = window
-            self.update(view())
             self._offer(values=self.newest)
         self._note_news()
 

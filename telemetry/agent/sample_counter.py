@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from typing import TYPE_CHECKING, Final
 
-from telemetry.attach.ring import BATCH, GAP, JOINS, STRIDE
+from telemetry.attach.ring import BATCH, CLOSES, GAP, JOINS, OPENS, STRIDE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from telemetry.attach.batch_sizes import BatchMarks, BatchSizes
     from telemetry.attach.ring import Entry
 
-_MAX_REPLAYED: Final = 1 << 22
-"""Batches before it is known which were thrown away. After more, the samples are not known."""
+_MAX_REPLAYED: Final = 1 << 17
+"""Steps before it is known how many of them threw their batches away. If it was more, the samples are not known."""
 
 
 class SampleCounter:
@@ -32,7 +32,8 @@ class SampleCounter:
         self._unknown = False
         self._batches = 0
         self._settled = False
-        self._first: array[int] = array("q")  # the sum after each batch, until `settle`
+        self._first: array[int] = array("q")  # the sum after each step, until `settle`
+        self._in_step = False
         self._replayed = 0
 
     def fold(self, entries: Iterable[Entry], position: int) -> None:
@@ -46,7 +47,9 @@ class SampleCounter:
         for _start, _end, code, _source in entries:
             if code & GAP:
                 self._unknown = True
-            elif code & (BATCH | JOINS):
+            if not self._settled:
+                self._note_step(code)
+            if not code & GAP and code & (BATCH | JOINS):
                 while marks and marks[0].position <= position:
                     _, self._sizes, self._number = marks.popleft()
                 size = None if self._sizes is None else self._sizes.of(self._number)
@@ -56,20 +59,27 @@ class SampleCounter:
                     self._unknown = True
                 else:
                     self._sum += size
-                if not self._settled and len(self._first) < _MAX_REPLAYED:
-                    self._first.append(self._sum)
             position += STRIDE
         self._unknown |= self._marks.lost
 
-    def settle(self, replayed_batches: int) -> None:
-        """It is known how many of the first batches were thrown away: the rest was trained."""
+    def _note_step(self, code: int) -> None:
+        """Keep the sum at the end of a step."""
+        if code & CLOSES:
+            if self._in_step and len(self._first) < _MAX_REPLAYED:
+                self._first.append(self._sum)
+            self._in_step = False
+        if code & OPENS:
+            self._in_step = True
+
+    def settle(self, replayed_steps: int) -> None:
+        """It is known how many of the first steps threw their batches away: the rest was trained."""
         if self._settled:
             return
         self._settled = True
-        if replayed_batches > len(self._first):
+        if replayed_steps > len(self._first):
             self._unknown = True
-        elif replayed_batches:
-            self._replayed = self._first[replayed_batches - 1]
+        elif replayed_steps:
+            self._replayed = self._first[replayed_steps - 1]
         self._first = array("q")
 
     @property

@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
+from telemetry.core.errors import text_of
 from telemetry.core.signal_mask import signals_blocked
 
 if TYPE_CHECKING:
@@ -70,15 +71,7 @@ class StallCallback:
         try:
             _resolve(callback)(stall)
         except BaseException as error:  # includes sys.exit(): Python would print other exceptions to stderr
-            self._failed.append(_text(error))
-
-
-def _text(error: BaseException) -> str:
-    """The exception as text. Its frames are not kept, because they refer to the function's variables."""
-    try:
-        return f"{type(error).__name__}: {error}"
-    except Exception:
-        return type(error).__name__
+            self._failed.append(text_of(error))
 
 
 def _resolve(callback: Callable[[dict[str, Any]], Any] | str) -> Callable[[dict[str, Any]], Any]:

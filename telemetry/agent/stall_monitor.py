@@ -9,7 +9,7 @@ from telemetry.agent.hang_monitor import HangMonitor
 from telemetry.agent.stall_callback import StallCallback
 from telemetry.agent.stall_report import slow_rank, stall_fields
 from telemetry.core.labels import CHECKPOINT, DATA_WAIT, EVALUATION
-from telemetry.core.run_verdict import batches_unseen, costliest, lost_seconds
+from telemetry.core.run_verdict import batches_unseen, costliest, lost_seconds, weight
 from telemetry.core.tick import DEBUGGED, Tick
 from telemetry.core.views import StallView
 from telemetry.diagnose.hang_detector import longest_phase, paused
@@ -126,8 +126,7 @@ class StallMonitor:
         else:
             self._take(tick)
         stall = self._detector.stall
-        waits = "straggler" in {stall and stall.cause, *(peer.cause for peer in peers)}
-        self._one_is_slow = waits or self._detector.may_have_straggler
+        self._one_is_slow = "straggler" in {stall and stall.cause, *(peer.cause for peer in peers)}
 
     @property
     def waits_to_time(self) -> int:
@@ -147,7 +146,8 @@ class StallMonitor:
         also shorter before that, if this rank seems to wait: with ten samples a second over 10 s, a rank that was 12 %
         slower seemed to cost 23 %.
         """
-        return _CLOSE_SAMPLE_SECONDS if self._one_is_slow else _SAMPLE_SECONDS
+        closely = self._one_is_slow or self._detector.may_have_straggler
+        return _CLOSE_SAMPLE_SECONDS if closely else _SAMPLE_SECONDS
 
     @property
     def hang(self) -> Hang | None:
@@ -264,9 +264,9 @@ class StallMonitor:
     def _of_run(self, totals: Totals) -> dict[str, Any]:
         """What a pace tells of the whole run."""
         stall, closed = self._detector.stall, self._costliest
-        cause, lost = (None, 0.0) if closed is None else (closed["cause"], lost_seconds(closed))
-        if stall is not None and (now := stall.lost_seconds.get(stall.cause, 0.0)) >= lost:
-            cause, lost = stall.cause, now
+        found = [] if closed is None else [(closed["cause"], lost_seconds(closed))]
+        found += [] if stall is None else [(stall.cause, stall.lost_seconds.get(stall.cause, 0.0))]
+        cause, lost = max(found, key=lambda each: weight(*each), default=(None, 0.0))
         unseen = batches_unseen(totals.unseen_steps, totals.steps)
         return {
             "run_wait_seconds": totals.ledger_seconds.get(DATA_WAIT, 0.0),

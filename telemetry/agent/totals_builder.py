@@ -229,6 +229,11 @@ class TotalsBuilder:
         energy = self._with_energy(counted, gpu)
         return replace(counted, sampled=integrated(before.sampled, readings), gpu_energy_joules=energy)
 
+    @property
+    def energy_uuid(self) -> str | None:
+        """The GPU whose energy is counted; None before its first reading."""
+        return None if self._energy is None else self._energy.uuid
+
     def _with_energy(self, counted: Totals, gpu: GpuSample | None) -> dict[str, float] | None:
         """Add the energy since the last reading of the GPU. The same sample again is no new reading."""
         if gpu is None or gpu is self._energy_sample or gpu.energy_joules is None:

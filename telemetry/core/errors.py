@@ -35,8 +35,7 @@ class ErrorLog:
 
     def tell(self, source: str, message: BaseException | str) -> None:
         """Log a message without counting a failure."""
-        text = message if isinstance(message, str) else f"{type(message).__name__}: {message}"
-        text = text[:_MAX_TEXT]
+        text = (message if isinstance(message, str) else text_of(message))[:_MAX_TEXT]
         now = self._now()
         key = (source, text)
         if now - self._told.get(key, -int(_QUIET_SECONDS * NS)) < _QUIET_SECONDS * NS:
@@ -60,3 +59,11 @@ class ErrorLog:
             yield
         except kind as error:
             self.note(source, error)
+
+
+def text_of(error: BaseException) -> str:
+    """An exception as one line of text. Its frames are not kept, because they refer to the variables of functions."""
+    try:
+        return " ".join(f"{type(error).__name__}: {error}".split())[:_MAX_TEXT]
+    except Exception:
+        return type(error).__name__

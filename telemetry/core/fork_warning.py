@@ -1,4 +1,4 @@
-"""Hides Python's warning of a fork with several threads, if all the other threads are the agent's.
+"""Hides Python's warning of a fork with several threads, if all the other threads are the agent's own.
 
 From Python 3.12 on `os.fork` warns when the process has more than one thread. If the training has a second thread
 itself, the warning is shown as without the agent. If all other threads are the agent's, the warning is hidden: they
@@ -17,6 +17,9 @@ from collections import deque
 from typing import Any, Final
 
 _OURS: Final = "telemetry-"
+
+_OTHERS_CODE: Final = ("telemetry-sinks", "telemetry-on-stall")
+"""Threads of the agent that run code of others, such as a logger's client. It may hold a lock that a child needs."""
 
 _WARNING: Final = re.compile(
     r"This process \(pid=\d+\) is multi-threaded, use of \w+\(\) may lead to deadlocks in the child"
@@ -92,7 +95,11 @@ def _all_ours() -> bool:
     """Whether all other threads of the process are the agent's. Counts the kernel's threads, as Python does."""
     # The places are read in the order of a thread's life. A thread that moves on meanwhile is found in the next place.
     others = {int(number) for number in os.listdir("/proc/self/task")} - {threading.get_native_id()}  # noqa: PTH208
-    starting = sum(thread.name.startswith(_OURS) for thread in list(getattr(threading, "_limbo", ())))
+    starting = sum(map(_is_ours, list(getattr(threading, "_limbo", ()))))
     known = list(getattr(threading, "_active", {}).values())
-    named = {thread.native_id for thread in known if thread.name.startswith(_OURS)}
+    named = {thread.native_id for thread in known if _is_ours(thread)}
     return bool(others) and len(others - named.union(_noted)) <= starting  # those have no number yet
+
+
+def _is_ours(thread: threading.Thread) -> bool:
+    return thread.name.startswith(_OURS) and thread.name not in _OTHERS_CODE

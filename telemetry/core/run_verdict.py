@@ -141,7 +141,7 @@ def find(ranks: Sequence[RankWaits], stalls: Sequence[RankStall]) -> RunFinding:
         return RunFinding(UNKNOWN, measured=len(measured), unseen=unseen, stalled=most)
     worst = max(measured, key=lambda rank: rank.exposed_after_start_ratio)
     # A rank that waits for a slow rank loses as much as that one. The slow rank's own stall names the cause.
-    slowest = max(stalls, key=lambda stall: (stall.cause != "straggler", stall.lost_seconds), default=None)
+    slowest = max(stalls, key=lambda stall: weight(stall.cause, stall.lost_seconds), default=None)
     kind = HEALTHY if slowest is None else STALLED
     return RunFinding(kind, worst, measured=len(measured), stalled=slowest)
 
@@ -156,9 +156,18 @@ def lost_seconds(stall: dict[str, Any]) -> float:
     return lost
 
 
+def weight(cause: str | None, lost: float) -> tuple[bool, float]:
+    """What stalls are compared by: causes of a rank's own come before its wait for another rank."""
+    return cause != "straggler", lost
+
+
 def costliest(stalls: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """The stall with a cause that has cost most time; None without one."""
-    return max((stall for stall in stalls if stall["cause"]), key=lost_seconds, default=None)
+    """The stall with a cause that weighs most, see `weight`; None without one."""
+    return max(
+        (stall for stall in stalls if stall["cause"]),
+        key=lambda stall: weight(stall["cause"], lost_seconds(stall)),
+        default=None,
+    )
 
 
 class Recommended(NamedTuple):

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
+from telemetry.core.labels import CAUSES
 from telemetry.core.totals import Totals
 
 DEBUGGED: Final = "debugger"
@@ -99,6 +100,11 @@ def pace_from(found: dict[str, Any]) -> RankPace:
             raise TypeError(name)
         if not abs(value) < math.inf:  # NaN compares false
             raise ValueError(name)
+    exposed = pace.run_exposed_seconds
+    if exposed is not None and not (isinstance(exposed, (int, float)) and abs(exposed) < math.inf):
+        raise TypeError("run_exposed_seconds")
+    if pace.run_cause is not None and pace.run_cause not in CAUSES:
+        raise ValueError("run_cause")
     return pace
 
 

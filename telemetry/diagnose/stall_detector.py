@@ -107,6 +107,7 @@ class StallDetector:
 
     def update(self, tick: Tick) -> Change | None:
         """Add a tick. Returns what it has changed."""
+        self._straggler_ratio = 0.0
         added = self._added(tick)
         if added.seconds > self._window_seconds:  # the machine slept, or a debugger paused it: nothing was measured
             self._begin_anew(tick)
@@ -119,8 +120,7 @@ class StallDetector:
             return None  # evaluation or startup: there is no training to judge
         lost = costs(evidence)
         cause, ratio = _worst(lost, evidence)
-        loop_seconds = evidence.loop_seconds
-        self._straggler_ratio = lost.get("straggler", 0.0) / loop_seconds if loop_seconds > 0 else 0.0
+        self._straggler_ratio = lost.get("straggler", 0.0) / max(evidence.loop_seconds, 1e-9)
         if self.stall is not None:
             return self._go_on(self.stall, added, lost, ratio, evidence)
         seen = evidence.loop_seconds + evidence.checkpoints.seconds
@@ -131,6 +131,7 @@ class StallDetector:
 
     def skip(self, tick: Tick) -> None:
         """Leave out the time since the last tick, because nothing was measured in it."""
+        self._straggler_ratio = 0.0
         skipped = tick.totals - self._ticks[-1].totals
         # A value that was not measured at this moment is not subtracted. Otherwise it would be unknown from now on.
         missing: dict[str, Any] = {field.name: 0.0 for field in fields(skipped) if getattr(skipped, field.name) is None}

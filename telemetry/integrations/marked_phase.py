@@ -8,7 +8,7 @@ from telemetry import api
 from telemetry.api import metrics, phase
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
 
 class MarkedPhase:
@@ -36,7 +36,10 @@ def prefixed(prefix: str = "telemetry/") -> Mapping[str, float]:
 
 
 def tell_tokens(number: int) -> None:
-    """Tell the agent how many tokens this rank trains on, where this version counts them."""
-    tokens: Callable[[int], None] | None = getattr(api, "tokens", None)
-    if tokens is not None and number > 0:
-        tokens(number)
+    """Tell the agent how many tokens this rank trains on; 0 if they are not counted.
+
+    Raises:
+        TypeError: it is no whole number. A tensor is refused without reading it, which could wait for the GPU.
+    """
+    if not (isinstance(number, int) and number == 0):
+        api.tokens(number)

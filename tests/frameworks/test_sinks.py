@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from telemetry.core.sink_item import SinkItem
 from tests.frameworks.test_frameworks import REQUIRED, SCRIPTS, environment
 
 pytestmark = pytest.mark.frameworks
@@ -207,3 +208,51 @@ def test_service_that_is_down(tmp_path, done):
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard" / "rank-0"))
     events.Reload()
     assert events.Scalars("telemetry/steps_total")[-1].value == 100
+
+
+# -- TensorBoard's file -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tensorboard_sink(tmp_path):
+    if importlib.util.find_spec("tensorboard") is None:
+        text = "tensorboard is not installed: make test-frameworks installs it"
+        pytest.fail(text) if REQUIRED else pytest.skip(text)
+    from telemetry.publish.sinks.tensorboard_sink import TensorBoardSink
+
+    return TensorBoardSink(tmp_path / "tensorboard")
+
+
+def item(step: int) -> SinkItem:
+    return SinkItem(step=step, unix_seconds=1e9, rank=0, several=False, figures={"steps_total": float(step)})
+
+
+def event_file_descriptor() -> int:
+    (number,) = [n for n in os.listdir("/proc/self/fd") if "tfevents" in str(Path(f"/proc/self/fd/{n}").resolve())]
+    return int(number)
+
+
+@pytest.mark.frameworks
+def test_a_number_that_belongs_to_another_file_is_left_alone(tmp_path, tensorboard_sink):
+    """A script may close all descriptors, as a daemon does. Its next file gets the number."""
+    tensorboard_sink.write([item(1)])
+    number, checkpoint = event_file_descriptor(), os.open(tmp_path / "checkpoint", os.O_RDWR | os.O_CREAT)
+    os.dup2(checkpoint, number)
+    tensorboard_sink.write([item(2)])
+    tensorboard_sink.close()
+    assert os.fstat(number).st_ino == os.fstat(checkpoint).st_ino
+    assert (tmp_path / "checkpoint").read_bytes() == b""
+    os.close(number)
+    os.close(checkpoint)
+
+
+@pytest.mark.frameworks
+def test_a_full_disk_makes_no_folder_for_each_try(tmp_path, tensorboard_sink, monkeypatch):
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        for _ in range(3):
+            with pytest.raises(OSError, match="No space left"):
+                tensorboard_sink.write([item(1)])
+    tensorboard_sink.write([item(2)])
+    tensorboard_sink.close()
+    assert [path.name for path in (tmp_path / "tensorboard").iterdir()] == ["rank-0"]

@@ -6,6 +6,8 @@ import importlib.util
 import sys
 from typing import TYPE_CHECKING
 
+from telemetry.core.errors import text_of
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
@@ -32,7 +34,7 @@ def make_sinks(names: Iterable[str], run_dir: Path) -> tuple[list[Sink], dict[st
             else:
                 sinks.append(_make(name, run_dir))
         except Exception as error:  # the package is broken
-            missing[name] = f"{type(error).__name__}: {error}"
+            missing[name] = text_of(error)
     return sinks, missing
 
 

@@ -12,6 +12,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Final
 
 from telemetry.core.clock import NS, now_ns
+from telemetry.core.errors import text_of
 from telemetry.core.signal_mask import signals_blocked
 from telemetry.publish.sinks.sink import SinkWaits
 
@@ -28,8 +29,6 @@ _ITEMS_AT_ONCE: Final = 10
 
 _FIRST_PAUSE_SECONDS: Final = 5.0
 _LONGEST_PAUSE_SECONDS: Final = 300.0
-
-_MAX_TEXT: Final = 300
 
 
 class _Queue:
@@ -162,7 +161,7 @@ class SinkThread:
         except BaseException as error:  # a library may raise anything, and Python would print it
             queue.pause_seconds = min(_LONGEST_PAUSE_SECONDS, 2 * queue.pause_seconds or _FIRST_PAUSE_SECONDS)
             queue.due_ns = self._now() + int(queue.pause_seconds * NS)
-            self._news.append((f"{name}: {_text(error)}", 1))
+            self._news.append((f"{name}: {text_of(error)}", 1))
             return False
         if queue.pause_seconds:
             self._news.append((f"{name}: works again", 0))
@@ -173,12 +172,4 @@ class SinkThread:
         try:
             sink.close()
         except BaseException as error:
-            self._news.append((f"{sink.name}: {_text(error)}", 1))
-
-
-def _text(error: BaseException) -> str:
-    """The exception as one line of text. Its frames are not kept, because they refer to the library's objects."""
-    try:
-        return " ".join(f"{type(error).__name__}: {error}".split())[:_MAX_TEXT]
-    except Exception:
-        return type(error).__name__
+            self._news.append((f"{sink.name}: {text_of(error)}", 1))

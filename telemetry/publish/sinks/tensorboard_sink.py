@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, tensor_shape_pb2, types_pb2
 from tensorboard.summary.writer.record_writer import RecordWriter
 
+from telemetry.core.filesystem import Descriptor, opened
 from telemetry.core.sink_item import NAMESPACE
 
 if TYPE_CHECKING:
@@ -40,7 +41,8 @@ class TensorBoardSink:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._rank: int | None = None
-        self._file: int | None = None
+        self._path: Path | None = None
+        self._file: Descriptor | None = None
 
     def write(self, items: Sequence[SinkItem]) -> None:
         """Write the items. The file never ends in half a record.
@@ -51,7 +53,9 @@ class TensorBoardSink:
         for rank, of_rank in groupby(items, key=lambda item: item.rank):
             if rank != self._rank:
                 self.close()
-                self._open(rank)
+                self._rank, self._path = rank, self._new_path(rank)
+            if self._file is None or not self._file.is_in_place():  # other code may have closed or deleted it
+                self._open(self._path)
             self._append([_event(item) for item in of_rank])
 
     def close(self) -> None:
@@ -63,17 +67,23 @@ class TensorBoardSink:
         """Close the descriptor. Nothing is buffered."""
         file, self._file = self._file, None
         if file is not None:
-            os.close(file)
+            file.close()
 
-    def _open(self, rank: int) -> None:
-        folder = self._new_folder(rank)
-        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}.{NAMESPACE}"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-        self._file = os.open(folder / name, flags, 0o644)
-        self._append([event_pb2.Event(wall_time=time.time(), file_version=_VERSION)])
-        self._rank = rank
+    def _open(self, path: Path | None) -> None:
+        """Open the file, which may be there from an earlier try: a full disk fails the first record."""
+        if path is None:
+            raise OSError("there is no event file")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = Descriptor(opened(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644))
+        if os.fstat(self._file.number).st_size:
+            return
+        try:
+            self._append([event_pb2.Event(wall_time=time.time(), file_version=_VERSION)])
+        except OSError:
+            self.forget()
+            raise
 
-    def _new_folder(self, rank: int) -> Path:
+    def _new_path(self, rank: int) -> Path:
         self._folder.mkdir(parents=True, exist_ok=True)
         for number in range(1, _MAX_FOLDERS):
             folder = self._folder / (f"rank-{rank}" if number == 1 else f"rank-{rank}.{number}")
@@ -81,25 +91,27 @@ class TensorBoardSink:
                 folder.mkdir()
             except FileExistsError:
                 continue
-            return folder
+            name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}.{NAMESPACE}"
+            return folder / name
         raise OSError(f"{self._folder} has {_MAX_FOLDERS} folders of rank {rank}")
 
     def _append(self, events: list[Any]) -> None:
-        if self._file is None:
+        file = self._file
+        if file is None:
             raise OSError("the event file is closed")
         buffer = io.BytesIO()
         writer = RecordWriter(buffer)
         for event in events:
             writer.write(event.SerializeToString())
         content = buffer.getvalue()
-        before = os.fstat(self._file).st_size
+        before = os.fstat(file.number).st_size
         written = 0
         try:
             while written < len(content):
-                written += os.write(self._file, content[written:])
+                written += os.write(file.number, content[written:])
         except OSError:
             if written:  # the disk is full: a reader would stop at half a record
-                os.ftruncate(self._file, before)
+                os.ftruncate(file.number, before)
             raise
 
 

@@ -37,6 +37,8 @@ class WandbSink:
             SinkWaits: there is no active run.
         """
         run: Any = getattr(sys.modules.get("wandb"), "run", None)
+        if run is None and self._defined is not None:
+            raise SinkWaits("the W&B run has ended")
         if run is None:
             raise SinkWaits("there is no active W&B run yet; figures are written after the script's wandb.init()")
         if run.id != self._defined:
