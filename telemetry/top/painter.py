@@ -70,7 +70,7 @@ class Painter:
     def charset(self) -> Charset:
         """What the terminal can show."""
         encoding = getattr(self._console.file, "encoding", None) or "ascii"
-        colours = self._console.color_system is not None and not self._console.no_color
+        colours = self._stream.isatty() and self._console.color_system is not None and not self._console.no_color
         try:
             "\u2592\u2588\u259a".encode(encoding)
         except (UnicodeError, LookupError):
