@@ -131,12 +131,16 @@ def figures_of(recorded: Sequence[dict[str, Any]], loader: str) -> dict[str, Any
     """All figures of one kind of loader. ``calm``: pairs of calm runs; ``changing``: all other pairs."""
     plain = runs_of(recorded, loader, 1.0)
     shares = sorted(held_up(run) for run in plain)
-    later = list(combinations(runs_of([each for each in recorded if not each.get(TUNED_ON)], loader, 1.0), 2))
+    fresh = [each for each in recorded if not each.get(TUNED_ON)]
+    later = runs_of(fresh, loader, 1.0)
     pairs = {1.0: list(combinations(plain, 2))}
     pairs |= {slower: list(product(plain, runs_of(recorded, loader, slower))) for slower in SLOWER}
     told: dict[str, Any] = {
         "runs": len(plain),
-        "later": judged(later, 1.0),
+        "later": judged(list(combinations(later, 2)), 1.0),
+        "later_slower": {
+            f"{slower:.2f}": judged(list(product(later, runs_of(fresh, loader, slower))), slower) for slower in SLOWER
+        },
         "held_up": [round(shares[0], 3), round(statistics.median(shares), 3), round(shares[-1], 3)],
     }
     for name, calm in (("changing", False), ("calm", True)):
@@ -170,6 +174,13 @@ def text_of(figures: dict[str, Any]) -> str:
         "*Interval*: half of its length, median.",
         "",
         *(_of_later(loader, each["later"]) for loader, each in figures["kinds"].items()),
+        *(
+            _of_later_slower(loader, slower, told)
+            for loader, each in figures["kinds"].items()
+            for slower, told in each["later_slower"].items()
+        ),
+        "",
+        _of_covered(figures),
         "",
         "| Loader | Load | B | Pairs | Measured: slower | faster | Interval | Without: slower | faster | Interval |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
@@ -185,6 +196,25 @@ def _of_later(loader: str, told: dict[str, Any]) -> str:
     found = told["without others"] or {"slower": 0, "faster": 0}
     wrong = found["slower"] + found["faster"]
     return f"Equal pairs of runs recorded after the constants were chosen, {loader}: {told['pairs']}, differ: {wrong}."
+
+
+def _of_later_slower(loader: str, slower: str, told: dict[str, Any]) -> str:
+    found = (told["without others"] or {"slower": 0})["slower"]
+    by = f"{100 * float(slower) - 100:.0f} %"
+    return f"Pairs of such runs with B {by} slower, {loader}: {told['pairs']}, found: {found}."
+
+
+def _of_covered(figures: dict[str, Any]) -> str:
+    """How often the interval held the true ratio. More than 95 % says that it is too wide."""
+    all_ = [told for each in figures["kinds"].values() for load in ("changing", "calm") for told in each[load].values()]
+    pairs = sum(told["pairs"] for told in all_)
+    with_, without = (
+        sum(told[name]["covered"] for told in all_ if told["pairs"]) for name in ("measured", "without others")
+    )
+    return (
+        f"The interval has the true ratio in it in {without} of {pairs} pairs; that of the measured pace in {with_} "
+        f"({100 * with_ / pairs:.0f} %)."
+    )
 
 
 def _row(loader: str, name: str, slower: str, told: dict[str, Any]) -> str:

@@ -30,6 +30,7 @@ class Load:
     cost: float = 1.0
     waiting: float = 0.0
     known: bool = True
+    children: int = 0
 
 
 def run_of(folder, pace, load, *, seed=1, ranks=1, windows=40, scatter=0.01):
@@ -51,6 +52,7 @@ def run_of(folder, pace, load, *, seed=1, ranks=1, windows=40, scatter=0.01):
             }  # fmt: skip
             told = {"cpu_total_seconds": cpu} if load.known and number else {}  # the first window of a run has none
             totals = dict(steps_total=round(steps), wall_seconds=wall, ledger_total_seconds=ledger)
+            totals |= {"child_processes": load.children} if load.children else {}
             when = iso_time(1_767_225_600 + wall)
             lines.append(line("window", rank, **totals, **told) | {"time": when})
         write(folder, rank, *lines, line("run_end", rank, **totals) | {"time": when})
@@ -84,7 +86,13 @@ def test_a_slower_run_is_found_beside_other_programs(tmp_path, capsys):
     _, result, text = compared(tmp_path, capsys, (100.0, Load(held_up=0.08)), (90.0, Load(held_up=0.05)))
     assert result["verdict"] == "slower"
     assert result["ratio"] == pytest.approx(0.9, abs=0.02)
-    assert "B is slower" in text
+    measured, ratio = result["measured"]["ratio"], result["ratio"]
+    assert (
+        "B is slower: without the time in which other programs held them up, B would do "
+        f"{ratio:.3f} times the steps per second of A" in text
+    )
+    assert f"As measured, it did {measured:.3f} times (95 % interval" in text
+    assert "it does" not in text
 
 
 def test_delay_that_a_run_causes_itself_is_not_left_out(tmp_path, capsys):
@@ -93,6 +101,12 @@ def test_delay_that_a_run_causes_itself_is_not_left_out(tmp_path, capsys):
     _, result, _ = compared(tmp_path, capsys, (100.0, alone), (100.0, crowded))
     assert result["verdict"] == "slower"
     assert result["ratio"] == pytest.approx(result["measured"]["ratio"], abs=0.03)
+
+
+def test_own_processes_that_live_on_are_warned_of(tmp_path, capsys):
+    _, _, text = compared(tmp_path, capsys, (100.0, Load()), (100.0, Load(children=2)))
+    assert "B has started processes with multiprocessing; as long as they live, they count as other programs" in text
+    assert "A has started processes" not in text
 
 
 def test_delay_that_costs_nothing_makes_no_faster_run(tmp_path, capsys):

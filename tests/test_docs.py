@@ -246,7 +246,7 @@ def test_the_accuracy_page_has_the_comparisons_under_changing_load():
     path = ROOT / "benchmarks" / "results" / "compare-loads-amd-epyc-2-cores.json"
     lines, kinds = text_of(path.with_suffix(".md")).splitlines(), json.loads(text_of(path))["kinds"]
     rows = [line for line in lines if " | changing | " in line or " | calm | " in line]
-    later = [line for line in lines if line.startswith("Equal pairs of runs recorded after")]
+    later = [line for line in lines if line.startswith(("Equal pairs of runs recorded after", "Pairs of such runs"))]
     said = text_of(DOCS / "accuracy.md")
     assert len(rows) > 6
     assert [row for row in (*rows, *later) if row not in said] == []
@@ -261,6 +261,26 @@ def test_the_accuracy_page_has_the_comparisons_under_changing_load():
     found = {name: kind["changing"]["1.10"] for name, kind in kinds.items()}
     share = {name: round(100 * each["without others"]["slower"] / each["pairs"]) for name, each in found.items()}
     assert re.search(rf"10 % is found in {share['thread']} % .*\nin {share['worker']} % if", said)
+    fresh = {name: kind["later_slower"]["1.10"] for name, kind in kinds.items()}
+    late = {name: round(100 * each["without others"]["slower"] / each["pairs"]) for name, each in fresh.items()}
+    assert (
+        f"is found in {late['thread']} %, not in {share['thread']} %, and one of the workers in {late['worker']} %"
+        in said
+    )
+
+
+def test_the_docs_say_how_wide_the_interval_of_compare_is():
+    path = ROOT / "benchmarks" / "results" / "compare-loads-amd-epyc-2-cores.json"
+    kinds = json.loads(text_of(path))["kinds"].values()
+    all_ = [told for kind in kinds for load in ("changing", "calm") for told in kind[load].values() if told["pairs"]]
+    pairs = sum(told["pairs"] for told in all_)
+    adjusted, measured = (sum(told[name]["covered"] for told in all_) for name in ("without others", "measured"))
+    accuracy, compare = (" ".join(text_of(DOCS / name).split()) for name in ("accuracy.md", "compare.md"))
+    assert (
+        f"true ratio in it in {adjusted} of {pairs} pairs; that of the measured pace in {measured} "
+        f"({100 * measured / pairs:.0f} %)" in accuracy
+    )
+    assert f"true ratio in it in {adjusted} of {pairs} pairs" in compare
 
 
 def results_of(kind):

@@ -181,7 +181,7 @@ def test_time_in_which_the_process_was_stopped_is_no_wait(run, cpu):
             run.request(second + tenth / 10, second + 0.05 + tenth / 10)
         run.request(second + 0.8, second + 4.0)
         used += cpu
-        run.samples["process"] = SimpleNamespace(cpu_seconds=used, runnable_seconds=None, running_seconds=None)
+        run.samples["process"] = ProcessSample(used, 0, 1)
         run.tick(second + 3.99)
     assert run.causes == (["workers_io_bound"] if cpu else [])
 

@@ -6,8 +6,11 @@ import json
 import os
 
 import pytest
-from top_screens import NOW, log_line, stall, start, window
+from top_screens import NOW, iso, log_line, stall, start, window
 
+from telemetry.report.log_reader import load
+from telemetry.report.summary import verdict_of
+from telemetry.top import ended_run
 from telemetry.top.log_tail import FIRST_BYTES, LogTail
 from telemetry.top.run_folder import RunFolder
 
@@ -209,6 +212,54 @@ def test_a_run_that_has_ended(run):
     view = run.view()
     assert not view.running
     assert "The run has ended: the rank has finished, at" in view.verdict.text
+
+
+def ended(run, *found: dict, exit_status: int = 0):
+    """A rank of a long run: what is found at its begin, so many windows that only their end is followed, and its end."""
+    totals = {"steps_total": 1000, "exposed_wait_total_seconds": 1.0, "wall_seconds": 3000.0,
+              "ledger_total_seconds": {"data_wait": 1.0, "compute": 2990.0}}  # fmt: skip
+    windows = [window(NOW - 3000 + s, s, steps=s, filler="x" * 500) for s in range(10, 2900, 10)]
+    run.add(start(NOW - 3000), *found, *windows, log_line("run_end", NOW - 50, exit_status=exit_status, **totals))
+    assert run.log().stat().st_size > 2 * FIRST_BYTES
+
+
+def test_the_verdict_on_an_ended_run_is_the_reports(run):
+    over = log_line("stall_close", NOW - 2800, cause="gc_pause", opened=iso(NOW - 2900), closed=iso(NOW - 2800),
+                    evidence={"lost_seconds": {"gc_pause": 90.0}}, advice=[])  # fmt: skip
+    ended(run, stall(NOW - 2900, "gc_pause"), over)
+    said = verdict_of(load(run.path))
+    assert "rank 0 stalled" in said
+    assert run.view().verdict.text.endswith(said)
+    assert run.view().verdict.level == "bad"
+
+
+def test_a_healthy_run_that_has_ended_is_good(run):
+    ended(run)
+    assert run.view().verdict.level == "good"
+
+
+def test_a_run_whose_waits_were_not_measured_is_not_good(run):
+    totals = {"steps_total": 9, "wall_seconds": 99.0, "ledger_total_seconds": {"data_wait": 1.0, "compute": 90.0}}
+    run.add(start(NOW - 100), log_line("run_end", NOW - 50, **totals))
+    assert "was not measured" in run.view().verdict.text
+    assert run.view().verdict.level == "unsure"
+
+
+def test_the_whole_logs_of_an_ended_run_are_read_once(run, monkeypatch):
+    ended(run)
+    read = []
+    monkeypatch.setattr(ended_run, "load", lambda path: read.append(path) or load(path))
+    for _ in range(3):
+        run.view(6.0)
+    assert len(read) == 1
+
+
+def test_an_ended_run_whose_logs_are_gone_is_not_called_good(run, monkeypatch):
+    ended(run)
+    monkeypatch.setattr(ended_run, "load", lambda path: load(path / "gone"))
+    view = run.view()
+    assert view.verdict.level == "unsure"
+    assert "their whole cannot be read" in view.notes[0]
 
 
 def test_a_rank_that_failed_is_named_before_those_that_lost_it(run):

@@ -177,6 +177,17 @@ def test_old_data_is_called_old():
     assert f"what is shown is {rough_duration(40)} old" in text_of(frame(shown))
 
 
+def test_old_data_is_no_alarm_before_the_next_look_is_overdue():
+    shown = replace(view(row(0)), seen=NOW - 40, overdue=NOW + 5)
+    line = next(line for line in frame(shown) if "40 s old" in text_of([line]))
+    assert "a look takes long" in text_of([line])
+    assert line[0][1] == "dim"
+    late = replace(shown, overdue=NOW - 1)
+    line = next(line for line in frame(late) if "40 s old" in text_of([line]))
+    assert "does not answer" in text_of([line])
+    assert line[0][1] == "bad"
+
+
 def test_waiting_for_a_run():
     assert text_of(frame(waiting("Waiting for the run to begin.", NOW))).startswith("Waiting for the run to begin.")
 

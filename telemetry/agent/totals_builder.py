@@ -61,6 +61,7 @@ class TotalsBuilder:
         self.totals = Totals()
         self._integrated = self.totals  # the totals when the samples were last integrated
         self._process_cpu_seconds = 0.0  # at that time; the first tick has everything that was used before
+        self._children_cpu_seconds: float | None = None
         self._updated_ns = 0
         self._source_kind: str | None = None  # not the source: nothing here may keep a loader's queue alive
         self._loader_settings: dict[str, Any] = {}
@@ -195,6 +196,11 @@ class TotalsBuilder:
         if counted.process_cpu_seconds is not None:
             used = max(0.0, counted.process_cpu_seconds - self._process_cpu_seconds)
             self._process_cpu_seconds = counted.process_cpu_seconds
+        process: ProcessSample | None = self._collectors.newest("process")
+        children = None
+        if process is not None:
+            children = _added(self._children_cpu_seconds, process.children_cpu_seconds)
+            self._children_cpu_seconds = process.children_cpu_seconds
         host: HostSample | None = self._collectors.newest("host")
         pressure: PressureSample | None = self._collectors.newest("pressure")
         gpu: GpuSample | None = self._collectors.newest("nvml")
@@ -207,6 +213,7 @@ class TotalsBuilder:
             garbage_seconds=counted.garbage.seconds - before.garbage.seconds,
             exposed_wait_seconds=_added(before.exposed_after_first_seconds, counted.exposed_after_first_seconds),
             process_cpu_seconds=used,
+            children_cpu_seconds=children,
             fetches=None if busy is None else counted.worker_fetches - before.worker_fetches,
             fetch_busy_seconds=None if busy is None else busy * seconds,
             workers=workers,

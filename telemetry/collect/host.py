@@ -73,10 +73,10 @@ class ProcessSource:
         if stat is None:
             raise CollectorError("/proc/self/stat cannot be read")
         schedule = read_schedule("self", self._training_thread())
-        if schedule is None:
-            return ProcessSample(stat.cpu_seconds, stat.resident_bytes, stat.threads)
-        runnable, running = schedule.runnable_ns / NS, schedule.run_ns / NS
-        return ProcessSample(stat.cpu_seconds, stat.resident_bytes, stat.threads, runnable, running)
+        runnable, running = (None, None) if schedule is None else (schedule.runnable_ns / NS, schedule.run_ns / NS)
+        return ProcessSample(
+            stat.cpu_seconds, stat.resident_bytes, stat.threads, runnable, running, stat.children_cpu_seconds
+        )
 
     def close(self) -> None:
         """Nothing is held."""

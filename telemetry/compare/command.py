@@ -12,6 +12,7 @@ from telemetry.compare.comparison_text import render
 from telemetry.core.terminal import complain, show, show_json
 from telemetry.report.log_files import NoRunError
 from telemetry.report.log_reader import load
+from telemetry.report.rank_processes import child_processes, not_replaced
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -56,4 +57,9 @@ def _notes(which: str, processes: Sequence[ProcessLog]) -> list[str]:
     notes = [f"{which} has {torn} torn line(s) in its logs; they were skipped"] if torn else []
     if any(not process.ended for process in processes):
         notes.append(f"{which} has not ended, or was killed: its newest window counts as its end")
+    if child_processes(not_replaced(processes)):
+        notes.append(
+            f"{which} has started processes with multiprocessing; as long as they live, they count as other programs, "
+            "and the time in which they hold the run up is left out"
+        )
     return notes

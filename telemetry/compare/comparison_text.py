@@ -35,7 +35,7 @@ def render(result: Mapping[str, Any], notes: Sequence[str] = ()) -> str:
     else:
         lines += ["No recorded setting differs, and no recorded part of the environment.", ""]
     lines.append(sentence(result))
-    if result["load"] is not None:
+    if _left_out(result):
         lines += _of_others(result)
     rows = [_row(name, pair) for name, pair in result["per_step_seconds"].items() if _shown(pair)]
     if rows:
@@ -50,13 +50,26 @@ def sentence(result: Mapping[str, Any]) -> str:
     """The verdict, its figures, and the category that differs most."""
     if result["verdict"] == NOT_COMPARABLE:
         return f"Not comparable: {result['why']}."
-    low, high = result["interval"]
-    figures = f"{result['ratio']:.3f} times the steps per second of A (95 % interval: {low:.3f} to {high:.3f})"
+    left_out = _left_out(result)
+    given = "without the time in which other programs held them up, B would do" if left_out else "B does"
+    figures = f"{result['ratio']:.3f} times the steps per second of A ({_interval(result)})"
+    measured = f" As measured, it did {result['measured']['ratio']:.3f} times ({_interval(result['measured'])})."
+    measured = measured if left_out else ""
     if result["verdict"] == NO_DIFFERENCE:
-        return f"No difference that can be told from chance: B does {figures}."
+        return f"No difference that can be told from chance: {given} {figures}.{measured}"
     word = "faster" if result["verdict"] == FASTER else "slower"
     most = "" if _loads_differ(result) else _most(result["per_step_seconds"])
-    return f"B is {word}: it does {figures}.{most}"
+    return f"B is {word}: {given if left_out else 'it does'} {figures}.{measured}{most}"
+
+
+def _interval(figures: Mapping[str, Any]) -> str:
+    low, high = figures["interval"]
+    return f"95 % interval: {low:.3f} to {high:.3f}"
+
+
+def _left_out(result: Mapping[str, Any]) -> bool:
+    """Whether time in which other programs held the runs up is left out of the ratio, so much that it shows."""
+    return result["load"] is not None and max(result["load"]["held_up_ratio"].values()) >= _MIN_SHOWN_RATIO
 
 
 def _loads_differ(result: Mapping[str, Any]) -> bool:
@@ -68,16 +81,11 @@ def _loads_differ(result: Mapping[str, Any]) -> bool:
 
 
 def _of_others(result: Mapping[str, Any]) -> list[str]:
-    """How long other programs held the runs up, and the ratio as it was measured."""
+    """How much of the cores other programs used, and how long they held the runs up."""
     held_up, others = result["load"]["held_up_ratio"], result["load"]["others_ratio"]
-    if max(held_up.values()) < _MIN_SHOWN_RATIO:
-        return []
-    low, high = result["measured"]["interval"]
-    shares = f"{percent(held_up['a'])} of A's training loop and {percent(held_up['b'])} of B's"
     return [
         f"Other programs used {percent(others['a'], 0)} and {percent(others['b'], 0)} of the cores.",
-        f"They held up {shares}. This time is left out.",
-        f"As measured, with that time: {result['measured']['ratio']:.3f} (95 % interval: {low:.3f} to {high:.3f}).",
+        f"They held up {percent(held_up['a'])} of A's training loop and {percent(held_up['b'])} of B's.",
     ]
 
 

@@ -50,7 +50,8 @@ class ProcessSample:
     """This process.
 
     Attributes:
-        cpu_seconds: user + system time since it began.
+        cpu_seconds: user + system time since it began. ``children_cpu_seconds``: of its children that have ended and
+            been waited for.
         runnable_seconds: run-queue delay of its training thread; None if the kernel does not report it.
             ``running_seconds``: its time on a core.
     """
@@ -60,6 +61,7 @@ class ProcessSample:
     threads: int
     runnable_seconds: float | None = None
     running_seconds: float | None = None
+    children_cpu_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

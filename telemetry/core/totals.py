@@ -136,7 +136,8 @@ class CpuTotals:
     """Cores by who used them. The first four only count ticks that were mostly spent in the training loop.
 
     Attributes:
-        process_seconds: CPU time of the training process in the loop. ``used_cores``: including its workers.
+        process_seconds: CPU time of the training process in the loop. ``used_cores``: including its workers and
+            short child processes.
         other_cores: cores used by other processes of the machine. ``other_quota_cores``: by others in the same CPU
             quota.
     """

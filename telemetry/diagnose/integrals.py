@@ -32,6 +32,7 @@ class Readings:
         seconds: length of the tick. ``loop_seconds``, ``compute_seconds``, ``garbage_seconds`` and
             ``exposed_wait_seconds`` are parts of it.
         process_cpu_seconds: CPU time of the training process in the tick, without its workers.
+        children_cpu_seconds: CPU time of its children that ended in the tick. Workers may be among them.
         fetches, fetch_busy_seconds: batches that the workers finished in the tick, and their time in fetches.
         host_cpu_ratio: use of all cores of the machine, ``host_cores`` of them.
         quota_cores: CPU limit of the cgroup. ``quota_used_cores``: cores that all its processes have used.
@@ -44,6 +45,7 @@ class Readings:
     garbage_seconds: float = 0.0
     exposed_wait_seconds: float | None = None
     process_cpu_seconds: float | None = None
+    children_cpu_seconds: float | None = None
     fetches: int | None = None
     fetch_busy_seconds: float | None = None
     workers: WorkersSample | None = None
@@ -118,6 +120,7 @@ def _cpu(before: CpuTotals, tick: Readings) -> CpuTotals:
         workers = tick.workers
         by_workers = 0.0 if workers is None else (workers.cpu_ratio or 0.0) * workers.training_workers
         own = tick.process_cpu_seconds / seconds + by_workers
+        own += _by_children(tick, own)
         used = used.plus(own, seconds)
         if tick.host_cpu_ratio is not None:
             others = others.plus(max(0.0, tick.host_cpu_ratio * tick.host_cores - own), seconds)
@@ -131,6 +134,19 @@ def _cpu(before: CpuTotals, tick: Readings) -> CpuTotals:
         host_ratio=before.host_ratio.plus(tick.host_cpu_ratio, seconds),
         throttled_ratio=before.throttled_ratio.plus(tick.throttled_ratio, seconds),
     )
+
+
+def _by_children(tick: Readings, own: float) -> float:
+    """Cores that children used which ended in the tick, such as a decoder for each sample: those are no others.
+
+    What one used that lived for longer comes all at once. It is left out if no tick has so much of it, and it is never
+    more than was in use beside the process and its workers. So others may be taken for children, but no workers that
+    end are counted twice.
+    """
+    used = (tick.children_cpu_seconds or 0.0) / tick.seconds
+    if tick.host_cpu_ratio is None or used > tick.host_cores:
+        return 0.0
+    return min(used, max(0.0, tick.host_cpu_ratio * tick.host_cores - own))
 
 
 def _gpu(before: GpuTotals, tick: Readings) -> GpuTotals:

@@ -14,6 +14,7 @@ from telemetry.top.rank_row import RankRow, row_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from telemetry.core.run_verdict import JudgedRun
     from telemetry.top.rank_row import RankFacts
 
 
@@ -28,6 +29,7 @@ class JobView:
         notes: what is missing or cannot be read.
         running: whether any rank runs.
         seen: Unix time of this state.
+        overdue: Unix time from which a newer one is overdue; 0 if it is not known when the next one comes.
     """
 
     verdict: Verdict
@@ -36,6 +38,7 @@ class JobView:
     notes: tuple[str, ...] = ()
     running: bool = False
     seen: float = 0.0
+    overdue: float = 0.0
     nodes: int = field(default=0)
 
     def newest_stall(self) -> tuple[RankRow, dict[str, Any]] | None:
@@ -53,13 +56,16 @@ def waiting(text: str, now: float, notes: Sequence[str] = ()) -> JobView:
     return JobView(Verdict(text, UNSURE), notes=tuple(notes), seen=now)
 
 
-def job_view(facts: Sequence[RankFacts], now: float, notes: Sequence[str] = ()) -> JobView:
+def job_view(
+    facts: Sequence[RankFacts], now: float, notes: Sequence[str] = (), whole: JudgedRun | None = None
+) -> JobView:
     """The view of a job.
 
     Args:
         facts: of the processes that no later one has replaced, at least one.
         now: Unix time.
         notes: what cannot be read.
+        whole: the report's verdict, if the run has ended and its logs can be read.
     """
     running = any(each.how == RUNNING for each in facts)
     hang = hang_of([each.log for each in facts]) if running else None
@@ -68,7 +74,7 @@ def job_view(facts: Sequence[RankFacts], now: float, notes: Sequence[str] = ()) 
     rows = tuple(row_of(each, now, suspects, waits) for each in facts)
     nodes = {row.node for row in rows}
     return JobView(
-        verdict=verdict_now(facts, now),
+        verdict=verdict_now(facts, now, whole),
         run=facts[-1].log.run,
         rows=rows,
         notes=(*notes, *_missing(facts)) if running else tuple(notes),

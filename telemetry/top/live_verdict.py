@@ -10,22 +10,25 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from telemetry.core.formatting import rough_duration
 from telemetry.core.labels import DATA_WAIT
 from telemetry.core.rank_ranges import named
+from telemetry.core.run_verdict import HANGS, HEALTHY, HUNG, NO_STEPS, STALLED, STARVED, STUCK
 from telemetry.report.attempts import FAILED, FINISHED, KILLED, RUNNING
 from telemetry.report.log_reader import ProcessLog
-from telemetry.report.summary import verdict_of
+from telemetry.report.summary import judged
 from telemetry.top.recent_totals import SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from telemetry.core.run_verdict import JudgedRun
     from telemetry.top.rank_row import RankFacts
 
 GOOD: Final = "good"
 BAD: Final = "bad"
 UNSURE: Final = "unsure"
 
-_BAD: Final = ("Starved", "Stuck", "Hangs", "Hung", "Not starved, but")
-_NO_STEP: Final = "No training step has ended yet."
+_LEVELS: Final = {HEALTHY: GOOD} | dict.fromkeys((STARVED, STALLED, STUCK, HANGS, HUNG), BAD)
+"""By the kind of a verdict; the others are `UNSURE`."""
+
 _RANK: Final = re.compile(r"\b[Rr]ank (\d+)\b(?! on )")
 
 
@@ -36,14 +39,15 @@ class Verdict(NamedTuple):
     level: str
 
 
-def verdict_now(facts: Sequence[RankFacts], now: float) -> Verdict:
+def verdict_now(facts: Sequence[RankFacts], now: float, whole: JudgedRun | None = None) -> Verdict:
     """The verdict on a run.
 
     Args:
         facts: of the processes that no later one has replaced, at least one.
         now: Unix time.
+        whole: the report's verdict, if the run has ended and its logs can be read.
     """
-    said = _ended(facts, now) if all(each.how != RUNNING for each in facts) else _going_on(facts, now)
+    said = _ended(facts, now, whole) if all(each.how != RUNNING for each in facts) else _going_on(facts, now)
     nodes = {each.log.rank: each.node for each in facts}
     if len(set(nodes.values())) > 1:
         said = said._replace(text=_RANK.sub(lambda found: _on_node(found, nodes), said.text, count=1))
@@ -56,27 +60,29 @@ def clock(unix_seconds: float) -> str:
 
 
 def _going_on(facts: Sequence[RankFacts], now: float) -> Verdict:
-    text = verdict_of([recent_log(each) for each in facts])
-    level = BAD if text.startswith(_BAD) else GOOD if text.startswith("Healthy") else UNSURE
-    if text.startswith(_NO_STEP) and any(each.totals.get("steps_total") for each in facts):
+    kind, text = judged([recent_log(each) for each in facts])
+    if kind == NO_STEPS and any(each.totals.get("steps_total") for each in facts):
         doing = Counter(each.now_in for each in facts if each.now_in).most_common(1)
         in_ = f"; most ranks are in {doing[0][0].replace('_', ' ')}" if doing else ""
         text = f"No training step has ended in the last {rough_duration(SECONDS)}{in_}."
-    if text.startswith(("Hangs", "Stuck")):
+    if kind in {HANGS, STUCK}:
         return Verdict(text, BAD)
     ended = _who_ended(facts, now)
-    return Verdict(f"{ended} {text}", BAD) if ended else Verdict(text, level)
+    return Verdict(f"{ended} {text}", BAD) if ended else Verdict(text, _LEVELS.get(kind, UNSURE))
 
 
-def _ended(facts: Sequence[RankFacts], now: float) -> Verdict:
-    if all(each.how == FINISHED for each in facts):
-        ranks = "the rank has" if len(facts) == 1 else f"all {len(facts)} ranks have"
-        text, level = f"The run has ended: {ranks} finished, at {clock(max(each.seen for each in facts))}.", GOOD
-    else:
-        text, level = f"The run has ended. {_who_ended(facts, now)}", BAD
-    whole = [ProcessLog(each.log.rank, each.log.pid, each.log.head, each.totals, each.log.last_time, each.log.ended,
-                        stalls=each.log.stalls, hangs=each.log.hangs) for each in facts]  # fmt: skip
-    return Verdict(f"{text} {verdict_of(whole)}", level)
+def _ended(facts: Sequence[RankFacts], now: float, whole: JudgedRun | None) -> Verdict:
+    kind, said = whole or judged(
+        [ProcessLog(each.log.rank, each.log.pid, each.log.head, each.totals, each.log.last_time, each.log.ended,
+                    stalls=each.log.stalls, hangs=each.log.hangs) for each in facts]
+    )  # fmt: skip
+    level = _LEVELS.get(kind, UNSURE)
+    if whole is None and level == GOOD:
+        level = UNSURE  # stalls that are over may not be known
+    if any(each.how != FINISHED for each in facts):
+        return Verdict(f"The run has ended. {_who_ended(facts, now)} {said}", BAD)
+    who = "the rank has" if len(facts) == 1 else f"all {len(facts)} ranks have"
+    return Verdict(f"The run has ended: {who} finished, at {clock(max(each.seen for each in facts))}. {said}", level)
 
 
 def _who_ended(facts: Sequence[RankFacts], now: float) -> str:

@@ -51,6 +51,7 @@ class Painter:
 
     def __init__(self, stream: TextIO, write: Callable[[str], None]) -> None:
         self._console = Console(file=stream, width=1 << 12, highlight=False, markup=False, emoji=False)
+        self._stream = stream
         self._write = write
         self._shown: list[ScreenLine | None] = []
         self._size = (0, 0)
@@ -58,13 +59,18 @@ class Painter:
 
     @property
     def is_capable(self) -> bool:
-        """Whether the terminal can place text: it is one, and no dumb one."""
+        """Whether the terminal can place text: it is one, and no dumb one.
+
+        Some variables of the environment, such as FORCE_COLOR, make rich take a file for a terminal.
+        """
+        if not self._stream.isatty():
+            return False
         return self._console.is_terminal and not self._console.is_dumb_terminal and bool(os.environ.get("TERM"))
 
     def charset(self) -> Charset:
         """What the terminal can show."""
         encoding = getattr(self._console.file, "encoding", None) or "ascii"
-        colours = self._console.color_system is not None and not self._console.no_color
+        colours = self._stream.isatty() and self._console.color_system is not None and not self._console.no_color
         try:
             "\u2592\u2588\u259a".encode(encoding)
         except (UnicodeError, LookupError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Protocol
 
 from telemetry.core.terminal import one_line
@@ -14,6 +15,10 @@ if TYPE_CHECKING:
 
 _IDLE_FACTOR: Final = 5.0
 """It rests so many times as long as a poll takes: of a core it takes a sixth at most."""
+
+_GRACE_SECONDS: Final = 10.0
+_GRACE_FACTOR: Final = 2.0
+"""A poll is overdue if its view has not come so long after it began, or in so many times what the last one took."""
 
 
 class ViewSource(Protocol):
@@ -39,7 +44,6 @@ class ViewPoller:
         self._source = source
         self._view = waiting(begin, time.time())
         self._stop = threading.Event()
-        self._first = threading.Event()
         self._thread = threading.Thread(target=self._run, name="telemetry-top", daemon=True)
 
     def start(self) -> None:
@@ -56,15 +60,21 @@ class ViewPoller:
 
     def _run(self) -> None:
         pause = 1.0
+        known = self._view
         while not self._stop.is_set():
             began = time.monotonic()
+            note = ""
             try:
-                self._view = self._source.poll()
+                known = self._source.poll()
                 pause = self._source.pause_seconds
             except Exception as error:
                 # A log can hold anything. The view goes on, and says so.
-                before = self._view
                 note = one_line(f"cannot be read: {type(error).__name__}: {error}")
-                self._view = waiting(before.verdict.text, before.seen, [note]) if not before.rows else before
-            self._first.set()
-            self._stop.wait(max(pause, _IDLE_FACTOR * (time.monotonic() - began)))
+            took = time.monotonic() - began
+            rest = max(pause, _IDLE_FACTOR * took)
+            self._view = replace(
+                known,
+                notes=(note, *known.notes) if note else known.notes,
+                overdue=time.time() + rest + max(_GRACE_SECONDS, _GRACE_FACTOR * took),
+            )
+            self._stop.wait(rest)

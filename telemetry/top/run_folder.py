@@ -14,6 +14,7 @@ from telemetry.report.attempts import KILLED, RUNNING, lives_of
 from telemetry.report.log_lines import parsed
 from telemetry.report.log_reader import ProcessLogs, take_heartbeats
 from telemetry.report.rank_processes import not_replaced
+from telemetry.top.ended_run import EndedRun
 from telemetry.top.job_view import JobView, job_view, waiting
 from telemetry.top.log_tail import LogTail
 from telemetry.top.node_paces import NodePaces
@@ -87,6 +88,7 @@ class RunFolder:
         self._extras: dict[int, _Extras] = {}
         self._next_list = 0.0
         self._reports = NodePaces(path / "job", monotonic)
+        self._ended = EndedRun(path)
 
     @property
     def pause_seconds(self) -> float:
@@ -109,7 +111,12 @@ class RunFolder:
         self._reports.read()
         lives = {id(life.log): life for life in lives_of(current, now)}
         facts = [self._facts(log, lives[id(log)], here) for log in current if id(log) in lives]
-        return job_view(facts, now) if facts else waiting("Waiting for the first line of the log.", now)
+        if not facts:
+            return waiting("Waiting for the first line of the log.", now)
+        if any(each.how == RUNNING for each in facts):
+            return job_view(facts, now)
+        whole = self._ended.verdict(facts)
+        return job_view(facts, now, [self._ended.note] if self._ended.note else (), whole)
 
     def _list(self) -> None:
         """Follow the newest logs of each rank."""

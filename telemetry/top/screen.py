@@ -110,8 +110,10 @@ class Frame:
             lines.append(self._summary(view, width, now))
         age = now - view.seen
         if age > _OLD_SECONDS:
-            lines.append(((self._chars.cell(f"what is shown is {rough_duration(age)} old: {self._source} does not "
-                                            "answer", width), "bad"),))  # fmt: skip
+            late = now > view.overdue
+            why = f"{self._source} does not answer" if late else "a look takes long, so there are few"
+            old = self._chars.cell(f"what is shown is {rough_duration(age)} old: {why}", width)
+            lines.append(((old, "bad" if late else "dim"),))
         return lines + [((self._chars.cell(note, width), "warn"),) for note in view.notes[:2]]
 
     def _summary(self, view: JobView, width: int, now: float) -> ScreenLine:

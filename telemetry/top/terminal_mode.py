@@ -21,15 +21,20 @@ _ESCAPE_SECONDS: Final = 0.05
 _READ_BYTES: Final = 4096
 
 
+_LEAVING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+"""Signals that end the loop."""
+
+
 class HangUpError(Exception):
     """The terminal is gone."""
 
 
 class TerminalMode:
-    """Use as a context manager around the loop.
+    r"""Use as a context manager around the loop.
 
-    Ctrl-C raises `KeyboardInterrupt` as always. SIGTERM and SIGHUP end the loop with `SystemExit`. Ctrl-Z is noticed
-    with the next keys: `suspended`.
+    Ctrl-C raises `KeyboardInterrupt` as always. SIGTERM, SIGHUP and SIGQUIT (Ctrl-\) end the loop with `SystemExit`;
+    from then on all of them are ignored, until the terminal is as it was. Ctrl-Z is noticed with the next keys:
+    `suspended`.
 
     Args:
         encoding: of the terminal.
@@ -43,17 +48,15 @@ class TerminalMode:
         self._saved: list[Any] | None = None
         self._handlers: dict[int, Any] = {}
         self._decoder = KeyDecoder(encoding)
+        self._shown = False
         self.suspended = False
 
     def __enter__(self) -> TerminalMode:  # noqa: PYI034, Python 3.10 has no Self
         self._keys = self._keyboard()
-        for number, handler in (
-            (signal.SIGTSTP, self._note_suspend),
-            (signal.SIGTERM, _leave),
-            (signal.SIGHUP, _leave),
-        ):
-            self._handlers[number] = signal.signal(number, handler)
         try:
+            self._handlers[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, self._note_suspend)
+            for number in _LEAVING:
+                self._handlers[number] = signal.signal(number, self._leave)
             self._begin()
         except BaseException:
             self.__exit__(None, None, None)
@@ -64,6 +67,7 @@ class TerminalMode:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
+            self._ignore()
             self._end()
         finally:
             for number, handler in self._handlers.items():
@@ -137,6 +141,7 @@ class TerminalMode:
         return number
 
     def _begin(self) -> None:
+        self._shown = True
         if self._keys is not None:
             self._saved = termios.tcgetattr(self._keys)
             mode = termios.tcgetattr(self._keys)
@@ -145,6 +150,9 @@ class TerminalMode:
         self.write(ENTER)
 
     def _end(self) -> None:
+        """Make the terminal as it was; nothing if it is so already."""
+        if not self._shown:
+            return
         try:
             self.write(LEAVE)
         except HangUpError:
@@ -154,10 +162,19 @@ class TerminalMode:
                 termios.tcsetattr(self._keys, termios.TCSADRAIN, self._saved)
             except (OSError, termios.error):
                 pass
+        self._shown = False
 
     def _note_suspend(self, _number: int, _frame: FrameType | None) -> None:
         self.suspended = True
 
+    def _ignore(self) -> None:
+        for number in self._handlers:
+            signal.signal(number, signal.SIG_IGN)
 
-def _leave(number: int, _frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
+    def _leave(self, number: int, _frame: FrameType | None) -> None:
+        # The terminal is restored here: this may be raised anywhere, even at the begin of `__exit__`.
+        self._ignore()
+        self._end()
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise SystemExit(128 + number)

@@ -215,3 +215,28 @@ def test_a_run_that_begins_later_appears(terminal, launch, torchrun):
     terminal.shows("The run has ended: the rank has finished, at", seconds=30)
     terminal.keys("q")
     terminal.at_prompt()
+
+
+def test_the_first_view_of_a_hung_run_and_of_a_killed_one(terminal, launch, torchrun):
+    hang = launch.folder / "hung.hang"
+    options = ("--interval-seconds", "0.1", "--log-interval-seconds", "1", "--stuck-seconds", "2")
+    arguments = ("--slow-seconds", "0", "--hang", str(hang))
+    job = torchrun("hung", 2, "off", options, arguments, SLOW_RANK="1")
+    wait_for("steps", lambda: len([x for x in job.logs() if x["event"] == "window" and x["steps_total"]]) >= 2, 60)
+    hang.touch()
+    wait_for("a hang", lambda: [x for x in job.logs() if x["event"] == "hang"], 30)
+    terminal.top(str(job.run_dir))
+    screen = terminal.shows("rank 1", "held up: ", "waits for others", "run hung  2 ranks on 1 node")
+    assert screen.startswith("Hangs: "), screen
+    terminal.keys("q")
+    terminal.at_prompt()
+
+    os.kill(job.pids()[1], signal.SIGKILL)
+    job.wait(60)
+    terminal.top(str(job.run_dir))
+    screen = terminal.shows("The run has ended.", "did not end by itself", "gone")
+    first = " ".join(screen.split())
+    assert first.startswith("The run has ended."), screen
+    assert "ank 1 " in first.partition("did not end")[0], screen
+    terminal.keys("q")
+    terminal.at_prompt()
