@@ -92,7 +92,10 @@ def _replaceable(path: str) -> str:
     except FileNotFoundError:
         return path
     if stat.S_ISLNK(mode):
-        path = os.path.realpath(path, strict=True)
+        try:
+            path = os.path.realpath(path, strict=True)
+        except FileNotFoundError:
+            raise OSError("it is a link that leads to no file") from None
         mode = os.lstat(path).st_mode
     if not stat.S_ISREG(mode):
         raise OSError("it is there, and is no regular file")
