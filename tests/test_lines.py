@@ -132,7 +132,7 @@ def test_of_a_wait_for_workers_only_the_sampler_counts():
 # -- in the workers ----------------------------------------------------------------------------------------------
 
 
-NUMBERS = [(i * 7919) % 1000003 for i in range(100_000)]
+NUMBERS = [(i * 7919) % 1000003 for i in range(400_000)]
 
 
 class Planted(Dataset):
