@@ -75,6 +75,12 @@ def test_a_slow_loader_gets_workers_and_files_stay(results):
     assert not (results / "done.txt").exists()
 
 
+def test_a_trial_does_not_end_while_a_file_is_written(results):
+    status, _, error = tune(results, "--trials", "2", how="slow-save")
+    assert status == 0, error
+    assert unchanged(results)  # no state.json.tmp is left
+
+
 def test_a_stream_gets_at_most_one_worker(results):
     status, out, error = tune(results, "--json", "--trials", "3", how="stream")
     assert status == 0, error

@@ -1,7 +1,8 @@
 """Follows a trial of ``telemetry tune`` from inside: leaves out the warm-up, measures, and ends the process.
 
-The process is ended with `os._exit` on the agent thread. So nothing of the script runs after that: no last checkpoint,
-no upload, no ``finally`` block and no exit handler.
+The process is ended with `os._exit`. So nothing of the script runs after that: no last checkpoint, no upload, no
+``finally`` block and no exit handler. The training thread does it when it asks for its next batch: no file stays half
+written. If it does not ask for one soon, the agent thread does it.
 """
 
 from __future__ import annotations
@@ -37,6 +38,9 @@ _MAX_WARM_UP_SHARE: Final = 0.25
 _OTHERS_SECONDS: Final = 20.0
 """How long to wait for the other ranks at the end."""
 
+_NEXT_FETCH_SECONDS: Final = 5.0
+"""How long to wait for the training thread's next fetch at the end."""
+
 
 class TrialRun:
     """One rank of a trial. Used by the agent thread.
@@ -58,6 +62,7 @@ class TrialRun:
         self._ticks: list[Tick] = []  # of what is measured
         self._open_before = 0.0  # seconds of the open step at the first of these
         self._measured: float | None = None  # when the outcome was written
+        self._asked: float | None = None  # when the training thread was asked to end the process
         self._end = ""
 
     def start(self) -> None:
@@ -80,10 +85,18 @@ class TrialRun:
                 return
             if not self._others_are_done(identity) and time.monotonic() - self._measured < _OTHERS_SECONDS:
                 return
-            if node is not None:
-                node.leave()
-        if self._measured is not None:
+            if self._asked is None:
+                self._asked = time.monotonic()
+                if node is not None:
+                    node.leave()
+                self._attached.loaders.over = True
+        if self._measured is not None and self._waited_for_a_fetch(self._measured):
             os._exit(0)
+
+    def _waited_for_a_fetch(self, measured: float) -> bool:
+        """Whether the training thread has had its time to end the process. It has none if it never fetched a batch."""
+        asked = measured + _OTHERS_SECONDS if self._asked is None else self._asked  # None: asking failed
+        return self._first is None or time.monotonic() - asked >= _NEXT_FETCH_SECONDS
 
     def _follow(self, tick: Tick) -> str:
         """Why the measurement ends now; empty if it goes on."""

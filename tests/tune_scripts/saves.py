@@ -75,6 +75,8 @@ def main() -> None:
         torch.save(model.state_dict(), "newest.pt.tmp")
         os.replace("newest.pt.tmp", "newest.pt")
         Path("state.json.tmp").write_text(f'{{"step": {step}}}')
+        if options.how == "slow-save":
+            time.sleep(0.3)
         os.replace("state.json.tmp", "state.json")
         Path("loss.txt").write_text(f"{loss.item()}\n")
     Path("done.txt").write_text(f"{len(held_out.dataset)}\n")
