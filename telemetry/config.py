@@ -201,6 +201,9 @@ class Config:
     snapshot_max_bytes: int = _setting(
         "snapshots", 512 * MIB, whole_number(MIB, 1 << 40), "bytes", "Maximum size of one trace, uncompressed."
     )
+    snapshot_shapes: bool = _setting(
+        "snapshots", False, SWITCH, None, "Record the operators' input shapes, which FLOPs and MFU are counted from."
+    )
 
     interval_seconds: float = _setting(
         "measuring", 1.0, number(0.1, 3600), "seconds", "Time between two samples of everything that is polled."
