@@ -32,7 +32,7 @@ _ELIGIBLE: Final = re.compile(
 )
 
 _MATRIX: Final = re.compile(
-    r"conv(?!ert)|matmul|einsum|attention|attn|(?<!fb)gemm|rnn|lstm|(?<![a-z])(gru|linear|mv|addmv|dot|(add|badd|addb|b)?mm)(?![a-z])",
+    r"conv(?!ert)|matmul|einsum|attention|attn|(?<!fb)gemm|rnn|lstm|(?<![a-z])(gru|linear|mv|addmv|dot|(b?add)?b?mm)(?![a-z])",
     re.IGNORECASE,
 )
 _NO_MATRIX: Final = re.compile(r"^autograd::|reorder|Backward\d*$")
