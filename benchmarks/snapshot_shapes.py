@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 _MODES = ("off", "plain", "shapes")
+_HEADINGS = "| | not recorded | recorded | with `snapshot_shapes` |\n| --- | --- | --- | --- |"
+_ROWS = (("a step", "step"), ("to stop the recording", "stop"), ("to save the trace", "save"))
 
 
 def measure(*, rounds: int, steps: int, folder: Path) -> dict[str, Any]:
@@ -72,10 +74,10 @@ def main() -> None:
         found = measure(rounds=chosen.rounds, steps=chosen.steps, folder=Path(folder))
     if chosen.json:
         chosen.json.write_text(json.dumps(found))
-    print("| | " + " | ".join(_MODES) + " |\n| --- | --- | --- | --- |")
-    for part, unit in (("step", "ms"), ("stop", "ms"), ("save", "ms"), ("bytes", "")):
-        cells = [_cell(found[mode][part], unit) for mode in _MODES]
-        print(f"| {part} | " + " | ".join(cells) + " |")
+    print(_HEADINGS)
+    for title, part in (*_ROWS, ("bytes of the trace", "bytes")):
+        cells = [_cell(found[mode][part], "" if part == "bytes" else "ms") for mode in _MODES]
+        print(f"| {title} | " + " | ".join(cells) + " |")
 
 
 def _cell(values: list[float], unit: str) -> str:

@@ -132,7 +132,7 @@ class Config:
         None,
         or_none(number(0, 1e6)),
         None,
-        "Price of an hour of one GPU, in any currency: the report tells what waits, stalls and restarts cost.",
+        "Price of an hour of one GPU, in any currency: report and dashboard tell what stalls and restarts cost.",
         "none",
     )
 
