@@ -189,6 +189,15 @@ def test_without_a_known_peak_there_is_no_mfu_and_a_reason(tmp_path, kind, devic
     assert found.per_step == 2e9 * 4947
 
 
+def test_more_than_the_peak_is_no_mfu(tmp_path):
+    huge = op("aten::mm", 200, 90, [[1_000_000, 1_000_000], [1_000_000, 1_000]], HALF)
+    found = used(tmp_path, HALF, "nvjet", H100, huge, *on_gpu(220, "nvjet"))
+    assert (found.mfu_ratio, found.absent) == (
+        None,
+        "at the peak the counted operations would take longer than the step did",
+    )
+
+
 def test_several_gpus_or_none_have_no_mfu(tmp_path):
     product = op("aten::mm", 10, 90, [[3, 5], [5, 7]], HALF)
     assert flops(tmp_path, product).absent == "no kernel ran on a GPU"

@@ -74,6 +74,8 @@ def measure(events: TraceEvents, steps: TraceSteps, owner: Sequence[int], device
         peaks, absent = None, f"the kernels' names do not tell whether {_listed(unclear)} used tensor cores (TF32)"
     seconds = steps.length * SECONDS_PER_US / number
     ratio = None if peaks is None else sum(flops / peaks[name] for name, flops in by_format.items()) / seconds
+    if ratio is not None and ratio > 1:
+        ratio, absent = None, "at the peak the counted operations would take longer than the step did"
     return FlopsUsage(sum(by_format.values()), by_format, missing, peaks, ratio, absent)
 
 
