@@ -129,6 +129,8 @@ def test_fused_attention_by_its_pairs(tmp_path, name, causal, pairs):
 
 @pytest.mark.parametrize("name", ATTENTION)
 def test_the_arguments_of_attention_are_where_torch_has_them(name):
+    if "cudnn" in name and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 5):
+        pytest.skip("it has other arguments there, none of them a flag at this place: it is not counted")
     query, place, _ = ATTENTION[name]
     names = [
         argument.name for argument in getattr(torch.ops.aten, name.removeprefix("aten::")).default._schema.arguments
