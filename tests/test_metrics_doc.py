@@ -116,6 +116,7 @@ def full_view():
             memory_total_bytes=2, power_watts=300.0, energy_joules=9e6, temperature_celsius=40.0, sm_clock_hertz=1e9, sm_clock_max_hertz=2e9,
             throttled=("sw_thermal",),
         ),
+        gpu_hour_price=2.5,
         host=HostSample(cpu_ratio=0.5, cpu_count=2, memory_used_bytes=1, memory_total_bytes=2),
         process=ProcessSample(cpu_seconds=1.0, resident_memory_bytes=1, threads=3, runnable_seconds=0.1, running_seconds=0.1),
         workers=WorkersSample(
@@ -139,6 +140,7 @@ def full_view():
         ),
         step_change_ratio=1.0,
     )  # fmt: skip
+    view = dataclasses.replace(view, energy_gpu=view.gpu)
     left_out = {
         f"{type(part).__name__}.{spec.name}"
         for part in (view, *(getattr(view, spec.name) for spec in dataclasses.fields(view)))
@@ -274,7 +276,8 @@ def test_a_family_is_rendered_anew_only_when_its_reading_changes():
     before = {family.header: family for family in exposition.render(view)}
     view.stalls.opened["checkpoint"] += 1  # in place: its owner keeps counting
     totals = dataclasses.replace(view.totals, steps=4)
-    view = dataclasses.replace(view, totals=totals, gpu=dataclasses.replace(view.gpu, uuid="GPU-2"))
+    gpu = dataclasses.replace(view.gpu, uuid="GPU-2")
+    view = dataclasses.replace(view, totals=totals, gpu=gpu, energy_gpu=gpu)
     after = {family.header: family for family in exposition.render(view)}
 
     changed = {header.split()[2].decode() for header in after if after[header] is not before[header]}
@@ -286,6 +289,23 @@ def test_a_family_is_rendered_anew_only_when_its_reading_changes():
     text = b"".join(part for family in after.values() for part in family).decode()
     assert "GPU-1" not in text
     assert 'training_stalls_total{cause="checkpoint",rank="7",run="a run"} 1.0\n' in text
+
+
+def test_the_energy_counter_stays_while_nvml_is_down():
+    view = full_view()
+    before, while_down = (
+        b"".join(one(each, "training_gpu_energy_joules_total")) for each in (view, dataclasses.replace(view, gpu=None))
+    )
+
+    assert b'uuid="GPU-1"' in before
+    assert while_down == before
+    assert one(dataclasses.replace(view, gpu=None), "training_gpu_power_watts") is None
+
+
+def test_a_price_is_shown_only_if_there_is_one():
+    assert b"} 2.5\n" in b"".join(one(full_view(), "training_gpu_hour_price"))
+    assert b"} 0.0\n" in b"".join(one(dataclasses.replace(full_view(), gpu_hour_price=0.0), "training_gpu_hour_price"))
+    assert one(dataclasses.replace(full_view(), gpu_hour_price=None), "training_gpu_hour_price") is None
 
 
 def test_what_was_not_measured_is_absent():
