@@ -16,7 +16,8 @@ import torch
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from benchmarks import child
-from telemetry.attach.worker_probe import WorkerBlock, timed_fetch
+from telemetry.attach.worker_block import WorkerBlock
+from telemetry.attach.worker_probe import timed_fetch
 
 if TYPE_CHECKING:
     from collections.abc import Callable

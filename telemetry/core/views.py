@@ -64,6 +64,7 @@ class RunView:
 
     ``own_fetches``: durations of the training thread's own fetches, without workers. ``worker_fetches``: those of all
     workers so far, even if ``workers`` could not be read this time. ``step_change_ratio``: see `ChangeDetector`.
+    ``samples_before``, ``tokens_before``: of the rank in earlier attempts of the run.
     """
 
     info: dict[str, str]
@@ -88,3 +89,15 @@ class RunView:
     memory: MemoryGrowth | None = None
     attempt: AttemptView | None = None
     step_change_ratio: float | None = None
+    samples_before: int = 0
+    tokens_before: int = 0
+
+    @property
+    def samples(self) -> int | None:
+        """Samples of this rank over all attempts; None if those of this one are not known."""
+        return None if self.totals.samples is None else self.samples_before + self.totals.samples
+
+    @property
+    def tokens(self) -> int | None:
+        """The same for tokens."""
+        return None if self.totals.tokens is None else self.tokens_before + self.totals.tokens

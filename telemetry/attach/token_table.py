@@ -1,0 +1,203 @@
+"""The part of the shared block in which workers write how many tokens each batch has, by the batch's number.
+
+The DataLoader numbers the batches of an iteration from 0, whichever worker makes them. Batch number ``n`` has slot
+``n % SLOTS``. A slot has the start of its fetch, by which the agent tells it from the same slot of an earlier
+iteration, the number, and the tokens. A worker writes before it sends the batch, so what has been delivered is there.
+The kernel gives memory for these pages only when they are written.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+import weakref
+from typing import TYPE_CHECKING, Final
+
+from telemetry.attach.batch_tokens import tokens_in
+
+if TYPE_CHECKING:
+    from mmap import mmap
+
+    from telemetry.attach.worker_block import WorkerBlock
+
+SLOTS: Final = 4096
+"""As many as the ring has entries."""
+
+_HEAD_BYTES: Final = 64
+_SLOT: Final = struct.Struct("=2q")
+TABLE_BYTES: Final = _HEAD_BYTES + SLOTS * _SLOT.size
+
+_RAISED: Final = 0
+_UNKNOWN: Final = 1
+_COUNTED: Final = 2
+"""What a slot says: the fetch has raised, the tokens are unknown, or this plus the tokens."""
+
+_CODE_BITS: Final = 32
+_MAX_CODE: Final = (1 << _CODE_BITS) - 1
+_MAX_NUMBER: Final = 1 << 30
+_MAX_FRAMES: Final = 8
+
+
+class TokenTable:
+    """The tokens of the newest batches of a loader.
+
+    Args:
+        memory: the shared block.
+        start: offset of the table.
+    """
+
+    __slots__ = ("_memory", "_start")
+
+    def __init__(self, memory: mmap, start: int) -> None:
+        self._memory = memory
+        self._start = start
+
+    def write(self, number: int, started_ns: int, code: int) -> None:
+        """Note a batch. Used by the worker that makes it."""
+        at = self._start + _HEAD_BYTES + number % SLOTS * _SLOT.size
+        _SLOT.pack_into(self._memory, at, started_ns, (number + 1) << _CODE_BITS | min(code, _MAX_CODE))
+
+    def read(self, slot: int) -> tuple[int, int, int]:
+        """Start of the fetch, number (-1 for none) and code that are in the slot of this batch number."""
+        started, word = _SLOT.unpack_from(self._memory, self._start + _HEAD_BYTES + slot % SLOTS * _SLOT.size)
+        return started, (word >> _CODE_BITS) - 1, word & _MAX_CODE
+
+    @property
+    def works(self) -> bool:
+        """Whether a worker has begun to note its batches, and none has failed."""
+        return self._memory[self._start : self._start + 2] == b"\x01\x00"
+
+    def begin(self) -> None:
+        """A worker begins."""
+        self._memory[self._start] = 1
+
+    def fail(self) -> None:
+        """A batch could not be noted: nothing is known from now on."""
+        self._memory[self._start + 1] = 1
+
+
+class TokenWriter:
+    """Notes the batches that a worker makes.
+
+    Args:
+        table: of its loader.
+        every: note batches without tokens from the first on. The workers of an iterable data set end at different
+            times, and then the numbers that were noted tell which batches there are.
+    """
+
+    __slots__ = ("_every", "_table")
+
+    def __init__(self, table: TokenTable, *, every: bool) -> None:
+        self._table = table
+        self._every = every
+        table.begin()
+
+    def made(self, batch: object, started_ns: int) -> None:
+        """A fetch has made this batch. Never raises."""
+        try:
+            tokens = tokens_in(batch)
+            if tokens == 0 and not self._every:
+                return
+            self._every = True
+            self._note(started_ns, _UNKNOWN if tokens is None else _COUNTED + tokens)
+        except Exception:
+            self._table.fail()
+
+    def raised(self, started_ns: int) -> None:
+        """A fetch has raised. Its number is used up. Never raises."""
+        try:
+            self._note(started_ns, _RAISED)
+        except Exception:
+            self._table.fail()
+
+    def _note(self, started_ns: int, code: int) -> None:
+        number = _batch_number()
+        if number is None or not 0 <= number < _MAX_NUMBER:
+            self._table.fail()
+        else:
+            self._table.write(number, started_ns, code)
+
+
+def _batch_number() -> int | None:
+    """The number of the batch that is made, from the worker's loop; None if that is not torch's loop.
+
+    Nothing else tells it: the fetcher gets only indices, and workers of an iterable data set take no turns once one has
+    ended.
+    """
+    frame = sys._getframe(1)
+    for _ in range(_MAX_FRAMES):
+        if frame.f_code.co_name == "_worker_loop":
+            found = frame.f_locals
+            number = found.get("idx")
+            if (
+                type(found) is dict
+            ):  # up to Python 3.12 the frame keeps this copy, which would keep an old fetcher alive
+                found.clear()
+            return number if type(number) is int else None
+        if frame.f_back is None:
+            return None
+        frame = frame.f_back
+    return None
+
+
+class WorkerTokens:
+    """Reads the tokens of the batches of an iteration, in the order in which they were delivered. On the agent thread.
+
+    Until the first of them is read, it does not keep the block alive: the entry of that batch in the ring does.
+
+    Args:
+        block: of the loader.
+        began_ns: when the iteration began.
+        number: of the first batch that is read, among those that were delivered. ``index``: by the worker's loop.
+        every: as for `TokenWriter`.
+    """
+
+    __slots__ = ("_began_ns", "_block", "_every", "_found", "_index", "_lost", "_number")
+
+    def __init__(self, block: WorkerBlock, began_ns: int, number: int, index: int, *, every: bool) -> None:
+        self._found = weakref.ref(block)
+        self._block: WorkerBlock | None = None
+        self._began_ns = began_ns
+        self._number = number
+        self._index = index
+        self._every = every
+        self._lost = index < 0
+
+    @property
+    def ended(self) -> bool:
+        """Whether the iterator is gone, so that there is no more to come than what the ring has now."""
+        return self._block is not None and self._block.retired
+
+    def release(self) -> None:
+        """Do not keep the block alive any more: `ended`, and all was read."""
+        self._block, self._lost = None, True
+
+    def of(self, number: int) -> int | None:
+        """Tokens of batch ``number``; None if they are not known. Numbers must increase."""
+        if self._block is None and not self._lost:
+            self._block = self._found()
+        if self._block is None or not self._block.tokens.works or number < self._number:
+            return None
+        tokens = None
+        while self._number <= number and not self._lost:
+            tokens = self._next(self._block.tokens)
+            self._number += 1
+        return None if self._lost else tokens
+
+    def _next(self, table: TokenTable) -> int | None:
+        for index in range(self._index, self._index + SLOTS):
+            started, noted, code = table.read(index)
+            fresh = started >= self._began_ns and noted >= 0
+            if fresh and noted > index:
+                break  # a later batch has this slot by now
+            if fresh and noted == index:
+                if code == _RAISED:
+                    continue
+                self._index = index + 1
+                return code - _COUNTED if code >= _COUNTED else None
+            if not self._every:
+                self._index = index + 1
+                return 0
+            # Otherwise its worker had ended before, and no such batch was made.
+        self._lost = True
+        return None
