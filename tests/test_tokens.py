@@ -264,3 +264,23 @@ def test_after_the_agent_loaders_are_as_they_were(run):
     iterator = iter(loader)
     next(iterator)
     assert "fetch" not in vars(iterator._dataset_fetcher)
+
+
+class Rare(Texts):
+    """Items of which those from ``first`` on have tokens."""
+
+    def __init__(self, size: int, first: int) -> None:
+        super().__init__(size)
+        self.first = first
+
+    def __getitem__(self, index: int):
+        return {"input_ids" if index >= self.first else "pixels": torch.zeros(1, 3, dtype=torch.long)}
+
+
+@pytest.mark.parametrize(("first", "tokens"), [(0, 3 * 80), (5, 3 * 75), (81, None), (70, None)])
+def test_a_worker_that_finds_no_tokens_looks_no_more(run, first, tokens):
+    """Each of the two workers looks at 16 batches. What it has not looked at is not counted as none."""
+    trainer = TokenTrainer()
+    for _ in DataLoader(Rare(80, first), batch_size=None, num_workers=2):
+        trainer.optimizer.step()
+    assert run()["tokens"] == tokens

@@ -28,14 +28,20 @@ _SLOT: Final = struct.Struct("=2q")
 TABLE_BYTES: Final = _HEAD_BYTES + SLOTS * _SLOT.size
 
 _RAISED: Final = 0
-_UNKNOWN: Final = 1
-_COUNTED: Final = 2
-"""What a slot says: the fetch has raised, the tokens are unknown, or this plus the tokens."""
+_COUNTED: Final = 1
+"""What a slot says: the fetch has raised, or this plus the tokens."""
 
 _CODE_BITS: Final = 32
 _MAX_CODE: Final = (1 << _CODE_BITS) - 1
 _MAX_NUMBER: Final = 1 << 30
 _MAX_FRAMES: Final = 8
+
+LOOKS: Final = 16
+"""A worker whose first so many batches have no tokens does not look at any more."""
+
+_BEGUN, _FAILED, _FOUND, _LEFT = range(4)
+"""Bytes of the head: a worker has begun; one has had a batch whose tokens are not known, or could not note it; one has
+found tokens; one does not look any more."""
 
 
 class TokenTable:
@@ -62,18 +68,13 @@ class TokenTable:
         started, word = _SLOT.unpack_from(self._memory, self._start + _HEAD_BYTES + slot % SLOTS * _SLOT.size)
         return started, (word >> _CODE_BITS) - 1, word & _MAX_CODE
 
-    @property
-    def works(self) -> bool:
-        """Whether a worker has begun to note its batches, and none has failed."""
-        return self._memory[self._start : self._start + 2] == b"\x01\x00"
+    def has(self, what: int) -> bool:
+        """Whether a byte of the head is set."""
+        return self._memory[self._start + what] != 0
 
-    def begin(self) -> None:
-        """A worker begins."""
-        self._memory[self._start] = 1
-
-    def fail(self) -> None:
-        """A batch could not be noted: nothing is known from now on."""
-        self._memory[self._start + 1] = 1
+    def set(self, what: int) -> None:
+        """Set a byte of the head."""
+        self._memory[self._start + what] = 1
 
 
 class TokenWriter:
@@ -85,35 +86,47 @@ class TokenWriter:
             times, and then the numbers that were noted tell which batches there are.
     """
 
-    __slots__ = ("_every", "_table")
+    __slots__ = ("_every", "_looks_left", "_table")
 
     def __init__(self, table: TokenTable, *, every: bool) -> None:
         self._table = table
         self._every = every
-        table.begin()
+        self._looks_left = LOOKS
+        table.set(_BEGUN)
 
-    def made(self, batch: object, started_ns: int) -> None:
-        """A fetch has made this batch. Never raises."""
+    def made(self, batch: object, started_ns: int) -> bool:
+        """A fetch has made this batch. Returns whether it wants more of them. Never raises."""
         try:
             tokens = tokens_in(batch)
-            if tokens == 0 and not self._every:
-                return
-            self._every = True
-            self._note(started_ns, _UNKNOWN if tokens is None else _COUNTED + tokens)
+            if tokens is None:
+                self._table.set(_FAILED)
+                return False
+            if tokens:
+                if self._looks_left:
+                    self._looks_left, self._every = 0, True
+                    self._table.set(_FOUND)
+            elif self._looks_left:
+                self._looks_left -= 1
+                if not self._looks_left and not self._table.has(_FOUND):
+                    self._table.set(_LEFT)
+                    return False
+            if tokens or self._every:
+                self._note(started_ns, _COUNTED + tokens)
         except Exception:
-            self._table.fail()
+            self._table.set(_FAILED)
+        return True
 
     def raised(self, started_ns: int) -> None:
         """A fetch has raised. Its number is used up. Never raises."""
         try:
             self._note(started_ns, _RAISED)
         except Exception:
-            self._table.fail()
+            self._table.set(_FAILED)
 
     def _note(self, started_ns: int, code: int) -> None:
         number = _batch_number()
         if number is None or not 0 <= number < _MAX_NUMBER:
-            self._table.fail()
+            self._table.set(_FAILED)
         else:
             self._table.write(number, started_ns, code)
 
@@ -129,9 +142,7 @@ def _batch_number() -> int | None:
         if frame.f_code.co_name == "_worker_loop":
             found = frame.f_locals
             number = found.get("idx")
-            if (
-                type(found) is dict
-            ):  # up to Python 3.12 the frame keeps this copy, which would keep an old fetcher alive
+            if type(found) is dict:  # up to Python 3.12: a copy that the frame keeps, and in it an old fetcher
                 found.clear()
             return number if type(number) is int else None
         if frame.f_back is None:
@@ -176,11 +187,16 @@ class WorkerTokens:
         """Tokens of batch ``number``; None if they are not known. Numbers must increase."""
         if self._block is None and not self._lost:
             self._block = self._found()
-        if self._block is None or not self._block.tokens.works or number < self._number:
+        if self._block is None or number < self._number:
             return None
+        table = self._block.tokens
+        if table.has(_FAILED) or not table.has(_BEGUN):
+            return None
+        if table.has(_LEFT):
+            return None if table.has(_FOUND) else 0
         tokens = None
         while self._number <= number and not self._lost:
-            tokens = self._next(self._block.tokens)
+            tokens = self._next(table)
             self._number += 1
         return None if self._lost else tokens
 
@@ -194,7 +210,7 @@ class WorkerTokens:
                 if code == _RAISED:
                     continue
                 self._index = index + 1
-                return code - _COUNTED if code >= _COUNTED else None
+                return code - _COUNTED
             if not self._every:
                 self._index = index + 1
                 return 0

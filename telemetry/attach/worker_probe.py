@@ -186,7 +186,7 @@ def timed_fetch(
 
     @functools.wraps(original)
     def fetch(self: Any, possibly_batched_index: Any) -> Any:
-        nonlocal fetches, wall, ended, current
+        nonlocal fetches, wall, ended, current, tokens
         if current() is not self:  # each epoch has a new fetcher
             current = weakref.ref(self)
             epoch = words[EPOCH] + 1
@@ -214,8 +214,8 @@ def timed_fetch(
         fetches += 1
         wall += took
         store(slot, COUNTS_AT, fetches, wall, 0, ended)
-        if tokens is not None:
-            tokens.made(data, start)
+        if tokens is not None and not tokens.made(data, start):
+            tokens = None
         return data
 
     return fetch
