@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections import UserDict
 from types import SimpleNamespace
 
@@ -15,6 +16,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import telemetry
 from telemetry.attach.batch_tokens import tokens_in
+from telemetry.attach.token_table import SLOTS, TokenWriter, WorkerTokens
+from telemetry.attach.worker_block import WorkerBlock
 from telemetry.report.log_reader import load
 from telemetry.report.summary import summarize
 
@@ -284,3 +287,52 @@ def test_a_worker_that_finds_no_tokens_looks_no_more(run, first, tokens):
     for _ in DataLoader(Rare(80, first), batch_size=None, num_workers=2):
         trainer.optimizer.step()
     assert run()["tokens"] == tokens
+
+
+# -- the table in the shared block -------------------------------------------------------------------------------------
+
+
+def test_what_an_earlier_iteration_has_left_is_not_read():
+    """Workers that are kept write into the same table again. Here the fourth batch of an iteration is not made."""
+    block = WorkerBlock(2)
+    writer_of(block)
+    for number in range(6):
+        block.tokens.write(number, 100, 50)
+    for number in (0, 1, 2, 4):
+        block.tokens.write(number, 200 + number, 10 + number)
+    tokens = WorkerTokens(block, 150, 0, 0, every=True)
+    assert [tokens.of(number) for number in range(4)] == [9, 10, 11, 13]
+
+
+def test_a_batch_whose_slot_has_a_later_one_is_unknown():
+    block = WorkerBlock(2)
+    writer_of(block)
+    block.tokens.write(SLOTS, 200, 10)
+    tokens = WorkerTokens(block, 0, 0, 0, every=False)
+    assert tokens.of(0) is None
+    assert tokens.of(1) is None, "from then on, nothing is known"
+
+
+def test_before_a_worker_counts_nothing_is_known():
+    block = WorkerBlock(1)
+    assert WorkerTokens(block, 0, 0, 0, every=False).of(0) is None
+    writer_of(block)
+    assert WorkerTokens(block, 0, 0, 0, every=False).of(0) == 0
+
+
+def test_tokens_do_not_keep_the_memory_of_the_workers():
+    block = WorkerBlock(1)
+    writer_of(block)
+    tokens, alive = WorkerTokens(block, 0, 0, 0, every=False), weakref.ref(block)
+    assert tokens.of(0) == 0
+    assert not tokens.ended
+    block.retired = True
+    assert tokens.ended
+    tokens.release()
+    del block
+    assert alive() is None
+    assert tokens.of(1) is None
+
+
+def writer_of(block: WorkerBlock) -> TokenWriter:
+    return TokenWriter(block.tokens, every=False)
