@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader
 from telemetry.core.labels import DATA_WAIT, EVALUATION
 from tests.data_sets import Numbers
 
-
 BEGIN_SECONDS = 0.3  # longer than any step, also on a busy machine
 
 
