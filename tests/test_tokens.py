@@ -16,8 +16,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import telemetry
 from telemetry.attach.batch_tokens import tokens_in
-from telemetry.attach.token_table import SLOTS, TokenWriter, WorkerTokens
+from telemetry.attach.token_table import SLOTS, TokenWriter
 from telemetry.attach.worker_block import WorkerBlock
+from telemetry.attach.worker_tokens import WorkerTokens
 from telemetry.report.log_reader import load
 from telemetry.report.summary import summarize
 

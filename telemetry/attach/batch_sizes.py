@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 from telemetry.attach import loader_types
 from telemetry.attach.loader_handle import ON_THREAD, LoaderHandle
 from telemetry.attach.own_tokens import NO_TOKENS, count_own
-from telemetry.attach.token_table import WorkerTokens
+from telemetry.attach.worker_tokens import WorkerTokens
 
 if TYPE_CHECKING:
     from telemetry.attach.loader_handle import BatchSource

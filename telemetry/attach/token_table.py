@@ -10,15 +10,12 @@ from __future__ import annotations
 
 import struct
 import sys
-import weakref
 from typing import TYPE_CHECKING, Final
 
 from telemetry.attach.batch_tokens import tokens_in
 
 if TYPE_CHECKING:
     from mmap import mmap
-
-    from telemetry.attach.worker_block import WorkerBlock
 
 SLOTS: Final = 4096
 """As many as the ring has entries."""
@@ -27,8 +24,8 @@ _HEAD_BYTES: Final = 64
 _SLOT: Final = struct.Struct("=2q")
 TABLE_BYTES: Final = _HEAD_BYTES + SLOTS * _SLOT.size
 
-_RAISED: Final = 0
-_COUNTED: Final = 1
+RAISED: Final = 0
+COUNTED: Final = 1
 """What a slot says: the fetch has raised, or this plus the tokens."""
 
 _CODE_BITS: Final = 32
@@ -39,7 +36,7 @@ _MAX_FRAMES: Final = 8
 LOOKS: Final = 16
 """A worker whose first so many batches have no tokens does not look at any more."""
 
-_BEGUN, _FAILED, _FOUND, _LEFT = range(4)
+BEGUN, FAILED, FOUND, LEFT = range(4)
 """Bytes of the head: a worker has begun; one has had a batch whose tokens are not known, or could not note it; one has
 found tokens; one does not look any more."""
 
@@ -92,41 +89,41 @@ class TokenWriter:
         self._table = table
         self._every = every
         self._looks_left = LOOKS
-        table.set(_BEGUN)
+        table.set(BEGUN)
 
     def made(self, batch: object, started_ns: int) -> bool:
         """A fetch has made this batch. Returns whether it wants more of them. Never raises."""
         try:
             tokens = tokens_in(batch)
             if tokens is None:
-                self._table.set(_FAILED)
+                self._table.set(FAILED)
                 return False
             if tokens:
                 if self._looks_left:
                     self._looks_left, self._every = 0, True
-                    self._table.set(_FOUND)
+                    self._table.set(FOUND)
             elif self._looks_left:
                 self._looks_left -= 1
-                if not self._looks_left and not self._table.has(_FOUND):
-                    self._table.set(_LEFT)
+                if not self._looks_left and not self._table.has(FOUND):
+                    self._table.set(LEFT)
                     return False
             if tokens or self._every:
-                self._note(started_ns, _COUNTED + tokens)
+                self._note(started_ns, COUNTED + tokens)
         except Exception:
-            self._table.set(_FAILED)
+            self._table.set(FAILED)
         return True
 
     def raised(self, started_ns: int) -> None:
         """A fetch has raised. Its number is used up. Never raises."""
         try:
-            self._note(started_ns, _RAISED)
+            self._note(started_ns, RAISED)
         except Exception:
-            self._table.set(_FAILED)
+            self._table.set(FAILED)
 
     def _note(self, started_ns: int, code: int) -> None:
         number = _batch_number()
         if number is None or not 0 <= number < _MAX_NUMBER:
-            self._table.set(_FAILED)
+            self._table.set(FAILED)
         else:
             self._table.write(number, started_ns, code)
 
@@ -149,71 +146,3 @@ def _batch_number() -> int | None:
             return None
         frame = frame.f_back
     return None
-
-
-class WorkerTokens:
-    """Reads the tokens of the batches of an iteration, in the order in which they were delivered. On the agent thread.
-
-    Until the first of them is read, it does not keep the block alive: the entry of that batch in the ring does.
-
-    Args:
-        block: of the loader.
-        began_ns: when the iteration began.
-        number: of the first batch that is read, among those that were delivered. ``index``: by the worker's loop.
-        every: as for `TokenWriter`.
-    """
-
-    __slots__ = ("_began_ns", "_block", "_every", "_found", "_index", "_lost", "_number")
-
-    def __init__(self, block: WorkerBlock, began_ns: int, number: int, index: int, *, every: bool) -> None:
-        self._found = weakref.ref(block)
-        self._block: WorkerBlock | None = None
-        self._began_ns = began_ns
-        self._number = number
-        self._index = index
-        self._every = every
-        self._lost = index < 0
-
-    @property
-    def ended(self) -> bool:
-        """Whether the iterator is gone, so that there is no more to come than what the ring has now."""
-        return self._block is not None and self._block.retired
-
-    def release(self) -> None:
-        """Do not keep the block alive any more: `ended`, and all was read."""
-        self._block, self._lost = None, True
-
-    def of(self, number: int) -> int | None:
-        """Tokens of batch ``number``; None if they are not known. Numbers must increase."""
-        if self._block is None and not self._lost:
-            self._block = self._found()
-        if self._block is None or number < self._number:
-            return None
-        table = self._block.tokens
-        if table.has(_FAILED) or not table.has(_BEGUN):
-            return None
-        if table.has(_LEFT):
-            return None if table.has(_FOUND) else 0
-        tokens = None
-        while self._number <= number and not self._lost:
-            tokens = self._next(table)
-            self._number += 1
-        return None if self._lost else tokens
-
-    def _next(self, table: TokenTable) -> int | None:
-        for index in range(self._index, self._index + SLOTS):
-            started, noted, code = table.read(index)
-            fresh = started >= self._began_ns and noted >= 0
-            if fresh and noted > index:
-                break  # a later batch has this slot by now
-            if fresh and noted == index:
-                if code == _RAISED:
-                    continue
-                self._index = index + 1
-                return code - _COUNTED
-            if not self._every:
-                self._index = index + 1
-                return 0
-            # Otherwise its worker had ended before, and no such batch was made.
-        self._lost = True
-        return None
