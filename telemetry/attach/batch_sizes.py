@@ -112,7 +112,7 @@ class BatchMarks:
             return
         self._iterator_id = key
         inside: Any = loader_types.unwrapped(iterator)
-        number = getattr(inside, "_num_yielded", 0) - 1
+        number = _yielded(inside) - 1
         if key not in self._known:  # two loaders that are asked in turn are looked at once
             tokens = NO_TOKENS if told else self._tokens_of(inside, number, batch, source)
             self._known[key] = sizes_of(inside), tokens
@@ -127,7 +127,7 @@ class BatchMarks:
         """
         key = id(iterator)
         if key == self._iterator_id:
-            self._mark(key, getattr(loader_types.unwrapped(iterator), "_num_yielded", 0), position)
+            self._mark(key, _yielded(loader_types.unwrapped(iterator)), position)
 
     def _mark(self, key: int, number: int, position: int) -> None:
         if len(self.taken) >= _MAX_MARKS:
@@ -153,6 +153,11 @@ class BatchMarks:
     def forget(self) -> None:
         """The agent stops: count no tokens of the training thread's own batches any more."""
         self._own_tokens.clear()
+
+
+def _yielded(iterator: Any) -> int:
+    """How many batches a ``DataLoader``'s iterator has given; 0 for anything else."""
+    return int(vars(iterator).get("_num_yielded", 0)) if loader_types.is_loader_iterator(iterator) else 0
 
 
 def sizes_of(iterator: Any) -> BatchSizes | None:
