@@ -21,7 +21,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from benchmarks import machine
-from telemetry.attach.worker_probe import WorkerBlock, WorkerProbe
+from telemetry.attach.worker_block import WorkerBlock
+from telemetry.attach.worker_probe import WorkerProbe
 from telemetry.core.clock import NS, now_ns
 from telemetry.core.stack_profile import StackProfile
 

@@ -145,11 +145,14 @@ def worker_fetches(effort: Effort) -> list[Row]:
     rows = []
     for kind, name in (("hot", "hot, nothing else is done"), ("cold", "cold, after a convolution of an image")):
         taken = pool.answers[0][kind] if pool.answers else {}
-        floor, added = (spread(taken[what]).scaled(US) if taken else None for what in ("floor", "timed"))
+        floor, added, tokens = (
+            spread(taken[what]).scaled(US) if taken else None for what in ("floor", "timed", "tokens")
+        )
         note = f"{pool.answers[0]['fetches']} fetches counted" if pool.answers else pool.missing
         rows += [
             Row(_FETCH, f"{name}: floor adds: two stamps, stored in shared memory", "us", floor),
             Row(_FETCH, f"{name}: telemetry adds", "us", added, Target(BELOW, 5.0) if kind == "hot" else None, note),
+            Row(_FETCH, f"{name}: telemetry adds, with tokens to count", "us", tokens),
         ]
     return rows
 

@@ -3,10 +3,12 @@
 The fetcher is torch's own, patched in the same way as by the probe. The data set returns a ready batch, so that the
 added cost is visible. In the cold measurement, an image-like transform runs before each fetch and evicts the caches.
 The floor is the least cost of any timing: a stamp before and after, each stored where another process can read it.
+``tokens`` is the same as ``timed`` with batches that have ``input_ids``, whose tokens are counted.
 """
 
 from __future__ import annotations
 
+import functools
 import random
 import statistics
 from time import perf_counter_ns
@@ -16,7 +18,9 @@ import torch
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from benchmarks import child
-from telemetry.attach.worker_probe import WorkerBlock, timed_fetch
+from telemetry.attach.token_table import TokenWriter
+from telemetry.attach.worker_block import WorkerBlock
+from telemetry.attach.worker_probe import timed_fetch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,10 +29,17 @@ _HOT_CALLS: Final = 500
 
 
 class Ready:
-    """A data set of one ready batch."""
+    """A data set of one ready batch.
 
-    def __getitem__(self, index: int) -> int:
-        return index
+    Args:
+        batch: the batch.
+    """
+
+    def __init__(self, batch: object) -> None:
+        self.batch = batch
+
+    def __getitem__(self, index: int) -> object:
+        return self.batch
 
 
 def _floor(original: Callable[[Any, Any], Any], words: memoryview) -> Callable[[Any, Any], Any]:
@@ -41,26 +52,43 @@ def _floor(original: Callable[[Any, Any], Any], words: memoryview) -> Callable[[
     return fetch
 
 
+def _worker_loop(measured: Callable[[], float]) -> float:
+    """Called as torch's own loop is: the number of the batch and what else a worker has stand in the frame."""
+    idx, index, r, fetcher, dataset, iteration_end = 7, [0], (7, [0]), measured, measured, False
+    took = measured()
+    del idx, index, r, fetcher, dataset, iteration_end
+    return took
+
+
 def measure(hot_rounds: int, cold_rounds: int) -> dict[str, Any]:
     """Nanoseconds that are added to a fetch, one reading per round.
 
-    ``{"hot": {"floor": [...], "timed": [...]}, "cold": the same, "fetches": ...}``.
+    ``{"hot": {"floor": [...], "timed": [...], "tokens": [...]}, "cold": the same, "fetches": ...}``.
     """
     torch.set_num_threads(1)
     block = WorkerBlock(1)
     block.words[0] = 1  # as in a worker that has begun
-    fetcher = _MapDatasetFetcher(Ready(), False, lambda batch: batch, False)
-    bare = _MapDatasetFetcher.fetch
-    kinds = {"bare": bare, "floor": _floor(bare, WorkerBlock(1).words), "timed": timed_fetch(bare, block.words)}
+    ids = torch.zeros(8, 512, dtype=torch.long)
+    plain, texts = (
+        _MapDatasetFetcher(Ready(batch), False, lambda batch: batch, False)
+        for batch in ([torch.zeros(8, 3), torch.zeros(8)], {"input_ids": ids, "attention_mask": ids, "labels": ids})
+    )
+    bare, counted = _MapDatasetFetcher.fetch, WorkerBlock(1)
+    kinds = {
+        "bare": (bare, plain),
+        "floor": (_floor(bare, WorkerBlock(1).words), plain),
+        "timed": (timed_fetch(bare, block.words, tokens=TokenWriter(block.tokens, every=False)), plain),
+        "tokens": (timed_fetch(bare, counted.words, tokens=TokenWriter(counted.tokens, every=False)), texts),
+    }
     image, kernel = torch.rand(1, 3, 256, 256), torch.rand(8, 3, 5, 5)
 
-    def hot(fetch: Callable[[Any, int], Any]) -> float:
+    def hot(fetch: Callable[[Any, int], Any], fetcher: Any) -> float:
         start = perf_counter_ns()
         for _ in range(_HOT_CALLS):
             fetch(fetcher, 0)
         return (perf_counter_ns() - start) / _HOT_CALLS
 
-    def cold(fetch: Callable[[Any, int], Any]) -> float:
+    def cold(fetch: Callable[[Any, int], Any], fetcher: Any) -> float:
         readings = []
         for _ in range(5):
             torch.nn.functional.conv2d(image, kernel).relu().sum()
@@ -71,9 +99,12 @@ def measure(hot_rounds: int, cold_rounds: int) -> dict[str, Any]:
 
     answer: dict[str, Any] = {}
     for name, loop, rounds in (("hot", hot, hot_rounds), ("cold", cold, cold_rounds)):
-        added: dict[str, list[float]] = {"floor": [], "timed": []}
+        added: dict[str, list[float]] = {"floor": [], "timed": [], "tokens": []}
         for _ in range(rounds):
-            taken = {kind: loop(kinds[kind]) for kind in random.sample([*kinds], len(kinds))}
+            taken = {
+                kind: _worker_loop(functools.partial(loop, *kinds[kind]))
+                for kind in random.sample([*kinds], len(kinds))
+            }
             for kind, readings in added.items():
                 readings.append(taken[kind] - taken["bare"])
         answer[name] = added

@@ -12,6 +12,7 @@ from grafana.colours import BAD, CAUSES, FAIR
 from grafana.cost_panels import costs
 from grafana.panels import Query, bars, fair_bad, figure, graph, half
 from grafana.tables import Column, rows
+from grafana.throughput_panels import throughput_by_run
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -52,6 +53,9 @@ def fleet() -> dashboard.Dashboard:
     board = board.with_row(Row("Where to look first")).with_panel(_worst_runs()).with_panel(_worst_ranks())
     board = board.with_row(Row("Runs that make no progress")).with_panel(_no_progress().span(18))
     board = board.with_panel(lost_in_range(_RUNS).height(6))
+    board = board.with_row(Row("What is trained"))
+    for each in throughput_by_run(_RUNS):
+        board = board.with_panel(each)
     board = board.with_row(Row("GPUs that are busy but starved")).with_panel(_starved_gpus())
     for each in _gpus():
         board = board.with_panel(each)

@@ -182,6 +182,8 @@ def metrics() -> dict[str, float]:
 def tokens(number: int, /) -> None:
     """Tell how many tokens this rank trains on in the current step. In an evaluation or a checkpoint it counts nothing.
 
+    What is told counts instead of the tokens that the agent finds by itself in batches with ``input_ids``.
+
     Args:
         number: tokens; numpy's whole numbers will do. A tensor will not: reading it could wait for the GPU.
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from telemetry.attach.worker_probe import WorkerBlock, WorkerProbe
+from telemetry.attach.worker_block import WorkerBlock
+from telemetry.attach.worker_probe import WorkerProbe
 from telemetry.core.worker_records import FETCH_BUCKETS
 from tests.data_sets import Numbers, Stream
 from tests.tracebacks import traceback_of

@@ -11,7 +11,8 @@ import pytest
 from torch.utils.data import DataLoader, Dataset
 
 from telemetry.attach.sample_area import HALF_BYTES
-from telemetry.attach.worker_probe import WorkerBlock, WorkerProbe
+from telemetry.attach.worker_block import WorkerBlock
+from telemetry.attach.worker_probe import WorkerProbe
 from telemetry.collect.line_sampler import FETCH, LineSampler
 from telemetry.core import sample_times
 from telemetry.core.clock import NS, now_ns

@@ -48,7 +48,7 @@ class Accounting:
     """Used only by the agent thread.
 
     Attributes:
-        samples: how many samples the training took.
+        samples: how many samples and tokens the training took.
         ledger: seconds by category. ``stats``: step durations. ``exposed``: exposed wait.
         on_steps: functions that get the steps that have closed.
         updated_ns: everything before this stamp is counted.
@@ -81,6 +81,7 @@ class Accounting:
         with self._errors.contained("ledger"):
             # In this order, and before the ring is emptied. If a request is in progress here, it was in progress at
             # ``now``, or its span is in the ring. The entries before ``head`` show whether ``lost`` comes after them.
+            ended = self.samples.ended
             now, waiting_since, lost, head = now_ns(), tracker.waiting_since, ring.lost, ring.head
             self.updated_ns = now
             position = ring.tail
@@ -94,6 +95,7 @@ class Accounting:
                 self._numbering.fold(taken)
                 if len(taken) == _CHUNK:
                     time.sleep(0)
+            self.samples.forget(ended)
             if lost is not None:
                 self.ledger.fold((lost,))
             self.ledger.advance(now, waiting_since)
@@ -169,6 +171,15 @@ class Accounting:
     def unseen_steps(self) -> int:
         """Steps before which no batch was requested on the training thread."""
         return self._tracker.unseen_steps
+
+    def trained_samples(self) -> int | None:
+        """Samples that the training took; None if that is not known."""
+        return None if self.unseen_steps else self.samples.samples
+
+    def tokens(self) -> int | None:
+        """Tokens that the training took; None if that is not known. The script knows better than its batches."""
+        told = self._tracker.tokens_told
+        return None if told is None and self.unseen_steps else self.samples.tokens(told)
 
     @property
     def exposed_seconds(self) -> float | None:

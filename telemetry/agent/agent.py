@@ -302,8 +302,7 @@ class Agent(AgentParts):
         with self.errors.contained("jsonl"):
             self.event_log.write_errors()
         with self.errors.contained("attempts"):
-            self._count_losses()
-            self._losses.end(finished=self.attempt.end.finished)
+            self._leave_for_next_attempt()
         with self.errors.contained("jsonl"):
             logged = self.event_log.emit("run_end", self.event_log.end_fields() | self._end_line.log_fields())
         with self.errors.contained("end_line"):

@@ -247,13 +247,15 @@ class AttemptLog:
         if resumption != self._resumption_before:
             self._resumption_before, self._resumption_text = resumption, dump_object(resumption).decode().strip()
         spent = ",".join([f'"{category}":{ns / NS:.6f}' for category, ns in ledger.ns.items()])
+        counts = (("samples_total", accounting.trained_samples()), ("tokens_total", accounting.tokens()))
+        counted = "".join([f'"{name}":{count},' for name, count in counts if count is not None])
         oom_kills = "".join([f'"{name}":{count},' for name, count in self._oom_kills().items()])
         return (
             f'{{"life":"{self._life}",{oom_kills}"unix_seconds":{self._wall.unix_seconds(accounting.updated_ns):.6f},'
             f'"steps_total":{accounting.steps_total},"optimizer_steps_total":{self._tracker.optimizer_steps},'
             f'"wall_seconds":{ledger.wall_seconds:.6f},"first_wait_seconds":{ledger.first_wait_ns / NS:.6f},'
             f'"seconds_before":{self.seconds_before:.6f},"kept_seconds":{self.kept_seconds:.6f},'
-            f'"saves_completed":{self.saves_completed},'
+            f'"saves_completed":{self.saves_completed},{counted}'
             f'"ledger_total_seconds":{{{spent}}},"resumption":{self._resumption_text}}}'
         ).encode()
 

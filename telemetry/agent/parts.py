@@ -22,6 +22,7 @@ from telemetry.agent.memory_watch import MemoryWatch
 from telemetry.agent.overhead import Overhead
 from telemetry.agent.rank_membership import Membership
 from telemetry.agent.rank_state import RankStateReader
+from telemetry.agent.run_counts import RunCounts
 from telemetry.agent.run_environment import RunEnvironment
 from telemetry.agent.run_losses import RunLosses
 from telemetry.agent.run_view import RunViewBuilder
@@ -172,6 +173,7 @@ class AgentParts:
             ranks_elsewhere=self._ranks_elsewhere,
         )
         self._losses = RunLosses(self.run_dir / FOLDER, self.attempt, life, self.errors)
+        self._counts = RunCounts(self.run_dir / FOLDER, life, self.errors)
         self._changes = ChangeMonitor(
             self._collectors.newest,
             self.event_log.emit,
@@ -184,6 +186,7 @@ class AgentParts:
             stalls=self._stall_monitor,
             snapshots=self.snapshots,
             losses=self._losses,
+            counts=self._counts,
             changes=self._changes,
             errors=self.errors,
             wall=self._wall,
@@ -211,6 +214,13 @@ class AgentParts:
             ledger.first_wait_ns / NS,
             stuck_seconds=self._stall_monitor.stuck_seconds,
         )
+        self._counts.tick(self.identity, self._builder.current())
+
+    def _leave_for_next_attempt(self) -> None:
+        """This process ends by itself: write what the next attempt of the run begins with."""
+        self._count_losses()
+        self._losses.end(finished=self.attempt.end.finished)
+        self._counts.end()
 
     def _on_steps(self, steps: list[Step]) -> None:
         self.snapshots.add_steps(steps)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from telemetry.agent.change_monitor import ChangeMonitor
     from telemetry.agent.collector_poller import CollectorPoller
     from telemetry.agent.memory_watch import MemoryWatch
+    from telemetry.agent.run_counts import RunCounts
     from telemetry.agent.run_losses import RunLosses
     from telemetry.agent.snapshot_control import SnapshotControl
     from telemetry.agent.stall_monitor import StallMonitor
@@ -40,6 +41,7 @@ class RunViewBuilder:
         stalls: StallMonitor,
         snapshots: SnapshotControl,
         losses: RunLosses,
+        counts: RunCounts,
         changes: ChangeMonitor,
         errors: ErrorLog,
         wall: WallClock,
@@ -53,6 +55,7 @@ class RunViewBuilder:
         self._stalls = stalls
         self._snapshots = snapshots
         self._losses = losses
+        self._counts = counts
         self._changes = changes
         self._errors = errors
         self._wall = wall
@@ -63,6 +66,7 @@ class RunViewBuilder:
 
     def view(self, totals: Totals, identity: Identity, *, ended: bool) -> RunView:
         """The current state, with these counters."""
+        samples_before, tokens_before = self._counts.before
         accounting, collectors, last = self._accounting, self._collectors, self._accounting.ledger.last_step_ns
         return RunView(
             info=_info_labels(identity) | self._job_labels,
@@ -87,6 +91,8 @@ class RunViewBuilder:
             torch_memory=collectors.newest("torch_memory"),
             memory=self._memory.view(),
             attempt=self._losses.view(),
+            samples_before=samples_before,
+            tokens_before=tokens_before,
             step_change_ratio=self._changes.ratio,
             gpu_hour_price=self._gpu_hour_price,
         )

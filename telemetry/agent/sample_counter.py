@@ -10,7 +10,7 @@ from telemetry.attach.ring import BATCH, CLOSES, GAP, JOINS, OPENS, STRIDE
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from telemetry.attach.batch_sizes import BatchMarks, BatchSizes
+    from telemetry.attach.batch_sizes import BatchMarks, BatchSizes, BatchTokens
     from telemetry.attach.ring import Entry
 
 _MAX_REPLAYED: Final = 1 << 17
@@ -18,7 +18,9 @@ _MAX_REPLAYED: Final = 1 << 17
 
 
 class SampleCounter:
-    """Adds up the sizes of the batches in the ring. One batch of unknown size makes the whole sum unknown.
+    """Adds up the sizes of the batches in the ring, and their tokens.
+
+    One batch of unknown size makes the whole sum unknown.
 
     Args:
         marks: which iteration the batches belong to.
@@ -27,14 +29,13 @@ class SampleCounter:
     def __init__(self, marks: BatchMarks) -> None:
         self._marks = marks
         self._sizes: BatchSizes | None = None
+        self._tokens_of: BatchTokens | None = None
         self._number = 0
-        self._sum = 0
-        self._unknown = False
-        self._batches = 0
+        self._samples = _TrainedSum()
+        self._tokens = _TrainedSum()
+        self._tokens_before = 0  # that were counted when the script began to tell them
         self._settled = False
-        self._first: array[int] = array("q")  # the sum after each step, until `settle`
         self._in_step = False
-        self._replayed = 0
 
     def fold(self, entries: Iterable[Entry], position: int) -> None:
         """Count entries of the ring, in their order.
@@ -46,45 +47,103 @@ class SampleCounter:
         marks = self._marks.taken
         for _start, _end, code, _source in entries:
             if code & GAP:
-                self._unknown = True
+                self._samples.add(None)
+                self._tokens.add(None)
             if not self._settled:
                 self._note_step(code)
             if not code & GAP and code & (BATCH | JOINS):
                 while marks and marks[0].position <= position:
-                    _, self._sizes, self._number = marks.popleft()
-                size = None if self._sizes is None else self._sizes.of(self._number)
+                    _, self._sizes, self._tokens_of, self._number = marks.popleft()
+                sizes, tokens = self._sizes, self._tokens_of
+                self._samples.add(None if sizes is None else sizes.of(self._number))
+                self._tokens.add(None if tokens is None else tokens.of(self._number))
                 self._number += 1
-                self._batches += 1
-                if size is None:
-                    self._unknown = True
-                else:
-                    self._sum += size
             position += STRIDE
-        self._unknown |= self._marks.lost
+        if self._marks.lost:
+            self._samples.add(None)
+            self._tokens.add(None)
+
+    @property
+    def ended(self) -> BatchTokens | None:
+        """The tokens of an iteration of which no batch is to come that the ring does not have yet."""
+        tokens = self._tokens_of
+        return tokens if tokens is not None and tokens.ended else None
+
+    def forget(self, ended: BatchTokens | None) -> None:
+        """The ring was read since they had `ended`. They would keep the memory of the workers."""
+        if ended is not None and ended is self._tokens_of:
+            self._tokens_of = None
+            ended.release()
 
     def _note_step(self, code: int) -> None:
-        """Keep the sum at the end of a step."""
+        """Keep the sums at the end of a step."""
         if code & CLOSES:
-            if self._in_step and len(self._first) < _MAX_REPLAYED:
-                self._first.append(self._sum)
+            if self._in_step:
+                self._samples.step_ended()
+                self._tokens.step_ended()
             self._in_step = False
         if code & OPENS:
             self._in_step = True
 
     def settle(self, replayed_steps: int) -> None:
         """It is known how many of the first steps threw their batches away: the rest was trained."""
-        if self._settled:
-            return
-        self._settled = True
-        if replayed_steps > len(self._first):
-            self._unknown = True
-        elif replayed_steps:
-            self._replayed = self._first[replayed_steps - 1]
-        self._first = array("q")
+        if not self._settled:
+            self._settled = True
+            self._samples.settle(replayed_steps)
+            self._tokens.settle(replayed_steps)
 
     @property
     def samples(self) -> int | None:
         """Samples of the training batches so far; None if that is not known, or not yet."""
-        if self._unknown or not self._batches or not self._settled:
-            return None
-        return self._sum - self._replayed
+        return self._samples.trained
+
+    def tokens(self, told: int | None) -> int | None:
+        """Tokens of the training batches so far; None if that is not known, or not yet.
+
+        Args:
+            told: tokens that the script has told, which count instead from then on; None if it tells none.
+        """
+        if told is not None:
+            return self._tokens_before + told
+        counted = self._tokens.trained or None  # batches without `input_ids` are no 0 tokens
+        self._tokens_before = counted or self._tokens_before
+        return counted
+
+
+class _TrainedSum:
+    """One sum over the training batches."""
+
+    __slots__ = ("_first", "_known", "_settled", "_sum")
+
+    def __init__(self) -> None:
+        self._sum = 0
+        self._known: bool | None = None  # None before the first batch
+        self._settled = False
+        self._first: array[int] = array("q")  # the sum after each step, until `settle`
+
+    def add(self, count: int | None) -> None:
+        """Add a batch; None makes the sum unknown."""
+        if count is None:
+            self._known = False
+        elif self._known is not False:
+            self._known = True
+            self._sum += count
+
+    def step_ended(self) -> None:
+        """Keep the sum so far."""
+        if len(self._first) < _MAX_REPLAYED:
+            self._first.append(self._sum)
+
+    def settle(self, replayed_steps: int) -> None:
+        """Take the batches of the first steps out of the sum."""
+        if replayed_steps > len(self._first):
+            self._known = False
+        elif replayed_steps:
+            self._sum -= self._first[replayed_steps - 1]
+        self._first = array("q")
+        self._settled = True
+
+    @property
+    def trained(self) -> int | None:
+        """The sum; None if it is not known, or not yet."""
+        return self._sum if self._known and self._settled else None

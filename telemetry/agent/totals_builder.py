@@ -178,8 +178,8 @@ class TotalsBuilder:
             overhead_seconds=self._overhead.seconds(),
             sampled=before.sampled,
             gpu_energy_joules=before.gpu_energy_joules,
-            samples=None if accounting.unseen_steps else accounting.samples.samples,
-            tokens=tracker.tokens_told,
+            samples=accounting.trained_samples(),
+            tokens=accounting.tokens(),
         )
 
     def _by_source(self, counted: Totals, before: Totals) -> Totals:

@@ -166,7 +166,7 @@ def _timed_on_slow_path(original: Callable[[Any], Any], tracker: StepTracker) ->
         try:
             if cpu:
                 tracker.fetch_timed(end - start, thread_time_ns() - cpu)
-            tracker.delivered(self, start, end, entry)
+            tracker.delivered(self, start, end, entry, batch)
             if tracker.batch_release.wanted and entry & 7 == S_DATA_WAIT:
                 tracker.batch_release.follow(batch)
             tracker.overhead_ns += now_ns() - end

@@ -12,7 +12,7 @@ from telemetry.attach.loader_handle import ON_THREAD, WATCHED, BatchSource, Load
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from telemetry.attach.worker_probe import WorkerBlock
+    from telemetry.attach.worker_block import WorkerBlock
 
 _MAX_ITERATORS: Final = 64
 
@@ -64,6 +64,8 @@ class LoaderRegistry:
             entry = live.pop(key, None)
             if entry is not None:
                 retired.append(entry[1])
+                if entry[1].block is not None:
+                    entry[1].block.retired = True
 
         handle = LoaderHandle(iterator, block, again=again)
         live[key] = (weakref.ref(iterator, gone), handle)

@@ -57,7 +57,7 @@ class StepTracker(StepState):
         boundaries: notifies a snapshot and NVTX ranges of each step.
         scopes: phases and steps that the script names.
         optimizer: handles optimizer steps.
-        sources: where batches come from. ``marks``: how many samples they have.
+        sources: where batches come from. ``marks``: how many samples and tokens they have.
         tokens_told: tokens that the script has told; None before the first.
         batch_release: follows a batch of workers until it is freed.
         time_fetches: how many of the next fetches on this thread to time on its CPU clock, too. ``timed_fetch_ns`` and
@@ -132,7 +132,7 @@ class StepTracker(StepState):
             return r.STEP
         return _SAME_STEP
 
-    def delivered(self, iterator: object, start: int, end: int, entry: int) -> None:
+    def delivered(self, iterator: object, start: int, end: int, entry: int, batch: object) -> None:
         """A batch has come on the slow path.
 
         Args:
@@ -140,16 +140,18 @@ class StepTracker(StepState):
             start: start of the wait, monotonic ns.
             end: end of the wait, monotonic ns.
             entry: the code of its span.
+            batch: the batch.
         """
         category = entry >> 3 & 7
         training = not self.in_phase and category != r.S_EVALUATION
         likely = training and (self.explicit or self._detector.likely(self.optimizer_steps))
         source = self.sources.delivered(iterator, training=likely)
         if training:
-            self.marks.batch(iterator, self.ring.head)
+            self.marks.batch(iterator, self.ring.head, batch, source, told=self.tokens_told is not None)
         self.ring.push(start, end, entry, source)
         self.waiting_since = 0
         if not training:
+            self.marks.not_training(iterator, self.ring.head)
             return
         self.category = category
         self.batch_seen = self.batch_since_step = True
@@ -244,6 +246,7 @@ class StepTracker(StepState):
         if loader is None:
             self.ring.push(start, end, entry)
         else:
+            loader.began_ns = start
             self.ring.push(start, end, entry | r.BEGINS, loader)
         self.waiting_since = 0
 
@@ -326,10 +329,7 @@ class StepTracker(StepState):
             self.fast_path.disable(TIMED_BATCH)
 
     def follow_optimizer(self) -> None:
-        """The optimizer steps, but no batch is requested on this thread any more.
-
-        From its next step on the optimizer's steps are the steps, until a batch is requested here again.
-        """
+        """No batch is requested on this thread any more: the optimizer's steps are the steps, until one is again."""
         self.batches_unseen = True
         self.fast_path.disable(BATCHES_UNSEEN)
 
@@ -344,3 +344,4 @@ class StepTracker(StepState):
         self.recorder = None
         self.sampler_timer.wanted = 0
         self.batch_release.forget()
+        self.marks.forget()

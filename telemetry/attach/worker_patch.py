@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.attach.profiler_ranges import MarkedWorker
 from telemetry.attach.traceback_frames import forget_frame
-from telemetry.attach.worker_probe import MAX_WORKERS, WorkerBlock, WorkerProbe
+from telemetry.attach.worker_block import MAX_WORKERS, WorkerBlock
+from telemetry.attach.worker_probe import WorkerProbe
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1,180 +1,46 @@
-"""Runs inside the DataLoader workers: times each fetch into a block of shared memory that the agent reads.
+"""Runs inside the DataLoader workers: times each fetch into the shared block, and counts the tokens of its batch.
 
 The probe replaces the loader's ``worker_init_fn``. With any start method, that runs in every worker before its fetcher
-is made. If a worker is a thread of the training process, nothing is patched and its fetches are not timed. The block is
-an anonymous file in memory (memfd). A forked worker inherits it, a spawned one opens it through /proc, and it is freed
-with the last process that has it open. The agent never waits for a worker. If a worker is killed during a write, at
-worst one count misses one fetch.
+is made. If a worker is a thread of the training process, nothing is patched and its fetches are not timed.
 """
 
 from __future__ import annotations
 
 import functools
-import mmap
 import os
-import struct
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.attach.sample_area import AREA_BYTES, SampleArea
+from telemetry.attach.token_table import TokenWriter
 from telemetry.attach.traceback_frames import forget_frame
+from telemetry.attach.worker_block import (
+    COUNTS,
+    COUNTS_AT,
+    EPOCH,
+    EPOCHS,
+    EPOCHS_AT,
+    HISTOGRAM_AT,
+    PID,
+    RECENT,
+    RECENT_AT,
+    SAMPLE_SESSION,
+    SAMPLE_UNTIL,
+    SINCE,
+    SLOT_WORDS,
+    SPAN,
+    STACK_ASK,
+    STACK_FILE,
+    STACK_FORCE,
+    STACK_INODE,
+    TID,
+    WorkerBlock,
+)
 from telemetry.core.clock import now_ns
-from telemetry.core.filesystem import Descriptor, identity_of, memory_file, raised
-from telemetry.core.worker_records import FETCH_BUCKETS, StackPort, WorkerCounters
+from telemetry.core.worker_records import FETCH_BUCKETS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from telemetry.attach.sample_area import SampledFetches
-
-_SLOT_WORDS: Final = 192
-"""1.5 KiB per worker, so that no two workers share a cache line."""
-
-_PID, _TID, _EPOCH, _FETCHES, _WALL, _SINCE, _ENDED = range(7)
-_COUNTS: Final = struct.Struct("=4q")
-"""Fetches, wall, since and ended, which are adjacent."""
-_COUNTS_AT: Final = 8 * _FETCHES
-_STACK_FORCE, _STACK_FILE, _STACK_INODE, _STACK_ASK = range(10, 14)
-_SAMPLE_SESSION, _SAMPLE_UNTIL = 14, 15
-_REQUEST: Final = struct.Struct("=2q")
-_REQUEST_AT: Final = 8 * _SAMPLE_SESSION
-_HISTOGRAM: Final = 16
-_EPOCHS: Final = 40
-EPOCHS: Final = 8
-"""The number of the first fetch is kept for this many epochs."""
-_RECENT: Final = 64
-RECENT: Final = 64
-"""The start and the end are kept for this many of a worker's newest fetches."""
-
-_SPAN: Final = struct.Struct("=2q")
-
-MAX_WORKERS: Final = 4096
-"""A loader with more workers is not probed."""
-
-_MAX_SAMPLED: Final = 16
-"""This many workers of a loader are sampled. The others do the same."""
-
-
-class WorkerBlock:
-    """Counters of the workers of one iterator, in shared memory.
-
-    Args:
-        workers: number of workers.
-
-    Attributes:
-        owner: pid of the process that made it.
-
-    Raises:
-        OSError: the kernel gives no such memory.
-    """
-
-    _file: Descriptor | None = None
-
-    def __init__(self, workers: int) -> None:
-        self.workers = workers
-        self.owner = os.getpid()
-        file = memory_file("telemetry-workers")
-        self._file = Descriptor(file)
-        try:
-            os.ftruncate(file, self._size)
-            self._map(file)
-        except OSError:
-            self.close()
-            raise
-
-    @property
-    def _size(self) -> int:
-        """Bytes of the slots, and of the areas for samples, which take no memory until they are used."""
-        return self.workers * _SLOT_WORDS * 8 + min(self.workers, _MAX_SAMPLED) * AREA_BYTES
-
-    def _map(self, file: int) -> None:
-        self._memory = mmap.mmap(file, self._size)
-        self.words = memoryview(self._memory).cast("q")
-
-    def area(self, worker: int) -> SampleArea:
-        """Where a worker writes the profile of its fetches."""
-        return SampleArea(self._memory, self.workers * _SLOT_WORDS * 8 + worker * AREA_BYTES)
-
-    def ask_samples(self, session: int, until_ns: int) -> None:
-        """Ask workers to sample their fetches until a stamp, for one session. They see it at their next fetch."""
-        for worker in range(min(self.workers, _MAX_SAMPLED)):
-            _REQUEST.pack_into(self._memory, worker * _SLOT_WORDS * 8 + _REQUEST_AT, session, until_ns)
-
-    def sampled(self) -> list[SampledFetches]:
-        """The profiles that the workers have written."""
-        areas = (self.area(worker).read() for worker in range(min(self.workers, _MAX_SAMPLED)))
-        return [found for found in areas if found is not None]
-
-    def __getstate__(self) -> tuple[int, int, int, tuple[int, int]]:
-        number, identity = (self._file.number, self._file.identity) if self._file is not None else (-1, (0, 0))
-        return (self.workers, self.owner, number, identity)
-
-    def __setstate__(self, state: tuple[int, int, int, tuple[int, int]]) -> None:
-        """In a spawned worker: open the owner's file.
-
-        Raises:
-            OSError: it cannot be opened.
-            ValueError: the number belongs to another file by now, or ``state`` is not one of our blocks.
-        """
-        self.workers, self.owner, number, identity = state
-        if not 0 < self.workers <= MAX_WORKERS:
-            raise ValueError("not a block of ours")
-        file = raised(os.open(f"/proc/{self.owner}/fd/{number}", os.O_RDWR | os.O_CLOEXEC))  # that path is a link
-        try:
-            if identity_of(file) != identity:
-                raise ValueError("the owner has another file under this number now")
-            self._map(file)
-        finally:
-            os.close(file)
-
-    def read(self) -> tuple[WorkerCounters, ...]:
-        """The counters of the workers that have begun."""
-        counters = []
-        for worker in range(self.workers):
-            slot = self.words[worker * _SLOT_WORDS : (worker + 1) * _SLOT_WORDS].tolist()
-            if not slot[_PID]:
-                continue
-            counters.append(
-                WorkerCounters(
-                    worker=worker,
-                    pid=slot[_PID],
-                    tid=slot[_TID],
-                    fetches=slot[_FETCHES],
-                    wall_ns=slot[_WALL],
-                    fetching_since_ns=slot[_SINCE],
-                    epoch=slot[_EPOCH],
-                    ended=slot[_ENDED],
-                    epoch_began=tuple(slot[_EPOCHS : _EPOCHS + EPOCHS]),
-                    histogram=tuple(slot[_HISTOGRAM : _HISTOGRAM + len(FETCH_BUCKETS) + 1]),
-                    recent_started_ns=tuple(slot[_RECENT : _RECENT + 2 * RECENT : 2]),
-                    recent_finished_ns=tuple(slot[_RECENT + 1 : _RECENT + 2 * RECENT : 2]),
-                )
-            )
-        return tuple(counters)
-
-    def stack_ports(self) -> dict[int, StackPort]:
-        """How to ask each worker for its stacks, by pid."""
-        ports = {}
-        for worker in range(self.workers):
-            slot = self.words[worker * _SLOT_WORDS : (worker + 1) * _SLOT_WORDS]
-            if slot[_PID] and slot[_STACK_ASK]:
-                ports[slot[_PID]] = StackPort(
-                    ask=slot[_STACK_ASK],
-                    force=slot[_STACK_FORCE],
-                    file=slot[_STACK_FILE],
-                    inode=slot[_STACK_INODE],
-                )
-        return ports
-
-    def close(self) -> None:
-        """Close the descriptor. The memory is freed with the last process that has it mapped."""
-        file, self._file = self._file, None
-        if file is not None and os.getpid() == self.owner:
-            file.close()
-
-    def __del__(self) -> None:
-        self.close()
 
 
 class WorkerProbe:
@@ -246,13 +112,15 @@ def _time_fetches(block: WorkerBlock, worker: int) -> None:
     """Patch the fetchers of this worker process."""
     from torch.utils.data._utils import fetch
 
-    base = worker * _SLOT_WORDS
-    words = block.words[base : base + _SLOT_WORDS]
-    words[_TID] = threading.get_native_id()
-    words[_PID] = os.getpid()
+    base = worker * SLOT_WORDS
+    words = block.words[base : base + SLOT_WORDS]
+    words[TID] = threading.get_native_id()
+    words[PID] = os.getpid()
     sample = _sampling(block, worker, words)
     for kind in (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher):
-        kind.fetch = note_wrapper(timed_fetch(without_ours(kind.fetch, "timed", "marked"), words, sample), "timed")
+        tokens = TokenWriter(block.tokens, every=kind is fetch._IterableDatasetFetcher)
+        own = without_ours(kind.fetch, "timed", "marked")
+        kind.fetch = note_wrapper(timed_fetch(own, words, sample, tokens), "timed")
 
 
 def _sampling(block: WorkerBlock, worker: int, words: memoryview) -> Callable[[], None]:
@@ -267,8 +135,8 @@ def _sampling(block: WorkerBlock, worker: int, words: memoryview) -> Callable[[]
 
                 ask = _nothing  # if this fails, it is not tried again
                 ask = WorkerSampler(
-                    lambda: (words[_SAMPLE_SESSION], words[_SAMPLE_UNTIL]),
-                    lambda: words[_SINCE] > 0,
+                    lambda: (words[SAMPLE_SESSION], words[SAMPLE_UNTIL]),
+                    lambda: words[SINCE] > 0,
                     block.area(worker),
                 ).ask
             ask()
@@ -283,11 +151,11 @@ def _offer_stacks(block: WorkerBlock, worker: int) -> None:
     from telemetry.attach.worker_stack_responder import offer_stacks
 
     port = offer_stacks()
-    base = worker * _SLOT_WORDS
-    block.words[base + _STACK_FORCE] = port.force
-    block.words[base + _STACK_FILE] = port.file
-    block.words[base + _STACK_INODE] = port.inode
-    block.words[base + _STACK_ASK] = port.ask  # last: it shows that the others are set
+    base = worker * SLOT_WORDS
+    block.words[base + STACK_FORCE] = port.force
+    block.words[base + STACK_FILE] = port.file
+    block.words[base + STACK_INODE] = port.inode
+    block.words[base + STACK_ASK] = port.ask  # last: it shows that the others are set
 
 
 def _nothing() -> None:
@@ -295,7 +163,10 @@ def _nothing() -> None:
 
 
 def timed_fetch(
-    original: Callable[[Any, Any], Any], words: memoryview, sample: Callable[[], None] = _nothing
+    original: Callable[[Any, Any], Any],
+    words: memoryview,
+    sample: Callable[[], None] = _nothing,
+    tokens: TokenWriter | None = None,
 ) -> Callable[[Any, Any], Any]:
     """``fetch``, counted in one worker's slot.
 
@@ -306,40 +177,45 @@ def timed_fetch(
         original: the fetcher's method.
         words: the worker's slot, as 64-bit integers.
         sample: called at the start of each fetch while the agent asks for samples.
+        tokens: gets each batch, after its fetch was counted.
     """
     last_bucket = len(FETCH_BUCKETS)
-    slot, store, store_span = words.cast("B"), _COUNTS.pack_into, _SPAN.pack_into
+    slot, store, store_span = words.cast("B"), COUNTS.pack_into, SPAN.pack_into
     fetches = wall = ended = 0
     current: Callable[[], Any] = _nothing  # weak: a reference to the fetcher would delay the clean-up of its iterator
 
     @functools.wraps(original)
     def fetch(self: Any, possibly_batched_index: Any) -> Any:
-        nonlocal fetches, wall, ended, current
+        nonlocal fetches, wall, ended, current, tokens
         if current() is not self:  # each epoch has a new fetcher
             current = weakref.ref(self)
-            epoch = words[_EPOCH] + 1
-            words[_EPOCHS + epoch % EPOCHS] = ended
-            words[_EPOCH] = epoch
-        words[_SINCE] = start = now_ns()
-        if words[_SAMPLE_UNTIL] > start:
+            epoch = words[EPOCH] + 1
+            words[EPOCHS_AT + epoch % EPOCHS] = ended
+            words[EPOCH] = epoch
+        words[SINCE] = start = now_ns()
+        if words[SAMPLE_UNTIL] > start:
             sample()
         try:
             data = original(self, possibly_batched_index)
         except BaseException as error:
             if not isinstance(error, StopIteration):  # the end of an iterable data set is not a batch
-                store_span(slot, 8 * _RECENT + ended % RECENT * _SPAN.size, start, now_ns())
+                store_span(slot, 8 * RECENT_AT + ended % RECENT * SPAN.size, start, now_ns())
                 ended += 1
-            store(slot, _COUNTS_AT, fetches, wall, 0, ended)
+                if tokens is not None:
+                    tokens.raised(start)
+            store(slot, COUNTS_AT, fetches, wall, 0, ended)
             forget_frame(error)
             raise
         end = now_ns()
         took = end - start
-        store_span(slot, 8 * _RECENT + ended % RECENT * _SPAN.size, start, end)
-        words[_HISTOGRAM + min((took >> 20).bit_length(), last_bucket)] += 1
+        store_span(slot, 8 * RECENT_AT + ended % RECENT * SPAN.size, start, end)
+        words[HISTOGRAM_AT + min((took >> 20).bit_length(), last_bucket)] += 1
         ended += 1
         fetches += 1
         wall += took
-        store(slot, _COUNTS_AT, fetches, wall, 0, ended)
+        store(slot, COUNTS_AT, fetches, wall, 0, ended)
+        if tokens is not None and not tokens.made(data, start):
+            tokens = None
         return data
 
     return fetch

@@ -66,6 +66,7 @@ class RunView:
     workers so far, even if ``workers`` could not be read this time. ``energy_gpu``: the newest sample of the GPU whose
     energy is counted, even if ``gpu`` could not be read this time. ``step_change_ratio``: see `ChangeDetector`.
     ``gpu_hour_price``: the setting; None without it.
+    ``samples_before``, ``tokens_before``: of the rank in earlier attempts of the run.
     """
 
     info: dict[str, str]
@@ -92,3 +93,15 @@ class RunView:
     attempt: AttemptView | None = None
     step_change_ratio: float | None = None
     gpu_hour_price: float | None = None
+    samples_before: int = 0
+    tokens_before: int = 0
+
+    @property
+    def samples(self) -> int | None:
+        """Samples of this rank over all attempts; None if those of this one are not known."""
+        return None if self.totals.samples is None else self.samples_before + self.totals.samples
+
+    @property
+    def tokens(self) -> int | None:
+        """The same for tokens."""
+        return None if self.totals.tokens is None else self.tokens_before + self.totals.tokens

@@ -58,9 +58,9 @@ def _loop_ratio(window: LogWindow, seconds: float | None) -> float | None:
     return None if seconds is None or loop <= 0 else seconds / loop
 
 
-def _per_second(window: LogWindow, count: float) -> float | None:
+def _per_second(window: LogWindow, count: float | None) -> float | None:
     seconds = window.added.wall_seconds
-    return count / seconds if seconds > 0 else None
+    return count / seconds if count is not None and seconds > 0 else None
 
 
 def _quantiles(
@@ -84,6 +84,20 @@ WINDOW_FIGURES: Final = (
         "Training steps per second of wall clock.",
         _NO_WINDOW,
         lambda window: _per_second(window, window.added.steps),
+    ),
+    WindowFigure(
+        "samples_per_second",
+        "samples per second",
+        "Samples that this rank trained on, per second of wall clock.",
+        "where `samples_total` is absent, and in the first window that has it",
+        lambda window: _per_second(window, window.added.samples),
+    ),
+    WindowFigure(
+        "tokens_per_second",
+        "tokens per second",
+        "Tokens that this rank trained on, per second of wall clock.",
+        "where `tokens_total` is absent, and in the first window that has it",
+        lambda window: _per_second(window, window.added.tokens),
     ),
     WindowFigure(
         "data_wait_ratio",

@@ -35,13 +35,18 @@ _FIGURES: Final = {
     "training_gpu_temperature_celsius": "temperature_celsius",
     "training_process_resident_memory_bytes": "process_resident_memory_bytes",
 }
+_COUNTS: Final = {
+    "training_steps_total": "steps_total",
+    "training_samples_total": "samples_total",
+    "training_tokens_total": "tokens_total",
+}
 _NAMES: Final = frozenset(
     {
         *_FIGURES,
         "training_run_info",
         "training_gpu_info",
         "training_run_ended",
-        "training_steps_total",
+        *_COUNTS,
         "training_time_seconds_total",
         "training_exposed_wait_seconds_total",
         "training_stall_active",
@@ -263,8 +268,8 @@ def _take_single(scraped: _Scraped, name: str, labels: dict[str, str], value: fl
         scraped.figures["name"] = labels.get("name", "")
     elif name == "training_run_ended":
         scraped.ended = bool(value)
-    elif name == "training_steps_total":
-        scraped.totals["steps_total"] = int(value)
+    elif name in _COUNTS:
+        scraped.totals[_COUNTS[name]] = int(value)
     elif name == "training_exposed_wait_seconds_total":
         scraped.totals["exposed_wait_total_seconds"] = value
     elif name == "training_straggler_rank":

@@ -80,7 +80,7 @@ class RankRow:
         finding: the state in a few words.
         now_in: the category of the ledger that it is in; empty if not known or no longer. ``where``: the line of code.
         steps: that have ended, in the whole run; None before the first reading.
-        steps_per_second: over the last minute, without startup.
+        steps_per_second, samples_per_second, tokens_per_second: over the last minute, without startup.
         wait_ratio: exposed wait of its training loop over the last minute; None if not known.
         recent_ledger: seconds by category over the last minute. ``ledger``: over the whole run.
         figures, step_seconds: as in `RankFacts`.
@@ -98,6 +98,8 @@ class RankRow:
     where: str = ""
     steps: int | None = None
     steps_per_second: float | None = None
+    samples_per_second: float | None = None
+    tokens_per_second: float | None = None
     wait_ratio: float | None = None
     recent_ledger: dict[str, float] = field(default_factory=dict)
     ledger: dict[str, float] = field(default_factory=dict)
@@ -132,8 +134,6 @@ def row_of(
     stalls = tuple(stalls_of(log)) if log.stalls else ()
     state, since, finding = _state(facts, stalls, now, suspects or {}, waits)
     running = facts.how == RUNNING and state != SILENT
-    startup = live.get("ledger_total_seconds", {}).get(STARTUP, 0.0)
-    wall = live.get("wall_seconds", 0.0) - startup
     return RankRow(
         rank=log.rank,
         node=facts.node,
@@ -144,7 +144,9 @@ def row_of(
         now_in=facts.now_in if running else "",
         where=facts.where if running else "",
         steps=facts.totals.get("steps_total"),
-        steps_per_second=live["steps_total"] / wall if running and wall > 0 and "steps_total" in live else None,
+        steps_per_second=_rate(live, "steps_total") if running else None,
+        samples_per_second=_rate(facts.recent, "samples_total") if running else None,
+        tokens_per_second=_rate(facts.recent, "tokens_total") if running else None,
         wait_ratio=wait_ratio(facts.recent) if facts.how == RUNNING else wait_ratio(facts.totals),
         recent_ledger=live.get("ledger_total_seconds", {}),
         ledger=facts.totals.get("ledger_total_seconds", {}),
@@ -153,6 +155,12 @@ def row_of(
         stalls=stalls,
         memory=facts.totals.get("memory", {}),
     )
+
+
+def _rate(totals: dict[str, Any], name: str) -> float | None:
+    """How many per second, without startup; None if it is not known."""
+    wall = totals.get("wall_seconds", 0.0) - totals.get("ledger_total_seconds", {}).get(STARTUP, 0.0)
+    return totals[name] / wall if wall > 0 and name in totals else None
 
 
 def wait_ratio(totals: dict[str, Any]) -> float | None:

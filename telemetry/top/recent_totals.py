@@ -10,7 +10,10 @@ SECONDS: Final = 60.0
 _STEPS: Final = 3
 _LONGEST_SECONDS: Final = 600.0
 
-_SUMS: Final = ("steps_total", "wall_seconds", "exposed_wait_total_seconds", "unseen_steps_total", "first_wait_seconds")
+_SUMS: Final = (
+    *("steps_total", "wall_seconds", "exposed_wait_total_seconds", "unseen_steps_total", "first_wait_seconds"),
+    *("samples_total", "tokens_total"),
+)
 _SUMS_BY_NAME: Final = ("ledger_total_seconds", "stall_lost_total_seconds")
 _KEPT: Final = (*_SUMS, *_SUMS_BY_NAME, "exposed_wait_absent")
 

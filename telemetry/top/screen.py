@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Final
 
-from telemetry.core.formatting import rough_duration
+from telemetry.core.formatting import plain_number, rough_duration
 from telemetry.top.live_verdict import BAD, GOOD, clock
 from telemetry.top.rank_row import STATES
 from telemetry.top.rank_table import RankTable
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from telemetry.top.job_view import JobView
+    from telemetry.top.rank_row import RankRow
     from telemetry.top.screen_text import Charset, ScreenLine
 
 _LEVELS: Final = {GOOD: "good", BAD: "bad"}
@@ -42,7 +43,8 @@ _HELP: Final = (
     "state         worst first: gone, failed, stuck, silent, the cause of a stall,",
     "              waits for another rank, no step yet, ok, finished",
     "now           the category of the ledger that the rank is in",
-    "step/s        steps per second over the last minute",
+    "step/s        steps per second over the last minute; the line above has the median,",
+    "              and samples and tokens per second of all ranks, where they are known",
     "wait          exposed wait, as a share of the training loop of the last minute;",
     "              - where it was not measured",
     "gpu, mem      share of time in which the GPU ran something; memory in use",
@@ -131,6 +133,7 @@ class Frame:
             states,
             f"step {max(steps)}" if steps else "",
             f"{sorted(rates)[len(rates) // 2]:.2f} steps/s" if rates else "",
+            *_throughput(rows),
             clock(now).removesuffix(" UTC"),
         ]
         return ((self._chars.cell("  ".join(part for part in parts if part), width), "dim"),)
@@ -178,6 +181,20 @@ class Frame:
         for key, does in _KEYS:
             keys += [(key, "strong"), (f" {does} ", "dim")]
         return _cut((*keys, (f" {chosen}", "dim")), width, self._chars)
+
+
+def _throughput(rows: Sequence[RankRow]) -> list[str]:
+    """Samples and tokens a second, all ranks that run together; nothing where one of them does not know."""
+    running = [row for row in rows if row.steps_per_second is not None]
+    found = []
+    for name, rates in (
+        ("samples", [row.samples_per_second for row in running]),
+        ("tokens", [row.tokens_per_second for row in running]),
+    ):
+        known = [rate for rate in rates if rate is not None]
+        if known and len(known) == len(rates):
+            found.append(f"{plain_number(sum(known), 4)} {name}/s")
+    return found
 
 
 def _cut(line: Sequence[tuple[str, str]], width: int, chars: Charset) -> ScreenLine:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from telemetry.core.formatting import binary_size, duration, percent, rough_duration
+from telemetry.core.formatting import binary_size, duration, percent, plain_number, rough_duration
 from telemetry.core.labels import CATEGORIES
 from telemetry.report.report_text import stall_section
 from telemetry.top.live_verdict import clock
@@ -34,7 +34,7 @@ def rank_lines(row: RankRow, chars: Charset, width: int, now: float) -> list[Scr
     texts += [f"steps      {steps}, {rate} a second; a step takes {times}" if row.step_seconds else
               f"steps      {steps}, {rate} a second",
               f"wait       {percent(row.wait_ratio)} of the training loop was exposed wait"]  # fmt: skip
-    texts += [*_gpu(row), *_memory(row), ""]
+    texts += [*_throughput(row), *_gpu(row), *_memory(row), ""]
     lines += [((chars.cell(text, width), ""),) for text in texts]
     lines += _ledgers(row, chars, width)
     for stall in reversed(row.stalls[-_STALLS:]):
@@ -46,6 +46,12 @@ def rank_lines(row: RankRow, chars: Charset, width: int, now: float) -> list[Scr
                 ((" " * indent + part, style),) for part in chars.wrapped(each.strip(), max(8, width - indent), 6)
             ]
     return lines
+
+
+def _throughput(row: RankRow) -> list[str]:
+    rates = ((row.samples_per_second, "samples"), (row.tokens_per_second, "tokens"))
+    known = [f"{plain_number(rate, 4)} {name} a second" for rate, name in rates if rate is not None]
+    return [f"throughput {', '.join(known)}"] if known else []
 
 
 def _gpu(row: RankRow) -> list[str]:

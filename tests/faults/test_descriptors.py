@@ -22,7 +22,7 @@ def test_a_reused_descriptor_number_belongs_to_its_new_owner(tmp_path):
         """
         import os, sys, threading, time, urllib.request
         import telemetry
-        from telemetry.attach.worker_probe import WorkerBlock
+        from telemetry.attach.worker_block import WorkerBlock
 
         agent = telemetry.start("run", start_line=False, port=0, interval_seconds=0.5, log_interval_seconds=0.5)
         block = WorkerBlock(2)

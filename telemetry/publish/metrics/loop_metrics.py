@@ -72,19 +72,23 @@ LOOP: Final[MetricGroup[RunView]] = MetricGroup(
             help="Samples of the batches that the training took.",
             details=(
                 "As many as there were indices. Batches that were only prefetched, those of an evaluation, and those "
-                "that are drawn and thrown away after a restart do not count. Known from the second optimizer step on."
+                "that are drawn and thrown away after a restart do not count. Known from the second optimizer step on. "
+                "Goes on over the attempts of a run, by rank. An attempt that did not know its own adds nothing."
             ),
             absent="if the size of a batch was not known ([Throughput](throughput.md))",
-            read=lambda view: view.totals.samples,
+            read=lambda view: view.samples,
         ),
         Metric(
             name="training_tokens_total",
             type=COUNTER,
             unit="tokens",
             help="Tokens that the training took.",
-            details="As `telemetry.tokens()` told them.",
-            absent="before the script has told any",
-            read=lambda view: view.totals.tokens,
+            details=(
+                "As `telemetry.tokens()` told them, else the positions of `input_ids` in the batches that the training "
+                "took, padding included. Goes on over attempts as `training_samples_total` does."
+            ),
+            absent="if the script tells none, and no batch has `input_ids` or one is not known",
+            read=lambda view: view.tokens,
         ),
         Metric(
             name="training_optimizer_steps_total",

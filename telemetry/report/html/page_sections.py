@@ -26,6 +26,7 @@ from telemetry.report.html.time_charts import (
     sampled_charts,
     step_percentiles,
     steps_per_second,
+    throughput,
 )
 from telemetry.report.snapshot_traces import flops_of
 
@@ -90,7 +91,8 @@ def sections(
     rows_spent = [[text.strip()] for text in spent if text.strip()]
     table = [PageTable("Throughput and energy", ("of the run",), rows_spent)] if rows_spent else []
     absent = "neither samples, tokens nor energy are in the logs"
-    found.append(_section("throughput", "Throughput and energy", [], table, absent))
+    rates = throughput(recorder, rows) if over_time else []
+    found.append(_section("throughput", "Throughput and energy", rates, table, absent))
     for key, title, wanted in (("gpu", "GPU", GPU), ("workers", "Workers", WORKERS), ("host", "Memory and CPU", HOST)):
         charts = sampled_charts(recorder, rows, wanted) if over_time else []
         missing = not_measured(recorder, rows, wanted) if over_time and charts else ["no sample of it is in the logs"]

@@ -22,6 +22,11 @@ EXPOSED: Final = "exposed"
 EXPOSED_OF: Final = "exposed_of"
 """The training loop's seconds for which exposed wait is known."""
 
+SAMPLES: Final = "samples"
+TOKENS: Final = "tokens"
+THROUGHPUT_OF: Final = {SAMPLES: "samples_of", TOKENS: "tokens_of"}
+"""The training loop's seconds for which samples or tokens are known."""
+
 AGENT: Final = "agent"
 HOOKS: Final = "hooks"
 
@@ -54,6 +59,7 @@ class _Newest:
     wall: float
     sums: dict[str, float]
     exposed: float | None
+    trained: dict[str, float]
 
 
 class RunRecorder:
@@ -134,8 +140,9 @@ class RunRecorder:
         ledger, cost = line["ledger_total_seconds"], line.get("overhead_seconds", {})
         sums = {category: ledger.get(category, 0.0) for category in CATEGORIES}
         sums |= {STEPS: line["steps_total"], AGENT: cost.get("agent", 0.0), HOOKS: cost.get("training", 0.0)}
-        now = _Newest(time, line["wall_seconds"], sums, line.get("exposed_wait_total_seconds"))
-        before = newest or _Newest(time - now.wall, 0.0, dict.fromkeys(sums, 0.0), 0.0)
+        trained = {name: count for name in THROUGHPUT_OF if (count := line.get(f"{name}_total")) is not None}
+        now = _Newest(time, line["wall_seconds"], sums, line.get("exposed_wait_total_seconds"), trained)
+        before = newest or _Newest(time - now.wall, 0.0, dict.fromkeys(sums, 0.0), 0.0, dict.fromkeys(trained, 0.0))
         self._newest[process] = now
         added = {name: value - before.sums[name] for name, value in sums.items()}
         begin = time - (now.wall - before.wall)  # the clock may have been stepped since
@@ -143,6 +150,10 @@ class RunRecorder:
             return  # nothing new, or damaged
         if now.exposed is not None and before.exposed is not None:
             added |= {EXPOSED: now.exposed - before.exposed, EXPOSED_OF: added[DATA_WAIT] + added[COMPUTE]}
+        for name, count in trained.items():
+            more = count - before.trained.get(name, count + 1)
+            if more >= 0:
+                added |= {name: more, THROUGHPUT_OF[name]: added[DATA_WAIT] + added[COMPUTE]}
         self.grid.spread(row, begin, time, added)
         index = self.grid.index_of(time)
         for name, field in ((STEP, "step"), (WAIT, "data_wait")):

@@ -10,7 +10,7 @@ import numpy as np
 from telemetry.core.labels import COMPUTE, DATA_WAIT
 from telemetry.report.html import palette
 from telemetry.report.html.chart_specs import BYTES, CELSIUS, COUNT, HERTZ, RATIO, SECONDS, WATTS, Curve, TimeChart
-from telemetry.report.html.run_recorder import AGENT, HOOKS, STEP, WAIT
+from telemetry.report.html.run_recorder import AGENT, HOOKS, SAMPLES, STEP, THROUGHPUT_OF, TOKENS, WAIT
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -159,6 +159,21 @@ def steps_per_second(recorder: RunRecorder, rows: Sequence[int]) -> TimeChart | 
     curve = Curve("steps per second", palette.GREEN, _ratio(steps, loop))
     note = "Steps of the mean rank per second of its training loop."
     return TimeChart("pace", "Pace", COUNT, (curve,), note=note) if curve.is_measured else None
+
+
+def throughput(recorder: RunRecorder, rows: Sequence[int]) -> list[TimeChart]:
+    """Samples and tokens per second of the training loop, summed over the ranks. One that is not known is left out."""
+    charts = []
+    loop = np.sum([recorder.grid.sums(c)[list(rows)] for c in (DATA_WAIT, COMPUTE)], axis=0)
+    for name, colour in ((SAMPLES, palette.GREEN), (TOKENS, palette.BLUE)):
+        known = recorder.grid.sums(THROUGHPUT_OF[name])[list(rows)]
+        rates = _ratio(recorder.grid.sums(name)[list(rows)], known)
+        unknown = ((loop > 0) & (known <= 0)).any(axis=0) | (known <= 0).all(axis=0)
+        curve = Curve(f"{name} per second", colour, np.where(unknown, np.nan, np.nansum(rates, axis=0)))
+        note = "Per second of the training loop, summed over the ranks. Empty where a rank does not know it."
+        if curve.is_measured:
+            charts.append(TimeChart(f"{name}-rate", f"{name.capitalize()} per second", COUNT, (curve,), note=note))
+    return charts
 
 
 def agent_cost(recorder: RunRecorder, rows: Sequence[int]) -> TimeChart:

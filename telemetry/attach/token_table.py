@@ -1,0 +1,148 @@
+"""The part of the shared block in which workers write how many tokens each batch has, by the batch's number.
+
+The DataLoader numbers the batches of an iteration from 0, whichever worker makes them. Batch number ``n`` has slot
+``n % SLOTS``. A slot has the start of its fetch, by which the agent tells it from the same slot of an earlier
+iteration, the number, and the tokens. A worker writes before it sends the batch, so what has been delivered is there.
+The kernel gives memory for these pages only when they are written.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from typing import TYPE_CHECKING, Final
+
+from telemetry.attach.batch_tokens import tokens_in
+
+if TYPE_CHECKING:
+    from mmap import mmap
+
+SLOTS: Final = 4096
+"""As many as the ring has entries."""
+
+_HEAD_BYTES: Final = 64
+_SLOT: Final = struct.Struct("=2q")
+TABLE_BYTES: Final = _HEAD_BYTES + SLOTS * _SLOT.size
+
+RAISED: Final = 0
+COUNTED: Final = 1
+"""What a slot says: the fetch has raised, or this plus the tokens."""
+
+_CODE_BITS: Final = 32
+_MAX_CODE: Final = (1 << _CODE_BITS) - 1
+_MAX_NUMBER: Final = 1 << 30
+_MAX_FRAMES: Final = 8
+
+LOOKS: Final = 16
+"""A worker whose first so many batches have no tokens does not look at any more."""
+
+BEGUN, FAILED, FOUND, LEFT = range(4)
+"""Bytes of the head: a worker has begun; one has had a batch whose tokens are not known, or could not note it; one has
+found tokens; one does not look any more."""
+
+
+class TokenTable:
+    """The tokens of the newest batches of a loader.
+
+    Args:
+        memory: the shared block.
+        start: offset of the table.
+    """
+
+    __slots__ = ("_memory", "_start")
+
+    def __init__(self, memory: mmap, start: int) -> None:
+        self._memory = memory
+        self._start = start
+
+    def write(self, number: int, started_ns: int, code: int) -> None:
+        """Note a batch. Used by the worker that makes it."""
+        at = self._start + _HEAD_BYTES + number % SLOTS * _SLOT.size
+        _SLOT.pack_into(self._memory, at, started_ns, (number + 1) << _CODE_BITS | min(code, _MAX_CODE))
+
+    def read(self, slot: int) -> tuple[int, int, int]:
+        """Start of the fetch, number (-1 for none) and code that are in the slot of this batch number."""
+        started, word = _SLOT.unpack_from(self._memory, self._start + _HEAD_BYTES + slot % SLOTS * _SLOT.size)
+        return started, (word >> _CODE_BITS) - 1, word & _MAX_CODE
+
+    def has(self, what: int) -> bool:
+        """Whether a byte of the head is set."""
+        return self._memory[self._start + what] != 0
+
+    def set(self, what: int) -> None:
+        """Set a byte of the head."""
+        self._memory[self._start + what] = 1
+
+
+class TokenWriter:
+    """Notes the batches that a worker makes.
+
+    Args:
+        table: of its loader.
+        every: note batches without tokens from the first on. The workers of an iterable data set end at different
+            times, and then the numbers that were noted tell which batches there are.
+    """
+
+    __slots__ = ("_every", "_looks_left", "_table")
+
+    def __init__(self, table: TokenTable, *, every: bool) -> None:
+        self._table = table
+        self._every = every
+        self._looks_left = LOOKS
+        table.set(BEGUN)
+
+    def made(self, batch: object, started_ns: int) -> bool:
+        """A fetch has made this batch. Returns whether it wants more of them. Never raises."""
+        try:
+            tokens = tokens_in(batch)
+            if tokens is None:
+                self._table.set(FAILED)
+                return False
+            if tokens:
+                if self._looks_left:
+                    self._looks_left, self._every = 0, True
+                    self._table.set(FOUND)
+            elif self._looks_left:
+                self._looks_left -= 1
+                if not self._looks_left and not self._table.has(FOUND):
+                    self._table.set(LEFT)
+                    return False
+            if tokens or self._every:
+                self._note(started_ns, COUNTED + tokens)
+        except Exception:
+            self._table.set(FAILED)
+        return True
+
+    def raised(self, started_ns: int) -> None:
+        """A fetch has raised. Its number is used up. Never raises."""
+        try:
+            self._note(started_ns, RAISED)
+        except Exception:
+            self._table.set(FAILED)
+
+    def _note(self, started_ns: int, code: int) -> None:
+        number = _batch_number()
+        if number is None or not 0 <= number < _MAX_NUMBER:
+            self._table.set(FAILED)
+        else:
+            self._table.write(number, started_ns, code)
+
+
+def _batch_number() -> int | None:
+    """The number of the batch that is made, from the worker's loop; None if that is not torch's loop.
+
+    Nothing else tells it: the fetcher gets only indices, and workers of an iterable data set take no turns once one has
+    ended.
+    """
+    frame = sys._getframe(1)
+    for _ in range(_MAX_FRAMES):
+        if frame.f_code.co_name == "_worker_loop":
+            found = frame.f_locals
+            number = found.get("idx")
+            if type(found) is dict:  # up to Python 3.12: a copy that the frame keeps, and in it an old fetcher
+                found.clear()
+            return number if type(number) is int else None
+        if frame.f_back is None:
+            return None
+        frame = frame.f_back
+    return None

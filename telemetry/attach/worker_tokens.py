@@ -1,0 +1,80 @@
+"""Reads the tokens of the batches that workers made, on the agent thread."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+from telemetry.attach.token_table import BEGUN, COUNTED, FAILED, FOUND, LEFT, RAISED, SLOTS
+
+if TYPE_CHECKING:
+    from telemetry.attach.token_table import TokenTable
+    from telemetry.attach.worker_block import WorkerBlock
+
+
+class WorkerTokens:
+    """Reads the tokens of the batches of an iteration, in the order in which they were delivered. On the agent thread.
+
+    Until the first of them is read, it does not keep the block alive: the entry of that batch in the ring does.
+
+    Args:
+        block: of the loader.
+        began_ns: when the iteration began.
+        number: of the first batch that is read, among those that were delivered. ``index``: by the worker's loop.
+        every: as for `TokenWriter`.
+    """
+
+    __slots__ = ("_began_ns", "_block", "_every", "_found", "_index", "_lost", "_number")
+
+    def __init__(self, block: WorkerBlock, began_ns: int, number: int, index: int, *, every: bool) -> None:
+        self._found = weakref.ref(block)
+        self._block: WorkerBlock | None = None
+        self._began_ns = began_ns
+        self._number = number
+        self._index = index
+        self._every = every
+        self._lost = index < 0
+
+    @property
+    def ended(self) -> bool:
+        """Whether the iterator is gone, so that there is no more to come than what the ring has now."""
+        return self._block is not None and self._block.retired
+
+    def release(self) -> None:
+        """Do not keep the block alive any more: `ended`, and all was read."""
+        self._block, self._lost = None, True
+
+    def of(self, number: int) -> int | None:
+        """Tokens of batch ``number``; None if they are not known. Numbers must increase."""
+        if self._block is None and not self._lost:
+            self._block = self._found()
+        if self._block is None or number < self._number:
+            return None
+        table = self._block.tokens
+        if table.has(FAILED) or not table.has(BEGUN):
+            return None
+        if table.has(LEFT):
+            return None if table.has(FOUND) else 0
+        tokens = None
+        while self._number <= number and not self._lost:
+            tokens = self._next(table)
+            self._number += 1
+        return None if self._lost else tokens
+
+    def _next(self, table: TokenTable) -> int | None:
+        for index in range(self._index, self._index + SLOTS):
+            started, noted, code = table.read(index)
+            fresh = started >= self._began_ns and noted >= 0
+            if fresh and noted > index:
+                break  # a later batch has this slot by now
+            if fresh and noted == index:
+                if code == RAISED:
+                    continue
+                self._index = index + 1
+                return code - COUNTED
+            if not self._every:
+                self._index = index + 1
+                return 0
+            # Otherwise its worker had ended before, and no such batch was made.
+        self._lost = True
+        return None

@@ -1,0 +1,61 @@
+"""What one attempt of a rank leaves for its next one: the samples and tokens that it has trained on.
+
+Each rank writes a small file when it starts and when it ends. The heartbeat of the same process is newer, should it be
+killed in between.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from telemetry.core.json_object import dump_object, parse_object
+
+MAX_BYTES = 4096
+
+_LARGEST = 1 << 62
+
+
+def name_of(rank: int) -> str:
+    """The file of a rank, in the folder ``attempts``."""
+    return f"rank-{rank}.json"
+
+
+@dataclass(frozen=True, slots=True)
+class RankCounts:
+    """The counts of a rank.
+
+    Attributes:
+        run: name of the run.
+        life: the agent that wrote this, whose heartbeat may be newer.
+        samples_before, tokens_before: of the attempts before. One that did not know its own has added nothing.
+        samples, tokens: of this attempt; 0 if they are not known, or not yet.
+    """
+
+    run: str
+    life: str = ""
+    samples_before: int = 0
+    tokens_before: int = 0
+    samples: int = 0
+    tokens: int = 0
+
+    def next(self, life: str) -> RankCounts:
+        """What the next attempt begins with. ``life``: its agent."""
+        return RankCounts(self.run, life, self.samples_before + self.samples, self.tokens_before + self.tokens)
+
+    def encoded(self) -> bytes:
+        """As it is written."""
+        return dump_object(asdict(self))
+
+
+def decoded(content: bytes) -> RankCounts | None:
+    """The counts in a file; None where the content is nothing like that."""
+    value = parse_object(content)
+    if value is None or not isinstance(value.get("run"), str) or not isinstance(value.get("life"), str):
+        return None
+    numbers = {name: count(value.get(name)) for name in ("samples_before", "tokens_before", "samples", "tokens")}
+    return RankCounts(value["run"], value["life"], **numbers)
+
+
+def count(given: object) -> int:
+    """A count that another process has written; 0 if it is none."""
+    return given if type(given) is int and 0 <= given < _LARGEST else 0

@@ -1,0 +1,191 @@
+"""Samples and tokens of a run while it is there: over attempts, as figures, in the log, on the page and in the live view."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from html_pages import Page, page_of
+from report_logs import START, line, window, write
+from running_agent import log_lines, scrape, wait_for
+from top_screens import ASCII, NOW, text_of
+
+import telemetry
+from telemetry.core.log_window import LogWindow
+from telemetry.core.totals import Totals
+from telemetry.job.rank_counts import RankCounts, decoded
+from telemetry.publish.figures import WINDOW_FIGURES
+from telemetry.report.log_reader import load
+from telemetry.report.summary import summarize
+from telemetry.top.rank_row import RankFacts, RankRow, row_of
+from telemetry.top.screen_rank import rank_lines
+
+SCRIPT = """
+import json, os, signal, sys, time
+import telemetry
+from torch.utils.data import DataLoader
+from token_scripts import Texts, TokenTrainer, as_encoding
+
+kill, counts = sys.argv[1] == "kill", sys.argv[2]
+trainer = TokenTrainer()
+trainer.train(DataLoader(Texts(), 4, num_workers=2, collate_fn=as_encoding, shuffle=True), epochs=2, stop_after=11)
+with open(counts, "a") as file:
+    file.write(f"{trainer.tokens}\\n")
+with open(counts) as file:
+    tokens = sum(map(int, file))
+deadline = time.monotonic() + 60
+while telemetry.metrics().get("tokens_total") != tokens:
+    assert time.monotonic() < deadline, (telemetry.metrics(), tokens)
+    time.sleep(0.02)
+with open(counts + ".shown", "a") as file:
+    file.write(json.dumps(telemetry.metrics()) + "\\n")
+if kill:
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def attempt(folder: Path, how: str) -> int:
+    (folder / "train.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "telemetry", "run", "--run-dir", "run", "--port", "off", "--interval-seconds", "0.1",
+               "train.py", how, "counts"]  # fmt: skip
+    environment = {"PYTHONPATH": str(Path(__file__).parent), "PATH": "/usr/bin:/bin"}
+    return subprocess.run(command, cwd=folder, env=environment, timeout=120, check=False).returncode
+
+
+def test_counts_go_on_over_attempts_and_are_the_scripts_own(tmp_path):
+    assert [attempt(tmp_path, how) for how in ("kill", "end", "kill", "end")] == [-9, 0, -9, 0]
+    tokens = [int(each) for each in (tmp_path / "counts").read_text().split()]
+    shown = [json.loads(each) for each in (tmp_path / "counts.shown").read_text().splitlines()]
+    assert [each["tokens_total"] for each in shown] == [sum(tokens[: n + 1]) for n in range(4)]
+    assert [each["samples_total"] for each in shown] == [88, 176, 264, 352]
+    found = summarize(load(tmp_path / "run"))
+    # What a killed process has not written into its log is not in the report.
+    assert [rank["tokens"] for rank in found["ranks"]][1::2] == tokens[1::2]
+
+
+def test_the_endpoint_goes_on_where_the_attempt_before_ended(tmp_path):
+    folder = tmp_path / "run" / "attempts"
+    folder.mkdir(parents=True)
+    (folder / "rank-0.json").write_bytes(RankCounts("run", "ab", 1000, 20_000, 5, 7).encoded())
+    (folder / "ab.beat").write_text(json.dumps({"life": "ab", "samples_total": 8, "tokens_total": 90}))
+    agent = telemetry.start(tmp_path / "run", port=0, interval_seconds=0.1, start_line=False)
+    try:
+        assert "training_tokens_total" not in {name for name, *_ in scrape(agent)}
+        telemetry.tokens(3)
+        found = wait_for(lambda: {k[0]: v for k, v in scrape(agent).items() if k[0] == "training_tokens_total"})
+        assert found == {"training_tokens_total": 20_093.0}
+    finally:
+        telemetry.stop()
+    left = decoded((folder / "rank-0.json").read_bytes())
+    assert (left.samples_before, left.tokens_before, left.samples, left.tokens) == (1008, 20_090, 0, 3)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"[]", b"\xff\xfe", b'{"run": "other", "life": "ab", "tokens": 5}', b'{"run": "run", "tokens_before": 9}',
+     b'{"run": "run", "life": "../../x", "tokens_before": "9", "tokens": -4, "samples": 1e9}'],
+)  # fmt: skip
+def test_a_damaged_file_or_that_of_another_run_counts_nothing(tmp_path, content):
+    folder = tmp_path / "run" / "attempts"
+    folder.mkdir(parents=True)
+    (folder / "rank-0.json").write_bytes(content)
+    telemetry.start(tmp_path / "run", port="off", interval_seconds=0.1, start_line=False)
+    telemetry.tokens(3)
+    try:
+        wait_for(lambda: telemetry.metrics().get("tokens_total") == 3)
+    finally:
+        telemetry.stop()
+
+
+def test_a_folder_that_cannot_be_written_is_told_once(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "attempts").write_text("no folder")
+    agent = telemetry.start(tmp_path / "run", port="off", interval_seconds=0.1, start_line=False)
+    telemetry.tokens(3)
+    wait_for(lambda: telemetry.metrics().get("tokens_total") == 3)
+    telemetry.stop()
+    told = [each["message"] for each in log_lines(agent) if each["event"] == "error" and each["source"] == "attempts"]
+    assert len([message for message in told if message.startswith("the counts of this rank cannot be written")]) == 1
+
+
+# -- figures -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["samples", "tokens"])
+def test_rates_are_of_the_newest_window(name):
+    (figure,) = (each for each in WINDOW_FIGURES if each.name == f"{name}_per_second")
+    assert figure.read(LogWindow(Totals(wall_seconds=4.0, **{name: 10}), None, None)) == 2.5
+    assert figure.read(LogWindow(Totals(wall_seconds=4.0), None, None)) is None
+    assert figure.read(LogWindow(Totals(wall_seconds=0.0, **{name: 10}), None, None)) is None
+
+
+# -- the page ----------------------------------------------------------------------------------------------------------
+
+
+def tables(text: str) -> dict[str, list[str]]:
+    """The rows of the page's tables under the charts of rates: lowest, mean, highest, last."""
+    found = Page(text).text
+    return {
+        name: re.search(rf"{name} per second ([\d.]+) ([\d.]+) ([\d.]+) ([\d.]+)", found).groups()
+        for name in ("samples", "tokens")
+        if re.search(rf"{name} per second [\d.]+", found)
+    }
+
+
+def rank_log(folder: Path, rank: int, *, samples: bool = True, tokens: bool = True) -> None:
+    lines = [line("run_start", rank, **START)]
+    for seconds in (10, 20, 30):
+        fields = window(rank, wait=0.1 * seconds, compute=0.9 * seconds, steps=seconds, seconds=[1.0] * 10)
+        fields |= {"time": f"2026-01-01T00:00:{seconds + 1}.000Z"}
+        fields |= {"samples_total": 80 * seconds} if samples else {}
+        fields |= {"tokens_total": 4000 * seconds} if tokens and seconds > 10 else {}
+        lines.append(fields)
+    write(folder, rank, *lines)
+
+
+def test_the_page_has_rates_over_time_summed_over_the_ranks(tmp_path):
+    pytest.importorskip("bokeh")
+    rank_log(tmp_path, 0)
+    rank_log(tmp_path, 1)
+    found = tables(page_of(tmp_path))
+    assert {name: float(row[1]) for name, row in found.items()} == {"samples": 160.0, "tokens": 8000.0}
+
+
+def test_rates_that_one_rank_does_not_know_are_not_on_the_page(tmp_path):
+    pytest.importorskip("bokeh")
+    rank_log(tmp_path, 0)
+    rank_log(tmp_path, 1, tokens=False)
+    assert set(tables(page_of(tmp_path))) == {"samples"}
+
+
+# -- the live view -----------------------------------------------------------------------------------------------------
+
+
+def test_the_live_view_has_the_rates_of_the_last_minute(tmp_path):
+    rank_log(tmp_path, 0)
+    (log,) = load(tmp_path)
+    recent = {
+        "wall_seconds": 50.0,
+        "ledger_total_seconds": {"startup": 10.0},
+        "samples_total": 80,
+        "tokens_total": 6000,
+    }
+    row = row_of(RankFacts(log, recent=recent), NOW)
+    assert (row.samples_per_second, row.tokens_per_second) == (2.0, 150.0)
+    assert "throughput 2 samples a second, 150 tokens a second" in text_of(rank_lines(row, ASCII, 80, NOW))
+
+
+def test_rates_of_all_ranks_are_summed_where_each_knows_its_own():
+    from test_top_screen import frame, view
+
+    def row(rank: int, **rates: float) -> RankRow:
+        return RankRow(rank, "n1", 10 + rank, "ok", None, "ok", steps_per_second=1.0, **rates)
+
+    known = row(0, samples_per_second=20.0, tokens_per_second=1000.0)
+    text = text_of(frame(view(known, row(1, samples_per_second=22.5)), width=120))
+    assert "42.5 samples/s" in text
+    assert "tokens/s" not in text
