@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from typing import TYPE_CHECKING, Final
 
@@ -23,6 +24,8 @@ USAGE_ERROR: Final = 2
 
 def main(arguments: Sequence[str]) -> int:
     """Run one command and return its exit status. A script under ``run`` may also end with ``sys.exit``."""
+    if arguments and arguments[0].endswith(".py"):
+        return _usage_error(f"{arguments[0]} is no command; did you mean: telemetry run {shlex.join(arguments)}")
     options = _parser().parse_args(arguments)
     command: int = options.command(options)
     return command
