@@ -69,3 +69,32 @@ def test_a_folder_without_runs_suggests_nothing(capsys, tmp_path):
         1,
         f"telemetry: {tmp_path} is not a run folder: there is no {tmp_path / 'logs'}\n",
     )
+
+
+def test_without_a_command_all_are_listed(capsys):
+    status, text = said(capsys)
+    assert status == 2
+    assert all(f"\n    {command} " in text for command in ("run", "report", "top", "doctor"))
+
+
+@pytest.mark.parametrize("command", ["run", "tune"])
+def test_only_the_script_is_missing(capsys, command):
+    with pytest.raises(SystemExit) as left:
+        main([command])
+    assert left.value.code == 2
+    assert capsys.readouterr().err.endswith(
+        f"telemetry {command}: error: the following arguments are required: SCRIPT\n"
+    )
+
+
+def test_a_misspelt_option_names_the_closest(capsys):
+    assert said(capsys, "run", "--rundir", "x", "train.py") == (
+        2,
+        "telemetry: there is no option --rundir; did you mean --run-dir?\n",
+    )
+    assert said(capsys, "report", "x", "y") == (2, "telemetry: there is no argument y\n")
+
+
+def test_a_missing_extra_is_named_once(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("telemetry.top.command.find_spec", lambda name: None)
+    assert said(capsys, "top", str(tmp_path)) == (1, "telemetry: top needs rich: pip install 'torch-telemetry[top]'\n")
