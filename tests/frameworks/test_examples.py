@@ -38,9 +38,9 @@ class Example:
 
 
 EXAMPLES = {
-    "mnist": Example("torch", ("--digits", "6400", "--epochs", "2"), OWN, evaluates=True),
-    "imagenet": Example("PIL", ("--pictures", "330", "--epochs", "2"), WORKERS),
-    "finetune": Example("transformers", ("--reviews", "640", "--epochs", "2"), OWN, True, JUDGED, own_lines=True),
+    "mnist": Example("torch", ("--digits", "1000", "--epochs", "2"), OWN, evaluates=True),
+    "imagenet": Example("PIL", ("--pictures", "200", "--epochs", "2"), WORKERS),
+    "finetune": Example("transformers", ("--reviews", "320", "--epochs", "2"), OWN, True, JUDGED, own_lines=True),
 }
 
 
@@ -74,8 +74,9 @@ def test_the_report_counts_what_the_script_counts(tmp_path, name):
 
 
 def telemetry(folder, *arguments):
-    """The command in a folder, with no setting but those of a new user."""
+    """The command in a folder, with no setting but those of a new user. One thread: other tests use the cores, too."""
     env = {key: value for key, value in os.environ.items() if not key.startswith("TELEMETRY_")}
+    env["OMP_NUM_THREADS"] = "1"
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-m", "telemetry", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=env, timeout=300)
