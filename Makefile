@@ -4,16 +4,18 @@ VENV := .venv
 BIN := $(VENV)/bin
 FRAMEWORKS := .venv-frameworks
 DOCS := .venv-docs
+DIST := .venv-dist
 PROCESSES ?= 3
 READY := $(VENV)/.ready
 
-.PHONY: help test test-stack test-frameworks test-matrix lint types unit demo bench bench-trace bench-fleet zoo docs docs-reference format clean
+.PHONY: help test test-stack test-frameworks test-matrix lint types unit demo bench bench-trace bench-fleet zoo docs docs-reference dist format clean
 
 help:
 	@echo "make demo    train a small network that starves, and see what is seen (90 s)"
 	@echo "make test    ruff, mypy, the documentation's links and the tests"
 	@echo "make docs-reference   write the parts of docs/ that are made from the code: metrics, settings, examples"
 	@echo "make docs    build the documentation's site into site/; a broken link is an error"
+	@echo "make dist    build the wheel and the sdist into dist/, and check them as a package index and a user would"
 	@echo "make test-stack   what runs beside real servers and a browser: Prometheus, Alertmanager, VictoriaMetrics, Slurm, Chromium (minutes)"
 	@echo "make test-matrix  the tests on other versions of Python and torch (hours, 5 GB of disk for each torch)"
 	@echo "make test-frameworks   training loops of real frameworks (transformers, Lightning, fastai and others), callbacks, sinks (minutes)"
@@ -38,6 +40,11 @@ $(DOCS)/.ready: docs/tools/requirements.txt constraints.txt
 	$(DOCS)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt -r docs/tools/requirements.txt
 	@touch $@
 
+$(DIST)/.ready: constraints.txt
+	$(PYTHON) -m venv $(DIST)
+	$(DIST)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt build twine
+	@touch $@
+
 test: lint types docs unit
 
 # Strict: a page that is in no menu, a link or an anchor without a target is an error. The variable turns an
@@ -48,6 +55,13 @@ docs: $(DOCS)/.ready
 # Part of `make test`, where a suite whose programs are not installed is skipped; here that is a failure.
 test-stack: $(READY)
 	TELEMETRY_TEST_REQUIRE_STACK=1 $(BIN)/python -m pytest -m stack
+
+# The wheel is built from the sdist, so both are checked.
+dist: $(DIST)/.ready
+	rm -rf dist
+	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(DIST)/bin/python -m build --outdir dist .
+	$(DIST)/bin/twine check --strict dist/*
+	$(DIST)/bin/python -m tests.distribution dist
 
 test-matrix:
 	$(PYTHON) -m tests.matrix
@@ -97,4 +111,4 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(FRAMEWORKS) $(DOCS) site .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build
+	rm -rf $(VENV) $(FRAMEWORKS) $(DOCS) $(DIST) site .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from typing import TYPE_CHECKING, Final
 
 from telemetry import api, launch
 from telemetry._version import __version__
-from telemetry.config import GROUPS, TRIAL_VARIABLE, Config, SettingDoc, SettingError, disabled, setting_docs
+from telemetry.config import GROUPS, TRIAL_VARIABLE, Config, SettingDoc, SettingError, closest, disabled, setting_docs
 from telemetry.core.terminal import complain, show, show_json, warn
 from telemetry.tune import tune_options
 
@@ -23,9 +24,24 @@ USAGE_ERROR: Final = 2
 
 def main(arguments: Sequence[str]) -> int:
     """Run one command and return its exit status. A script under ``run`` may also end with ``sys.exit``."""
-    options = _parser().parse_args(arguments)
+    if arguments and arguments[0].endswith(".py"):
+        return _usage_error(f"{arguments[0]} is no command; did you mean: telemetry run {shlex.join(arguments)}")
+    parser = _parser()
+    if not arguments:
+        warn(parser.format_help())
+        return USAGE_ERROR
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        return _usage_error(_no_option(unknown[0]))
     command: int = options.command(options)
     return command
+
+
+def _no_option(given: str) -> str:
+    """What is wrong with an argument that no command knows."""
+    close = closest(given.partition("=")[0], [doc.option for doc in setting_docs()]) if given[:1] == "-" else None
+    hint = f"; did you mean {close}?" if close else ""
+    return f"there is no {'option' if given[:1] == '-' else 'argument'} {given}{hint}"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -124,7 +140,8 @@ def _add_run(commands: argparse._SubParsersAction[_Parser]) -> None:
             doc.option, dest=f"setting_{doc.name}", metavar=_placeholder(doc), help=_help_text(doc).replace("%", "%%")
         )
     run.add_argument("target", metavar="SCRIPT", help="the training script")
-    run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="the script's arguments")
+    rest = run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="the script's arguments")
+    rest.required = False  # else argparse names it with what is missing
     run.set_defaults(command=_run)
 
 

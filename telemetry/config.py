@@ -229,7 +229,7 @@ class Config:
         known = {f.name: f for f in fields(cls)}
         for name in settings:
             if name not in known:
-                close = _closest(name, known)
+                close = closest(name, known)
                 hint = f"; did you mean {close}?" if close else ""
                 raise SettingError(name, settings[name], f"no setting of that name{hint}")
         values: dict[str, Any] = {}
@@ -333,12 +333,13 @@ def unknown_variables(environ: Mapping[str, str] | None = None) -> dict[str, str
     for variable in sorted(environ):
         name = variable[len(ENV_PREFIX) :]
         if variable.upper().startswith(ENV_PREFIX) and not (variable.startswith(ENV_PREFIX) and name in known):
-            close = _closest(name.upper(), known)
+            close = closest(name.upper(), known)
             found[variable] = ENV_PREFIX + close if close else None
     return found
 
 
-def _closest(name: str, known: Iterable[str]) -> str | None:
+def closest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that a wrong one was probably meant to be; None if none is close."""
     import difflib  # takes 1 ms, and only a wrong setting needs it
 
     beginning = [other for other in known if name and other.startswith(f"{name}_")]  # INTERVAL for INTERVAL_SECONDS

@@ -10,15 +10,25 @@ import builtins
 import importlib.util
 import io
 import os
+import re
 import sys
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
+
+_LAUNCHERS: Final = {
+    "torchrun": "-m telemetry",
+    "accelerate": "launch -m telemetry",
+    "srun": "telemetry",
+    "mpirun": "telemetry",
+    "mpiexec": "telemetry",
+}
+"""Programs that start the ranks, and how each is told to start them with the agent."""
 
 
 class LaunchError(Exception):
@@ -78,6 +88,8 @@ def run(program: Program, arguments: list[str]) -> None:
 
 def _find_script(target: str) -> Program:
     path = Path(target)
+    if re.fullmatch(r"python[\d.]*", path.name):
+        raise LaunchError(f"{target} is the interpreter, not a script: leave it out")
     if path.is_dir() or path.suffix in {".zip", ".pyz", ".pyc"}:
         raise LaunchError(f"{target} is not a Python script; for a package use -m")
     try:
@@ -85,7 +97,7 @@ def _find_script(target: str) -> Program:
         with io.open_code(full) as file:
             source = file.read()
     except OSError as error:
-        raise LaunchError(f"cannot open {target}: {error.strerror or error}") from None
+        raise LaunchError(f"cannot open {target}: {error.strerror or error}{_instead_of(path.name)}") from None
     try:
         code = compile(source, full, "exec", dont_inherit=True)
     except ValueError as error:
@@ -112,6 +124,12 @@ def _find_module(target: str) -> Program:
         raise LaunchError(f"there is no module {target} that can be run")
     file = spec.origin or target
     return Program(code, file, file, path0, loader, spec)
+
+
+def _instead_of(name: str) -> str:
+    """What to type, if a launcher was given in the place of the script."""
+    started = _LAUNCHERS.get(name)
+    return f"; {name} comes first: {name} ... {started} run SCRIPT" if started else ""
 
 
 def _named(target: str) -> str:

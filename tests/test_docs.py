@@ -19,7 +19,10 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 MAX_README_WORDS = 700
 
-OUTSIDE_DOCS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "tests/zoo/README.md")]
+OUTSIDE_DOCS = [
+    ROOT / name
+    for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "tests/zoo/README.md", "examples/README.md")
+]
 PAGES = [*OUTSIDE_DOCS, *sorted(DOCS.glob("*.md"))]
 WRITTEN = [page for page in PAGES if page.name != "CHANGELOG.md"]
 """Pages about the package as it is now. The changelog may name what is gone."""

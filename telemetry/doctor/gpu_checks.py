@@ -97,7 +97,9 @@ def check_cuda_events(place: CheckContext) -> Iterable[Finding]:
 
 def _time_with_events(*, gpus: bool) -> tuple[str, str]:
     """Record two events and read the time between them, as the agent would."""
-    import torch
+    with warnings.catch_warnings():  # torch warns if there is no NumPy, which telemetry does not need
+        warnings.simplefilter("ignore")
+        import torch
 
     if not (torch.version.cuda or torch.version.hip):
         why = "this build of torch has no CUDA, so waits are measured on the host"

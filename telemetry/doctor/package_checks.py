@@ -16,9 +16,9 @@ from telemetry.doctor.finding import ABSENT, OK, PROBLEM, CheckContext, Finding
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-_PYTHONS: Final = ((3, 10), (3, 13))
-_OLDEST_TORCH: Final = (2, 4)
-_NEEDED: Final = ("structlog", "psutil", "orjson", "nvidia-ml-py")
+PYTHONS: Final = ((3, 10), (3, 13))
+OLDEST_TORCH: Final = (2, 4)
+NEEDED: Final = ("structlog", "psutil", "orjson", "nvidia-ml-py")
 
 
 def check_enabled(place: CheckContext) -> Iterable[Finding]:
@@ -50,12 +50,12 @@ def check_versions(place: CheckContext) -> Iterable[Finding]:
     del place
     python, torch = sys.version_info[:2], version_of("torch")
     text = f"python {platform.python_version()}, torch {torch or 'missing'}, telemetry {__version__}"
-    if not _PYTHONS[0] <= python <= _PYTHONS[1]:
-        yield Finding(PROBLEM, "versions", f"{text}; use Python 3.10 to 3.13")
+    if not PYTHONS[0] <= python <= PYTHONS[1]:
+        yield Finding(PROBLEM, "versions", f"{text}; use Python {_dotted(PYTHONS[0])} to {_dotted(PYTHONS[1])}")
     elif torch is None:
         yield Finding(PROBLEM, "versions", f"{text}; run pip install torch")
-    elif _release(torch) < _OLDEST_TORCH:
-        yield Finding(PROBLEM, "versions", f"{text}; use torch 2.4 or newer")
+    elif _release(torch) < OLDEST_TORCH:
+        yield Finding(PROBLEM, "versions", f"{text}; use torch {_dotted(OLDEST_TORCH)} or newer")
     else:
         yield Finding(OK, "versions", text)
 
@@ -63,7 +63,7 @@ def check_versions(place: CheckContext) -> Iterable[Finding]:
 def check_packages(place: CheckContext) -> Iterable[Finding]:
     """Whether the packages that the agent needs are installed, and no conflicting package is."""
     del place
-    found = {package: version_of(package) for package in _NEEDED}
+    found = {package: version_of(package) for package in NEEDED}
     missing = [package for package, version in found.items() if version is None]
     if missing:
         yield Finding(PROBLEM, "packages", f"missing: {', '.join(missing)}; run pip install {' '.join(missing)}")
@@ -82,6 +82,10 @@ def version_of(package: str) -> str | None:
     except importlib.metadata.PackageNotFoundError:
         # Some distributions ship torch without its metadata.
         return "of unknown version" if importlib.util.find_spec(package.replace("-", "_")) else None
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))
 
 
 def _release(version: str) -> tuple[int, ...]:

@@ -85,7 +85,8 @@ def report(run_dir: str, *, as_json: bool, html: str | None = None) -> int:
         *energy_lines(summary["gpu_energy_joules"]),
         *cost_lines(summary["cost"]),
     ]
-    return show(render(summary, [*memory, *spent, *section(goodput), *notes], lost_by_cause(processes)))
+    sections = [*memory, *spent, *section(goodput)]
+    return show(render(summary, [*sections, *([""] if notes else []), *notes], lost_by_cause(processes)))
 
 
 def _name_attempts(ranks: Sequence[dict[str, Any]], processes: Sequence[ProcessLog], goodput: Goodput) -> None:

@@ -46,7 +46,7 @@ def find_logs(run_dir: Path) -> RunLogs:
     """
     folder = run_dir / "logs"
     if not folder.is_dir():
-        raise NoRunError(f"{run_dir} is not a run folder: there is no {folder}")
+        raise NoRunError(f"{run_dir} is not a run folder: there is no {folder}{_instead_of(run_dir)}")
     files: dict[tuple[int, int, int], list[tuple[int, Path]]] = {}
     skipped: list[str] = []
     for path in folder.iterdir():
@@ -64,6 +64,17 @@ def find_logs(run_dir: Path) -> RunLogs:
         for (rank, pid, _), parts in sorted(files.items())
     ]
     return RunLogs(logs, sorted(skipped))
+
+
+def _instead_of(folder: Path) -> str:
+    """The run folder that was probably meant: the one of these logs, or the newest of this folder of runs."""
+    try:
+        if any(LOG_NAME.fullmatch(path.name) for path in folder.iterdir()):
+            return f"; its run folder is {folder.absolute().parent}"
+        inside = [(logs.stat().st_mtime, logs.parent) for logs in folder.glob("*/logs") if logs.is_dir()]
+    except OSError:
+        return ""
+    return f"; the newest run in it is {max(inside)[1]}" if inside else ""
 
 
 def newest_run(logs: Sequence[RotatedLog]) -> RunHeads:

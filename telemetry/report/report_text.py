@@ -50,7 +50,7 @@ def render(report: dict[str, Any], notes: Sequence[str] = (), lost: Mapping[str,
         lines += ["", f"GPU-hours lost in stalls, over all ranks: {shares}"]
     lines += _snapshots(report["snapshots"])
     if notes:
-        lines += ["", *notes]
+        lines += notes if not notes[0] else ["", *notes]
     return "\n".join(lines) + "\n"
 
 
@@ -126,7 +126,7 @@ def _step_row(rank: dict[str, Any]) -> list[str]:
         str(rank["steps"]),
         *(duration(steps[p]) for p in ("p50", "p95", "p99")),
         *(duration(waits[p]) for p in ("p50", "p95", "p99")),
-        percent(exposed),
+        percent(exposed if rank["steps"] else None),  # a wait that has not ended is no share yet
         duration(overhead["training"] / rank["steps"]) if rank["steps"] else "-",
         percent(overhead["agent"] / rank["wall_seconds"], 2) if rank["wall_seconds"] else "-",
     ]

@@ -33,7 +33,7 @@ def top(run_dir: str | None, urls: Sequence[str], *, once: bool) -> int:
         once: print one frame as text.
     """
     if find_spec("rich") is None:
-        complain("telemetry top needs rich: pip install 'torch-telemetry[top]'")
+        complain("top needs rich: pip install 'torch-telemetry[top]'")
         return 1
     from telemetry.top.painter import Painter
 

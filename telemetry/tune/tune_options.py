@@ -52,7 +52,8 @@ def add_tune(commands: Any) -> None:
     )
     files.add_argument("--no-protection", action="store_true", help="let trials write checkpoints and change any file")
     tune.add_argument("target", metavar="SCRIPT", help="the training script")
-    tune.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="the script's arguments")
+    rest = tune.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="the script's arguments")
+    rest.required = False  # else argparse names it with what is missing
     tune.set_defaults(command=_tune)
 
 
