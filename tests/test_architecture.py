@@ -142,9 +142,7 @@ def test_file_names_are_unique():
 
 
 def test_class_names_are_unique():
-    classes = Counter(
-        node.name for path in FILES for node in parsed(path).body if isinstance(node, ast.ClassDef)
-    )
+    classes = Counter(node.name for path in FILES for node in parsed(path).body if isinstance(node, ast.ClassDef))
     assert {name for name, count in classes.items() if count > 1} == set()
 
 
