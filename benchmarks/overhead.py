@@ -238,6 +238,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.overhead", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a smoke test in under a minute")
     parser.add_argument("--only", choices=PARTS, action="append", help="only this part (may be repeated)")
+    parser.add_argument("--again", action="store_true", help="put the parts of --only into the results of the full run")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
     options = parser.parse_args(argv)
     effort = QUICK if options.quick else FULL
@@ -249,6 +250,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows += PARTS[name](effort)
     about["effort"] = f"{effort.name}, {time.monotonic() - started:.0f} s"
     print(report.text(about, rows))
+    if options.again and options.only and not options.quick:
+        about, rows = report.replaced(options.output, machine.slug(about), about, rows)
+        options.only = None
     partial = "quick-" if options.quick else "part-" if options.only else ""
     for path in report.write(options.output, partial + machine.slug(about), about, rows):
         print(f"written: {path.name}")

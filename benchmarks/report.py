@@ -6,11 +6,11 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from benchmarks.spread import Spread
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
-
-    from benchmarks.spread import Spread
 
 AT_MOST: Final = "<="
 BELOW: Final = "<"
@@ -80,6 +80,20 @@ class Row:
             "met": self.met,
             "note": self.note,
         }
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> Row:
+        """The row of `as_json`."""
+        median = row["median"]
+        relation, _, limit = str(row["target"] or "").partition(" ")
+        return cls(
+            row["section"],
+            row["name"],
+            row["unit"],
+            None if median is None else Spread(median, row["p10"], row["p90"], row["count"]),
+            Target(relation, float(limit)) if relation else None,
+            row["note"],
+        )
 
     def _figures(self) -> list[str]:
         if self.figure is None:
@@ -164,11 +178,30 @@ def write(
     return [as_json, as_markdown]
 
 
+def replaced(
+    folder: Path, slug: str, machine: Mapping[str, Any], rows: Sequence[Row]
+) -> tuple[dict[str, Any], list[Row]]:
+    """The rows of an earlier full run, with the sections of ``rows`` in the place of its own, and its machine.
+
+    Raises:
+        OSError: there are no results of an earlier run.
+    """
+    content = json.loads((folder / f"overhead-{slug}.json").read_text(encoding="utf-8"))
+    again = sections(rows)
+    about = dict(content["machine"])
+    notes = [note for note in about.get("again", ()) if not note.startswith(tuple(again))]
+    about["again"] = sorted([*notes, *(f"{section}: {machine['date']}" for section in again)])
+    kept = sections([Row.from_json(row) for row in content["rows"]])
+    return about, [row for members in (kept | again).values() for row in members]
+
+
 def _about(machine: Mapping[str, Any]) -> str:
     load = " ".join(str(load) for load in machine["load_average"])
     gpu = machine["gpu"] or "no GPU"
     effort = f", {machine['effort']}" if machine.get("effort") else ""
+    again = "".join(f" Measured again by itself: {note}." for note in machine.get("again", ()))
     return (
         f"{machine['date']}: {machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB, {gpu}; "
         f"{machine['kernel']}, Python {machine['python']}, torch {machine['torch']}; load {load} at the start{effort}."
+        f"{again}"
     )

@@ -184,6 +184,16 @@ def test_nothing_is_touched_while_another_thread_captures_a_graph(graph, request
     assert not agent.attachment.captures.under_way
 
 
+def test_nothing_is_touched_during_a_capture_that_was_not_announced(device, request, monkeypatch):
+    """It began before the agent, or in C++. Only torch's own question about this thread's stream tells of it."""
+    agent = request.getfixturevalue("agent")
+    wait_until(agent, "xpu_events")
+    monkeypatch.setattr(torch.xpu, "is_current_stream_capturing", lambda: True, raising=False)
+    train(torch.nn.Parameter(torch.ones(1)), steps=5)
+    assert agent.tracker.gpu is not None
+    assert Event.made == 0
+
+
 def test_a_capture_that_fails_to_begin_does_not_count(graph, request):
     agent = request.getfixturevalue("agent")
     with pytest.raises(RuntimeError, match="bad pool"):

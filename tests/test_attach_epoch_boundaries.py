@@ -11,12 +11,14 @@ from torch.utils.data import DataLoader
 from telemetry.core.labels import DATA_WAIT, EVALUATION
 from tests.data_sets import Numbers
 
+BEGIN_SECONDS = 0.3  # longer than any step, also on a busy machine
+
 
 class SlowToBegin:
     """A batch sampler whose iteration is slow to begin."""
 
     def __iter__(self):
-        time.sleep(0.03)
+        time.sleep(BEGIN_SECONDS)
         return iter([[index] for index in range(8)])
 
 
@@ -29,8 +31,10 @@ def test_an_epoch_left_with_break_closes_its_step(observed):
     observed.read()
     assert observed.ledger.batches == 6
     assert len(observed.steps) == 5  # the last one is still open
-    assert max(step.seconds for step in observed.steps) < 0.03  # the start of the next epoch is in none of them
-    assert observed.ledger.ns[DATA_WAIT] >= 3 * 0.03e9
+    assert (
+        max(step.seconds for step in observed.steps) < BEGIN_SECONDS
+    )  # the start of the next epoch is in none of them
+    assert observed.ledger.ns[DATA_WAIT] >= 3 * BEGIN_SECONDS * 1e9
 
 
 def test_the_end_of_workers_that_are_left_with_break_is_data_wait(observed):

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 import telemetry
 from telemetry.agent.end_line import RunEnd, end_line
 from telemetry.agent.hang_monitor import Hang
-from telemetry.core.run_verdict import RankWaits
+from telemetry.core.run_verdict import RankWaits, costliest
 from telemetry.core.tick import RankPace, pace_from
 from telemetry.core.totals import Totals
 from telemetry.report.command import report
@@ -137,12 +137,20 @@ def test_a_rank_that_waits_for_a_slow_one_names_that_one():
     assert "not starved, but rank 1 stalled (gc_pause)" in line
 
 
+def test_a_stall_of_its_own_is_named_before_a_longer_wait_for_a_rank():
+    found = costliest([stall("straggler", 100.0), stall("checkpoint", 30.0), stall("straggler", 90.0)])
+    line = said(CALM, stall=found, peers=(peer(1, 1.0, "gc_pause", 20.0),), world_size=2)
+    assert "not starved, but rank 0 stalled (checkpoint)" in line
+
+
 def test_the_folder_can_be_pasted_into_a_shell_and_is_left_out_without_a_log():
     assert said(tmp="/my runs/a").endswith("; see: telemetry report '/my runs/a'")
     assert "see:" not in said(tmp="")
 
 
-@pytest.mark.parametrize("name", ["run_wait_seconds", "run_loop_seconds", "run_lost_seconds"])
+@pytest.mark.parametrize(
+    "name", ["run_wait_seconds", "run_loop_seconds", "run_lost_seconds", "run_exposed_seconds", "run_cause"]
+)
 def test_a_pace_with_a_damaged_figure_is_not_read(name):
     sound = {f: getattr(peer(1, 1.0), f) for f in RankPace.__dataclass_fields__}
     assert pace_from(sound) == peer(1, 1.0)
@@ -150,6 +158,7 @@ def test_a_pace_with_a_damaged_figure_is_not_read(name):
         pace_from(sound | {name: float("nan")})
     with pytest.raises((TypeError, ValueError)):
         pace_from(sound | {name: "x"})
+    assert pace_from(sound | {"run_exposed_seconds": None}).run_exposed_seconds is None
 
 
 # -- on real loops -----------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from telemetry.report.log_reader import ProcessLog
+from telemetry.report.process_log import ProcessLog
 from telemetry.report.rank_processes import not_replaced
 
 MINUTES = st.integers(0, 20).map(lambda minute: f"2026-01-01T00:{minute:02d}:00.000Z")

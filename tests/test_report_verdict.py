@@ -104,6 +104,18 @@ def test_the_slow_rank_is_named_before_those_that_wait_for_it(tmp_path):
     assert "GPU-hours lost in stalls, over all ranks: straggler 0.011, checkpoint 0.011" in render(report)
 
 
+def test_a_stall_of_its_own_is_named_before_a_longer_wait_for_a_rank(tmp_path):
+    def stalled(rank, cause, lost, opened="t1"):
+        evidence = {"lost_seconds": {cause: lost}}
+        return line("stall_open", rank, cause=cause, opened=opened, first_step=5, evidence=evidence, advice=[])
+
+    end = totals(wait=0.1, compute=200, steps=100)
+    both = stalled(0, "straggler", 100.0), stalled(0, "checkpoint", 30.0, opened="t2")
+    write(tmp_path, 0, line("run_start", **START), *both, line("run_end", **end))
+    write(tmp_path, 1, line("run_start", 1, **START), stalled(1, "gc_pause", 20.0), line("run_end", 1, **end))
+    assert "rank 0 stalled. Cause: checkpoint" in summarize(load(tmp_path))["verdict"]
+
+
 def test_the_wait_for_the_first_batch_is_not_starvation(tmp_path):
     end = line("run_end", **totals(wait=4.0, compute=10.0, steps=100)) | {"first_wait_seconds": 3.9}
     write(tmp_path, 0, line("run_start", **START), end)

@@ -101,17 +101,21 @@ def test_a_rank_whose_backward_pass_is_on_a_core_is_seen_at_work(observed):
     assert len(at_work) > len(in_sync)
 
 
+SLIGHTLY_SLOW = RankPace(1, 10.0, 100, 8.5, 1.5, 0.0)
+"""A peer that costs the others less than a stall."""
+
+
 @pytest.mark.parametrize(
-    "slow",
+    ("slow", "holds_others_up"),
     [
-        pytest.param(RankPace(1, 10.0, 100, 1.0, 9.0, 0.0), id="it is a peer"),
-        pytest.param(RankPace(1, 10.0, 100, 9.9, 0.0, 0.0, cause="straggler"), id="a peer waits for this rank"),
-        pytest.param(RankPace(1, 10.0, 100, 8.5, 1.5, 0.0), id="it costs too little for a stall"),
+        pytest.param(RankPace(1, 10.0, 100, 1.0, 9.0, 0.0), False, id="it is a peer"),
+        pytest.param(RankPace(1, 10.0, 100, 9.9, 0.0, 0.0, cause="straggler"), True, id="a peer waits for this rank"),
+        pytest.param(SLIGHTLY_SLOW, False, id="it costs too little for a stall"),
     ],
 )
-def test_while_one_rank_is_slow_all_are_looked_at_more_closely(run, slow):
+def test_while_one_rank_is_slow_all_are_looked_at_more_closely(run, slow, holds_others_up):
     alike = RankPace(1, 10.0, 100, 9.9, 0.0, 0.0)
-    apart = []
+    apart, held_up = [], []
     for first, peer in ((1, alike), (10, slow), (19, alike)):
         run.peers = (peer,)
         for second in range(first, first + 9):
@@ -119,8 +123,21 @@ def test_while_one_rank_is_slow_all_are_looked_at_more_closely(run, slow):
                 run.request(second + tenth / 10, second + tenth / 10 + 0.001)
             run.tick(second + 0.95)
         apart.append(run.stall_monitor.sample_seconds)
+        held_up.append(run.stall_monitor.holds_others_up)
     usual, close, again = apart
     assert close < usual == again
+    assert held_up == [False, holds_others_up, False]
+
+
+def test_after_a_suspension_nobody_is_sampled_closely(run):
+    run.peers = (SLIGHTLY_SLOW,)
+    for second in range(1, 10):
+        for tenth in range(10):
+            run.request(second + tenth / 10, second + tenth / 10 + 0.001)
+        run.tick(second + 0.95)
+    close = run.stall_monitor.sample_seconds
+    run.tick(100.0)
+    assert run.stall_monitor.sample_seconds > close
 
 
 @pytest.mark.parametrize(("node", "seconds"), [(None, 30), ("n2", 45)])

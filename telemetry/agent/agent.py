@@ -6,7 +6,6 @@ import atexit
 import os
 import threading
 import time
-from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from telemetry.agent.between_ticks import BetweenTicks
@@ -100,7 +99,7 @@ class Agent(AgentParts):
                 host=self.config.host,
                 port=self.config.port,
                 node=self.identity.node,
-                notice=partial(self.errors.tell, "endpoint"),
+                errors=self.errors,
             )
             self.overhead.node = self._address.node = self._node
             self._job = self.overhead.job = JobLink(self.run_dir, self.identity.node, self._node, self.errors)

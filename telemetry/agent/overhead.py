@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from telemetry.core.clock import NS
 
 if TYPE_CHECKING:
     from telemetry.agent.collector_poller import CollectorPoller
-    from telemetry.agent.figure_output import FigureOutput
-    from telemetry.agent.job_link import JobLink
     from telemetry.attach.step_tracker import StepTracker
-    from telemetry.publish.node import NodeService
+
+
+class HasThread(Protocol):
+    """A part of the agent with a thread of its own."""
+
+    @property
+    def cpu_seconds(self) -> float:
+        """CPU time of that thread."""
 
 
 class Overhead:
@@ -32,9 +37,9 @@ class Overhead:
     def __init__(self, tracker: StepTracker, collectors: CollectorPoller) -> None:
         self._tracker = tracker
         self._collectors = collectors
-        self.node: NodeService | None = None
-        self.job: JobLink | None = None
-        self.figures: FigureOutput | None = None
+        self.node: HasThread | None = None
+        self.job: HasThread | None = None
+        self.figures: HasThread | None = None
         self.agent_thread_seconds = 0.0
 
     def measure(self) -> None:

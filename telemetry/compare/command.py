@@ -17,7 +17,7 @@ from telemetry.report.rank_processes import child_processes, not_replaced
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from telemetry.report.log_reader import ProcessLog
+    from telemetry.report.process_log import ProcessLog
 
 COMPARED: Final = 0
 TOO_SLOW: Final = 1

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from telemetry.compare.pace_interval import RatioInterval
     from telemetry.compare.run_pace import RunPace
     from telemetry.compare.same_load import SameLoad
-    from telemetry.report.log_reader import ProcessLog
+    from telemetry.report.process_log import ProcessLog
 
 FASTER: Final = "faster"
 SLOWER: Final = "slower"

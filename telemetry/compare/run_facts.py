@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from telemetry.report.log_reader import ProcessLog
+    from telemetry.report.process_log import ProcessLog
 
 _HEAD: Final[tuple[str, ...]] = ("world_size", "launcher", "telemetry_version", "python_version", "cpu_count")
 _NOT_COMPARED: Final = frozenset({"loader_used_again"})

@@ -16,7 +16,7 @@ from telemetry.report.pace_series import CpuSeconds, PacePoint
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from telemetry.report.log_reader import ProcessLog
+    from telemetry.report.process_log import ProcessLog
 
 _FIRST_STEPS: Final = 10
 _FIRST_RATIO: Final = 0.1

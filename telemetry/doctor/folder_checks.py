@@ -25,7 +25,7 @@ _RESOLVER_SECONDS: Final = 5.0
 
 def check_endpoint(place: CheckContext) -> Iterable[Finding]:
     """Whether the port is free, and if not, which port a run would use."""
-    from telemetry.publish.node import PORTS_TRIED, explained
+    from telemetry.publish.listen_address import PORTS_TRIED, explained
 
     host, port = place.config.host, place.config.port
     if port is None:

@@ -54,11 +54,11 @@ class Endpoint:
         node: this machine's name, which a request may use for this host.
         content_type: content type of the metrics.
         address: the address of ``host``, if ``host`` is a name.
+        on_error: called on the endpoint's thread if a request failed because of an error in the agent.
         alive: called about once a second, as long as requests are answered.
 
     Attributes:
         port: the port that it listens on.
-        failures: requests that failed because of an error in the agent.
 
     Raises:
         OSError: the address cannot be listened on, or every port is taken (EADDRINUSE).
@@ -73,12 +73,13 @@ class Endpoint:
         content_type: str,
         *,
         address: Address | None = None,
+        on_error: Callable[[BaseException], None] | None = None,
         alive: Callable[[], None] | None = None,
     ) -> None:
         self._states = states
         self._content_type = content_type
         self._names = HostNames([host, node])
-        self.failures = 0
+        self._on_error = on_error
         self._last_page: bytes | None = None
         self._page: tuple[list[RankState], bytes] = ([], b"")
         self._cpu_ns = 0
@@ -127,8 +128,9 @@ class Endpoint:
         began = time.thread_time_ns()
         try:
             return self._respond(method, path, host)
-        except Exception:
-            self.failures += 1
+        except Exception as error:
+            if self._on_error is not None:
+                self._on_error(error)
             return HttpAnswer(500, PLAIN_TEXT, b"the metrics could not be joined\n")
         finally:
             self._cpu_ns += time.thread_time_ns() - began

@@ -1,14 +1,21 @@
-"""Turns the setting ``host`` into an address to listen on. Only a separate thread waits for a resolver."""
+"""Turns the setting ``host`` into an address to listen on, and explains why one cannot be listened on.
+
+Only a separate thread waits for a resolver.
+"""
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import socket
 import threading
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from telemetry.core.signal_mask import signals_blocked
+
+PORTS_TRIED: Final = 64
+"""If the port is taken, up to this many higher ports are tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,3 +106,21 @@ def _first(host: str, flags: int) -> Address:
         raise socket.gaierror(socket.EAI_NONAME, "no IP address")
     family, _, _, _, address = min(usable, key=lambda each: each[0] != socket.AF_INET)
     return Address(family, str(address[0]), tuple(address[2:]))
+
+
+def explained(error: OSError, host: str, port: int) -> tuple[str, str]:
+    """Why an address cannot be listened on, and what to do, in words.
+
+    Args:
+        error: the error of the attempt.
+        host: the setting.
+        port: the setting; 0 for any.
+    """
+    why = error.strerror or str(error)
+    if error.errno == errno.EADDRINUSE:
+        ports = f"every port from {port} to {min(65536, port + PORTS_TRIED) - 1}" if port else "every port"
+        return f"{ports} is taken on {host}", "set port to another one, or to 0 for any"
+    if error.errno == errno.EACCES:
+        return f"port {port} may not be listened on ({why})", "set port to one above 1023"
+    what = "be resolved" if isinstance(error, socket.gaierror) else "be listened on"
+    return f"{host} cannot {what} ({why})", "set host to an address of this machine, such as 127.0.0.1 or 0.0.0.0"

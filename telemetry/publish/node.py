@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import errno
-import socket
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from telemetry.core.clock import NS, now_ns
 from telemetry.publish.exposition import CONTENT_TYPE
 from telemetry.publish.hang_board import HangBoard
-from telemetry.publish.listen_address import Address, Lookup, numeric
+from telemetry.publish.listen_address import PORTS_TRIED, Address, Lookup, explained, numeric
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from telemetry.core.errors import ErrorLog
     from telemetry.core.tick import RankPace
     from telemetry.publish.board import Board
     from telemetry.publish.discovery import TargetFile
     from telemetry.publish.endpoint import Endpoint
-
-PORTS_TRIED: Final = 64
-"""If the port is taken, up to this many higher ports are tried."""
 
 _ANNOUNCED_SECONDS: Final = 0.2
 """Ranks start together. A rank that does not serve waits this long for the serving rank to announce its port. A
@@ -47,7 +44,7 @@ class NodeService:
         host: address to listen on.
         port: the setting; None for off, 0 for any.
         node: this machine's name.
-        notice: called with a message for the user.
+        errors: takes messages for the user, and counts requests that failed because of an error in the agent.
         mono_ns: the clock for pauses, monotonic nanoseconds.
 
     Attributes:
@@ -65,7 +62,7 @@ class NodeService:
         host: str,
         port: int | None,
         node: str,
-        notice: Callable[[str], None],
+        errors: ErrorLog,
         mono_ns: Callable[[], int] = now_ns,
     ) -> None:
         self._board = board
@@ -73,7 +70,7 @@ class NodeService:
         self._host = host
         self._port = port
         self._node = node
-        self._notice = notice
+        self._errors = errors
         self._now = mono_ns
         self._settled_ns = mono_ns() + int(_ANNOUNCED_SECONDS * NS)
         self._ended = False
@@ -228,6 +225,7 @@ class NodeService:
                 self._node,
                 CONTENT_TYPE,
                 address=self._address,
+                on_error=partial(self._errors.note, "endpoint"),
                 alive=lambda: self._board.server_locks.beat(place),
             )
         except OSError as error:
@@ -239,9 +237,11 @@ class NodeService:
         self._board.announce(endpoint.port, place)
         if place:
             text = "the rank that serves this node does not answer; until it does, the metrics of this run are"
-            self._notice(f"{text} at port {endpoint.port}")
+            self._errors.tell("endpoint", f"{text} at port {endpoint.port}")
         elif self._port not in {0, endpoint.port}:
-            self._notice(f"port {self._port} is taken; the metrics of this run are at port {endpoint.port}")
+            self._errors.tell(
+                "endpoint", f"port {self._port} is taken; the metrics of this run are at port {endpoint.port}"
+            )
 
     def _found(self) -> Address | None:
         """The address to listen on; None while its name is being resolved."""
@@ -276,7 +276,7 @@ class NodeService:
     def _tell_once(self, text: str) -> None:
         if text not in self._told:
             self._told.add(text)
-            self._notice(text)
+            self._errors.tell("endpoint", text)
 
     def _close(self) -> None:
         endpoint, self.endpoint = self.endpoint, None
@@ -297,7 +297,7 @@ class NodeService:
         text = (
             f"the metrics of this run are no longer at port {endpoint.port}: the rank that served before answers again"
         )
-        self._notice(text)
+        self._errors.tell("endpoint", text)
         if self._targets is not None:
             self._targets.write(self._reachable_host(), self._ports_before())
 
@@ -330,21 +330,3 @@ class NodeService:
     def _reachable_host(self) -> str:
         address = numeric(self._host)
         return self._node if address is not None and address.is_any else self._host
-
-
-def explained(error: OSError, host: str, port: int) -> tuple[str, str]:
-    """Why an address cannot be listened on, and what to do, in words.
-
-    Args:
-        error: the error of the attempt.
-        host: the setting.
-        port: the setting; 0 for any.
-    """
-    why = error.strerror or str(error)
-    if error.errno == errno.EADDRINUSE:
-        ports = f"every port from {port} to {min(65536, port + PORTS_TRIED) - 1}" if port else "every port"
-        return f"{ports} is taken on {host}", "set port to another one, or to 0 for any"
-    if error.errno == errno.EACCES:
-        return f"port {port} may not be listened on ({why})", "set port to one above 1023"
-    what = "be resolved" if isinstance(error, socket.gaierror) else "be listened on"
-    return f"{host} cannot {what} ({why})", "set host to an address of this machine, such as 127.0.0.1 or 0.0.0.0"

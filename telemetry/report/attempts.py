@@ -17,8 +17,8 @@ from telemetry.report.log_schema import RESUMPTION, checked_fields
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from telemetry.report.log_reader import ProcessLog
-    from telemetry.report.oom_evidence import OomEnd
+    from telemetry.report.oom_end import OomEnd
+    from telemetry.report.process_log import ProcessLog
 
 FINISHED: Final = "finished"
 FAILED: Final = "failed"

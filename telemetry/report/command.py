@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from telemetry.report.goodput import Goodput
-    from telemetry.report.log_reader import ProcessLog
+    from telemetry.report.process_log import ProcessLog
 
 
 def report(run_dir: str, *, as_json: bool, html: str | None = None) -> int:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from telemetry.report.goodput import Goodput
-    from telemetry.report.log_reader import ProcessLog
+    from telemetry.report.process_log import ProcessLog
 
 _RESTARTS: Final = (REDONE, RESTORE, REPLAY, DOWN)
 _KWH: Final = 3.6e6

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from telemetry.report.attempts import Attempt, Life
-    from telemetry.report.log_reader import ProcessLog
+    from telemetry.report.process_log import ProcessLog
 
 PRODUCTIVE: Final = "productive"
 REDONE: Final = "redone"

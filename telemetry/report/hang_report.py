@@ -10,7 +10,7 @@ from telemetry.core.run_verdict import HANGS, HUNG, JudgedRun
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from telemetry.report.log_reader import ProcessLog
+    from telemetry.report.process_log import ProcessLog
 
 _MAX_RANKS: Final = 1 << 17
 

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from telemetry.report.log_reader import LinesOfFile, ProcessLog
+    from telemetry.report.lines_by_process import LinesOfFile
+    from telemetry.report.process_log import ProcessLog
 
 _BEFORE_EVENT: Final = b'Z","event":"'
 _WHOLE: Final = b"}\n"

@@ -10,7 +10,7 @@ from telemetry.core.memory_records import CUDA, SHARED_MEMORY, TRAINING, WORKERS
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from telemetry.report.log_reader import ProcessLog
+    from telemetry.report.process_log import ProcessLog
 
 _SHM: Final = "/dev/shm"  # noqa: S108 - only its name
 _PARTS: Final = {

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from telemetry.report.goodput import Goodput
     from telemetry.report.html.run_recorder import RunRecorder
-    from telemetry.report.log_reader import ProcessLog
+    from telemetry.report.process_log import ProcessLog
 
 _PACKAGES: Final = frozenset({"bokeh", "jinja2", "markupsafe", "numpy"})
 _READABLE: Final = 0o644

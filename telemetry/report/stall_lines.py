@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from telemetry.report.log_reader import ProcessLog
+    from telemetry.report.process_log import ProcessLog
 
 _FIELDS: Final = ("file", "line", "function", "calls", "share_ratio")
 _MAX_LINES: Final = 10

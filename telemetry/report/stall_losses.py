@@ -9,7 +9,7 @@ from telemetry.report.summary import stalls_of
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from telemetry.report.log_reader import ProcessLog
+    from telemetry.report.process_log import ProcessLog
 
 
 def lost_by_cause(processes: Iterable[ProcessLog]) -> dict[str, float]:

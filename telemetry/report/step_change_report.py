@@ -12,7 +12,7 @@ from telemetry.core.rank_ranges import named
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from telemetry.report.log_reader import ProcessLog
+    from telemetry.report.process_log import ProcessLog
 
 _TOGETHER_SECONDS: Final = 120.0
 """Changes of several ranks within this time are one. Each rank knows the moment to a block of 30 s."""

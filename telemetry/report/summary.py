@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from telemetry.core.quantile_sketch import Sketch
     from telemetry.core.run_verdict import RunFinding
-    from telemetry.report.log_reader import ProcessLog
+    from telemetry.report.process_log import ProcessLog
 
 _ADVICE_FIELDS: Final = ("action", "setting", "value", "predicted_speedup", "because")
 """All of them are in the report. A field that the log does not have is null."""

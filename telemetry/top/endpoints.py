@@ -11,7 +11,7 @@ from telemetry.core.clock import iso_time
 from telemetry.core.endpoint_client import ScrapeError, fetch, samples
 from telemetry.core.labels import CATEGORIES
 from telemetry.report.attempts import FINISHED, RUNNING
-from telemetry.report.log_reader import ProcessLog
+from telemetry.report.process_log import ProcessLog
 from telemetry.top.job_view import JobView, job_view, waiting
 from telemetry.top.rank_row import RankFacts
 from telemetry.top.recent_totals import RecentTotals

@@ -12,7 +12,7 @@ from telemetry.core.labels import DATA_WAIT
 from telemetry.core.rank_ranges import named
 from telemetry.core.run_verdict import HANGS, HEALTHY, HUNG, NO_STEPS, STALLED, STARVED, STUCK
 from telemetry.report.attempts import FAILED, FINISHED, KILLED, RUNNING
-from telemetry.report.log_reader import ProcessLog
+from telemetry.report.process_log import ProcessLog
 from telemetry.report.summary import judged
 from telemetry.top.recent_totals import SECONDS
 

@@ -14,7 +14,7 @@ from telemetry.report.summary import stalls_of
 
 if TYPE_CHECKING:
     from telemetry.core.hang_records import HangState
-    from telemetry.report.log_reader import ProcessLog
+    from telemetry.report.process_log import ProcessLog
 
 GONE: Final = "gone"
 STUCK: Final = "stuck"

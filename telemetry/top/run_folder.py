@@ -11,8 +11,9 @@ from telemetry.core.filesystem import caches_folders
 from telemetry.core.labels import CATEGORIES
 from telemetry.core.log_names import LOG_NAME
 from telemetry.report.attempts import KILLED, RUNNING, lives_of
+from telemetry.report.lines_by_process import ProcessLogs
 from telemetry.report.log_lines import parsed
-from telemetry.report.log_reader import ProcessLogs, take_heartbeats
+from telemetry.report.log_reader import take_heartbeats
 from telemetry.report.rank_processes import not_replaced
 from telemetry.top.ended_run import EndedRun
 from telemetry.top.job_view import JobView, job_view, waiting
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from telemetry.report.attempts import Life
-    from telemetry.report.log_reader import LinesOfFile, ProcessLog
+    from telemetry.report.lines_by_process import LinesOfFile
+    from telemetry.report.process_log import ProcessLog
 
 _LIST_SECONDS: Final = 5.0
 """Between two looks for new files."""

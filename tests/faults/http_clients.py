@@ -20,12 +20,14 @@ GOOD = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 @contextlib.contextmanager
 def serving():
-    """An endpoint with one rank. Checks at the end that its threads have ended."""
+    """An endpoint with one rank. Checks at the end that its threads have ended, and that it had no error."""
+    errors = []
     before = threading.active_count()
-    made = Endpoint("127.0.0.1", [0], lambda: [STATE], "the-node", CONTENT_TYPE)
+    made = Endpoint("127.0.0.1", [0], lambda: [STATE], "the-node", CONTENT_TYPE, on_error=errors.append)
     yield made
     made.close()
     wait_for(lambda: threading.active_count() <= before, "its threads are gone")
+    assert errors == []
 
 
 def shorten_deadlines(monkeypatch) -> None:

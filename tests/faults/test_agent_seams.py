@@ -121,7 +121,7 @@ def test_a_board_that_cannot_be_read_is_an_error_of_one_request(start, monkeypat
             fetch(agent.metrics_url)
         assert failed.value.code == 500
         assert b"Broken" not in failed.value.read(), "nothing of the inside is told"
-    assert agent._node.endpoint.failures == 1
+    assert counted(agent, "endpoint") == 1
     assert "training_run_info" in fetch(agent.metrics_url)
 
 

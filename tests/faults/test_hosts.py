@@ -13,7 +13,8 @@ import threading
 import pytest
 
 from faults.processes import HANG, environment, events, fetch, results, run_script, value, wait_for, write
-from telemetry.publish import listen_address, node
+from telemetry.core.errors import ErrorLog
+from telemetry.publish import listen_address
 from telemetry.publish.board import Board
 from telemetry.publish.discovery import TargetFile
 from telemetry.publish.endpoint import Endpoint
@@ -29,16 +30,20 @@ class Service:
 
     def __init__(self, folder, **settings) -> None:
         self.now = 1000 * S
-        self.told: list[str] = []
+        self.errors = ErrorLog(lambda: self.now)
         self.targets = TargetFile(folder / "targets", "r", "n")
         self.board = Board("r", "scope", "n", root=folder / "boards")
         self.service = NodeService(
             self.board,
             self.targets,
             **({"port": 0, "node": "n"} | settings),
-            notice=self.told.append,
+            errors=self.errors,
             mono_ns=lambda: self.now,
         )
+
+    def told(self) -> list[str]:
+        """The messages for the user since the last call."""
+        return [line["message"] for line in self.errors.take_lines()]
 
     def tick(self, seconds: float = 1.0) -> str:
         """Call it once. Returns what it raised, as text."""
@@ -111,7 +116,7 @@ def test_an_address_that_is_not_ours_is_tried_once_and_then_rarely(service, bind
     assert [text for text in said if text] == [said[0]]
     assert "192.0.2.1 cannot be listened on (Cannot assign requested address)" in said[0]
     assert "set host to an address of this machine, such as 127.0.0.1" in said[0]
-    assert one.told == []
+    assert one.told() == []
     assert {port for _, port in binds} == {9464}, "another port would fail alike"
     assert 5 <= len(binds) <= 11, "after 1, 2, 4 ... seconds, and at last once a minute"
 
@@ -154,7 +159,7 @@ def test_a_silent_resolver_is_waited_for_on_a_thread_of_its_own(service, lookups
             assert one.service.trouble == "the name slow.example is still being looked up"
         wait_for(lambda: asked, "the resolver is asked")
         assert asked == ["slow.example"]
-        (told,) = one.told
+        (told,) = one.told()
         assert told.endswith("set host to an address instead of a name")
     finally:
         release.set()
@@ -185,7 +190,7 @@ def test_only_a_port_that_is_taken_leads_to_the_next(monkeypatch):
 
 def test_a_port_for_root_alone_says_what_to_do():
     error = PermissionError(errno.EACCES, "Permission denied")
-    assert node.explained(error, "127.0.0.1", 80)[1] == "set port to one above 1023"
+    assert listen_address.explained(error, "127.0.0.1", 80)[1] == "set port to one above 1023"
 
 
 def test_the_training_starts_at_once_with_a_silent_resolver(tmp_path):

@@ -159,7 +159,6 @@ def test_a_page_that_rebinds_its_name_to_us_is_not_answered(host, expected, endp
         assert status(answer) == expected
         if expected == 403:
             assert PAGE not in answer
-    assert endpoint.failures == 0
 
 
 def test_a_page_is_joined_anew_only_when_a_rank_has_published(endpoint):
@@ -209,7 +208,6 @@ def test_garbage_harms_nobody(kind, endpoint, impatient, capfd):
             pass  # the endpoint has closed the connection meanwhile
         answer = received(connection)
     assert PAGE not in answer
-    assert endpoint.failures == 0
     assert serves(endpoint)
     assert capfd.readouterr() == ("", "")
 
@@ -223,12 +221,13 @@ def test_of_requests_in_a_row_one_is_answered(endpoint):
 
 
 def test_an_error_of_ours_is_a_500_and_counted(endpoint, capfd):
-    endpoint._states = lambda: 1 / 0
+    errors = []
+    endpoint._states, endpoint._on_error = lambda: 1 / 0, errors.append
     answer = ask(endpoint, GOOD)
     assert status(answer) == 500
     assert b"division" not in answer
     assert b"Traceback" not in answer
-    assert endpoint.failures == 1
+    assert [type(error) for error in errors] == [ZeroDivisionError]
     endpoint._states = lambda: [STATE]
     assert serves(endpoint)
     assert capfd.readouterr() == ("", "")

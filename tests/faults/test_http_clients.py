@@ -165,7 +165,6 @@ def test_a_crowd_of_scrapers_is_served_or_turned_away(endpoint, capfd):
     assert all(answer == b"" or answer.endswith(PAGE) for answer in answers)
     assert sum(answer.endswith(PAGE) for answer in answers) >= 10
     assert most <= 2 * MAX_CONNECTIONS  # some of these are about to end
-    assert endpoint.failures == 0
     assert capfd.readouterr() == ("", "")
 
 

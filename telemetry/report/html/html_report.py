@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from telemetry.report.goodput import Goodput
     from telemetry.report.html.run_recorder import RunRecorder
-    from telemetry.report.log_reader import ProcessLog
+    from telemetry.report.process_log import ProcessLog
 
 _BIN_INTERVALS: Final = 1.2
 """A bin is at least so many log intervals wide, or some would be empty; but a short run gets `_MIN_BINS` of them."""

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from telemetry.report.html.run_recorder import RunRecorder
-    from telemetry.report.log_reader import ProcessLog
+    from telemetry.report.process_log import ProcessLog
 
 KINDS: Final = ("restart", "stall", "hang", "evaluation", "checkpoint", "snapshot", "change")
 _MAX_OF_A_KIND: Final = 256

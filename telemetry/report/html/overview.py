@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from telemetry.core.run_verdict import RunFinding
     from telemetry.report.goodput import Goodput
-    from telemetry.report.log_reader import ProcessLog
+    from telemetry.report.process_log import ProcessLog
 
 GOOD: Final = "good"
 BAD: Final = "bad"

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from telemetry.report.html.chart_specs import Chart
     from telemetry.report.html.run_recorder import RunRecorder
-    from telemetry.report.log_reader import ProcessLog
+    from telemetry.report.process_log import ProcessLog
 
 _MAX_TABLE_ROWS: Final = 64
 _MAX_SNAPSHOTS: Final = 24

@@ -13,7 +13,7 @@ from telemetry.report.html.time_grid import TimeGrid
 from telemetry.report.sample_names import GPU_NUMBERS, HOST_NUMBERS, WORKERS_NUMBERS
 
 if TYPE_CHECKING:
-    from telemetry.report.log_reader import ProcessLog
+    from telemetry.report.process_log import ProcessLog
 
 STEP: Final = "step"
 WAIT: Final = "wait"
