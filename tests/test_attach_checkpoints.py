@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 
@@ -13,6 +14,16 @@ import telemetry
 from telemetry.attach.resume_state import holds_optimizer
 from telemetry.report.log_reader import load
 from tests.small_training import Lazy, Training
+
+
+@contextlib.contextmanager
+def process_group_of_one():
+    """Old versions of torch write asynchronous checkpoints only in a process group."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def saves(observed) -> list:
@@ -85,11 +96,12 @@ def test_an_asynchronous_checkpoint_is_complete_when_it_is_written(observed, tmp
     monkeypatch.setattr(writer, "finish", lambda *args, **named: (written.wait(60), finish(*args, **named))[1])
     training = Training()
     training.steps(3)
-    future = dcp.async_save({"net": training.net.state_dict()}, storage_writer=writer, no_dist=True)
-    training.steps(2)
-    assert [(save.complete, save.optimizer_steps) for save in saves(observed)] == [(False, 3)]
-    written.set()
-    getattr(future, "upload_completion", future).result(60)
+    with process_group_of_one():
+        future = dcp.async_save({"net": training.net.state_dict()}, storage_writer=writer)
+        training.steps(2)
+        assert [(save.complete, save.optimizer_steps) for save in saves(observed)] == [(False, 3)]
+        written.set()
+        getattr(future, "upload_completion", future).result(60)
     assert [(save.complete, save.background) for save in saves(observed)] == [(False, False), (True, True)]
     assert saves(observed)[1].optimizer_steps == 3, "not what has been trained meanwhile"
 

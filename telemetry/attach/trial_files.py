@@ -15,6 +15,7 @@ import errno
 import functools
 import io
 import os
+import pathlib
 import shutil
 from typing import TYPE_CHECKING, Any, Final
 
@@ -67,6 +68,12 @@ class TrialFiles:
             patches.replace(os, name, self._rename)
         for name in ("remove", "unlink"):
             patches.replace(os, name, self._remove)
+        accessor = getattr(pathlib, "_NormalAccessor", None)
+        if accessor is not None:  # Python 3.10: pathlib keeps the functions that it found when it was imported
+            functions: dict[str, Any] = {"open": io.open, "unlink": os.unlink}
+            functions |= {"rename": os.rename, "replace": os.replace}
+            for name, function in functions.items():
+                patches.put(accessor, name, staticmethod(function))
 
     def patch_saving(self, module: ModuleType, patches: Patches) -> None:
         """Patch the saving functions of one module of `SAVES`."""

@@ -6,11 +6,16 @@ import signal
 import time
 
 import pytest
+import torch
 
 from tests.faults.hanging_jobs import HangingJob, line_of
 from tests.faults.processes import wait_for
 
 ONE_NODE = ("n1", "n1", "n1")
+
+needs_recorder = pytest.mark.skipif(
+    not hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json"), reason="this torch has no flight recorder for gloo"
+)
 
 STANDING = [
     ("fetch", "fetch", "the fetch", "in a fetch"),
@@ -46,6 +51,7 @@ def test_the_worker_in_a_fetch_is_named_with_its_line(tmp_path):
     assert suspect["where"] == f"train.py:{line_of('the fetch')} (__getitem__)"
 
 
+@needs_recorder
 def test_a_rank_that_ddp_waits_for_is_named(tmp_path):
     with HangingJob(tmp_path, "ddp", odd=0, nodes=ONE_NODE[:2]) as job:
         job.reached()
@@ -121,6 +127,7 @@ def test_over_two_nodes_both_name_the_rank_of_the_other(tmp_path):
         assert said["silent_ranks"] == 0
 
 
+@needs_recorder
 def test_without_torch_s_recorder_the_stack_names_the_collective(tmp_path):
     with HangingJob(tmp_path, "lock", odd=1, nodes=ONE_NODE[:2], TORCH_FR_BUFFER_SIZE="0") as job:
         job.reached()
