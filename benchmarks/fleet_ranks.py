@@ -121,6 +121,8 @@ class SimulatedRank:
             snapshots=SnapshotsView({"recorded": int(self.cause is not None), "refused": 0, "failed": 0, "skipped": 0}),
             collectors=tuple(CollectorHealth(name, True, 0.001 * (1 + self._wave(now)), None) for name in _COLLECTORS),
             gpu=gpu or self._gpu(now),
+            energy_gpu=gpu or self._gpu(now),
+            gpu_hour_price=2.5,
             host=HostSample(0.3 + 0.2 * self._wave(now), CPUS, int((300 + 20 * self._wave(now)) * GIB), 1024 * GIB),
             process=ProcessSample(0.9 * age, int((9 + self._wave(now)) * GIB), 92),
             workers=self._workers(now, steps, waited),

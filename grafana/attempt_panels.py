@@ -25,7 +25,7 @@ def lost_in_range(runs: str) -> bargauge.Panel:
         "checkpoint. Down: no process was there. `telemetry report` has the attempts and how often to save.",
         "short",
         Query(
-            f"sort_desc(sum by (category) (increase(training_run_lost_seconds_total{{{runs}}}[$__range]) "
+            f"sort_desc(sum by (category) (increase(run_category:training_run_lost_seconds:max{{{runs}}}[$__range]) "
             f"* on (run) group_left () sum by (run) (max_over_time(run:training_ranks_alive:sum{{{runs}}}[$__range]))) "
             "/ 3600 > 0.005)",
             "{{category}}",

@@ -9,7 +9,7 @@ from grafana_foundation_sdk.builders.dashboard import Row
 from grafana import frame, shared_columns
 from grafana.attempt_panels import lost_in_range
 from grafana.colours import BAD, CAUSES, FAIR
-from grafana.energy_panels import energy_in_range
+from grafana.cost_panels import costs
 from grafana.panels import Query, bars, fair_bad, figure, graph, half
 from grafana.tables import Column, rows
 
@@ -46,9 +46,12 @@ def fleet() -> dashboard.Dashboard:
         board = board.with_panel(one)
     for each in _losses():
         board = board.with_panel(each)
+    board = board.with_row(Row("What it costs"))
+    for priced in costs(_RUNS):
+        board = board.with_panel(priced)
     board = board.with_row(Row("Where to look first")).with_panel(_worst_runs()).with_panel(_worst_ranks())
-    board = board.with_row(Row("Runs that make no progress")).with_panel(_no_progress().span(12))
-    board = board.with_panel(lost_in_range(_RUNS).height(6)).with_panel(energy_in_range(_RUNS).height(6))
+    board = board.with_row(Row("Runs that make no progress")).with_panel(_no_progress().span(18))
+    board = board.with_panel(lost_in_range(_RUNS).height(6))
     board = board.with_row(Row("GPUs that are busy but starved")).with_panel(_starved_gpus())
     for each in _gpus():
         board = board.with_panel(each)

@@ -132,7 +132,7 @@ class Config:
         None,
         or_none(number(0, 1e6)),
         None,
-        "Price of an hour of one GPU, in any currency: the report tells what waits, stalls and restarts cost.",
+        "Price of an hour of one GPU, in any currency: report and dashboard tell what stalls and restarts cost.",
         "none",
     )
 
@@ -200,6 +200,9 @@ class Config:
     )
     snapshot_max_bytes: int = _setting(
         "snapshots", 512 * MIB, whole_number(MIB, 1 << 40), "bytes", "Maximum size of one trace, uncompressed."
+    )
+    snapshot_shapes: bool = _setting(
+        "snapshots", False, SWITCH, None, "Record the operators' input shapes, which FLOPs and MFU are counted from."
     )
 
     interval_seconds: float = _setting(

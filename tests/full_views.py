@@ -51,6 +51,7 @@ def full_view():
             memory_total_bytes=2, power_watts=300.0, energy_joules=9e6, temperature_celsius=40.0, sm_clock_hertz=1e9, sm_clock_max_hertz=2e9,
             throttled=("sw_thermal",),
         ),
+        gpu_hour_price=2.5,
         host=HostSample(cpu_ratio=0.5, cpu_count=2, memory_used_bytes=1, memory_total_bytes=2),
         process=ProcessSample(cpu_seconds=1.0, resident_memory_bytes=1, threads=3, runnable_seconds=0.1, running_seconds=0.1),
         workers=WorkersSample(
@@ -74,6 +75,7 @@ def full_view():
         ),
         step_change_ratio=1.0,
     )  # fmt: skip
+    view = dataclasses.replace(view, energy_gpu=view.gpu)
     left_out = {
         f"{type(part).__name__}.{spec.name}"
         for part in (view, *(getattr(view, spec.name) for spec in dataclasses.fields(view)))

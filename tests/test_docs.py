@@ -13,6 +13,7 @@ import pytest
 from telemetry.core.labels import CAUSES
 from telemetry.diagnose import hang_detector, stall_detector, straggler
 from telemetry.diagnose.causes import Thresholds
+from telemetry.trace.peak_flops import PEAKS
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -227,6 +228,21 @@ def test_the_accuracy_page_has_the_forecasts_of_memory_that_were_measured():
     rows = [line for line in lines if line.startswith("| `") or " parts named rightly" in line]
     assert len(rows) > 1
     assert [row for row in rows if row not in text_of(DOCS / "accuracy.md")] == []
+
+
+def test_the_page_on_snapshots_has_what_shapes_cost():
+    results = text_of(ROOT / "benchmarks" / "results" / "snapshot-shapes-amd-epyc-2-cores.md")
+    rows = [row for row in results.splitlines() if row.startswith("| ")]
+    assert len(rows) == 6
+    assert [row for row in rows if row not in text_of(DOCS / "snapshots.md")] == []
+
+
+def test_the_page_on_traces_has_the_peaks_that_are_known():
+    (lines,) = re.findall(r"\| device \| float64 .*\n\| --- .*\n((?:\| .*\n)+)", text_of(DOCS / "TRACE.md"))
+    rows = [row.strip("| ").split(" | ") for row in lines.splitlines()]
+    formats = ("float64", "float32", "tf32", "float16", "bfloat16", "float8")
+    said = [[None if cell == "-" else float(cell) for cell in row[1:7]] for row in rows]
+    assert said == [[peaks[f] / 1e12 if f in peaks else None for f in formats] for _, peaks in PEAKS]
 
 
 def test_the_page_on_the_html_report_says_what_the_benchmark_measured():

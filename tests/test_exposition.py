@@ -63,7 +63,8 @@ def test_a_family_is_rendered_anew_only_when_its_reading_changes():
     before = {family.header: family for family in exposition.render(view)}
     view.stalls.opened["checkpoint"] += 1  # in place: its owner keeps counting
     totals = dataclasses.replace(view.totals, steps=4)
-    view = dataclasses.replace(view, totals=totals, gpu=dataclasses.replace(view.gpu, uuid="GPU-2"))
+    gpu = dataclasses.replace(view.gpu, uuid="GPU-2")
+    view = dataclasses.replace(view, totals=totals, gpu=gpu, energy_gpu=gpu)
     after = {family.header: family for family in exposition.render(view)}
 
     changed = {header.split()[2].decode() for header in after if after[header] is not before[header]}
@@ -75,6 +76,23 @@ def test_a_family_is_rendered_anew_only_when_its_reading_changes():
     text = b"".join(part for family in after.values() for part in family).decode()
     assert "GPU-1" not in text
     assert 'training_stalls_total{cause="checkpoint",rank="7",run="a run"} 1.0\n' in text
+
+
+def test_the_energy_counter_stays_while_nvml_is_down():
+    view = full_view()
+    before, while_down = (
+        b"".join(one(each, "training_gpu_energy_joules_total")) for each in (view, dataclasses.replace(view, gpu=None))
+    )
+
+    assert b'uuid="GPU-1"' in before
+    assert while_down == before
+    assert one(dataclasses.replace(view, gpu=None), "training_gpu_power_watts") is None
+
+
+def test_a_price_is_shown_only_if_there_is_one():
+    assert b"} 2.5\n" in b"".join(one(full_view(), "training_gpu_hour_price"))
+    assert b"} 0.0\n" in b"".join(one(dataclasses.replace(full_view(), gpu_hour_price=0.0), "training_gpu_hour_price"))
+    assert one(dataclasses.replace(full_view(), gpu_hour_price=None), "training_gpu_hour_price") is None
 
 
 def test_what_was_not_measured_is_absent():

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 
 import pytest
 from torch.utils.data import DataLoader
 
 import telemetry
+from telemetry.collect.collector import CollectorError
 from telemetry.collect.host import HostSource
+from telemetry.collect.nvml.source import NvmlSource
 from telemetry.collect.pressure import PressureSource
 from telemetry.collect.worker_source import WorkersSource
+from telemetry.core.samples import GpuSample
 from telemetry.core.worker_records import FETCH_BUCKETS, WorkerCounters
 from tests.data_sets import Numbers
 from tests.running_agent import log_lines, scrape, wait_for
 
 FETCHES = ("training_loader_fetch_duration_seconds_count",)
+ENERGY, NVML_UP = "training_gpu_energy_joules_total", ("telemetry_collector_up", "nvml")
 OVERHEAD = ("telemetry_overhead_seconds_total", "agent")
 
 
@@ -94,6 +99,33 @@ def test_the_fetches_of_workers_stay_counted(agent, monkeypatch, way):
     telemetry.stop()
     counts = [line.split()[-1] for line in published[-1].splitlines() if line.startswith(FETCHES[0] + "{")]
     assert [float(count) for count in counts] == [8]
+
+
+def test_the_energy_of_the_gpu_stays_counted_while_nvml_is_down(agent, monkeypatch):
+    """It is not lower afterwards, and what the GPU used meanwhile is in it."""
+    joules, reading = [1000.0], threading.Event()
+    reading.set()
+
+    def read(source):
+        if not reading.is_set():
+            raise CollectorError("the driver is gone")
+        joules[0] += 1.0
+        return GpuSample(3, "GPU-1", "a GPU", energy_joules=joules[0])
+
+    def counted():
+        found = scrape(agent)
+        return sum(value for key, value in found.items() if key[0] == ENERGY), found.get(NVML_UP)
+
+    monkeypatch.setattr(NvmlSource, "read", read)
+    wait_for(lambda: counted()[0] >= 2)
+    reading.clear()
+    wait_for(lambda: counted()[1] == 0)
+    while_down = counted()[0]
+    assert while_down >= 2
+    assert {key[2:] for key in scrape(agent) if key[0] == ENERGY} == {("3", "GPU-1")}
+    joules[0] += 100.0
+    reading.set()
+    wait_for(lambda: counted()[1] == 1 and counted()[0] >= while_down + 100)
 
 
 def test_another_worker_in_the_same_place_takes_no_fetch_away():

@@ -235,7 +235,7 @@ class EventLog:
 
     def _totals(self) -> dict[str, Any]:
         """The totals of the run so far. They are in every window line, so the newest line alone shows the ledger."""
-        totals = self._builder.current()
+        totals, energy_of = self._builder.current(), self._builder.energy_sample
         fields = {
             "steps_total": totals.steps,
             "wall_seconds": totals.wall_seconds,
@@ -251,7 +251,7 @@ class EventLog:
             "samples_total": totals.samples,
             "tokens_total": totals.tokens,
             "gpu_energy_total_joules": totals.gpu_energy_joules,
-            "gpu_uuid": self._builder.energy_uuid if totals.gpu_energy_joules else None,
+            "gpu_uuid": energy_of.uuid if totals.gpu_energy_joules and energy_of is not None else None,
             "cpu_total_seconds": log_fields.cpu_seconds(totals),
         }
         memory = self._memory.log_field()

@@ -188,6 +188,8 @@ class AgentParts:
             errors=self.errors,
             wall=self._wall,
             hang=self.job_hang.view,
+            energy_gpu=lambda: self._builder.energy_sample,
+            gpu_hour_price=config.gpu_hour_price,
         )
         self._end_line = EndLine(
             config,

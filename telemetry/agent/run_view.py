@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from telemetry.core.clock import WallClock
     from telemetry.core.errors import ErrorLog
     from telemetry.core.identity import Identity
+    from telemetry.core.samples import GpuSample
     from telemetry.core.totals import Totals
     from telemetry.core.views import HangView
 
@@ -43,6 +44,8 @@ class RunViewBuilder:
         errors: ErrorLog,
         wall: WallClock,
         hang: Callable[[], HangView | None],
+        energy_gpu: Callable[[], GpuSample | None],
+        gpu_hour_price: float | None,
     ) -> None:
         self._accounting = accounting
         self._collectors = collectors
@@ -54,6 +57,8 @@ class RunViewBuilder:
         self._errors = errors
         self._wall = wall
         self._hang = hang
+        self._energy_gpu = energy_gpu
+        self._gpu_hour_price = gpu_hour_price
         self._job_labels = job_labels()
 
     def view(self, totals: Totals, identity: Identity, *, ended: bool) -> RunView:
@@ -72,6 +77,7 @@ class RunViewBuilder:
             snapshots=self._snapshots.view(),
             collectors=collectors.health(),
             gpu=collectors.newest("nvml"),
+            energy_gpu=self._energy_gpu(),
             host=collectors.newest("host"),
             process=collectors.newest("process"),
             workers=collectors.newest("workers"),
@@ -82,6 +88,7 @@ class RunViewBuilder:
             memory=self._memory.view(),
             attempt=self._losses.view(),
             step_change_ratio=self._changes.ratio,
+            gpu_hour_price=self._gpu_hour_price,
         )
 
 

@@ -108,6 +108,7 @@ class SnapshotControl:
             profilers=profilers,
             max_seconds=config.snapshot_max_seconds,
             metadata={"run": identity.run, "rank": identity.rank, "world_size": identity.world_size},
+            shapes=config.snapshot_shapes,
         )
         profilers.before_theirs = self._capture.give_way
         processes = LocalProcesses(slug(identity.node), pid_namespace(), start_ticks)

@@ -230,9 +230,9 @@ class TotalsBuilder:
         return replace(counted, sampled=integrated(before.sampled, readings), gpu_energy_joules=energy)
 
     @property
-    def energy_uuid(self) -> str | None:
-        """The GPU whose energy is counted; None before its first reading."""
-        return None if self._energy is None else self._energy.uuid
+    def energy_sample(self) -> GpuSample | None:
+        """The newest sample of the GPU whose energy is counted, also while NVML is down; None before the first."""
+        return self._energy_sample
 
     def _with_energy(self, counted: Totals, gpu: GpuSample | None) -> dict[str, float] | None:
         """Add the energy since the last reading of the GPU. The same sample again is no new reading."""

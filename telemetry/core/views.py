@@ -63,7 +63,9 @@ class RunView:
     """Everything the endpoint shows of one rank at one moment: its counters and gauges. None: not measured.
 
     ``own_fetches``: durations of the training thread's own fetches, without workers. ``worker_fetches``: those of all
-    workers so far, even if ``workers`` could not be read this time. ``step_change_ratio``: see `ChangeDetector`.
+    workers so far, even if ``workers`` could not be read this time. ``energy_gpu``: the newest sample of the GPU whose
+    energy is counted, even if ``gpu`` could not be read this time. ``step_change_ratio``: see `ChangeDetector`.
+    ``gpu_hour_price``: the setting; None without it.
     """
 
     info: dict[str, str]
@@ -78,6 +80,7 @@ class RunView:
     snapshots: SnapshotsView | None = None
     collectors: tuple[CollectorHealth, ...] = ()
     gpu: GpuSample | None = None
+    energy_gpu: GpuSample | None = None
     host: HostSample | None = None
     process: ProcessSample | None = None
     workers: WorkersSample | None = None
@@ -88,3 +91,4 @@ class RunView:
     memory: MemoryGrowth | None = None
     attempt: AttemptView | None = None
     step_change_ratio: float | None = None
+    gpu_hour_price: float | None = None

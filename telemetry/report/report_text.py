@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 from telemetry.core.formatting import duration, percent, table
 from telemetry.core.labels import CATEGORIES
 from telemetry.report.line_table import line_table
-from telemetry.report.snapshot_traces import shown_by
+from telemetry.report.snapshot_traces import flops_of, shown_by
 from telemetry.report.stall_losses import lost_of
 from telemetry.report.step_change_report import change_lines
 
@@ -109,6 +109,10 @@ def _snapshots(snapshots: Sequence[dict[str, Any]]) -> list[str]:
         ranks = ", ".join(str(rank) for rank in sorted({trace["rank"] for trace in traces}))
         lines += ["", f"snapshot: {steps} of rank {ranks}, for {traces[0]['reason']}, in {folder}"]
         lines += [f"  rank {trace['rank']}: {shown}" for trace in traces if (shown := shown_by(trace))]
+        flops: dict[str, list[str]] = {}
+        for trace in traces:
+            flops.setdefault(flops_of(trace), []).append(str(trace["rank"]))
+        lines += [f"  FLOPs of rank {', '.join(of)}: {said}" for said, of in flops.items() if said]
     return lines
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.core.formatting import percent
+from telemetry.trace.flops_usage import FlopsUsage, sentence
 from telemetry.trace.reader import TraceError, read_trace
 
 if TYPE_CHECKING:
@@ -17,7 +19,7 @@ _MIN_SHARE: Final = 0.05
 
 
 def read_snapshots(run_dir: Path, snapshots: Sequence[dict[str, Any]]) -> list[str]:
-    """Read the traces of snapshots and add ``breakdown`` (shares of the average step) and ``advice`` to each.
+    """Read the traces of snapshots. Add ``breakdown`` (shares of the average step), ``flops`` and ``advice`` to each.
 
     Args:
         run_dir: the run folder.
@@ -38,6 +40,7 @@ def read_snapshots(run_dir: Path, snapshots: Sequence[dict[str, Any]]) -> list[s
             problems.append(f"snapshot: {error}")
             continue
         snapshot["breakdown"] = {name: round(ratio, 4) for name, ratio in trace.average.categories.items()}
+        snapshot["flops"] = asdict(trace.flops)
         snapshot["advice"] = [
             {"action": a.action, "because": a.because, "share_ratio": a.share_ratio} for a in trace.advice
         ]
@@ -52,6 +55,11 @@ def shown_by(snapshot: dict[str, Any]) -> str:
     if text and worth:
         text += f"; {worth[0]['action']} (up to {percent(worth[0]['share_ratio'], 0)} of the step)"
     return text
+
+
+def flops_of(snapshot: dict[str, Any]) -> str:
+    """Floating-point operations of a step and MFU in words, or why they are not known; empty if it was not read."""
+    return sentence(FlopsUsage(**snapshot["flops"])) if "flops" in snapshot else ""
 
 
 def verdict_of(snapshots: Sequence[dict[str, Any]]) -> str:

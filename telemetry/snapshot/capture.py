@@ -50,15 +50,17 @@ class Capture:
         profilers: tells whether a profiler of the user's is on.
         max_seconds: a recording that takes longer is stopped at the next boundary.
         metadata: written into each trace; it has at least ``rank`` and ``world_size``.
+        shapes: see `Session`.
 
     Attributes:
         metadata: as above; replaced as a whole if the rank becomes known later.
         when_over: called once, on the training thread, after a session that outlived the agent has ended.
     """
 
-    def __init__(self, hooks: Hooks, *, profilers: Profilers, max_seconds: float, metadata: dict[str, Any]) -> None:
-        self._hooks = hooks
-        self._profilers = profilers
+    def __init__(
+        self, hooks: Hooks, *, profilers: Profilers, max_seconds: float, metadata: dict[str, Any], shapes: bool = False
+    ) -> None:
+        self._hooks, self._profilers, self._shapes = hooks, profilers, shapes
         self._most_ns = int(max_seconds * NS)
         self.metadata = metadata
         self._plan: Plan | None = None
@@ -66,10 +68,7 @@ class Capture:
         self._outcome: SnapshotOutcome | None = None
         self._session: Session | None = None
         self._range: Callable[[], None] | None = None
-        self._range_step = 0
-        self._thread = 0
-        self._ended = 0
-        self._started_ns = 0
+        self._range_step = self._thread = self._ended = self._started_ns = 0
         self._pauses: dict[str, float] = {}
         # Set while no session of ours exists. We clear it before we check for a profiler of the user's. Theirs is
         # registered before it checks this event. So when both start at once, at least one of the two sees the other.
@@ -193,7 +192,7 @@ class Capture:
             return
         with self._contained(plan, "prepare"):
             self._thread = threading.get_native_id()
-            session = self._session = Session(plan, self.metadata)
+            session = self._session = Session(plan, self.metadata, shapes=self._shapes)
             session.at_exit(self._exit)
             with self._profilers.ours():
                 session.prepare()

@@ -42,9 +42,11 @@ class Session:
     Args:
         plan: which steps are recorded, and why.
         metadata: written into the trace; it has at least ``rank`` and ``world_size``.
+        shapes: whether the shapes of the operators' inputs are recorded. Floating-point operations are counted from
+            them; torch's own count (``with_flops``) is not in the file that it exports.
     """
 
-    def __init__(self, plan: Plan, metadata: dict[str, Any]) -> None:
+    def __init__(self, plan: Plan, metadata: dict[str, Any], *, shapes: bool = False) -> None:
         from torch.profiler import ProfilerActivity
         from torch.profiler.profiler import _KinetoProfile
 
@@ -55,7 +57,8 @@ class Session:
         self._began_ns = now_ns()
         self._at_exit: Callable[[], None] | None = None
         self._autograd: Any = sys.modules["torch.autograd.profiler"]
-        self._profiler = _KinetoProfile(activities=activities)
+        self._shapes = shapes
+        self._profiler = _KinetoProfile(activities=activities, record_shapes=shapes)
         self._start_imports_inductor = not hasattr(self._profiler, "has_cudagraphs")
         self._may_be_prepared = False  # and not started
         if self._profiler._get_distributed_info() is None:  # without a process group torch does not name the rank
@@ -69,7 +72,9 @@ class Session:
         inductor: Any = sys.modules.get("torch._inductor.config")
         profiler = self._profiler
         profiler.has_cudagraphs = bool(getattr(getattr(inductor, "triton", None), "cudagraphs", False))
-        profiler.profiler = self._autograd.profile(use_cpu=True, use_device=profiler.use_device, use_kineto=True)
+        profiler.profiler = self._autograd.profile(
+            use_cpu=True, use_device=profiler.use_device, use_kineto=True, record_shapes=self._shapes
+        )
         profiler.profiler._parse_kineto_results = _parse_nothing
         self._may_be_prepared = True
         with quiet():
@@ -109,7 +114,7 @@ class Session:
         """Stop to record. Must be called on the thread that started the session."""
         with quiet():
             self._profiler.stop_trace()
-        return RecordedTrace(self._profiler, (now_ns() - self._began_ns) / NS, quiet)
+        return RecordedTrace(self._profiler, (now_ns() - self._began_ns) / NS, quiet, shapes=self._shapes)
 
     def cancel(self) -> None:
         """End a session that is prepared and not started.

@@ -7,9 +7,12 @@ from typing import Final
 
 from telemetry.trace.read_limits import TraceError
 
-STEP, LOADER, COMMUNICATION, LIGHTNING, ZERO_GRAD, COPY, SYNCHRONIZING, ELIGIBLE = (1 << bit for bit in range(8))
+STEP, LOADER, COMMUNICATION, LIGHTNING, ZERO_GRAD, COPY, SYNCHRONIZING, ELIGIBLE, MATRIX = (
+    1 << bit for bit in range(9)
+)
 """Traits of a host event: a step's annotation; the wait for a batch; a collective; an annotation of Lightning; clearing
-the gradients; an operator that copies; one that waits for the device; one whose work tensor cores can do."""
+the gradients; an operator that copies; one that waits for the device; one whose work tensor cores can do; one that
+multiplies matrices, convolves or attends, or may do so."""
 
 MARKS: Final = STEP | LOADER | COMMUNICATION | ZERO_GRAD
 """The traits of events that are kept as marks."""
@@ -28,6 +31,18 @@ _ELIGIBLE: Final = re.compile(
     r"|(Cudnn)?Convolution(Transpose)?Backward|(Bmm|Mm|Mv|Addmm|Addmv|Addbmm)Backward"
 )
 
+_MATRIX: Final = re.compile(
+    r"conv(?!ert)|matmul|einsum|attention|attn|(?<!fb)gemm|rnn|lstm|(?<![a-z])(gru|linear|mv|addmv|dot|(b?add)?b?mm)(?![a-z])",
+    re.IGNORECASE,
+)
+_NO_MATRIX: Final = re.compile(r"^autograd::|reorder|Backward\d*$")
+_MATRIX_KERNEL: Final = re.compile(
+    r"(?<!fb)gemm|conv(?!ert)|wgrad|dgrad|bgrad|cudnn_\w*\d+x\d+|winograd|cutlass|nvjet|wgmma|gmma|xmma|fmha|flash",
+    re.IGNORECASE,
+)
+_CUDA_CORE: Final = re.compile(
+    r"sgemm|scudnn|simt|ffma|winograd|<float, float|dgrad_engine<float|wgrad_alg0_engine<float"
+)
 _TENSOR_CORE: Final = re.compile(
     # The names that NVIDIA's PyProf and torch-tb-profiler go by, and those of Hopper and newer.
     r"h884|s884|h1688|s1688|c1688|hmma|i8816|16816|16832|dgrad_1x1_stride_2x2|first_layer_wgrad_kernel|conv1x1|"
@@ -114,6 +129,16 @@ def uses_tensor_cores(name: str) -> bool:
     return _TENSOR_CORE.search(name) is not None
 
 
+def multiplies_matrices(name: str) -> bool:
+    """Whether a kernel multiplies matrices, convolves or attends, by its name. It knows many names, not all."""
+    return _MATRIX_KERNEL.search(name) is not None and not converts_layout(name)
+
+
+def uses_cuda_cores(name: str) -> bool:
+    """Whether a kernel that multiplies float32 does so on CUDA cores, by its name."""
+    return _CUDA_CORE.search(name) is not None and not uses_tensor_cores(name)
+
+
 def converts_layout(name: str) -> bool:
     """Whether a kernel only changes the memory layout of a tensor."""
     return _LAYOUT.search(name) is not None
@@ -158,4 +183,6 @@ def _traits(name: str) -> int:
         traits |= SYNCHRONIZING
     if _ELIGIBLE.match(name):
         traits |= ELIGIBLE
+    if _MATRIX.search(name) and not _NO_MATRIX.search(name):
+        traits |= MATRIX
     return traits

@@ -15,6 +15,7 @@ from typing import Any, Final
 from telemetry.trace import (
     avoidable_time,
     device_waits,
+    flops_usage,
     launch_gaps,
     operator_links,
     operator_tables,
@@ -64,6 +65,7 @@ class Trace:
         peak_memory_bytes: the most memory that torch had reserved there.
         steps, average: the breakdown into TensorBoard's categories.
         gpu: how well the GPUs were used over the steps.
+        flops: floating-point operations of a step, and their share of the device's peak (MFU).
         temporal, overlap_ratio, idle: as Holistic Trace Analysis defines them.
         operators, kernels, memcpy, synchronizations: those that took longest; see `trace.operator_tables`.
         launch_bound: stretches in which the GPU waits for each launch.
@@ -81,6 +83,7 @@ class Trace:
     steps: tuple[TraceStep, ...]
     average: Average
     gpu: devices.GpuUsage
+    flops: flops_usage.FlopsUsage
     temporal: stream_analysis.TemporalBreakdown
     overlap_ratio: float | None
     idle: tuple[stream_analysis.StreamIdle, ...]
@@ -170,6 +173,7 @@ def _analyse(file: Path, events: TraceEvents, scanner: Scanner) -> Trace:
         ),
         average=Average(found.length * SECONDS_PER_US / len(found.spans), average),
         gpu=devices.measure(events, found),
+        flops=flops_usage.measure(events, found, owner, _text(properties.get("name"))),
         temporal=temporal,
         overlap_ratio=overlap,
         idle=idle,

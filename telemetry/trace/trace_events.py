@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from struct import Struct
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.trace.event_names import COPY, LIGHTNING, MARKS, STEP, SYNCHRONIZING, EventNames, user_frame
+from telemetry.trace.event_names import COPY, LIGHTNING, MARKS, MATRIX, STEP, SYNCHRONIZING, EventNames, user_frame
+from telemetry.trace.matrix_operators import MatrixOperators
 from telemetry.trace.read_limits import ReadLimits, TraceError
 
 if TYPE_CHECKING:
@@ -117,6 +118,7 @@ class TraceEvents:
         operators: operators; in old traces annotations too, but not those of steps.
         marks: steps, waits for a batch, collectives and clearing of gradients, as operators or annotations.
         frames: Python functions of the user's own code.
+        matrices: the operators whose floating-point operations can be counted.
         malformed: how many events were skipped because a field is invalid.
     """
 
@@ -134,6 +136,7 @@ class TraceEvents:
         self.call_sites: dict[int, str] = {}
         self.reserved_bytes: dict[int, int] = {}
         self.malformed = 0
+        self.matrices = MatrixOperators()
         self._limits = limits
         self._kinds: dict[Any, int] = {None: MEMORY}
         self._threads: dict[Any, int] = {}
@@ -220,6 +223,8 @@ class TraceEvents:
             self._operator_rows += row
             if trait & (COPY | SYNCHRONIZING):
                 self._keep_details(external, args)
+            elif trait & MATRIX:
+                self.matrices.add(event, number, self._thread(tid))
 
     def _call(self, event: dict[str, Any], start: float, duration: float, _kind: int) -> None:
         args = event.get("args") or _NO_ARGS

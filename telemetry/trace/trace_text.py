@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from telemetry.core.formatting import byte_size, duration, percent, shortened, table
 from telemetry.core.terminal import one_line
+from telemetry.trace.flops_usage import sentence
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,7 +27,8 @@ _NARROW_NAME: Final = 40
 
 def render(trace: Trace) -> str:
     """What the step consists of, where it waits and what to change. Then tables of operators, kernels and copies."""
-    parts = [_head(trace), _categories(trace), _device(trace), _advice(trace), list(trace.notes)]
+    flops = wrap(f"FLOPs    {sentence(trace.flops)}", _WIDTH, subsequent_indent=9 * " ")
+    parts = [_head(trace), _categories(trace), [*_device(trace), *flops], _advice(trace), list(trace.notes)]
     parts += [_steps(trace), _operators(trace), _kernels(trace), _copies(trace), _waits(trace), _stretches(trace)]
     return "\n\n".join("\n".join(one_line(line) for line in lines) for lines in parts if lines) + "\n"
 

@@ -15,6 +15,11 @@ _NO_DEVICE: Final = "without NVML, and before the rank's device is known"
 _NO_READING: Final = f"{_NO_DEVICE}; where the GPU or MIG slice does not support the reading"
 _NO_GPM: Final = "without NVML; on GPUs older than Hopper, which have no hardware counters (GPM)"
 
+
+def _place(gpu: GpuSample | None) -> dict[str, str]:
+    return {} if gpu is None else {"gpu": str(gpu.index), "uuid": gpu.uuid}
+
+
 GPU_INFO: Final[MetricGroup[GpuSample]] = MetricGroup(
     record=lambda view: view.gpu,
     labels=("gpu", "uuid", "name", "sm_active_source"),
@@ -42,7 +47,7 @@ GPU_INFO: Final[MetricGroup[GpuSample]] = MetricGroup(
 GPU: Final[MetricGroup[GpuSample]] = MetricGroup(
     record=lambda view: view.gpu,
     labels=("gpu", "uuid"),
-    label_values=lambda gpu: {"gpu": str(gpu.index), "uuid": gpu.uuid},
+    label_values=_place,
     absent=_NO_READING,
     metrics=(
         Metric(
@@ -138,9 +143,10 @@ GPU: Final[MetricGroup[GpuSample]] = MetricGroup(
 )
 
 GPU_ENERGY: Final[MetricGroup[RunView]] = MetricGroup(
-    record=lambda view: None if view.gpu is None or view.totals.gpu_energy_joules is None else view,
+    # A counter must not disappear and come back: it keeps its value and its labels while NVML is down.
+    record=lambda view: None if view.energy_gpu is None or view.totals.gpu_energy_joules is None else view,
     labels=("gpu", "uuid"),
-    label_values=lambda view: {} if view.gpu is None else {"gpu": str(view.gpu.index), "uuid": view.gpu.uuid},
+    label_values=lambda view: _place(view.energy_gpu),
     absent=f"{_NO_DEVICE}; on GPUs older than Volta and MIG devices, which have no counter",
     metrics=(
         Metric(
@@ -151,9 +157,27 @@ GPU_ENERGY: Final[MetricGroup[RunView]] = MetricGroup(
             help="Energy that the whole GPU has used since the agent's first reading, by category of the ledger.",
             details=(
                 "The sum is the GPU's own counter, of all processes on it: ranks that share a GPU each show all of it. "
-                "The split is an estimate: between two readings each category gets its share of the time."
+                "The split is an estimate: between two readings each category gets its share of the time. While NVML "
+                "is down the value stays; the next reading adds what was used meanwhile."
             ),
             read=lambda view: view.totals.gpu_energy_joules,
+        ),
+    ),
+)
+
+GPU_PRICE: Final[MetricGroup[RunView]] = MetricGroup(
+    record=lambda view: view,
+    absent="without the setting `gpu_hour_price`",
+    metrics=(
+        Metric(
+            name="training_gpu_hour_price",
+            type=GAUGE,
+            help="Price of an hour of one GPU, from the run's settings.",
+            details=(
+                "In the currency of the setting `gpu_hour_price`: use the same one for all runs. One rank counts as "
+                "one GPU."
+            ),
+            read=lambda view: view.gpu_hour_price,
         ),
     ),
 )

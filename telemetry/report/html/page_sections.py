@@ -27,6 +27,7 @@ from telemetry.report.html.time_charts import (
     step_percentiles,
     steps_per_second,
 )
+from telemetry.report.snapshot_traces import flops_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -206,10 +207,10 @@ def _snapshots(summary: dict[str, Any]) -> tuple[list[Chart], list[PageTable]]:
     chart = BarChart("breakdown", "Average step of each snapshot", specs.RATIO, labels, curves)
     rows = [
         [str(at + 1), str(s["rank"]), f"{s['first_step']} to {s['last_step']}", str(s["reason"] or ""), str(s["path"]),
-         "; ".join(str(a["action"]) for a in s.get("advice", ())[:2])]
+         flops_of(s), "; ".join(str(a["action"]) for a in s.get("advice", ())[:2])]
         for at, s in enumerate(read)
     ]  # fmt: skip
-    return [chart], [PageTable("Snapshots", ("", "rank", "steps", "for", "trace", "advice"), rows)]
+    return [chart], [PageTable("Snapshots", ("", "rank", "steps", "for", "trace", "FLOPs", "advice"), rows)]
 
 
 def _goodput(summary: dict[str, Any]) -> BarChart:

@@ -20,7 +20,7 @@ from stack.jobs import SCRIPT, Job, free_ports, get
 
 STARVED, HEALTHY = "cluster-starved", "cluster-healthy"
 STARVED_RANK = 2
-SETTINGS = ("--log-interval-seconds", "2", "--stall-window-seconds", "2")
+SETTINGS = ("--log-interval-seconds", "2", "--stall-window-seconds", "2", "--gpu-hour-price", "2")
 """Its stalls are judged on the faster clock, too. It still ticks once a second, because its cost is also checked."""
 
 SNAPSHOTS = ("--snapshot-settle-seconds", "1")

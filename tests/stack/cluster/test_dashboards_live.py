@@ -17,6 +17,7 @@ EMPTY = {
     "run / annotation / Changes": "no run becomes slower for good",
     "fleet / GPU-hours lost to restarts / A": "no run is restarted, and the start took less than 18 s",
     "run / GPU-hours lost to restarts / A": "the same",
+    "fleet / Cost, by run / D": "every run has a price",
     "run / Ranks that are waited for / B": "no job hangs",
     "run / Snapshots / B": "no run has switched its snapshots off",
     "run / Errors and dropped steps / B": "no step is dropped",
