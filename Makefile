@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 FRAMEWORKS := .venv-frameworks
 DOCS := .venv-docs
 DIST := .venv-dist
-PROCESSES ?= 3
+PROCESSES ?= 4
 READY := $(VENV)/.ready
 
 .PHONY: help test test-stack test-frameworks test-matrix lint types unit demo bench bench-trace bench-fleet zoo docs docs-reference dist format clean
@@ -79,8 +79,9 @@ types: $(READY)
 	@# Grafana's SDK needs Python 3.11: before it the dashboards cannot be generated, and so not be checked.
 	! $(BIN)/python -c 'import grafana_foundation_sdk' 2>/dev/null || $(BIN)/mypy --python-version 3.11 grafana
 
-# More processes than a small machine has cores: most tests wait for other processes. Two of them kept two cores busy for
-# 61 % of the time. Which tests stay together is said in tests/conftest.py.
+# More processes than a small machine has cores: most tests wait for other processes. Three of them kept two cores busy
+# for 63 % of the time. Which tests stay together is said in tests/conftest.py, which files start first in
+# tests/start_order.py.
 unit: $(READY)
 	$(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from torch.utils.data._utils import worker as worker_module
 
 import telemetry
 from telemetry.agent.accounting import spans
@@ -19,6 +20,7 @@ from telemetry.attach.step_tracker import StepTracker
 from telemetry.core.clock import now_ns
 from telemetry.core.spans import PhaseSpan, Step
 from telemetry.diagnose.ledger import Ledger
+from tests.start_order import start_order
 
 # Tests that compare stderr are not about the last line; those of the line itself remove this.
 os.environ.setdefault("TELEMETRY_END_LINE", "off")
@@ -26,6 +28,11 @@ os.environ.setdefault("TELEMETRY_END_LINE", "off")
 # No deadline: the duration of an example depends on the machine, not on the code.
 settings.register_profile("telemetry", deadline=None)
 settings.load_profile("telemetry")
+
+
+def pytest_collection_modifyitems(config, items):
+    if hasattr(config, "workerinput"):  # under xdist; within a file, and within the stack, the order stays
+        items.sort(key=lambda item: start_order(item.nodeid))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -38,7 +45,17 @@ def pytest_xdist_make_scheduler(config, log):
             file = super()._split_scope(nodeid)
             return "stack" if "/stack/" in file else file
 
+    config.option.loadscopereorder = False  # it would begin with the files that have most tests: those are quick
     return Together(config, log)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _forked_workers_end_soon():
+    """An iterator that a garbage collection ends cannot wake its workers: each looks after itself, every 5 s.
+
+    Only in workers of this process that are forked. The 5 s are torch's.
+    """
+    worker_module.MP_STATUS_CHECK_INTERVAL = 0.5
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections import Counter
 from pathlib import Path
 
@@ -55,20 +56,27 @@ OWNERS = {
 }
 
 
-def imports(path: Path, *, at_runtime: bool = False):
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    """Each file is parsed once for all tests."""
+    return ast.parse(path.read_text())
+
+
+@functools.cache
+def imports(path: Path, *, at_runtime: bool = False) -> frozenset[str]:
     """Every module that a file imports: at the top, inside functions and for type checking.
 
     ``at_runtime``: at the top alone, without those for type checking.
     """
-    tree = ast.parse(path.read_text())
+    tree = parsed(path)
+    found = set()
     for node in tree.body if at_runtime else ast.walk(tree):
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield alias.name
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             assert node.level == 0, f"{path}: relative import"
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return frozenset(found)
 
 
 def module_of(path: Path) -> str:
@@ -142,9 +150,7 @@ def test_file_names_are_unique():
 
 
 def test_class_names_are_unique():
-    classes = Counter(
-        node.name for path in FILES for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)
-    )
+    classes = Counter(node.name for path in FILES for node in parsed(path).body if isinstance(node, ast.ClassDef))
     assert {name for name, count in classes.items() if count > 1} == set()
 
 
@@ -180,7 +186,7 @@ def test_nothing_is_printed_or_registered_where_training_runs():
             handlers = (
                 {"signal.signal"} if path == PACKAGE / "attach" / "worker_stack_responder.py" else set()
             )  # in a worker
-            for node in ast.walk(ast.parse(path.read_text())):
+            for node in ast.walk(parsed(path)):
                 if isinstance(node, ast.Call):
                     name = ast.unparse(node.func)
                     assert (

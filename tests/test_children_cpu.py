@@ -12,7 +12,7 @@ from telemetry.attach.ring import Ring
 from telemetry.attach.step_tracker import StepTracker
 from telemetry.collect.host import ProcessSource
 from telemetry.core.samples import HostSample, ProcessSample
-from tests.test_stall_monitor import Run
+from tests.monitored_rank import Run
 
 BURN = "import time\nwhile time.process_time() < 0.2:\n    pass"
 

@@ -1,21 +1,12 @@
-"""Which line a fetch or a step spends its time in: sampling, naming, and what the report shows."""
+"""Which line a fetch or a step spends its time in: the profile, the line that is named, and what the report shows."""
 
 from __future__ import annotations
 
 import os
-import sys
-import threading
-import time
 
 import pytest
-from torch.utils.data import DataLoader, Dataset
 
 from telemetry.attach.sample_area import HALF_BYTES
-from telemetry.attach.worker_block import WorkerBlock
-from telemetry.attach.worker_probe import WorkerProbe
-from telemetry.collect.line_sampler import FETCH, LineSampler
-from telemetry.core import sample_times
-from telemetry.core.clock import NS, now_ns
 from telemetry.core.stack_profile import MAX_STACKS, StackProfile
 from telemetry.core.stacks import Spot
 from telemetry.diagnose import line_shares as work
@@ -25,7 +16,6 @@ from telemetry.report.log_reader import load
 from telemetry.report.report_text import render
 from telemetry.report.summary import summarize
 from tests.report_logs import START, line, totals, window, write
-from tests.running_agent import wait_for
 
 FETCHER = Spot("/lib/site-packages/torch/utils/data/_utils/fetch.py", 54, "fetch", "torch.utils.data._utils.fetch")
 COLLATE = Spot(
@@ -128,185 +118,6 @@ def test_of_a_wait_for_workers_only_the_sampler_counts():
     profile = profile_of(((ITEM, drawing, LOOP), 30), ((queue, LOOP), 70))
     (found,) = line_shares(profile, work.SAMPLER)
     assert (found.place, found.share) == ("train.py:42", 1.0)
-
-
-# -- in the workers ----------------------------------------------------------------------------------------------
-
-
-NUMBERS = [(i * 7919) % 1000003 for i in range(400_000)]
-
-
-class Planted(Dataset):
-    """Each batch: a long C call that holds the GIL, a short wait, and the names of the worker's threads."""
-
-    def __len__(self) -> int:
-        return 1_000_000
-
-    def __getitem__(self, index: int) -> tuple[str, ...]:
-        sorted(NUMBERS)  # planted
-        time.sleep(0.001)
-        return tuple(sorted(thread.name for thread in threading.enumerate()))
-
-
-class Planted2(Planted):
-    """The same in another class, whose interval is told too."""
-
-    def __getitem__(self, index: int) -> float:
-        super().__getitem__(index)
-        return sys.getswitchinterval()
-
-
-PLANTED_LINE = Planted.__getitem__.__code__.co_firstlineno + 1
-
-
-def loader_of(block: WorkerBlock, method: str, data: Dataset) -> DataLoader:
-    probe = WorkerProbe(None, block)
-    return DataLoader(
-        data, batch_size=None, num_workers=block.workers, worker_init_fn=probe, multiprocessing_context=method
-    )
-
-
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_a_worker_that_is_asked_tells_its_line(method):
-    block = WorkerBlock(1)
-    batches = iter(loader_of(block, method, Planted()))
-    assert "telemetry-lines" not in next(batches)
-    assert block.sampled() == []
-    session = now_ns()
-    block.ask_samples(session, session + 600 * NS)
-
-    def enough():
-        next(batches)
-        return [
-            lines
-            for found in block.sampled()
-            if found.session == session and (lines := line_shares(StackProfile.unpacked(found.content), work.FETCH))
-        ]
-
-    ((first, *_),) = wait_for(enough, 60)
-    assert (first.file, first.line, first.calls) == (__file__, PLANTED_LINE, None)
-    assert first.share > 0.5
-    wait_for(lambda: "telemetry-lines" in next(batches))
-    block.ask_samples(session, 1)
-    wait_for(lambda: "telemetry-lines" not in next(batches))
-
-
-def test_workers_that_are_not_asked_do_nothing():
-    block = WorkerBlock(2)
-    batches = iter(loader_of(block, "fork", Planted()))
-    seen = {name for _ in range(20) for name in next(batches)}
-    assert "telemetry-lines" not in seen
-    assert block.sampled() == []
-
-
-def test_a_new_session_forgets_the_one_before():
-    block = WorkerBlock(1)
-    batches = iter(loader_of(block, "fork", Planted()))
-
-    def sampled_in(session):
-        next(batches)
-        return [found for found in block.sampled() if found.session == session]
-
-    block.ask_samples(1, now_ns() + 600 * NS)
-    (first,) = wait_for(lambda: sampled_in(1))
-    block.ask_samples(2, now_ns() + 600 * NS)
-    (second,) = wait_for(lambda: sampled_in(2))
-    assert second.began_ns > first.began_ns
-    assert second.pid == first.pid
-
-
-def test_the_switch_interval_of_a_worker_is_restored():
-    block = WorkerBlock(1)
-    batches = iter(loader_of(block, "fork", Planted2()))
-    usual = next(batches)
-    block.ask_samples(1, now_ns() + 600 * NS)
-    wait_for(lambda: next(batches) == pytest.approx(sample_times.SWITCH_SECONDS))
-    block.ask_samples(1, 1)
-    wait_for(lambda: next(batches) == usual)
-
-
-# -- the switch interval, in a process ---------------------------------------------------------------------------
-
-
-@pytest.fixture
-def interval():
-    before = sys.getswitchinterval()
-    yield before
-    sample_times.restore_switch_interval()
-    sys.setswitchinterval(before)
-
-
-def test_an_interval_that_other_code_has_set_stays(interval):
-    sample_times.shorten_switch_interval()
-    assert sys.getswitchinterval() == pytest.approx(sample_times.SWITCH_SECONDS)
-    sys.setswitchinterval(2 * interval)
-    sample_times.restore_switch_interval()
-    assert sys.getswitchinterval() == pytest.approx(2 * interval)
-
-
-def test_a_forked_child_has_the_usual_interval(interval):
-    sample_times.shorten_switch_interval()
-    pid = os.fork()
-    if not pid:
-        os._exit(0 if abs(sys.getswitchinterval() - interval) < 1e-6 else 1)
-    assert os.waitpid(pid, 0)[1] == 0
-
-
-def test_a_sample_that_a_c_call_delayed_stands_for_the_delay_too():
-    times = sample_times.SampleTimes(0.01)
-    at_once, late = times.weight_ns(5 * NS, 5 * NS), times.weight_ns(5 * NS, 5 * NS + NS // 4)
-    assert at_once == NS // 100
-    assert late == at_once + NS // 4
-    assert times.weight_ns(0, 3600 * NS) < 60 * NS  # the process was stopped
-
-
-def test_gaps_are_random_and_their_mean_is_the_weight():
-    times = sample_times.SampleTimes(0.01)
-    gaps = [times.gap() for _ in range(20_000)]
-    assert sum(gaps) / len(gaps) == pytest.approx(0.01, rel=0.05)
-    assert len(set(gaps)) > 19_000
-
-
-# -- on the agent thread -----------------------------------------------------------------------------------------
-
-
-def test_threads_that_fetch_are_sampled_as_workers():
-    """As the workers of a loader that uses threads, or that reads ahead."""
-    over = threading.Event()
-
-    def read_ahead() -> None:
-        for _ in DataLoader(Planted(), batch_size=None):
-            if over.is_set():
-                return
-
-    thread = threading.Thread(target=read_ahead)
-    thread.start()
-    sampler = LineSampler(lambda: threading.get_ident(), lambda: None)
-    sampler.want(frozenset({FETCH}))
-
-    def lines():
-        due = now_ns()
-        time.sleep(sampler.gap())
-        sampler.sample(due)
-        return line_shares(sampler.profiles.get(FETCH, StackProfile()), work.FETCH)
-
-    try:
-        first = wait_for(lines)[0]
-    finally:
-        sampler.want(frozenset())
-        over.set()
-        thread.join()
-    assert (first.file, first.line) == (__file__, PLANTED_LINE)
-
-
-def test_nothing_is_sampled_that_is_not_wanted():
-    sampler = LineSampler(threading.get_ident, lambda: work.STEP)
-    assert sampler.gap() == float("inf")
-    sampler.want(frozenset({work.WAIT}))
-    sampler.sample(now_ns())
-    sampler.want(frozenset())
-    sampler.sample(now_ns())
-    assert sampler.profiles == {}
 
 
 # -- what is written ---------------------------------------------------------------------------------------------

@@ -1,8 +1,6 @@
 """The table of metrics: what is rendered of it, and docs/METRICS.md, which is made from it."""
 
-import dataclasses
 import os
-import re
 import runpy
 import shutil
 import subprocess
@@ -10,35 +8,20 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from prometheus_client import generate_latest
-from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 
 from telemetry.agent.collector_poller import CollectorPoller
 from telemetry.attach.ring import Ring
 from telemetry.attach.step_tracker import StepTracker
-from telemetry.config import STEP_BUCKETS
-from telemetry.core.distribution import Histogram
 from telemetry.core.errors import ErrorLog
-from telemetry.core.labels import CATEGORIES, CAUSES, SNAPSHOT_RESULTS
-from telemetry.core.memory_records import MEMORY_PARTS, MemoryGrowth
-from telemetry.core.samples import (
-    CollectorHealth,
-    GpuSample,
-    HostSample,
-    PressureSample,
-    ProcessSample,
-    TorchMemorySample,
-)
-from telemetry.core.totals import OwnTotals, Totals
-from telemetry.core.views import AttemptView, HangView, RunView, SnapshotsView, StallView
-from telemetry.core.worker_records import WorkersSample
 from telemetry.publish.endpoint import join
 from telemetry.publish.exposition import Exposition
 from telemetry.publish.metrics.agent_metrics import COLLECTOR
 from telemetry.publish.metrics.table import SECTIONS
+from tests.full_views import full_view
 
 ROOT = Path(__file__).resolve().parents[1]
+
 
 CONTRACT = set(
     """
@@ -65,8 +48,10 @@ CONTRACT = set(
 )
 """The names that dashboards and alerts rely on."""
 
+
 NOT_YET: set[str] = set()
 """Metrics of the contract that are not measured yet. Remove a name here when you add the metric."""
+
 
 UNITS = {
     "_seconds": "seconds",
@@ -83,73 +68,6 @@ UNITS = {
     "_tokens_total": "tokens",
     "_joules_total": "joules",
 }
-
-
-def full_view():
-    """A view in which everything was measured."""
-    view = RunView(
-        info=dict.fromkeys(
-            (
-                "node", "local_rank", "world_size", "launcher", "telemetry_version", "python_version", "torch_version",
-                "job", "user", "account", "partition",
-            ),
-            "x",
-        ),
-        ended=False,
-        totals=Totals(
-            steps=3, ledger_seconds=dict.fromkeys(CATEGORIES, 1.5), exposed_wait_seconds=0.5, optimizer_steps=3,
-            overhead_seconds={"training": 1e-6, "agent": 1e-3}, dropped_steps=1,
-            own=OwnTotals(samples=30, in_sync_samples=10), samples=96, tokens=960,
-            gpu_energy_joules=dict.fromkeys(CATEGORIES, 9.5),
-        ),
-        step_duration=Histogram(STEP_BUCKETS, (1,) * (len(STEP_BUCKETS) + 1), 9.0),
-        wait_duration=Histogram(STEP_BUCKETS, (1,) * (len(STEP_BUCKETS) + 1), 9.0),
-        last_step_unix_seconds=1.7e9,
-        errors={"nvml": 1},
-        hang=HangView("fetch", 3),
-        stalls=StallView("checkpoint", dict.fromkeys(CAUSES, 0), dict.fromkeys(CAUSES, 0.0), 1),
-        snapshots=SnapshotsView(dict.fromkeys(SNAPSHOT_RESULTS, 1), "slower"),
-        collectors=tuple(CollectorHealth(name, True, 0.001, "why") for name in COLLECTOR.values),
-        gpu=GpuSample(
-            index=0, uuid="GPU-1", name="a GPU", utilization_ratio=0.5, sm_active_ratio=0.5, sm_active_source="gpm",
-            sm_occupancy_ratio=0.5, tensor_active_ratio=0.5, memory_bandwidth_ratio=0.5, memory_used_bytes=1,
-            memory_total_bytes=2, power_watts=300.0, energy_joules=9e6, temperature_celsius=40.0, sm_clock_hertz=1e9, sm_clock_max_hertz=2e9,
-            throttled=("sw_thermal",),
-        ),
-        gpu_hour_price=2.5,
-        host=HostSample(cpu_ratio=0.5, cpu_count=2, memory_used_bytes=1, memory_total_bytes=2),
-        process=ProcessSample(cpu_seconds=1.0, resident_memory_bytes=1, threads=3, runnable_seconds=0.1, running_seconds=0.1),
-        workers=WorkersSample(
-            workers=2, training_workers=2, resident_memory_bytes=1, ready_batches=4, fetching_seconds=0.0, fetches_total=3,
-            fetch_duration=Histogram(bounds=(0.1, 1.0), counts=(1, 1, 1), total=3.0), cpu_ratio=0.5,
-            busy_ratio=0.5, runnable_ratio=0.1, blocked_ratio=0.1, read_bytes_per_second=1.0,
-            slack_seconds=0.1, head_of_line_batches=2, head_of_line_worker=0, head_of_line_since_seconds=0.1,
-            allowed_cores=2, pickling_ratio=0.1, written_bytes_per_second=1.0,
-        ),
-        pressure=PressureSample(
-            pressure_ratio={"cpu": 0.1, "io": 0.1, "memory": 0.1}, cgroup_cpu_limit=2.0, cgroup_cpu_used=1.5,
-            cgroup_throttled_ratio=0.1,
-            cgroup_memory_limit_bytes=2, cgroup_memory_used_bytes=1,
-        ),
-        own_fetches=Histogram(bounds=(0.1, 1.0), counts=(1, 0, 0), total=0.1),
-        worker_fetches=Histogram(bounds=(0.1, 1.0), counts=(1, 1, 1), total=3.0),
-        torch_memory=TorchMemorySample(allocated_bytes=1, reserved_bytes=2),
-        memory=MemoryGrowth(dict.fromkeys(MEMORY_PARTS, 1.0), "workers", 1.0, 60.0, "memory", True),
-        attempt=AttemptView(
-            1, 1, dict.fromkeys(("redone", "restore", "replay", "startup", "stuck", "down"), 1.0)
-        ),
-        step_change_ratio=1.0,
-    )  # fmt: skip
-    view = dataclasses.replace(view, energy_gpu=view.gpu)
-    left_out = {
-        f"{type(part).__name__}.{spec.name}"
-        for part in (view, *(getattr(view, spec.name) for spec in dataclasses.fields(view)))
-        if dataclasses.is_dataclass(part)
-        for spec in dataclasses.fields(part)
-        if getattr(part, spec.name) is None
-    }
-    assert not left_out, "full_view() does not fill these"
-    return view
 
 
 @pytest.fixture(scope="module")
@@ -222,129 +140,6 @@ def test_label_values_are_those_of_the_table(exposition):
         if name in closed:
             label = closed[name]
             assert [sample.labels[label.name] for sample in family.samples] == list(label.values), name
-
-
-# -- the text, against prometheus_client's -------------------------------------------------------------------------------
-
-
-def one(view, name):
-    """The rendered family of a metric; None where it is absent."""
-    header = f"# HELP {name} ".encode()
-    found = [family for family in Exposition("a run", 7).render(view) if family.header.startswith(header)]
-    return found[0] if found else None
-
-
-def reference(family):
-    """What prometheus_client renders of a family, as its parser reads it."""
-    registry = SimpleNamespace(collect=lambda: [family])
-    return list(text_string_to_metric_families(generate_latest(registry).decode()))
-
-
-def parsed(rendered):
-    return list(text_string_to_metric_families(b"".join(rendered).decode()))
-
-
-def test_a_number_as_prometheus_client_renders_it():
-    view = dataclasses.replace(full_view(), last_step_unix_seconds=1.7e9 + 1e-6)
-    view = dataclasses.replace(view, totals=dataclasses.replace(view.totals, steps=12_345_678_901))
-    steps = CounterMetricFamily("training_steps", "Training steps that have ended.", labels=["run", "rank"])
-    steps.add_metric(["a run", "7"], 12_345_678_901)
-    (last,) = parsed(one(view, "training_last_step_timestamp_seconds"))
-
-    assert parsed(one(view, "training_steps_total")) == reference(steps)
-    assert last.samples[0].value == 1.7e9 + 1e-6
-
-
-def test_a_histogram_as_prometheus_client_renders_it():
-    fetches = HistogramMetricFamily("training_loader_fetch_duration_seconds", "x", labels=["run", "rank"])
-    fetches.add_metric(["a run", "7"], [("0.1", 2), ("1.0", 3), ("+Inf", 4)], 3.1)
-
-    (rendered,) = parsed(one(full_view(), "training_loader_fetch_duration_seconds"))
-    assert (rendered.type, rendered.samples) == ("histogram", reference(fetches)[0].samples)
-
-
-@pytest.mark.parametrize("text", ['a "run"', "back\\slash", "two\nlines", "é€", "\udce9"])
-def test_label_values_are_escaped_as_by_prometheus_client(text):
-    rendered = b"".join(part for family in Exposition(text, 7).render(full_view()) for part in family).decode()
-    runs = {s.labels["run"] for family in text_string_to_metric_families(rendered) for s in family.samples}
-
-    assert runs == {text.encode("utf-8", "replace").decode()}
-
-
-def test_a_family_is_rendered_anew_only_when_its_reading_changes():
-    exposition, view = Exposition("a run", 7), full_view()
-    before = {family.header: family for family in exposition.render(view)}
-    view.stalls.opened["checkpoint"] += 1  # in place: its owner keeps counting
-    totals = dataclasses.replace(view.totals, steps=4)
-    gpu = dataclasses.replace(view.gpu, uuid="GPU-2")
-    view = dataclasses.replace(view, totals=totals, gpu=gpu, energy_gpu=gpu)
-    after = {family.header: family for family in exposition.render(view)}
-
-    changed = {header.split()[2].decode() for header in after if after[header] is not before[header]}
-    assert changed >= {"training_steps_total", "training_stalls_total", "training_gpu_info", "training_gpu_throttled"}
-    assert {name for name in changed if not name.startswith("training_gpu")} == {
-        "training_steps_total",
-        "training_stalls_total",
-    }
-    text = b"".join(part for family in after.values() for part in family).decode()
-    assert "GPU-1" not in text
-    assert 'training_stalls_total{cause="checkpoint",rank="7",run="a run"} 1.0\n' in text
-
-
-def test_the_energy_counter_stays_while_nvml_is_down():
-    view = full_view()
-    before, while_down = (
-        b"".join(one(each, "training_gpu_energy_joules_total")) for each in (view, dataclasses.replace(view, gpu=None))
-    )
-
-    assert b'uuid="GPU-1"' in before
-    assert while_down == before
-    assert one(dataclasses.replace(view, gpu=None), "training_gpu_power_watts") is None
-
-
-def test_a_price_is_shown_only_if_there_is_one():
-    assert b"} 2.5\n" in b"".join(one(full_view(), "training_gpu_hour_price"))
-    assert b"} 0.0\n" in b"".join(one(dataclasses.replace(full_view(), gpu_hour_price=0.0), "training_gpu_hour_price"))
-    assert one(dataclasses.replace(full_view(), gpu_hour_price=None), "training_gpu_hour_price") is None
-
-
-def test_what_was_not_measured_is_absent():
-    view = full_view()
-    gone = {spec.name: None for spec in dataclasses.fields(view) if spec.default is None}
-    totals = dataclasses.replace(view.totals, exposed_wait_seconds=None)
-    bare = dataclasses.replace(view, **gone, totals=totals, collectors=(), last_step_unix_seconds=None)
-    names = {family.header.split()[2].decode() for family in Exposition("a run", 7).render(bare)}
-
-    assert "training_steps_total" in names
-    assert not {
-        name for name in names if re.match("training_(gpu|cuda|loader|host|process|cgroup|stall|snapshot)", name)
-    }
-    assert not names & {"training_exposed_wait_seconds_total", "training_last_step_timestamp_seconds"}
-
-
-@pytest.mark.parametrize(
-    ("part", "always"),
-    [
-        ("gpu", {"training_gpu_info"}),
-        ("host", {"training_host_memory_used_bytes", "training_host_memory_total_bytes"}),
-        ("pressure", set()),
-        ("workers", {"training_loader_workers", "training_loader_workers_memory_bytes"}),
-    ],
-)
-def test_a_reading_that_a_sample_lacks_is_absent(part, always):
-    view = full_view()
-    sample = getattr(view, part)
-    lacking = {spec.name: None for spec in dataclasses.fields(sample) if "None" in str(spec.type)}
-    lacking |= {"pressure_ratio": {}} if part == "pressure" else {}
-    bare = dataclasses.replace(view, **{part: dataclasses.replace(sample, **lacking)})
-    groups = [g for section in SECTIONS for g in section.groups if g.record(view) is sample]
-    names = {metric.name for group in groups for metric in group.metrics}
-
-    shown = {family.header.split()[2].decode() for family in Exposition("a run", 7).render(bare)} & names
-    assert {name for name in shown if not name.endswith("_total") and "head_of_line" not in name} == always
-
-
-# -- what others rely on -------------------------------------------------------------------------------------------------
 
 
 def test_contract(rendered):

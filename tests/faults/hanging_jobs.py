@@ -6,7 +6,8 @@ import os
 import signal
 from pathlib import Path
 
-from tests.faults.processes import Child, environment, events, wait_for, write
+from tests.faults.processes import environment, events, wait_for, write
+from tests.faults.warm_python import WarmChild
 
 STUCK_SECONDS = 1.0
 
@@ -161,7 +162,7 @@ class HangingJob:
         self.run_dir, self.odd = folder / "run", odd
         script = write(folder, "train.py", JOB)
         write(folder, "site-packages/torch/distributed/unnoticed.py", UNNOTICED)
-        self.ranks: list[Child] = []
+        self.ranks: list[WarmChild] = []
         for rank, node in enumerate(nodes):
             env = environment(
                 RANK=str(rank),
@@ -172,7 +173,7 @@ class HangingJob:
                 **variables,
             )
             rest = (rank, len(nodes), odd, what, folder, stuck)
-            self.ranks.append(Child(script, *rest, cwd=folder, env=env))
+            self.ranks.append(WarmChild(script, *rest, cwd=folder, env=env))
 
     def __enter__(self) -> HangingJob:
         return self

@@ -18,10 +18,11 @@ TRAIN = """
 import os, signal, sys, time
 import torch
 from torch.utils.data import DataLoader, TensorDataset
+from quick_optimizers import QuickSGD
 
 def main():
     model = torch.nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = QuickSGD(model.parameters(), lr=0.1)
     for batch, in DataLoader(TensorDataset(torch.zeros(40, 4)), batch_size=2, num_workers=WORKERS):
         model(batch).sum().backward()
         optimizer.step()

@@ -1,4 +1,4 @@
-"""Called by `tests.lines.train`: the hot line is two calls down, in this file."""
+"""Called by `tests.lines.planted_kinds`: the hot line is two calls down, in this file."""
 
 from __future__ import annotations
 

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
+from tests.quick_optimizers import QuickSGD
+
 
 class Slow(Dataset):
     def __len__(self) -> int:
@@ -58,7 +60,7 @@ def main() -> None:
     train = loader_of(items, **({} if stream else {"shuffle": True}))
     held_out = loader_of(Slow())
     model = nn.Linear(8, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = QuickSGD(model.parameters(), lr=0.1)
     with open("train.log", "w") as log, torch.no_grad():
         for _, (items, _labels) in zip(range(2), held_out):
             model(items)

@@ -1,0 +1,61 @@
+"""Has torch imported, and forks a process for each script that it is told of: see `warm_python`.
+
+    python warm_server.py FD
+
+A message at the socket is ``{"script", "arguments", "folder", "environment"}`` with three descriptors, answered by a
+pid, or ``{"wait": pid}``, answered by the exit status.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import types
+from pathlib import Path
+
+import torch.distributed  # noqa: F401 - what takes long
+
+LARGEST_MESSAGE = 1 << 18
+
+
+def serve(requests: socket.socket) -> dict:
+    """Answer until the other side is gone. In a process that it has forked: returns what that is to run."""
+    while True:
+        content, streams, _, _ = socket.recv_fds(requests, LARGEST_MESSAGE, 3)
+        if not content:
+            sys.exit()
+        order = json.loads(content)
+        if "wait" in order:
+            answer = os.waitstatus_to_exitcode(os.waitpid(order["wait"], 0)[1])
+        else:
+            answer = os.fork()
+            if answer == 0:
+                requests.close()
+                os.setsid()
+                for number, stream in enumerate(streams):
+                    os.dup2(stream, number)
+                    os.close(stream)
+                return order
+            for stream in streams:
+                os.close(stream)
+        requests.send(json.dumps(answer).encode())
+
+
+def become(order: dict) -> None:
+    """Run the script as Python would."""
+    os.environ.clear()
+    os.environ.update(order["environment"])
+    os.chdir(order["folder"])
+    script = order["script"]
+    sys.argv = [script, *order["arguments"]]
+    sys.path[0] = str(Path(script).parent)
+    main = types.ModuleType("__main__")
+    main.__file__ = script
+    sys.modules["__main__"] = main
+    exec(compile(Path(script).read_bytes(), script, "exec"), main.__dict__)
+
+
+if __name__ == "__main__":
+    become(serve(socket.socket(fileno=int(sys.argv[1]))))

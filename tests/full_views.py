@@ -1,0 +1,87 @@
+"""A view of a run in which everything was measured."""
+
+import dataclasses
+
+from telemetry.config import STEP_BUCKETS
+from telemetry.core.distribution import Histogram
+from telemetry.core.labels import CATEGORIES, CAUSES, SNAPSHOT_RESULTS
+from telemetry.core.memory_records import MEMORY_PARTS, MemoryGrowth
+from telemetry.core.samples import (
+    CollectorHealth,
+    GpuSample,
+    HostSample,
+    PressureSample,
+    ProcessSample,
+    TorchMemorySample,
+)
+from telemetry.core.totals import OwnTotals, Totals
+from telemetry.core.views import AttemptView, HangView, RunView, SnapshotsView, StallView
+from telemetry.core.worker_records import WorkersSample
+from telemetry.publish.metrics.agent_metrics import COLLECTOR
+
+
+def full_view():
+    """A view in which everything was measured."""
+    view = RunView(
+        info=dict.fromkeys(
+            (
+                "node", "local_rank", "world_size", "launcher", "telemetry_version", "python_version", "torch_version",
+                "job", "user", "account", "partition",
+            ),
+            "x",
+        ),
+        ended=False,
+        totals=Totals(
+            steps=3, ledger_seconds=dict.fromkeys(CATEGORIES, 1.5), exposed_wait_seconds=0.5, optimizer_steps=3,
+            overhead_seconds={"training": 1e-6, "agent": 1e-3}, dropped_steps=1,
+            own=OwnTotals(samples=30, in_sync_samples=10), samples=96, tokens=960,
+            gpu_energy_joules=dict.fromkeys(CATEGORIES, 9.5),
+        ),
+        step_duration=Histogram(STEP_BUCKETS, (1,) * (len(STEP_BUCKETS) + 1), 9.0),
+        wait_duration=Histogram(STEP_BUCKETS, (1,) * (len(STEP_BUCKETS) + 1), 9.0),
+        last_step_unix_seconds=1.7e9,
+        errors={"nvml": 1},
+        hang=HangView("fetch", 3),
+        stalls=StallView("checkpoint", dict.fromkeys(CAUSES, 0), dict.fromkeys(CAUSES, 0.0), 1),
+        snapshots=SnapshotsView(dict.fromkeys(SNAPSHOT_RESULTS, 1), "slower"),
+        collectors=tuple(CollectorHealth(name, True, 0.001, "why") for name in COLLECTOR.values),
+        gpu=GpuSample(
+            index=0, uuid="GPU-1", name="a GPU", utilization_ratio=0.5, sm_active_ratio=0.5, sm_active_source="gpm",
+            sm_occupancy_ratio=0.5, tensor_active_ratio=0.5, memory_bandwidth_ratio=0.5, memory_used_bytes=1,
+            memory_total_bytes=2, power_watts=300.0, energy_joules=9e6, temperature_celsius=40.0, sm_clock_hertz=1e9, sm_clock_max_hertz=2e9,
+            throttled=("sw_thermal",),
+        ),
+        gpu_hour_price=2.5,
+        host=HostSample(cpu_ratio=0.5, cpu_count=2, memory_used_bytes=1, memory_total_bytes=2),
+        process=ProcessSample(cpu_seconds=1.0, resident_memory_bytes=1, threads=3, runnable_seconds=0.1, running_seconds=0.1),
+        workers=WorkersSample(
+            workers=2, training_workers=2, resident_memory_bytes=1, ready_batches=4, fetching_seconds=0.0, fetches_total=3,
+            fetch_duration=Histogram(bounds=(0.1, 1.0), counts=(1, 1, 1), total=3.0), cpu_ratio=0.5,
+            busy_ratio=0.5, runnable_ratio=0.1, blocked_ratio=0.1, read_bytes_per_second=1.0,
+            slack_seconds=0.1, head_of_line_batches=2, head_of_line_worker=0, head_of_line_since_seconds=0.1,
+            allowed_cores=2, pickling_ratio=0.1, written_bytes_per_second=1.0,
+        ),
+        pressure=PressureSample(
+            pressure_ratio={"cpu": 0.1, "io": 0.1, "memory": 0.1}, cgroup_cpu_limit=2.0, cgroup_cpu_used=1.5,
+            cgroup_throttled_ratio=0.1,
+            cgroup_memory_limit_bytes=2, cgroup_memory_used_bytes=1,
+        ),
+        own_fetches=Histogram(bounds=(0.1, 1.0), counts=(1, 0, 0), total=0.1),
+        worker_fetches=Histogram(bounds=(0.1, 1.0), counts=(1, 1, 1), total=3.0),
+        torch_memory=TorchMemorySample(allocated_bytes=1, reserved_bytes=2),
+        memory=MemoryGrowth(dict.fromkeys(MEMORY_PARTS, 1.0), "workers", 1.0, 60.0, "memory", True),
+        attempt=AttemptView(
+            1, 1, dict.fromkeys(("redone", "restore", "replay", "startup", "stuck", "down"), 1.0)
+        ),
+        step_change_ratio=1.0,
+    )  # fmt: skip
+    view = dataclasses.replace(view, energy_gpu=view.gpu)
+    left_out = {
+        f"{type(part).__name__}.{spec.name}"
+        for part in (view, *(getattr(view, spec.name) for spec in dataclasses.fields(view)))
+        if dataclasses.is_dataclass(part)
+        for spec in dataclasses.fields(part)
+        if getattr(part, spec.name) is None
+    }
+    assert not left_out, "full_view() does not fill these"
+    return view

@@ -1,0 +1,288 @@
+"""Data sets of which each has a planted hot line, marked ``# hot: KIND``, and times it and the whole batch itself."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import time
+import zlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import Dataset, Sampler
+
+from tests.lines import hot_helpers
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+clock = time.perf_counter
+CHANCE = random.Random(1)
+NUMBERS = CHANCE.sample(range(10_000_000), 150_000)
+NOISE = bytes(CHANCE.choices(range(64), k=1_400_000))
+
+
+def quiet(milliseconds: float) -> None:
+    """The rest of a batch: waiting."""
+    time.sleep(milliseconds / 1e3)
+
+
+def busy(rounds: int) -> int:
+    """The rest of a batch: Python."""
+    return sum([number * number % 7 for number in range(rounds)])
+
+
+class Kind(Dataset):  # type: ignore[misc]
+    """Batches of `item`. Each is (seconds of the hot line, seconds of all)."""
+
+    workers = 1
+    start_method = "fork"
+    batch_size: int | None = None
+    collate: Any = None
+
+    def __init__(self, *, without: bool) -> None:
+        self.without = without
+
+    def __len__(self) -> int:
+        return 1_000_000
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        began = clock()
+        spent = self.item(index)
+        return torch.tensor([spent, clock() - began], dtype=torch.float64)
+
+    def item(self, index: int) -> float:
+        """Make a batch. Returns the seconds of the hot line."""
+        raise NotImplementedError
+
+
+class PythonLoop(Kind):
+    def item(self, index: int) -> float:
+        began = clock()
+        if not self.without:
+            sum(number * number % 7 for number in range(600_000))  # hot: python_loop
+        spent = clock() - began
+        quiet(15)
+        return spent
+
+
+class Spawned(Kind):
+    start_method = "spawn"
+
+    def item(self, index: int) -> float:
+        began = clock()
+        if not self.without:
+            sum(number * number % 7 for number in range(600_000))  # hot: spawn
+        spent = clock() - began
+        quiet(15)
+        return spent
+
+
+class ForkServer(Kind):
+    start_method = "forkserver"
+
+    def item(self, index: int) -> float:
+        began = clock()
+        if not self.without:
+            sorted(NUMBERS)  # hot: forkserver
+        spent = clock() - began
+        quiet(15)
+        return spent
+
+
+class HoldsTheGil(Kind):
+    def item(self, index: int) -> float:
+        began = clock()
+        if not self.without:
+            sorted(NUMBERS)  # hot: c_holds_gil
+        spent = clock() - began
+        busy(200_000)
+        quiet(5)
+        return spent
+
+
+class ReleasesTheGil(Kind):
+    def item(self, index: int) -> float:
+        began = clock()
+        if not self.without:
+            zlib.compress(NOISE, 6)  # hot: c_releases_gil
+        spent = clock() - began
+        busy(200_000)
+        return spent
+
+
+def _storage(connection: Any) -> None:
+    while True:
+        connection.recv()
+        time.sleep(0.03)
+        connection.send(b"page")
+
+
+class BlockingRead(Kind):
+    def __init__(self, *, without: bool) -> None:
+        super().__init__(without=without)
+        self.near, far = multiprocessing.Pipe()
+        multiprocessing.Process(target=_storage, args=(far,), daemon=True).start()
+
+    def item(self, index: int) -> float:
+        self.near.send(index)
+        began = clock()
+        if not self.without:
+            self.near.recv()  # hot: read
+        spent = clock() - began
+        busy(120_000)
+        return spent
+
+
+def _holder(lock: Any) -> None:
+    while True:
+        with lock:
+            time.sleep(0.04)
+        time.sleep(0.005)
+
+
+class Locked(Kind):
+    def __init__(self, *, without: bool) -> None:
+        super().__init__(without=without)
+        self.lock = multiprocessing.Lock()
+        multiprocessing.Process(target=_holder, args=(self.lock,), daemon=True).start()
+
+    def item(self, index: int) -> float:
+        began = clock()
+        if not self.without:
+            self.lock.acquire()  # hot: lock
+            self.lock.release()
+        spent = clock() - began
+        busy(80_000)
+        return spent
+
+
+class Helper(Kind):
+    def item(self, index: int) -> float:
+        began = clock()
+        if not self.without:
+            hot_helpers.prepare(NOISE)
+        spent = clock() - began
+        quiet(15)
+        return spent
+
+
+def slow_collate(items: list[torch.Tensor]) -> torch.Tensor:
+    """Sums the timers of the items, and adds its own."""
+    began = clock()
+    if not slow_collate.without:  # type: ignore[attr-defined]
+        sorted(NUMBERS)  # hot: collate
+    spent = clock() - began
+    whole = torch.stack(items).sum(0)
+    whole += torch.tensor([spent, spent], dtype=torch.float64)
+    return whole
+
+
+class Collate(Kind):
+    batch_size = 4
+    collate = staticmethod(slow_collate)
+
+    def item(self, index: int) -> float:
+        busy(50_000)
+        return 0.0
+
+
+class MainCollate(Collate):
+    workers = 0
+
+
+class MainProcess(Kind):
+    workers = 0
+
+    def item(self, index: int) -> float:
+        began = clock()
+        if not self.without:
+            sum(number * number % 7 for number in range(600_000))  # hot: main_process
+        spent = clock() - began
+        quiet(15)
+        return spent
+
+
+class MainRead(Kind):
+    workers = 0
+
+    def item(self, index: int) -> float:
+        began = clock()
+        if not self.without:
+            time.sleep(0.03)  # hot: main_wait
+        spent = clock() - began
+        busy(120_000)
+        return spent
+
+
+class Split(Kind):
+    """Decoding against augmentation, 70 to 30."""
+
+    packed = zlib.compress(NOISE * 6)
+    picture = torch.rand(3, 600, 600)
+
+    def item(self, index: int) -> float:
+        torch.set_num_threads(1)
+        began = clock()
+        if not self.without:
+            zlib.decompress(self.packed)  # hot: split
+        spent = clock() - began
+        end = clock() + 0.3 / 0.7 * 0.028
+        while clock() < end:
+            self.picture.flip(-1)
+        return spent
+
+
+class SlowSampler(Sampler):  # type: ignore[misc]
+    """Draws each index slowly, on the training thread."""
+
+    def __init__(self, *, without: bool) -> None:
+        self.without = without
+        self.spent = self.whole = 0.0
+
+    def __iter__(self) -> Iterator[int]:
+        index = 0
+        while True:
+            began = clock()
+            if not self.without:
+                sorted(NUMBERS)  # hot: sampler
+            self.spent += clock() - began
+            busy(200_000)
+            self.whole += clock() - began
+            index += 1
+            yield index
+
+
+class Sampled(Kind):
+    workers = 1
+
+    def item(self, index: int) -> float:
+        return 0.0
+
+
+class Stepping(Kind):
+    workers = 0
+
+    def item(self, index: int) -> float:
+        return 0.0
+
+
+KINDS: dict[str, type[Kind]] = {
+    "python_loop": PythonLoop,
+    "spawn": Spawned,
+    "forkserver": ForkServer,
+    "c_holds_gil": HoldsTheGil,
+    "c_releases_gil": ReleasesTheGil,
+    "read": BlockingRead,
+    "lock": Locked,
+    "helper": Helper,
+    "collate": Collate,
+    "main_collate": MainCollate,
+    "main_process": MainProcess,
+    "main_wait": MainRead,
+    "split": Split,
+    "sampler": Sampled,
+    "watched": MainRead,
+    "gc_step": Stepping,
+    "checkpoint": Stepping,
+}

@@ -1,0 +1,173 @@
+"""What a rank's monitor tells its peers, and what their paces change: who is slow, who is stuck, who only waits."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from telemetry.attach.ring import Ring
+from telemetry.attach.step_tracker import StepTracker
+from telemetry.collect.thread_sampler import ThreadSamples
+from telemetry.core.labels import CHECKPOINT
+from telemetry.core.samples import HostSample, ProcessSample
+from telemetry.core.tick import RankPace
+from telemetry.diagnose.stall_detector import StallDetector
+from tests.monitored_rank import SECOND, Run
+from tests.running_agent import wait_for
+
+
+@pytest.fixture
+def run():
+    return Run(StepTracker(Ring()))
+
+
+@pytest.mark.parametrize("phase", [CHECKPOINT, None])
+def test_a_rank_is_not_stuck_while_it_waits_for_another_s_checkpoint(run, phase):
+    """Rank 0 saves for all, and they wait for it in their next collective: longer than anything else would take."""
+    peers = (RankPace(0, 10.0, 10, 1.0, 0.0, 9.0, phase=phase),)
+    for second in range(1, 20):
+        run.request(second, second + 0.01)
+        run.tick(second + 0.5)
+    run.peers = peers
+    for second in range(20, 80):
+        run.tick(second + 0.5)
+    assert ("unknown" in run.causes) is (phase is None)
+    assert phase is None or run.causes == []
+
+
+def test_a_rank_tells_its_peers_that_it_writes_a_checkpoint(run):
+    run.request(1.0, 1.1)
+    run.tick(2.0)
+    assert run.stall_monitor.pace().phase is None
+    run.accounting.ledger.fold([(3 * SECOND,) * 2 + (CHECKPOINT, CHECKPOINT, *[False] * 4)])
+    run.tick(4.0)
+    assert run.stall_monitor.pace().phase == CHECKPOINT
+
+
+def test_a_pace_tells_where_the_time_outside_of_steps_went_and_which_step_it_ended_at(run):
+    for second in range(1, 6):
+        run.request(second, second + 0.1)
+        run.tick(second + 0.5)
+    assert (run.stall_monitor.pace().away_in, run.stall_monitor.pace().last_step) == (None, 4)
+    run.checkpoint(6.0, 9.0)
+    run.tick(10.0)
+    assert run.stall_monitor.pace().away_in == CHECKPOINT
+    assert run.stall_monitor.pace().away_seconds == pytest.approx(3.0, abs=0.1)
+
+
+def test_a_pace_tells_how_long_the_training_thread_had_no_core(run):
+    run.samples["host"] = HostSample(0.95, 4, 0, 0)
+    for second in range(1, 6):
+        run.samples["process"] = ProcessSample(second / 2, 0, 1, runnable_seconds=second / 4)
+        run.request(second, second + 0.1)
+        run.tick(second + 0.5)
+    pace = run.stall_monitor.pace()
+    assert pace.core_wait_seconds == pytest.approx(1.25)
+    assert pace.cores_busy_ratio == pytest.approx(0.95)
+
+
+def test_a_rank_whose_backward_pass_is_on_a_core_is_seen_at_work(observed):
+    """The agent's own samples, as its thread takes them, of a real pass."""
+    thread_sampler = Run(observed.tracker).thread_sampler
+    at_work, in_sync, over = [], [], threading.Event()
+
+    def look() -> bool:
+        thread_sampler.sample()
+        seen = thread_sampler.take()
+        (in_sync if seen.in_sync else at_work if seen.where == place else []).append(seen)
+        return len(at_work) + len(in_sync) >= 30
+
+    def watch() -> None:
+        try:
+            thread_sampler._computing = lambda: True
+            wait_for(look)
+        finally:
+            over.set()
+
+    def backward(loss: torch.Tensor) -> None:
+        """On this line and no other."""
+        loss.backward()
+
+    place = f"backward (test_stall_peers.py:{backward.__code__.co_firstlineno + 2})"
+    watching = threading.Thread(target=watch)
+    watching.start()
+    while not over.is_set():
+        a = torch.rand(700, 700, requires_grad=True)
+        backward((a @ a @ a).sum())
+    watching.join()
+    assert len(at_work) > len(in_sync)
+
+
+SLIGHTLY_SLOW = RankPace(1, 10.0, 100, 8.5, 1.5, 0.0)
+"""A peer that costs the others less than a stall."""
+
+
+@pytest.mark.parametrize(
+    ("slow", "holds_others_up"),
+    [
+        pytest.param(RankPace(1, 10.0, 100, 1.0, 9.0, 0.0), False, id="it is a peer"),
+        pytest.param(RankPace(1, 10.0, 100, 9.9, 0.0, 0.0, cause="straggler"), True, id="a peer waits for this rank"),
+        pytest.param(SLIGHTLY_SLOW, False, id="it costs too little for a stall"),
+    ],
+)
+def test_while_one_rank_is_slow_all_are_looked_at_more_closely(run, slow, holds_others_up):
+    alike = RankPace(1, 10.0, 100, 9.9, 0.0, 0.0)
+    apart, held_up = [], []
+    for first, peer in ((1, alike), (10, slow), (19, alike)):
+        run.peers = (peer,)
+        for second in range(first, first + 9):
+            for tenth in range(10):
+                run.request(second + tenth / 10, second + tenth / 10 + 0.001)
+            run.tick(second + 0.95)
+        apart.append(run.stall_monitor.sample_seconds)
+        held_up.append(run.stall_monitor.holds_others_up)
+    usual, close, again = apart
+    assert close < usual == again
+    assert held_up == [False, holds_others_up, False]
+
+
+def test_after_a_suspension_nobody_is_sampled_closely(run):
+    run.peers = (SLIGHTLY_SLOW,)
+    for second in range(1, 10):
+        for tenth in range(10):
+            run.request(second + tenth / 10, second + tenth / 10 + 0.001)
+        run.tick(second + 0.95)
+    close = run.stall_monitor.sample_seconds
+    run.tick(100.0)
+    assert run.stall_monitor.sample_seconds > close
+
+
+@pytest.mark.parametrize(("node", "seconds"), [(None, 30), ("n2", 45)])
+def test_a_rank_that_waits_for_another_node_is_stuck_later(run, monkeypatch, node, seconds):
+    """What that node's ranks do is known later: one of them may be in an evaluation."""
+    run.peers = (RankPace(1, 10.0, 100, 9.9, 0.0, 0.0, node=node),)
+    for second in range(1, 11):
+        for tenth in range(10):
+            run.request(second + tenth / 10, second + tenth / 10 + 0.001)
+        run.tick(second + 0.95)
+    monkeypatch.setattr(run.thread_sampler, "take", lambda: ThreadSamples(10, 10, None))
+    for second in range(11, 70):
+        run.tick(second + 0.95)
+        if run.stall_monitor.hang is not None:
+            break
+    assert second - 1 == pytest.approx(seconds, abs=2)  # the hooks, which tell of progress, are not there
+
+
+@pytest.mark.parametrize(("busy", "told"), [(0.97, True), (0.5, False)])
+def test_a_wait_for_a_rank_without_a_core_is_told_and_no_stall(run, busy, told, monkeypatch):
+    mine = dict(seconds=10.0, steps=100, compute_seconds=10.0, exposed_wait_seconds=0.0, away_seconds=0.0, samples=100)
+    peer = RankPace(1, **mine, in_sync_samples=1, core_wait_seconds=6.0, cores_busy_ratio=busy, node="n2")
+    own = RankPace(0, **mine, in_sync_samples=60, core_wait_seconds=0.0, cores_busy_ratio=busy)
+    window = SimpleNamespace(pace=own, peers=(peer,), earlier_paces=())
+    monkeypatch.setattr(StallDetector, "window", window)
+    run.tick(1)
+    run.tick(2)
+    said = [line["message"] for line in run.errors.take_lines()]
+    expected = (
+        "no straggler is named: rank 1 on n2 waits for a core, and all cores of its machine are busy; run less on that "
+        "machine, or give it more cores"
+    )
+    assert said == ([expected] if told else [])
