@@ -28,11 +28,16 @@ class FakeAccounting(SimpleNamespace):
     """As much of `Accounting` as is read."""
 
     dropped_steps = unseen_steps = optimizer_steps = updated_ns = 0
-    samples = SimpleNamespace(samples=None)
 
     @property
     def steps_total(self) -> int:
         return self.stats.steps + self.ledger.dropped_steps
+
+    def trained_samples(self) -> None:
+        """Not known."""
+
+    def tokens(self) -> None:
+        """Not known."""
 
     @property
     def exposed_seconds(self) -> float:

@@ -130,4 +130,4 @@ def test_what_cannot_be_measured_says_why():
 def test_a_fetch_in_a_worker():
     answer = worker_fetch.measure(hot_rounds=2, cold_rounds=2)
     assert answer["fetches"] == 2 * 500 + 2 * 5
-    assert [len(readings) for kind in ("hot", "cold") for readings in answer[kind].values()] == [2] * 4
+    assert [len(readings) for kind in ("hot", "cold") for readings in answer[kind].values()] == [2] * 6

@@ -12,6 +12,7 @@ pytestmark = pytest.mark.stack
 WITHOUT_DATA = {
     "run_rank:training_stuck:seconds": "nobody is stuck",
     "run_node:training_slow_node:excess_ratio": "no node is slow as a whole",
+    "run:training_ranks_without_price:count": "all runs have a price",
 }
 """Recorded series that these runs do not have, and why."""
 
