@@ -175,7 +175,8 @@ def test_hostile_names_write_nothing_outside_the_run_folder(named):
         assert inside or path in allowed, path
         assert (
             re.fullmatch(
-                r"(logs/rank-0\.\d+\.jsonl|targets/[\w.-]+\.json|attempts/(run|rank-0)\.json)", str(path.relative_to(inside[0]))
+                r"(logs/rank-0\.\d+\.jsonl|targets/[\w.-]+\.json|attempts/(run|rank-0)\.json)",
+                str(path.relative_to(inside[0])),
             )
             if (inside)
             else True
