@@ -293,38 +293,41 @@ def test_a_worker_that_finds_no_tokens_looks_no_more(run, first, tokens):
 # -- the table in the shared block -------------------------------------------------------------------------------------
 
 
-def test_what_an_earlier_iteration_has_left_is_not_read():
-    """Workers that are kept write into the same table again. Here the fourth batch of an iteration is not made."""
+def test_iterations_of_kept_workers_do_not_mix():
+    """Both are over before the first is read. The fourth batch of the second is not made: its worker had ended."""
     block = WorkerBlock(2)
     writer_of(block)
+    earlier = WorkerTokens(block, 0, 0, every=True)
     for number in range(6):
-        block.tokens.write(number, 100, 50)
+        block.tokens.write(number, 50 + number)
+    block.tokens.begin_again(8)
+    later = WorkerTokens(block, 0, 0, every=True)
     for number in (0, 1, 2, 4):
-        block.tokens.write(number, 200 + number, 10 + number)
-    tokens = WorkerTokens(block, 150, 0, 0, every=True)
-    assert [tokens.of(number) for number in range(4)] == [9, 10, 11, 13]
+        block.tokens.write(8 + number, 10 + number)
+    assert [earlier.of(number) for number in range(6)] == [49, 50, 51, 52, 53, 54]
+    assert [later.of(number) for number in range(4)] == [9, 10, 11, 13]
 
 
 def test_a_batch_whose_slot_has_a_later_one_is_unknown():
     block = WorkerBlock(2)
     writer_of(block)
-    block.tokens.write(SLOTS, 200, 10)
-    tokens = WorkerTokens(block, 0, 0, 0, every=False)
+    block.tokens.write(SLOTS, 10)
+    tokens = WorkerTokens(block, 0, 0, every=False)
     assert tokens.of(0) is None
     assert tokens.of(1) is None, "from then on, nothing is known"
 
 
 def test_before_a_worker_counts_nothing_is_known():
     block = WorkerBlock(1)
-    assert WorkerTokens(block, 0, 0, 0, every=False).of(0) is None
+    assert WorkerTokens(block, 0, 0, every=False).of(0) is None
     writer_of(block)
-    assert WorkerTokens(block, 0, 0, 0, every=False).of(0) == 0
+    assert WorkerTokens(block, 0, 0, every=False).of(0) == 0
 
 
 def test_tokens_do_not_keep_the_memory_of_the_workers():
     block = WorkerBlock(1)
     writer_of(block)
-    tokens, alive = WorkerTokens(block, 0, 0, 0, every=False), weakref.ref(block)
+    tokens, alive = WorkerTokens(block, 0, 0, every=False), weakref.ref(block)
     assert tokens.of(0) == 0
     assert not tokens.ended
     block.retired = True

@@ -143,7 +143,7 @@ class BatchMarks:
             own = vars(iterator)
             first = own.get("_rcvd_idx", 0) - 1  # unlike ``number``, it is 0 again where a state was restored
             every = own.get("_dataset_kind") != 0
-            return WorkerTokens(source.block, source.began_ns, number, first, every=every)
+            return WorkerTokens(source.block, number, first, every=every)
         if source is not ON_THREAD or number < 0:
             return None
         if iterator not in self._own_tokens:

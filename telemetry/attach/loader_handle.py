@@ -53,12 +53,10 @@ class LoaderHandle(BatchSource):
         epoch: how many iterations have begun. Agent thread only.
         delivered: how many batches were taken in the newest iteration; None if the count was lost. Agent thread only.
         arrivals: training batches taken since the last reading. Agent thread only.
-        began_ns: when the newest iteration began. Training thread only.
     """
 
     __slots__ = (
         "arrivals",
-        "began_ns",
         "block",
         "delivered",
         "epoch",
@@ -82,7 +80,6 @@ class LoaderHandle(BatchSource):
         self.epoch = 0
         self.delivered: int | None = 0
         self.arrivals: deque[Arrival] = deque(maxlen=_MAX_ARRIVALS)
-        self.began_ns = 0
         settings = {
             "num_workers": len(self.pids),
             "prefetch_factor": getattr(iterator, "_prefetch_factor", None),

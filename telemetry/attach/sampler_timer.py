@@ -228,6 +228,9 @@ def timed_reset(original: Callable[..., Any], tracker: StepTracker) -> Callable[
 
     def before(iterator: Any) -> TimedWait | None:
         try:
+            loader = tracker.sources.known(iterator)
+            if loader is not None and loader.block is not None:
+                loader.block.tokens.begin_again(vars(iterator).get("_send_idx", 0))
             return TimedWait(tracker, iterator) if _at_boundary(tracker) and _timeable(iterator) else None
         except Exception as error:
             tracker.fault(error)

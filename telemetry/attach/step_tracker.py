@@ -246,7 +246,6 @@ class StepTracker(StepState):
         if loader is None:
             self.ring.push(start, end, entry)
         else:
-            loader.began_ns = start
             self.ring.push(start, end, entry | r.BEGINS, loader)
         self.waiting_since = 0
 

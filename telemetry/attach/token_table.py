@@ -1,9 +1,10 @@
 """The part of the shared block in which workers write how many tokens each batch has, by the batch's number.
 
-The DataLoader numbers the batches of an iteration from 0, whichever worker makes them. Batch number ``n`` has slot
-``n % SLOTS``. A slot has the start of its fetch, by which the agent tells it from the same slot of an earlier
-iteration, the number, and the tokens. A worker writes before it sends the batch, so what has been delivered is there.
-The kernel gives memory for these pages only when they are written.
+The DataLoader numbers the batches of an iteration from 0, whichever worker makes them. Kept workers make several
+iterations: ``base`` is the sum of the numbers that earlier ones have used, so that the numbers here go on. An iteration
+may be over, and the next one under way, before the agent reads the first. Batch number ``n`` has slot ``n % SLOTS``,
+with the number and the tokens. A worker writes before it sends the batch, so what has been delivered is there. The
+kernel gives memory for these pages only when they are written.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ RAISED: Final = 0
 COUNTED: Final = 1
 """What a slot says: the fetch has raised, or this plus the tokens."""
 
-_CODE_BITS: Final = 32
-_MAX_CODE: Final = (1 << _CODE_BITS) - 1
+_BASE: Final = struct.Struct("=q")
+_BASE_AT: Final = 8
+_MAX_CODE: Final = (1 << 32) - 1
 _MAX_NUMBER: Final = 1 << 30
 _MAX_FRAMES: Final = 8
 
@@ -55,15 +57,25 @@ class TokenTable:
         self._memory = memory
         self._start = start
 
-    def write(self, number: int, started_ns: int, code: int) -> None:
+    @property
+    def base(self) -> int:
+        """What is added to the numbers of the iteration that is under way."""
+        base: int = _BASE.unpack_from(self._memory, self._start + _BASE_AT)[0]
+        return base
+
+    def begin_again(self, used: int) -> None:
+        """Another iteration begins with the same workers. ``used``: numbers of the one before. Training thread only."""
+        _BASE.pack_into(self._memory, self._start + _BASE_AT, self.base + used)
+
+    def write(self, number: int, code: int) -> None:
         """Note a batch. Used by the worker that makes it."""
         at = self._start + _HEAD_BYTES + number % SLOTS * _SLOT.size
-        _SLOT.pack_into(self._memory, at, started_ns, (number + 1) << _CODE_BITS | min(code, _MAX_CODE))
+        _SLOT.pack_into(self._memory, at, number + 1, min(code, _MAX_CODE))
 
-    def read(self, slot: int) -> tuple[int, int, int]:
-        """Start of the fetch, number (-1 for none) and code that are in the slot of this batch number."""
-        started, word = _SLOT.unpack_from(self._memory, self._start + _HEAD_BYTES + slot % SLOTS * _SLOT.size)
-        return started, (word >> _CODE_BITS) - 1, word & _MAX_CODE
+    def read(self, number: int) -> tuple[int, int]:
+        """The number (-1 for none) and the code that are in the slot of this batch number."""
+        noted, code = _SLOT.unpack_from(self._memory, self._start + _HEAD_BYTES + number % SLOTS * _SLOT.size)
+        return noted - 1, code
 
     def has(self, what: int) -> bool:
         """Whether a byte of the head is set."""
@@ -83,15 +95,20 @@ class TokenWriter:
             times, and then the numbers that were noted tell which batches there are.
     """
 
-    __slots__ = ("_every", "_looks_left", "_table")
+    __slots__ = ("_base", "_every", "_looks_left", "_table")
 
     def __init__(self, table: TokenTable, *, every: bool) -> None:
         self._table = table
         self._every = every
         self._looks_left = LOOKS
+        self._base = 0
         table.set(BEGUN)
 
-    def made(self, batch: object, started_ns: int) -> bool:
+    def iteration_begins(self) -> None:
+        """The next fetch is the worker's first of an iteration. One that was left may have had fetches until now."""
+        self._base = self._table.base
+
+    def made(self, batch: object) -> bool:
         """A fetch has made this batch. Returns whether it wants more of them. Never raises."""
         try:
             tokens = tokens_in(batch)
@@ -108,24 +125,24 @@ class TokenWriter:
                     self._table.set(LEFT)
                     return False
             if tokens or self._every:
-                self._note(started_ns, COUNTED + tokens)
+                self._note(COUNTED + tokens)
         except Exception:
             self._table.set(FAILED)
         return True
 
-    def raised(self, started_ns: int) -> None:
+    def raised(self) -> None:
         """A fetch has raised. Its number is used up. Never raises."""
         try:
-            self._note(started_ns, RAISED)
+            self._note(RAISED)
         except Exception:
             self._table.set(FAILED)
 
-    def _note(self, started_ns: int, code: int) -> None:
+    def _note(self, code: int) -> None:
         number = _batch_number()
         if number is None or not 0 <= number < _MAX_NUMBER:
             self._table.set(FAILED)
         else:
-            self._table.write(number, started_ns, code)
+            self._table.write(self._base + number, code)
 
 
 def _batch_number() -> int | None:

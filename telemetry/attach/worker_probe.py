@@ -192,6 +192,8 @@ def timed_fetch(
             epoch = words[EPOCH] + 1
             words[EPOCHS_AT + epoch % EPOCHS] = ended
             words[EPOCH] = epoch
+            if tokens is not None:
+                tokens.iteration_begins()
         words[SINCE] = start = now_ns()
         if words[SAMPLE_UNTIL] > start:
             sample()
@@ -202,7 +204,7 @@ def timed_fetch(
                 store_span(slot, 8 * RECENT_AT + ended % RECENT * SPAN.size, start, now_ns())
                 ended += 1
                 if tokens is not None:
-                    tokens.raised(start)
+                    tokens.raised()
             store(slot, COUNTS_AT, fetches, wall, 0, ended)
             forget_frame(error)
             raise
@@ -214,7 +216,7 @@ def timed_fetch(
         fetches += 1
         wall += took
         store(slot, COUNTS_AT, fetches, wall, 0, ended)
-        if tokens is not None and not tokens.made(data, start):
+        if tokens is not None and not tokens.made(data):
             tokens = None
         return data
 

@@ -18,20 +18,18 @@ class WorkerTokens:
     Until the first of them is read, it does not keep the block alive: the entry of that batch in the ring does.
 
     Args:
-        block: of the loader.
-        began_ns: when the iteration began.
+        block: of the loader. Its iteration is the one under way.
         number: of the first batch that is read, among those that were delivered. ``index``: by the worker's loop.
         every: as for `TokenWriter`.
     """
 
-    __slots__ = ("_began_ns", "_block", "_every", "_found", "_index", "_lost", "_number")
+    __slots__ = ("_block", "_every", "_found", "_index", "_lost", "_number")
 
-    def __init__(self, block: WorkerBlock, began_ns: int, number: int, index: int, *, every: bool) -> None:
+    def __init__(self, block: WorkerBlock, number: int, index: int, *, every: bool) -> None:
         self._found = weakref.ref(block)
         self._block: WorkerBlock | None = None
-        self._began_ns = began_ns
         self._number = number
-        self._index = index
+        self._index = block.tokens.base + index
         self._every = every
         self._lost = index < 0
 
@@ -63,11 +61,10 @@ class WorkerTokens:
 
     def _next(self, table: TokenTable) -> int | None:
         for index in range(self._index, self._index + SLOTS):
-            started, noted, code = table.read(index)
-            fresh = started >= self._began_ns and noted >= 0
-            if fresh and noted > index:
+            noted, code = table.read(index)
+            if noted > index:
                 break  # a later batch has this slot by now
-            if fresh and noted == index:
+            if noted == index:
                 if code == RAISED:
                     continue
                 self._index = index + 1
