@@ -141,6 +141,14 @@ def test_a_stream_with_workers_that_are_kept(run):
     assert run()["tokens"] == trainer.tokens
 
 
+def test_short_epochs_of_kept_workers_in_another_order_each(run):
+    """Several are over before the agent reads the first."""
+    trainer = TokenTrainer()
+    loader = DataLoader(Texts(), 4, shuffle=True, num_workers=2, persistent_workers=True, collate_fn=as_dict)
+    trainer.train(loader, epochs=6)
+    assert run()["tokens"] == trainer.tokens
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_sampler_of_the_users_own(run, workers):
     trainer = TokenTrainer()
