@@ -20,6 +20,8 @@ from telemetry.attach.step_tracker import StepTracker
 from telemetry.core.clock import now_ns
 from telemetry.core.spans import PhaseSpan, Step
 from telemetry.diagnose.ledger import Ledger
+from telemetry.report.log_reader import load
+from telemetry.report.summary import summarize
 from tests.start_order import start_order
 
 # Tests that compare stderr are not about the last line; those of the line itself remove this.
@@ -110,6 +112,20 @@ def agent(tmp_path: Path):
         tmp_path / "run", port=0, interval_seconds=0.1, log_interval_seconds=0.2, start_line=False
     )
     yield running
+    telemetry.stop()
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Starts an agent; the result is called at the end and returns the rank's entry of the report."""
+    telemetry.start(tmp_path / "run", port="off", interval_seconds=0.1, start_line=False)
+
+    def ended() -> dict:
+        telemetry.stop()
+        (rank,) = summarize(load(tmp_path / "run"))["ranks"]
+        return rank
+
+    yield ended
     telemetry.stop()
 
 

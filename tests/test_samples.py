@@ -20,22 +20,6 @@ from torch.utils.data import (
 )
 
 import telemetry
-from telemetry.report.log_reader import load
-from telemetry.report.summary import summarize
-
-
-@pytest.fixture
-def run(tmp_path):
-    """Starts an agent; the result is called at the end and returns the rank's entry of the report."""
-    telemetry.start(tmp_path / "run", port="off", interval_seconds=0.1, start_line=False)
-
-    def ended() -> dict:
-        telemetry.stop()
-        (rank,) = summarize(load(tmp_path / "run"))["ranks"]
-        return rank
-
-    yield ended
-    telemetry.stop()
 
 
 class Trainer:
