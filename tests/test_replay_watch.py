@@ -17,9 +17,11 @@ def steps(*kinds: tuple[float, float]) -> list[Step]:
 
 def watch(*ticks: tuple[list[Step], int]) -> ReplayWatch:
     found = ReplayWatch()
+    drawn = 0
     for closed, optimizer_steps in ticks:
+        drawn += len(closed)
         found.add(closed, optimizer_steps)
-        found.settle(optimizer_steps, 0.0)
+        found.settle(optimizer_steps, 0.0, most=drawn - optimizer_steps)
     assert found.settled
     return found
 
@@ -43,8 +45,42 @@ def test_a_training_that_begins_has_no_replay():
 
 
 def test_accumulated_gradients_are_no_replay():
-    found = watch((steps(*[STEP] * 7), 0), (steps(*[STEP] * 17), 3))
+    found = watch((steps(*[STEP] * 7), 0), (steps(*[STEP] * 33), 5))
     assert found.batches == 0
+
+
+def test_steps_that_become_longer_are_no_replay():
+    """Each had its step of the optimizer, however short it was."""
+    found = watch((steps(*[DRAWN] * 9, *[STEP] * 9), 18))
+    assert found.batches == 0
+
+
+def test_one_long_step_does_not_make_accumulated_gradients_a_replay():
+    found = ReplayWatch()
+    found.add(steps(*[DRAWN] * 7), 0)
+    found.add(steps(*[DRAWN] * 8, STEP), 2)
+    found.settle(2, 0.0, most=14)
+    assert not found.settled
+    found.add(steps(*[DRAWN] * 24), 5)
+    found.settle(5, 0.0, most=35)
+    assert found.settled
+    assert found.batches == 0
+
+
+def test_the_end_decides_with_what_there_is():
+    found = ReplayWatch()
+    found.add(steps(*[DRAWN] * 40), 0)
+    found.add(steps(*[STEP] * 3), 3)
+    found.settle(3, 0.0, most=40)
+    assert not found.settled
+    found.settle(3, 0.0, most=40, ended=True)
+    assert found.settled
+    assert found.batches == 40
+
+
+def test_no_more_than_were_drawn_without_a_step():
+    found = watch((steps(*[DRAWN] * 40), 0), (steps(*[DRAWN] * 4, *[STEP] * 5), 9))
+    assert found.batches == 40
 
 
 def test_accumulated_gradients_after_a_replay_are_not_part_of_it():

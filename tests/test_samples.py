@@ -63,6 +63,17 @@ def test_batches_that_were_only_prefetched_do_not_count(run, persistent):
     assert run()["samples"] == trainer.samples == 24 + 50
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_steps_that_become_longer_were_trained_from_the_first_on(run, workers):
+    """The short ones look like batches that are thrown away on the way to where a checkpoint was written."""
+    trainer = Trainer()
+    for number, batch in enumerate(DataLoader(DATA, 4, num_workers=workers)):
+        trainer.step(batch)
+        if number > 4:
+            time.sleep(0.02)
+    assert run()["samples"] == trainer.samples == 50
+
+
 def test_evaluation_batches_do_not_count(run):
     trainer = Trainer()
     for _ in range(2):

@@ -72,6 +72,7 @@ class Accounting:
         self.updated_ns = start_ns
         self._numbering = BatchNumbering()
         self.samples = SampleCounter(tracker.marks)
+        self.steps_without_optimizer = 0
         self._batches_seen = 0
         self._at_batch = (0, 0)  # optimizer steps, and requests on other threads, when the newest batch came
 
@@ -82,6 +83,7 @@ class Accounting:
             # In this order, and before the ring is emptied. If a request is in progress here, it was in progress at
             # ``now``, or its span is in the ring. The entries before ``head`` show whether ``lost`` comes after them.
             ended = self.samples.ended
+            stepped, optimizers = tracker.optimizer_steps, tracker.resume.optimizers
             now, waiting_since, lost, head = now_ns(), tracker.waiting_since, ring.lost, ring.head
             self.updated_ns = now
             position = ring.tail
@@ -99,6 +101,7 @@ class Accounting:
             if lost is not None:
                 self.ledger.fold((lost,))
             self.ledger.advance(now, waiting_since)
+            self.steps_without_optimizer = self.steps_total + self.ledger.step_is_open - stepped // max(1, optimizers)
             self._look_for_batches(waiting_since)
             self._update_exposed()
         if tracker.errors != self._hook_errors_seen:

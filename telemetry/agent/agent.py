@@ -282,7 +282,7 @@ class Agent(AgentParts):
                 self.trial.script_ended(self._builder.tick())
         with self.errors.contained("agent"):
             self.accounting.close()
-            self.attempt.settle_samples()
+            self.attempt.end_replay()
         with self.errors.contained("snapshot"):
             self.snapshots.finish()
         with self.errors.contained("jsonl"):

@@ -116,10 +116,9 @@ class AttemptLog:
 
     def tick(self) -> None:
         """Everything up to now has been counted: write it where it outlives this process."""
-        if not self._replay.settled:
-            self._replay.settle(self._tracker.optimizer_steps, self._accounting.ledger.first_wait_ns / NS)
-        else:
-            self.settle_samples()
+        self._settle_replay()
+        if self._replay.settled:
+            self._accounting.samples.settle(self._replay.batches)
         if now_ns() < self._next_beat_ns:
             return
         try:
@@ -130,8 +129,17 @@ class AttemptLog:
                 self._told = True
                 self._errors.tell("heartbeat", f"no heartbeats: {error}; the log tells when this process was killed")
 
-    def settle_samples(self) -> None:
-        """It is known, or will never be, how many batches were thrown away: samples of the others are trained."""
+    def _settle_replay(self, *, ended: bool = False) -> None:
+        self._replay.settle(
+            self._tracker.optimizer_steps,
+            self._accounting.ledger.first_wait_ns / NS,
+            most=self._accounting.steps_without_optimizer,
+            ended=ended,
+        )
+
+    def end_replay(self) -> None:
+        """No more steps could tell how many batches were thrown away: samples of the others are trained."""
+        self._settle_replay(ended=True)
         self._accounting.samples.settle(self._replay.batches)
 
     def close(self) -> None:

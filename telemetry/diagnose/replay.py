@@ -26,6 +26,9 @@ _MAX_STEPS: Final = 1 << 16
 
 _USUAL: Final = 8
 
+_ENOUGH: Final = 4
+"""Steps that are sure to be no replay. One of them may be long because the machine is busy."""
+
 _MAX_HELD_UP_RATIO: Final = 0.5
 """A batch before the first step of an optimizer may be held up for up to this share of a usual step's compute."""
 
@@ -62,14 +65,22 @@ class ReplayWatch:
             elif len(self._after) < _MAX_STEPS:
                 self._after.append((wait, compute))
 
-    def settle(self, optimizer_steps: int, first_wait_seconds: float) -> None:
+    def settle(self, optimizer_steps: int, first_wait_seconds: float, *, most: float, ended: bool = False) -> None:
         """Decide, once optimizers have stepped. To be called when all steps so far have been added.
 
         Args:
             optimizer_steps: so far.
             first_wait_seconds: the wait for the first batch, which is no replay.
+            most: how many batches can have been drawn without a step of an optimizer. In a loop that steps after each
+                batch it tells all. Where gradients are accumulated or steps are skipped, the durations decide.
+            ended: there are no more steps to wait for.
         """
         if self.settled or optimizer_steps < 2 or not self._after:
+            return
+        if most < _MIN_BATCHES:
+            self._end()
+            return
+        if optimizer_steps <= _ENOUGH and not ended:
             return
         usual = statistics.median(compute for _, compute in self._after[-min(_USUAL, optimizer_steps - 1) :])
         limit = usual * _MAX_COMPUTE_RATIO
@@ -85,9 +96,12 @@ class ReplayWatch:
             for each_wait, each_compute in self._after[: _short_ones([each for _, each in self._after], limit)]:
                 number, wait, compute = number + 1, wait + each_wait, compute + each_compute
         if number >= _MIN_BATCHES:
-            self.batches = int(number)
+            self.batches = int(min(number, most))
             self.wait_seconds = max(0.0, wait - first_wait_seconds)
             self.seconds = self.wait_seconds + compute
+        self._end()
+
+    def _end(self) -> None:
         self.settled = True
         self._before, self._after = {}, []
 
