@@ -93,8 +93,8 @@ def main(group: str, results: str) -> None:
     ran = agent.running
     errors = agent.tracker.errors if ran else 0
     last = repr(agent.tracker.last_error) if errors else None
-    batches = agent.accounting.ledger.batches if ran else 0
     telemetry.stop()
+    batches = agent.accounting.ledger.batches if ran else 0  # all of them, which only the end of the run has read
     stopped = {"layers": layers(), "threads": threads()}
     with open(results, "w") as file:
         told = json.dumps({"cases": seen, "stopped": stopped, "errors": errors, "last error": last, "batches": batches})

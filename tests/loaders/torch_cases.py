@@ -53,6 +53,11 @@ def note(worker_id: int) -> None:
     assert get_worker_info() is not None
 
 
+def begins(worker_id: int) -> None:
+    """As `note`, for workers that are threads of several loaders: torch keeps one worker's info per process."""
+    assert worker_id == 0
+
+
 def fails(worker_id: int) -> None:
     raise KeyError(f"worker {worker_id} cannot begin")
 
@@ -98,7 +103,7 @@ def persistent_workers():
 
 def two_threads_read_one_loader():
     loader = DataLoader(
-        Numbers(), batch_size=2, num_workers=1, multiprocessing_context=TogetherContext(), worker_init_fn=note
+        Numbers(), batch_size=2, num_workers=1, multiprocessing_context=TogetherContext(), worker_init_fn=begins
     )
     seen: list = [None, None]
 
