@@ -5,10 +5,10 @@ from __future__ import annotations
 from array import array
 from typing import TYPE_CHECKING, Final
 
-from telemetry.attach.ring import BATCH, CLOSES, GAP, JOINS, OPENS, STRIDE
+from telemetry.attach.ring import BATCH, CLOSES, GAP, JOINS, OPENS, STEP, STRIDE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Sequence
 
     from telemetry.attach.batch_sizes import BatchMarks, BatchSizes, BatchTokens
     from telemetry.attach.ring import Entry
@@ -37,13 +37,31 @@ class SampleCounter:
         self._settled = False
         self._in_step = False
 
-    def fold(self, entries: Iterable[Entry], position: int) -> None:
+    def fold(self, entries: Sequence[Entry], position: int) -> None:
         """Count entries of the ring, in their order.
 
         Args:
             entries: the entries.
             position: of the first one in the ring.
         """
+        marks, after = self._marks.taken, position + len(entries) * STRIDE
+        same = self._settled and (not marks or marks[0].position >= after)
+        if not same or any(entry[2] != STEP for entry in entries):
+            self._fold_each(entries, position)
+        elif entries:
+            self._add_batches(len(entries))
+        if self._marks.lost:
+            self._samples.add(None)
+            self._tokens.add(None)
+
+    def _add_batches(self, batches: int) -> None:
+        """The next batches of the same iteration."""
+        sizes, tokens, number = self._sizes, self._tokens_of, self._number
+        self._samples.add(None if sizes is None else sizes.of(number, batches))
+        self._tokens.add(None if tokens is None else tokens.of(number, batches))
+        self._number += batches
+
+    def _fold_each(self, entries: Sequence[Entry], position: int) -> None:
         marks = self._marks.taken
         for _start, _end, code, _source in entries:
             if code & GAP:
@@ -54,14 +72,8 @@ class SampleCounter:
             if not code & GAP and code & (BATCH | JOINS):
                 while marks and marks[0].position <= position:
                     _, self._sizes, self._tokens_of, self._number = marks.popleft()
-                sizes, tokens = self._sizes, self._tokens_of
-                self._samples.add(None if sizes is None else sizes.of(self._number))
-                self._tokens.add(None if tokens is None else tokens.of(self._number))
-                self._number += 1
+                self._add_batches(1)
             position += STRIDE
-        if self._marks.lost:
-            self._samples.add(None)
-            self._tokens.add(None)
 
     @property
     def ended(self) -> BatchTokens | None:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_left
+from itertools import count, repeat
 from typing import TYPE_CHECKING
 
 from telemetry.attach.loader_handle import ON_THREAD, BatchSource, LoaderHandle
-from telemetry.attach.ring import BATCH, BEGINS, S_DATA_WAIT
+from telemetry.attach.ring import BATCH, BEGINS, S_DATA_WAIT, STEP
 from telemetry.core.clock import NS
 from telemetry.core.distribution import Histogram
 from telemetry.core.spans import DroppedSpans
 from telemetry.core.worker_records import FETCH_BUCKETS, Arrival
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Sequence
 
     from telemetry.attach.ring import Entry
 
@@ -29,9 +30,14 @@ class BatchNumbering:
         self._own_ns = 0
         self._numbered: weakref.WeakKeyDictionary[LoaderHandle, int] = weakref.WeakKeyDictionary()
 
-    def fold(self, entries: Iterable[Entry]) -> None:
+    def fold(self, entries: Sequence[Entry]) -> None:
         """Number entries of the ring, in the order in which they happened."""
+        if not entries:
+            return
         current = self._current()
+        if isinstance(current, LoaderHandle) and all(c == STEP and source is None for _, _, c, source in entries):
+            self._ordinary(entries, current)
+            return
         for start, end, code, source in entries:
             if source is None:
                 if code & BATCH:
@@ -44,6 +50,14 @@ class BatchNumbering:
                 if code & 7 == S_DATA_WAIT:
                     self._current, current = weakref.ref(source), source
                 self._batch(start, end, code, source)
+
+    def _ordinary(self, entries: Sequence[Entry], loader: LoaderHandle) -> None:
+        """The next batches of an iteration with workers, which is what nearly all entries are."""
+        starts, ends, _, _ = zip(*entries, strict=True)
+        self._waits[loader] = self._waits.get(loader, 0) + sum(ends) - sum(starts)
+        if loader.delivered is not None:
+            loader.arrivals.extend(map(Arrival, repeat(loader.epoch), count(loader.delivered), starts, ends))
+            loader.delivered += len(entries)
 
     def _batch(self, start: int, end: int, code: int, source: BatchSource | None) -> None:
         if source is None:

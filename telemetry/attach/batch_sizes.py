@@ -38,12 +38,20 @@ class BatchSizes(NamedTuple):
     size: int
     total: int | None
 
-    def of(self, number: int) -> int | None:
-        """Samples of batch ``number``, from 0; None if there is no such batch: the sampler gives more than it says."""
+    def of(self, number: int, batches: int = 1) -> int | None:
+        """Samples of some batches.
+
+        Args:
+            number: of the first, from 0.
+            batches: how many.
+
+        Returns:
+            None if there is no such batch: the sampler gives more than it says.
+        """
         if self.total is None:
-            return self.size
+            return batches * self.size
         left = self.total - number * self.size
-        return min(self.size, left) if left > 0 else None
+        return min(batches * self.size, left) if left > (batches - 1) * self.size else None
 
 
 class BatchTokens(Protocol):
@@ -56,8 +64,13 @@ class BatchTokens(Protocol):
     def release(self) -> None:
         """Keep nothing alive: `ended`, and all was read."""
 
-    def of(self, number: int, /) -> int | None:
-        """Tokens of a batch; None if they are not known. Asked in the order of the batches."""
+    def of(self, number: int, batches: int = 1, /) -> int | None:
+        """Tokens of some batches; None if they are not known. Asked in the order of the batches.
+
+        Args:
+            number: of the first.
+            batches: how many.
+        """
 
 
 class BatchMark(NamedTuple):

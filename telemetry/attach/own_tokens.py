@@ -50,15 +50,17 @@ class OwnTokens:
         except Exception:
             self._counts.append(None)
 
-    def of(self, number: int) -> int | None:
-        """Tokens of batch ``number``; None if they are not known. Numbers must not decrease."""
+    def of(self, number: int, batches: int = 1) -> int | None:
+        """Tokens of ``batches`` from this number on; None if they are not known. Numbers must not decrease."""
         while self._next < number and self._counts:
             self._counts.popleft()
             self._next += 1
-        if self._next != number or not self._counts:
+        if self._next != number or len(self._counts) < batches:
             return None
-        self._next += 1
-        return self._counts.popleft()
+        self._next += batches
+        taken = [self._counts.popleft() for _ in range(batches)]
+        known = [count for count in taken if count is not None]
+        return sum(known) if len(known) == batches else None
 
 
 class NoTokens:
@@ -71,8 +73,8 @@ class NoTokens:
     def release(self) -> None:
         """It keeps nothing alive."""
 
-    def of(self, _number: int) -> int | None:
-        """Tokens of a batch: 0."""
+    def of(self, _number: int, _batches: int = 1) -> int | None:
+        """Tokens of some batches: 0."""
         return 0
 
 

@@ -42,8 +42,8 @@ class WorkerTokens:
         """Do not keep the block alive any more: `ended`, and all was read."""
         self._block, self._lost = None, True
 
-    def of(self, number: int) -> int | None:
-        """Tokens of batch ``number``; None if they are not known. Numbers must increase."""
+    def of(self, number: int, batches: int = 1) -> int | None:
+        """Tokens of ``batches`` from this number on; None if they are not known. Numbers must increase."""
         if self._block is None and not self._lost:
             self._block = self._found()
         if self._block is None or number < self._number:
@@ -53,9 +53,10 @@ class WorkerTokens:
             return None
         if table.has(LEFT):
             return None if table.has(FOUND) else 0
-        tokens = None
-        while self._number <= number and not self._lost:
-            tokens = self._next(table)
+        tokens = 0
+        while self._number < number + batches and not self._lost:
+            found = self._next(table) or 0
+            tokens += found if self._number >= number else 0
             self._number += 1
         return None if self._lost else tokens
 

@@ -72,14 +72,15 @@ class Fetches:
         batches, slack, fetch_wait, transfer_wait = 0, 0, 0, 0
         from_busy, transfer_wait_busy, transfer_wait_long = 0, 0, 0
         head_of_line: dict[int, int] = {}  # by the worker that is waited for
+        workers, not_in_turn, of_epoch = self._workers, self._not_in_turn, self._of_epoch
         for arrival in arrivals:
             epoch, number, requested, arrived = arrival
-            place, worker = divmod(number, self._workers)
-            fetches = self._of_epoch(worker, epoch)
+            place, worker = divmod(number, workers)
+            fetches = of_epoch(worker, epoch)
             finished = None if fetches is None else fetches.finished(place)
-            if self._impossible(arrival, finished):
-                self._not_in_turn.add(epoch)
-            if fetches is None or finished is None or not number or epoch in self._not_in_turn:
+            if (finished > arrived) if finished is not None else self._came_before_its_fetch(arrival):
+                not_in_turn.add(epoch)
+            if fetches is None or finished is None or not number or epoch in not_in_turn:
                 continue
             batches += 1
             if finished > requested:
@@ -93,7 +94,7 @@ class Fetches:
                 since = requested
                 slack += requested - finished
             transfer_wait += arrived - since
-            longest = self._busy_again(arrival, since, self._counters[worker], fetches)
+            longest = fetches.longest_after(place, since, arrived)
             if longest:
                 from_busy += 1
                 transfer_wait_busy += arrived - since
@@ -124,34 +125,14 @@ class Fetches:
         since = worker.fetching_since_ns
         return HeadOfLine(finished - next_batch, worker.worker, max(0, now_ns - since) / NS if since else 0.0)
 
-    def _impossible(self, arrival: Arrival, finished: int | None) -> bool:
+    def _came_before_its_fetch(self, arrival: Arrival) -> bool:
         """Whether a batch has arrived although the fetch matched with it has not ended.
 
         This happens when the workers of an iterable data set end one by one, and the others get more batches.
         """
-        if finished is not None:
-            return finished > arrival.arrived_ns
         worker = self._counters.get(arrival.number % self._workers)
         began = None if worker is None else _began(worker, arrival.epoch)
         return worker is not None and began is not None and began + arrival.number // self._workers >= worker.ended
-
-    def _busy_again(self, arrival: Arrival, since_ns: int, worker: WorkerCounters, fetches: _EpochFetches) -> int:
-        """The longest later fetch that a batch's worker was in at any time from ``since_ns`` until the batch arrived.
-
-        Nanoseconds; for a fetch still in progress, up to the arrival. 0 if there was none.
-        """
-        first, longest = fetches.began + arrival.number // self._workers + 1, 0
-        starts, ends, kept = worker.recent_started_ns, fetches.finished_ns, fetches.kept
-        # These are kept, because this batch's own fetch is. They are few: at most `prefetch_factor` batches ahead.
-        for fetch in range(first, worker.ended):
-            started, ended = starts[fetch % kept], ends[fetch % kept]
-            if started >= arrival.arrived_ns:
-                return longest
-            if ended > since_ns:
-                longest = max(longest, ended - started)
-        if 0 < worker.fetching_since_ns < arrival.arrived_ns:
-            longest = max(longest, arrival.arrived_ns - worker.fetching_since_ns)
-        return longest
 
     def _is_long(self, arrival: Arrival, fetch_ns: int) -> bool:
         worker = self._counters[arrival.number % self._workers]
@@ -164,36 +145,58 @@ class Fetches:
         return min(ends, default=None)
 
 
-@dataclass(frozen=True, slots=True)
 class _EpochFetches:
     """The fetches of one worker in one epoch.
 
-    Attributes:
-        began: number of its first fetch. The fetches from ``oldest`` to before ``end`` have ended, and their stamps
-            are kept.
-        finished_ns: when they ended. Fetch ``n`` is at ``n % kept``.
+    Args:
+        counters: of the worker.
+        began: number of its first fetch.
+        after: number of its first fetch of the next epoch; None if that is not known.
     """
 
-    began: int
-    oldest: int
-    end: int
-    kept: int
-    finished_ns: tuple[int, ...]
+    __slots__ = ("_began", "_counters", "_end", "_ends", "_kept", "_oldest", "_starts")
+
+    def __init__(self, counters: WorkerCounters, began: int, after: int | None) -> None:
+        self._began = began
+        self._counters = counters
+        self._starts, self._ends = counters.recent_started_ns, counters.recent_finished_ns
+        self._kept = len(self._ends)
+        # Stamps are kept from here on. The oldest may be overwritten as it is read.
+        self._oldest = counters.ended - self._kept + 1
+        self._end = counters.ended if after is None else min(after, counters.ended)
 
     def finished(self, place: int) -> int | None:
         """When a fetch ended, by its place in the epoch; None if it has not ended, or its stamp is no longer kept."""
-        number = self.began + place
-        return self.finished_ns[number % self.kept] if self.oldest <= number < self.end else None
+        number = self._began + place
+        return self._ends[number % self._kept] if self._oldest <= number < self._end else None
+
+    def longest_after(self, place: int, since_ns: int, arrived_ns: int) -> int:
+        """The longest later fetch that the worker was in at any time between two stamps.
+
+        Args:
+            place: of the batch's own fetch, which is kept. So later ones are, too. They are few: at most
+                `prefetch_factor` batches ahead.
+            since_ns: the first, monotonic.
+            arrived_ns: the second, when the batch arrived.
+
+        Returns:
+            Nanoseconds; for a fetch still in progress, up to the arrival. 0 if there was none.
+        """
+        longest, kept = 0, self._kept
+        for fetch in range(self._began + place + 1, self._counters.ended):
+            started = self._starts[fetch % kept]
+            if started >= arrived_ns:
+                return longest
+            ended = self._ends[fetch % kept]
+            if ended > since_ns and ended - started > longest:
+                longest = ended - started
+        fetching = self._counters.fetching_since_ns
+        return max(longest, arrived_ns - fetching) if 0 < fetching < arrived_ns else longest
 
 
 def _epoch_fetches(worker: WorkerCounters | None, epoch: int) -> _EpochFetches | None:
     began = None if worker is None else _began(worker, epoch)
-    if worker is None or began is None:
-        return None
-    after, kept = _began(worker, epoch + 1), len(worker.recent_finished_ns)
-    # The oldest stamp may be overwritten as it is read.
-    oldest, end = worker.ended - kept + 1, worker.ended if after is None else min(after, worker.ended)
-    return _EpochFetches(began, oldest, end, kept, worker.recent_finished_ns)
+    return None if worker is None or began is None else _EpochFetches(worker, began, _began(worker, epoch + 1))
 
 
 def _began(worker: WorkerCounters, epoch: int) -> int | None:

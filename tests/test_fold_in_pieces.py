@@ -1,0 +1,84 @@
+"""What is read from the ring is the same whether it is read at once, batch by batch, or in any pieces between."""
+
+from __future__ import annotations
+
+from collections import deque
+from types import SimpleNamespace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from telemetry.agent.sample_counter import SampleCounter
+from telemetry.attach.batch_numbering import BatchNumbering
+from telemetry.attach.batch_sizes import BatchMark, BatchSizes
+from telemetry.attach.loader_handle import LoaderHandle
+from telemetry.attach.ring import BATCH, BEGINS, JOINS, S_COMPUTE, S_DATA_WAIT, S_OTHER, STEP, STRIDE, code
+
+JOINED = code(S_DATA_WAIT, S_COMPUTE, BATCH | JOINS)
+BEGUN = code(S_OTHER, S_OTHER, BEGINS)
+
+
+class Lengths:
+    """Tokens: batch ``n`` has ``n + 1``."""
+
+    ended = False
+
+    def of(self, number: int, batches: int = 1) -> int:
+        return sum(range(number + 1, number + batches + 1))
+
+
+def pieces(entries: list, cuts: list[int]) -> list[tuple[int, list]]:
+    """The entries in pieces, each with the position of its first one. Some are empty."""
+    edges = [0, *sorted(cut % (len(entries) + 1) for cut in cuts), len(entries)]
+    return [(first, entries[first:last]) for first, last in zip(edges, edges[1:], strict=False)]
+
+
+@given(
+    epochs=st.lists(
+        st.tuples(st.integers(1, 5), st.one_of(st.none(), st.integers(1, 40)), st.integers(1, 12)), max_size=4
+    ),
+    cuts=st.lists(st.integers(0, 99), max_size=12),
+    joined=st.sets(st.integers(0, 40)),
+    replayed=st.integers(0, 2),
+)
+def test_samples_and_tokens(epochs, cuts, joined, replayed):
+    entries: list = []
+    marks: list[BatchMark] = []
+    for size, total, batches in epochs:
+        marks.append(BatchMark(len(entries) * STRIDE, BatchSizes(size, total), Lengths(), 0))
+        for _ in range(batches):
+            number = len(entries)
+            entries.append((10 * number, 10 * number + 5, JOINED if number in joined else STEP, None))
+
+    def counted(parts: list[tuple[int, list]]) -> tuple[int | None, int | None]:
+        taken = SimpleNamespace(taken=deque(marks), lost=False)
+        counter = SampleCounter(taken)
+        counter.settle(replayed)
+        for first, part in parts:
+            counter.fold(part, first * STRIDE)
+        return counter.samples, counter.tokens(None)
+
+    assert counted(pieces(entries, cuts)) == counted([(n, [entry]) for n, entry in enumerate(entries)])
+
+
+@given(
+    epochs=st.lists(st.integers(0, 8), max_size=4),
+    cuts=st.lists(st.integers(0, 99), max_size=12),
+    joined=st.sets(st.integers(0, 40)),
+)
+def test_numbers_of_batches_and_waits(epochs, cuts, joined):
+    def numbered(in_pieces: bool) -> tuple[list, int]:
+        iterator = SimpleNamespace(_workers=[SimpleNamespace(pid=1)])
+        loader, entries = LoaderHandle(iterator, None), []
+        for batches in epochs:
+            entries.append((0, 0, BEGUN, loader))
+            for place in range(batches):
+                number = len(entries)
+                kind = JOINED if number in joined else STEP
+                entries.append((10 * number, 11 * number, kind, None if place else loader))
+        numbering = BatchNumbering()
+        for _, part in pieces(entries, cuts) if in_pieces else [(n, [entry]) for n, entry in enumerate(entries)]:
+            numbering.fold(part)
+        return list(loader.arrivals), numbering._waits.get(loader, 0)
+
+    assert numbered(True) == numbered(False)
