@@ -101,15 +101,16 @@ def _frames(ident: int) -> Iterator[Any]:
 
 def _at_once(make: Any) -> list[Any]:
     """The items of an iterator of C functions, read in one call. Only that call holds a reference to the iterator."""
-    if sys.version_info >= (3, 12):
-        return list(make())
-    # An allocation may start a garbage collection, whose finalizers are Python code. It must not run in between.
+    # An allocation may start a garbage collection, whose finalizers are Python code, in which threads change. It must
+    # not run in between. From Python 3.12 on, `repr` runs a collection that is due; 3.12 does so even while they are
+    # disabled. So `repr` is called once before the items are read.
     enabled: list[bool] = []
     try:
-        ((_, _, read, _),) = list(
+        ((_, _, _, read, _),) = list(
             zip(
                 map(enabled.append, map(_CALL, repeat(gc.isenabled, 1))),
                 map(_CALL, repeat(gc.disable, 1)),
+                map(repr, (None,)),
                 map(list, (make(),)),
                 map(_CALL, map((gc.disable, gc.enable).__getitem__, iter(enabled.pop, None))),
                 strict=False,
