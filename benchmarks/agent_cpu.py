@@ -1,7 +1,8 @@
 """CPU time of the threads that an agent adds: one tick a second, eight DataLoader workers, one scrape a second.
 
-The same loop runs with telemetry and, in its own environment, with TraceML. All Python threads of the training process
-count, except the training thread and those of its DataLoader.
+The same loop runs with telemetry and, in its own environment, with TraceML. It trains a tiny model, so that an
+optimizer steps as in any training. All Python threads of the training process count, except the training thread and
+those of its DataLoader.
 """
 
 from __future__ import annotations
@@ -83,8 +84,7 @@ def measure_traceml(*, slices: int, workers: int, slice_seconds: float = SLICE_S
     import traceml_ai  # type: ignore[import-not-found,unused-ignore]
 
     config = traceml_ai.init(mode="auto")
-    model = torch.nn.Linear(1, 1)
-    return shares(slices, workers, slice_seconds, lambda: traceml_ai.trace_step(model), _launched_beside()) | {
+    return shares(slices, workers, slice_seconds, traceml_ai.trace_step, _launched_beside()) | {
         "running": not config.disabled
     }
 
@@ -118,35 +118,46 @@ def shares(
     slices: int,
     workers: int,
     slice_seconds: float,
-    step: Callable[[], Step] = nullcontext,
+    step: Callable[[torch.nn.Module], Step] = nullcontext,
     beside: Sequence[int] = (),
 ) -> dict[str, Any]:
     """Train, and read the CPU time of the other threads, and of processes ``beside``, after each slice."""
-    torch.set_num_threads(1)
-    iterator = iter(DataLoader(Samples(), batch_size=4, num_workers=workers))
-    train(iterator, _SETTLE_SECONDS if slice_seconds > 1.0 else 0.0, step)
+    training = Training(workers, step)
+    training.run(_SETTLE_SECONDS if slice_seconds > 1.0 else 0.0)
     readings: list[dict[str, float]] = []
     steps, before, began = 0, cpu_seconds(beside), time.perf_counter()
     for _ in range(slices):
-        steps += train(iterator, slice_seconds, step)
+        steps += training.run(slice_seconds)
         after, ended = cpu_seconds(beside), time.perf_counter()
         readings.append({name: (used - before.get(name, 0.0)) / (ended - began) for name, used in after.items()})
         before, began = after, ended
-    del iterator
+    del training
     return {"slices": readings, "steps": steps}
 
 
-def train(iterator: Any, seconds: float, step: Callable[[], Step] = nullcontext) -> int:
-    """Take some steps that wait more than they compute, like the steps of a GPU."""
-    end = time.perf_counter() + seconds
-    steps = 0
-    while time.perf_counter() < end:
-        batch = next(iterator)
-        with step():
-            batch.square().mean()
-            time.sleep(_STEP_SECONDS)
-        steps += 1
-    return steps
+class Training:
+    """A training loop with workers. Its steps wait more than they compute, like the steps of a GPU."""
+
+    def __init__(self, workers: int, step: Callable[[torch.nn.Module], Step] = nullcontext) -> None:
+        torch.set_num_threads(1)
+        self._batches = iter(DataLoader(Samples(), batch_size=4, num_workers=workers))
+        self._step = step
+        self._model = torch.nn.Linear(1, 1)
+        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.01)
+
+    def run(self, seconds: float) -> int:
+        """Train. Returns the number of steps."""
+        end = time.perf_counter() + seconds
+        steps = 0
+        while time.perf_counter() < end:
+            batch = next(self._batches)
+            with self._step(self._model):
+                self._model(batch.mean().reshape(1, 1)).backward()
+                self._optimizer.step()
+                self._optimizer.zero_grad()
+                time.sleep(_STEP_SECONDS)
+            steps += 1
+        return steps
 
 
 def cpu_seconds(beside: Sequence[int] = ()) -> dict[str, float]:

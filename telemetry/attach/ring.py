@@ -65,6 +65,9 @@ def code(during: int, after: int, flags: int = 0) -> int:
 STEP: Final = code(S_DATA_WAIT, S_COMPUTE, CLOSES | OPENS | BATCH)
 """The ordinary batch: closes the step before it, opens the next."""
 
+_UNWRITTEN: Final = (0, 0, STEP, None)
+"""An entry that the fast path only stores two stamps into."""
+
 
 class Ring:
     """Spans of the training thread, in one list with four words per entry: start, end, code and source.
@@ -87,7 +90,7 @@ class Ring:
     __slots__ = ("_lost", "_stretch", "_stretches", "_unclosing", "dropped", "head", "limit", "open", "tail", "words")
 
     def __init__(self) -> None:
-        self.words: list[Any] = [0, 0, STEP, None] * CAPACITY
+        self.words: list[Any] = [*_UNWRITTEN] * CAPACITY
         self.head = 0
         self.tail = 0
         self.limit = WORDS
@@ -151,14 +154,15 @@ class Ring:
         """Take out up to ``limit`` entries, oldest first, but none from ``head`` on."""
         tail = self.tail
         stop = min(self.head if head is None else head, tail + limit * STRIDE)
-        words, taken = self.words, []
+        words = self.words
+        taken: list[Entry] = []
         while tail < stop:
-            slot = tail & MASK
-            taken.append((words[slot], words[slot + 1], words[slot + 2], words[slot + 3]))
-            words[slot] = words[slot + 1] = 0  # frees the numbers
-            words[slot + 2] = STEP
-            words[slot + 3] = None
-            tail += STRIDE
+            begin = tail & MASK
+            end = min(begin + stop - tail, WORDS)
+            part = words[begin:end]
+            taken += zip(part[0::STRIDE], part[1::STRIDE], part[2::STRIDE], part[3::STRIDE], strict=True)
+            words[begin:end] = _UNWRITTEN * (len(part) // STRIDE)  # also frees the numbers
+            tail += len(part)
         self.tail = tail
         return taken
 
