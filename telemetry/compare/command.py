@@ -37,7 +37,7 @@ def compare(run_a: str, run_b: str, *, as_json: bool, fail_over: float | None) -
         The exit status: 0; 1 if B is slower than ``fail_over`` allows; 2 if the runs cannot be compared.
     """
     try:
-        a, b = load(Path(run_a)), load(Path(run_b))
+        a, b = load(Path(run_a), all_windows=True), load(Path(run_b), all_windows=True)
     except NoRunError as error:
         complain(str(error))
         return MISTAKE

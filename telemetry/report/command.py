@@ -51,7 +51,7 @@ def report(run_dir: str, *, as_json: bool, html: str | None = None) -> int:
     """
     try:
         recorder = None if html is None else page_command.recorder()
-        processes = load(Path(run_dir), recorder)
+        processes = load(Path(run_dir), recorder, side_by_side=True)
     except (NoRunError, page_command.PageError) as error:
         complain(str(error))
         return 1

@@ -30,6 +30,9 @@ _SAMPLES: Final = frozenset({b'gpu"', b"host", b"work"})
 _FREQUENT: Final = _SAMPLES | {WINDOW}
 """The first four bytes of the names of the events that come with every window."""
 
+WINDOW_SECONDS: Final = 300.0
+"""Time between two windows that are read if nobody else needs them. Between them a process is taken to go on evenly."""
+
 _MOST_SKIPPED: Final = 1 << 30
 _MAX_HEAD_BYTES: Final = 1 << 20
 _MAX_LINE_BYTES: Final = 1 << 24
@@ -41,7 +44,7 @@ class LineSelection:
     Of these, the first of each event is parsed, and then one in about ``spacing`` seconds.
 
     Args:
-        spacing: returns the seconds between two lines of an event that are parsed.
+        spacing: returns the seconds between two lines of an event that are parsed, by the first four bytes of its name.
         windows: whether windows may be skipped. Their sums are needed unless a later line of the process has them.
 
     Attributes:
@@ -51,7 +54,7 @@ class LineSelection:
 
     __slots__ = ("_left", "_newest", "_spacing", "frequent", "skipped_windows")
 
-    def __init__(self, spacing: Callable[[], float], *, windows: bool) -> None:
+    def __init__(self, spacing: Callable[[bytes], float], *, windows: bool) -> None:
         self._spacing = spacing
         self.frequent = _FREQUENT if windows else _SAMPLES
         self._left: dict[bytes, int] = {}
@@ -82,7 +85,7 @@ class LineSelection:
 
     def _next(self, kind: bytes, raw: bytes) -> int:
         """How many lines of an event to skip after this one, from the time since the last one."""
-        spacing = self._spacing()
+        spacing = self._spacing(kind)
         if spacing == float("inf"):
             return _MOST_SKIPPED
         try:
@@ -109,7 +112,14 @@ class LineObserver(Protocol):
         """A checked line of a process, which `load` has taken in already."""
 
 
-def read_log(file: LinesOfFile, paths: Sequence[Path], observer: LineObserver | None, run: str = "") -> None:
+def read_log(
+    file: LinesOfFile,
+    paths: Sequence[Path],
+    observer: LineObserver | None,
+    run: str = "",
+    *,
+    all_windows: bool = False,
+) -> None:
     """Read one log.
 
     Args:
@@ -117,11 +127,12 @@ def read_log(file: LinesOfFile, paths: Sequence[Path], observer: LineObserver | 
         paths: its file and those that were rotated away from it, the oldest first.
         observer: is shown the lines of one run.
         run: the name of that run.
+        all_windows: whether every window is read. Otherwise some are skipped if a later line has their sums.
     """
-    spacing = (lambda: float("inf")) if observer is None else observer.spacing_seconds
+    spacing = _for_sums_alone if observer is None else partial(_for_observer, observer)
     skipped = False
     for path, later in zip(paths, [*paths[1:], None], strict=True):
-        selection = LineSelection(spacing, windows=observer is not None and _has_sums_of(later, path))
+        selection = LineSelection(spacing, windows=not all_windows and _has_sums_of(later, path))
         for line, wrong in _selected_lines(path, selection):
             before = file.newest
             file.add(line, wrong)
@@ -135,6 +146,14 @@ def read_log(file: LinesOfFile, paths: Sequence[Path], observer: LineObserver | 
             if observer is not None and file.newest.run == run:
                 observer.take(line, file.newest)
         skipped = selection.skipped_windows
+
+
+def _for_sums_alone(kind: bytes) -> float:
+    return WINDOW_SECONDS if kind == WINDOW else float("inf")
+
+
+def _for_observer(observer: LineObserver, _kind: bytes) -> float:
+    return observer.spacing_seconds()
 
 
 def _selected_lines(path: Path, selection: LineSelection) -> Iterator[tuple[dict[str, Any] | None, int]]:

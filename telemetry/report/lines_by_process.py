@@ -21,6 +21,11 @@ class ProcessLogs:
         self.all: list[ProcessLog] = []
         self._by_id: dict[str, ProcessLog] = {}
 
+    @property
+    def lives(self) -> set[str]:
+        """The lives of these processes."""
+        return {*self._by_id}
+
     def of_file(self, rank: int, pid: int) -> LinesOfFile:
         """Takes the lines of one log, with those of the files that were rotated away from it."""
         unused = ProcessLog(rank, pid)

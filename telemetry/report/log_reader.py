@@ -4,30 +4,32 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from telemetry.report.line_selection import read_log
-from telemetry.report.lines_by_process import ProcessLogs
 from telemetry.report.log_files import find_logs, newest_run
 from telemetry.report.log_lines import heartbeat
+from telemetry.report.parallel_reading import read_one_by_one, read_side_by_side
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
     from pathlib import Path
 
     from telemetry.report.line_selection import LineObserver
-    from telemetry.report.log_files import RotatedLog
     from telemetry.report.process_log import ProcessLog
 
 _MAX_READINGS: Final = 2
 """Of the logs: a second one if the newest run is in the middle of a file."""
 
 
-def load(run_dir: Path, observer: LineObserver | None = None) -> list[ProcessLog]:
+def load(
+    run_dir: Path, observer: LineObserver | None = None, *, all_windows: bool = False, side_by_side: bool = False
+) -> list[ProcessLog]:
     """All processes of the newest run in a folder, by rank and then by start.
 
     Args:
         run_dir: the run folder.
-        observer: sees every line of that run that is not skipped. With one, windows are skipped too, where a later line
-            of the process has their sums.
+        observer: sees every line of that run that is not skipped.
+        all_windows: whether every window is read. Otherwise some are skipped where a later line of the process has
+            their sums.
+        side_by_side: whether other processes may be started to read large logs. Not with an observer.
 
     Raises:
         NoRunError: the folder does not exist, or has no log.
@@ -37,7 +39,9 @@ def load(run_dir: Path, observer: LineObserver | None = None) -> list[ProcessLog
     for _ in range(_MAX_READINGS):
         if observer is not None:
             observer.begin(ranks)
-        processes = _read(found.logs, observer, run)
+        processes = (side_by_side and observer is None and read_side_by_side(found.logs)) or read_one_by_one(
+            found.logs, observer, run, all_windows=all_windows
+        )
         newest = max(processes, key=lambda process: process.started)
         own = [process for process in processes if process.run == newest.run]
         there = len({process.rank for process in own})
@@ -47,16 +51,6 @@ def load(run_dir: Path, observer: LineObserver | None = None) -> list[ProcessLog
     take_heartbeats(run_dir / "attempts", own)
     newest.skipped = found.skipped
     return sorted(own, key=lambda process: (process.rank, process.started))
-
-
-def _read(logs: Sequence[RotatedLog], observer: LineObserver | None, run: str) -> list[ProcessLog]:
-    """All processes of some logs. ``run``: the one whose lines the observer is shown."""
-    processes = ProcessLogs()
-    for log in logs:
-        file = processes.of_file(log.rank, log.pid)
-        read_log(file, log.paths, observer, run)
-        processes.leave_out_if_empty(file)
-    return processes.all
 
 
 def take_heartbeats(folder: Path, processes: Iterable[ProcessLog]) -> None:

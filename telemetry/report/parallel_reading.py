@@ -1,0 +1,88 @@
+"""Reads the logs of a large run with several processes: parsing a log takes one core, and most machines have more."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from typing import TYPE_CHECKING, Final
+
+from telemetry.report.line_selection import head_of, read_log
+from telemetry.report.lines_by_process import ProcessLogs
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from telemetry.report.line_selection import LineObserver
+    from telemetry.report.log_files import RotatedLog
+    from telemetry.report.process_log import ProcessLog
+
+_MIN_BYTES: Final = 1 << 28
+"""Smaller logs are read in a second or two, by this process alone."""
+
+_MAX_PROCESSES: Final = 16
+"""The storage becomes the limit."""
+
+
+def read_one_by_one(
+    logs: Sequence[RotatedLog], observer: LineObserver | None = None, run: str = "", *, all_windows: bool = False
+) -> list[ProcessLog]:
+    """All processes of some logs. The arguments are those of `read_log`."""
+    return _read(logs, observer, run, all_windows=all_windows).all
+
+
+def read_side_by_side(logs: Sequence[RotatedLog]) -> list[ProcessLog] | None:
+    """The same as `read_one_by_one`, by several processes.
+
+    Returns:
+        None if it is not worth it, or not possible: then read them one by one.
+    """
+    parts = _parts(logs)
+    workers = min(len(os.sched_getaffinity(0)), _MAX_PROCESSES, len(parts))
+    if workers < 2 or sum(map(_size, logs)) < _MIN_BYTES:
+        return None
+    try:
+        # Forked: a new interpreter would import all of this again. The commands have no threads.
+        with ProcessPoolExecutor(workers, multiprocessing.get_context("fork")) as pool:
+            found = [*pool.map(_read, parts)]
+    except (OSError, BrokenProcessPool):  # no process can be started, or one was killed
+        return None
+    lives = [life for part in found for life in part.lives]
+    if len(lives) > len({*lives}):
+        return None  # a process is in files whose heads did not tell
+    return [log for part in found for log in part.all]
+
+
+def _read(
+    logs: Sequence[RotatedLog], observer: LineObserver | None = None, run: str = "", *, all_windows: bool = False
+) -> ProcessLogs:
+    processes = ProcessLogs()
+    for log in logs:
+        file = processes.of_file(log.rank, log.pid)
+        read_log(file, log.paths, observer, run, all_windows=all_windows)
+        processes.leave_out_if_empty(file)
+    return processes
+
+
+def _parts(logs: Sequence[RotatedLog]) -> list[list[RotatedLog]]:
+    """The logs in parts that have no process in common: one that gets another rank continues in another log."""
+    part_of: dict[str, list[RotatedLog]] = {}
+    parts: dict[int, list[RotatedLog]] = {}
+    for log in logs:
+        lives = {life for path in log.paths if (life := head_of(path).get("life")) is not None}
+        before = {id(part): part for life in lives if (part := part_of.get(life)) is not None}
+        joined = [*(each for part in before.values() for each in part), log]
+        for number in before:
+            del parts[number]
+        parts[id(joined)] = joined
+        known = {life for life, part in part_of.items() if id(part) in before}
+        part_of |= dict.fromkeys(known | lives, joined)
+    return [*parts.values()]
+
+
+def _size(log: RotatedLog) -> int:
+    try:
+        return sum(path.stat().st_size for path in log.paths)
+    except OSError:
+        return 0
