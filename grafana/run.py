@@ -57,8 +57,11 @@ def run() -> dashboard.Dashboard:
         .annotation(
             frame.Marks(
                 "Hangs",
-                'count by (kind) (training_hang_active{run="$run"} == 1)',
-                "the job hangs: {{kind}}",
+                'max by (run, kind) (training_hang_active{run="$run"} == 1) * on (run) group_left (place) '
+                'topk by (run) (1, max by (run, place) (training_hang_place_info{run="$run"})) or '
+                'max by (run, kind) (training_hang_active{run="$run"} == 1) '
+                'unless on (run) training_hang_place_info{run="$run"}',
+                "the job hangs: {{kind}} {{place}}",
                 BAD,
             )
         )

@@ -41,7 +41,7 @@ def full_view():
         wait_duration=Histogram(STEP_BUCKETS, (1,) * (len(STEP_BUCKETS) + 1), 9.0),
         last_step_unix_seconds=1.7e9,
         errors={"nvml": 1},
-        hang=HangView("fetch", 3),
+        hang=HangView("fetch", 3, "data.py:88"),
         stalls=StallView("checkpoint", dict.fromkeys(CAUSES, 0), dict.fromkeys(CAUSES, 0.0), 1),
         snapshots=SnapshotsView(dict.fromkeys(SNAPSHOT_RESULTS, 1), "slower"),
         collectors=tuple(CollectorHealth(name, True, 0.001, "why") for name in COLLECTOR.values),

@@ -11,6 +11,7 @@ import pytest
 from telemetry.agent.job_hang import HangSurroundings, JobHang
 from telemetry.core.clock import NS
 from telemetry.core.hang_records import Collective, HangState
+from telemetry.core.views import HangView
 from telemetry.publish.board import Board
 from telemetry.publish.hang_board import HangBoard
 from tests.faults.processes import Child, write
@@ -73,7 +74,7 @@ def test_the_serving_rank_writes_one_line_when_it_knows_all_ranks(board):
     assert (line["event"], line["kind"]) == ("hang", "fetch")
     assert line["suspects"] == [{"rank": 1, "node": "n2", "where": "data.py:88 (read)", "doing": "in a fetch"}]
     assert line["recorder"].startswith("off; start the job with TORCH_FR_BUFFER_SIZE=")
-    assert (rank.part.view().kind, rank.part.view().suspect) == ("fetch", 1)
+    assert rank.part.view() == HangView("fetch", 1, "data.py:88 (read)")
 
 
 def test_without_word_of_a_rank_the_line_comes_all_the_same_and_again_when_more_is_known(board):

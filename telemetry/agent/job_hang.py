@@ -129,7 +129,10 @@ class JobHang:
         verdict = self._verdict
         if verdict is None:
             return None
-        return HangView(verdict.kind, verdict.suspects[0].rank if verdict.suspects else None)
+        first = next(iter(verdict.suspects), None)
+        if first is None:
+            return HangView(verdict.kind, None)
+        return HangView(verdict.kind, first.rank, first.where and first.where.rpartition("/")[2])
 
     @property
     def sentence(self) -> str:

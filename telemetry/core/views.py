@@ -35,10 +35,14 @@ class StallView:
 
 @dataclass(frozen=True, slots=True)
 class HangView:
-    """A job that hangs: why, from `HANG_KINDS`, and the rank that the others wait for (the first; None for none)."""
+    """A job that hangs: why, from `HANG_KINDS`, and the rank that the others wait for (the first; None for none).
+
+    ``place``: file and line where that rank is, without folders; None if that is not known.
+    """
 
     kind: str
     suspect: int | None
+    place: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

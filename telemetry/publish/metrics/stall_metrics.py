@@ -69,6 +69,18 @@ HANG: Final[MetricGroup[HangView]] = MetricGroup(
             absent="unless the job hangs and a rank is suspected, and on ranks that do not serve their node",
             read=lambda hang: hang.suspect,
         ),
+        Metric(
+            name="training_hang_place_info",
+            type=GAUGE,
+            label=MetricLabel("place"),
+            help="Always 1. The label has the file and line where that rank is while the job hangs.",
+            details="It names no folder. There is one value for each hang, and none otherwise.",
+            absent=(
+                "unless the job hangs and the line of the rank that is waited for is known, and on ranks that do not "
+                "serve their node"
+            ),
+            read=lambda hang: None if hang.place is None else {hang.place: 1.0},
+        ),
     ),
 )
 
