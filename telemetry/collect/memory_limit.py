@@ -42,40 +42,51 @@ class MemoryLimits:
 
     def __init__(self, proc: Path, cgroups: Path) -> None:
         self._meminfo = f"{proc}/meminfo"
-        self._groups = [str(folder) for folder in cgroup_folders(proc, cgroups).get("memory", ())]
+        self._groups = [_MemoryGroup(folder) for folder in cgroup_folders(proc, cgroups).get("memory", ())]
 
     def tightest(self) -> MemoryLimit | None:
         """The limit that leaves least; None if nothing can be read. Limits may change while the process runs."""
-        limits = [self._of_machine(), *map(_of_group, self._groups)]
+        limits = [self._of_machine(), *(group.limit() for group in self._groups)]
         return min((limit for limit in limits if limit is not None), default=None)
 
     def shared_memory(self) -> int | None:
         """Bytes of shared memory of this process's own group and those below it; None without one."""
-        for folder in self._groups:
-            stat = _pairs(f"{folder}/memory.stat")
-            if "shmem" in stat:
-                return stat.get("total_shmem", stat["shmem"])
+        for group in self._groups:
+            own, total = _figures(group.stat, "shmem", "total_shmem")
+            if own is not None:
+                return own if total is None else total
         return None
 
     def _of_machine(self) -> MemoryLimit | None:
-        found = _pairs(self._meminfo)
-        total, available = found.get("MemTotal:"), found.get("MemAvailable:")
+        total, available = _figures(self._meminfo, "MemTotal:", "MemAvailable:")
         return None if total is None or available is None else MemoryLimit(available * _KIB, total * _KIB)
 
 
-def _of_group(folder: str) -> MemoryLimit | None:
-    """The limit of one cgroup (version 2 or 1); None if it has none."""
-    limit, used = _number(f"{folder}/memory.max"), _number(f"{folder}/memory.current")
-    if limit is None:
-        limit, used = _number(f"{folder}/memory.limit_in_bytes"), _number(f"{folder}/memory.usage_in_bytes")
-    if limit is None or used is None or limit >= _NO_LIMIT:
-        return None
-    stat = _pairs(f"{folder}/memory.stat")
-    hierarchical = any(name.startswith("total_") for name in stat)
-    cache = sum(
-        value for name, value in stat.items() if name in _RECLAIMABLE and name.startswith("total_") == hierarchical
-    )
-    return MemoryLimit(max(0, limit - max(0, used - cache)), limit)
+class _MemoryGroup:
+    """One cgroup. Which version it has is found out once: a file that is not there costs as much as one that is."""
+
+    __slots__ = ("_limit", "_used", "stat")
+
+    def __init__(self, folder: Path) -> None:
+        second = not (folder / "memory.limit_in_bytes").exists()
+        self._limit = f"{folder}/memory.{'max' if second else 'limit_in_bytes'}"
+        self._used = f"{folder}/memory.{'current' if second else 'usage_in_bytes'}"
+        self.stat = f"{folder}/memory.stat"
+
+    def limit(self) -> MemoryLimit | None:
+        """Its limit (version 2 or 1); None if it has none."""
+        limit = _number(self._limit)
+        if limit is None or limit >= _NO_LIMIT:
+            return None
+        used = _number(self._used)
+        if used is None:
+            return None
+        stat = _pairs(self.stat)
+        hierarchical = any(name.startswith("total_") for name in stat)
+        cache = sum(
+            value for name, value in stat.items() if name in _RECLAIMABLE and name.startswith("total_") == hierarchical
+        )
+        return MemoryLimit(max(0, limit - max(0, used - cache)), limit)
 
 
 def _number(path: str) -> int | None:
@@ -85,6 +96,19 @@ def _number(path: str) -> int | None:
     except OSError:
         return None
     return int(text) if text.isdigit() else None
+
+
+def _figures(path: str, *names: str) -> list[int | None]:
+    """The numbers behind some names in a file of such lines; None for one that is not there. Parses no other line."""
+    try:
+        content = b"\n" + read_small(path)
+    except OSError:
+        return [None] * len(names)
+    found: list[int | None] = []
+    for name in names:
+        words = content.partition(b"\n%b " % name.encode())[2].split(None, 1)
+        found.append(int(words[0]) if words and words[0].isdigit() else None)
+    return found
 
 
 def _pairs(path: str) -> dict[str, int]:

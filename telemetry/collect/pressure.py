@@ -11,6 +11,7 @@ from telemetry.core.filesystem import read_small
 from telemetry.core.samples import PressureSample
 
 _RESOURCES: Final = ("cpu", "io", "memory")
+_QUOTA: Final = "cpu.cfs_quota_us"
 _NO_LIMIT: Final = 1 << 60  # cgroup v1 writes a number near 2**63 for "no limit"
 
 
@@ -28,6 +29,8 @@ class PressureSource:
         self._pressure = f"{proc}/pressure/"
         self._paths: dict[str, str | None] = {}
         self._groups = cgroup_folders(proc, cgroups)
+        # A file that is not there costs as much as one that is.
+        self._has_quota_file = {folder: (folder / _QUOTA).exists() for folder in self._groups.get("cpu", ())}
         self._before: dict[str, int] = {}
         self._before_ns = 0
         self._throttled_before: tuple[int, int] | None = None
@@ -73,8 +76,8 @@ class PressureSource:
 
     def _cpu_limit(self) -> tuple[float | None, Path | None]:
         """The lowest limit in cores, and the group that sets it: this process's group or one above it."""
-        limits = [(limit, folder) for folder in self._groups.get("cpu", ()) if (limit := _cores(folder)) is not None]
-        return min(limits, default=(None, None))
+        cores = ((_cores(folder, first=first), folder) for folder, first in self._has_quota_file.items())
+        return min(((limit, folder) for limit, folder in cores if limit is not None), default=(None, None))
 
     def _used(self, limited: Path, now: int) -> float | None:
         """Cores used by all processes of the group that sets the limit."""
@@ -116,13 +119,14 @@ class PressureSource:
         return None if path is None else _read(path)
 
 
-def _cores(folder: Path) -> float | None:
-    """The number of cores that a group's quota allows; None without a quota."""
-    text = _read(f"{folder}/cpu.max")
-    if text is not None:
-        quota, _, period = text.partition(" ")
+def _cores(folder: Path, *, first: bool) -> float | None:
+    """The number of cores that a group's quota allows; None without a quota. ``first``: version 1 of cgroups."""
+    if not first:
+        quota, _, period = (_read(f"{folder}/cpu.max") or "max").partition(" ")
+    elif not (quota := _read(f"{folder}/{_QUOTA}") or "max").isdigit():  # -1: none
+        return None
     else:
-        quota, period = _read(f"{folder}/cpu.cfs_quota_us") or "max", _read(f"{folder}/cpu.cfs_period_us") or "0"
+        period = _read(f"{folder}/cpu.cfs_period_us") or "0"
     return int(quota) / int(period) if quota.isdigit() and int(quota) > 0 and int(period) > 0 else None
 
 
