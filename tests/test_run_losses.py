@@ -156,6 +156,49 @@ class AttemptNow:
         return time.time()
 
 
+def after_a_hang(folder, saves: list[tuple[float, float]]) -> float:
+    """What the next attempt is told that this one has redone: 260 s of the loop, 100 of them stuck, from second 50 on.
+
+    Args:
+        folder: of the state.
+        saves: checkpoints. When one is noticed, and where it began, in seconds of the loop.
+    """
+    attempt = AttemptNow()
+    losses = RunLosses(folder, attempt, "ab", ErrorLog())
+    identity = Identity("run", 0, 0, 1, "n", os.getpid(), "plain")
+    for loop in range(0, 261, 10):
+        for noticed, began in saves:
+            if loop == noticed:
+                attempt.saves_completed, attempt.kept_seconds = attempt.saves_completed + 1, began
+        stuck = loop - 50.0 if 80 <= loop <= 150 else 0.0
+        losses.tick(identity, {"startup": 5.0, "data_wait": 0.0, "compute": float(loop)}, 0.0, stuck_seconds=stuck)
+    losses.end(finished=False)
+    state = decoded((folder / "run.json").read_bytes())
+    assert state.own["stuck"] == pytest.approx(100)
+    return state.next(process="next", life="cd", started=time.time()).carried["redone"]
+
+
+@pytest.mark.parametrize(
+    ("saves", "redone"),
+    [
+        ([], 160),
+        ([(40, 35.0)], 125),
+        ([(200, 200.0)], 60),
+        ([(40, 35.0), (200, 200.0)], 60),
+        ([(160, 45.0)], 115),  # an asynchronous one, which was complete after the hang
+    ],
+)
+def test_a_hang_before_the_newest_checkpoint_makes_redone_no_less(tmp_path, saves, redone):
+    assert after_a_hang(tmp_path, saves) == pytest.approx(redone)
+
+
+@pytest.mark.parametrize(("kept", "redone"), [(100.0, 60), (100.0000004, 60), (150.0, 110)])
+def test_a_checkpoint_in_the_heartbeat_alone_was_after_the_hang(kept, redone):
+    before = RunState("run", 0, "p", "ab", 1.0, loop_seconds=200.0, kept_seconds=100.0, stuck_since_kept=100.0)
+    beat = RunState("run", 0, "", "ab", 2.0, loop_seconds=260.0, kept_seconds=kept)
+    assert before.newer(beat).next(process="q", life="cd", started=2.0).carried["redone"] == pytest.approx(redone)
+
+
 @pytest.mark.parametrize("name", ["run.json", "ab.beat"])
 def test_a_fifo_in_the_place_of_a_file_is_not_waited_for(tmp_path, name):
     write(tmp_path / "run", RunState("run", 0, "n/1/5", "ab", time.time()))

@@ -19,6 +19,9 @@ MAX_BYTES: Final = 8192
 _LARGEST: Final = 1e12
 """No run has more seconds or attempts, and no clock shows more seconds. A larger number is damaged."""
 
+_SAME_SECONDS: Final = 0.01
+"""A heartbeat has rounded figures. No checkpoint is so soon after another one."""
+
 REDONE: Final = "redone"
 RESTORE: Final = "restore"
 REPLAY: Final = "replay"
@@ -43,6 +46,7 @@ class RunState:
         progress: whether the attempt has completed a checkpoint.
         without_progress: how many attempts directly before this one have ended without one.
         loop_seconds: of the attempt's training loop; ``kept_seconds``: up to its newest complete checkpoint.
+        stuck_since_kept: the part of it after that in which the run was stuck.
         in_replay: whether its optimizer has not stepped since it was loaded, although batches were drawn.
         carried: seconds lost in earlier attempts, by category; ``own``: in this one.
     """
@@ -57,6 +61,7 @@ class RunState:
     without_progress: int = 0
     loop_seconds: float = 0.0
     kept_seconds: float = 0.0
+    stuck_since_kept: float = 0.0
     in_replay: bool = False
     carried: dict[str, float] = field(default_factory=dict)
     own: dict[str, float] = field(default_factory=dict)
@@ -74,8 +79,10 @@ class RunState:
         if beat.life != self.life or beat.time <= self.time:
             return self
         own = {STUCK: self.own.get(STUCK, 0.0)} | beat.own
+        stuck = self.stuck_since_kept if beat.kept_seconds < self.kept_seconds + _SAME_SECONDS else 0.0
         return replace(beat, attempt=self.attempt, process=self.process, without_progress=self.without_progress,
-                       progress=self.progress or beat.progress, carried=self.carried, own=own)  # fmt: skip
+                       progress=self.progress or beat.progress, carried=self.carried, own=own,
+                       stuck_since_kept=stuck)  # fmt: skip
 
     def next(self, *, process: str, life: str, started: float) -> RunState:
         """The state that the next attempt begins with.
@@ -87,12 +94,12 @@ class RunState:
         """
         if process == self.process:  # the agent was stopped and started again
             return replace(self, life=life, finished=False, carried=self.lost(), own={}, loop_seconds=0.0,
-                           kept_seconds=0.0, in_replay=False)  # fmt: skip
+                           kept_seconds=0.0, stuck_since_kept=0.0, in_replay=False)  # fmt: skip
         carried = self.lost()
         carried[DOWN] += max(0.0, started - self.time)
         if not self.finished:
             in_vain = REPLAY if self.in_replay else REDONE
-            carried[in_vain] += max(0.0, self.loop_seconds - self.kept_seconds - self.own.get(STUCK, 0.0))
+            carried[in_vain] += max(0.0, self.loop_seconds - self.kept_seconds - self.stuck_since_kept)
         stalled = 0 if self.progress or self.finished else self.without_progress + 1
         return RunState(self.run, self.attempt + 1, process, life, started, without_progress=stalled, carried=carried)
 

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.core.clock import iso_time
-from telemetry.core.labels import CHECKPOINT, DATA_WAIT, EVALUATION, OTHER, STARTUP
-from telemetry.report.attempts import FAILED, FINISHED, KILLED, RUNNING, attempts_of, lives_of, unix
+from telemetry.core.labels import CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, OTHER, STARTUP
+from telemetry.report.attempts import FAILED, FINISHED, KILLED, RUNNING, attempts_of, lives_of
 from telemetry.report.checkpoint_interval import Experience
 from telemetry.report.oom_evidence import counter_now, oom_end
-from telemetry.report.resumption import ASSUMED, Course, courses_of, first_point, last_point, stuck_of
+from telemetry.report.resumption import ASSUMED, Course, courses_of
+from telemetry.report.stuck_time import BEGINNING, KEPT, LOST_STEPS, REPLAYED, loop_parts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -173,37 +174,22 @@ def _length(attempt: Attempt) -> float:
 def _of_life(life: Life, course: Course, length: float) -> dict[str, float]:
     """The seconds of one process, by category. They sum to the length of its attempt."""
     spent = life.totals.get("ledger_total_seconds", {})
-    first, last, restore = first_point(life), last_point(life), life.totals.get("restore_seconds", 0.0)
+    restore = life.totals.get("restore_seconds", 0.0)
     if course.attempt.number == 0 and not course.resumed:
         restore = 0.0  # the run begins: what it loads is no checkpoint of its own
-    replay = life.totals.get("replay_seconds", 0.0)
-    end_wait, end_compute = max(last.wait_seconds, first.wait_seconds), max(last.compute_seconds, first.compute_seconds)
-    if course.end <= course.resumed and course.attempt.how not in {FINISHED, RUNNING}:
-        cut_wait, cut_compute = first.wait_seconds, first.compute_seconds  # it has not come to the end of a step
-    elif course.kept >= course.end:
-        cut_wait, cut_compute = end_wait, end_compute
-    else:
-        cut = course.cut(life)
-        cut_wait = min(end_wait, max(cut.wait_seconds, first.wait_seconds))
-        cut_compute = min(end_compute, max(cut.compute_seconds, first.compute_seconds))
-    wait, compute = cut_wait - first.wait_seconds, cut_compute - first.compute_seconds
-    redone = end_wait - cut_wait + end_compute - cut_compute
-    stuck = _stuck(life)
-    of_redone = min(stuck, redone)
-    of_compute = min(stuck - of_redone, compute)
-    of_wait = min(stuck - of_redone - of_compute, wait)
-    begun = life.begin - course.attempt.begin + (life.agent - life.begin)
-    first_wait = min(life.totals.get("first_wait_seconds", 0.0), spent.get(DATA_WAIT, 0.0))
+    parts, stuck = loop_parts(life, course)
+    redone = parts[LOST_STEPS, DATA_WAIT] + parts[LOST_STEPS, COMPUTE]
+    begun = life.begin - course.attempt.begin + (life.agent - life.begin) + parts[BEGINNING, DATA_WAIT]
     seconds = {
-        PRODUCTIVE: compute - of_compute,
-        REDONE: 0.0 if course.in_replay else redone - of_redone,
+        PRODUCTIVE: parts[KEPT, COMPUTE],
+        REDONE: 0.0 if course.in_replay else redone,
         RESTORE: min(restore, spent.get(STARTUP, 0.0)),
-        REPLAY: replay + (redone - of_redone if course.in_replay else 0.0),
-        STARTUP: begun + max(0.0, spent.get(STARTUP, 0.0) - restore) + first_wait,
-        DATA_WAIT: wait - of_wait,
+        REPLAY: parts[REPLAYED, DATA_WAIT] + parts[REPLAYED, COMPUTE] + (redone if course.in_replay else 0.0),
+        STARTUP: begun + max(0.0, spent.get(STARTUP, 0.0) - restore),
+        DATA_WAIT: parts[KEPT, DATA_WAIT],
         EVALUATION: spent.get(EVALUATION, 0.0),
         CHECKPOINT: spent.get(CHECKPOINT, 0.0),
-        STUCK: of_redone + of_compute + of_wait,
+        STUCK: stuck,
         OTHER: spent.get(OTHER, 0.0),
     }
     # A rank that has ended waits for the others to end. It is down, unless its work was done.
@@ -213,15 +199,6 @@ def _of_life(life: Life, course: Course, length: float) -> dict[str, float]:
     else:
         seconds[DOWN] = rest
     return seconds
-
-
-def _stuck(life: Life) -> float:
-    total = 0.0
-    for opened, closed, before, _ in stuck_of(life.log):
-        since, until = unix(opened), life.end if closed is None else unix(closed)
-        if since is not None and until is not None:
-            total += max(0.0, until - since) + before
-    return total
 
 
 def _experience(courses: Sequence[Course], seconds: dict[str, float]) -> Experience:

@@ -17,7 +17,11 @@ _MAX_SAVES: Final = 256
 
 
 class Save(NamedTuple):
-    """A checkpoint that a process has written, see `SavedCheckpoint`. ``point``: how far it had come then, if known."""
+    """A checkpoint that a process has written, see `SavedCheckpoint`.
+
+    Attributes:
+        point: how far it had come then, if known. ``started``: when it began, ISO-8601; empty if not known.
+    """
 
     optimizer_steps: int
     steps: int
@@ -26,6 +30,7 @@ class Save(NamedTuple):
     holds_optimizer: bool
     background: bool
     point: Point | None
+    started: str
 
 
 @dataclass
@@ -186,6 +191,7 @@ def _take_save(line: dict[str, Any], log: ProcessLog) -> None:
             line.get("holds_optimizer", True),
             background,
             point,
+            line.get("started", ""),
         )
     )
     if not background:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from telemetry.report.attempts import Attempt, Life
-    from telemetry.report.process_log import ProcessLog
+    from telemetry.report.process_log import Save
 
 ASSUMED: Final = "assumed"
 
@@ -69,13 +69,23 @@ class Course:
 
     def cut(self, life: Life) -> Point:
         """Where a process was when it came to the last position that was kept."""
-        value = max(0.0, (self.kept - self.resumed) * self.rate)
-        first = first_point(life)
-        value += offset(life) if self.axis == 0 else first.steps
+        save = self.save_at_cut(life)
+        if save is not None and save.point is not None:
+            return save.point
+        return life.log.points.at(self.axis, self._cut_value(life), first_point(life), last_point(life))
+
+    def save_at_cut(self, life: Life) -> Save | None:
+        """The checkpoint that a process wrote at the last position that was kept; None if it wrote none there."""
+        value = self._cut_value(life)
         for save in reversed(life.log.saves):
             if save.point is not None and save.point[self.axis] == value:
-                return save.point
-        return life.log.points.at(self.axis, value, first, last_point(life))
+                return save
+        return None
+
+    def _cut_value(self, life: Life) -> float:
+        """The last position that was kept, as a process counts."""
+        value = max(0.0, (self.kept - self.resumed) * self.rate)
+        return value + (offset(life) if self.axis == 0 else first_point(life).steps)
 
 
 def courses_of(attempts: Sequence[Attempt]) -> list[Course]:
@@ -190,16 +200,3 @@ def last_point(life: Life) -> Point:
         spent.get("data_wait", 0.0),
         spent.get("compute", 0.0),
     )
-
-
-def stuck_of(log: ProcessLog) -> list[tuple[str, str | None, float, int]]:
-    """The times a process was stuck: opened and closed (None: never), seconds before it was noticed, step."""
-    found: list[tuple[str, str | None, float, int]] = []
-    for line in log.stalls:
-        evidence = line.get("evidence", {})
-        opened = line.get("opened") or line.get("time", "")
-        if line.get("event") == "stall_open" and "stuck_in" in evidence:
-            found.append((opened, None, float(evidence.get("stuck_seconds") or 0.0), line.get("first_step", 0)))
-        elif line.get("event") == "stall_close" and found and found[-1][0] == opened:
-            found[-1] = (opened, line.get("closed") or line.get("time"), *found[-1][2:])
-    return found
