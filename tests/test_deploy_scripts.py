@@ -14,6 +14,7 @@ import pytest
 from stack.jobs import free_ports, must_have, wait_for
 
 from tests.report_logs import START, line, totals, write
+from tests.test_report_attempts import Process
 
 DEPLOY = Path(__file__).resolve().parents[1] / "deploy"
 
@@ -148,6 +149,21 @@ def test_the_epilog_prints_the_verdict_in_three_lines(tmp_path):
     assert second.startswith("telemetry: 0.0 GPU-hours, 82 % productive; ")
     assert third.startswith("telemetry: Healthy")
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_epilog_counts_each_attempt_with_its_own_ranks(tmp_path):
+    """Eight ranks for an hour, half an hour down, and four ranks for two hours."""
+    for rank in range(8):
+        Process(tmp_path, rank, begin=0, pid=10 + rank, world=8).window(3600).write()
+    for rank in range(4):
+        Process(tmp_path, rank, begin=5400, pid=20 + rank, world=4).end(7200)
+    first, second, _ = epilog(tmp_path, tmp_path).stdout.splitlines()
+    assert first == "telemetry: run r: 2 attempt(s) (1 finished, 1 killed), 3595 steps lost"
+    assert second.startswith("telemetry: 20.0 GPU-hours, ")
+    report = subprocess.run(
+        [sys.executable, "-m", "telemetry", "report", tmp_path], capture_output=True, text=True, timeout=180
+    )
+    assert "Of 20 GPU-hours" in report.stdout
 
 
 def test_the_epilog_never_fails(tmp_path):

@@ -15,12 +15,29 @@ run_dir="${1:-${SHARED_DIR:-${SLURM_SUBMIT_DIR:-.}}/runs/slurm-${SLURM_JOB_ID:-u
 # An epilog that fails drains the node, and one that hangs holds it: never do either.
 timeout 60 telemetry report "$run_dir" --json 2>/dev/null | timeout 60 python3 -c '
 import json, sys
+from datetime import datetime
+
+
+def unix(text):
+    return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()
+
+
+def rank_seconds(attempts, wall):
+    """Each attempt counts with its own ranks, and so does the time till the next one. The newest has the rest."""
+    total = 0.0
+    for attempt, later in zip(attempts, attempts[1:]):
+        began, next_began = unix(attempt["started"]), unix(later["started"])
+        seconds = max(unix(attempt["ended"] or later["started"]), next_began) - began
+        total += seconds * attempt["ranks"]
+        wall -= seconds
+    return total + max(0.0, wall) * attempts[-1]["ranks"]
+
 
 try:
     report = json.load(sys.stdin)
     job = report["job"]
     attempts, goodput = job["attempts"], job["goodput"]
-    seconds, hours = goodput["seconds"], goodput["wall_seconds"] * job["ranks"] / 3600
+    seconds, hours = goodput["seconds"], rank_seconds(attempts, goodput["wall_seconds"]) / 3600
     ends = ", ".join("{} {}".format(n, e) for e in ("finished", "failed", "killed", "running")
                      if (n := sum(a["end"] == e for a in attempts)))
     least = goodput["wall_seconds"] / 200
