@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -138,14 +139,27 @@ def _end(attempt: Attempted) -> float:
     return bye[0] if bye else attempt.end
 
 
-def books_of(attempt: Attempted, kept: int) -> dict[str, float]:
-    """Go from stamp to stamp. The time before each belongs to what went on then."""
-    books = dict.fromkeys(("startup", "restore", "replay", "productive", "data_wait", "redone", "checkpoint"), 0.0)
+CATEGORIES = (
+    "productive", "data_wait", "redone", "restore", "replay", "startup", "evaluation", "checkpoint", "stuck"
+)  # fmt: skip
+LOOP = {"productive", "data_wait", "redone", "replay"}
+
+
+def books_of(attempt: Attempted, kept: int, stuck_seconds: float = math.inf) -> dict[str, float]:
+    """Go from stamp to stamp. The time before each belongs to what went on then.
+
+    Args:
+        attempt: of one process.
+        kept: its last step that was not lost.
+        stuck_seconds: as in the settings. The script has a stamp wherever the agent sees it go on.
+    """
+    books = dict.fromkeys(CATEGORIES, 0.0)
     at, doing, number, first = attempt.begin, "startup", 0, True
     resumed = attempt.resumed or 0
     moments = [stamp for stamp in attempt.stamps if stamp["what"] != "bye"]
     for stamp in [*moments, {"what": "over", "at": _end(attempt) - attempt.tail}]:
-        books[doing] += max(0.0, stamp["at"] - at)
+        seconds = max(0.0, stamp["at"] - at)
+        books["stuck" if doing in LOOP and seconds >= stuck_seconds else doing] += seconds
         at, what = stamp["at"], stamp["what"]
         if what == "loads":
             doing = "restore"
@@ -156,10 +170,12 @@ def books_of(attempt: Attempted, kept: int) -> dict[str, float]:
             waits = "replay" if number <= resumed else "data_wait" if number <= kept else "redone"
             doing = "startup" if first else waits
             first = False
-        elif what in {"got", "saved"}:
+        elif what in {"got", "saved", "evaluated"}:
             doing = "replay" if number <= resumed else "productive" if number <= kept else "redone"
         elif what == "saves":
             doing = "checkpoint"
+        elif what == "evaluates":
+            doing = "evaluation"
     return books
 
 

@@ -19,6 +19,9 @@ from tests.faults.processes import RUN, environment, wait_for, write
 INTERVAL = 0.1
 """Seconds between heartbeats. The runs are a scale model: an attempt lasts seconds, not hours."""
 
+STUCK_SECONDS = 1.5
+"""The setting: only the fetch that hangs, for twice as long, and what waits for it, take so long."""
+
 TRAIN = """
     import atexit, json, os, struct, sys, threading, time
 
@@ -58,8 +61,16 @@ TRAIN = """
             return 100_000
 
         def __getitem__(self, index):
-            time.sleep(0.004)
+            time.sleep(3.0 if index + 1 == hangs else 0.004)
             return torch.ones(16) * (index % 7)
+
+    def evaluate():
+        net.eval()
+        with torch.no_grad():
+            for batch in torch.utils.data.DataLoader(torch.ones(4, 16)):
+                net(batch)
+                time.sleep(0.02)
+        net.train()
 
     def told(file, default):
         try:
@@ -73,7 +84,7 @@ TRAIN = """
         dist.init_process_group("gloo", init_method=f"file://{os.getcwd()}/store-{name[:-2]}", rank=rank, world_size=world)
     net = torch.nn.Linear(16, 1)
     optimizer = torch.optim.Adam(net.parameters())
-    number = resumed = 0
+    number = resumed = hangs = 0
     if os.path.exists("checkpoint.pt"):
         stamp("loads")
         state = torch.load("checkpoint.pt", weights_only=False)
@@ -81,6 +92,8 @@ TRAIN = """
         net.load_state_dict(state["net"])
         optimizer.load_state_dict(state["optimizer"])
         resumed = state["step"]
+    if rank == 0 and (int(os.environ["ATTEMPT"]) + restart) % 2 == 0:
+        hangs = resumed + 40  # the fetch of this step of every other attempt; the other ranks wait in it
     stamp("starts", step=resumed)
     batches = iter(torch.utils.data.DataLoader(Data(), batch_size=1))
     while number < until:
@@ -98,6 +111,10 @@ TRAIN = """
         optimizer.step()
         stamp("stepped", number=number)
         optimizer.zero_grad()
+        if number % 20 == 10:
+            stamp("evaluates", number=number)
+            evaluate()
+            stamp("evaluated", number=number)
         if number % 25 == 0 and rank == 0:
             stamp("saves", number=number)
             torch.save({"net": net.state_dict(), "optimizer": optimizer.state_dict(), "step": number, "slow": Slow()}, "new.pt")
@@ -178,7 +195,8 @@ class RestartingJob:
             restarts,
         )
         launched = launcher if ranks > 1 or restarts else ()
-        command = [*launched, *RUN, "--interval-seconds", INTERVAL, "--log-interval-seconds", 1, self.script]
+        command = [*launched, *RUN, "--interval-seconds", INTERVAL, "--log-interval-seconds", 1, "--stuck-seconds", STUCK_SECONDS,
+                   self.script]  # fmt: skip
         if not launched:
             command = [*RUN, *command[len(RUN) :]]
         with (self.folder / "errors.txt").open("ab") as errors:
@@ -280,7 +298,7 @@ def true_books(attempts: list[TrueAttempt], *, to_the_kill: bool) -> dict[str, f
             _add(total, "down", max(0.0, attempt.begin - before.end))
         length = attempt.end - attempt.begin  # a process counts until its last heartbeat
         for process in attempt.processes:
-            books = books_of(process, kept)
+            books = books_of(process, kept, STUCK_SECONDS)
             books["startup"] += process.begin - attempt.begin
             rest = length - sum(books.values())
             finished = any(stamp["what"] == "ends" for stamp in process.stamps)
