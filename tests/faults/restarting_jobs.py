@@ -249,13 +249,10 @@ class RestartingJob:
         for rank in range(ranks):
             stamps = self.stamps(rank)
             begin, pid = (stamps[0]["began"], stamps[0]["pid"]) if stamps else (begin, pid)
-            heard = self._heard(pid)
-            if heard is not None:
-                last = (killed or {}).get(rank) or self._alive(rank)
-                own = [stamp for stamp in stamps if stamp["what"] != "process"]
-                by_itself = any(stamp["what"] == "bye" for stamp in own)
-                tail = 0.0 if by_itself else max(0.0, last - heard)
-                found.append(Attempted(begin, last, not by_itself, own, tail))
+            newest = heard(self.folder / "run", pid)
+            if newest is not None:
+                last = (killed or {}).get(rank) or alive(self.folder / f"alive-{self.started}-{rank}")
+                found.append(attempted(stamps, begin, last, newest))
         if found:
             self.attempts.append(TrueAttempt(found, how))
         self.started += 1
@@ -265,20 +262,37 @@ class RestartingJob:
         """What the processes have said."""
         return (self.folder / "errors.txt").read_text(errors="replace")
 
-    def _alive(self, rank: int) -> float:
-        (moment,) = struct.unpack("d", (self.folder / f"alive-{self.started}-{rank}").read_bytes())
-        return moment
 
-    def _heard(self, pid: int) -> float | None:
-        """Unix time of the newest stamp of a process's agent; None if it has left none."""
-        (log,) = list(self.folder.glob(f"run/logs/rank-*.{pid}.jsonl")) or (None,)
-        lines = [] if log is None else [json.loads(line) for line in log.read_text().splitlines() if line.endswith("}")]
-        if not lines:
-            return None
-        beat = self.folder / "run" / "attempts" / f"{lines[0]['life']}.beat"
-        if beat.exists():
-            return json.loads(beat.read_text())["unix_seconds"]
-        return datetime.fromisoformat(lines[-1]["time"].replace("Z", "+00:00")).timestamp()
+def heard(run_dir: Path, pid: int) -> float | None:
+    """Unix time of the newest stamp of a process's agent; None if it has left none."""
+    (log,) = list(run_dir.glob(f"logs/rank-*.{pid}.jsonl")) or (None,)
+    lines = [] if log is None else [json.loads(line) for line in log.read_text().splitlines() if line.endswith("}")]
+    if not lines:
+        return None
+    beat = run_dir / "attempts" / f"{lines[0]['life']}.beat"
+    if beat.exists():
+        return json.loads(beat.read_text())["unix_seconds"]
+    return datetime.fromisoformat(lines[-1]["time"].replace("Z", "+00:00")).timestamp()
+
+
+def attempted(stamps: list[dict], begin: float, last: float, newest: float) -> Attempted:
+    """One process whose agent was there.
+
+    Args:
+        stamps: its own.
+        begin: when it began.
+        last: when it was there last.
+        newest: Unix time of the newest stamp of its agent.
+    """
+    own = [stamp for stamp in stamps if stamp["what"] != "process"]
+    by_itself = any(stamp["what"] == "bye" for stamp in own)
+    return Attempted(begin, last, not by_itself, own, 0.0 if by_itself else max(0.0, last - newest))
+
+
+def alive(path: Path) -> float:
+    """When a process was there last, as it has written all the time."""
+    (moment,) = struct.unpack("d", path.read_bytes())
+    return moment
 
 
 def true_books(attempts: list[TrueAttempt], *, to_the_kill: bool) -> dict[str, float]:

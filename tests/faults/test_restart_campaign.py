@@ -1,7 +1,11 @@
-"""A short run of the campaign of restarts: killed at random moments, started again, and compared with its own stamps."""
+"""A short run of the campaign of restarts: killed at random moments, started again, and compared with its own stamps.
+
+It evaluates, and in its first and its third attempt a fetch hangs.
+"""
 
 from __future__ import annotations
 
+import json
 import random
 
 from .restart_campaign import compared, one_attempt, until
@@ -19,3 +23,7 @@ def test_a_run_that_is_killed_at_random_moments(tmp_path):
     assert found.positions, found.detail
     assert found.steps_right == found.attempts == 4, found.detail
     assert all(abs(off) < 0.02 for off in (*found.off.values(), found.wall_off, found.ettr_off)), found.detail
+    books = json.loads(found.detail)["books"]
+    for category in ("evaluation", "stuck"):
+        assert books[category] > 0
+        assert abs(found.off[category]) < 0.01, found.detail

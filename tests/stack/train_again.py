@@ -1,39 +1,78 @@
 """A training that resumes from its checkpoint, on any number of ranks. It ends when the file named first is there.
 
-Each rank writes its own stamps beside the checkpoint: JSON lines with ``what``, ``at`` in Unix seconds and ``step``.
+Each rank writes its own stamps beside the checkpoint: JSON lines with ``what`` and ``at`` in Unix seconds, which
+`tests.faults.attempt_scripts` turns into books. Until when it was there is in another file.
 """
 
+import atexit
 import json
 import os
+import struct
 import sys
+import threading
 import time
-
-import torch
-import torch.distributed as dist
-from torch.utils.data import DataLoader
 
 until, folder = sys.argv[1:]
 rank = int(os.environ["RANK"])
 attempt = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
 stamps = open(f"{folder}/stamps-{attempt}-{rank}.jsonl", "a", buffering=1)
+alive = os.open(f"{folder}/alive-{attempt}-{rank}", os.O_WRONLY | os.O_CREAT)
 
 
-def stamp(what, step):
-    stamps.write(json.dumps({"what": what, "at": time.time(), "step": step}) + "\n")
+def stamp(what, **fields):
+    stamps.write(json.dumps({"what": what, "at": time.time()} | fields) + "\n")
+
+
+def live():
+    while True:
+        os.pwrite(alive, struct.pack("d", time.time()), 0)
+        time.sleep(0.003)
+
+
+def age():
+    """Seconds since this process was started."""
+    ticks = int(open("/proc/self/stat").read().rpartition(")")[2].split()[19])
+    return float(open("/proc/uptime").read().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
+
+
+threading.Thread(target=live, daemon=True).start()
+stamp("process", began=time.time() - age(), pid=os.getpid())
+atexit.register(lambda: stamp("bye"))
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch.utils.data import DataLoader  # noqa: E402
+
+
+def evaluate(net):
+    net.eval()
+    with torch.no_grad():
+        for batch in DataLoader(torch.ones(4, 16)):
+            net(batch)
+            time.sleep(0.02)
+    net.train()
 
 
 def main():
     dist.init_process_group("gloo")
     net = torch.nn.Linear(16, 1)
     optimizer = torch.optim.Adam(net.parameters())
-    step, path = 0, f"{folder}/checkpoint.pt"
+    number, path = 0, f"{folder}/checkpoint.pt"
     if os.path.exists(path):
+        stamp("loads")
         state = torch.load(path)
+        stamp("loaded")
         net.load_state_dict(state["net"])
         optimizer.load_state_dict(state["optimizer"])
-        step = state["step"]
-    stamp("starts", step)
-    for batch in DataLoader(torch.ones(1_000_000, 16)):
+        number = state["step"]
+    stamp("starts", step=number)
+    batches = iter(DataLoader(torch.ones(1_000_000, 16)))
+    done = torch.tensor(0.0)
+    while not done:
+        number += 1
+        stamp("asks", number=number)
+        batch = next(batches)
+        stamp("got", number=number)
         net(batch).sum().backward()
         done = torch.tensor(float(os.path.exists(until)))
         for tensor in [done, *(parameter.grad for parameter in net.parameters())]:
@@ -41,14 +80,18 @@ def main():
         optimizer.step()
         optimizer.zero_grad()
         time.sleep(0.03)
-        step += 1
-        stamp("stepped", step)
-        if step % 20 == 0 and rank == 0:
-            torch.save({"net": net.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, f"{path}.new")
+        stamp("stepped", number=number)
+        if number % 20 == 10:
+            stamp("evaluates")
+            evaluate(net)
+            stamp("evaluated")
+        if number % 20 == 0 and rank == 0:
+            stamp("saves")
+            torch.save({"net": net.state_dict(), "optimizer": optimizer.state_dict(), "step": number}, f"{path}.new")
+            stamp("saved")
             os.replace(f"{path}.new", path)
-        if done:
-            break
-    stamp("ends", step)
+    stamp("asks", number=number + 1)
+    stamp("ends")
     dist.destroy_process_group()
 
 
