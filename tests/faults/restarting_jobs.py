@@ -232,7 +232,10 @@ class RestartingJob:
         return wait_for(found, f"{what} of rank {rank}, {self.errors[-2000:]}", 60)
 
     def kill(self, pid: int) -> float:
-        """Returns when."""
+        """Returns when: not while a hang is just being noticed, because then it may count or not."""
+        newest = self.stamps()[-1:]
+        if newest and newest[0]["what"] in {"asks", "got"} and abs(time.time() - newest[0]["at"] - STUCK_SECONDS) < 0.5:
+            time.sleep(1.0)
         os.kill(pid, signal.SIGKILL)
         return time.time()
 
