@@ -298,12 +298,15 @@ def alive(path: Path) -> float:
     return moment
 
 
-def true_books(attempts: list[TrueAttempt], *, to_the_kill: bool) -> dict[str, float]:
+def true_books(
+    attempts: list[TrueAttempt], *, to_the_kill: bool, stuck_seconds: float = STUCK_SECONDS
+) -> dict[str, float]:
     """Seconds by category of the whole run, the mean over the ranks, from the scripts' own stamps.
 
     Args:
         attempts: of the run.
         to_the_kill: what a process did after its last heartbeat counts as what it was, not as down.
+        stuck_seconds: as in its settings.
     """
     if to_the_kill:
         attempts = [replace(each, processes=[replace(one, tail=0.0) for one in each.processes]) for each in attempts]
@@ -315,7 +318,7 @@ def true_books(attempts: list[TrueAttempt], *, to_the_kill: bool) -> dict[str, f
             _add(total, "down", max(0.0, attempt.begin - before.end))
         length = attempt.end - attempt.begin  # a process counts until its last heartbeat
         for process in attempt.processes:
-            books = books_of(process, kept, STUCK_SECONDS)
+            books = books_of(process, kept, stuck_seconds)
             books["startup"] += process.begin - attempt.begin
             rest = length - sum(books.values())
             finished = any(stamp["what"] == "ends" for stamp in process.stamps)

@@ -108,7 +108,7 @@ def test_each_second_is_where_the_stamps_of_the_script_have_it(job):
     """The time in the queue is down, and the steps after the checkpoint are redone."""
     goodput = job.report()["job"]["goodput"]
     seconds, wall = goodput["seconds"], goodput["wall_seconds"]
-    books = true_books(job.attempts(), to_the_kill=False)
+    books = true_books(job.attempts(), to_the_kill=False, stuck_seconds=30.0)
     assert sum(books.values()) == pytest.approx(wall, rel=0.01)
     assert min(books[category] for category in ("redone", "down", "evaluation", "checkpoint", "restore")) > 0
     off = {category: seconds[category] - books.get(category, 0.0) for category in seconds}
