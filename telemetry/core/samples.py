@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from telemetry.core.log_kind import NEWEST
+
 
 @dataclass(frozen=True, slots=True)
 class GpuSample:
@@ -28,7 +30,7 @@ class GpuSample:
     memory_used_bytes: int | None = None
     memory_total_bytes: int | None = None
     power_watts: float | None = None
-    energy_joules: float | None = None
+    energy_joules: float | None = field(default=None, metadata=NEWEST)
     temperature_celsius: float | None = None
     sm_clock_hertz: float | None = None
     sm_clock_max_hertz: float | None = None
@@ -56,12 +58,12 @@ class ProcessSample:
             ``running_seconds``: its time on a core.
     """
 
-    cpu_seconds: float
+    cpu_seconds: float = field(metadata=NEWEST)
     resident_memory_bytes: int
     threads: int
-    runnable_seconds: float | None = None
-    running_seconds: float | None = None
-    children_cpu_seconds: float = 0.0
+    runnable_seconds: float | None = field(default=None, metadata=NEWEST)
+    running_seconds: float | None = field(default=None, metadata=NEWEST)
+    children_cpu_seconds: float = field(default=0.0, metadata=NEWEST)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from telemetry.core.clock import NS
+from telemetry.core.log_kind import MEAN, NEWEST, SKIP
 
 if TYPE_CHECKING:
     from telemetry.core.distribution import Histogram
@@ -151,20 +152,20 @@ class WorkersSample:
     training_workers: int
     resident_memory_bytes: int
     ready_batches: int | None
-    fetching_seconds: float
-    fetches_total: int
-    fetch_duration: Histogram | None
+    fetching_seconds: float = field(metadata=MEAN)
+    fetches_total: int = field(metadata=NEWEST)
+    fetch_duration: Histogram | None = field(metadata=SKIP)
     cpu_ratio: float | None
     busy_ratio: float | None
     runnable_ratio: float | None
     blocked_ratio: float | None
     read_bytes_per_second: float | None
-    slack_seconds: float | None = None
-    deliveries: Deliveries = Deliveries()
+    slack_seconds: float | None = field(default=None, metadata=MEAN)
+    deliveries: Deliveries = field(default=Deliveries(), metadata=NEWEST)
     head_of_line_batches: int = 0
-    head_of_line_worker: int | None = None
-    head_of_line_since_seconds: float | None = None
+    head_of_line_worker: int | None = field(default=None, metadata=NEWEST)
+    head_of_line_since_seconds: float | None = field(default=None, metadata=NEWEST)
     pickling_ratio: float | None = None
     written_bytes_per_second: float | None = None
-    fetched: dict[int, tuple[int, float]] = field(default_factory=dict)
-    allowed_cores: int | None = None
+    fetched: dict[int, tuple[int, float]] = field(default_factory=dict, metadata=SKIP)
+    allowed_cores: int | None = field(default=None, metadata=NEWEST)

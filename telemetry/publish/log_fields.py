@@ -4,29 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
-from telemetry.core.distribution import Histogram
+from telemetry.core.log_kind import LOG_KIND
 from telemetry.core.worker_records import Deliveries
 
 if TYPE_CHECKING:
     from telemetry.core.distribution import Percentiles
     from telemetry.core.spans import PhaseSpan
     from telemetry.core.totals import Totals
-
-
-_RUNNING_TOTALS: Final = frozenset(
-    {
-        "cpu_seconds",
-        "runnable_seconds",
-        "running_seconds",
-        "fetches_total",
-    }
-)
-"""Counters over the run. The newest value is logged."""
-
-_NO_MEAN: Final = frozenset({"head_of_line_worker", "head_of_line_since_seconds", "allowed_cores"})
-"""A mean of these makes no sense (a worker's number, a time, a number of cores). The newest value is logged."""
 
 
 def rounded(value: Any, digits: int = 6) -> Any:
@@ -44,25 +30,21 @@ def percentiles(value: Percentiles | None) -> dict[str, float] | None:
 
 
 def mean_of(samples: Sequence[Any]) -> dict[str, Any]:
-    """One set of fields for the samples of an interval: the mean of numbers, and the newest value of everything else.
+    """One set of fields for the samples of an interval. Each field's kind decides, see `telemetry.core.log_kind`.
 
     A number is null if no sample has it. If some samples have it, it is their mean.
     """
     newest = samples[-1]
     merged: dict[str, Any] = {}
     for spec in fields(newest):
+        kind = spec.metadata.get(LOG_KIND)
         values = [v for s in samples if (v := getattr(s, spec.name)) is not None]
-        last = getattr(newest, spec.name)
-        if isinstance(last, Histogram) or spec.name == "fetched":
-            continue  # it grows during the run, and so would every log line
+        last = values[-1] if values and kind == "newest" else getattr(newest, spec.name)
+        if kind == "skip":
+            continue
         if isinstance(last, Deliveries):
             merged |= rounded(_deliveries(last))
-            continue
-        if spec.name in _RUNNING_TOTALS:
-            merged[spec.name] = rounded(last)
-        elif spec.name in _NO_MEAN:
-            merged[spec.name] = rounded(values[-1]) if values else None
-        elif values and all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in values):
+        elif kind != "newest" and values and all(map(_is_number, values)):
             mean = sum(values) / len(values)
             merged[spec.name] = round(mean) if isinstance(values[-1], int) else rounded(mean)
         else:
@@ -70,6 +52,10 @@ def mean_of(samples: Sequence[Any]) -> dict[str, Any]:
     if "pickling_ratio" in merged:
         merged["packing_ratio"] = merged.pop("pickling_ratio")
     return merged
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _deliveries(total: Deliveries) -> dict[str, float]:
