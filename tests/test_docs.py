@@ -79,6 +79,18 @@ def load_tool(name):
     return module
 
 
+@pytest.mark.parametrize("page", PAGES, ids=of_page)
+def test_every_table_has_a_header_row(page):
+    """Without one its rows are shown as raw text: an empty line in a table ends it."""
+    lines = re.sub(r"^```.*?^```", "", text_of(page), flags=re.DOTALL | re.MULTILINE).splitlines()
+    broken = [
+        line
+        for before, line, after in zip(["", *lines], lines, [*lines[1:], ""], strict=False)
+        if line.startswith("|") and not before.startswith("|") and not re.fullmatch(r"\|(\s*:?-{3,}:?\s*\|)+", after)
+    ]
+    assert broken == []
+
+
 # -- what the code says ----------------------------------------------------------------------------------------
 
 
