@@ -1,15 +1,19 @@
-"""Imports go one way, and only named files import a third-party library."""
+"""Imports go one way, only named files import a third-party library, and the rules for sizes and names."""
 
 from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "telemetry"
+TESTS = Path(__file__).parent
+MAX_LINES = 350
+MAX_TEST_NAME = 69
 
 BASE = {"core", "config", "_version"}
 FOLDERS = {"attach", "collect", "diagnose", "job", "publish", "snapshot", "trace"}
@@ -152,6 +156,36 @@ def test_file_names_are_unique():
 def test_class_names_are_unique():
     classes = Counter(node.name for path in FILES for node in parsed(path).body if isinstance(node, ast.ClassDef))
     assert {name for name, count in classes.items() if count > 1} == set()
+
+
+def test_files_are_short():
+    sizes = {module_of(path): len(path.read_text().splitlines()) for path in FILES}
+    assert {name: lines for name, lines in sizes.items() if lines > MAX_LINES} == {}
+
+
+def test_names_of_tests_fit_on_a_line():
+    names = [
+        node.name
+        for path in sorted(TESTS.rglob("test_*.py"))
+        for node in ast.walk(parsed(path))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name.startswith("test_")
+    ]
+    assert len(names) > 1000
+    assert [name for name in names if len(name) > MAX_TEST_NAME] == []
+
+
+def test_limits_are_named_max_and_min():
+    """``MAX_BYTES``, not ``MOST_BYTES``; a field of a record likewise."""
+    limits = []
+    for path in (*FILES, *sorted(TESTS.rglob("*.py"))):
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.AnnAssign):
+                named = re.match(r"_?(MOST|LEAST)(_|\b)|(most|least)_", ast.unparse(node.target))
+            else:
+                named = isinstance(node, ast.Assign) and re.match(r"_?(MOST|LEAST)(_|\b)", ast.unparse(node.targets[0]))
+            if named:
+                limits.append((path.name, node.lineno))
+    assert limits == []
 
 
 def test_the_profiler_has_one_importer():

@@ -143,7 +143,7 @@ def test_a_stall_of_its_own_is_named_before_a_longer_wait_for_a_rank():
     assert "not starved, but rank 0 stalled (checkpoint)" in line
 
 
-def test_the_folder_can_be_pasted_into_a_shell_and_is_left_out_without_a_log():
+def test_the_folder_can_be_pasted_into_a_shell():
     assert said(tmp="/my runs/a").endswith("; see: telemetry report '/my runs/a'")
     assert "see:" not in said(tmp="")
 

@@ -52,7 +52,7 @@ def test_the_collective_that_has_not_ended_is_the_oldest_of_those(monkeypatch):
     assert (read.pending, read.recorder) == (True, "on")
 
 
-def test_the_list_is_read_once_for_each_newest_collective_and_not_where_all_have_ended(monkeypatch):
+def test_the_list_is_read_once_for_each_newest_collective(monkeypatch):
     torch = Torch(monkeypatch, {"0": status(9, 9)}, [entry(9, retired=True)])
     recorder = FlightRecorder()
     assert recorder.read().newest == Collective("", 9, "0")

@@ -79,7 +79,7 @@ def test_a_row_of_several_ranks_shows_the_odd_one(tmp_path):
     assert [label for label, is_odd in zip(shown.rows, odd, strict=True) if is_odd] == ["ranks 130-131 (node)"]
 
 
-def test_the_heat_map_has_real_values_and_one_long_step_leaves_the_contrast(tmp_path):
+def test_the_heat_map_has_real_values_and_keeps_its_contrast(tmp_path):
     paces, spent, steps = [], 1.0, 0  # 10 s with steps of 0.1 s; once, for a while, steps of 10 s
     for number in range(200):
         seconds, pace = (50.0, 10.0) if number == 100 else (10.0, 0.1)

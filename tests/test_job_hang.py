@@ -77,7 +77,7 @@ def test_the_serving_rank_writes_one_line_when_it_knows_all_ranks(board):
     assert rank.part.view() == HangView("fetch", 1, "data.py:88 (read)")
 
 
-def test_without_word_of_a_rank_the_line_comes_all_the_same_and_again_when_more_is_known(board):
+def test_a_silent_rank_does_not_hold_the_line_back_which_comes_again(board):
     rank = Rank(board, WAITS)
     for _ in range(20):
         rank.tick()

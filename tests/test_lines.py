@@ -45,7 +45,7 @@ def test_a_packed_profile_is_the_same_when_it_is_unpacked():
     assert (back.times, back.samples, back.other_ns) == (profile.times, 100, 0)
 
 
-def test_a_profile_that_does_not_fit_keeps_its_longest_stacks_and_all_time():
+def test_a_profile_that_does_not_fit_keeps_its_longest_stacks():
     few = [((Spot("/a.py", n, "f" * 50, "m"), FETCHER), 1) for n in range(400)]
     profile = profile_of(((ITEM, FETCHER), 50), *few)
     packed = profile.packed(4000)

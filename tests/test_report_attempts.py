@@ -104,7 +104,7 @@ def test_a_run_that_ends_by_itself_is_one_attempt(tmp_path):
     assert found["goodput"]["wall_seconds"] == pytest.approx(25)
 
 
-def test_a_kill_costs_the_steps_after_the_newest_checkpoint_and_the_time_till_the_next_start(tmp_path):
+def test_a_kill_costs_the_steps_after_the_checkpoint_and_the_downtime(tmp_path):
     Process(tmp_path, begin=0, pid=1).window(15).checkpoint(10).window(25).beat(28).write(torn=b'{"time":"2026-')
     Process(tmp_path, begin=60, pid=2).resumed(10).window(15).end(25)
     found = job(tmp_path)
@@ -143,7 +143,7 @@ def test_an_attempt_that_was_killed_before_its_first_step_changes_nothing(tmp_pa
     assert found["goodput"]["seconds"]["startup"] == pytest.approx(5 + 4 + 4)
 
 
-def test_resuming_from_an_older_checkpoint_costs_earlier_attempts_their_steps_too(tmp_path):
+def test_an_older_checkpoint_costs_earlier_attempts_their_steps_too(tmp_path):
     Process(tmp_path, begin=0, pid=1).checkpoint(10).window(25).write()
     Process(tmp_path, begin=30, pid=2).resumed(10).checkpoint(5).window(15).write()
     Process(tmp_path, begin=60, pid=3).resumed(4).window(25).write()
@@ -234,7 +234,7 @@ def test_what_the_launcher_started_once_is_one_attempt(tmp_path):
     assert [each["ranks"] for each in found["attempts"]] == [2, 2]
 
 
-def test_a_rank_that_was_not_there_before_is_of_the_attempt_in_which_it_was_started(tmp_path):
+def test_a_new_rank_is_of_the_attempt_in_which_it_was_started(tmp_path):
     """Rank 1 of the first attempt is killed before its agent starts; in the second attempt it starts first."""
     told = dict(launcher="torchrun", launch="7-1")
     Process(tmp_path, 0, begin=0, pid=1, world=2, restarts=0, **told).end(1.5, exception="ValueError")

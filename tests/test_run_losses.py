@@ -250,7 +250,7 @@ def test_another_run_in_the_folder_is_no_attempt_of_this_one(tmp_path):
     assert wait_for(lambda: shown(agent, "training_run_attempt")) == {"": 0.0}
 
 
-def test_an_agent_that_is_started_again_in_its_process_is_the_same_attempt(tmp_path):
+def test_an_agent_started_again_in_its_process_is_the_same_attempt(tmp_path):
     start(tmp_path / "run")
     telemetry.stop()
     agent = start(tmp_path / "run")

@@ -45,7 +45,7 @@ def test_advice_for_the_first_says_what_remains_afterwards():
     assert f"afterwards loader_on_training_thread with {100 * after:.0f} % of the time remain" in first["because"]
 
 
-def test_the_cause_of_a_stall_stays_first_if_another_costs_more_in_this_window():
+def test_the_cause_of_a_stall_stays_first_if_another_costs_more():
     shares = shares_of("loader_on_training_thread", recorded())
     assert [share.cause for share in shares] == ["loader_on_training_thread", "checkpoint"]
 

@@ -35,7 +35,7 @@ NAME = "tune-amd-epyc-2-cores"
 CAPPED = ROOT / "tests" / "tune_scripts" / "hungry_workers.py"
 
 GOAL = 0.95
-MOST_TRIALS = 5
+MAX_TRIALS = 5
 
 GRIDS = {
     "main-jpeg": ["num_workers=0,1,2,4"],
@@ -78,7 +78,7 @@ def measure(name: str, rounds: int, seconds: float, warm_up: float) -> Result:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: specimen.cores])
     script = str(SCRIPTS / f"{specimen.script}.py")
     launch = Launch(script, ("--seconds", "100000", *specimen.arguments))
-    options = command.TuneOptions(launch, seconds=seconds, warm_up_seconds=warm_up, trials=MOST_TRIALS)
+    options = command.TuneOptions(launch, seconds=seconds, warm_up_seconds=warm_up, trials=MAX_TRIALS)
     with tempfile.TemporaryDirectory(prefix="tune-campaign-") as folder:
         (Path(folder) / "grid").mkdir()
         (Path(folder) / "tune").mkdir()
@@ -88,9 +88,9 @@ def measure(name: str, rounds: int, seconds: float, warm_up: float) -> Result:
             if settings_text(settings.loader) != settings_text({k: first.settings.get(k) for k in settings.loader}):
                 whole.run(settings)
         best_of_grid = max(whole.trials, key=lambda trial: trial.steps_per_second or 0.0)
-        search = command.Tuning(options, Path(folder) / "tune", MOST_TRIALS)
+        search = command.Tuning(options, Path(folder) / "tune", MAX_TRIALS)
         search.run(Settings())
-        command.search_settings(search, MOST_TRIALS, [])
+        command.search_settings(search, MAX_TRIALS, [])
         best = command.simplest_of_the_best(search.trials)
         rates: dict[str, list[float]] = {"grid": [], "tune": []}
         same = best.wanted.key() == best_of_grid.wanted.key() or best.settings == best_of_grid.settings
@@ -214,7 +214,7 @@ def page(results: list[Result], caps: list[dict[str, object]]) -> str:
             f"{one.tune_rate:.2f} | {one.ratio:.2f} | {one.trials} | {100 * one.spread:.0f} % |"
         )
     good = sum(one.ratio >= GOAL for one in results)
-    told = f"Within 5 % of the grid's best: {good} of {len(results)} scripts, in at most {MOST_TRIALS} trials each."
+    told = f"Within 5 % of the grid's best: {good} of {len(results)} scripts, in at most {MAX_TRIALS} trials each."
     lines += ["", told] if results else ["Not measured yet."]
     lines += ["", "## Memory limits", ""]
     if caps:

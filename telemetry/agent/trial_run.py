@@ -117,7 +117,7 @@ class TrialRun:
             return ""
         if self._is_measured():
             return ENDED_STEPS
-        return ENDED_LATE if now - self._first > self._plan.most_seconds else ""
+        return ENDED_LATE if now - self._first > self._plan.max_seconds else ""
 
     def script_ended(self, tick: Tick) -> None:
         """The script has ended before the trial. What was measured so far counts."""
@@ -132,7 +132,7 @@ class TrialRun:
 
     def _is_warm(self, seconds: float, steps: int) -> bool:
         ahead = sum(_ready_at_most(facts) for facts in self._loaders if facts.trains)
-        if seconds >= self._plan.most_seconds * _MAX_WARM_UP_SHARE:
+        if seconds >= self._plan.max_seconds * _MAX_WARM_UP_SHARE:
             return True
         return seconds >= self._plan.warm_up_seconds and steps >= ahead + _EXTRA_WARM_UP
 

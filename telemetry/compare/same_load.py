@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 _KNOWN: Final = 0.9
 """The logs must tell of others for this share of the windows."""
 
-_MOST: Final = 2.0
+_MAX_COST: Final = 2.0
 """A second of delay costs at most this many seconds, of each rank: other threads and ranks wait for the one held up."""
 
-_MOST_OF_LOOP: Final = 0.9
+_MAX_SHARE_OF_LOOP: Final = 0.9
 """At most this share of a training loop is left out."""
 
 _DOUBT_OF_THREAD: Final = 0.1
@@ -63,7 +63,7 @@ def without_others(a: Sequence[PaceBlock], b: Sequence[PaceBlock], ranks: int = 
     if any(len(some) < max(MIN_BLOCKS, _KNOWN * len(all_)) for some, all_ in zip(known, (a, b), strict=True)):
         return None
     sides = [_Side(blocks) for blocks in known]
-    cost = _cost(sides, _MOST * ranks)
+    cost = _cost(sides, _MAX_COST * ranks)
     squares = sum(side.squares for side in sides)
     side_a, side_b = sides
     further = side_b.slope(cost) - side_a.slope(cost)
@@ -84,7 +84,7 @@ def _cost(sides: Sequence[_Side], most: float) -> float:
     """
     for side in sides:
         if side.held_up > 0:
-            most = min(most, _MOST_OF_LOOP / side.held_up)
+            most = min(most, _MAX_SHARE_OF_LOOP / side.held_up)
     lacking = sum(side.lacking for side in sides)
     if lacking <= 0:
         return min(1.0, most) if not any(side.squares for side in sides) else 0.0

@@ -23,7 +23,7 @@ MOUNTS: Final = Path("/proc/self/mountinfo")
 _CACHING: Final = ("nfs", "cifs", "smb", "9p", "fuse")
 """Prefixes of the names of file systems that may show an outdated state of a folder."""
 
-_MOST: Final = 8192
+_MAX_BYTES: Final = 8192
 _LOWEST: Final = 3
 """Lower numbers are stdin, stdout and stderr."""
 
@@ -98,7 +98,7 @@ def memory_file(name: str) -> int:
     return raised(os.memfd_create(name, os.MFD_CLOEXEC))
 
 
-def read_small(path: str | os.PathLike[str], most: int = _MOST) -> bytes:
+def read_small(path: str | os.PathLike[str], most: int = _MAX_BYTES) -> bytes:
     """The first ``most`` bytes of a file that one ``read`` returns whole: from the kernel or from another rank.
 
     A FIFO under that name is not waited for: it has no content, or cannot be read.

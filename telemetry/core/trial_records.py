@@ -46,7 +46,7 @@ class TrialPlan:
         folder: the folder of this trial, for its outcome and its temporary files.
         seconds: training-loop seconds to measure. ``steps``: the trial also ends after so many measured steps.
         warm_up_seconds: time after the first step that is not measured.
-        start_seconds: maximum time until the first step has ended. ``most_seconds``: maximum time after that.
+        start_seconds: maximum time until the first step has ended. ``max_seconds``: maximum time after that.
         loaders: for each place of a DataLoader, the settings to override.
         sharing_strategy: the sharing strategy to set; None to leave it.
         protect: whether existing files are protected. ``writable``: files and folders that the script may change.
@@ -57,7 +57,7 @@ class TrialPlan:
     steps: int | None = None
     warm_up_seconds: float = 3.0
     start_seconds: float = 600.0
-    most_seconds: float = 120.0
+    max_seconds: float = 120.0
     loaders: dict[str, dict[str, Any]] = field(default_factory=dict)
     sharing_strategy: str | None = None
     protect: bool = True

@@ -52,7 +52,7 @@ _NEW: Final = 1.01
 _UNDONE: Final = 0.4
 """A slow-down is undone if most of the newest steps have kept less than this share of it."""
 
-_LEAST_SCATTER: Final = 0.01
+_MIN_SCATTER: Final = 0.01
 _MAX_CORRELATION: Final = 0.97
 
 MAX_COMPANIONS: Final = 5
@@ -176,7 +176,7 @@ def _clearness(before: Sequence[float], after: Sequence[float]) -> float:
     """The difference of two medians, in its standard errors. Neighbours resemble each other, so it is larger."""
     usual, level = median(before), median(after)
     sides = [[value - middle for value in side] for side, middle in ((before, usual), (after, level))]
-    scatter = max(1.4826 * median(abs(value) for side in sides for value in side), _LEAST_SCATTER * usual)
+    scatter = max(1.4826 * median(abs(value) for side in sides for value in side), _MIN_SCATTER * usual)
     clipped = [[max(-3 * scatter, min(3 * scatter, value)) for value in side] for side in sides]
     squares = sum(value * value for side in clipped for value in side)
     products = sum(one * next_ for side in clipped for one, next_ in pairwise(side))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-MOST_WATTS: Final = 20e3
+MAX_WATTS: Final = 20e3
 """No GPU draws so much. A larger difference is a counter that began anew, or an error of the driver."""
 
 _MARGIN_SECONDS: Final = 1.0
@@ -49,7 +49,7 @@ def added_energy(
         for category, seconds in later.ledger_seconds.items()
     }
     seconds, joules = sum(spent.values()), later.joules - earlier.joules
-    if later.uuid != earlier.uuid or seconds <= 0 or not 0 <= joules <= MOST_WATTS * (seconds + _MARGIN_SECONDS):
+    if later.uuid != earlier.uuid or seconds <= 0 or not 0 <= joules <= MAX_WATTS * (seconds + _MARGIN_SECONDS):
         return before
     so_far = before or {}
     return {category: so_far.get(category, 0.0) + joules * part / seconds for category, part in spent.items()}

@@ -26,7 +26,7 @@ MIN_SECONDS: Final = 30.0
 TIMES_P99: Final = 20.0
 """... and at the earliest after this multiple of the 99th percentile of its step durations."""
 
-LEAST_TIMES_P99: Final = 4.0
+MIN_TIMES_P99: Final = 4.0
 """Where that is longer than `EARLY_SECONDS`, this multiple is enough: the report has to come before NCCL's timeout."""
 
 TIMES_LONGEST: Final = 2.0
@@ -170,7 +170,7 @@ def far_seconds(setting: float | None) -> float:
 def hang_after_seconds(setting: float | None, steps: StepTimes, *, at_epoch_boundary: bool) -> float:
     """Seconds without progress after which a run counts as hanging."""
     p99 = steps.p99 or 0.0
-    auto = max(MIN_SECONDS, min(TIMES_P99 * p99, max(EARLY_SECONDS, LEAST_TIMES_P99 * p99)))
+    auto = max(MIN_SECONDS, min(TIMES_P99 * p99, max(EARLY_SECONDS, MIN_TIMES_P99 * p99)))
     seconds = setting if setting is not None else auto
     return max(seconds, TIMES_LONGEST * (steps.longest or 0.0)) if at_epoch_boundary else seconds
 

@@ -26,7 +26,7 @@ WAIT: Final = "wait"
 STEP: Final = "step"
 CHECKPOINT: Final = "checkpoint"
 
-MOST_LINES: Final = 10
+MAX_LINES: Final = 10
 MIN_SAMPLES: Final = 40
 """Lines are named from this many samples on. Then a share of one half is off by up to 16 points, in 95 of 100 cases."""
 
@@ -121,7 +121,7 @@ def line_shares(profile: StackProfile, work: str) -> tuple[LineShare, ...]:
             times[named] = before[0] + wall_ns, before[1] + cpu_ns
     if profile.samples < MIN_SAMPLES or not wall:
         return ()
-    longest = sorted(times.items(), key=lambda item: -item[1][0])[:MOST_LINES]
+    longest = sorted(times.items(), key=lambda item: -item[1][0])[:MAX_LINES]
     return tuple(
         LineShare(file, line, functions[file, line], calls, share=wall_ns / wall, cpu_share=cpu_ns / max(cpu, 1))
         for (file, line, calls), (wall_ns, cpu_ns) in longest

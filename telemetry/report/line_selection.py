@@ -33,7 +33,7 @@ _FREQUENT: Final = _SAMPLES | {WINDOW}
 WINDOW_SECONDS: Final = 300.0
 """Time between two windows that are read if nobody else needs them. Between them a process is taken to go on evenly."""
 
-_MOST_SKIPPED: Final = 1 << 30
+_MAX_SKIPPED: Final = 1 << 30
 _MAX_HEAD_BYTES: Final = 1 << 20
 _MAX_LINE_BYTES: Final = 1 << 24
 
@@ -87,14 +87,14 @@ class LineSelection:
         """How many lines of an event to skip after this one, from the time since the last one."""
         spacing = self._spacing(kind)
         if spacing == float("inf"):
-            return _MOST_SKIPPED
+            return _MAX_SKIPPED
         try:
             time = datetime.fromisoformat(raw[9:32].decode()).replace(tzinfo=timezone.utc).timestamp()
         except ValueError:
             return 0
         before, skipped = self._newest.get(kind, (time, 0))
         each = (time - before) / (skipped + 1)
-        left = min(max(0, int(spacing / each) - 1), _MOST_SKIPPED) if each > 0 else 0
+        left = min(max(0, int(spacing / each) - 1), _MAX_SKIPPED) if each > 0 else 0
         self._newest[kind] = time, left
         return left
 

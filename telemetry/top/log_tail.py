@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 FIRST_BYTES: Final = 1 << 16
 """Of the end of a file, read at first: the windows of about two minutes."""
 
-MOST_BYTES: Final = 1 << 20
+MAX_BYTES: Final = 1 << 20
 """Read at once. Where more was added, the older part is left out."""
 
 BACK_BYTES: Final = 1 << 21
@@ -99,9 +99,9 @@ class LogTail:
         size = os.fstat(file.fileno()).st_size
         if size < self._at:
             self._at = 0  # it was cut
-        skipped = size - self._at > MOST_BYTES
+        skipped = size - self._at > MAX_BYTES
         if skipped:
-            self._at = size - MOST_BYTES
+            self._at = size - MAX_BYTES
         file.seek(self._at)
         content = file.read(size - self._at)
         end = content.rfind(b"\n") + 1  # a line without its end is still being written

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _START_SECONDS: Final = 10.0
 """What a trial is expected to take before its first step, for the first estimate."""
 
-_MOST_SHARE: Final = 6.0
+_MAX_SHARE: Final = 6.0
 """A trial may take this many times the seconds that it measures: evaluations do not count as measured."""
 
 _INTERRUPTED: Final = 130
@@ -94,7 +94,7 @@ class Tuning:
             steps=options.steps,
             warm_up_seconds=options.warm_up_seconds,
             start_seconds=options.start_seconds,
-            most_seconds=options.warm_up_seconds + _MOST_SHARE * options.seconds,
+            max_seconds=options.warm_up_seconds + _MAX_SHARE * options.seconds,
             loaders={facts.place: wanted.loader for facts in self._tuned()},
             sharing_strategy=wanted.sharing,
             protect=options.protect,

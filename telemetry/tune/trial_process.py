@@ -134,7 +134,7 @@ def _wait(
     process: subprocess.Popen[bytes], plan: TrialPlan, memory: TrialMemory, ranks: int, tell: Callable[[], None]
 ) -> str:
     """Wait for the end. Returns why it was brought about from here; empty if it was not."""
-    until = time.monotonic() + plan.start_seconds + plan.most_seconds + _PATIENCE_SECONDS
+    until = time.monotonic() + plan.start_seconds + plan.max_seconds + _PATIENCE_SECONDS
     while process.poll() is None:
         short = memory.short()
         if short:

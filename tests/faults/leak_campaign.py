@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 LIST_BYTES = 430 * MIB
 BASE_BYTES = {"copied_list": 740 * MIB}
-MOST_BASE_BYTES = 170 * MIB
+MAX_BASE_BYTES = 170 * MIB
 """What a run needs before it leaks, about."""
 
 ROOM_BYTES = {"copied_list": 330 * MIB}
-MOST_ROOM_BYTES = 700 * MIB
+MAX_ROOM_BYTES = 700 * MIB
 """What is left of the limit when the training begins. The list is not read to its end before it is used up."""
 
 SECONDS = (100.0, 160.0)
@@ -61,7 +61,7 @@ class Forecast:
 
 def leak(what: str, seconds: float, workers: int) -> Forecast:
     """One run that leaks until it is killed."""
-    room, base = ROOM_BYTES.get(what, MOST_ROOM_BYTES), BASE_BYTES.get(what, MOST_BASE_BYTES)
+    room, base = ROOM_BYTES.get(what, MAX_ROOM_BYTES), BASE_BYTES.get(what, MAX_BASE_BYTES)
     with (
         tempfile.TemporaryDirectory() as folder,
         LeakingRun(

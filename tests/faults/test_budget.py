@@ -202,7 +202,7 @@ def test_without_a_port_there_is_no_http_server(tmp_path):
     )
 
 
-def test_packages_that_structlog_would_load_stay_out_and_the_script_s_own_is_complete(tmp_path):
+def test_packages_that_structlog_would_load_stay_out(tmp_path):
     for name in ("rich", "twisted", "better_exceptions"):
         write(tmp_path, f"site/{name}/__init__.py", "import os\nopen('loaded-' + __name__, 'w').close()\n")
     for name in ("console", "traceback", "pretty"):

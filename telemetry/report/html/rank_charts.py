@@ -46,7 +46,7 @@ _MIN_TIME_RATIO: Final = 0.05
 _MAX_ODD_RATIO: Final = 0.25
 """Ranks are named that are odd for this share of the time, unless they are more than this share of all ranks."""
 
-_LEAST_DIFFERENCE: Final = 2e-3
+_MIN_DIFFERENCE: Final = 2e-3
 
 _SAMPLED: Final = (
     ("gpu.sm_active_ratio", "GPU: SM activity", RATIO),
@@ -158,7 +158,7 @@ def _deviations(cells: Figures) -> Figures:
     off[~np.isfinite(off) | (off < _MIN_OUTLIER_RATIO * np.abs(medians))] = 0.0
     every = np.abs(cells - medians)
     usual = 1.4826 * float(np.nanmedian(every)) if np.isfinite(every).any() else 0.0
-    least = np.maximum(usual, np.maximum(0.02 * np.nan_to_num(np.abs(medians)), _LEAST_DIFFERENCE))
+    least = np.maximum(usual, np.maximum(0.02 * np.nan_to_num(np.abs(medians)), _MIN_DIFFERENCE))
     return np.asarray(off / least, dtype=np.float64)
 
 
