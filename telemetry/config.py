@@ -206,7 +206,7 @@ class Config:
     )
 
     interval_seconds: float = _setting(
-        "measuring", 1.0, number(0.1, 3600), "seconds", "Time between two samples of everything that is polled."
+        "measuring", 1.0, number(0.1, 3600), "seconds", "Time between samples; up to 4 times that if nothing changes."
     )
     gpu_events: str = _setting(
         "measuring", "auto", choice("auto", "on", "off"), None, "Measure the exposed wait with CUDA events."

@@ -1,7 +1,10 @@
 """The counters of one rank: `Totals`, which the agent makes once a tick.
 
 The endpoint shows the newest `Totals`. The log writes the difference since its last window. The stall monitor compares
-the newest with the oldest of its window. All three use ``newest - oldest``. Nothing else computes differences.
+the newest with the oldest of its window. All three use ``newest - oldest``.
+
+Two others keep figures of earlier ticks: `TickPace` takes differences of ledgers, because a skipped tick has no
+`Totals`, and `RunLosses` adds up the hangs that have ended.
 """
 
 from __future__ import annotations
