@@ -42,6 +42,12 @@ QUOTES: Final = (
     (OVERHEAD, "a node of 8 ranks with 2 workers", ((_THREADS, "a node with 8 ranks"),)),
     (OVERHEAD, "the 99.99th percentile of steps", ((_TAIL, "longer by, 99.99th percentile"),)),
     (OVERHEAD, "the longest of these steps", ((_TAIL, "longer by, the longest of a segment"),)),
+    (
+        OVERHEAD,
+        "waits for the GIL with the agent",
+        ((_TAIL, "with the agent: the same"), (_TAIL, "bare: waits for the GIL")),
+    ),
+    (OVERHEAD, "the longest wait for the GIL with the agent", ((_TAIL, "with the agent: the longest wait"),)),
     (OVERHEAD, "per fetch in a DataLoader worker", _PER_FETCH),
     (OVERHEAD, "resident memory over torch itself", _AT_THE_START),
     (OVERHEAD, "growth over a million steps", (("Memory", "growth over 1,000,000 steps"),)),
