@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import json
 import re
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -195,13 +196,42 @@ SECOND_WORDS = {
     r"\b(is|are)\s+none\b": "plain words: no ..., else None, is missing",
     r"\bdoes\s+no\s+harm\b": "harmless",
 }
-"""Words that the documentation must not use, with the word to use instead."""
+"""Words that the documentation and the comments must not use, with the word to use instead."""
+
+PACKED_BYTES = {"trace_events.py", "store.py"}
+"""These pack bytes, which is not pickling."""
 
 
 @pytest.mark.parametrize("page", [page for page in WRITTEN if page.parent == DOCS or page.parent == ROOT], ids=of_page)
 def test_a_page_uses_the_words_of_the_glossary(page):
     text = text_of(page)
     assert {found: word for second, word in SECOND_WORDS.items() for found in re.findall(f"(?i){second}", text)} == {}
+
+
+def prose_of(path):
+    """Docstrings, comments and string literals of a file without names in backticks, with the number of their line."""
+    with tokenize.open(path) as file:
+        for token in tokenize.generate_tokens(file.readline):
+            if token.type == tokenize.COMMENT or tokenize.tok_name[token.type] in {"STRING", "FSTRING_MIDDLE"}:
+                yield token.start[0], re.sub(r"`[^`]*`", "", token.string)
+
+
+def second_words(path):
+    """Line and word. ``None`` in code is Python's own."""
+    for line, text in prose_of(path):
+        for second in SECOND_WORDS:
+            for found in re.finditer(f"(?i){second}", text):
+                packs_bytes = path.name in PACKED_BYTES and "pack" in found[0]
+                if not found[0].endswith("None") and not packs_bytes:
+                    yield line, found[0]
+
+
+CODE = [*sorted((ROOT / "telemetry").rglob("*.py")), *sorted((ROOT / "grafana").glob("*.py"))]
+
+
+def test_the_code_uses_the_words_of_the_glossary():
+    assert len(CODE) > 300
+    assert {of_page(path): found for path in CODE if (found := list(second_words(path)))} == {}
 
 
 # -- figures ---------------------------------------------------------------------------------------------------

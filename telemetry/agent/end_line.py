@@ -216,7 +216,7 @@ class EndLine:
     """Makes the line from the parts of the agent, on the agent thread.
 
     Attributes:
-        text: the line; empty before `make`, and if there is none to write.
+        text: the line; empty before `make`, and if there is nothing to write.
     """
 
     def __init__(

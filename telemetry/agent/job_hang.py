@@ -50,7 +50,7 @@ class HangSurroundings:
     """What the agent knows besides its own rank, at a tick.
 
     Attributes:
-        leads: whether this rank serves its node. ``board``: of the node; None where there is none.
+        leads: whether this rank serves its node. ``board``: of the node, else None.
         elsewhere: states of the ranks of other nodes. ``world_size``: number of ranks of the job.
     """
 

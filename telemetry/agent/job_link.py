@@ -114,7 +114,7 @@ class JobLink:
             thread = threading.Thread(target=self._run, args=(self._stop,), name="telemetry-job", daemon=True)
             with signals_blocked():
                 thread.start()
-            self._thread = thread  # now: where no thread can be had, there is none to wait for at the end
+            self._thread = thread  # only now: if it cannot start, nothing has to be waited for at the end
         elif not wanted and running:
             self._stop.set()
 

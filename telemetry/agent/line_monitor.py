@@ -239,7 +239,7 @@ class LineMonitor:
         return profile
 
     def _profile_of(self, stall: Stall) -> tuple[StackProfile | None, str]:
-        """The samples that count for a stall, and of what they are. None if there are none."""
+        """The samples that count for a stall, else None; and of what they are."""
         kinds, profiles = work.WORK.get(stall.cause, ()), self.sampler.profiles
         if kinds[:1] == (work.WAIT,) and stall.evidence.source != "read_ahead":
             kind = work.SAMPLER if stall.evidence.source == "workers" else work.WAIT

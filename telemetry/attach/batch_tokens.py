@@ -27,7 +27,7 @@ def tokens_in(batch: object) -> int | None:
             ones. It is not looked for any deeper.
 
     Returns:
-        All positions of ``input_ids``, padding included; 0 if there are none. None if that is not known: the batch is
+        All positions of ``input_ids``, padding included; 0 without any. None if that is not known: the batch is
         of an unknown class, or its ``input_ids`` are no tensor of integers.
     """
     fields = _fields_of(batch)

@@ -58,7 +58,7 @@ GAP: Final = 1 << 12
 
 
 def code(during: int, after: int, flags: int = 0) -> int:
-    """Pack the category during a span, the one after it, and the flags."""
+    """The category during a span, the one after it, and the flags, as one number."""
     return during | after << 3 | flags
 
 

@@ -29,7 +29,7 @@ class SampledFetches(NamedTuple):
     Attributes:
         session: the stamp of the request. A later stall is another session.
         pid: the worker's pid. ``began_ns``: when its sampling began.
-        content: the packed profile of the session so far.
+        content: the profile of the session so far, see `StackProfile.packed`.
     """
 
     session: int
@@ -61,7 +61,7 @@ class SampleArea:
         _HEAD.pack_into(self._memory, self._start, version + 1, session, pid, began_ns, len(content))
 
     def read(self) -> SampledFetches | None:
-        """The newest content; None if there is none, or if it changed meanwhile."""
+        """The newest content; None before the first, or if it changed meanwhile."""
         head = self._memory[self._start : self._start + _HEAD.size]
         version, session, pid, began, length = _HEAD.unpack(head)
         if not version or not 0 < length <= HALF_BYTES:

@@ -1,4 +1,4 @@
-"""The newest collective of this process, from torch's flight recorder, or the number of it where there is none.
+"""The newest collective of this process, from torch's flight recorder; without a recorder, its number.
 
 The recorder keeps the newest collectives of a process in a ring. torch 2.13 has it on for NCCL and for gloo. The
 variable TORCH_FR_BUFFER_SIZE (before: TORCH_NCCL_TRACE_BUFFER_SIZE) is its size, and 0 turns it off. It is read only

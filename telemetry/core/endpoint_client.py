@@ -78,7 +78,7 @@ def _body(answer: http.client.HTTPResponse) -> bytes:
 
 
 def samples(text: str, names: Collection[str] | None = None) -> Iterator[ExpositionSample]:
-    """The samples of an exposition. Lines that are none are left out.
+    """The samples of an exposition. Other lines are left out.
 
     Args:
         text: the exposition.

@@ -93,7 +93,7 @@ class StackProfile:
 
     @classmethod
     def unpacked(cls, content: bytes) -> StackProfile:
-        """The profile that was packed.
+        """The profile from what `packed` has returned.
 
         Raises:
             ValueError: the content is damaged.

@@ -3,7 +3,7 @@
 All blocks of the run are kept, old ones joined two by two. So their number stays small, and a run of weeks is
 remembered to its start. A change must be clear against the scatter of the blocks, in which neighbours resemble each
 other. And steps must take longer than nearly all steps before: what the run has done before is no change. So a
-recurring mix of short and long sequences is none, nor is a single pause, however long it is.
+recurring mix of short and long sequences is no change. A single pause is no change either, however long it is.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from telemetry.diagnose.loop_blocks import LoopBlock
 
 MIN_RATIO: Final = 1.05
-"""A smaller change is none."""
+"""A smaller ratio of step times is not reported."""
 
 MIN_CLEARNESS: Final = 6.0
 """The difference of the medians is at least this many of its standard errors. Each block is judged at many places."""
@@ -62,7 +62,7 @@ _MIN_COMPANION_SHARE: Final = 0.05
 """A share of the time has changed with the steps if it differs by this much; any other figure by that factor."""
 
 _COMPANION_MINIMA: Final = {"other_cores": 0.2, "read_bytes_per_second": 1e5}
-"""Smaller differences of these are none, whatever their factor."""
+"""Smaller differences of these do not count, whatever their factor."""
 
 
 class ChangeDetector:

@@ -44,11 +44,11 @@ LATE_TICKS: Final = 2.0
 
 PHASE_SECONDS: Final = 480.0
 PHASE_TIMES: Final = 6.0
-"""While another rank evaluates or writes a checkpoint, this one is not stuck. But if that one stands still for so long,
-or for this multiple of ``stuck_seconds``, it is stuck itself."""
+"""While another rank evaluates or writes a checkpoint, this one is not stuck. But if that one stands still for this
+time, or for this multiple of ``stuck_seconds``, it is stuck itself."""
 
 FAR_SECONDS: Final = 45.0
-"""What a rank on another node does may become known so late: NFS shows a change up to 30 s late, and the nodes write
+"""What a rank on another node does may become known this late: NFS shows a change up to 30 s late, and the nodes write
 every few seconds. A rank that waits for other ranks is not stuck before, because one of them may be in an evaluation.
 With ``stuck_seconds`` set, it is `PHASE_TIMES` of that, if that is less."""
 

@@ -51,7 +51,7 @@ _STALE_SECONDS: Final = 3600.0
 """A file that was first read this long ago and never changed is of an attempt that was killed. It is removed."""
 
 _LOST_SECONDS: Final = 60.0
-"""While the job hangs, the ranks of a node whose file has not changed for so long are taken to be gone."""
+"""While the job hangs, the ranks of a node whose file has not changed for this time are taken to be gone."""
 
 _ALONE_SECONDS: Final = 90.0
 """If no file of another node appears for this long, the run folder is assumed not to be shared."""

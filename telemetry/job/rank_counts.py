@@ -57,5 +57,5 @@ def decoded(content: bytes) -> RankCounts | None:
 
 
 def count(given: object) -> int:
-    """A count that another process has written; 0 if it is none."""
+    """A count that another process has written; 0 if it is not a count."""
     return given if type(given) is int and 0 <= given < _LARGEST else 0

@@ -238,7 +238,7 @@ def _interval(log: ProcessLog, name: str, default: float) -> float:
 
 
 def unix(text: str) -> float | None:
-    """Unix time of a time in a log; None if it is none."""
+    """Unix time of a time in a log; None if it is not a time."""
     try:
         return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()
     except ValueError:

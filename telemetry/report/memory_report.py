@@ -43,7 +43,7 @@ def memory_verdict(processes: Sequence[ProcessLog], over: Collection[int]) -> st
     ]
     if not ends:
         return ""
-    # A rank that sees another one fill the memory says so, too. The one that fills it is to be named.
+    # A rank that sees another one fill the memory says so, too. Name the one that fills it.
     _, _, process = min(ends, key=lambda end: (end[1], end[0]))
     said = process.totals["memory"]
     left, node = rough_duration(said["exhausted_in_seconds"]), process.head.get("node")

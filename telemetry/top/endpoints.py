@@ -24,7 +24,7 @@ _MAX_RANKS: Final = 1 << 14
 """Of all endpoints. An endpoint that tells of more is not what it claims to be."""
 
 _GONE_SECONDS: Final = 600.0
-"""A rank that no endpoint has shown for so long is left out."""
+"""A rank that no endpoint has shown for this time is left out."""
 
 _FIGURES: Final = {
     "training_gpu_utilization_ratio": "utilization_ratio",

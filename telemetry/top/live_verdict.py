@@ -86,7 +86,7 @@ def _ended(facts: Sequence[RankFacts], now: float, whole: JudgedRun | None) -> V
 
 
 def _who_ended(facts: Sequence[RankFacts], now: float) -> str:
-    """The rank that failed first, and those that are gone; empty if there are none. Others may fail because of it."""
+    """The rank that failed first, and those that are gone; empty without any. Others may fail because of it."""
     failed = [each for each in facts if each.how == FAILED]
     gone = [each for each in facts if each.how == KILLED]
     own = [each for each in failed if not each.log.end.get("lost_peer")]

@@ -18,7 +18,7 @@ _READ_SECONDS: Final = 5.0
 """Nodes write as often."""
 
 _ALIVE_SECONDS: Final = 45.0
-"""A report that has not changed for so long says nothing about now."""
+"""A report that has not changed for this time says nothing about now."""
 
 _MAX_FILES: Final = 4096
 

@@ -33,7 +33,7 @@ STATES: Final = (GONE, FAILED, STUCK, SILENT, STALLED, STARVED, WAITING, STARTIN
 """The worst first."""
 
 SILENT_SECONDS: Final = 15.0
-"""A rank without a sign of life for so long is shown as silent. Heartbeats come every second or two."""
+"""A rank without a sign of life for this time is shown as silent. Heartbeats come every second or two."""
 
 
 @dataclass(slots=True)

@@ -66,7 +66,7 @@ class Search:
         self.notes: list[str] = []
 
     def next(self, trials: Sequence[Trial]) -> Candidate | Stop:
-        """The next trial, or why there is none. The first trial is the script as it is."""
+        """The next trial, or why there is no other. The first trial is the script as it is."""
         best = fastest(trials)
         self.notes = [note for note in self.notes if not note.startswith(_NOT_TRIED)]  # more may be known by now
         if best is None or best.evidence is None or best.steps_per_second is None:

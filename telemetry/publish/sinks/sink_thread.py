@@ -125,7 +125,7 @@ class SinkThread:
         return max(0.0, (min(due) - self._now()) / NS) if due else None
 
     def _empty(self, queue: _Queue) -> None:
-        """Write the items of a sink, some at a time, until there are none or it fails."""
+        """Write the items of a sink, some at a time, until all are written or it fails."""
         while True:
             with self._changed:
                 items = [queue.items.popleft() for _ in range(min(len(queue.items), _ITEMS_AT_ONCE))]

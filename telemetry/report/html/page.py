@@ -72,7 +72,7 @@ def page(head: PageHead, sections: Sequence[PageSection], axis: TimeAxis | None)
     Args:
         head: what it says first.
         sections: what follows.
-        axis: of all charts over time; None if there are none.
+        axis: of all charts over time; None without any.
     """
     marks = [
         mark for section in sections for chart in section.charts if isinstance(chart, MarkChart) for mark in chart.marks

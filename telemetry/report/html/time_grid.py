@@ -79,7 +79,7 @@ class TimeGrid:
         return found
 
     def sums(self, name: str) -> Array:
-        """The sums of all rows in the used bins; zeros if there are none."""
+        """The sums of all rows in the used bins; zeros without any."""
         array = self._arrays.get(name)
         return np.zeros((self.rows, self.used), np.float32) if array is None else array[:, : self.used]
 
