@@ -6,11 +6,11 @@ import dataclasses
 
 from telemetry.diagnose.advice.advise import advise
 from tests.slice_cases import with_workers
-from tests.slices import Slice, gather
+from tests.slices import Slice, evidence_over
 
 
-def first(cause: str, piece: Slice):
-    return advise(cause, gather([piece]))[0]
+def first(cause: str, part: Slice):
+    return advise(cause, evidence_over([part]))[0]
 
 
 HELD = with_workers(busy=0.99, cpu=0.24, runnable=0.75, fetches=20, steps=20, wait=0.7, compute=0.3, cores=2.0)
@@ -21,8 +21,10 @@ def uneven(slowest_seconds: float, **settings):
 
     def at(fetches):
         fetched = {1: (fetches, 0.06 * fetches), 2: (fetches, slowest_seconds * fetches)}
-        piece = with_workers(busy=0.25, blocked=0.25, fetches=10, wait=0.5, compute=0.5, late=0.4, moved=0.05)
-        sample = dataclasses.replace(piece.workers, fetched=fetched)
-        return dataclasses.replace(piece, workers=sample, settings={"in_order": True, "prefetch_factor": 2} | settings)
+        part = with_workers(
+            busy=0.25, blocked=0.25, fetches=10, wait=0.5, compute=0.5, fetch_wait=0.4, transfer_wait=0.05
+        )
+        sample = dataclasses.replace(part.workers, fetched=fetched)
+        return dataclasses.replace(part, workers=sample, settings={"in_order": True, "prefetch_factor": 2} | settings)
 
-    return gather([at(10), at(20), at(30)])
+    return evidence_over([at(10), at(20), at(30)])

@@ -54,31 +54,33 @@ CASES = {
     "workers_io_bound": with_workers(busy=0.99, cpu=0.10, blocked=0.89, **STARVED),
     "workers_throttled": with_workers(busy=0.99, cpu=0.45, runnable=0.50, blocked=0.04, **STARVED),
     "uneven_batches": with_workers(busy=0.4, cpu=0.3, blocked=0.1, wait=0.3, compute=0.7, workers=4, fetches=10),
-    "uneven_batches, others ready": with_workers(busy=0.4, cpu=0.4, ready=3, late_wait=0.5, **STARVED),
+    "uneven_batches, others ready": with_workers(busy=0.4, cpu=0.4, ready=3, outlier_wait=0.5, **STARVED),
     "batch_transfer": with_workers(busy=0.2, cpu=0.2, ready=3, **STARVED),
     "worker_stuck": with_workers(busy=0.9, cpu=0.1, blocked=0.8, stuck=40.0, fetches=100, **STARVED),
     "worker_startup": with_workers(busy=0.3, cpu=0.3, boundary_wait=0.55, boundaries=2, **STARVED),
     "batch_transfer, matched": with_workers(
-        busy=0.6, cpu=0.5, blocked=0.1, late=0.1, moved=0.4, late_wait=0.5, **STARVED
+        busy=0.6, cpu=0.5, blocked=0.1, fetch_wait=0.1, transfer_wait=0.4, outlier_wait=0.5, **STARVED
     ),
     "uneven_batches, matched": with_workers(
-        busy=0.4, cpu=0.4, ready=3, late=0.4, moved=0.1, head_of_line=0.3, **STARVED
+        busy=0.4, cpu=0.4, ready=3, fetch_wait=0.4, transfer_wait=0.1, head_of_line=0.3, **STARVED
     ),
-    "workers_io_bound, matched": with_workers(busy=0.99, cpu=0.1, blocked=0.89, late=0.5, moved=0.1, **STARVED),
-    "workers_cpu_bound, late to be moved": with_workers(  # as a busy interpreter lock lets its queue wait
-        busy=0.97, cpu=0.9, blocked=0.07, late=0.2, moved=0.4, workers=1, fetches=10, **STARVED
+    "workers_io_bound, matched": with_workers(
+        busy=0.99, cpu=0.1, blocked=0.89, fetch_wait=0.5, transfer_wait=0.1, **STARVED
+    ),
+    "workers_cpu_bound, transferred late": with_workers(  # a busy GIL makes its queue wait
+        busy=0.97, cpu=0.9, blocked=0.07, fetch_wait=0.2, transfer_wait=0.4, workers=1, fetches=10, **STARVED
     ),
     "workers_throttled, as the training thread is": with_workers(
-        busy=0.2, cpu=0.2, late=0.1, moved=0.5, own_runnable=0.6, **STARVED
+        busy=0.2, cpu=0.2, fetch_wait=0.1, transfer_wait=0.5, own_runnable=0.6, **STARVED
     ),
     "workers_throttled, crowding out the training thread": with_workers(
         busy=0.9, cpu=0.3, runnable=0.6, wait=0.0, compute=1.0, own_runnable=0.5, process_cpu=0.5, cores=2.0
     ),
     "batch_transfer, on a busy machine": with_workers(
-        busy=0.2, cpu=0.2, late=0.1, moved=0.5, own_runnable=0.2, **STARVED
+        busy=0.2, cpu=0.2, fetch_wait=0.1, transfer_wait=0.5, own_runnable=0.2, **STARVED
     ),
     "workers_throttled, supply and compute alike": with_workers(
-        busy=0.8, cpu=0.05, runnable=0.7, blocked=0.05, late=0.3, moved=0.0, fetches=20, **STARVED
+        busy=0.8, cpu=0.05, runnable=0.7, blocked=0.05, fetch_wait=0.3, transfer_wait=0.0, fetches=20, **STARVED
     ),
     "workers_cpu_bound, no schedstat": with_workers(busy=0.99, cpu=0.9, runnable=None, blocked=None, **STARVED),
     "workers_io_bound, no schedstat": with_workers(busy=0.99, cpu=0.1, runnable=None, blocked=None, **STARVED),
@@ -127,12 +129,12 @@ paces = st.builds(
 slices = st.builds(
     Slice, seconds=amount, wait=amount, exposed=st.none() | amount, boundary_wait=amount, boundaries=st.integers(0, 100),
     compute=amount, evaluation=amount, checkpoint=amount, garbage=amount, steps=st.integers(0, 10**6), batches=st.integers(0, 10**6),
-    near_boundaries=st.floats(-100.0, 100.0), late_wait=amount, checkpoint_steps=st.integers(0, 10**6), checkpoint_steps_compute=amount,
+    near_boundaries=st.floats(-100.0, 100.0), outlier_wait=amount, checkpoint_steps=st.integers(0, 10**6), checkpoint_steps_compute=amount,
     source=st.sampled_from([None, "workers", "training_thread", "watched", "of a newer version"]),
     process_cpu=st.none() | amount, fetches=st.none() | st.integers(0, 10**6), fetch_busy=st.none() | amount,
     workers=st.none() | samples, cores=st.floats(0.05, 512), throttled_ratio=ratio, gpu_utilization_ratio=ratio,
-    late=amount, moved=amount, head_of_line=amount, timed_fetch=amount, timed_fetch_cpu=amount, startup=amount,
-    freeing=amount, freed=st.integers(0, 10**6),
+    fetch_wait=amount, transfer_wait=amount, head_of_line=amount, timed_fetch=amount, timed_fetch_cpu=amount, startup=amount,
+    release=amount, releases=st.integers(0, 10**6),
     own_runnable=st.none() | amount, samples=st.integers(0, 100), in_sync=st.integers(0, 100), host_cpu_ratio=ratio,
     where=st.none() | st.just("f (train.py:1)"), peers=st.lists(paces, max_size=3).map(tuple), gpu_clock_ratio=ratio,
     gpu_throttled=st.lists(st.sampled_from(["hw_thermal", "sw_power_cap", "new"]), max_size=2).map(tuple),
@@ -140,6 +142,6 @@ slices = st.builds(
         {}, {"prefetch_factor": None, "in_order": True}, {"prefetch_factor": 64}, {"persistent_workers": True, "num_workers": 3},
         {"sharing_strategy": "file_descriptor", "in_order": False, "num_workers": 2}, {"loader_used_again": False},
     ]),
-    moved_from_long=amount, matched=st.integers(0, 10**6), from_busy=st.integers(0, 10**6), moved_from_busy=amount, left=st.integers(0, 100),
+    transfer_wait_long=amount, matched=st.integers(0, 10**6), from_busy=st.integers(0, 10**6), transfer_wait_busy=amount, left=st.integers(0, 100),
     host_cores=st.integers(0, 512), quota=st.none() | st.floats(0.01, 512), quota_used=st.none() | amount,
 )  # fmt: skip

@@ -12,12 +12,12 @@ from telemetry.diagnose.model import step_seconds
 from telemetry.diagnose.stall_detector import MIN_STEPS
 from tests.advice_cases import HELD, first
 from tests.slice_cases import CASES, a_slice, pace, with_workers
-from tests.slices import gather
+from tests.slices import evidence_over
 
 
 def test_workers_are_advised_as_many_as_the_compute_hides():
-    piece = a_slice(source="training_thread", wait=0.6, compute=0.4, steps=10, process_cpu=0.5, cores=8.0)
-    advice = first("loader_on_training_thread", piece)
+    part = a_slice(source="training_thread", wait=0.6, compute=0.4, steps=10, process_cpu=0.5, cores=8.0)
+    advice = first("loader_on_training_thread", part)
     assert (advice.setting, advice.value) == ("num_workers", "2")
     assert advice.predicted_speedup == pytest.approx(1.0 / 0.4, rel=0.01)
 
@@ -25,23 +25,23 @@ def test_workers_are_advised_as_many_as_the_compute_hides():
 @pytest.mark.parametrize(("cores", "workers"), [(16.0, "7"), (2.0, "6")])
 def test_workers_are_advised_with_headroom_as_far_as_the_cores_go(cores, workers):
     """Five would fetch every 21.8 ms, for a compute of 22.4: the first hiccup would be waited for."""
-    piece = a_slice(
+    part = a_slice(
         source="training_thread", wait=1.09, compute=0.224, steps=10, process_cpu=0.336, cores=cores,
         timed_fetch=1.09, timed_fetch_cpu=0.104,
     )  # fmt: skip
-    advice = first("loader_on_training_thread", piece)
+    advice = first("loader_on_training_thread", part)
     assert (advice.setting, advice.value) == ("num_workers", workers)
     assert advice.predicted_speedup == pytest.approx(131.4 / 22.4, rel=0.01)
 
 
 def test_no_more_workers_than_the_cores_can_run():
-    piece = a_slice(source="training_thread", wait=0.6, compute=0.4, steps=10, process_cpu=1.0, cores=2.0)
-    advice = first("loader_on_training_thread", piece)
+    part = a_slice(source="training_thread", wait=0.6, compute=0.4, steps=10, process_cpu=1.0, cores=2.0)
+    advice = first("loader_on_training_thread", part)
     # 100 ms of CPU time a step, 110 of several processes and 4 for the batch, on two cores: 57 ms, whatever the number.
     assert advice.value == "2"
     assert advice.predicted_speedup == pytest.approx(100 / 57, rel=0.01)
     starved = a_slice(source="training_thread", wait=0.6, compute=0.4, steps=10, process_cpu=1.0, cores=1.0)
-    assert advise("loader_on_training_thread", gather([starved])) == ()  # one core: workers would gain nothing
+    assert advise("loader_on_training_thread", evidence_over([starved])) == ()  # one core: workers would gain nothing
 
 
 def test_workers_cost_the_cores_something_for_every_batch():
@@ -50,17 +50,17 @@ def test_workers_cost_the_cores_something_for_every_batch():
     several = dataclasses.replace(starved, batches=40)
     assert first("loader_on_training_thread", several).predicted_speedup == pytest.approx(100 / 63, rel=0.01)
     short = dataclasses.replace(starved, steps=250, batches=250)  # 4 ms each, then 4.4 + 4 on two cores
-    assert advise("loader_on_training_thread", gather([short])) == ()
+    assert advise("loader_on_training_thread", evidence_over([short])) == ()
 
 
 @pytest.mark.parametrize(("on_core", "then"), [(0.9, "cheaper"), (0.1, "faster storage")])
 def test_where_workers_win_nothing_a_shorter_fetch_does(on_core, then):
     """One core: what is left is to fetch less, or from what answers sooner."""
-    piece = a_slice(
+    part = a_slice(
         source="training_thread", wait=0.6, compute=0.4, steps=10, process_cpu=1.0, cores=1.0,
         timed_fetch=1.0, timed_fetch_cpu=on_core,
     )  # fmt: skip
-    *_, last = advise("loader_on_training_thread", gather([piece]))
+    *_, last = advise("loader_on_training_thread", evidence_over([part]))
     assert then in last.action
     assert last.predicted_speedup is None
 
@@ -69,9 +69,9 @@ def test_where_workers_win_nothing_a_shorter_fetch_does(on_core, then):
 def test_what_the_process_took_to_start_is_in_no_step(cause):
     """Importing torch takes seconds of CPU time, which the first window of a run had in its steps."""
     if cause == "workers_cpu_bound":
-        piece = with_workers(busy=1.0, cpu=1.0, wait=0.6, compute=0.4, steps=10, workers=1, process_cpu=0.4, cores=2.0)
+        part = with_workers(busy=1.0, cpu=1.0, wait=0.6, compute=0.4, steps=10, workers=1, process_cpu=0.4, cores=2.0)
     else:
-        piece = a_slice(source="training_thread", wait=0.6, compute=0.4, steps=10, process_cpu=1.0, cores=2.0)
+        part = a_slice(source="training_thread", wait=0.6, compute=0.4, steps=10, process_cpu=1.0, cores=2.0)
     first_slices = [
         a_slice(
             seconds=0.01,
@@ -87,7 +87,9 @@ def test_what_the_process_took_to_start_is_in_no_step(cause):
             seconds=1.0, wait=0.1, compute=0.0, startup=0.9, steps=0, process_cpu=1.0, host_cpu_ratio=0.5, host_cores=2
         ),
     ]
-    (with_start, *_), (without, *_) = (advise(cause, gather([*before, *[piece] * 10])) for before in (first_slices, []))
+    (with_start, *_), (without, *_) = (
+        advise(cause, evidence_over([*before, *[part] * 10])) for before in (first_slices, [])
+    )
     assert (with_start.setting, with_start.value) == (without.setting, without.value)
     assert with_start.predicted_speedup == pytest.approx(without.predicted_speedup, rel=0.03)
 
@@ -95,23 +97,23 @@ def test_what_the_process_took_to_start_is_in_no_step(cause):
 def test_what_the_process_took_to_start_hides_no_others_on_the_cores():
     shared = a_slice(wait=0.6, compute=0.4, process_cpu=0.9, cores=2.0, host_cpu_ratio=1.0, host_cores=2)
     start = dataclasses.replace(shared, seconds=0.01, wait=0.0, compute=0.0, startup=0.01, steps=0, process_cpu=3.0)
-    assert gather([start, *[shared] * 10]).cpu.cores == gather([shared]).cpu.cores == 1.0
+    assert evidence_over([start, *[shared] * 10]).cpu.cores == evidence_over([shared]).cpu.cores == 1.0
 
 
 def test_a_checkpoint_step_begun_before_the_window_is_not_compared():
-    piece = a_slice(compute=0.5, checkpoint=0.5, steps=2, checkpoint_steps=1, checkpoint_steps_compute=0.9)
-    assert gather([piece]).checkpoints.extra_compute_seconds == 0.0
-    whole = dataclasses.replace(piece, checkpoint_steps_compute=0.4)
-    assert gather([whole]).checkpoints.extra_compute_seconds == pytest.approx(0.3)
+    part = a_slice(compute=0.5, checkpoint=0.5, steps=2, checkpoint_steps=1, checkpoint_steps_compute=0.9)
+    assert evidence_over([part]).checkpoints.extra_compute_seconds == 0.0
+    whole = dataclasses.replace(part, checkpoint_steps_compute=0.4)
+    assert evidence_over([whole]).checkpoints.extra_compute_seconds == pytest.approx(0.3)
 
 
 def test_a_rare_checkpoint_takes_what_the_first_ones_did():
     """0.3 s each, five to a second of compute: 29 times less often they take a twentieth, if they take no longer."""
-    piece = a_slice(seconds=2.5, compute=1.0, checkpoint=1.5, steps=50, checkpoint_steps=5)
-    alike = advise("checkpoint", gather([piece], first_checkpoint_seconds=0.3))[0]
+    part = a_slice(seconds=2.5, compute=1.0, checkpoint=1.5, steps=50, checkpoint_steps=5)
+    alike = advise("checkpoint", evidence_over([part], first_checkpoint_seconds=0.3))[0]
     assert alike.predicted_speedup == pytest.approx(2.5 / (1 + 1.5 / 29), rel=0.01)
     assert "first of them" not in alike.because
-    longer = advise("checkpoint", gather([piece], first_checkpoint_seconds=1.2))[0]
+    longer = advise("checkpoint", evidence_over([part], first_checkpoint_seconds=1.2))[0]
     assert (longer.value, longer.action) == (alike.value, alike.action)
     assert longer.predicted_speedup == pytest.approx(2.5 / (1 + 5 * 1.2 / 29), rel=0.01)
     assert "the first of them took 1.2 s each" in longer.because
@@ -120,7 +122,7 @@ def test_a_rare_checkpoint_takes_what_the_first_ones_did():
 @pytest.mark.parametrize("compute", [0.0, 1e-310])
 def test_steps_that_compute_nothing_hide_no_fetch(compute):
     """No number of batches ahead is infinite, or is advised as such."""
-    uneven = gather([CASES["uneven_batches"]])
+    uneven = evidence_over([CASES["uneven_batches"]])
     workers = dataclasses.replace(uneven.workers, longest_fetch_seconds=1.0)
     evidence = dataclasses.replace(uneven, compute_seconds=compute, workers=workers)
     ahead = [a.value for a in advise("uneven_batches", evidence) if a.setting == "prefetch_factor"]
@@ -128,15 +130,15 @@ def test_steps_that_compute_nothing_hide_no_fetch(compute):
 
 
 def test_throttled_workers_are_not_told_to_be_more():
-    on_two = gather([dataclasses.replace(CASES["workers_throttled"], cores=2.0)])
+    on_two = evidence_over([dataclasses.replace(CASES["workers_throttled"], cores=2.0)])
     advice = advise("workers_throttled", on_two)
     assert not [a for a in advice if a.setting == "num_workers"]
     assert "more workers would not help" in advice[0].action
 
 
 def test_workers_that_crowd_out_the_training_thread_are_told_to_be_fewer():
-    piece = CASES["workers_throttled, crowding out the training thread"]
-    advice = first("workers_throttled", piece)
+    part = CASES["workers_throttled, crowding out the training thread"]
+    advice = first("workers_throttled", part)
     assert advice.setting == "num_workers"
     # A step now takes 100 ms, half of it without a core; it needs 50 ms of CPU time, and a fetch 120, on two cores.
     assert (advice.value, advice.predicted_speedup) == ("2", pytest.approx(100 / 85, rel=0.01))
@@ -186,10 +188,10 @@ def test_the_slowest_rank_decides_what_a_change_is_worth():
     ],
 )
 def test_the_slowest_rank_decides_that_whatever_the_cause(cause, lost):
-    piece = a_slice(compute=1.0, samples=100, in_sync=50, **lost)
-    assert first(cause, piece).predicted_speedup > 1.6
-    busy = dataclasses.replace(pace(1, samples=100), seconds=piece.seconds, compute_seconds=piece.seconds)
-    kept_up = advise(cause, gather([dataclasses.replace(piece, peers=(busy,))]))
+    part = a_slice(compute=1.0, samples=100, in_sync=50, **lost)
+    assert first(cause, part).predicted_speedup > 1.6
+    busy = dataclasses.replace(pace(1, samples=100), seconds=part.seconds, compute_seconds=part.seconds)
+    kept_up = advise(cause, evidence_over([dataclasses.replace(part, peers=(busy,))]))
     assert all(advice.predicted_speedup is None for advice in kept_up)  # none that would win nothing
 
 
@@ -199,7 +201,7 @@ def test_what_an_idle_gpu_could_win_at_most_is_no_prediction():
     assert "2 times as fast at most" in advice.because
     busy = dataclasses.replace(pace(1, samples=100, gpu_busy_ratio=0.5), on_gpu=True, compute_seconds=1.0)
     kept_up = a_slice(compute=1.0, gpu_utilization_ratio=0.5, samples=100, in_sync=50, peers=(busy,))
-    assert advise("host_bound", gather([kept_up])) == ()
+    assert advise("host_bound", evidence_over([kept_up])) == ()
 
 
 def test_the_first_fetch_of_kept_workers_is_counted():
@@ -212,9 +214,9 @@ def test_the_first_fetch_of_kept_workers_is_counted():
 
 
 def test_only_who_has_a_gpu_is_told_to_move_work_to_it():
-    *_, on_cpu = advise("workers_cpu_bound", gather([CASES["workers_cpu_bound"]]))
+    *_, on_cpu = advise("workers_cpu_bound", evidence_over([CASES["workers_cpu_bound"]]))
     *_, on_gpu = advise(
-        "workers_cpu_bound", gather([dataclasses.replace(CASES["workers_cpu_bound"], gpu_utilization_ratio=0.5)])
+        "workers_cpu_bound", evidence_over([dataclasses.replace(CASES["workers_cpu_bound"], gpu_utilization_ratio=0.5)])
     )
     assert "GPU" not in on_cpu.action
     assert "GPU" in on_gpu.action
@@ -229,12 +231,12 @@ def test_nobody_is_told_to_start_hundreds_of_workers():
 
 def test_a_source_that_is_read_ahead_is_still_as_fast_as_it_is():
     slow = a_slice(source="watched", wait=0.8, compute=0.2, timed_fetch=1.0, timed_fetch_cpu=0.0)
-    ahead = [a for a in advise("source_slow", gather([slow])) if a.setting is None]
+    ahead = [a for a in advise("source_slow", evidence_over([slow])) if a.setting is None]
     assert ahead[0].predicted_speedup == pytest.approx(1.0 / 0.8, rel=0.02)
     workers = first("source_slow", slow)
     assert (workers.setting, workers.predicted_speedup) == ("num_workers", pytest.approx(5.0, rel=0.3))
     on_cpu = a_slice(source="watched", wait=0.5, compute=0.5, timed_fetch=1.0, timed_fetch_cpu=1.0)
-    assert all(a.setting for a in advise("source_slow", gather([on_cpu])))  # a thread would not help
+    assert all(a.setting for a in advise("source_slow", evidence_over([on_cpu])))  # a thread would not help
 
 
 def test_ranks_that_keep_pace_need_the_cores_as_often():
@@ -249,10 +251,10 @@ def test_ranks_that_keep_pace_need_the_cores_as_often():
 
 
 def test_cores_that_others_use_are_no_cores_to_put_workers_on():
-    piece = a_slice(source="training_thread", wait=0.6, compute=0.4, steps=10, process_cpu=1.0, cores=8.0)
-    alone = gather([dataclasses.replace(piece, host_cores=8, host_cpu_ratio=1.0 / 8)])
+    part = a_slice(source="training_thread", wait=0.6, compute=0.4, steps=10, process_cpu=1.0, cores=8.0)
+    alone = evidence_over([dataclasses.replace(part, host_cores=8, host_cpu_ratio=1.0 / 8)])
     assert alone.cpu.cores == pytest.approx(8.0)
-    crowded = gather([dataclasses.replace(piece, host_cores=8, host_cpu_ratio=1.0)])
+    crowded = evidence_over([dataclasses.replace(part, host_cores=8, host_cpu_ratio=1.0)])
     assert crowded.cpu.cores == pytest.approx(1.0)
     assert advise("loader_on_training_thread", alone)
     assert not advise("loader_on_training_thread", crowded)
@@ -260,13 +262,13 @@ def test_cores_that_others_use_are_no_cores_to_put_workers_on():
 
 def test_cores_of_a_quota_that_other_ranks_use_are_none_either():
     """A pod with 8 cores on a machine of 128 that has 100 idle: another rank of the pod takes 6 of the 8."""
-    piece = a_slice(
+    part = a_slice(
         source="training_thread", wait=0.6, compute=0.4, steps=10, process_cpu=1.0, cores=8.0, host_cores=128,
         host_cpu_ratio=28 / 128, quota=8.0, quota_used=7.0,
     )  # fmt: skip
-    shared = gather([piece])
+    shared = evidence_over([part])
     assert (shared.cpu.cores, shared.cpu.cores_of_others) == (pytest.approx(2.0), pytest.approx(6.0))
-    assert gather([dataclasses.replace(piece, quota_used=1.0)]).cpu.cores == pytest.approx(8.0)
+    assert evidence_over([dataclasses.replace(part, quota_used=1.0)]).cpu.cores == pytest.approx(8.0)
 
 
 def test_who_waits_for_a_rank_that_does_not_come_is_told_to_look_there():
@@ -276,12 +278,12 @@ def test_who_waits_for_a_rank_that_does_not_come_is_told_to_look_there():
 
 
 def test_an_unknown_cause_has_no_advice():
-    assert advise("unknown", gather([CASES["unknown"]])) == ()
-    assert advise("of_a_newer_version", gather([CASES["unknown"]])) == ()
+    assert advise("unknown", evidence_over([CASES["unknown"]])) == ()
+    assert advise("of_a_newer_version", evidence_over([CASES["unknown"]])) == ()
 
 
 def test_a_step_is_wait_and_compute():
-    assert step_seconds(gather([a_slice(wait=0.5, compute=0.5, steps=10)])) == pytest.approx(0.1)
+    assert step_seconds(evidence_over([a_slice(wait=0.5, compute=0.5, steps=10)])) == pytest.approx(0.1)
     assert MIN_STEPS > 1
 
 
@@ -290,55 +292,55 @@ def test_a_step_is_wait_and_compute():
 
 def test_a_step_that_takes_a_batch_of_each_of_two_loaders_needs_both():
     # 20 fetches in 3.96 s of four workers; a step takes two of them, 400 ms, and 100 ms with four times as many.
-    piece = with_workers(busy=0.99, cpu=0.0, blocked=0.99, fetches=20, steps=10, batches=20, wait=0.9, compute=0.1)
-    advice = first("workers_io_bound", dataclasses.replace(piece, settings={"num_workers": 2}))
+    part = with_workers(busy=0.99, cpu=0.0, blocked=0.99, fetches=20, steps=10, batches=20, wait=0.9, compute=0.1)
+    advice = first("workers_io_bound", dataclasses.replace(part, settings={"num_workers": 2}))
     assert (advice.setting, advice.value) == ("num_workers", "16")  # of each: 32 for a step of 10 ms
     assert advice.predicted_speedup == pytest.approx(100 / (396 / 32), rel=0.01)
-    evidence = gather([dataclasses.replace(piece, batches=11)])
+    evidence = evidence_over([dataclasses.replace(part, batches=11)])
     assert evidence.batches_per_step == 1.0  # the newest is of a step that has not ended
-    one_without_workers = gather([dataclasses.replace(piece, fetches=12)])
+    one_without_workers = evidence_over([dataclasses.replace(part, fetches=12)])
     assert one_without_workers.batches_per_step == pytest.approx(1.2)
 
 
 def test_workers_pinned_to_a_core_are_unpinned_not_reduced():
     held = dataclasses.replace(HELD, workers=dataclasses.replace(HELD.workers, allowed_cores=1), own_runnable=0.01)
-    advice = advise("workers_throttled", gather([held]))
+    advice = advise("workers_throttled", evidence_over([held]))
     assert [a.setting for a in advice] == [None, None]
     assert "let the workers run on every core" in advice[0].action
     assert "they may run on 1 of 2 cores" in advice[0].because
     # A step takes 50 ms. It computes for 15, and a batch takes 48 ms of a core: on two of them 31.5.
     assert advice[0].predicted_speedup == pytest.approx(50 / 31.5, rel=0.02)
     free = dataclasses.replace(HELD, workers=dataclasses.replace(HELD.workers, allowed_cores=2))
-    assert "give the job more CPU cores" in advise("workers_throttled", gather([free]))[0].action
+    assert "give the job more CPU cores" in advise("workers_throttled", evidence_over([free]))[0].action
 
 
 def test_an_affinity_wider_than_the_free_cores_is_no_limit():
     """Others use six of eight cores, and the workers may run on four."""
     workers = dataclasses.replace(HELD.workers, allowed_cores=4)
     crowded = dataclasses.replace(HELD, workers=workers, cores=8.0, host_cores=8, host_cpu_ratio=0.9, process_cpu=0.3)
-    assert gather([crowded]).cpu.cores == pytest.approx(2.0, abs=0.2)
-    assert "give the job more CPU cores" in advise("workers_throttled", gather([crowded]))[0].action
+    assert evidence_over([crowded]).cpu.cores == pytest.approx(2.0, abs=0.2)
+    assert "give the job more CPU cores" in advise("workers_throttled", evidence_over([crowded]))[0].action
 
 
 def test_fewer_workers_are_fewer_in_each_of_two_loaders():
-    piece = with_workers(
+    part = with_workers(
         busy=0.9, cpu=0.4, runnable=0.7, fetches=20, steps=20, batches=40, wait=0.0, compute=1.0, workers=10,
         own_runnable=0.5, process_cpu=0.1, cores=8.0,
     )  # fmt: skip
-    one = first("workers_throttled", dataclasses.replace(piece, settings={"num_workers": 10}))
-    each = first("workers_throttled", dataclasses.replace(piece, settings={"num_workers": 5}))
+    one = first("workers_throttled", dataclasses.replace(part, settings={"num_workers": 10}))
+    each = first("workers_throttled", dataclasses.replace(part, settings={"num_workers": 5}))
     assert (one.setting, one.value) == ("num_workers", "7")
     assert (each.setting, each.value) == ("num_workers", "3")  # four would be more than seven
 
 
 def test_fewer_workers_win_no_more_than_the_training_thread_lacked():
-    piece = dataclasses.replace(CASES["workers_throttled, crowding out the training thread"], own_runnable=0.1)
-    assert first("workers_throttled", piece).predicted_speedup == pytest.approx(1 / 0.9, rel=0.01)
+    part = dataclasses.replace(CASES["workers_throttled, crowding out the training thread"], own_runnable=0.1)
+    assert first("workers_throttled", part).predicted_speedup == pytest.approx(1 / 0.9, rel=0.01)
 
 
 def test_no_number_of_workers_is_advised_that_is_there_already():
     """Two loaders, of two workers and of one: four workers would be two of each."""
-    piece = with_workers(busy=0.8, cpu=0.1, blocked=0.7, workers=3, fetches=10, wait=0.2, compute=0.8)
-    more = first("workers_io_bound", dataclasses.replace(piece, settings={"num_workers": 3}))
+    part = with_workers(busy=0.8, cpu=0.1, blocked=0.7, workers=3, fetches=10, wait=0.2, compute=0.8)
+    more = first("workers_io_bound", dataclasses.replace(part, settings={"num_workers": 3}))
     assert (more.setting, more.value) == ("num_workers", "4")
-    assert first("workers_io_bound", dataclasses.replace(piece, settings={"num_workers": 2})).setting is None
+    assert first("workers_io_bound", dataclasses.replace(part, settings={"num_workers": 2})).setting is None

@@ -19,7 +19,7 @@ from telemetry.diagnose.evidence_log import evidence_field
 from telemetry.diagnose.recurring_costs import RecurringCostsWatch
 from tests.data_sets import Numbers
 from tests.slice_cases import a_slice, with_workers
-from tests.slices import gather, next_tick
+from tests.slices import evidence_over, next_tick
 
 IDLE_WORKERS = dict(busy=0.1, cpu=0.1, fetches=10, workers=2, matched=10, batches=10)
 SLOW_SAMPLER = dict(timed_waits=5, timed_sampler=0.25, timed_sampler_cpu=0.25, timed_receiving_cpu=0.01)
@@ -27,7 +27,7 @@ SLOW_SAMPLER = dict(timed_waits=5, timed_sampler=0.25, timed_sampler_cpu=0.25, t
 
 
 def test_a_slow_sampler_is_work_of_the_training_thread():
-    evidence = gather([with_workers(wait=0.6, compute=0.4, moved=0.6, **SLOW_SAMPLER, **IDLE_WORKERS)])
+    evidence = evidence_over([with_workers(wait=0.6, compute=0.4, transfer_wait=0.6, **SLOW_SAMPLER, **IDLE_WORKERS)])
     assert evidence.sampler.wait_seconds == pytest.approx(0.5)
     assert evidence.delivery.receive_cpu_seconds == pytest.approx(0.002)
     lost = costs(evidence)
@@ -43,7 +43,7 @@ def test_a_slow_sampler_is_work_of_the_training_thread():
 
 def test_a_sampler_that_waits_is_advised_not_to():
     waits = SLOW_SAMPLER | {"timed_sampler_cpu": 0.01}
-    evidence = gather([with_workers(wait=0.6, compute=0.4, moved=0.6, **waits, **IDLE_WORKERS)])
+    evidence = evidence_over([with_workers(wait=0.6, compute=0.4, transfer_wait=0.6, **waits, **IDLE_WORKERS)])
     (advice,) = advise("loader_on_training_thread", evidence)
     assert "not wait" in advice.action
     no_core = dataclasses.replace(evidence, cpu=dataclasses.replace(evidence.cpu, run_queue_delay_seconds=0.5))
@@ -52,7 +52,7 @@ def test_a_sampler_that_waits_is_advised_not_to():
 
 
 def test_a_sampler_that_was_not_timed_is_absent():
-    evidence = gather([with_workers(wait=0.6, compute=0.4, moved=0.6, **IDLE_WORKERS)])
+    evidence = evidence_over([with_workers(wait=0.6, compute=0.4, transfer_wait=0.6, **IDLE_WORKERS)])
     assert evidence.sampler.wait_seconds is None
     assert "sampler_seconds" not in evidence_field(evidence)
     assert set(costs(evidence)) == {"batch_transfer"}
@@ -62,7 +62,9 @@ def test_workers_that_are_the_limit_are_named_with_a_sampler_beside_them():
     """A batch every 100 ms; the 20 ms of the sampler are a part of the wait for it."""
     sampler = dict(timed_waits=10, timed_sampler=0.2, timed_sampler_cpu=0.2)
     fetching = dict(busy=1.0, cpu=0.95, blocked=0.05, fetches=10, workers=1, matched=10)
-    evidence = gather([with_workers(wait=0.5, compute=0.5, late=0.3, moved=0.2, **sampler, **fetching)])
+    evidence = evidence_over(
+        [with_workers(wait=0.5, compute=0.5, fetch_wait=0.3, transfer_wait=0.2, **sampler, **fetching)]
+    )
     lost = costs(evidence)
     assert max(lost, key=lost.get) == "workers_cpu_bound"
     assert lost["loader_on_training_thread"] == pytest.approx(0.2)
@@ -73,7 +75,7 @@ def test_workers_that_are_the_limit_are_named_with_a_sampler_beside_them():
 
 def test_a_collection_inside_next_is_no_wait():
     collecting = dict(garbage=0.5, garbage_wait=0.45, timed_waits=5, timed_sampler=0.0)
-    evidence = gather([with_workers(wait=0.6, compute=0.4, moved=0.6, **collecting, **IDLE_WORKERS)])
+    evidence = evidence_over([with_workers(wait=0.6, compute=0.4, transfer_wait=0.6, **collecting, **IDLE_WORKERS)])
     lost = costs(evidence)
     assert lost == {"gc_pause": pytest.approx(0.5), "batch_transfer": pytest.approx(0.15)}
     freeze, calls = advise("gc_pause", evidence)
@@ -84,22 +86,24 @@ def test_a_collection_inside_next_is_no_wait():
 
 @pytest.mark.parametrize("source", ["training_thread", "watched"])
 def test_a_collection_in_an_own_fetch_is_no_fetch(source):
-    lost = costs(gather([a_slice(source=source, wait=0.6, compute=0.4, garbage=0.5, garbage_wait=0.5)]))
+    lost = costs(evidence_over([a_slice(source=source, wait=0.6, compute=0.4, garbage=0.5, garbage_wait=0.5)]))
     cause = "source_slow" if source == "watched" else "loader_on_training_thread"
     assert lost == {"gc_pause": pytest.approx(0.5), cause: pytest.approx(0.1)}
 
 
 def test_what_the_gpu_did_not_feel_of_a_collection_is_not_lost():
-    piece = with_workers(wait=0.6, compute=0.4, exposed=0.3, moved=0.6, garbage=0.4, garbage_wait=0.4, **IDLE_WORKERS)
-    assert costs(gather([piece]))["gc_pause"] == pytest.approx(0.2)
+    part = with_workers(
+        wait=0.6, compute=0.4, exposed=0.3, transfer_wait=0.6, garbage=0.4, garbage_wait=0.4, **IDLE_WORKERS
+    )
+    assert costs(evidence_over([part]))["gc_pause"] == pytest.approx(0.2)
 
 
 def test_a_sampler_where_epochs_begin_is_no_start_of_workers():
-    piece = with_workers(
+    part = with_workers(
         wait=0.6, compute=0.4, boundary_wait=0.6, boundaries=2, boundary_sampler=0.4, boundary_sampler_cpu=0.4, boundary_garbage=0.1,
         garbage=0.1, **IDLE_WORKERS,
     )  # fmt: skip
-    evidence = gather([piece])
+    evidence = evidence_over([part])
     assert costs(evidence) == {
         "gc_pause": pytest.approx(0.1),
         "loader_on_training_thread": pytest.approx(0.4),
@@ -116,12 +120,12 @@ def test_a_sampler_at_epoch_starts_is_judged_from_one_to_the_next():
         boundary = a_slice(
             wait=1.0, compute=0.0, boundary_wait=1.0, boundaries=1, boundary_sampler=0.8, boundary_garbage=0.1
         )
-        for piece in (boundary, a_slice(compute=1.0)):
-            tick = next_tick(tick.totals, piece)
+        for part in (boundary, a_slice(compute=1.0)):
+            tick = next_tick(tick.totals, part)
             recurring.add(tick)
     ratios = {"boundary_ratio": pytest.approx(0.45), "sampler_boundary_ratio": pytest.approx(0.4)}
     assert {name: getattr(recurring.costs, name) for name in ratios} == ratios
-    evidence = gather(
+    evidence = evidence_over(
         [with_workers(compute=1.0, **IDLE_WORKERS)],
         boundary_ratio=recurring.costs.boundary_ratio,
         sampler_boundary_ratio=0.4,

@@ -11,19 +11,17 @@ from telemetry.core.worker_records import FETCH_BUCKETS
 from telemetry.diagnose.advice.advise import advise
 from tests.advice_cases import HELD, first, uneven
 from tests.slice_cases import CASES, STARVED, with_workers
-from tests.slices import gather
+from tests.slices import evidence_over
 
 
 def test_persistent_workers_are_not_advised_to_who_has_them():
-    piece = dataclasses.replace(CASES["worker_startup"], settings={"persistent_workers": True})
-    (longer,) = advise("worker_startup", gather([piece]))
+    part = dataclasses.replace(CASES["worker_startup"], settings={"persistent_workers": True})
+    (longer,) = advise("worker_startup", evidence_over([part]))
     assert longer.setting is None
     assert longer.action.startswith("make epochs 24 times as long")
     assert longer.predicted_speedup == pytest.approx(1 / (0.45 + 0.55 / 24), rel=0.02)
-    late = dataclasses.replace(
-        piece, wait=0.75, compute=0.25, near_boundaries=0.15
-    )  # next to the edges: rare too, then
-    (longer,) = advise("worker_startup", gather([late]))
+    late = dataclasses.replace(part, wait=0.75, compute=0.25, near_boundaries=0.15)  # next to the edges: rare too, then
+    (longer,) = advise("worker_startup", evidence_over([late]))
     assert longer.predicted_speedup == pytest.approx(1 / (0.30 + 0.70 / 45), rel=0.02)
     assert "0.1 s for batches next to them" in longer.because
     advice = first("worker_startup", CASES["worker_startup"])
@@ -36,12 +34,20 @@ def test_prefetching_covers_the_longest_fetch():
         return Histogram(FETCH_BUCKETS, (*counts, *(0,) * (len(FETCH_BUCKETS) + 1 - len(counts))), 1.0)
 
     def uneven(counts):
-        piece = with_workers(
-            busy=0.4, cpu=0.1, blocked=0.3, late=0.4, moved=0.0, workers=2, fetches=50, steps=50, **STARVED
+        part = with_workers(
+            busy=0.4,
+            cpu=0.1,
+            blocked=0.3,
+            fetch_wait=0.4,
+            transfer_wait=0.0,
+            workers=2,
+            fetches=50,
+            steps=50,
+            **STARVED,
         )
-        return dataclasses.replace(piece, workers=dataclasses.replace(piece.workers, fetch_duration=sample(counts)))
+        return dataclasses.replace(part, workers=dataclasses.replace(part.workers, fetch_duration=sample(counts)))
 
-    evidence = gather([uneven((1,)), uneven((40, 0, 0, 0, 0, 0, 0, 0, 1))])
+    evidence = evidence_over([uneven((1,)), uneven((40, 0, 0, 0, 0, 0, 0, 0, 1))])
     assert (
         evidence.workers.longest_fetch_seconds == FETCH_BUCKETS[8]
     )  # 268 ms, of steps of 8 ms: 34 batches of two workers ahead
@@ -52,41 +58,41 @@ def test_prefetching_covers_the_longest_fetch():
 
 
 def test_pinning_is_not_advised_to_who_has_no_gpu():
-    piece = CASES["batch_transfer, matched"]
-    assert [a.setting for a in advise("batch_transfer", gather([piece]))] == [None]
-    on_gpu = dataclasses.replace(piece, gpu_utilization_ratio=0.5)
+    part = CASES["batch_transfer, matched"]
+    assert [a.setting for a in advise("batch_transfer", evidence_over([part]))] == [None]
+    on_gpu = dataclasses.replace(part, gpu_utilization_ratio=0.5)
     assert first("batch_transfer", on_gpu).setting == "pin_memory"
 
 
 def test_what_it_takes_to_free_a_batch_is_won_with_it():
     """And the core that the training thread lacks while workers pack; but pinning wins neither."""
-    piece = dataclasses.replace(CASES["batch_transfer, matched"], fetch_busy=0.1)
-    (moved,) = advise("batch_transfer", gather([piece]))
+    part = dataclasses.replace(CASES["batch_transfer, matched"], fetch_busy=0.1)
+    (moved,) = advise("batch_transfer", evidence_over([part]))
     assert moved.predicted_speedup == pytest.approx(1 / 0.6, rel=0.01)
-    freed = dataclasses.replace(piece, freeing=0.06, freed=2)  # 30 ms of the 40 of compute, of steps of 100
-    (advice,) = advise("batch_transfer", gather([freed]))
+    freed = dataclasses.replace(part, release=0.06, releases=2)  # 30 ms of the 40 of compute, of steps of 100
+    (advice,) = advise("batch_transfer", evidence_over([freed]))
     assert advice.predicted_speedup == pytest.approx(1 / 0.3, rel=0.01)
     assert "and 30.0 ms to be released" in advice.because
     # For 40 % of the time it has no core; half of what else runs is packing.
-    workers = dataclasses.replace(piece.workers, pickling_ratio=piece.workers.cpu_ratio)
+    workers = dataclasses.replace(part.workers, pickling_ratio=part.workers.cpu_ratio)
     crowded = dataclasses.replace(freed, workers=workers, own_runnable=0.4)
-    (advice,) = advise("batch_transfer", gather([crowded]))
+    (advice,) = advise("batch_transfer", evidence_over([crowded]))
     assert advice.predicted_speedup == pytest.approx(1 / (0.3 - 0.4 * 0.5 * 0.1), rel=0.01)
-    (limited,) = advise("batch_transfer", gather([dataclasses.replace(crowded, fetch_busy=2.4)]))
+    (limited,) = advise("batch_transfer", evidence_over([dataclasses.replace(crowded, fetch_busy=2.4)]))
     assert limited.predicted_speedup == pytest.approx(1 / 0.6, rel=0.01)  # four workers make a batch every 60 ms
     on_gpu = dataclasses.replace(crowded, gpu_utilization_ratio=0.5)
-    pinned, sent = advise("batch_transfer", gather([on_gpu]))
+    pinned, sent = advise("batch_transfer", evidence_over([on_gpu]))
     assert pinned.predicted_speedup == moved.predicted_speedup
     assert sent.predicted_speedup == advice.predicted_speedup
 
 
 def test_the_bytes_of_a_pickled_batch_still_have_to_come():
     """However few objects they are in. A second has 10 steps, and 40 ms of each to move a batch."""
-    piece = CASES["batch_transfer, matched"]
+    part = CASES["batch_transfer, matched"]
 
     def sending(written: float):
-        workers = dataclasses.replace(piece.workers, written_bytes_per_second=written)
-        return advise("batch_transfer", gather([dataclasses.replace(piece, workers=workers, fetches=10)]))
+        workers = dataclasses.replace(part.workers, written_bytes_per_second=written)
+        return advise("batch_transfer", evidence_over([dataclasses.replace(part, workers=workers, fetches=10)]))
 
     (large,), (small,) = sending(3e8), sending(1e7)
     assert large.predicted_speedup == pytest.approx(100 / (60 + 9), rel=0.01)  # 30 MB each, 0.3 ns a byte
@@ -97,8 +103,8 @@ def test_the_bytes_of_a_pickled_batch_still_have_to_come():
 
 
 def test_workers_of_a_loader_that_is_made_anew_are_not_kept_by_a_setting():
-    piece = dataclasses.replace(CASES["worker_startup"], settings={"loader_used_again": False})
-    advice = first("worker_startup", piece)
+    part = dataclasses.replace(CASES["worker_startup"], settings={"loader_used_again": False})
+    advice = first("worker_startup", part)
     assert advice.setting is None
     assert "make the DataLoader once" in advice.action
     assert advice.predicted_speedup == first("worker_startup", CASES["worker_startup"]).predicted_speedup
@@ -175,7 +181,7 @@ def test_a_worker_is_not_called_slow_for_one_long_fetch():
 
 
 def slowest(*fetched):
-    return gather(
+    return evidence_over(
         [dataclasses.replace(HELD, workers=dataclasses.replace(HELD.workers, fetched=f)) for f in fetched]
     ).workers.slowest_fetch_seconds
 
@@ -184,13 +190,13 @@ def test_kept_workers_first_finish_the_batches_of_a_left_epoch():
     short = with_workers(
         busy=0.5, cpu=0.5, fetches=10, workers=2, boundary_wait=0.6, boundaries=4, wait=0.6, compute=0.4, left=4
     )
-    fetch = gather([short]).workers.fetch_seconds
+    fetch = evidence_over([short]).workers.fetch_seconds
     assert fetch == pytest.approx(0.1)
     assert advise("worker_startup", short_of(short, left=0))[0].predicted_speedup == pytest.approx(
         1 / (0.4 + 0.4), rel=0.01
     )
-    assert advise("worker_startup", gather([short])) == ()  # three fetches to an edge are as long as it is
+    assert advise("worker_startup", evidence_over([short])) == ()  # three fetches to an edge are as long as it is
 
 
-def short_of(piece, **fields):
-    return gather([dataclasses.replace(piece, **fields)])
+def short_of(part, **fields):
+    return evidence_over([dataclasses.replace(part, **fields)])

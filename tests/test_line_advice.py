@@ -11,14 +11,14 @@ from telemetry.diagnose.advice.line_advice import line_advice, line_verdict
 from telemetry.diagnose.line_shares import LineShare
 from tests.report_logs import START, line, totals, window, write
 from tests.slice_cases import CASES, a_slice, with_workers
-from tests.slices import gather
+from tests.slices import evidence_over
 
 
 def a_line(share: float, cpu_share: float | None = None) -> LineShare:
     return LineShare("/home/me/train.py", 42, "load", "Image.resize", share, share if cpu_share is None else cpu_share)
 
 
-ONE_WORKER = gather(
+ONE_WORKER = evidence_over(
     [with_workers(busy=1.0, cpu=1.0, workers=1, fetches=10, steps=10, wait=0.6, compute=0.4, cores=8.0)]
 )
 """Ten fetches of 100 ms in a second, with 40 ms of compute each."""
@@ -39,7 +39,7 @@ def test_a_fetch_cannot_become_faster_than_the_compute():
 
 def test_a_line_that_waits_leaves_the_cpu_time_to_the_cores():
     """On one core, with 100 ms of CPU time for compute and fetch, a line that only waits cannot help further."""
-    piece = with_workers(
+    part = with_workers(
         busy=1.0,
         cpu=0.6,
         blocked=0.4,
@@ -52,7 +52,7 @@ def test_a_line_that_waits_leaves_the_cpu_time_to_the_cores():
         cores=1.0,
     )
     waits, computes = (a_line(0.4, 0.0), a_line(0.4, 0.66))
-    evidence = gather([piece])
+    evidence = evidence_over([part])
     advice = [line_advice(evidence, work.FETCH, each, cause="workers_io_bound") for each in (waits, computes)]
     assert advice[0] == ()  # 60 ms of fetch and 40 ms of compute still take the core for 100 ms
     assert advice[1][0].predicted_speedup > 1.5
@@ -73,22 +73,22 @@ def test_a_line_that_called_no_library_has_its_function():
 
 
 def test_the_what_ifs_of_the_training_threads_own_fetch():
-    evidence = gather([a_slice(source="training_thread", wait=0.6, compute=0.4)])
+    evidence = evidence_over([a_slice(source="training_thread", wait=0.6, compute=0.4)])
     removed, halved = line_advice(evidence, work.WAIT, a_line(0.5), cause="loader_on_training_thread")
     assert removed.predicted_speedup == pytest.approx(1 / 0.7, abs=0.01)
     assert halved.predicted_speedup == pytest.approx(1 / 0.85, abs=0.01)
 
 
 def test_the_what_ifs_of_a_checkpoint():
-    evidence = gather([CASES["checkpoint"]])
+    evidence = evidence_over([CASES["checkpoint"]])
     removed, _ = line_advice(evidence, work.CHECKPOINT, a_line(1.0), cause="checkpoint")
     whole = evidence.loop_and_checkpoint_seconds
     assert removed.predicted_speedup == pytest.approx(whole / (whole - evidence.checkpoints.seconds), abs=0.01)
 
 
-@pytest.mark.parametrize(("cause", "piece"), CASES.items(), ids=[*CASES])
-def test_no_line_is_predicted_to_slow_a_run_down(cause, piece):
-    evidence = gather([piece])
+@pytest.mark.parametrize(("cause", "part"), CASES.items(), ids=[*CASES])
+def test_no_line_is_predicted_to_slow_a_run_down(cause, part):
+    evidence = evidence_over([part])
     for kind in (work.FETCH, work.WAIT, work.SAMPLER, work.STEP, work.CHECKPOINT):
         for share in (0.05, 0.5, 1.0):
             advice = line_advice(evidence, kind, a_line(share), cause=cause.split(",")[0])

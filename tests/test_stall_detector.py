@@ -11,12 +11,12 @@ from telemetry.core.labels import CAUSES
 from telemetry.diagnose.causes import costs
 from telemetry.diagnose.stall_detector import Stall
 from tests.slice_cases import CASES, STARVED, a_slice, pace, with_workers
-from tests.slices import Detector, gather
+from tests.slices import Detector, evidence_over
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_each_cause_is_named_by_its_evidence(case):
-    lost = costs(gather([CASES[case]]))
+    lost = costs(evidence_over([CASES[case]]))
     cause = case.partition(",")[0]
     assert max(lost, key=lost.get) == cause
     assert cause in CAUSES
@@ -87,10 +87,10 @@ def test_what_is_no_stall(what):
 def test_the_first_batch_and_the_end_of_an_epoch_are_no_stall():
     machine = Detector(30, 0.2, 0.1)
     first = a_slice(wait=12.0, compute=0.2, steps=1, boundary_wait=12.0, boundaries=1)
-    changes = [machine.update(piece) for piece in (first, *[a_slice() for _ in range(60)])]
+    changes = [machine.update(part) for part in (first, *[a_slice() for _ in range(60)])]
     assert [c for c in changes if c is not None] == []
     end = a_slice(wait=4.0, compute=0.0, steps=0, boundary_wait=4.0, boundaries=1)
-    changes = [machine.update(piece) for piece in (end, *[a_slice() for _ in range(60)])]
+    changes = [machine.update(part) for part in (end, *[a_slice() for _ in range(60)])]
     assert [c for c in changes if c is not None] == []
 
 
@@ -98,19 +98,19 @@ SHARED = with_workers(
     busy=0.4,
     cpu=0.4,
     ready=3,
-    late=0.5,
-    moved=0.5,
-    late_wait=0.1,
+    fetch_wait=0.5,
+    transfer_wait=0.5,
+    outlier_wait=0.1,
     boundary_wait=0.1,
     boundaries=2,
     wait=0.3,
     compute=0.7,
 )
-"""A starving run: a tenth of it each for workers to start, for late batches, and for those that are moved."""
+"""A starving run: a tenth of it each for workers to start, for fetches, and for transfers."""
 
 
 def test_waits_of_several_causes_are_one_stall():
-    lost = costs(gather([SHARED]))
+    lost = costs(evidence_over([SHARED]))
     assert len(lost) == 3
     assert max(lost.values()) < 0.2 < sum(lost.values())
     machine = Detector(10, 0.2, 0.1)
@@ -156,7 +156,7 @@ def test_steps_of_many_seconds_are_judged_as_others_are():
     waiting = a_slice(source="training_thread", wait=1.0, compute=0.0, steps=0)
     computing = [a_slice(source="training_thread", steps=int(last)) for last in [*[False] * 9, True]]
     machine = Detector(30, 0.2, 0.1)
-    changes = [machine.update(piece) for _ in range(12) for piece in (*[waiting] * 10, *computing)]
+    changes = [machine.update(part) for _ in range(12) for part in (*[waiting] * 10, *computing)]
     assert "opened" in [c.kind for c in changes if c is not None]
     assert machine.stall.cause == "loader_on_training_thread"
     assert machine.stall.evidence.steps >= 9
@@ -216,15 +216,15 @@ def test_a_run_that_ends_early_is_judged_by_what_there_is_of_it():
     assert (change.kind, change.stall.cause) == ("opened", "workers_io_bound")
     for healthy in (CASES["workers_io_bound"], *[a_slice() for _ in range(5)]), (a_slice(**STARVED, steps=40),):
         machine = Detector(30, 0.2, 0.1)
-        for piece in healthy:
-            machine.update(piece)
+        for part in healthy:
+            machine.update(part)
         assert machine.last() is None  # too little of it, or too short
 
 
 def test_a_run_whose_stall_has_closed_is_not_judged_again_at_its_end():
     machine = Detector(10, 0.2, 0.1)
-    for piece in [*[CASES["workers_io_bound"]] * 12, *[a_slice()] * 12, *[CASES["workers_io_bound"]] * 3]:
-        machine.update(piece)
+    for part in [*[CASES["workers_io_bound"]] * 12, *[a_slice()] * 12, *[CASES["workers_io_bound"]] * 3]:
+        machine.update(part)
     assert machine.stall is None
     assert machine.last() is None
 
@@ -246,6 +246,6 @@ def test_the_ratio_is_that_of_the_stall():
 
 
 def test_a_share_that_rounds_below_zero_is_zero():
-    stall = Stall("checkpoint", 1, {"checkpoint": 1.0}, 10.0, -3.7e-291, gather([a_slice()]))
+    stall = Stall("checkpoint", 1, {"checkpoint": 1.0}, 10.0, -3.7e-291, evidence_over([a_slice()]))
     assert stall.exposed_ratio == 0.0
     assert math.copysign(1, stall.exposed_ratio) == 1

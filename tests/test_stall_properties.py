@@ -13,19 +13,19 @@ from telemetry.diagnose.advice.advise import WORTH_IT, advise
 from telemetry.diagnose.causes import costs
 from telemetry.diagnose.straggler import held_up_by
 from tests.slice_cases import CASES, STARVED, a_slice, pace, slices, with_workers
-from tests.slices import Detector, gather
+from tests.slices import Detector, evidence_over
 
 
 @given(st.lists(slices, min_size=1, max_size=20))
 @settings(max_examples=300, deadline=None)
 def test_no_input_crashes_anything(pieces):
     machine = Detector(30, 0.2, 0.1)
-    for piece in pieces:
-        change = machine.update(piece)
+    for part in pieces:
+        change = machine.update(part)
         if change is not None:
             assert change.stall.cause in CAUSES
             assert change.stall.exposed_ratio is None or 0 <= change.stall.exposed_ratio <= 1
-    evidence = gather(pieces)
+    evidence = evidence_over(pieces)
     assert set(costs(evidence)) <= set(CAUSES)
     for cause in CAUSES:
         for advice in advise(cause, evidence):
@@ -33,8 +33,8 @@ def test_no_input_crashes_anything(pieces):
             assert gain is None or (gain >= WORTH_IT and not math.isnan(gain))
 
 
-def costliest(piece):
-    lost = costs(gather([piece]))
+def costliest(part):
+    lost = costs(evidence_over([part]))
     return max(lost, key=lambda cause: lost[cause])
 
 
@@ -48,11 +48,11 @@ def test_more_of_a_cause_s_evidence_never_turns_the_verdict_away_from_it(busy, c
         "blocked_ratio": "workers_io_bound",
         "runnable_ratio": "workers_throttled",
     }[which]
-    piece = with_workers(busy=busy, cpu=cpu, runnable=runnable, blocked=blocked, **STARVED)
-    if costliest(piece) != cause:
+    part = with_workers(busy=busy, cpu=cpu, runnable=runnable, blocked=blocked, **STARVED)
+    if costliest(part) != cause:
         return
-    grown = dataclasses.replace(piece.workers, **{which: getattr(piece.workers, which) + more})
-    assert costliest(dataclasses.replace(piece, workers=grown)) == cause
+    grown = dataclasses.replace(part.workers, **{which: getattr(part.workers, which) + more})
+    assert costliest(dataclasses.replace(part, workers=grown)) == cause
 
 
 GROWS = {
@@ -72,8 +72,8 @@ GROWS = {
 @settings(max_examples=500, deadline=None)
 def test_nor_does_more_of_what_else_a_cause_is_told_by(cause, pieces, more):
     """The case in which it is named, and whatever else there may be."""
-    of_it = next(piece for case, piece in CASES.items() if case.partition(",")[0] == cause)
-    for evidence in (gather([of_it]), gather(pieces)):
+    of_it = next(part for case, part in CASES.items() if case.partition(",")[0] == cause)
+    for evidence in (evidence_over([of_it]), evidence_over(pieces)):
         lost = costs(evidence)
         if not lost or max(lost, key=lost.get) != cause:
             continue
