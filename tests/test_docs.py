@@ -22,6 +22,7 @@ from telemetry.trace.peak_flops import PEAKS
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 MAX_README_WORDS = 700
+MAX_REPORT_LINES = 12
 
 OUTSIDE_DOCS = [
     ROOT / name
@@ -49,6 +50,14 @@ def table(text, heading):
 
 def test_the_readme_is_short():
     assert len(text_of(ROOT / "README.md").split()) <= MAX_README_WORDS
+
+
+def test_the_readme_shows_five_findings_and_the_start_of_a_report():
+    text = text_of(ROOT / "README.md")
+    findings = text.split("## What it finds\n", 1)[1].split("\n## ", 1)[0]
+    (report,) = re.findall(r"^```console\n(run demo-1\n.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+    assert [len(re.findall(r"\*\*", line)) for line in findings.splitlines() if line.startswith("- ")] == [2] * 5
+    assert len(report.splitlines()) <= MAX_REPORT_LINES
 
 
 # -- links -----------------------------------------------------------------------------------------------------
