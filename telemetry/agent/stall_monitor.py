@@ -39,8 +39,8 @@ work only once in a few batches. With 5 µs each, this takes less than 0.2 ms a 
 _SAMPLE_SECONDS: Final = 0.1
 _CLOSE_SAMPLE_SECONDS: Final = 0.02
 """Seconds between samples of the training thread: usually, and while one rank holds the others up. A sample costs the
-agent thread 0.12 ms, including its wake-up. One rank paused for 60 ms in steps of 71 ms: with ten samples a second the
-predictions were up to 42 % off, with fifty a second up to 15 %."""
+agent thread 0.12 ms, including its wake-up. A rank of the zoo's `straggler-compute` pauses for 60 ms in steps of 71 ms.
+Predictions were up to 42 % off with ten samples a second, and up to 15 % with fifty."""
 
 
 class StallMonitor:

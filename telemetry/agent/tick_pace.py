@@ -25,7 +25,8 @@ ones wants the samples."""
 _MAX_SKIPPED: Final = 3
 _LONG_CALM: Final = 20
 """So many ticks in a row are skipped after so many calm ones; before, one. Prometheus scrapes every 15 s or less often,
-and the log has a line every 10 s. `make bench` measures what this saves."""
+and the log has a line every 10 s. `make bench` measures the CPU time with it: "CPU at 1 Hz" in
+`benchmarks/results/overhead-*.md`."""
 
 _MAX_GAP_SECONDS: Final = 2.0
 """After a longer gap the machine was suspended, or the agent did not run. Such a tick must not be skipped."""
