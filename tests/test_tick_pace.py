@@ -1,4 +1,4 @@
-"""Which ticks are skipped: every second one of a healthy loop, later three of four, and none of any other."""
+"""Which ticks are skipped: every second one of a healthy loop, later four of five, and none of any other."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Loop:
         return self.pace.skips(busy=busy, wanted=wanted)
 
 
-SOON, LATER = (3, 4), range(100, 104)
+SOON, LATER = (3, 4), range(100, 105)
 """Seconds after which something happens. With each of a group, another place between two ticks is tried."""
 
 
@@ -55,8 +55,8 @@ def test_every_second_tick_of_a_loop_that_goes_on_as_before(usual):
     assert sorted(skipped_after(usual, SOON)) == [False, True]
 
 
-def test_three_of_four_ticks_after_a_long_calm():
-    assert sorted(skipped_after({}, LATER)) == [False, True, True, True]
+def test_four_of_five_ticks_after_a_long_calm():
+    assert sorted(skipped_after({}, LATER)) == [False, True, True, True, True]
 
 
 def test_a_line_for_the_log_waits_for_at_most_one_tick():
@@ -89,7 +89,7 @@ def test_a_busy_tick_ends_a_long_calm():
     ids=lambda trouble: next(iter(trouble)),
 )
 def test_the_tick_in_which_trouble_begins_is_not_skipped(trouble):
-    assert skipped_after(trouble) == [False] * 6
+    assert skipped_after(trouble) == [False] * 7
 
 
 @pytest.mark.parametrize("trouble", [{"steps": 0}, {"busy": True}], ids=["no step", "an open stall"])
@@ -105,14 +105,14 @@ def test_a_loop_that_has_always_waited_goes_on_as_before():
 
 
 @pytest.mark.parametrize(
-    ("later", "skipped"), [({}, [False, True, True, True]), ({"data_wait": 0.4}, [False, False, True, True])]
+    ("later", "skipped"), [({}, [False, True, True, True, True]), ({"data_wait": 0.4}, [False, False, True, True, True])]
 )
 def test_a_rise_ends_a_long_calm_unless_it_is_over_at_once(later, skipped):
     loop = Loop()
     for _ in range(100):
         loop.second()
     assert not loop.second(data_wait=0.4)
-    assert sorted(loop.second(**later) for _ in range(4)) == skipped
+    assert sorted(loop.second(**later) for _ in range(5)) == skipped
 
 
 def test_a_rise_before_the_loop_stood_still_is_forgotten():

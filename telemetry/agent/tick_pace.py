@@ -1,9 +1,9 @@
 """Skips ticks while nothing changes.
 
-While no stall is open and the loop goes on as before, every second tick is skipped; after a while, three of four. The
+While no stall is open and the loop goes on as before, every second tick is skipped; after a while, four of five. The
 ring is emptied nevertheless. If it shows that the training thread lost more time in the last second than before, or
 ended no step, the tick is not skipped. So a new stall is seen as early as with every tick. What only samples show (GPU
-clocks, other ranks) is seen at most three intervals later.
+clocks, other ranks) is seen at most four intervals later.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 _MIN_INTERVAL_SECONDS: Final = 0.5
 _MAX_INTERVAL_SECONDS: Final = 1.0
-"""With other intervals no tick is skipped. With longer ones a scrape would be older than 4 s. A user who sets shorter
+"""With other intervals no tick is skipped. With longer ones a scrape would be older than 5 s. A user who sets shorter
 ones wants the samples."""
 
-_MAX_SKIPPED: Final = 3
+_MAX_SKIPPED: Final = 4
 _LONG_CALM: Final = 20
 """So many ticks in a row are skipped after so many calm ones; before, one. Prometheus scrapes every 15 s or less often,
-and the log has a line every 10 s. `make bench` measures the CPU time with it: "CPU at 1 Hz" in
+and the log has a line every 10 s: with four it comes with every second tick. `make bench` measures the CPU time with it: "CPU at 1 Hz" in
 `benchmarks/results/overhead-*.md`."""
 
 _MAX_GAP_SECONDS: Final = 2.0
