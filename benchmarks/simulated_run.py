@@ -28,6 +28,9 @@ _MAX_FILES: Final = 8
 _SHAPES: Final = 64
 """How many different windows a rank has. They follow each other in random order."""
 
+_SAMPLES_PER_STEP: Final = 32
+_TOKENS_PER_SAMPLE: Final = 2048
+_WATTS: Final = {"startup": 120, "data_wait": 140, "compute": 610, "evaluation": 480, "checkpoint": 130, "other": 120}
 _EVALUATION_EVERY: Final = 7200
 _CHECKPOINT_EVERY: Final = 3600
 
@@ -111,6 +114,9 @@ class _Shapes:
         at = interval * self._run.interval_seconds
         fields: dict[str, Any] = {
             "started": _stamp(0).decode(), "world_size": self._run.ranks, "launcher": "torchrun", "launch": "a",
+            "restarts": 0, "rank_source": "RANK", "claimed_rank": self._rank, "telemetry_version": "0.1.0",
+            "python_version": "3.12.3", "cpu_count": 192, "metrics_url": "http://127.0.0.1:9464/metrics",
+            "memory_group": "/", "memory_events": "/sys/fs/cgroup/memory.events", "oom_kills_total": 0,
             "life": f"simulated{self._rank}", "process_started": _stamp(-4).decode(),
             "settings": {"interval_seconds": 1.0, "log_interval_seconds": float(self._run.interval_seconds),
                          "stall_enter_ratio": 0.2},
@@ -127,7 +133,7 @@ class _Shapes:
     def end(self, interval: int) -> bytes:
         """The last line."""
         at = interval * self._run.interval_seconds
-        return self._line(at, "run_end", self._totals(at) | {"errors_total": {}})
+        return self._line(at, "run_end", self._totals(at) | {"errors_total": {}, "log_lines_dropped": 0})
 
     def _totals(self, at: float) -> dict[str, Any]:
         run = self._run
@@ -137,14 +143,20 @@ class _Shapes:
         wait = loop * (0.03 + 0.01 * math.sin(at / 20000) + 0.003 * (self._rank % 5))
         begin, end = (share * run.seconds for share in run.slow)
         steps = int((loop - 0.3 * max(0.0, min(at, end) - begin)) / run.step_seconds)  # 1 - 1 / 1.42
+        samples = _SAMPLES_PER_STEP * steps
+        ledger = {"startup": startup, "data_wait": wait, "compute": loop - wait, "evaluation": evaluations,
+                  "checkpoint": checkpoints, "other": 0.0}  # fmt: skip
+        energy = {category: round(_WATTS[category] * seconds, 6) for category, seconds in ledger.items()}
+        cpu = {"used": 3.1 * loop, "others": 30.0 * loop, "known": loop, "thread": 0.9 * loop,
+               "thread_delay": 0.001 * loop, "worker": 0.6 * loop, "worker_delay": 0.01 * loop}  # fmt: skip
         return {
-            "steps_total": steps, "wall_seconds": at,
-            "ledger_total_seconds": {"startup": startup, "data_wait": wait, "compute": loop - wait,
-                                     "evaluation": evaluations, "checkpoint": checkpoints, "other": 0.0},
+            "steps_total": steps, "wall_seconds": at, "ledger_total_seconds": ledger,
             "exposed_wait_total_seconds": 0.8 * wait, "exposed_wait_absent": None, "first_wait_seconds": 1.2,
             "overhead_seconds": {"training": 2e-6 * loop, "agent": 0.003 * at}, "stall_lost_total_seconds": {},
             "dropped_steps_total": 0, "child_processes": 8, "unseen_steps_total": 0,
-            "optimizer_steps_total": steps,
+            "samples_total": samples, "tokens_total": _TOKENS_PER_SAMPLE * samples, "gpu_energy_total_joules": energy,
+            "gpu_uuid": _gpu_uuid(self._rank), "cpu_total_seconds": {name: round(cpu[name], 6) for name in cpu},
+            "optimizer_steps_total": steps, "oom_kills_total": 0,
         }  # fmt: skip
 
     def _events(self, at: int) -> Iterator[bytes]:
@@ -200,19 +212,21 @@ class _Shapes:
         draw, own = self._random.gauss, slow and self._rank == self._run.slow_rank
         busy = min(1.0, 0.93 + draw(0, 0.012)) * (0.72 if slow and not own else 1.0)
         gpu = {
-            "index": self._rank % _RANKS_PER_NODE, "uuid": f"GPU-{self._rank:08x}-0000-0000-0000-000000000000",
+            "index": self._rank % _RANKS_PER_NODE, "uuid": _gpu_uuid(self._rank),
             "name": "NVIDIA H100 80GB HBM3", "utilization_ratio": 0.99, "sm_active_ratio": busy,
             "sm_active_source": "gpm", "sm_occupancy_ratio": 0.41, "tensor_active_ratio": 0.36,
             "memory_bandwidth_ratio": 0.44, "memory_used_bytes": int(6.1e10 + draw(0, 2e8)),
             "memory_total_bytes": 85520809984, "power_watts": (420 if own else 640 * busy) + draw(0, 9),
             "temperature_celsius": (84 if own else 61) + draw(0, 1.2), "sm_clock_hertz": 9.9e8 if own else 1.98e9,
-            "sm_clock_max_hertz": 1.98e9, "throttled": ["hw_thermal"] if own else [],
+            "sm_clock_max_hertz": 1.98e9, "energy_joules": 4.1e9,
+            "throttled": ["hw_thermal"] if own else [],
             "allocated_bytes": int(5.4e10), "reserved_bytes": int(5.9e10),
         }  # fmt: skip
         host = {
             "cpu_ratio": 0.38 + draw(0, 0.02), "cpu_count": 192, "memory_used_bytes": int(3.1e11 + draw(0, 1e9)),
             "memory_total_bytes": int(2.1e12), "process_cpu_seconds": 1e4, "process_resident_memory_bytes": int(9e9),
-            "process_threads": 61, "process_runnable_seconds": 8.2,
+            "process_threads": 61, "process_runnable_seconds": 8.2, "process_running_seconds": 9e3,
+            "process_children_cpu_seconds": 0.0,
             "pressure_ratio": {"cpu": 0.02, "io": 0.01 + abs(draw(0, 0.01)), "memory": 0.0}, "cgroup_cpu_limit": None,
             "cgroup_cpu_used": None, "cgroup_throttled_ratio": None, "cgroup_memory_limit_bytes": None,
             "cgroup_memory_used_bytes": None, "training_bytes": int(9e9), "workers_bytes": int(2.4e10),
@@ -234,6 +248,10 @@ class _Shapes:
 
     def _line(self, at: float, event: str, fields: dict[str, Any]) -> bytes:
         return orjson.dumps({"time": _stamp(at).decode(), "event": event} | self._base | fields) + b"\n"
+
+
+def _gpu_uuid(rank: int) -> str:
+    return f"GPU-{rank:08x}-0000-0000-0000-000000000000"
 
 
 def _stamp(at: float) -> bytes:

@@ -1,49 +1,47 @@
-"""Each thing has the same colour everywhere. The names are from Grafana's own palette, so they fit both its themes."""
+"""Each thing has the same colour everywhere, also on the page of the report.
+
+The colours of series can be told apart with colour blindness and on both of Grafana's themes, which
+`tests/test_palette.py` computes. States have names from Grafana's own palette, which fit both themes.
+"""
 
 from __future__ import annotations
 
 from typing import Final
+
+from telemetry.report.html import palette
 
 GOOD: Final = "green"
 FAIR: Final = "yellow"
 BAD: Final = "red"
 NEUTRAL: Final = "blue"
 
-CATEGORIES: Final = {
-    "compute": "green",
-    "data_wait": "red",
-    "evaluation": "blue",
-    "checkpoint": "purple",
-    "startup": "super-light-blue",
-    "other": "#808080",
-}
+CATEGORIES: Final = palette.CATEGORIES
 """Colours of the ledger's categories, from the bottom of the stack upwards."""
 
-LOST: Final = {
-    "redone": "red",
-    "down": "dark-red",
-    "stuck": "orange",
-    "restore": "purple",
-    "replay": "yellow",
-    "startup": "super-light-blue",
-}
+LOST: Final = {name: palette.GOODPUT[name] for name in ("redone", "down", "stuck", "restore", "replay", "startup")}
 """Colours of what restarts and hangs cost."""
 
+WAITS: Final = {"exposed": palette.RED, "hidden": palette.BLUE}
+WAITED_FOR: Final = {"fetch wait": palette.RED, "head of line": palette.YELLOW, "transfer wait": palette.PURPLE}
+WORKERS: Final = {"running": palette.GREEN, "blocked": palette.RED, "without a core": palette.ORANGE}
+PRESSURE: Final = {"cpu": palette.ORANGE, "io": palette.RED, "memory": palette.PURPLE}
+
+NO_STALL: Final = palette.GREEN
 CAUSES: Final = {
-    "loader_on_training_thread": "dark-red",
-    "workers_cpu_bound": "red",
-    "workers_io_bound": "orange",
-    "workers_throttled": "light-orange",
-    "worker_startup": "yellow",
-    "uneven_batches": "light-yellow",
-    "batch_transfer": "dark-yellow",
-    "worker_stuck": "dark-purple",
-    "source_slow": "dark-orange",
-    "straggler": "blue",
-    "checkpoint": "purple",
-    "gc_pause": "light-purple",
-    "host_bound": "light-blue",
-    "gpu_throttled": "dark-blue",
-    "unknown": "#808080",
+    "loader_on_training_thread": palette.DARK_RED,
+    "workers_cpu_bound": "#F04662",
+    "workers_io_bound": "#F19244",
+    "workers_throttled": "#9E5834",
+    "worker_startup": "#A2843C",
+    "uneven_batches": "#96ACBC",
+    "batch_transfer": "#CA9F00",
+    "worker_stuck": "#AF5799",
+    "source_slow": "#D4630F",
+    "straggler": "#328AF8",
+    "checkpoint": palette.PURPLE,
+    "gc_pause": "#C47DC4",
+    "host_bound": "#33677D",
+    "gpu_throttled": "#4A61CE",
+    "unknown": palette.GREY,
 }
-"""Reds and yellows: waiting for data. Blues and purples: other causes."""
+"""Reds, browns and yellows, mostly: waiting for data. Blues and purples: other causes."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from grafana import shared_panels
+from grafana.colours import WAITED_FOR
 from grafana.panels import Query, graph, half
 from grafana.selection import LOOP, RUN_SCOPE, buckets, of, of_each, summed_rate, summed_time
 
@@ -63,7 +64,7 @@ def loader() -> Iterator[timeseries.Panel]:
         Query(f"{blocked} / {loop}", "head of line"),
         Query(f"{transfer_wait} / {loop}", "transfer wait"),
         stacked=True,
-        colours={"fetch wait": "red", "head of line": "yellow", "transfer wait": "purple"},
+        colours=WAITED_FOR,
         no_value=_NONE,
     )
     fetches = buckets("training_loader_fetch_duration_seconds")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from grafana import frame, shared_columns
-from grafana.colours import BAD, CATEGORIES, CAUSES
+from grafana.colours import BAD, CATEGORIES, CAUSES, NO_STALL, WAITS
 from grafana.panels import Query, fair_bad, figure, graph, half, heat_map, timeline
 from grafana.selection import (
     LOOP,
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from grafana_foundation_sdk.builders import heatmap, table, timeseries
 
-_STATES: Final = {0: ("no stall", "green")} | {
+_STATES: Final = {0: ("no stall", NO_STALL)} | {
     number: (cause, colour) for number, (cause, colour) in enumerate(CAUSES.items(), start=1)
 }
 
@@ -157,7 +157,7 @@ def ledger() -> Iterator[timeseries.Panel]:
             Query(f"clamp_min({waited} - {exposed}, 0) / ({loop} > 0)", "hidden"),
             stacked=True,
             top=1,
-            colours={"exposed": "red", "hidden": "blue"},
+            colours=WAITS,
             no_value="Not measured",
         )
     )

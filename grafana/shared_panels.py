@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from grafana.colours import PRESSURE, WORKERS
 from grafana.panels import Query, fair_bad, graph
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ def worker_states(scope: Scope, description: str) -> timeseries.Panel:
         Query(f"avg({scope.of('training_loader_worker_runnable_ratio')})", "without a core"),
         stacked=True,
         top=1,
-        colours={"running": "green", "blocked": "orange", "without a core": "red"},
+        colours=WORKERS,
         no_value="No workers (num_workers=0)",
     )
 
@@ -151,7 +152,7 @@ def pressure(scope: Scope, where: str) -> timeseries.Panel:
             f"max by (resource) (run_node_resource:training_host_pressure:ratio{{{scope.machines}}})", "{{resource}}"
         ),
         top=1,
-        colours={"cpu": "green", "io": "orange", "memory": "red"},
+        colours=PRESSURE,
         no_value="The kernel does not report it (/proc/pressure)",
     )
 

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from telemetry.report.process_log import ProcessLog
 
 _RESTARTS: Final = (REDONE, RESTORE, REPLAY, DOWN)
-_KWH: Final = 3.6e6
+KWH: Final = 3.6e6
+"""Joules."""
 
 
 def throughput_of(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -115,7 +116,7 @@ def energy_lines(energy: Mapping[str, float] | None) -> list[str]:
     if energy is None or total <= 0:
         return []
     waiting = energy[DATA_WAIT]
-    kwh, of = plain_number(waiting / _KWH), plain_number(total / _KWH)
+    kwh, of = plain_number(waiting / KWH), plain_number(total / KWH)
     share = rounded_percent(waiting / total)
     return ["", f"energy: {kwh} of {of} kWh went into waits for data ({share}); of the whole GPUs, split by time"]
 

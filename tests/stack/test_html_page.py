@@ -58,14 +58,14 @@ def opened(browser, page_file):
     """Opens the page, and keeps what it said and asked for."""
     tabs = []
 
-    def open_page(**options):
+    def open_page(section="", **options):
         tab = browser.new_page(viewport={"width": 1200, "height": 900}, reduced_motion="reduce", **options)
         tabs.append(tab)
         tab.said, tab.requests = [], []
         tab.on("console", lambda message: tab.said.append((message.type, message.text)))
         tab.on("pageerror", lambda error: tab.said.append(("error", str(error))))
         tab.on("request", lambda request: tab.requests.append(request.url))
-        tab.goto(page_file.as_uri())
+        tab.goto(page_file.as_uri() + section)
         tab.wait_for_selector("html[data-drawn]", state="attached")
         return tab
 
@@ -84,6 +84,12 @@ def test_no_error_no_request_and_hostile_text_is_text(opened, page_file):
     figures = tab.locator("figure")
     assert tab.evaluate("+document.documentElement.dataset.drawn") == figures.count() >= 15
     assert tab.locator("figure canvas").count() >= figures.count()
+
+
+@pytest.mark.parametrize(("section", "chart"), [("", "ledger"), ("#gpu", "gpu-activity")])
+def test_the_first_chart_in_view_is_drawn_first(opened, section, chart):
+    tab = opened(section)
+    assert tab.evaluate("performance.getEntriesByName('first-chart').map(mark => mark.detail)") == [chart]
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
@@ -154,6 +160,24 @@ def test_the_theme_changes_and_a_print_is_light(opened):
         assert each.evaluate(paper) == "rgb(255, 255, 255)"
         assert each.evaluate(ink) == "#444"
         assert not each.locator(".top").is_visible()
+
+
+def test_a_print_fits_the_paper(opened, tmp_path):
+    tab = opened()
+    widths = "[...document.querySelectorAll('.plot')].map(plot => Math.round(plot.getBoundingClientRect().width))"
+    wide = tab.evaluate(widths)
+    assert max(wide) > 900
+    tab.evaluate(f"addEventListener('beforeprint', () => {{ window.printed = {widths} }})")
+    paper = {"width": "210mm", "height": "297mm", "margin": dict.fromkeys(("left", "right", "top", "bottom"), "1cm")}
+    tab.pdf(path=tmp_path / "page.pdf", **paper)  # 718 px between the margins
+    assert 400 < max(tab.evaluate("printed")) <= 718
+    assert tab.evaluate(widths) == wide  # as before, on the screen
+    tab.set_viewport_size({"width": 720, "height": 900})
+    tab.emulate_media(media="print")
+    beyond = """() => [...document.querySelectorAll("main *")].filter(
+        each => each.getBoundingClientRect().right > 720).map(each => `${each.tagName} ${each.className}`).slice(0, 5)"""
+    wait_for("the charts are as narrow", lambda: max(tab.evaluate(widths)) <= 720)
+    assert tab.evaluate(beyond) == []
 
 
 def test_the_heat_map_changes_its_metric(opened):

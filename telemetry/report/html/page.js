@@ -4,6 +4,7 @@
   const charts = new Map();
   const spoken = document.getElementById("spoken");
   const byId = (id) => document.getElementById(id);
+  const PAPER = 660; // pixels: the width of A4 and of Letter, within their margins
   let moving = false;
 
   const figure = (value, unit) => {
@@ -192,12 +193,38 @@
     button.addEventListener("click", () => zoom(button.dataset.zoom));
   }
   matchMedia("print").addEventListener("change", repaint);
+  // Nor until the charts have noticed that the paper is narrower than the screen: they are drawn smaller. Of a canvas that
+  // is given another size now, the print would have nothing.
+  const shrink = () => {
+    for (const place of document.querySelectorAll(".plot")) {
+      const wide = place.clientWidth;
+      Object.assign(place.style, {width: `${wide}px`, zoom: Math.min(1, PAPER / wide)});
+    }
+  };
+  const restore = () => {
+    for (const place of document.querySelectorAll(".plot")) Object.assign(place.style, {width: "", zoom: ""});
+  };
+  addEventListener("beforeprint", shrink);
+  addEventListener("afterprint", restore);
 
-  // What is seen first is drawn first. The rest follows at once, so that a print has all of it.
+  // What is in view is drawn first: the page may be opened at one of its sections. The rest follows at once, so that a
+  // print has all of it.
+  const inView = (key) => {
+    const box = document.querySelector(`[data-chart="${key}"]`).getBoundingClientRect();
+    return box.bottom > 0 && box.top < innerHeight;
+  };
+  const nextTask = () => new Promise((resolve) => setTimeout(resolve, 0));
+  const painted = () => new Promise((resolve) => requestAnimationFrame(() => setTimeout(resolve, 0)));
   const all = async () => {
-    for (const key of Object.keys(items)) {
+    const keys = Object.keys(items), seen = keys.filter(inView);
+    for (const key of [...seen, ...keys.filter((each) => !seen.includes(each))]) {
       await draw(key);
-      await new Promise((resolve) => setTimeout(resolve, 0));
+      if (charts.size > 1) {
+        await nextTask();
+      } else {
+        await painted();
+        performance.mark("first-chart", {detail: key});
+      }
     }
     label();
     document.documentElement.dataset.drawn = String(charts.size);

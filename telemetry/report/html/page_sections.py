@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from telemetry.core.formatting import duration, percent
+from telemetry.core.formatting import duration, percent, plain_number
 from telemetry.core.labels import CATEGORIES
-from telemetry.report.energy_cost import cost_lines, energy_lines, throughput_lines
+from telemetry.report.energy_cost import KWH, cost_lines, energy_lines, throughput_lines
 from telemetry.report.goodput import SECONDS as GOODPUT_SECONDS
 from telemetry.report.html import chart_specs as specs
 from telemetry.report.html import palette
@@ -83,16 +83,9 @@ def sections(
         _section("stalls", "Stalls", [], _stalls(summary)),
         _section("lines", "Hot lines", [], _hot_lines(summary), "lines are sampled during a stall, and none was"),
     ]
-    spent = [
-        *throughput_lines(summary["throughput"]),
-        *energy_lines(summary["gpu_energy_joules"]),
-        *cost_lines(summary["cost"]),
-    ]
-    rows_spent = [[text.strip()] for text in spent if text.strip()]
-    table = [PageTable("Throughput and energy", ("of the run",), rows_spent)] if rows_spent else []
-    absent = "neither samples, tokens nor energy are in the logs"
     rates = throughput(recorder, rows) if over_time else []
-    found.append(_section("throughput", "Throughput and energy", rates, table, absent))
+    unknown = _unknown_sums(summary)
+    found.append(_section("throughput", "Throughput and energy", rates, _spent(summary), "; ".join(unknown)))
     for key, title, wanted in (("gpu", "GPU", GPU), ("workers", "Workers", WORKERS), ("host", "Memory and CPU", HOST)):
         charts = sampled_charts(recorder, rows, wanted) if over_time else []
         missing = not_measured(recorder, rows, wanted) if over_time and charts else ["no sample of it is in the logs"]
@@ -111,8 +104,41 @@ def sections(
 def _section(
     key: str, title: str, charts: Sequence[Chart], tables: Sequence[PageTable], absent: str = ""
 ) -> PageSection:
-    always = key in {"gpu", "workers", "host"}
+    always = key in {"throughput", "gpu", "workers", "host"}
     return PageSection(key, title, list(charts), list(tables), absent if always or not (charts or tables) else "")
+
+
+def _spent(summary: dict[str, Any]) -> list[PageTable]:
+    """What the run trained on, used and cost, and the energy by category."""
+    lines = [
+        *throughput_lines(summary["throughput"]),
+        *energy_lines(summary["gpu_energy_joules"]),
+        *cost_lines(summary["cost"]),
+    ]
+    rows = [[text.strip()] for text in lines if text.strip()]
+    tables = [PageTable("Sums of the run", ("of all ranks and attempts",), rows)] if rows else []
+    energy = summary["gpu_energy_joules"] or {}
+    total = sum(energy.values())
+    if total > 0:
+        by_category = [
+            [category.replace("_", " "), f"{plain_number(joules / KWH)} kWh", percent(joules / total)]
+            for category in CATEGORIES
+            for joules in (energy[category],)
+        ]
+        note = "Of the whole GPUs. The split is an estimate by time."
+        tables.append(PageTable("Energy of the GPUs by category", ("", "energy", "share"), by_category, note))
+    return tables
+
+
+def _unknown_sums(summary: dict[str, Any]) -> list[str]:
+    """What of these sums is not known, and why or what to set."""
+    known = summary["throughput"]
+    unknown = [f"{name} (not known of all ranks)" for name in ("samples", "tokens") if known[name] is None]
+    if sum((summary["gpu_energy_joules"] or {}).values()) <= 0:
+        unknown.append("energy of the GPUs (no GPU with an energy counter was read)")
+    if summary["cost"] is None:
+        unknown.append("cost (no price: set gpu_hour_price)")
+    return unknown
 
 
 def as_table(chart: Chart) -> PageTable:

@@ -1,6 +1,9 @@
-"""Colours that people with colour blindness can tell apart (Okabe and Ito), legible on light and on dark pages.
+"""Colours that can be told apart with the common kinds of colour blindness, and are legible on light and dark paper.
 
-The dashboards show the same things in the same kind of colour: see `grafana/colours.py`.
+The hues are those of Okabe and Ito. Most are a little lighter or darker than theirs: any two of these eleven differ
+enough for people with protanopia, deuteranopia or tritanopia. `tests/test_palette.py` computes by how much.
+
+The dashboards show the same things in the same colours: see `grafana/colours.py`.
 """
 
 from __future__ import annotations
@@ -9,14 +12,17 @@ from typing import Final
 
 from telemetry.core.labels import CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, OTHER, STARTUP
 
-GREEN: Final = "#009E73"
-RED: Final = "#D55E00"
-BLUE: Final = "#0072B2"
-PURPLE: Final = "#CC79A7"
-LIGHT_BLUE: Final = "#56B4E9"
-ORANGE: Final = "#E69F00"
-GREY: Final = "#8A8F98"
-YELLOW: Final = "#F0E442"
+GREEN: Final = "#009D70"
+RED: Final = "#D55E08"
+BLUE: Final = "#0B74B5"
+PURPLE: Final = "#8B2BE2"
+LIGHT_BLUE: Final = "#56B0E4"
+ORANGE: Final = "#D6953B"
+GREY: Final = "#969295"
+YELLOW: Final = "#BCA800"
+PINK: Final = "#C978B1"
+DARK_RED: Final = "#A5330A"
+DARK_GREY: Final = "#5F5F5F"
 
 CATEGORIES: Final = {
     COMPUTE: GREEN,
@@ -35,10 +41,10 @@ GOODPUT: Final = {
     "checkpoint": PURPLE,
     "startup": LIGHT_BLUE,
     "redone": ORANGE,
-    "restore": "#7B5EA7",
+    "restore": PINK,
     "replay": YELLOW,
-    "stuck": "#A6340B",
-    "down": "#4D4D4D",
+    "stuck": DARK_RED,
+    "down": DARK_GREY,
     "other": GREY,
 }
 
@@ -55,9 +61,9 @@ TRACE: Final = {
 """Of the average step of a trace."""
 
 MARKS: Final = {
-    "restart": "#4D4D4D",
+    "restart": DARK_GREY,
     "stall": RED,
-    "hang": "#A6340B",
+    "hang": DARK_RED,
     "evaluation": BLUE,
     "checkpoint": PURPLE,
     "snapshot": LIGHT_BLUE,
