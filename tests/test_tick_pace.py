@@ -105,7 +105,8 @@ def test_a_loop_that_has_always_waited_goes_on_as_before():
 
 
 @pytest.mark.parametrize(
-    ("later", "skipped"), [({}, [False, True, True, True, True]), ({"data_wait": 0.4}, [False, False, True, True, True])]
+    ("later", "skipped"),
+    [({}, [False, True, True, True, True]), ({"data_wait": 0.4}, [False, False, True, True, True])],
 )
 def test_a_rise_ends_a_long_calm_unless_it_is_over_at_once(later, skipped):
     loop = Loop()
