@@ -1,8 +1,8 @@
 """Why a whole job hangs: which ranks wait, and which ones they wait for.
 
 The ranks that do not wait are the suspects. A process that is gone or stopped comes first: nothing else matters then.
-If all ranks of one process group wait, but not in the same collective, those of the minority are the suspects. Ranks that
-wait in different process groups, such as for tensor and data parallelism, do nothing wrong.
+If all ranks wait, and those of one process group are not in the same collective, the minority are the suspects. Ranks
+that wait in different process groups, as with tensor and data parallelism, are not.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def _minority_of(states: list[HangState]) -> list[HangState]:
 
 
 def _clashes(waiting: Sequence[Sequence[HangState]]) -> list[Sequence[Sequence[HangState]]]:
-    """By process group: the ranks that wait in more than one of its collectives. Of an unknown one they may be in any."""
+    """By process group, the ranks that wait in more than one of its collectives. An unknown group may be any."""
     by_process_group: dict[str, list[Sequence[HangState]]] = defaultdict(list)
     for group in waiting:
         newest = group[0].collective
