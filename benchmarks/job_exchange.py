@@ -24,6 +24,7 @@ from telemetry.core.tick import RankPace
 from telemetry.diagnose.hang_verdict import decide, with_sentence
 from telemetry.job import exchange
 from telemetry.job.candidates import candidates, of_node
+from telemetry.job.hang_states import to_rows
 from telemetry.job.node_report import MAX_BYTES, NodeReport, encoded
 
 if TYPE_CHECKING:
@@ -89,7 +90,8 @@ class Job:
             groups.setdefault(exchange._group_of(file), []).extend(paces)
             states.setdefault(exchange._group_of(file), []).extend(self.states.get(name, ()))
         for group, paces in groups.items():
-            report = NodeReport("n", self.sequence, len(paces), candidates(paces), tuple(states[group]))
+            all_ranks = to_rows(exchange.gone(paces))
+            report = NodeReport("n", self.sequence, len(paces), candidates(paces), tuple(states[group]), all_ranks)
             (self.folder / exchange._group_file(group)).write_bytes(encoded(report))
 
     def _report(self, name: str, paces: list[RankPace]) -> NodeReport:

@@ -8,13 +8,16 @@ from hypothesis import strategies as st
 
 from telemetry.core.labels import CATEGORIES, CAUSES
 from telemetry.diagnose.hang_detector import (
+    EXPECTED,
     MIN_STEPS,
+    OVERDUE,
     HangDetector,
     Moment,
     StepTimes,
     hang_advice,
     hang_after_seconds,
     hang_cause,
+    longest_phase,
     paused,
 )
 from tests.slice_cases import STARVED, a_slice
@@ -23,8 +26,8 @@ from tests.slices import Detector
 QUICK = StepTimes(p99=0.1, longest=1.0)
 
 
-def moment(*, loop=1.0, progress=1, steps=100, loop_left=False, at_epoch_boundary=False, far=False) -> Moment:
-    return Moment(loop, (progress,), steps, loop_left, at_epoch_boundary, waits_for_far_ranks=far)
+def moment(*, loop=1.0, progress=1, steps=100, loop_left=False, at_epoch_boundary=False, far=False, **more) -> Moment:
+    return Moment(loop, (progress,), steps, loop_left, at_epoch_boundary, waits_for_far_ranks=far, **more)
 
 
 def ticks(watch: HangDetector, moments, steps: StepTimes = QUICK) -> list[str | None]:
@@ -85,6 +88,92 @@ def test_what_is_not_stuck(what):
 def test_a_hang_in_the_first_steps_is_reported_before_nccl_ends_it(setting):
     said = ticks(HangDetector(setting, 1.0), [moment(steps=1) for _ in range(1100)])
     assert said.index("opened") == max(540, setting or 0)
+
+
+# -- evaluations and checkpoints ----------------------------------------------------------------------------------
+
+NCCL_SECONDS = 600
+
+
+def noticed(setting, p99, longest, *, far, steps=1000) -> int:
+    """A rank hangs in a checkpoint. After so many seconds one that waits for it is stuck."""
+    watch, longest_now = HangDetector(setting, 1.0), longest_phase(setting, longest)
+    for second in range(2000):
+        phase = EXPECTED if second < longest_now else OVERDUE
+        seen = moment(steps=steps, far=far, peer_phase=phase)
+        if watch.update(seen, lambda: StepTimes(p99, p99)) == "opened":
+            assert watch.seconds == second, "all of it is lost"
+            return second
+    raise AssertionError("never")
+
+
+@pytest.mark.parametrize(
+    ("p99", "longest", "far", "seconds"),
+    [
+        (1, 60, False, 509),
+        (5, 60, True, 524),
+        (10, 60, True, 524),
+        (20, 60, True, 524),
+        (40, 60, True, 540),  # its steps are long
+        (130, 60, True, 540),
+        (1, 300, True, 554),
+        (2, 260, True, 554),
+        (1, 400, True, 554),
+    ],
+)
+def test_a_hang_in_a_checkpoint_is_noticed_before_nccl_ends_it(p99, longest, far, seconds):
+    assert noticed(None, p99, longest, far=far) == seconds < NCCL_SECONDS - 40
+    assert noticed(None, p99, longest, far=far, steps=1) < NCCL_SECONDS - 40, "in the first steps, too"
+
+
+@pytest.mark.parametrize(("setting", "seconds"), [(1.0, 11), (12.0, 116), (60.0, 419)])
+def test_a_hang_in_a_checkpoint_with_a_setting(setting, seconds):
+    assert noticed(setting, 10, 1, far=True) == seconds
+
+
+def test_checkpoints_that_take_longer_than_nccl_waits_are_given_time():
+    assert longest_phase(None, 700.0) == pytest.approx(770.0)
+
+
+def test_time_in_which_another_rank_was_in_a_checkpoint_does_not_count_once_that_is_over():
+    watch = HangDetector(None, 1.0)
+    assert ticks(watch, [moment(peer_phase=EXPECTED)] * 400) == [None] * 400
+    assert ticks(watch, [moment()] * 30) == [None] * 29 + ["opened"]
+
+
+@pytest.mark.parametrize(("setting", "seconds"), [(None, 510), (5.0, 35)])
+def test_a_rank_that_stays_at_one_place_of_a_checkpoint_is_stuck(setting, seconds):
+    """All ranks are in it, so none waits for them in the loop."""
+    watch = HangDetector(setting, 1.0)
+    said = ticks(watch, [moment(loop=0.0, seconds=1.0, phase_at="write") for _ in range(600)])
+    assert said.index("opened") == seconds < NCCL_SECONDS - 40
+    assert said[seconds + 1 :] == ["held"] * (599 - seconds)
+    assert watch.seconds == 599
+    assert ticks(watch, [moment(progress=2)]) == ["closed"]
+
+
+LONG_PHASES = {
+    "an evaluation without batches": [moment(loop=0.0, seconds=1.0, phase_at=str(n % 7)) for n in range(3000)],
+    "a few slow batches": [
+        moment(loop=0.0, seconds=1.0, phase_at="batch", progress=number // 400) for number in range(3000)
+    ],
+    "a debugger in an evaluation": [moment(loop=0.0, phase_at="pdb")] * 3000,
+    "a phase of the user": [moment(loop=0.0, seconds=1.0)] * 3000,
+}
+
+
+@pytest.mark.parametrize("what", LONG_PHASES)
+def test_long_phases_on_all_ranks_are_no_hang(what):
+    assert ticks(HangDetector(None, 1.0), LONG_PHASES[what]) == [None] * 3000
+
+
+def test_a_checkpoint_may_take_twice_as_long_as_the_longest_so_far():
+    watch = HangDetector(5.0, 1.0)
+    save = [moment(loop=0.0, seconds=1.0, phase_at="write", progress=1)] * 60
+    assert ticks(watch, save).index("opened") == 35
+    ticks(watch, [moment(progress=2)])
+    again = [moment(loop=0.0, seconds=1.0, phase_at="write", progress=3)] * 200
+    assert ticks(watch, again).index("opened") == 2 * 59 + 5
 
 
 def test_time_after_the_loop_closes_it_and_does_not_count():
@@ -157,7 +246,8 @@ def test_a_stuck_run_where_nothing_was_open_has_lost_all_of_it():
 amount = st.floats(0, 1e9) | st.sampled_from([0.0, 1e-9])
 moments = st.builds(
     Moment, loop_seconds=amount, progress=st.tuples(st.integers(0, 3)), steps=st.integers(0, 1000),
-    loop_left=st.booleans(), at_epoch_boundary=st.booleans(),
+    loop_left=st.booleans(), at_epoch_boundary=st.booleans(), seconds=amount,
+    phase_at=st.sampled_from([None, None, "a", "b"]), peer_phase=st.sampled_from([None, EXPECTED, OVERDUE]),
 )  # fmt: skip
 durations = st.builds(StepTimes, p99=st.none() | amount, longest=st.none() | amount)
 kinds = st.none() | st.floats(1, 604800)

@@ -15,10 +15,17 @@ from telemetry.diagnose.hang_verdict import decide, with_sentence
 SINCE = "14:05:12"
 
 
-def waits(rank: int, name: str = "all_reduce", sequence: int | None = 81234, shapes: str = "", **fields) -> HangState:
+def waits(
+    rank: int,
+    name: str = "all_reduce",
+    sequence: int | None = 81234,
+    shapes: str = "",
+    group: str = "default",
+    **fields,
+) -> HangState:
     return HangState(
         rank, f"n{rank // 2 + 1}", "compute", stuck=True, seconds=60.0, waits=True, where="train.py:40",
-        collective=Collective(name, sequence, "default", shapes), **fields,
+        collective=Collective(name, sequence, group, shapes), **fields,
     )  # fmt: skip
 
 
@@ -169,6 +176,35 @@ def test_without_numbers_the_line_tells_the_collectives_apart():
     assert (verdict(states).kind, blamed(verdict(states))) == ("mismatch", [2])
 
 
+def split(tensor_parallel: str = "all_gather", data_parallel: str = "all_reduce", groups: bool = True):
+    """The network between ranks 0 and 1 is broken. They wait in their tensor parallel group; the others for them."""
+    stand = [waits(rank, tensor_parallel, 9000, group="tp0" if groups else "") for rank in (0, 1)]
+    return stand + [waits(rank, data_parallel, 71, group=f"dp{rank % 2}" if groups else "") for rank in range(2, 8)]
+
+
+@pytest.mark.parametrize(("tensor", "data"), [("all_gather", "all_reduce"), ("", "")], ids=["names", "numbers"])
+def test_ranks_that_wait_in_different_process_groups_are_no_mismatch(tensor, data):
+    found = verdict(split(tensor, data))
+    assert (found.kind, found.suspects) == ("unknown", ())
+    assert [group.ranks for group in found.waiting] == [(2, 4, 6), (3, 5, 7), (0, 1)]
+    assert found.sentence.endswith(
+        "; these are different process groups, and no rank is elsewhere: look at the network between them"
+    )
+
+
+def test_a_mismatch_is_looked_for_within_each_process_group():
+    """Rank 5 makes another call in its data parallel group. That the others wait elsewhere is not their fault."""
+    odd = waits(5, "broadcast", 71, group="dp1")
+    found = verdict([odd if state.rank == 5 else state for state in split()])
+    assert (found.kind, blamed(found)) == ("mismatch", [5])
+
+
+def test_of_unknown_process_groups_a_mismatch_is_told():
+    assert verdict(split(groups=False)).kind == "mismatch"
+    some = [waits(0, "broadcast", 71, group=""), *(waits(rank, group="0") for rank in (1, 2, 3))]
+    assert (verdict(some).kind, blamed(verdict(some))) == ("mismatch", [0])
+
+
 def test_all_in_one_collective_accuses_nobody():
     found = verdict(job())
     assert (found.kind, found.suspects) == ("unknown", ())
@@ -238,7 +274,13 @@ STATES = st.builds(
     waits=st.booleans(),
     where=st.sampled_from([None, "a.py:1", "b.py:2"]),
     stack=st.sampled_from(["", "x", "y"]),
-    collective=st.sampled_from([None, Collective("", None), Collective("all_reduce", 1), Collective("broadcast", 2)]),
+    collective=st.none()
+    | st.builds(
+        Collective,
+        st.sampled_from(["", "all_reduce", "broadcast"]),
+        st.sampled_from([None, 1, 2]),
+        st.sampled_from(["", "tp", "dp"]),
+    ),
 )
 
 
@@ -253,6 +295,27 @@ def test_any_picture_has_a_verdict_that_accuses_only_ranks_there_are(states):
     assert set(blamed(found)) <= known
     assert {rank for group in found.waiting for rank in group.ranks} | set(found.silent) <= set(range(10))
     assert set(found.silent) == set(range(10)) - known
+
+
+COLLECTIVES = st.builds(
+    waits,
+    rank=st.integers(0, 9),
+    name=st.sampled_from(["", "all_reduce", "broadcast"]),
+    sequence=st.sampled_from([None, 1, 2]),
+    group=st.sampled_from(["", "tp", "dp"]),
+)
+
+
+@given(st.lists(COLLECTIVES, min_size=1, max_size=12, unique_by=lambda state: state.rank))
+def test_a_mismatch_is_of_ranks_in_one_process_group(states):
+    found = verdict(states)
+    assert found.kind in {"mismatch", "unknown"}
+    newest = {state.rank: state.collective.group for state in states}
+    groups = [newest[group.ranks[0]] for group in found.waiting]
+    if "" not in groups:
+        assert (found.kind == "mismatch") is (len(set(groups)) < len(groups))
+    if found.kind == "mismatch" and "" not in groups:
+        assert {newest[rank] for rank in blamed(found)} <= {group for group in groups if groups.count(group) > 1}
 
 
 def test_ranges():

@@ -309,28 +309,6 @@ def test_each_node_hears_what_all_ranks_do(tmp_path, nodes):
     assert all(exchange.hang == () for exchange in job.exchanges.values())
 
 
-@pytest.mark.parametrize("nodes", [3, 90])
-def test_the_ranks_of_a_node_that_is_lost_are_gone(tmp_path, nodes):
-    job = Job(tmp_path, nodes=nodes)
-    job.cycles(5)
-    job.cycles(14, but="n0001")
-    first = job.exchanges["n0000"]
-    assert first.hang == (), "nothing hangs"
-    job.hang = {name: states(number) for number, name in enumerate(job.exchanges)}
-    job.cycles(3, but="n0001")
-    lost = {(s.rank, s.node, s.process) for s in first.hang if s.node == "n0001"}
-    assert lost == {(2, "n0001", "gone"), (3, "n0001", "gone")}
-
-
-def test_the_ranks_of_a_node_that_has_left_are_not_gone(tmp_path):
-    job = Job(tmp_path, nodes=3)
-    job.cycles(5)
-    job.exchanges["n0001"].leave()
-    job.hang = {name: states(number) for number, name in enumerate(job.exchanges)}
-    job.cycles(15, but="n0001")
-    assert {s.node for s in job.exchanges["n0000"].hang} == {"n0002"}
-
-
 def test_files_of_killed_attempts_are_removed_after_an_hour(tmp_path):
     folder = tmp_path / "job"
     folder.mkdir()

@@ -262,6 +262,19 @@ def test_a_run_that_hung_before_it_was_killed_was_stuck(tmp_path):
     assert seconds["redone"] == pytest.approx(5)
 
 
+def test_a_hang_in_a_checkpoint_is_taken_from_the_checkpoint(tmp_path):
+    process = Process(tmp_path, begin=0, pid=1).checkpoint(10).window(20)
+    evidence = {"stuck_in": "checkpoint", "stuck_seconds": 20.0}
+    process._line("stall_open", 60, opened=at(60), cause="unknown", evidence=evidence, first_step=15)
+    totals = process.totals(90, 20)
+    totals["ledger_total_seconds"] |= {"checkpoint": 50.0, "compute": totals["ledger_total_seconds"]["compute"] - 50.0}
+    process._line("window", 90, **totals)
+    process.write()
+    seconds = job(tmp_path)["goodput"]["seconds"]
+    assert seconds["stuck"] == pytest.approx(50)
+    assert seconds["checkpoint"] == pytest.approx(0)
+
+
 def test_gradient_accumulation_is_counted_in_steps_of_the_loop(tmp_path):
     process = Process(tmp_path, begin=0, pid=1)
     save = dict(complete=True, holds_optimizer=True, steps_total=40, optimizer_steps_total=10, seconds=0.1)

@@ -13,6 +13,7 @@ from telemetry.attach.step_tracker import StepTracker
 from telemetry.collect.thread_sampler import ThreadSamples
 from telemetry.core.labels import CHECKPOINT
 from telemetry.core.samples import HostSample, ProcessSample
+from telemetry.core.stacks import stack_of
 from telemetry.core.tick import RankPace
 from telemetry.diagnose.stall_detector import StallDetector
 from tests.monitored_rank import SECOND, Run
@@ -154,6 +155,58 @@ def test_a_rank_that_waits_for_another_node_is_stuck_later(run, monkeypatch, nod
         if run.stall_monitor.hang is not None:
             break
     assert second - 1 == pytest.approx(seconds, abs=2)  # the hooks, which tell of progress, are not there
+
+
+@pytest.mark.parametrize(("step", "longest", "latest"), [(0.1, 0, 512), (10, 0, 512), (1, 300, 542)])
+def test_a_rank_stuck_in_a_checkpoint_is_noticed_before_nccl_ends_it(run, step, longest, latest):
+    """Rank 0 writes a checkpoint and stands still. This rank waits for it in its next collective."""
+    now = 1.0
+
+    def train() -> float:
+        begin = run_until[0]
+        for number in range(15):
+            run.request(begin + number * step, begin + number * step + 0.01)
+            run.tick(begin + (number + 0.5) * step)
+        run_until[0] = begin + 15 * step
+        return run_until[0]
+
+    run_until = [now]
+    now = train()
+    if longest:  # a sound checkpoint, which took so long
+        for second in range(longest):
+            run.peers = (RankPace(0, 10.0, 10, 1.0, 0.0, 9.0, phase=CHECKPOINT, still_seconds=second),)
+            run.tick(now + second)
+        run_until[0] = now + longest
+        run.peers = ()
+        now = train()
+    noticed = None
+    for second in range(700):
+        run.peers = (RankPace(0, 10.0, 10, 1.0, 0.0, 9.0, phase=CHECKPOINT, still_seconds=second),)
+        run.tick(now + second)
+        if run.stall_monitor.hang is not None:
+            noticed = second
+            break
+    assert noticed is not None
+    assert 480 < noticed <= latest
+
+
+@pytest.mark.parametrize("loop_left", [False, True])
+def test_a_checkpoint_that_stands_still_is_a_hang_of_its_own_rank(run, monkeypatch, loop_left):
+    """Also after an epoch: then the loop has been left, which does not count otherwise."""
+    for second in range(1, 20):
+        run.request(second, second + 0.01)
+        run.tick(second + 0.5)
+    run.accounting.ledger.fold([(20 * SECOND,) * 2 + (CHECKPOINT, CHECKPOINT, *[False] * 4)])
+    monkeypatch.setattr(StepTracker, "loop_left", loop_left)
+    monkeypatch.setattr("telemetry.agent.hang_monitor.stack_of", lambda _: stack)
+    stack = stack_of(threading.get_ident())
+    hung = []
+    for second in range(20, 600):
+        run.tick(second + 0.5)
+        hung.append(run.stall_monitor.hang is not None)
+    assert hung.index(True) + 19 == pytest.approx(510, abs=3)  # the hooks, which tell of progress, are not there
+    assert run.stall_monitor.hang.category == CHECKPOINT
+    assert run.stall_monitor.job_hangs
 
 
 @pytest.mark.parametrize(("busy", "told"), [(0.97, True), (0.5, False)])

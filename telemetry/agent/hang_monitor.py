@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from telemetry.collect.stack_capture import DEBUGGER, EPOCH_END, all_stacks, inside, place
-from telemetry.collect.stuck_place import fetch_in
+from telemetry.collect.stuck_place import fetch_in, stack_hash
 from telemetry.core.clock import NS, now_ns
-from telemetry.core.labels import DATA_WAIT
+from telemetry.core.labels import CHECKPOINT, DATA_WAIT, EVALUATION
 from telemetry.core.stacks import stack_of
 from telemetry.diagnose.hang_detector import MAX_EXCUSES, HangDetector, Moment, StepTimes, hang_advice, hang_cause
 
@@ -72,6 +72,7 @@ class HangMonitor:
         *,
         seconds: float = 0.0,
         waits_for_far_ranks: bool = False,
+        peer_phase: str | None = None,
     ) -> Hang | None:
         """Add a tick. Returns the hang that is open or that has just closed; else None.
 
@@ -79,19 +80,22 @@ class HangMonitor:
             loop_seconds: seconds in the training loop since the last tick; 0.0 if the process did not run.
             source: where batches come from, see `Conditions`.
             accounting: the current category of the training thread, and the durations of its steps.
-            seconds: time since the last tick.
+            seconds: time since the last tick; 0.0 if the process or a debugger was stopped.
             waits_for_far_ranks: whether this rank waits for other ranks, and some of them are on other nodes.
+            peer_phase: whether another rank is in an evaluation or a checkpoint, see `Moment`.
         """
         tracker, ledger, stats = self._tracker, accounting.ledger, accounting.stats
-        waiting = ledger.category == DATA_WAIT
+        waiting, in_phase = ledger.category == DATA_WAIT, ledger.category in {CHECKPOINT, EVALUATION}
         moment = Moment(
             loop_seconds=loop_seconds,
             progress=tracker.progress,
             steps=stats.steps,
-            loop_left=tracker.loop_left and not waiting,
+            loop_left=tracker.loop_left and not waiting and not in_phase,
             at_epoch_boundary=waiting and ledger.at_epoch_boundary,
             seconds=seconds,
             waits_for_far_ranks=waits_for_far_ranks,
+            phase_at=stack_hash(stack_of(tracker.thread)) if in_phase else None,
+            peer_phase=peer_phase,
         )
         kind = self._watch.update(moment, lambda: _steps(stats))
         if kind == "opened":

@@ -12,7 +12,7 @@ from telemetry.core.labels import CHECKPOINT, DATA_WAIT, EVALUATION
 from telemetry.core.run_verdict import batches_unseen, costliest, lost_seconds, weight
 from telemetry.core.tick import DEBUGGED, Tick
 from telemetry.core.views import StallView
-from telemetry.diagnose.hang_detector import longest_phase, paused
+from telemetry.diagnose.hang_detector import EXPECTED, OVERDUE, longest_phase, paused
 from telemetry.diagnose.stall_detector import StallDetector
 from telemetry.diagnose.straggler import held_up_by, mostly_in_sync, short_of_cores
 
@@ -103,9 +103,10 @@ class StallMonitor:
         did_not_run = paused(added.seconds, self._interval, added.process_cpu_seconds)
         category = accounting.ledger.category
         self._phase = category if category in {CHECKPOINT, EVALUATION} else None
+        peer_phase = None if added.steps or did_not_run else self._phase_of(peers)
         if not added.steps and not did_not_run:
             debugged = self._hang_monitor.in_debugger()
-            did_not_run = debugged or self._waits_for_phase(peers)
+            did_not_run = debugged or any(peer.phase == DEBUGGED for peer in peers)
             self._phase = DEBUGGED if debugged else self._phase
         self._last = tick
         if added.steps:
@@ -116,17 +117,17 @@ class StallMonitor:
             0.0 if did_not_run else added.loop_seconds,
             tick.conditions.source,
             accounting,
-            seconds=added.seconds,
+            seconds=0.0 if did_not_run else added.seconds,
             waits_for_far_ranks=any(peer.node is not None for peer in peers) and self._waits_for_ranks(),
+            peer_phase=peer_phase,
         )
         if hang is not None and hang.kind != "held":
             self._take_hang(hang, tick)
-        elif did_not_run:
+        elif did_not_run or peer_phase == EXPECTED:
             self._detector.skip(tick)
         else:
             self._take(tick)
-        stall = self._detector.stall
-        self._one_is_slow = "straggler" in {stall and stall.cause, *(peer.cause for peer in peers)}
+        self._one_is_slow = "straggler" in {self.active_cause, *(peer.cause for peer in peers)}
 
     @property
     def waits_to_time(self) -> int:
@@ -170,15 +171,13 @@ class StallMonitor:
         """Where the worker of this rank stands that has been in a fetch for longest; None without one."""
         return self._hang_monitor.fetch
 
-    def _waits_for_phase(self, peers: Sequence[RankPace]) -> bool:
-        """Whether a peer is in a debugger, or evaluates or writes a checkpoint and may still make progress."""
-        still = [peer.still_seconds for peer in peers if peer.phase]
+    def _phase_of(self, peers: Sequence[RankPace]) -> str | None:
+        """Whether a peer evaluates or writes a checkpoint, and whether it may still make progress."""
+        still = [peer.still_seconds for peer in peers if peer.phase in {CHECKPOINT, EVALUATION}]
         if not still:
-            return False
-        if any(peer.phase == DEBUGGED for peer in peers):
-            return True
+            return None
         self._phase_waited_for = max(self._phase_waited_for, *still)
-        return max(still) < longest_phase(self._stuck_setting, self._longest_phase)
+        return EXPECTED if max(still) < longest_phase(self._stuck_setting, self._longest_phase) else OVERDUE
 
     def _waits_for_ranks(self) -> bool:
         """Whether this rank has spent the time since its newest step in calls in which ranks wait for one another."""
@@ -219,7 +218,8 @@ class StallMonitor:
             self._detector.close_hang(tick)
             return
         pace = self.pace()
-        missing = held_up_by(pace, tick.conditions.peers) if hang.cause == "unknown" and pace is not None else None
+        named = hang.cause != "unknown" or self._phase is not None
+        missing = held_up_by(pace, tick.conditions.peers) if pace is not None and not named else None
         if missing is not None:
             hang = self._hang = self._hang_monitor.blame(hang, missing)
         stall = self._detector.open_hang(hang.cause, hang.seconds, tick)

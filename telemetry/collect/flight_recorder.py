@@ -1,6 +1,6 @@
 """The newest collective of this process, from torch's flight recorder; without a recorder, its number.
 
-The recorder keeps the newest collectives of a process in a ring. torch 2.13 has it on for NCCL and for gloo. The
+The recorder keeps the newest collectives of a process in a ring. From torch 2.11 on it is on for NCCL and for gloo. The
 variable TORCH_FR_BUFFER_SIZE (before: TORCH_NCCL_TRACE_BUFFER_SIZE) is its size, and 0 turns it off. It is read only
 while the job hangs, and never turned on or off here. What is safe from another thread, by torch's sources:
 

@@ -1,8 +1,12 @@
 """Decides whether a run hangs: its training thread has made no progress for much longer than a step takes.
 
-Only time in the training loop counts: waiting for a batch, and the compute of a step. Startup, evaluation, checkpoints,
-phases that the user has named and the time after a loop do not count. Time in which the agent did not run either does
-not count: the machine slept, or the process was stopped.
+Time in the training loop counts: waiting for a batch, and the compute of a step. Startup, phases that the user has
+named and the time after a loop do not count. Time in which the agent did not run either does not count: the machine
+slept, or the process was stopped.
+
+Evaluations and checkpoints have a patient limit of their own, `longest_phase`. A rank is stuck in one if the hooks have
+seen nothing for that long, and it then stays at one place. While another rank is in one, the time of a rank that waits
+for it does not count before that limit.
 """
 
 from __future__ import annotations
@@ -44,8 +48,13 @@ LATE_TICKS: Final = 2.0
 
 PHASE_SECONDS: Final = 480.0
 PHASE_TIMES: Final = 6.0
-"""While another rank evaluates or writes a checkpoint, this one is not stuck. But if that one stands still for this
-time, or for this multiple of ``stuck_seconds``, it is stuck itself."""
+"""An evaluation or a checkpoint may show no progress for this time, or for this multiple of ``stuck_seconds``. Until
+then, neither its rank nor one that waits for it is stuck."""
+
+MOST_PHASE_SECONDS: Final = 510.0
+TIMES_LONG_PHASE: Final = 1.1
+"""Twice the longest one so far may be longer. It counts up to this limit, so that a report comes before NCCL's timeout.
+But each may take this multiple of the longest one."""
 
 FAR_SECONDS: Final = 45.0
 """What a rank on another node does may become known this late: NFS shows a change up to 30 s late, and the nodes write
@@ -58,6 +67,10 @@ MAX_EXCUSES: Final = 10
 MIN_FETCH_SHARE: Final = 0.25
 """A worker is stuck if its fetch has been in progress for this share of the training thread's wait. For the rest of the
 wait the worker may have been starting, or busy with the previous batch."""
+
+
+EXPECTED: Final = "expected"
+OVERDUE: Final = "overdue"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +91,10 @@ class Moment:
         steps: completed steps of the run.
         loop_left: whether the loop of the newest step has been left, for example by ``break``.
         at_epoch_boundary: whether the thread waits for the first batch of an epoch.
-        seconds: time since the last tick, whatever the thread did.
+        seconds: time since the last tick, whatever the thread did; 0.0 if the process or a debugger was stopped.
         waits_for_far_ranks: whether it waits for other ranks, and some of them are on other nodes.
+        phase_at: in an evaluation or a checkpoint of this rank, a hash of the stack; else None.
+        peer_phase: while another rank is in one: `EXPECTED`, or `OVERDUE` once that takes too long; else None.
     """
 
     loop_seconds: float
@@ -89,6 +104,8 @@ class Moment:
     at_epoch_boundary: bool
     seconds: float = 0.0
     waits_for_far_ranks: bool = False
+    phase_at: str | None = None
+    peer_phase: str | None = None
 
 
 class HangDetector:
@@ -100,6 +117,7 @@ class HangDetector:
 
     Attributes:
         seconds: counted seconds without progress. ``still_seconds``: all of them, such as those in a checkpoint.
+        excused_seconds: those in which another rank was in an evaluation or a checkpoint.
         hanging: whether the run hangs.
         excuses: how many times in a row `excuse` was called.
     """
@@ -109,9 +127,11 @@ class HangDetector:
         self._most = LATE_TICKS * interval
         self._progress: tuple[int, ...] | None = None
         self.seconds = 0.0
-        self.still_seconds = 0.0
+        self.still_seconds = self.excused_seconds = 0.0
         self.hanging = False
         self.excuses = 0
+        self._phase_at: str | None = None
+        self._longest_phase = 0.0
 
     def update(self, moment: Moment, steps: Callable[[], StepTimes]) -> str | None:
         """Add a tick.
@@ -124,22 +144,51 @@ class HangDetector:
             ``opened`` when a hang begins, ``held`` while it lasts, ``closed`` when the run goes on; else None.
         """
         if moment.progress != self._progress or moment.loop_left:
-            self._progress = moment.progress
+            if self._phase_at is not None:
+                self._longest_phase = max(self._longest_phase, self.still_seconds)
+            self._progress, self._phase_at = moment.progress, moment.phase_at
             was, self.hanging, self.seconds, self.excuses = self.hanging, False, 0.0, 0
-            self.still_seconds = 0.0
+            self.still_seconds = self.excused_seconds = 0.0
             return "closed" if was else None
         self.still_seconds += moment.seconds
-        self.seconds += min(moment.loop_seconds, self._most)
+        if moment.phase_at is not None:
+            self._count_phase(moment, moment.phase_at)
+        elif moment.peer_phase == EXPECTED and not self.hanging:
+            self.excused_seconds += min(moment.loop_seconds, self._most)
+        else:
+            self.seconds += min(moment.loop_seconds, self._most)
         if self.hanging:
             return "held"
-        early = EARLY_SECONDS if moment.steps < MIN_STEPS else 0.0
-        far = far_seconds(self._setting) if moment.waits_for_far_ranks else 0.0
-        if self.seconds < max(early, far, self._setting or MIN_SECONDS):
-            return None
-        self.hanging = self.seconds >= hang_after_seconds(
-            self._setting, steps(), at_epoch_boundary=moment.at_epoch_boundary
-        )
+        self.hanging = self._is_stuck(moment, steps)
+        if self.hanging:
+            self.seconds = (
+                max(self.still_seconds, self.seconds) if moment.phase_at else self.seconds + self._overdue(moment)
+            )
         return "opened" if self.hanging else None
+
+    def _count_phase(self, moment: Moment, at: str) -> None:
+        """In an evaluation or a checkpoint: what counts is time at one place after the longest that it may take."""
+        moved, self._phase_at = at != self._phase_at, at
+        late = self.still_seconds > longest_phase(self._setting, self._longest_phase)
+        if self.hanging or (late and not moved):
+            self.seconds += min(moment.seconds, self._most)
+        else:
+            self.seconds = 0.0
+
+    def _is_stuck(self, moment: Moment, steps: Callable[[], StepTimes]) -> bool:
+        least = self._setting or MIN_SECONDS
+        if moment.phase_at is not None:
+            return self.seconds >= least
+        far = far_seconds(self._setting) if moment.waits_for_far_ranks else 0.0
+        early = EARLY_SECONDS if moment.steps < MIN_STEPS else 0.0
+        without_step = self.seconds + self._overdue(moment)
+        if self.seconds < max(far, least) or without_step < early:
+            return False
+        return without_step >= hang_after_seconds(self._setting, steps(), at_epoch_boundary=moment.at_epoch_boundary)
+
+    def _overdue(self, moment: Moment) -> float:
+        """Once the other rank's evaluation or checkpoint takes too long, the time waited for it counts, too."""
+        return self.excused_seconds if moment.peer_phase == OVERDUE else 0.0
 
     def excuse(self) -> None:
         """Start counting again: the run does not hang, although it looked like it."""
@@ -148,14 +197,16 @@ class HangDetector:
 
 
 def longest_phase(setting: float | None, longest: float) -> float:
-    """How many seconds an evaluation or checkpoint of one rank may show no progress while the others wait for it.
+    """How many seconds an evaluation or checkpoint may show no progress.
 
     Args:
         setting: ``stuck_seconds``; None for auto.
-        longest: seconds of the longest one so far that others have waited for.
+        longest: seconds without progress of the longest one so far.
     """
-    seconds = PHASE_SECONDS if setting is None else PHASE_TIMES * setting
-    return max(seconds, TIMES_LONGEST * longest)
+    if setting is not None:
+        return max(PHASE_TIMES * setting, TIMES_LONGEST * longest)
+    usual = min(TIMES_LONGEST * longest, MOST_PHASE_SECONDS)
+    return max(PHASE_SECONDS, usual, TIMES_LONG_PHASE * longest)
 
 
 def far_seconds(setting: float | None) -> float:

@@ -1,7 +1,8 @@
 """Why a whole job hangs: which ranks wait, and which ones they wait for.
 
 The ranks that do not wait are the suspects. A process that is gone or stopped comes first: nothing else matters then.
-If all ranks wait, but not in the same collective, those of the minority are the suspects.
+If all ranks wait, and those of one process group are not in the same collective, the minority are the suspects. Ranks
+that wait in different process groups, as with tensor and data parallelism, are not.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ def with_sentence(verdict: HangVerdict, since: str) -> HangVerdict:
     if verdict.kind == MISMATCH:
         more = [*more, f"these are different collectives{_minority(verdict)}"]
     elif verdict.kind == UNKNOWN and not verdict.silent:
-        more = ["no rank is elsewhere: look at the network between them"] if waiting else more
+        more = [f"{_in_groups(verdict)}: look at the network between them"] if waiting else more
     return replace(verdict, sentence="; ".join([*waiting, *blamed, *more]))
 
 
@@ -183,8 +184,10 @@ def _suspects(
     out = [state for group in waiting for state in group if state.doing == LEFT]
     if out and len(waiting) > 1 and any(state.doing != LEFT for group in waiting for state in group):
         return RANK_LEFT, sorted(out, key=lambda state: state.rank)  # its loop is over, and it waits for them elsewhere
-    if len(waiting) > 1 and not silent:
-        return MISMATCH, _odd_ones(waiting)
+    clashes = [] if silent else _clashes(waiting)
+    if clashes:
+        odd = {state.rank: state for groups in clashes for state in _odd_ones(groups)}
+        return MISMATCH, [odd[rank] for rank in sorted(odd)]
     return UNKNOWN, []
 
 
@@ -199,6 +202,16 @@ def _minority_of(states: list[HangState]) -> list[HangState]:
         places[state.stack].append(state)
     most = max(places.values(), key=len)
     return [state for state in states if state not in most] if 2 * len(most) > len(states) > len(most) else states
+
+
+def _clashes(waiting: Sequence[Sequence[HangState]]) -> list[Sequence[Sequence[HangState]]]:
+    """By process group, the ranks that wait in more than one of its collectives. An unknown group may be any."""
+    by_process_group: dict[str, list[Sequence[HangState]]] = defaultdict(list)
+    for group in waiting:
+        newest = group[0].collective
+        by_process_group[newest.group if newest is not None else ""].append(group)
+    found: Iterable[Sequence[Sequence[HangState]]] = [waiting] if "" in by_process_group else by_process_group.values()
+    return [groups for groups in found if len(groups) > 1]
 
 
 def _odd_ones(waiting: Sequence[Sequence[HangState]]) -> list[HangState]:
@@ -250,6 +263,11 @@ def _in(group: WaitingRanks, verdict: HangVerdict) -> str:
     number = f" #{group.sequence}" if group.sequence is not None else ""
     shapes = f" of {group.shapes}" if group.shapes and verdict.kind == MISMATCH else ""
     return f"in {name}{number}{shapes}"
+
+
+def _in_groups(verdict: HangVerdict) -> str:
+    several = len(verdict.waiting) > 1
+    return f"{'these are different process groups, and ' if several else ''}no rank is elsewhere"
 
 
 def _blamed(verdict: HangVerdict, since: str) -> list[str]:

@@ -1,7 +1,8 @@
 """The nodes of a job exchange the paces of their ranks through small files in the run folder.
 
     RUN_DIR/job/node-NAME.json       the ranks of one node, written by the rank that serves it
-    RUN_DIR/job/group-NN.json        of a large job: the candidates among the ranks of one group of nodes
+    RUN_DIR/job/group-NN.json        of a large job: the candidates among the ranks of one group of nodes, and the
+                                     numbers of all its ranks
 
 There is no collective and no port. In a job of up to `_FLAT` nodes, each node reads the files of all others. In a
 larger job each node belongs to one of `_GROUPS` groups, by a hash of its name. It reads the files of its group and one
@@ -24,6 +25,7 @@ from telemetry.core.hang_records import GONE, NODE_SILENT, HangState
 from telemetry.core.identity import slug
 from telemetry.core.labels import COMPUTE
 from telemetry.job.candidates import candidates, of_node
+from telemetry.job.hang_states import from_rows, to_rows
 from telemetry.job.node_report import MAX_BYTES, NodeReport, decoded, encoded
 
 if TYPE_CHECKING:
@@ -52,6 +54,10 @@ _STALE_SECONDS: Final = 3600.0
 
 _LOST_SECONDS: Final = 60.0
 """While the job hangs, the ranks of a node whose file has not changed for this time are taken to be gone."""
+
+_GROUP_LOST_SECONDS: Final = 150.0
+"""The same of the file of a group of several nodes. If its writer is lost, another writes it, after `_ALIVE_SECONDS`,
+some cycles and, on NFS, twice 30 s."""
 
 _ALONE_SECONDS: Final = 90.0
 """If no file of another node appears for this long, the run folder is assumed not to be shared."""
@@ -109,6 +115,7 @@ class JobExchange:
         self._names: list[str] = []
         self._listed_ns = -(1 << 62)
         self._began_ns = mono_ns()
+        self._speaks = False  # for its group
         self._sequence = int.from_bytes(os.urandom(4), "big")  # random, so it differs from that of an earlier process
         self.shared: bool | None = None
         self.nodes = 1
@@ -146,8 +153,10 @@ class JobExchange:
         return tuple(pace for pace in found if pace.rank not in ranks_here)
 
     def leave(self) -> None:
-        """Remove this node's file, because the run has ended here."""
+        """Remove this node's files, because the run has ended here. Another node writes the group's file again."""
         remove_file(self._folder / self._mine)
+        if self._speaks:
+            remove_file(self._folder / _group_file(_group_of(self._mine)))
 
     # -- a large job -------------------------------------------------------------------------------------------
 
@@ -158,25 +167,45 @@ class JobExchange:
         members = [name for name in others if _group_of(name) == group]
         living = {name: report for name in members if (report := self._look(name)) is not None}
         paces = candidates([*own, *(pace for report in living.values() for pace in report.ranks)])
-        if self._mine < min(living, default="~"):  # the first living node of a group writes the group's file
+        self._speaks = self._mine < min(living, default="~")  # the first living node of a group writes the group's file
+        if self._speaks:
             states = hang + _states_of(living.values())
             states += self._lost(members) if states else ()
-            self._put(_group_file(group), NodeReport(self._node, self._sequence, 1 + len(living), paces, states))
-        reports = self._living(_group_file(number) for number in range(_GROUPS) if number != group)
+            all_ranks = to_rows(gone([*own, *(pace for report in living.values() for pace in report.ranks)]))
+            report = NodeReport(self._node, self._sequence, 1 + len(living), paces, states, all_ranks)
+            self._put(_group_file(group), report)
+        others_files = [_group_file(number) for number in range(_GROUPS) if number != group]
+        reports = self._living(others_files)
         self.nodes = 1 + len(living) + sum(report.nodes for report in reports)
         self.hang = _states_of([*living.values(), *reports])
+        if hang or self.hang:
+            self.hang += self._lost_groups(others_files)
         return candidates([*paces, *(pace for report in reports for pace in report.ranks)])
 
     def _lost(self, names: Iterable[str]) -> tuple[HangState, ...]:
         """The ranks of nodes whose files have not changed for a minute. A node that ends removes its file."""
-        now, lost = self._now(), []
-        for name in names:
-            seen = self._seen.get(name)
-            if seen is None or not seen.changed_ns or now - seen.changed_ns < _LOST_SECONDS * NS or not seen.there:
+        reports = (seen.report for name in names if (seen := self._silent(name, _LOST_SECONDS)) is not None)
+        return tuple(state for report in reports for state in gone(report.ranks))
+
+    def _lost_groups(self, files: Iterable[str]) -> tuple[HangState, ...]:
+        """The ranks of all nodes of the groups in which no node writes the group's file any more."""
+        lost: list[HangState] = []
+        for name in files:
+            seen = self._silent(name, _LOST_SECONDS)
+            if seen is None or (seen.report.nodes > 1 and self._silent(name, _GROUP_LOST_SECONDS) is None):
                 continue
-            node = seen.report.writer
-            lost += [HangState(p.rank, node, COMPUTE, GONE, state=NODE_SILENT) for p in seen.report.ranks]
+            try:
+                lost += from_rows(seen.report.members)
+            except (TypeError, ValueError, KeyError, AttributeError):
+                continue
         return tuple(lost)
+
+    def _silent(self, name: str, seconds: float) -> _SeenReport | None:
+        """The report in a file that is there, and was seen to change, but not for so long; else None."""
+        seen = self._seen.get(name)
+        if seen is None or not seen.changed_ns or not seen.there or self._now() - seen.changed_ns < seconds * NS:
+            return None
+        return seen
 
     # -- files -------------------------------------------------------------------------------------------------
 
@@ -232,6 +261,11 @@ class JobExchange:
 
 def _states_of(reports: Iterable[NodeReport]) -> tuple[HangState, ...]:
     return tuple(state for report in reports for state in report.hang)
+
+
+def gone(paces: Iterable[RankPace]) -> tuple[HangState, ...]:
+    """What is true of ranks whose nodes are lost. Their paces name their nodes."""
+    return tuple(HangState(p.rank, p.node or "", COMPUTE, GONE, state=NODE_SILENT) for p in paces)
 
 
 def _group_of(name: str) -> int:

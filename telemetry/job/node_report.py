@@ -31,6 +31,8 @@ class NodeReport:
         nodes: how many nodes the report is about.
         ranks: their newest paces. Each names its node.
         hang: during a hang, the state of each rank.
+        members: of a group of nodes, all its ranks as rows of `hang_states`, in the state that is true if all its nodes
+            are lost. They are read only then, so they may be damaged.
     """
 
     writer: str
@@ -38,6 +40,7 @@ class NodeReport:
     nodes: int
     ranks: tuple[RankPace, ...]
     hang: tuple[HangState, ...] = ()
+    members: Any = ()
 
 
 def encoded(report: NodeReport) -> bytes:
@@ -45,7 +48,8 @@ def encoded(report: NodeReport) -> bytes:
     ranks = [asdict(pace) for pace in report.ranks]
     content = {"version": _VERSION, "writer": report.writer, "sequence": report.sequence, "nodes": report.nodes}
     hang = {"hang": to_rows(report.hang)} if report.hang else {}
-    return json.dumps(content | {"ranks": ranks} | hang, separators=(",", ":")).encode()
+    members = {"members": report.members} if report.members else {}
+    return json.dumps(content | {"ranks": ranks} | hang | members, separators=(",", ":")).encode()
 
 
 def decoded(content: bytes) -> NodeReport | None:
@@ -56,6 +60,7 @@ def decoded(content: bytes) -> NodeReport | None:
             return None
         ranks = tuple(pace_from(pace) for pace in found["ranks"])
         hang = from_rows(found.get("hang", ()))
-        return NodeReport(str(found["writer"]), int(found["sequence"]), int(found["nodes"]), ranks, hang)
+        writer, sequence, nodes = str(found["writer"]), int(found["sequence"]), int(found["nodes"])
+        return NodeReport(writer, sequence, nodes, ranks, hang, found.get("members", ()))
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None

@@ -15,7 +15,7 @@ from telemetry.report.attempts import FAILED, FINISHED, KILLED, RUNNING, attempt
 from telemetry.report.checkpoint_interval import Experience
 from telemetry.report.oom_evidence import counter_now, oom_end
 from telemetry.report.resumption import ASSUMED, Course, courses_of
-from telemetry.report.stuck_time import BEGINNING, KEPT, LOST_STEPS, REPLAYED, loop_parts
+from telemetry.report.stuck_time import BEGINNING, KEPT, LOST_STEPS, REPLAYED, loop_parts, stuck_in_phases
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -178,6 +178,7 @@ def _of_life(life: Life, course: Course, length: float) -> dict[str, float]:
     if course.attempt.number == 0 and not course.resumed:
         restore = 0.0  # the run begins: what it loads is no checkpoint of its own
     parts, stuck = loop_parts(life, course)
+    stuck_phases = stuck_in_phases(life)
     redone = parts[LOST_STEPS, DATA_WAIT] + parts[LOST_STEPS, COMPUTE]
     begun = life.begin - course.attempt.begin + (life.agent - life.begin) + parts[BEGINNING, DATA_WAIT]
     seconds = {
@@ -187,9 +188,9 @@ def _of_life(life: Life, course: Course, length: float) -> dict[str, float]:
         REPLAY: parts[REPLAYED, DATA_WAIT] + parts[REPLAYED, COMPUTE] + (redone if course.in_replay else 0.0),
         STARTUP: begun + max(0.0, spent.get(STARTUP, 0.0) - restore),
         DATA_WAIT: parts[KEPT, DATA_WAIT],
-        EVALUATION: spent.get(EVALUATION, 0.0),
-        CHECKPOINT: spent.get(CHECKPOINT, 0.0),
-        STUCK: stuck,
+        EVALUATION: spent.get(EVALUATION, 0.0) - stuck_phases[EVALUATION],
+        CHECKPOINT: spent.get(CHECKPOINT, 0.0) - stuck_phases[CHECKPOINT],
+        STUCK: stuck + sum(stuck_phases.values()),
         OTHER: spent.get(OTHER, 0.0),
     }
     # A rank that has ended waits for the others to end. It is down, unless its work was done.

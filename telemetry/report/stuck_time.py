@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from telemetry.core.labels import COMPUTE, DATA_WAIT
+from telemetry.core.labels import CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION
 from telemetry.report.attempts import FINISHED, RUNNING, unix
 from telemetry.report.progress_points import Point
 from telemetry.report.resumption import first_point, last_point
@@ -18,6 +18,8 @@ BEGINNING: Final = "beginning"
 REPLAYED: Final = "replayed"
 KEPT: Final = "kept"
 LOST_STEPS: Final = "lost"
+
+_PHASES: Final = (EVALUATION, CHECKPOINT)
 
 Part = tuple[str, str]
 """The wait for the first batch (`BEGINNING`), the replay, the steps that were kept and those that were lost; and of
@@ -82,6 +84,8 @@ def loop_parts(life: Life, course: Course) -> tuple[dict[Part, float], float]:
     }
     total = 0.0
     for stuck in stuck_of(life.log):
+        if stuck.category in _PHASES:
+            continue
         left, there = stuck.seconds(life.end), _place(stuck, life, course, cut, end)
         # A tick knows late that the run goes on: then the part may be shorter.
         for part in sorted(parts, key=lambda part: (part[0] != there, part[1] != stuck.category)):
@@ -90,6 +94,16 @@ def loop_parts(life: Life, course: Course) -> tuple[dict[Part, float], float]:
             total += taken
             left -= taken
     return parts, total
+
+
+def stuck_in_phases(life: Life) -> dict[str, float]:
+    """How long a process was stuck in evaluations and in checkpoints, of the time in them."""
+    spent = life.totals.get("ledger_total_seconds", {})
+    stuck = dict.fromkeys(_PHASES, 0.0)
+    for each in stuck_of(life.log):
+        if each.category in stuck:
+            stuck[each.category] += each.seconds(life.end)
+    return {phase: min(seconds, spent.get(phase, 0.0)) for phase, seconds in stuck.items()}
 
 
 def _cut(life: Life, course: Course, first: Point, end: Point) -> Point:

@@ -18,14 +18,14 @@ class Trial:
 
     Attributes:
         way: what was done. ``truth``: to which rank, on which node.
-        right: whether the verdict is right. ``seconds``: from what was done to the verdict.
+        right: whether the verdict is right. ``seconds``: from what was done to the verdict; None where there is to be none.
         said: the verdict, or what there was instead of one.
     """
 
     way: str
     truth: str
     right: bool
-    seconds: float
+    seconds: float | None
     said: str
 
 
@@ -46,14 +46,15 @@ class Campaign:
     def add(self, trial: Trial) -> None:
         self.trials.append(trial)
         mark = "" if trial.right else "  <-- WRONG"
-        print(f"{trial.way:16} {trial.truth:24} {trial.seconds:6.1f} s  {trial.said}{mark}", flush=True)
+        seconds = "" if trial.seconds is None else f"{trial.seconds:.1f} s"
+        print(f"{trial.way:16} {trial.truth:24} {seconds:>8}  {trial.said}{mark}", flush=True)
 
     def result(self) -> dict[str, Any]:
         """The counts, in all and by way, and every trial."""
         ways = {}
         for way in dict.fromkeys(trial.way for trial in self.trials):
             some = [trial for trial in self.trials if trial.way == way]
-            longest = round(max(trial.seconds for trial in some), 1)
+            longest = max((trial.seconds for trial in some if trial.seconds is not None), default=None)
             ways[way] = {"right": sum(trial.right for trial in some), "of": len(some), "longest_seconds": longest}
         return {
             "machine": self._machine,
@@ -78,7 +79,7 @@ class Campaign:
             "| what | right | longest time to the verdict, s |",
             "|---|---|---|",
             *(
-                f"| {way} | {found['right']} of {found['of']} | {found['longest_seconds']} |"
+                f"| {way} | {found['right']} of {found['of']} | {_or_none(found['longest_seconds'])} |"
                 for way, found in result["ways"].items()
             ),
             "",
@@ -94,3 +95,7 @@ class Campaign:
         paths[0].write_text(json.dumps(self.result(), indent=1) + "\n", encoding="utf-8")
         paths[1].write_text(self.page(), encoding="utf-8")
         return paths
+
+
+def _or_none(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds:.1f}"

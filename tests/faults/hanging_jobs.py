@@ -28,6 +28,7 @@ JOB = """
     import torch
     import torch.distributed as dist
     from telemetry.agent import job_hang, job_link
+    from telemetry.job import exchange
     from torch.utils.data import DataLoader, Dataset
 
     rank, world, odd, what = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
@@ -53,6 +54,18 @@ JOB = """
             return index
 
 
+    class Storage:
+        def write(self, data):
+            os.read(reading, 1)  # the checkpoint
+
+        def flush(self):
+            pass
+
+
+    def save():
+        torch.save({}, Storage(), _use_new_zipfile_serialization=False)
+
+
     def in_the_step():
         say("reached")
         if what in {"compute", "ddp"}:
@@ -60,14 +73,11 @@ JOB = """
         elif what == "lock":
             lock.acquire()  # the lock
         elif what == "checkpoint":
-            class Storage:
-                def write(self, data):
-                    os.read(reading, 1)  # the checkpoint
-
-                def flush(self):
-                    pass
-
-            torch.save({}, Storage(), _use_new_zipfile_serialization=False)
+            save()
+        elif what == "evaluation":
+            with torch.no_grad():
+                for _ in DataLoader(range(4), batch_size=1):
+                    os.read(reading, 1)  # the evaluation
         elif what == "order":
             dist.broadcast(torch.ones(3), 0)  # the other collective
         elif what == "gil":
@@ -100,6 +110,7 @@ JOB = """
     QUIET = {"evaluate", "one_evaluates", "compile", "debugger", "slow"}
     job_link.CYCLE_SECONDS = job_link._SETTLE_SECONDS = 0.5
     job_hang._PATIENCE_SECONDS = 6.0
+    exchange._ALIVE_SECONDS, exchange._LOST_SECONDS = 4.5, 6.0
     sys.path.insert(0, sys.argv[5] + "/site-packages/torch/distributed")
     import unnoticed
 
@@ -108,10 +119,13 @@ JOB = """
                     stuck_seconds=float(sys.argv[6]), stall_window_seconds=600)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2)) if what == "ddp" else None
     for batch in DataLoader(Numbers(), batch_size=1, num_workers=int(what == "worker")):
-        if int(batch) == AT and mine and what not in {"fetch", "worker", "left", "barrier", *QUIET}:
+        if int(batch) == AT and mine and what not in {"fetch", "worker", "left", "barrier", "all_save", *QUIET}:
             in_the_step()
         if what in QUIET:
             quiet(int(batch))
+        if int(batch) == AT and what == "all_save":
+            say("reached")
+            save()
         if int(batch) == AT and what in {"signal", "end"}:
             unnoticed.all_reduce()  # the unnoticed collective
         if int(batch) == AT and what == "worker" and not mine:
@@ -120,7 +134,7 @@ JOB = """
             model(torch.ones(1, 2)).sum().backward()
         else:
             dist.all_reduce(torch.ones(4, 8))  # the collective
-        time.sleep(0.002)
+        time.sleep(float(os.environ.get("PAUSE", "0.002")))
     if mine and what == "left":
         say("reached")
         sys.stdin.readline()  # after the loop

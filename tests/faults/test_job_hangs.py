@@ -22,6 +22,7 @@ STANDING = [
     ("compute", "compute", "the compute", "in a step"),
     ("lock", "compute", "the lock", "in a step, waiting for a lock"),
     ("checkpoint", "phase", "the checkpoint", "in a checkpoint"),
+    ("evaluation", "phase", "the evaluation", "in an evaluation"),
     ("left", "rank_left", "after the loop", "out of its training loop, after 12 steps"),
     ("barrier", "rank_left", "after the loop, in a barrier", "out of its training loop, after 12 steps, waiting for"),
 ]
@@ -40,6 +41,27 @@ def test_the_rank_that_stands_elsewhere_is_named_with_its_line(tmp_path, what, k
     assert waiting["ranks"] == [[0, 0], [2, 2]]
     assert waiting["collective"] == "all_reduce"
     assert said["verdict"].startswith("ranks 0, 2 have waited in all_reduce #")
+
+
+def test_all_ranks_in_a_checkpoint_that_does_not_go_on(tmp_path):
+    with HangingJob(tmp_path, "all_save", odd=1, nodes=ONE_NODE) as job:
+        job.reached()
+        said = job.verdict("phase")
+    assert [(suspect["rank"], suspect["doing"]) for suspect in said["suspects"]] == [
+        (rank, "in a checkpoint") for rank in range(3)
+    ]
+    assert said["suspects"][0]["where"] == f"train.py:{line_of('the checkpoint')} (write)"
+    assert said["waiting"] == []
+
+
+def test_a_node_whose_ranks_are_all_killed_is_named(tmp_path):
+    with HangingJob(tmp_path, "signal", odd=2, nodes=("n1", "n1", "n2", "n2"), AT="25", PAUSE="0.1") as job:
+        job.reached()
+        for rank in (2, 3):
+            job.send(signal.SIGKILL, rank)
+        said = job.verdict("rank_gone")
+    assert [(suspect["rank"], suspect["node"]) for suspect in said["suspects"]] == [(2, "n2"), (3, "n2")]
+    assert said["waiting"][0]["ranks"] == [[0, 1]]
 
 
 def test_the_worker_in_a_fetch_is_named_with_its_line(tmp_path):
