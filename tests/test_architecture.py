@@ -229,3 +229,39 @@ def test_nothing_is_printed_or_registered_where_training_runs():
                         path,
                         name,
                     )
+
+
+OWN_GENERATORS = {
+    "random": {"Random", "SystemRandom"},
+    "numpy.random": {"Generator", "default_rng"},
+    "torch.random": set(),
+}
+"""What a file may use of a module that also has a global generator: what makes a generator of one's own."""
+TORCH_DRAWS = {"bernoulli", "manual_seed", "multinomial", "normal", "rand", "randint", "randn", "randperm", "seed"}
+
+
+TRAINS = PACKAGE / "demo" / "train.py"
+"""A training script itself."""
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if p != TRAINS], ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_no_random_number_of_the_training_is_drawn(path):
+    """The training must draw the same numbers as without the agent."""
+    called = {}  # the full name of each module or object that is imported, by what the file calls it
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.Import):
+            for each in node.names:
+                first = each.name.split(".")[0]
+                called[each.asname or first] = each.name if each.asname else first
+        elif isinstance(node, ast.ImportFrom):
+            called |= {each.asname or each.name: f"{node.module}.{each.name}" for each in node.names}
+    used = set(called.values())
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.Attribute):
+            first, *rest = ast.unparse(node).split(".")
+            if first in called:
+                used.add(".".join([called[first], *rest]))
+    for module, allowed in OWN_GENERATORS.items():
+        drawn = {name.removeprefix(f"{module}.").split(".")[0] for name in used if name.startswith(f"{module}.")}
+        assert drawn <= allowed, module
+    assert not used & {f"torch.{name}" for name in TORCH_DRAWS}

@@ -245,3 +245,41 @@ def test_reading_one_ahead_is_counted_once(observed):
     assert len(observed.steps) == 12
     assert again - once >= 6 * 0.005e9
     assert observed.tracker.requests_elsewhere == 0
+
+
+class AroundALoader:
+    """Like timm's: a plain object whose generator reads ``self.loader`` one batch ahead, on the training thread."""
+
+    def __init__(self, loader: DataLoader) -> None:
+        self.loader = loader
+
+    def __iter__(self):
+        ahead = None
+        for batch in self.loader:
+            if ahead is not None:
+                yield ahead
+            ahead = batch.float()
+        yield ahead
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_prefetcher_around_a_loader_is_seen(observed, workers):
+    loader = AroundALoader(DataLoader(Numbers(12, 0.005), batch_size=2, num_workers=workers))
+    for epoch in range(1, 3):
+        assert [batch.tolist()[0] for batch in loader] == list(range(0, 12, 2))
+        ledger = observed.read()
+        assert len(observed.steps) == len(loader) * epoch
+    assert observed.waited_for == ("workers" if workers else "training_thread")
+    if not workers:
+        assert ledger.ns[DATA_WAIT] >= 2 * 12 * 0.005e9
+
+
+def test_evaluation_through_a_prefetcher_is_evaluation(observed):
+    with torch.no_grad():
+        list(AroundALoader(DataLoader(Numbers(4, 0.005), batch_size=2)))
+    ledger = observed.read()
+    assert ledger.ns[EVALUATION] >= 4 * 0.005e9
+    assert not observed.steps

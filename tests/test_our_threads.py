@@ -15,44 +15,76 @@ import pytest
 from telemetry.collect.stack_capture import all_stacks
 from telemetry.collect.thread_sampler import ThreadSampler
 from telemetry.core.stacks import stack_of
+from tests.faults.processes import HANG
 
 ROOT = Path(__file__).parents[1]
 
 WATCHED = """
-import os, sys, threading, urllib.request
+import io, os, socket, sys, threading, time, urllib.request
 from importlib.abc import MetaPathFinder
 
-class Watch(MetaPathFinder):
-    seen = []
+seen = os.open(sys.argv[1] + "/imports", os.O_WRONLY | os.O_CREAT | os.O_APPEND)  # workers write into it, too
 
+
+class Watch(MetaPathFinder):
     def find_spec(self, name, path, target=None):
         thread = threading.current_thread().name
         if thread.startswith("telemetry-"):
-            self.seen.append((thread, name))
+            os.write(seen, f"{thread} {name}\\n".encode())
         return None
 
-sys.meta_path.insert(0, Watch())
-import telemetry
 
-agent = telemetry.start(sys.argv[1], port=0, interval_seconds=0.1, log_interval_seconds=0.2, start_line=False)
-agent._collectors._nvml._thread.join()  # there is no GPU, or it is a fake one that ends
-for _ in range(3):
-    urllib.request.urlopen(agent.metrics_url, timeout=10).read()
-    before = agent.accounting.ledger.at_ns
-    while agent.accounting.ledger.at_ns == before:
-        pass
+sys.meta_path.insert(0, Watch())
+import torch
+import telemetry
+from torch.utils.data import DataLoader, Dataset
+
+
+class Slow(Dataset):
+    def __len__(self):
+        return 60
+
+    def __getitem__(self, index):
+        time.sleep(0.01)
+        return torch.ones(4)
+
+
+stalled = threading.Event()
+agent = telemetry.start(
+    sys.argv[1] + "/run", port=0, host=socket.gethostname(), interval_seconds=0.1, log_interval_seconds=0.2,
+    stall_window_seconds=1, start_line=False, on_stall=lambda stall: stalled.set(),
+)
+started = {thread.name for thread in threading.enumerate()}
+layer = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+epochs = 0
+while epochs < 100 and not (stalled.is_set() and agent.snapshots.counts["recorded"]):
+    epochs += 1
+    telemetry.request_snapshot(steps=2)
+    for batch in DataLoader(Slow(), 2, num_workers=1):
+        layer(batch).sum().backward()
+        optimizer.step()
+        started |= {thread.name for thread in threading.enumerate()}
+    torch.save(layer.state_dict(), io.BytesIO())
+    with torch.no_grad():
+        for batch in DataLoader(Slow(), 20):
+            layer(batch)
+    if agent.metrics_url:
+        urllib.request.urlopen(agent.metrics_url, timeout=10).read()
+assert agent.snapshots.counts["recorded"] and stalled.is_set(), (agent.snapshots.counts, epochs)
 telemetry.stop()
-print(*Watch.seen)
+print(*sorted(name for name in started if name.startswith("telemetry-")))
 """
 
 
 def test_our_threads_import_nothing(tmp_path):
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    code = WATCHED if not os.path.exists("/dev/nvidiactl") else WATCHED.replace("._thread.join()", "")
-    arguments = [sys.executable, "-c", code, str(tmp_path)]
-    done = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=120)
+    """In a training with workers, a stall, a snapshot, checkpoints, evaluations, and a host that is a name."""
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "TELEMETRY_END_LINE": "off"}
+    arguments = [sys.executable, "-c", WATCHED, str(tmp_path)]
+    done = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=HANG)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == ""
+    assert (tmp_path / "imports").read_text() == ""
+    assert {"telemetry-agent", "telemetry-export"} <= set(done.stdout.split()), "these had something to do"
 
 
 class Batch:

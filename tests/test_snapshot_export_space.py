@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import threading
 from pathlib import Path
 
@@ -138,6 +139,25 @@ def test_waiting_for_other_exports_times_out(tmp_path, free, monkeypatch):
     (tmp_path / "run" / "snapshots" / f".claim-{MIB}-12345-other-8-5-ns1").touch()  # another node's, of the same disk
     with pytest.raises(StoreError, match="1 of them reserved by others"):
         make(tmp_path).publish(Trace(), "request-step5", "rank-1.gz")
+
+
+def test_waiting_for_other_exports_draws_no_random_number_of_the_script(tmp_path, free, monkeypatch):
+    """The script may have seeded ``random``. What it draws next must not depend on a snapshot."""
+    free(export_space.MIN_FREE_BYTES + 2 * MIB)
+    make(tmp_path).snapshots.mkdir(parents=True, mode=0o700)
+    other = make(tmp_path).snapshots / f".claim-{MIB}-12345-node-8-5-ns1"
+    other.touch()
+    pauses: list[float] = []
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        other.unlink()
+
+    monkeypatch.setattr(export_space.time, "sleep", pause)
+    before = random.getstate()
+    make(tmp_path).publish(Trace(), "request-step5", "rank-0.gz")
+    assert len(pauses) == 1
+    assert random.getstate() == before
 
 
 def test_reservations_need_no_shared_folder(tmp_path, free):

@@ -21,6 +21,7 @@ from telemetry.snapshot import protocol as p
 from telemetry.snapshot.capture import Capture
 from telemetry.snapshot.export_owner import LocalProcesses
 from telemetry.snapshot.export_thread import ExportThread
+from telemetry.snapshot.leftovers import start_sweep
 from telemetry.snapshot.manifest import add_to_manifest
 from telemetry.snapshot.private_folder import close_in_child, open_folder
 from telemetry.snapshot.rendezvous import Position, Rendezvous
@@ -128,7 +129,7 @@ class SnapshotControl:
     # -- life --------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Make the folder, and remove what ended processes have left: there, and in /dev/shm by earlier versions.
+        """Make the folder, and remove what ended processes have left: there, in other runs' folders and in /dev/shm.
 
         Raises:
             OSError: a folder cannot be used. If it is the run's own, there will be no snapshots.
@@ -139,6 +140,7 @@ class SnapshotControl:
                     self._usable = True
         finally:
             sweep((self._folder, self._store.shared), self._store.is_gone)
+            start_sweep(board_root(), self._store.is_gone, self._errors)
 
     def adopt(self, identity: Identity) -> None:
         """Use another rank: the rank of this process has become known or has changed. Called on the agent thread."""

@@ -24,9 +24,10 @@ if TYPE_CHECKING:
 
 _NOT_PASSED_ON: Final = frozenset(dir(Wrapper)) - {"__lt__", "__le__", "__gt__", "__ge__", "__getstate__"} | {
     *("__class_getitem__", "__copy__", "__deepcopy__", "__del__", "__dict__", "__get__", "__set__", "__delete__"),
-    *("__getattr__", "__iter__", "__next__", "__set_name__", "__torch_function__", "__instancecheck__"),
+    *("__getattr__", "__iter__", "__next__", "__set_name__", "__instancecheck__"),
+    *("__array_function__", "__array_ufunc__", "__torch_function__"),
 }
-"""Special methods that every wrapper defines itself, or that Python uses when it makes a class."""
+"""Special methods that wrappers define themselves, or that Python uses when it makes a class."""
 
 _ARITHMETIC: Final = (
     *("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "divmod", "pow"),
@@ -191,6 +192,7 @@ def _make_class(kind: type) -> type[Watched]:
         members["__radd__"] = _added_to
     if "__next__" in special:
         members["__next__"] = _next
+    members |= {name: special[name] and method for name, method in _OF_ARRAYS.items() if name in special}
     members["__hash__"] = Watched.__hash__ if callable(kind.__hash__) else None
     members |= {
         "__slots__": (),
@@ -209,6 +211,48 @@ def _added_to(self: Watched, other: Any) -> Any:
     be timed. So a list is not added here, and ``[0] + watched`` is a TypeError.
     """
     return NotImplemented if hasattr(type(other), "__iadd__") else other + self._telemetry_object
+
+
+def _array_ufunc(_self: Watched, function: Any, method: str, *args: Any, **kwargs: Any) -> Any:
+    """A function of numpy that works item by item, such as ``np.add``."""
+    return getattr(function, method)(*_unwrapped_all(args), **_unwrapped_all(kwargs))
+
+
+def _array_function(
+    _self: Watched, function: Callable[..., Any], _types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Any other function of numpy, such as ``np.concatenate``."""
+    return function(*_unwrapped_all(args), **_unwrapped_all(kwargs))
+
+
+def _torch_function(
+    _kind: type, function: Callable[..., Any], _types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+) -> Any:
+    """A function of torch, such as ``torch.add``."""
+    return function(*_unwrapped_all(args), **_unwrapped_all(kwargs or {}))
+
+
+_OF_ARRAYS: Final = {
+    "__array_function__": _array_function,
+    "__array_ufunc__": _array_ufunc,
+    "__torch_function__": classmethod(_torch_function),
+}
+"""What numpy and torch call for an argument that is not quite an array or a tensor. None in a class means never."""
+
+
+def _unwrapped_all(value: Any) -> Any:
+    """The objects inside the wrappers of a function's arguments, also in lists, tuples and dictionaries."""
+    kind = type(value)
+    if issubclass(kind, Wrapper):
+        return value._telemetry_object
+    if kind is dict:
+        return {name: _unwrapped_all(each) for name, each in value.items()}
+    for plain in (list, tuple):
+        if issubclass(kind, plain):
+            items = plain(map(_unwrapped_all, value))
+            # A subclass, such as a named tuple, is kept if nothing in it was wrapped.
+            return items if any(map(operator.is_not, items, value)) else value
+    return value
 
 
 def _is_special(name: str) -> bool:

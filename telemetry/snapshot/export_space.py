@@ -3,8 +3,9 @@
 torch writes a whole trace before its size is known, and many ranks export at the same moment. So an export first
 reserves the most space that it can need, and starts only if all reservations together leave `MIN_FREE_BYTES`.
 
-A reservation is an empty file. Its name tells the bytes, the device and the owner. It is in two places: beside the
-snapshots, where the ranks of all nodes see it, and in a folder of this machine, where the user's other runs see it.
+A reservation is a file. Its name tells the bytes, the device and the owner. It is in two places: beside the snapshots,
+where the ranks of all nodes see it, and in a folder of this machine, where the user's other runs see it. There it
+contains the path of the snapshots, so that other runs can remove what a killed export has left (`leftovers`).
 """
 
 from __future__ import annotations
@@ -88,6 +89,7 @@ class ExportSpace:
         """
         deadline = now_ns() + int(_WAIT_SECONDS * NS)
         name = Reservation(size, self.snapshots.stat().st_dev, self.owner).name
+        ours = random.Random()  # noqa: S311 - of our own: the training's must give what it gives without us
         try:
             while True:
                 self._write(name)  # before the others' are read: of two processes at once, one sees both
@@ -98,7 +100,7 @@ class ExportSpace:
                 if size + MIN_FREE_BYTES > free + others or now_ns() > deadline:
                     raise NoSpaceError(_no_space(size, free, others))
                 self._remove(name)
-                time.sleep(_PAUSE_SECONDS * (0.5 + random.random()))  # noqa: S311 - so that two do not collide again
+                time.sleep(_PAUSE_SECONDS * (0.5 + ours.random()))  # so that two do not collide again
             yield
         finally:
             self._remove(name)
@@ -109,7 +111,7 @@ class ExportSpace:
         if self.shared is not None:
             try:
                 with open_folder(self.shared, make=True) as folder:
-                    _touch(folder, name)
+                    _touch(folder, name, os.fsencode(self.snapshots.absolute()))
             except OSError:
                 pass  # it is full or not ours: the ranks of this run still see each other
 
@@ -141,9 +143,22 @@ class ExportSpace:
         return sum(found.values())
 
 
-def _touch(folder: Folder, name: str) -> None:
+def _touch(folder: Folder, name: str, content: bytes = b"") -> None:
     folder.remove(name)  # our own, if it could not be removed before
-    folder.close(folder.create(name))
+    file = folder.create(name)
+    try:
+        os.write(file, content)
+    finally:
+        folder.close(file)
+
+
+def destination(folder: Folder, name: str) -> Path | None:
+    """The folder that a reservation names; None if it names none, as those of earlier versions."""
+    try:
+        content = folder.read(name)
+    except OSError:
+        return None
+    return Path(os.fsdecode(content)) if content.startswith(b"/") and b"\0" not in content else None
 
 
 def age_seconds(dir_fd: int, name: str) -> float:

@@ -61,7 +61,7 @@ class RecordedTrace:
         events = self._profiler.profiler.kineto_results.events()
         held = (now_ns() - start) / NS
         names = sum(len(event.name()) for event in events)
-        least = len(events) * _MIN_PER_EVENT + names
+        least = len(events) * _MIN_PER_EVENT  # Kineto leaves out a name with characters that it cannot write
         return least, _MAX_WITHOUT_EVENTS + len(events) * self._max_per_event + 2 * names, held
 
     def save(self, path: Path) -> float:

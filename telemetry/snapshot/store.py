@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Final
 from telemetry.core.clock import NS, now_ns
 from telemetry.core.filesystem import raised
 from telemetry.snapshot import protocol as p
-from telemetry.snapshot.export_space import ExportSpace, NoSpaceError, Reservation, age_seconds
+from telemetry.snapshot.export_space import ExportSpace, NoSpaceError, Reservation, age_seconds, destination
 from telemetry.snapshot.private_folder import Folder, open_folder
 
 if TYPE_CHECKING:
@@ -294,6 +294,8 @@ def _probe_disk(work: Folder) -> None:
 def sweep(roots: Iterable[Path | None], is_gone: Callable[[str, float], bool]) -> int:
     """Remove unfinished exports and reservations of processes that have ended. Returns how many.
 
+    A reservation that names another run's folder stays for `leftovers`.
+
     Args:
         roots: the folders to search: the run's, and the machine's, where earlier versions saved.
         is_gone: whether the process of an owner has certainly ended, given the seconds since it wrote its file.
@@ -301,7 +303,7 @@ def sweep(roots: Iterable[Path | None], is_gone: Callable[[str, float], bool]) -
     Raises:
         OSError: a folder does not belong to this user alone; the others are swept nevertheless.
     """
-    removed, failed = 0, None
+    removed, failed, roots = 0, None, list(roots)
     for root in roots:
         if root is None or not root.exists():
             continue
@@ -313,6 +315,8 @@ def sweep(roots: Iterable[Path | None], is_gone: Callable[[str, float], bool]) -
                     if name.startswith(PARTIAL):
                         owner = name.removeprefix(PARTIAL)
                     if owner and is_gone(owner, age_seconds(folder.fd, name)):
+                        if reservation and destination(folder, name) not in (None, *roots):
+                            continue
                         folder.remove(name)
                         removed += 1
         except OSError as error:

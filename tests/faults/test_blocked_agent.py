@@ -1,4 +1,4 @@
-"""The agent's thread hangs, in a callback, a file system or a resolver, while the ring overflows.
+"""The agent's thread hangs, in a callback, a file system or a resolver, while the ring overflows; once for 20 s.
 
 The script measures its own times. Although spans are dropped, no counter decreases, each step is counted once, and the
 ledger equals the script's own measurement.
@@ -32,9 +32,23 @@ HANGS = """
             return original(*args, **more)
         return call
 
+    def resolving(original):
+        def call(host, *args, **more):
+            if threading.current_thread().name != "telemetry-resolver":
+                return original(host, *args, **more)
+            hang()
+            return original("127.0.0.1", *args, **more)
+        return call
+
     def prepare(what):
         if what == "file system":
             os.write = hanging_on_the_agent_thread(os.write)
+        elif what == "all files":
+            for name in ("open", "stat", "rename", "replace", "write"):
+                setattr(os, name, hanging_on_the_agent_thread(getattr(os, name)))
+        elif what == "named host":
+            socket.getaddrinfo = resolving(socket.getaddrinfo)
+            return {"host": "a-name.invalid"}
         elif what == "resolver":
             socket.getaddrinfo = hanging_on_the_agent_thread(socket.getaddrinfo)
             socket.socket.bind = hanging_on_the_agent_thread(socket.socket.bind)
@@ -46,6 +60,8 @@ HANGS = """
 
     def begin(what, agent):
         "From now on the agent hangs, or will as soon as it gets there."
+        if what == "named host":
+            return  # that hangs from the start
         release.clear()
         hanging.clear()
         armed.set()
@@ -150,16 +166,18 @@ SCRIPT = """
 
     agent._node.publish = publishing
     epoch(50)
-    for _ in range(2 if what != "callback" else 1):
+    for _ in range(2 if what in {"file system", "resolver"} else 1):
         begin(what, agent)
         while not hanging.is_set():
             epoch(20)
         mark = len(published)
-        for _ in range(3):
+        since, rounds = time.monotonic(), 0
+        while rounds < 3 or (what == "all files" and time.monotonic() < since + 20):
             epoch(BATCHES)
             evaluate()
             save()
-        tries = 300 if what == "callback" else 0
+            rounds += 1
+        tries = 300 if what in {"callback", "named host"} else 0
         while len(published) < mark + 3 and tries:
             tries -= 1
             epoch(20)
@@ -167,12 +185,18 @@ SCRIPT = """
         end()
         evaluate()
         epoch(60)
+        tries = 300
+        while agent.metrics_url is None and tries:
+            tries -= 1
+            epoch(20)
+    served = agent.metrics_url is not None
     dropped = agent.tracker.ring.dropped
     switch("other")
     telemetry.stop()
     with open("results.json", "w") as file:
         seconds = {k: v / 1e9 for k, v in spent.items()}
-        json.dump([steps, dropped, went_on, seconds, published, agent.errors.counts, waited_for_a_core()], file)
+        errors = agent.errors.counts
+        json.dump([steps, dropped, went_on, served, seconds, published, errors, waited_for_a_core()], file)
     """
 
 
@@ -194,15 +218,23 @@ def value(samples: dict, name: str, **labels: str) -> float:
 
 @pytest.mark.parametrize(
     ("what", "steps_are"),
-    [("file system", "batches"), ("file system", "step"), ("resolver", "batches"), ("callback", "step")],
+    [
+        ("all files", "batches"),
+        ("file system", "batches"),
+        ("file system", "step"),
+        ("resolver", "batches"),
+        ("named host", "batches"),
+        ("callback", "step"),
+    ],
 )
 def test_an_agent_that_hangs_loses_no_second_and_no_step(tmp_path, what, steps_are):
     write(tmp_path, "hangs.py", HANGS)
     run_script(SCRIPT, tmp_path, what, steps_are, json.dumps(QUIET))
-    steps, dropped, went_on, spent, published, errors, without_core = results(tmp_path)
+    steps, dropped, went_on, served, spent, published, errors, without_core = results(tmp_path)
     assert not set(errors) - {"on_stall", "endpoint"}
-    if what == "callback":
-        assert went_on, "a callback holds nothing up"
+    assert served, "once it hangs no more"
+    if what in {"callback", "named host"}:
+        assert went_on, "neither a callback nor a resolver holds the agent up"
     else:
         assert dropped, "the ring was to overflow"
 
@@ -232,7 +264,7 @@ def test_an_agent_that_hangs_loses_no_second_and_no_step(tmp_path, what, steps_a
     assert lines[-1]["steps_total"] == steps
 
 
-@pytest.mark.parametrize("what", ["file system", "resolver", "callback"])
+@pytest.mark.parametrize("what", ["all files", "file system", "resolver", "named host", "callback"])
 def test_a_run_ends_while_its_agent_hangs(tmp_path, what):
     """``stop`` returns in bounded time, and the process does not wait for the agent's threads."""
     write(tmp_path, "hangs.py", HANGS)

@@ -60,6 +60,29 @@ def test_a_kill_at_any_stage_publishes_only_complete_files(tmp_path, stage):
     assert again.stderr == ""
 
 
+def test_another_run_removes_what_a_kill_has_left(tmp_path):
+    """While torch saves, the raw trace has a name. Nobody may ever start in that run folder again."""
+    write(tmp_path, "loop.py", LOOP)
+    script = write(tmp_path, "killed.py", KILLED)
+    env = environment(TMPDIR=str(tmp_path))
+    assert python(script, "saving", cwd=tmp_path, env=env).returncode == -9
+    assert list(tmp_path.glob("run/snapshots/.partial-*/trace.json"))
+    done = run_script(
+        """
+        import threading, telemetry
+        telemetry.start("another-run", start_line=False)
+        for thread in threading.enumerate():
+            if thread.name == "telemetry-sweep":
+                thread.join()
+        telemetry.stop()
+        """,
+        tmp_path,
+        env=env,
+    )
+    assert not list(tmp_path.glob("run/snapshots/.partial-*"))
+    assert done.stderr == ""
+
+
 FULL = """
 import json, os
 from pathlib import Path

@@ -5,12 +5,18 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import urllib.error
 
 import pytest
 
 from faults.processes import Child, environment, events, fetch, free_port, samples, value, wait_for, write
+from telemetry.core.errors import ErrorLog
 from telemetry.publish import server_locks
+from telemetry.publish.board import Board
+from telemetry.publish.discovery import TargetFile
+from telemetry.publish.listen_address import PORTS_TRIED
+from telemetry.publish.node import NodeService
 from telemetry.publish.server_locks import LOCK_COUNT, STILL_SECONDS, ServerLocks
 
 NS = 10**9
@@ -225,6 +231,42 @@ def test_a_seat_is_taken_behind_one_that_stands_still(other, tmp_path):
     other.ask(0)
     clock.pass_(1)
     assert mine.take() is None, "it lives again"
+
+
+def test_another_rank_is_named_in_the_target_file_within_ten_seconds(tmp_path):
+    clock = Clock()
+    board = Board("r", "scope", "n", root=tmp_path / "boards")
+    board.server_locks = ServerLocks(board.path, clock)
+    targets = TargetFile(tmp_path / "targets", "r", "n")
+    port = free_port()
+    service = NodeService(board, targets, host="127.0.0.1", port=port, node="n", errors=ErrorLog(clock), mono_ns=clock)
+
+    def named() -> list[str]:
+        return json.loads(targets.path.read_text())[0]["targets"] if targets.path.exists() else []
+
+    holder = write(tmp_path, "holder.py", HOLDER)
+    with Other(holder, board.path, cwd=tmp_path) as other, socket.socket() as stopped:
+        stopped.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        stopped.bind(("127.0.0.1", port))  # the kernel goes on accepting connections for a process that is stopped
+        stopped.listen()
+        assert other.ask("take") == "0"
+        board.announce(port, 0)
+        for _ in range(20):
+            clock.pass_(1)
+            other.ask(0)
+            service.lead_if_vacant()
+            assert (service.endpoint, named()) == (None, []), "the first one lives"
+        seconds = 0
+        while service.endpoint is None and seconds < 60:
+            clock.pass_(1)
+            seconds += 1
+            service.lead_if_vacant()
+        assert seconds <= 10
+        assert service.endpoint is not None
+        assert service.endpoint.port in range(port + 1, port + PORTS_TRIED), "the next one that is free"
+        assert named() == [f"127.0.0.1:{port}", f"127.0.0.1:{service.endpoint.port}"]
+        assert steps_of(fetch(f"http://{named()[1]}/metrics")) == set()
+        service.leave()
 
 
 def test_who_stood_still_himself_waits_again(other, tmp_path):

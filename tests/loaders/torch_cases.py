@@ -93,7 +93,7 @@ def no_workers():
 
 def process_workers():
     loader = DataLoader(Numbers(), batch_size=2, num_workers=1, worker_init_fn=note)
-    return epochs(loader, 10), of(loader)
+    return epochs(loader, 60), of(loader)
 
 
 def persistent_workers():

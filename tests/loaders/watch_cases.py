@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import collections.abc
 import copy
+import io
 import itertools
 import pickle
 import threading
+from typing import NamedTuple
+
+import numpy as np
+import torch
 
 import telemetry
 from tests.loaders.observe import EPOCHS, raised
@@ -76,6 +81,59 @@ def a_list():
 
 def other_containers():
     return [everything(make) for make in (lambda: (1, 2, 3), lambda: {1: 2, 2: 3}, lambda: range(3), lambda: "abc")]
+
+
+class Pair(NamedTuple):
+    first: object
+    second: object
+
+
+def arrays():
+    def watched():
+        return telemetry.watch(np.arange(3.0))
+
+    same = watched()
+    whole = same
+    whole += 1
+    total = np.zeros(3)
+    total += watched()
+    return [
+        *([type(each).__name__, each.tolist()] for each in (watched() + np.ones(3), np.ones(3) + watched(), total)),
+        [whole is same, whole.tolist()],
+        raised(lambda: np.add(watched(), 1)),
+        raised(lambda: np.add(1, watched(), out=watched())),
+        raised(lambda: np.add(watched(), 1, where=watched() > 1, out=np.zeros(3))),
+        raised(lambda: np.add.reduce(watched())),
+        raised(lambda: np.mean(watched())),
+        raised(lambda: np.asarray(watched())),
+        raised(lambda: np.concatenate([watched(), np.ones(3)])),
+        raised(lambda: np.stack(Pair(watched(), watched()))),
+        raised(lambda: np.zeros(5)[telemetry.watch(np.array([1, 2]))]),
+    ]
+
+
+def tensors():
+    def watched():
+        return telemetry.watch(torch.arange(3.0))
+
+    same = watched()
+    whole = same
+    whole += 1
+    return [
+        *([type(each).__name__, each.tolist()] for each in (watched() + torch.ones(3), torch.ones(3) + watched())),
+        [whole is same, whole.tolist()],
+        raised(lambda: torch.add(watched(), 1)),
+        raised(lambda: torch.add(input=watched(), other=watched())),
+        raised(lambda: torch.stack([watched()])),
+        raised(lambda: torch.stack(Pair(watched(), torch.ones(3)))),
+        raised(lambda: torch.cat((watched(), watched()), dim=0)),
+        raised(lambda: torch.einsum("i,i", watched(), watched())),
+        raised(lambda: torch.nn.functional.linear(watched(), torch.ones(2, 3))),
+        raised(lambda: torch.zeros(5)[telemetry.watch(torch.tensor([1, 2]))]),
+        raised(lambda: torch.is_tensor(watched())),
+        raised(lambda: torch.utils.data.default_collate([watched(), watched()])),
+        raised(lambda: torch.save(watched(), io.BytesIO())),
+    ]
 
 
 def resetting():
@@ -206,6 +264,8 @@ CASES = {
     for case in (
         a_list,
         other_containers,
+        arrays,
+        tensors,
         resetting,
         measured,
         reiterable,

@@ -43,6 +43,7 @@ class Result:
     Attributes:
         failed: tests that failed in the run of the whole suite, and have not passed since.
         mended: tests that failed in that run, and passed when they were run again later, or now say why they cannot.
+        commit: short hash of the code in the run of the whole suite; None if it was not recorded.
     """
 
     python: str
@@ -52,6 +53,7 @@ class Result:
     failed: tuple[str, ...]
     seconds: int
     mended: tuple[str, ...] = ()
+    commit: str | None = None
 
 
 def main() -> int:
@@ -116,7 +118,7 @@ def run(python: str, torch: str, tests: list[str]) -> Result:
     inside = prepare(python, torch)
     report = environment_of(python, torch) / "junit.xml"
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TELEMETRY_")}
-    began = time.monotonic()
+    began, commit = time.monotonic(), checked_out()
     subprocess.run(
         [
             inside,
@@ -147,7 +149,15 @@ def run(python: str, torch: str, tests: list[str]) -> Result:
         skipped=len(skipped),
         failed=tuple(f"{case.get('classname')}.{case.get('name')}" for case in failed),
         seconds=round(time.monotonic() - began),
+        commit=commit,
     )
+
+
+def checked_out() -> str | None:
+    """Short hash of the commit that is checked out, with ``-dirty`` if files differ from it; None without git."""
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    found = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
+    return found.stdout.strip() or None
 
 
 def recorded(python: str, torch: str) -> Result:
@@ -194,11 +204,11 @@ def publish(result: Result) -> None:
 
 def table(rows: list[dict]) -> str:
     """The table of docs/versions.md. The names of the tests that failed are in the results file."""
-    lines = ["| Python | torch | passed | skipped | failed | passed later |", "| --- | --- | --- | --- | --- | --- |"]
+    lines = ["| Python | torch | commit | passed | skipped | failed | passed later |", f"|{' --- |' * 7}"]
     for row in rows:
         lines.append(
-            f"| {row['python']} | {row['torch']} | {row['passed']} | {row['skipped']} | {len(row['failed'])} "
-            f"| {len(row.get('mended', ()))} |"
+            f"| {row['python']} | {row['torch']} | {row.get('commit') or '-'} | {row['passed']} | {row['skipped']} "
+            f"| {len(row['failed'])} | {len(row.get('mended', ()))} |"
         )
     return "\n".join(lines) + "\n"
 
