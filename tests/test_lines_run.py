@@ -112,10 +112,11 @@ IN_EACH_STEP = {"checkpoint": save, "gc": clean_up}
 def test_a_starved_run_names_its_line(tmp_path, kind):
     batches, cause, of, line = RUNS[kind]
     agent = telemetry.start(tmp_path, port="off", interval_seconds=0.2, stall_window_seconds=2, start_line=False)
-    interval = sys.getswitchinterval()
+    interval, until = sys.getswitchinterval(), now_ns() + 120 * NS
     try:
         for number, _ in enumerate(batches()):
             IN_EACH_STEP.get(kind, int)()
+            assert now_ns() < until, "hardly a sample was taken"
             if number % 10 == 9 and samples_of(agent) > work.MIN_SAMPLES + 10:
                 break
             assert agent._line_monitor.sampler.sampling or agent._stall_monitor.active_cause or not samples_of(agent)
