@@ -1,10 +1,11 @@
 """Measures how often `telemetry compare` is wrong on a machine whose load by others changes from run to run.
 
-    python -m benchmarks.compare_loads --record FILE [--minutes 20] [--together 3]   # runs benchmarks/compare_train.py
+    python -m benchmarks.compare_loads --record FILE [--minutes 20] [--together 3] [--beside 0]
     python -m benchmarks.compare_loads FILE [--output FOLDER]
 
-The first call records runs, window by window. Beside some of them runs a program that uses a part of a core. The second
-compares all pairs of one kind of loader: of equal runs, and of runs of which one is 5 % or 10 % slower.
+The first call records runs of benchmarks/compare_train.py, window by window. Beside some of them runs a program that
+uses a part of a core; with ``--beside 0`` beside none, for calm runs on an idle machine. The second call compares all
+pairs of one kind of loader: of equal runs, and of runs of which one is 5 % or 10 % slower.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ KINDS: Final = (
 )  # fmt: skip
 """Kinds of runs, in the order in which they are recorded."""
 
-LOADS: Final = (0.0, 0.0, 0.2, 0.5, 0.8)
+LOADS: Final[tuple[float, ...]] = (0.0, 0.0, 0.2, 0.5, 0.8)
 """Parts of a core that a program beside the runs uses: one of these, drawn for each batch of runs."""
 
 CALM: Final = 0.1
@@ -60,14 +61,14 @@ while time.time() < until:
 """
 
 
-def record(file: Path, minutes: float, together: int, seconds: float) -> None:
-    """Run the script for so long, and write the windows of each run."""
+def record(file: Path, minutes: float, together: int, seconds: float, loads: Sequence[float] = LOADS) -> None:
+    """Run the script for so long, and write the windows of each run. Beside each batch of runs is one of ``loads``."""
     found, number, rng = [], 0, random.Random()
     until = time.monotonic() + 60 * minutes
     with tempfile.TemporaryDirectory() as folder:
         while time.monotonic() < until:
-            beside = rng.choice(LOADS)
-            burning = subprocess.Popen([sys.executable, "-c", BURN, str(beside), str(2 * seconds)])
+            beside = rng.choice(loads)
+            burning = subprocess.Popen(burner(beside, 2 * seconds)) if beside else None
             started = []
             for kind in (KINDS[(number + each) % len(KINDS)] for each in range(together)):
                 run_dir = Path(folder) / str(number)
@@ -76,9 +77,15 @@ def record(file: Path, minutes: float, together: int, seconds: float) -> None:
             for run_dir, kind, process in started:
                 if process.wait() == 0:
                     found.append(recorded_run(run_dir, *kind, beside))
-            burning.kill()
-            burning.wait()
+            if burning is not None:
+                burning.kill()
+                burning.wait()
     write_runs(file, machine.describe(), found)
+
+
+def burner(share: float, seconds: float) -> list[str]:
+    """The command of a program that uses a part of a core."""
+    return [sys.executable, "-c", BURN, str(share), str(seconds)]
 
 
 def command(run_dir: Path, loader: str, slower: float, seconds: float) -> list[str]:
@@ -236,11 +243,15 @@ def main() -> None:
     parser.add_argument("--record", type=Path, metavar="FILE", help="record runs into this file")
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--together", type=int, default=3, help="runs at the same time")
+    parser.add_argument(
+        "--beside", type=float, metavar="CORES", help="part of a core that a program beside each run uses"
+    )
     parser.add_argument("--seconds", type=float, default=22.0, help="length of a run")
     parser.add_argument("--output", type=Path, help="also write a .json and a .md file into this folder")
     options = parser.parse_args()
     if options.record is not None:
-        record(options.record, options.minutes, options.together, options.seconds)
+        loads = LOADS if options.beside is None else (options.beside,)
+        record(options.record, options.minutes, options.together, options.seconds, loads)
         return
     if options.file is None:
         parser.error("name a file of recorded runs, or --record")

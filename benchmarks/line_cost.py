@@ -3,13 +3,15 @@
     python -m benchmarks.line_cost
 
 One worker fetches without a pause. It is asked for samples in every second period. Its main thread does the fetches,
-and its other threads send the batches, and sample. So the CPU time of its other threads, in periods with samples less
-in those without, is the CPU time of the sampling. The time of a fetch shows what its main thread loses as well.
+and its other threads send the batches, and sample. Sending takes the same time for each batch. So the CPU time of the
+other threads, less that of as many batches in periods without samples, is the CPU time of the sampling. The time of a
+fetch shows what the main thread loses as well.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import time
@@ -99,7 +101,7 @@ def measure(kind: str, rounds: int, seconds: float) -> str:
         with_samples, sampled_fetch = period(batches, block, seconds, asked=True)
         profiles = [StackProfile.unpacked(found.content) for found in block.sampled()]
         rates.append(sum(profile.samples for profile in profiles) / ((now_ns() - began) / NS))
-        added.append(100 * (with_samples - without))
+        added.append(100 * (with_samples - without * fetch / sampled_fetch))
         longer.append(100 * (sampled_fetch / fetch - 1))
     return (
         f"| {kind} | {1e3 * fetch:.1f} | {statistics.median(rates):.0f} | {statistics.median(added):.2f} % "
@@ -130,10 +132,10 @@ def main() -> int:
         (
             f"Measured by `python -m benchmarks.line_cost` on {about['cpu']}, {about['cores']} cores shared with other "
             f"work; Python {about['python']}, torch {about['torch']}. Medians of {options.repeat} comparisons, with "
-            "the least and the most."
+            f"the least and the most. The load average was {os.getloadavg()[0]:.1f} at the start."
         ),
         "",
-        "| Fetches | ms each | samples/s | CPU of the sampling thread, share of a core | a fetch takes longer by |",
+        "| Fetches | ms each | samples/s | CPU of the sampling, share of a core | a fetch takes longer by |",
         "|---|---|---|---|---|",
     ]
     print("\n".join(lines[4:]))

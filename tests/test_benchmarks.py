@@ -1,12 +1,14 @@
 """The benchmarks' parts run and give what the report needs. Nothing here judges a time."""
 
 import json
+import sys
 from array import array
 
 import pytest
 
 from benchmarks import (
     agent_cpu,
+    compare_loads,
     instruments,
     loops,
     machine,
@@ -131,3 +133,17 @@ def test_a_fetch_in_a_worker():
     answer = worker_fetch.measure(hot_rounds=2, cold_rounds=2)
     assert answer["fetches"] == 2 * 500 + 2 * 5
     assert [len(readings) for kind in ("hot", "cold") for readings in answer[kind].values()] == [2] * 6
+
+
+@pytest.mark.parametrize(("options", "burners"), [(["--beside", "0"], []), (["--beside", "0.5"], [0.5])])
+def test_comparisons_are_recorded_beside_the_load_that_is_asked_for(tmp_path, monkeypatch, options, burners):
+    started = []
+    nothing = [sys.executable, "-c", ""]
+    monkeypatch.setattr(compare_loads, "burner", lambda share, _: (started.append(share), nothing)[1])
+    monkeypatch.setattr(compare_loads, "command", lambda *_: nothing)
+    monkeypatch.setattr(compare_loads, "recorded_run", lambda *run: {"beside": run[-1]})
+    file = tmp_path / "runs.json"
+    monkeypatch.setattr(sys, "argv", ["", "--record", str(file), "--minutes", "0.01", "--together", "1", *options])
+    compare_loads.main()
+    assert set(started) == set(burners)
+    assert {run["beside"] for run in json.loads(file.read_text())["runs"]} == {float(options[1])}

@@ -157,6 +157,23 @@ def test_gaps_are_random_and_their_mean_is_the_weight():
     assert len(set(gaps)) > 19_000
 
 
+def test_gaps_grow_until_samples_cost_less_than_1_percent(monkeypatch):
+    """Samples of 1 ms of CPU, and then of 0.01 ms."""
+    spent = iter([*range(0, 101_000_000, 1_000_000), *range(100_010_000, 2_000_000_000, 10_000)])
+    monkeypatch.setattr(sample_times.time, "thread_time_ns", lambda: next(spent))
+    times = sample_times.SampleTimes(0.01)
+    for _ in range(100):
+        times.taken()
+    mean = times.weight_ns(0, 0) / NS
+    assert 0.1 < mean < 1  # less than 1 % of a core, and not much less
+    gaps = [times.gap() for _ in range(20_000)]
+    assert sum(gaps) / len(gaps) == pytest.approx(mean, rel=0.05)
+    for _ in range(50_000):
+        times.taken()
+    assert times.weight_ns(0, 0) < NS * mean / 10  # the samples have become cheap
+    assert times.weight_ns(0, 0) >= NS / 100
+
+
 # -- on the agent thread -----------------------------------------------------------------------------------------
 
 

@@ -45,7 +45,22 @@ def test_a_packed_profile_is_the_same_when_it_is_unpacked():
     assert (back.times, back.samples, back.other_ns) == (profile.times, 100, 0)
 
 
+<<<<<<< HEAD
 def test_a_profile_that_does_not_fit_keeps_its_longest_stacks():
+=======
+def test_a_long_path_is_whole_and_is_written_once():
+    path = f"/scratch/{'experiment-with-a-long-name/' * 30}train.py"
+    stacks = [((Spot(path, n, "item", "__main__"), FETCHER), 1) for n in range(100)]
+    profile = profile_of(*stacks, ((Spot("/short/" + "x" * 5000, 1, "f", "m"),), 1))
+    packed = profile.packed(HALF_BYTES)
+    back = StackProfile.unpacked(packed)
+    assert {stack[0].file for stack in back.times} == {path, "x" * 1000}
+    assert len(back.times) == 101
+    assert packed.count(path.encode()) == 1
+
+
+def test_a_profile_that_does_not_fit_keeps_its_longest_stacks_and_all_time():
+>>>>>>> tuner
     few = [((Spot("/a.py", n, "f" * 50, "m"), FETCHER), 1) for n in range(400)]
     profile = profile_of(((ITEM, FETCHER), 50), *few)
     packed = profile.packed(4000)

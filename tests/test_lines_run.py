@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
@@ -14,10 +15,14 @@ import telemetry
 from telemetry.agent.line_monitor import LineMonitor
 from telemetry.attach.ring import S_COMPUTE, Ring
 from telemetry.attach.step_tracker import StepTracker
+from telemetry.attach.worker_block import SAMPLE_UNTIL, WorkerBlock
 from telemetry.core.clock import NS, now_ns
 from telemetry.core.errors import ErrorLog
 from telemetry.core.stack_profile import StackProfile
 from telemetry.diagnose import line_shares as work
+from telemetry.diagnose.stall_detector import Stall
+from tests.slice_cases import a_slice
+from tests.slices import gather
 
 NUMBERS = [(i * 7919) % 1000003 for i in range(100_000)]
 
@@ -63,6 +68,23 @@ def stream():
 STREAM_LINE = stream.__code__.co_firstlineno + 2
 
 
+def save():
+    with telemetry.phase("checkpoint"):
+        sorted(NUMBERS)
+
+
+SAVE_LINE = save.__code__.co_firstlineno + 2
+KEPT = [[number] for number in range(100_000)]
+
+
+def clean_up():
+    gc.collect()
+    time.sleep(0.001)
+
+
+CLEAN_LINE = clean_up.__code__.co_firstlineno + 1
+
+
 def samples_of(agent) -> int:
     """How many samples there are of the open stall."""
     own = sum(profile.samples for profile in agent._line_monitor.sampler.profiles.values())
@@ -80,16 +102,21 @@ RUNS = {
         SAMPLER_LINE,
     ),
     "watched": (lambda: telemetry.watch(stream()), "source_slow", "wait", STREAM_LINE),
+    "checkpoint": (lambda: DataLoader(Ready(), batch_size=None), "checkpoint", "checkpoint", SAVE_LINE),
+    "gc": (lambda: DataLoader(Ready(), batch_size=None), "gc_pause", "step", CLEAN_LINE),
 }
+IN_EACH_STEP = {"checkpoint": save, "gc": clean_up}
 
 
 @pytest.mark.parametrize("kind", RUNS)
 def test_a_starved_run_names_its_line(tmp_path, kind):
     batches, cause, of, line = RUNS[kind]
     agent = telemetry.start(tmp_path, port="off", interval_seconds=0.2, stall_window_seconds=2, start_line=False)
-    interval = sys.getswitchinterval()
+    interval, until = sys.getswitchinterval(), now_ns() + 120 * NS
     try:
         for number, _ in enumerate(batches()):
+            IN_EACH_STEP.get(kind, int)()
+            assert now_ns() < until, "hardly a sample was taken"
             if number % 10 == 9 and samples_of(agent) > work.MIN_SAMPLES + 10:
                 break
             assert agent._line_monitor.sampler.sampling or agent._stall_monitor.active_cause or not samples_of(agent)
@@ -152,3 +179,22 @@ def test_a_rank_that_holds_the_others_up_logs_the_lines_of_its_steps(tmp_path):
     assert fields["evidence"]["lines_of"] == "step"
     assert "of each step of rank 3 is" in fields["evidence"]["line_verdict"]
     assert not monitor.sampler.sampling
+
+
+@pytest.mark.parametrize(
+    ("cause", "kinds", "asked"), [("host_bound", {work.STEP}, False), ("uneven_batches", set(), True)]
+)
+def test_what_is_sampled_in_stalls_that_no_run_above_has(tmp_path, cause, kinds, asked):
+    """The training thread's steps if the device waits for it, and the fetches of workers if these are uneven."""
+    tracker, block = StepTracker(Ring()), WorkerBlock(1)
+    iterator = iter(DataLoader(Ready(), batch_size=None, num_workers=1))
+    tracker.sources.register(iterator, block)
+    monitor = LineMonitor(tracker, tmp_path, 1, errors=ErrorLog(), emit=lambda *_: None, rank=lambda: 0)
+    tracker.category = S_COMPUTE
+    try:
+        monitor.tick(Stall(cause, 0, {cause: 1.0}, 1.0, None, gather([a_slice()])))
+        monitor.sampler.sample(now_ns())
+        assert monitor.sampler.profiles.keys() == kinds
+        assert (block.words[SAMPLE_UNTIL] > now_ns()) == asked
+    finally:
+        monitor.close()

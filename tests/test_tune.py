@@ -7,12 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from telemetry.tune.trial_process import processes_of
 from tests.running_agent import wait_for
+from tests.tune_scripts import two_paces
 
 SCRIPTS = Path(__file__).with_name("tune_scripts")
 SHORT = ["--seconds", "1", "--warm-up", "0.3"]
@@ -87,6 +89,17 @@ def test_a_stream_gets_at_most_one_worker(results):
     found = json.loads(out)
     assert max(trial["settings"]["num_workers"] for trial in found["trials"]) <= 1
     assert any("get_worker_info" in note for note in found["notes"])
+
+
+def test_of_two_loaders_each_gets_only_what_it_takes(results):
+    status, out, error = tune(results, "--json", "--grid", "num_workers=2", "prefetch_factor=4", how="two-loaders")
+    assert status == 0, error
+    found = json.loads(out)
+    assert [trial["failed"] for trial in found["trials"]] == [None, None]  # the script fails if its stream has two
+    assert found["trials"][1]["settings"]["num_workers"] == 2
+    (note,) = found["notes"]
+    assert "num_workers is left alone at line" in note
+    assert "get_worker_info" in note
 
 
 def test_a_data_set_that_fails_in_workers_gets_none(results):
@@ -173,6 +186,29 @@ def test_under_torchrun_it_says_how_to_start(results, monkeypatch):
     status, _, error = tune(results)
     assert status == 2
     assert "--nproc-per-node" in error
+
+
+def test_ranks_of_a_node_are_tuned_together(results):
+    options = ("--json", "--trials", "2", "--nproc-per-node", "2")
+    status, out, error = tune(results, *options, script="two_paces.py")
+    assert status == 0, error
+    found = json.loads(out)
+    assert found["baseline"] == found["trials"][0]
+    assert found["best"] in found["trials"]
+    assert len(found["trials"]) == 2
+    for trial in found["trials"]:
+        assert 0 < trial["steps_per_second"] <= 1 / two_paces.SLOW_SECONDS  # the fast rank's pace is above that
+    assert trials_below(results.parent) == []
+
+
+def trials_below(folder):
+    """The processes of trials whose files are in a folder, if they are still there."""
+    wanted, found = f"TELEMETRY_TUNE_TRIAL={folder}".encode(), []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if wanted in (entry / "environ").read_bytes():
+                found.append(int(entry.name))
+    return found
 
 
 def test_without_protection_a_trial_does_not_start(results):

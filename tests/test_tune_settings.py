@@ -11,12 +11,12 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 from telemetry.attach.loader_safety import refused, refused_batch, tensor_bytes
 from telemetry.attach.patches import Patches
 from telemetry.attach.trial_loaders import TrialLoaders, with_settings
-from telemetry.core.trial_records import TrialPlan
+from telemetry.core.trial_records import LoaderFacts, TrialPlan
 from telemetry.tune.memory_room import Room
 from telemetry.tune.settings_grid import GridError, settings_grid
 from telemetry.tune.settings_limits import Limits
 from telemetry.tune.trial_process import TrialMemory
-from telemetry.tune.trial_result import Settings, Trial
+from telemetry.tune.trial_result import Settings, Trial, settings_for
 
 NAMES = {"num_workers", "prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout", "pin_memory"}
 
@@ -145,6 +145,22 @@ def test_a_plan_overrides_one_place_alone(observed):
         first, second = twice(loaders)
     assert (first.num_workers, first.prefetch_factor) == (3, 5)
     assert (second.num_workers, second.prefetch_factor) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "gets"),
+    [
+        ({"num_workers": 4, "prefetch_factor": 4, "persistent_workers": True}, {"prefetch_factor": 4}),
+        ({"num_workers": 1, "persistent_workers": False}, {"num_workers": 1, "persistent_workers": False}),
+        ({"in_order": False, "pin_memory": True}, {"pin_memory": True}),
+        ({"in_order": True}, {"in_order": True}),
+    ],
+)
+def test_a_loader_does_not_get_what_it_refuses(wanted, gets):
+    stream = LoaderFacts("here", "train.py", 1, max_workers=1)
+    stream.refused = dict.fromkeys(("num_workers", "persistent_workers", "in_order"), "of this loader")
+    assert settings_for(stream, Settings(wanted)) == gets
+    assert settings_for(LoaderFacts("there", "train.py", 2), Settings(wanted)) == wanted
 
 
 def trial(memory, worker, batch=0, workers=1):

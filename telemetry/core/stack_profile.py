@@ -1,8 +1,8 @@
 """Stacks with the time that was spent in each, and how they are sent and stored.
 
 A profile is filled by the thread that samples, in a worker or in the training process. A worker sends its profile as
-bytes, with each place written once. On disk the stacks are folded: one line per stack, outermost frame first, and its
-microseconds. Flame-graph tools and speedscope read that.
+bytes, with each place and each path written once. On disk the stacks are folded: one line per stack, outermost frame
+first, and its microseconds. Flame-graph tools and speedscope read that.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 MAX_STACKS: Final = 500
 """Maximum different stacks of a profile. The time of others is only summed up."""
 
-_MAX_TEXT: Final = 200
+_MAX_FILE: Final = 1000
+"""A path that is cut names no file, so only a very long one is cut."""
+
+_MAX_NAME: Final = 200
 _UNREADABLE: Final = {ord(character): "?" for character in "\t\r\n;"}
 """These separate fields, lines and frames."""
 
@@ -75,18 +78,20 @@ class StackProfile:
     def packed(self, most: int) -> bytes:
         """The profile in at most ``most`` bytes. If they are too few, short times are only summed up."""
         spots: dict[Spot, int] = {}
+        files: dict[str, int] = {}
         lines: list[bytes] = []
         size, other, other_cpu = 0, self.other_ns, self.other_cpu_ns
         for stack, (wall, cpu) in self.longest_first():
             new = [spot for spot in dict.fromkeys(stack) if spot not in spots]
             numbers = spots | {spot: len(spots) + number for number, spot in enumerate(new)} if new else spots
-            added = [_spot_line(spot) for spot in new]
+            known = dict(files) if new else files
+            added = [_spot_line(spot, known.setdefault(spot.file, numbers[spot]), numbers[spot]) for spot in new]
             added.append(f"s {wall} {cpu} {' '.join(str(numbers[spot]) for spot in stack)}\n".encode())
             more = sum(map(len, added))
             if size + more > most - _HEAD_BYTES:
                 other, other_cpu = other + wall, other_cpu + cpu
                 continue
-            spots, size = numbers, size + more
+            spots, files, size = numbers, known, size + more
             lines += added
         head = f"{self.samples} {other} {other_cpu}\n".encode()
         return b"".join((head, *lines))
@@ -108,7 +113,8 @@ class StackProfile:
                     wall, cpu, *numbers = map(int, line.split(" ")[1:])
                     profile._count(tuple(spots[number] for number in numbers), wall, cpu)
                 else:
-                    file, number, function, module = line.split("\t")
+                    *same, file, number, function, module = line.split("\t")
+                    file = spots[int(file)].file if same else file
                     spots.append(Spot(file, int(number), function, module))
         except IndexError:
             raise ValueError("a stack names a place that is not there") from None
@@ -134,9 +140,12 @@ class StackProfile:
 _HEAD_BYTES: Final = 128
 
 
-def _spot_line(spot: Spot) -> bytes:
-    texts = (spot.file[-_MAX_TEXT:], str(spot.line), spot.function[:_MAX_TEXT], spot.module[-_MAX_TEXT:])
-    return ("\t".join(text.translate(_UNREADABLE) for text in texts) + "\n").encode("utf-8", "backslashreplace")
+def _spot_line(spot: Spot, same_file: int, number: int) -> bytes:
+    """A place. One with a file that is written already begins with a tab and the number of that place."""
+    file = spot.file[-_MAX_FILE:].translate(_UNREADABLE) if same_file == number else f"\t{same_file}"
+    names = (spot.function[:_MAX_NAME], spot.module[-_MAX_NAME:])
+    texts = (file, str(spot.line), *(name.translate(_UNREADABLE) for name in names))
+    return ("\t".join(texts) + "\n").encode("utf-8", "backslashreplace")
 
 
 def _frame_names(stack: Stack) -> Iterator[str]:

@@ -17,7 +17,7 @@ from telemetry.tune.progress import Progress
 from telemetry.tune.settings_grid import settings_grid
 from telemetry.tune.settings_limits import Limits, usable_cores
 from telemetry.tune.trial_process import Launch, remove_folder, run_trial
-from telemetry.tune.trial_result import Settings, Trial, result_of, tuned_loaders
+from telemetry.tune.trial_result import Settings, Trial, result_of, settings_for, tuned_loaders
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -95,7 +95,7 @@ class Tuning:
             warm_up_seconds=options.warm_up_seconds,
             start_seconds=options.start_seconds,
             max_seconds=options.warm_up_seconds + _MAX_SHARE * options.seconds,
-            loaders={facts.place: wanted.loader for facts in self._tuned()},
+            loaders={facts.place: settings_for(facts, wanted) for facts in self._tuned()},
             sharing_strategy=wanted.sharing,
             protect=options.protect,
             writable=tuple(str(Path(path).absolute()) for path in options.writable),
@@ -135,7 +135,7 @@ def tune(options: TuneOptions) -> int:
             if not _first(tuning):
                 return 1
             if grid:
-                _all_of(tuning, grid)
+                _all_of(tuning, grid, notes)
             else:
                 why = search_settings(tuning, options.trials, notes)
         except KeyboardInterrupt:
@@ -176,9 +176,17 @@ def _help_with(trial: Trial) -> str:
     return "Run it without `telemetry tune` first: `python SCRIPT` must work with the same arguments.\n"
 
 
-def _all_of(tuning: Tuning, grid: Sequence[Settings]) -> None:
-    """Run the grid, without what the first trial has run already."""
-    own = as_run(tuning.trials[0])
+def _all_of(tuning: Tuning, grid: Sequence[Settings], notes: list[str]) -> None:
+    """Run the grid, without what the first trial has run already. Settings that a loader does not get are noted."""
+    first = tuning.trials[0]
+    own = as_run(first)
+    left_out = {
+        f"{name} is left alone at line {facts.line} of {Path(facts.file).name}: {facts.refused[name]}"
+        for facts in tuned_loaders(first.loaders)
+        for settings in grid
+        for name in settings.loader.keys() - settings_for(facts, settings).keys()
+    }
+    notes += sorted(left_out)
     for settings in grid:
         if Settings(own.loader | settings.loader, settings.sharing).key() != own.key():
             tuning.run(settings)

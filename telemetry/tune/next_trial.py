@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.core.formatting import rounded_percent
 from telemetry.diagnose.advice.what_if import loader_advice, shortest_step, step_with_workers, wants_shared_files
-from telemetry.tune.trial_result import Settings, tuned_loaders
+from telemetry.tune.trial_result import Settings, is_harmless, tuned_loaders
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -145,9 +145,10 @@ class Search:
     def _allowed(self, candidate: Candidate, best: Trial, trials: Sequence[Trial]) -> bool:
         """Whether the loader and the machine can take it. What cannot be done is noted once."""
         present = as_run(best).loader
+        most = min((f.max_workers for f in tuned_loaders(best.loaders) if "num_workers" in f.refused), default=0)
         for name, value in candidate.settings.loader.items():
             reason = self._refusal(best, name)
-            if reason is not None and value != present.get(name) and not _is_harmless(name, value, best):
+            if reason is not None and value != present.get(name) and not is_harmless(name, value, most):
                 self._note(f"{name} is left alone: {reason}")
                 return False
         workers = int(candidate.settings.loader.get("num_workers") or 0)
@@ -204,13 +205,6 @@ def as_run(trial: Trial) -> Settings:
     if trial.settings.get("multiprocessing_context") and given.get("num_workers"):
         given["multiprocessing_context"] = trial.settings["multiprocessing_context"]
     return Settings(given, trial.wanted.sharing)
-
-
-def _is_harmless(name: str, value: Any, best: Trial) -> bool:
-    """Whether a value of a setting that must not be changed freely is safe nevertheless."""
-    if name == "num_workers":
-        return bool(value <= min((f.max_workers for f in tuned_loaders(best.loaders) if name in f.refused), default=0))
-    return (name, value) in {("in_order", True), ("persistent_workers", False)}
 
 
 def _is_crowded(evidence: Evidence) -> bool:

@@ -102,6 +102,22 @@ def tuned_loaders(loaders: tuple[LoaderFacts, ...]) -> tuple[LoaderFacts, ...]:
     )
 
 
+def settings_for(facts: LoaderFacts, wanted: Settings) -> dict[str, Any]:
+    """The settings that one loader gets in a trial: those that it must not have are left out."""
+    return {
+        name: value
+        for name, value in wanted.loader.items()
+        if name not in facts.refused or is_harmless(name, value, facts.max_workers)
+    }
+
+
+def is_harmless(name: str, value: Any, max_workers: int) -> bool:
+    """Whether a value of a setting that must not be changed freely is safe nevertheless."""
+    if name == "num_workers":
+        return bool(value <= max_workers)
+    return (name, value) in {("in_order", True), ("persistent_workers", False)}
+
+
 def result_of(number: int, wanted: Settings, predicted: float | None, ended: Ended) -> Trial:
     """Turn the end of a trial into its result.
 

@@ -8,6 +8,7 @@ memory cgroup. With ``--results FILE`` the table is also written there.
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -118,6 +119,18 @@ def table(forecasts: Sequence[Forecast]) -> list[str]:
     return [*lines, "", f"{right} of {len(forecasts)} parts named rightly, {within} of {len(forecasts)} within 25 %."]
 
 
+def about(options: argparse.Namespace, ways: Sequence[str], loads: tuple[float, float]) -> str:
+    """What was run. ``loads``: load averages of the machine, at the start and at the end."""
+    command = f"python -m tests.faults.leak_campaign --times {options.times} --seed {options.seed}"
+    command += f" --together {options.together}" + (f" --only {options.only}" if options.only else "")
+    omitted = [f"`{what}`" for what in WAYS if what not in ways]
+    return (
+        f"`{command}`{', without ' + ', '.join(omitted) if omitted else ''}: scripts that leak in a memory cgroup until "
+        f"the kernel kills one of their processes. The machine has {os.cpu_count()} cores. Its load average was "
+        f"{loads[0]:.1f} at the start and {loads[1]:.1f} at the end."
+    )
+
+
 def main() -> None:
     """Run the campaign and print a line for each run, then the table."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults.leak_campaign")
@@ -131,6 +144,7 @@ def main() -> None:
     ways = [options.only] if options.only else list(WAYS)
     runs = [(what, chosen.uniform(*SECONDS), chosen.choice([2, 2, 3])) for _ in range(options.times) for what in ways]
     forecasts: list[Forecast] = []
+    load = os.getloadavg()[0]
     with ThreadPoolExecutor(options.together) as pool:
         for found in pool.map(lambda run: leak(*run), runs):
             forecasts.append(found)
@@ -138,9 +152,8 @@ def main() -> None:
     lines = table(forecasts)
     print("\n".join(lines))
     if options.results:
-        command = f"`python -m tests.faults.leak_campaign --times {options.times} --seed {options.seed}`"
-        about = "scripts that leak in a memory cgroup until the kernel kills one of their processes."
-        heading = ["# Forecasts of the end of memory", "", f"{command}: {about}", ""]
+        loads = (load, os.getloadavg()[0])
+        heading = ["# Forecasts of the end of memory", "", about(options, ways, loads), ""]
         options.results.write_text("\n".join([*heading, *lines]) + "\n", encoding="utf-8")
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from argparse import Namespace
 
 import pytest
 
-from tests.faults.leaks import MIB, LeakingRun, NoMemoryGroupError
+from tests.faults.leak_campaign import about
+from tests.faults.leaks import MIB, WAYS, LeakingRun, NoMemoryGroupError
 from tests.faults.processes import environment, wait_for
 
 
@@ -37,3 +39,12 @@ def test_a_leak_is_found_before_the_kernel_kills(tmp_path, what, where):
         )  # fmt: skip
         report = json.loads(done.stdout)
         assert report["ranks"][0]["memory"]["where"] == where
+
+
+def test_the_campaign_says_what_it_ran():
+    options = Namespace(times=2, seed=3, together=10, only="kept_tensors")
+    told = about(options, ["kept_tensors"], (17.6, 15.4))
+    assert "leak_campaign --times 2 --seed 3 --together 10 --only kept_tensors`, without `copied_list`, " in told
+    assert "17.6 at the start and 15.4 at the end" in told
+    options.only = None
+    assert "without" not in about(options, list(WAYS), (1.0, 1.0))

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from benchmarks import machine
 from tests.lines import train
+from tests.lines.planted_kinds import RANKS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,6 +42,7 @@ class Outcome:
         right: whether it is the planted line.
         share, own_share: the line's share by the agent, and by the script's own timers.
         predicted, realised: the speed-up without the line.
+        second_share, own_second_share: of the second line, where that is marked.
     """
 
     kind: str
@@ -52,11 +54,16 @@ class Outcome:
     predicted: float | None
     realised: float
     samples: int
+    second_share: float | None = None
+    own_second_share: float | None = None
 
     @property
     def points_off(self) -> float | None:
-        """How far the share is off, in points."""
-        return None if self.share is None else 100 * abs(self.share - self.own_share)
+        """How far the share is off, in points. With a second line, the larger of both."""
+        if self.share is None:
+            return None
+        second = abs((self.second_share or 0.0) - (self.own_second_share or 0.0))
+        return 100 * max(abs(self.share - self.own_share), second)
 
     @property
     def gain_off(self) -> float | None:
@@ -64,20 +71,22 @@ class Outcome:
         return None if self.predicted is None else abs(self.predicted / self.realised - 1)
 
 
-def planted(kind: str) -> tuple[str, int]:
-    """File name and number of the planted line."""
+def planted(kind: str, mark: str = "hot") -> tuple[str, int] | None:
+    """File name and number of the line with a mark; None without one."""
     for name in ("train.py", "planted_kinds.py", "hot_helpers.py"):
         for number, line in enumerate((HERE / name).read_text(encoding="utf-8").splitlines(), 1):
-            if re.search(rf"# hot:.* {kind}(,|$)", line):
+            if re.search(rf"# {mark}:.* {kind}(,|$)", line):
                 return name, number
-    raise ValueError(f"no line is planted for {kind}")
+    return None
 
 
 def run(kind: str, folder: Path, *, seconds: float, without: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
     """Run a script under the agent. Returns its own answer, and the report."""
     answer, run_dir = folder / f"answer-{without}.json", folder / f"run-{without}"
+    ranks = RANKS.get(kind)
+    launcher = [] if ranks is None else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command = [
-        *(sys.executable, "-m", "telemetry", "run", "--run-dir", str(run_dir), "--port", "0"),
+        *(sys.executable, *launcher, "-m", "telemetry", "run", "--run-dir", str(run_dir), "--port", "0"),
         *("-m", "tests.lines.train", kind, "--seconds", str(seconds), "--answer", str(answer)),
         *(["--without"] if without else []),
     ]
@@ -96,7 +105,8 @@ def run(kind: str, folder: Path, *, seconds: float, without: bool = False) -> tu
 
 
 def judged(kind: str, *, seconds: float) -> Outcome:
-    """Run a script, and again without its hot line."""
+    """Run a script, and again without its hot line. A job runs longer: it must first be known which rank is slow."""
+    seconds *= RANKS.get(kind, 1)
     with tempfile.TemporaryDirectory(prefix=f"lines-{kind}-") as name:
         answer, report = run(kind, Path(name), seconds=seconds)
         without, _ = run(kind, Path(name), seconds=seconds / 2, without=True)
@@ -106,18 +116,18 @@ def judged(kind: str, *, seconds: float) -> Outcome:
     cause = ", ".join(one["cause"] for one in report["stalls"])
     if stall is None:
         return Outcome(kind, cause, "", False, None, answer["share"], None, realised, 0)
-    line = stall["evidence"]["lines"][0]
+    lines = stall["evidence"]["lines"]
+    line = lines[0]
     at = Path(line["file"]).name, line["line"]
-    share = sum(
-        one["share_ratio"]
-        for one in stall["evidence"]["lines"]
-        if (Path(one["file"]).name, one["line"]) == planted(kind)
+    share, second = (
+        sum(one["share_ratio"] for one in lines if (Path(one["file"]).name, one["line"]) == planted(kind, mark))
+        for mark in ("hot", "second")
     )
     gains = [a["predicted_speedup"] for a in stall["advice"] if a["action"].startswith("take ")]
     first = f"{at[0]}:{at[1]}" + (f" {line['calls']}" if line["calls"] else "")
     return Outcome(
         kind, stall["cause"], first, at == planted(kind), share, answer["share"], gains[0] if gains else None, realised,
-        stall["evidence"]["line_samples"],
+        stall["evidence"]["line_samples"], second if planted(kind, "second") else None, answer["second_share"],
     )  # fmt: skip
 
 
@@ -145,9 +155,26 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     }
 
 
+def missed(told: dict[str, Any]) -> bool:
+    """Whether a goal is missed: each shall be reached by 95 of 100 runs, that of predictions by those that have one."""
+    wholes = {"first_line_right": "runs", "share_within_5_points": "runs", "gain_within_20_percent": "predictions"}
+    return any(told[goal] < 0.95 * told[whole] for goal, whole in wholes.items())
+
+
+def recorded(outcome: Outcome) -> dict[str, Any]:
+    """An outcome as it is kept, without figures of a second line where there is none."""
+    return {name: value for name, value in asdict(outcome).items() if value is not None or "second" not in name}
+
+
 def page(outcomes: Sequence[Outcome], about: dict[str, Any]) -> str:
     """The results as a page."""
     told = summary(outcomes)
+    seconds = [
+        f"- The second line of `{one.kind}` has {100 * one.second_share:.0f} %, and {100 * one.own_second_share:.0f} % by its "
+        "timers."
+        for one in outcomes
+        if one.second_share is not None and one.own_second_share is not None
+    ]
     return "\n".join(
         [
             "# Planted lines: what the agent names, and what removing them brings",
@@ -166,6 +193,7 @@ def page(outcomes: Sequence[Outcome], about: dict[str, Any]) -> str:
                 f"- The predicted speed-up is within 20 % of that without the line in {told['gain_within_20_percent']} of "
                 f"{told['predictions']}."
             ),
+            *seconds,
             "",
             "| Script | Cause | First line right | Share | By its timers | Predicted | Realised | Off | Samples |",
             "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
@@ -194,7 +222,7 @@ def main() -> int:
             outcome = Outcome(**known[0]) if known else judged(kind, seconds=options.seconds)
             if not known and options.journal is not None:
                 with options.journal.open("a", encoding="utf-8") as journal:
-                    journal.write(json.dumps(asdict(outcome)) + "\n")
+                    journal.write(json.dumps(recorded(outcome)) + "\n")
             outcomes.append(outcome)
             print(row(outcome), flush=True)
     about, told = machine.describe(), summary(outcomes)
@@ -202,12 +230,11 @@ def main() -> int:
     if folder is not None:
         path = folder / f"lines-{machine.slug(about)}.md"
         path.write_text(page(outcomes, about), encoding="utf-8")
-        rows = {"machine": about, "summary": told, "outcomes": [asdict(outcome) for outcome in outcomes]}
+        rows = {"machine": about, "summary": told, "outcomes": [recorded(outcome) for outcome in outcomes]}
         path.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
         print(f"written: {path}")
     print(told)
-    runs = told["runs"]
-    return int(told["first_line_right"] < 0.95 * runs or told["share_within_5_points"] < 0.95 * runs)
+    return int(missed(told))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""Data sets of which each has a planted hot line, marked ``# hot: KINDS``, and times it and the whole batch itself."""
+"""Data sets of which each has a planted hot line, marked ``# hot: KINDS``, and times it and the whole batch itself.
+
+The second line of `Split` is marked ``# second: split``.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +36,14 @@ def busy(rounds: int) -> int:
 
 
 class Kind(Dataset):  # type: ignore[misc]
-    """Batches of `item`. Each is (seconds of the hot line, seconds of all)."""
+    """Batches of `item`. Each is (seconds of the hot line, seconds of all, seconds of the second line)."""
 
     workers = 1
     start_method = "fork"
     batch_size: int | None = None
     collate: Any = None
+    second = 0.0
+    """Seconds of the second line in the newest batch, if that line is marked."""
 
     def __init__(self, *, without: bool) -> None:
         self.without = without
@@ -49,7 +54,7 @@ class Kind(Dataset):  # type: ignore[misc]
     def __getitem__(self, index: int) -> torch.Tensor:
         began = clock()
         spent = self.item(index)
-        return torch.tensor([spent, clock() - began], dtype=torch.float64)
+        return torch.tensor([spent, clock() - began, self.second], dtype=torch.float64)
 
     def item(self, index: int) -> float:
         """Make a batch. Returns the seconds of the hot line."""
@@ -175,7 +180,7 @@ def slow_collate(items: list[torch.Tensor]) -> torch.Tensor:
         sorted(NUMBERS)  # hot: collate, main_collate
     spent = clock() - began
     whole = torch.stack(items).sum(0)
-    whole += torch.tensor([spent, spent], dtype=torch.float64)
+    whole += torch.tensor([spent, spent, 0.0], dtype=torch.float64)
     return whole
 
 
@@ -217,20 +222,22 @@ class MainRead(Kind):
 
 
 class Split(Kind):
-    """Decoding against augmentation, 70 to 30."""
+    """Decoding against augmentation, 70 to 30. Both run by the clock, so that the load does not change their shares."""
 
-    packed = zlib.compress(NOISE * 6)
-    picture = torch.rand(3, 600, 600)
+    packed = zlib.compress(NOISE[:140_000])
+    picture = torch.rand(3, 200, 200)
 
     def item(self, index: int) -> float:
         torch.set_num_threads(1)
         began = clock()
-        if not self.without:
+        end = began if self.without else began + 0.028
+        while clock() < end:
             zlib.decompress(self.packed)  # hot: split
         spent = clock() - began
-        end = clock() + 0.3 / 0.7 * 0.028
+        end = clock() + 0.012
         while clock() < end:
-            self.picture.flip(-1)
+            self.picture.flip(-1)  # second: split
+        self.second = clock() - began - spent
         return spent
 
 
@@ -286,4 +293,7 @@ KINDS: dict[str, type[Kind]] = {
     "watched": MainRead,
     "gc_step": Stepping,
     "checkpoint": Stepping,
+    "straggler": Stepping,
 }
+RANKS: dict[str, int] = {"straggler": 2}
+"""The kinds that are jobs of several ranks. The last rank has the hot line in its steps, and the others wait for it."""

@@ -1,11 +1,15 @@
-"""Each script of the campaign has its planted line."""
+"""Each script of the campaign has its planted line, and the campaign says whether its goals are reached."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from tests.lines.__main__ import planted
+from tests.lines.__main__ import Outcome, missed, planted, summary
 from tests.lines.planted_kinds import KINDS
+
+GOOD = Outcome("split", "workers_io_bound", "train.py:1", True, 0.7, 0.71, 1.5, 1.6, 100, 0.3, 0.29)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -13,3 +17,20 @@ def test_each_kind_has_a_planted_line(kind):
     file, line = planted(kind)
     assert file.endswith(".py")
     assert line > 0
+    assert (planted(kind, "second") is not None) == (kind == "split")
+
+
+@pytest.mark.parametrize(
+    ("changed", "miss"),
+    [
+        ({}, False),
+        ({"right": False}, True),
+        ({"share": 0.6}, True),
+        ({"second_share": 0.2}, True),
+        ({"second_share": None, "own_second_share": None}, False),
+        ({"predicted": 2.0}, True),
+        ({"predicted": None}, False),
+    ],
+)
+def test_the_campaign_fails_if_a_goal_is_missed(changed, miss):
+    assert missed(summary([replace(GOOD, **changed)])) == miss
