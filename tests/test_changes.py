@@ -85,10 +85,19 @@ def test_one_long_pause_is_no_change():
     assert changes_in(loop, 3 * HOUR, 7) == []
 
 
-def test_what_the_run_has_done_before_is_no_change():
-    """Long sequences come in stretches: at most the first stretches are told."""
-    changes = changes_in(STEADY["long sequences, 5 of 25 minutes"], 6 * HOUR, 8)
-    assert len(changes) <= 8  # of 14 stretches, each of which would be one, and the way back another
+@pytest.mark.parametrize("seed", [0, 1, 6])
+def test_what_the_run_has_done_before_is_no_change(seed):
+    """Long sequences come in stretches. The first are told; later not, when blocks are longer than a stretch, too."""
+    changes = changes_in(STEADY["long sequences, 5 of 25 minutes"], 24 * HOUR, seed)
+    assert changes
+    assert max(now for now, _ in changes) < 5 * HOUR
+
+
+def test_a_stretch_long_ago_hides_no_change():
+    """Slow for 10 minutes once: a day later that is no measure of what is usual."""
+    loop = Loop(slower=lambda now: (1.0, 1.3) if CHANGED <= now < CHANGED + 600 or now >= 24 * HOUR else (1.0, 1.0))
+    changes = changes_in(loop, 25 * HOUR, 11)
+    assert [fields["ratio"] > 1 for now, fields in changes if now > 24 * HOUR] == [True]
 
 
 def test_first_steps_are_no_change():

@@ -215,7 +215,7 @@ def test_the_line_and_the_report_agree_on_a_starved_run(with_end_line, tmp_path,
     (line,) = ends(capfd)
     told = verdict(tmp_path, capfd)
     share, cause, workers, gain = re.fullmatch(
-        r"telemetry: (\d+ %) of the training loop waited for data \((\w+)\); (\S+) is predicted to give ([\d.]+)x "
+        r"telemetry: (\d+ %) of the training loop waited for data \((\w+)\); (\S+) is predicted to give ([\d.to ]+)x "
         r"steps/s; see: telemetry report .*/run",
         line,
     ).groups()

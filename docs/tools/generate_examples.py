@@ -6,9 +6,11 @@ import json
 import re
 import sys
 import textwrap
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from telemetry.core.recommendation import speedup_text
 from telemetry.diagnose.advice.advise import advise
 
 if TYPE_CHECKING:
@@ -59,8 +61,8 @@ def _example(cause: str, recorded: str) -> str:
 
 def _change(advice: Advice) -> str:
     setting = f": {advice.setting}={advice.value}" if advice.setting and advice.value else ""
-    gain = advice.predicted_speedup
-    return f"{advice.action}{setting}" + (f", predicted {gain:g} times the steps per second" if gain else "")
+    gain = speedup_text(asdict(advice))
+    return f"{advice.action}{setting}" + (f", predicted {gain} times the steps per second" if gain else "")
 
 
 def _wrapped(text: str, indent: str) -> list[str]:

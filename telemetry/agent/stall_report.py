@@ -86,6 +86,7 @@ def _advice_fields(advice: Sequence[Advice]) -> list[dict[str, Any]]:
             "setting": a.setting,
             "value": a.value,
             "predicted_speedup": a.predicted_speedup,
+            "predicted_low": a.predicted_low,
             "because": a.because,
         }
         for a in advice

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +18,8 @@ class Advice:
             A value without a setting is the factor named in the action.
         predicted_speedup: factor on the run's steps per second; None if there is no prediction.
         because: the reason, with its figures.
+        predicted_low: the least factor, where the measurements allow a range from it to ``predicted_speedup``; None if
+            there is no range.
     """
 
     action: str
@@ -21,3 +27,12 @@ class Advice:
     value: str | None
     predicted_speedup: float | None
     because: str
+    predicted_low: float | None = None
+
+
+def speedup_text(advice: Mapping[str, Any]) -> str:
+    """The predicted speed-up of an advice of the log or of a report, such as 1.9 or 1.2 to 1.9; empty without one."""
+    low, high = advice.get("predicted_low"), advice.get("predicted_speedup")
+    if high is None:
+        return ""
+    return f"{high:g}" if low is None or low >= high else f"{low:g} to {high:g}"

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from telemetry.core.recommendation import speedup_text
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -171,9 +173,9 @@ def costliest(stalls: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 class Recommended(NamedTuple):
-    """What an advice says to change: ``typed``, such as ``num_workers=2``, and the predicted ``gain``, a factor.
+    """What an advice says to change: ``typed``, such as ``num_workers=2``, and the predicted ``gain``.
 
-    Each is empty if the advice does not have it.
+    The gain is a factor or a range of factors. Each is empty if the advice does not have it.
     """
 
     typed: str
@@ -182,8 +184,8 @@ class Recommended(NamedTuple):
 
 def recommended(advice: dict[str, Any]) -> Recommended:
     """The change that an advice names, as the verdict and the last line write it."""
-    setting, value, gain = (advice.get(name) for name in ("setting", "value", "predicted_speedup"))
-    return Recommended(f"{setting}={value}" if setting and value else "", "" if gain is None else f"{gain:g}")
+    setting, value = advice.get("setting"), advice.get("value")
+    return Recommended(f"{setting}={value}" if setting and value else "", speedup_text(advice))
 
 
 def other_cause(stall: dict[str, Any]) -> dict[str, Any] | None:

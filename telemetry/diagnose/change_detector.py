@@ -3,13 +3,15 @@
 All blocks of the run are kept, old ones joined two by two. So their number stays small, and a run of weeks is
 remembered to its start. A change must be clear against the scatter of the blocks, in which neighbours resemble each
 other. And steps must take longer than nearly all steps before: what the run has done before is no change. So a
-recurring mix of short and long sequences is no change. A single pause is no change either, however long it is.
+recurring mix of short and long sequences is no change. A single pause is no change either, however long it is. Joined
+blocks remember how long steps took in stretches that are shorter than they are.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING, Final
@@ -18,7 +20,7 @@ from telemetry.core.labels import COMPUTE, DATA_WAIT
 from telemetry.core.step_changes import Companion, StepChange
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from telemetry.diagnose.loop_blocks import LoopBlock
 
@@ -49,6 +51,9 @@ _RARELY: Final = 0.04
 _NEW: Final = 1.01
 """Most blocks after a change take longer, by this factor, than most blocks before it."""
 
+_AGAIN: Final = 1.03
+"""Blocks of recurring stretches differ by up to this factor."""
+
 _UNDONE: Final = 0.4
 """A slow-down is undone if most of the newest steps have kept less than this share of it."""
 
@@ -76,6 +81,7 @@ class ChangeDetector:
     def __init__(self) -> None:
         self._old: list[LoopBlock] = []
         self._recent: list[LoopBlock] = []
+        self._newest_old: deque[float] = deque(maxlen=MIN_AFTER)  # step times of the newest blocks that became old
         self._since = 0.0  # what is earlier was judged already
         self._usual: float | None = None  # seconds of a step before the slow-down that holds on
         self._undone_below = 0.0
@@ -85,7 +91,7 @@ class ChangeDetector:
         """Add a block. Returns the change that it confirms."""
         self._recent.append(block)
         if len(self._recent) > MAX_RECENT:
-            self._old.append(self._recent.pop(0))
+            self._old.append(self._with_held(self._recent.pop(0)))
             if len(self._old) > MAX_OLD:
                 self._old = _halved(self._old)
         known = [*self._old, *self._recent]
@@ -104,11 +110,20 @@ class ChangeDetector:
         self._since = known[place.end].at_seconds
         if change.ratio < 1:  # faster than ever: what was before is no measure any more
             self._old, self._recent, self._usual, self.ratio = [], after, None, 1.0
+            self._newest_old.clear()
         else:
             self._usual = change.before_seconds if self._usual is None else self._usual
             self._undone_below = self._usual + _UNDONE * (change.after_seconds - self._usual)
             self.ratio = change.after_seconds / self._usual
         return change
+
+    def _with_held(self, block: LoopBlock) -> LoopBlock:
+        """A block that becomes old, with what most of it and the blocks before it had."""
+        self._newest_old.append(block.step_seconds)
+        if len(self._newest_old) < MIN_AFTER:
+            return block
+        slow, fast = _quantile(self._newest_old, 1 - _OFTEN), _quantile(self._newest_old, _OFTEN)
+        return replace(block, held_slow=slow, held_fast=fast)
 
     def _undone(self, known: Sequence[LoopBlock]) -> StepChange:
         """The steps are as fast again as before the slow-down."""
@@ -145,7 +160,7 @@ def find_change(blocks: Sequence[LoopBlock], first: int = 0) -> Place | None:
             continue
         before, after = seconds[first : place.start], seconds[place.end :]
         ratio = median(after) / median(before)
-        if not 1 / MIN_RATIO < ratio < MIN_RATIO and _is_new(seconds[: place.start], after):
+        if not 1 / MIN_RATIO < ratio < MIN_RATIO and _is_new(blocks[: place.start], after):
             clear = _clearness(before, after)
             if clear > clearest:
                 best, clearest = place, clear
@@ -166,10 +181,18 @@ def _steepest(seconds: Sequence[float], low: int, high: int) -> int:
     return min(range(low, high + 1), key=scatter)
 
 
-def _is_new(before: Sequence[float], after: Sequence[float]) -> bool:
+def _is_new(before: Sequence[LoopBlock], after: Sequence[float]) -> bool:
     """Whether the blocks after a place take longer than nearly all before it, or less time than nearly all."""
-    slower = _quantile(after, 1 - _OFTEN) > _NEW * _quantile(before, 1 - _RARELY)
-    return slower or _NEW * _quantile(after, _OFTEN) < _quantile(before, _RARELY)
+    usual = median(each.step_seconds for each in before)
+    slow = [max(each.step_seconds, each.held_slow * _scatter(each.held_slow, usual)) for each in before]
+    fast = [min(each.step_seconds, each.held_fast / _scatter(usual, each.held_fast)) for each in before]
+    slower = _quantile(after, 1 - _OFTEN) > _NEW * _quantile(slow, 1 - _RARELY)
+    return slower or _NEW * _quantile(after, _OFTEN) < _quantile(fast, _RARELY)
+
+
+def _scatter(longer: float, shorter: float) -> float:
+    """How far a stretch may be from an earlier one and still be the same. Only one with the size of a change recurs."""
+    return _AGAIN if longer > MIN_RATIO * shorter else 1.0
 
 
 def _clearness(before: Sequence[float], after: Sequence[float]) -> float:
@@ -238,7 +261,7 @@ def _halved(blocks: Sequence[LoopBlock]) -> list[LoopBlock]:
     return pairs + list(blocks[2 * len(pairs) :])
 
 
-def _quantile(values: Sequence[float], share: float) -> float:
+def _quantile(values: Collection[float], share: float) -> float:
     """Of the sorted values, the one at this share of their number."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, max(0, round(share * (len(ordered) - 1))))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
@@ -37,6 +38,8 @@ class LoopBlock:
         at_seconds: its start, on the clock of `Totals.wall_seconds`. ``step``: the steps before it.
         steps: how many steps ended in it. ``wait_seconds``, ``compute_seconds``: of all of them.
         signals: means of sampled figures, by name; one that is unknown is missing.
+        held_slow, held_fast: the longest and shortest steps that most of several blocks in a row had. Means of joined
+            blocks do not show them. Without any, they are 0 and infinite.
     """
 
     at_seconds: float
@@ -45,6 +48,8 @@ class LoopBlock:
     wait_seconds: float
     compute_seconds: float
     signals: Mapping[str, float] = field(default_factory=dict)
+    held_slow: float = 0.0
+    held_fast: float = math.inf
 
     @property
     def step_seconds(self) -> float:
@@ -63,6 +68,8 @@ class LoopBlock:
             self.wait_seconds + later.wait_seconds,
             self.compute_seconds + later.compute_seconds,
             {**later.signals, **self.signals, **mean},
+            max(self.held_slow, later.held_slow),
+            min(self.held_fast, later.held_fast),
         )
 
 

@@ -78,14 +78,35 @@ def _on_the_cores(evidence: Evidence, compute: float, fetch_cpu: float) -> float
 
 def _with_their_peers(evidence: Evidence, cpu: float) -> float:
     """Minimum seconds of a step of all ranks of the node. Ranks that keep pace need the cores equally often."""
-    now, others = step_seconds(evidence), evidence.cpu.cores_of_others
-    if (
-        now is None
-        or not others
-        or not peers_at_same_pace(evidence.pace, (peer for peer in evidence.peers if peer.node is None))
-    ):
+    if not peers_at_same_pace(evidence.pace, (peer for peer in evidence.peers if peer.node is None)):
         return 0.0
-    return (cpu + others * now) / (evidence.cpu.cores + others)
+    return _with_all_others(evidence, cpu)
+
+
+def _with_all_others(evidence: Evidence, cpu: float) -> float:
+    """Minimum seconds of a step if the other processes of the machine use as much CPU time for each step as now."""
+    now, others = step_seconds(evidence), evidence.cpu.cores_of_others
+    return (cpu + others * now) / (evidence.cpu.cores + others) if now is not None and others else 0.0
+
+
+def low_gain(evidence: Evidence, then: float, *, fetch_cpu: float) -> float | None:
+    """The low end of the factor on the steps per second that more fetches at a time bring.
+
+    Fetches wait for storage. If a process of this machine serves it, that process needs CPU time for each step. Which
+    one it is, is not known. So the low end counts all of them. None if that makes no difference.
+
+    Args:
+        evidence: as for `predicted_step`.
+        then: the predicted seconds of a step.
+        fetch_cpu: CPU seconds of the fetches of a step.
+    """
+    now, compute = step_seconds(evidence), compute_seconds(evidence)
+    if now is None or compute is None:
+        return None
+    cpu = (evidence.cpu.process_seconds_per_step or compute) + fetch_cpu
+    longest = min(now, _with_all_others(evidence, cpu))
+    low, high = gain_of(evidence, max(then, longest)), gain_of(evidence, then)
+    return low if low is not None and high is not None and low < high else None
 
 
 def with_transfer(evidence: Evidence, step: float) -> float:

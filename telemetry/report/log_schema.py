@@ -121,6 +121,7 @@ _ADVICE: Final = _Object(
         "setting": _text,
         "value": _scalar,
         "predicted_speedup": _number,
+        "predicted_low": _number,
         "because": _text,
     },
     listed=True,

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.core.formatting import duration, percent, table
 from telemetry.core.labels import CATEGORIES
+from telemetry.core.recommendation import speedup_text
 from telemetry.report.line_table import line_table
 from telemetry.report.snapshot_traces import flops_of, shown_by
 from telemetry.report.stall_losses import lost_of
@@ -78,9 +79,9 @@ def advice_lines(advices: Sequence[dict[str, Any]]) -> list[str]:
     """A line for each advice, indented."""
     lines = []
     for advice in advices:
-        setting, gain = advice.get("setting"), advice.get("predicted_speedup")
+        setting, gain = advice.get("setting"), speedup_text(advice)
         typed = "" if not setting else f"{setting}={advice['value']}: " if advice.get("value") else f"{setting}: "
-        worth = f", predicted {gain:g} times the steps per second" if gain is not None else ""
+        worth = f", predicted {gain} times the steps per second" if gain else ""
         lines.append(f"  {'try ' if typed else ''}{typed}{advice.get('action')}{worth} ({advice.get('because')})")
     return lines
 

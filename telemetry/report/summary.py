@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from telemetry.core.run_verdict import RunFinding
     from telemetry.report.process_log import ProcessLog
 
-_ADVICE_FIELDS: Final = ("action", "setting", "value", "predicted_speedup", "because")
+_ADVICE_FIELDS: Final = ("action", "setting", "value", "predicted_speedup", "predicted_low", "because")
 """All of them are in the report. A field that the log does not have is null."""
 
 _WATCH: Final = "Put telemetry.watch() around what the training loop takes its batches from."

@@ -22,6 +22,9 @@ CONTROLS: Final = (
     _healthy("thread", "prefetch_thread", "", "prefetching on another thread"),
     _healthy("thread-rollouts", "rollouts", "--ahead 4 --move-ms 0.5", "a watched source that is played ahead"),
     _healthy("evaluation", "evaluation", "--num-workers 2", "long evaluations on slow storage between epochs"),
+    _healthy(
+        "evaluation-model", "evaluation", "--num-workers 2 --around model", "gradients off around the model alone"
+    ),
     _healthy("accumulation", "text", "--accumulate 4 --words 60 --width 64", "four batches an update"),
     _healthy(
         "persistent",

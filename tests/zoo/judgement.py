@@ -15,13 +15,23 @@ _NAMED: Final = re.compile(r"Cause: (\w+)")
 
 @dataclass(frozen=True, slots=True)
 class Advised:
-    """Advice that was followed: the first with a prediction that can be followed here."""
+    """Advice that was followed: the first with a prediction that can be followed here.
+
+    Attributes:
+        predicted: the predicted speed-up. ``low``: the low end, if it is a range.
+    """
 
     cause: str
     setting: str | None
     value: str | None
     arguments: tuple[str, ...]
     predicted: float
+    low: float | None = None
+
+    def off(self, realised: float) -> float:
+        """How far the prediction is from the realised speed-up, as a share of it; 0 within the range."""
+        low = self.predicted if self.low is None else self.low
+        return max(0.0, low / realised - 1, 1 - self.predicted / realised)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +43,8 @@ class Result:
         others: causes of other stalls in the report.
         detected: whether there was any stall.
         right: whether the cause named first is true. None for a control.
-        accused: whether the report says that a control stalls or starves. None for other specimens.
+        accused: whether the report says that a control stalls, starves, changes or runs out of memory. None for other
+            specimens.
         steps_per_second: pace without the advice. ``pace_after``: pace with the advice; None if it was not run.
         realised: ratio of the pace with the advice to the pace without it.
         load: load of the machine, by run.
@@ -71,10 +82,16 @@ def judge(specimen: Specimen, report: dict[str, Any]) -> Result:
         others=tuple(dict.fromkeys(stall["cause"] for stall in stalls if stall["cause"] != named)),
         detected=bool(stalls),
         right=None if specimen.healthy else _right(specimen, named, stalls, verdict),
-        accused=(bool(stalls) or starved) if specimen.healthy else None,
+        accused=(bool(stalls) or starved or _other_alarm(report)) if specimen.healthy else None,
         verdict=verdict,
         stalls=stalls,
     )
+
+
+def _other_alarm(report: dict[str, Any]) -> bool:
+    """Whether the report says that the steps changed, or that memory runs out."""
+    memory = [rank["memory"] or {} for rank in report["ranks"]]
+    return bool(report["changes"]) or any(each.get("exhausted_in_seconds") is not None for each in memory)
 
 
 def _judge_hang(specimen: Specimen, report: dict[str, Any]) -> Result:
@@ -112,7 +129,7 @@ def advice_to_follow(specimen: Specimen, report: dict[str, Any]) -> Advised | No
         setting, value, predicted = (advice.get(name) for name in ("setting", "value", "predicted_speedup"))
         arguments = specimen.with_advice(named, setting, value) if predicted is not None else None
         if arguments is not None:
-            return Advised(named, setting, value, arguments, float(predicted))
+            return Advised(named, setting, value, arguments, float(predicted), advice.get("predicted_low"))
     return None
 
 

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 MIN_RIGHT: Final = 0.95
 """Share of the runs in which the cause named first must be right."""
 
-MAX_OFF: Final = 0.20
-"""How far a predicted speed-up may be from the realised one, as a share of the realised one."""
+MAX_OFF: Final = 0.15
+"""How far a predicted speed-up, or the nearer end of its range, may be from the realised one, as a share of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +74,10 @@ class Score:
 
     @property
     def off(self) -> float | None:
-        """Median over the runs of the difference between predicted and realised speed-up, as a share of the realised
-        one; None if no advice was followed, or no run with it succeeded."""
-        both = [(r.advised.predicted, r.realised) for r in self.results if r.advised is not None and r.realised]
-        return median(abs(predicted / realised - 1) for predicted, realised in both) if both else None
+        """Median over the runs of how far the prediction is from the realised speed-up, see `Advised.off`; None if no
+        advice was followed, or no run with it succeeded."""
+        off = [r.advised.off(r.realised) for r in self.results if r.advised is not None and r.realised]
+        return median(off) if off else None
 
 
 def scores(specimens: Sequence[Specimen], results: Sequence[Result]) -> list[Score]:

@@ -45,7 +45,22 @@ def test_without_one_in_the_verdict_it_is_the_stall_that_cost_most():
     ],
 )
 def test_a_control_is_accused_by_a_stall_or_by_the_verdict(verdict, stalls, accused):
-    assert judgement.judge(CALM, {"verdict": verdict, "stalls": stalls}).accused is accused
+    report = {"verdict": verdict, "stalls": stalls, "changes": [], "ranks": [{"memory": None}]}
+    assert judgement.judge(CALM, report).accused is accused
+
+
+@pytest.mark.parametrize(
+    ("alarm", "accused"),
+    [
+        ({"changes": [{"ratio": 1.2}]}, True),
+        ({"ranks": [{"memory": None}, {"memory": {"exhausted_in_seconds": 600.0}}]}, True),
+        ({"ranks": [{"memory": {"growth_bytes_per_hour": 1e6, "exhausted_in_seconds": None}}]}, False),
+    ],
+)
+def test_a_control_is_accused_by_a_change_or_a_forecast(alarm, accused):
+    calm = {"verdict": "Healthy: no rank waits.", "stalls": [], "changes": [], "ranks": [{"memory": None}]}
+    assert judgement.judge(CALM, calm | alarm).accused is accused
+    assert judgement.judge(STARVED, calm | alarm).accused is None
 
 
 def test_a_straggler_is_right_when_a_peer_points_at_the_slow_rank():
@@ -127,11 +142,33 @@ def test_an_advice_in_words_is_followed_where_the_specimen_says_how():
     assert judgement.advice_to_follow(specimen, report).arguments == ("--seldom",)
 
 
+def test_the_low_end_of_a_range_is_followed_too():
+    report = {
+        "verdict": "Cause: workers_cpu_bound",
+        "stalls": [stall("workers_cpu_bound", advice=[more_workers(4.0) | {"predicted_low": 2.0}])],
+    }
+    assert judgement.advice_to_follow(STARVED, report).low == 2.0
+
+
+@pytest.mark.parametrize(
+    ("low", "realised", "off"),
+    [(None, 2.0, 1.0), (2.0, 2.0, 0.0), (2.0, 3.0, 0.0), (2.0, 1.6, 0.25), (2.0, 5.0, 0.2), (None, 5.0, 0.2)],
+)
+def test_within_its_range_a_prediction_is_right(low, realised, off):
+    advised = Advised("workers_io_bound", "num_workers", "4", (), 4.0, low)
+    assert advised.off(realised) == pytest.approx(off)
+    result = dataclasses.replace(run_of(STARVED, named="workers_cpu_bound"), advised=advised, realised=realised)
+    assert goals_of(result, run_of(CALM, named=None))[3] is (off <= score.MAX_OFF)
+
+
 # -- the goals -------------------------------------------------------------------------------------------------
 
 
 def run_of(specimen, *, named, predicted=None, realised=None):
-    report = {"verdict": f"Cause: {named}" if named else "Healthy", "stalls": [stall(named)] if named else []}
+    report = {
+        "verdict": f"Cause: {named}" if named else "Healthy", "stalls": [stall(named)] if named else [], "changes": [],
+        "ranks": [],
+    }  # fmt: skip
     advised = None if predicted is None else Advised(named, "num_workers", "4", (), predicted)
     return dataclasses.replace(judgement.judge(specimen, report), advised=advised, realised=realised)
 

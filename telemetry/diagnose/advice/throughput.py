@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from telemetry.core.formatting import milliseconds as ms
 from telemetry.core.recommendation import Advice
 from telemetry.diagnose.causes import THRESHOLDS, crowded_out
-from telemetry.diagnose.model import best_workers, compute_seconds, gain_of, predicted_step, step_seconds
+from telemetry.diagnose.model import best_workers, compute_seconds, gain_of, low_gain, predicted_step, step_seconds
 from telemetry.diagnose.own_time import less, own_time, without_own_time
 
 if TYPE_CHECKING:
@@ -128,7 +128,9 @@ def _fetch_in_workers(evidence: Evidence, action: str, why: str, fetch: float | 
     if evidence.epochs.boundaries >= THRESHOLDS.epoch_boundaries:
         action += ", and keep the workers between epochs (persistent_workers=True)"
     because = f"{why}: {ms(fetch)} of every {ms(now)}{_spent_on(evidence)}"
-    return [Advice(action, "num_workers", str(workers), gain_of(evidence, step), because)]
+    on_cpu = evidence.own_fetch_cpu_ratio
+    low = low_gain(moved, step, fetch_cpu=fetch_cpu) if on_cpu is not None and on_cpu < ON_CPU else None
+    return [Advice(action, "num_workers", str(workers), gain_of(evidence, step), because, low)]
 
 
 def without_own_fetches(evidence: Evidence, fetch: float) -> tuple[Evidence, float]:
@@ -275,10 +277,12 @@ def _slow_threads(evidence: Evidence, now: float) -> list[Advice]:
 
 
 def _more_workers(evidence: Evidence, provided: str = "") -> list[Advice]:
+    """More workers. ``provided``: what storage must be able to do for that, which is not known."""
     fetch = evidence.workers.fetch_seconds
     if fetch is None or not evidence.steps:
         return []
-    workers, step = best_workers(evidence, *fetch_on_its_own(evidence))
+    on_its_own, fetch_cpu = fetch_on_its_own(evidence)
+    workers, step = best_workers(evidence, on_its_own, fetch_cpu)
     if step is None or workers <= evidence.workers.count:
         return []
     because = (
@@ -288,7 +292,8 @@ def _more_workers(evidence: Evidence, provided: str = "") -> list[Advice]:
     more = math.ceil(workers / _loaders(evidence))
     if more <= _workers_each(evidence):
         return []
-    return [Advice("use more workers", "num_workers", str(more), gain_of(evidence, step), because)]
+    low = low_gain(evidence, step, fetch_cpu=fetch_cpu) if provided else None
+    return [Advice("use more workers", "num_workers", str(more), gain_of(evidence, step), because, low)]
 
 
 def _loaders(evidence: Evidence) -> int:
