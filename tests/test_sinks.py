@@ -248,13 +248,12 @@ def test_a_run_that_the_script_has_finished_is_said_to_have_ended(monkeypatch):
         sink.write([item(2)])
 
 
-@pytest.mark.parametrize("interval", [0.1, 30])
-def test_the_step_axis_goes_on_over_the_attempts_of_a_run(tmp_path, monkeypatch, interval):
-    """An active run of W&B or MLflow may be resumed: its curve must not begin again. Also if there was no tick."""
+def test_the_step_axis_goes_on_over_the_attempts_of_a_run(tmp_path, monkeypatch):
+    """An active run of W&B or MLflow may be resumed: its curve must not begin again."""
     recorder, last = Recorder(), []
     monkeypatch.setattr(make_sinks, "make_sinks", lambda _names, _run_dir: ([recorder], {}))
     for _ in range(3):
-        telemetry.start(tmp_path, port="off", sinks="tensorboard", interval_seconds=interval, start_line=False)
+        telemetry.start(tmp_path, port="off", sinks="tensorboard", interval_seconds=0.1, start_line=False)
         for _ in telemetry.watch(range(20)):
             telemetry.step()
         telemetry.stop()

@@ -290,8 +290,6 @@ class Agent(AgentParts):
             self.event_log.write_phases(last=True)
             self.event_log.window()
         deadline = now_ns() + int(_END_SECONDS * NS)
-        with self.errors.contained("attempts"):
-            self._count_losses()  # a short run has had no tick
         with self.errors.contained("sinks"):
             self.figures.write(self._view)
             self.figures.end()
