@@ -56,12 +56,12 @@ docs: $(DOCS)/.ready
 test-stack: $(READY)
 	TELEMETRY_TEST_REQUIRE_STACK=1 $(BIN)/python -m pytest -m stack
 
-# The wheel is built from the sdist, so both are checked.
-dist: $(DIST)/.ready
+# The wheel is built from the sdist, so both are checked. The last part uses the torch of $(VENV).
+dist: $(DIST)/.ready $(READY)
 	rm -rf dist
 	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(DIST)/bin/python -m build --outdir dist .
 	$(DIST)/bin/twine check --strict dist/*
-	$(DIST)/bin/python -m tests.distribution dist
+	$(BIN)/python -m tests.distribution dist
 
 test-matrix:
 	$(PYTHON) -m tests.matrix
@@ -88,7 +88,8 @@ unit: $(READY)
 demo: $(READY)
 	$(BIN)/telemetry demo
 
-bench: $(READY)
+# The sinks are measured with their real packages.
+bench: $(READY) $(FRAMEWORKS)/.ready
 	$(BIN)/python -m benchmarks.overhead
 
 bench-trace: $(READY)

@@ -64,26 +64,37 @@ def measure(*, slices: int, workers: int, sinks: str, slice_seconds: float = _SL
 
 def sinks(effort: Effort) -> list[Row]:
     """CPU of all threads but the training's, and the cost of a step, with all sinks and with none."""
-    pools = {"": Pool(), ALL: Pool()}
+    none, everything, why = Pool(), Pool(), ""
     try:
         interpreter = ENVIRONMENT.python(install=False)
     except ToolError as error:
-        return [Row(_SECTION, "all on: CPU of the agent's threads adds", "% of a core", None, note=str(error))]
-    for _ in range(effort.cpu_processes):
-        for names in random.sample(list(pools), 2):
-            parameters = {"slices": effort.cpu_slices, "workers": _WORKERS, "sinks": names}
-            pools[names].add(functools.partial(_run, interpreter, parameters))
-    none, everything = pools[""], pools[ALL]
+        why = str(error)
+    else:
+        pools = {"": none, ALL: everything}
+        for _ in range(effort.cpu_processes):
+            for names in random.sample(list(pools), 2):
+                parameters = {"slices": effort.cpu_slices, "workers": _WORKERS, "sinks": names}
+                pools[names].add(functools.partial(_run, interpreter, parameters))
     errors = sum(answer["errors"] for answer in everything.answers)
-    note = everything.missing or f"{errors} errors of a sink"
+    of_none, of_all = why or none.missing, why or everything.missing
+    step, clock = "added to a step on the training thread", "by the agent's own clock"
+    cpu_more, step_more = _more(_shares(everything), _shares(none)), _more(_steps(everything), _steps(none))
+    more = why or none.missing or everything.missing
     return [
-        Row(_SECTION, "none: CPU of all threads but the training's", "% of a core", _cpu(none), note=none.missing),
-        Row(_SECTION, "all on: the same", "% of a core", _cpu(everything), note=note),
-        Row(_SECTION, "all on: more by", "% of a core", _difference(everything, none), Target(AT_MOST, 0.1)),
         Row(
-            _SECTION, "none: added to a step on the training thread", "us", _step(none), note="by the agent's own clock"
+            _SECTION, "none: CPU of all threads but the training's", "% of a core", _spread(_shares(none)), note=of_none
         ),
-        Row(_SECTION, "all on: the same", "us", _step(everything)),
+        Row(
+            _SECTION,
+            "all on: the same",
+            "% of a core",
+            _spread(_shares(everything)),
+            note=of_all or f"{errors} errors of a sink",
+        ),
+        Row(_SECTION, "all on: more by", "% of a core", cpu_more, Target(AT_MOST, 0.1), more),
+        Row(_SECTION, f"none: {step}", "us", _spread(_steps(none)), note=of_none or clock),
+        Row(_SECTION, f"all on: {step}", "us", _spread(_steps(everything)), note=of_all or clock),
+        Row(_SECTION, f"all on: {step}, more by", "us", step_more, Target(AT_MOST, 1.0), more),
     ]
 
 
@@ -98,17 +109,17 @@ def _shares(pool: Pool) -> list[float]:
     return [100 * sum(reading.values()) for answer in pool.answers for reading in answer["slices"]]
 
 
-def _cpu(pool: Pool) -> Spread | None:
-    return spread(_shares(pool)) if pool.answers else None
+def _steps(pool: Pool) -> list[float]:
+    return [answer["training_us"] for answer in pool.answers]
 
 
-def _difference(pool: Pool, base: Pool) -> Spread | None:
-    ours, theirs = _shares(pool), _shares(base)
-    return paired(ours, theirs) if ours and len(ours) == len(theirs) else None
+def _spread(values: list[float]) -> Spread | None:
+    return spread(values) if values else None
 
 
-def _step(pool: Pool) -> Spread | None:
-    return spread([answer["training_us"] for answer in pool.answers]) if pool.answers else None
+def _more(values: list[float], base: list[float]) -> Spread | None:
+    """The spread of the differences of what was measured next to each other; None if a part of it is missing."""
+    return paired(values, base) if values and len(values) == len(base) else None
 
 
 def main() -> None:

@@ -3,7 +3,8 @@
 The fetcher is torch's own, patched in the same way as by the probe. The data set returns a ready batch, so that the
 added cost is visible. In the cold measurement, an image-like transform runs before each fetch and evicts the caches.
 The floor is the least cost of any timing: a stamp before and after, each stored where another process can read it.
-``tokens`` is the same as ``timed`` with batches that have ``input_ids``, whose tokens are counted.
+``tokens`` is the same as ``timed`` with batches that have ``input_ids``, whose tokens are counted; ``samples`` with a
+loader whose samples are counted in each fetch.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from benchmarks import child
-from telemetry.attach.token_table import TokenWriter
+from telemetry.attach.batch_table import WANTED, BatchWriter
 from telemetry.attach.worker_block import WorkerBlock
 from telemetry.attach.worker_probe import timed_fetch
 
@@ -38,7 +39,7 @@ class Ready:
     def __init__(self, batch: object) -> None:
         self.batch = batch
 
-    def __getitem__(self, index: int) -> object:
+    def __getitem__(self, index: object) -> object:
         return self.batch
 
 
@@ -63,7 +64,7 @@ def _worker_loop(measured: Callable[[], float]) -> float:
 def measure(hot_rounds: int, cold_rounds: int) -> dict[str, Any]:
     """Nanoseconds that are added to a fetch, one reading per round.
 
-    ``{"hot": {"floor": [...], "timed": [...], "tokens": [...]}, "cold": the same, "fetches": ...}``.
+    ``{"hot": {"floor": [...], "timed": [...], "tokens": [...], "samples": [...]}, "cold": the same, "fetches": ...}``.
     """
     torch.set_num_threads(1)
     block = WorkerBlock(1)
@@ -73,33 +74,36 @@ def measure(hot_rounds: int, cold_rounds: int) -> dict[str, Any]:
         _MapDatasetFetcher(Ready(batch), False, lambda batch: batch, False)
         for batch in ([torch.zeros(8, 3), torch.zeros(8)], {"input_ids": ids, "attention_mask": ids, "labels": ids})
     )
-    bare, counted = _MapDatasetFetcher.fetch, WorkerBlock(1)
+    bare, counted, sized = _MapDatasetFetcher.fetch, WorkerBlock(1), WorkerBlock(1)
+    sized.batches.set(WANTED)
     kinds = {
         "bare": (bare, plain),
         "floor": (_floor(bare, WorkerBlock(1).words), plain),
-        "timed": (timed_fetch(bare, block.words, tokens=TokenWriter(block.tokens, every=False)), plain),
-        "tokens": (timed_fetch(bare, counted.words, tokens=TokenWriter(counted.tokens, every=False)), texts),
+        "timed": (timed_fetch(bare, block.words, batches=BatchWriter(block.batches, stream=False)), plain),
+        "tokens": (timed_fetch(bare, counted.words, batches=BatchWriter(counted.batches, stream=False)), texts),
+        "samples": (timed_fetch(bare, sized.words, batches=BatchWriter(sized.batches, stream=False)), plain),
     }
+    indices = [0]  # the fetchers make no batches: they pass it on to the data set
     image, kernel = torch.rand(1, 3, 256, 256), torch.rand(8, 3, 5, 5)
 
-    def hot(fetch: Callable[[Any, int], Any], fetcher: Any) -> float:
+    def hot(fetch: Callable[[Any, Any], Any], fetcher: Any) -> float:
         start = perf_counter_ns()
         for _ in range(_HOT_CALLS):
-            fetch(fetcher, 0)
+            fetch(fetcher, indices)
         return (perf_counter_ns() - start) / _HOT_CALLS
 
-    def cold(fetch: Callable[[Any, int], Any], fetcher: Any) -> float:
+    def cold(fetch: Callable[[Any, Any], Any], fetcher: Any) -> float:
         readings = []
         for _ in range(5):
             torch.nn.functional.conv2d(image, kernel).relu().sum()
             start = perf_counter_ns()
-            fetch(fetcher, 0)
+            fetch(fetcher, indices)
             readings.append(perf_counter_ns() - start)
         return statistics.median(readings)
 
     answer: dict[str, Any] = {}
     for name, loop, rounds in (("hot", hot, hot_rounds), ("cold", cold, cold_rounds)):
-        added: dict[str, list[float]] = {"floor": [], "timed": [], "tokens": []}
+        added: dict[str, list[float]] = {"floor": [], "timed": [], "tokens": [], "samples": []}
         for _ in range(rounds):
             taken = {
                 kind: _worker_loop(functools.partial(loop, *kinds[kind]))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import tempfile
 import venv
@@ -18,7 +19,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "telemetry"
 NOT_SHIPPED = {"__pycache__"}
-WANTED_FIELDS = ("Summary", "Requires-Python", "License-Expression", "License-File", "Keywords", "Classifier")
+WANTED_FIELDS = (
+    "Summary", "Author", "Requires-Python", "License-Expression", "License-File", "Keywords", "Classifier",
+)  # fmt: skip
 EXTRAS = {"demo", "html", "top", "dev"}
 
 
@@ -74,16 +77,28 @@ def check_sdist(sdist: Path) -> list[str]:
 
 
 def check_installed(wheel: Path) -> list[str]:
-    """Without its dependencies, in an empty environment: the command is there, and says its version."""
+    """In an empty environment: the command is there and says its version, and the doctor finds what it needs.
+
+    Its dependencies are those of the Python that runs this, so that torch is not installed a second time.
+    """
+    version, dependencies = wheel.name.split("-")[1], sysconfig.get_path("purelib")
     with tempfile.TemporaryDirectory() as folder:
-        venv.create(folder, with_pip=True)
+        venv.create(folder)
         inside = Path(folder) / "bin"
-        install = [inside / "python", "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps", wheel]
-        subprocess.run(install, check=True)
-        said = subprocess.run([inside / "telemetry", "--version"], capture_output=True, text=True, cwd=folder)
-    version = wheel.name.split("-")[1]
-    expected = f"telemetry {version}\n"
-    return [] if said.stdout == expected else [f"telemetry --version says {said.stdout!r}{said.stderr}"]
+        pip = [sys.executable, "-m", "pip", "--python", inside / "python", "--disable-pip-version-check"]
+        subprocess.run([*pip, "install", "-q", "--no-deps", wheel], check=True)
+
+        def said(*arguments: str) -> str:
+            done = subprocess.run([inside / "telemetry", *arguments], capture_output=True, text=True, cwd=folder)
+            return done.stdout + done.stderr
+
+        named = said("--version")
+        (site,) = Path(folder).glob("lib/python*/site-packages")
+        (site / "dependencies.pth").write_text(f"{dependencies}\n")  # after the wheel's own folder; .pth files not read
+        found = said("doctor")
+    problems = [] if named == f"telemetry {version}\n" else [f"telemetry --version says {named!r}"]
+    fine = f", telemetry {version}\n" in found and all(f"ok {check}" in found for check in ("versions", "packages"))
+    return [*problems, *([] if fine else [f"telemetry doctor says:\n{found}"])]
 
 
 if __name__ == "__main__":

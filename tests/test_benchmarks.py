@@ -16,10 +16,12 @@ from benchmarks import (
     overhead,
     report,
     scrape,
+    sink_cost,
     spread,
     tail,
     worker_fetch,
 )
+from benchmarks.effort import QUICK
 
 TINY = {"hot_rounds": 1, "hot_steps": 40, "cold_rounds": 1, "cold_steps": 2}
 
@@ -129,10 +131,24 @@ def test_what_cannot_be_measured_says_why():
     assert any(row.note == "no such machine" for row in rows)
 
 
+def test_sinks_that_are_not_installed_are_not_measured(monkeypatch):
+    """A target whose row is missing would look as if there were none."""
+    monkeypatch.setenv("SINKS_PYTHON", "/nowhere/python")
+    rows = sink_cost.sinks(QUICK)
+    assert all(row.figure is None and "no environment with the sinks" in row.note for row in rows)
+    assert [row.unit for row in rows if row.target is not None] == ["% of a core", "us"]
+
+
+def test_sinks_are_compared_with_the_run_beside():
+    """What slows both down together adds nothing to the difference."""
+    assert sink_cost._more([5.0, 105.0], [4.0, 104.0]) == spread.Spread(1.0, 1.0, 1.0, 2)
+    assert sink_cost._more([5.0, 6.0], [4.0]) is None
+
+
 def test_a_fetch_in_a_worker():
     answer = worker_fetch.measure(hot_rounds=2, cold_rounds=2)
     assert answer["fetches"] == 2 * 500 + 2 * 5
-    assert [len(readings) for kind in ("hot", "cold") for readings in answer[kind].values()] == [2] * 6
+    assert [len(readings) for kind in ("hot", "cold") for readings in answer[kind].values()] == [2] * 8
 
 
 @pytest.mark.parametrize(("options", "burners"), [(["--beside", "0"], []), (["--beside", "0.5"], [0.5])])

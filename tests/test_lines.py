@@ -45,9 +45,6 @@ def test_a_packed_profile_is_the_same_when_it_is_unpacked():
     assert (back.times, back.samples, back.other_ns) == (profile.times, 100, 0)
 
 
-<<<<<<< HEAD
-def test_a_profile_that_does_not_fit_keeps_its_longest_stacks():
-=======
 def test_a_long_path_is_whole_and_is_written_once():
     path = f"/scratch/{'experiment-with-a-long-name/' * 30}train.py"
     stacks = [((Spot(path, n, "item", "__main__"), FETCHER), 1) for n in range(100)]
@@ -59,8 +56,7 @@ def test_a_long_path_is_whole_and_is_written_once():
     assert packed.count(path.encode()) == 1
 
 
-def test_a_profile_that_does_not_fit_keeps_its_longest_stacks_and_all_time():
->>>>>>> tuner
+def test_a_profile_that_does_not_fit_keeps_its_longest_stacks():
     few = [((Spot("/a.py", n, "f" * 50, "m"), FETCHER), 1) for n in range(400)]
     profile = profile_of(((ITEM, FETCHER), 50), *few)
     packed = profile.packed(4000)

@@ -9,12 +9,9 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
     Dataset,
     DistributedSampler,
-    IterableDataset,
-    SequentialSampler,
     SubsetRandomSampler,
     TensorDataset,
 )
@@ -111,16 +108,6 @@ def test_a_sampler_of_torch_decides_how_many_there_are(run, sampler):
     assert run()["samples"] == trainer.samples == 34
 
 
-class Uneven(BatchSampler):
-    def __iter__(self):
-        yield from ([0, 1, 2], [3], [4, 5])
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(torch.zeros(10, 4))
-
-
 class Wide(Dataset):
     """Makes whole batches itself."""
 
@@ -131,24 +118,11 @@ class Wide(Dataset):
         return torch.zeros(index + 1, 4)
 
 
-@pytest.mark.parametrize(
-    "loader",
-    [
-        DataLoader(DATA, batch_sampler=Uneven(SequentialSampler(DATA), 3, drop_last=False)),
-        DataLoader(Stream(), 4),
-        DataLoader(Wide(), batch_size=None),
-    ],
-    ids=["batch sampler", "stream", "no batches"],
-)
-def test_a_size_that_other_code_decides_is_not_guessed(run, loader):
-    Trainer().train(loader, epochs=2)
-    assert run()["samples"] is None
-
-
 def test_one_batch_of_unknown_size_makes_the_sum_unknown(run):
+    """Without ``batch_size``, nothing tells whether the first dimension is that of the samples."""
     trainer = Trainer()
     trainer.train(DataLoader(DATA, 8))
-    trainer.train(DataLoader(Stream(), 4))
+    trainer.train(DataLoader(Wide(), batch_size=None))
     assert run()["samples"] is None
 
 

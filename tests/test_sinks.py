@@ -11,9 +11,10 @@ import types
 
 import pytest
 
+import telemetry
 from telemetry.core.clock import NS
 from telemetry.core.sink_item import SinkItem
-from telemetry.publish.sinks import sink_thread
+from telemetry.publish.sinks import make_sinks, sink_thread
 from telemetry.publish.sinks.mlflow_sink import MlflowSink
 from telemetry.publish.sinks.sink import SinkWaits
 from telemetry.publish.sinks.sink_thread import MAX_ITEMS, SinkThread
@@ -245,3 +246,18 @@ def test_a_run_that_the_script_has_finished_is_said_to_have_ended(monkeypatch):
     module.run = None
     with pytest.raises(SinkWaits, match="the W&B run has ended"):
         sink.write([item(2)])
+
+
+def test_the_step_axis_goes_on_over_the_attempts_of_a_run(tmp_path, monkeypatch):
+    """An active run of W&B or MLflow may be resumed: its curve must not begin again."""
+    recorder, last = Recorder(), []
+    monkeypatch.setattr(make_sinks, "make_sinks", lambda _names, _run_dir: ([recorder], {}))
+    for _ in range(3):
+        telemetry.start(tmp_path, port="off", sinks="tensorboard", interval_seconds=0.1, start_line=False)
+        for _ in telemetry.watch(range(20)):
+            telemetry.step()
+        telemetry.stop()
+        last.append(recorder.written[-1])
+    assert last[0] > 0
+    assert last == [last[0], 2 * last[0], 3 * last[0]]
+    assert recorder.written == sorted(recorder.written)

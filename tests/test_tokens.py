@@ -15,10 +15,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import telemetry
+from telemetry.attach.batch_table import SLOTS, BatchWriter
 from telemetry.attach.batch_tokens import tokens_in
-from telemetry.attach.token_table import SLOTS, TokenWriter
 from telemetry.attach.worker_block import WorkerBlock
-from telemetry.attach.worker_tokens import WorkerTokens
+from telemetry.attach.worker_counts import WorkerTokens
 
 # -- what a batch has --------------------------------------------------------------------------------------------------
 
@@ -290,11 +290,11 @@ def test_iterations_of_kept_workers_do_not_mix():
     writer_of(block)
     earlier = WorkerTokens(block, 0, 0, every=True)
     for number in range(6):
-        block.tokens.write(number, 50 + number)
-    block.tokens.begin_again(8)
+        block.batches.write(number, 50 + number)
+    block.batches.begin_again(8)
     later = WorkerTokens(block, 0, 0, every=True)
     for number in (0, 1, 2, 4):
-        block.tokens.write(8 + number, 10 + number)
+        block.batches.write(8 + number, 10 + number)
     assert [earlier.of(number) for number in range(6)] == [49, 50, 51, 52, 53, 54]
     assert [later.of(number) for number in range(4)] == [9, 10, 11, 13]
 
@@ -302,7 +302,7 @@ def test_iterations_of_kept_workers_do_not_mix():
 def test_a_batch_whose_slot_has_a_later_one_is_unknown():
     block = WorkerBlock(2)
     writer_of(block)
-    block.tokens.write(SLOTS, 10)
+    block.batches.write(SLOTS, 10)
     tokens = WorkerTokens(block, 0, 0, every=False)
     assert tokens.of(0) is None
     assert tokens.of(1) is None, "from then on, nothing is known"
@@ -329,5 +329,5 @@ def test_tokens_do_not_keep_the_memory_of_the_workers():
     assert tokens.of(1) is None
 
 
-def writer_of(block: WorkerBlock) -> TokenWriter:
-    return TokenWriter(block.tokens, every=False)
+def writer_of(block: WorkerBlock) -> BatchWriter:
+    return BatchWriter(block.batches, stream=False)

@@ -38,6 +38,7 @@ class FigureOutput:
         errors: counts what fails in the sinks.
         wall: gives the time of each window.
         identity: returns the identity of this process.
+        steps_before: returns the steps of the attempts before. The step axis of the sinks goes on after them.
 
     Attributes:
         newest: the newest figures. The dictionary is replaced, never changed, so that any thread may read it.
@@ -45,13 +46,21 @@ class FigureOutput:
     """
 
     def __init__(
-        self, config: Config, event_log: EventLog, errors: ErrorLog, wall: WallClock, identity: Callable[[], Identity]
+        self,
+        config: Config,
+        event_log: EventLog,
+        errors: ErrorLog,
+        wall: WallClock,
+        identity: Callable[[], Identity],
+        *,
+        steps_before: Callable[[], int],
     ) -> None:
         self._config = config
         self._event_log = event_log
         self._errors = errors
         self._wall = wall
         self._identity = identity
+        self._steps_before = steps_before
         self._sinks: SinkThread | None = None
         self._written: LogWindow | None = None
         self.newest: dict[str, float] = {}
@@ -134,7 +143,7 @@ class FigureOutput:
             return
         self._sinks.offer(
             SinkItem(
-                step=int(self.newest.get("steps_total", 0)),
+                step=self._steps_before() + int(self.newest.get("steps_total", 0)),
                 unix_seconds=self._wall.unix_seconds(now_ns()),
                 rank=identity.rank,
                 several=several,

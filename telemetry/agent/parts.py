@@ -132,7 +132,15 @@ class AgentParts:
             errors=self.errors,
             wall=self._wall,
         )
-        self.figures = FigureOutput(config, self.event_log, self.errors, self._wall, lambda: self.identity)
+        self._counts = RunCounts(self.run_dir / FOLDER, life, self.errors)
+        self.figures = FigureOutput(
+            config,
+            self.event_log,
+            self.errors,
+            self._wall,
+            lambda: self.identity,
+            steps_before=lambda: self._counts.steps_before,
+        )
         self.overhead.figures = self.figures
         self._line_monitor = LineMonitor(
             self.tracker,
@@ -173,7 +181,6 @@ class AgentParts:
             ranks_elsewhere=self._ranks_elsewhere,
         )
         self._losses = RunLosses(self.run_dir / FOLDER, self.attempt, life, self.errors)
-        self._counts = RunCounts(self.run_dir / FOLDER, life, self.errors)
         self._changes = ChangeMonitor(
             self._collectors.newest,
             self.event_log.emit,

@@ -1,4 +1,4 @@
-"""The samples and tokens of this rank over all attempts of the run."""
+"""The steps, samples and tokens of this rank over all attempts of the run."""
 
 from __future__ import annotations
 
@@ -38,13 +38,18 @@ class RunCounts:
         counts = self._counts
         return (0, 0) if counts is None else (counts.samples_before, counts.tokens_before)
 
+    @property
+    def steps_before(self) -> int:
+        """Training steps of the attempts before this one."""
+        return 0 if self._counts is None else self._counts.steps_before
+
     def tick(self, identity: Identity, totals: Totals) -> None:
         """Bring them up to now. At the first time, read what is there, and write that this attempt has begun."""
         if self._counts is None or self._rank != identity.rank or self._counts.run != identity.run:
             self._rank = identity.rank
             self._counts = self._begin(identity)
             self._write()
-        self._counts = replace(self._counts, samples=totals.samples or 0, tokens=totals.tokens or 0)
+        self._counts = replace(self._counts, samples=totals.samples or 0, tokens=totals.tokens or 0, steps=totals.steps)
 
     def end(self) -> None:
         """The process ends by itself."""
@@ -71,6 +76,7 @@ class RunCounts:
             counts,
             samples=max(counts.samples, count(beat.get("samples_total"))),
             tokens=max(counts.tokens, count(beat.get("tokens_total"))),
+            steps=max(counts.steps, count(beat.get("steps_total"))),
         )
 
     def _write(self) -> None:

@@ -10,7 +10,7 @@ from telemetry.attach.ring import BATCH, CLOSES, GAP, JOINS, OPENS, STEP, STRIDE
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from telemetry.attach.batch_sizes import BatchMarks, BatchSizes, BatchTokens
+    from telemetry.attach.batch_sizes import BatchCounts, BatchMarks
     from telemetry.attach.ring import Entry
 
 _MAX_REPLAYED: Final = 1 << 17
@@ -28,8 +28,8 @@ class SampleCounter:
 
     def __init__(self, marks: BatchMarks) -> None:
         self._marks = marks
-        self._sizes: BatchSizes | None = None
-        self._tokens_of: BatchTokens | None = None
+        self._sizes: BatchCounts | None = None
+        self._tokens_of: BatchCounts | None = None
         self._number = 0
         self._samples = _TrainedSum()
         self._tokens = _TrainedSum()
@@ -76,16 +76,20 @@ class SampleCounter:
             position += STRIDE
 
     @property
-    def ended(self) -> BatchTokens | None:
-        """The tokens of an iteration of which no batch is to come that the ring does not have yet."""
-        tokens = self._tokens_of
-        return tokens if tokens is not None and tokens.ended else None
+    def ended(self) -> list[BatchCounts]:
+        """The counts of an iteration of which no batch is to come that the ring does not have yet."""
+        return [counts for counts in (self._sizes, self._tokens_of) if counts is not None and counts.ended]
 
-    def forget(self, ended: BatchTokens | None) -> None:
+    def forget(self, ended: list[BatchCounts]) -> None:
         """The ring was read since they had `ended`. They would keep the memory of the workers."""
-        if ended is not None and ended is self._tokens_of:
-            self._tokens_of = None
-            ended.release()
+        for counts in ended:
+            if counts is self._sizes:
+                self._sizes = None
+            elif counts is self._tokens_of:
+                self._tokens_of = None
+            else:
+                continue
+            counts.release()
 
     def _note_step(self, code: int) -> None:
         """Keep the sums at the end of a step."""

@@ -1,8 +1,9 @@
-"""How many samples and tokens each batch of an iteration has: samples where torch's own samplers decide it.
+"""How many samples and tokens each batch of an iteration has.
 
-It is read once per iteration, when its first batch has come. The fast path does nothing for it: the agent thread counts
-the batches in the ring. A batch has as many samples as indices, whatever the collate function makes of them. Its tokens
-are counted where it is made (`token_table`, `own_tokens`).
+A batch has as many samples as indices, whatever the collate function makes of them. Where torch's own samplers decide
+it, that is read once per iteration, when its first batch has come. Otherwise samples are counted where the batch is
+made, and so are tokens (`batch_table`, `own_counts`). The fast path does nothing for it: the agent thread counts the
+batches in the ring.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import deque
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, Protocol
 
 from telemetry.attach import loader_types
+from telemetry.attach.batch_tokens import tokens_in
 from telemetry.attach.loader_handle import ON_THREAD, LoaderHandle
-from telemetry.attach.own_tokens import NO_TOKENS, count_own
-from telemetry.attach.worker_tokens import WorkerTokens
+from telemetry.attach.own_counts import NO_TOKENS, OwnFetches, follow
+from telemetry.attach.worker_counts import WorkerSamples, WorkerTokens
 
 if TYPE_CHECKING:
     from telemetry.attach.loader_handle import BatchSource
@@ -32,11 +35,17 @@ _SAMPLERS: Final = (
 _MAX_MARKS: Final = 8192
 
 
-class BatchSizes(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class BatchSizes:
     """Of one iteration: ``size`` of a full batch, and ``total`` samples; None if all batches are full."""
 
     size: int
     total: int | None
+
+    ended: ClassVar[bool] = False
+
+    def release(self) -> None:
+        """It keeps nothing alive."""
 
     def of(self, number: int, batches: int = 1) -> int | None:
         """Samples of some batches.
@@ -54,8 +63,8 @@ class BatchSizes(NamedTuple):
         return min(batches * self.size, left) if left > (batches - 1) * self.size else None
 
 
-class BatchTokens(Protocol):
-    """The tokens of the batches of one iteration."""
+class BatchCounts(Protocol):
+    """The samples, or the tokens, of the batches of one iteration."""
 
     @property
     def ended(self) -> bool:
@@ -65,7 +74,7 @@ class BatchTokens(Protocol):
         """Keep nothing alive: `ended`, and all was read."""
 
     def of(self, number: int, batches: int = 1, /) -> int | None:
-        """Tokens of some batches; None if they are not known. Asked in the order of the batches.
+        """Count of some batches; None if it is not known. Asked in the order of the batches.
 
         Args:
             number: of the first.
@@ -83,8 +92,8 @@ class BatchMark(NamedTuple):
     """
 
     position: int
-    sizes: BatchSizes | None
-    tokens: BatchTokens | None
+    sizes: BatchCounts | None
+    tokens: BatchCounts | None
     number: int
 
 
@@ -96,19 +105,26 @@ class BatchMarks:
         lost: whether marks were dropped because the agent thread did not take them.
     """
 
-    __slots__ = ("_iterator_id", "_known", "_own_tokens", "lost", "taken")
+    __slots__ = ("_iterator_id", "_known", "_own", "_own_tokens", "lost", "taken")
 
     def __init__(self) -> None:
         self.taken: deque[BatchMark] = deque()
         self.lost = False
         self._iterator_id = 0
-        self._known: dict[int, tuple[BatchSizes | None, BatchTokens | None]] = {}
-        self._own_tokens: weakref.WeakKeyDictionary[Any, BatchTokens | None] = weakref.WeakKeyDictionary()
+        self._known: dict[int, tuple[BatchCounts | None, BatchCounts | None]] = {}
+        self._own: weakref.WeakKeyDictionary[Any, OwnFetches | None] = weakref.WeakKeyDictionary()
+        self._own_tokens: weakref.WeakKeyDictionary[Any, BatchCounts | None] = weakref.WeakKeyDictionary()
 
     def begun(self) -> None:
         """An iteration begins, maybe with an iterator that has been used before."""
         self._iterator_id = 0
         self._known.clear()
+
+    def made(self, iterator: object) -> None:
+        """An iterator was made, or begins again. Without workers, its samples are counted from its first batch on."""
+        inside: Any = loader_types.unwrapped(iterator)
+        if counted_in_fetch(inside) and not vars(inside).get("_num_workers") and inside not in self._own:
+            self._own[inside] = follow(inside, samples=True)
 
     def batch(self, iterator: object, position: int, batch: object, source: BatchSource, *, told: bool) -> None:
         """A training batch of this iterator is about to be written at this position of the ring.
@@ -128,7 +144,7 @@ class BatchMarks:
         number = _yielded(inside) - 1
         if key not in self._known:  # two loaders that are asked in turn are looked at once
             tokens = NO_TOKENS if told else self._tokens_of(inside, number, batch, source)
-            self._known[key] = sizes_of(inside), tokens
+            self._known[key] = self._sizes_of(inside, number, source), tokens
         self._mark(key, number, position)
 
     def not_training(self, iterator: object, position: int) -> None:
@@ -149,22 +165,44 @@ class BatchMarks:
         sizes, tokens = self._known[key]
         self.taken.append(BatchMark(position, sizes if number >= 0 else None, tokens, number))
 
-    def _tokens_of(self, iterator: Any, number: int, batch: object, source: BatchSource) -> BatchTokens | None:
+    def _sizes_of(self, iterator: Any, number: int, source: BatchSource) -> BatchCounts | None:
+        if not counted_in_fetch(iterator):
+            return sizes_of(iterator)
         if isinstance(source, LoaderHandle):
             if source.block is None or not source.in_order or number < 0:
                 return None
-            own = vars(iterator)
-            first = own.get("_rcvd_idx", 0) - 1  # unlike ``number``, it is 0 again where a state was restored
-            every = own.get("_dataset_kind") != 0
-            return WorkerTokens(source.block, number, first, every=every)
+            return WorkerSamples(source.block, number, _index(iterator))
+        own = self._own.get(iterator) if source is ON_THREAD else None
+        if own is None or own.samples is None:
+            return None
+        own.samples.begin(number)
+        return own.samples
+
+    def _tokens_of(self, iterator: Any, number: int, batch: object, source: BatchSource) -> BatchCounts | None:
+        if isinstance(source, LoaderHandle):
+            if source.block is None or not source.in_order or number < 0:
+                return None
+            every = vars(iterator).get("_dataset_kind") != 0
+            return WorkerTokens(source.block, number, _index(iterator), every=every)
         if source is not ON_THREAD or number < 0:
             return None
         if iterator not in self._own_tokens:
-            self._own_tokens[iterator] = count_own(iterator, number, batch)
+            self._own_tokens[iterator] = self._own_tokens_of(iterator, number, batch)
         return self._own_tokens[iterator]
 
+    def _own_tokens_of(self, iterator: Any, number: int, batch: object) -> BatchCounts | None:
+        """Count the tokens of an iteration without workers, if this batch has some."""
+        tokens = tokens_in(batch)
+        if not tokens:
+            return NO_TOKENS if tokens == 0 else None
+        if iterator not in self._own:
+            self._own[iterator] = follow(iterator, samples=False)
+        fetches = self._own[iterator]
+        return None if fetches is None else fetches.count_tokens(number, tokens)
+
     def forget(self) -> None:
-        """The agent stops: count no tokens of the training thread's own batches any more."""
+        """The agent stops: count nothing of the training thread's own batches any more."""
+        self._own.clear()
         self._own_tokens.clear()
 
 
@@ -173,24 +211,42 @@ def _yielded(iterator: Any) -> int:
     return int(vars(iterator).get("_num_yielded", 0)) if loader_types.is_loader_iterator(iterator) else 0
 
 
+def _index(iterator: Any) -> int:
+    """The number of the newest batch by the worker's loop. Unlike ours, it is 0 again where a state was restored."""
+    return int(vars(iterator).get("_rcvd_idx", 0)) - 1
+
+
 def sizes_of(iterator: Any) -> BatchSizes | None:
     """The sizes of the batches of a ``DataLoader``'s iterator; None if other code than torch's decides them."""
     size = loader_types.batch_size_of(iterator)
-    if size is None:
+    if size is None or not _decided_by_torch(iterator):
         return None
-    own = vars(iterator)
-    sampler = own["_index_sampler"]
-    if own.get("_dataset_kind") != 0 or type(sampler) is not _class("torch.utils.data.sampler", "BatchSampler"):
-        return None  # an iterable data set may end in the middle of a batch
-    if sampler.drop_last:
-        return BatchSizes(size, None)
-    indices = sampler.sampler
-    if type(indices) not in {_class(module, name) for module, name in _SAMPLERS}:
-        return None
+    sampler = vars(iterator)["_index_sampler"]
     try:
-        return BatchSizes(size, len(indices))
+        return BatchSizes(size, None if sampler.drop_last else len(sampler.sampler))
     except Exception:  # the length of the user's data set
         return None
+
+
+def counted_in_fetch(iterator: Any) -> bool:
+    """Whether the samples of a ``DataLoader``'s iterator are counted in each fetch: it makes batches, of other sizes.
+
+    Without ``batch_size`` it gives what the data set gives, which may be a batch or not.
+    """
+    return (
+        loader_types.is_loader_iterator(iterator)
+        and vars(iterator).get("_auto_collation") is True
+        and not _decided_by_torch(iterator)
+    )
+
+
+def _decided_by_torch(iterator: Any) -> bool:
+    """Whether the sampler's settings tell the sizes. An iterable data set may end in the middle of a batch."""
+    own = vars(iterator)
+    sampler = own.get("_index_sampler")
+    if own.get("_dataset_kind") != 0 or type(sampler) is not _class("torch.utils.data.sampler", "BatchSampler"):
+        return False
+    return sampler.drop_last or type(sampler.sampler) in {_class(module, name) for module, name in _SAMPLERS}
 
 
 def _class(module: str, name: str) -> Any:

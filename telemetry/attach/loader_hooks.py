@@ -299,6 +299,8 @@ def _timed_boundary(original: Callable[[Any], Any], tracker: StepTracker, *, lea
         try:
             if not leaves and tracker.active:
                 tracker.sources.begun(result)
+                if get_ident() == tracker.thread:
+                    tracker.marks.made(result)
         except Exception as error:
             tracker.fault(error)
         return result

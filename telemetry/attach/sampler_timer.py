@@ -230,7 +230,7 @@ def timed_reset(original: Callable[..., Any], tracker: StepTracker) -> Callable[
         try:
             loader = tracker.sources.known(iterator)
             if loader is not None and loader.block is not None:
-                loader.block.tokens.begin_again(vars(iterator).get("_send_idx", 0))
+                loader.block.batches.begin_again(vars(iterator).get("_send_idx", 0))
             return TimedWait(tracker, iterator) if _at_boundary(tracker) and _timeable(iterator) else None
         except Exception as error:
             tracker.fault(error)

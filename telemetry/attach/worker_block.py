@@ -12,8 +12,8 @@ import os
 import struct
 from typing import TYPE_CHECKING, Final
 
+from telemetry.attach.batch_table import TABLE_BYTES, BatchTable
 from telemetry.attach.sample_area import AREA_BYTES, SampleArea
-from telemetry.attach.token_table import TABLE_BYTES, TokenTable
 from telemetry.core.filesystem import Descriptor, identity_of, memory_file, raised
 from telemetry.core.worker_records import FETCH_BUCKETS, StackPort, WorkerCounters
 
@@ -57,7 +57,7 @@ class WorkerBlock:
     Attributes:
         owner: pid of the process that made it.
         retired: whether the iterator is gone. Set in the process that made it.
-        words: all of it as 64-bit integers. ``tokens``: how many each batch has.
+        words: all of it as 64-bit integers. ``batches``: the samples and tokens of each.
 
     Raises:
         OSError: the kernel gives no such memory.
@@ -80,17 +80,17 @@ class WorkerBlock:
 
     @property
     def _size(self) -> int:
-        """Bytes of the slots, and of the areas for samples and the tokens, which take no memory until they are used."""
-        return self._tokens_at + TABLE_BYTES
+        """Bytes of the slots, and of the profiles and the table of batches, which take memory only when used."""
+        return self._batches_at + TABLE_BYTES
 
     @property
-    def _tokens_at(self) -> int:
+    def _batches_at(self) -> int:
         return self.workers * SLOT_WORDS * 8 + min(self.workers, _MAX_SAMPLED) * AREA_BYTES
 
     def _map(self, file: int) -> None:
         self._memory = mmap.mmap(file, self._size)
         self.words = memoryview(self._memory).cast("q")
-        self.tokens = TokenTable(self._memory, self._tokens_at)
+        self.batches = BatchTable(self._memory, self._batches_at)
 
     def area(self, worker: int) -> SampleArea:
         """Where a worker writes the profile of its fetches."""

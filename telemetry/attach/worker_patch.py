@@ -12,6 +12,8 @@ import functools
 import weakref
 from typing import TYPE_CHECKING, Any, Final
 
+from telemetry.attach.batch_sizes import counted_in_fetch
+from telemetry.attach.batch_table import WANTED
 from telemetry.attach.profiler_ranges import MarkedWorker
 from telemetry.attach.traceback_frames import forget_frame
 from telemetry.attach.worker_block import MAX_WORKERS, WorkerBlock
@@ -115,6 +117,8 @@ class _InitFunction:
                 if not 0 < iterator._num_workers <= MAX_WORKERS:
                     return user
                 making.block = WorkerBlock(iterator._num_workers)
+                if counted_in_fetch(iterator):
+                    making.block.batches.set(WANTED)
                 session, until = self._tracker.sources.sampling
                 if until:
                     making.block.ask_samples(session, until)

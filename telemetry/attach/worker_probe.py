@@ -1,4 +1,4 @@
-"""Runs inside the DataLoader workers: times each fetch into the shared block, and counts the tokens of its batch.
+"""Runs inside the DataLoader workers: times each fetch into the shared block, and counts what its batch has.
 
 The probe replaces the loader's ``worker_init_fn``. With any start method, that runs in every worker before its fetcher
 is made. If a worker is a thread of the training process, nothing is patched and its fetches are not timed.
@@ -12,7 +12,7 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.attach.token_table import TokenWriter
+from telemetry.attach.batch_table import BatchWriter
 from telemetry.attach.traceback_frames import forget_frame
 from telemetry.attach.worker_block import (
     COUNTS,
@@ -118,9 +118,9 @@ def _time_fetches(block: WorkerBlock, worker: int) -> None:
     words[PID] = os.getpid()
     sample = _sampling(block, worker, words)
     for kind in (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher):
-        tokens = TokenWriter(block.tokens, every=kind is fetch._IterableDatasetFetcher)
+        batches = BatchWriter(block.batches, stream=kind is fetch._IterableDatasetFetcher)
         own = without_ours(kind.fetch, "timed", "marked")
-        kind.fetch = note_wrapper(timed_fetch(own, words, sample, tokens), "timed")
+        kind.fetch = note_wrapper(timed_fetch(own, words, sample, batches), "timed")
 
 
 def _sampling(block: WorkerBlock, worker: int, words: memoryview) -> Callable[[], None]:
@@ -166,7 +166,7 @@ def timed_fetch(
     original: Callable[[Any, Any], Any],
     words: memoryview,
     sample: Callable[[], None] = _nothing,
-    tokens: TokenWriter | None = None,
+    batches: BatchWriter | None = None,
 ) -> Callable[[Any, Any], Any]:
     """``fetch``, counted in one worker's slot.
 
@@ -177,7 +177,7 @@ def timed_fetch(
         original: the fetcher's method.
         words: the worker's slot, as 64-bit integers.
         sample: called at the start of each fetch while the agent asks for samples.
-        tokens: gets each batch, after its fetch was counted.
+        batches: gets each batch, after its fetch was counted.
     """
     last_bucket = len(FETCH_BUCKETS)
     slot, store, store_span = words.cast("B"), COUNTS.pack_into, SPAN.pack_into
@@ -186,14 +186,14 @@ def timed_fetch(
 
     @functools.wraps(original)
     def fetch(self: Any, possibly_batched_index: Any) -> Any:
-        nonlocal fetches, wall, ended, current, tokens
+        nonlocal fetches, wall, ended, current, batches
         if current() is not self:  # each epoch has a new fetcher
             current = weakref.ref(self)
             epoch = words[EPOCH] + 1
             words[EPOCHS_AT + epoch % EPOCHS] = ended
             words[EPOCH] = epoch
-            if tokens is not None:
-                tokens.iteration_begins()
+            if batches is not None:
+                batches.iteration_begins(self)
         words[SINCE] = start = now_ns()
         if words[SAMPLE_UNTIL] > start:
             sample()
@@ -203,8 +203,8 @@ def timed_fetch(
             if not isinstance(error, StopIteration):  # the end of an iterable data set is not a batch
                 store_span(slot, 8 * RECENT_AT + ended % RECENT * SPAN.size, start, now_ns())
                 ended += 1
-                if tokens is not None:
-                    tokens.raised()
+                if batches is not None:
+                    batches.raised()
             store(slot, COUNTS_AT, fetches, wall, 0, ended)
             forget_frame(error)
             raise
@@ -216,8 +216,8 @@ def timed_fetch(
         fetches += 1
         wall += took
         store(slot, COUNTS_AT, fetches, wall, 0, ended)
-        if tokens is not None and not tokens.made(data):
-            tokens = None
+        if batches is not None and not batches.made(possibly_batched_index, data):
+            batches = None
         return data
 
     return fetch

@@ -14,7 +14,7 @@ class SinkItem:
     """Something to write: the figures of a rank at the end of one window, or a stall that has opened, in words.
 
     Attributes:
-        step: number of training steps so far.
+        step: number of training steps so far, over all attempts of the run.
         unix_seconds: the time.
         rank: the rank. ``several``: whether other ranks write as well.
         figures: the values by name, see `telemetry.publish.figures`; empty for a stall.

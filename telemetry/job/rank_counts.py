@@ -1,4 +1,4 @@
-"""What one attempt of a rank leaves for its next one: the samples and tokens that it has trained on.
+"""What one attempt of a rank leaves for its next one: its steps, and the samples and tokens that it has trained on.
 
 Each rank writes a small file when it starts and when it ends. The heartbeat of the same process is newer, should it be
 killed in between.
@@ -6,7 +6,7 @@ killed in between.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 
 from telemetry.core.json_object import dump_object, parse_object
 
@@ -27,8 +27,9 @@ class RankCounts:
     Attributes:
         run: name of the run.
         life: the agent that wrote this, whose heartbeat may be newer.
-        samples_before, tokens_before: of the attempts before. One that did not know its own has added nothing.
-        samples, tokens: of this attempt; 0 if they are not known, or not yet.
+        samples_before, tokens_before, steps_before: of the attempts before. One that did not know its own has added
+            nothing.
+        samples, tokens, steps: of this attempt; 0 if they are not known, or not yet.
     """
 
     run: str
@@ -37,10 +38,18 @@ class RankCounts:
     tokens_before: int = 0
     samples: int = 0
     tokens: int = 0
+    steps_before: int = 0
+    steps: int = 0
 
     def next(self, life: str) -> RankCounts:
         """What the next attempt begins with. ``life``: its agent."""
-        return RankCounts(self.run, life, self.samples_before + self.samples, self.tokens_before + self.tokens)
+        return RankCounts(
+            self.run,
+            life,
+            samples_before=self.samples_before + self.samples,
+            tokens_before=self.tokens_before + self.tokens,
+            steps_before=self.steps_before + self.steps,
+        )
 
     def encoded(self) -> bytes:
         """As it is written."""
@@ -52,7 +61,8 @@ def decoded(content: bytes) -> RankCounts | None:
     value = parse_object(content)
     if value is None or not isinstance(value.get("run"), str) or not isinstance(value.get("life"), str):
         return None
-    numbers = {name: count(value.get(name)) for name in ("samples_before", "tokens_before", "samples", "tokens")}
+    names = (field.name for field in fields(RankCounts) if field.name not in {"run", "life"})
+    numbers = {name: count(value.get(name)) for name in names}
     return RankCounts(value["run"], value["life"], **numbers)
 
 

@@ -48,7 +48,7 @@ def main():
                 for inputs, _ in check:
                     model(inputs)
             helper.save_state(folder)
-    print("RESULT " + json.dumps({"rows": Tracker.rows, "steps": step}))
+    print("RESULT " + json.dumps({"rows": Tracker.rows, "steps": step, "tokens": None}))
 
 
 main()

@@ -30,8 +30,10 @@ class Module(lightning.LightningModule):
     def __init__(self):
         super().__init__()
         self.model = common.network()
+        self.tokens = 0
 
     def training_step(self, batch, index):
+        self.tokens += batch[0].numel()
         return torch.nn.functional.mse_loss(self.model(batch[0]), batch[1])
 
     def validation_step(self, batch, index):
@@ -52,11 +54,13 @@ def main():
             enable_progress_bar=False,
             enable_model_summary=False,
             default_root_dir=folder,
-            num_sanity_val_steps=0,
-            callbacks=[TelemetryLightningCallback()],
+            num_sanity_val_steps=2,
+            callbacks=[TelemetryLightningCallback(tokens=lambda batch: batch[0].numel())],
         )
-        trainer.fit(Module(), DataLoader(common.Slow(160), 4), DataLoader(common.Slow(40), 4))
-        print("RESULT " + json.dumps({"rows": Logger.rows, "steps": trainer.global_step}))
+        module = Module()
+        trainer.fit(module, DataLoader(common.Slow(160), 4), DataLoader(common.Slow(40, 0.02), 4))
+        found = {"rows": Logger.rows, "steps": trainer.global_step, "tokens": module.tokens}
+        print("RESULT " + json.dumps(found))
 
 
 main()

@@ -44,6 +44,7 @@ def main():
             use_cpu=True,
             report_to=[],
             disable_tqdm=True,
+            include_num_input_tokens_seen=True,
         )
         trainer = transformers.Trainer(
             transformers.BertForSequenceClassification(config),
@@ -54,7 +55,8 @@ def main():
         )
         TelemetryTrainerCallback.add_to(trainer)
         trainer.train()
-    print("RESULT " + json.dumps({"rows": Logger.rows, "steps": trainer.state.global_step}))
+    found = {"rows": Logger.rows, "steps": trainer.state.global_step, "tokens": trainer.state.num_input_tokens_seen}
+    print("RESULT " + json.dumps(found))
 
 
 main()

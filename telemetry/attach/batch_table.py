@@ -1,10 +1,10 @@
-"""The part of the shared block in which workers write how many tokens each batch has, by the batch's number.
+"""The part of the shared block in which workers write how many samples and tokens each batch has, by its number.
 
 The DataLoader numbers the batches of an iteration from 0, whichever worker makes them. Kept workers make several
 iterations: ``base`` is the sum of the numbers that earlier ones have used, so that the numbers here go on. An iteration
 may be over, and the next one under way, before the agent reads the first. Batch number ``n`` has slot ``n % SLOTS``,
-with the number and the tokens. A worker writes before it sends the batch, so what has been delivered is there. The
-kernel gives memory for these pages only when they are written.
+with the number, the tokens and the samples. A worker writes before it sends the batch, so what has been delivered is
+there. The kernel gives memory for these pages only when they are written.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 from typing import TYPE_CHECKING, Final
 
 from telemetry.attach.batch_tokens import tokens_in
+from telemetry.attach.fetched_samples import FetchedSamples
 
 if TYPE_CHECKING:
     from mmap import mmap
@@ -22,12 +23,15 @@ SLOTS: Final = 4096
 """As many as the ring has entries."""
 
 _HEAD_BYTES: Final = 64
-_SLOT: Final = struct.Struct("=2q")
+_SLOT: Final = struct.Struct("=3q")
 TABLE_BYTES: Final = _HEAD_BYTES + SLOTS * _SLOT.size
 
 RAISED: Final = 0
 COUNTED: Final = 1
 """What a slot says: the fetch has raised, or this plus the tokens."""
+
+UNKNOWN: Final = -1
+"""Samples of a batch for which they are not known, or not asked for."""
 
 _BASE: Final = struct.Struct("=q")
 _BASE_AT: Final = 8
@@ -38,13 +42,13 @@ _MAX_FRAMES: Final = 8
 LOOKS: Final = 16
 """A worker whose first so many batches have no tokens does not look at any more."""
 
-BEGUN, FAILED, FOUND, LEFT = range(4)
-"""Bytes of the head: a worker has begun; one has had a batch whose tokens are not known, or could not note it; one has
-found tokens; one does not look any more."""
+BEGUN, FAILED, FOUND, LEFT, LOST, WANTED = range(6)
+"""Bytes of the head: a worker has begun; one has had a batch whose tokens are not known; one has found tokens; one does
+not look for them any more; one could not note a batch. WANTED is set before the workers start: note the samples."""
 
 
-class TokenTable:
-    """The tokens of the newest batches of a loader.
+class BatchTable:
+    """The samples and tokens of the newest batches of a loader.
 
     Args:
         memory: the shared block.
@@ -67,15 +71,16 @@ class TokenTable:
         """Another iteration begins with the same workers. ``used``: numbers of the one before. Training thread only."""
         _BASE.pack_into(self._memory, self._start + _BASE_AT, self.base + used)
 
-    def write(self, number: int, code: int) -> None:
+    def write(self, number: int, code: int, samples: int = UNKNOWN) -> None:
         """Note a batch. Used by the worker that makes it."""
         at = self._start + _HEAD_BYTES + number % SLOTS * _SLOT.size
-        _SLOT.pack_into(self._memory, at, number + 1, min(code, _MAX_CODE))
+        _SLOT.pack_into(self._memory, at, number + 1, min(code, _MAX_CODE), samples)
 
-    def read(self, number: int) -> tuple[int, int]:
-        """The number (-1 for none) and the code that are in the slot of this batch number."""
-        noted, code = _SLOT.unpack_from(self._memory, self._start + _HEAD_BYTES + number % SLOTS * _SLOT.size)
-        return noted - 1, code
+    def read(self, number: int) -> tuple[int, int, int]:
+        """The number (-1 for none), the code and the samples that are in the slot of this batch number."""
+        at = self._start + _HEAD_BYTES + number % SLOTS * _SLOT.size
+        noted, code, samples = _SLOT.unpack_from(self._memory, at)
+        return noted - 1, code, samples
 
     def has(self, what: int) -> bool:
         """Whether a byte of the head is set."""
@@ -86,63 +91,77 @@ class TokenTable:
         self._memory[self._start + what] = 1
 
 
-class TokenWriter:
+class BatchWriter:
     """Notes the batches that a worker makes.
 
     Args:
         table: of its loader.
-        every: note batches without tokens from the first on. The workers of an iterable data set end at different
-            times, and then the numbers that were noted tell which batches there are.
+        stream: the data set is iterable. Its workers end at different times, and then the numbers that were noted tell
+            which batches there are. So batches without tokens are noted from the first on. They are also where samples
+            are wanted.
     """
 
-    __slots__ = ("_base", "_every", "_looks_left", "_table")
+    __slots__ = ("_base", "_every", "_looking", "_looks_left", "_samples", "_table")
 
-    def __init__(self, table: TokenTable, *, every: bool) -> None:
+    def __init__(self, table: BatchTable, *, stream: bool) -> None:
         self._table = table
-        self._every = every
+        self._samples = FetchedSamples(stream=stream) if table.has(WANTED) else None
+        self._every = stream or self._samples is not None
+        self._looking = True
         self._looks_left = LOOKS
         self._base = 0
         table.set(BEGUN)
 
-    def iteration_begins(self) -> None:
+    def iteration_begins(self, fetcher: object) -> None:
         """The next fetch is the worker's first of an iteration. One that was left may have had fetches until now."""
         self._base = self._table.base
+        if self._samples is not None:
+            self._samples.begin(fetcher)
 
-    def made(self, batch: object) -> bool:
+    def made(self, indices: object, batch: object) -> bool:
         """A fetch has made this batch. Returns whether it wants more of them. Never raises."""
         try:
-            tokens = tokens_in(batch)
-            if tokens is None:
-                self._table.set(FAILED)
-                return False
-            if tokens:
-                if self._looks_left:
-                    self._looks_left, self._every = 0, True
-                    self._table.set(FOUND)
-            elif self._looks_left:
-                self._looks_left -= 1
-                if not self._looks_left and not self._table.has(FOUND):
-                    self._table.set(LEFT)
-                    return False
-            if tokens or self._every:
-                self._note(COUNTED + tokens)
+            tokens = self._tokens_of(batch) if self._looking else 0
         except Exception:
             self._table.set(FAILED)
-        return True
+            tokens = 0
+        try:
+            samples = None if self._samples is None else self._samples.of(indices)
+            if tokens or self._every:
+                self._note(COUNTED + tokens, UNKNOWN if samples is None else samples)
+        except Exception:
+            self._table.set(LOST)
+        return self._looking or self._samples is not None
 
     def raised(self) -> None:
         """A fetch has raised. Its number is used up. Never raises."""
         try:
-            self._note(RAISED)
+            self._note(RAISED, UNKNOWN)
         except Exception:
-            self._table.set(FAILED)
+            self._table.set(LOST)
 
-    def _note(self, code: int) -> None:
+    def _tokens_of(self, batch: object) -> int:
+        tokens = tokens_in(batch)
+        if tokens is None:
+            self._table.set(FAILED)
+            self._looking = False
+            return 0
+        if self._looks_left:
+            self._looks_left = 0 if tokens else self._looks_left - 1
+            if tokens:
+                self._every = True
+                self._table.set(FOUND)
+            elif not self._looks_left and not self._table.has(FOUND):
+                self._table.set(LEFT)
+                self._looking = False
+        return tokens
+
+    def _note(self, code: int, samples: int) -> None:
         number = _batch_number()
         if number is None or not 0 <= number < _MAX_NUMBER:
-            self._table.set(FAILED)
+            self._table.set(LOST)
         else:
-            self._table.write(self._base + number, code)
+            self._table.write(self._base + number, code, samples)
 
 
 def _batch_number() -> int | None:
