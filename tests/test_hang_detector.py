@@ -135,7 +135,7 @@ def test_checkpoints_that_take_longer_than_nccl_waits_are_given_time():
     assert longest_phase(None, 700.0) == pytest.approx(770.0)
 
 
-def test_time_in_which_another_rank_was_in_a_checkpoint_does_not_count_once_that_is_over():
+def test_time_in_a_checkpoint_of_another_rank_does_not_count_afterwards():
     watch = HangDetector(None, 1.0)
     assert ticks(watch, [moment(peer_phase=EXPECTED)] * 400) == [None] * 400
     assert ticks(watch, [moment()] * 30) == [None] * 29 + ["opened"]

@@ -51,7 +51,7 @@ PHASE_TIMES: Final = 6.0
 """An evaluation or a checkpoint may show no progress for this time, or for this multiple of ``stuck_seconds``. Until
 then, neither its rank nor one that waits for it is stuck."""
 
-MOST_PHASE_SECONDS: Final = 510.0
+MAX_PHASE_SECONDS: Final = 510.0
 TIMES_LONG_PHASE: Final = 1.1
 """Twice the longest one so far may be longer. It counts up to this limit, so that a report comes before NCCL's timeout.
 But each may take this multiple of the longest one."""
@@ -205,7 +205,7 @@ def longest_phase(setting: float | None, longest: float) -> float:
     """
     if setting is not None:
         return max(PHASE_TIMES * setting, TIMES_LONGEST * longest)
-    usual = min(TIMES_LONGEST * longest, MOST_PHASE_SECONDS)
+    usual = min(TIMES_LONGEST * longest, MAX_PHASE_SECONDS)
     return max(PHASE_SECONDS, usual, TIMES_LONG_PHASE * longest)
 
 

@@ -201,7 +201,7 @@ class JobExchange:
         return tuple(lost)
 
     def _silent(self, name: str, seconds: float) -> _SeenReport | None:
-        """The report in a file that is there, and was seen to change, but not for so long; else None."""
+        """The report in a file that is there, and was seen to change, but not for this time; else None."""
         seen = self._seen.get(name)
         if seen is None or not seen.changed_ns or not seen.there or self._now() - seen.changed_ns < seconds * NS:
             return None
