@@ -14,7 +14,7 @@ from telemetry.diagnose.advice.advise import advise
 from tests.advice_cases import first
 from tests.report_logs import START, line, totals, write
 from tests.slice_cases import a_slice, with_workers
-from tests.slices import gather
+from tests.slices import evidence_over
 
 WORKERS = with_workers(
     busy=0.99, cpu=0.05, blocked=0.94, fetches=10, wait=0.8, compute=0.2, workers=1, process_cpu=0.2, cores=2.0,
@@ -28,11 +28,11 @@ NO_WORKERS = a_slice(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("cause", "piece"), [("workers_io_bound", WORKERS), ("loader_on_training_thread", NO_WORKERS)])
-def test_storage_of_this_machine_may_need_cores_for_the_pace(cause, piece):
-    evidence = gather([piece])
+@pytest.mark.parametrize(("cause", "part"), [("workers_io_bound", WORKERS), ("loader_on_training_thread", NO_WORKERS)])
+def test_storage_of_this_machine_may_need_cores_for_the_pace(cause, part):
+    evidence = evidence_over([part])
     others = evidence.cpu.cores_of_others
-    advice = first(cause, piece)
+    advice = first(cause, part)
     assert advice.predicted_low is not None
     # With all others at the new pace, the two cores are the limit: what they use in 100 ms comes to each step.
     step = 100 / advice.predicted_low
@@ -41,7 +41,7 @@ def test_storage_of_this_machine_may_need_cores_for_the_pace(cause, piece):
 
 
 @pytest.mark.parametrize(
-    ("cause", "piece"),
+    ("cause", "part"),
     [
         ("workers_io_bound", dataclasses.replace(WORKERS, cores=64.0, host_cores=64, host_cpu_ratio=0.01)),
         ("workers_io_bound", dataclasses.replace(WORKERS, host_cores=0, host_cpu_ratio=None)),
@@ -49,14 +49,14 @@ def test_storage_of_this_machine_may_need_cores_for_the_pace(cause, piece):
         ("workers_cpu_bound", WORKERS),
     ],
 )
-def test_there_is_no_range_without_reason(cause, piece):
+def test_there_is_no_range_without_reason(cause, part):
     """Cores are plenty, others are not known, or fetches use the CPU: storage is not the question."""
-    assert first(cause, piece).predicted_low is None
+    assert first(cause, part).predicted_low is None
 
 
 def test_the_low_end_is_no_slow_down():
     busy = dataclasses.replace(WORKERS, host_cpu_ratio=0.9, process_cpu=0.9)
-    (advice, *_) = advise("workers_io_bound", gather([busy]))
+    (advice, *_) = advise("workers_io_bound", evidence_over([busy]))
     assert advice.predicted_low is None or advice.predicted_low >= 1.0
 
 
