@@ -73,7 +73,7 @@ def test_what_was_disturbed_is_run_again(monkeypatch):
         runs.append(1)
         if len(runs) == 2:
             raise processes.RunError("killed")
-        return {"stalls": [], "verdict": "Healthy"}, float(len(runs))
+        return {"stalls": [], "verdict": "Healthy", "ranks": [], "changes": []}, float(len(runs))
 
     monkeypatch.setattr(processes, "under_the_agent", under_the_agent)
     monkeypatch.setattr(Load, "since", lambda _: {"others_cores": next(loads)})
