@@ -136,12 +136,12 @@ class TraceStore:
                             size, zero_ns = self._compress(raw, work, extra_events, on_stage)
                         finally:
                             work.close(raw, discard=True)
-                    stored = StoredTrace(name, os.stat(_COMPRESSED, dir_fd=work.fd).st_size, size, zero_ns, held)
-                    self._remove_oldest(snapshots, folder, stored.size)
-                    with snapshots.sub(folder, make=True) as final:
-                        on_stage("verified")
-                        os.rename(_COMPRESSED, name, src_dir_fd=work.fd, dst_dir_fd=final.fd)
-                        final.sync()
+                        stored = StoredTrace(name, os.stat(_COMPRESSED, dir_fd=work.fd).st_size, size, zero_ns, held)
+                        self._remove_oldest(snapshots, folder, stored.size)
+                        with snapshots.sub(folder, make=True) as final:
+                            on_stage("verified")
+                            os.rename(_COMPRESSED, name, src_dir_fd=work.fd, dst_dir_fd=final.fd)
+                            final.sync()
                 snapshots.sync()
                 on_stage("published")
             finally:

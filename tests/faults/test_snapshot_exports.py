@@ -60,13 +60,17 @@ def test_a_kill_at_any_stage_publishes_only_complete_files(tmp_path, stage):
     assert again.stderr == ""
 
 
-def test_another_run_removes_what_a_kill_has_left(tmp_path):
-    """While torch saves, the raw trace has a name. Nobody may ever start in that run folder again."""
+@pytest.mark.parametrize(("stage", "left"), [("saving", "trace.json"), ("verified", "packed")])
+def test_another_run_removes_what_a_kill_has_left(tmp_path, stage, left):
+    """The raw trace has a name while torch saves it, and the compressed one until it is published.
+
+    Nobody may ever start in that run folder again.
+    """
     write(tmp_path, "loop.py", LOOP)
     script = write(tmp_path, "killed.py", KILLED)
     env = environment(TMPDIR=str(tmp_path))
-    assert python(script, "saving", cwd=tmp_path, env=env).returncode == -9
-    assert list(tmp_path.glob("run/snapshots/.partial-*/trace.json"))
+    assert python(script, stage, cwd=tmp_path, env=env).returncode == -9
+    assert list(tmp_path.glob(f"run/snapshots/.partial-*/{left}"))
     done = run_script(
         """
         import threading, telemetry
