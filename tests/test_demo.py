@@ -104,7 +104,7 @@ class TestARun:
         text, base = shown
         assert "run demo-1" in text
         assert re.search(
-            r"^Starved: .* Cause: loader_on_training_thread; try num_workers=\d+, predicted \S+ times",
+            r"^Starved: .* Cause: loader_on_training_thread; try num_workers=\d+, predicted ([\d.]+ to )?[\d.]+ times",
             text,
             re.MULTILINE,
         )

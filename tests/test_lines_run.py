@@ -22,7 +22,7 @@ from telemetry.core.stack_profile import StackProfile
 from telemetry.diagnose import line_shares as work
 from telemetry.diagnose.stall_detector import Stall
 from tests.slice_cases import a_slice
-from tests.slices import gather
+from tests.slices import evidence_over
 
 NUMBERS = [(i * 7919) % 1000003 for i in range(100_000)]
 
@@ -192,7 +192,7 @@ def test_what_is_sampled_in_stalls_that_no_run_above_has(tmp_path, cause, kinds,
     monitor = LineMonitor(tracker, tmp_path, 1, errors=ErrorLog(), emit=lambda *_: None, rank=lambda: 0)
     tracker.category = S_COMPUTE
     try:
-        monitor.tick(Stall(cause, 0, {cause: 1.0}, 1.0, None, gather([a_slice()])))
+        monitor.tick(Stall(cause, 0, {cause: 1.0}, 1.0, None, evidence_over([a_slice()])))
         monitor.sampler.sample(now_ns())
         assert monitor.sampler.profiles.keys() == kinds
         assert (block.words[SAMPLE_UNTIL] > now_ns()) == asked
