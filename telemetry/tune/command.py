@@ -104,7 +104,8 @@ class Tuning:
             ended = run_trial(options.launch, plan, self._memory, self._progress.tick)
         finally:
             self._progress.end()
-        trial = result_of(number, wanted, predicted, ended)
+        place = next((facts.place for facts in self._tuned()), None)
+        trial = result_of(number, wanted, predicted, ended, place)
         self.trials.append(trial)
         remove_folder(folder)
         return trial

@@ -39,7 +39,7 @@ class Trial:
     Attributes:
         number: from 1.
         wanted: the settings that it was to have.
-        settings: those that the tuned loader had, as JSON values.
+        settings: those that the loader had which the first trial waits for longest, as JSON values.
         steps_per_second: measured; None if it failed. ``predicted``: before it ran; None without a prediction.
         wait_ratio: share of the training loop spent waiting for data that the device felt.
         step_wait_seconds, step_compute_seconds: of one step.
@@ -118,10 +118,17 @@ def is_harmless(name: str, value: Any, max_workers: int) -> bool:
     return (name, value) in {("in_order", True), ("persistent_workers", False)}
 
 
-def result_of(number: int, wanted: Settings, predicted: float | None, ended: Ended) -> Trial:
+def result_of(number: int, wanted: Settings, predicted: float | None, ended: Ended, place: str | None = None) -> Trial:
     """Turn the end of a trial into its result.
 
     In a job of several ranks, the slowest rank has the pace of all. The evidence is of the one that waited most.
+
+    Args:
+        number: of the trial, from 1.
+        wanted: the settings that it was to have.
+        predicted: the pace that was predicted for it.
+        ended: how it ended.
+        place: of the loader whose settings are shown; None for the one that is waited for longest.
     """
     measured = [outcome for outcome in ended.outcomes if outcome["steps"] >= MIN_STEPS and outcome.get("seconds")]
     outcome = max(measured, key=_waited, default=None) or (ended.outcomes[0] if ended.outcomes else {})
@@ -130,7 +137,8 @@ def result_of(number: int, wanted: Settings, predicted: float | None, ended: End
     failed = _failure(ended, outcome, loaders) if not measured or ended.wanting else ""
     rate = min((each["steps"] / each["seconds"] for each in measured), default=None)
     evidence = from_record(outcome["evidence"]) if measured and not failed else None
-    settings = dict(tuned[0].applied if tuned else wanted.loader)
+    shown = next((facts for facts in loaders if facts.place == place), next(iter(tuned), None))
+    settings = dict(wanted.loader if shown is None else shown.applied)
     if wanted.sharing is not None:
         settings[SHARING] = wanted.sharing
     workers = len(ended.outcomes) * sum(int(f.applied.get("num_workers") or 0) for f in loaders if f.loaders)
