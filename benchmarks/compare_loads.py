@@ -62,7 +62,7 @@ while time.time() < until:
 
 
 def record(file: Path, minutes: float, together: int, seconds: float, loads: Sequence[float] = LOADS) -> None:
-    """Run the script for so long, and write the windows of each run. Beside each batch of runs is one of ``loads``."""
+    """Run the script for ``minutes``, and write the windows of each run. ``loads``: cores of the program beside it."""
     found, number, rng = [], 0, random.Random()
     until = time.monotonic() + 60 * minutes
     with tempfile.TemporaryDirectory() as folder:
