@@ -8,7 +8,7 @@ DIST := .venv-dist
 PROCESSES ?= 4
 READY := $(VENV)/.ready
 
-.PHONY: help test test-stack test-frameworks test-matrix lint types unit demo bench bench-trace bench-fleet zoo docs docs-reference dist format clean
+.PHONY: help environments test test-stack test-frameworks test-matrix lint types unit demo bench bench-trace bench-fleet zoo docs docs-reference dist format clean
 
 help:
 	@echo "make demo    train a small network that starves, and see what is seen (90 s)"
@@ -45,6 +45,9 @@ $(DIST)/.ready: constraints.txt
 	$(DIST)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt build twine
 	@touch $@
 
+# With `-j 2` they are made side by side: each waits for downloads for much of its time.
+environments: $(READY) $(FRAMEWORKS)/.ready $(DOCS)/.ready $(DIST)/.ready
+
 test: lint types docs unit
 
 # Strict: a page that is in no menu, a link or an anchor without a target is an error. The variable turns an
@@ -68,7 +71,7 @@ test-matrix:
 
 # In an environment of its own, made once; in `make test` what is not installed is skipped.
 test-frameworks: $(FRAMEWORKS)/.ready
-	TELEMETRY_TEST_REQUIRE_FRAMEWORKS=1 $(FRAMEWORKS)/bin/python -m pytest tests/frameworks
+	TELEMETRY_TEST_REQUIRE_FRAMEWORKS=1 $(FRAMEWORKS)/bin/python -m pytest -n 3 --dist loadfile tests/frameworks
 
 lint: $(READY)
 	$(BIN)/ruff check .

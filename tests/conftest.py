@@ -45,6 +45,8 @@ def pytest_xdist_make_scheduler(config, log):
     class Together(LoadFileScheduling):
         def _split_scope(self, nodeid):
             file = super()._split_scope(nodeid)
+            if file.endswith("frameworks/test_frameworks.py"):
+                return nodeid  # a process each, which takes 20 s; nothing is shared
             return "stack" if "/stack/" in file else file
 
     config.option.loadscopereorder = False  # it would begin with the files that have most tests: those are quick

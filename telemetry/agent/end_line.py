@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from telemetry.agent.event_log import EventLog
     from telemetry.agent.hang_monitor import Hang
     from telemetry.agent.job_hang import JobHang
+    from telemetry.agent.peer_paces import PeerPaces
     from telemetry.agent.stall_monitor import StallMonitor
     from telemetry.agent.totals_builder import TotalsBuilder
     from telemetry.config import Config
@@ -56,7 +57,8 @@ class RunEnd:
         own: the waits of this rank.
         totals: of this rank.
         stall: its stall that cost most, as in the log; None without one.
-        peers: the newest paces of other ranks, at most a few seconds old. ``world_size``: of the job.
+        peers: the last paces of other ranks, also of ended ones; if a rank runs, it is at most a few seconds old.
+            ``world_size``: of the job.
         hang: if the rank was stuck until the end; else None. ``job_hang``: why the whole job was, if that is known.
         children: processes that the script has started with multiprocessing.
     """
@@ -230,6 +232,7 @@ class EndLine:
         job_hang: JobHang,
         event_log: EventLog,
         attempt: AttemptLog,
+        peers: PeerPaces,
     ) -> None:
         self._config = config
         self._run_dir = run_dir
@@ -239,6 +242,7 @@ class EndLine:
         self._job_hang = job_hang
         self._event_log = event_log
         self._attempt = attempt
+        self._peers = peers
         self.text = ""
 
     def make(self, identity: Identity, *, wanted: bool, logged: bool) -> None:
@@ -258,7 +262,7 @@ class EndLine:
             own=self._waits(identity.rank, totals),
             totals=totals,
             stall=stalls.costliest,
-            peers=stalls.peers,
+            peers=self._peers.of_run,
             world_size=identity.world_size,
             hang=self._hang,
             job_hang=self._job_hang.sentence,

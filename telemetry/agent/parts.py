@@ -20,6 +20,7 @@ from telemetry.agent.job_hang import HangSurroundings, JobHang
 from telemetry.agent.line_monitor import LineMonitor
 from telemetry.agent.memory_watch import MemoryWatch
 from telemetry.agent.overhead import Overhead
+from telemetry.agent.peer_paces import PeerPaces
 from telemetry.agent.rank_membership import Membership
 from telemetry.agent.rank_state import RankStateReader
 from telemetry.agent.run_counts import RunCounts
@@ -92,13 +93,14 @@ class AgentParts:
         self.overhead = Overhead(self.tracker, self._collectors)
         training = TrainingThread(self.tracker)
         self._thread_sampler = ThreadSampler(training.ident, training.is_computing, training.is_running)
+        self._peer_paces = PeerPaces(self._paces_of_others)
         self._builder = TotalsBuilder(
             self.accounting,
             self.tracker,
             self._collectors,
             self._thread_sampler,
             self.overhead,
-            peers=self._paces_of_others,
+            peers=self._peer_paces.read,
         )
         stall_counts = StallCounts()
         life = secrets.token_hex(8)
@@ -210,6 +212,7 @@ class AgentParts:
             job_hang=self.job_hang,
             event_log=self.event_log,
             attempt=self.attempt,
+            peers=self._peer_paces,
         )
         self.accounting.on_steps = self._on_steps
 

@@ -283,11 +283,6 @@ class StallMonitor:
         return self._costliest
 
     @property
-    def peers(self) -> tuple[RankPace, ...]:
-        """The paces of other ranks, as of the newest tick."""
-        return self._last.conditions.peers
-
-    @property
     def steps_at_newest_tick(self) -> int:
         """Steps that had ended at the newest tick, which may be before the end of the run."""
         return self._last_step.totals.steps

@@ -140,3 +140,57 @@ def test_a_stuck_run_that_is_interrupted_says_so_and_so_does_its_report(tmp_path
     assert line.startswith("telemetry: stuck before its end: it was in the compute of a step for "), line
     report = python("-m", "telemetry", "report", "run", cwd=tmp_path)
     assert "Stuck before its end: rank 0 was in the compute of a step and had not gone on since" in report.stdout
+
+
+TWO_RANKS = """
+import os, time
+from pathlib import Path
+import torch
+from torch.utils.data import DataLoader, Dataset
+from quick_optimizers import QuickSGD
+
+rank, trains, ended = int(os.environ["RANK"]), Path("rank-0-trains"), Path("rank-1-has-ended")
+
+
+class Samples(Dataset):
+    def __len__(self):
+        return 1_000_000
+
+    def __getitem__(self, index):
+        time.sleep(0.02 * rank)
+        return torch.zeros(4)
+
+
+model = torch.nn.Linear(4, 4)
+optimizer = QuickSGD(model.parameters(), lr=0.1)
+while rank and not trains.exists():
+    time.sleep(0.01)
+left = 150 if rank else 30
+for batch in DataLoader(Samples()):
+    model(batch).sum().backward()
+    time.sleep(0.01 * (1 - rank))
+    optimizer.step()
+    trains.touch()
+    left -= rank or ended.exists()
+    if not left:
+        break
+"""
+
+
+def test_rank_0_tells_of_a_rank_that_ended_before_it(tmp_path):
+    write(tmp_path, "script.py", TWO_RANKS)
+    command = [sys.executable, *RUN, "--interval-seconds", "0.1", "script.py"]
+    ranks = [
+        subprocess.Popen(
+            command,
+            cwd=tmp_path,
+            env=on() | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    assert "telemetry: rank" not in ranks[1].communicate(timeout=HANG)[1]
+    (tmp_path / "rank-1-has-ended").touch()
+    (line,) = LINE.findall(ranks[0].communicate(timeout=HANG)[1])
+    assert line.startswith("telemetry: rank 1 spent about ")

@@ -53,9 +53,10 @@ class Record:
         # What workers leave is closed a moment later, and the agent reads files: the least is what stays open.
         before = [min(counts) for counts in zip(*self.open[1:])]
         deadline = time.monotonic() + 10
-        while any(now > then for now, then in zip(self.count(), before)) and time.monotonic() < deadline:
+        while any(grown := [max(0, now - then) for now, then in zip(self.count(), before)]):
+            if time.monotonic() > deadline:
+                break
             time.sleep(0.05)
-        grown = [max(0, now - then) for now, then in zip(self.count(), before)]
         print("RESULT " + json.dumps({"steps": steps, "batches": self.batches, "grown": grown} | self.facts))
 
 
