@@ -69,7 +69,7 @@ dist: $(DIST)/.ready $(READY)
 test-matrix:
 	$(PYTHON) -m tests.matrix
 
-# In an environment of its own, made once; in `make test` what is not installed is skipped.
+# In an environment of its own, made once. On three processes: most of each test is imports.
 test-frameworks: $(FRAMEWORKS)/.ready
 	TELEMETRY_TEST_REQUIRE_FRAMEWORKS=1 $(FRAMEWORKS)/bin/python -m pytest -n 3 --dist loadfile tests/frameworks
 
@@ -84,9 +84,9 @@ types: $(READY)
 
 # More processes than a small machine has cores: most tests wait for other processes. Three of them kept two cores busy
 # for 63 % of the time. Which tests stay together is said in tests/conftest.py, which files start first in
-# tests/start_order.py.
+# tests/start_order.py. `make test-frameworks` has the tests of frameworks, also those that need only torch.
 unit: $(READY)
-	$(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile
+	$(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --ignore tests/frameworks
 
 demo: $(READY)
 	$(BIN)/telemetry demo

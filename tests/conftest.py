@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from dataclasses import dataclass
@@ -37,6 +38,12 @@ def pytest_collection_modifyitems(config, items):
         items.sort(key=lambda item: start_order(item.nodeid))
 
 
+def pytest_collection_finish():
+    """Thousands of collected tests stay alive until the end: no garbage collection has to go through them each time."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     """Tests of one file run on one worker: they share fixtures. So do all with real servers, because of the ports."""
@@ -60,6 +67,16 @@ def _forked_workers_end_soon():
     Only in workers of this process that are forked. The 5 s are torch's.
     """
     worker_module.MP_STATUS_CHECK_INTERVAL = 0.5
+
+
+@pytest.fixture
+def small_heap():
+    """A garbage collection goes through what the test makes, not through what thousands before it have left.
+
+    With that, a collection takes a second and more, and holds the GIL for as long.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @dataclass

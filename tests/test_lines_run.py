@@ -74,7 +74,6 @@ def save():
 
 
 SAVE_LINE = save.__code__.co_firstlineno + 2
-KEPT = [[number] for number in range(100_000)]
 
 
 def clean_up():
@@ -90,6 +89,12 @@ def samples_of(agent) -> int:
     own = sum(profile.samples for profile in agent._line_monitor.sampler.profiles.values())
     blocks = [handle.block for handle in agent.tracker.sources.live() if handle.block is not None]
     return own + sum(StackProfile.unpacked(found.content).samples for block in blocks for found in block.sampled())
+
+
+@pytest.fixture
+def heap(small_heap):
+    """What a collection goes through."""
+    return [[number] for number in range(100_000)]
 
 
 RUNS = {
@@ -108,6 +113,7 @@ RUNS = {
 IN_EACH_STEP = {"checkpoint": save, "gc": clean_up}
 
 
+@pytest.mark.usefixtures("heap")
 @pytest.mark.parametrize("kind", RUNS)
 def test_a_starved_run_names_its_line(tmp_path, kind):
     batches, cause, of, line = RUNS[kind]

@@ -79,6 +79,12 @@ def test_the_report_writes_the_range(tmp_path, capsys):
     assert text.count("predicted 1 to 4.1 times the steps per second") == 2, "the verdict has it too"
 
 
+def test_the_page_writes_the_range(tmp_path, capsys):
+    page = tmp_path / "page.html"
+    reported(tmp_path, capsys, RANGE | {"predicted_low": 1.0}, "--html", str(page))
+    assert "<strong>1 to 4.1×</strong> <span>steps per second, predicted</span>" in page.read_text()
+
+
 @pytest.mark.parametrize("low", [None, 4.1, "much"])
 def test_without_a_range_the_report_writes_one_factor(tmp_path, capsys, low):
     text = reported(tmp_path, capsys, RANGE | {"predicted_low": low})

@@ -35,6 +35,15 @@ def test_a_trace_shows_steps_phases_and_waits_for_a_watched_iterable(taken, obse
     assert observed.tracker.profiler_ranges.makers == ()
 
 
+def test_a_name_with_special_characters_leaves_the_trace_readable(taken, observed):
+    taken.arm(2, 2)
+    for number in wrap(list(range(4)), lambda: observed.tracker):
+        before = observed.tracker.scopes.enter_phase('a "b"\n\\c')
+        observed.tracker.scopes.exit_phase('a "b"\n\\c', before, 0)
+        del number
+    assert "a 'b' /c" in ranges(taken, taken.outcome())
+
+
 def test_a_wait_for_a_data_loader_is_marked_once_by_torch(taken):
     taken.arm(2, 3)
     for _ in DataLoader(Numbers(6)):

@@ -192,6 +192,32 @@ def test_a_hang_before_the_newest_checkpoint_makes_redone_no_less(tmp_path, save
     assert after_a_hang(tmp_path, saves) == pytest.approx(redone)
 
 
+@pytest.mark.parametrize(
+    ("first_wait", "replay", "lost"),
+    [
+        (0.0, 0.0, {"startup": 5, "replay": 0}),
+        (160.0, 0.0, {"startup": 65, "replay": 0}),  # it was stuck while it waited for its first batch
+        (10.0, 150.0, {"startup": 15, "replay": 50}),
+    ],
+)
+def test_a_hang_in_the_first_wait_or_in_the_replay_counts_once(tmp_path, first_wait, replay, lost):
+    attempt = AttemptNow()
+    losses = RunLosses(tmp_path, attempt, "ab", ErrorLog())
+    identity = Identity("run", 0, 0, 1, "n", os.getpid(), "plain")
+    before = dict.fromkeys(LOST, 0.0)
+    for loop in range(0, 261, 10):
+        first = first_wait if loop > first_wait else 0.0  # it is known once the batch is there
+        attempt.replay_seconds = replay if loop > first_wait + replay else 0.0
+        ledger = {"startup": 5.0, "data_wait": float(loop), "compute": 0.0}
+        losses.tick(identity, ledger, first, stuck_seconds=loop - 50.0 if 80 <= loop <= 150 else 0.0)
+        now = losses.view().lost_seconds
+        assert all(now[name] >= before[name] for name in LOST), (before, now)
+        before = now
+    assert before == {name: pytest.approx(seconds) for name, seconds in (before | lost | {"stuck": 100}).items()}
+    state = decoded((tmp_path / "run.json").read_bytes())
+    assert state.newer(RunState("run", 0, "", "ab", time.time() + 1, own=state.own)).lost() == state.lost()
+
+
 @pytest.mark.parametrize(("kept", "redone"), [(100.0, 60), (100.0000004, 60), (150.0, 110)])
 def test_a_checkpoint_in_the_heartbeat_alone_was_after_the_hang(kept, redone):
     before = RunState("run", 0, "p", "ab", 1.0, loop_seconds=200.0, kept_seconds=100.0, stuck_since_kept=100.0)

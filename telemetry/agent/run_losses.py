@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
@@ -48,7 +49,7 @@ class RunLosses:
         self._stuck_before = 0.0
         self._stuck_now = 0.0
         self._stuck_since = 0.0  # seconds of the loop at which the newest hang began
-        self._hangs: list[tuple[float, float]] = []  # after the newest checkpoint: where they began, how long they were
+        self._hangs: list[tuple[float, float]] = []  # of the loop: where they began, how long they were
 
     def tick(self, identity: Identity, ledger: Mapping[str, float], first_wait: float, *, stuck_seconds: float) -> None:
         """Bring it up to now, and write it if a checkpoint has been completed.
@@ -83,7 +84,12 @@ class RunLosses:
             attempt.saves_completed,
             attempt.in_replay,
         )
-        self._state = replace(figures.of(self._state), stuck_since_kept=self._stuck_since_kept(figures.cut))
+        within = {
+            STARTUP: self._stuck_between(-math.inf, first_wait),
+            REPLAY: self._stuck_between(first_wait, figures.began),
+        }
+        since_kept = self._stuck_between(figures.cut, math.inf)
+        self._state = replace(figures.of(self._state), stuck_within=within, stuck_since_kept=since_kept)
         self._state.own[STUCK] = stuck
         new = attempt.saves_completed != self._written_saves or self._stuck_now > 0
         if new and now_ns() - self._written_ns >= _WRITE_SECONDS * NS:
@@ -102,11 +108,10 @@ class RunLosses:
             return None
         return AttemptView(state.attempt, 0 if state.progress else state.without_progress, state.lost())
 
-    def _stuck_since_kept(self, cut: float) -> float:
-        """For how long the run was stuck beyond so many seconds of its loop."""
-        self._hangs = [hang for hang in self._hangs if hang[0] >= cut]
-        now = self._stuck_now if self._stuck_since >= cut else 0.0
-        return sum(seconds for _, seconds in self._hangs) + now
+    def _stuck_between(self, first: float, last: float) -> float:
+        """For how long the run was stuck in hangs that began between these seconds of its loop."""
+        hangs = [*self._hangs, (self._stuck_since, self._stuck_now)]
+        return sum(seconds for began, seconds in hangs if first <= began < last)
 
     def _begin(self, identity: Identity) -> RunState:
         started = identities.process_started(identity.pid)
@@ -176,19 +181,19 @@ class _Figures:
     in_replay: bool
 
     @property
-    def _began(self) -> float:
+    def began(self) -> float:
         """The first seconds of the loop: no part of it that can be kept."""
         return self.first_wait + self.replay
 
     @property
     def cut(self) -> float:
         """Seconds of the loop up to the newest checkpoint, or up to the first step."""
-        return max(self._began, self.kept if self.saves else 0.0)
+        return max(self.began, self.kept if self.saves else 0.0)
 
     def of(self, state: RunState) -> RunState:
         """The state of the run with these figures of its attempt."""
         restore = self.restore if state.attempt else 0.0
-        began = self._began
+        began = self.began
         own = {
             STARTUP: self.before + max(0.0, self.ledger[LEDGER_STARTUP] - restore) + self.first_wait,
             RESTORE: restore,

@@ -49,6 +49,7 @@ class RunState:
         stuck_since_kept: the part of it after that in which the run was stuck.
         in_replay: whether its optimizer has not stepped since it was loaded, although batches were drawn.
         carried: seconds lost in earlier attempts, by category; ``own``: in this one.
+        stuck_within: the part of ``own`` in which the run was stuck, by category. It counts only as stuck.
     """
 
     run: str
@@ -65,10 +66,14 @@ class RunState:
     in_replay: bool = False
     carried: dict[str, float] = field(default_factory=dict)
     own: dict[str, float] = field(default_factory=dict)
+    stuck_within: dict[str, float] = field(default_factory=dict)
 
     def lost(self) -> dict[str, float]:
         """Seconds lost so far, by category."""
-        return {name: self.carried.get(name, 0.0) + self.own.get(name, 0.0) for name in LOST}
+        return {
+            name: self.carried.get(name, 0.0) + max(0.0, self.own.get(name, 0.0) - self.stuck_within.get(name, 0.0))
+            for name in LOST
+        }
 
     def newer(self, beat: RunState) -> RunState:
         """With what the heartbeat of the same process tells, if that is newer.
@@ -82,7 +87,7 @@ class RunState:
         stuck = self.stuck_since_kept if beat.kept_seconds < self.kept_seconds + _SAME_SECONDS else 0.0
         return replace(beat, attempt=self.attempt, process=self.process, without_progress=self.without_progress,
                        progress=self.progress or beat.progress, carried=self.carried, own=own,
-                       stuck_since_kept=stuck)  # fmt: skip
+                       stuck_within=self.stuck_within, stuck_since_kept=stuck)  # fmt: skip
 
     def next(self, *, process: str, life: str, started: float) -> RunState:
         """The state that the next attempt begins with.
@@ -93,8 +98,8 @@ class RunState:
             started: Unix time at which its process started.
         """
         if process == self.process:  # the agent was stopped and started again
-            return replace(self, life=life, finished=False, carried=self.lost(), own={}, loop_seconds=0.0,
-                           kept_seconds=0.0, stuck_since_kept=0.0, in_replay=False)  # fmt: skip
+            return replace(self, life=life, finished=False, carried=self.lost(), own={}, stuck_within={},
+                           loop_seconds=0.0, kept_seconds=0.0, stuck_since_kept=0.0, in_replay=False)  # fmt: skip
         carried = self.lost()
         carried[DOWN] += max(0.0, started - self.time)
         if not self.finished:

@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 _STARTS_BESIDE_OURS: Final = (2, 13)
 """The oldest version of torch in which this was tried."""
 
+_PLAIN: Final = dict.fromkeys(range(32), " ") | {ord('"'): "'", ord("\\"): "/"}
+"""Torch writes the names of ranges into its JSON as they are (2.13): a quotation mark made the file unreadable."""
+
 
 class Session:
     """One recording of the profiler. It is prepared, started and stopped once each.
@@ -156,7 +159,7 @@ class Session:
 
     def begin_range(self, name: str) -> Callable[[], None]:
         """Begin a named range of the trace. Returns the function that ends it."""
-        range_ = self._autograd.record_function(name)
+        range_ = self._autograd.record_function(name.translate(_PLAIN))
         range_.__enter__()
         return lambda: range_.__exit__(None, None, None)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from telemetry.core import run_verdict
 from telemetry.core.formatting import duration, percent, plain_number, rough_duration
 from telemetry.core.labels import COMPUTE, DATA_WAIT
+from telemetry.core.recommendation import speedup_text
 from telemetry.core.run_verdict import lost_seconds
 from telemetry.report.attempts import FAILED, KILLED, RUNNING
 from telemetry.report.goodput_text import advice as goodput_advice
@@ -46,13 +47,20 @@ _COSTLY_RESTARTS: Final = 0.05
 
 @dataclass(frozen=True, slots=True)
 class AdviceCard:
-    """One change. ``typed``: what to set, if it is a setting. ``speedup``: factor on the steps per second, or None."""
+    """One change.
+
+    Attributes:
+        typed: what to set, if it is a setting.
+        speedup: factor on the steps per second; None without a prediction. ``gain``: the same as text, which may be a
+            range.
+    """
 
     typed: str
     action: str
     because: str
     about: str
-    speedup: float | None
+    speedup: float | None = None
+    gain: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +103,11 @@ def advice_cards(summary: dict[str, Any], now: Sequence[ProcessLog], goodput: Go
                 _add(cards, advice, f"for {other.get('cause')} on rank {stall['rank']}")
     for text in goodput_advice(goodput):
         change, _, because = text.partition(": ")
-        cards.setdefault(("", text), AdviceCard("", change, because, "for restarts", None))
+        cards.setdefault(("", text), AdviceCard("", change, because, "for restarts"))
     for snapshot in summary["snapshots"]:
         for advice in snapshot.get("advice", ())[:1]:
             share = f" (up to {percent(advice['share_ratio'], 0)} of the step)" if advice["share_ratio"] else ""
-            card = AdviceCard("", advice["action"], f"{advice['because']}{share}", "from a trace", None)
+            card = AdviceCard("", advice["action"], f"{advice['because']}{share}", "from a trace")
             cards.setdefault(("", card.action), card)
     return sorted(cards.values(), key=lambda card: -(card.speedup or 0.0))
 
@@ -108,9 +116,8 @@ def _add(cards: dict[tuple[str, str], AdviceCard], advice: dict[str, Any], about
     setting, value = advice.get("setting"), advice.get("value")
     typed = f"{setting}={value}" if setting and value is not None else str(setting or "")
     action, because = str(advice.get("action") or ""), str(advice.get("because") or "")
-    cards.setdefault(
-        (str(setting or ""), action), AdviceCard(typed, action, because, about, advice.get("predicted_speedup"))
-    )
+    card = AdviceCard(typed, action, because, about, advice.get("predicted_speedup"), speedup_text(advice))
+    cards.setdefault((str(setting or ""), action), card)
 
 
 def tiles(summary: dict[str, Any], processes: Sequence[ProcessLog], now: Sequence[ProcessLog]) -> list[Tile]:

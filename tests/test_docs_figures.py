@@ -1,0 +1,156 @@
+"""Figures in the documentation against the results in `benchmarks/results/` that they come from."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from telemetry.trace.peak_flops import PEAKS
+from tests.doc_pages import DOCS, ROOT, table, text_of
+
+
+def test_the_readme_says_what_the_benchmark_measured():
+    rows = json.loads(text_of(results_of("overhead")))["rows"]
+
+    def median(section, name):
+        return next(r["median"] for r in rows if r["section"].startswith(section) and r["name"].startswith(name))
+
+    said = " ".join(text_of(ROOT / "README.md").split())
+    hot = median("Per step on the training thread, hot", "telemetry adds")
+    cold = median("Per step on the training thread, cold", "telemetry adds")
+    assert f"takes {hot:.2f} µs longer in a tight loop, and {cold:.1f} µs inside a real training step" in said
+    assert f"threads take {median('The agent', 'CPU at 1 Hz'):.2f} % of a core" in said
+
+
+def test_the_readme_says_what_the_zoo_found():
+    published = json.loads(text_of(results_of("zoo")))
+    found, accused, named, predicted = published["goals"]
+    del found
+    said = " ".join(text_of(ROOT / "README.md").split())
+    assert f"On {len(published['specimens'])} scripts" in said
+    assert f"named in {named['reached']}," in said
+    assert f"{accused['reached'].removesuffix(' accused').replace(' runs', ' healthy runs')} were accused" in said
+    assert f"On {predicted['reached'].split(' specimens')[0]} scripts whose advice could be followed" in said
+
+
+@pytest.mark.parametrize(
+    ("kind", "page"),
+    [("hang-campaign", "hangs.md"), ("hang-campaign", "accuracy.md")],
+)
+def test_the_pages_say_what_the_campaigns_found(kind, page):
+    (path,) = (ROOT / "benchmarks" / "results").glob(f"{kind}-*.json")
+    found, said = json.loads(text_of(path)), " ".join(text_of(DOCS / page).split())
+    assert f"{found['right']} of {found['of']}" in said
+    assert f"benchmarks/results/{path.stem}.md" in said
+    if page == "accuracy.md":
+        assert f"`{found['command']}`" in said
+
+
+def test_the_page_says_what_the_jobs_of_the_zoo_found():
+    (path,) = (ROOT / "benchmarks" / "results").glob("jobs-zoo-*.json")
+    runs = [run for specimen in json.loads(text_of(path))["specimens"] for run in specimen["runs"]]
+    right = sum(bool(run["right"]) or run["accused"] is False for run in runs)
+    assert f"| {right} of {len(runs)} |" in text_of(DOCS / "accuracy.md")
+
+
+def test_the_page_on_accuracy_says_what_the_restarts_found():
+    results = text_of(ROOT / "benchmarks" / "results" / "restarts-amd-epyc-2-cores.md")
+    runs = [re.findall(r"[\d.]+", row) for row in results.splitlines() if re.match(r"\| [a-z ]+, \d", row)]
+    rows = table(text_of(DOCS / "accuracy.md"), "## Goodput of runs that are restarted")
+    assert len(rows) == len(runs) == 3
+    for (_, number, worst, ettr, exact), run in zip(rows, runs, strict=True):
+        said = [*re.findall(r"\d+", number), *re.findall(r"\d+", exact), *re.findall(r"[\d.]+", worst)[:1]]
+        assert [*said, ettr.split()[0]] == [run[0], run[1], run[5], run[6], run[8], run[9]]
+
+
+def test_the_accuracy_page_says_what_the_planted_lines_showed():
+    summary = json.loads(text_of(results_of("lines")))["summary"]
+    rows = [row[1] for row in table(text_of(DOCS / "accuracy.md"), "## Lines")]
+    goals = ("first_line_right", "share_within_5_points", "gain_within_20_percent")
+    wholes = ("runs", "runs", "predictions")
+    assert rows == [f"{summary[goal]} of {summary[whole]} runs" for goal, whole in zip(goals, wholes, strict=True)]
+
+
+def test_the_accuracy_page_has_the_forecasts_of_memory_that_were_measured():
+    lines = text_of(ROOT / "benchmarks" / "results" / "memory-amd-epyc-2-cores.md").splitlines()
+    rows = [line for line in lines if line.startswith("| `") or " parts named rightly" in line]
+    assert len(rows) > 1
+    assert [row for row in rows if row not in text_of(DOCS / "accuracy.md")] == []
+
+
+def test_the_page_on_snapshots_has_what_shapes_cost():
+    results = text_of(ROOT / "benchmarks" / "results" / "snapshot-shapes-amd-epyc-2-cores.md")
+    rows = [row for row in results.splitlines() if row.startswith("| ")]
+    assert len(rows) == 6
+    assert [row for row in rows if row not in text_of(DOCS / "snapshots.md")] == []
+
+
+def test_the_page_on_traces_has_the_peaks_that_are_known():
+    (lines,) = re.findall(r"\| device \| float64 .*\n\| --- .*\n((?:\| .*\n)+)", text_of(DOCS / "TRACE.md"))
+    rows = [row.strip("| ").split(" | ") for row in lines.splitlines()]
+    formats = ("float64", "float32", "tf32", "float16", "bfloat16", "float8")
+    said = [[None if cell == "-" else float(cell) for cell in row[1:7]] for row in rows]
+    assert said == [[peaks[f] / 1e12 if f in peaks else None for f in formats] for _, peaks in PEAKS]
+
+
+def test_the_page_on_the_html_report_says_what_the_benchmark_measured():
+    (path,) = (ROOT / "benchmarks" / "results").glob("html-report-*.json")
+    rows = [row for row in json.loads(text_of(path))["rows"] if row["section"] == "a week of 64 ranks"]
+    logs, _, seconds, memory, page = (row["median"] for row in rows[:5])
+    text = " ".join(text_of(DOCS / "html-report.md").split())
+    assert (
+        f"which is {logs:.1f} GB of logs, the command takes {seconds:.0f} s of CPU time and {memory:.0f} MB of memory."
+        in text
+    )
+    assert f"The page has {page:.1f} MB." in text
+    assert all(row["met"] for row in rows[2:5])
+
+
+def test_the_accuracy_page_has_the_comparisons_under_changing_load():
+    path = ROOT / "benchmarks" / "results" / "compare-loads-amd-epyc-2-cores.json"
+    lines, kinds = text_of(path.with_suffix(".md")).splitlines(), json.loads(text_of(path))["kinds"]
+    rows = [line for line in lines if " | changing | " in line or " | calm | " in line]
+    later = [line for line in lines if line.startswith(("Equal pairs of runs recorded after", "Pairs of such runs"))]
+    said = text_of(DOCS / "accuracy.md")
+    assert len(rows) > 6
+    assert [row for row in (*rows, *later) if row not in said] == []
+    equal = [
+        kind[load]["1.00"] for kind in kinds.values() for load in ("changing", "calm") if kind[load]["1.00"]["pairs"]
+    ]
+    wrong = {name: sum(e[name]["slower"] + e[name]["faster"] for e in equal) for name in ("measured", "without others")}
+    assert (
+        f"{wrong['measured']} of {sum(e['pairs'] for e in equal)} equal pairs would be said to differ. None is" in said
+    )
+    assert wrong["without others"] == 0
+    found = {name: kind["changing"]["1.10"] for name, kind in kinds.items()}
+    share = {name: round(100 * each["without others"]["slower"] / each["pairs"]) for name, each in found.items()}
+    assert re.search(rf"10 % is found in {share['thread']} % .*\nin {share['worker']} % if", said)
+    fresh = {name: kind["later_slower"]["1.10"] for name, kind in kinds.items()}
+    late = {name: round(100 * each["without others"]["slower"] / each["pairs"]) for name, each in fresh.items()}
+    assert (
+        f"is found in {late['thread']} %, not in {share['thread']} %, and one of the workers in {late['worker']} %"
+        in said
+    )
+
+
+def test_the_docs_say_how_wide_the_interval_of_compare_is():
+    path = ROOT / "benchmarks" / "results" / "compare-loads-amd-epyc-2-cores.json"
+    kinds = json.loads(text_of(path))["kinds"].values()
+    all_ = [told for kind in kinds for load in ("changing", "calm") for told in kind[load].values() if told["pairs"]]
+    pairs = sum(told["pairs"] for told in all_)
+    adjusted, measured = (sum(told[name]["covered"] for told in all_) for name in ("without others", "measured"))
+    accuracy, compare = (" ".join(text_of(DOCS / name).split()) for name in ("accuracy.md", "compare.md"))
+    assert (
+        f"true ratio in it in {adjusted} of {pairs} pairs; that of the measured pace in {measured} "
+        f"({100 * measured / pairs:.0f} %)" in accuracy
+    )
+    assert f"true ratio in it in {adjusted} of {pairs} pairs" in compare
+
+
+def results_of(kind):
+    """The results that the documentation links to."""
+    page = {"overhead": "overhead.md", "zoo": "accuracy.md", "lines": "accuracy.md"}[kind]
+    (name,) = re.findall(rf"benchmarks/results/({kind}-[\w-]+)\.md", text_of(DOCS / page))
+    return ROOT / "benchmarks" / "results" / f"{name}.json"
