@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 import telemetry
 from telemetry.agent.end_line import RunEnd, end_line
 from telemetry.agent.hang_monitor import Hang
+from telemetry.agent.peer_paces import PeerPaces
 from telemetry.core.run_verdict import RankWaits, costliest
 from telemetry.core.tick import RankPace, pace_from
 from telemetry.core.totals import Totals
@@ -111,8 +112,10 @@ def test_a_run_without_steps_says_so():
 def test_a_stuck_run_says_in_what():
     hang = Hang("held", "worker_stuck", "data_wait", 65.0, "data.py:7 in read")
     assert said(CALM, hang=hang).startswith(
-        "telemetry: stuck before its end: it waited for a batch for 65 s (worker_stuck) at data.py:7 in read; see"
+        "telemetry: stuck before its end: it was waiting for a batch for 65 s (worker_stuck) at data.py:7 in read; see"
     )
+    saving = said(CALM, hang=replace(hang, cause="unknown", category="checkpoint", at=""))
+    assert saving.startswith("telemetry: stuck before its end: it was in a checkpoint for 65 s (unknown); see")
     job = said(CALM, hang=hang, job_hang="rank 3 does not come", world_size=4)
     assert job.startswith("telemetry: hung before its end: rank 3 does not come; see")
 
@@ -122,6 +125,17 @@ def test_the_worst_rank_of_those_that_are_known_is_named():
     assert "rank 5 spent about 60 % of its training loop waiting for data (workers_io_bound); see" in line
     every = said(OWN, peers=(peer(1, 80.0),), world_size=2)
     assert "every rank waits for data; the worst, rank 1, spent about 80 %" in every
+
+
+def test_only_a_rank_of_this_node_is_known_to_have_ended():
+    """Of other nodes only a few ranks are known at a time. What one of them said long ago is not how the run ended."""
+    ticks = [
+        (peer(1, 90.0), peer(2, 1.0), replace(peer(77, 45.0), node="n2")),
+        (peer(2, 2.0), replace(peer(78, 1.0), node="n2")),
+    ]
+    paces = PeerPaces(iter(ticks).__next__)
+    assert [paces.read() for _ in ticks] == ticks
+    assert {pace.rank: pace.run_wait_seconds for pace in paces.of_run} == {1: 90.0, 2: 2.0, 78: 1.0}
 
 
 def test_nothing_is_said_of_ranks_that_are_not_known():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import traceback
+import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -116,6 +118,36 @@ def test_workers_that_are_spawned_count_too(run):
     trainer = Trainer()
     trainer.train(DataLoader(Stream(), 4, num_workers=2, collate_fn=packed, multiprocessing_context="spawn"), epochs=2)
     assert run()["samples"] == trainer.samples == 60
+
+
+class Nested(IterableDataset):
+    """Its items are the batches of two other streams in turn."""
+
+    def __iter__(self):
+        inner = [DataLoader(Stream(6600), batch_size=6, collate_fn=len) for _ in range(2)]
+        for sizes in zip(*inner, strict=True):
+            yield torch.tensor([float(sum(sizes))] * 4)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stream_that_reads_other_loaders(run, workers):
+    """A wrapper around ``collate_fn`` for each batch would end the training after a thousand."""
+    trainer = Trainer()
+    trainer.train(DataLoader(Nested(), batch_size=1, num_workers=workers, collate_fn=packed))
+    assert run()["samples"] == trainer.samples == 1100
+
+
+def warning(items):
+    warnings.warn("of the caller", stacklevel=2)
+    return packed(items)
+
+
+def test_a_warning_of_the_collate_function_names_torch_s_file(run):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Trainer().train(DataLoader(Stream(), batch_size=4, collate_fn=warning))
+    assert {Path(each.filename).name for each in caught if str(each.message) == "of the caller"} == {"fetch.py"}
+    assert run()["samples"] == 30
 
 
 def test_tokens_and_samples_of_the_same_batches(run):

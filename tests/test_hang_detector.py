@@ -213,10 +213,19 @@ def test_the_cause(category, source, fetching, cause):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "cpu", "stood_still"), [(1.0, 0.0, False), (20.0, 0.01, True), (20.0, 15.0, False), (20.0, None, False)]
+    ("seconds", "intervals", "cpu", "stood_still"),
+    [
+        (1.0, 1, 0.0, False),
+        (20.0, 1, 0.01, True),
+        (20.0, 1, 15.0, False),
+        (20.0, 1, None, False),
+        (5.0, 1, 0.01, True),
+        (5.0, 5, 0.01, False),  # of a calm loop that waits for a GPU
+        (20.0, 5, 0.01, True),
+    ],
 )
-def test_a_late_tick_without_any_cpu_time_is_a_process_that_stood_still(seconds, cpu, stood_still):
-    assert paused(seconds, 1.0, cpu) is stood_still
+def test_a_late_tick_without_any_cpu_time_is_a_process_that_stood_still(seconds, intervals, cpu, stood_still):
+    assert paused(seconds, 1.0, cpu, intervals=intervals) is stood_still
 
 
 def test_a_stuck_run_replaces_the_open_stall_and_clears_the_window():

@@ -239,10 +239,10 @@ def test_samples_energy_and_cost(text):
 @pytest.mark.parametrize(
     ("gone", "named"),
     [
-        ("samples_total", "samples (not known of all ranks)"),
-        ("tokens_total", "tokens (not known of all ranks)"),
+        ("samples_total", "samples (not counted on every rank)"),
+        ("tokens_total", "tokens (not counted on every rank)"),
         ("gpu_energy_total_joules", "energy of the GPUs (no GPU with an energy counter was read)"),
-        ("settings", "cost (no price: set gpu_hour_price)"),
+        ("settings", "cost (gpu_hour_price is not set)"),
     ],
 )
 def test_each_sum_that_is_not_known_is_named(tmp_path, gone, named):

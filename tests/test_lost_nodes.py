@@ -113,3 +113,17 @@ def test_the_ranks_of_a_node_that_has_left_its_group_empty_are_not_gone(tmp_path
     job.hang = {name: states(number) for number, name in enumerate(job.exchanges)}
     job.cycles(40, but=left)
     assert ranks_gone(job) == set()
+
+
+def test_nodes_that_were_read_while_few_had_come_are_not_gone(tmp_path):
+    """Later only the files of one's own group are read."""
+    job = Job(tmp_path, nodes=NODES)
+    every = job.exchanges
+    job.exchanges = dict([*every.items()][:5])
+    job.cycles(5)
+    job.exchanges = every
+    job.cycles(14)
+    job.hang = {name: states(number) for number, name in enumerate(every)}
+    for _ in range(4):
+        job.cycles(1)
+        assert ranks_gone(job) == set()

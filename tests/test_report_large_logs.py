@@ -72,6 +72,16 @@ def test_windows_of_rotated_files_are_skipped_and_nothing_is_lost(tmp_path, monk
     assert WINDOWS < windows < WINDOWS + 10, "those of the newest file, and a few of the older ones"
 
 
+def test_the_last_window_before_a_rotation_counts(tmp_path):
+    """The process may have been killed, or the report may come, before there is a window in the new file."""
+    rotated_log(tmp_path, 0, "a")
+    newest = tmp_path / "logs" / "rank-0.10.jsonl"
+    newest.write_text(newest.read_text().splitlines(keepends=True)[0])
+    (whole,) = load(tmp_path, all_windows=True)
+    (thinned,) = load(tmp_path)
+    assert told(thinned) == told(whole)
+
+
 @pytest.fixture
 def side_by_side(monkeypatch):
     """However small the logs are; the processes that read."""

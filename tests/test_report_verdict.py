@@ -66,6 +66,21 @@ def test_a_hang_and_a_stuck_rank_have_their_kinds(tmp_path, ended):
     assert judged(load(tmp_path)).kind == ("hung" if ended else "hangs")
 
 
+@pytest.mark.parametrize(
+    ("category", "words"),
+    [
+        ("data_wait", "is waiting for a batch"),
+        ("checkpoint", "is in a checkpoint"),
+        ("evaluation", "is in an evaluation"),
+    ],
+)
+def test_a_stuck_rank_says_in_what(tmp_path, category, words):
+    evidence = {"lost_seconds": {"unknown": 9.0}, "stuck_in": category}
+    opened = line("stall_open", cause="unknown", opened="t1", first_step=5, evidence=evidence)
+    write(tmp_path, 0, line("run_start", **START), window(wait=1, compute=9, steps=9), opened)
+    assert judged(load(tmp_path)).text.startswith(f"Stuck: rank 0 {words} and has not gone on since before t1.")
+
+
 def test_a_stall_that_is_no_starvation_is_in_the_verdict(tmp_path):
     evidence = {"lost_seconds": {"checkpoint": 30.0}}
     advice = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -139,7 +140,7 @@ def test_a_damaged_heartbeat_leaves_the_state(tmp_path, field, value):
     losses = RunLosses(tmp_path / "run" / "attempts", AttemptNow(), "cd", ErrorLog())
     identity = Identity("run", 0, 0, 1, "n", os.getpid(), "plain")
     ledger = dict.fromkeys(("startup", "data_wait", "compute"), 0.0)
-    losses.tick(identity, ledger, 0.0, stuck_seconds=0.0)
+    losses.tick(identity, ledger, 0.0, has_batch=True, stuck_seconds=0.0, stuck_in=None)
     view = losses.view()
     assert view.number == 3
     assert all(0 <= seconds < 1e12 for seconds in view.lost_seconds.values()), view
@@ -151,31 +152,57 @@ class AttemptNow:
     seconds_before = restore_seconds = replay_seconds = kept_seconds = 0.0
     in_replay = False
     saves_completed = 0
+    stuck = None
 
     def unix_now(self) -> float:
         return time.time()
 
 
-def after_a_hang(folder, saves: list[tuple[float, float]]) -> float:
-    """What the next attempt is told that this one has redone: 260 s of the loop, 100 of them stuck, from second 50 on.
+class Hung:
+    """260 s of a loop in which a process is stuck for 100 s, from second 50 on, as `RunLosses` sees it every 10 s.
 
-    Args:
-        folder: of the state.
+    Attributes:
+        stuck_in: in which category. Only the loop's own are part of the loop.
+        first_wait: how long the first batch takes; ``replay``: how long the batches after it are only drawn.
         saves: checkpoints. When one is noticed, and where it began, in seconds of the loop.
     """
-    attempt = AttemptNow()
-    losses = RunLosses(folder, attempt, "ab", ErrorLog())
-    identity = Identity("run", 0, 0, 1, "n", os.getpid(), "plain")
-    for loop in range(0, 261, 10):
-        for noticed, began in saves:
-            if loop == noticed:
-                attempt.saves_completed, attempt.kept_seconds = attempt.saves_completed + 1, began
-        stuck = loop - 50.0 if 80 <= loop <= 150 else 0.0
-        losses.tick(identity, {"startup": 5.0, "data_wait": 0.0, "compute": float(loop)}, 0.0, stuck_seconds=stuck)
-    losses.end(finished=False)
-    state = decoded((folder / "run.json").read_bytes())
-    assert state.own["stuck"] == pytest.approx(100)
-    return state.next(process="next", life="cd", started=time.time()).carried["redone"]
+
+    def __init__(self, folder, *, stuck_in="compute", first_wait=0.0, replay=0.0, saves=()):
+        self.folder, self.stuck_in, self.first_wait, self.replay, self.saves = (
+            folder,
+            stuck_in,
+            first_wait,
+            replay,
+            saves,
+        )
+        self.attempt = AttemptNow()
+        self.losses = RunLosses(folder, self.attempt, "ab", ErrorLog())
+        self.seen: list[dict[str, float]] = []
+
+    def run(self, last=260):
+        """Returns itself. The newest view is the last of ``seen``."""
+        for second in range(0, last + 1, 10):
+            in_hang = min(100, max(0, second - 50))
+            loop = second if self.stuck_in in {"data_wait", "compute"} else second - in_hang
+            for noticed, began in self.saves:
+                if second == noticed:
+                    self.attempt.saves_completed, self.attempt.kept_seconds = self.attempt.saves_completed + 1, began
+            self.attempt.replay_seconds = self.replay if loop > self.first_wait + self.replay else 0.0
+            self.losses.tick(
+                Identity("run", 0, 0, 1, "n", os.getpid(), "plain"),
+                {"startup": 5.0, "data_wait": 0.0, "compute": float(loop)},
+                min(float(loop), self.first_wait),
+                has_batch=loop > self.first_wait,
+                stuck_seconds=float(in_hang) if 30 <= in_hang and second <= 150 else 0.0,
+                stuck_in=self.stuck_in,
+            )
+            self.seen.append(self.losses.view().lost_seconds)
+        return self
+
+    def ended(self) -> RunState:
+        """The state that the process leaves when it ends by itself."""
+        self.losses.end(finished=False)
+        return decoded((self.folder / "run.json").read_bytes())
 
 
 @pytest.mark.parametrize(
@@ -189,33 +216,50 @@ def after_a_hang(folder, saves: list[tuple[float, float]]) -> float:
     ],
 )
 def test_a_hang_before_the_newest_checkpoint_makes_redone_no_less(tmp_path, saves, redone):
-    assert after_a_hang(tmp_path, saves) == pytest.approx(redone)
+    state = Hung(tmp_path, saves=saves).run().ended()
+    assert state.own["stuck"] == pytest.approx(100)
+    assert state.next(process="next", life="cd", started=time.time()).carried["redone"] == pytest.approx(redone)
 
 
-@pytest.mark.parametrize(
-    ("first_wait", "replay", "lost"),
-    [
-        (0.0, 0.0, {"startup": 5, "replay": 0}),
-        (160.0, 0.0, {"startup": 65, "replay": 0}),  # it was stuck while it waited for its first batch
-        (10.0, 150.0, {"startup": 15, "replay": 50}),
-    ],
-)
+@pytest.mark.parametrize("stuck_in", ["evaluation", "checkpoint"])
+def test_a_hang_beside_the_loop_takes_nothing_from_it(tmp_path, stuck_in):
+    state = Hung(tmp_path, stuck_in=stuck_in, first_wait=8.0, saves=[(40, 35.0)]).run().ended()
+    assert state.lost() == dict.fromkeys(LOST, 0.0) | {"startup": 13.0, "stuck": 100.0}
+    assert state.next(process="next", life="cd", started=time.time()).carried["redone"] == pytest.approx(160 - 35)
+
+
+HANGS = [
+    (0.0, 0.0, {"startup": 5, "replay": 0}),
+    (160.0, 0.0, {"startup": 65, "replay": 0}),  # it was stuck while it waited for its first batch
+    (10.0, 150.0, {"startup": 15, "replay": 50}),
+]
+
+
+@pytest.mark.parametrize(("first_wait", "replay", "lost"), HANGS)
 def test_a_hang_in_the_first_wait_or_in_the_replay_counts_once(tmp_path, first_wait, replay, lost):
-    attempt = AttemptNow()
-    losses = RunLosses(tmp_path, attempt, "ab", ErrorLog())
-    identity = Identity("run", 0, 0, 1, "n", os.getpid(), "plain")
-    before = dict.fromkeys(LOST, 0.0)
-    for loop in range(0, 261, 10):
-        first = first_wait if loop > first_wait else 0.0  # it is known once the batch is there
-        attempt.replay_seconds = replay if loop > first_wait + replay else 0.0
-        ledger = {"startup": 5.0, "data_wait": float(loop), "compute": 0.0}
-        losses.tick(identity, ledger, first, stuck_seconds=loop - 50.0 if 80 <= loop <= 150 else 0.0)
-        now = losses.view().lost_seconds
-        assert all(now[name] >= before[name] for name in LOST), (before, now)
-        before = now
-    assert before == {name: pytest.approx(seconds) for name, seconds in (before | lost | {"stuck": 100}).items()}
-    state = decoded((tmp_path / "run.json").read_bytes())
-    assert state.newer(RunState("run", 0, "", "ab", time.time() + 1, own=state.own)).lost() == state.lost()
+    hung = Hung(tmp_path, first_wait=first_wait, replay=replay).run()
+    assert all(after[name] >= before[name] for before, after in itertools.pairwise(hung.seen) for name in LOST)
+    assert hung.seen[-1] == dict.fromkeys(LOST, 0.0) | lost | {"stuck": 100}
+    assert hung.ended().lost() == hung.seen[-1]
+
+
+@pytest.mark.parametrize("second", [90, 130, 260])
+@pytest.mark.parametrize(("first_wait", "replay", "lost"), HANGS)
+def test_no_counter_falls_when_a_hung_process_is_killed(tmp_path, first_wait, replay, lost, second):
+    """The next attempt has the state as it was written long before, and the newest heartbeat."""
+    hung = Hung(tmp_path, first_wait=first_wait, replay=replay).run(second)
+    (tmp_path / "ab.beat").write_text(json.dumps(
+        BEAT | {"unix_seconds": time.time() + 1, "ledger_total_seconds": {"startup": 5, "data_wait": 0, "compute": second},
+                "first_wait_seconds": min(second, first_wait), "seconds_before": 0, "kept_seconds": 0, "saves_completed": 0,
+                "resumption": {"replay_seconds": hung.attempt.replay_seconds},
+                "stuck": json.loads(hung.attempt.stuck.encoded())}))  # fmt: skip
+    after = RunLosses(tmp_path, AttemptNow(), "cd", ErrorLog())
+    after.tick(Identity("run", 0, 0, 1, "n", 1, "plain"), dict.fromkeys(("startup", "data_wait", "compute"), 0.0), 0.0,
+               has_batch=False, stuck_seconds=0.0, stuck_in=None)  # fmt: skip
+    now = after.view().lost_seconds
+    assert all(now[name] >= seconds for name, seconds in hung.seen[-1].items()), (hung.seen[-1], now)
+    of_attempt = sum(now[name] for name in ("startup", "stuck", "replay", "redone"))
+    assert of_attempt == pytest.approx(5 + second), "each second once"
 
 
 @pytest.mark.parametrize(("kept", "redone"), [(100.0, 60), (100.0000004, 60), (150.0, 110)])

@@ -39,11 +39,11 @@ def shared(tmp_path):
 
 @pytest.fixture
 def killed(tmp_path, shared, monkeypatch):
-    """Kill an export in the run folder `a`. Returns the unfinished export."""
+    """Kill an export in a run folder, by default `a`. Returns the unfinished export."""
     monkeypatch.setattr(export_space, "free_bytes", lambda _: 1 << 50)
 
-    def kill(owner: str = GONE) -> Path:
-        snapshots = tmp_path / "a" / "snapshots"
+    def kill(owner: str = GONE, run: str = "a") -> Path:
+        snapshots = tmp_path / run / "snapshots"
         with monkeypatch.context() as patched:
             # Nothing is removed after the kill. What is removed before it does not exist.
             patched.setattr(export_space.Folder, "remove", lambda *_: None)
@@ -95,6 +95,17 @@ def test_a_folder_that_is_gone_leaves_no_reservation(tmp_path, shared, killed):
     partial.parent.rename(tmp_path / "moved")
     swept(tmp_path, shared)
     assert (tmp_path / "moved" / partial.name).exists()
+    assert claims(shared) == []
+
+
+def test_a_file_system_that_is_not_mounted_now_keeps_its_reservation(tmp_path, shared, killed):
+    partial = killed(run="mounted/runs/a")
+    (tmp_path / "mounted" / "runs").rename(tmp_path / "disk")
+    swept(tmp_path, shared)
+    assert len(claims(shared)) == 1, "a later agent tries again"
+    (tmp_path / "disk").rename(tmp_path / "mounted" / "runs")
+    swept(tmp_path, shared)
+    assert not partial.exists()
     assert claims(shared) == []
 
 

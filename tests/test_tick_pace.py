@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -57,6 +58,17 @@ def test_every_second_tick_of_a_loop_that_goes_on_as_before(usual):
 
 def test_four_of_five_ticks_after_a_long_calm():
     assert sorted(skipped_after({}, LATER)) == [False, True, True, True, True]
+
+
+@pytest.mark.parametrize(("window", "ticks"), [(30.0, 5), (5.0, 3), (2.0, 2), (1.0, 1)])
+def test_a_short_window_of_a_stall_has_at_least_two_ticks(window, ticks):
+    loop = Loop(stall_window_seconds=window)
+    for _ in range(100):
+        loop.second()
+    taken = [second for second in range(30) if not loop.second()]
+    assert {later - before for before, later in itertools.pairwise(taken)} == {ticks}
+    assert loop.pace.intervals == ticks
+    assert ticks == 1 or (ticks - 1) * 2 <= window
 
 
 def test_a_line_for_the_log_waits_for_at_most_one_tick():

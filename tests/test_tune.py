@@ -91,6 +91,14 @@ def test_a_stream_gets_at_most_one_worker(results):
     assert any("get_worker_info" in note for note in found["notes"])
 
 
+def test_a_grid_of_settings_that_the_loader_does_not_take_needs_no_trial(results):
+    status, out, error = tune(results, "--json", "--grid", "num_workers=2,4,8", how="stream")
+    assert status == 0, error
+    found = json.loads(out)
+    assert found["trials"] == [found["best"]], "the script as it is"
+    assert any("num_workers is left alone" in note for note in found["notes"])
+
+
 def test_of_two_loaders_each_gets_only_what_it_takes(results):
     status, out, error = tune(results, "--json", "--grid", "num_workers=2", "prefetch_factor=4", how="two-loaders")
     assert status == 0, error

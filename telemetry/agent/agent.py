@@ -246,7 +246,7 @@ class Agent(AgentParts):
             tick = self._builder.tick()
             if self.trial is not None:
                 self.trial.tick(tick, self._node)
-            self._stall_monitor.tick(tick, self.accounting)
+            self._stall_monitor.tick(tick, self.accounting, intervals=self._tick_pace.intervals)
             self._changes.tick(tick.totals)
             self.tracker.time_next_batch(self._stall_monitor.waits_to_time)
             self._follow_hang()

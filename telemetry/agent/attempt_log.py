@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from telemetry.core.clock import WallClock
     from telemetry.core.errors import ErrorLog
     from telemetry.core.spans import SavedCheckpoint, Step
+    from telemetry.job.run_state import StuckTime
 
 FOLDER: Final = "attempts"
 """Of the run folder: heartbeats, and the state of the run."""
@@ -50,6 +51,7 @@ class AttemptLog:
         end: how this process ends.
         seconds_before: how long the process had been there when the agent started.
         saves_completed: checkpoints that can be resumed from; ``kept_seconds``: of the training loop up to the newest.
+        stuck: for how long it has been stuck, for the heartbeat; None before that is known. On rank 0.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class AttemptLog:
         self.end = EndEvidence()
         self.saves_completed = 0
         self.kept_seconds = 0.0
+        self.stuck: StuckTime | None = None
         self._holds_optimizer = False  # whether any checkpoint does: then others are not resumed from
         self._begun_at: dict[int, float] = {}  # seconds of the loop at asynchronous checkpoints, by optimizer steps
 
@@ -258,8 +261,9 @@ class AttemptLog:
         counts = (("samples_total", accounting.trained_samples()), ("tokens_total", accounting.tokens()))
         counted = "".join([f'"{name}":{count},' for name, count in counts if count is not None])
         oom_kills = "".join([f'"{name}":{count},' for name, count in self._oom_kills().items()])
+        stuck = f'"stuck":{self.stuck.encoded()},' if self.stuck is not None and self.stuck.seconds else ""
         return (
-            f'{{"life":"{self._life}",{oom_kills}"unix_seconds":{self._wall.unix_seconds(accounting.updated_ns):.6f},'
+            f'{{"life":"{self._life}",{oom_kills}{stuck}"unix_seconds":{self._wall.unix_seconds(accounting.updated_ns):.6f},'
             f'"steps_total":{accounting.steps_total},"optimizer_steps_total":{self._tracker.optimizer_steps},'
             f'"wall_seconds":{ledger.wall_seconds:.6f},"first_wait_seconds":{ledger.first_wait_ns / NS:.6f},'
             f'"seconds_before":{self.seconds_before:.6f},"kept_seconds":{self.kept_seconds:.6f},'

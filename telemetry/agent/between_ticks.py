@@ -38,7 +38,7 @@ class BetweenTicks:
         self._threads = threads
         self._lines = lines
         self._errors = errors
-        self._random = random.Random()  # noqa: S311 - of our own: the training's must give what it gives without us
+        self._random = random.Random()  # noqa: S311 - of our own, so that the training's numbers stay the same
         self._wake = threading.Event()
 
     def end(self) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.core.formatting import rough_duration, rounded_percent
-from telemetry.core.labels import COMPUTE, DATA_WAIT
+from telemetry.core.labels import COMPUTE, DATA_WAIT, stuck_in_words
 from telemetry.core.run_verdict import (
     HEALTHY,
     NO_STEPS,
@@ -141,11 +141,9 @@ def _measured(end: RunEnd, found: RunFinding, worst: RankWaits) -> str:
 def _stuck(end: RunEnd, hang: Hang) -> str:
     if end.job_hang:
         return f"hung before its end: {end.job_hang}"
-    doing = "waited for a batch" if hang.category == DATA_WAIT else "was in the compute of a step"
+    doing = f"was {stuck_in_words(hang.category)} for {rough_duration(hang.seconds)}"
     at = f" at {hang.at}" if hang.at else ""
-    return (
-        f"stuck before its end: {_who(end, end.own.rank)} {doing} for {rough_duration(hang.seconds)} ({hang.cause}){at}"
-    )
+    return f"stuck before its end: {_who(end, end.own.rank)} {doing} ({hang.cause}){at}"
 
 
 def _unknown(end: RunEnd, found: RunFinding) -> str:
@@ -262,7 +260,7 @@ class EndLine:
             own=self._waits(identity.rank, totals),
             totals=totals,
             stall=stalls.costliest,
-            peers=self._peers.of_run,
+            peers=tuple(peer for peer in self._peers.of_run if peer.rank != identity.rank),
             world_size=identity.world_size,
             hang=self._hang,
             job_hang=self._job_hang.sentence,

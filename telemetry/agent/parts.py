@@ -217,12 +217,14 @@ class AgentParts:
         self.accounting.on_steps = self._on_steps
 
     def _count_losses(self) -> None:
-        ledger = self.accounting.ledger
+        ledger, stalls = self.accounting.ledger, self._stall_monitor
         self._losses.tick(
             self.identity,
             ledger.seconds(),
             ledger.first_wait_ns / NS,
-            stuck_seconds=self._stall_monitor.stuck_seconds,
+            has_batch=ledger.batches > 0,
+            stuck_seconds=stalls.stuck_seconds,
+            stuck_in=stalls.stuck_in,
         )
         self._counts.tick(self.identity, self._builder.current())
 

@@ -1,6 +1,7 @@
-"""The newest paces of other ranks, and the last ones of ranks that have ended.
+"""The newest paces of other ranks, and the last ones of ranks of this node that have ended.
 
-When a job ends, its ranks leave the board one after the other. The last line of rank 0 still has to tell of all.
+When a job ends, its ranks leave the board one after the other. The last line of rank 0 still has to tell of all. Of
+other nodes only some ranks are known at any time, so nothing follows from one that is not among them any more.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class PeerPaces:
-    """Reads the paces of the other ranks once a tick, and keeps the last pace of each that is gone.
+    """Reads the paces of the other ranks once a tick, and keeps the last pace of each rank of this node.
 
     Args:
         newest: returns the paces of the ranks that run now.
@@ -22,20 +23,17 @@ class PeerPaces:
 
     def __init__(self, newest: Callable[[], tuple[RankPace, ...]]) -> None:
         self._newest = newest
-        self._last: tuple[RankPace, ...] = ()
-        self._ended: dict[int, RankPace] = {}
+        self._far: tuple[RankPace, ...] = ()
+        self._near: dict[int, RankPace] = {}
 
     def read(self) -> tuple[RankPace, ...]:
         """The paces of the ranks that run now."""
         paces = self._newest()
-        if len(paces) < len(self._last):  # seldom: a job of 10,000 ranks pays for it only then
-            running = {pace.rank for pace in paces}
-            self._ended.update({pace.rank: pace for pace in self._last if pace.rank not in running})
-        self._last = paces
+        self._near |= {pace.rank: pace for pace in paces if pace.node is None}
+        self._far = tuple(pace for pace in paces if pace.node is not None)
         return paces
 
     @property
     def of_run(self) -> tuple[RankPace, ...]:
         """As of the newest `read`, with those of ranks that ended before it."""
-        running = {pace.rank for pace in self._last}
-        return (*self._last, *(pace for rank, pace in self._ended.items() if rank not in running))
+        return (*self._near.values(), *self._far)

@@ -15,7 +15,18 @@ from telemetry.core.labels import STARTUP as LEDGER_STARTUP
 from telemetry.core.processes import process_name
 from telemetry.core.views import AttemptView
 from telemetry.diagnose.replay import in_replay
-from telemetry.job.run_state import MAX_BYTES, NAME, REPLAY, RESTORE, STARTUP, STUCK, RunState, decoded, figure
+from telemetry.job.run_state import (
+    MAX_BYTES,
+    NAME,
+    REPLAY,
+    RESTORE,
+    STARTUP,
+    STUCK,
+    RunState,
+    StuckTime,
+    decoded,
+    figure,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -46,26 +57,32 @@ class RunLosses:
         self._state: RunState | None = None
         self._written_ns = 0
         self._written_saves = 0
-        self._stuck_before = 0.0
-        self._stuck_now = 0.0
-        self._stuck_since = 0.0  # seconds of the loop at which the newest hang began
-        self._hangs: list[tuple[float, float]] = []  # of the loop: where they began, how long they were
+        self._stuck_before = self._stuck_now = self._stuck_told = 0.0
+        self._stuck_since: float | None = None  # where the newest hang began, see `_hangs`
+        self._hangs: list[tuple[float, float]] = []  # of the loop: the second at which they began, how long they were
+        self._first_wait = 0.0  # so far, while it is in progress
 
-    def tick(self, identity: Identity, ledger: Mapping[str, float], first_wait: float, *, stuck_seconds: float) -> None:
-        """Bring it up to now, and write it if a checkpoint has been completed.
+    def tick(
+        self,
+        identity: Identity,
+        ledger: Mapping[str, float],
+        first_wait: float,
+        *,
+        has_batch: bool,
+        stuck_seconds: float,
+        stuck_in: str | None,
+    ) -> None:
+        """Bring it up to now. Write it if a checkpoint has been completed, and every 30 s while the run is stuck.
 
         Args:
             identity: rank 0 keeps the state of the run.
             ledger: seconds by category.
             first_wait: seconds waited for the first batch.
+            has_batch: whether the first batch has come.
             stuck_seconds: for which the run has been stuck now; 0 if it is not.
+            stuck_in: in which category it is stuck, or was until now.
         """
-        if stuck_seconds < self._stuck_now:
-            self._stuck_before += self._stuck_now
-            self._hangs.append((self._stuck_since, self._stuck_now))
-        if stuck_seconds > self._stuck_now:
-            self._stuck_since = ledger[DATA_WAIT] + ledger[COMPUTE] - stuck_seconds
-        self._stuck_now = stuck_seconds
+        self._follow_hang(ledger, stuck_seconds, stuck_in)
         if identity.rank != 0:
             self._state = None
             return
@@ -73,7 +90,6 @@ class RunLosses:
             self._state = self._begin(identity)
             self._write()
         attempt = self._attempt
-        stuck = self._stuck_before + self._stuck_now
         figures = _Figures(
             ledger,
             first_wait,
@@ -84,13 +100,19 @@ class RunLosses:
             attempt.saves_completed,
             attempt.in_replay,
         )
-        within = {
-            STARTUP: self._stuck_between(-math.inf, first_wait),
-            REPLAY: self._stuck_between(first_wait, figures.began),
-        }
-        since_kept = self._stuck_between(figures.cut, math.inf)
-        self._state = replace(figures.of(self._state), stuck_within=within, stuck_since_kept=since_kept)
-        self._state.own[STUCK] = stuck
+        if attempt.saves_completed:  # then it is known how long the replay was
+            self._hangs = [hang for hang in self._hangs if hang[0] < figures.began or hang[0] >= figures.cut]
+        self._first_wait = 0.0 if has_batch else first_wait
+        self._stuck_told = 0.0 if attempt.stuck is None else attempt.stuck.seconds
+        state = figures.of(self._state)
+        attempt.stuck = stuck = StuckTime(
+            seconds=self._stuck_before + self._stuck_now,
+            in_startup=self._stuck_between(-math.inf, first_wait),
+            in_replay=self._stuck_between(first_wait, figures.began),
+            since_kept=self._stuck_between(figures.cut, math.inf),
+            kept_seconds=state.kept_seconds,
+        )
+        self._state = state.with_stuck(stuck)
         new = attempt.saves_completed != self._written_saves or self._stuck_now > 0
         if new and now_ns() - self._written_ns >= _WRITE_SECONDS * NS:
             self._write()
@@ -102,15 +124,33 @@ class RunLosses:
             self._write()
 
     def view(self) -> AttemptView | None:
-        """For the endpoint; None on other ranks than 0."""
+        """For the endpoint; None on other ranks than 0.
+
+        These counters never fall. So a first wait counts when it is over, because it may yet turn out to be a hang. And
+        a hang counts once it is in the heartbeat: should this process be killed, the next one goes on from there.
+        """
         state = self._state
         if state is None:
             return None
-        return AttemptView(state.attempt, 0 if state.progress else state.without_progress, state.lost())
+        lost = state.lost()
+        lost[STARTUP] -= max(0.0, self._first_wait - state.stuck_within.get(STARTUP, 0.0))
+        lost[STUCK] -= state.own.get(STUCK, 0.0) - self._stuck_told
+        return AttemptView(state.attempt, 0 if state.progress else state.without_progress, lost)
+
+    def _follow_hang(self, ledger: Mapping[str, float], stuck_seconds: float, stuck_in: str | None) -> None:
+        """Note where in the loop hangs begin, and how long they are. Those in other categories are no part of it."""
+        if stuck_seconds < self._stuck_now:
+            self._stuck_before += self._stuck_now
+            if self._stuck_since is not None:
+                self._hangs.append((self._stuck_since, self._stuck_now))
+        if stuck_seconds > self._stuck_now:
+            in_loop = stuck_in in {DATA_WAIT, COMPUTE}
+            self._stuck_since = ledger[DATA_WAIT] + ledger[COMPUTE] - stuck_seconds if in_loop else None
+        self._stuck_now = stuck_seconds
 
     def _stuck_between(self, first: float, last: float) -> float:
         """For how long the run was stuck in hangs that began between these seconds of its loop."""
-        hangs = [*self._hangs, (self._stuck_since, self._stuck_now)]
+        hangs = [*self._hangs, *([] if self._stuck_since is None else [(self._stuck_since, self._stuck_now)])]
         return sum(seconds for began, seconds in hangs if first <= began < last)
 
     def _begin(self, identity: Identity) -> RunState:
@@ -146,7 +186,9 @@ class RunLosses:
                 int(figure(beat["saves_completed"])),
                 in_replay(resumption, figure(beat["optimizer_steps_total"]), figure(beat["steps_total"])),
             )
-            return figures.of(replace(state, time=figure(beat["unix_seconds"])))
+            newer = figures.of(replace(state, time=figure(beat["unix_seconds"])))
+            stuck = StuckTime.parsed(beat.get("stuck"))
+            return newer if stuck is None else newer.with_stuck(stuck)
         except (OSError, KeyError, TypeError, ValueError, AttributeError):
             return state
 

@@ -95,12 +95,12 @@ class StallMonitor:
         self._node = node
         self._costliest: dict[str, Any] | None = None
 
-    def tick(self, tick: Tick, accounting: Accounting) -> None:
-        """Add a tick. Logs a stall that opens or closes."""
+    def tick(self, tick: Tick, accounting: Accounting, *, intervals: int = 1) -> None:
+        """Add a tick, which was due ``intervals`` after the last one. Logs a stall that opens or closes."""
         self._callback.note_failures()
         added, peers = tick.totals.passed_since(self._last.totals), tick.conditions.peers
         self._peer_is_stuck = any(peer.stuck for peer in peers)
-        did_not_run = paused(added.seconds, self._interval, added.process_cpu_seconds)
+        did_not_run = paused(added.seconds, self._interval, added.process_cpu_seconds, intervals=intervals)
         category = accounting.ledger.category
         self._phase = category if category in {CHECKPOINT, EVALUATION} else None
         peer_phase = None if added.steps or did_not_run else self._phase_of(peers)
@@ -138,6 +138,11 @@ class StallMonitor:
     def stuck_seconds(self) -> float:
         """For how long the run has been stuck now; 0 if it is not."""
         return 0.0 if self._hang is None else self._hang.seconds
+
+    @property
+    def stuck_in(self) -> str | None:
+        """The category of the ledger in which it is stuck, or was until now; None if it is not."""
+        return None if self._hang is None else self._hang.category
 
     @property
     def sample_seconds(self) -> float:

@@ -1,9 +1,9 @@
 """Skips ticks while nothing changes.
 
-While no stall is open and the loop goes on as before, every second tick is skipped; after a while, four of five. The
-ring is emptied nevertheless. If it shows that the training thread lost more time in the last second than before, or
-ended no step, the tick is not skipped. So a new stall is seen as early as with every tick. What only samples show (GPU
-clocks, other ranks) is seen at most four intervals later.
+While no stall is open and the loop goes on as before, every second tick is skipped; after a while, four of five, or
+fewer if `stall_window_seconds` is short. The ring is emptied nevertheless. If it shows that the training thread lost
+more time in the last second than before, or ended no step, the tick is not skipped. So a new stall is seen as early as
+with every tick. What only samples show (GPU clocks, other ranks) is seen at most four intervals later.
 """
 
 from __future__ import annotations
@@ -38,16 +38,22 @@ class TickPace:
     Args:
         config: interval and ratios.
         accounting: up to date at every call, even if the tick before was skipped.
+
+    Attributes:
+        intervals: how many intervals the newest tick that was not skipped comes after the one before.
     """
 
     def __init__(self, config: Config, accounting: Accounting) -> None:
         self._accounting = accounting
         self._possible = _MIN_INTERVAL_SECONDS < config.interval_seconds <= _MAX_INTERVAL_SECONDS
+        # A stall must be seen within its window, which has to have several ticks.
+        self._max_skipped = min(_MAX_SKIPPED, int(config.stall_window_seconds / (2 * config.interval_seconds)))
         self._max_rise = config.stall_exit_ratio
         self._lost_ratio = self._lost_before = 0.0
         self._trains = False
         self._risen: tuple[int, float] | None = None  # since the ratio rose: calm ticks until then, and the ratio then
         self._skipped = self._calm = 0  # in a row
+        self.intervals = 1
         self._at_last = (0, 0, 0, 0)
 
     def skips(self, *, busy: bool, wanted: bool = False) -> bool:
@@ -60,8 +66,10 @@ class TickPace:
         before, now = self._at_last, self._newest()
         self._at_last = now
         self._count(calm=self._is_calm(before, now), busy=busy)
-        max_skipped = _MAX_SKIPPED if self._calm > _LONG_CALM and not wanted else 1
+        max_skipped = self._max_skipped if self._calm > _LONG_CALM and not wanted else min(1, self._max_skipped)
         skips = self._possible and self._calm > 0 and self._skipped < max_skipped
+        if not skips:
+            self.intervals = self._skipped + 1
         self._skipped = self._skipped + 1 if skips else 0
         return skips
 

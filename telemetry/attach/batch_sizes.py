@@ -229,7 +229,9 @@ def sizes_of(iterator: Any) -> BatchSizes | None:
 
 
 def counted_in_fetch(iterator: Any) -> bool:
-    """Whether the samples of a ``DataLoader``'s iterator are counted in each fetch: it makes batches, of other sizes.
+    """Whether the samples of a ``DataLoader``'s iterator are counted in each fetch.
+
+    They are where torch makes the batches, but its sampler does not tell their sizes.
 
     Without ``batch_size`` it gives what the data set gives, which may be a batch or not.
     """

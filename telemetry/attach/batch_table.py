@@ -97,8 +97,7 @@ class BatchWriter:
     Args:
         table: of its loader.
         stream: the data set is iterable. Its workers end at different times, and then the numbers that were noted tell
-            which batches there are. So batches without tokens are noted from the first on. They are also where samples
-            are wanted.
+            which batches there are. So all batches are noted, also those without tokens. Where samples are wanted, too.
     """
 
     __slots__ = ("_base", "_every", "_looking", "_looks_left", "_samples", "_table")
@@ -113,10 +112,16 @@ class BatchWriter:
         table.set(BEGUN)
 
     def iteration_begins(self, fetcher: object) -> None:
-        """The next fetch is the worker's first of an iteration. One that was left may have had fetches until now."""
+        """The next fetch is the worker's first of an iteration. One that was left may have had fetches until now.
+
+        Never raises.
+        """
         self._base = self._table.base
         if self._samples is not None:
-            self._samples.begin(fetcher)
+            try:
+                self._samples.begin(fetcher)
+            except Exception:
+                self._table.set(LOST)
 
     def made(self, indices: object, batch: object) -> bool:
         """A fetch has made this batch. Returns whether it wants more of them. Never raises."""

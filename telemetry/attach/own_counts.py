@@ -106,7 +106,10 @@ class OwnFetches:
     def made(self, indices: object, batch: object) -> None:
         """A fetch has made the next batch. Never raises."""
         if self.samples is not None and self._sizes is not None:
-            self.samples.add(self._sizes.of(indices))
+            try:
+                self.samples.add(self._sizes.of(indices))
+            except Exception:
+                self.samples.add(None)
         if self.tokens is not None:
             try:
                 self.tokens.add(tokens_in(batch))

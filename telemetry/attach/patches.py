@@ -34,7 +34,7 @@ def around(
         before: called with the object. If it raises, the caller gets the exception and the method is not called.
         after: called with the object, the result of ``before``, and whether the method has raised. It must not raise.
     """
-    forget = forget_frame  # `_in_file_of` takes the globals of this file away
+    forget = forget_frame  # `in_file_of` takes the globals of this file away
 
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         noted = before(self)
@@ -49,10 +49,10 @@ def around(
             after(self, noted, failed)
         return result
 
-    return functools.wraps(original)(_in_file_of(original, wrapper))
+    return functools.wraps(original)(in_file_of(original, wrapper))
 
 
-def _in_file_of(original: Any, wrapper: Any) -> Callable[..., Any]:
+def in_file_of(original: Any, wrapper: Any) -> Callable[..., Any]:
     """The wrapper as if it stood in the file of the original, where that begins.
 
     ``warnings.warn(…, stacklevel=2)`` names the file of its caller. Filters go by it, and what counts as shown already.

@@ -246,11 +246,12 @@ def _unwrapped_all(value: Any) -> Any:
     if issubclass(kind, Wrapper):
         return value._telemetry_object
     if kind is dict:
-        return {name: _unwrapped_all(each) for name, each in value.items()}
+        inside = {name: _unwrapped_all(each) for name, each in value.items()}
+        return inside if any(each is not value[name] for name, each in inside.items()) else value
     for plain in (list, tuple):
         if issubclass(kind, plain):
             items = plain(map(_unwrapped_all, value))
-            # A subclass, such as a named tuple, is kept if nothing in it was wrapped.
+            # The same object, which the function may change, if nothing in it was wrapped.
             return items if any(map(operator.is_not, items, value)) else value
     return value
 

@@ -187,6 +187,8 @@ def timed_fetch(
     @functools.wraps(original)
     def fetch(self: Any, possibly_batched_index: Any) -> Any:
         nonlocal fetches, wall, ended, current, batches
+        if words[SINCE]:  # of a loader that the data set reads: a part of the fetch in progress
+            return original(self, possibly_batched_index)
         if current() is not self:  # each epoch has a new fetcher
             current = weakref.ref(self)
             epoch = words[EPOCH] + 1

@@ -15,6 +15,19 @@ OTHER: Final = "other"
 CATEGORIES: Final = (STARTUP, DATA_WAIT, COMPUTE, EVALUATION, CHECKPOINT, OTHER)
 """The categories of the ledger. Every second of a rank is in exactly one of them."""
 
+_STUCK_IN: Final = {
+    DATA_WAIT: "waiting for a batch",
+    COMPUTE: "in the compute of a step",
+    EVALUATION: "in an evaluation",
+    CHECKPOINT: "in a checkpoint",
+}
+
+
+def stuck_in_words(category: str) -> str:
+    """What a training thread is doing that is stuck in a category of the ledger, such as "waiting for a batch"."""
+    return _STUCK_IN.get(category, f"in {category}")
+
+
 CAUSES: Final = (
     "loader_on_training_thread",
     "workers_cpu_bound",

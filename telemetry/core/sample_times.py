@@ -39,7 +39,7 @@ class SampleTimes:
 
     def __init__(self, gap_seconds: float) -> None:
         self._least = self._mean = gap_seconds
-        self._random = random.Random()  # noqa: S311 - of our own: the training's must give what it gives without us
+        self._random = random.Random()  # noqa: S311 - of our own, so that the training's numbers stay the same
         self._samples = 0
         self._cpu_ns = 0
         self._began_ns = time.thread_time_ns()

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from telemetry.core.labels import COMPUTE, DATA_WAIT
+from telemetry.core.labels import DATA_WAIT, stuck_in_words
 from telemetry.core.recommendation import Advice
 from telemetry.diagnose.causes import NAMED_BY_SOURCE
 from telemetry.diagnose.straggler import absent_rank
@@ -226,9 +226,16 @@ def hang_after_seconds(setting: float | None, steps: StepTimes, *, at_epoch_boun
     return max(seconds, TIMES_LONGEST * (steps.longest or 0.0)) if at_epoch_boundary else seconds
 
 
-def paused(seconds: float, interval: float, process_cpu: float | None) -> bool:
-    """Whether the process or the machine was stopped since the last tick: the tick is late, and nothing ran."""
-    late = seconds > LATE_TICKS * interval + 1.0
+def paused(seconds: float, interval: float, process_cpu: float | None, *, intervals: int = 1) -> bool:
+    """Whether the process or the machine was stopped since the last tick: the tick is late, and nothing ran.
+
+    Args:
+        seconds: since the last tick.
+        interval: usual time between two.
+        process_cpu: CPU seconds of the process in that time; None if they are unknown.
+        intervals: after how many intervals this tick was due.
+    """
+    late = seconds > (intervals - 1 + LATE_TICKS) * interval + 1.0
     return late and process_cpu is not None and process_cpu < 0.02 * seconds
 
 
@@ -261,7 +268,6 @@ def hang_advice(category: str, seconds: float, at: str, missing: RankPace | None
         slow = absent_rank(missing)
         because = f"this rank has waited {seconds:.0f} s in a step for {slow.name}, which {slow.why}"
         return (Advice(f"find out what {slow.name} does", None, None, None, because),)
-    doing = {DATA_WAIT: "waiting for a batch", COMPUTE: "in the compute of a step"}.get(category, f"in {category}")
-    because = f"the training thread has been {doing} for {seconds:.0f} s"
+    because = f"the training thread has been {stuck_in_words(category)} for {seconds:.0f} s"
     action = f"find out what it waits for: {at}" if at else "find out what it waits for"
     return (Advice(action, None, None, None, because),)

@@ -146,6 +146,8 @@ class JobExchange:
             self.hang = _states_of(reports)
         else:
             found = self._through_groups(own, others, hang)
+            # Files of other groups were read when fewer nodes were there, and not since.
+            others = [name for name in others if _group_of(name) == _group_of(self._mine)]
         if hang or self.hang:
             self.hang += self._lost(others)
         self._judge_sharing()

@@ -6,7 +6,7 @@ The heartbeat of the same process is newer, should it be killed in between.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
 from typing import Any, Final
 
 from telemetry.core.json_object import dump_object, parse_object
@@ -31,6 +31,36 @@ DOWN: Final = "down"
 
 LOST: Final = (REDONE, RESTORE, REPLAY, STARTUP, STUCK, DOWN)
 """What restarts and hangs cost: the values of the ``category`` label."""
+
+
+@dataclass(frozen=True, slots=True)
+class StuckTime:
+    """For how long an attempt has been stuck, as it also stands in its heartbeat.
+
+    Attributes:
+        seconds: in all.
+        in_startup: in hangs that began in the first wait; ``in_replay``: in the replay.
+        since_kept: in hangs that began after the newest complete checkpoint. ``kept_seconds``: of the loop up to that.
+    """
+
+    seconds: float = 0.0
+    in_startup: float = 0.0
+    in_replay: float = 0.0
+    since_kept: float = 0.0
+    kept_seconds: float = 0.0
+
+    def encoded(self) -> str:
+        """As JSON."""
+        return f"[{','.join(f'{seconds:.3f}' for seconds in astuple(self))}]"
+
+    @staticmethod
+    def parsed(value: Any) -> StuckTime | None:
+        """From the JSON of a heartbeat; None if it has none.
+
+        Raises:
+            TypeError, ValueError: it is damaged.
+        """
+        return None if value is None else StuckTime(*map(figure, value))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,19 +105,26 @@ class RunState:
             for name in LOST
         }
 
+    def with_stuck(self, stuck: StuckTime) -> RunState:
+        """With the time for which the attempt was stuck."""
+        since_kept = stuck.since_kept if self.kept_seconds < stuck.kept_seconds + _SAME_SECONDS else 0.0
+        return replace(self, own=self.own | {STUCK: stuck.seconds}, stuck_since_kept=since_kept,
+                       stuck_within={STARTUP: stuck.in_startup, REPLAY: stuck.in_replay})  # fmt: skip
+
     def newer(self, beat: RunState) -> RunState:
         """With what the heartbeat of the same process tells, if that is newer.
 
         Args:
-            beat: the attempt's figures in it. It does not tell for how long the run was stuck.
+            beat: the attempt's figures in it. Unless it was stuck, they do not tell for how long.
         """
         if beat.life != self.life or beat.time <= self.time:
             return self
-        own = {STUCK: self.own.get(STUCK, 0.0)} | beat.own
-        stuck = self.stuck_since_kept if beat.kept_seconds < self.kept_seconds + _SAME_SECONDS else 0.0
+        told = STUCK in beat.own
+        kept = told or beat.kept_seconds < self.kept_seconds + _SAME_SECONDS
+        stuck_since_kept = (beat if told else self).stuck_since_kept if kept else 0.0
         return replace(beat, attempt=self.attempt, process=self.process, without_progress=self.without_progress,
-                       progress=self.progress or beat.progress, carried=self.carried, own=own,
-                       stuck_within=self.stuck_within, stuck_since_kept=stuck)  # fmt: skip
+                       progress=self.progress or beat.progress, carried=self.carried,
+                       own={STUCK: self.own.get(STUCK, 0.0)} | beat.own, stuck_since_kept=stuck_since_kept)  # fmt: skip
 
     def next(self, *, process: str, life: str, started: float) -> RunState:
         """The state that the next attempt begins with.

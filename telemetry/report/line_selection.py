@@ -49,10 +49,10 @@ class LineSelection:
 
     Attributes:
         frequent: the first four bytes of the names of the events whose lines may be skipped.
-        skipped_windows: whether a window was skipped.
+        skipped_windows: whether a window was skipped. ``newest_skipped``: the newest window, if it was; else empty.
     """
 
-    __slots__ = ("_left", "_newest", "_spacing", "frequent", "skipped_windows")
+    __slots__ = ("_left", "_newest", "_spacing", "frequent", "newest_skipped", "skipped_windows")
 
     def __init__(self, spacing: Callable[[bytes], float], *, windows: bool) -> None:
         self._spacing = spacing
@@ -60,6 +60,7 @@ class LineSelection:
         self._left: dict[bytes, int] = {}
         self._newest: dict[bytes, tuple[float, int]] = {}
         self.skipped_windows = False
+        self.newest_skipped = b""
 
     def skips(self, raw: bytes, kind: bytes) -> bool:
         """Whether a line of a frequent event is to be skipped.
@@ -74,8 +75,10 @@ class LineSelection:
         if left and raw.endswith(_WHOLE):  # a torn line is counted, so it is not skipped
             self._left[kind] = left - 1
             if kind == WINDOW:
-                self.skipped_windows = True
+                self.skipped_windows, self.newest_skipped = True, raw
             return True
+        if kind == WINDOW:
+            self.newest_skipped = b""
         self._left[kind] = self._next(kind, raw)
         return False
 
@@ -174,6 +177,9 @@ def _selected_lines(path: Path, selection: LineSelection) -> Iterator[tuple[dict
                 found = parsed(raw)
                 if found is not None:
                     yield found
+        newest = parsed(selection.newest_skipped) if selection.newest_skipped else None
+        if newest is not None:  # the next file may have no window yet, and its head no totals
+            yield newest
     except OSError:
         yield None, 0  # rotated away or unreadable; the other files still count
 

@@ -38,9 +38,12 @@ def read_side_by_side(logs: Sequence[RotatedLog]) -> list[ProcessLog] | None:
     Returns:
         None if it is not worth it, or not possible: then read them one by one.
     """
+    cores = min(len(os.sched_getaffinity(0)), _MAX_PROCESSES)
+    if cores < 2 or sum(map(_size, logs)) < _MIN_BYTES:
+        return None
     parts = _parts(logs)
-    workers = min(len(os.sched_getaffinity(0)), _MAX_PROCESSES, len(parts))
-    if workers < 2 or sum(map(_size, logs)) < _MIN_BYTES:
+    workers = min(cores, len(parts))
+    if workers < 2:
         return None
     try:
         # Forked: a new interpreter would import all of this again. The commands have no threads.
@@ -76,7 +79,7 @@ def _parts(logs: Sequence[RotatedLog]) -> list[list[RotatedLog]]:
         for number in before:
             del parts[number]
         parts[id(joined)] = joined
-        known = {life for life, part in part_of.items() if id(part) in before}
+        known = {life for life, part in part_of.items() if id(part) in before} if before else set()
         part_of |= dict.fromkeys(known | lives, joined)
     return [*parts.values()]
 

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.core.formatting import rounded_percent
-from telemetry.core.labels import CATEGORIES, CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, STARTUP
+from telemetry.core.labels import CATEGORIES, CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, STARTUP, stuck_in_words
 from telemetry.core.run_verdict import (
     NO_STEPS,
     STARVED,
@@ -208,8 +208,7 @@ def _hang_verdict(processes: Sequence[ProcessLog]) -> str:
         newest, key=lambda pair: (pair[0]["cause"] == "straggler", pair[0]["evidence"]["stuck_in"] == COMPUTE)
     )
     others = {other["rank"] for other, _ in newest} - {stall["rank"]}
-    waits, be = stall["evidence"]["stuck_in"] == DATA_WAIT, "was" if ended else "is"
-    doing = f"wait{'ed' if ended else 's'} for a batch" if waits else f"{be} in the compute of a step"
+    doing = f"{'was' if ended else 'is'} {stuck_in_words(stall['evidence']['stuck_in'])}"
     more = f" So {'are' if len(others) > 1 else 'is'} {len(others)} more." if others else ""
     at, stands = stall["evidence"].get("stuck_at"), "stood" if ended else "stands"
     return (

@@ -89,7 +89,7 @@ class ExportSpace:
         """
         deadline = now_ns() + int(_WAIT_SECONDS * NS)
         name = Reservation(size, self.snapshots.stat().st_dev, self.owner).name
-        ours = random.Random()  # noqa: S311 - of our own: the training's must give what it gives without us
+        ours = random.Random()  # noqa: S311 - of our own, so that the training's numbers stay the same
         try:
             while True:
                 self._write(name)  # before the others' are read: of two processes at once, one sees both

@@ -61,7 +61,8 @@ def sweep_elsewhere(shared: Path, is_gone: Callable[[str, float], bool]) -> None
                     continue
                 folder.remove(partial)
         except (FileNotFoundError, NotADirectoryError):
-            pass  # the folder is gone, and what was in it
+            if not place.parent.parent.is_dir():  # what it is in is gone, too: perhaps that is not mounted now
+                continue
         except OSError:
             continue  # the reservation stays, so that a later agent tries again
         with open_folder(shared) as folder:

@@ -180,16 +180,20 @@ def _help_with(trial: Trial) -> str:
 def _all_of(tuning: Tuning, grid: Sequence[Settings], notes: list[str]) -> None:
     """Run the grid, without what the first trial has run already. Settings that a loader does not get are noted."""
     first = tuning.trials[0]
-    own = as_run(first)
+    own, tuned = as_run(first), tuned_loaders(first.loaders)
     left_out = {
         f"{name} is left alone at line {facts.line} of {Path(facts.file).name}: {facts.refused[name]}"
-        for facts in tuned_loaders(first.loaders)
+        for facts in tuned
         for settings in grid
         for name in settings.loader.keys() - settings_for(facts, settings).keys()
     }
     notes += sorted(left_out)
+    run = {own.key()}
     for settings in grid:
-        if Settings(own.loader | settings.loader, settings.sharing).key() != own.key():
+        applied = dict(setting for facts in tuned for setting in settings_for(facts, settings).items())
+        key = Settings(own.loader | applied, settings.sharing).key()
+        if key not in run:
+            run.add(key)
             tuning.run(settings)
 
 

@@ -106,10 +106,11 @@ def verdict(first: Trial, best: Trial, why: str) -> str:
     gain = speedup(first, best)
     if gain is None:
         return ""
-    if best.number == first.number or gain < _SAME:
+    changes = changed_lines(first, best)
+    if best.number == first.number or gain < _SAME or not changes:
         return f"The script's own settings are the best that was found ({why}).\n"
     lines = [f"{gain:.2f} times the steps per second of the script's own settings ({why}). Change:"]
-    for change in changed_lines(first, best):
+    for change in changes:
         lines.append(f"  {_shown(change['file'])}:{change['line']}")
         lines.append(f"    {change['code']}")
         if change["library"] is not None:

@@ -133,11 +133,11 @@ def _spent(summary: dict[str, Any]) -> list[PageTable]:
 def _unknown_sums(summary: dict[str, Any]) -> list[str]:
     """What of these sums is not known, and why or what to set."""
     known = summary["throughput"]
-    unknown = [f"{name} (not known of all ranks)" for name in ("samples", "tokens") if known[name] is None]
+    unknown = [f"{name} (not counted on every rank)" for name in ("samples", "tokens") if known[name] is None]
     if sum((summary["gpu_energy_joules"] or {}).values()) <= 0:
         unknown.append("energy of the GPUs (no GPU with an energy counter was read)")
     if summary["cost"] is None:
-        unknown.append("cost (no price: set gpu_hour_price)")
+        unknown.append("cost (gpu_hour_price is not set)")
     return unknown
 
 
