@@ -277,7 +277,7 @@ class EndLine:
     def _hang(self) -> Hang | None:
         """The hang of this rank, if no step has ended since."""
         ended = self._builder.current().steps - self._accounting.ledger.step_is_open
-        return self._stalls.hang if ended == self._stalls.steps_at_newest_tick else None
+        return self._stalls.hang_at_end(ended)
 
     def _waits(self, rank: int, totals: Totals) -> RankWaits:
         spent = totals.ledger_seconds

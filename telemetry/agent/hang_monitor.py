@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.collect.stack_capture import DEBUGGER, EPOCH_END, all_stacks, inside, place
 from telemetry.collect.stuck_place import fetch_in, stack_hash
@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from telemetry.core.tick import RankPace
     from telemetry.core.worker_records import StackPort
     from telemetry.diagnose.step_stats import StepStats
+
+
+_LEFT_SECONDS: Final = 10.0
+"""A process that is interrupted in a hang may take so long to end. One that goes on for longer has another end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +60,7 @@ class HangMonitor:
 
     Attributes:
         fetch: where the worker stands that has been in a fetch for longest, since `stacks`; None without one.
+        left: the hang in which the loop was left a moment ago, as by Ctrl-C; None without one.
     """
 
     def __init__(self, config: Config, tracker: StepTracker) -> None:
@@ -63,6 +68,9 @@ class HangMonitor:
         self._watch = HangDetector(config.stuck_seconds, config.interval_seconds)
         self._hang: Hang | None = None
         self.fetch: StuckPlace | None = None
+        self.left: Hang | None = None
+        self._left_seconds = 0.0
+        self._steps_before = 0  # that had ended when the newest hang began
 
     def tick(
         self,
@@ -98,12 +106,18 @@ class HangMonitor:
             peer_phase=peer_phase,
         )
         kind = self._watch.update(moment, lambda: _steps(stats))
+        self._left_seconds += seconds
+        if self._left_seconds > _LEFT_SECONDS:
+            self.left = None
         if kind == "opened":
             self.fetch = None
+            self._steps_before = accounting.steps_total
             self._hang = self._opened(ledger.category, source)
         elif kind is not None and self._hang is not None:
             before, seconds = self._hang, max(self._hang.seconds, self._watch.seconds)
             self._hang = replace(before, kind=kind, seconds=seconds)
+            if kind == "closed" and accounting.steps_total == self._steps_before:
+                self.left, self._left_seconds = self._hang, 0.0
         else:
             self._hang = None
         return self._hang

@@ -287,10 +287,9 @@ class StallMonitor:
         """The fields of the closed stall that has cost most; None without one."""
         return self._costliest
 
-    @property
-    def steps_at_newest_tick(self) -> int:
-        """Steps that had ended at the newest tick, which may be before the end of the run."""
-        return self._last_step.totals.steps
+    def hang_at_end(self, steps: int) -> Hang | None:
+        """The hang in which the run ends, after so many steps; None if a step has ended since it began."""
+        return (self.hang or self._hang_monitor.left) if steps == self._last_step.totals.steps else None
 
     @property
     def active_cause(self) -> str | None:

@@ -127,12 +127,14 @@ def test_a_stream_that_cannot_be_written_changes_no_exit_status(broken, tmp_path
     assert events(tmp_path / "run", "run_end")
 
 
-def test_a_stuck_run_that_is_interrupted_says_so_and_so_does_its_report(tmp_path):
+@pytest.mark.parametrize("clean_up", ["", "time.sleep(1)"], ids=["at once", "with ticks in between"])
+def test_a_stuck_run_that_is_interrupted_says_so_and_so_does_its_report(tmp_path, clean_up):
     train(tmp_path, "time.sleep(120)")
     source = (tmp_path / "script.py").read_text()
     source = source.replace("optimizer.step()", "optimizer.step(); steps.append(1); len(steps) < 15 or stick()")
     source = source.replace("def main():", "steps = []\ndef stick():\n    from threading import Timer\n"
         "    Timer(4, os.kill, (os.getpid(), signal.SIGINT)).start()\n    time.sleep(100)\n\ndef main():")  # fmt: skip
+    source = source.replace("    main()\n", f"    try:\n        main()\n    finally:\n        {clean_up or 'pass'}\n")
     (tmp_path / "script.py").write_text(source)
     settings = ("--stuck-seconds", "1", "--interval-seconds", "0.1")
     done = python(*RUN, *settings, "script.py", cwd=tmp_path, env=on())
