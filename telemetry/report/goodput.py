@@ -15,7 +15,15 @@ from telemetry.report.attempts import FAILED, FINISHED, KILLED, RUNNING, attempt
 from telemetry.report.checkpoint_interval import Experience
 from telemetry.report.oom_evidence import counter_now, oom_end
 from telemetry.report.resumption import ASSUMED, Course, courses_of
-from telemetry.report.stuck_time import BEGINNING, KEPT, LOST_STEPS, REPLAYED, loop_parts, stuck_in_phases
+from telemetry.report.stuck_time import (
+    BEGINNING,
+    KEPT,
+    LOST_STEPS,
+    REPLAYED,
+    loop_parts,
+    stuck_in_phases,
+    stuck_in_saves,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -211,7 +219,7 @@ def _experience(courses: Sequence[Course], seconds: dict[str, float]) -> Experie
     for log in writers:
         sums = by_rank.setdefault(log.rank, [0.0, 0.0])
         sums[0] += log.saves_total
-        sums[1] += log.save_seconds
+        sums[1] += log.save_seconds - stuck_in_saves(log)
     number, save_seconds = max(by_rank.values(), default=[0.0, 0.0])
     loop = sum(seconds[category] for category in (PRODUCTIVE, REDONE, DATA_WAIT, EVALUATION, OTHER, CHECKPOINT))
     restarts = max(1, len(courses) - 1)

@@ -106,6 +106,12 @@ def stuck_in_phases(life: Life) -> dict[str, float]:
     return {phase: min(seconds, spent.get(phase, 0.0)) for phase, seconds in stuck.items()}
 
 
+def stuck_in_saves(log: ProcessLog) -> float:
+    """Seconds for which a process was stuck in checkpoints that it went on from. They are no usual cost of one."""
+    hangs = [each for each in stuck_of(log) if each.category == CHECKPOINT and each.closed is not None]
+    return min(log.save_seconds, sum(each.seconds(0.0) for each in hangs))
+
+
 def _cut(life: Life, course: Course, first: Point, end: Point) -> Point:
     """Where the steps that were kept end."""
     if course.end <= course.resumed and course.attempt.how not in {FINISHED, RUNNING}:
