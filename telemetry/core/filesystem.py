@@ -113,8 +113,12 @@ def read_small(path: str | os.PathLike[str], most: int = _MAX_BYTES) -> bytes:
         os.close(file)
 
 
-def open_regular(path: str | os.PathLike[str]) -> BinaryIO | None:
+def open_regular(path: str | os.PathLike[str], *, buffer_bytes: int = -1) -> BinaryIO | None:
     """Open a regular file for reading. Returns None for a FIFO, a device or a folder, and never blocks on one.
+
+    Args:
+        path: the file.
+        buffer_bytes: how much is read at a time; -1 for what Python reads, 8 KiB.
 
     Raises:
         OSError: it does not exist, or may not be read.
@@ -123,7 +127,7 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO | None:
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         return None
-    return os.fdopen(descriptor, "rb")
+    return os.fdopen(descriptor, "rb", buffering=buffer_bytes)
 
 
 def temporary_name(name: str) -> str:
