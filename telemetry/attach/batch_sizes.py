@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, Protocol
 from telemetry.attach import loader_types
 from telemetry.attach.batch_tokens import tokens_in
 from telemetry.attach.loader_handle import ON_THREAD, LoaderHandle
+from telemetry.attach.loader_types import own_value
 from telemetry.attach.own_counts import NO_TOKENS, OwnFetches, follow
 from telemetry.attach.worker_counts import WorkerSamples, WorkerTokens
 
@@ -123,7 +124,7 @@ class BatchMarks:
     def made(self, iterator: object) -> None:
         """An iterator was made, or begins again. Without workers, its samples are counted from its first batch on."""
         inside: Any = loader_types.unwrapped(iterator)
-        if counted_in_fetch(inside) and not vars(inside).get("_num_workers") and inside not in self._own:
+        if counted_in_fetch(inside) and not own_value(inside, "_num_workers") and inside not in self._own:
             self._own[inside] = follow(inside, samples=True)
 
     def batch(self, iterator: object, position: int, batch: object, source: BatchSource, *, told: bool) -> None:
@@ -182,7 +183,7 @@ class BatchMarks:
         if isinstance(source, LoaderHandle):
             if source.block is None or not source.in_order or number < 0:
                 return None
-            every = vars(iterator).get("_dataset_kind") != 0
+            every = own_value(iterator, "_dataset_kind") != 0
             return WorkerTokens(source.block, number, _index(iterator), every=every)
         if source is not ON_THREAD or number < 0:
             return None
@@ -208,12 +209,12 @@ class BatchMarks:
 
 def _yielded(iterator: Any) -> int:
     """How many batches a ``DataLoader``'s iterator has given; 0 for anything else."""
-    return int(vars(iterator).get("_num_yielded", 0)) if loader_types.is_loader_iterator(iterator) else 0
+    return int(own_value(iterator, "_num_yielded", 0)) if loader_types.is_loader_iterator(iterator) else 0
 
 
 def _index(iterator: Any) -> int:
     """The number of the newest batch by the worker's loop. Unlike ours, it is 0 again where a state was restored."""
-    return int(vars(iterator).get("_rcvd_idx", 0)) - 1
+    return int(own_value(iterator, "_rcvd_idx", 0)) - 1
 
 
 def sizes_of(iterator: Any) -> BatchSizes | None:
@@ -221,7 +222,7 @@ def sizes_of(iterator: Any) -> BatchSizes | None:
     size = loader_types.batch_size_of(iterator)
     if size is None or not _decided_by_torch(iterator):
         return None
-    sampler = vars(iterator)["_index_sampler"]
+    sampler = own_value(iterator, "_index_sampler")
     try:
         return BatchSizes(size, None if sampler.drop_last else len(sampler.sampler))
     except Exception:  # the length of the user's data set
@@ -237,16 +238,16 @@ def counted_in_fetch(iterator: Any) -> bool:
     """
     return (
         loader_types.is_loader_iterator(iterator)
-        and vars(iterator).get("_auto_collation") is True
+        and own_value(iterator, "_auto_collation") is True
         and not _decided_by_torch(iterator)
     )
 
 
 def _decided_by_torch(iterator: Any) -> bool:
     """Whether the sampler's settings tell the sizes. An iterable data set may end in the middle of a batch."""
-    own = vars(iterator)
-    sampler = own.get("_index_sampler")
-    if own.get("_dataset_kind") != 0 or type(sampler) is not _class("torch.utils.data.sampler", "BatchSampler"):
+    sampler = own_value(iterator, "_index_sampler")
+    map_style = own_value(iterator, "_dataset_kind") == 0
+    if not map_style or type(sampler) is not _class("torch.utils.data.sampler", "BatchSampler"):
         return False
     return sampler.drop_last or type(sampler.sampler) in {_class(module, name) for module, name in _SAMPLERS}
 

@@ -48,15 +48,34 @@ def is_loader_iterator(candidate: object) -> bool:
     return _is_a(candidate, "_BaseDataLoaderIter")
 
 
+def own_value(candidate: Any, name: str, default: Any = None) -> Any:
+    """An attribute of an object that no code of its class computes, as ``vars`` has it, without making it a dictionary.
+
+    With a dictionary, Python takes longer for each attribute of the object: 0.15 us more for torch's own part of
+    ``next()`` (`benchmarks/`, hot; Python 3.11).
+
+    Args:
+        candidate: the object.
+        name: the attribute.
+        default: the result if the object has no such attribute.
+    """
+    if any(name in vars(kind) for kind in type(candidate).__mro__):
+        return vars(candidate).get(name, default)  # a property, or a default of the class
+    try:
+        return object.__getattribute__(candidate, name)  # not the class's own
+    except AttributeError:
+        return default
+
+
 def workers_of(candidate: Any) -> list[Any]:
     """The workers of a ``DataLoader``'s iterator, processes or threads; empty for anything else."""
-    workers = vars(candidate).get("_workers") if is_loader_iterator(candidate) else None
+    workers = own_value(candidate, "_workers") if is_loader_iterator(candidate) else None
     return workers if isinstance(workers, list) else []
 
 
 def batch_size_of(candidate: Any) -> int | None:
     """The batch size of a ``DataLoader``'s iterator; None if another sampler than torch's makes its batches."""
-    sampler = vars(candidate).get("_index_sampler") if is_loader_iterator(candidate) else None
+    sampler = own_value(candidate, "_index_sampler") if is_loader_iterator(candidate) else None
     size = vars(sampler).get("batch_size") if _is_a(sampler, "BatchSampler", "torch.utils.data.sampler") else None
     return size if isinstance(size, int) else None
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.attach.batch_tokens import tokens_in
 from telemetry.attach.fetched_samples import FetchedSamples
+from telemetry.attach.loader_types import own_value
 from telemetry.attach.traceback_frames import forget_frame
 
 if TYPE_CHECKING:
@@ -134,10 +135,10 @@ def follow(iterator: Any, *, samples: bool) -> OwnFetches | None:
     Returns:
         None if the fetcher is not torch's, or somebody else has wrapped it.
     """
-    fetcher: Any = vars(iterator).get("_dataset_fetcher")
+    fetcher: Any = own_value(iterator, "_dataset_fetcher")
     if type(fetcher).__module__ != _FETCHERS or "fetch" in vars(fetcher):
         return None
-    sizes = FetchedSamples(stream=vars(iterator).get("_dataset_kind") != 0) if samples else None
+    sizes = FetchedSamples(stream=own_value(iterator, "_dataset_kind") != 0) if samples else None
     if sizes is not None:
         sizes.begin(fetcher)
     fetches = OwnFetches(sizes)
