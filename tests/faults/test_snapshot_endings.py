@@ -19,6 +19,8 @@ def test_a_run_that_ends_during_a_recording(tmp_path, ending):
         import os
         from loop import loop, recording, start
         import telemetry
+        from telemetry.agent import agent as agent_thread
+        agent_thread._STOP_SECONDS = 100.0  # to finish what it does, however busy the machine is
         agent = start(snapshot_max_seconds=600)
         loop(agent, lambda: recording(agent), steps=50)
         {ending}
