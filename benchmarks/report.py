@@ -181,7 +181,9 @@ def write(
 def replaced(
     folder: Path, slug: str, machine: Mapping[str, Any], rows: Sequence[Row]
 ) -> tuple[dict[str, Any], list[Row]]:
-    """The rows of an earlier full run, with the sections of ``rows`` in the place of its own, and its machine.
+    """The rows of an earlier full run, with ``rows`` in the place of its own, and its machine.
+
+    Two parts of the benchmark may have rows in one section: those that were not measured again stay.
 
     Raises:
         OSError: there are no results of an earlier run.
@@ -192,7 +194,10 @@ def replaced(
     notes = [note for note in about.get("again", ()) if not note.startswith(tuple(again))]
     about["again"] = sorted([*notes, *(f"{section}: {machine['date']}" for section in again)])
     kept = sections([Row.from_json(row) for row in content["rows"]])
-    return about, [row for members in (kept | again).values() for row in members]
+    for section, members in again.items():
+        measured = {row.name for row in members}
+        kept[section] = [*members, *(row for row in kept.get(section, ()) if row.name not in measured)]
+    return about, [row for members in kept.values() for row in members]
 
 
 def _about(machine: Mapping[str, Any]) -> str:

@@ -51,42 +51,36 @@ class LineSelection:
 
     Attributes:
         frequent: the first four bytes of the names of the events whose lines may be skipped.
+        left: how many of the next lines of an event to skip, by these four bytes.
         skipped_windows: whether a window was skipped. ``newest_skipped``: the newest window, if it was; else empty.
     """
 
-    __slots__ = ("_left", "_newest", "_spacing", "frequent", "newest_skipped", "skipped_windows")
+    __slots__ = ("_newest", "_spacing", "frequent", "left", "newest_skipped", "skipped_windows")
 
     def __init__(self, spacing: Callable[[bytes], float], *, windows: bool) -> None:
         self._spacing = spacing
         self.frequent = _FREQUENT if windows else _SAMPLES
-        self._left: dict[bytes, int] = {}
+        self.left: dict[bytes, int] = {}
         self._newest: dict[bytes, tuple[float, int]] = {}
         self.skipped_windows = False
         self.newest_skipped = b""
 
-    def skips(self, raw: bytes, kind: bytes) -> bool:
-        """Whether a line of a frequent event is to be skipped.
+    def parse(self, raw: bytes, kind: bytes) -> None:
+        """A line of a frequent event is parsed: decide how many after it are skipped.
 
         Args:
             raw: the line.
             kind: the first four bytes of the event's name.
         """
-        if raw[_EVENT_AT - 12 : _EVENT_AT] != _BEFORE_EVENT:
-            return False  # not written by the agent
-        left = self._left.get(kind, 0)
-        if left and raw.endswith(_WHOLE):  # a torn line is counted, so it is not skipped
-            self._left[kind] = left - 1
+        if raw[_EVENT_AT - 12 : _EVENT_AT] == _BEFORE_EVENT:  # else the agent has not written it
+            self.left[kind] = self._next(kind, raw)
             if kind == WINDOW:
-                self.skipped_windows, self.newest_skipped = True, raw
-            return True
-        if kind == WINDOW:
-            self.newest_skipped = b""
-        self._left[kind] = self._next(kind, raw)
-        return False
+                self.newest_skipped = b""
 
     def keep_windows(self) -> None:
         """From now on, no window is skipped."""
         self.frequent = _SAMPLES
+        self.left.pop(WINDOW, None)
 
     def _next(self, kind: bytes, raw: bytes) -> int:
         """How many lines of an event to skip after this one, from the time since the last one."""
@@ -167,15 +161,21 @@ def _selected_lines(path: Path, selection: LineSelection) -> Iterator[tuple[dict
         file = open_regular(path, buffer_bytes=_BUFFER_BYTES)
         if file is None:
             return
-        skips = selection.skips
+        left = selection.left
         with file:
             for raw in iter(partial(file.readline, _MAX_LINE_BYTES), b""):
+                kind = raw[_EVENT_AT:_KIND_END]
+                # Here and not in a method: a week of 64 ranks has seven million lines. A torn line is counted.
+                if left.get(kind) and raw.endswith(_WHOLE) and raw[_EVENT_AT - 12 : _EVENT_AT] == _BEFORE_EVENT:
+                    left[kind] -= 1
+                    if kind == WINDOW:
+                        selection.skipped_windows, selection.newest_skipped = True, raw
+                    continue
                 if len(raw) == _MAX_LINE_BYTES and not raw.endswith(b"\n"):
                     yield None, 0  # damaged, as a sparse file is; the rest counts as one torn line
                     return
-                kind = raw[_EVENT_AT:_KIND_END]
-                if kind in selection.frequent and skips(raw, kind):
-                    continue
+                if kind in selection.frequent:
+                    selection.parse(raw, kind)
                 found = parsed(raw)
                 if found is not None:
                     yield found
