@@ -23,12 +23,16 @@ def ranges(taken: Taken, outcome) -> list[str]:
     ]
 
 
+def iterate_with_phases(observed, name: str, steps: int) -> None:
+    """Iterate a watched list, with a phase of this name in each step."""
+    for _ in wrap(list(range(steps)), lambda: observed.tracker):
+        before = observed.tracker.scopes.enter_phase(name)
+        observed.tracker.scopes.exit_phase(name, before, 0)
+
+
 def test_a_trace_shows_steps_phases_and_waits_for_a_watched_iterable(taken, observed):
     taken.arm(2, 3)
-    for number in wrap(list(range(6)), lambda: observed.tracker):
-        before = observed.tracker.scopes.enter_phase("my phase")
-        observed.tracker.scopes.exit_phase("my phase", before, 0)
-        del number
+    iterate_with_phases(observed, "my phase", 6)
     wait = "enumerate(DataLoader)#list_iterator.__next__"
     step = [wait, "my phase"]
     assert ranges(taken, taken.outcome()) == ["ProfilerStep#2", *step, "ProfilerStep#3", *step]
@@ -37,10 +41,7 @@ def test_a_trace_shows_steps_phases_and_waits_for_a_watched_iterable(taken, obse
 
 def test_a_name_with_special_characters_leaves_the_trace_readable(taken, observed):
     taken.arm(2, 2)
-    for number in wrap(list(range(4)), lambda: observed.tracker):
-        before = observed.tracker.scopes.enter_phase('a "b"\n\\c')
-        observed.tracker.scopes.exit_phase('a "b"\n\\c', before, 0)
-        del number
+    iterate_with_phases(observed, 'a "b"\n\\c', 4)
     assert "a 'b' /c" in ranges(taken, taken.outcome())
 
 

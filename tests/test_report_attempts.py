@@ -12,7 +12,6 @@ from telemetry.core.labels import CATEGORIES
 from telemetry.report.goodput import as_job, goodput_of
 from telemetry.report.goodput_text import section, verdict
 from telemetry.report.log_reader import load
-from telemetry.report.stuck_time import stuck_in_saves
 from tests.report_logs import line
 
 T0 = datetime(2026, 1, 1, tzinfo=timezone.utc)
@@ -274,21 +273,6 @@ def test_a_hang_in_a_checkpoint_is_taken_from_the_checkpoint(tmp_path):
     seconds = job(tmp_path)["goodput"]["seconds"]
     assert seconds["stuck"] == pytest.approx(50)
     assert seconds["checkpoint"] == pytest.approx(0)
-
-
-@pytest.mark.parametrize(("closes", "seconds"), [(True, 0.5), (False, 30.5)])
-def test_a_hang_in_a_checkpoint_that_went_on_is_no_usual_cost_of_one(tmp_path, closes, seconds):
-    """One that was killed in it has written no checkpoint, so that its time is not in their sum."""
-    process = Process(tmp_path, begin=0, pid=1).window(20)
-    evidence = {"stuck_in": "checkpoint", "stuck_seconds": 20.0}
-    process._line("stall_open", 40, opened=at(40), cause="unknown", evidence=evidence, first_step=15)
-    if closes:
-        process._line("stall_close", 50, opened=at(40), closed=at(50), cause="unknown", evidence=evidence)
-    process.checkpoint(15)
-    process.lines[-1]["seconds"] = 30.5
-    process.window(60).write()
-    (log,) = load(tmp_path)
-    assert log.save_seconds - stuck_in_saves(log) == pytest.approx(seconds)
 
 
 def test_gradient_accumulation_is_counted_in_steps_of_the_loop(tmp_path):

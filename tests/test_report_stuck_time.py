@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from telemetry.report.log_reader import load
+from telemetry.report.stuck_time import stuck_in_saves
 from tests.test_report_attempts import Process, at, job
 
 
@@ -90,3 +92,18 @@ def test_a_hang_of_the_first_batch_is_no_startup(tmp_path):
     process._line("run_end", 705, first_wait_seconds=600.0, **totals)
     process.write()
     assert booked(tmp_path) == dict(stuck=600.0, startup=5.0, productive=90.0, data_wait=10.0, redone=0.0)
+
+
+@pytest.mark.parametrize(("closes", "seconds"), [(True, 0.5), (False, 30.5)])
+def test_a_hang_in_a_checkpoint_that_went_on_is_no_usual_cost_of_one(tmp_path, closes, seconds):
+    """One that was killed in it has written no checkpoint, so that its time is not in their sum."""
+    process = Process(tmp_path, begin=0, pid=1).window(20)
+    evidence = {"stuck_in": "checkpoint", "stuck_seconds": 20.0}
+    process._line("stall_open", 40, opened=at(40), cause="unknown", evidence=evidence, first_step=15)
+    if closes:
+        process._line("stall_close", 50, opened=at(40), closed=at(50), cause="unknown", evidence=evidence)
+    process.checkpoint(15)
+    process.lines[-1]["seconds"] = 30.5
+    process.window(60).write()
+    (log,) = load(tmp_path)
+    assert log.save_seconds - stuck_in_saves(log) == pytest.approx(seconds)
