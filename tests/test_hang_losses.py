@@ -36,6 +36,7 @@ class Hung:
         self.attempt = AttemptNow()
         self.losses = RunLosses(folder, self.attempt, "ab", ErrorLog())
         self.seen: list[dict[str, float]] = []
+        self.in_heartbeat: list[float] = []  # seconds stuck, at each of these views
 
     def run(self, last=260):
         """Returns itself. The newest view is the last of ``seen``."""
@@ -46,6 +47,7 @@ class Hung:
                 if second == noticed:
                     self.attempt.saves_completed, self.attempt.kept_seconds = self.attempt.saves_completed + 1, began
             self.attempt.replay_seconds = self.replay if loop > self.first_wait + self.replay else 0.0
+            self.in_heartbeat.append(0.0 if self.attempt.stuck is None else self.attempt.stuck.seconds)
             self.losses.tick(
                 Identity("run", 0, 0, 1, "n", os.getpid(), "plain"),
                 {"startup": 5.0, "data_wait": 0.0, "compute": float(loop)},
@@ -99,6 +101,13 @@ def test_a_hang_in_the_first_wait_or_in_the_replay_counts_once(tmp_path, first_w
     assert all(after[name] >= before[name] for before, after in itertools.pairwise(hung.seen) for name in LOST)
     assert hung.seen[-1] == dict.fromkeys(LOST, 0.0) | lost | {"stuck": 100}
     assert hung.ended().lost() == hung.seen[-1]
+
+
+def test_a_hang_is_shown_once_the_heartbeat_has_it(tmp_path):
+    """A process that is killed between the two would leave a counter that falls."""
+    hung = Hung(tmp_path).run()
+    assert [view["stuck"] for view in hung.seen] == hung.in_heartbeat
+    assert max(hung.in_heartbeat) == 100
 
 
 @pytest.mark.parametrize("second", [90, 130, 260])
