@@ -195,5 +195,9 @@ class Detector:
         return self._detector.last()
 
     @property
+    def may_have_straggler(self) -> bool:
+        return self._detector.may_have_straggler
+
+    @property
     def stall(self) -> Stall | None:
         return self._detector.stall

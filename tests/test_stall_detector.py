@@ -8,6 +8,7 @@ import math
 import pytest
 
 from telemetry.core.labels import CAUSES
+from telemetry.core.tick import RankPace
 from telemetry.diagnose.causes import costs
 from telemetry.diagnose.stall_detector import Stall
 from tests.slice_cases import CASES, STARVED, a_slice, pace, with_workers
@@ -234,6 +235,19 @@ def test_peers_that_cannot_be_read_for_a_moment_do_not_end_a_stall():
     for _ in range(12):
         machine.update(CASES["straggler"])
     assert machine.update(a_slice()).kind == "held"
+
+
+@pytest.mark.parametrize("at_end", [False, True])
+@pytest.mark.parametrize(("samples", "opens"), [(10, False), (100, True)])
+def test_what_may_be_chance_in_the_samples_opens_no_stall(samples, opens, at_end):
+    """Of this rank's samples 30 % are in synchronisation, of the other's 8 %: that is 22 %, more than 20 %."""
+    peer = RankPace(1, 10.0, 100, 10.0, 0.0, 0.0, samples=10 * samples, in_sync_samples=round(0.8 * samples))
+    part = a_slice(steps=10, samples=samples, in_sync=round(0.3 * samples), peers=(peer,))
+    machine = Detector(30 if at_end else 10, 0.2, 0.1)
+    opened = [change for _ in range(12) if (change := machine.update(part)) is not None and change.kind == "opened"]
+    assert machine.may_have_straggler, "so more samples are taken"
+    opened += [machine.last()] if at_end else []
+    assert [change.stall.cause for change in opened if change is not None] == ["straggler"] * opens
 
 
 def test_the_ratio_is_that_of_the_stall():

@@ -50,6 +50,25 @@ def test_chance_in_the_samples_is_no_slow_compute():
     assert slow.why == "takes longer to compute a step"
 
 
+def test_windows_of_other_moments_make_an_evaluation_no_slow_compute():
+    """Rank 3 evaluates. The newest pace of its node is 21 steps old: the window of rank 1 has more of the evaluations.
+
+    The figures are those of a real job, of which rank 1 named slow compute, and ranks 0 and 2 the evaluation.
+    """
+    own = RankPace(1, 10.0018, 126, 9.9838, 0.0180, 0.0, samples=108, in_sync_samples=42, last_step=2392)
+    away = dict(away_seconds=1.6445, away_in="evaluation", node="n2", node_ranks=2, last_step=2371)
+    slow = RankPace(3, 12.0001, 172, 10.3298, 0.0257, samples=354, in_sync_samples=43, **away)
+    assert straggler(own, [slow]).why == "is in an evaluation"
+
+
+def test_the_error_of_the_samples_is_known():
+    alike = replace(pace(1, 10), samples=1000, in_sync_samples=100)
+    assert straggler(pace(0, 40), [pace(1, 10)]).error == pytest.approx(0.057, abs=0.001)
+    assert straggler(pace(0, 40), [alike]).error == pytest.approx(0.050, abs=0.001)
+    waiting = replace(pace(1, 1), compute_seconds=18.0, exposed_wait_seconds=12.0, samples=0, in_sync_samples=0)
+    assert straggler(pace(0, 40), [waiting]).error == 0.0, "clocks measured this"
+
+
 # -- nodes of many ranks ------------------------------------------------------------------------------------------
 
 

@@ -61,12 +61,14 @@ class Straggler:
         lost: seconds of each of their steps.
         why: continues "rank 3 ...".
         node: name of its node if it is on another node; None for this node.
+        error: the standard error of ``lost``, if it comes from samples; else 0.0.
     """
 
     rank: int
     lost: float
     why: str
     node: str | None = None
+    error: float = 0.0
 
     @property
     def name(self) -> str:
@@ -143,15 +145,18 @@ def _waited_for(own: RankPace, other: RankPace) -> Straggler | None:
     """What this rank loses to the other one, with the larger part of it as the reason.
 
     While the other rank is outside of its compute, it is not in synchronisation either. So `_slow` includes the loss of
-    `_elsewhere`, and the rest of it is slow compute. `_slow` comes from samples: what may be chance is no reason.
+    `_elsewhere`, and the rest of it is slow compute. `_slow` comes from samples: what may be chance is no reason. What
+    the windows of the two differ by is none either: the steps of a job take equally long on all ranks, so if these do
+    not, one of the windows has more evaluations, for example.
     """
     elsewhere, slow = _elsewhere(own, other), _slow(own, other)
     if elsewhere is None or slow is None:
         found = elsewhere or slow
     else:
-        surely_slow = slow.lost - math.hypot(_sync_error(own), _sync_error(other))
+        surely_slow = slow.lost - slow.error - abs(own.seconds / own.steps - other.seconds / other.steps)
         reason = elsewhere if elsewhere.lost >= surely_slow / 2 else slow
-        found = replace(reason, lost=max(elsewhere.lost, slow.lost))
+        larger = slow if slow.lost > elsewhere.lost else elsewhere
+        found = replace(reason, lost=larger.lost, error=larger.error)
     return None if found is None else _without_lack_of_cores(found, own, other)
 
 
@@ -196,7 +201,7 @@ def _slow(own: RankPace, other: RankPace) -> Straggler | None:
     """Loss by slow compute: how much less of its compute the other rank spends in synchronisation."""
     if min(own.samples, other.samples) < _MIN_SAMPLES:
         return None
-    lost = _sync_seconds(own) - _sync_seconds(other)
+    lost, error = _sync_seconds(own) - _sync_seconds(other), math.hypot(_sync_error(own), _sync_error(other))
     if own.on_gpu or other.on_gpu:
         # A host that waits for its own GPU (`.item()`) is not in torch.distributed either, but delays nobody. It delays
         # the others if its GPU is idle meanwhile and theirs are not.
@@ -206,7 +211,7 @@ def _slow(own: RankPace, other: RankPace) -> Straggler | None:
     if lost <= 0:
         return None
     where = f", mostly in {other.where}" if other.where is not None else ""
-    return Straggler(other.rank, lost, f"takes longer to compute a step{where}", other.node)
+    return Straggler(other.rank, lost, f"takes longer to compute a step{where}", other.node, error)
 
 
 def _sync_seconds(pace: RankPace) -> float:
