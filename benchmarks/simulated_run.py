@@ -31,8 +31,25 @@ _SHAPES: Final = 64
 _SAMPLES_PER_STEP: Final = 32
 _TOKENS_PER_SAMPLE: Final = 2048
 _WATTS: Final = {"startup": 120, "data_wait": 140, "compute": 610, "evaluation": 480, "checkpoint": 130, "other": 120}
-_EVALUATION_EVERY: Final = 7200
-_CHECKPOINT_EVERY: Final = 3600
+
+
+@dataclass(frozen=True, slots=True)
+class _Phase:
+    """Evaluations or checkpoints: the first ends ``first`` seconds after the start. No two phases overlap."""
+
+    name: str
+    first: int
+    every: int
+    seconds: float
+
+    def spent(self, at: float) -> float:
+        """Seconds in them, so many seconds after the start."""
+        ended = max(0, (at - self.first) // self.every + 1)
+        began = self.first + ended * self.every - self.seconds
+        return self.seconds * ended + max(0.0, at - began)
+
+
+_PHASES: Final = (_Phase("evaluation", 7200, 7200, 240.0), _Phase("checkpoint", 1800, 3600, 12.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +154,10 @@ class _Shapes:
 
     def _totals(self, at: float) -> dict[str, Any]:
         run = self._run
-        evaluations, checkpoints = 240.0 * (at // _EVALUATION_EVERY), 12.0 * (at // _CHECKPOINT_EVERY)
+        evaluations, checkpoints = (phase.spent(at) for phase in _PHASES)
         startup = min(at, 9.0)
         loop = max(0.0, at - startup - evaluations - checkpoints)
-        wait = loop * (0.03 + 0.01 * math.sin(at / 20000) + 0.003 * (self._rank % 5))
+        wait = loop * (0.03 + 0.01 * math.sin(loop / 20000) + 0.003 * (self._rank % 5))
         begin, end = (share * run.seconds for share in run.slow)
         steps = int((loop - 0.3 * max(0.0, min(at, end) - begin)) / run.step_seconds)  # 1 - 1 / 1.42
         samples = _SAMPLES_PER_STEP * steps
@@ -160,13 +177,10 @@ class _Shapes:
         }  # fmt: skip
 
     def _events(self, at: int) -> Iterator[bytes]:
-        for every, category, seconds in (
-            (_EVALUATION_EVERY, "evaluation", 240.0),
-            (_CHECKPOINT_EVERY, "checkpoint", 12.0),
-        ):
-            if at % every < self._run.interval_seconds and at >= every:
-                fields = {"name": category, "category": category, "started": _stamp(at - seconds).decode()}
-                yield self._line(at, "phase", fields | {"seconds": seconds})
+        for phase in _PHASES:
+            if at >= phase.first and (at - phase.first) % phase.every < self._run.interval_seconds:
+                fields = {"name": phase.name, "category": phase.name, "started": _stamp(at - phase.seconds).decode()}
+                yield self._line(at, "phase", fields | {"seconds": phase.seconds})
         slow, closed = (int(share * self._run.seconds) for share in self._run.slow)
         interval = self._run.interval_seconds
         if self._rank == self._run.slow_rank and at - interval < slow <= at:

@@ -270,6 +270,40 @@ def test_bins_that_merge_lose_nothing(seed):
     assert [0 if sketch is None else sketch.total for sketch in grid.sketches("s")] == counts
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_grids_that_are_added_up_have_the_sums_of_one(seed):
+    draw = random.Random(seed)
+    whole = TimeGrid(3, 16)
+    parts = [TimeGrid(2, draw.choice([16, 40])) for _ in range(3)]
+    rows = [{0: 0}, {1: 1, 0: 2}, {0: 0, 1: 1}]
+    for part, own in zip(parts, rows, strict=True):
+        at = 1.7e9 + draw.choice([0, 0, 700, -9000])
+        for _ in range(draw.choice([0, 1, 30])):
+            row = draw.choice([*own])
+            begin = at + draw.uniform(0, 60) * draw.choice([0.1, 1, 9])
+            part.spread(row, begin, begin + 5, {"x": 5.0})
+            whole.spread(own[row], begin, begin + 5, {"x": 5.0})
+            for grid in (part, whole):
+                grid.sketch("s", grid.index_of(begin)).merge([(1, 1)], 1.0)
+    total = TimeGrid(3, 16)
+    for part, own in zip(parts, rows, strict=True):
+        total.add_grid(part, own)
+    assert total.used <= 16
+    while total.width_seconds < whole.width_seconds:
+        total._merge_pairs()
+    while whole.width_seconds < total.width_seconds:
+        whole._merge_pairs()
+
+    def told(grid):
+        begins = grid.begins()
+        sums = {(row, at): x for row in range(3) for at, x in zip(begins, grid.sums("x")[row], strict=True) if x > 1e-4}
+        return sums, {at: s.total for at, s in zip(begins, grid.sketches("s"), strict=True) if s is not None}
+
+    (sums, counts), (expected, expected_counts) = told(total), told(whole)
+    assert sums == pytest.approx(expected, rel=1e-3)
+    assert counts == expected_counts
+
+
 def test_a_run_without_a_window_has_a_page(tmp_path):
     write(tmp_path, 0, line("run_start", **START))
     assert "No step yet" in Page(page_of(tmp_path)).text

@@ -6,11 +6,18 @@ from datetime import datetime, timezone
 
 import pytest
 
+from benchmarks.simulated_run import SimulatedRun, write_run
+from telemetry.core.labels import CATEGORIES
 from telemetry.core.quantile_sketch import Sketch
 from telemetry.report import log_reader, parallel_reading
 from telemetry.report.log_reader import load
 from telemetry.report.process_log import ProcessLog
 from tests.report_logs import line, window, write
+
+pytest.importorskip("bokeh")  # what draws the page
+
+from telemetry.report.html import run_recorder
+from telemetry.report.html.run_recorder import RunRecorder
 
 FILES, WINDOWS = 3, 60
 
@@ -145,3 +152,80 @@ def test_where_no_process_can_be_started_it_reads_alone(tmp_path, side_by_side, 
 
     monkeypatch.setattr(parallel_reading, "ProcessPoolExecutor", refused)
     assert len(load(tmp_path, side_by_side=True)) == 2
+
+
+def recorded(recorder: RunRecorder) -> tuple[dict, dict]:
+    """What a recorder has for the page: sums by name, rank and time bin; and all else."""
+    recorder.finish()
+    grid = recorder.grid
+    sums = {
+        (name, rank, at): value
+        for name in sorted(grid._arrays)
+        for (_, rank), row in recorder.rows.items()
+        for at, value in zip(grid.begins(), grid.sums(name)[row], strict=True)
+    }
+    sketches = {name: [s and s.as_log_field() for s in grid.sketches(name)] for name in ("step", "wait")}
+    phases = {kind: [*phases] for kind, phases in recorder.phases.items()}
+    return sums, {"sketches": sketches, "phases": phases, "seen": recorder.phases_seen, "cut": recorder.cut}
+
+
+def test_several_processes_see_the_same_figures_for_the_page(tmp_path, side_by_side):
+    write_run(tmp_path, SimulatedRun(ranks=5, seconds=3000))
+    alone, together = RunRecorder(), RunRecorder()
+    load(tmp_path, alone)
+    assert not side_by_side
+    load(tmp_path, together, side_by_side=True)
+    assert side_by_side == [3]
+    (sums, rest), (expected_sums, expected) = recorded(together), recorded(alone)
+    assert sums == pytest.approx(expected_sums, rel=1e-4, abs=1e-3)
+    assert len(sums) > 5 * 200
+    assert rest == expected
+
+
+def test_nothing_is_lost_where_several_processes_leave_windows_out(tmp_path, side_by_side, monkeypatch):
+    monkeypatch.setattr(run_recorder, "_MAX_BINS", 64)
+    write_run(tmp_path, SimulatedRun(ranks=5, seconds=9000))
+    together = RunRecorder()
+    load(tmp_path, together, side_by_side=True)
+    assert side_by_side == [3]
+    sums, rest = recorded(together)
+    assert together.grid.width_seconds > 10
+    for rank in range(5):
+        ledger = [sums[key] for key in sums if key[1] == rank and key[0] in CATEGORIES]
+        assert sum(ledger) == pytest.approx(9000, rel=1e-3)
+    assert {phase.name for kind in rest["phases"].values() for phase in kind} == {"evaluation", "checkpoint"}
+
+
+def test_the_evaluations_of_both_attempts_of_a_rank_are_marked(tmp_path, side_by_side):
+    for attempt, pid in enumerate((12, 11)):
+        phases = [
+            line("phase", 0, category="evaluation", started=time_at(100 * attempt + at), seconds=1.0) for at in range(3)
+        ]
+        write(
+            tmp_path, 0, line("run_start", 0, started=time_at(100 * attempt), life=f"life{attempt}"), *phases, pid=pid
+        )
+    write(tmp_path, 1, line("run_start", 1, started=time_at(0), life="other"), phases[0] | {"rank": 1})
+    recorder = RunRecorder()
+    load(tmp_path, recorder, side_by_side=True)
+    assert side_by_side == [3]
+    begins = [phase.begin - 1_767_225_600 for phase in recorder.phases["evaluation"]]
+    assert begins == [0, 1, 2, 100, 101, 102]
+    assert recorder.phases_seen == {"evaluation": 6}
+
+
+def test_the_page_is_made_where_no_process_can_be_started(tmp_path, side_by_side, monkeypatch):
+    for rank in range(2):
+        rotated_log(tmp_path, rank, f"life{rank}")
+    monkeypatch.setattr(parallel_reading, "ProcessPoolExecutor", None)
+    monkeypatch.setattr(parallel_reading, "_MIN_BYTES", 1 << 40)
+    expected = RunRecorder()
+    load(tmp_path, expected)
+
+    def refused(*_args):
+        raise BlockingIOError("Resource temporarily unavailable")
+
+    monkeypatch.setattr(parallel_reading, "ProcessPoolExecutor", refused)
+    monkeypatch.setattr(parallel_reading, "_MIN_BYTES", 0)
+    recorder = RunRecorder()
+    load(tmp_path, recorder, side_by_side=True)
+    assert recorded(recorder) == recorded(expected)

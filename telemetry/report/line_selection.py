@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
+    from typing_extensions import Self
+
     from telemetry.report.lines_by_process import LinesOfFile
     from telemetry.report.process_log import ProcessLog
 
@@ -109,6 +111,18 @@ class LineObserver(Protocol):
 
     def take(self, line: dict[str, Any], log: ProcessLog) -> None:
         """A checked line of a process, which `load` has taken in already."""
+
+    def part(self, ranks: int) -> Self:
+        """An observer of some logs, for another process.
+
+        It is pickled twice: before its first line, and after its last.
+
+        Args:
+            ranks: how many of the ranks these logs are of.
+        """
+
+    def add(self, part: Self) -> None:
+        """Take all that a part has seen. It is not used any more after that."""
 
 
 def read_log(

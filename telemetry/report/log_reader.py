@@ -29,7 +29,7 @@ def load(
         observer: sees every line of that run that is not skipped.
         all_windows: whether every window is read. Otherwise some are skipped where a later line of the process has
             their sums.
-        side_by_side: whether other processes may be started to read large logs. Not with an observer.
+        side_by_side: whether other processes may be started to read large logs.
 
     Raises:
         NoRunError: the folder does not exist, or has no log.
@@ -39,9 +39,9 @@ def load(
     for _ in range(_MAX_READINGS):
         if observer is not None:
             observer.begin(ranks)
-        processes = (side_by_side and observer is None and read_side_by_side(found.logs)) or read_one_by_one(
-            found.logs, observer, run, all_windows=all_windows
-        )
+        processes = (
+            side_by_side and not all_windows and read_side_by_side(found.logs, observer, run)
+        ) or read_one_by_one(found.logs, observer, run, all_windows=all_windows)
         newest = max(processes, key=lambda process: process.started)
         own = [process for process in processes if process.run == newest.run]
         there = len({process.rank for process in own})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from telemetry.core.labels import CATEGORIES, CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION
@@ -78,7 +79,7 @@ class RunRecorder:
 
     def begin(self, ranks: int) -> None:
         """See `LineObserver`."""
-        rows = max(1, min(_MAX_ROWS, ranks + ranks // 8 + 1))  # some, for processes that change their rank
+        rows = _rows_for(ranks)
         self.grid = TimeGrid(rows, max(_MIN_BINS, min(_MAX_BINS, _MAX_CELLS // rows)))
         self.phases: dict[str, deque[Phase]] = {}
         self.phases_seen: dict[str, int] = {}
@@ -88,6 +89,33 @@ class RunRecorder:
         self._newest: dict[int, _Newest] = {}
         self._left_out: dict[int, tuple[dict[str, Any], int, float]] = {}
         self._phases_of: int | None = None
+
+    def part(self, ranks: int) -> RunRecorder:
+        """See `LineObserver`."""
+        part = RunRecorder()
+        part.grid = TimeGrid(_rows_for(ranks), self.grid.bins)  # as many bins, so that it needs as many windows
+        return part
+
+    def add(self, part: RunRecorder) -> None:
+        """See `LineObserver`."""
+        part.finish()
+        rows = {theirs: self._row_of(*key) for key, theirs in part.rows.items()}
+        self.grid.add_grid(part.grid, {theirs: own for theirs, own in rows.items() if own is not None})
+        self.ranks_left_out += part.ranks_left_out
+        self.cut |= part.cut
+        self._add_phases(part)
+
+    def _add_phases(self, part: RunRecorder) -> None:
+        """Of two parts, the phases of the lower rank are kept: the logs are read by rank."""
+        if part._phases_of is None:
+            return
+        if self._phases_of is None or part._phases_of < self._phases_of:
+            self.phases, self.phases_seen, self._phases_of = part.phases, part.phases_seen, part._phases_of
+        elif part._phases_of == self._phases_of:  # of two attempts
+            for category, phases in part.phases.items():
+                both = sorted([*self.phases.get(category, ()), *phases], key=attrgetter("begin"))
+                self.phases[category] = deque(both, maxlen=_MAX_PHASES)
+                self.phases_seen[category] = self.phases_seen.get(category, 0) + part.phases_seen[category]
 
     def spacing_seconds(self) -> float:
         """See `LineObserver`."""
@@ -102,7 +130,7 @@ class RunRecorder:
         if event not in _SAMPLES and event not in {"window", "run_end"}:
             self.cut |= event == "run_start" and log.head is line and bool(line.get("continued"))
             return
-        time, row = unix(line.get("time", "")), self._row(log)
+        time, row = unix(line.get("time", "")), self._row_of(log.run, log.rank)
         if time is None or row is None or not _EARLIEST < time < _LATEST:
             return
         if event in _SAMPLES:
@@ -110,8 +138,8 @@ class RunRecorder:
         else:
             self._take_window(line, log, row, time)
 
-    def _row(self, log: ProcessLog) -> int | None:
-        key = log.run, log.rank
+    def _row_of(self, run: str, rank: int) -> int | None:
+        key = run, rank
         row = self.rows.get(key)
         if row is None:
             if len(self.rows) >= self.grid.rows:
@@ -182,3 +210,7 @@ class RunRecorder:
         kept = self.phases.setdefault(category, deque(maxlen=_MAX_PHASES))
         kept.append(Phase(category, line.get("name", category), begin, line.get("seconds", 0.0)))
         self.phases_seen[category] = self.phases_seen.get(category, 0) + 1
+
+
+def _rows_for(ranks: int) -> int:
+    return max(1, min(_MAX_ROWS, ranks + ranks // 8 + 1))  # some, for processes that change their rank

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from telemetry.core.quantile_sketch import Sketch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 _FIRST_WIDTH_SECONDS: Final = 1.0
 
@@ -77,6 +80,31 @@ class TimeGrid:
         if found is None:
             found = sketches[index] = Sketch()
         return found
+
+    def add_grid(self, other: TimeGrid, rows: Mapping[int, int]) -> None:
+        """Add the sums and sketches of another grid, whose bins may become wider by this.
+
+        Args:
+            other: a grid of any width and number of bins.
+            rows: its rows that are added, each with the row of this grid.
+        """
+        if not other.used:
+            return
+        begins = other.begins()
+        for time in (begins[0], begins[-1]):
+            self.index_of(time)
+        while self.width_seconds < other.width_seconds:
+            self._merge_pairs()
+        while other.width_seconds < self.width_seconds:
+            other._merge_pairs()
+        at = other._first - self._first
+        theirs, own = [*rows.keys()], [*rows.values()]
+        for name in other._arrays:
+            self._array(name)[own, at : at + other.used] += other.sums(name)[theirs]
+        for name in other._sketches:
+            for index, sketch in enumerate(other.sketches(name)):
+                if sketch is not None:
+                    self.sketch(name, at + index).merge(sketch.counts.items(), sketch.largest)
 
     def sums(self, name: str) -> Array:
         """The sums of all rows in the used bins; zeros without any."""
