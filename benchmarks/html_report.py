@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import subprocess
 import sys
@@ -14,6 +15,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
+
+import psutil
 
 from benchmarks import machine, report
 from benchmarks.report import AT_MOST, BELOW, Row, Target
@@ -26,6 +29,8 @@ RUNS: Final = {
 }
 _RESULTS: Final = Path(__file__).parent / "results"
 _OPENINGS: Final = 5
+_LOOK_SECONDS: Final = 0.1
+"""Between two looks at the memory of the processes."""
 
 
 @dataclass
@@ -47,18 +52,32 @@ def measure(run: SimulatedRun, folder: Path, repeats: int) -> Measured:
     measured = Measured(write_run(folder, run) / 1e9)
     page = folder / "report.html"
     for _ in range(repeats):
-        began = time.perf_counter()
+        began, peak = time.perf_counter(), 0
         process = subprocess.Popen([sys.executable, "-m", "telemetry", "report", folder, "--html", page])
-        _, status, usage = os.wait4(process.pid, 0)
+        while not (ended := os.wait4(process.pid, os.WNOHANG))[0]:
+            peak = max(peak, _memory_of(process.pid))
+            time.sleep(_LOOK_SECONDS)
+        _, status, usage = ended
         process.returncode = os.waitstatus_to_exitcode(status)
         if process.returncode:
             raise RuntimeError(f"the report ended with status {process.returncode}")
         measured.seconds.append(time.perf_counter() - began)
         measured.cpu_seconds.append(usage.ru_utime + usage.ru_stime)
-        measured.megabytes.append(usage.ru_maxrss * 1024 / 1e6)
+        measured.megabytes.append(peak / 1e6)
     measured.page_megabytes = page.stat().st_size / 1e6
     _open(page, measured)
     return measured
+
+
+def _memory_of(pid: int) -> int:
+    """Memory of a process and its children, in bytes. What they share is counted once."""
+    found = 0
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        for each in (process, *process.children()):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found += each.memory_full_info().pss
+    return found
 
 
 def _open(page: Path, measured: Measured) -> None:
@@ -90,8 +109,8 @@ def rows_of(name: str, found: Measured, *, judged: bool) -> list[Row]:
     return [
         row("logs", "GB", [found.log_gigabytes], note="as many as the default limits leave"),
         row("time of the command", "s", found.seconds, Target(BELOW, 20)),
-        row("CPU time of the command", "s", found.cpu_seconds, Target(BELOW, 20), "all of it on one core"),
-        row("peak memory of the command", "MB", found.megabytes, Target(BELOW, 500)),
+        row("CPU time of the command", "s", found.cpu_seconds, note="the logs are read on all cores"),
+        row("peak memory of the command", "MB", found.megabytes, Target(BELOW, 500), "all its processes"),
         row("page", "MB", [found.page_megabytes], Target(AT_MOST, 2)),
         row("until the verdict is seen in Chromium", "s", found.seen_seconds, Target(AT_MOST, 1)),
         row("until the first chart in view is drawn", "s", found.first_chart_seconds, Target(AT_MOST, 1)),
@@ -110,7 +129,6 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             found = measure(run, Path(folder) / "run", options.repeats if at == 0 else 1)
         rows += rows_of(name, found, judged=at == 0)
-    # Only now, because it imports torch: a child's peak memory would count what its parent had when it was started.
     description = machine.describe() | {"load_average": load}
     sys.stdout.write(report.text(description, rows) + "\n")
     title = "What the HTML report costs"

@@ -61,6 +61,16 @@ def test_windows_of_other_moments_make_an_evaluation_no_slow_compute():
     assert straggler(own, [slow]).why == "is in an evaluation"
 
 
+def test_a_rank_that_waits_is_not_slow_because_its_window_began_earlier():
+    """Rank 2 writes checkpoints. Rank 3 waits for it, too, but half of its window of 15 s was before them."""
+    own = RankPace(1, 10.003, 110, 9.984, 0.019, 0.0, samples=181, in_sync_samples=65, last_step=4157)
+    of_n2 = dict(node="n2", node_ranks=2, last_step=4157)
+    away = dict(away_seconds=2.854, away_in="checkpoint")
+    slow = RankPace(2, 10.0, 110, 7.127, 0.019, samples=116, in_sync_samples=22, **away, **of_n2)
+    peer = RankPace(3, 15.0, 192, 14.962, 0.038, 0.0, samples=517, in_sync_samples=99, node_fastest=True, **of_n2)
+    assert straggler(own, [slow, peer]).why == "is in a checkpoint"
+
+
 def test_the_error_of_the_samples_is_known():
     alike = replace(pace(1, 10), samples=1000, in_sync_samples=100)
     assert straggler(pace(0, 40), [pace(1, 10)]).error == pytest.approx(0.057, abs=0.001)

@@ -145,15 +145,13 @@ def _waited_for(own: RankPace, other: RankPace) -> Straggler | None:
     """What this rank loses to the other one, with the larger part of it as the reason.
 
     While the other rank is outside of its compute, it is not in synchronisation either. So `_slow` includes the loss of
-    `_elsewhere`, and the rest of it is slow compute. `_slow` comes from samples: what may be chance is no reason. What
-    the windows of the two differ by is none either: the steps of a job take equally long on all ranks, so if these do
-    not, one of the windows has more evaluations, for example.
+    `_elsewhere`, and the rest of it is slow compute. `_slow` comes from samples: what may be chance is no reason.
     """
     elsewhere, slow = _elsewhere(own, other), _slow(own, other)
     if elsewhere is None or slow is None:
         found = elsewhere or slow
     else:
-        surely_slow = slow.lost - slow.error - abs(own.seconds / own.steps - other.seconds / other.steps)
+        surely_slow = slow.lost - slow.error
         reason = elsewhere if elsewhere.lost >= surely_slow / 2 else slow
         larger = slow if slow.lost > elsewhere.lost else elsewhere
         found = replace(reason, lost=larger.lost, error=larger.error)
@@ -198,10 +196,16 @@ def _elsewhere(own: RankPace, other: RankPace) -> Straggler | None:
 
 
 def _slow(own: RankPace, other: RankPace) -> Straggler | None:
-    """Loss by slow compute: how much less of its compute the other rank spends in synchronisation."""
+    """Loss by slow compute: how much less of its compute the other rank spends in synchronisation.
+
+    The steps of a job take equally long on all ranks. So if those of this rank's window take longer, that window has
+    more of what slows the job, such as evaluations: it began or ended later. Its longer waits then accuse nobody.
+    """
     if min(own.samples, other.samples) < _MIN_SAMPLES:
         return None
-    lost, error = _sync_seconds(own) - _sync_seconds(other), math.hypot(_sync_error(own), _sync_error(other))
+    more_in_window = max(0.0, own.seconds / own.steps - other.seconds / other.steps)
+    lost = _sync_seconds(own) - _sync_seconds(other) - more_in_window
+    error = math.hypot(_sync_error(own), _sync_error(other))
     if own.on_gpu or other.on_gpu:
         # A host that waits for its own GPU (`.item()`) is not in torch.distributed either, but delays nobody. It delays
         # the others if its GPU is idle meanwhile and theirs are not.
