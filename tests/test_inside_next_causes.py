@@ -84,6 +84,21 @@ def test_a_collection_inside_next_is_no_wait():
     assert "inside next()" in freeze.because
 
 
+@pytest.mark.parametrize(
+    ("collecting", "low", "high"), [(0.1, 1 / 0.4, 1 / 0.3), (0.03, None, 1 / 0.33)], ids=["much", "little"]
+)
+def test_sending_few_tensors_may_end_collections_inside_next(collecting, low, high):
+    """A step has 30 ms of compute and 70 ms of a transfer, in which collections take 10 ms or 3 ms."""
+    garbage = dict(garbage=collecting, garbage_wait=collecting)
+    (advice,) = advise(
+        "batch_transfer",
+        evidence_over([with_workers(wait=0.7, compute=0.3, transfer_wait=0.7, **garbage, **IDLE_WORKERS)]),
+    )
+    assert advice.predicted_speedup == pytest.approx(high, abs=0.01)
+    assert advice.predicted_low == (low and pytest.approx(low, abs=0.01))
+    assert ("collections" in advice.because) == (low is not None)
+
+
 @pytest.mark.parametrize("source", ["training_thread", "watched"])
 def test_a_collection_in_an_own_fetch_is_no_fetch(source):
     lost = costs(evidence_over([a_slice(source=source, wait=0.6, compute=0.4, garbage=0.5, garbage_wait=0.5)]))

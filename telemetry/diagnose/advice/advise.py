@@ -40,7 +40,7 @@ def advise(cause: str, evidence: Evidence) -> tuple[Advice, ...]:
     make = _BY_CAUSE.get(cause)
     if make is None:
         return ()
-    own = cause in {"loader_on_training_thread", "gc_pause"}  # these two causes are about that time
+    own = cause in {"loader_on_training_thread", "gc_pause", "batch_transfer"}  # they look at that time themselves
     if evidence.source == "workers" and not own:
         evidence = without_own_time(evidence)
     wanted = make(evidence)
