@@ -32,7 +32,10 @@ _SAME_PACE: Final = 0.15
 """Ranks have the same pace if their step durations differ by less than this ratio."""
 
 _ALIKE: Final = 0.5
-"""A node is slow if each of its ranks costs the others at least this share of what its slowest rank costs."""
+"""A node is slow if each of its ranks surely costs the others at least this share of what its slowest rank costs ..."""
+
+_SURELY: Final = 2.0
+"""... with this many standard errors of its samples to spare."""
 
 _MOSTLY_IN_SYNC: Final = 0.8
 """A rank has mostly waited for the others from this share of its samples on."""
@@ -100,7 +103,7 @@ def straggler(own: RankPace, others: Iterable[RankPace], earlier: Iterable[RankP
 
 
 def _costs_less(slow: Straggler | None, slowest: Straggler) -> bool:
-    return slow is None or slow.lost < _ALIKE * slowest.lost
+    return slow is None or slow.lost - _SURELY * slow.error < _ALIKE * slowest.lost
 
 
 def short_of_cores(own: RankPace, others: Iterable[RankPace], earlier: Iterable[RankPace] = ()) -> Straggler | None:
