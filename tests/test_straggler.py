@@ -119,6 +119,16 @@ def test_a_node_whose_fastest_rank_has_another_pace_is_not_slow():
     assert straggler(pace(0, 40), changed).why == "takes longer to compute a step"
 
 
+def test_a_node_of_which_one_fastest_rank_has_another_pace_is_not_slow():
+    """Rank 3 is slow, but has the longest mean compute, too: the pace of rank 2, which waits, is of an earlier step."""
+    waits, slow = replace(pace(2, 44), steps=33), pace(3, 1)
+    of_n2 = of_node("n2", [waits, slow])
+    assert [peer.node_fastest for peer in of_n2] == [True, True]
+    assert straggler(pace(0, 53), of_n2).why == "takes longer to compute a step"
+    further = [replace(peer, steps=40) if peer.rank == 2 else peer for peer in of_n2]
+    assert straggler(pace(0, 53), further).why == "takes longer to compute a step"
+
+
 def test_a_node_whose_loaders_are_slow_is_slow():
     waits = dict(compute_seconds=18.0, exposed_wait_seconds=12.0, in_sync_samples=1)
     ranks = of_node("n2", [replace(pace(rank, 1), **waits) for rank in range(16, 32)])

@@ -88,18 +88,29 @@ def straggler(own: RankPace, others: Iterable[RankPace], earlier: Iterable[RankP
         earlier: paces of this rank at that time. If a rank has just become slow, its steps before and after must not be
             compared with one another.
     """
+    others = tuple(others)
     pairs = _at_same_pace(own, others, earlier)
-    peers = [other for _, other in pairs]
     found = {other.rank: slow for mine, other in pairs if (slow := _waited_for(mine, other)) is not None}
     slowest = max(found.values(), key=lambda slow: slow.lost, default=None)
     if slowest is None or slowest.node is None:
         return slowest
-    there = [peer for peer in peers if peer.node == slowest.node]
+    there = [other for _, other in pairs if other.node == slowest.node]
     ranks = max(peer.node_ranks for peer in there)
-    all_known = len(there) >= ranks or any(peer.node_fastest for peer in there)
-    if ranks < 2 or not all_known or any(_costs_less(found.get(peer.rank), slowest) for peer in there):
+    if ranks < 2 or not _all_known(there, ranks, others):
+        return slowest
+    if any(_costs_less(found.get(peer.rank), slowest) for peer in there):
         return slowest
     return replace(slowest, why=f"{slowest.why}; all {ranks} ranks of that node are waited for, so the node is slow")
+
+
+def _all_known(there: list[RankPace], ranks: int, others: tuple[RankPace, ...]) -> bool:
+    """Whether the ranks of a node with the same pace as this one show what all its ranks cost: the fastest are there.
+
+    A rank may be the fastest by one sign only. The one by another sign may have another pace, as it is at another step.
+    """
+    fastest = {other.rank for other in others if other.node == there[0].node and other.node_fastest}
+    known = {peer.rank for peer in there}
+    return len(there) >= ranks or (bool(fastest) and fastest <= known)
 
 
 def _costs_less(slow: Straggler | None, slowest: Straggler) -> bool:
