@@ -37,7 +37,12 @@ def test_the_readme_says_what_the_zoo_found():
 
 @pytest.mark.parametrize(
     ("kind", "page"),
-    [("hang-campaign", "hangs.md"), ("hang-campaign", "accuracy.md")],
+    [
+        ("hang-campaign", "hangs.md"),
+        ("hang-campaign", "accuracy.md"),
+        ("straggler-campaign", "nodes.md"),
+        ("straggler-campaign", "accuracy.md"),
+    ],
 )
 def test_the_pages_say_what_the_campaigns_found(kind, page):
     (path,) = (ROOT / "benchmarks" / "results").glob(f"{kind}-*.json")
