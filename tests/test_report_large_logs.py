@@ -185,6 +185,8 @@ def test_several_processes_see_the_same_figures_for_the_page(tmp_path, side_by_s
 def test_nothing_is_lost_where_several_processes_leave_windows_out(tmp_path, side_by_side, monkeypatch):
     monkeypatch.setattr(run_recorder, "_MAX_BINS", 64)
     write_run(tmp_path, SimulatedRun(ranks=5, seconds=9000))
+    for path in (tmp_path / "logs").iterdir():  # killed: no later line has the sums of a window that is left out
+        path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
     together = RunRecorder()
     load(tmp_path, together, side_by_side=True)
     assert side_by_side == [3]
