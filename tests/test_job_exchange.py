@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 from hypothesis import given
@@ -172,6 +172,21 @@ def test_a_report_of_a_newer_version_loses_only_what_is_new():
     content = json.loads(encoded(report))
     content["ranks"][0]["from_the_future"] = 1
     assert decoded(json.dumps(content).encode()) == report
+
+
+def test_a_report_leaves_out_what_is_as_ever_and_loses_nothing():
+    usual, other = pace(0, node="n"), RankPace(
+        1, 2.0, 3, 4.0, None, 5.0, samples=6, in_sync_samples=7, on_gpu=True, cause="straggler", where="f (a\udcff.py:1)",
+        phase="evaluation", seconds_without_step=8.0, waits_for_ranks=True, gpu_busy_ratio=0.9, away_in="checkpoint",
+        core_wait_seconds=0.0, cores_busy_ratio=0.0, node="n", node_ranks=2, node_fastest=True, stuck=True, last_step=9,
+        still_seconds=10.0, run_wait_seconds=11.0, run_loop_seconds=12.0, run_first_wait_seconds=13.0,
+        run_exposed_seconds=0.0, run_cause="gc_pause", run_lost_seconds=14.0,
+    )  # fmt: skip
+    content = encoded(NodeReport("n", 3, 1, (usual, other)))
+    first, second = json.loads(content)["ranks"]
+    assert second.keys() == {field.name for field in fields(RankPace)}
+    assert len(first) < len(second) / 2
+    assert decoded(content) == NodeReport("n", 3, 1, (usual, other))
 
 
 def test_leaving_removes_the_file(tmp_path):

@@ -79,11 +79,20 @@ class RankPace:
     run_lost_seconds: float = 0.0
 
 
-_NUMBERS: Final = (
+_NUMBERS: Final = frozenset({
     "rank", "seconds", "steps", "compute_seconds", "away_seconds", "samples", "in_sync_samples", "seconds_without_step",
     "node_ranks", "last_step", "run_wait_seconds", "run_loop_seconds", "run_first_wait_seconds", "run_lost_seconds",
-)  # fmt: skip
+})  # fmt: skip
 _PACE_FIELDS: Final = frozenset(field.name for field in fields(RankPace))
+_PACE_DEFAULTS: Final = {field.name: field.default for field in fields(RankPace)}
+
+
+def pace_fields(pace: RankPace) -> dict[str, Any]:
+    """A pace as JSON values, without fields that have their default. `pace_from` makes it again.
+
+    In a job of 1,250 nodes a node reads 1,400 paces every 10 s.
+    """
+    return {name: value for name in _PACE_DEFAULTS if (value := getattr(pace, name)) != _PACE_DEFAULTS[name]}
 
 
 def pace_from(found: dict[str, Any]) -> RankPace:
@@ -93,9 +102,9 @@ def pace_from(found: dict[str, Any]) -> RankPace:
         TypeError: a field is missing or is not a number although it must be one.
         ValueError: a number is infinite, or none.
     """
-    pace = RankPace(**{name: value for name, value in found.items() if name in _PACE_FIELDS})
-    for name in _NUMBERS:
-        value = getattr(pace, name)
+    pace = RankPace(**(found if found.keys() <= _PACE_FIELDS else {n: found[n] for n in found.keys() & _PACE_FIELDS}))
+    for name in found.keys() & _NUMBERS:
+        value = found[name]
         if not isinstance(value, (int, float)):
             raise TypeError(name)
         if not abs(value) < math.inf:  # NaN compares false

@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 import zlib
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
 from telemetry.core.clock import NS, now_ns
@@ -270,6 +271,7 @@ def gone(paces: Iterable[RankPace]) -> tuple[HangState, ...]:
     return tuple(HangState(p.rank, p.node or "", COMPUTE, GONE, state=NODE_SILENT) for p in paces)
 
 
+@lru_cache(maxsize=1 << 12)  # each cycle asks for the same names twice
 def _group_of(name: str) -> int:
     return zlib.crc32(os.fsencode(name)) % _GROUPS  # the folder may have names that are no UTF-8
 

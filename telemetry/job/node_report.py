@@ -7,10 +7,12 @@ It contains no time that is compared with another machine's clock. A reader trea
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.core.tick import RankPace, pace_from
+import orjson
+
+from telemetry.core.tick import RankPace, pace_fields, pace_from
 from telemetry.job.hang_states import from_rows, to_rows
 
 if TYPE_CHECKING:
@@ -45,7 +47,7 @@ class NodeReport:
 
 def encoded(report: NodeReport) -> bytes:
     """A report as the content of its file."""
-    ranks = [asdict(pace) for pace in report.ranks]
+    ranks = [*map(pace_fields, report.ranks)]
     content = {"version": _VERSION, "writer": report.writer, "sequence": report.sequence, "nodes": report.nodes}
     hang = {"hang": to_rows(report.hang)} if report.hang else {}
     members = {"members": report.members} if report.members else {}
@@ -55,12 +57,24 @@ def encoded(report: NodeReport) -> bytes:
 def decoded(content: bytes) -> NodeReport | None:
     """The report in a file; None if the file is damaged, of another version, or not a report."""
     try:
-        found: Any = json.loads(content)
+        found = _parsed(content)
         if found["version"] != _VERSION:
             return None
-        ranks = tuple(pace_from(pace) for pace in found["ranks"])
+        ranks = tuple(map(pace_from, found["ranks"]))
         hang = from_rows(found.get("hang", ()))
         writer, sequence, nodes = str(found["writer"]), int(found["sequence"]), int(found["nodes"])
         return NodeReport(writer, sequence, nodes, ranks, hang, found.get("members", ()))
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
+
+
+def _parsed(content: bytes) -> Any:
+    """The JSON value of a report.
+
+    Raises:
+        ValueError, RecursionError: it is damaged.
+    """
+    try:
+        return orjson.loads(content)
+    except ValueError:
+        return json.loads(content)  # the name of a source file that is no UTF-8 has lone surrogates

@@ -13,14 +13,14 @@ import shutil
 import stat
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from telemetry.core.filesystem import read_small, replace_file
 from telemetry.core.identity import slug
 from telemetry.core.processes import pid_namespace, start_ticks
-from telemetry.core.tick import RankPace, pace_from
+from telemetry.core.tick import RankPace, pace_fields, pace_from
 from telemetry.publish.hang_board import mark_gone
 from telemetry.publish.server_locks import ServerLocks
 
@@ -100,7 +100,7 @@ class Board:
         meta: dict[str, Any] = {"rank": rank, "pid": pid, "ticks": self._ticks, "ended": ended}
         meta |= {"told": self._rank_given, "since": self._since}
         if pace is not None:
-            meta["pace"] = asdict(pace)
+            meta["pace"] = pace_fields(pace)
         parts = [json.dumps(meta).encode(), *itertools.chain.from_iterable(families)]
         path, content = self.path / f"rank-{rank}.{pid}", _SEPARATOR.join(parts)
         try:
@@ -329,5 +329,5 @@ def _pace(head: dict[str, Any]) -> RankPace | None:
     """The pace in a head; None before the first pace, or if it is of another version."""
     try:
         return pace_from(head["pace"])
-    except (KeyError, TypeError, AttributeError):
+    except (KeyError, TypeError, ValueError, AttributeError):
         return None
