@@ -51,6 +51,7 @@ OWNERS = {
     "rich": {"top/painter.py"},
     "orjson": {
         "compare/command.py",
+        "job/node_report.py",
         "publish/jsonl.py",
         "report/log_lines.py",
         "report/command.py",
