@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from dataclasses import fields, replace
@@ -20,6 +21,7 @@ from telemetry.job.candidates import candidates
 from telemetry.job.exchange import JobExchange
 from telemetry.job.hang_states import from_rows, to_rows
 from telemetry.job.node_report import MAX_BYTES, NodeReport, decoded, encoded
+from telemetry.publish.board import Board
 from tests.rank_paces import pace
 
 
@@ -271,6 +273,14 @@ def test_a_pace_without_an_end_is_no_report(number):
     assert decoded(whole) is not None
     assert damaged != whole
     assert decoded(damaged) is None
+
+
+def test_a_pace_without_an_end_on_the_board_is_passed_over(tmp_path):
+    board = Board("run", str(tmp_path / "run"), "n", root=tmp_path / "boards")
+    board.publish(3, [], pace=pace(3))
+    assert [each.rank for each in board.paces()] == [3]
+    board.publish(3, [], pace=replace(pace(3), seconds=math.nan))
+    assert board.paces() == ()
 
 
 def test_a_report_cannot_fill_the_memory():

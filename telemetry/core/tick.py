@@ -83,7 +83,6 @@ _NUMBERS: Final = frozenset({
     "rank", "seconds", "steps", "compute_seconds", "away_seconds", "samples", "in_sync_samples", "seconds_without_step",
     "node_ranks", "last_step", "run_wait_seconds", "run_loop_seconds", "run_first_wait_seconds", "run_lost_seconds",
 })  # fmt: skip
-_PACE_FIELDS: Final = frozenset(field.name for field in fields(RankPace))
 _PACE_DEFAULTS: Final = {field.name: field.default for field in fields(RankPace)}
 
 
@@ -102,7 +101,8 @@ def pace_from(found: dict[str, Any]) -> RankPace:
         TypeError: a field is missing or is not a number although it must be one.
         ValueError: a number is infinite, or none.
     """
-    pace = RankPace(**(found if found.keys() <= _PACE_FIELDS else {n: found[n] for n in found.keys() & _PACE_FIELDS}))
+    newer = found.keys() - _PACE_DEFAULTS.keys()
+    pace = RankPace(**({name: found[name] for name in found.keys() - newer} if newer else found))
     for name in found.keys() & _NUMBERS:
         value = found[name]
         if not isinstance(value, (int, float)):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
+from telemetry.core.json_object import parse_object
 from telemetry.core.tick import RankPace, pace_fields, pace_from
 from telemetry.job.hang_states import from_rows, to_rows
 
@@ -69,12 +70,8 @@ def decoded(content: bytes) -> NodeReport | None:
 
 
 def _parsed(content: bytes) -> Any:
-    """The JSON value of a report.
-
-    Raises:
-        ValueError, RecursionError: it is damaged.
-    """
+    """The JSON value of a report; None if it is damaged."""
     try:
         return orjson.loads(content)
     except ValueError:
-        return json.loads(content)  # the name of a source file that is no UTF-8 has lone surrogates
+        return parse_object(content)  # the name of a source file that is no UTF-8 has lone surrogates

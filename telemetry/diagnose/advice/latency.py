@@ -198,7 +198,7 @@ def transfer(evidence: Evidence) -> list[Advice]:
 
     Objects that are unpickled on the training thread start garbage collections. Fewer objects start fewer. But a
     collection inside ``next()`` may also be the sampler's, so the prediction is a range if they matter. In the zoo they
-    took 4 ms of each step of 69 ms, and went when one large graph was sent instead of hundreds of small tensors.
+    took 4 ms of each step of 69 ms where a batch is hundreds of small tensors.
     """
     collected = 0.0
     if evidence.source == "workers" and evidence.steps:

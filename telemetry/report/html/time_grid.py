@@ -85,7 +85,7 @@ class TimeGrid:
         """Add the sums and sketches of another grid, whose bins may become wider by this.
 
         Args:
-            other: a grid of any width and number of bins.
+            other: a grid of any width and number of bins. Its bins may become wider, too.
             rows: its rows that are added, each with the row of this grid.
         """
         if not other.used:
