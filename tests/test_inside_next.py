@@ -148,7 +148,7 @@ def test_a_timed_iterator_is_freed_when_it_is_released(observed):
         gc.enable()
 
 
-def test_collections_in_the_sampler_are_no_time_of_the_sampler(observed):
+def test_collections_in_the_sampler_are_no_time_of_the_sampler(observed, small_heap):
     sampler = Slow(collects=True)
     iterator = begin(loader(sampler), sampler)
     observed.tracker.time_next_batch(20)
@@ -162,7 +162,7 @@ def test_collections_in_the_sampler_are_no_time_of_the_sampler(observed):
     assert inside.sampler_ns + inside.garbage_ns <= took
 
 
-def test_collections_where_an_epoch_begins_are_counted(observed):
+def test_collections_where_an_epoch_begins_are_counted(observed, small_heap):
     sampler = Slow(6, collects=True)
     batches = loader(sampler)
     list(batches)

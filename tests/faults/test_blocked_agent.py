@@ -75,6 +75,7 @@ HANGS = """
 
 SCRIPT = """
     import io, json, sys, time, torch, telemetry
+    from quick_optimizers import QuickSGD
     import telemetry.attach.ring as ring
     # A small ring, so that steps can be long enough for two clocks to agree on them.
     ring.CAPACITY, ring.WORDS, ring.MASK = 256, 1024, 1023
@@ -110,7 +111,7 @@ SCRIPT = """
             return str, ()
 
     parameter = torch.nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    optimizer = QuickSGD([parameter], lr=0.1)
     parameter.grad = torch.zeros(1)
 
     def evaluate():

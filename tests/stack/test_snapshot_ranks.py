@@ -40,6 +40,57 @@ def ask(run_dir, *options):
     )  # fmt: skip
 
 
+@pytest.fixture
+def nodes(launch, request):
+    """Four ranks on two emulated Slurm nodes; the run folder is shared, and nothing else."""
+    run_dir, until = launch.folder / f"nodes-{request.node.name[-20:]}", launch.folder / "nodes.stop"
+    until.unlink(missing_ok=True)
+    processes = [
+        launch(
+            [
+                sys.executable, "-m", "telemetry", "run", "--run-dir", str(run_dir), "--port", "off",
+                "--interval-seconds", "0.5", "--snapshot-settle-seconds", "3600", str(ALONE), str(until),
+            ],
+            f"nodes-{rank}", SLURM_PROCID=str(rank), SLURM_NTASKS="4", SLURM_LOCALID=str(rank % 2), SLURM_JOB_ID="77",
+            SLURM_JOB_NAME="two-nodes", SLURMD_NODENAME=f"n{rank // 2 + 1}",
+        )
+        for rank in range(4)
+    ]  # fmt: skip
+    job = Job(processes, run_dir, 0, until)
+    wait_for(
+        "all ranks step", lambda: len({line["rank"] for line in lines(job, "window") if line["steps"] > 5}) == 4, 60
+    )
+    yield job
+    until.touch()
+    job.wait()
+
+
+def test_two_nodes_record_the_same_steps(nodes):
+    done = ask(nodes.run_dir)
+    assert done.returncode == 0, done.stderr
+    paths = traces(nodes.run_dir, "request")
+    assert [path.name.split(".")[1].split("_")[0] for path in paths] == ["n1", "n1", "n2", "n2"]
+    assert len({tuple(recorded_steps(path)) for path in paths}) == 1
+
+
+def test_a_rank_that_dies_between_agreement_and_recording(nodes):
+    command = [sys.executable, "-m", "telemetry", "snapshot", str(nodes.run_dir), "--timeout", "20"]
+    asking = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    plan = wait_for("a plan", lambda: list(nodes.run_dir.glob("snapshots/.meeting/*.plan.json")), every=0.01)
+    os.kill(nodes.pids()[3], signal.SIGKILL)
+    out, err = asking.communicate(timeout=60)
+    agreed = json.loads(plan[0].read_text())
+    assert agreed["ranks"] == [0, 1, 2, 3], "it was there when they agreed"
+    assert asking.returncode == 0
+    assert [line.split(":")[0] for line in out.splitlines()[1:]] == ["rank 0", "rank 1", "rank 2"]
+    assert "rank 3 has not reached step" in err
+    assert len(traces(nodes.run_dir, "request")) == 3
+    before = {line["rank"]: line["step"] for line in nodes.logs()}
+    wait_for("the others train on", lambda: all(
+        line["step"] > before[line["rank"]] for line in {line["rank"]: line for line in nodes.logs()}.values() if line["rank"] != 3
+    ))  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def starved(torchrun, launch):
     """Four gloo ranks, one of which starves, with stalls that are soon believed."""
@@ -96,54 +147,3 @@ def test_the_command_asks_all_ranks_or_one(starved):
     assert one.returncode == 0, one.stderr
     assert [line.split(":")[0] for line in one.stdout.splitlines()[1:]] == ["rank 3"]
     assert len(traces(starved.run_dir, "request")) == 5
-
-
-@pytest.fixture
-def nodes(launch, request):
-    """Four ranks on two emulated Slurm nodes; the run folder is shared, and nothing else."""
-    run_dir, until = launch.folder / f"nodes-{request.node.name[-20:]}", launch.folder / "nodes.stop"
-    until.unlink(missing_ok=True)
-    processes = [
-        launch(
-            [
-                sys.executable, "-m", "telemetry", "run", "--run-dir", str(run_dir), "--port", "off",
-                "--interval-seconds", "0.5", "--snapshot-settle-seconds", "3600", str(ALONE), str(until),
-            ],
-            f"nodes-{rank}", SLURM_PROCID=str(rank), SLURM_NTASKS="4", SLURM_LOCALID=str(rank % 2), SLURM_JOB_ID="77",
-            SLURM_JOB_NAME="two-nodes", SLURMD_NODENAME=f"n{rank // 2 + 1}",
-        )
-        for rank in range(4)
-    ]  # fmt: skip
-    job = Job(processes, run_dir, 0, until)
-    wait_for(
-        "all ranks step", lambda: len({line["rank"] for line in lines(job, "window") if line["steps"] > 5}) == 4, 60
-    )
-    yield job
-    until.touch()
-    job.wait()
-
-
-def test_two_nodes_record_the_same_steps(nodes):
-    done = ask(nodes.run_dir)
-    assert done.returncode == 0, done.stderr
-    paths = traces(nodes.run_dir, "request")
-    assert [path.name.split(".")[1].split("_")[0] for path in paths] == ["n1", "n1", "n2", "n2"]
-    assert len({tuple(recorded_steps(path)) for path in paths}) == 1
-
-
-def test_a_rank_that_dies_between_agreement_and_recording(nodes):
-    command = [sys.executable, "-m", "telemetry", "snapshot", str(nodes.run_dir), "--timeout", "20"]
-    asking = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    plan = wait_for("a plan", lambda: list(nodes.run_dir.glob("snapshots/.meeting/*.plan.json")), every=0.01)
-    os.kill(nodes.pids()[3], signal.SIGKILL)
-    out, err = asking.communicate(timeout=60)
-    agreed = json.loads(plan[0].read_text())
-    assert agreed["ranks"] == [0, 1, 2, 3], "it was there when they agreed"
-    assert asking.returncode == 0
-    assert [line.split(":")[0] for line in out.splitlines()[1:]] == ["rank 0", "rank 1", "rank 2"]
-    assert "rank 3 has not reached step" in err
-    assert len(traces(nodes.run_dir, "request")) == 3
-    before = {line["rank"]: line["step"] for line in nodes.logs()}
-    wait_for("the others train on", lambda: all(
-        line["step"] > before[line["rank"]] for line in {line["rank"]: line for line in nodes.logs()}.values() if line["rank"] != 3
-    ))  # fmt: skip
