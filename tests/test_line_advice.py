@@ -14,8 +14,9 @@ from tests.slice_cases import CASES, a_slice, with_workers
 from tests.slices import evidence_over
 
 
-def a_line(share: float, cpu_share: float | None = None) -> LineShare:
-    return LineShare("/home/me/train.py", 42, "load", "Image.resize", share, share if cpu_share is None else cpu_share)
+def a_line(share: float, cpu_share: float | None = None, error: float = 0.0) -> LineShare:
+    cpu_share = share if cpu_share is None else cpu_share
+    return LineShare("/home/me/train.py", 42, "load", "Image.resize", share, cpu_share, error)
 
 
 ONE_WORKER = evidence_over(
@@ -63,6 +64,22 @@ def test_the_verdict_says_what_remains():
         "61 % of each fetch is Image.resize at train.py:42; without it a fetch takes 39.0 ms, predicted 2.5 times the "
         "steps per second"
     )
+
+
+def test_few_samples_predict_a_range():
+    """In a step of 100 ms, 80 % may be 70 to 90 % as well."""
+    line, evidence = a_line(0.8, error=0.05), evidence_over([CASES["gc_pause"]])
+    removed, halved = line_advice(evidence, work.STEP, line, cause="gc_pause")
+    low, high = (line_advice(evidence, work.STEP, a_line(share), cause="gc_pause")[0] for share in (0.7, 0.9))
+    assert (removed.predicted_low, removed.predicted_speedup) == (low.predicted_speedup, high.predicted_speedup)
+    assert (halved.predicted_low, halved.predicted_speedup) == (None, pytest.approx(1.67, abs=0.01))
+    text = f"predicted {low.predicted_speedup:g} to {high.predicted_speedup:g} times the steps per second"
+    assert line_verdict(evidence, work.STEP, line, cause="gc_pause").endswith(text)
+
+
+def test_a_line_may_be_all_of_a_step():
+    removed, _ = line_advice(evidence_over([CASES["gc_pause"]]), work.STEP, a_line(0.98, error=0.02), cause="gc_pause")
+    assert 1 < removed.predicted_low < removed.predicted_speedup
 
 
 def test_a_line_that_called_no_library_has_its_function():

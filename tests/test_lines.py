@@ -117,6 +117,12 @@ def test_a_batch_that_libraries_make_alone_has_the_librarys_line():
     assert (second.place, second.calls) == ("fetch.py:54", "collate.default_collate")
 
 
+@pytest.mark.parametrize(("samples", "error"), [(100, 0.043), (400, 0.022)])
+def test_a_share_is_as_sure_as_it_has_samples(samples, error):
+    profile = profile_of(((ITEM, FETCHER), samples // 4), ((RESIZE, ITEM, FETCHER), 3 * samples // 4))
+    assert [found.error for found in line_shares(profile, work.FETCH)] == [pytest.approx(error, abs=5e-4)] * 2
+
+
 def test_few_samples_name_no_line():
     assert line_shares(profile_of(((ITEM, FETCHER), work.MIN_SAMPLES - 1)), work.FETCH) == ()
 

@@ -62,9 +62,11 @@ class BetweenTicks:
             wait = min(left, gap) if alone else min(left, gap, apart)
             due = now_ns() + int(wait * NS)
             self._wake.wait(wait)
-            if wait == gap:
-                with self._errors.contained("lines"):
+            with self._errors.contained("lines"):
+                if wait == gap:
                     lines.sample(due)
+                else:
+                    lines.late(due)
             if not alone:
                 with self._errors.contained("diagnose"):
                     self._threads.sample()

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Final
 from telemetry.attach.sample_area import HALF_BYTES
 from telemetry.core.clock import NS, now_ns
 from telemetry.core.fetch_stacks import fetch_part
+from telemetry.core.late_samples import LateSamples, thread_waits
 from telemetry.core.sample_times import SampleTimes, restore_switch_interval, shorten_switch_interval
 from telemetry.core.signal_mask import signals_blocked
-from telemetry.core.stack_profile import StackProfile
 from telemetry.core.stacks import stack_of
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class WorkerSampler:
         self._running = False
         self._session = 0
         self._began_ns = 0
-        self._profile = StackProfile()
+        self._samples = LateSamples()
         module = sys.modules.get("torch.utils.data._utils.worker")
         self._loop = vars(module) if module is not None else None
 
@@ -88,12 +88,14 @@ class WorkerSampler:
         written_ns = before_ns
         while True:
             gap = times.gap()
+            waits = thread_waits()
             due = now_ns() + int(gap * NS)
             time.sleep(gap)
             now = now_ns()
+            waits = thread_waits() - waits - 1  # for the GIL; one was the sleep
             session, until = self._request()
             if session != self._session:
-                self._session, self._began_ns, self._profile = session, now, StackProfile()
+                self._session, self._began_ns, self._samples = session, now, LateSamples()
             if now >= until:
                 break
             stack = fetch_part(stack_of(self._fetcher, self._loop)) if self._fetching() else ()
@@ -101,7 +103,8 @@ class WorkerSampler:
             if stack:
                 wall = times.weight_ns(due, now)
                 on_core = min(1.0, (cpu - cpu_before) / max(1, now - before_ns))
-                self._profile.add(stack, wall, int(wall * on_core))
+                delay = times.delay_ns(due, now)
+                self._samples.add(stack, wall, int(wall * on_core), delay_ns=delay, waits=waits)
             before_ns, cpu_before = now, cpu
             if now - written_ns >= write_after:
                 written_ns, write_after = now, min(2 * write_after, _WRITE_NS)
@@ -110,5 +113,5 @@ class WorkerSampler:
         self._write()
 
     def _write(self) -> None:
-        if self._profile.samples:
-            self._area.write(self._session, self._pid, self._began_ns, self._profile.packed(HALF_BYTES))
+        if self._samples.samples:
+            self._area.write(self._session, self._pid, self._began_ns, self._samples.profile().packed(HALF_BYTES))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from telemetry.core.clock import now_ns
+from telemetry.core.clock import NS, now_ns
 from telemetry.core.fetch_stacks import fetch_part
 from telemetry.core.sample_times import SampleTimes, restore_switch_interval, shorten_switch_interval
 from telemetry.core.stack_profile import StackProfile
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 _GAP_SECONDS: Final = 0.02
 """Mean time between samples."""
+
+_LATE_NS: Final = NS // 1000
+"""A shorter delay is no C call that holds the GIL."""
 
 FETCH: Final = "fetch"
 """The kind of work of a thread of this process that makes batches. The others are those of the training thread."""
@@ -70,11 +73,20 @@ class LineSampler:
     def sample(self, due_ns: int) -> None:
         """Take the sample that was due at a stamp."""
         times = self._times
-        if times is None:
-            return
-        now = now_ns()
+        if times is not None:
+            self._sample(times, times.weight_ns(due_ns, now_ns()), 1)
+
+    def late(self, due_ns: int) -> None:
+        """Count the time since a stamp at which the agent thread had something else to do, if a C call held it up.
+
+        No sample can become due in that time. So without it, code that holds the GIL would get too small a share.
+        """
+        times = self._times
+        if times is not None and (delay := times.delay_ns(due_ns, now_ns())) > _LATE_NS:
+            self._sample(times, delay, 0)
+
+    def _sample(self, times: SampleTimes, wall: int, samples: int) -> None:
         times.starts()
-        wall = times.weight_ns(due_ns, now)
         doing = self._doing()
         if doing in self._kinds and doing is not None:
             self._add(doing, stack_of(self._thread()), wall)
@@ -82,7 +94,7 @@ class LineSampler:
             for thread in python_threads():
                 if thread.ident != self._thread():
                     self._add(FETCH, fetch_part(thread.stack), wall)
-        times.taken()
+        times.taken(samples)
 
     def _add(self, kind: str, stack: Stack, wall_ns: int) -> None:
         if stack:

@@ -32,7 +32,10 @@ class Advice:
 
 def speedup_text(advice: Mapping[str, Any]) -> str:
     """The predicted speed-up of an advice of the log or of a report, such as 1.9 or 1.2 to 1.9; empty without one."""
-    low, high = advice.get("predicted_low"), advice.get("predicted_speedup")
-    if high is None:
-        return ""
+    high = advice.get("predicted_speedup")
+    return "" if high is None else factor_text(high, advice.get("predicted_low"))
+
+
+def factor_text(high: float, low: float | None) -> str:
+    """A factor, such as 1.9, or a range of it, such as 1.2 to 1.9."""
     return f"{high:g}" if low is None or low >= high else f"{low:g} to {high:g}"

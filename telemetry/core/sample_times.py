@@ -50,13 +50,21 @@ class SampleTimes:
 
     def weight_ns(self, due_ns: int, taken_ns: int) -> int:
         """The time that a sample stands for, which was due at one stamp and was taken at another."""
-        return int(self._mean * NS) + min(max(0, taken_ns - due_ns), _MAX_DELAY_NS)
+        return int(self._mean * NS) + self.delay_ns(due_ns, taken_ns)
 
-    def taken(self) -> None:
-        """Count a sample that was taken now. If samples cost too much CPU time, the mean gap grows."""
-        self._samples += 1
+    @staticmethod
+    def delay_ns(due_ns: int, taken_ns: int) -> int:
+        """The time by which a thread was late."""
+        return min(max(0, taken_ns - due_ns), _MAX_DELAY_NS)
+
+    def taken(self, samples: int = 1) -> None:
+        """Count a sample that was taken now. If samples cost too much CPU time, the mean gap grows.
+
+        ``samples`` is 0 if it was not due after a gap: then only its cost counts.
+        """
+        self._samples += samples
         self._cpu_ns = time.thread_time_ns() - self._began_ns
-        self._mean = max(self._least, self._cpu_ns / self._samples / NS / _MAX_OWN_SHARE)
+        self._mean = max(self._least, self._cpu_ns / max(1, self._samples) / NS / _MAX_OWN_SHARE)
 
     def starts(self) -> None:
         """Count the cost of samples from now on: what this thread did before was something else."""

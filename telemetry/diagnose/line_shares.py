@@ -7,6 +7,7 @@ the library's line is named: the outermost one outside of the DataLoader.
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -64,6 +65,7 @@ class LineShare:
             line itself, or in a function that is not written in Python.
         share: its share of the wall clock of the fetch or the step, 0 to 1.
         cpu_share: its share of the CPU time, 0 to 1.
+        error: standard error of ``share``, from the number of samples.
     """
 
     file: str
@@ -72,6 +74,7 @@ class LineShare:
     calls: str | None
     share: float
     cpu_share: float
+    error: float = 0.0
 
     @property
     def place(self) -> str:
@@ -122,11 +125,13 @@ def line_shares(profile: StackProfile, work: str) -> tuple[LineShare, ...]:
     if profile.samples < MIN_SAMPLES or not wall:
         return ()
     longest = sorted(times.items(), key=lambda item: -item[1][0])[:MAX_LINES]
-    return tuple(
-        LineShare(file, line, functions[file, line], calls, share=wall_ns / wall, cpu_share=cpu_ns / max(cpu, 1))
-        for (file, line, calls), (wall_ns, cpu_ns) in longest
-        if wall_ns >= _MIN_SHARE * wall
-    )
+    found = []
+    for (file, line, calls), (wall_ns, cpu_ns) in longest:
+        share = wall_ns / wall
+        if share >= _MIN_SHARE:
+            error = math.sqrt(share * (1 - share) / profile.samples)
+            found.append(LineShare(file, line, functions[file, line], calls, share, cpu_ns / max(cpu, 1), error))
+    return tuple(found)
 
 
 def _inside(stack: Stack, work: str) -> Stack:

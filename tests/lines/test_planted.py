@@ -30,6 +30,9 @@ def test_each_kind_has_a_planted_line(kind):
         ({"second_share": None, "own_second_share": None}, False),
         ({"predicted": 2.0}, True),
         ({"predicted": None}, False),
+        ({"predicted": 2.0, "predicted_low": 1.5}, False),
+        ({"predicted": 3.0, "predicted_low": 2.0}, True),
+        ({"predicted": 1.2, "predicted_low": 1.1}, True),
     ],
 )
 def test_the_campaign_fails_if_a_goal_is_missed(changed, miss):

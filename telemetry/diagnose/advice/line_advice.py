@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from telemetry.core.formatting import milliseconds as ms
 from telemetry.core.formatting import rounded_percent
-from telemetry.core.recommendation import Advice
+from telemetry.core.recommendation import Advice, factor_text
 from telemetry.diagnose import line_shares as work
 from telemetry.diagnose.model import gain_of, gain_over_window, predicted_step, step_seconds, supply_seconds
 from telemetry.diagnose.own_time import own_time
@@ -18,6 +19,13 @@ if TYPE_CHECKING:
 _WORTH_IT: Final = 1.05
 _MIN_SHARE: Final = 0.1
 """A line gets advice from this share on."""
+
+_ERRORS: Final = 2
+_SURE: Final = 1.2
+"""A prediction is a range if the share may be off by twice its standard error, and the speed-up by this factor then.
+
+Of a line with 96 % of a step, 150 samples cannot tell whether the step would be 14 or 60 times as fast without it.
+"""
 
 _PART: Final = {
     work.FETCH: "each fetch",
@@ -37,13 +45,14 @@ def line_verdict(evidence: Evidence, kind: str, line: LineShare, *, cause: str) 
     """One sentence on the line that takes most."""
     text = f"{verdict_part(line, kind)} is {line.named}"
     seconds = _seconds_of(evidence, kind)
-    gain = _gain(evidence, kind, line, 1.0, cause=cause)
+    gain, low = _gain_or_range(evidence, kind, line, 1.0, cause=cause)
+    predicted = "" if gain is None else f", predicted {factor_text(gain, low)} times the steps per second"
     if seconds is not None and kind in {work.FETCH, work.WAIT}:
         short = "a fetch" if kind == work.FETCH else "a wait"
         text += f"; without it {short} takes {ms(seconds * (1 - line.share))}"
-        text += f", predicted {gain:g} times the steps per second" if gain is not None else ""
+        text += predicted
     elif gain is not None:
-        text += f"; without it, predicted {gain:g} times the steps per second"
+        text += f"; without it{predicted}"
     return text
 
 
@@ -58,9 +67,12 @@ def line_advice(evidence: Evidence, kind: str, line: LineShare, *, cause: str) -
     """
     if line.share < _MIN_SHARE:
         return ()
-    removed, halved = (_gain(evidence, kind, line, part, cause=cause) for part in (1.0, 0.5))
-    if removed is None or removed < _WORTH_IT:
+    expected = _gain(evidence, kind, line, 1.0, cause=cause)
+    if expected is None or expected < _WORTH_IT:
         return ()
+    (removed, removed_low), (halved, halved_low) = (
+        _gain_or_range(evidence, kind, line, part, cause=cause) for part in (1.0, 0.5)
+    )
     seconds = _seconds_of(evidence, kind)
     because = f"{verdict_part(line, kind)} is this line"
     if seconds is not None:
@@ -68,8 +80,10 @@ def line_advice(evidence: Evidence, kind: str, line: LineShare, *, cause: str) -
     name = line.named
     where = {work.STEP: "the step", work.CHECKPOINT: "the checkpoint"}.get(kind, "the loader")
     return (
-        Advice(f"take {name} out of {where}: do it once, before the training", None, None, removed, because),
-        Advice(f"make {name} twice as fast", None, None, halved, because),
+        Advice(
+            f"take {name} out of {where}: do it once, before the training", None, None, removed, because, removed_low
+        ),
+        Advice(f"make {name} twice as fast", None, None, halved, because, halved_low),
     )
 
 
@@ -85,6 +99,25 @@ def _seconds_of(evidence: Evidence, kind: str) -> float | None:
     if kind == work.CHECKPOINT and evidence.checkpoints.steps:
         return evidence.checkpoints.seconds / evidence.checkpoints.steps
     return None
+
+
+def _gain_or_range(
+    evidence: Evidence, kind: str, line: LineShare, part: float, *, cause: str
+) -> tuple[float | None, float | None]:
+    """The factor that `_gain` gives, and None; or, if too few samples tell the share, the most and the least."""
+    gain, low, high = (
+        _gain(evidence, kind, _with_share(line, line.share + errors * line.error), part, cause=cause)
+        for errors in (0, -_ERRORS, _ERRORS)
+    )
+    if gain is None or low is None or high is None or (gain <= _SURE * low and high <= _SURE * gain):
+        return gain, None
+    return high, low
+
+
+def _with_share(line: LineShare, share: float) -> LineShare:
+    """The line if its share were another one, and that of the CPU time with it. A quarter of the rest always stays."""
+    share = min(max(share, 0.0), 1 - (1 - line.share) / 4)
+    return replace(line, share=share, cpu_share=min(line.cpu_share * share / line.share, 1.0))
 
 
 def _gain(evidence: Evidence, kind: str, line: LineShare, part: float, *, cause: str) -> float | None:
