@@ -45,6 +45,17 @@ def test_two_calls_that_hold_the_gil_get_their_parts():
     assert sampled((1, 5, 60, 13), (2, 3, 30, 13), (3, 200, 30, 13)) == {1: 50 + 80 * 23, 2: 30 + 40 * 23, 3: 2000}
 
 
+def test_the_next_line_of_the_function_is_no_call_that_holds_it():
+    """It is the first at which Python looks whether another thread waits."""
+    assert sampled((1, 5, 100, 13), (2, 1, 20, 13), (3, 50, 0, 0)) == {1: 50 + 120 * 23, 2: 10, 3: 500}
+    shorter_call = ((1, 5, 100, 13), (2, 10, 20, 4))
+    assert sampled(*shorter_call) == {1: 50 + 100 * 23, 2: 100 + 20 * 14}
+
+
+def test_python_code_that_is_late_since_others_wait_too_keeps_its_samples():
+    assert sampled((1, 5, 60, 13), (2, 100, 30, 2)) == {1: 50 + 60 * 23, 2: 1000 + 30 * 12}
+
+
 @pytest.mark.parametrize("lines", [((1, 100, 20, 5), (2, 90, 50, 13)), ((1, 100, 0, 0), (2, 90, 2, 13))])
 def test_without_a_call_that_holds_it_each_line_keeps_its_samples(lines):
     assert sampled(*lines) == {line: in_time * 10 + late * (10 + delay) for line, in_time, late, delay in lines}
