@@ -9,11 +9,13 @@ import time
 import pytest
 
 from telemetry.agent.between_ticks import BetweenTicks
+from telemetry.attach import worker_line_sampler
 from telemetry.collect.line_sampler import LineSampler
 from telemetry.core.clock import NS, now_ns
 from telemetry.core.errors import ErrorLog
 from telemetry.core.late_samples import LATE_WAITS, LateSamples, thread_waits
 from telemetry.core.stacks import Spot
+from tests.running_agent import wait_for
 
 MS = 1_000_000
 GAP_MS = 10
@@ -70,6 +72,31 @@ def test_waits_of_a_thread_are_counted():
     for _ in range(5):
         time.sleep(0.001)
     assert thread_waits() - before >= 5
+
+
+def test_a_worker_notices_that_a_call_held_the_gil(monkeypatch):
+    numbers = [(i * 7919) % 1000003 for i in range(400_000)]
+    waited, over = [], threading.Event()
+
+    class Recording(LateSamples):
+        def add(self, stack, wall_ns, cpu_ns, *, delay_ns, waits) -> None:
+            waited.append(waits)
+
+    class Area:
+        def write(self, *profile) -> None:
+            pass
+
+    monkeypatch.setattr(worker_line_sampler, "LateSamples", Recording)
+    monkeypatch.setattr(worker_line_sampler, "fetch_part", lambda stack: stack)
+    until = now_ns() + 600 * NS
+    worker_line_sampler.WorkerSampler(lambda: (1, 1 if over.is_set() else until), lambda: True, Area()).ask()
+    (thread,) = [each for each in threading.enumerate() if each.name == "telemetry-lines"]
+    try:
+        wait_for(lambda: sorted(numbers) and max(waited, default=0) >= LATE_WAITS, 60)
+    finally:
+        over.set()
+        thread.join(60)
+    assert not thread.is_alive()
 
 
 # -- on the agent thread -----------------------------------------------------------------------------------------

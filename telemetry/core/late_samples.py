@@ -5,9 +5,10 @@ another thread may get the GIL first, and after it the sampled thread, which goe
 sees that call. In a DataLoader worker the thread that sends batches waits from the beginning of each fetch: a quarter
 of the late samples of a first call were seen behind it (`python -m tests.lines`).
 
-Whose a late sample is can be told from all samples of a line. Of a call that holds the GIL for 20 ms, hardly any sample
-is in time. Where more are, the line leaves the GIL to others, and samples that were late by as much as those of the
-call are the call's. So are the few of a line that follows it in the same function.
+All samples of a line tell whether it holds the GIL. If a call holds it for 20 ms, nearly all of its samples are late.
+If most samples of a line are in time, the line does not hold the GIL. Its late samples then count for the call, if
+they are about as late as those of the call. So do the few late samples of the line that follows the call in the same
+function.
 """
 
 from __future__ import annotations
