@@ -58,10 +58,12 @@ def python(*arguments: object, cwd: Path, env: dict[str, str] | None = None, std
     )
 
 
-def run_script(source: str, folder: Path, *arguments: object, env: dict[str, str] | None = None, ok: bool = True):
-    """Run a script that writes its results into ``results.json``, which `results` reads."""
+def run_script(
+    source: str, folder: Path, *arguments: object, env: dict[str, str] | None = None, ok: bool = True, run=python
+):
+    """Run a script that writes its results into ``results.json``, which `results` reads. ``run``: a kind of `python`."""
     script = write(folder, "script.py", source)
-    done = python(script, *arguments, cwd=folder, env=env)
+    done = run(script, *arguments, cwd=folder, env=env)
     if ok:
         assert done.returncode == 0, done.stderr
     return done

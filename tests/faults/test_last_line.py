@@ -12,6 +12,8 @@ import pytest
 
 from faults.processes import HANG, RUN, environment, events, python, without_start_line, write
 
+from tests.faults.warm_python import warm_python
+
 LINE = re.compile(r"^telemetry: (?!run ).*; see: telemetry report .*\n", re.MULTILINE)
 
 TRAIN = """
@@ -75,8 +77,8 @@ def on() -> dict[str, str]:
 @pytest.mark.parametrize("ending", [*ONE, *NONE])
 def test_the_script_ends_as_it_does_without_the_line(ending, tmp_path):
     train(tmp_path, (ONE | NONE)[ending])
-    off = python(*RUN, "script.py", cwd=tmp_path)
-    done = python(*RUN, "script.py", cwd=tmp_path, env=on())
+    off = warm_python(*RUN, "script.py", cwd=tmp_path)
+    done = warm_python(*RUN, "script.py", cwd=tmp_path, env=on())
     without, lines = LINE.subn("", done.stderr)
     if ending == "unflushed":
         without, lines = re.subn(LINE.pattern.lstrip("^"), "", done.stderr)
@@ -89,7 +91,7 @@ def test_the_script_ends_as_it_does_without_the_line(ending, tmp_path):
 
 def test_workers_and_their_children_write_none(tmp_path):
     train(tmp_path, "pass", workers=2)
-    done = python(*RUN, "script.py", cwd=tmp_path, env=on())
+    done = warm_python(*RUN, "script.py", cwd=tmp_path, env=on())
     assert len(LINE.findall(done.stderr)) == 1, done.stderr
 
 

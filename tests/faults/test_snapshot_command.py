@@ -6,8 +6,10 @@ import os
 
 import pytest
 
-from faults.processes import Child, python, wait_for, write
+from faults.processes import python, wait_for, write
 from faults.snapshot_scripts import LOOP, whole
+
+from tests.faults.warm_python import WarmChild
 
 
 def test_the_command_from_another_shell(tmp_path):
@@ -24,7 +26,7 @@ def test_the_command_from_another_shell(tmp_path):
         loop(agent, lambda: os.path.exists("stop"))
         """,
     )
-    with Child(script, cwd=tmp_path) as child:
+    with WarmChild(script, cwd=tmp_path) as child:
         child.line()
         wait_for(lambda: list(tmp_path.glob("run/snapshots/request-step*/*.gz")), "the first trace")
         done = python("-m", "telemetry", "snapshot", "run", "--steps", "3", cwd=tmp_path)

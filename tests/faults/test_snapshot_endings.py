@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from faults.processes import events, python, run_script, write
+from faults.processes import events, run_script, write
 from faults.snapshot_scripts import LOOP, partial, whole
 from telemetry.snapshot.session import starts_beside_ours
+from tests.faults.warm_python import warm_python
 
 
 @pytest.mark.parametrize("ending", ["telemetry.stop()", "pass", "os._exit(3)", "raise SystemExit(3)"])
@@ -26,7 +27,7 @@ def test_a_run_that_ends_during_a_recording(tmp_path, ending):
         {ending}
         """,
     )
-    done = python(script, cwd=tmp_path)
+    done = warm_python(script, cwd=tmp_path)
     assert done.returncode == (3 if "3" in ending else 0)
     assert done.stderr == ""
     published = list(tmp_path.glob("run/snapshots/request-step*/*.gz"))
@@ -51,6 +52,7 @@ def test_a_run_stopped_by_another_thread_during_a_recording(tmp_path):
         thread.join()
         """,
         tmp_path,
+        run=warm_python,
     )
     (line,) = events(tmp_path / "run", "snapshot")
     assert (line["result"], line["why"]) == ("recorded", "cut short: the end of the run")
@@ -98,7 +100,7 @@ def test_a_profiler_on_another_thread_does_not_wait_for_ever(tmp_path, then):
             telemetry.stop()
         """,
     )
-    done = python(script, cwd=tmp_path)
+    done = warm_python(script, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
 
@@ -140,6 +142,7 @@ def test_before_torch_2_13_it_waits_for_the_training_thread(tmp_path):
         telemetry.stop()
         """,
         tmp_path,
+        run=warm_python,
     )
     (line,) = events(tmp_path / "run", "snapshot")
     assert (line["result"], line["why"]) == ("recorded", "cut short: a profiler of the script's own began")
@@ -164,6 +167,7 @@ def test_a_run_stopped_while_its_training_thread_is_busy(tmp_path):
         assert not hasattr(torch.utils.data.dataloader._BaseDataLoaderIter.__next__, "__wrapped__")
         """,
         tmp_path,
+        run=warm_python,
     )
     assert done.stderr == ""
 
@@ -183,6 +187,7 @@ def test_an_exit_with_a_session_that_could_not_be_ended(tmp_path):
         assert torch.autograd._profiler_enabled()
         """,
         tmp_path,
+        run=warm_python,
     )
     assert done.stderr == ""
 
@@ -213,4 +218,5 @@ def test_before_torch_2_13_it_gives_up_where_the_training_waits_for_it(tmp_path)
         telemetry.stop()
         """,
         tmp_path,
+        run=warm_python,
     )

@@ -10,8 +10,9 @@ import sys
 
 import pytest
 
-from faults.processes import environment, events, python, results, run_script, write
+from faults.processes import environment, events, results, run_script, write
 from faults.snapshot_scripts import LOOP, whole
+from tests.faults.warm_python import warm_python
 
 STAGES = ("saving", "begun", "saved", "compressing", "compressed", "verified", "published")
 
@@ -47,7 +48,7 @@ def left_by_a_kill(folder, stage, env):
     """
     write(folder, "loop.py", LOOP)
     script = write(folder, "killed.py", KILLED)
-    assert python(script, stage, cwd=folder, env=env).returncode == -9
+    assert warm_python(script, stage, cwd=folder, env=env).returncode == -9
     return json.loads((folder / "left.json").read_text())
 
 
@@ -67,6 +68,7 @@ def test_a_kill_at_any_stage_publishes_only_complete_files(tmp_path, stage):
         """,
         tmp_path,
         env=env,
+        run=warm_python,
     )
     assert not [path for path in left if (tmp_path / path).exists()]
     assert again.stderr == ""
@@ -91,6 +93,7 @@ def test_another_run_removes_what_a_kill_has_left(tmp_path, stage, left):
         """,
         tmp_path,
         env=env,
+        run=warm_python,
     )
     assert not list(tmp_path.glob("run/snapshots/.partial-*"))
     assert done.stderr == ""
@@ -184,6 +187,7 @@ def test_no_room_is_seen_beforehand_and_told(tmp_path):
         telemetry = __import__("telemetry"); telemetry.stop()
         """,
         tmp_path,
+        run=warm_python,
     )
     (line,) = events(tmp_path / "run", "snapshot")
     assert (line["result"], line["path"]) == ("failed", None)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gzip
 import json
 
-from faults.processes import events, python, write
+from faults.processes import events, write
+
+from tests.faults.warm_python import warm_python
 
 SCRIPT = """
 import os, sys, threading, torch, telemetry
@@ -63,7 +65,7 @@ else:
 
 
 def test_a_recording_cut_short_by_the_exit_needs_no_new_thread(tmp_path):
-    done = python(write(tmp_path, "script.py", SCRIPT), "exit", cwd=tmp_path)
+    done = warm_python(write(tmp_path, "script.py", SCRIPT), "exit", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     (line,) = events(tmp_path / "run", "snapshot")
     assert line["result"] == "recorded"
@@ -72,7 +74,7 @@ def test_a_recording_cut_short_by_the_exit_needs_no_new_thread(tmp_path):
 
 
 def test_without_a_thread_there_is_no_recording_and_the_next_one_is_made(tmp_path):
-    done = python(write(tmp_path, "script.py", SCRIPT), "loop", cwd=tmp_path)
+    done = warm_python(write(tmp_path, "script.py", SCRIPT), "loop", cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "['MainThread']\n", "")
     refused, recorded = events(tmp_path / "run", "snapshot")
     assert (refused["result"], recorded["result"]) == ("refused", "recorded")
@@ -81,5 +83,5 @@ def test_without_a_thread_there_is_no_recording_and_the_next_one_is_made(tmp_pat
 
 def test_a_worker_forked_during_an_export_keeps_none_of_its_files(tmp_path):
     """Otherwise the disk space of removed files would stay in use as long as the worker lives."""
-    done = python(write(tmp_path, "script.py", SCRIPT), "fork", cwd=tmp_path)
+    done = warm_python(write(tmp_path, "script.py", SCRIPT), "fork", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "open []\n"), done.stderr

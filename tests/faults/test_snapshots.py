@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 
-from faults.processes import events, python, results, run_script, write
+from faults.processes import events, results, run_script, write
 from faults.snapshot_scripts import LOOP
+from tests.faults.warm_python import warm_python
 
 CYCLES = """
 import json, os, threading
@@ -62,7 +63,7 @@ with open("results.json", "w") as file:
 def test_two_hundred_snapshots_leave_no_memory_behind(tmp_path):
     write(tmp_path, "loop.py", LOOP)
     script = write(tmp_path, "script.py", CYCLES)
-    done = python(script, cwd=tmp_path, timeout=300)  # half a minute of work on an idle machine
+    done = warm_python(script, cwd=tmp_path)  # half a minute of work on an idle machine
     assert done.returncode == 0, done.stderr
     found = results(tmp_path)
     grown = found["grown"]
@@ -90,6 +91,7 @@ def test_nothing_on_stderr_and_no_thread_left(tmp_path):
             json.dump({"threads": threads, "left": [t.name for t in threading.enumerate()]}, file)
         """,
         tmp_path,
+        run=warm_python,
     )
     assert (done.stdout, done.stderr) == ("", "")
     assert "telemetry-export" not in results(tmp_path)["threads"]
@@ -110,6 +112,7 @@ def test_inductor_is_not_loaded_for_it(tmp_path):
         assert "torch._inductor" not in sys.modules
         """,
         tmp_path,
+        run=warm_python,
     )
 
 
@@ -129,6 +132,7 @@ def test_a_folder_that_is_another_s_is_left_alone_and_told(tmp_path):
         telemetry.stop()
         """,
         tmp_path,
+        run=warm_python,
     )
     assert os.listdir(tmp_path / "elsewhere") == []
     assert [line["source"] for line in events(tmp_path / "run", "error") if line["source"] == "snapshot"] == [
@@ -155,6 +159,7 @@ def test_training_on_another_thread_is_left_alone(tmp_path):
         thread.join()
         """,
         tmp_path,
+        run=warm_python,
     )
     (line,) = events(tmp_path / "run", "snapshot")
     assert (line["result"], "main thread" in line["why"]) == ("refused", True)
@@ -182,6 +187,7 @@ def test_a_run_that_stays_slower_after_a_snapshot_takes_no_more(tmp_path):
         telemetry.stop()
         """,
         tmp_path,
+        run=warm_python,
     )
     recorded, refused = events(tmp_path / "run", "snapshot")
     assert (recorded["result"], refused["result"]) == ("recorded", "refused")

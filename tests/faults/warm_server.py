@@ -2,14 +2,16 @@
 
     python warm_server.py FD
 
-A message at the socket is ``{"script", "arguments", "folder", "environment"}`` with three descriptors, answered by a
+A message at the socket is ``{"arguments", "folder", "environment"}`` with three descriptors, answered by a
 pid, or ``{"wait": pid}``, answered by the exit status.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
+import runpy
 import socket
 import sys
 import types
@@ -44,18 +46,22 @@ def serve(requests: socket.socket) -> dict:
 
 
 def become(order: dict) -> None:
-    """Run the script as Python would."""
+    """Run a script as Python would, or a module after ``-m``."""
     os.environ.clear()
     os.environ.update(order["environment"])
     os.chdir(order["folder"])
-    script = order["script"]
-    sys.argv = [script, *order["arguments"]]
-    sys.path[0] = str(Path(script).parent)
+    first, *rest = order["arguments"]
+    if first == "-m":
+        sys.argv, sys.path[0] = rest, order["folder"]
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+        return
+    sys.argv, sys.path[0] = [first, *rest], str(Path(first).parent)
     main = types.ModuleType("__main__")
-    main.__file__ = script
+    main.__file__ = first
     sys.modules["__main__"] = main
-    exec(compile(Path(script).read_bytes(), script, "exec"), main.__dict__)
+    exec(compile(Path(first).read_bytes(), first, "exec", dont_inherit=True), main.__dict__)
 
 
 if __name__ == "__main__":
+    gc.freeze()  # a collection does not go through what torch has brought, so its pages stay shared
     become(serve(socket.socket(fileno=int(sys.argv[1]))))
