@@ -20,6 +20,7 @@ MIB: Final = 1 << 20
 SCRIPT: Final = '''
 import mmap, random, sys, time
 import torch
+from quick_optimizers import QuickSGD
 from torch.utils.data import DataLoader, Dataset
 
 WHAT, BYTES_PER_SECOND, WORKERS, SECONDS, LIST_BYTES = (
@@ -83,7 +84,7 @@ def main():
         Documents(), batch_size=None, num_workers=WORKERS, shuffle=True, persistent_workers=WORKERS > 0
     )
     model = torch.nn.Linear(10, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = QuickSGD(model.parameters(), lr=0.1)
     kept, due = [], Due(1)
     until = time.monotonic() + SECONDS
     for batch in loader:

@@ -14,6 +14,7 @@ TRAIN = """
     import os, sys, torch
     open(os.path.join(os.environ["GROUP"], "cgroup.procs"), "w").write("0")
     import telemetry
+    from quick_optimizers import QuickSGD
     telemetry.start("run", interval_seconds=0.1, log_interval_seconds=0.3)
 
     class Data(torch.utils.data.Dataset):
@@ -32,7 +33,7 @@ TRAIN = """
             held.append(bytearray(os.urandom(1 << 20) * 16))
 
     net = torch.nn.Linear(16, 1)
-    optimizer = torch.optim.Adam(net.parameters())
+    optimizer = QuickSGD(net.parameters(), lr=0.1)
     workers = 1 if os.environ["EATS"] == "worker" else 0
     for number, batch in enumerate(torch.utils.data.DataLoader(Data(), num_workers=workers), 1):
         net(batch).sum().backward()
