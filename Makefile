@@ -8,7 +8,7 @@ DIST := .venv-dist
 PROCESSES ?= 4
 READY := $(VENV)/.ready
 
-.PHONY: help environments test test-stack test-frameworks test-matrix lint types unit demo bench bench-trace bench-fleet zoo docs docs-reference dist format clean
+.PHONY: help environments prepared test test-stack test-frameworks test-matrix lint types unit demo bench bench-trace bench-fleet zoo docs docs-reference dist format clean
 
 help:
 	@echo "make demo    train a small network that starves, and see what is seen (90 s)"
@@ -86,9 +86,15 @@ types: $(READY)
 # for 63 % of the time. Which tests stay together is said in tests/conftest.py, which files start first in
 # tests/start_order.py. `make test-frameworks` has the tests of frameworks, also those that need only torch.
 # What fails while several processes keep all cores busy is run once more, alone. It has to pass then; both are shown.
+# Each process has few cores for itself, so torch's own threads would only take turns.
+unit: export OMP_NUM_THREADS = 1
 unit: $(READY)
 	$(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --ignore tests/frameworks || \
 	  { [ $$? = 1 ] && $(BIN)/python -m pytest --last-failed --last-failed-no-failures none --ignore tests/frameworks; }
+
+# Prepares the tests' code once, and keeps it, so that not each process of `make unit` has to.
+prepared: $(READY)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --collect-only -qq --ignore tests/frameworks >/dev/null
 
 demo: $(READY)
 	$(BIN)/telemetry demo

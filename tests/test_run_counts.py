@@ -28,10 +28,11 @@ SCRIPT = """
 import json, os, signal, sys, time
 import telemetry
 from torch.utils.data import DataLoader
+from quick_optimizers import QuickSGD
 from token_scripts import Texts, TokenTrainer, as_encoding
 
 kill, counts = sys.argv[1] == "kill", sys.argv[2]
-trainer = TokenTrainer()
+trainer = TokenTrainer(QuickSGD)
 trainer.train(DataLoader(Texts(), 4, num_workers=2, collate_fn=as_encoding, shuffle=True), epochs=2, stop_after=11)
 with open(counts, "a") as file:
     file.write(f"{trainer.tokens}\\n")

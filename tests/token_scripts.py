@@ -112,9 +112,9 @@ class Uneven(BatchSampler):
 class TokenTrainer:
     """A loop that counts the tokens of its batches."""
 
-    def __init__(self) -> None:
+    def __init__(self, optimizer: type[torch.optim.Optimizer] = torch.optim.SGD) -> None:
         self.weight = torch.zeros(1, requires_grad=True)
-        self.optimizer = torch.optim.SGD([self.weight], lr=0.1)
+        self.optimizer = optimizer([self.weight], lr=0.1)
         self.tokens = 0
 
     def step(self, batch) -> None:

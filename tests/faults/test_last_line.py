@@ -11,7 +11,6 @@ import textwrap
 import pytest
 
 from faults.processes import HANG, RUN, environment, events, python, without_start_line, write
-
 from tests.faults.warm_python import warm_python
 
 LINE = re.compile(r"^telemetry: (?!run ).*; see: telemetry report .*\n", re.MULTILINE)

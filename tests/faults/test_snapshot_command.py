@@ -8,7 +8,6 @@ import pytest
 
 from faults.processes import python, wait_for, write
 from faults.snapshot_scripts import LOOP, whole
-
 from tests.faults.warm_python import WarmChild
 
 

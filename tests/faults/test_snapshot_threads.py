@@ -6,7 +6,6 @@ import gzip
 import json
 
 from faults.processes import events, write
-
 from tests.faults.warm_python import warm_python
 
 SCRIPT = """

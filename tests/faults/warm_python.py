@@ -96,7 +96,11 @@ def warm_python(
     *arguments: object, cwd: Path, env: dict[str, str] | None = None, stdin: str = ""
 ) -> subprocess.CompletedProcess[str]:
     """Like `processes.python`, in a process that has torch. Arguments: a script and its own, or ``-m``, a module, its own."""
-    with tempfile.TemporaryFile("w+") as given, tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+    with (
+        tempfile.TemporaryFile("w+") as given,
+        tempfile.TemporaryFile("w+") as out,
+        tempfile.TemporaryFile("w+") as err,
+    ):
         given.write(stdin)
         streams = [given, out, err]
         for stream in streams:
