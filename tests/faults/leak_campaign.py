@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 LIST_BYTES = 430 * MIB
-BASE_BYTES = {"copied_list": 740 * MIB}
+BASE_BYTES = {"copied_list": 870 * MIB}
 MAX_BASE_BYTES = 170 * MIB
 """What a run needs before it leaks, about."""
 
