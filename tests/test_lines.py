@@ -123,6 +123,21 @@ def test_a_share_is_as_sure_as_it_has_samples(samples, error):
     assert [found.error for found in line_shares(profile, work.FETCH)] == [pytest.approx(error, abs=5e-4)] * 2
 
 
+def test_of_a_wait_for_workers_only_samples_in_the_sampler_make_it_sure():
+    drawing = ITEM._replace(file="/lib/site-packages/torch/utils/data/dataloader.py", function="_next_index",
+                            module="torch.utils.data.dataloader")  # fmt: skip
+    queue = Spot("/usr/lib/python3/queue.py", 1, "get", "queue")
+    profile = profile_of(((ITEM, drawing, LOOP), 25), ((RESIZE, ITEM, drawing, LOOP), 75), ((queue, LOOP), 300))
+    assert [found.error for found in line_shares(profile, work.SAMPLER)] == [pytest.approx(0.043, abs=5e-4)] * 2
+
+
+def test_time_without_a_sample_makes_no_share_surer():
+    profile = profile_of(((ITEM, FETCHER), 25), ((RESIZE, ITEM, FETCHER), 75))
+    for _ in range(300):
+        profile.add((ITEM, FETCHER), 0, 0, samples=0)
+    assert [found.error for found in line_shares(profile, work.FETCH)] == [pytest.approx(0.043, abs=5e-4)] * 2
+
+
 def test_few_samples_name_no_line():
     assert line_shares(profile_of(((ITEM, FETCHER), work.MIN_SAMPLES - 1)), work.FETCH) == ()
 

@@ -89,13 +89,13 @@ class LineSampler:
         times.starts()
         doing = self._doing()
         if doing in self._kinds and doing is not None:
-            self._add(doing, stack_of(self._thread()), wall)
+            self._add(doing, stack_of(self._thread()), wall, samples)
         if FETCH in self._kinds:
             for thread in python_threads():
                 if thread.ident != self._thread():
-                    self._add(FETCH, fetch_part(thread.stack), wall)
+                    self._add(FETCH, fetch_part(thread.stack), wall, samples)
         times.taken(samples)
 
-    def _add(self, kind: str, stack: Stack, wall_ns: int) -> None:
+    def _add(self, kind: str, stack: Stack, wall_ns: int, samples: int) -> None:
         if stack:
-            self.profiles.setdefault(kind, StackProfile()).add(stack, wall_ns, wall_ns)
+            self.profiles.setdefault(kind, StackProfile()).add(stack, wall_ns, wall_ns, samples)

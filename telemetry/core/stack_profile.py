@@ -43,9 +43,9 @@ class StackProfile:
         self.other_ns = 0
         self.other_cpu_ns = 0
 
-    def add(self, stack: Stack, wall_ns: int, cpu_ns: int) -> None:
-        """Add a sample that stands for this much time."""
-        self.samples += 1
+    def add(self, stack: Stack, wall_ns: int, cpu_ns: int, samples: int = 1) -> None:
+        """Add a sample that stands for this much time; with ``samples=0``, only its time."""
+        self.samples += samples
         self._count(stack, wall_ns, cpu_ns)
 
     def merge(self, other: StackProfile) -> None:

@@ -65,7 +65,7 @@ class LineShare:
             line itself, or in a function that is not written in Python.
         share: its share of the wall clock of the fetch or the step, 0 to 1.
         cpu_share: its share of the CPU time, 0 to 1.
-        error: standard error of ``share``, from the number of samples.
+        error: standard error of ``share``, from the number of samples of the work.
     """
 
     file: str
@@ -124,12 +124,13 @@ def line_shares(profile: StackProfile, work: str) -> tuple[LineShare, ...]:
             times[named] = before[0] + wall_ns, before[1] + cpu_ns
     if profile.samples < MIN_SAMPLES or not wall:
         return ()
+    samples = max(1.0, profile.samples * wall / profile.wall_ns)  # of the work; in the sampler they are few
     longest = sorted(times.items(), key=lambda item: -item[1][0])[:MAX_LINES]
     found = []
     for (file, line, calls), (wall_ns, cpu_ns) in longest:
         share = wall_ns / wall
         if share >= _MIN_SHARE:
-            error = math.sqrt(share * (1 - share) / profile.samples)
+            error = math.sqrt(share * (1 - share) / samples)
             found.append(LineShare(file, line, functions[file, line], calls, share, cpu_ns / max(cpu, 1), error))
     return tuple(found)
 
