@@ -33,8 +33,12 @@ settings.register_profile("telemetry", deadline=None)
 settings.load_profile("telemetry")
 
 
+SHARED_SERVERS = ("stack/cluster", "stack/job")
+"""Folders of which all tests run on one worker."""
+
+
 def pytest_collection_modifyitems(config, items):
-    if hasattr(config, "workerinput"):  # under xdist; within a file, and within the stack, the order stays
+    if hasattr(config, "workerinput"):  # under xdist; within a file, and within such a folder, the order stays
         items.sort(key=lambda item: start_order(item.nodeid))
 
 
@@ -46,7 +50,7 @@ def pytest_collection_finish():
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Tests of one file run on one worker: they share fixtures. So do all with real servers, because of the ports."""
+    """Tests of one file run on one worker: they share fixtures. So do those of a folder that share real servers."""
     from xdist.scheduler import LoadFileScheduling
 
     class Together(LoadFileScheduling):
@@ -54,7 +58,8 @@ def pytest_xdist_make_scheduler(config, log):
             file = super()._split_scope(nodeid)
             if file.endswith("frameworks/test_frameworks.py"):
                 return nodeid  # a process each, which takes 20 s; nothing is shared
-            return "stack" if "/stack/" in file else file
+            folder = file.rpartition("/")[0]
+            return folder if folder.endswith(SHARED_SERVERS) else file
 
     config.option.loadscopereorder = False  # it would begin with the files that have most tests: those are quick
     return Together(config, log)

@@ -133,6 +133,33 @@ def test_an_open_stall_before_the_end_of_the_log_is_found(run):
     assert run.row().stalls[-1]["advice"][0]["value"] == 8
 
 
+def losing(s: float, filler: int = 500) -> dict:
+    """A window of a run that lost half of its time since ``NOW - 2999``."""
+    lost = {"stall_lost_total_seconds": {"workers_io_bound": 0.5 * s}, "filler": "x" * filler}
+    return window(NOW - 2999 + s, s + 1, steps=s, wait=0.5 * s, **lost)
+
+
+@pytest.mark.parametrize("begins", [-1, 0, 1, 50, 100])
+def test_an_open_stall_that_the_part_read_first_cuts_is_found(run, begins):
+    """Bytes of its line that are before that part, as a percentage; some, so that it ends or begins there."""
+    opened = dumped(stall(NOW - 2999, "workers_io_bound"))
+    after = dumped(*(losing(s) for s in range(0, 600, 10)))
+    cut = len(opened) * begins // 100 if begins >= 0 else -1
+    rest = FIRST_BYTES - (len(opened) - cut) - len(after) - len(dumped(losing(600, 0)))
+    run.add(start(NOW - 3000), *(window(NOW - 2999, 1, steps=0, filler="x" * 500) for _ in range(9)))
+    run.log().write_bytes(run.log().read_bytes() + opened + after + dumped(losing(600, rest)))
+    run.now = NOW - 2999 + 601
+    assert run.row().finding == "workers_io_bound"
+
+
+def test_an_open_stall_whose_lines_of_code_alone_were_read_is_found(run):
+    run.add(start(NOW - 3000), stall(NOW - 2999, "workers_io_bound"), *map(losing, range(0, 2900, 10)))
+    lines = stall(NOW - 2999, "workers_io_bound") | {"event": "stall_lines"}
+    run.add({name: lines[name] for name in lines if name != "advice"}, losing(2990))
+    assert run.row().finding == "workers_io_bound"
+    assert run.row().stalls[-1]["advice"][0]["value"] == 8
+
+
 def test_a_torn_last_line_waits_for_its_end(run):
     whole = dumped(window(NOW, 110, steps=11))
     run.add(start(NOW - 100), window(NOW - 1, 99, steps=9))

@@ -21,7 +21,7 @@ MAX_BYTES: Final = 1 << 20
 BACK_BYTES: Final = 1 << 21
 """Searched backwards for an older line."""
 
-_FINDING: Final = re.compile(rb'"event": ?"(stall_open|stall_close|hang)"')
+_FINDING: Final = re.compile(rb'"event": ?"(stall_open|stall_lines|stall_close|hang)"')
 
 
 class LogTail:
@@ -90,9 +90,10 @@ class LogTail:
         if size - self._at <= FIRST_BYTES:
             self.from_start = True
             return [head, *self._added(file)]
-        self._at = self._tail_begins = size - FIRST_BYTES
+        self._at = size - FIRST_BYTES
         file.seek(self._at)
         self._at += len(file.readline(FIRST_BYTES))  # the rest of a line
+        self._tail_begins = self._at
         return [head, *self._added(file)]
 
     def _added(self, file: BinaryIO) -> list[bytes]:

@@ -156,7 +156,7 @@ class RunFolder:
             return
         if began:
             extras.changed = here
-        elif not followed.tail.from_start and extras.recent.loses_time and not log.stalls:
+        elif not followed.tail.from_start and extras.recent.loses_time and not _begins_or_ends(log.stalls):
             newer, log.stalls[:] = list(log.stalls), []
             for line in followed.tail.older_findings():
                 self._take(line, followed)
@@ -222,6 +222,11 @@ class RunFolder:
             step_seconds=extras.window,
             hang=hang,
         )
+
+
+def _begins_or_ends(stalls: Iterable[dict[str, Any]]) -> bool:
+    """Whether it is known how the newest stall began, or that it is over. Its lines of code alone do not tell."""
+    return any(line["event"] != "stall_lines" for line in stalls)
 
 
 def _most(seconds: dict[str, float]) -> str:

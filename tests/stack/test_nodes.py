@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.stack.conftest import SCRIPT, Job, free_ports, wait_for
+from stack.jobs import SCRIPT, Job, free_ports, wait_for
 
 
 @pytest.fixture

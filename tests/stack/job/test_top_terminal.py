@@ -149,7 +149,7 @@ def test_the_screen_follows_the_size_of_the_terminal(terminal, stalled):
 
 @pytest.mark.parametrize("how", ["ctrl-c", "term", "exception"])
 def test_the_terminal_is_restored(terminal, stalled, how):
-    failing = {"PYTHONPATH": f"{ROOT}/tests/stack/broken_top:{ROOT}"} if how == "exception" else {}
+    failing = {"PYTHONPATH": f"{ROOT}/tests/stack/job/broken_top:{ROOT}"} if how == "exception" else {}
     terminal.top(str(stalled.run_dir), **failing)
     if how == "exception":
         terminal.shows("broken on purpose")
