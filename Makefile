@@ -92,9 +92,10 @@ unit: $(READY)
 	$(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --ignore tests/frameworks || \
 	  { [ $$? = 1 ] && $(BIN)/python -m pytest --last-failed --last-failed-no-failures none --ignore tests/frameworks; }
 
-# Prepares the tests' code once, and keeps it, so that not each process of `make unit` has to.
+# Compiles the tests, as pytest rewrites them, into __pycache__, so that not each process of `make unit` has to. Also where
+# Python is told to write no bytecode. What is wrong with them is for `make unit` to say.
 prepared: $(READY)
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --collect-only -qq --ignore tests/frameworks >/dev/null
+	-PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --collect-only -qq --ignore tests/frameworks >/dev/null
 
 demo: $(READY)
 	$(BIN)/telemetry demo

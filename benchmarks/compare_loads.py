@@ -1,11 +1,11 @@
 """Measures how often `telemetry compare` is wrong on a machine whose load by others changes from run to run.
 
     python -m benchmarks.compare_loads --record FILE [--minutes 20] [--together 3] [--beside 0]
-    python -m benchmarks.compare_loads FILE [--output FOLDER]
+    python -m benchmarks.compare_loads FILE [FILE ...] [--output FOLDER]
 
 The first call records runs of benchmarks/compare_train.py, window by window. Beside some of them runs a program that
 uses a part of a core; with ``--beside 0`` beside none, for calm runs on an idle machine. The second call compares all
-pairs of one kind of loader: of equal runs, and of runs of which one is 5 % or 10 % slower.
+pairs of one kind of loader in all files: of equal runs, and of runs of which one is 5 % or 10 % slower.
 """
 
 from __future__ import annotations
@@ -167,7 +167,8 @@ def text_of(figures: dict[str, Any]) -> str:
         "# Comparisons of two runs under changing load",
         "",
         f"By `python -m benchmarks.compare_loads`, on {place['cores']} cores of {place['cpu']}.",
-        f"On {place['date'][:10]}; other programs used the machine, at times more and at times less.",
+        f"Recorded on {' and '.join(figures['dates'])}, while other programs used the machine at times more, at times",
+        "less, and at times hardly at all.",
         "",
         "| Loader | Equal runs | Held up by others: least, median, most |",
         "| --- | --- | --- |",
@@ -239,7 +240,7 @@ def _percent(ratio: float) -> str:
 def main() -> None:
     """Record, or compare and print."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.compare_loads", description=__doc__.splitlines()[0])
-    parser.add_argument("file", type=Path, nargs="?", help="recorded runs")
+    parser.add_argument("files", type=Path, nargs="*", metavar="FILE", help="recorded runs")
     parser.add_argument("--record", type=Path, metavar="FILE", help="record runs into this file")
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--together", type=int, default=3, help="runs at the same time")
@@ -253,18 +254,19 @@ def main() -> None:
         loads = LOADS if options.beside is None else (options.beside,)
         record(options.record, options.minutes, options.together, options.seconds, loads)
         return
-    if options.file is None:
+    if not options.files:
         parser.error("name a file of recorded runs, or --record")
-    recorded = json.loads(options.file.read_text())
-    loaders = dict.fromkeys(each["loader"] for each in recorded["runs"])
+    recorded = [json.loads(file.read_text()) for file in options.files]
+    runs = [run for each in recorded for run in each["runs"]]
     figures = {
-        "machine": recorded["machine"],
-        "kinds": {loader: figures_of(recorded["runs"], loader) for loader in loaders},
+        "machine": recorded[0]["machine"],
+        "dates": sorted({each["machine"]["date"][:10] for each in recorded}),
+        "kinds": {loader: figures_of(runs, loader) for loader in dict.fromkeys(run["loader"] for run in runs)},
     }
     text = text_of(figures)
     print(text)
     if options.output:
-        stem = f"compare-loads-{machine.slug(recorded['machine'])}"
+        stem = f"compare-loads-{machine.slug(figures['machine'])}"
         (options.output / f"{stem}.json").write_text(json.dumps(figures, indent=1) + "\n")
         (options.output / f"{stem}.md").write_text(text)
 

@@ -210,7 +210,7 @@ def test_real_runs_tell_what_differs(tmp_path, capsys):
     """Of runs of a real script the settings of the loader, the batch size and the versions are known."""
     for name, loader in (("a", "thread"), ("b", "worker")):
         options = ["--run-dir", str(tmp_path / name), "--log-interval-seconds", "0.2", "--interval-seconds", "0.2"]
-        script = [str(TRAIN), "--seconds", "5", "--loader", loader]
+        script = [str(TRAIN), "--seconds", "3.5", "--loader", loader]
         command = [sys.executable, "-m", "telemetry", "run", "--port", "off", *options, *script]
         subprocess.run(command, check=True, capture_output=True, timeout=120)
     status, result, _ = compared(tmp_path / "a", tmp_path / "b", "--json", capsys=capsys)

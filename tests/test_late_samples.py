@@ -113,6 +113,7 @@ def test_what_holds_up_another_wake_up_counts_as_well():
         assert sampler.profiles == {}
         sampler.late(now_ns() - NS)
         ((seen, (wall, _)),) = sampler.profiles["step"].times.items()
+        assert sampler.profiles["step"].samples == 0
     finally:
         sampler.want(frozenset())
     assert sys._getframe().f_code.co_name in {spot.function for spot in seen}

@@ -25,6 +25,8 @@ ITEM = Spot("/home/me/train.py", 42, "__getitem__", "__main__")
 RESIZE = Spot("/lib/site-packages/PIL/Image.py", 9, "resize", "PIL.Image")
 CALL = Spot("/lib/site-packages/torchvision/transforms.py", 3, "_call_impl", "torchvision.transforms")
 LOOP = Spot("/home/me/train.py", 7, "main", "__main__")
+DRAWING = Spot("/lib/site-packages/torch/utils/data/dataloader.py", 700, "_next_index", "torch.utils.data.dataloader")
+QUEUE = Spot("/usr/lib/python3/queue.py", 1, "get", "queue")
 FOLDER = Spot("/lib/site-packages/torchvision/datasets/folder.py", 245, "__getitem__", "torchvision.datasets.folder")
 
 
@@ -124,10 +126,7 @@ def test_a_share_is_as_sure_as_it_has_samples(samples, error):
 
 
 def test_of_a_wait_for_workers_only_samples_in_the_sampler_make_it_sure():
-    drawing = ITEM._replace(file="/lib/site-packages/torch/utils/data/dataloader.py", function="_next_index",
-                            module="torch.utils.data.dataloader")  # fmt: skip
-    queue = Spot("/usr/lib/python3/queue.py", 1, "get", "queue")
-    profile = profile_of(((ITEM, drawing, LOOP), 25), ((RESIZE, ITEM, drawing, LOOP), 75), ((queue, LOOP), 300))
+    profile = profile_of(((ITEM, DRAWING, LOOP), 25), ((RESIZE, ITEM, DRAWING, LOOP), 75), ((QUEUE, LOOP), 300))
     assert [found.error for found in line_shares(profile, work.SAMPLER)] == [pytest.approx(0.043, abs=5e-4)] * 2
 
 
@@ -140,14 +139,12 @@ def test_time_without_a_sample_makes_no_share_surer():
 
 def test_few_samples_name_no_line():
     assert line_shares(profile_of(((ITEM, FETCHER), work.MIN_SAMPLES - 1)), work.FETCH) == ()
+    profile = profile_of(((ITEM, DRAWING, LOOP), work.MIN_SAMPLES - 1), ((QUEUE, LOOP), 300))
+    assert line_shares(profile, work.SAMPLER) == ()
 
 
 def test_of_a_wait_for_workers_only_the_sampler_counts():
-    drawing = Spot(
-        "/lib/site-packages/torch/utils/data/dataloader.py", 700, "_next_index", "torch.utils.data.dataloader"
-    )
-    queue = Spot("/usr/lib/python3/queue.py", 1, "get", "queue")
-    profile = profile_of(((ITEM, drawing, LOOP), 30), ((queue, LOOP), 70))
+    profile = profile_of(((ITEM, DRAWING, LOOP), 60), ((QUEUE, LOOP), 70))
     (found,) = line_shares(profile, work.SAMPLER)
     assert (found.place, found.share) == ("train.py:42", 1.0)
 

@@ -124,6 +124,23 @@ def test_a_stall_has_its_close(tmp_path):
     assert (stall["cause"], stall["evidence"], stall["exposed_wait_ratio"]) == ("workers_cpu_bound", {"a": 1}, 0.4)
 
 
+def test_stalls_whose_first_line_was_rotated_away_are_reported(tmp_path):
+    first = {"cause": "workers_cpu_bound", "opened": "t1"}
+    second = {"cause": "workers_io_bound", "opened": "t3"}
+    write(
+        tmp_path, 0, line("stall_lines", **first, first_step=5), line("stall_close", **first, closed="t2"),
+        line("stall_lines", **second), line("stall_lines", **second, advice=[{"action": "x"}]),
+    )  # fmt: skip
+    found = [(stall["cause"], stall["opened"], stall["closed"]) for stall in summarize(load(tmp_path))["stalls"]]
+    assert found == [("workers_cpu_bound", "t1", "t2"), ("workers_io_bound", "t3", None)]
+
+
+def test_of_a_stall_only_the_end_is_left(tmp_path):
+    write(tmp_path, 0, line("stall_close", cause="gc_pause", opened="t1", closed="t2"))
+    (stall,) = summarize(load(tmp_path))["stalls"]
+    assert (stall["cause"], stall["opened"], stall["closed"]) == ("gc_pause", "t1", "t2")
+
+
 def test_what_an_open_stall_has_cost_so_far_is_counted(tmp_path, capsys):
     """Its own line was written when it opened; the newest window knows the rest."""
     lost = {"workers_io_bound": 10.0}

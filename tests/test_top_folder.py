@@ -139,12 +139,12 @@ def losing(s: float, filler: int = 500) -> dict:
     return window(NOW - 2999 + s, s + 1, steps=s, wait=0.5 * s, **lost)
 
 
-@pytest.mark.parametrize("begins", [-1, 0, 1, 50, 100])
-def test_an_open_stall_that_the_part_read_first_cuts_is_found(run, begins):
-    """Bytes of its line that are before that part, as a percentage; some, so that it ends or begins there."""
+@pytest.mark.parametrize("cut", [-1, 0, 1, 100, "all"])
+def test_an_open_stall_that_the_part_read_first_cuts_is_found(run, cut):
+    """``cut``: so many bytes of its line are before that part; for -1 a byte of the line before is in it."""
     opened = dumped(stall(NOW - 2999, "workers_io_bound"))
     after = dumped(*(losing(s) for s in range(0, 600, 10)))
-    cut = len(opened) * begins // 100 if begins >= 0 else -1
+    cut = len(opened) if cut == "all" else cut
     rest = FIRST_BYTES - (len(opened) - cut) - len(after) - len(dumped(losing(600, 0)))
     run.add(start(NOW - 3000), *(window(NOW - 2999, 1, steps=0, filler="x" * 500) for _ in range(9)))
     run.log().write_bytes(run.log().read_bytes() + opened + after + dumped(losing(600, rest)))
@@ -158,6 +158,21 @@ def test_an_open_stall_whose_lines_of_code_alone_were_read_is_found(run):
     run.add({name: lines[name] for name in lines if name != "advice"}, losing(2990))
     assert run.row().finding == "workers_io_bound"
     assert run.row().stalls[-1]["advice"][0]["value"] == 8
+
+
+def test_a_stall_that_has_been_open_for_hours_is_found(run):
+    """Its first line is too far back to be looked for, or is one of too many that were read."""
+    run.add(start(NOW - 3000), stall(NOW - 2999, "workers_io_bound"))
+    lines = stall(NOW - 2999, "workers_io_bound") | {"event": "stall_lines", "opened": iso(NOW - 2999)}
+    for s in range(0, 2990, 60):
+        run.add(losing(s, 70_000), lines)
+    run.add(losing(2990))
+    assert run.log().stat().st_size > 3 << 20
+    assert run.row().finding == "workers_io_bound"
+    assert run.row().stalls[-1]["opened"] == iso(NOW - 2999)
+    for _ in range(50):
+        run.add(lines)
+    assert run.row().finding == "workers_io_bound"
 
 
 def test_a_torn_last_line_waits_for_its_end(run):

@@ -44,7 +44,7 @@ class StackProfile:
         self.other_cpu_ns = 0
 
     def add(self, stack: Stack, wall_ns: int, cpu_ns: int, samples: int = 1) -> None:
-        """Add a sample that stands for this much time; with ``samples=0``, only its time."""
+        """Add time in a stack, seen by this many samples."""
         self.samples += samples
         self._count(stack, wall_ns, cpu_ns)
 

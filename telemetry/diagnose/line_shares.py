@@ -65,7 +65,7 @@ class LineShare:
             line itself, or in a function that is not written in Python.
         share: its share of the wall clock of the fetch or the step, 0 to 1.
         cpu_share: its share of the CPU time, 0 to 1.
-        error: standard error of ``share``, from the number of samples of the work.
+        error: standard error of ``share``, from the number of samples of the work, which is estimated by its time.
     """
 
     file: str
@@ -122,9 +122,9 @@ def line_shares(profile: StackProfile, work: str) -> tuple[LineShare, ...]:
                 functions.setdefault((spot.file, spot.line), spot.function)
             before = times.get(named, (0, 0))
             times[named] = before[0] + wall_ns, before[1] + cpu_ns
-    if profile.samples < MIN_SAMPLES or not wall:
+    samples = profile.samples * wall / max(1, profile.wall_ns)  # of a wait, few samples are in the sampler
+    if samples < MIN_SAMPLES:
         return ()
-    samples = max(1.0, profile.samples * wall / profile.wall_ns)  # of the work; in the sampler they are few
     longest = sorted(times.items(), key=lambda item: -item[1][0])[:MAX_LINES]
     found = []
     for (file, line, calls), (wall_ns, cpu_ns) in longest:

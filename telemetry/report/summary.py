@@ -298,11 +298,16 @@ def _percentiles(sketch: Sketch) -> dict[str, float | None]:
 
 
 def stalls_of(process: ProcessLog) -> list[dict[str, Any]]:
-    """The stalls of a process, each with what the line that closed it added."""
+    """The stalls of a process, each with what its later lines added.
+
+    Of one that was open for long, the first line may be in a log that was rotated away. A later one tells most of it.
+    """
     stalls: list[dict[str, Any]] = []
     for line in process.stalls:
-        if line.get("event") == "stall_open":
+        if line.get("event") == "stall_open" or (line.get("opened") and (not stalls or _is_older(stalls[-1], line))):
             stalls.append(_stall(process.rank, {"cause": "unknown"} | line))
+            if line.get("event") == "stall_close":
+                stalls[-1]["closed"] = line.get("closed") or line.get("time")
         elif stalls and stalls[-1]["closed"] is None:
             said = {k: v for k, v in _stall(process.rank, line).items() if v not in (None, {}, [])}
             # The stacks of a stuck run are only in the line that opens its stall.
@@ -313,6 +318,11 @@ def stalls_of(process: ProcessLog) -> list[dict[str, Any]]:
     if stalls and stalls[-1]["closed"] is None:
         stalls[-1]["evidence"] |= _lost_so_far(process, stalls[:-1])
     return stalls
+
+
+def _is_older(stall: dict[str, Any], line: dict[str, Any]) -> bool:
+    """Whether a stall was over before that of the line had begun."""
+    return stall["closed"] is not None and stall["opened"] != line["opened"]
 
 
 def _lost_so_far(process: ProcessLog, closed: Sequence[dict[str, Any]]) -> dict[str, Any]:

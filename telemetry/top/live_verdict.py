@@ -134,7 +134,7 @@ def open_lines(log: ProcessLog) -> list[dict[str, object]]:
             lines = [line]
         elif line.get("event") == "stall_close":
             lines = []
-        elif lines:
+        else:
             lines.append(line)
     return lines
 

@@ -92,7 +92,7 @@ def trained(tmp_path_factory):
         from state import state
         warnings.filterwarnings("error", message="a filter of the script's own")
         torch.manual_seed(3)
-        first = threading.Thread(target=int)  # glibc handles a signal of its own from a process's first thread on
+        first = threading.Thread(target=int)  # the first thread makes glibc handle a signal of its own
         first.start()
         first.join()
         before, modules = state(), set(sys.modules)

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 import pytest
 
 from tests.faults.identity_scripts import TRAIN, env, ranks_of, report
+from tests.faults.warm_python import WarmChild
 
 from .processes import Child, fetch, log_lines, python, samples, wait_for, write
 
@@ -125,7 +126,7 @@ SPAWN = (
 def test_spawned_processes_follow_their_rank(shift, kind, tmp_path):
     """Even if the rank differs from the number of the child: log, series and report follow the rank."""
     script = write(tmp_path, "train.py", SPAWN)
-    with Child(script, shift, kind, cwd=tmp_path, env=env()) as parent:
+    with WarmChild(script, shift, kind, cwd=tmp_path, env=env()) as parent:
         said = wait_for(
             lambda: len(found := sorted(tmp_path.glob("?.txt"))) == 3 and found, "three children that train"
         )

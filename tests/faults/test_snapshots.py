@@ -63,7 +63,7 @@ with open("results.json", "w") as file:
 def test_two_hundred_snapshots_leave_no_memory_behind(tmp_path):
     write(tmp_path, "loop.py", LOOP)
     script = write(tmp_path, "script.py", CYCLES)
-    done = warm_python(script, cwd=tmp_path)  # half a minute of work on an idle machine
+    done = warm_python(script, cwd=tmp_path, timeout=300)  # half a minute of work on an idle machine
     assert done.returncode == 0, done.stderr
     found = results(tmp_path)
     grown = found["grown"]

@@ -1,21 +1,22 @@
-"""Processes that have torch already. Importing it takes longer than the rest of what a rank of a small job does.
+"""Processes that have torch, and the agent, imported. That takes longer than the rest of what a rank of a small job does.
 
-One process for each process of the tests imports it, and forks the others. For scripts that are about what a training
-does, not about how its process starts.
+One process for each process of the tests imports them, and forks the others. For scripts that are about what a training
+does, not about how its process starts: what Python and torch read from the environment at their start, such as
+``PYTHONHASHSEED`` and ``OMP_NUM_THREADS``, is that of the server.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import os
+import select
+import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO
 
 from tests.faults.processes import HANG, Child, environment
 
@@ -24,25 +25,50 @@ class ForkedProcess:
     """As much of `subprocess.Popen` as `Child` uses. It is not waited for by anybody else: a killed one is a zombie.
 
     Args:
-        server: the socket of a `WarmServer`. ``arguments``: a script's path and its arguments, as Python takes them.
+        arguments: a script's path and its arguments, or ``-m``, a module and its arguments.
         cwd, env: of the process.
-        streams: files for its standard input, output and error, in that order.
+        stderr: a file for its standard error; a pipe if None.
     """
 
     def __init__(
-        self, server: socket.socket, arguments: tuple[object, ...], cwd: Path, env: dict[str, str], streams: list[int]
+        self, arguments: tuple[object, ...], cwd: Path, env: dict[str, str] | None, stderr: int | None = None
     ) -> None:
-        self._server = server
-        order = {"arguments": [*map(str, arguments)], "folder": str(cwd), "environment": env}
-        socket.send_fds(server, [json.dumps(order).encode()], streams)
-        self.pid: int = json.loads(server.recv(64))
+        self._server = running_server().socket
+        order = {
+            "arguments": [*map(str, arguments)],
+            "folder": str(cwd),
+            "environment": environment() if env is None else env,
+        }
+        stdin, to_stdin = os.pipe()
+        from_stdout, stdout = os.pipe()
+        theirs = [stdin, stdout]
+        if stderr is None:
+            from_stderr, stderr = os.pipe()
+            theirs.append(stderr)
+            self.stderr = os.fdopen(from_stderr)
+        try:
+            socket.send_fds(self._server, [json.dumps(order).encode()], [stdin, stdout, stderr])
+            self.pid: int = json.loads(self._server.recv(64))
+        finally:
+            for end in theirs:
+                os.close(end)
+        self.stdin, self.stdout = os.fdopen(to_stdin, "w"), os.fdopen(from_stdout)
         self._status: int | None = None
 
-    def wait(self, timeout: float | None = None) -> int:
-        """Its exit status, once it has ended."""
+    def wait(self, timeout: float = HANG) -> int:
+        """Its exit status, once it has ended. After the time limit it and its children are killed."""
         if self._status is None:
+            ended = os.pidfd_open(self.pid)
+            try:
+                in_time = bool(select.select([ended], [], [], timeout)[0])
+            finally:
+                os.close(ended)
+            if not in_time:
+                os.killpg(self.pid, signal.SIGKILL)
             self._server.send(json.dumps({"wait": self.pid}).encode())
             self._status = json.loads(self._server.recv(64))
+            if not in_time:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout)
         return self._status
 
 
@@ -53,7 +79,7 @@ class WarmServer:
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         script = Path(__file__).with_name("warm_server.py")
         with theirs:
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [sys.executable, str(script), str(theirs.fileno())],
                 env=environment(OMP_NUM_THREADS="1"),
                 pass_fds=[theirs.fileno()],
@@ -64,51 +90,35 @@ class WarmServer:
         self.socket.settimeout(HANG)
 
 
-_server = functools.cache(WarmServer)
+_servers: list[WarmServer] = []
+
+
+def running_server() -> WarmServer:
+    """The server of this process. It is started where there is none."""
+    if not _servers or _servers[-1].process.poll() is not None:
+        _servers.append(WarmServer())
+    return _servers[-1]
 
 
 class WarmChild(Child):
     """A script in a process that has torch. Otherwise like any other `Child`."""
 
-    process: PipedProcess
-
     def __init__(self, *arguments: object, cwd: Path, env: dict[str, str] | None = None) -> None:
         self.stderr_path = cwd / f"stderr-{time.monotonic_ns()}.txt"
         with self.stderr_path.open("wb") as stderr:
-            self.process = PipedProcess(arguments, cwd, environment() if env is None else env, stderr)
-
-
-class PipedProcess(ForkedProcess):
-    """One with pipes for its standard input and output."""
-
-    def __init__(self, arguments: tuple[object, ...], cwd: Path, env: dict[str, str], stderr: IO[bytes]) -> None:
-        stdin, to_stdin = os.pipe()
-        from_stdout, stdout = os.pipe()
-        try:
-            super().__init__(_server().socket, arguments, cwd, env, [stdin, stdout, stderr.fileno()])
-        finally:
-            os.close(stdin)
-            os.close(stdout)
-        self.stdin, self.stdout = os.fdopen(to_stdin, "w"), os.fdopen(from_stdout)
+            self.process = ForkedProcess(arguments, cwd, env, stderr.fileno())
 
 
 def warm_python(
-    *arguments: object, cwd: Path, env: dict[str, str] | None = None, stdin: str = ""
+    *arguments: object, cwd: Path, env: dict[str, str] | None = None, stdin: str = "", timeout: float = HANG
 ) -> subprocess.CompletedProcess[str]:
-    """Like `processes.python`, in a process that has torch. Arguments: a script and its own, or ``-m``, a module, its own."""
-    with (
-        tempfile.TemporaryFile("w+") as given,
-        tempfile.TemporaryFile("w+") as out,
-        tempfile.TemporaryFile("w+") as err,
-    ):
-        given.write(stdin)
-        streams = [given, out, err]
-        for stream in streams:
-            stream.seek(0)
-        process = ForkedProcess(
-            _server().socket, arguments, cwd, environment() if env is None else env, [each.fileno() for each in streams]
-        )
-        status = process.wait()
-        for stream in streams:
-            stream.seek(0)
-        return subprocess.CompletedProcess(arguments, status, out.read(), err.read())
+    """Like `processes.python`, in a process that has torch."""
+    process = ForkedProcess(arguments, cwd, env)
+    with ThreadPoolExecutor(2) as readers, process.stdin, process.stdout, process.stderr:
+        # Read to the end: until the last of its children has closed them, too.
+        outputs = [readers.submit(stream.read) for stream in (process.stdout, process.stderr)]
+        process.stdin.write(stdin)
+        process.stdin.close()
+        status = process.wait(timeout)
+        stdout, stderr = (output.result(timeout) for output in outputs)
+    return subprocess.CompletedProcess(arguments, status, stdout, stderr)

@@ -1,4 +1,4 @@
-"""Has torch imported, and forks a process for each script that it is told of: see `warm_python`.
+"""Has torch and the agent imported, and forks a process for each script that it is told of: see `warm_python`.
 
     python warm_server.py FD
 
@@ -8,6 +8,7 @@ pid, or ``{"wait": pid}``, answered by the exit status.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -18,6 +19,8 @@ import types
 from pathlib import Path
 
 import torch.distributed  # noqa: F401 - what takes long
+
+import telemetry.agent.agent  # noqa: F401 - and what takes a quarter of a second
 
 LARGEST_MESSAGE = 1 << 18
 
@@ -35,11 +38,13 @@ def serve(requests: socket.socket) -> dict:
             answer = os.fork()
             if answer == 0:
                 requests.close()
-                os.setsid()
+                os.setpgid(0, 0)
                 for number, stream in enumerate(streams):
                     os.dup2(stream, number)
                     os.close(stream)
                 return order
+            with contextlib.suppress(PermissionError, ProcessLookupError):  # it has done so, and has ended perhaps
+                os.setpgid(answer, answer)  # whoever gets the answer may kill the group at once
             for stream in streams:
                 os.close(stream)
         requests.send(json.dumps(answer).encode())

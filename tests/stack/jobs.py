@@ -28,6 +28,10 @@ TOKEN = "TEST_STACK_TOKEN"
 NODE = identify(None, None, {}).node
 
 
+FIRST_PORT, LAST_PORT = 10_000, 20_000
+_next_port = FIRST_PORT + os.getpid() % 45 * 200
+
+
 def wait_for(what, probe, seconds=30.0, every=0.05):
     """The first true answer of ``probe``; what it raises counts as none. Past the deadline the test fails."""
     deadline, last = time.monotonic() + seconds, None
@@ -43,12 +47,16 @@ def wait_for(what, probe, seconds=30.0, every=0.05):
 
 
 def free_ports(count):
-    """The first of ``count`` consecutive ports that nobody has now."""
+    """The first of ``count`` consecutive ports that nobody has now.
+
+    They are none of those that the kernel gives to a process that asks for any port, and each process of the tests
+    looks from another one on: some are used minutes later.
+    """
+    global _next_port
     while True:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            first = probe.getsockname()[1]
-        if first + count > 65535:
+        first, _next_port = _next_port, _next_port + count
+        if _next_port > LAST_PORT:
+            _next_port = FIRST_PORT
             continue
         taken = []
         for port in range(first, first + count):

@@ -21,7 +21,7 @@ def two_nodes(launch):
                     sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(number),
                     "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", port,
                     "-m", "telemetry", "run", "--run-dir", str(folder), "--port", "off", "--stall-window-seconds", "8",
-                    str(SCRIPT), "--until", str(until), *arguments,
+                    str(SCRIPT), "--by-hand", "--until", str(until), *arguments,
                 ],
                 f"{name}-n{number + 1}", TELEMETRY_NODE=f"n{number + 1}", **variables,
             )

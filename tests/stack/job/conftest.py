@@ -24,7 +24,8 @@ def job(torchrun, ports):
     options = ("--interval-seconds", "0.2", "--log-interval-seconds", "2")
     job = torchrun("quartet", 4, ports["job"], options, ("--slow-seconds", "0.05"), SLOW_RANK=str(SLOW_RANK))
     job.wait_for_steps(range(4))
-    return job
+    yield job
+    job.until.touch()
 
 
 @pytest.fixture(scope="package")
@@ -83,4 +84,6 @@ def side_by_side(launch, ports):
     ]  # fmt: skip
     job = Job(processes, run_dir, port, launch.folder / "side_by_side.stop")
     job.wait_for_steps(range(4))
-    return job
+    yield job
+    for rank in range(4):
+        (launch.folder / f"side_by_side.stop-{rank}").touch()

@@ -209,7 +209,7 @@ def test_a_run_that_begins_later_appears(terminal, launch, torchrun):
     run_dir = launch.folder / "later"
     terminal.top(str(run_dir))
     terminal.shows("Waiting for the run to begin")
-    job = torchrun("later", 1, 0, ("--port", "off"), ("--steps", "30"))
+    job = torchrun("later", 1, 0, ("--port", "off"), ("--by-hand", "--steps", "30"))
     terminal.shows("run later  1 rank on 1 node", seconds=60)
     assert job.wait(60) == [0], job.stderr
     terminal.shows("The run has ended: the rank has finished, at", seconds=30)
@@ -220,7 +220,7 @@ def test_a_run_that_begins_later_appears(terminal, launch, torchrun):
 def test_the_first_view_of_a_hung_run_and_of_a_killed_one(terminal, launch, torchrun):
     hang = launch.folder / "hung.hang"
     options = ("--interval-seconds", "0.1", "--log-interval-seconds", "1", "--stuck-seconds", "2")
-    arguments = ("--slow-seconds", "0", "--hang", str(hang))
+    arguments = ("--by-hand", "--slow-seconds", "0", "--hang", str(hang))
     job = torchrun("hung", 2, "off", options, arguments, SLOW_RANK="1")
     wait_for("steps", lambda: len([x for x in job.logs() if x["event"] == "window" and x["steps_total"]]) >= 2, 60)
     hang.touch()

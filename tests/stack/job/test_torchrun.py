@@ -113,7 +113,7 @@ def test_the_slow_rank_is_named_to_its_peers(torchrun, arguments, why):
 @pytest.fixture(scope="module")
 def second_job(job, torchrun):
     """Another job on the node, whose port is taken."""
-    second = torchrun("second", 2, job.port, ("--log-interval-seconds", "0.5"), SLOW_RANK="1")
+    second = torchrun("second", 2, job.port, ("--log-interval-seconds", "0.5"), ("--by-hand",), SLOW_RANK="1")
     wait_for("a target file", lambda: second.targets(), 60)
     return second
 
