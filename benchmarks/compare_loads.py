@@ -5,7 +5,7 @@
 
 The first call records runs of benchmarks/compare_train.py, window by window. Beside some of them runs a program that
 uses a part of a core; with ``--beside 0`` beside none, for calm runs on an idle machine. The second call compares all
-pairs of one kind of loader in all files: of equal runs, and of runs of which one is 5 % or 10 % slower.
+pairs of one file and kind of loader: of equal runs, and of runs of which one is 5 % or 10 % slower.
 """
 
 from __future__ import annotations
@@ -134,20 +134,25 @@ def _counted(found: Sequence[RatioInterval], slower: float) -> dict[str, Any]:
     }
 
 
-def figures_of(recorded: Sequence[dict[str, Any]], loader: str) -> dict[str, Any]:
+def pairs_of(recordings: Sequence[Sequence[dict[str, Any]]], loader: str, slower: float) -> list[tuple[Run, Run]]:
+    """All pairs of one recording each: on another day the same machine may have another pace."""
+    found: list[tuple[Run, Run]] = []
+    for recorded in recordings:
+        plain = runs_of(recorded, loader, 1.0)
+        found += combinations(plain, 2) if slower == 1.0 else product(plain, runs_of(recorded, loader, slower))
+    return found
+
+
+def figures_of(recordings: Sequence[Sequence[dict[str, Any]]], loader: str) -> dict[str, Any]:
     """All figures of one kind of loader. ``calm``: pairs of calm runs; ``changing``: all other pairs."""
-    plain = runs_of(recorded, loader, 1.0)
+    plain = [run for recorded in recordings for run in runs_of(recorded, loader, 1.0)]
     shares = sorted(held_up(run) for run in plain)
-    fresh = [each for each in recorded if not each.get(TUNED_ON)]
-    later = runs_of(fresh, loader, 1.0)
-    pairs = {1.0: list(combinations(plain, 2))}
-    pairs |= {slower: list(product(plain, runs_of(recorded, loader, slower))) for slower in SLOWER}
+    fresh = [[each for each in recorded if not each.get(TUNED_ON)] for recorded in recordings]
+    pairs = {slower: pairs_of(recordings, loader, slower) for slower in (1.0, *SLOWER)}
     told: dict[str, Any] = {
         "runs": len(plain),
-        "later": judged(list(combinations(later, 2)), 1.0),
-        "later_slower": {
-            f"{slower:.2f}": judged(list(product(later, runs_of(fresh, loader, slower))), slower) for slower in SLOWER
-        },
+        "later": judged(pairs_of(fresh, loader, 1.0), 1.0),
+        "later_slower": {f"{slower:.2f}": judged(pairs_of(fresh, loader, slower), slower) for slower in SLOWER},
         "held_up": [round(shares[0], 3), round(statistics.median(shares), 3), round(shares[-1], 3)],
     }
     for name, calm in (("changing", False), ("calm", True)):
@@ -257,11 +262,12 @@ def main() -> None:
     if not options.files:
         parser.error("name a file of recorded runs, or --record")
     recorded = [json.loads(file.read_text()) for file in options.files]
-    runs = [run for each in recorded for run in each["runs"]]
+    recordings = [each["runs"] for each in recorded]
+    loaders = dict.fromkeys(run["loader"] for runs in recordings for run in runs)
     figures = {
         "machine": recorded[0]["machine"],
         "dates": sorted({each["machine"]["date"][:10] for each in recorded}),
-        "kinds": {loader: figures_of(runs, loader) for loader in dict.fromkeys(run["loader"] for run in runs)},
+        "kinds": {loader: figures_of(recordings, loader) for loader in loaders},
     }
     text = text_of(figures)
     print(text)

@@ -39,6 +39,9 @@ KINDS: Final = (("thread", 1.0), ("worker", 1.0), ("thread", SLOWER), ("thread",
 
 LENGTHS: Final = (20, 40, 80, 160)
 STRETCH: Final = 8
+WINDOW_SECONDS: Final = 10.0
+"""The default of ``log_interval_seconds``."""
+
 QUIETER: Final = (0.01, 0.02, 0.04)
 QUIET_MEMORY: Final = 0.45
 """Scatter of windows, and their correlation, of machines that are used by fewer others."""
@@ -152,7 +155,8 @@ def quieter(scatter: float, pairs: int, rng: random.Random) -> dict[int, dict[st
     """Pairs of runs on a quieter machine, by number of windows: less scatter, and the correlation measured here."""
 
     def draw(length: int, slower: float = 1.0) -> list[PaceBlock]:
-        return [PaceBlock(100 / slower * pace, 1.0) for pace in autoregressive(scatter, QUIET_MEMORY, length, rng)]
+        paces = autoregressive(scatter, QUIET_MEMORY, length, rng)
+        return [PaceBlock(100 / slower * pace * WINDOW_SECONDS, WINDOW_SECONDS) for pace in paces]
 
     return {
         length: {

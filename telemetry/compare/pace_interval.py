@@ -23,6 +23,12 @@ BETWEEN_RUNS: Final = 0.005
 """Two runs of one script differ by about this standard deviation, relative to their pace, even where nothing disturbs
 them: where their memory lies, which core they run on. No run shows this by itself. See benchmarks/compare_pairs.py."""
 
+_UNSEEN: Final = 0.012
+_UNSEEN_SECONDS: Final = 60.0
+"""Some disturbances last for a minute and show in no window of a shorter run: programs of other virtual machines on the
+same processor, which the guest cannot see. Calm runs of 35 s scattered by this, relative to their pace. Of a longer run
+less of it remains, and its own windows show more of it. See benchmarks/compare_loads.py."""
+
 _MAX_CORRELATION: Final = 0.95
 _TENTHS: Final = 10
 
@@ -62,25 +68,34 @@ class RatioInterval:
 
 def ratio_interval(blocks_a: Sequence[PaceBlock], blocks_b: Sequence[PaceBlock]) -> RatioInterval:
     """The ratio of the pace of B over that of A. Each has at least `MIN_BLOCKS` blocks, with steps."""
-    return interval_around(pace(blocks_b) / pace(blocks_a), _deviations(blocks_a), _deviations(blocks_b))
+    seconds = tuple(sum(block.seconds for block in blocks) for blocks in (blocks_a, blocks_b))
+    return interval_around(pace(blocks_b) / pace(blocks_a), _deviations(blocks_a), _deviations(blocks_b), seconds)
 
 
-def interval_around(ratio: float, a: Sequence[float], b: Sequence[float], doubt: float = 0.0) -> RatioInterval:
+def interval_around(
+    ratio: float, a: Sequence[float], b: Sequence[float], seconds: Sequence[float], doubt: float = 0.0
+) -> RatioInterval:
     """The interval of a ratio of two means.
 
     Args:
         ratio: the ratio.
         a: how far each window of one run is from that run's mean, relative to it, in order.
         b: of the other run.
+        seconds: of the training loop of each of them.
         doubt: a standard deviation of the ratio that no window shows, relative to it.
     """
     halves, size = [], 1
     while min(len(a), len(b)) // size >= MIN_BLOCKS:
         halves.append(_half(_joined(a, size), _joined(b, size), neighbours=size == 1))
         size *= 2
-    between = math.hypot(math.sqrt(2) * BETWEEN_RUNS, _slow_part(a, b), doubt)
+    between = math.hypot(*map(between_runs, seconds), _slow_part(a, b), doubt)
     half = math.hypot(max(halves), _Z * between)
     return RatioInterval(ratio, ratio * math.exp(-half), ratio * math.exp(half))
+
+
+def between_runs(seconds: float) -> float:
+    """The standard deviation of a run's pace that its windows do not show, relative to it."""
+    return math.hypot(BETWEEN_RUNS, _UNSEEN * math.sqrt(_UNSEEN_SECONDS / (_UNSEEN_SECONDS + seconds)))
 
 
 def _slow_part(a: Sequence[float], b: Sequence[float]) -> float:

@@ -72,7 +72,8 @@ def without_others(a: Sequence[PaceBlock], b: Sequence[PaceBlock], ranks: int = 
     doubts = [side.doubt(cost) for side in sides]
     own = [math.hypot(_OF_EACH_RUN * doubt, _BESIDE * side.others) for doubt, side in zip(doubts, sides, strict=True)]
     doubt = math.hypot(doubts[1] - doubts[0], *own)
-    found = interval_around(ratio, side_a.deviations(cost, weight), side_b.deviations(cost, -weight), doubt)
+    deviations = side_a.deviations(cost, weight), side_b.deviations(cost, -weight)
+    found = interval_around(ratio, *deviations, [side.seconds for side in sides], doubt)
     return SameLoad(found, cost, side_a.held_up, side_b.held_up)
 
 
@@ -98,29 +99,29 @@ class _Side:
     def __init__(self, blocks: Sequence[PaceBlock]) -> None:
         self._blocks = blocks
         self._steps = sum(block.steps for block in blocks)
-        self._seconds = sum(block.seconds for block in blocks)
+        self.seconds = sum(block.seconds for block in blocks)
         self._delay = sum(block.held_up or 0.0 for block in blocks)
         self._workers_delay = sum(block.workers_held_up or 0.0 for block in blocks)
-        self.others = sum((block.others or 0.0) * block.seconds for block in blocks) / self._seconds
-        self.held_up = self._delay / self._seconds
+        self.others = sum((block.others or 0.0) * block.seconds for block in blocks) / self.seconds
+        self.held_up = self._delay / self.seconds
         self._apart = [(block.held_up or 0.0) - self.held_up * block.seconds for block in blocks]
         self.squares = sum(value * value for value in self._apart)
-        gross = self._steps / self._seconds
+        gross = self._steps / self.seconds
         lacking = [block.seconds - block.steps / gross for block in blocks]
         self.lacking = sum(apart * each for apart, each in zip(self._apart, lacking, strict=True))
 
     def pace(self, cost: float) -> float:
         """Steps per second of the loop without the time held up."""
-        return self._steps / (self._seconds - cost * self._delay)
+        return self._steps / (self.seconds - cost * self._delay)
 
     def slope(self, cost: float) -> float:
         """By how much the logarithm of the pace grows with ``cost``."""
-        return self._delay / (self._seconds - cost * self._delay)
+        return self._delay / (self.seconds - cost * self._delay)
 
     def doubt(self, cost: float) -> float:
         """The standard deviation of the logarithm of the pace that comes from what delays do not show."""
         seconds = _DOUBT_OF_THREAD * (self._delay - self._workers_delay) + _DOUBT_OF_WORKERS * self._workers_delay
-        return seconds / (self._seconds - cost * self._delay)
+        return seconds / (self.seconds - cost * self._delay)
 
     def deviations(self, cost: float, further: float) -> list[float]:
         """Of each window: what it adds to the error of this run's pace, and of ``cost``."""
