@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 FRAMEWORKS := .venv-frameworks
 DOCS := .venv-docs
 DIST := .venv-dist
-PROCESSES ?= 4
+PROCESSES ?= 5
 READY := $(VENV)/.ready
 
 .PHONY: help environments prepared test test-stack test-frameworks test-matrix lint types unit demo bench bench-trace bench-fleet zoo docs docs-reference dist format clean
@@ -82,8 +82,8 @@ types: $(READY)
 	@# Grafana's SDK needs Python 3.11: before it the dashboards cannot be generated, and so not be checked.
 	! $(BIN)/python -c 'import grafana_foundation_sdk' 2>/dev/null || $(BIN)/mypy --python-version 3.11 grafana
 
-# More processes than a small machine has cores: most tests wait for other processes. Three of them kept two cores busy
-# for 63 % of the time. Which tests stay together is said in tests/conftest.py, which files start first in
+# More processes than a small machine has cores: most tests wait for other processes. Four of them kept two cores busy for
+# 93 % of the time. Which tests stay together is said in tests/conftest.py, which files start first in
 # tests/start_order.py. `make test-frameworks` has the tests of frameworks, also those that need only torch.
 # What fails while several processes keep all cores busy is run once more, alone. It has to pass then; both are shown.
 # Each process has few cores for itself, so torch's own threads would only take turns.
