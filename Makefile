@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 FRAMEWORKS := .venv-frameworks
 DOCS := .venv-docs
 DIST := .venv-dist
-PROCESSES ?= 5
+PROCESSES ?= 4
 READY := $(VENV)/.ready
 
 .PHONY: help environments prepared test test-stack test-frameworks test-matrix lint types unit demo bench bench-trace bench-fleet zoo docs docs-reference dist format clean

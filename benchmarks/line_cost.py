@@ -3,9 +3,10 @@
     python -m benchmarks.line_cost
 
 One worker fetches without a pause. It is asked for samples in every second period. Its main thread does the fetches,
-and its other threads send the batches, and sample. Sending takes the same time for each batch. So the CPU time of the
-other threads, less that of as many batches in periods without samples, is the CPU time of the sampling. The time of a
-fetch shows what the main thread loses as well.
+and its other threads send the batches, and sample. The kernel counts what the sampling thread itself takes. While a
+worker is sampled, its threads may take turns ten times as often, so those that wait for the GIL wake more often, too.
+So the second figure is the CPU time of all threads but the main one, less that of as many batches in periods without
+samples. The time from one batch to the next shows what the worker does altogether.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ import argparse
 import os
 import statistics
 import sys
+import threading
 import time
 import timeit
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -38,7 +40,7 @@ _SETTLE_SECONDS = 0.3
 
 
 class Work(Dataset):  # type: ignore[misc]
-    """Each batch has three figures of the worker, in ns: a stamp, the CPU time of all threads, that of the main one.
+    """A batch has four figures of the worker, in ns: a stamp; CPU time of all threads, the main one, the sampling one.
 
     Args:
         kind: ``python`` (holds the GIL), ``tensors`` (release it often) or ``waiting``.
@@ -53,7 +55,15 @@ class Work(Dataset):  # type: ignore[misc]
     def __getitem__(self, index: int) -> torch.Tensor:
         torch.set_num_threads(1)
         _WORK[self.kind]()
-        return torch.tensor([now_ns(), time.process_time_ns(), time.thread_time_ns()])
+        return torch.tensor([now_ns(), time.process_time_ns(), time.thread_time_ns(), sampling_ns()])
+
+
+def sampling_ns() -> int:
+    """CPU time of the thread that samples; 0 where there is none."""
+    for thread in threading.enumerate():
+        if thread.name == "telemetry-lines":
+            return int(Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text().split()[0])
+    return 0
 
 
 def _python() -> None:
@@ -73,8 +83,16 @@ def _waiting() -> None:
 _WORK: dict[str, Callable[[], None]] = {"python": _python, "tensors": _tensors, "waiting": _waiting}
 
 
-def period(batches: Iterator[torch.Tensor], block: WorkerBlock, seconds: float, *, asked: bool) -> tuple[float, float]:
-    """CPU share of the worker's other threads, and seconds of a fetch."""
+class Period(NamedTuple):
+    """Shares of a core that all threads but the main one took, and the sampling thread; seconds from batch to batch."""
+
+    others: float
+    sampling: float
+    fetch: float
+
+
+def period(batches: Iterator[torch.Tensor], block: WorkerBlock, seconds: float, *, asked: bool) -> Period:
+    """Fetch for so many seconds."""
     session = now_ns()
     block.ask_samples(session, session + int(2 * seconds * NS) if asked else 1)
     settled = now_ns() + int(_SETTLE_SECONDS * NS)
@@ -84,8 +102,8 @@ def period(batches: Iterator[torch.Tensor], block: WorkerBlock, seconds: float, 
     count, last = 0, first
     while int(last[0]) < int(first[0]) + seconds * NS:
         last, count = next(batches), count + 1
-    wall, process, thread = (last - first).tolist()
-    return (process - thread) / wall, wall / NS / count
+    wall, process, thread, sampling = (last - first).tolist()
+    return Period((process - thread) / wall, sampling / wall, wall / NS / count)
 
 
 def measure(kind: str, rounds: int, seconds: float) -> str:
@@ -94,20 +112,20 @@ def measure(kind: str, rounds: int, seconds: float) -> str:
     probe = WorkerProbe(None, block)
     batches = iter(DataLoader(Work(kind), batch_size=None, num_workers=1, worker_init_fn=probe))
     next(batches)
-    added, longer, rates = [], [], []
+    added, longer, own, rates = [], [], [], []
     for _ in range(rounds):
-        without, fetch = period(batches, block, seconds, asked=False)
+        without = period(batches, block, seconds, asked=False)
         began = now_ns()
-        with_samples, sampled_fetch = period(batches, block, seconds, asked=True)
+        sampled = period(batches, block, seconds, asked=True)
         profiles = [StackProfile.unpacked(found.content) for found in block.sampled()]
         rates.append(sum(profile.samples for profile in profiles) / ((now_ns() - began) / NS))
-        added.append(100 * (with_samples - without * fetch / sampled_fetch))
-        longer.append(100 * (sampled_fetch / fetch - 1))
-    return (
-        f"| {kind} | {1e3 * fetch:.1f} | {statistics.median(rates):.0f} | {statistics.median(added):.2f} % "
-        f"({min(added):.2f} to {max(added):.2f}) | {statistics.median(longer):+.2f} % "
-        f"({min(longer):+.2f} to {max(longer):+.2f}) |"
-    )
+        own.append(100 * sampled.sampling)
+        added.append(100 * (sampled.others - without.others * without.fetch / sampled.fetch))
+        longer.append(100 * (sampled.fetch / without.fetch - 1))
+    cells = [kind, f"{1e3 * without.fetch:.1f}", f"{statistics.median(rates):.0f}"]
+    cells += [f"{statistics.median(own):.2f} % ({min(own):.2f} to {max(own):.2f})"]
+    cells += [f"{statistics.median(each):+.2f} % ({min(each):+.2f} to {max(each):+.2f})" for each in (added, longer)]
+    return f"| {' | '.join(cells)} |"
 
 
 def looking() -> float:
@@ -135,8 +153,10 @@ def main() -> int:
             f"the least and the most. The load average was {os.getloadavg()[0]:.1f} at the start."
         ),
         "",
-        "| Fetches | ms each | samples/s | CPU of the sampling, share of a core | a fetch takes longer by |",
-        "|---|---|---|---|---|",
+        "CPU is a share of a core. *Others*: all threads but the main one, so with those that send batches.",
+        "",
+        "| Fetches | ms each | samples/s | CPU of the sampling thread | of others, more by | a batch takes longer by |",
+        "|---|---|---|---|---|---|",
     ]
     print("\n".join(lines[4:]))
     for kind in _WORK:

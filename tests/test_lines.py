@@ -139,7 +139,7 @@ def test_time_without_a_sample_makes_no_share_surer():
 
 def test_few_samples_name_no_line():
     assert line_shares(profile_of(((ITEM, FETCHER), work.MIN_SAMPLES - 1)), work.FETCH) == ()
-    profile = profile_of(((ITEM, DRAWING, LOOP), work.MIN_SAMPLES - 1), ((QUEUE, LOOP), 300))
+    profile = profile_of(((ITEM, DRAWING, LOOP), 9), ((QUEUE, LOOP), 300))
     assert line_shares(profile, work.SAMPLER) == ()
 
 

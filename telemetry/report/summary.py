@@ -306,15 +306,13 @@ def stalls_of(process: ProcessLog) -> list[dict[str, Any]]:
     for line in process.stalls:
         if line.get("event") == "stall_open" or (line.get("opened") and (not stalls or _is_older(stalls[-1], line))):
             stalls.append(_stall(process.rank, {"cause": "unknown"} | line))
-            if line.get("event") == "stall_close":
-                stalls[-1]["closed"] = line.get("closed") or line.get("time")
         elif stalls and stalls[-1]["closed"] is None:
             said = {k: v for k, v in _stall(process.rank, line).items() if v not in (None, {}, [])}
             # The stacks of a stuck run are only in the line that opens its stall.
             evidence = stalls[-1]["evidence"] | said.get("evidence", {})
             stalls[-1] |= said | {"opened": stalls[-1]["opened"], "evidence": evidence}
-            if line.get("event") != "stall_lines":
-                stalls[-1]["closed"] = line.get("closed") or line.get("time")
+        if stalls and stalls[-1]["closed"] is None and line.get("event") not in {"stall_open", "stall_lines"}:
+            stalls[-1]["closed"] = line.get("closed") or line.get("time")
     if stalls and stalls[-1]["closed"] is None:
         stalls[-1]["evidence"] |= _lost_so_far(process, stalls[:-1])
     return stalls

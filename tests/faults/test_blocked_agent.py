@@ -12,8 +12,7 @@ from itertools import pairwise
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.faults.processes import results, run_script, write
-from tests.faults.warm_python import WarmChild, warm_python
+from tests.faults.processes import Child, results, run_script, write
 
 QUIET = dict(run="r", start_line=False, interval_seconds=0.1, log_interval_seconds=0.2, stall_window_seconds=1)
 
@@ -231,7 +230,7 @@ def value(samples: dict, name: str, **labels: str) -> float:
 )
 def test_an_agent_that_hangs_loses_no_second_and_no_step(tmp_path, what, steps_are):
     write(tmp_path, "hangs.py", HANGS)
-    run_script(SCRIPT, tmp_path, what, steps_are, json.dumps(QUIET), run=warm_python)
+    run_script(SCRIPT, tmp_path, what, steps_are, json.dumps(QUIET))
     steps, dropped, went_on, served, spent, published, errors, without_core = results(tmp_path)
     assert not set(errors) - {"on_stall", "endpoint"}
     assert served, "once it hangs no more"
@@ -289,7 +288,7 @@ def test_a_run_ends_while_its_agent_hangs(tmp_path, what):
         sys.exit(7)
         """,
     )
-    with WarmChild(script, what, json.dumps(QUIET), cwd=tmp_path) as child:
+    with Child(script, what, json.dumps(QUIET), cwd=tmp_path) as child:
         assert child.line() == "stopped"
         assert child.process.wait(60) == 7
         assert child.stderr == ""
