@@ -12,6 +12,7 @@ samples. The time from one batch to the next shows what the worker does altogeth
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import statistics
 import sys
@@ -62,7 +63,8 @@ def sampling_ns() -> int:
     """CPU time of the thread that samples; 0 where there is none."""
     for thread in threading.enumerate():
         if thread.name == "telemetry-lines":
-            return int(Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text().split()[0])
+            with contextlib.suppress(OSError):  # it ends just now
+                return int(Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text().split()[0])
     return 0
 
 
