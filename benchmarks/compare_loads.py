@@ -169,7 +169,7 @@ def text_of(figures: dict[str, Any]) -> str:
     """The figures as a page."""
     place = figures["machine"]
     lines = [
-        "# Comparisons of two runs under changing load",
+        "# Comparisons of two real runs",
         "",
         f"By `python -m benchmarks.compare_loads`, on {place['cores']} cores of {place['cpu']}.",
         f"Recorded on {' and '.join(figures['dates'])}, while other programs used the machine at times more, at times",

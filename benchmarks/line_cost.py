@@ -60,7 +60,7 @@ class Work(Dataset):  # type: ignore[misc]
 
 
 def sampling_ns() -> int:
-    """CPU time of the thread that samples; 0 where there is none."""
+    """CPU time of the sampling thread, in ns; 0 while there is no such thread."""
     for thread in threading.enumerate():
         if thread.name == "telemetry-lines":
             with contextlib.suppress(OSError):  # it ends just now

@@ -11,8 +11,9 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from stack.jobs import free_ports, must_have, wait_for
+from stack.jobs import must_have, wait_for
 
+from tests.free_ports import free_ports
 from tests.report_logs import START, line, totals, write
 from tests.test_report_attempts import Process
 

@@ -170,6 +170,7 @@ def test_a_stall_that_has_been_open_for_hours_is_found(run):
     assert run.log().stat().st_size > 3 << 20
     assert run.row().finding == "workers_io_bound"
     assert run.row().stalls[-1]["opened"] == iso(NOW - 2999)
+    assert "workers_io_bound" in run.view().verdict.text
     for _ in range(50):
         run.add(lines)
     assert run.row().finding == "workers_io_bound"

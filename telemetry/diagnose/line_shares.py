@@ -32,7 +32,7 @@ MIN_SAMPLES: Final = 40
 """Lines are named from this many samples on. Then a share of one half is off by up to 16 points, in 95 of 100 cases."""
 
 _MIN_SAMPLES_OF_WORK: Final = 10
-"""Of a wait, in the sampler: what they say is a range then."""
+"""Fewest samples inside the sampler, of a wait. From so few, the predicted speed-up is a range."""
 
 _MIN_SHARE: Final = 0.01
 _LOADER_FILE: Final = f"{LOADER_CODE}dataloader.py"

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -161,18 +160,6 @@ def log_lines(run_dir: Path, *, running: bool = False) -> list[dict]:
 
 def events(run_dir: Path, event: str, *, running: bool = False) -> list[dict]:
     return [line for line in log_lines(run_dir, running=running) if line["event"] == event]
-
-
-def free_port() -> int:
-    """A free port, but not one that the kernel would give to a process that asks for any port."""
-    for port in range(20000 + os.getpid() % 5000, 32000):
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
-    raise AssertionError("no port is free")
 
 
 def fetch(url: str, timeout: float = 10.0) -> str:

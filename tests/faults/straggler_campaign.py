@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.faults.campaign_results import Campaign, Trial
-from tests.faults.processes import ROOT, environment, free_port, wait_for
+from tests.faults.processes import ROOT, environment, wait_for
 from tests.faults.straggling_jobs import NODES, PACE_SECONDS, StragglingJob, line_of
+from tests.free_ports import free_ports
 from tests.stack.jobs import Prometheus
 
 WINDOW_SECONDS = 10.0
@@ -68,7 +69,7 @@ class Rules:
             encoding="utf-8",
         )
         (folder / "job" / "run" / "targets").mkdir(parents=True)  # it can only watch a folder that is there
-        port = free_port()
+        port = free_ports()
         self._process = subprocess.Popen(
             ["prometheus", f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/tsdb",
              f"--web.listen-address=127.0.0.1:{port}", "--log.level=warn"],

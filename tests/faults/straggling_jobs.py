@@ -9,7 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.faults.processes import environment, events, free_port, wait_for, write
+from tests.faults.processes import environment, events, wait_for, write
+from tests.free_ports import free_ports
 
 NODES = ("n1", "n1", "n2", "n2")
 """The node of each rank."""
@@ -118,7 +119,7 @@ class StragglingJob:
         self.folder, self.run_dir = folder, folder / "run"
         script = write(folder, "train.py", JOB)
         self.order("")
-        port = str(free_port())
+        port = str(free_ports())
         self.agents = []
         for number, node in enumerate(dict.fromkeys(NODES)):
             command = [

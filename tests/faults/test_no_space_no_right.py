@@ -18,7 +18,6 @@ from faults.processes import (
     environment,
     events,
     fetch,
-    free_port,
     python,
     results,
     value,
@@ -26,6 +25,7 @@ from faults.processes import (
     write,
 )
 from tests.faults.surroundings import QUIET, TRAINING
+from tests.free_ports import free_ports
 
 
 def _can_mount() -> bool:
@@ -243,7 +243,7 @@ def test_a_file_system_that_is_read_only(what, tmp_path):
 
 
 def test_a_port_that_another_program_has(tmp_path):
-    port = free_port()
+    port = free_ports()
     with socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         other.bind(("127.0.0.1", port))

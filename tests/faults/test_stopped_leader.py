@@ -10,7 +10,7 @@ import urllib.error
 
 import pytest
 
-from faults.processes import Child, environment, events, fetch, free_port, samples, value, wait_for, write
+from faults.processes import Child, environment, events, fetch, samples, value, wait_for, write
 from telemetry.core.errors import ErrorLog
 from telemetry.publish import server_locks
 from telemetry.publish.board import Board
@@ -18,6 +18,7 @@ from telemetry.publish.discovery import TargetFile
 from telemetry.publish.listen_address import PORTS_TRIED
 from telemetry.publish.node import NodeService
 from telemetry.publish.server_locks import LOCK_COUNT, STILL_SECONDS, ServerLocks
+from tests.free_ports import free_ports
 
 NS = 10**9
 
@@ -39,7 +40,7 @@ class Job:
 
     def __init__(self, folder, ranks: int) -> None:
         self.folder = folder
-        self.port = free_port()
+        self.port = free_ports()
         script = write(folder, "rank.py", RANK)
         self.ranks = []
         for rank in range(ranks):
@@ -238,7 +239,7 @@ def test_another_rank_is_named_in_the_target_file_within_ten_seconds(tmp_path):
     board = Board("r", "scope", "n", root=tmp_path / "boards")
     board.server_locks = ServerLocks(board.path, clock)
     targets = TargetFile(tmp_path / "targets", "r", "n")
-    port = free_port()
+    port = free_ports()
     service = NodeService(board, targets, host="127.0.0.1", port=port, node="n", errors=ErrorLog(clock), mono_ns=clock)
 
     def named() -> list[str]:

@@ -94,7 +94,7 @@ _servers: list[WarmServer] = []
 
 
 def running_server() -> WarmServer:
-    """The server of this process. It is started where there is none."""
+    """This process's server. Starts one if none is running."""
     if not _servers or _servers[-1].process.poll() is not None:
         _servers.append(WarmServer())
     return _servers[-1]

@@ -44,7 +44,7 @@ def serve(requests: socket.socket) -> dict:
                     os.close(stream)
                 return order
             with contextlib.suppress(PermissionError, ProcessLookupError):  # it has done so, and has ended perhaps
-                os.setpgid(answer, answer)  # whoever gets the answer may kill the group at once
+                os.setpgid(answer, answer)  # the caller may kill the group right after the reply
             for stream in streams:
                 os.close(stream)
         requests.send(json.dumps(answer).encode())

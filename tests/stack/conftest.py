@@ -22,10 +22,10 @@ from stack.jobs import (
     TOKEN,
     Job,
     environment,
-    free_ports,
     must_have,
 )
 from telemetry.publish.board import Board
+from tests.free_ports import free_ports
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -28,10 +27,6 @@ TOKEN = "TEST_STACK_TOKEN"
 NODE = identify(None, None, {}).node
 
 
-FIRST_PORT, LAST_PORT = 10_000, 20_000
-_next_port = FIRST_PORT + os.getpid() % 45 * 200
-
-
 def wait_for(what, probe, seconds=30.0, every=0.05):
     """The first true answer of ``probe``; what it raises counts as none. Past the deadline the test fails."""
     deadline, last = time.monotonic() + seconds, None
@@ -44,30 +39,6 @@ def wait_for(what, probe, seconds=30.0, every=0.05):
             last = error
         time.sleep(every)
     pytest.fail(f"{what}: not within {seconds:g} s; last seen: {last!r}")
-
-
-def free_ports(count):
-    """The first of ``count`` consecutive ports that nobody has now.
-
-    They are none of those that the kernel gives to a process that asks for any port, and each process of the tests
-    looks from another one on: some are used minutes later.
-    """
-    global _next_port
-    while True:
-        first, _next_port = _next_port, _next_port + count
-        if _next_port > LAST_PORT:
-            _next_port = FIRST_PORT
-            continue
-        taken = []
-        for port in range(first, first + count):
-            with socket.socket() as one:
-                one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                try:
-                    one.bind(("127.0.0.1", port))
-                except OSError:
-                    taken.append(port)
-        if not taken:
-            return first
 
 
 def get(url, seconds=3.0):

@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from stack.jobs import SCRIPT, Job, free_ports, wait_for
+from stack.jobs import SCRIPT, Job, wait_for
+from tests.free_ports import free_ports
 
 
 @pytest.fixture

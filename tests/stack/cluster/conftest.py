@@ -16,7 +16,8 @@ from fakes import nvml
 from stack.cluster import dashboards, servers
 from stack.cluster.recorded import Recorded
 from stack.cluster.slurm import Slurm
-from stack.jobs import SCRIPT, Job, free_ports, get
+from stack.jobs import SCRIPT, Job, get
+from tests.free_ports import free_ports
 
 STARVED, HEALTHY = "cluster-starved", "cluster-healthy"
 STARVED_RANK = 2

@@ -9,7 +9,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from stack.cluster import shipped
-from stack.jobs import Prometheus, free_ports, get, must_have, wait_for
+from stack.jobs import Prometheus, get, must_have, wait_for
+from tests.free_ports import free_ports
 
 LOGS = {}
 """The output file of each server. It is shown if a test fails."""

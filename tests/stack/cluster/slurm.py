@@ -10,7 +10,8 @@ from pathlib import Path
 
 from stack.cluster.servers import LOGS, stop
 from stack.cluster.shipped import DEPLOY
-from stack.jobs import SCRIPT, TOKEN, environment, free_ports, must_have, wait_for
+from stack.jobs import SCRIPT, TOKEN, environment, must_have, wait_for
+from tests.free_ports import free_ports
 
 NODES = ("127.0.0.1", "127.0.0.2")
 """Names that lead to this machine without a name server: the shipped job meets, and is scraped, by the nodes' names."""

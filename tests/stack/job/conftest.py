@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from stack.jobs import SCRIPT, SLOW_RANK, Job, Prometheus, free_ports, get, must_have, wait_for
+from stack.jobs import SCRIPT, SLOW_RANK, Job, Prometheus, get, must_have, wait_for
+from tests.free_ports import free_ports
 
 
 @pytest.fixture(scope="package")
