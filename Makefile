@@ -93,9 +93,10 @@ unit: $(READY)
 	  { [ $$? = 1 ] && $(BIN)/python -m pytest --last-failed --last-failed-no-failures none --ignore tests/frameworks; }
 
 # Compiles the tests, as pytest rewrites them, into __pycache__, so that not each process of `make unit` has to. Also where
-# Python is told to write no bytecode. What is wrong with them is for `make unit` to say.
+# Python is told to write no bytecode. A file that cannot be imported is shown now, not at the end of the tests.
 prepared: $(READY)
-	-PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --collect-only -qq --ignore tests/frameworks >/dev/null
+	@collected=$$(PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --collect-only -qq --ignore tests/frameworks) || \
+	  { echo "$$collected"; exit 1; }
 
 demo: $(READY)
 	$(BIN)/telemetry demo

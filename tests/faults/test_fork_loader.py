@@ -13,7 +13,6 @@ from faults.processes import (
     environment,
     events,
     fetch,
-    free_port,
     log_lines,
     results,
     run_script,
@@ -22,6 +21,7 @@ from faults.processes import (
     write,
 )
 from tests.faults.fork_scripts import LOOK
+from tests.free_ports import free_ports
 
 # -- the real DataLoader -----------------------------------------------------------------------------------------
 
@@ -136,7 +136,7 @@ def test_a_killed_rank_s_port_is_free_while_its_workers_live_on(tmp_path):
         sys.stdin.readline()
         """
     script = write(tmp_path, "script.py", serving)
-    port = str(free_port())
+    port = str(free_ports())
     ranks = [environment(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", TELEMETRY_PORT=port) for rank in (0, 1)]
     with Child(script, "train", cwd=tmp_path, env=ranks[0]) as first:
         url = first.line()

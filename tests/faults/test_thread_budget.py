@@ -11,12 +11,12 @@ from faults.processes import (
     Child,
     environment,
     fetch,
-    free_port,
     python,
     run_script,
     wait_for,
     write,
 )
+from tests.free_ports import free_ports
 
 
 def test_a_rank_that_does_not_serve_has_no_thread_for_it(tmp_path):
@@ -31,7 +31,7 @@ def test_a_rank_that_does_not_serve_has_no_thread_for_it(tmp_path):
         sys.stdin.readline()
         """,
     )
-    port = str(free_port())
+    port = str(free_ports())
     envs = [environment(RANK=str(r), LOCAL_RANK=str(r), WORLD_SIZE="2", TELEMETRY_PORT=port) for r in (0, 1)]
     with Child(script, cwd=tmp_path, env=envs[0]) as first:
         url, threads = json.loads(first.line())
