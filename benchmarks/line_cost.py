@@ -44,7 +44,7 @@ class Work(Dataset):  # type: ignore[misc]
     """A batch has four figures of the worker, in ns: a stamp; CPU time of all threads, the main one, the sampling one.
 
     Args:
-        kind: ``python`` (holds the GIL), ``tensors`` (release it often) or ``waiting``.
+        kind: ``python`` (holds the GIL), ``long python``, ``tensors`` (release it often) or ``waiting``.
     """
 
     def __init__(self, kind: str) -> None:
@@ -68,8 +68,12 @@ def sampling_ns() -> int:
     return 0
 
 
-def _python() -> None:
-    sum([number * number for number in range(100_000)])
+def _python(numbers: int = 100_000) -> None:
+    sum([number * number for number in range(numbers)])
+
+
+def _long_python() -> None:
+    _python(500_000)
 
 
 def _tensors() -> None:
@@ -82,7 +86,12 @@ def _waiting() -> None:
     time.sleep(0.01)
 
 
-_WORK: dict[str, Callable[[], None]] = {"python": _python, "tensors": _tensors, "waiting": _waiting}
+_WORK: dict[str, Callable[[], None]] = {
+    "python": _python,
+    "long python": _long_python,
+    "tensors": _tensors,
+    "waiting": _waiting,
+}
 
 
 class Period(NamedTuple):

@@ -15,7 +15,7 @@ for _member in vars(torch.optim.Optimizer).values():
 
 
 class QuickSGD(torch.optim.Optimizer):
-    def __init__(self, parameters, lr: float) -> None:
+    def __init__(self, parameters, lr: float = 1e-3) -> None:
         super().__init__(parameters, {"lr": lr})
 
     @torch.no_grad()
@@ -24,3 +24,15 @@ class QuickSGD(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     parameter -= group["lr"] * parameter.grad
+
+
+class CountingSGD(QuickSGD):
+    """Counts the steps of each parameter in its state, as Adam does: a checkpoint tells from it how far it came."""
+
+    def step(self, closure=None) -> None:
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    state["step"] = state.get("step", torch.tensor(0.0)) + 1

@@ -53,10 +53,19 @@ def test_the_newest_run_may_be_in_the_middle_of_a_file(tmp_path):
     assert sorted(recorder.rows) == [("new", rank) for rank in range(3)]
 
 
+@pytest.fixture(scope="module")
+def many_ranks(tmp_path_factory):
+    """The logs of 300 ranks: more than the heat map has rows."""
+    folder = tmp_path_factory.mktemp("many-ranks")
+    write_run(folder, SimulatedRun(ranks=300, seconds=100))
+    return folder
+
+
 @pytest.mark.parametrize("ranks", [40, 300])
-def test_one_slow_rank_among_many_is_named(tmp_path, ranks):
-    write_run(tmp_path, SimulatedRun(ranks=ranks, seconds=600 if ranks < 100 else 100))
-    text = page_of(tmp_path)
+def test_one_slow_rank_among_many_is_named(tmp_path, request, ranks):
+    if ranks == 40:
+        write_run(tmp_path, SimulatedRun(ranks=ranks, seconds=600))
+    text = page_of(tmp_path if ranks == 40 else request.getfixturevalue("many_ranks"))
     slow = ranks // 2
     assert re.search(
         rf"Rank {slow} on gpu-{slow // 8:03d}, in \d+ % of the time: GPU: SM clock 990 MHz; .* 1980 MHz",
@@ -68,15 +77,14 @@ def test_one_slow_rank_among_many_is_named(tmp_path, ranks):
     assert len(text) < 2_000_000
 
 
-def test_a_row_of_several_ranks_shows_the_odd_one(tmp_path):
-    write_run(tmp_path, SimulatedRun(ranks=260, seconds=100))
+def test_a_row_of_several_ranks_shows_the_odd_one(many_ranks):
     recorder = RunRecorder()
-    load(tmp_path, recorder)
+    load(many_ranks, recorder)
     ranks = {rank: row for (_, rank), row in recorder.rows.items()}
     shown = heat_map(recorder, ranks, dict.fromkeys(ranks, "node"))
     clock = next(metric for metric in shown.metrics if metric.key == "gpu.sm_clock_hertz")
     odd = (clock.cells < 1.9e9).any(axis=1)
-    assert [label for label, is_odd in zip(shown.rows, odd, strict=True) if is_odd] == ["ranks 130-131 (node)"]
+    assert [label for label, is_odd in zip(shown.rows, odd, strict=True) if is_odd] == ["ranks 150-151 (node)"]
 
 
 def test_the_heat_map_has_real_values_and_keeps_its_contrast(tmp_path):

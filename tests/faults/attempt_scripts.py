@@ -9,6 +9,7 @@ from pathlib import Path
 
 TRAIN = """
     import atexit, json, os, sys, time, torch
+    from tests.quick_optimizers import CountingSGD
 
     END = os.environ["END"]  # how this attempt is to end: step, checkpoint, restore, exception, status, finish
     stamps = open(f"stamps-{os.environ['ATTEMPT']}.jsonl", "a", buffering=1)
@@ -44,7 +45,7 @@ TRAIN = """
 
     atexit.register(lambda: stamp("bye"))
     net = torch.nn.Linear(16, 1)
-    optimizer = torch.optim.Adam(net.parameters())
+    optimizer = CountingSGD(net.parameters())
     net_step = 0
     if os.path.exists("checkpoint.pt"):
         stamp("loads")
@@ -182,12 +183,13 @@ def books_of(attempt: Attempted, kept: int, stuck_seconds: float = math.inf) -> 
 ELASTIC = """
     import os, signal, sys, time, torch
     import torch.distributed as dist
+    from tests.quick_optimizers import CountingSGD
 
     rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     # A store of its own: in the launcher's, gloo finds the addresses of the attempt before.
     dist.init_process_group("gloo", init_method=f"file://{os.getcwd()}/store-{attempt}", rank=rank, world_size=2)
     net = torch.nn.Linear(16, 1)
-    optimizer = torch.optim.Adam(net.parameters())
+    optimizer = CountingSGD(net.parameters())
     step = 0
     if os.path.exists("checkpoint.pt"):
         state = torch.load("checkpoint.pt")

@@ -95,7 +95,7 @@ def test_a_rank_that_dies_between_agreement_and_recording(nodes):
 def starved(torchrun, launch):
     """Four gloo ranks, one of which starves, with stalls that are soon believed."""
     options = ("--interval-seconds", "0.2", "--stall-window-seconds", "4", "--snapshot-settle-seconds", "1")
-    job = torchrun("starved", 4, 0, options, SLOW_RANK=str(SLOW_RANK))
+    job = torchrun("starved", 4, 0, options, ("--by-hand",), SLOW_RANK=str(SLOW_RANK))
     yield job
     job.until.touch()
     assert job.wait() == [0], job.stderr

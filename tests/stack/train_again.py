@@ -43,6 +43,8 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 
+from tests.quick_optimizers import CountingSGD  # noqa: E402
+
 
 def evaluate(net):
     net.eval()
@@ -56,7 +58,7 @@ def evaluate(net):
 def main():
     dist.init_process_group("gloo")
     net = torch.nn.Linear(16, 1)
-    optimizer = torch.optim.Adam(net.parameters())
+    optimizer = CountingSGD(net.parameters())
     number, path = 0, f"{folder}/checkpoint.pt"
     if os.path.exists(path):
         stamp("loads")

@@ -25,7 +25,7 @@ SETTINGS = ("--log-interval-seconds", "2", "--stall-window-seconds", "2", "--gpu
 """Its stalls are judged on the faster clock, too. It still ticks once a second, because its cost is also checked."""
 
 SNAPSHOTS = ("--snapshot-settle-seconds", "1")
-LOADER = ("--workers", "1", "--samples", "4096", "--pace-seconds", "0.03", "--slow-seconds", "0.06")
+LOADER = ("--workers", "1", "--samples", "4096", "--pace-seconds", "0.05", "--slow-seconds", "0.06")
 TAIL_LINES = 30
 
 
@@ -68,7 +68,7 @@ def starved(torchrun, launch, monitoring):
     """Four ranks under torchrun, one of which reads its samples slowly until its loader is fixed."""
     options = (*SETTINGS, *SNAPSHOTS, "--targets-dir", str(monitoring.targets))
     mended = launch.folder / f"{STARVED}.mended"
-    job = torchrun(STARVED, 4, free_ports(8), options, (*LOADER, "--mended", str(mended)), SLOW_RANK=str(STARVED_RANK))
+    job = torchrun(STARVED, 4, free_ports(8), options, ("--by-hand", *LOADER, "--mended", str(mended)), SLOW_RANK=str(STARVED_RANK))
     job.mended = mended
     return job
 

@@ -85,9 +85,9 @@ def test_report_of_a_running_job(job):
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        (("--slow-seconds", "0.02"), "rank 1 waits for data"),
+        (("--by-hand", "--slow-seconds", "0.02"), "rank 1 waits for data"),
         (
-            ("--slow-seconds", "0", "--think-seconds", "0.08"),
+            ("--by-hand", "--slow-seconds", "0", "--think-seconds", "0.08"),
             "rank 1 takes longer to compute a step, mostly in think (train_ddp",
         ),
     ],
