@@ -68,7 +68,9 @@ def starved(torchrun, launch, monitoring):
     """Four ranks under torchrun, one of which reads its samples slowly until its loader is fixed."""
     options = (*SETTINGS, *SNAPSHOTS, "--targets-dir", str(monitoring.targets))
     mended = launch.folder / f"{STARVED}.mended"
-    job = torchrun(STARVED, 4, free_ports(8), options, ("--by-hand", *LOADER, "--mended", str(mended)), SLOW_RANK=str(STARVED_RANK))
+    job = torchrun(
+        STARVED, 4, free_ports(8), options, ("--by-hand", *LOADER, "--mended", str(mended)), SLOW_RANK=str(STARVED_RANK)
+    )
     job.mended = mended
     return job
 
