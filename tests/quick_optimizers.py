@@ -6,11 +6,13 @@ the same: the class of all optimizers.
 
 from __future__ import annotations
 
+import inspect
+
 import torch
 
 for _member in vars(torch.optim.Optimizer).values():
-    _plain = getattr(_member, "__wrapped__", None)
-    if _plain is not None:  # as torch marks a function that is kept out of what is compiled: here nothing is
+    if hasattr(_member, "__wrapped__"):  # as torch marks a function that is kept out of what is compiled: nothing is here
+        _plain = inspect.unwrap(_member)  # the agent may have wrapped it as well
         _plain.__dynamo_disable = _plain
 
 

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from stack.jobs import ROOT, SLOW_RANK, environment, must_have, wait_for
+from telemetry.diagnose.hang_detector import MIN_STEPS
 
 pytestmark = pytest.mark.stack
 
@@ -217,12 +218,17 @@ def test_a_run_that_begins_later_appears(terminal, launch, torchrun):
     terminal.at_prompt()
 
 
+def stepped(job):
+    """The ranks that have made so many steps that a hang is one: the first ones may take minutes to compile."""
+    return {x["rank"] for x in job.logs() if x["event"] == "window" and x["steps_total"] >= MIN_STEPS}
+
+
 def test_the_first_view_of_a_hung_run_and_of_a_killed_one(terminal, launch, torchrun):
     hang = launch.folder / "hung.hang"
     options = ("--interval-seconds", "0.1", "--log-interval-seconds", "1", "--stuck-seconds", "2")
     arguments = ("--by-hand", "--slow-seconds", "0", "--hang", str(hang))
     job = torchrun("hung", 2, "off", options, arguments, SLOW_RANK="1")
-    wait_for("steps", lambda: len([x for x in job.logs() if x["event"] == "window" and x["steps_total"]]) >= 2, 60)
+    wait_for("steps", lambda: len(stepped(job)) == 2, 60)
     hang.touch()
     wait_for("a hang", lambda: [x for x in job.logs() if x["event"] == "hang"], 30)
     terminal.top(str(job.run_dir))
