@@ -11,7 +11,9 @@ import inspect
 import torch
 
 for _member in vars(torch.optim.Optimizer).values():
-    if hasattr(_member, "__wrapped__"):  # as torch marks a function that is kept out of what is compiled: nothing is here
+    if hasattr(
+        _member, "__wrapped__"
+    ):  # as torch marks a function that is kept out of what is compiled: nothing is here
         _plain = inspect.unwrap(_member)  # the agent may have wrapped it as well
         _plain.__dynamo_disable = _plain
 
