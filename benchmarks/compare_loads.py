@@ -198,8 +198,8 @@ def text_of(figures: dict[str, Any]) -> str:
     lines += [
         "",
         f"*Calm*: others held up at most {100 * CALM:.0f} % of the training loop of both runs. *Long*: both took at",
-        f"least {LONG_SECONDS / 60:.0f} minutes. *Measured*: by the pace alone. *Without*: what `compare` says, without the",
-        "time in which others held the runs up.",
+        f"least {LONG_SECONDS / 60:.0f} minutes. *Measured*: by the pace alone. *Without*: what `compare` says, which",
+        "leaves out the time in which others held the runs up.",
         "*Interval*: half of its length, median.",
         "",
         *(_of_later(loader, each["later"]) for loader, each in figures["kinds"].items()),

@@ -159,7 +159,13 @@ def test_the_accuracy_page_has_the_comparisons_on_a_calm_machine():
 def test_the_docs_say_how_wide_the_interval_of_compare_is():
     path = ROOT / "benchmarks" / "results" / "compare-loads-amd-epyc-2-cores.json"
     kinds = json.loads(text_of(path))["kinds"].values()
-    all_ = [told for kind in kinds for load in ("changing", "calm", "calm, long") for told in kind[load].values() if told["pairs"]]
+    all_ = [
+        told
+        for kind in kinds
+        for load in ("changing", "calm", "calm, long")
+        for told in kind[load].values()
+        if told["pairs"]
+    ]
     pairs = sum(told["pairs"] for told in all_)
     adjusted, measured = (sum(told[name]["covered"] for told in all_) for name in ("without others", "measured"))
     accuracy, compare = (" ".join(text_of(DOCS / name).split()) for name in ("accuracy.md", "compare.md"))
