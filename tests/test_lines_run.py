@@ -117,7 +117,7 @@ IN_EACH_STEP = {"checkpoint": save, "gc": clean_up}
 @pytest.mark.parametrize("kind", RUNS)
 def test_a_starved_run_names_its_line(tmp_path, kind):
     batches, cause, of, line = RUNS[kind]
-    agent = telemetry.start(tmp_path, port="off", interval_seconds=0.2, stall_window_seconds=2, start_line=False)
+    agent = telemetry.start(tmp_path, port="off", interval_seconds=0.5, stall_window_seconds=2, start_line=False)
     interval, until = sys.getswitchinterval(), now_ns() + 120 * NS
     try:
         for number, _ in enumerate(batches()):

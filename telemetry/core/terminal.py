@@ -18,7 +18,7 @@ _NOT_PLAIN_ASCII: Final = re.compile(r"[^\n\x20-\x7e]")
 
 def plain(text: str) -> str:
     r"""Text with every character escaped that is not printable; line breaks stay. ESC becomes ``\x1b``."""
-    if text.isprintable():
+    if text.replace("\n", "").isprintable():
         return text
     return "".join(c if c == "\n" or c.isprintable() else _escaped(c) for c in text)
 
