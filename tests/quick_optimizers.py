@@ -1,4 +1,4 @@
-"""An optimizer for scripts that only need one: the first of torch's own takes as long as importing torch.
+"""Optimizers for scripts that only need one: the first of torch's own takes as long as importing torch.
 
 torch's imports torch._dynamo when it is made and when it steps, 1.6 s of CPU, in each process. What the agent hooks is
 the same: the class of all optimizers.
@@ -11,10 +11,10 @@ import inspect
 import torch
 
 for _member in vars(torch.optim.Optimizer).values():
-    if hasattr(
-        _member, "__wrapped__"
-    ):  # as torch marks a function that is kept out of what is compiled: nothing is here
-        _plain = inspect.unwrap(_member)  # the agent may have wrapped it as well
+    if hasattr(_member, "__wrapped__"):
+        # Torch wraps what must not be compiled, and imports dynamo at the first call. Here nothing is compiled. The agent
+        # may have wrapped it as well.
+        _plain = inspect.unwrap(_member)
         _plain.__dynamo_disable = _plain
 
 
