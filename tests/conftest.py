@@ -42,14 +42,10 @@ def pytest_collection_modifyitems(config, items):
         items.sort(key=lambda item: start_order(item.nodeid))
 
 
-gc.disable()  # until all tests are collected: what is imported and collected stays
-
-
 def pytest_collection_finish():
     """Thousands of collected tests stay alive until the end: no garbage collection has to go through them each time."""
     gc.collect()
     gc.freeze()
-    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -15,7 +15,7 @@ LONG = """
     test_compare test_attach_workers test_lines_run test_descriptor_leaks test_line_samples test_collect_workers
     test_benchmarks faults/test_stuck test_fetched_samples test_trace_ test_sink_settings test_run_counts test_terminal
 """.split()
-"""How their paths in this folder begin: 15 s and more where several processes share two cores, the longest first."""
+"""How their paths in this folder begin: 15 s and more where several processes share two cores, about by length."""
 
 
 def start_order(file: str) -> int:

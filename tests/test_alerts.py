@@ -29,7 +29,7 @@ OF_PROMETHEUS = {"up"}
 
 
 def succeeds(command, *arguments):
-    # promtool's memory is small, and half of its time would go into garbage collections.
+    # promtool's memory is small, and more than a third of its CPU time would go into garbage collections.
     done = subprocess.run(
         [must_have(command), *map(str, arguments)],
         env=os.environ | {"GOGC": "800"}, capture_output=True, text=True, timeout=120,
