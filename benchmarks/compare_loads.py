@@ -50,6 +50,12 @@ LOADS: Final[tuple[float, ...]] = (0.0, 0.0, 0.2, 0.5, 0.8)
 CALM: Final = 0.1
 """A run is calm if others held up at most this share of its training loop."""
 
+LONG_SECONDS: Final = 120.0
+"""Calm runs of at least this length are paired with each other."""
+
+CHANGING, SHORT_CALM, LONG_CALM = "changing", "calm", "calm, long"
+LOADS_OF_PAIRS: Final = (CHANGING, SHORT_CALM, LONG_CALM)
+
 BURN: Final = """
 import sys, time
 share, until = float(sys.argv[1]), time.time() + float(sys.argv[2])
@@ -144,25 +150,34 @@ def pairs_of(recordings: Sequence[Sequence[dict[str, Any]]], loader: str, slower
 
 
 def figures_of(recordings: Sequence[Sequence[dict[str, Any]]], loader: str) -> dict[str, Any]:
-    """All figures of one kind of loader. ``calm``: pairs of calm runs; ``changing``: all other pairs."""
+    """All figures of one kind of loader, by the load of the pairs.
+
+    ``later``: of runs that the constants were not chosen on, but for long calm ones, which all came later.
+    """
     plain = [run for recorded in recordings for run in runs_of(recorded, loader, 1.0)]
     shares = sorted(held_up(run) for run in plain)
     fresh = [[each for each in recorded if not each.get(TUNED_ON)] for recorded in recordings]
     pairs = {slower: pairs_of(recordings, loader, slower) for slower in (1.0, *SLOWER)}
+    later = {slower: pairs_of(fresh, loader, slower) for slower in (1.0, *SLOWER)}
+    later = {slower: [pair for pair in each if load_of(*pair) != LONG_CALM] for slower, each in later.items()}
     told: dict[str, Any] = {
         "runs": len(plain),
-        "later": judged(pairs_of(fresh, loader, 1.0), 1.0),
-        "later_slower": {f"{slower:.2f}": judged(pairs_of(fresh, loader, slower), slower) for slower in SLOWER},
+        "later": judged(later[1.0], 1.0),
+        "later_slower": {f"{slower:.2f}": judged(later[slower], slower) for slower in SLOWER},
         "held_up": [round(shares[0], 3), round(statistics.median(shares), 3), round(shares[-1], 3)],
     }
-    for name, calm in (("changing", False), ("calm", True)):
-        chosen = {slower: [pair for pair in each if _calm(*pair) == calm] for slower, each in pairs.items()}
+    for name in LOADS_OF_PAIRS:
+        chosen = {slower: [pair for pair in each if load_of(*pair) == name] for slower, each in pairs.items()}
         told[name] = {f"{slower:.2f}": judged(each, slower) for slower, each in chosen.items()}
     return told
 
 
-def _calm(a: Run, b: Run) -> bool:
-    return max(held_up(a), held_up(b)) <= CALM
+def load_of(a: Run, b: Run) -> str:
+    """One of `LOADS_OF_PAIRS`."""
+    if max(held_up(a), held_up(b)) > CALM:
+        return CHANGING
+    shortest = min(sum(block.seconds for block in run) for run in (a, b))
+    return LONG_CALM if shortest >= LONG_SECONDS else SHORT_CALM
 
 
 def text_of(figures: dict[str, Any]) -> str:
@@ -182,8 +197,9 @@ def text_of(figures: dict[str, Any]) -> str:
         lines.append(f"| {loader} | {each['runs']} | {', '.join(map(_percent, each['held_up']))} |")
     lines += [
         "",
-        f"*Calm*: others held up at most {100 * CALM:.0f} % of the training loop of both runs. *Measured*: by the pace",
-        "alone. *Without*: what `compare` says, without the time in which others held the runs up.",
+        f"*Calm*: others held up at most {100 * CALM:.0f} % of the training loop of both runs. *Long*: both took at",
+        f"least {LONG_SECONDS / 60:.0f} minutes. *Measured*: by the pace alone. *Without*: what `compare` says, which",
+        "leaves out the time in which others held the runs up.",
         "*Interval*: half of its length, median.",
         "",
         *(_of_later(loader, each["later"]) for loader, each in figures["kinds"].items()),
@@ -199,7 +215,7 @@ def text_of(figures: dict[str, Any]) -> str:
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for loader, each in figures["kinds"].items():
-        for name in ("changing", "calm"):
+        for name in LOADS_OF_PAIRS:
             lines += [_row(loader, name, slower, told) for slower, told in each[name].items() if told["pairs"]]
     return "\n".join([*lines, ""])
 
@@ -219,7 +235,7 @@ def _of_later_slower(loader: str, slower: str, told: dict[str, Any]) -> str:
 
 def _of_covered(figures: dict[str, Any]) -> str:
     """How often the interval held the true ratio. More than 95 % says that it is too wide."""
-    all_ = [told for each in figures["kinds"].values() for load in ("changing", "calm") for told in each[load].values()]
+    all_ = [told for each in figures["kinds"].values() for load in LOADS_OF_PAIRS for told in each[load].values()]
     pairs = sum(told["pairs"] for told in all_)
     with_, without = (
         sum(told[name]["covered"] for told in all_ if told["pairs"]) for name in ("measured", "without others")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import time
 
 import pytest
@@ -102,6 +103,19 @@ def test_a_phase_in_a_step_is_no_part_of_it(agent):
     assert agent.accounting.stats.steps == 3
     assert agent.accounting.stats.histogram().total < 0.01
     assert agent.accounting.ledger.ns[CHECKPOINT] >= 3 * 0.01e9
+
+
+def test_of_many_phases_in_a_tick_the_longest_have_lines(tmp_path):
+    telemetry.start(tmp_path, port="off", interval_seconds=30, start_line=False)
+    for number in range(200):
+        with telemetry.phase(f"part {number}"):
+            time.sleep(0.02 if number % 50 == 0 else 0.0011)
+    telemetry.stop()
+    (file,) = (tmp_path / "logs").iterdir()
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    names = [line["name"] for line in lines if line["event"] == "phase"]
+    assert 15 < len(names) < 25
+    assert {f"part {number}" for number in (0, 50, 100, 150)} < set(names)
 
 
 def test_a_phase_lets_an_exception_through(agent):

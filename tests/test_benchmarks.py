@@ -22,6 +22,7 @@ from benchmarks import (
     worker_fetch,
 )
 from benchmarks.effort import QUICK
+from telemetry.compare.pace_interval import PaceBlock
 
 TINY = {"hot_rounds": 1, "hot_steps": 40, "cold_rounds": 1, "cold_steps": 2}
 
@@ -163,3 +164,13 @@ def test_comparisons_are_recorded_beside_the_load_that_is_asked_for(tmp_path, mo
     compare_loads.main()
     assert set(started) == set(burners)
     assert {run["beside"] for run in json.loads(file.read_text())["runs"]} == {float(options[1])}
+
+
+def test_pairs_of_runs_are_told_apart_by_their_load_and_length():
+    def run(seconds, held_up):
+        return (PaceBlock(10.0, seconds / 2, held_up=held_up), PaceBlock(10.0, seconds / 2, held_up=0.0))
+
+    short, long, disturbed = run(40.0, 1.0), run(180.0, 1.0), run(180.0, 30.0)
+    assert compare_loads.load_of(short, short) == compare_loads.load_of(short, long) == "calm"
+    assert compare_loads.load_of(long, long) == "calm, long"
+    assert compare_loads.load_of(long, disturbed) == "changing"

@@ -16,6 +16,7 @@ from telemetry.collect.line_sampler import FETCH, LineSampler
 from telemetry.core import sample_times
 from telemetry.core.clock import NS, now_ns
 from telemetry.core.stack_profile import StackProfile
+from telemetry.core.switch_interval import SWITCH_SECONDS, restore_switch_interval, shorten_switch_interval
 from telemetry.diagnose import line_shares as work
 from telemetry.diagnose.line_shares import line_shares
 from tests.running_agent import wait_for
@@ -46,6 +47,18 @@ class Planted2(Planted):
         return sys.getswitchinterval()
 
 
+class Short(Dataset):
+    """Fetches of 2 ms, which tell the switch interval."""
+
+    def __len__(self) -> int:
+        return 1_000_000
+
+    def __getitem__(self, index: int) -> float:
+        time.sleep(0.002)  # planted
+        return sys.getswitchinterval()
+
+
+SHORT_LINE = Short.__getitem__.__code__.co_firstlineno + 1
 PLANTED_LINE = Planted.__getitem__.__code__.co_firstlineno + 1
 
 
@@ -110,9 +123,31 @@ def test_the_switch_interval_of_a_worker_is_restored():
     batches = iter(loader_of(block, "fork", Planted2()))
     usual = next(batches)
     block.ask_samples(1, now_ns() + 600 * NS)
-    wait_for(lambda: next(batches) == pytest.approx(sample_times.SWITCH_SECONDS))
+    wait_for(lambda: next(batches) == pytest.approx(SWITCH_SECONDS))
     block.ask_samples(1, 1)
     wait_for(lambda: next(batches) == usual)
+
+
+def test_a_worker_of_short_fetches_rests_most_of_the_time():
+    """With the switch interval of the process, which costs least. Its line is told nevertheless."""
+    block = WorkerBlock(1)
+    batches = iter(loader_of(block, "fork", Short()))
+    usual = next(batches)
+    block.ask_samples(1, now_ns() + 600 * NS)
+    intervals = []
+
+    def named():
+        intervals.append(next(batches))
+        return [
+            lines
+            for found in block.sampled()
+            if (lines := line_shares(StackProfile.unpacked(found.content), work.FETCH))
+        ]
+
+    ((first, *_),) = wait_for(named, 60)
+    assert (first.file, first.line) == (__file__, SHORT_LINE)
+    assert min(intervals) == pytest.approx(SWITCH_SECONDS)
+    assert intervals.count(usual) > len(intervals) / 2
 
 
 # -- the switch interval, in a process ---------------------------------------------------------------------------
@@ -122,20 +157,29 @@ def test_the_switch_interval_of_a_worker_is_restored():
 def interval():
     before = sys.getswitchinterval()
     yield before
-    sample_times.restore_switch_interval()
+    restore_switch_interval("lines")
     sys.setswitchinterval(before)
 
 
 def test_an_interval_that_other_code_has_set_stays(interval):
-    sample_times.shorten_switch_interval()
-    assert sys.getswitchinterval() == pytest.approx(sample_times.SWITCH_SECONDS)
+    shorten_switch_interval("lines")
+    assert sys.getswitchinterval() == pytest.approx(SWITCH_SECONDS)
     sys.setswitchinterval(2 * interval)
-    sample_times.restore_switch_interval()
+    restore_switch_interval("lines")
     assert sys.getswitchinterval() == pytest.approx(2 * interval)
 
 
+def test_the_interval_stays_short_while_somebody_needs_it(interval):
+    shorten_switch_interval("lines")
+    shorten_switch_interval("agent")
+    restore_switch_interval("lines")
+    assert sys.getswitchinterval() == pytest.approx(SWITCH_SECONDS)
+    restore_switch_interval("agent")
+    assert sys.getswitchinterval() == pytest.approx(interval)
+
+
 def test_a_forked_child_has_the_usual_interval(interval):
-    sample_times.shorten_switch_interval()
+    shorten_switch_interval("lines")
     pid = os.fork()
     if not pid:
         os._exit(0 if abs(sys.getswitchinterval() - interval) < 1e-6 else 1)
@@ -148,6 +192,25 @@ def test_a_sample_that_a_c_call_delayed_stands_for_the_delay_too():
     assert at_once == NS // 100
     assert late == at_once + NS // 4
     assert times.weight_ns(0, 3600 * NS) < 60 * NS  # the process was stopped
+
+
+def test_a_worker_with_many_fetches_per_second_is_sampled_in_bursts():
+    """The rest makes up for the part of the time: fetches that are sampled are about as many as with few per second."""
+    for rate, part in ((5, 1.0), (12.5, 1.0), (25, 0.5), (125, 0.1), (1000, 0.1)):
+        times = sample_times.SampleTimes(0.01)
+        bursts = sample_times.SampleBursts(times, 0, 7)
+        usual, share = times.weight_ns(0, 0), times.max_share
+        assert bursts.rest(NS // 100) is None
+        assert bursts.rest(NS // 5) == 0, "the rate is not known yet"
+        bursts.begin(2 * NS, 7 + 2 * rate)
+        assert times.part == pytest.approx(part)
+        assert times.weight_ns(0, 0) == pytest.approx(usual / part)
+        assert bursts.rest(2 * NS + NS // 100) is None
+        rests = [bursts.rest(2 * NS + NS // 10) for _ in range(1000)]
+        assert sum(rests) / len(rests) == pytest.approx(0.1 / part - 0.1, rel=0.1)
+        assert (len(set(rests)) > 900) == (part < 1)
+        assert times.max_share + part * rate * 0.0004 < 0.01 or rate > 125
+        assert times.max_share <= share
 
 
 def test_gaps_are_random_and_their_mean_is_the_weight():

@@ -187,6 +187,31 @@ def test_a_rank_that_holds_the_others_up_logs_the_lines_of_its_steps(tmp_path):
     assert not monitor.sampler.sampling
 
 
+def test_a_stall_with_few_samples_is_sampled_for_longer(tmp_path):
+    """Until a line can be named: its lines are logged then. After ten minutes it is sampled as seldom as any other."""
+    tracker = StepTracker(Ring())
+    monitor = LineMonitor(tracker, tmp_path, 1, errors=ErrorLog(), emit=lambda *_: None, rank=lambda: 0)
+    tracker.category = S_COMPUTE
+    stall = Stall("host_bound", 0, {"host_bound": 1.0}, 1.0, None, evidence_over([a_slice()]))
+    try:
+        assert not monitor.tick(stall)
+        monitor._session -= 100 * NS  # not in the first ten seconds of a minute
+        assert not monitor.tick(stall), "there is no line to log"
+        assert monitor.sampler.sampling
+        monitor._session -= 600 * NS
+        assert not monitor.tick(stall)
+        assert not monitor.sampler.sampling
+        monitor._session += 600 * NS
+        monitor.tick(stall)
+        for _ in range(2 * work.MIN_SAMPLES):
+            monitor.sampler.sample(now_ns())
+        assert monitor.tick(stall), "the line is logged as soon as it is known"
+        assert not monitor.sampler.sampling
+        assert monitor.findings(stall).lines
+    finally:
+        monitor.close()
+
+
 @pytest.mark.parametrize(
     ("cause", "kinds", "asked"), [("host_bound", {work.STEP}, False), ("uneven_batches", set(), True)]
 )

@@ -236,9 +236,9 @@ class Agent(AgentParts):
                 self.errors.tell("clock", f"the wall clock was stepped by {stepped:.1f} s; timestamps follow it")
         if now_ns() >= self._rank_due_ns:
             self._settle_rank()
-        self.accounting.keep_up()
+        self._keep_up()
         with self.errors.contained("collect"):
-            self._collectors.poll(self.accounting.keep_up)
+            self._collectors.poll(self._keep_up)
         with self.errors.contained("memory"):
             self._memory.tick()
         with self.errors.contained("diagnose"):
@@ -254,10 +254,10 @@ class Agent(AgentParts):
             stalls = self._stall_monitor
             if self._line_monitor.tick(stalls.open_stall, holds_others_up=stalls.holds_others_up):
                 stalls.log_lines()
-        self.accounting.keep_up()
+        self._keep_up()
         with self.errors.contained("snapshot"):
             self.snapshots.tick(self._stall_monitor.active_cause, self._stall_monitor.stall_fields)
-        self.accounting.keep_up()
+        self._keep_up()
         self.overhead.measure()
         rare = 2 * self.config.interval_seconds > _PUBLISH_SECONDS
         self._published, self._skipped = self._skipped or not self._published or rare, False
@@ -266,11 +266,15 @@ class Agent(AgentParts):
                 self._count_losses()
             with self.errors.contained("exposition"):
                 self._publish()
-        self.accounting.keep_up()
+        self._keep_up()
         with self.errors.contained("jsonl"):
             self.event_log.write_what_is_due()
         with self.errors.contained("sinks"):
             self.figures.write(self._view)
+
+    def _keep_up(self) -> None:
+        self.accounting.keep_up()
+        self._between_ticks.turns.check()
 
     def _finish(self) -> None:
         """The end of the run: write the rest of the log, and remove this rank from the board."""
@@ -342,6 +346,5 @@ class Agent(AgentParts):
     def _say_start(self, *, logged: bool) -> None:
         trouble = self._node.trouble if self._node is not None else ""
         logs = f"logs in {self.run_dir / 'logs'}" if logged else f"no logs ({self.event_log.log.file.last_error})"
-        logs += self.figures.said
-        if not say_start(self.identity, metrics_url=self.metrics_url, trouble=trouble, logs=logs):
+        if not say_start(self.identity, metrics_url=self.metrics_url, trouble=trouble, logs=logs + self.figures.said):
             self.errors.note("start_line", "stderr cannot be written")

@@ -38,6 +38,10 @@ _RETRY_SECONDS: Final = 30
 _SHORTEST_PHASE_SECONDS: Final = 0.001
 """Shorter ones are in the ledger, but no line of the log; of shorter checkpoints the newest of a tick."""
 
+_MAX_PHASE_LINES: Final = 20
+"""If more phases have ended since the tick before, the longest have lines. Each line is a write, after which the
+agent thread waits for the GIL. Beside 250 phases a second, whose C calls held the GIL, it had no time for a tick."""
+
 
 class AttemptLog:
     """Fields of log lines, and the heartbeat. Used by the agent thread.
@@ -202,13 +206,14 @@ class AttemptLog:
         while self._resume.saves:
             pending.append(self._resume.saves.popleft())
         lines: list[tuple[bool, dict[str, Any]]] = []  # each with whether its phase was short
+        shortest = _shortest_of_line(spans)
         for span in spans:
             of_ledger = span.category == CHECKPOINT and span.loop_seconds is not None
             save = next((each for each in pending if _is_of(each, span)), None) if of_ledger else None
             if save is not None:
                 pending.remove(save)
             line = self._line(span) | ({} if save is None else self._of(save, span.loop_seconds))
-            short = span.seconds < _SHORTEST_PHASE_SECONDS
+            short = span.seconds < shortest
             if not short or (save is not None and save.complete):
                 lines.append((short, line))
         newest_short = max((place for place, (short, _) in enumerate(lines) if short), default=None)
@@ -270,6 +275,13 @@ class AttemptLog:
             f'"saves_completed":{self.saves_completed},{counted}'
             f'"ledger_total_seconds":{{{spent}}},"resumption":{self._resumption_text}}}'
         ).encode()
+
+
+def _shortest_of_line(spans: Sequence[PhaseSpan]) -> float:
+    """The shortest duration in seconds of a phase that has a line of its own."""
+    if len(spans) <= _MAX_PHASE_LINES:
+        return _SHORTEST_PHASE_SECONDS
+    return max(_SHORTEST_PHASE_SECONDS, sorted([span.seconds for span in spans])[-_MAX_PHASE_LINES])
 
 
 def _is_of(save: SavedCheckpoint, span: PhaseSpan) -> bool:

@@ -6,6 +6,7 @@ import random
 import threading
 from typing import TYPE_CHECKING
 
+from telemetry.agent.gil_turns import GilTurns
 from telemetry.core.clock import NS, now_ns
 
 if TYPE_CHECKING:
@@ -23,6 +24,9 @@ class BetweenTicks:
         stalls: knows how often the training thread is sampled.
         threads: samples the training thread in a job of several ranks. ``lines``: while a stall is open.
         errors: counts samples that failed.
+
+    Attributes:
+        turns: is told how late the agent thread wakes.
     """
 
     def __init__(
@@ -38,6 +42,7 @@ class BetweenTicks:
         self._threads = threads
         self._lines = lines
         self._errors = errors
+        self.turns = GilTurns()
         self._random = random.Random()  # noqa: S311 - of our own, so that the training's numbers stay the same
         self._wake = threading.Event()
 
@@ -61,7 +66,9 @@ class BetweenTicks:
             gap = lines.gap()
             wait = min(left, gap) if alone else min(left, gap, apart)
             due = now_ns() + int(wait * NS)
+            self.turns.begin(due)
             self._wake.wait(wait)
+            self.turns.check()
             with self._errors.contained("lines"):
                 if wait == gap:
                     lines.sample(due)
@@ -70,3 +77,5 @@ class BetweenTicks:
             if not alone:
                 with self._errors.contained("diagnose"):
                     self._threads.sample()
+        if self._wake.is_set():
+            self.turns.end()

@@ -32,9 +32,14 @@ _EVERY_SECONDS: Final = 60
 _PART_SECONDS: Final = 10
 """Samples are taken in the first minute of a stall, and then in ten seconds of each minute."""
 
+_MAX_FIRST_SECONDS: Final = 600
+"""The first minute is extended up to ten, until there are enough samples to name a line. Checkpoints may be rare, and
+where C calls hold the GIL all the time, the agent thread gets few turns."""
+
 _FIRST_LINES_SECONDS: Final = 10.0
 _MAX_BETWEEN_SECONDS: Final = 600.0
-"""The lines are logged 10 s after a stall has opened, and then at intervals that double up to ten minutes."""
+"""The lines are logged 10 s after a stall has opened, or once there are enough samples. After that they are logged at
+intervals that double up to ten minutes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +104,7 @@ class LineMonitor:
         self._slow = False
         self._number = 0
         self._lines_due = _FIRST_LINES_SECONDS
+        self._named: tuple[str, ...] = ()  # the kinds of work whose samples are enough to name a line
         self._asked: dict[int, LoaderHandle] = {}
         self._ended_workers = StackProfile()
 
@@ -123,11 +129,11 @@ class LineMonitor:
         if not self._session or slow != self._slow:
             self._begin(slow=slow)
         passed = (now_ns() - self._session) / NS
-        if passed < _FIRST_SECONDS or passed % _EVERY_SECONDS < _PART_SECONDS:
+        if self._samples_at(passed, stall, kinds):
             self._sample(kinds, stall.evidence.source if stall is not None else None)
         else:
             self._pause()
-        if passed < self._lines_due:
+        if passed < self._lines_due or not self._names_a_line(stall, kinds):
             return False
         self._lines_due = passed + min(passed, _MAX_BETWEEN_SECONDS)
         if slow:
@@ -158,8 +164,25 @@ class LineMonitor:
             line_advice(stall.evidence, kind, lines[0], cause=stall.cause),
         )
 
+    def _samples_at(self, passed: float, stall: Stall | None, kinds: tuple[str, ...]) -> bool:
+        """Whether samples are taken so many seconds after the stall has opened."""
+        if passed < _FIRST_SECONDS or passed % _EVERY_SECONDS < _PART_SECONDS:
+            return True
+        return passed < _MAX_FIRST_SECONDS and not self._names_a_line(stall, kinds)
+
+    def _names_a_line(self, stall: Stall | None, kinds: tuple[str, ...]) -> bool:
+        """Whether there are enough samples to name a line."""
+        if self._named != kinds:
+            profile, kind = self._slow_steps() if stall is None else self._profile_of(stall)
+            if profile is not None and work.line_shares(profile, kind):
+                self._named = kinds
+        return self._named == kinds
+
+    def _slow_steps(self) -> tuple[StackProfile | None, str]:
+        return self.sampler.profiles.get(work.STEP), work.STEP
+
     def _log_slow_steps(self) -> None:
-        profile = self.sampler.profiles.get(work.STEP)
+        profile, _ = self._slow_steps()
         lines = work.line_shares(profile, work.STEP) if profile is not None else ()
         if profile is None or not lines:
             return
@@ -178,6 +201,7 @@ class LineMonitor:
         self._slow = slow
         self._session = now_ns()
         self._number += 1
+        self._named = ()
         self._lines_due = _FIRST_LINES_SECONDS
 
     def _forget(self) -> None:

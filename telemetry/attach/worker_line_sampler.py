@@ -18,9 +18,10 @@ from telemetry.attach.sample_area import HALF_BYTES
 from telemetry.core.clock import NS, now_ns
 from telemetry.core.fetch_stacks import fetch_part
 from telemetry.core.late_samples import LateSamples, thread_waits
-from telemetry.core.sample_times import SampleTimes, restore_switch_interval, shorten_switch_interval
+from telemetry.core.sample_times import SampleBursts, SampleTimes
 from telemetry.core.signal_mask import signals_blocked
 from telemetry.core.stacks import stack_of
+from telemetry.core.switch_interval import restore_switch_interval, shorten_switch_interval
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 _GAP_SECONDS: Final = 0.008
 """Mean time between samples."""
+
+_USER: Final = "lines"
 
 _FIRST_WRITE_NS: Final = NS // 10
 _WRITE_NS: Final = NS
@@ -52,6 +55,7 @@ class WorkerSampler:
         self._pid = os.getpid()
         self._fetcher = threading.get_ident()
         self._running = False
+        self._fetches = 0
         self._session = 0
         self._began_ns = 0
         self._samples = LateSamples()
@@ -60,6 +64,7 @@ class WorkerSampler:
 
     def ask(self) -> None:
         """Start the thread, if it does not run. Called at the start of a fetch."""
+        self._fetches += 1
         if self._running or os.getpid() != self._pid:
             return
         self._running = True
@@ -71,13 +76,13 @@ class WorkerSampler:
             pass
 
     def _run(self) -> None:
-        shorten_switch_interval()
+        shorten_switch_interval(_USER)
         try:
             self._sample()
         except Exception:
             pass  # it cannot be reported from here; the agent sees a worker without a profile
         finally:
-            restore_switch_interval()
+            restore_switch_interval(_USER)
             self._running = False
 
     def _sample(self) -> None:
@@ -86,6 +91,7 @@ class WorkerSampler:
         before_ns, cpu_before = now_ns(), time.clock_gettime_ns(cpu_clock)
         write_after = _FIRST_WRITE_NS
         written_ns = before_ns
+        bursts = SampleBursts(times, before_ns, self._fetches)
         while True:
             gap = times.gap()
             waits = thread_waits()
@@ -110,8 +116,21 @@ class WorkerSampler:
                 written_ns, write_after = now, min(2 * write_after, _WRITE_NS)
                 self._write()
             times.taken()
+            rest = bursts.rest(now_ns())
+            if rest is not None:
+                if rest:
+                    _rest(rest)
+                    before_ns, cpu_before = now_ns(), time.clock_gettime_ns(cpu_clock)
+                bursts.begin(now_ns(), self._fetches)
         self._write()
 
     def _write(self) -> None:
         if self._samples.samples:
             self._area.write(self._session, self._pid, self._began_ns, self._samples.profile().packed(HALF_BYTES))
+
+
+def _rest(seconds: float) -> None:
+    """Wait, with the switch interval that this process has without samples."""
+    restore_switch_interval(_USER)
+    time.sleep(seconds)
+    shorten_switch_interval(_USER)

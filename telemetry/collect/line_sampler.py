@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Final
 
 from telemetry.core.clock import NS, now_ns
 from telemetry.core.fetch_stacks import fetch_part
-from telemetry.core.sample_times import SampleTimes, restore_switch_interval, shorten_switch_interval
+from telemetry.core.sample_times import SampleTimes
 from telemetry.core.stack_profile import StackProfile
 from telemetry.core.stacks import python_threads, stack_of
+from telemetry.core.switch_interval import restore_switch_interval, shorten_switch_interval
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,6 +25,8 @@ _GAP_SECONDS: Final = 0.02
 
 _LATE_NS: Final = NS // 1000
 """A shorter delay is no C call that holds the GIL."""
+
+_USER: Final = "lines"
 
 FETCH: Final = "fetch"
 """The kind of work of a thread of this process that makes batches. The others are those of the training thread."""
@@ -51,10 +54,10 @@ class LineSampler:
         """Sample these kinds of work from now on. Without any, no sample is taken."""
         self._kinds = kinds
         if kinds and self._times is None:
-            shorten_switch_interval()
+            shorten_switch_interval(_USER)
             self._times = SampleTimes(_GAP_SECONDS)
         elif not kinds and self._times is not None:
-            restore_switch_interval()
+            restore_switch_interval(_USER)
             self._times = None
 
     def begin(self) -> None:

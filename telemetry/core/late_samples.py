@@ -17,8 +17,8 @@ import resource
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from telemetry.core.sample_times import SWITCH_SECONDS
 from telemetry.core.stack_profile import StackProfile
+from telemetry.core.switch_interval import SWITCH_SECONDS
 
 if TYPE_CHECKING:
     from telemetry.core.stacks import Stack

@@ -93,7 +93,7 @@ class Large(torch.utils.data.Dataset):
 
 order = ""
 while order != "end":
-    asked = select.select([sys.stdin], [], [], 0.2)[0]
+    asked = select.select([sys.stdin], [], [], 0.5)[0]
     assert [float(batch[0, 0]) for batch in DataLoader(Large(), num_workers=1)] == list(range(64))
     if asked:
         order = sys.stdin.readline().strip()

@@ -15,71 +15,6 @@ pytestmark = pytest.mark.stack
 TAKEOVER_SECONDS = 3.0
 
 
-@pytest.mark.parametrize("found_by", ["static", "file_sd"])
-def test_sees_all_ranks_of_the_job(prometheus, job, found_by):
-    steps = wait_for(
-        "steps of four ranks in Prometheus",
-        lambda: len(found := prometheus.query(f'training_steps_total{{job="{found_by}"}} > 0')) == 4 and found,
-    )
-
-    for rank, series in enumerate(sorted((s["metric"] for s in steps), key=lambda labels: labels["rank"])):
-        expected = {
-            "__name__": "training_steps_total",
-            "run": job.run_dir.name,
-            "rank": str(rank),
-            "job": found_by,
-            "instance": f"127.0.0.1:{job.port}",
-        }
-        if found_by == "file_sd":
-            expected["node"] = job.targets()[0]["labels"]["node"]
-        assert series == expected
-    infos = prometheus.query(f'training_run_info{{job="{found_by}"}}')
-    assert sorted((i["metric"]["rank"], i["metric"]["local_rank"], i["metric"]["world_size"]) for i in infos) == [
-        (str(rank), str(rank), "4") for rank in range(4)
-    ]
-    assert prometheus.query(f'scrape_samples_scraped{{job="{found_by}"}}')[0]["value"][1] != "0"
-
-
-def test_ledger_grows_as_the_wall_clock_does(prometheus, job):
-    window = 20  # seconds
-    of_window = f'{{job="static"}}[{window}s]'
-
-    def stepped_throughout():
-        assert job.running(), job.stderr
-        counts = prometheus.by_rank(f"count_over_time(training_steps_total{of_window})")
-        first = prometheus.by_rank(f"min_over_time(training_steps_total{of_window})")
-        return min(counts.values()) >= window - 1 and min(first.values()) > 20 and len(first) == 4
-
-    wait_for("a full window", stepped_throughout, window + 40, every=0.5)
-    # The slope of all samples: increase() guesses what lies between a sample and the edge of the window.
-    slope = prometheus.by_rank(f"sum by (rank) (deriv(training_time_seconds_total{of_window}))")
-    assert slope == {rank: pytest.approx(1, rel=0.01) for rank in range(4)}
-    growth = prometheus.by_rank(f"sum by (rank) (increase(training_time_seconds_total{of_window})) / {window}")
-    assert growth == {rank: pytest.approx(1, rel=0.05) for rank in range(4)}
-
-    lines = [line for line in job.logs() if line["event"] == "run_start"]
-    started = {line["rank"]: datetime.fromisoformat(line["started"].replace("Z", "+00:00")) for line in lines}
-
-    def whole():  # a busy machine may make one state late, but not each
-        sums = prometheus.by_rank('sum by (rank) (training_time_seconds_total{job="static"})')
-        scraped = prometheus.by_rank('max by (rank) (timestamp(training_time_seconds_total{job="static"}))')
-        wall = {rank: scraped[rank] - started[rank].timestamp() for rank in range(4)}
-        assert sums == {rank: pytest.approx(wall[rank], rel=0.01) for rank in range(4)}
-        return True
-
-    wait_for("sums that are the wall clock", whole, 10, every=0.5)
-
-
-def test_waiting_shows_on_the_slow_rank_alone(prometheus, job):
-    waited = prometheus.by_rank(
-        'sum by (rank) (rate(training_time_seconds_total{job="static", category="data_wait"}[15s]))'
-    )
-    exposed = prometheus.by_rank('rate(training_exposed_wait_seconds_total{job="static"}[15s])')
-
-    assert waited[2] > 0.5 > 10 * max(waited[rank] for rank in (0, 1, 3))
-    assert exposed == {rank: pytest.approx(waited[rank], abs=0.02) for rank in range(4)}
-
-
 def lose_the_server(job, prometheus, end, *, shown_on):
     """End the rank that serves; the port, the scrapes and the series of the others go on. Returns rank and seconds.
 
@@ -153,3 +88,71 @@ def test_another_rank_takes_the_port_over(prometheus, side_by_side, launch, reco
     said = [line for line in job.stderr.splitlines() if line and not line.startswith("telemetry: run ")]
     assert len(said) == (killed != 0), "rank 0 ends with its last line, unless it was killed"
     assert all("; see: telemetry report" in line for line in said)
+
+
+# From here on the job of this folder runs, which uses the cores.
+
+
+@pytest.mark.parametrize("found_by", ["static", "file_sd"])
+def test_sees_all_ranks_of_the_job(prometheus, job, found_by):
+    steps = wait_for(
+        "steps of four ranks in Prometheus",
+        lambda: len(found := prometheus.query(f'training_steps_total{{job="{found_by}"}} > 0')) == 4 and found,
+    )
+
+    for rank, series in enumerate(sorted((s["metric"] for s in steps), key=lambda labels: labels["rank"])):
+        expected = {
+            "__name__": "training_steps_total",
+            "run": job.run_dir.name,
+            "rank": str(rank),
+            "job": found_by,
+            "instance": f"127.0.0.1:{job.port}",
+        }
+        if found_by == "file_sd":
+            expected["node"] = job.targets()[0]["labels"]["node"]
+        assert series == expected
+    infos = prometheus.query(f'training_run_info{{job="{found_by}"}}')
+    assert sorted((i["metric"]["rank"], i["metric"]["local_rank"], i["metric"]["world_size"]) for i in infos) == [
+        (str(rank), str(rank), "4") for rank in range(4)
+    ]
+    assert prometheus.query(f'scrape_samples_scraped{{job="{found_by}"}}')[0]["value"][1] != "0"
+
+
+def test_ledger_grows_as_the_wall_clock_does(prometheus, job):
+    window = 20  # seconds
+    of_window = f'{{job="static"}}[{window}s]'
+
+    def stepped_throughout():
+        assert job.running(), job.stderr
+        counts = prometheus.by_rank(f"count_over_time(training_steps_total{of_window})")
+        first = prometheus.by_rank(f"min_over_time(training_steps_total{of_window})")
+        return min(counts.values()) >= window - 1 and min(first.values()) > 20 and len(first) == 4
+
+    wait_for("a full window", stepped_throughout, window + 40, every=0.5)
+    # The slope of all samples: increase() guesses what lies between a sample and the edge of the window.
+    slope = prometheus.by_rank(f"sum by (rank) (deriv(training_time_seconds_total{of_window}))")
+    assert slope == {rank: pytest.approx(1, rel=0.01) for rank in range(4)}
+    growth = prometheus.by_rank(f"sum by (rank) (increase(training_time_seconds_total{of_window})) / {window}")
+    assert growth == {rank: pytest.approx(1, rel=0.05) for rank in range(4)}
+
+    lines = [line for line in job.logs() if line["event"] == "run_start"]
+    started = {line["rank"]: datetime.fromisoformat(line["started"].replace("Z", "+00:00")) for line in lines}
+
+    def whole():  # a busy machine may make one state late, but not each
+        sums = prometheus.by_rank('sum by (rank) (training_time_seconds_total{job="static"})')
+        scraped = prometheus.by_rank('max by (rank) (timestamp(training_time_seconds_total{job="static"}))')
+        wall = {rank: scraped[rank] - started[rank].timestamp() for rank in range(4)}
+        assert sums == {rank: pytest.approx(wall[rank], rel=0.01) for rank in range(4)}
+        return True
+
+    wait_for("sums that are the wall clock", whole, 10, every=0.5)
+
+
+def test_waiting_shows_on_the_slow_rank_alone(prometheus, job):
+    waited = prometheus.by_rank(
+        'sum by (rank) (rate(training_time_seconds_total{job="static", category="data_wait"}[15s]))'
+    )
+    exposed = prometheus.by_rank('rate(training_exposed_wait_seconds_total{job="static"}[15s])')
+
+    assert waited[2] > 0.5 > 10 * max(waited[rank] for rank in (0, 1, 3))
+    assert exposed == {rank: pytest.approx(waited[rank], abs=0.02) for rank in range(4)}

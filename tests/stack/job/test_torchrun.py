@@ -82,34 +82,6 @@ def test_report_of_a_running_job(job):
     assert job.report_text().count("is running") == 4
 
 
-@pytest.mark.parametrize(
-    ("arguments", "why"),
-    [
-        (("--by-hand", "--slow-seconds", "0.02"), "rank 1 waits for data"),
-        (
-            ("--by-hand", "--slow-seconds", "0", "--think-seconds", "0.08"),
-            "rank 1 takes longer to compute a step, mostly in think (train_ddp",
-        ),
-    ],
-    ids=["data", "compute"],
-)
-def test_the_slow_rank_is_named_to_its_peers(torchrun, arguments, why):
-    options = ("--stall-window-seconds", "8")
-    slow = torchrun(f"slow-{why.split()[2]}", 2, "off", options, arguments, SLOW_RANK="1")
-
-    def stalled():
-        assert slow.running(), slow.stderr
-        return [line for line in slow.logs() if line["event"] == "stall_open" and line["rank"] == 0]
-
-    opened = wait_for("a stall of rank 0", stalled, 60, every=0.2)[0]
-    assert opened["cause"] == "straggler"
-    slow.until.touch()
-    assert slow.wait() == [0]
-    (stall,) = [stall for stall in slow.report()["stalls"] if stall["rank"] == 0]
-    assert stall["cause"] == "straggler"
-    assert why in stall["advice"][0]["because"]
-
-
 @pytest.fixture(scope="module")
 def second_job(job, torchrun):
     """Another job on the node, whose port is taken."""
@@ -159,38 +131,7 @@ def test_report_after_sigkill_of_all_ranks(second_job):
     assert not any(line["event"] == "run_end" for line in second_job.logs())
 
 
-AT_ONCE = """
-import os, sys, time, telemetry, telemetry.agent.agent, structlog, psutil, prometheus_client
-while time.time() < float(sys.argv[2]): pass
-telemetry.start(sys.argv[1], port=int(sys.argv[3]), start_line=False)
-time.sleep(0.5)
-telemetry.stop()
-"""
-
-
-def test_ranks_that_start_and_end_at_once_agree_on_the_port(launch, ports):
-    for attempt in range(3):
-        run_dir, start = launch.folder / f"at_once_{attempt}", time.time() + 1.5
-        processes = [
-            launch(
-                [sys.executable, "-c", AT_ONCE, str(run_dir), str(start), str(ports["at_once"])],
-                f"at_once_{attempt}-{rank}", RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="4",
-            )
-            for rank in range(4)
-        ]  # fmt: skip
-        at_once = Job(processes, run_dir, ports["at_once"], None)
-        assert at_once.wait() == [0] * 4, at_once.stderr
-
-        urls = [line["metrics_url"] for line in at_once.logs() if line["event"] == "run_start"]
-        assert len(urls) == 4
-        assert len(set(urls)) == 1
-        assert urls[0] is not None
-        assert list(run_dir.glob("targets/*")) == []
-        assert not at_once.board.exists()
-        assert at_once.stderr == ""
-
-
-# The job that every test above looks at ends here: nothing that needs it running may follow.
+# The job that every test above looks at ends here: nothing that needs it running may follow. It uses the cores.
 
 
 @pytest.fixture(scope="module")
@@ -230,3 +171,62 @@ def test_report_of_an_ended_job(ended_job):
     assert report["verdict"] in text
     assert "is running" not in text
     assert "did not end" not in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (("--by-hand", "--slow-seconds", "0.02"), "rank 1 waits for data"),
+        (
+            ("--by-hand", "--slow-seconds", "0", "--think-seconds", "0.08"),
+            "rank 1 takes longer to compute a step, mostly in think (train_ddp",
+        ),
+    ],
+    ids=["data", "compute"],
+)
+def test_the_slow_rank_is_named_to_its_peers(torchrun, arguments, why):
+    options = ("--stall-window-seconds", "8")
+    slow = torchrun(f"slow-{why.split()[2]}", 2, "off", options, arguments, SLOW_RANK="1")
+
+    def stalled():
+        assert slow.running(), slow.stderr
+        return [line for line in slow.logs() if line["event"] == "stall_open" and line["rank"] == 0]
+
+    opened = wait_for("a stall of rank 0", stalled, 60, every=0.2)[0]
+    assert opened["cause"] == "straggler"
+    slow.until.touch()
+    assert slow.wait() == [0]
+    (stall,) = [stall for stall in slow.report()["stalls"] if stall["rank"] == 0]
+    assert stall["cause"] == "straggler"
+    assert why in stall["advice"][0]["because"]
+
+
+AT_ONCE = """
+import os, sys, time, telemetry, telemetry.agent.agent, structlog, psutil, prometheus_client
+while time.time() < float(sys.argv[2]): pass
+telemetry.start(sys.argv[1], port=int(sys.argv[3]), start_line=False)
+time.sleep(0.5)
+telemetry.stop()
+"""
+
+
+def test_ranks_that_start_and_end_at_once_agree_on_the_port(launch, ports):
+    for attempt in range(3):
+        run_dir, start = launch.folder / f"at_once_{attempt}", time.time() + 1.5
+        processes = [
+            launch(
+                [sys.executable, "-c", AT_ONCE, str(run_dir), str(start), str(ports["at_once"])],
+                f"at_once_{attempt}-{rank}", RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="4",
+            )
+            for rank in range(4)
+        ]  # fmt: skip
+        at_once = Job(processes, run_dir, ports["at_once"], None)
+        assert at_once.wait() == [0] * 4, at_once.stderr
+
+        urls = [line["metrics_url"] for line in at_once.logs() if line["event"] == "run_start"]
+        assert len(urls) == 4
+        assert len(set(urls)) == 1
+        assert urls[0] is not None
+        assert list(run_dir.glob("targets/*")) == []
+        assert not at_once.board.exists()
+        assert at_once.stderr == ""

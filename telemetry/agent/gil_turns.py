@@ -1,0 +1,70 @@
+"""Sees that the agent thread gets the GIL where the training thread keeps it.
+
+A thread that waits for the GIL asks for it after the switch interval, 5 ms by default. If the training thread gives the
+GIL up earlier, the interval begins anew. Each operator of torch gives it up, often for a microsecond, and takes it back
+before the waiting thread is awake. So beside a loop of Python code and operators of 4 ms a tick took up to 27 s. With
+a switch interval of 0.5 ms it took 0.2 to 0.6 s (`benchmarks.gil_turns`).
+
+The interval is shortened only after the agent thread has waited long, and only while that helps. Long calls of C code
+also keep the GIL, and no interval is short enough for these.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from telemetry.core.clock import NS, now_ns
+from telemetry.core.late_samples import thread_waits
+from telemetry.core.switch_interval import restore_switch_interval, shorten_switch_interval
+
+_LATE_NS: Final = NS // 2
+_MIN_WAITS: Final = 50
+"""Who waits for the GIL wakes at each switch interval: 100 times in half a second. A hung file system does not wake it,
+nor do cores that are all in use."""
+
+_FIRST_NS: Final = 60 * NS
+_MAX_NS: Final = 3600 * NS
+"""The interval stays short for a minute. Each time it is needed again right after, it stays short twice as long."""
+
+_USER: Final = "agent"
+
+
+class GilTurns:
+    """Used by the agent thread."""
+
+    def __init__(self) -> None:
+        self._since = 0
+        self._waits = 0
+        self._short = False
+        self._until = 0  # the interval stays as it is until then
+        self._length = _FIRST_NS
+
+    def begin(self, due_ns: int | None = None) -> None:
+        """What this thread does from now on, or from a stamp at which its sleep ends, should not take long."""
+        self._since = now_ns() if due_ns is None else due_ns
+        self._waits = thread_waits()
+
+    def check(self) -> None:
+        """Shorten the interval if this thread has waited long for the GIL since `begin` or the last call."""
+        now, waits = now_ns(), thread_waits()
+        self._since = self._since or now
+        late = now - self._since > _LATE_NS and waits - self._waits >= _MIN_WAITS
+        self._since, self._waits = now, waits
+        if self._short and late:
+            self._restore(now + _MAX_NS)  # it does not help
+        elif self._short and now >= self._until:
+            self._restore(now)
+        elif late and not self._short and now >= self._until:
+            again = now - self._until < _FIRST_NS
+            self._length = min(2 * self._length, _MAX_NS) if again and self._until else _FIRST_NS
+            self._short, self._until = True, now + self._length
+            shorten_switch_interval(_USER)
+
+    def end(self) -> None:
+        """The agent stops."""
+        if self._short:
+            self._restore(now_ns())
+
+    def _restore(self, until: int) -> None:
+        self._short, self._until = False, until
+        restore_switch_interval(_USER)

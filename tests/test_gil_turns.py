@@ -1,0 +1,90 @@
+"""When the agent shortens the switch interval: after a long wait for the GIL, and only while that helps."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from telemetry.agent import gil_turns
+from telemetry.agent.gil_turns import GilTurns
+from telemetry.core.clock import NS
+from telemetry.core.switch_interval import SWITCH_SECONDS
+
+
+class Thread:
+    """The agent thread. Its clock, and how often it has waited, are those of the test."""
+
+    def __init__(self):
+        self.now, self.waits, self.turns = 1000 * NS, 7, GilTurns()
+
+    def wait(self, seconds, *, wakes):
+        self.turns.begin()
+        self.now += int(seconds * NS)
+        self.waits += wakes
+        self.turns.check()
+
+    @property
+    def short(self):
+        return sys.getswitchinterval() == pytest.approx(SWITCH_SECONDS)
+
+
+@pytest.fixture
+def thread(monkeypatch):
+    usual, thread = sys.getswitchinterval(), Thread()
+    monkeypatch.setattr(gil_turns, "now_ns", lambda: thread.now)
+    monkeypatch.setattr(gil_turns, "thread_waits", lambda: thread.waits)
+    yield thread
+    thread.turns.end()
+    assert sys.getswitchinterval() == pytest.approx(usual)
+
+
+def test_a_long_wait_for_the_gil_shortens_the_interval_for_a_while(thread):
+    thread.wait(0.1, wakes=30)
+    assert not thread.short, "other threads had their turns"
+    thread.wait(2, wakes=500)
+    assert thread.short
+    for _ in range(55):
+        thread.wait(1, wakes=10)
+        assert thread.short
+    for _ in range(10):
+        thread.wait(1, wakes=10)
+    assert not thread.short
+
+
+def test_who_needs_it_again_has_it_for_longer(thread):
+    thread.wait(2, wakes=500)
+    thread.wait(61, wakes=10)
+    assert not thread.short
+    thread.wait(2, wakes=500)
+    thread.wait(61, wakes=10)
+    assert thread.short
+    thread.wait(60, wakes=10)
+    assert not thread.short
+
+
+def test_a_hung_file_system_is_no_wait_for_the_gil(thread):
+    thread.wait(30, wakes=1)
+    assert not thread.short
+
+
+def test_where_it_does_not_help_it_is_not_tried_again_for_an_hour(thread):
+    """C calls of seconds hold the GIL."""
+    thread.wait(2, wakes=500)
+    thread.wait(2, wakes=4000)
+    assert not thread.short
+    for _ in range(30):
+        thread.wait(100, wakes=4000)
+        assert not thread.short
+    thread.wait(700, wakes=10)
+    thread.wait(2, wakes=500)
+    assert thread.short
+
+
+def test_a_sleep_is_not_counted(thread):
+    """The stamp at which the sleep ends is said beforehand."""
+    thread.turns.begin(thread.now + 10 * NS)
+    thread.now += 10 * NS
+    thread.waits += 500
+    thread.turns.check()
+    assert not thread.short
