@@ -5,7 +5,8 @@
 
 The first call records runs of benchmarks/compare_train.py, window by window. Beside some of them runs a program that
 uses a part of a core; with ``--beside 0`` beside none, for calm runs on an idle machine. The second call compares all
-pairs of one file and kind of loader: of equal runs, and of runs of which one is 5 % or 10 % slower.
+pairs of one file and kind of loader: of equal runs, of equal runs of which one has windows stretched by 5 %, and of
+runs of which one has 5 % or 10 % more work. A step has parts that do not grow with that work.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from benchmarks import machine
 from benchmarks.compare_pairs import ROOT, write_runs
-from telemetry.compare.pace_interval import MIN_BLOCKS, PaceBlock, RatioInterval, ratio_interval
+from telemetry.compare.pace_interval import MIN_BLOCKS, PaceBlock, RatioInterval, pace, ratio_interval
 from telemetry.compare.run_pace import pace_of
 from telemetry.compare.same_load import without_others
 from telemetry.report.log_reader import load
@@ -47,11 +48,24 @@ KINDS: Final = (
 LOADS: Final[tuple[float, ...]] = (0.0, 0.0, 0.2, 0.5, 0.8)
 """Parts of a core that a program beside the runs uses: one of these, drawn for each batch of runs."""
 
+KNOWN: Final = ("1.00", "1.05 longer")
+"""Pairs whose ratio is known."""
+
+STRETCHED: Final = 1.05
+"""The windows of one of two equal runs are stretched by this: a slow-down that is known exactly."""
+
 CALM: Final = 0.1
 """A run is calm if others held up at most this share of its training loop."""
 
 LONG_SECONDS: Final = 120.0
 """Calm runs of at least this length are paired with each other."""
+
+LABELS: Final = {
+    "1.00": "equal",
+    "1.05 longer": "5 % longer",
+    "1.05": "5 % more work",
+    "1.10": "10 % more work",
+}
 
 CHANGING, SHORT_CALM, LONG_CALM = "changing", "calm", "calm, long"
 LOADS_OF_PAIRS: Final = (CHANGING, SHORT_CALM, LONG_CALM)
@@ -150,16 +164,12 @@ def pairs_of(recordings: Sequence[Sequence[dict[str, Any]]], loader: str, slower
 
 
 def figures_of(recordings: Sequence[Sequence[dict[str, Any]]], loader: str) -> dict[str, Any]:
-    """All figures of one kind of loader, by the load of the pairs.
-
-    ``later``: of runs that the constants were not chosen on, but for long calm ones, which all came later.
-    """
+    """All figures of one kind of loader, by the load of the pairs. ``later``: of runs without `TUNED_ON`."""
     plain = [run for recorded in recordings for run in runs_of(recorded, loader, 1.0)]
     shares = sorted(held_up(run) for run in plain)
     fresh = [[each for each in recorded if not each.get(TUNED_ON)] for recorded in recordings]
     pairs = {slower: pairs_of(recordings, loader, slower) for slower in (1.0, *SLOWER)}
     later = {slower: pairs_of(fresh, loader, slower) for slower in (1.0, *SLOWER)}
-    later = {slower: [pair for pair in each if load_of(*pair) != LONG_CALM] for slower, each in later.items()}
     told: dict[str, Any] = {
         "runs": len(plain),
         "later": judged(later[1.0], 1.0),
@@ -169,7 +179,20 @@ def figures_of(recordings: Sequence[Sequence[dict[str, Any]]], loader: str) -> d
     for name in LOADS_OF_PAIRS:
         chosen = {slower: [pair for pair in each if load_of(*pair) == name] for slower, each in pairs.items()}
         told[name] = {f"{slower:.2f}": judged(each, slower) for slower, each in chosen.items()}
+        longer = [(a, stretched(b)) for a, b in chosen[1.0]]
+        told[name][f"{STRETCHED:.2f} longer"] = judged(longer, STRETCHED)
     return told
+
+
+def stretched(run: Run) -> Run:
+    """The run as if each step had taken longer."""
+    return tuple(block._replace(seconds=STRETCHED * block.seconds) for block in run)
+
+
+def realised(runs: Sequence[dict[str, Any]], loader: str, slower: float) -> float:
+    """How much longer a step is with more work: of the mean paces of runs of one recording."""
+    plain, more = ([pace(run) for run in runs_of(runs, loader, each)] for each in (1.0, slower))
+    return statistics.mean(plain) / statistics.mean(more) - 1
 
 
 def load_of(a: Run, b: Run) -> str:
@@ -200,7 +223,8 @@ def text_of(figures: dict[str, Any]) -> str:
         f"*Calm*: others held up at most {100 * CALM:.0f} % of the training loop of both runs. *Long*: both took at",
         f"least {LONG_SECONDS / 60:.0f} minutes. *Measured*: by the pace alone. *Without*: what `compare` says, which",
         "leaves out the time in which others held the runs up.",
-        "*Interval*: half of its length, median.",
+        "*Interval*: half of its length, median. *5 % longer*: an equal pair, with each window of B stretched by 5 %.",
+        *(_of_realised(loader, each) for loader, each in figures["realised"].items()),
         "",
         *(_of_later(loader, each["later"]) for loader, each in figures["kinds"].items()),
         *(
@@ -220,6 +244,13 @@ def text_of(figures: dict[str, Any]) -> str:
     return "\n".join([*lines, ""])
 
 
+def _of_realised(loader: str, realised: Sequence[float]) -> str:
+    more = ", ".join(
+        f"{LABELS[f'{slower:.2f}']}: {_percent(each)}" for slower, each in zip(SLOWER, realised, strict=True)
+    )
+    return f"Steps are longer by this in the newest recording, {loader}: {more}."
+
+
 def _of_later(loader: str, told: dict[str, Any]) -> str:
     """The runs on which the constants of `same_load` were not chosen."""
     found = told["without others"] or {"slower": 0, "faster": 0}
@@ -229,13 +260,12 @@ def _of_later(loader: str, told: dict[str, Any]) -> str:
 
 def _of_later_slower(loader: str, slower: str, told: dict[str, Any]) -> str:
     found = (told["without others"] or {"slower": 0})["slower"]
-    by = f"{100 * float(slower) - 100:.0f} %"
-    return f"Pairs of such runs with B {by} slower, {loader}: {told['pairs']}, found: {found}."
+    return f"Pairs of such runs, B with {LABELS[slower]}, {loader}: {told['pairs']}, found: {found}."
 
 
 def _of_covered(figures: dict[str, Any]) -> str:
-    """How often the interval held the true ratio. More than 95 % says that it is too wide."""
-    all_ = [told for each in figures["kinds"].values() for load in LOADS_OF_PAIRS for told in each[load].values()]
+    """How often the interval held the true ratio, where that is known. More than 95 % says that it is too wide."""
+    all_ = [each[load][pairs] for each in figures["kinds"].values() for load in LOADS_OF_PAIRS for pairs in KNOWN]
     pairs = sum(told["pairs"] for told in all_)
     with_, without = (
         sum(told[name]["covered"] for told in all_ if told["pairs"]) for name in ("measured", "without others")
@@ -247,7 +277,7 @@ def _of_covered(figures: dict[str, Any]) -> str:
 
 
 def _row(loader: str, name: str, slower: str, told: dict[str, Any]) -> str:
-    cells = [loader, name, "equal" if slower == "1.00" else f"{100 * float(slower) - 100:.0f} % slower", told["pairs"]]
+    cells = [loader, name, LABELS[slower], told["pairs"]]
     for method in ("measured", "without others"):
         found = told[method]
         cells += [found["slower"], found["faster"], f"± {_percent(found['median_half'])}"]
@@ -280,9 +310,11 @@ def main() -> None:
     recorded = [json.loads(file.read_text()) for file in options.files]
     recordings = [each["runs"] for each in recorded]
     loaders = dict.fromkeys(run["loader"] for runs in recordings for run in runs)
+    newest = max(recorded, key=lambda each: str(each["machine"]["date"]))["runs"]
     figures = {
         "machine": recorded[0]["machine"],
         "dates": sorted({each["machine"]["date"][:10] for each in recorded}),
+        "realised": {loader: [round(realised(newest, loader, slower), 4) for slower in SLOWER] for loader in loaders},
         "kinds": {loader: figures_of(recordings, loader) for loader in loaders},
     }
     text = text_of(figures)

@@ -24,10 +24,11 @@ BETWEEN_RUNS: Final = 0.005
 them: where their memory lies, which core they run on. No run shows this by itself. See benchmarks/compare_pairs.py."""
 
 _UNSEEN: Final = 0.012
-_UNSEEN_SECONDS: Final = 60.0
-"""Some disturbances last for a minute and show in no window of a shorter run: programs of other virtual machines on the
-same processor, which the guest cannot see. Calm runs of 35 s scattered by this, relative to their pace. Of a longer run
-less of it remains, and its own windows show more of it. See benchmarks/compare_loads.py."""
+_UNSEEN_SECONDS: Final = 1800.0
+"""Some disturbances last longer than a run and show in none of its windows: programs of other virtual machines on the
+same processor, which the guest cannot see. Calm runs of 35 s scattered by this, relative to their pace, and those of
+three minutes by 1.0 to 1.7 %: in an hour the CPU time of the same work changed by 20 %. Only a run of hours has less of
+it, and its own windows show more of it. See benchmarks/compare_loads.py."""
 
 _MAX_CORRELATION: Final = 0.95
 _TENTHS: Final = 10

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 LATE_WAITS: Final = 4
 """A thread waits for the GIL in pieces of the switch interval. Python code gives it up after one or two of them."""
 
+_THREAD: Final[int | None] = getattr(resource, "RUSAGE_THREAD", None)  # Linux has it
 _LATE_NS: Final = int(LATE_WAITS * SWITCH_SECONDS * 1e9)
 _MIN_LATE: Final = 3
 _FEW: Final = 3.0
@@ -43,7 +44,7 @@ def thread_waits() -> int:
 
     Source: ``ru_nvcsw`` of getrusage. Where the kernel does not count them, it stays 0, and no sample is late.
     """
-    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+    return resource.getrusage(_THREAD).ru_nvcsw if _THREAD is not None else 0
 
 
 @dataclass(slots=True)

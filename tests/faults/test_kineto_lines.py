@@ -11,7 +11,7 @@ from faults.processes import environment, run_script
 STAMP = re.compile(r":\d{4}-\d\d-\d\d [\d:]+ [\d:]+ ")
 
 SOURCE = """
-import os, sys, torch, telemetry
+import os, sys, time, torch, telemetry
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -32,6 +32,7 @@ for _ in range(2 if ours else 0):
         telemetry.request_snapshot(steps=2)
         for (batch,) in DataLoader(TensorDataset(torch.ones(400, 4)), batch_size=4):
             torch.relu(batch).sum()
+            time.sleep(0.002)
             if agent.snapshots.counts["recorded"] > recorded:
                 break
 theirs("after")

@@ -9,7 +9,7 @@ from faults.processes import events, write
 from tests.faults.warm_python import warm_python
 
 SCRIPT = """
-import os, sys, threading, torch, telemetry
+import os, sys, threading, time, torch, telemetry
 from telemetry.snapshot.store import TraceStore
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -23,6 +23,7 @@ def loop(until, steps=2):
     while True:
         for (batch,) in DataLoader(TensorDataset(torch.ones(400, 4)), batch_size=4):
             torch.relu(batch)
+            time.sleep(0.001)
             if until():
                 return
 

@@ -16,7 +16,7 @@ import time
 
 import telemetry
 
-EPOCHS = 300
+EPOCHS = 150
 
 
 def depth(function: object) -> int:
