@@ -2,8 +2,8 @@
 
 A thread that waits for the GIL asks for it after the switch interval, 5 ms by default. If the training thread gives the
 GIL up earlier, the interval begins anew. Each operator of torch gives it up, often for a microsecond, and takes it back
-before the waiting thread is awake. So beside a loop of Python code and operators of 4 ms a tick took up to 27 s. With
-a switch interval of 0.5 ms it took 0.2 to 0.6 s (`benchmarks.gil_turns`).
+before the waiting thread is awake. So beside a loop of C calls of 4 ms and operators, a tick took 6 to 15 s and more.
+With a short switch interval the longest, which was the first, took 1.1 to 2.3 s (`benchmarks.gil_turns`).
 
 The interval is shortened only after the agent thread has waited long, and only while that helps. Long calls of C code
 also keep the GIL, and no interval is short enough for these.
