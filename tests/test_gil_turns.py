@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 
 import pytest
 
@@ -77,6 +78,21 @@ def test_where_it_does_not_help_it_is_not_tried_again_for_an_hour(thread):
         thread.wait(100, wakes=4000)
         assert not thread.short
     thread.wait(700, wakes=10)
+    thread.wait(2, wakes=500)
+    assert thread.short
+
+
+def test_beside_many_threads_it_stays(thread):
+    """Each of them waits for the others, and with a short interval they would take turns ten times as often."""
+    over = threading.Event()
+    others = [threading.Thread(target=over.wait) for _ in range(8)]
+    for other in others:
+        other.start()
+    thread.wait(2, wakes=500)
+    over.set()
+    for other in others:
+        other.join()
+    assert not thread.short
     thread.wait(2, wakes=500)
     assert thread.short
 

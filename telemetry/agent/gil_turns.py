@@ -6,11 +6,13 @@ before the waiting thread is awake. So beside a loop of C calls of 4 ms and oper
 With a short switch interval the longest, which was the first, took 1.1 to 2.3 s (`benchmarks.gil_turns`).
 
 The interval is shortened only after the agent thread has waited long, and only while that helps. Long calls of C code
-also keep the GIL, and no interval is short enough for these.
+also keep the GIL, and no interval is short enough for these. Where many threads run Python, each waits for the others.
+With a short interval they would take turns ten times as often, so there it stays as it is.
 """
 
 from __future__ import annotations
 
+import threading
 from typing import Final
 
 from telemetry.core.clock import NS, now_ns
@@ -21,6 +23,9 @@ _LATE_NS: Final = NS // 2
 _MIN_WAITS: Final = 50
 """Who waits for the GIL wakes at each switch interval: 100 times in half a second. A hung file system does not wake it,
 nor do cores that are all in use."""
+
+_MAX_THREADS: Final = 3
+"""Of the script: the training thread, one that pins memory, and another one."""
 
 _FIRST_NS: Final = 60 * NS
 _MAX_NS: Final = 3600 * NS
@@ -54,7 +59,7 @@ class GilTurns:
             self._restore(now + _MAX_NS)  # it does not help
         elif self._short and now >= self._until:
             self._restore(now)
-        elif late and not self._short and now >= self._until:
+        elif late and not self._short and now >= self._until and _threads_of_script() <= _MAX_THREADS:
             again = now - self._until < _FIRST_NS
             self._length = min(2 * self._length, _MAX_NS) if again and self._until else _FIRST_NS
             self._short, self._until = True, now + self._length
@@ -68,3 +73,9 @@ class GilTurns:
     def _restore(self, until: int) -> None:
         self._short, self._until = False, until
         restore_switch_interval(_USER)
+
+
+def _threads_of_script() -> int:
+    """Threads that Python knows, but for ours. Takes no lock, unlike `threading.enumerate`."""
+    known = dict(getattr(threading, "_active", {}))
+    return sum(not thread.name.startswith("telemetry") for thread in known.values())
