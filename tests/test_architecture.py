@@ -68,14 +68,19 @@ def parsed(path: Path) -> ast.Module:
 
 
 @functools.cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """All parts of a file. Each file is gone through once for all tests."""
+    return tuple(ast.walk(parsed(path)))
+
+
+@functools.cache
 def imports(path: Path, *, at_runtime: bool = False) -> frozenset[str]:
     """Every module that a file imports: at the top, inside functions and for type checking.
 
     ``at_runtime``: at the top alone, without those for type checking.
     """
-    tree = parsed(path)
     found = set()
-    for node in tree.body if at_runtime else ast.walk(tree):
+    for node in parsed(path).body if at_runtime else nodes(path):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -168,7 +173,7 @@ def test_names_of_tests_fit_on_a_line():
     names = [
         node.name
         for path in sorted(TESTS.rglob("test_*.py"))
-        for node in ast.walk(parsed(path))
+        for node in nodes(path)
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name.startswith("test_")
     ]
     assert len(names) > 1000
@@ -179,7 +184,7 @@ def test_limits_are_named_max_and_min():
     """``MAX_BYTES``, not ``MOST_BYTES``; a field of a record likewise."""
     limits = []
     for path in (*FILES, *sorted(TESTS.rglob("*.py"))):
-        for node in ast.walk(parsed(path)):
+        for node in nodes(path):
             if isinstance(node, ast.AnnAssign):
                 named = re.match(r"_?(MOST|LEAST)(_|\b)|(most|least)_", ast.unparse(node.target))
             else:
@@ -221,7 +226,7 @@ def test_nothing_is_printed_or_registered_where_training_runs():
             handlers = (
                 {"signal.signal"} if path == PACKAGE / "attach" / "worker_stack_responder.py" else set()
             )  # in a worker
-            for node in ast.walk(parsed(path)):
+            for node in nodes(path):
                 if isinstance(node, ast.Call):
                     name = ast.unparse(node.func)
                     assert (
@@ -249,7 +254,7 @@ TRAINS = PACKAGE / "demo" / "train.py"
 def test_no_random_number_of_the_training_is_drawn(path):
     """The training must draw the same numbers as without the agent."""
     called = {}  # the full name of each module or object that is imported, by what the file calls it
-    for node in ast.walk(parsed(path)):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             for each in node.names:
                 first = each.name.split(".")[0]
@@ -257,7 +262,7 @@ def test_no_random_number_of_the_training_is_drawn(path):
         elif isinstance(node, ast.ImportFrom):
             called |= {each.asname or each.name: f"{node.module}.{each.name}" for each in node.names}
     used = set(called.values())
-    for node in ast.walk(parsed(path)):
+    for node in nodes(path):
         if isinstance(node, ast.Attribute):
             first, *rest = ast.unparse(node).split(".")
             if first in called:
