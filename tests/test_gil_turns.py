@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 
 import pytest
 
+import telemetry
 from telemetry.agent import gil_turns
 from telemetry.agent.gil_turns import GilTurns
-from telemetry.core.clock import NS
+from telemetry.core.clock import NS, now_ns
 from telemetry.core.switch_interval import SWITCH_SECONDS
 
 
@@ -104,3 +106,16 @@ def test_a_sleep_is_not_counted(thread):
     thread.waits += 500
     thread.turns.check()
     assert not thread.short
+
+
+def test_the_agent_says_how_late_its_thread_is(tmp_path, monkeypatch):
+    """Its clock goes forward by two seconds at each look, in which the thread has waited a hundred times."""
+    looks, told = itertools.count(), threading.Event()
+    monkeypatch.setattr(gil_turns, "now_ns", lambda: now_ns() + 2 * NS * next(looks))
+    monkeypatch.setattr(gil_turns, "thread_waits", lambda: 100 * next(looks))
+    monkeypatch.setattr(gil_turns, "shorten_switch_interval", lambda _: told.set())
+    telemetry.start(tmp_path, port="off", start_line=False)
+    try:
+        assert told.wait(60)
+    finally:
+        telemetry.stop()
