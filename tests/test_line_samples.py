@@ -211,6 +211,10 @@ def test_a_worker_with_many_fetches_per_second_is_sampled_in_bursts():
         assert (len(set(rests)) > 900) == (part < 1)
         assert times.max_share + part * rate * 0.0004 < 0.01 or rate > 125
         assert times.max_share <= share
+        bursts.begin(3 * NS, 7 + 3 * rate)
+        assert times.part == pytest.approx(part)
+        bursts.begin(3 * NS + NS // 10, 7 + 3 * rate)
+        assert times.part == pytest.approx(part, rel=0.05), "a moment without a fetch changes it by little"
 
 
 def test_gaps_are_random_and_their_mean_is_the_weight():

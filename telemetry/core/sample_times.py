@@ -101,8 +101,8 @@ class SampleBursts:
     def __init__(self, times: SampleTimes, now: int, fetches: int) -> None:
         self._times = times
         self._random = random.Random()  # noqa: S311 - of our own, so that the training's numbers stay the same
+        self._first = now, fetches
         self._began_ns = now
-        self._fetches = fetches
 
     def rest(self, now: int) -> float | None:
         """Seconds to rest at this stamp; None if the burst goes on. The length is random, for an equal chance."""
@@ -112,9 +112,14 @@ class SampleBursts:
         return min(_MAX_REST_SECONDS, passed * (1 / self._times.part - 1) * (0.5 + self._random.random()))
 
     def begin(self, now: int, fetches: int) -> None:
-        """Begin a burst. ``fetches``: how many have begun so far. Their rate says how much of the time is sampled."""
-        share = _SECONDS_PER_FETCH * (fetches - self._fetches) / max(1, now - self._began_ns) * NS
+        """Begin a burst. ``fetches``: how many have begun so far.
+
+        Their rate says how much of the time is sampled. It is the rate since the first burst: if each burst had a rate
+        of its own, fetches that are short for a moment would decide how much their neighbours count.
+        """
+        first_ns, before = self._first
+        share = _SECONDS_PER_FETCH * (fetches - before) / max(1, now - first_ns) * NS
         part = max(_MIN_PART, _MAX_SHARE_OF_FETCHES / max(share, _MAX_SHARE_OF_FETCHES))
         self._times.part = part
         self._times.max_share = min(_MAX_OWN_SHARE, _MAX_SHARE - min(part * share, _MAX_SHARE_OF_FETCHES))
-        self._began_ns, self._fetches = now, fetches
+        self._began_ns = now

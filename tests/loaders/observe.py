@@ -16,7 +16,7 @@ import time
 
 import telemetry
 
-EPOCHS = 150
+EPOCHS = 300
 
 
 def depth(function: object) -> int:
