@@ -16,7 +16,7 @@ import threading
 from typing import Final
 
 from telemetry.core.clock import NS, now_ns
-from telemetry.core.late_samples import thread_waits
+from telemetry.core.sample_attribution import thread_waits
 from telemetry.core.switch_interval import restore_switch_interval, shorten_switch_interval
 
 _LATE_NS: Final = NS // 2

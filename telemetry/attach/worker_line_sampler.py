@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 from telemetry.attach.sample_area import HALF_BYTES
 from telemetry.core.clock import NS, now_ns
 from telemetry.core.fetch_stacks import fetch_part
-from telemetry.core.late_samples import LateSamples, thread_waits
+from telemetry.core.sample_attribution import AttributedSamples, thread_waits
 from telemetry.core.sample_times import SampleBursts, SampleTimes
 from telemetry.core.signal_mask import signals_blocked
 from telemetry.core.stacks import stack_of
@@ -58,7 +58,7 @@ class WorkerSampler:
         self._fetches = 0
         self._session = 0
         self._began_ns = 0
-        self._samples = LateSamples()
+        self._samples = AttributedSamples()
         module = sys.modules.get("torch.utils.data._utils.worker")
         self._loop = vars(module) if module is not None else None
 
@@ -101,7 +101,7 @@ class WorkerSampler:
             waits = thread_waits() - waits - 1  # for the GIL; one was the sleep
             session, until = self._request()
             if session != self._session:
-                self._session, self._began_ns, self._samples = session, now, LateSamples()
+                self._session, self._began_ns, self._samples = session, now, AttributedSamples()
             if now >= until:
                 break
             stack = fetch_part(stack_of(self._fetcher, self._loop)) if self._fetching() else ()
@@ -110,7 +110,8 @@ class WorkerSampler:
                 wall = times.weight_ns(due, now)
                 on_core = min(1.0, (cpu - cpu_before) / max(1, now - before_ns))
                 delay = times.delay_ns(due, now)
-                self._samples.add(stack, wall, int(wall * on_core), delay_ns=delay, waits=waits)
+                cpu_ns = int(wall * on_core)
+                self._samples.add(stack, wall, cpu_ns, delay_ns=delay, waits=waits, fetch=self._fetches)
             before_ns, cpu_before = now, cpu
             if now - written_ns >= write_after:
                 written_ns, write_after = now, min(2 * write_after, _WRITE_NS)

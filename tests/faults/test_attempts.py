@@ -12,6 +12,7 @@ import pytest
 
 from .attempt_scripts import ELASTIC, TRAIN, Attempted, expected, read_stamps
 from .processes import RUN, Child, environment, python, wait_for, write
+from .warm_python import WarmChild, running_server, warm_python
 
 ENDS = ("step", "checkpoint", "restore", "exception", "status", "finish")
 BLOCKING = {"step", "checkpoint", "restore"}
@@ -27,9 +28,9 @@ def attempt(folder: Path, number: int, end: str) -> Attempted:
     env = environment(END=end, ATTEMPT=str(number))
     begin = time.time()
     stamps = folder / f"stamps-{number}.jsonl"
-    with Child(*RUN, "--interval-seconds", "0.1", folder / "train.py", cwd=folder, env=env) as child:
+    with WarmChild(*RUN, "--interval-seconds", "0.1", folder / "train.py", cwd=folder, env=env) as child:
         if end not in BLOCKING:
-            child.process.communicate()
+            child.wait()
             return Attempted(begin, time.time(), False, read_stamps(stamps))
         assert child.process.stdout.readline() == "blocked\n", child.stderr
         blocked = read_stamps(stamps)[-1]["at"]
@@ -54,6 +55,7 @@ def run(tmp_path_factory):
     """All attempts, and the report of the run."""
     folder = tmp_path_factory.mktemp("attempts")
     write(folder, "train.py", TRAIN)
+    running_server()  # so that no attempt waits for it to start
     attempts = [attempt(folder, number, end) for number, end in enumerate(ENDS)]
     done = python("-m", "telemetry", "report", "run", "--json", cwd=folder)
     assert done.returncode == 0, done.stderr
@@ -106,7 +108,7 @@ def test_the_report_says_what_the_restarts_cost(run):
 def test_torchrun_starts_both_ranks_again_until_they_finish(tmp_path):
     script = write(tmp_path, "train.py", ELASTIC)
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "2")
-    done = python(
+    done = warm_python(
         *torchrun, *RUN[:2], "run", "--run-dir", "run", "--interval-seconds", "0.1", script, cwd=tmp_path, timeout=300
     )
     assert done.returncode == 0, done.stderr

@@ -17,21 +17,32 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tests.faults.processes import HANG, Child, environment
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 
 class ForkedProcess:
-    """As much of `subprocess.Popen` as `Child` uses. It is not waited for by anybody else: a killed one is a zombie.
+    """As much of `subprocess.Popen` as the tests use. Nobody else waits for it: a killed one is a zombie.
 
     Args:
         arguments: a script's path and its arguments, or ``-m``, a module and its arguments.
         cwd, env: of the process.
-        stderr: a file for its standard error; a pipe if None.
+        stdin, stdout, stderr: descriptors of files; a pipe for each that is None.
     """
 
     def __init__(
-        self, arguments: tuple[object, ...], cwd: Path, env: dict[str, str] | None, stderr: int | None = None
+        self,
+        arguments: Sequence[object],
+        cwd: Path,
+        env: dict[str, str] | None,
+        *,
+        stdin: int | None = None,
+        stdout: int | None = None,
+        stderr: int | None = None,
     ) -> None:
         self._server = running_server().socket
         order = {
@@ -39,9 +50,15 @@ class ForkedProcess:
             "folder": str(cwd),
             "environment": environment() if env is None else env,
         }
-        stdin, to_stdin = os.pipe()
-        from_stdout, stdout = os.pipe()
-        theirs = [stdin, stdout]
+        theirs: list[int] = []
+        if stdin is None:
+            stdin, to_stdin = os.pipe()
+            theirs.append(stdin)
+            self.stdin = os.fdopen(to_stdin, "w")
+        if stdout is None:
+            from_stdout, stdout = os.pipe()
+            theirs.append(stdout)
+            self.stdout = os.fdopen(from_stdout)
         if stderr is None:
             from_stderr, stderr = os.pipe()
             theirs.append(stderr)
@@ -52,17 +69,18 @@ class ForkedProcess:
         finally:
             for end in theirs:
                 os.close(end)
-        self.stdin, self.stdout = os.fdopen(to_stdin, "w"), os.fdopen(from_stdout)
         self._status: int | None = None
+
+    def poll(self) -> int | None:
+        """Its exit status; None while it runs."""
+        if self._status is None and self._has_ended(0.0):
+            self.wait()
+        return self._status
 
     def wait(self, timeout: float = HANG) -> int:
         """Its exit status, once it has ended. After the time limit it and its children are killed."""
         if self._status is None:
-            ended = os.pidfd_open(self.pid)
-            try:
-                in_time = bool(select.select([ended], [], [], timeout)[0])
-            finally:
-                os.close(ended)
+            in_time = self._has_ended(timeout)
             if not in_time:
                 os.killpg(self.pid, signal.SIGKILL)
             self._server.send(json.dumps({"wait": self.pid}).encode())
@@ -70,6 +88,14 @@ class ForkedProcess:
             if not in_time:
                 raise subprocess.TimeoutExpired(str(self.pid), timeout)
         return self._status
+
+    def _has_ended(self, timeout: float) -> bool:
+        """Whether it has ended, after waiting for that."""
+        ended = os.pidfd_open(self.pid)  # its zombie is there until the server is told to wait for it
+        try:
+            return bool(select.select([ended], [], [], timeout)[0])
+        finally:
+            os.close(ended)
 
 
 class WarmServer:
@@ -88,13 +114,14 @@ class WarmServer:
                 start_new_session=True,
             )
         self.socket.settimeout(HANG)
+        self.socket.recv(1)  # it has imported everything
 
 
 _servers: list[WarmServer] = []
 
 
 def running_server() -> WarmServer:
-    """This process's server. Starts one if none is running."""
+    """This process's server. Starts one if none is running, which takes seconds."""
     if not _servers or _servers[-1].process.poll() is not None:
         _servers.append(WarmServer())
     return _servers[-1]
@@ -106,7 +133,7 @@ class WarmChild(Child):
     def __init__(self, *arguments: object, cwd: Path, env: dict[str, str] | None = None) -> None:
         self.stderr_path = cwd / f"stderr-{time.monotonic_ns()}.txt"
         with self.stderr_path.open("wb") as stderr:
-            self.process = ForkedProcess(arguments, cwd, env, stderr.fileno())
+            self.process = ForkedProcess(arguments, cwd, env, stderr=stderr.fileno())
 
 
 def warm_python(

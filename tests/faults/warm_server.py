@@ -27,6 +27,7 @@ LARGEST_MESSAGE = 1 << 18
 
 def serve(requests: socket.socket) -> dict:
     """Answer until the other side is gone. In a process that it has forked: returns what that is to run."""
+    requests.send(b"!")
     while True:
         content, streams, _, _ = socket.recv_fds(requests, LARGEST_MESSAGE, 3)
         if not content:

@@ -25,6 +25,7 @@ from stack.jobs import (
     must_have,
 )
 from telemetry.publish.board import Board
+from tests.faults.warm_python import ForkedProcess
 from tests.free_ports import free_ports
 
 
@@ -35,16 +36,23 @@ def promtool():
 
 @pytest.fixture(scope="session")
 def launch(tmp_path_factory):
-    """Starts processes with the token; none survives the session."""
+    """Starts processes with the token; none survives the session.
+
+    A torchrun is forked from a process that has torch. What it starts are processes as ever.
+    """
     token = uuid.uuid4().hex
     folder = tmp_path_factory.mktemp("stack")
 
     def start(command, name, **variables):
+        env = environment(**{TOKEN: token}, **variables)
         with open(folder / f"{name}.stdout", "wb") as out, open(folder / f"{name}.stderr", "wb") as err:
+            if command[1:3] == ["-m", "torch.distributed.run"]:
+                with open(os.devnull, "rb") as nothing:
+                    streams = {"stdin": nothing.fileno(), "stdout": out.fileno(), "stderr": err.fileno()}
+                    return ForkedProcess(command[1:], folder, env, **streams)
             return subprocess.Popen(
-                command, env=environment(**{TOKEN: token}, **variables), cwd=folder, stdin=subprocess.DEVNULL,
-                stdout=out, stderr=err, start_new_session=True,
-            )  # fmt: skip
+                command, env=env, cwd=folder, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True
+            )
 
     started = []
 

@@ -203,7 +203,9 @@ def test_the_slow_rank_is_named_to_its_peers(torchrun, arguments, why):
 
 AT_ONCE = """
 import os, sys, time, telemetry, telemetry.agent.agent, structlog, psutil, prometheus_client
-while time.time() < float(sys.argv[2]): pass
+start = float(sys.argv[2])
+time.sleep(max(0, start - 0.02 - time.time()))
+while time.time() < start: pass
 telemetry.start(sys.argv[1], port=int(sys.argv[3]), start_line=False)
 time.sleep(0.5)
 telemetry.stop()

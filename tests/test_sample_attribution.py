@@ -1,4 +1,4 @@
-"""Whose late samples are: of a line that held the GIL, or of the line that the thread had reached meanwhile."""
+"""Which line a sample counts for: the one that held the GIL, or the one that the thread had reached meanwhile."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from telemetry.attach import worker_line_sampler
 from telemetry.collect.line_sampler import LineSampler
 from telemetry.core.clock import NS, now_ns
 from telemetry.core.errors import ErrorLog
-from telemetry.core.late_samples import LATE_WAITS, LateSamples, thread_waits
+from telemetry.core.sample_attribution import LATE_WAITS, AttributedSamples, thread_waits
 from telemetry.core.stacks import Spot
 from tests.running_agent import wait_for
 
@@ -27,18 +27,18 @@ def stack(line: int) -> tuple[Spot, ...]:
 
 def sampled(*lines: tuple[int, int, int, int]) -> dict[int, int]:
     """Milliseconds of each line, given (line, samples in time, late samples, ms that these are late in the mean)."""
-    samples = LateSamples()
+    samples = AttributedSamples()
     for line, in_time, late, delay in lines:
         for _ in range(in_time):
-            samples.add(stack(line), GAP_MS * MS, 0, delay_ns=MS // 10, waits=1)
+            samples.add(stack(line), GAP_MS * MS, 0, delay_ns=MS // 10, waits=1, fetch=1)
         for _ in range(late):
-            samples.add(stack(line), (GAP_MS + delay) * MS, 0, delay_ns=delay * MS, waits=LATE_WAITS)
+            samples.add(stack(line), (GAP_MS + delay) * MS, 0, delay_ns=delay * MS, waits=LATE_WAITS, fetch=1)
     profile = samples.profile()
     assert profile.samples == sum(in_time + late for _, in_time, late, _ in lines)
     return {spot.line: wall // MS for (spot,), (wall, _) in profile.times.items()}
 
 
-def test_a_line_that_waits_gives_late_samples_back_to_the_call():
+def test_a_line_that_waits_gives_sample_attribution_back_to_the_call():
     """A call of 24 ms, and then 15 ms of sleep. Another thread got the GIL first in a third of the cases."""
     assert sampled((1, 10, 100, 13), (2, 90, 50, 13)) == {1: 10 * 10 + 150 * 23, 2: 900}
 
@@ -54,6 +54,18 @@ def test_the_next_line_of_the_function_is_no_call_that_holds_it():
     assert sampled(*shorter_call) == {1: 50 + 100 * 23, 2: 100 + 20 * 14}
 
 
+def test_the_next_line_may_have_waited_for_others_as_well():
+    """Most of its late samples are a little late, and some as late as the call."""
+    samples = AttributedSamples()
+    told = ((1, 1, 18, 60), (2, 1, 18, 2), (2, 1, 2, 4))
+    for line, in_time, delay, late in told:
+        samples.add(stack(line), GAP_MS * MS, 0, delay_ns=0, waits=in_time, fetch=1)
+        for _ in range(late):
+            samples.add(stack(line), (GAP_MS + delay) * MS, 0, delay_ns=delay * MS, waits=LATE_WAITS, fetch=1)
+    times = {spot.line: wall // MS for (spot,), (wall, _) in samples.profile().times.items()}
+    assert times == {1: 10 + 62 * 28, 2: 20 + 4 * 12}
+
+
 def test_python_code_that_is_late_since_others_wait_too_keeps_its_samples():
     assert sampled((1, 5, 60, 13), (2, 100, 30, 2)) == {1: 50 + 60 * 23, 2: 1000 + 30 * 12}
 
@@ -67,6 +79,63 @@ def test_of_too_many_stacks_no_sample_is_lost():
     assert len(sampled(*((line, 1, 0, 0) for line in range(700)))) == 500
 
 
+def test_a_line_that_waits_gets_no_cpu_time_of_the_line_before_it():
+    """In each fetch line 1 computes for 10 ms, and line 2 waits for 30."""
+    samples = AttributedSamples()
+    for fetch in range(20):
+        for line, on_core in ((1, 0.2), (1, 1.0), (2, 0.8), (2, 0.0), (2, 0.0)):
+            cpu_ns = int(on_core * GAP_MS * MS)
+            samples.add(stack(line), GAP_MS * MS, cpu_ns, delay_ns=0, waits=0, fetch=fetch)
+    assert samples.profile().times == {stack(1): (400 * MS, 400 * MS), stack(2): (600 * MS, 0)}
+
+
+def test_python_code_that_others_wait_for_is_on_a_core():
+    samples = AttributedSamples()
+    for fetch in range(20):
+        samples.add(stack(1), GAP_MS * MS, 4 * MS, delay_ns=0, waits=1, fetch=fetch)
+    assert samples.profile().times == {stack(1): (200 * MS, 200 * MS)}
+
+
+def test_of_another_fetch_a_sample_says_nothing_about_the_line():
+    samples = AttributedSamples()
+    for fetch in range(20):
+        samples.add(stack(1), GAP_MS * MS, 4 * MS, delay_ns=0, waits=0, fetch=fetch)
+    assert samples.profile().times == {stack(1): (200 * MS, 80 * MS)}
+
+
+def in_turns(*lines: tuple[int, int, int], on_core: float = 0.5) -> dict[int, int]:
+    """Milliseconds of each line, given (line, samples that did not wait for the GIL, samples that did)."""
+    samples = AttributedSamples()
+    for line, free, waited in lines:
+        for waits in (*[0] * free, *[1] * waited):
+            samples.add(stack(line), GAP_MS * MS, int(on_core * GAP_MS * MS), delay_ns=0, waits=waits, fetch=1)
+    return {spot.line: wall // MS for (spot,), (wall, _) in samples.profile().times.items()}
+
+
+def test_samples_that_waited_count_for_the_code_that_made_them_wait():
+    """Lines 1 and 2 are Python code, line 3 is a read behind them."""
+    assert in_turns((1, 0, 30), (2, 1, 10), (3, 100, 8)) == {1: 300 + 60, 2: 110 + 20, 3: 1000}
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [((1, 0, 30), (2, 100, 40)), ((1, 20, 10), (2, 100, 8)), ((1, 0, 3), (2, 100, 8))],
+    ids=["both hold the GIL at times", "neither holds it most of the time", "too few samples"],
+)
+def test_else_samples_that_waited_stay_where_they_are(lines):
+    assert in_turns(*lines) == {line: GAP_MS * (free + waited) for line, free, waited in lines}
+
+
+def test_code_that_is_not_on_a_core_does_not_hold_the_gil():
+    """It waits, perhaps for the thread that does."""
+    assert in_turns((1, 0, 30), (2, 100, 8), on_core=0.1) == {1: 300, 2: 1080}
+
+
+def test_code_gets_at_most_half_of_its_time_back():
+    """Then another thread may be what the samples waited for."""
+    assert in_turns((1, 0, 10), (2, 100, 20)) == {1: 150, 2: 1150}
+
+
 def test_waits_of_a_thread_are_counted():
     before = thread_waits()
     for _ in range(5):
@@ -78,15 +147,15 @@ def test_a_worker_notices_that_a_call_held_the_gil(monkeypatch):
     numbers = [(i * 7919) % 1000003 for i in range(400_000)]
     waited, over = [], threading.Event()
 
-    class Recording(LateSamples):
-        def add(self, stack, wall_ns, cpu_ns, *, delay_ns, waits) -> None:
+    class Recording(AttributedSamples):
+        def add(self, stack, wall_ns, cpu_ns, *, delay_ns, waits, fetch) -> None:
             waited.append(waits)
 
     class Area:
         def write(self, *profile) -> None:
             pass
 
-    monkeypatch.setattr(worker_line_sampler, "LateSamples", Recording)
+    monkeypatch.setattr(worker_line_sampler, "AttributedSamples", Recording)
     monkeypatch.setattr(worker_line_sampler, "fetch_part", lambda stack: stack)
     until = now_ns() + 600 * NS
     worker_line_sampler.WorkerSampler(lambda: (1, 1 if over.is_set() else until), lambda: True, Area()).ask()
@@ -145,7 +214,7 @@ def test_the_end_of_a_wait_may_be_late_as_well(alone):
         def sample(self) -> None:
             pass
 
-    ends = now_ns() + NS // 50
+    ends = now_ns() + NS // 5
     BetweenTicks(1.0, Often(), Threads(), lines, errors).wait_until(ends, alone=alone)
     assert errors.counts == {}
     assert ends - 1000 <= lines.due[-1] < ends + 10 * NS
