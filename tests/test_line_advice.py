@@ -8,7 +8,6 @@ import pytest
 
 from telemetry.diagnose import line_shares as work
 from telemetry.diagnose.advice.line_advice import line_advice, line_verdict
-from telemetry.diagnose.evidence import Evidence
 from telemetry.diagnose.line_shares import LineShare
 from tests.report_logs import START, line, totals, window, write
 from tests.slice_cases import CASES, a_slice, with_workers
@@ -83,37 +82,45 @@ def test_a_line_may_be_all_of_a_step():
     assert 1 < removed.predicted_low < removed.predicted_speedup
 
 
-def short_fetches(*, sent_seconds: float) -> Evidence:
-    """Fetches of 50 ms on the CPU, of one worker. The batches come so late after their fetch, while it has the next."""
-    sent = dict(matched=20, from_busy=20, fetch_wait=0.8, transfer_wait=0.15, transfer_wait_busy=20 * sent_seconds)
-    part = with_workers(
-        busy=1.0, cpu=1.0, workers=1, fetches=20, steps=20, wait=0.95, compute=0.05, cores=8.0, process_cpu=0.05, **sent
-    )
-    return evidence_over([part])
+SHORT_FETCHES = evidence_over(
+    [
+        with_workers(
+            busy=1.0, cpu=1.0, workers=1, fetches=20, steps=20, wait=0.95, compute=0.05, cores=8.0, process_cpu=0.05
+        )
+    ]
+)
+"""Fetches of 50 ms on the CPU, of one worker."""
+
+
+def held(share: float, gil_ratio: float, rest_gil_ratio: float, error: float = 0.0) -> LineShare:
+    """A line of fetches that hold the GIL for these parts of the time: in the line, and in the rest."""
+    return dataclasses.replace(a_line(share, error=error), gil_ratio=gil_ratio, rest_gil_ratio=rest_gil_ratio)
 
 
 def test_python_code_that_remains_takes_turns_with_the_sending_of_batches():
-    """Without the line a fetch takes 10 ms, or 15."""
-    removed, halved = line_advice(short_fetches(sent_seconds=0.003), work.FETCH, a_line(0.8), cause="workers_cpu_bound")
+    """Without the line a fetch takes 10 ms, or 15. With half of it, sending still has time of its own."""
+    line = held(0.8, 0.0, 1.0)
+    removed, halved = line_advice(SHORT_FETCHES, work.FETCH, line, cause="workers_cpu_bound")
     assert (removed.predicted_low, removed.predicted_speedup) == (pytest.approx(50 / 15, abs=0.01), pytest.approx(5.0))
-    assert halved.predicted_low is None, "half of the line leaves time enough"
+    removed, halved = line_advice(SHORT_FETCHES, work.FETCH, held(0.9, 0.0, 1.0), cause="workers_cpu_bound")
+    assert removed.predicted_low == pytest.approx(50 / 10, abs=0.01)
+    assert (halved.predicted_low, halved.predicted_speedup) == (None, pytest.approx(1 / 0.55, abs=0.01))
 
 
 @pytest.mark.parametrize(
-    ("sent_seconds", "share", "cpu_share"),
-    [(0.030, 0.8, 0.8), (0.003, 0.8, 1.0), (0.003, 0.5, 0.5)],
-    ids=["they take turns already", "what remains waits", "long fetches"],
+    "line",
+    [held(0.8, 1.0, 1.0), held(0.8, 0.0, 0.0), held(0.4, 0.0, 1.0)],
+    ids=["they take turns already", "what remains releases it", "much remains"],
 )
-def test_else_sending_makes_no_range(sent_seconds, share, cpu_share):
-    evidence = short_fetches(sent_seconds=sent_seconds)
-    removed, _ = line_advice(evidence, work.FETCH, a_line(share, cpu_share), cause="workers_cpu_bound")
+def test_else_sending_makes_no_range(line):
+    removed, _ = line_advice(SHORT_FETCHES, work.FETCH, line, cause="workers_cpu_bound")
     assert removed.predicted_low is None
-    assert removed.predicted_speedup == pytest.approx(1 / (1 - share), abs=0.01)
+    assert removed.predicted_speedup == pytest.approx(1 / (1 - line.share), abs=0.01)
 
 
 def test_few_samples_and_the_sending_of_batches_make_one_range():
-    evidence, line = short_fetches(sent_seconds=0.003), a_line(0.8, error=0.05)
-    removed, _ = line_advice(evidence, work.FETCH, line, cause="workers_cpu_bound")
+    line = held(0.8, 0.0, 1.0, error=0.05)
+    removed, _ = line_advice(SHORT_FETCHES, work.FETCH, line, cause="workers_cpu_bound")
     assert (removed.predicted_low, removed.predicted_speedup) == (pytest.approx(50 / 20, abs=0.01), pytest.approx(10.0))
 
 

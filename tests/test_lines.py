@@ -43,6 +43,7 @@ def profile_of(*stacks: tuple[tuple[Spot, ...], int]) -> StackProfile:
 
 def test_a_packed_profile_is_the_same_when_it_is_unpacked():
     profile = profile_of(((RESIZE, ITEM, FETCHER), 30), ((ITEM, FETCHER), 70))
+    profile.times[ITEM, FETCHER] = profile.times[ITEM, FETCHER]._replace(gil_ns=7_000_000)
     back = StackProfile.unpacked(profile.packed(HALF_BYTES))
     assert (back.times, back.samples, back.other_ns) == (profile.times, 100, 0)
 
@@ -85,7 +86,7 @@ def test_names_that_would_break_the_format_are_kept_apart():
     assert text.endswith(" 50000")
 
 
-@pytest.mark.parametrize("content", [b"", b"1 2", b"1 0 0\ns 5 5 7\n", b"\xff\xfe", b"1 0 0\nfile\tx\tf\tm\n"])
+@pytest.mark.parametrize("content", [b"", b"1 2", b"1 0 0\ns 5 5 5 7\n", b"\xff\xfe", b"1 0 0\nfile\tx\tf\tm\n"])
 def test_a_damaged_profile_is_refused(content):
     with pytest.raises(ValueError, match=r"."):
         StackProfile.unpacked(content)
@@ -99,6 +100,14 @@ def test_the_users_innermost_line_and_the_function_that_it_called():
     first, second = line_shares(profile_of(((RESIZE, helper, ITEM, FETCHER), 75), ((ITEM, FETCHER), 25)), work.FETCH)
     assert (first.place, first.function, first.calls, first.share) == ("helpers.py:5", "shrink", "Image.resize", 0.75)
     assert (second.place, second.calls, second.share) == ("train.py:42", None, 0.25)
+
+
+def test_how_much_of_its_time_a_line_and_the_rest_hold_the_gil():
+    profile = profile_of(((RESIZE, ITEM, FETCHER), 60), ((ITEM, FETCHER), 30), ((COLLATE, FETCHER), 10))
+    for stack, gil_ns in (((RESIZE, ITEM, FETCHER), 15_000_000), ((ITEM, FETCHER), 30_000_000)):
+        profile.times[stack] = profile.times[stack]._replace(gil_ns=gil_ns)
+    first = line_shares(profile, work.FETCH)[0]
+    assert (first.share, first.gil_ratio, first.rest_gil_ratio) == (0.6, 0.25, 0.75)
 
 
 def test_a_call_that_is_only_passed_on_is_not_the_one_that_is_named():

@@ -25,7 +25,7 @@ import resource
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from telemetry.core.stack_profile import StackProfile
+from telemetry.core.stack_profile import StackProfile, StackTime
 from telemetry.core.switch_interval import SWITCH_SECONDS
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ _MIN_ON_CORE: Final = 0.2
 """Who holds the GIL is on a core for at least this part of its time, by the CPU clock. Else another thread holds it."""
 
 _MAX_TURNS_BACK: Final = 0.5
-"""Code gets at most this part of its time back: another thread may be why a sample waited."""
+"""Code gets at most this part of its own time back: another thread may be why a sample waited."""
 
 _AS_LATE: Final = 0.5
 """A sample of a call is, in the mean, at least this part as late where another line is seen."""
@@ -124,13 +124,23 @@ class _SamplesOfStack:
 
     @property
     def takes_turns(self) -> bool:
-        return self.turns > max(_MIN_FREE, self.free) and self.cpu_ns >= _MIN_ON_CORE * self.wall_ns
+        return self.turns > max(_MIN_FREE, self.free) and self._is_on_core
 
-    def on_core_ns(self, wall_ns: int, cpu_ns: int) -> int:
-        """The CPU time of this wall clock. ``cpu_ns``: what the CPU clock has told, with that of other lines."""
-        if self.takes_turns:
-            return wall_ns
+    @property
+    def _is_on_core(self) -> bool:
+        """Whether it may be what others wait for."""
+        return self._clocked(self.wall_ns, self.cpu_ns) >= _MIN_ON_CORE * self.wall_ns
+
+    def _clocked(self, wall_ns: int, cpu_ns: int) -> int:
+        """The CPU time of this wall clock, by the CPU clock. ``cpu_ns``: with that of the lines before it."""
         return wall_ns * self.inside_cpu_ns // self.inside_ns if self.inside >= _MIN_INSIDE else cpu_ns
+
+    def time(self, wall_ns: int, cpu_ns: int) -> StackTime:
+        """What becomes of its time, after samples have been moved."""
+        late = self.late().samples
+        waited = (self.turns + late) / max(self.free + self.turns + late, 1)
+        on_core = wall_ns if self.takes_turns else self._clocked(wall_ns, cpu_ns)
+        return StackTime(wall_ns, on_core, int(waited * wall_ns) if self._is_on_core else 0)
 
     def holds_the_gil(self, *, without: _Late | None = None) -> bool:
         """Whether its late samples are those of a call that holds the GIL. ``without``: late samples of another one."""
@@ -194,8 +204,8 @@ class AttributedSamples:
         self._count_late(profile)
         self._count_turns(profile)
         for stack, seen in self._seen.items():
-            wall, cpu = profile.times[stack]
-            profile.times[stack] = wall, seen.on_core_ns(wall, cpu)
+            wall, cpu, _ = profile.times[stack]
+            profile.times[stack] = seen.time(wall, cpu)
         return profile
 
     def _count_late(self, profile: StackProfile) -> None:
@@ -210,13 +220,11 @@ class AttributedSamples:
         moved = _Late()
         for stack, seen in self._seen.items():
             if stack not in held and (late := seen.late(least_ns)).samples:
-                wall, cpu = profile.times[stack]
-                profile.times[stack] = wall - late.wall_ns, cpu - late.cpu_ns
+                profile.times[stack] = profile.times[stack].plus(StackTime(-late.wall_ns, -late.cpu_ns))
                 moved.add(late.samples, late.wall_ns, late.cpu_ns, late.delay_ns)
         for stack, late in held.items():
-            wall, cpu = profile.times[stack]
-            more = moved.wall_ns * late.wall_ns // held_ns, moved.cpu_ns * late.wall_ns // held_ns
-            profile.times[stack] = wall + more[0], cpu + more[1]
+            more = StackTime(moved.wall_ns * late.wall_ns // held_ns, moved.cpu_ns * late.wall_ns // held_ns)
+            profile.times[stack] = profile.times[stack].plus(more)
 
     def _count_turns(self, profile: StackProfile) -> None:
         """Give samples that waited at lines that release the GIL back to the code that they waited for."""
@@ -225,15 +233,14 @@ class AttributedSamples:
         moved = sum(seen.turns_ns for seen in releasing.values())
         if not moved or not turning:
             return
-        back = min(moved, int(_MAX_TURNS_BACK * sum(profile.times[stack][0] for stack in turning)))
+        all_turns = sum(turning.values())
+        more = {stack: min(moved * ns // all_turns, int(_MAX_TURNS_BACK * ns)) for stack, ns in turning.items()}
+        back = sum(more.values())
         for stack, seen in releasing.items():
-            wall, cpu = profile.times[stack]
-            left = 1 - back / moved * seen.turns_ns / max(wall, 1)
-            profile.times[stack] = int(wall * left), int(cpu * left)
-        for stack, turns_ns in turning.items():
-            wall, cpu = profile.times[stack]
-            more = back * turns_ns // sum(turning.values())
-            profile.times[stack] = wall + more, cpu + more
+            less = back * seen.turns_ns // moved
+            profile.times[stack] = profile.times[stack].plus(StackTime(-less, 0))
+        for stack, more_ns in more.items():
+            profile.times[stack] = profile.times[stack].plus(StackTime(more_ns, 0))
 
 
 def _is_behind(stack: Stack, seen: _SamplesOfStack, holders: dict[Stack, _SamplesOfStack]) -> bool:

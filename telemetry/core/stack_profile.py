@@ -8,7 +8,7 @@ first, and its microseconds. Flame-graph tools and speedscope read that.
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from telemetry.core.stacks import Spot, Stack
 
@@ -26,11 +26,23 @@ _UNREADABLE: Final = {ord(character): "?" for character in "\t\r\n;"}
 """These separate fields, lines and frames."""
 
 
+class StackTime(NamedTuple):
+    """Nanoseconds spent in a stack: of wall clock, on a core, and with the GIL held, as far as that is known."""
+
+    wall_ns: int
+    cpu_ns: int
+    gil_ns: int = 0
+
+    def plus(self, other: StackTime) -> StackTime:
+        """Both together."""
+        return StackTime(self.wall_ns + other.wall_ns, self.cpu_ns + other.cpu_ns, self.gil_ns + other.gil_ns)
+
+
 class StackProfile:
     """The time spent in each stack.
 
     Attributes:
-        times: for each stack (innermost frame first) nanoseconds of wall clock, and of CPU.
+        times: by stack, innermost frame first.
         samples: number of samples.
         other_ns, other_cpu_ns: time in stacks that are not in ``times``, because there are too many.
     """
@@ -38,7 +50,7 @@ class StackProfile:
     __slots__ = ("other_cpu_ns", "other_ns", "samples", "times")
 
     def __init__(self) -> None:
-        self.times: dict[Stack, tuple[int, int]] = {}
+        self.times: dict[Stack, StackTime] = {}
         self.samples = 0
         self.other_ns = 0
         self.other_cpu_ns = 0
@@ -46,34 +58,34 @@ class StackProfile:
     def add(self, stack: Stack, wall_ns: int, cpu_ns: int, samples: int = 1) -> None:
         """Add time in a stack, seen by this many samples."""
         self.samples += samples
-        self._count(stack, wall_ns, cpu_ns)
+        self._count(stack, StackTime(wall_ns, cpu_ns))
 
     def merge(self, other: StackProfile) -> None:
         """Add everything in another profile."""
         self.samples += other.samples
         self.other_ns += other.other_ns
         self.other_cpu_ns += other.other_cpu_ns
-        for stack, (wall_ns, cpu_ns) in other.times.items():
-            self._count(stack, wall_ns, cpu_ns)
+        for stack, time in other.times.items():
+            self._count(stack, time)
 
-    def _count(self, stack: Stack, wall_ns: int, cpu_ns: int) -> None:
+    def _count(self, stack: Stack, time: StackTime) -> None:
         before = self.times.get(stack)
         if before is not None:
-            self.times[stack] = before[0] + wall_ns, before[1] + cpu_ns
+            self.times[stack] = before.plus(time)
         elif len(self.times) < MAX_STACKS:
-            self.times[stack] = wall_ns, cpu_ns
+            self.times[stack] = time
         else:
-            self.other_ns += wall_ns
-            self.other_cpu_ns += cpu_ns
+            self.other_ns += time.wall_ns
+            self.other_cpu_ns += time.cpu_ns
 
     @property
     def wall_ns(self) -> int:
         """All of its time."""
-        return self.other_ns + sum(wall for wall, _ in self.times.values())
+        return self.other_ns + sum(time.wall_ns for time in self.times.values())
 
-    def longest_first(self) -> list[tuple[Stack, tuple[int, int]]]:
+    def longest_first(self) -> list[tuple[Stack, StackTime]]:
         """The stacks and their times."""
-        return sorted(self.times.items(), key=lambda item: -item[1][0])
+        return sorted(self.times.items(), key=lambda item: -item[1].wall_ns)
 
     def packed(self, most: int) -> bytes:
         """The profile in at most ``most`` bytes. If they are too few, short times are only summed up."""
@@ -81,12 +93,12 @@ class StackProfile:
         files: dict[str, int] = {}
         lines: list[bytes] = []
         size, other, other_cpu = 0, self.other_ns, self.other_cpu_ns
-        for stack, (wall, cpu) in self.longest_first():
+        for stack, (wall, cpu, gil) in self.longest_first():
             new = [spot for spot in dict.fromkeys(stack) if spot not in spots]
             numbers = spots | {spot: len(spots) + number for number, spot in enumerate(new)} if new else spots
             known = dict(files) if new else files
             added = [_spot_line(spot, known.setdefault(spot.file, numbers[spot]), numbers[spot]) for spot in new]
-            added.append(f"s {wall} {cpu} {' '.join(str(numbers[spot]) for spot in stack)}\n".encode())
+            added.append(f"s {wall} {cpu} {gil} {' '.join(str(numbers[spot]) for spot in stack)}\n".encode())
             more = sum(map(len, added))
             if size + more > most - _HEAD_BYTES:
                 other, other_cpu = other + wall, other_cpu + cpu
@@ -110,8 +122,8 @@ class StackProfile:
             profile.samples, profile.other_ns, profile.other_cpu_ns = map(int, head.split(" "))
             for line in lines:
                 if line.startswith("s "):
-                    wall, cpu, *numbers = map(int, line.split(" ")[1:])
-                    profile._count(tuple(spots[number] for number in numbers), wall, cpu)
+                    wall, cpu, gil, *numbers = map(int, line.split(" ")[1:])
+                    profile._count(tuple(spots[number] for number in numbers), StackTime(wall, cpu, gil))
                 else:
                     *same, file, number, function, module = line.split("\t")
                     file = spots[int(file)].file if same else file
@@ -124,7 +136,7 @@ class StackProfile:
         """The stacks as folded text of at most ``most`` bytes, below a frame named ``root``. The longest come first."""
         lines: list[bytes] = []
         size, other = 0, self.other_ns
-        for stack, (wall, _) in self.longest_first():
+        for stack, (wall, *_) in self.longest_first():
             line = ";".join((root, *_frame_names(stack))) + f" {max(1, wall // 1000)}\n"
             encoded = line.encode("utf-8", "backslashreplace")
             if size + len(encoded) > most - _HEAD_BYTES:

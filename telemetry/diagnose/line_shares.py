@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.core.fetch_stacks import LOADER_CODE, is_fetcher
+from telemetry.core.stack_profile import StackTime
 from telemetry.core.stacks import is_library
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ MIN_SAMPLES: Final = 40
 _MIN_SAMPLES_OF_WORK: Final = 10
 """Fewest samples inside the sampler, of a wait. From so few, the predicted speed-up is a range."""
 
+_NOTHING: Final = StackTime(0, 0)
 _MIN_SHARE: Final = 0.01
 _LOADER_FILE: Final = f"{LOADER_CODE}dataloader.py"
 _OURS: Final = f"{os.sep}telemetry{os.sep}attach{os.sep}"
@@ -69,6 +71,8 @@ class LineShare:
         share: its share of the wall clock of the fetch or the step, 0 to 1.
         cpu_share: its share of the CPU time, 0 to 1.
         error: standard error of ``share``, from the number of samples of the work, which is estimated by its time.
+        gil_ratio: share of its own time in which it held the GIL, 0 to 1; 0 where that is not known.
+        rest_gil_ratio: that of the rest of the work.
     """
 
     file: str
@@ -78,6 +82,8 @@ class LineShare:
     share: float
     cpu_share: float
     error: float = 0.0
+    gil_ratio: float = 0.0
+    rest_gil_ratio: float = 0.0
 
     @property
     def place(self) -> str:
@@ -107,14 +113,14 @@ def line_shares(profile: StackProfile, work: str) -> tuple[LineShare, ...]:
         profile: the samples.
         work: what was sampled. Of the sampler's time only stacks inside the sampler count.
     """
-    wall, cpu = (0, 0) if work == SAMPLER else (profile.other_ns, profile.other_cpu_ns)
-    times: dict[tuple[str, int, str | None], tuple[int, int]] = {}
+    total = StackTime(0, 0) if work == SAMPLER else StackTime(profile.other_ns, profile.other_cpu_ns)
+    times: dict[tuple[str, int, str | None], StackTime] = {}
     functions: dict[tuple[str, int], str] = {}
-    for stack, (wall_ns, cpu_ns) in profile.times.items():
+    for stack, time in profile.times.items():
         inside = _inside(stack, work)
         if not inside:
             continue
-        wall, cpu = wall + wall_ns, cpu + cpu_ns
+        total = total.plus(time)
         blamed = _blamed(inside, stack)
         if blamed is not None:
             spot, calls = blamed
@@ -123,18 +129,19 @@ def line_shares(profile: StackProfile, work: str) -> tuple[LineShare, ...]:
                 functions[spot.file, spot.line] = spot.function
             else:
                 functions.setdefault((spot.file, spot.line), spot.function)
-            before = times.get(named, (0, 0))
-            times[named] = before[0] + wall_ns, before[1] + cpu_ns
+            times[named] = time.plus(times.get(named, _NOTHING))
+    wall, cpu, gil = total
     samples = profile.samples * wall / max(1, profile.wall_ns)  # of a wait, few samples are in the sampler
     if profile.samples < MIN_SAMPLES or samples < _MIN_SAMPLES_OF_WORK:
         return ()
     longest = sorted(times.items(), key=lambda item: -item[1][0])[:MAX_LINES]
     found = []
-    for (file, line, calls), (wall_ns, cpu_ns) in longest:
+    for (file, line, calls), (wall_ns, cpu_ns, gil_ns) in longest:
         share = wall_ns / wall
         if share >= _MIN_SHARE:
             error = math.sqrt(share * (1 - share) / samples)
-            found.append(LineShare(file, line, functions[file, line], calls, share, cpu_ns / max(cpu, 1), error))
+            held = gil_ns / max(wall_ns, 1), (gil - gil_ns) / max(wall - wall_ns, 1)
+            found.append(LineShare(file, line, functions[file, line], calls, share, cpu_ns / max(cpu, 1), error, *held))
     return tuple(found)
 
 

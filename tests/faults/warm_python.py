@@ -114,7 +114,7 @@ class WarmServer:
                 start_new_session=True,
             )
         self.socket.settimeout(HANG)
-        self.socket.recv(1)  # it has imported everything
+        assert self.socket.recv(1), "it has ended before it had imported everything"
 
 
 _servers: list[WarmServer] = []

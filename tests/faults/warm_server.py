@@ -2,8 +2,8 @@
 
     python warm_server.py FD
 
-A message at the socket is ``{"arguments", "folder", "environment"}`` with three descriptors, answered by a
-pid, or ``{"wait": pid}``, answered by the exit status.
+It sends one byte when it has imported everything. A message at the socket is ``{"arguments", "folder", "environment"}``
+with three descriptors, answered by a pid, or ``{"wait": pid}``, answered by the exit status.
 """
 
 from __future__ import annotations

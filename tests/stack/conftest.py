@@ -64,6 +64,9 @@ def launch(tmp_path_factory):
     try:
         yield keep
     finally:
+        for process in started:  # a forked one has the environment of its server, without the token
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
         for _ in range(3):  # what is forked while we look is found the next time
             for process in psutil.process_iter():
                 try:

@@ -27,10 +27,10 @@ _SURE: Final = 1.2
 Of a line with 96 % of a step, 150 samples cannot tell whether the step would be 14 or 60 times as fast without it.
 """
 
-_SWITCH_SECONDS: Final = 0.005
-"""Python's default switch interval: how long a thread waits before it asks for the GIL. See `_takes_turns`."""
+_TURNS_SECONDS: Final = 0.005
+"""How much longer a fetch may take where sending batches takes turns with it: Python's default switch interval."""
 
-_ON_CPU: Final = 0.5
+_HOLDS_THE_GIL: Final = 0.5
 
 _PART: Final = {
     work.FETCH: "each fetch",
@@ -117,29 +117,22 @@ def _gain_or_range(
     if gain is None or low is None or high is None:
         return gain, None
     sampled = gain <= _SURE * low and high <= _SURE * gain
-    if kind == work.FETCH and part == 1.0 and _takes_turns(evidence, line):
+    if kind == work.FETCH and part == 1.0 and _will_take_turns(line):
         least = line if sampled else _with_share(line, line.share - _ERRORS * line.error)
-        slowed = _gain(evidence, kind, least, part, cause=cause, turns=_SWITCH_SECONDS)
+        slowed = _gain(evidence, kind, least, part, cause=cause, longer=_TURNS_SECONDS)
         if slowed is not None and (not sampled or gain > _SURE * slowed):
             return (gain if sampled else high), slowed
     return (gain, None) if sampled else (high, low)
 
 
-def _takes_turns(evidence: Evidence, line: LineShare) -> bool:
-    """Whether sending a batch may make the fetches longer once the line is gone.
+def _will_take_turns(line: LineShare) -> bool:
+    """Whether sending batches may make the fetches longer once the line is gone.
 
-    A thread of the worker sends each batch while the next one is fetched. Now that costs the fetch nothing: batches of
-    busy workers come at once, so the fetch does not hold the GIL then. If what remains of it is Python code, the two
-    take turns. Each batch of one worker took 2.6 to 4.9 ms longer then (`c_releases_gil` and `read` of `tests.lines`).
+    A thread of the worker sends each batch while the next one is fetched. A line that releases the GIL leaves it to
+    that thread. If what remains of the fetch holds the GIL, the two take turns. Each batch of one worker took 2.6 to
+    4.9 ms longer then (`c_releases_gil` and `read` of `tests.lines`).
     """
-    sent, fetch, cpu = (
-        evidence.delivery.transfer_from_busy_seconds,
-        evidence.workers.fetch_seconds,
-        evidence.workers.fetch_cpu_seconds,
-    )
-    if sent is None or sent >= _SWITCH_SECONDS or fetch is None or cpu is None:
-        return False
-    return cpu * (1 - line.cpu_share) >= _ON_CPU * fetch * (1 - line.share)
+    return line.gil_ratio < _HOLDS_THE_GIL <= line.rest_gil_ratio
 
 
 def _with_share(line: LineShare, share: float) -> LineShare:
@@ -149,11 +142,11 @@ def _with_share(line: LineShare, share: float) -> LineShare:
 
 
 def _gain(
-    evidence: Evidence, kind: str, line: LineShare, part: float, *, cause: str, turns: float = 0.0
+    evidence: Evidence, kind: str, line: LineShare, part: float, *, cause: str, longer: float = 0.0
 ) -> float | None:
     """Predicted factor on the steps per second if ``part`` of the line's time is saved.
 
-    ``turns``: seconds that each fetch takes longer then, see `_takes_turns`.
+    ``longer``: seconds that each fetch takes longer then, see `_will_take_turns`.
     """
     now, saved = step_seconds(evidence), part * line.share
     if kind == work.CHECKPOINT:
@@ -162,7 +155,7 @@ def _gain(
     if now is None:
         return None
     if kind == work.FETCH:
-        then = _with_shorter_fetch(evidence, now, saved, part * line.cpu_share, cause=cause, turns=turns)
+        then = _with_shorter_fetch(evidence, now, saved, part * line.cpu_share, cause=cause, longer=longer)
     elif kind == work.WAIT:
         then = now - saved * evidence.wait_seconds / evidence.steps
     elif kind == work.SAMPLER:
@@ -178,7 +171,7 @@ def _gain(
 
 
 def _with_shorter_fetch(
-    evidence: Evidence, now: float, saved: float, saved_cpu: float, *, cause: str, turns: float
+    evidence: Evidence, now: float, saved: float, saved_cpu: float, *, cause: str, longer: float
 ) -> float | None:
     """Seconds of a step if the workers' fetches become shorter by these shares of wall clock and of CPU time."""
     workers = evidence.workers
@@ -192,7 +185,7 @@ def _with_shorter_fetch(
     )
     then = predicted_step(
         evidence,
-        fetch=on_its_own * (1 - saved) + turns * evidence.batches_per_step,
+        fetch=on_its_own * (1 - saved) + longer * evidence.batches_per_step,
         fetch_cpu=cpu * (1 - saved_cpu),
         workers=workers.count,
     )
