@@ -14,6 +14,7 @@ import pytest
 from telemetry.cli import main
 from telemetry.core.clock import iso_time
 from telemetry.core.labels import CATEGORIES
+from tests.faults.warm_python import warm_python
 from tests.report_logs import START, line, write
 
 TRAIN = Path(__file__).parents[1] / "benchmarks" / "compare_train.py"
@@ -221,8 +222,8 @@ def test_real_runs_tell_what_differs(tmp_path, capsys):
     for name, loader in (("a", "thread"), ("b", "worker")):
         options = ["--run-dir", str(tmp_path / name), "--log-interval-seconds", "0.2", "--interval-seconds", "0.2"]
         script = [str(TRAIN), "--seconds", "3.5", "--loader", loader]
-        command = [sys.executable, "-m", "telemetry", "run", "--port", "off", *options, *script]
-        subprocess.run(command, check=True, capture_output=True, timeout=120)
+        done = warm_python("-m", "telemetry", "run", "--port", "off", *options, *script, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
     status, result, _ = compared(tmp_path / "a", tmp_path / "b", "--json", capsys=capsys)
     assert status == 0, result["why"]
     assert result["differences"] == [{"what": "num_workers", "a": 0, "b": 1}]

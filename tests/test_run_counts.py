@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -23,6 +21,7 @@ from telemetry.report.log_reader import load
 from telemetry.report.summary import summarize
 from telemetry.top.rank_row import RankFacts, RankRow, row_of
 from telemetry.top.screen_rank import rank_lines
+from tests.faults.warm_python import warm_python
 
 SCRIPT = """
 import json, os, signal, sys, time
@@ -51,10 +50,10 @@ if kill:
 
 def attempt(folder: Path, how: str) -> int:
     (folder / "train.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "telemetry", "run", "--run-dir", "run", "--port", "off", "--interval-seconds", "0.1",
-               "train.py", how, "counts"]  # fmt: skip
+    command = ("-m", "telemetry", "run", "--run-dir", "run", "--port", "off", "--interval-seconds", "0.1",
+               "train.py", how, "counts")  # fmt: skip
     environment = {"PYTHONPATH": str(Path(__file__).parent), "PATH": "/usr/bin:/bin"}
-    return subprocess.run(command, cwd=folder, env=environment, timeout=120, check=False).returncode
+    return warm_python(*command, cwd=folder, env=environment).returncode
 
 
 def test_counts_go_on_over_attempts_and_are_the_scripts_own(tmp_path):

@@ -137,7 +137,7 @@ def test_code_gets_at_most_half_of_its_time_back():
     assert in_turns((1, 0, 10), (2, 0, 90), (3, 400, 90)) == {1: 150, 2: 1350, 3: 4900 - 500}
 
 
-def test_a_line_that_waits_for_the_thread_that_holds_the_gil_does_not_hold_it():
+def test_a_line_that_waits_for_who_holds_the_gil_does_not_hold_it():
     """Line 1 computes for 8 ms, and others hold the GIL while line 2 waits for them for 8 ms."""
     samples = AttributedSamples()
     for fetch in range(40):
