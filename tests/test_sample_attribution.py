@@ -56,14 +56,12 @@ def test_the_next_line_of_the_function_is_no_call_that_holds_it():
 
 def test_the_next_line_may_have_waited_for_others_as_well():
     """Most of its late samples are a little late, and some as late as the call."""
-    samples = AttributedSamples()
-    told = ((1, 1, 18, 60), (2, 1, 18, 2), (2, 1, 2, 4))
-    for line, in_time, delay, late in told:
-        samples.add(stack(line), GAP_MS * MS, 0, delay_ns=0, waits=in_time, fetch=1)
-        for _ in range(late):
-            samples.add(stack(line), (GAP_MS + delay) * MS, 0, delay_ns=delay * MS, waits=LATE_WAITS, fetch=1)
-    times = {spot.line: wall // MS for (spot,), (wall, *_) in samples.profile().times.items()}
-    assert times == {1: 10 + 62 * 28, 2: 20 + 4 * 12}
+    assert sampled((1, 1, 60, 18), (2, 2, 2, 18), (2, 0, 4, 2)) == {1: 10 + 62 * 28, 2: 20 + 4 * 12}
+
+
+def test_the_next_line_may_be_a_shorter_call():
+    """Then its longest samples stay there: nothing tells whose they are."""
+    assert sampled((1, 1, 60, 18), (2, 1, 2, 18), (2, 0, 20, 6)) == {1: 10 + 60 * 28, 2: 10 + 2 * 28 + 20 * 16}
 
 
 def test_python_code_that_is_late_since_others_wait_too_keeps_its_samples():
@@ -96,11 +94,16 @@ def test_python_code_that_others_wait_for_is_on_a_core():
     assert samples.profile().times == {stack(1): (200 * MS, 200 * MS, 200 * MS)}
 
 
-def test_of_another_fetch_a_sample_says_nothing_about_the_line():
+def test_the_first_sample_of_a_fetch_says_nothing_about_its_line():
+    """The CPU time before it is that of the fetch before."""
     samples = AttributedSamples()
     for fetch in range(20):
         samples.add(stack(1), GAP_MS * MS, 4 * MS, delay_ns=0, waits=0, fetch=fetch)
-    assert samples.profile().times == {stack(1): (200 * MS, 80 * MS, 0)}
+    assert samples.profile().times == {stack(1): (200 * MS, 80 * MS, 0)}, "as long as nothing else tells"
+    for fetch in range(20, 25):
+        samples.add(stack(1), GAP_MS * MS, 4 * MS, delay_ns=0, waits=0, fetch=fetch)
+        samples.add(stack(1), GAP_MS * MS, 0, delay_ns=0, waits=0, fetch=fetch)
+    assert samples.profile().times == {stack(1): (300 * MS, 0, 0)}
 
 
 def in_turns(*lines: tuple[int, int, int], on_core: float = 0.5) -> dict[int, int]:
@@ -164,11 +167,12 @@ def test_waits_of_a_thread_are_counted():
 
 def test_a_worker_notices_that_a_call_held_the_gil(monkeypatch):
     numbers = [(i * 7919) % 1000003 for i in range(400_000)]
-    waited, over = [], threading.Event()
+    waited, fetches, over = [], set(), threading.Event()
 
     class Recording(AttributedSamples):
         def add(self, stack, wall_ns, cpu_ns, *, delay_ns, waits, fetch) -> None:
             waited.append(waits)
+            fetches.add(fetch)
 
     class Area:
         def write(self, *profile) -> None:
@@ -185,6 +189,7 @@ def test_a_worker_notices_that_a_call_held_the_gil(monkeypatch):
         over.set()
         thread.join(60)
     assert not thread.is_alive()
+    assert fetches == {1}, "the first one since samples were asked for"
 
 
 # -- on the agent thread -----------------------------------------------------------------------------------------
