@@ -83,6 +83,14 @@ def test_a_line_may_be_all_of_a_step():
     assert 1 < removed.predicted_low < removed.predicted_speedup
 
 
+def test_a_line_of_which_all_samples_are_has_its_what_ifs():
+    """It takes at least 95 % of a step."""
+    evidence, line = evidence_over([CASES["gc_pause"]]), a_line(1.0, error=0.025)
+    removed, halved = line_advice(evidence, work.STEP, line, cause="gc_pause")
+    assert (removed.predicted_low, removed.predicted_speedup) == (pytest.approx(20.0), pytest.approx(40.0))
+    assert halved.predicted_speedup == pytest.approx(1.95, abs=0.01)
+
+
 def fetches(number: int) -> Evidence:
     """So many in a second, on the CPU, of one worker."""
     in_all = dict(fetches=number, steps=number, wait=0.95, compute=0.05, cores=8.0, process_cpu=0.05)

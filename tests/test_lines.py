@@ -134,6 +134,11 @@ def test_a_share_is_as_sure_as_it_has_samples(samples, error):
     assert [found.error for found in line_shares(profile, work.FETCH)] == [pytest.approx(error, abs=5e-4)] * 2
 
 
+def test_a_line_of_which_all_samples_are_is_not_all_of_the_work():
+    (found,) = line_shares(profile_of(((ITEM, FETCHER), 60)), work.FETCH)
+    assert (found.share, found.error) == (1.0, pytest.approx(1.5 / 60))
+
+
 def test_of_a_wait_for_workers_only_samples_in_the_sampler_make_it_sure():
     profile = profile_of(((ITEM, DRAWING, LOOP), 25), ((RESIZE, ITEM, DRAWING, LOOP), 75), ((QUEUE, LOOP), 300))
     assert [found.error for found in line_shares(profile, work.SAMPLER)] == [pytest.approx(0.043, abs=5e-4)] * 2

@@ -35,6 +35,9 @@ MIN_SAMPLES: Final = 40
 _MIN_SAMPLES_OF_WORK: Final = 10
 """Fewest samples inside the sampler, of a wait. From so few, the predicted speed-up is a range."""
 
+_NEVER_SEEN: Final = 1.5**2
+"""If all of n samples are of one line, its share is at least 1 - 3 / n in 95 of 100 cases: twice this error."""
+
 _NOTHING: Final = StackTime(0, 0)
 _MIN_SHARE: Final = 0.01
 _LOADER_FILE: Final = f"{LOADER_CODE}dataloader.py"
@@ -139,7 +142,7 @@ def line_shares(profile: StackProfile, work: str) -> tuple[LineShare, ...]:
     for (file, line, calls), (wall_ns, cpu_ns, gil_ns) in longest:
         share = wall_ns / wall
         if share >= _MIN_SHARE:
-            error = math.sqrt(share * (1 - share) / samples)
+            error = math.sqrt(max(share * (1 - share), _NEVER_SEEN / samples) / samples)
             held = gil_ns / max(wall_ns, 1), (gil - gil_ns) / max(wall - wall_ns, 1)
             found.append(LineShare(file, line, functions[file, line], calls, share, cpu_ns / max(cpu, 1), error, *held))
     return tuple(found)

@@ -148,7 +148,7 @@ def _gain(
 
     ``longer``: seconds that each fetch takes longer then, see `_will_take_turns`.
     """
-    now, saved = step_seconds(evidence), part * line.share
+    now, saved = step_seconds(evidence), part * min(line.share, 1 - line.error)  # something else takes time as well
     if kind == work.CHECKPOINT:
         whole = evidence.loop_and_checkpoint_seconds
         return gain_over_window(evidence, whole - saved * min(whole, evidence.checkpoints.seconds), now=whole)
