@@ -217,11 +217,11 @@ class AttributedSamples:
         if not held_ns:
             return
         least_ns = _AS_LATE * min(late.mean_delay_ns for late in held.values())
-        moved = _Late()
+        moved = StackTime(0, 0)
         for stack, seen in self._seen.items():
             if stack not in held and (late := seen.late(least_ns)).samples:
                 profile.times[stack] = profile.times[stack].plus(StackTime(-late.wall_ns, -late.cpu_ns))
-                moved.add(late.samples, late.wall_ns, late.cpu_ns, late.delay_ns)
+                moved = moved.plus(StackTime(late.wall_ns, late.cpu_ns))
         for stack, late in held.items():
             more = StackTime(moved.wall_ns * late.wall_ns // held_ns, moved.cpu_ns * late.wall_ns // held_ns)
             profile.times[stack] = profile.times[stack].plus(more)

@@ -31,6 +31,7 @@ _TURNS_SECONDS: Final = 0.005
 """How much longer a fetch may take where sending batches takes turns with it: Python's default switch interval."""
 
 _HOLDS_THE_GIL: Final = 0.5
+"""Code that holds the GIL for less than this part of its time leaves it to other threads."""
 
 _PART: Final = {
     work.FETCH: "each fetch",
