@@ -1,9 +1,10 @@
 """A small training whose work per step is known. `benchmarks.compare_pairs` runs it.
 
-    python -m telemetry run benchmarks/compare_train.py [--seconds 20] [--slower 1.0] [--loader thread|worker]
+    python -m telemetry run benchmarks/compare_train.py [--seconds 20] [--slower 1.0] [--loader thread|worker|busy]
 
 A step needs the CPU for a part of its time. For the rest the training thread waits, as for a device. ``--slower`` makes
-both parts longer: of the compute, or with ``--loader worker`` of a batch's fetch.
+both parts longer: of the compute, or with ``--loader worker`` of a batch's fetch. With ``--loader busy`` a step has no
+such wait: the training thread computes all the time.
 """
 
 from __future__ import annotations
@@ -18,15 +19,22 @@ from torch.utils.data import DataLoader
 _SIZE: Final = 128
 _BATCH: Final = 4
 _MULTIPLICATIONS: Final = 20
+_BUSY_MULTIPLICATIONS: Final = 120
 _PAUSE_SECONDS: Final = 0.010
 
 
 def work(slower: float, share: float = 1.0) -> torch.Tensor:
     """Multiply small matrices, about 2 ms in all, and wait for 10 ms."""
-    values = weights = torch.full((_SIZE, _SIZE), 1.0 / _SIZE)
-    for _ in range(round(_MULTIPLICATIONS * slower * share)):
-        values = values @ weights
+    values = multiplied(round(_MULTIPLICATIONS * slower * share))
     time.sleep(_PAUSE_SECONDS * slower * share)
+    return values
+
+
+def multiplied(times: int) -> torch.Tensor:
+    """Multiply small matrices, about 0.1 ms each time."""
+    values = weights = torch.full((_SIZE, _SIZE), 1.0 / _SIZE)
+    for _ in range(times):
+        values = values @ weights
     return values
 
 
@@ -48,7 +56,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--slower", type=float, default=1.0)
-    parser.add_argument("--loader", choices=("thread", "worker"), default="thread")
+    parser.add_argument("--loader", choices=("thread", "worker", "busy"), default="thread")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -60,7 +68,9 @@ def main() -> None:
     for batch in DataLoader(data, batch_size=_BATCH, num_workers=1 if starved else 0):
         if time.perf_counter() - began > options.seconds:
             break
-        if not starved:
+        if options.loader == "busy":
+            multiplied(round(_BUSY_MULTIPLICATIONS * options.slower))
+        elif not starved:
             work(options.slower)
         optimizer.zero_grad()
         model(batch).mean().backward()

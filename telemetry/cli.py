@@ -169,6 +169,14 @@ def _add_compare(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
     compare.add_argument("run_a", metavar="RUN_A", help="the run folder that the other one is compared with")
     compare.add_argument("run_b", metavar="RUN_B", help="the other run folder")
+    compare.add_argument(
+        "--again",
+        nargs=2,
+        metavar=("RUN_A", "RUN_B"),
+        action="append",
+        default=[],
+        help="another pair of runs of the same two versions, for a shorter interval; may be given several times",
+    )
     compare.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     compare.add_argument(
         "--fail-over",
@@ -234,7 +242,8 @@ def _report(options: argparse.Namespace) -> int:
 def _compare(options: argparse.Namespace) -> int:
     from telemetry.compare import command
 
-    return command.compare(options.run_a, options.run_b, as_json=options.json, fail_over=options.fail_over)
+    pairs = [(options.run_a, options.run_b), *((a, b) for a, b in options.again)]
+    return command.compare(pairs, as_json=options.json, fail_over=options.fail_over)
 
 
 def _percent(text: str) -> float:

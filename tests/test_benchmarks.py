@@ -9,11 +9,13 @@ import pytest
 from benchmarks import (
     agent_cpu,
     compare_loads,
+    compare_sets,
     instruments,
     loops,
     machine,
     memory,
     overhead,
+    recorded_runs,
     report,
     scrape,
     sink_cost,
@@ -156,9 +158,9 @@ def test_a_fetch_in_a_worker():
 def test_comparisons_are_recorded_beside_the_load_that_is_asked_for(tmp_path, monkeypatch, options, burners):
     started = []
     nothing = [sys.executable, "-c", ""]
-    monkeypatch.setattr(compare_loads, "burner", lambda share, _: (started.append(share), nothing)[1])
-    monkeypatch.setattr(compare_loads, "command", lambda *_: nothing)
-    monkeypatch.setattr(compare_loads, "recorded_run", lambda *run: {"beside": run[-1]})
+    monkeypatch.setattr(recorded_runs, "burner", lambda share, _: (started.append(share), nothing)[1])
+    monkeypatch.setattr(recorded_runs, "command", lambda *_: nothing)
+    monkeypatch.setattr(recorded_runs, "recorded_run", lambda *run: {"beside": run[-1]})
     file = tmp_path / "runs.json"
     monkeypatch.setattr(sys, "argv", ["", "--record", str(file), "--minutes", "0.01", "--together", "1", *options])
     compare_loads.main()
@@ -171,6 +173,38 @@ def test_pairs_of_runs_are_told_apart_by_their_load_and_length():
         return (PaceBlock(10.0, seconds / 2, held_up=held_up), PaceBlock(10.0, seconds / 2, held_up=0.0))
 
     short, long, disturbed = run(40.0, 1.0), run(180.0, 1.0), run(180.0, 30.0)
-    assert compare_loads.load_of(short, short) == compare_loads.load_of(short, long) == "calm"
-    assert compare_loads.load_of(long, long) == "calm, long"
-    assert compare_loads.load_of(long, disturbed) == "changing"
+    assert recorded_runs.load_of(short, short) == recorded_runs.load_of(short, long) == "calm"
+    assert recorded_runs.load_of(long, long) == "calm, long"
+    assert recorded_runs.load_of(long, disturbed) == "changing"
+
+
+def recorded(paces, slower=1.0, held_up=0.0):
+    """Runs of 30 s without scatter, one of each pace."""
+    return [
+        {"loader": "thread", "slower": slower, "blocks": [[pace, 1.0, 0.0, held_up, 0.0] for _ in range(30)]}
+        for pace in paces
+    ]
+
+
+def test_sets_are_of_calm_runs_in_the_order_of_recording():
+    runs = recorded([100, 101, 102, 103, 104, 105]) + recorded([50], held_up=0.5)
+    (only,) = compare_sets.sets_of(runs, "thread", 1.0, 3)
+    first_paces = [[run[0].steps for run in pair] for pair in only]
+    assert first_paces == [[100, 101], [103, 102], [104, 105]]  # which of a pair runs first changes
+    assert compare_sets.sets_of(runs[:5], "thread", 1.0, 3) == []
+    more = compare_sets.sets_of([*runs, *recorded([90, 91, 92], slower=1.05)], "thread", 1.05, 3)
+    assert len(more) == 20  # three of six runs of A
+    assert all([b[0].steps for _, b in each] == [90, 91, 92] for each in more)
+
+
+def test_a_slow_down_is_found_in_sets():
+    told = compare_sets.figures_of_sets([recorded([100.0] * 7)], "thread")
+    equal, longer = told["calm; 3"]["1.00"], told["calm; 3"]["1.05 longer"]
+    assert (equal["sets"], equal["slower"], equal["faster"], equal["covered"]) == (7, 0, 0, 7)
+    assert (longer["sets"], longer["slower"], longer["covered"]) == (7, 7, 7)
+    assert all(set(told[none].values()) == {None} for none in ("calm; 5", "calm, long; 3", "calm, long; 5"))
+    rows = compare_sets.rows_of_sets({"thread": told})
+    assert [row for row in rows if row.startswith("| thread")] == [
+        f"| thread | calm; 3 | {name} | 7 | {found} | 0 | ± {100 * each['median_half']:.1f} % | 7 |"
+        for name, found, each in (("equal", 0, equal), ("5 % longer", 7, longer))
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from dataclasses import dataclass
 
@@ -21,6 +22,7 @@ class Load:
     """How busy the machine was: ``held_up``: run-queue delay, share of the wall clock; cores by who used them.
 
     ``cost``: seconds that the run loses for each second of delay. ``waiting``: share of the loop that waits for workers.
+    ``thread``, ``worker``: their use of a core.
     """
 
     held_up: float = 0.0
@@ -29,8 +31,10 @@ class Load:
     thread: float = 0.5
     cost: float = 1.0
     waiting: float = 0.0
+    worker: float = 0.2
     known: bool = True
     children: int = 0
+    gpu: str = ""
 
 
 def run_of(folder, pace, load, *, seed=1, ranks=1, windows=40, scatter=0.01):
@@ -40,6 +44,7 @@ def run_of(folder, pace, load, *, seed=1, ranks=1, windows=40, scatter=0.01):
         rng = random.Random(seed)
         steps = wall = delay = 0.0
         lines = [line("run_start", rank, **START, world_size=ranks, life=f"{folder.name}{rank}", cpu_count=8)]
+        lines += [line("gpu", rank, name=load.gpu)] if load.gpu else []
         for number in range(windows):
             share = load.held_up * rng.choice((0.5, 1.0, 1.5))
             wall, delay = wall + WINDOW, delay + share * WINDOW
@@ -47,7 +52,7 @@ def run_of(folder, pace, load, *, seed=1, ranks=1, windows=40, scatter=0.01):
             waited = load.waiting * wall
             ledger = dict.fromkeys(CATEGORIES, 0.0) | {"data_wait": waited, "compute": wall - waited}
             cpu = {"used": load.used * wall, "others": load.others * wall, "known": wall, "thread": load.thread * wall}
-            cpu |= {"thread_delay": 0.0, "worker": 0.2 * wall, "worker_delay": delay} if load.waiting else {
+            cpu |= {"thread_delay": 0.0, "worker": load.worker * wall, "worker_delay": delay} if load.waiting else {
                 "thread_delay": delay
             }  # fmt: skip
             told = {"cpu_total_seconds": cpu} if load.known and number else {}  # the first window of a run has none
@@ -148,6 +153,28 @@ def test_runs_that_were_held_up_most_of_the_time_are_told_nothing(tmp_path, caps
     low, high = result["interval"]
     assert result["verdict"] == "no difference"
     assert 0.05 < low < 0.95 < high < 20
+
+
+def half(folder, capsys, load):
+    """Half of the interval of two equal runs, relative to the ratio."""
+    folder.mkdir()
+    low, high = compared(folder, capsys, (100.0, load), (100.0, load))[1]["interval"]
+    return math.log(high / low) / 2
+
+
+def test_a_run_that_computes_all_the_time_is_less_certain(tmp_path, capsys):
+    """Its pace follows that of the cores. A training thread with a GPU may only look as if it computed."""
+    waits = half(tmp_path / "waits", capsys, Load(thread=0.02))
+    assert half(tmp_path / "computes", capsys, Load(thread=0.98)) > 1.3 * waits
+    assert half(tmp_path / "gpu", capsys, Load(thread=0.98, gpu="NVIDIA H100")) == pytest.approx(waits, rel=0.01)
+
+
+def test_workers_that_compute_all_the_time_are_less_certain(tmp_path, capsys):
+    wait, compute = (
+        Load(waiting=0.95, worker=0.1, gpu="NVIDIA H100"),
+        Load(waiting=0.95, worker=0.98, gpu="NVIDIA H100"),
+    )
+    assert half(tmp_path / "computes", capsys, compute) > 1.3 * half(tmp_path / "wait", capsys, wait)
 
 
 def test_a_window_without_figures_leaves_the_ratio_as_measured(tmp_path, capsys):

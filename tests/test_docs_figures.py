@@ -121,6 +121,7 @@ def test_the_accuracy_page_has_the_comparisons_under_changing_load():
     said = text_of(DOCS / "accuracy.md")
     assert len(rows) > 6
     assert [row for row in (*rows, *later) if row not in said] == []
+    kinds = {name: kind for name, kind in kinds.items() if kind["changing"]["1.00"]["pairs"]}
     equal = [kind["changing"]["1.00"] for kind in kinds.values()]
     wrong = {name: sum(e[name]["slower"] + e[name]["faster"] for e in equal) for name in ("measured", "without others")}
     assert (
@@ -142,11 +143,11 @@ def test_the_accuracy_page_has_the_comparisons_under_changing_load():
 
 def test_the_accuracy_page_has_the_comparisons_on_a_calm_machine():
     path = ROOT / "benchmarks" / "results" / "compare-loads-amd-epyc-2-cores.json"
-    kinds = json.loads(text_of(path))["kinds"].values()
+    kinds = json.loads(text_of(path))["kinds"]
     said = " ".join(text_of(DOCS / "accuracy.md").split())
 
-    def counted(loads, pairs, *verdicts):
-        chosen = [kind[load][pairs] for kind in kinds for load in loads]
+    def counted(loads, pairs, *verdicts, of=("thread", "worker", "busy")):
+        chosen = [kinds[kind][load][pairs] for kind in of for load in loads if kinds[kind][load][pairs]["pairs"]]
         found = sum(each["without others"][verdict] for each in chosen for verdict in verdicts)
         return found, sum(each["pairs"] for each in chosen)
 
@@ -156,18 +157,57 @@ def test_the_accuracy_page_has_the_comparisons_on_a_calm_machine():
     found, pairs = counted(("calm", "calm, long"), "1.10", "slower")
     assert f"10 % more work is found in all {pairs} pairs" in said
     assert found == pairs
-    short, long = (counted((load,), "1.05 longer", "slower") for load in ("calm", "calm, long"))
-    assert (
-        f"5 % longer is found in {short[0]} of {short[1]} pairs of short runs, and in {long[0]} of {long[1]} of long ones"
-        in said
+    short, long, busy = (
+        counted((load,), "1.05 longer", "slower", of=of)
+        for load, of in (("calm", ("thread", "worker")), ("calm, long", ("thread", "worker")), ("calm", ("busy",)))
     )
+    assert (
+        f"5 % longer is found in {short[0]} of {short[1]} pairs of short runs, in {long[0]} of {long[1]} of long ones, "
+        f"and in {busy[0]} of {busy[1]} of busy ones" in said
+    )
+
+
+def test_the_accuracy_page_has_the_sets_of_several_pairs():
+    path = ROOT / "benchmarks" / "results" / "compare-loads-amd-epyc-2-cores.json"
+    kinds = json.loads(text_of(path))["kinds"]
+    said = " ".join(text_of(DOCS / "accuracy.md").split())
+
+    def counted(load, pairs, kind, *verdicts):
+        of = ("busy",) if load == "busy" else ("thread", "worker")
+        load = "calm" if load == "busy" else load
+        found = [told for name in of if (told := kinds[name]["sets"][f"{load}; {pairs}"][kind]) is not None]
+        return sum(each[verdict] for each in found for verdict in verdicts), sum(each["sets"] for each in found)
+
+    short, long = ({n: counted(load, n, "1.05 longer", "slower") for n in (3, 5)} for load in ("calm", "calm, long"))
+    assert (
+        f"in {short[5][0]} of {short[5][1]} sets of short runs and in all {long[5][1]} of long ones; three pairs in "
+        f"{short[3][0]} of {short[3][1]} and in all {long[3][1]}." in said
+    )
+    assert all(found == sets for found, sets in long.values())
+    assert short[5][0] >= 0.95 * short[5][1]
+    one = [kinds[name]["calm"]["1.05 longer"] for name in ("thread", "worker")]
+    single = sum(each["without others"]["slower"] for each in one) / sum(each["pairs"] for each in one)
+    three, five = (short[pairs][0] / short[pairs][1] for pairs in (3, 5))
+    assert (
+        f"in {100 * single:.0f} % of all cases, three pairs in {100 * three:.0f} %, and five in {100 * five:.0f} %."
+        in " ".join(text_of(DOCS / "compare.md").split())
+    )
+    equal = [counted(load, pairs, "1.00", "slower", "faster") for load in ("calm", "calm, long") for pairs in (3, 5)]
+    wrong, sets = (sum(each) for each in zip(*equal, strict=True))
+    assert f"Of {sets} equal sets {wrong} are said to differ ({100 * wrong / sets:.0f} %)" in said
+    assert wrong <= 0.05 * sets
+    (found, sets), (of_three, threes), (of_five, fives) = (
+        counted("busy", 5, "1.05 longer", "slower"),
+        *(counted("busy", pairs, "1.00", "slower", "faster") for pairs in (3, 5)),
+    )
+    assert f"five pairs show it in {found} of {sets} sets, and {of_three + of_five} of {threes + fives} equal" in said
 
 
 def test_the_docs_say_how_wide_the_interval_of_compare_is():
     path = ROOT / "benchmarks" / "results" / "compare-loads-amd-epyc-2-cores.json"
     kinds = json.loads(text_of(path))["kinds"].values()
     loads, known = ("changing", "calm", "calm, long"), ("1.00", "1.05 longer")
-    all_ = [kind[load][pairs] for kind in kinds for load in loads for pairs in known]
+    all_ = [told for kind in kinds for load in loads for name in known if (told := kind[load][name])["pairs"]]
     pairs = sum(told["pairs"] for told in all_)
     adjusted, measured = (sum(told[name]["covered"] for told in all_) for name in ("without others", "measured"))
     accuracy, compare = (" ".join(text_of(DOCS / name).split()) for name in ("accuracy.md", "compare.md"))

@@ -1,25 +1,24 @@
-"""Compares two runs: the values of ``compare --json``."""
+"""Compares two runs, or several pairs of runs of the same two versions: the values of ``compare --json``."""
 
 from __future__ import annotations
 
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.compare.pace_interval import MIN_BLOCKS, ratio_interval
+from telemetry.compare.pace_interval import MIN_BLOCKS
+from telemetry.compare.repeated_pairs import mean_ratio
 from telemetry.compare.run_facts import SAME_STEP, differences, facts_of
-from telemetry.compare.run_pace import pace_of
-from telemetry.compare.same_load import without_others
+from telemetry.compare.run_pair import Pair, Run, took_turns
 from telemetry.core.formatting import percent
 from telemetry.core.labels import CATEGORIES
-from telemetry.report.rank_processes import not_replaced
 from telemetry.report.stall_losses import lost_by_cause
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from telemetry.compare.pace_interval import RatioInterval
     from telemetry.compare.run_pace import RunPace
     from telemetry.compare.same_load import SameLoad
-    from telemetry.report.process_log import ProcessLog
 
 FASTER: Final = "faster"
 SLOWER: Final = "slower"
@@ -29,45 +28,51 @@ NOT_COMPARABLE: Final = "not comparable"
 MIN_STEPS: Final = 20
 
 
-def compare_runs(a: Sequence[ProcessLog], b: Sequence[ProcessLog]) -> dict[str, Any]:
-    """B against A.
+def compare_runs(sides: Sequence[tuple[Run, Run]]) -> dict[str, Any]:
+    """B against A, from one or more pairs of runs.
 
     Besides the keys of the contract the result has ``differences``: where settings and environment differ, ``steps``:
-    those that were compared, of the mean rank, ``measured``: the ratio and its interval with the time in which other
-    programs held the runs up, and ``load``: what is known of them. What is unknown is null.
+    those that were compared, of the mean rank, in all runs, ``measured``: the ratio and its interval with the time in
+    which other programs held the runs up, ``load``: what is known of them, and ``pairs``: the ratio and interval of
+    each pair. What is unknown is null.
     """
-    a, b = not_replaced(a), not_replaced(b)
-    pace_a, pace_b = pace_of(a), pace_of(b)
-    facts_a, facts_b = facts_of(a), facts_of(b)
+    all_a, all_b = ([side[number] for side in sides] for number in (0, 1))
     result: dict[str, Any] = {
-        "a": _name(a),
-        "b": _name(b),
+        "a": _names(all_a),
+        "b": _names(all_b),
         "verdict": NOT_COMPARABLE,
-        "why": _too_short("A", pace_a) or _too_short("B", pace_b) or _other_work(facts_a, facts_b),
+        "why": _not_comparable(sides),
         "ratio": None,
         "interval": None,
         "measured": None,
         "load": None,
-        "steps": {"a": round(pace_a.steps), "b": round(pace_b.steps)},
-        "differences": differences(facts_a, facts_b),
-        "per_step_seconds": _per_step(pace_a, pace_b),
-        "causes": _causes(a, b),
+        "pairs": [],
+        "steps": {which: round(sum(run.pace.steps for run in runs)) for which, runs in (("a", all_a), ("b", all_b))},
+        "differences": differences(_facts(all_a), _facts(all_b)),
+        "per_step_seconds": _per_step(all_a, all_b),
+        "causes": _causes(all_a, all_b),
     }
     if result["why"] is not None:
         return result
-    measured = ratio_interval(pace_a.blocks, pace_b.blocks)
-    same_load = without_others(pace_a.blocks, pace_b.blocks, pace_a.ranks)
-    found = measured if same_load is None else same_load.found
-    verdict = _verdict(found)
-    why = None
-    if same_load is not None and verdict != _verdict(measured):
-        why = _other_load(same_load, measured)
+    pairs = [Pair.of(a, b) for a, b in sides]
+    in_turn = took_turns(sides)
+    measured = mean_ratio([pair.measured for pair in pairs], in_turn=in_turn)
+    loads = [pair.same_load for pair in pairs if pair.same_load is not None]
+    known = len(loads) == len(pairs)
+    each_found = [load.found for load in loads] if known else [pair.measured for pair in pairs]
+    found = mean_ratio(each_found, in_turn=in_turn)
+    verdict, why = _verdict(found), None
+    if known and verdict != _verdict(measured):
+        why = _other_load(loads, measured)
     return result | {
         "verdict": verdict,
         "why": why,
         **_figures(found),
         "measured": _figures(measured),
-        "load": None if same_load is None else _load(same_load, pace_a, pace_b),
+        "load": _load(loads, pairs) if known else None,
+        "pairs": [
+            {"a": pair.a.name, "b": pair.b.name, **_figures(each)} for pair, each in zip(pairs, each_found, strict=True)
+        ],
     }
 
 
@@ -79,21 +84,30 @@ def _figures(found: RatioInterval) -> dict[str, Any]:
     return {"ratio": round(found.ratio, 5), "interval": [round(found.low, 5), round(found.high, 5)]}
 
 
-def _other_load(same_load: SameLoad, measured: RatioInterval) -> str:
+def _other_load(loads: Sequence[SameLoad], measured: RatioInterval) -> str:
     """Why the verdict is another one than the pace alone would give."""
-    shares = f"{percent(same_load.held_up_a)} of A's training loop and {percent(same_load.held_up_b)} of B's"
+    a, b = (percent(fmean(each)) for each in zip(*((load.held_up_a, load.held_up_b) for load in loads), strict=True))
+    shares = f"{a} of A's training loop and {b} of B's"
     return (
         f"as measured, B does {measured.ratio:.3f} times the steps per second of A, but other programs held up {shares}"
     )
 
 
-def _load(same_load: SameLoad, a: RunPace, b: RunPace) -> dict[str, Any]:
-    """Other programs: their share of the cores, the share of the loop in which they held the run up, and its cost."""
+def _load(loads: Sequence[SameLoad], pairs: Sequence[Pair]) -> dict[str, Any]:
+    """Other programs: their share of the cores, the share of the loop in which they held the run up, and its cost.
+
+    Of several pairs it is the mean.
+    """
     return {
-        "others_ratio": _pair(a.others, b.others),
-        "held_up_ratio": _pair(same_load.held_up_a, same_load.held_up_b),
-        "cost": round(same_load.cost, 3),
+        "others_ratio": _pair(_mean(pair.a.pace.others for pair in pairs), _mean(pair.b.pace.others for pair in pairs)),
+        "held_up_ratio": _pair(_mean(load.held_up_a for load in loads), _mean(load.held_up_b for load in loads)),
+        "cost": round(fmean(load.cost for load in loads), 3),
     }
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
 
 
 def slower_than(result: Mapping[str, Any], percent: float) -> bool:
@@ -101,8 +115,26 @@ def slower_than(result: Mapping[str, Any], percent: float) -> bool:
     return result["interval"] is not None and result["interval"][1] < 1 - percent / 100
 
 
-def _name(processes: Sequence[ProcessLog]) -> str:
-    return processes[-1].run if processes else ""
+def _names(runs: Sequence[Run]) -> str:
+    return ", ".join(run.name for run in runs)
+
+
+def _facts(runs: Sequence[Run]) -> dict[str, Any]:
+    return facts_of([process for run in runs for process in run.processes])
+
+
+def _not_comparable(sides: Sequence[tuple[Run, Run]]) -> str | None:
+    """Why a pair cannot be compared, or is no pair of the same two versions; None if all can."""
+    for number, (a, b) in enumerate(sides, 1):
+        why = _too_short("A", a.pace) or _too_short("B", b.pace) or _other_work(a.facts, b.facts)
+        if why is not None:
+            return why if len(sides) == 1 else f"pair {number}: {why}"
+        of_first = sides[0][0].facts
+        for name in SAME_STEP:
+            if name in of_first and name in a.facts and of_first[name] != a.facts[name]:
+                here = f"{of_first[name]} in pair 1 and {a.facts[name]} in pair {number}"
+                return f"the pairs are not of the same work: {name} is {here}"
+    return None
 
 
 def _too_short(which: str, pace: RunPace) -> str | None:
@@ -125,24 +157,31 @@ def _other_work(a: Mapping[str, Any], b: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _per_step(a: RunPace, b: RunPace) -> dict[str, dict[str, float | None]]:
+def _per_step(a: Sequence[Run], b: Sequence[Run]) -> dict[str, dict[str, float | None]]:
     return {name: _pair(_seconds(a, name), _seconds(b, name), with_difference=True) for name in CATEGORIES}
 
 
-def _seconds(pace: RunPace, category: str) -> float | None:
-    return pace.per_step_seconds.get(category) if pace.steps else None
+def _seconds(runs: Sequence[Run], category: str) -> float | None:
+    """Seconds of a category for each step, the mean of the runs: a long run does not count more, as in the ratio."""
+    return _mean(run.pace.per_step_seconds.get(category) if run.pace.steps else None for run in runs)
 
 
-def _causes(a: Sequence[ProcessLog], b: Sequence[ProcessLog]) -> dict[str, dict[str, float | None]]:
+def _causes(a: Sequence[Run], b: Sequence[Run]) -> dict[str, dict[str, float | None]]:
     """Seconds lost in stalls for each step, by cause; without causes that have cost nothing."""
     lost_a, lost_b = _lost_per_step(a), _lost_per_step(b)
     names = sorted({*lost_a, *lost_b}, key=lambda name: -max(lost_a.get(name, 0.0), lost_b.get(name, 0.0)))
     return {name: _pair(lost_a.get(name, 0.0), lost_b.get(name, 0.0)) for name in names}
 
 
-def _lost_per_step(processes: Sequence[ProcessLog]) -> dict[str, float]:
-    steps = sum(process.totals.get("steps_total", 0) for process in processes)
-    return {cause: seconds / steps for cause, seconds in lost_by_cause(processes).items() if steps}
+def _lost_per_step(runs: Sequence[Run]) -> dict[str, float]:
+    """The mean of the runs."""
+    found: dict[str, float] = {}
+    for run in runs:
+        steps = sum(process.totals.get("steps_total", 0) for process in run.processes)
+        for cause, seconds in lost_by_cause(run.processes).items():
+            if steps:
+                found[cause] = found.get(cause, 0.0) + seconds / steps / len(runs)
+    return found
 
 
 def _pair(a: float | None, b: float | None, *, with_difference: bool = False) -> dict[str, float | None]:

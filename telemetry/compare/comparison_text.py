@@ -17,6 +17,12 @@ _MIN_SHOWN_SECONDS: Final = 5e-7
 _MIN_SHOWN_RATIO: Final = 0.001
 _SAME_LOAD_RATIO: Final = 0.01
 
+_MORE_PAIRS: Final = (
+    "To see a smaller difference, run both once more, in the other order, and add --again RUN_A RUN_B: further pairs "
+    "make the interval shorter."
+)
+_QUIETER: Final = "To see more, run both on a machine that nobody else uses."
+
 _LOOP: Final = (DATA_WAIT, COMPUTE)
 
 
@@ -28,15 +34,26 @@ def render(result: Mapping[str, Any], notes: Sequence[str] = ()) -> str:
         notes: lines on the runs themselves.
     """
     steps = result["steps"]
-    lines = [f"A: {result['a']}, {steps['a']} steps", f"B: {result['b']}, {steps['b']} steps", *notes, ""]
+    several = len(result["pairs"]) > 1
+    counted = "; {} steps in all" if several else ", {} steps"
+    lines = [f"{which.upper()}: {result[which]}{counted.format(steps[which])}" for which in ("a", "b")]
+    lines += [*notes, ""]
     if result["differences"]:
         rows = [[each["what"], str(each["a"]), str(each["b"])] for each in result["differences"]]
         lines += [*table(["settings and environment", "A", "B"], rows, names_first=True), ""]
     else:
         lines += ["No recorded setting differs, and no recorded part of the environment.", ""]
     lines.append(sentence(result))
+    if result["verdict"] == NO_DIFFERENCE:
+        lines.append(_MORE_PAIRS if result["why"] is None else _QUIETER)
     if _left_out(result):
-        lines += _of_others(result)
+        lines += _of_others(result, "on average " if several else "")
+    if several:
+        rows = [
+            [f"{number}: {each['a']}, {each['b']}", f"{each['ratio']:.3f}", _range(each)]
+            for number, each in enumerate(result["pairs"], 1)
+        ]
+        lines += ["", *table(["pair", "ratio", "95 % interval"], rows, names_first=True)]
     rows = [_row(name, pair) for name, pair in result["per_step_seconds"].items() if _shown(pair)]
     if rows:
         lines += ["", *table(["seconds for each step", "A", "B", "difference"], rows, names_first=True)]
@@ -58,13 +75,17 @@ def sentence(result: Mapping[str, Any]) -> str:
     if result["verdict"] == NO_DIFFERENCE:
         return f"No difference that can be told from chance: {given} {figures}.{measured}"
     word = "faster" if result["verdict"] == FASTER else "slower"
-    most = "" if _loads_differ(result) else _most(result["per_step_seconds"])
+    most = "" if _loads_differ(result) else _most(result["per_step_seconds"], slower=word == "slower")
     return f"B is {word}: {given if left_out else 'it does'} {figures}.{measured}{most}"
 
 
 def _interval(figures: Mapping[str, Any]) -> str:
+    return f"95 % interval: {_range(figures)}"
+
+
+def _range(figures: Mapping[str, Any]) -> str:
     low, high = figures["interval"]
-    return f"95 % interval: {low:.3f} to {high:.3f}"
+    return f"{low:.3f} to {high:.3f}"
 
 
 def _left_out(result: Mapping[str, Any]) -> bool:
@@ -80,21 +101,21 @@ def _loads_differ(result: Mapping[str, Any]) -> bool:
     return bool(abs(held_up["b"] - held_up["a"]) > _SAME_LOAD_RATIO)
 
 
-def _of_others(result: Mapping[str, Any]) -> list[str]:
+def _of_others(result: Mapping[str, Any], how: str) -> list[str]:
     """How much of the cores other programs used, and how long they held the runs up."""
     held_up, others = result["load"]["held_up_ratio"], result["load"]["others_ratio"]
     return [
-        f"Other programs used {percent(others['a'], 0)} and {percent(others['b'], 0)} of the cores.",
-        f"They held up {percent(held_up['a'])} of A's training loop and {percent(held_up['b'])} of B's.",
+        f"Other programs {how}used {percent(others['a'], 0)} and {percent(others['b'], 0)} of the cores.",
+        f"They {how}held up {percent(held_up['a'])} of A's training loop and {percent(held_up['b'])} of B's.",
     ]
 
 
-def _most(per_step: Mapping[str, Mapping[str, float | None]]) -> str:
-    """Where the difference is: in the wait for data, or in the compute."""
+def _most(per_step: Mapping[str, Mapping[str, float | None]], *, slower: bool) -> str:
+    """Where the difference is: in the wait for data, or in the compute. Empty if the means of the runs do not tell."""
     found = {name: per_step[name]["difference"] or 0.0 for name in _LOOP}
     total = sum(found.values())
     name = max(found, key=lambda name: found[name] * (1 if total > 0 else -1))
-    if not total or found[name] / total < 0.5:
+    if not total or (total > 0) != slower or found[name] / total < 0.5:
         return ""
     share = min(1.0, found[name] / total)
     return f" {percent(share, 0)} of the difference is {name.replace('_', ' ')}: {_signed(found[name])} a step."

@@ -30,6 +30,10 @@ same processor, which the guest cannot see. Calm runs of 35 s scattered by this,
 three minutes by 1.0 to 1.7 %: in an hour the CPU time of the same work changed by 20 %. Only a run of hours has less of
 it, and its own windows show more of it. See benchmarks/compare_loads.py."""
 
+_UNSEEN_OF_CPU: Final = 0.02
+"""They make what uses a core slower, and no wait. So a run that computes all the time scatters by this as well, beyond
+what its windows show: runs of 50 s by 4 %."""
+
 _MAX_CORRELATION: Final = 0.95
 _TENTHS: Final = 10
 
@@ -40,7 +44,7 @@ _FEWEST_INDEPENDENT: Final = 2.5
 """However alike neighbours are, a run is no less than this many independent deviations: with fewer, the interval would
 have no end."""
 
-_Z: Final = 1.959964
+Z: Final = 1.959964
 """The normal distribution's 97.5 % quantile."""
 
 
@@ -48,7 +52,8 @@ class PaceBlock(NamedTuple):
     """A stretch of a run: steps that ended in it, and seconds of its training loop.
 
     ``others``: share of the machine's cores that other programs used. ``held_up``: run-queue delay that they caused, in
-    the part of the run that sets its pace, in seconds. ``workers_held_up``: of it, that of workers. None: not known.
+    the part of the run that sets its pace, in seconds. ``workers_held_up``: of it, that of workers. ``cpu``: seconds
+    in which that part of the run used a core; not those of a training thread that may wait for a GPU. None: not known.
     """
 
     steps: float
@@ -56,25 +61,31 @@ class PaceBlock(NamedTuple):
     others: float | None = None
     held_up: float | None = None
     workers_held_up: float | None = None
+    cpu: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RatioInterval:
-    """Steps per second of one run over another's: the ratio, and its 95 % interval."""
+    """Steps per second of one run over another's: the ratio, and its 95 % interval.
+
+    ``doubt``: the part of the interval's standard deviation, relative to the ratio, that further pairs of runs do not
+    make smaller.
+    """
 
     ratio: float
     low: float
     high: float
+    doubt: float = 0.0
 
 
 def ratio_interval(blocks_a: Sequence[PaceBlock], blocks_b: Sequence[PaceBlock]) -> RatioInterval:
     """The ratio of the pace of B over that of A. Each has at least `MIN_BLOCKS` blocks, with steps."""
-    seconds = tuple(sum(block.seconds for block in blocks) for blocks in (blocks_a, blocks_b))
-    return interval_around(pace(blocks_b) / pace(blocks_a), _deviations(blocks_a), _deviations(blocks_b), seconds)
+    unseen = between_runs(blocks_a), between_runs(blocks_b)
+    return interval_around(pace(blocks_b) / pace(blocks_a), _deviations(blocks_a), _deviations(blocks_b), unseen)
 
 
 def interval_around(
-    ratio: float, a: Sequence[float], b: Sequence[float], seconds: Sequence[float], doubt: float = 0.0
+    ratio: float, a: Sequence[float], b: Sequence[float], unseen: Sequence[float], doubt: float = 0.0
 ) -> RatioInterval:
     """The interval of a ratio of two means.
 
@@ -82,21 +93,24 @@ def interval_around(
         ratio: the ratio.
         a: how far each window of one run is from that run's mean, relative to it, in order.
         b: of the other run.
-        seconds: of the training loop of each of them.
-        doubt: a standard deviation of the ratio that no window shows, relative to it.
+        unseen: of each run, what `between_runs` returns.
+        doubt: a standard deviation of the ratio that no window shows, relative to it; see `RatioInterval`.
     """
     halves, size = [], 1
     while min(len(a), len(b)) // size >= MIN_BLOCKS:
         halves.append(_half(_joined(a, size), _joined(b, size), neighbours=size == 1))
         size *= 2
-    between = math.hypot(*map(between_runs, seconds), _slow_part(a, b), doubt)
-    half = math.hypot(max(halves), _Z * between)
-    return RatioInterval(ratio, ratio * math.exp(-half), ratio * math.exp(half))
+    between = math.hypot(*unseen, _slow_part(a, b), doubt)
+    half = math.hypot(max(halves), Z * between)
+    return RatioInterval(ratio, ratio * math.exp(-half), ratio * math.exp(half), doubt)
 
 
-def between_runs(seconds: float) -> float:
+def between_runs(blocks: Sequence[PaceBlock]) -> float:
     """The standard deviation of a run's pace that its windows do not show, relative to it."""
-    return math.hypot(BETWEEN_RUNS, _UNSEEN * math.sqrt(_UNSEEN_SECONDS / (_UNSEEN_SECONDS + seconds)))
+    seconds = sum(block.seconds for block in blocks)
+    computing = min(1.0, sum(block.cpu or 0.0 for block in blocks) / seconds)
+    unseen = math.hypot(_UNSEEN, _UNSEEN_OF_CPU * computing)
+    return math.hypot(BETWEEN_RUNS, unseen * math.sqrt(_UNSEEN_SECONDS / (_UNSEEN_SECONDS + seconds)))
 
 
 def _slow_part(a: Sequence[float], b: Sequence[float]) -> float:
@@ -142,7 +156,7 @@ def _half(a: Sequence[float], b: Sequence[float], *, neighbours: bool) -> float:
         variance += part
         weighted += part * part / (independent - 1)
     # Welch and Satterthwaite: degrees of freedom of a sum of two variances.
-    return _t_quantile(variance * variance / weighted) * math.sqrt(variance) if weighted > 0 else 0.0
+    return t_quantile(variance * variance / weighted) * math.sqrt(variance) if weighted > 0 else 0.0
 
 
 def pace(blocks: Sequence[PaceBlock]) -> float:
@@ -169,9 +183,9 @@ def _deviations(blocks: Sequence[PaceBlock]) -> list[float]:
     return [(block.steps - whole * block.seconds) / mean for block in blocks]
 
 
-def _t_quantile(freedom: float) -> float:
+def t_quantile(freedom: float) -> float:
     """The 97.5 % quantile of Student's distribution: Cornish and Fisher's expansion, within 0.2 % from 7 on."""
-    z, n = _Z, freedom
+    z, n = Z, freedom
     return (
         z
         + (z**3 + z) / (4 * n)

@@ -83,6 +83,7 @@ class _Series:
         self.started = _unix_seconds(process.started)
         self.node = process.head.get("node")
         self.cores: int = process.head.get("cpu_count", 0)
+        self.on_gpu = "gpu" in process.environment
         self._points = [PacePoint(0.0, 0.0, (0.0,) * len(CATEGORIES)), *process.pace.points()]
         self._walls = [point.wall_seconds for point in self._points]
 
@@ -117,7 +118,7 @@ def _block(before: Sequence[PacePoint], after: Sequence[PacePoint], series: Sequ
     by_node: dict[tuple[str | None, int], list[_RankWindow]] = {}
     for rank, each in zip(ranks, series, strict=True):
         by_node.setdefault((each.node, each.cores), []).append(rank)
-    others = thread = workers = 0.0
+    others = thread = workers = cpu = 0.0
     for (_, cores), group in by_node.items():
         used = sum(rank.cores.used for rank in group)
         # To a rank the other ranks of its node are others too. Here they are not.
@@ -127,7 +128,9 @@ def _block(before: Sequence[PacePoint], after: Sequence[PacePoint], series: Sequ
         workers += sum(rank.workers_held_up(found, used) for rank in group)
     if math.isnan(thread):
         return block._replace(others=others)
-    return block._replace(others=others, held_up=thread + workers, workers_held_up=workers)
+    for rank, each in zip(ranks, series, strict=True):
+        cpu += rank.workers_cpu() + (0.0 if each.on_gpu else rank.thread_cpu())
+    return block._replace(others=others, held_up=thread + workers, workers_held_up=workers, cpu=cpu)
 
 
 class _RankWindow:
@@ -164,6 +167,14 @@ class _RankWindow:
         """The same of the mean worker, in the training thread's waits for data."""
         delay = self.cores.worker_delay * _share(others, used - self.cores.worker)
         return self._loop_seconds * self._waited_ratio * delay
+
+    def thread_cpu(self) -> float:
+        """Seconds of the training loop in which the training thread used a core."""
+        return min(1.0, self.cores.thread) * self._loop_seconds
+
+    def workers_cpu(self) -> float:
+        """Seconds of its waits for data in which the mean worker used a core."""
+        return min(1.0, self.cores.worker) * self._loop_seconds * self._waited_ratio
 
 
 def _share(others: float, own: float) -> float:
