@@ -8,6 +8,8 @@ import math
 import pytest
 
 from telemetry.cli import main
+from telemetry.compare.pace_interval import RatioInterval, Z
+from telemetry.compare.repeated_pairs import mean_ratio
 from tests.test_compare import noisy
 from tests.test_compare import run_of as plain_run
 from tests.test_compare_load import Load
@@ -92,10 +94,19 @@ def test_what_others_cost_is_as_unknown_as_in_one_pair(tmp_path, capsys):
         for number in range(6)
     ]
     one, six = (compared(capsys, pairs[:count])[1] for count in (1, 6))
-    assert half(six) > 0.6 * half(one)
+    assert 0.6 * half(one) < half(six) < half(one)
     assert six["load"]["held_up_ratio"]["b"] == pytest.approx(0.3, abs=0.04)
     assert six["verdict"] == "no difference"
     assert "held up" in six["why"]
+
+
+def test_what_is_unknown_counts_once():
+    def interval(own, doubt):
+        half = Z * math.hypot(own, doubt)
+        return RatioInterval(1.0, math.exp(-half), math.exp(half), doubt)
+
+    own, both = (math.log(mean_ratio([interval(0.02, doubt)] * 6).high) for doubt in (0.0, 0.05))
+    assert both == pytest.approx(math.hypot(own, Z * 0.05))
 
 
 def test_a_pair_without_figures_of_others_leaves_all_as_measured(tmp_path, capsys):
@@ -151,6 +162,30 @@ def test_the_tables_are_of_all_runs(tmp_path, capsys):
     assert result["per_step_seconds"]["data_wait"]["a"] == pytest.approx((0.1 + 0.6) / 2 / 100, rel=0.05)
     alone = [compared(capsys, [pair])[1]["steps"]["b"] for pair in pairs]
     assert result["steps"]["b"] == pytest.approx(sum(alone), abs=1)
+
+
+def test_causes_are_means_of_the_runs(tmp_path, capsys):
+    lost = {"stall_lost_total_seconds": {"workers_cpu_bound": 80.0}}
+    pairs = pairs_of(tmp_path, (1.0,), scatter=0.001) + pairs_of(tmp_path / "stalls", (1.0,), scatter=0.001)
+    path = next((pairs[1][1] / "logs").iterdir())
+    last = json.loads(path.read_text().splitlines()[-1]) | lost
+    path.write_text(path.read_text() + json.dumps(last) + "\n")
+    assert compared(capsys, pairs)[1]["causes"] == {
+        "workers_cpu_bound": {"a": 0, "b": pytest.approx(80.0 / 8000 / 2, rel=0.02)}
+    }
+
+
+def test_no_category_is_named_if_the_means_go_the_other_way(tmp_path, capsys):
+    """The clear pair says that B is faster. The means of seconds are those of slow runs, which say little."""
+    (a, b), (slow_a, slow_b) = (
+        [plain_run(tmp_path / f"{name}{scatter}", noisy(3, pace, scatter=scatter)) for name, pace in each]
+        for scatter, each in ((0.01, (("a", 100.0), ("b", 130.0))), (0.5, (("a", 20.0), ("b", 16.0))))
+    )
+    _, result, text = compared(capsys, [(a, b), (slow_a, slow_b)])
+    assert result["verdict"] == "faster"
+    assert result["per_step_seconds"]["compute"]["difference"] > 0
+    assert "B is faster" in text
+    assert "of the difference is" not in text
 
 
 def test_settings_of_all_runs_are_compared(tmp_path, capsys):
