@@ -7,13 +7,14 @@ The first call records runs of benchmarks/compare_train.py, window by window. Be
 uses a part of a core; with ``--beside 0`` beside none, for calm runs on an idle machine. The second call compares all
 pairs of one file and kind of loader: of equal runs, of equal runs of which one has windows stretched by 5 %, and of
 runs of which one has 5 % or 10 % more work. A step has parts that do not grow with that work. Of calm runs it also
-compares sets of three pairs, as with ``--again``.
+compares sets of three and of five pairs, as with ``--again``.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 from itertools import combinations, product
 from pathlib import Path
@@ -46,6 +47,9 @@ if TYPE_CHECKING:
 
     from benchmarks.recorded_runs import Run
 
+MIN_RUNS: Final = 8
+"""The scatter of fewer runs is not told."""
+
 TUNED_ON: Final = "tuned_on"
 """Runs with this field were there when constants of `telemetry.compare` were chosen."""
 
@@ -58,6 +62,29 @@ def judged(pairs: Sequence[tuple[Run, Run]], slower: float) -> dict[str, Any]:
     adjusted = [same_load.found for a, b in pairs if (same_load := without_others(a, b)) is not None]
     for name, found in (("measured", [ratio_interval(a, b) for a, b in pairs]), ("without others", adjusted)):
         told[name] = counted(found, slower) if found else None
+    return told
+
+
+def scatter_of(recorded: dict[str, Any]) -> list[dict[str, Any]]:
+    """By kind of loader: how much the paces of the calm, equal runs of one recording scatter, and what more work did.
+
+    ``scatter``: standard deviation of the logarithm. ``realised``: see there. None: not recorded.
+    """
+    told = []
+    for loader in dict.fromkeys(run["loader"] for run in recorded["runs"]):
+        calm = [run for run in runs_of(recorded["runs"], loader, 1.0) if held_up(run) <= CALM]
+        if len(calm) >= MIN_RUNS:
+            lengths = [sum(block.seconds for block in run) for run in calm]
+            told.append(
+                {
+                    "date": recorded["machine"]["date"][:10],
+                    "loader": loader,
+                    "runs": len(calm),
+                    "seconds": round(statistics.median(lengths)),
+                    "scatter": round(statistics.stdev(math.log(pace(run)) for run in calm), 4),
+                    "realised": [realised(recorded["runs"], loader, slower) for slower in SLOWER],
+                }
+            )
     return told
 
 
@@ -118,7 +145,13 @@ def text_of(figures: dict[str, Any]) -> str:
         f"least {LONG_SECONDS / 60:.0f} minutes. *Measured*: by the pace alone. *Without*: what `compare` says, which",
         "leaves out the time in which others held the runs up.",
         "*Interval*: half of its length, median. *5 % longer*: an equal pair, with each window of B stretched by 5 %.",
-        *(_of_realised(loader, each) for loader, each in figures["realised"].items() if any(each)),
+        "",
+        "Calm, equal runs of each recording. *Scatter*: the standard deviation of their paces. *More work*: by how",
+        "much steps are longer with 5 % and with 10 % more work.",
+        "",
+        "| Date | Loader | Runs | Seconds | Scatter | More work |",
+        "| --- | --- | --- | --- | --- | --- |",
+        *map(_row_of_scatter, figures["scatter"]),
         "",
         *(_of_later(loader, each["later"]) for loader, each in figures["kinds"].items() if each["later"]["pairs"]),
         *(
@@ -140,13 +173,10 @@ def text_of(figures: dict[str, Any]) -> str:
     return "\n".join([*lines, ""])
 
 
-def _of_realised(loader: str, realised: Sequence[float | None]) -> str:
-    more = ", ".join(
-        f"{LABELS[f'{slower:.2f}']}: {percent(each)}"
-        for slower, each in zip(SLOWER, realised, strict=True)
-        if each is not None
-    )
-    return f"Steps are longer by this in the newest recording, {loader}: {more}."
+def _row_of_scatter(told: dict[str, Any]) -> str:
+    more = ", ".join("-" if each is None else percent(each) for each in told["realised"])
+    cells = [told["date"], told["loader"], told["runs"], told["seconds"], percent(told["scatter"]), more]
+    return f"| {' | '.join(map(str, cells))} |"
 
 
 def _of_later(loader: str, told: dict[str, Any]) -> str:
@@ -204,11 +234,10 @@ def main() -> None:
     recorded = [json.loads(file.read_text()) for file in options.files]
     recordings = [each["runs"] for each in recorded]
     loaders = dict.fromkeys(run["loader"] for runs in recordings for run in runs)
-    newest = max(recorded, key=lambda each: str(each["machine"]["date"]))["runs"]
     figures = {
         "machine": recorded[0]["machine"],
         "dates": sorted({each["machine"]["date"][:10] for each in recorded}),
-        "realised": {loader: [realised(newest, loader, slower) for slower in SLOWER] for loader in loaders},
+        "scatter": [told for each in recorded for told in scatter_of(each)],
         "kinds": {loader: figures_of(recordings, loader) for loader in loaders},
     }
     text = text_of(figures)

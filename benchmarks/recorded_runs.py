@@ -27,7 +27,7 @@ KINDS: Final = (
     ("thread", 1.0), ("worker", 1.05), ("busy", 1.0), ("thread", 1.0), ("worker", 1.0), ("busy", 1.05),
     ("thread", 1.1), ("worker", 1.1), ("busy", 1.1),
 )  # fmt: skip
-"""Kinds of runs, in the order in which they are recorded."""
+"""Kinds of runs, in the order in which they are recorded. The newest recording has the first twelve, over and over."""
 
 LOADS: Final[tuple[float, ...]] = (0.0, 0.0, 0.2, 0.5, 0.8)
 """Parts of a core that a program beside the runs uses: one of these, drawn for each batch of runs."""

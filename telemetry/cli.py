@@ -175,7 +175,8 @@ def _add_compare(commands: argparse._SubParsersAction[_Parser]) -> None:
         metavar=("RUN_A", "RUN_B"),
         action="append",
         default=[],
-        help="another pair of runs of the same two versions, for a shorter interval; may be given several times",
+        help="another pair of runs of the same two versions, A first whichever ran first, for a shorter interval; may "
+        "be given several times",
     )
     compare.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     compare.add_argument(

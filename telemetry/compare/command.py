@@ -28,7 +28,8 @@ def compare(pairs: Sequence[tuple[str, str]], *, as_json: bool, fail_over: float
     """Print the comparison.
 
     Args:
-        pairs: the run folder of A and that of B, of one or more pairs. No folder may be in two of them.
+        pairs: the run folder of A and that of B, of one or more pairs. Of several pairs, no folder may be
+            named twice.
         as_json: print one JSON object instead of text.
         fail_over: fail if B is slower by more than this, in percent; None: never.
 

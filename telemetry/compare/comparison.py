@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from telemetry.compare.pace_interval import MIN_BLOCKS
 from telemetry.compare.repeated_pairs import mean_ratio
 from telemetry.compare.run_facts import SAME_STEP, differences, facts_of
-from telemetry.compare.run_pair import Pair, Run, took_turns
+from telemetry.compare.run_pair import Pair, Run, turns_of
 from telemetry.core.formatting import percent
 from telemetry.core.labels import CATEGORIES
 from telemetry.report.stall_losses import lost_by_cause
@@ -33,8 +33,8 @@ def compare_runs(sides: Sequence[tuple[Run, Run]]) -> dict[str, Any]:
 
     Besides the keys of the contract the result has ``differences``: where settings and environment differ, ``steps``:
     those that were compared, of the mean rank, in all runs, ``measured``: the ratio and its interval with the time in
-    which other programs held the runs up, ``load``: what is known of them, and ``pairs``: the ratio and interval of
-    each pair. What is unknown is null.
+    which other programs held the runs up, ``load``: what is known of them, ``pairs``: the ratio and interval of each
+    pair, and ``turns``: see `turns_of`. What is unknown is null.
     """
     all_a, all_b = ([side[number] for side in sides] for number in (0, 1))
     result: dict[str, Any] = {
@@ -46,7 +46,8 @@ def compare_runs(sides: Sequence[tuple[Run, Run]]) -> dict[str, Any]:
         "interval": None,
         "measured": None,
         "load": None,
-        "pairs": [],
+        "turns": turns_of(sides),
+        "pairs": [{"a": a.name, "b": b.name, "ratio": None, "interval": None} for a, b in sides],
         "steps": {which: round(sum(run.pace.steps for run in runs)) for which, runs in (("a", all_a), ("b", all_b))},
         "differences": differences(_facts(all_a), _facts(all_b)),
         "per_step_seconds": _per_step(all_a, all_b),
@@ -55,12 +56,11 @@ def compare_runs(sides: Sequence[tuple[Run, Run]]) -> dict[str, Any]:
     if result["why"] is not None:
         return result
     pairs = [Pair.of(a, b) for a, b in sides]
-    in_turn = took_turns(sides)
-    measured = mean_ratio([pair.measured for pair in pairs], in_turn=in_turn)
+    measured = mean_ratio([pair.measured for pair in pairs], result["turns"])
     loads = [pair.same_load for pair in pairs if pair.same_load is not None]
     known = len(loads) == len(pairs)
     each_found = [load.found for load in loads] if known else [pair.measured for pair in pairs]
-    found = mean_ratio(each_found, in_turn=in_turn)
+    found = mean_ratio(each_found, result["turns"])
     verdict, why = _verdict(found), None
     if known and verdict != _verdict(measured):
         why = _other_load(loads, measured)
@@ -70,9 +70,7 @@ def compare_runs(sides: Sequence[tuple[Run, Run]]) -> dict[str, Any]:
         **_figures(found),
         "measured": _figures(measured),
         "load": _load(loads, pairs) if known else None,
-        "pairs": [
-            {"a": pair.a.name, "b": pair.b.name, **_figures(each)} for pair, each in zip(pairs, each_found, strict=True)
-        ],
+        "pairs": [told | _figures(each) for told, each in zip(result["pairs"], each_found, strict=True)],
     }
 
 
@@ -87,10 +85,8 @@ def _figures(found: RatioInterval) -> dict[str, Any]:
 def _other_load(loads: Sequence[SameLoad], measured: RatioInterval) -> str:
     """Why the verdict is another one than the pace alone would give."""
     a, b = (percent(fmean(each)) for each in zip(*((load.held_up_a, load.held_up_b) for load in loads), strict=True))
-    shares = f"{a} of A's training loop and {b} of B's"
-    return (
-        f"as measured, B does {measured.ratio:.3f} times the steps per second of A, but other programs held up {shares}"
-    )
+    held_up = f"other programs {'on average ' if len(loads) > 1 else ''}held up {a} of A's training loop and {b} of B's"
+    return f"as measured, B does {measured.ratio:.3f} times the steps per second of A, but {held_up}"
 
 
 def _load(loads: Sequence[SameLoad], pairs: Sequence[Pair]) -> dict[str, Any]:
@@ -125,14 +121,15 @@ def _facts(runs: Sequence[Run]) -> dict[str, Any]:
 
 def _not_comparable(sides: Sequence[tuple[Run, Run]]) -> str | None:
     """Why a pair cannot be compared, or is no pair of the same two versions; None if all can."""
+    first: dict[str, tuple[Any, int]] = {}
     for number, (a, b) in enumerate(sides, 1):
         why = _too_short("A", a.pace) or _too_short("B", b.pace) or _other_work(a.facts, b.facts)
         if why is not None:
             return why if len(sides) == 1 else f"pair {number}: {why}"
-        of_first = sides[0][0].facts
-        for name in SAME_STEP:
-            if name in of_first and name in a.facts and of_first[name] != a.facts[name]:
-                here = f"{of_first[name]} in pair 1 and {a.facts[name]} in pair {number}"
+        for name in (each for each in SAME_STEP if each in a.facts):
+            value, where = first.setdefault(name, (a.facts[name], number))
+            if value != a.facts[name]:
+                here = f"{value} in pair {where} and {a.facts[name]} in pair {number}"
                 return f"the pairs are not of the same work: {name} is {here}"
     return None
 

@@ -21,6 +21,10 @@ _MORE_PAIRS: Final = (
     "To see a smaller difference, run both once more, in the other order, and add --again RUN_A RUN_B: further pairs "
     "make the interval shorter."
 )
+_LOAD_UNKNOWN: Final = (
+    "The load of other programs is not known of all runs, so it is left out of none. If it was in all runs of one "
+    "side, it looks like a difference."
+)
 _QUIETER: Final = "To see more, run both on a machine that nobody else uses."
 
 _LOOP: Final = (DATA_WAIT, COMPUTE)
@@ -45,10 +49,12 @@ def render(result: Mapping[str, Any], notes: Sequence[str] = ()) -> str:
         lines += ["No recorded setting differs, and no recorded part of the environment.", ""]
     lines.append(sentence(result))
     if result["verdict"] == NO_DIFFERENCE:
-        lines.append(_MORE_PAIRS if result["why"] is None else _QUIETER)
+        lines.append(_MORE_PAIRS if result["why"] is None and not _loads_differ(result) else _QUIETER)
+    if several and result["load"] is None and result["ratio"] is not None:
+        lines.append(_LOAD_UNKNOWN)
     if _left_out(result):
         lines += _of_others(result, "on average " if several else "")
-    if several:
+    if several and result["ratio"] is not None:
         rows = [
             [f"{number}: {each['a']}, {each['b']}", f"{each['ratio']:.3f}", _range(each)]
             for number, each in enumerate(result["pairs"], 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from telemetry.compare.run_pair import took_turns
+from telemetry.compare.run_pair import turns_of
 from telemetry.report.rank_processes import child_processes
 
 if TYPE_CHECKING:
@@ -41,10 +41,11 @@ def _of_run(which: str, run: Run) -> list[str]:
 def _of_pairs(pairs: Sequence[tuple[Run, Run]]) -> list[str]:
     """What makes several pairs say less than they could."""
     notes = []
-    if not took_turns(pairs):
+    turns = turns_of(pairs)
+    if turns < len(pairs):
         notes.append(
-            "the runs did not take turns: all of one side started before all of the other, and the machine may have "
-            "changed in between; so the interval is no shorter than that of a single pair"
+            f"the runs of A and B did not take turns often enough, and the machine may have changed in between: so the "
+            f"{len(pairs)} pairs count as {turns}"
         )
     for which, runs in zip("AB", zip(*pairs, strict=True), strict=True):
         told = sorted(_differing(runs) - _EXPECTED)

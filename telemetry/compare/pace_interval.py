@@ -31,8 +31,8 @@ three minutes by 1.0 to 1.7 %: in an hour the CPU time of the same work changed 
 it, and its own windows show more of it. See benchmarks/compare_loads.py."""
 
 _UNSEEN_OF_CPU: Final = 0.02
-"""They make what uses a core slower, and no wait. So a run that computes all the time scatters by this as well, beyond
-what its windows show: runs of 50 s by 4 %."""
+"""Such disturbances make slower what uses a core, and no wait. So a run that computes all the time needs this as well.
+Runs of 50 s scattered by 4 % in all; their windows show a part of that."""
 
 _MAX_CORRELATION: Final = 0.95
 _TENTHS: Final = 10
@@ -78,9 +78,9 @@ class RatioInterval:
     doubt: float = 0.0
 
 
-def ratio_interval(blocks_a: Sequence[PaceBlock], blocks_b: Sequence[PaceBlock]) -> RatioInterval:
-    """The ratio of the pace of B over that of A. Each has at least `MIN_BLOCKS` blocks, with steps."""
-    unseen = between_runs(blocks_a), between_runs(blocks_b)
+def ratio_interval(blocks_a: Sequence[PaceBlock], blocks_b: Sequence[PaceBlock], ranks: int = 1) -> RatioInterval:
+    """The ratio of the pace of B over that of A. Each has at least `MIN_BLOCKS` blocks with steps, of all ranks."""
+    unseen = between_runs(blocks_a, ranks), between_runs(blocks_b, ranks)
     return interval_around(pace(blocks_b) / pace(blocks_a), _deviations(blocks_a), _deviations(blocks_b), unseen)
 
 
@@ -105,11 +105,17 @@ def interval_around(
     return RatioInterval(ratio, ratio * math.exp(-half), ratio * math.exp(half), doubt)
 
 
-def between_runs(blocks: Sequence[PaceBlock]) -> float:
-    """The standard deviation of a run's pace that its windows do not show, relative to it."""
-    seconds = sum(block.seconds for block in blocks)
-    computing = min(1.0, sum(block.cpu or 0.0 for block in blocks) / seconds)
-    unseen = math.hypot(_UNSEEN, _UNSEEN_OF_CPU * computing)
+def between_runs(blocks: Sequence[PaceBlock], ranks: int = 1) -> float:
+    """The standard deviation of a run's pace that its windows do not show, relative to it.
+
+    Args:
+        blocks: of the run.
+        ranks: how many it has: the seconds of a block are those of all of them.
+    """
+    seconds = sum(block.seconds for block in blocks) / ranks
+    known = [block for block in blocks if block.cpu is not None]
+    computing = sum(block.cpu or 0.0 for block in known) / sum(block.seconds for block in known) if known else 0.0
+    unseen = math.hypot(_UNSEEN, _UNSEEN_OF_CPU * min(1.0, computing))
     return math.hypot(BETWEEN_RUNS, unseen * math.sqrt(_UNSEEN_SECONDS / (_UNSEEN_SECONDS + seconds)))
 
 

@@ -17,19 +17,20 @@ if TYPE_CHECKING:
 
 _BEFORE: Final = 10.0
 """The intervals of the single pairs count like so many degrees of freedom: their scatter alone, of three or four pairs,
-says little. See benchmarks/compare_sets.py."""
+says little. Chosen beforehand; benchmarks/compare_sets.py shows how often the interval is right with it."""
 
 
-def mean_ratio(pairs: Sequence[RatioInterval], *, in_turn: bool = True) -> RatioInterval:
+def mean_ratio(pairs: Sequence[RatioInterval], turns: int | None = None) -> RatioInterval:
     """The mean of the ratios of at least one pair, and its interval.
 
     A pair with a shorter interval weighs more. If the pairs scatter by more than their intervals allow, the interval
-    becomes longer.
+    becomes longer; by less, a little shorter.
 
     Args:
         pairs: of each, the ratio and its interval.
-        in_turn: whether runs of A and of B took turns. If not, a disturbance of many minutes may be in all runs of one
-            side. Then the interval is no shorter than the shortest of a single pair.
+        turns: how often runs of A and of B took turns, see `turns_of`; None: as often as there are pairs. If less
+            often, a disturbance of many minutes may be in several runs of one side. Then the interval is no shorter
+            than that of so many pairs.
     """
     if len(pairs) == 1:
         return pairs[0]
@@ -39,7 +40,9 @@ def mean_ratio(pairs: Sequence[RatioInterval], *, in_turn: bool = True) -> Ratio
     weights = [1 / variance for variance in variances]
     total = sum(weights)
     mean = sum(weight * each for weight, each in zip(weights, logs, strict=True)) / total
-    squares = sum(weight * (each - mean) ** 2 for weight, each in zip(weights, logs, strict=True))
+    # What is unknown in all pairs alike does not make them differ.
+    common = min(pair.doubt for pair in pairs) ** 2
+    squares = sum((each - mean) ** 2 / (variance - common) for variance, each in zip(variances, logs, strict=True))
     freedom = _BEFORE + len(pairs) - 1
     own = (
         weight * weight * max(0.0, variance - pair.doubt**2)
@@ -48,5 +51,6 @@ def mean_ratio(pairs: Sequence[RatioInterval], *, in_turn: bool = True) -> Ratio
     random = t_quantile(freedom) * math.sqrt((_BEFORE + squares) / freedom * sum(own)) / total
     doubt = sum(weight * pair.doubt for weight, pair in zip(weights, pairs, strict=True)) / total
     half = math.hypot(random, Z * doubt)
-    half = half if in_turn else max(half, min(halves))
+    if turns is not None and turns < len(pairs):
+        half = max(half, min(halves) / math.sqrt(max(1, turns)))
     return RatioInterval(math.exp(mean), math.exp(mean - half), math.exp(mean + half), doubt)

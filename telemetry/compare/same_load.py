@@ -73,7 +73,7 @@ def without_others(a: Sequence[PaceBlock], b: Sequence[PaceBlock], ranks: int = 
     own = [math.hypot(_OF_EACH_RUN * doubt, _BESIDE * side.others) for doubt, side in zip(doubts, sides, strict=True)]
     doubt = math.hypot(doubts[1] - doubts[0], *own)
     deviations = side_a.deviations(cost, weight), side_b.deviations(cost, -weight)
-    found = interval_around(ratio, *deviations, [between_runs(blocks) for blocks in known], doubt)
+    found = interval_around(ratio, *deviations, [between_runs(blocks, ranks) for blocks in known], doubt)
     return SameLoad(found, cost, side_a.held_up, side_b.held_up)
 
 
