@@ -177,6 +177,21 @@ def test_workers_that_compute_all_the_time_are_less_certain(tmp_path, capsys):
     assert half(tmp_path / "computes", capsys, compute) > 1.3 * half(tmp_path / "wait", capsys, wait)
 
 
+def test_ranks_make_a_run_no_longer(tmp_path, capsys):
+    """What lasts for many minutes is in all ranks at once."""
+    halves = []
+    for known in (True, False):
+        for ranks in (1, 4):
+            folder = tmp_path / f"{known}{ranks}"
+            folder.mkdir()
+            load = Load(known=known, thread=0.0)
+            runs = [run_of(folder / name, 100.0, load, windows=2000, ranks=ranks, scatter=0.001) for name in "ab"]
+            main(["compare", *map(str, runs), "--json"])
+            low, high = json.loads(capsys.readouterr().out)["interval"]
+            halves.append(math.log(high / low) / 2)
+    assert halves == pytest.approx([halves[0]] * 4, rel=0.1)
+
+
 def test_a_window_without_figures_leaves_the_ratio_as_measured(tmp_path, capsys):
     folders = [run_of(tmp_path / name, 100.0, Load(held_up=0.1), seed=seed) for seed, name in enumerate("ab")]
     path = next((folders[1] / "logs").iterdir())
