@@ -174,7 +174,7 @@ def text_of(figures: dict[str, Any]) -> str:
 
 
 def _row_of_scatter(told: dict[str, Any]) -> str:
-    more = ", ".join("-" if each is None else percent(each) for each in told["realised"])
+    more = ", ".join("-" if longer is None else percent(longer) for longer in told["realised"])
     cells = [told["date"], told["loader"], told["runs"], told["seconds"], percent(told["scatter"]), more]
     return f"| {' | '.join(map(str, cells))} |"
 

@@ -80,8 +80,8 @@ def judged_sets(sets: Sequence[Sequence[tuple[Run, Run]]], slower: float) -> dic
     def found(pair: tuple[Run, Run]) -> RatioInterval:
         key = id(pair[0]), id(pair[1])
         if key not in known:
-            same_load = without_others(*pair)
-            known[key] = ratio_interval(*pair) if same_load is None else same_load.found
+            adjusted = without_others(*pair)
+            known[key] = adjusted.found if adjusted is not None else ratio_interval(*pair)
         return known[key]
 
     means = [mean_ratio([found(pair) for pair in each]) for each in sets]

@@ -102,9 +102,8 @@ def command(run_dir: Path, loader: str, slower: float, seconds: float) -> list[s
 
 def recorded_run(run_dir: Path, loader: str, slower: float, beside: float) -> dict[str, Any]:
     """What is kept of a run: its windows, each with the fields of `PaceBlock`."""
-    blocks = [
-        [None if value is None else round(value, 4) for value in block] for block in pace_of(load(run_dir)).blocks
-    ]
+    windows = pace_of(load(run_dir)).blocks
+    blocks = [[None if figure is None else round(figure, 4) for figure in window] for window in windows]
     return {"loader": loader, "slower": slower, "beside": beside, "blocks": blocks}
 
 

@@ -197,6 +197,18 @@ def test_sets_are_of_calm_runs_in_the_order_of_recording():
     assert all([b[0].steps for _, b in each] == [90, 91, 92] for each in more)
 
 
+def test_of_many_runs_sets_are_drawn(monkeypatch):
+    monkeypatch.setattr(compare_sets, "MOST_SETS", 50)
+    runs = recorded(range(100, 112))
+    drawn = compare_sets.sets_of(runs, "thread", 1.0, 3)
+    paces = [tuple(sorted(run[0].steps for pair in each for run in pair)) for each in drawn]
+    assert len(set(paces)) == len(paces) == 50
+    assert all(len(set(each)) == 6 for each in paces)
+    more = compare_sets.sets_of([*runs, *recorded(range(90, 95), slower=1.05)], "thread", 1.05, 3)
+    assert len(more) == 50
+    assert all(len({run[0].steps for pair in each for run in pair}) == 6 for each in more)
+
+
 def test_a_slow_down_is_found_in_sets():
     told = compare_sets.figures_of_sets([recorded([100.0] * 7)], "thread")
     equal, longer = told["calm; 3"]["1.00"], told["calm; 3"]["1.05 longer"]

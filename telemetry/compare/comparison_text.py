@@ -49,12 +49,14 @@ def render(result: Mapping[str, Any], notes: Sequence[str] = ()) -> str:
         lines += ["No recorded setting differs, and no recorded part of the environment.", ""]
     lines.append(sentence(result))
     if result["verdict"] == NO_DIFFERENCE:
-        lines.append(_MORE_PAIRS if result["why"] is None and not _loads_differ(result) else _QUIETER)
-    if several and result["load"] is None and result["ratio"] is not None:
+        load_decides = result["why"] is not None or _loads_differ(result)
+        lines.append(_QUIETER if load_decides else _MORE_PAIRS)
+    compared = result["verdict"] != NOT_COMPARABLE
+    if several and compared and result["load"] is None:
         lines.append(_LOAD_UNKNOWN)
     if _left_out(result):
         lines += _of_others(result, "on average " if several else "")
-    if several and result["ratio"] is not None:
+    if several and compared:
         rows = [
             [f"{number}: {each['a']}, {each['b']}", f"{each['ratio']:.3f}", _range(each)]
             for number, each in enumerate(result["pairs"], 1)

@@ -45,12 +45,12 @@ def mean_ratio(pairs: Sequence[RatioInterval], turns: int | None = None) -> Rati
     squares = sum((each - mean) ** 2 / (variance - common) for variance, each in zip(variances, logs, strict=True))
     freedom = _BEFORE + len(pairs) - 1
     own = (
-        weight * weight * max(0.0, variance - pair.doubt**2)
+        weight * weight * (variance - pair.doubt**2)
         for weight, variance, pair in zip(weights, variances, pairs, strict=True)
     )
     random = t_quantile(freedom) * math.sqrt((_BEFORE + squares) / freedom * sum(own)) / total
     doubt = sum(weight * pair.doubt for weight, pair in zip(weights, pairs, strict=True)) / total
     half = math.hypot(random, Z * doubt)
     if turns is not None and turns < len(pairs):
-        half = max(half, min(halves) / math.sqrt(max(1, turns)))
+        half = max(half, min(halves) / math.sqrt(turns))
     return RatioInterval(math.exp(mean), math.exp(mean - half), math.exp(mean + half), doubt)
