@@ -206,6 +206,7 @@ def test_of_many_runs_sets_are_drawn(monkeypatch):
     assert all(len(set(each)) == 6 for each in paces)
     more = compare_sets.sets_of([*runs, *recorded(range(90, 95), slower=1.05)], "thread", 1.05, 3)
     assert len(more) == 50
+    assert {a[0].steps for each in more for a, _ in each} == set(range(100, 112))
     assert all(len({run[0].steps for pair in each for run in pair}) == 6 for each in more)
 
 
