@@ -11,12 +11,12 @@ import numbers
 import operator
 import os
 import threading
-import weakref
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from telemetry import config as settings_module
 from telemetry.core.clock import now_ns
+from telemetry.core.weak_map import WeakMap
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _agent: Agent | None = None
-_agents: weakref.WeakSet[Agent] = weakref.WeakSet()  # stopped ones too: a hook may have to outlive its agent
+_agents: WeakMap[None] = WeakMap()  # stopped ones too: a hook may have to outlive its agent
 _starting = threading.Lock()
 _fork_handler_registered = False
 
@@ -77,15 +77,17 @@ def start(run_dir: str | os.PathLike[str] | None = None, **settings: Any) -> Age
         config = settings_module.Config.load(settings)
         try:
             from telemetry.agent.agent import Agent
+            from telemetry.core import fork_warning
 
             importlib.import_module(
                 "telemetry.attach.watched_iterable"
             )  # now: later there may be no descriptor to load it with
             agent = _agent = Agent(config)  # known before it starts: a child may be forked at any moment
-            _agents.add(agent)
+            _agents[agent] = None
             for variable, close in settings_module.unknown_variables().items():
                 hint = f"; did you mean {close}?" if close else ""
                 agent.errors.tell("config", f"{variable} is no setting of ours and was ignored{hint}")
+            fork_warning.begin()
             agent.start()
         except Exception as error:
             stop()
@@ -105,7 +107,7 @@ def stop() -> None:
         agent.stop()
         from telemetry.core import fork_warning
 
-        fork_warning.after()
+        fork_warning.end()
 
 
 def leaving(code: object) -> None:
@@ -324,12 +326,7 @@ def _register_fork_handler() -> None:
         from telemetry.core import fork_warning
 
         os.register_at_fork(after_in_child=_after_fork_in_child)
-        if fork_warning.WARNS:
-            os.register_at_fork(
-                before=fork_warning.before,
-                after_in_parent=fork_warning.after_in_parent,
-                after_in_child=fork_warning.after,
-            )
+        fork_warning.register()
         _fork_handler_registered = True
 
 
@@ -338,7 +335,7 @@ def _after_fork_in_child() -> None:
     global _agent, _starting  # noqa: PLW0603
     _agent = None
     _starting = threading.Lock()  # the parent's may have been held
-    for agent in list(_agents):
+    for agent in _agents.objects():
         try:
             agent.after_fork_in_child()
         except Exception:

@@ -16,6 +16,7 @@ import telemetry
 from telemetry.agent.accounting import spans
 from telemetry.attach.attachment import Attachment
 from telemetry.attach.batch_numbering import BatchNumbering
+from telemetry.attach.gc_timer import GarbageTimer
 from telemetry.attach.ring import Ring
 from telemetry.attach.step_tracker import StepTracker
 from telemetry.core.clock import now_ns
@@ -112,6 +113,12 @@ class Observed:
         assert self.tracker.ring.closed == len(self.steps), "the training thread counts steps as the ledger does"
         self.check_sum()
         return self.ledger
+
+    @property
+    def garbage(self) -> GarbageTimer:
+        """The collections up to now."""
+        self.tracker.garbage.read()
+        return self.tracker.garbage
 
     def check_sum(self) -> None:
         assert sum(self.ledger.ns.values()) == self.ledger.at_ns - self.ledger.start_ns

@@ -99,8 +99,8 @@ def test_stopping_workers_in_a_garbage_collection_counts_as_collection(observed)
     next(held[0])
     held.append(held)
     del held
-    before = observed.tracker.garbage_ns
+    before = observed.garbage.ns
     gc.collect()
     observed.read()
-    assert observed.tracker.garbage_ns - before > 0.05e9
+    assert observed.garbage.ns - before > 0.05e9
     assert observed.ledger.iterations_left == 0

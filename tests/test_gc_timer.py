@@ -17,11 +17,11 @@ from tests.data_sets import Numbers
 
 def test_a_collection_in_a_step_is_counted(observed):
     gc.collect()
-    assert observed.tracker.garbage_ns == 0  # starting up
+    assert observed.garbage.ns == 0  # starting up
     loop = iter(DataLoader(Numbers(4), batch_size=1))
     next(loop)
     gc.collect()
-    assert observed.tracker.garbage_ns > 0
+    assert observed.garbage.ns > 0
 
 
 def collect_until(done: threading.Event) -> None:
@@ -54,20 +54,20 @@ def test_a_collection_on_another_thread_is_counted_too(observed, elsewhere):
     start, end = elsewhere
     loop = iter(DataLoader(Numbers(4), batch_size=1))
     next(loop)
-    before = observed.tracker.garbage_ns
+    before = observed.garbage.ns
     start()
     end()  # this thread waits meanwhile
-    assert observed.tracker.garbage_ns > before
+    assert observed.garbage.ns > before
 
 
 def test_what_the_training_thread_computes_meanwhile_is_not_lost_time(observed, elsewhere):
     start, end = elsewhere
     loop = iter(DataLoader(Numbers(4), batch_size=1))
     next(loop)
-    before, began, ran = observed.tracker.garbage_ns, time.perf_counter_ns(), time.thread_time_ns()
+    before, began, ran = observed.garbage.ns, time.perf_counter_ns(), time.thread_time_ns()
     start()
     hashlib.pbkdf2_hmac("sha256", b"", b"", 1_000_000)  # without the GIL
-    counted = observed.tracker.garbage_ns - before
+    counted = observed.garbage.ns - before
     not_run = time.perf_counter_ns() - began - (time.thread_time_ns() - ran)
     assert counted <= not_run + 10e6  # the clocks are not read at the same moments
 
@@ -95,9 +95,9 @@ def test_a_collection_elsewhere_during_a_wait_for_workers_costs_nothing(observed
 
     def collect_meanwhile():
         wait_for(lambda: observed.tracker.waiting_since, "the batch is waited for")
-        before = observed.tracker.garbage_ns
+        before = observed.garbage.ns
         gc.collect()
-        counted.append(observed.tracker.garbage_ns - before)
+        counted.append(observed.garbage.ns - before)
         data.released.set()
 
     thread = threading.Thread(target=collect_meanwhile)

@@ -152,27 +152,29 @@ def test_collections_in_the_sampler_are_no_time_of_the_sampler(observed, small_h
     sampler = Slow(collects=True)
     iterator = begin(loader(sampler), sampler)
     observed.tracker.time_next_batch(20)
-    tracker, inside = observed.tracker, observed.tracker.sampler_timer
-    before, took = tracker.garbage_ns, time.perf_counter_ns()
+    inside = observed.tracker.sampler_timer
+    before, took = observed.garbage.ns, time.perf_counter_ns()
     for _ in range(5):
         next(iterator)
     took = time.perf_counter_ns() - took
-    assert 0 < inside.garbage_ns <= tracker.garbage_ns - before
-    assert inside.boundary_garbage_ns == 0
-    assert inside.sampler_ns + inside.garbage_ns <= took
+    garbage = observed.garbage
+    assert 0 < garbage.wait_ns <= garbage.ns - before
+    assert garbage.boundary_wait_ns == 0
+    assert inside.sampler_ns + garbage.wait_ns <= took
 
 
 def test_collections_where_an_epoch_begins_are_counted(observed, small_heap):
     sampler = Slow(6, collects=True)
     batches = loader(sampler)
     list(batches)
-    assert observed.tracker.sampler_timer.boundary_garbage_ns == 0
-    in_first, before = observed.tracker.sampler_timer.garbage_ns, observed.tracker.garbage_ns
+    first = observed.garbage
+    assert first.boundary_wait_ns == 0
+    before, in_first = first.ns, first.wait_ns
     assert before >= in_first > 0
     list(batches)
-    inside = observed.tracker.sampler_timer
-    assert inside.boundary_garbage_ns > 0
-    assert observed.tracker.garbage_ns - before >= inside.boundary_garbage_ns + inside.garbage_ns - in_first
+    both = observed.garbage
+    assert both.boundary_wait_ns > 0
+    assert both.ns - before >= both.boundary_wait_ns + both.wait_ns - in_first
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")

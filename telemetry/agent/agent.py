@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import atexit
 import os
-import threading
 import time
+from threading import get_ident
 from typing import TYPE_CHECKING, Final
 
 from telemetry.agent.between_ticks import BetweenTicks
@@ -16,7 +16,7 @@ from telemetry.attach.fork_keepalive import keep
 from telemetry.config import TRIAL_VARIABLE
 from telemetry.core.clock import NS, now_ns
 from telemetry.core.filesystem import StandardStreams
-from telemetry.core.signal_mask import signals_blocked
+from telemetry.core.own_threads import OwnThread
 from telemetry.core.stderr import say
 from telemetry.publish.board import Board
 from telemetry.publish.discovery import TargetFile
@@ -64,7 +64,7 @@ class Agent(AgentParts):
         self._pid = os.getpid()
         self._streams = StandardStreams()
         self._rank_due_ns = 0
-        self._thread = threading.Thread(target=self._main, name="telemetry-agent", daemon=True)
+        self._thread = OwnThread(self._main, name="telemetry-agent")
         self._between_ticks = BetweenTicks(
             config.interval_seconds, self._stall_monitor, self._thread_sampler, self._line_monitor.sampler, self.errors
         )
@@ -118,8 +118,7 @@ class Agent(AgentParts):
             self.snapshots.start()
         logged = self.event_log.start()
         atexit.register(self._stop_at_exit)
-        with signals_blocked():
-            self._thread.start()
+        self._thread.start()
         if self.config.start_line and self.identity.local_rank == 0:
             self._say_start(logged=logged)
 
@@ -138,7 +137,7 @@ class Agent(AgentParts):
         self._between_ticks.end()
         if self._thread.ident is None:  # the thread could not be started
             self._finish()
-        elif threading.current_thread() is not self._thread:
+        elif get_ident() != self._thread.ident:
             self._thread.join(_STOP_SECONDS)
         if not self._thread.is_alive():
             self._streams.release()

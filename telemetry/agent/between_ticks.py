@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-import threading
 from typing import TYPE_CHECKING
 
 from telemetry.agent.gil_turns import GilTurns
 from telemetry.core.clock import NS, now_ns
+from telemetry.core.own_threads import Wake
 
 if TYPE_CHECKING:
     from telemetry.agent.stall_monitor import StallMonitor
@@ -44,7 +44,7 @@ class BetweenTicks:
         self._errors = errors
         self.turns = GilTurns()
         self._random = random.Random()  # noqa: S311 - of our own, so that the training's numbers stay the same
-        self._wake = threading.Event()
+        self._wake = Wake()
 
     def end(self) -> None:
         """End this wait and all later ones: the agent stops."""

@@ -12,7 +12,6 @@ from telemetry.collect.nvml.source import NvmlSource
 from telemetry.collect.pressure import PressureSource
 from telemetry.collect.torch_memory import TorchMemorySource, cuda
 from telemetry.collect.worker_source import WorkersSource
-from telemetry.core.signal_mask import signals_blocked
 from telemetry.publish import log_fields
 
 if TYPE_CHECKING:
@@ -47,8 +46,7 @@ class CollectorPoller:
     def __init__(self, tracker: StepTracker, interval_seconds: float, errors: ErrorLog) -> None:
         self._tracker = tracker
         self._errors = errors
-        with signals_blocked():
-            self._nvml = NvmlSource(self._device_uuid, interval_seconds=interval_seconds)
+        self._nvml = NvmlSource(self._device_uuid, interval_seconds=interval_seconds)
         self._workers = WorkersSource(tracker.sources.live, tracker.sources.take_retired)
         sources: list[Collector[Any]] = [
             self._nvml,

@@ -6,12 +6,11 @@ take seconds or hang. What it learns it puts on the board, where every rank of t
 
 from __future__ import annotations
 
-import threading
 import time
 from typing import TYPE_CHECKING, Final
 
 from telemetry.core.clock import NS, now_ns
-from telemetry.core.signal_mask import signals_blocked
+from telemetry.core.own_threads import OwnThread, Wake
 from telemetry.job.exchange import JobExchange
 from telemetry.job.node_report import NodeReport, decoded, encoded
 
@@ -79,8 +78,8 @@ class JobLink:
         self._node = node
         self._errors = errors
         self._now = mono_ns
-        self._thread: threading.Thread | None = None
-        self._stop = threading.Event()
+        self._thread: OwnThread | None = None
+        self._stop = Wake()
         self._trouble: str | None = None
         self._told: set[str] = set()
         self._ranks = 0
@@ -110,10 +109,9 @@ class JobLink:
         wanted = elsewhere and self._now() - self._elsewhere_ns >= _SETTLE_SECONDS * NS
         running = self._thread is not None and self._thread.is_alive()
         if wanted and not running:
-            self._stop, self._cpu_before = threading.Event(), self.cpu_seconds
-            thread = threading.Thread(target=self._run, args=(self._stop,), name="telemetry-job", daemon=True)
-            with signals_blocked():
-                thread.start()
+            self._stop, self._cpu_before = Wake(), self.cpu_seconds
+            thread = OwnThread(self._run, self._stop, name="telemetry-job")
+            thread.start()
             self._thread = thread  # only now: if it cannot start, nothing has to be waited for at the end
         elif not wanted and running:
             self._stop.set()
@@ -149,7 +147,7 @@ class JobLink:
         """Forget the thread, which does not exist in the child."""
         self._thread = None
 
-    def _run(self, stop: threading.Event) -> None:
+    def _run(self, stop: Wake) -> None:
         exchange = JobExchange(self._run_dir, self._node_name, self._node.board_name, mono_ns=self._now)
         while not stop.is_set():
             try:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import threading
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.core.errors import text_of
-from telemetry.core.signal_mask import signals_blocked
+from telemetry.core.own_threads import OwnThread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,7 +31,7 @@ class StallCallback:
     def __init__(self, callback: Callable[[dict[str, Any]], Any] | str | None, errors: ErrorLog) -> None:
         self._callback = callback
         self._errors = errors
-        self._thread: threading.Thread | None = None
+        self._thread: OwnThread | None = None
         self._failed: deque[str] = deque()
 
     def tell(self, stall: dict[str, Any]) -> None:
@@ -44,12 +43,9 @@ class StallCallback:
             cause = stall.get("cause")
             self._errors.note(_SOURCE, f"not told of a stall ({cause}): the call for an earlier one has not returned")
             return
-        thread = threading.Thread(
-            target=self._call, args=(self._callback, stall), name="telemetry-on-stall", daemon=True
-        )
+        thread = OwnThread(self._call, self._callback, stall, name="telemetry-on-stall", others_code=True)
         with self._errors.contained(_SOURCE):  # no thread can be started
-            with signals_blocked():
-                thread.start()
+            thread.start()
             self._thread = thread
 
     def note_failures(self) -> None:

@@ -123,6 +123,7 @@ class TotalsBuilder:
         self._updated_ns = self._accounting.updated_ns
         accounting, tracker, before = self._accounting, self._tracker, self.totals
         ledger, stats = accounting.ledger, accounting.stats
+        tracker.garbage.read()
         process: ProcessSample | None = self._collectors.newest("process")
         workers: WorkersSample | None = self._collectors.newest("workers")
         histogram = None if workers is None else workers.fetch_duration
@@ -158,9 +159,9 @@ class TotalsBuilder:
                 boundary_cpu_seconds=timer.boundary_sampler_cpu_ns / NS,
             ),
             garbage=GarbageTotals(
-                seconds=tracker.garbage_ns / NS,
-                wait_seconds=timer.garbage_ns / NS,
-                boundary_wait_seconds=timer.boundary_garbage_ns / NS,
+                seconds=tracker.garbage.ns / NS,
+                wait_seconds=tracker.garbage.wait_ns / NS,
+                boundary_wait_seconds=tracker.garbage.boundary_wait_ns / NS,
             ),
             own=OwnTotals(
                 fetch_seconds=tracker.timed_fetch_ns / NS,

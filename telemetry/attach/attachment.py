@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from telemetry.attach import (
     accelerator,
     checkpoint_hooks,
-    gc_timer,
     loader_hooks,
     prefetchers,
     restore_hooks,
@@ -66,7 +65,7 @@ class Attachment:
 
     def attach(self) -> None:
         """Place the hooks. Imports nothing."""
-        gc_timer.time_garbage(self._tracker, self._patches)
+        self._tracker.garbage.attach(self._tracker, self._patches)
         self._watch.when_imported("torch", self._torch)
         self._watch.when_imported("torch._dynamo.trace_rules", _not_traced)
         self._watch.when_imported("torch.distributed.checkpoint", self._distributed_checkpoint)
@@ -182,7 +181,7 @@ class Attachment:
 def _not_traced(trace_rules: Any) -> None:
     """Put this package on the list of those whose functions Dynamo calls and does not trace.
 
-    A compiled loop that traced our hooks had up to 15 graph breaks more, and compiled them for seconds in its first epoch.
+    A compiled loop that traced our hooks had up to 15 graph breaks more, and its first epoch took seconds longer.
     """
     trace_rules.add("telemetry")
 

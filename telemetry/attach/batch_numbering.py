@@ -12,6 +12,7 @@ from telemetry.attach.ring import BATCH, BEGINS, S_DATA_WAIT, STEP
 from telemetry.core.clock import NS
 from telemetry.core.distribution import Histogram
 from telemetry.core.spans import DroppedSpans
+from telemetry.core.weak_map import WeakMap
 from telemetry.core.worker_records import FETCH_BUCKETS, Arrival
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ class BatchNumbering:
         self._waits: dict[BatchSource, int] = {}
         self._own_counts = [0] * (len(FETCH_BUCKETS) + 1)
         self._own_ns = 0
-        self._numbered: weakref.WeakKeyDictionary[LoaderHandle, int] = weakref.WeakKeyDictionary()
+        self._numbered: WeakMap[int] = WeakMap()
 
     def fold(self, entries: Sequence[Entry]) -> None:
         """Number entries of the ring, in the order in which they happened."""
@@ -86,7 +87,7 @@ class BatchNumbering:
 
     def _begin(self, loader: LoaderHandle) -> None:
         """Begin an iteration. Its batches cannot be numbered if the starts of others were dropped."""
-        seen = self._numbered.get(loader, 0)
+        seen = self._numbered.get(loader) or 0
         unseen = self._numbered[loader] = loader.unseen
         loader.epoch += 1 + unseen - seen
         unknown = unseen != seen or (loader.resumed and loader.epoch == 1)
@@ -94,6 +95,6 @@ class BatchNumbering:
 
     def _lost(self) -> None:
         """Note that entries were dropped. Batches cannot be matched with fetches until the next iteration begins."""
-        for loader in (*self._numbered, self._current()):
+        for loader in (*self._numbered.objects(), self._current()):
             if isinstance(loader, LoaderHandle):
                 loader.delivered = None

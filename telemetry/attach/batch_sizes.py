@@ -9,7 +9,6 @@ batches in the ring.
 from __future__ import annotations
 
 import sys
-import weakref
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, Protocol
@@ -20,6 +19,7 @@ from telemetry.attach.loader_handle import ON_THREAD, LoaderHandle
 from telemetry.attach.loader_types import own_value
 from telemetry.attach.own_counts import NO_TOKENS, OwnFetches, follow
 from telemetry.attach.worker_counts import WorkerSamples, WorkerTokens
+from telemetry.core.weak_map import WeakMap
 
 if TYPE_CHECKING:
     from telemetry.attach.loader_handle import BatchSource
@@ -113,8 +113,8 @@ class BatchMarks:
         self.lost = False
         self._iterator_id = 0
         self._known: dict[int, tuple[BatchCounts | None, BatchCounts | None]] = {}
-        self._own: weakref.WeakKeyDictionary[Any, OwnFetches | None] = weakref.WeakKeyDictionary()
-        self._own_tokens: weakref.WeakKeyDictionary[Any, BatchCounts | None] = weakref.WeakKeyDictionary()
+        self._own: WeakMap[OwnFetches | None] = WeakMap()
+        self._own_tokens: WeakMap[BatchCounts | None] = WeakMap()
 
     def begun(self) -> None:
         """An iteration begins, maybe with an iterator that has been used before."""
@@ -189,7 +189,7 @@ class BatchMarks:
             return None
         if iterator not in self._own_tokens:
             self._own_tokens[iterator] = self._own_tokens_of(iterator, number, batch)
-        return self._own_tokens[iterator]
+        return self._own_tokens.get(iterator)
 
     def _own_tokens_of(self, iterator: Any, number: int, batch: object) -> BatchCounts | None:
         """Count the tokens of an iteration without workers, if this batch has some."""
@@ -198,7 +198,7 @@ class BatchMarks:
             return NO_TOKENS if tokens == 0 else None
         if iterator not in self._own:
             self._own[iterator] = follow(iterator, samples=False)
-        fetches = self._own[iterator]
+        fetches = self._own.get(iterator)
         return None if fetches is None else fetches.count_tokens(number, tokens)
 
     def forget(self) -> None:

@@ -1,76 +1,160 @@
-"""Times garbage collections that stop the training thread."""
+"""Times garbage collections that stop the training thread.
+
+The callback in ``gc.callbacks`` consists of C functions that only take stamps. A signal that arrives during a
+collection waits for the next bytecode. If that were ours, the exception of its handler (Ctrl-C) would be raised in the
+callback, and Python drops what a callback raises.
+"""
 
 from __future__ import annotations
 
 import gc
+import os
 import time
+from collections import deque
+from functools import partial
+from itertools import repeat, takewhile
+from operator import attrgetter, itemgetter
 from threading import get_ident
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from telemetry.attach.ring import S_COMPUTE
 from telemetry.core.clock import now_ns
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from telemetry.attach.patches import Patches
     from telemetry.attach.step_tracker import StepTracker
 
+_MAX_STAMPS: Final = 1 << 12
+"""Two for each collection. With one reading a second this is enough for a collection every 0.5 ms."""
 
-def time_garbage(tracker: StepTracker, patches: Patches) -> None:
-    """Add a callback to ``gc.callbacks``. It costs two stamps a collection.
+_STATE: Final = attrgetter("category", "waiting_since", "batch_seen", "thread", "sampler_timer.at_boundary")
 
-    A collection on another thread holds the GIL, so it stops the training thread, too. Time is not counted if the
-    training thread ran meanwhile (code that does not need the GIL), or waited for a batch of its workers.
 
-    Args:
-        tracker: gets the sums.
-        patches: remove the callback.
+class _Stamp(NamedTuple):
+    """The start or the end of a collection.
+
+    Attributes:
+        begins: whether it begins.
+        at_ns: when, monotonic ns.
+        thread: ident of the collecting thread. ``cpu_ns``: its CPU time. ``process_cpu_ns``: that of all threads.
+        state: what the training thread was doing, as `_STATE` reads it from the tracker.
     """
-    began = ran = 0
-    in_wait = False
 
-    def collected(phase: str, info: dict[str, Any]) -> None:
-        nonlocal began, ran, in_wait
-        del info
-        elsewhere = get_ident() != tracker.thread
-        if not elsewhere:
-            tracker.collecting = phase == "start"
-        counts = tracker.active and (tracker.stepping or (tracker.asking and not elsewhere))
-        if not counts or (elsewhere and _waits_for_workers(tracker)):
-            began = 0  # during startup or an evaluation no step loses time
-            return
-        try:
-            if phase == "start":
-                ran = _cpu_ns(tracker.native_thread) if elsewhere else time.thread_time_ns()
-                in_wait = tracker.asking
-                began = now_ns()
-            elif began:
-                lost = now_ns() - began
-                if elsewhere:
-                    lost -= _cpu_ns(tracker.native_thread) - ran
-                lost = max(0, lost)
-                tracker.garbage_ns += lost
-                if in_wait:
-                    tracker.sampler_timer.collected(lost, 0 if elsewhere else time.thread_time_ns() - ran)
-                began = 0
-        except OSError:
-            began = 0  # the training thread has ended
-
-    def remove() -> None:
-        if collected in gc.callbacks:
-            gc.callbacks.remove(collected)
-
-    gc.callbacks.append(collected)
-    patches.on_undo(remove)
+    begins: bool
+    at_ns: int
+    thread: int
+    cpu_ns: int
+    process_cpu_ns: int
+    state: tuple[int, int, bool, int, bool]
 
 
-def _waits_for_workers(tracker: StepTracker) -> bool:
-    source = tracker.sources.newest()
-    return tracker.waiting_since != 0 and source is not None and source.kind == "workers"
+class _Collection(NamedTuple):
+    """A collection that stopped the training thread. ``cpu_ns``: CPU time of that thread in it."""
+
+    began_ns: int
+    ended_ns: int
+    lost_ns: int
+    cpu_ns: int
+    in_wait: bool
+    at_boundary: bool
 
 
-def _cpu_ns(native_thread: int) -> int:
-    """CPU time of a thread of this process. The clock's number is computed as pthread_getcpuclockid does.
+class GarbageTimer:
+    """Sums over the collections that stopped the training thread. The agent thread reads them.
 
-    Raises:
-        OSError: there is no such thread.
+    A collection on another thread holds the GIL, so it stops the training thread, too. Time in which other threads ran
+    meanwhile (code that does not need the GIL) is not counted, and nothing while the training thread waited for a batch
+    of its workers. During startup and evaluations no step loses time.
+
+    Attributes:
+        ns: time lost.
+        wait_ns: the part of it in which a batch was requested. ``boundary_wait_ns``: that at epoch boundaries, which is
+            not in ``wait_ns``.
     """
-    return time.clock_gettime_ns(~native_thread << 3 | 6)
+
+    def __init__(self) -> None:
+        self._stamps: deque[_Stamp] = deque(maxlen=_MAX_STAMPS)
+        self._tracker: StepTracker | None = None
+        self._read_until_ns = 0
+        self.ns = self.wait_ns = self.boundary_wait_ns = 0
+
+    def attach(self, tracker: StepTracker, patches: Patches) -> None:
+        """Add the callback. ``patches`` removes it."""
+        self._tracker = tracker
+        begins, ends = (_noting(self._stamps, tracker, begins=begins) for begins in (True, False))
+        clock = type("GarbageClock", (), {"start": property(begins), "stop": property(ends)})()
+        # Python calls it with the phase, "start" or "stop", and details: getattr(clock, phase, details).
+        collected = partial(getattr, clock)
+        gc.callbacks.append(collected)
+        patches.on_undo(lambda: gc.callbacks.remove(collected) if collected in gc.callbacks else None)
+
+    @property
+    def collecting(self) -> bool:
+        """Whether the calling thread collects."""
+        newest = [*self._stamps][-1:]
+        return [(stamp[0], stamp[2]) for stamp in newest] == [(True, get_ident())]
+
+    def read(self) -> None:
+        """Add up the collections that have ended since the last call. On the agent thread."""
+        source = self._tracker.sources.newest() if self._tracker is not None else None
+        for each in self._collections(self._read_until_ns, workers=source is not None and source.kind == "workers"):
+            self._read_until_ns = each.ended_ns
+            self.ns += each.lost_ns
+            if each.in_wait and each.at_boundary:
+                self.boundary_wait_ns += each.lost_ns
+            elif each.in_wait:
+                self.wait_ns += each.lost_ns
+
+    def within_wait(self, since_ns: int) -> tuple[int, int]:
+        """Collections since a stamp in which the training thread, which calls this, requested a batch of workers.
+
+        Returns:
+            Their time, and the CPU time of this thread in them, ns.
+        """
+        inside = [each for each in self._collections(since_ns, workers=True) if each.in_wait]
+        return sum(each.lost_ns for each in inside), sum(each.cpu_ns for each in inside)
+
+    def _collections(self, since_ns: int, *, workers: bool) -> Iterator[_Collection]:
+        """Those that began at or after a stamp, oldest first."""
+        newer = takewhile(lambda stamp: stamp[1] >= since_ns, reversed([*self._stamps]))
+        began: _Stamp | None = None
+        for stamp in map(_Stamp._make, reversed([*newer])):
+            if stamp.begins:
+                began = stamp
+            elif began is not None:
+                found = _collection(began, stamp, workers=workers)
+                began = None
+                if found is not None:
+                    yield found
+
+
+def _collection(began: _Stamp, ended: _Stamp, *, workers: bool) -> _Collection | None:
+    category, waiting_since, batch_seen, training, at_boundary = began.state
+    elsewhere = began.thread != training
+    asking = waiting_since > 0 and batch_seen
+    if not training or not (category == S_COMPUTE or (asking and not elsewhere)):
+        return None
+    if elsewhere and waiting_since and workers:
+        return None
+    lost, own = ended.at_ns - began.at_ns, ended.cpu_ns - began.cpu_ns
+    if elsewhere:
+        lost = max(0, lost - max(0, ended.process_cpu_ns - began.process_cpu_ns - own))
+    return _Collection(began.at_ns, ended.at_ns, lost, 0 if elsewhere else own, asking, at_boundary)
+
+
+def _noting(stamps: deque[Any], tracker: StepTracker, *, begins: bool) -> Callable[[object], object]:
+    """A C function of one argument, which it ignores, that appends a `_Stamp`. In a forked child it does nothing."""
+    stamp = zip(
+        takewhile(os.getpid().__eq__, iter(os.getpid, None)),
+        repeat(begins),
+        iter(now_ns, None),
+        iter(get_ident, None),
+        iter(time.thread_time_ns, None),
+        iter(time.process_time_ns, None),
+        map(_STATE, repeat(tracker)),
+        strict=False,
+    )
+    # next(..., argument): the argument is the default, unused
+    return partial(next, map(stamps.append, map(itemgetter(slice(1, None)), stamp)))

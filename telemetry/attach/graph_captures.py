@@ -8,12 +8,12 @@ the end of every capture are recorded here.
 from __future__ import annotations
 
 import time
-import weakref
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.attach.patches import around
 from telemetry.core.clock import NS, now_ns
+from telemetry.core.weak_map import WeakMap
 
 if TYPE_CHECKING:
     from telemetry.attach.patches import Patches
@@ -33,7 +33,7 @@ class Captures:
     """
 
     def __init__(self) -> None:
-        self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._graphs: WeakMap[None] = WeakMap()
         self.touching = 0
 
     @property
@@ -51,7 +51,7 @@ class Captures:
         patches.replace(graph, "capture_end", lambda original: around(original, after=self._ended))
 
     def _begin(self, graph: Any) -> None:
-        self._graphs.add(graph)
+        self._graphs[graph] = None
         deadline = now_ns() + _MAX_NS
         while self.touching not in {0, get_ident()} and now_ns() < deadline:
             time.sleep(0.0001)

@@ -32,6 +32,7 @@ class LoaderRegistry:
 
     def __init__(self) -> None:
         self._live: dict[int, tuple[weakref.ref[Any], LoaderHandle]] = {}
+        self._gone: deque[weakref.KeyedRef[int, Any]] = deque()  # appended to when an iterator is freed
         self._retired: deque[LoaderHandle] = deque(maxlen=_MAX_ITERATORS)
         self.newest: Callable[[], BatchSource | None] = lambda: None  # or a weak reference
         self.newest_begun: Callable[[], LoaderHandle | None] = lambda: None  # or a weak reference
@@ -53,22 +54,14 @@ class LoaderRegistry:
             again: whether its loader has made an iterator before.
         """
         iterator = loader_types.unwrapped(iterator)
+        self._retire()
         if len(self._live) >= _MAX_ITERATORS or not loader_types.workers_of(iterator):
             return
-        key, live, retired = id(iterator), self._live, self._retired
-        if key in live:
+        key = id(iterator)
+        if key in self._live:
             return
-
-        def gone(reference: object) -> None:
-            del reference
-            entry = live.pop(key, None)
-            if entry is not None:
-                retired.append(entry[1])
-                if entry[1].block is not None:
-                    entry[1].block.retired = True
-
         handle = LoaderHandle(iterator, block, again=again)
-        live[key] = (weakref.ref(iterator, gone), handle)
+        self._live[key] = (weakref.KeyedRef(iterator, self._gone.append, key), handle)  # C code: see `core.weak_map`
         if block is not None and self.sampling[1]:
             self.asked.append(handle)
 
@@ -80,6 +73,7 @@ class LoaderRegistry:
 
     def known(self, iterator: object) -> LoaderHandle | None:
         """The handle of a live iterator with workers, watched or not; None for any other."""
+        self._retire()
         entry = self._live.get(id(loader_types.unwrapped(iterator)))
         return None if entry is None else entry[1]
 
@@ -99,16 +93,32 @@ class LoaderRegistry:
 
     def live(self) -> list[LoaderHandle]:
         """Handles of the live iterators with workers."""
+        self._retire()
         return [handle for _, handle in list(self._live.values())]
 
     def take_retired(self) -> Iterator[LoaderHandle]:
         """Handles of iterators that ended since the last call, and whose counters must still be read."""
+        self._retire()
         while self._retired:
             yield self._retired.popleft()
 
+    def _retire(self) -> None:
+        """Move the iterators that were freed. Any thread may be first."""
+        while self._gone:
+            try:
+                reference = self._gone.popleft()
+            except IndexError:
+                return
+            entry = self._live.get(reference.key)
+            if entry is not None and entry[0] is reference:
+                del self._live[reference.key]
+                self._retired.append(entry[1])
+                if entry[1].block is not None:
+                    entry[1].block.retired = True
+
     def _of(self, iterator: object) -> BatchSource:
         iterator = loader_types.unwrapped(iterator)
-        if id(iterator) not in self._live:
+        if self.known(iterator) is None:
             self.register(iterator)  # it began before the agent
         handle = self.known(iterator)
         if handle is not None:

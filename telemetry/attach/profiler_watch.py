@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import os
 import threading
-import weakref
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.attach.patches import around
+from telemetry.core.weak_map import WeakMap
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -46,7 +46,7 @@ class ProfilerWatch:
     def __init__(self, on_error: Callable[[BaseException], None]) -> None:
         self.before_theirs: Callable[[], None] | None = None
         self._on_error = on_error
-        self._theirs: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._theirs: WeakMap[None] = WeakMap()
         self._our_thread = 0
         self._enabled: Callable[[], bool] = lambda: False
 
@@ -88,7 +88,7 @@ class ProfilerWatch:
         if threading.get_ident() == self._our_thread:
             return
         try:
-            self._theirs.add(profiler)  # first: from here on ours does not begin
+            self._theirs[profiler] = None  # first: from here on ours does not begin
             if self.before_theirs is not None:
                 self.before_theirs()
         except Exception as error:

@@ -21,6 +21,7 @@ from telemetry.core.clock import now_ns
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from telemetry.attach.gc_timer import GarbageTimer
     from telemetry.attach.patches import Patches
     from telemetry.attach.step_tracker import StepTracker
 
@@ -28,7 +29,7 @@ _NAME: Final = "_next_index"
 
 
 class SamplerTimer:
-    """Sums over timed waits and over garbage collections, nanoseconds. Written on the training thread.
+    """Sums over timed waits, nanoseconds. Written on the training thread.
 
     Attributes:
         wanted: how many of the next batches to time. Set on the agent thread, and at the start of an epoch.
@@ -38,18 +39,13 @@ class SamplerTimer:
             garbage collections.
         receiving_cpu_ns: CPU time of this thread for the rest of these waits: to receive and unpickle the batch.
         boundary_sampler_ns, boundary_sampler_cpu_ns: time of the sampler at the start of every epoch except the first.
-        garbage_ns: garbage collections that stopped this thread while it requested a batch.
-            ``boundary_garbage_ns``: at epoch boundaries. ``garbage_cpu_ns``: CPU time of this thread for all of them.
     """
 
     __slots__ = (
         "at_boundary",
         "batches",
-        "boundary_garbage_ns",
         "boundary_sampler_cpu_ns",
         "boundary_sampler_ns",
-        "garbage_cpu_ns",
-        "garbage_ns",
         "receiving_cpu_ns",
         "sampler_cpu_ns",
         "sampler_ns",
@@ -62,25 +58,11 @@ class SamplerTimer:
         self.batches = 0
         self.sampler_ns = self.sampler_cpu_ns = self.receiving_cpu_ns = 0
         self.boundary_sampler_ns = self.boundary_sampler_cpu_ns = 0
-        self.garbage_ns = self.boundary_garbage_ns = self.garbage_cpu_ns = 0
 
     def epoch_boundary(self) -> None:
         """Note that an iteration begins or has ended, except the first of the run."""
         self.at_boundary = True
         self.wanted = self.wanted or 1
-
-    @property
-    def collecting(self) -> tuple[int, int]:
-        """Garbage collections in waits so far, ns: wall clock, and CPU clock of this thread."""
-        return self.garbage_ns + self.boundary_garbage_ns, self.garbage_cpu_ns
-
-    def collected(self, lost_ns: int, cpu_ns: int) -> None:
-        """Count a garbage collection that has stopped the training thread in a wait."""
-        self.garbage_cpu_ns += cpu_ns
-        if self.at_boundary:
-            self.boundary_garbage_ns += lost_ns
-        else:
-            self.garbage_ns += lost_ns
 
 
 class TimedWait:
@@ -95,14 +77,14 @@ class TimedWait:
 
     def __init__(self, tracker: StepTracker, iterator: object) -> None:
         self._tracker = tracker
-        self._sampler = _TimedSampler(tracker.sampler_timer, iterator)
+        self._sampler = _TimedSampler(tracker.garbage, iterator)
         vars(iterator)[_NAME] = self._sampler
-        self._before = _Clocks(tracker.sampler_timer)
+        self._before = _Clocks(tracker.garbage)
 
     def end(self, iterator: object, *, batch: bool) -> None:
         """End the wait. ``batch``: whether it returned a batch."""
         timer, sampler = self._tracker.sampler_timer, self._sampler
-        _, cpu = self._before.passed(timer)
+        _, cpu = self._before.passed()
         if vars(iterator).get(_NAME) is sampler:
             del vars(iterator)[_NAME]
         if timer.at_boundary:
@@ -118,18 +100,18 @@ class TimedWait:
 class _Clocks:
     """The wall clock and this thread's CPU clock, from which garbage collections are subtracted."""
 
-    __slots__ = ("_collecting", "_cpu_ns", "_wall_ns")
+    __slots__ = ("_cpu_ns", "_garbage", "_wall_ns")
 
-    def __init__(self, timer: SamplerTimer) -> None:
-        self._collecting = timer.collecting
+    def __init__(self, garbage: GarbageTimer) -> None:
+        self._garbage = garbage
         self._cpu_ns = thread_time_ns()
         self._wall_ns = now_ns()
 
-    def passed(self, timer: SamplerTimer) -> tuple[int, int]:
+    def passed(self) -> tuple[int, int]:
         """Nanoseconds since the start without garbage collections: wall clock, and CPU clock."""
         wall, cpu = now_ns() - self._wall_ns, thread_time_ns() - self._cpu_ns
-        (wall_after, cpu_after), (wall_before, cpu_before) = timer.collecting, self._collecting
-        return max(0, wall - wall_after + wall_before), max(0, cpu - cpu_after + cpu_before)
+        collecting, collecting_cpu = self._garbage.within_wait(self._wall_ns)
+        return max(0, wall - collecting), max(0, cpu - collecting_cpu)
 
 
 class _TimedSampler:
@@ -138,17 +120,17 @@ class _TimedSampler:
     It does not keep the iterator alive, because the workers end with the iterator.
     """
 
-    __slots__ = ("_iterator", "_thread", "_timer", "cpu_ns", "ns")
+    __slots__ = ("_garbage", "_iterator", "_thread", "cpu_ns", "ns")
 
-    def __init__(self, timer: SamplerTimer, iterator: object) -> None:
-        self._timer = timer
+    def __init__(self, garbage: GarbageTimer, iterator: object) -> None:
+        self._garbage = garbage
         self._iterator = weakref.ref(iterator)
         self._thread = get_ident()
         self.ns = self.cpu_ns = 0
 
     def __call__(self) -> Any:
         iterator: Any = self._iterator()
-        before = _Clocks(self._timer) if get_ident() == self._thread else None
+        before = _Clocks(self._garbage) if get_ident() == self._thread else None
         try:
             return type(iterator)._next_index(iterator)
         except BaseException as error:
@@ -156,7 +138,7 @@ class _TimedSampler:
             raise
         finally:
             if before is not None:
-                ns, cpu_ns = before.passed(self._timer)
+                ns, cpu_ns = before.passed()
                 self.ns += ns
                 self.cpu_ns += cpu_ns
 
@@ -201,13 +183,13 @@ def time_starts(module: Any, tracker: StepTracker, patches: Patches) -> None:
     map_style = module._DatasetKind.Map
 
     def before(_iterator: Any) -> _Clocks | None:
-        return _Clocks(tracker.sampler_timer) if _at_boundary(tracker) else None
+        return _Clocks(tracker.garbage) if _at_boundary(tracker) else None
 
     def after(iterator: Any, clocks: _Clocks | None, failed: bool) -> None:  # noqa: FBT001
         # An iterable data set has no sampler of its own. But the ranks may have to agree on a seed.
         if clocks is None or failed or not _fetches_in_workers(iterator, map_style):
             return
-        ns, cpu_ns = clocks.passed(tracker.sampler_timer)
+        ns, cpu_ns = clocks.passed()
         tracker.sampler_timer.boundary_sampler_ns += ns
         tracker.sampler_timer.boundary_sampler_cpu_ns += cpu_ns
 

@@ -7,6 +7,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Final, Protocol
 
 from telemetry.attach import ring as r
+from telemetry.attach.gc_timer import GarbageTimer
 from telemetry.attach.profiler_ranges import ProfilerRanges
 from telemetry.attach.resume_state import ResumeState
 from telemetry.attach.sampler_timer import SamplerTimer
@@ -64,7 +65,8 @@ class StepState(HotState):
         batch_since_step: whether a batch has come since the user's last ``step()``.
         batches_unseen: whether the agent thread has found that batches are now requested on another thread.
         step_iterators: ids of the iterators that gave a batch to the open step.
-        iterator_id: id of the iterator that gave the newest batch, 0 if it no longer exists.
+        iterator_id: id of the iterator that gave the newest batch.
+        iterator_gone: not empty once that iterator is freed, or if there is none.
         gpu: the clock that times waits on the GPU; else None.
         device: index of the training thread's CUDA device at the newest first batch; None for none.
         accelerator: type of the asynchronous device in use; None for none.
@@ -74,8 +76,7 @@ class StepState(HotState):
         resume: checkpoints that were written, and where the training has resumed.
         sampler_timer: times what this thread itself does inside ``next()``: the sampler, garbage collections.
         phases: named phases that have ended, for the log.
-        collecting: whether the garbage collector runs on the training thread.
-        garbage_ns: time for which garbage collection stopped the training thread.
+        garbage: times garbage collections.
         requests_elsewhere: batches that other threads have requested.
         unseen_steps: steps before which no batch was requested on this thread. Their wait is not known.
         overhead_ns: time of the hooks. The fast path's is extrapolated from one call in ``OVERHEAD_EVERY``.
@@ -88,14 +89,14 @@ class StepState(HotState):
         "batch_since_step",
         "batches_unseen",
         "category",
-        "collecting",
         "device",
         "errors",
         "explicit",
-        "garbage_ns",
+        "garbage",
         "gpu",
         "grad_enabled",
         "in_phase",
+        "iterator_gone",
         "iterator_id",
         "last_error",
         "native_thread",
@@ -129,6 +130,7 @@ class StepState(HotState):
         self.batches_unseen = False
         self.step_iterators: set[int] = set()
         self.iterator_id = 0
+        self.iterator_gone: list[object] = [None]
         self.gpu: GpuClock | None = None
         self.device: int | None = None
         self.accelerator: str | None = None
@@ -138,8 +140,7 @@ class StepState(HotState):
         self.resume = ResumeState()
         self.sampler_timer = SamplerTimer()
         self.phases: deque[PhaseSpan] = deque(maxlen=_MAX_PHASES)
-        self.collecting = False
-        self.garbage_ns = 0
+        self.garbage = GarbageTimer()
         self.requests_elsewhere = 0
         self.unseen_steps = 0
         self.overhead_ns = 0
@@ -175,7 +176,7 @@ class StepState(HotState):
     @property
     def loop_left(self) -> bool:
         """Whether the iterator of the newest batch is gone: the loop was left with ``break``, so no step is open."""
-        return self.batch_seen and not self.explicit and not self.iterator_id
+        return self.batch_seen and not self.explicit and bool(self.iterator_gone)
 
     @property
     def progress(self) -> tuple[int, int, int]:

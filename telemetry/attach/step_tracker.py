@@ -157,7 +157,7 @@ class StepTracker(StepState):
         self.batch_seen = self.batch_since_step = True
         self._steps_at_open_unknown = self.sampler_timer.at_boundary = False
         self.device = self._current_device()
-        if id(iterator) != self.iterator_id:
+        if id(iterator) != self.iterator_id or self.iterator_gone:
             self._follow(iterator)
         if self.explicit:
             self.step_open = True
@@ -229,7 +229,7 @@ class StepTracker(StepState):
         None if the iterator had ended, because then its workers are stopped already. Also None in a garbage
         collection, which may run in the middle of any of these methods and has its own timer.
         """
-        if getattr(iterator, "_shutdown", False) or self.collecting:
+        if getattr(iterator, "_shutdown", False) or self.garbage.collecting:
             return None
         if self.in_phase or self.category not in {r.S_COMPUTE, r.S_OTHER}:
             return None
@@ -274,14 +274,8 @@ class StepTracker(StepState):
 
     def _follow(self, iterator: object) -> None:
         """Note when the iterator is freed, without keeping it alive and without ever holding it on another thread."""
-        followed = self.iterator_id = id(iterator)
-
-        def gone(reference: object) -> None:
-            del reference
-            if self.iterator_id == followed:
-                self.iterator_id = 0
-
-        self._iterator_alive = weakref.ref(iterator, gone)
+        self.iterator_id, self.iterator_gone = id(iterator), []
+        self._iterator_alive = weakref.ref(iterator, self.iterator_gone.append)  # C code: see `core.weak_map`
 
     def _enter_evaluation(self, own: int = 0) -> None:
         """Change to evaluation. ``own``: id of an iterator that is only now known to evaluate; its step ends here."""

@@ -9,7 +9,6 @@ import functools
 import inspect
 import os
 import sys
-import weakref
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,6 +17,7 @@ from telemetry.attach.loader_safety import refused, refused_batch, tensor_bytes
 from telemetry.attach.ring import S_EVALUATION
 from telemetry.core.clock import NS, now_ns
 from telemetry.core.trial_records import LOADER_SETTINGS
+from telemetry.core.weak_map import WeakMap
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -50,8 +50,8 @@ class TrialLoaders:
         self._tracker = tracker
         self.places = LoaderPlaces()
         self.over = False
-        self._of_loader: weakref.WeakKeyDictionary[Any, LoaderFacts] = weakref.WeakKeyDictionary()
-        self._of_iterator: dict[int, LoaderFacts] = {}
+        self._of_loader: WeakMap[LoaderFacts] = WeakMap()
+        self._of_iterator: WeakMap[LoaderFacts] = WeakMap()
 
     def patch_torch(self, dataloader: ModuleType, patches: Patches) -> None:
         """Patch ``torch.utils.data.dataloader``."""
@@ -106,9 +106,7 @@ class TrialLoaders:
             original(iterator, loader, *args, **kwargs)
             facts = self._of_loader.get(loader)
             if facts is not None:
-                key = id(iterator)
-                self._of_iterator[key] = facts
-                weakref.finalize(iterator, self._of_iterator.pop, key, None).atexit = False
+                self._of_iterator[iterator] = facts
 
         return __init__
 
@@ -119,7 +117,7 @@ class TrialLoaders:
                 os._exit(0)  # between two steps, where a script is not writing a file
             start = now_ns()
             batch = original(iterator)
-            facts = self._of_iterator.get(id(iterator))
+            facts = self._of_iterator.get(iterator)
             if facts is not None:
                 self._count(facts, (now_ns() - start) / NS, batch)
             return batch

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import copy
 import operator
-import weakref
 from types import WrapperDescriptorType
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.attach.loader_hooks import timed_iter, timed_next
 from telemetry.attach.loader_types import Wrapper, unwrapped
+from telemetry.core.weak_map import WeakMap
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -169,7 +169,7 @@ def _is_its_own_iterator(inside: object) -> bool:
 
 # -- the class of wrappers for a class of objects ---------------------------------------------------------------------
 
-_classes: weakref.WeakKeyDictionary[type, type[Watched]] = weakref.WeakKeyDictionary()
+_classes: WeakMap[type[Watched]] = WeakMap()
 
 
 def _class_for(kind: type) -> type[Watched]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from telemetry.attach.batch_table import TABLE_BYTES, BatchTable
 from telemetry.attach.sample_area import AREA_BYTES, SampleArea
-from telemetry.core.filesystem import Descriptor, identity_of, memory_file, raised
+from telemetry.core.filesystem import identity_of, memory_file, raised
 from telemetry.core.worker_records import FETCH_BUCKETS, StackPort, WorkerCounters
 
 if TYPE_CHECKING:
@@ -63,20 +63,18 @@ class WorkerBlock:
         OSError: the kernel gives no such memory.
     """
 
-    _file: Descriptor | None = None
     retired = False
 
     def __init__(self, workers: int) -> None:
         self.workers = workers
         self.owner = os.getpid()
         file = memory_file("telemetry-workers")
-        self._file = Descriptor(file)
         try:
             os.ftruncate(file, self._size)
             self._map(file)
-        except OSError:
-            self.close()
-            raise
+            self._identity = identity_of(file)
+        finally:
+            os.close(file)
 
     @property
     def _size(self) -> int:
@@ -107,8 +105,20 @@ class WorkerBlock:
         return [found for found in areas if found is not None]
 
     def __getstate__(self) -> tuple[int, int, int, tuple[int, int]]:
-        number, identity = (self._file.number, self._file.identity) if self._file is not None else (-1, (0, 0))
-        return (self.workers, self.owner, number, identity)
+        return (self.workers, self.owner, self._descriptor(), self._identity)
+
+    def _descriptor(self) -> int:
+        """The descriptor that `mmap` keeps of the file, and closes; -1 if other code has closed it.
+
+        A descriptor of our own would have to be closed by a finalizer in Python, in which Ctrl-C would be lost.
+        """
+        for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
+            try:
+                if identity_of(int(name)) == self._identity:
+                    return int(name)
+            except OSError:
+                pass  # that of this listing, or closed meanwhile
+        return -1
 
     def __setstate__(self, state: tuple[int, int, int, tuple[int, int]]) -> None:
         """In a spawned worker: open the owner's file.
@@ -117,12 +127,12 @@ class WorkerBlock:
             OSError: it cannot be opened.
             ValueError: the number belongs to another file by now, or ``state`` is not one of our blocks.
         """
-        self.workers, self.owner, number, identity = state
+        self.workers, self.owner, number, self._identity = state
         if not 0 < self.workers <= MAX_WORKERS:
             raise ValueError("not a block of ours")
         file = raised(os.open(f"/proc/{self.owner}/fd/{number}", os.O_RDWR | os.O_CLOEXEC))  # that path is a link
         try:
-            if identity_of(file) != identity:
+            if identity_of(file) != self._identity:
                 raise ValueError("the owner has another file under this number now")
             self._map(file)
         finally:
@@ -166,12 +176,3 @@ class WorkerBlock:
                     inode=slot[STACK_INODE],
                 )
         return ports
-
-    def close(self) -> None:
-        """Close the descriptor. The memory is freed with the last process that has it mapped."""
-        file, self._file = self._file, None
-        if file is not None and os.getpid() == self.owner:
-            file.close()
-
-    def __del__(self) -> None:
-        self.close()

@@ -12,14 +12,15 @@ import os
 import sys
 import threading
 import time
+from time import sleep
 from typing import TYPE_CHECKING, Final
 
 from telemetry.attach.sample_area import HALF_BYTES
 from telemetry.core.clock import NS, now_ns
 from telemetry.core.fetch_stacks import fetch_part
+from telemetry.core.own_threads import OwnThread, rest, work
 from telemetry.core.sample_attribution import AttributedSamples, thread_waits
 from telemetry.core.sample_times import SampleBursts, SampleTimes
-from telemetry.core.signal_mask import signals_blocked
 from telemetry.core.stacks import stack_of
 from telemetry.core.switch_interval import restore_switch_interval, shorten_switch_interval
 
@@ -68,10 +69,9 @@ class WorkerSampler:
         if self._running or os.getpid() != self._pid:
             return
         self._running = True
-        thread = threading.Thread(target=self._run, name="telemetry-lines", daemon=True)
+        thread = OwnThread(self._run, name="telemetry-lines")
         try:
-            with signals_blocked():
-                thread.start()
+            thread.start()
         except RuntimeError:  # no thread can be started: not asked again in this worker
             pass
 
@@ -96,7 +96,9 @@ class WorkerSampler:
             gap = times.gap()
             waits = thread_waits()
             due = now_ns() + int(gap * NS)
-            time.sleep(gap)
+            rest()
+            sleep(gap)
+            work()
             now = now_ns()
             waits = thread_waits() - waits - 1  # for the GIL; one was the sleep
             session, until = self._request()
@@ -117,10 +119,10 @@ class WorkerSampler:
                 written_ns, write_after = now, min(2 * write_after, _WRITE_NS)
                 self._write()
             times.taken()
-            rest = bursts.rest(now_ns())
-            if rest is not None:
-                if rest:
-                    _rest(rest)
+            pause = bursts.rest(now_ns())
+            if pause is not None:
+                if pause:
+                    _pause(pause)
                     before_ns, cpu_before = now_ns(), time.clock_gettime_ns(cpu_clock)
                 bursts.begin(now_ns(), self._fetches)
         self._write()
@@ -130,8 +132,10 @@ class WorkerSampler:
             self._area.write(self._session, self._pid, self._began_ns, self._samples.profile().packed(HALF_BYTES))
 
 
-def _rest(seconds: float) -> None:
+def _pause(seconds: float) -> None:
     """Wait, with the switch interval that this process has without samples."""
     restore_switch_interval(_USER)
-    time.sleep(seconds)
+    rest()
+    sleep(seconds)
+    work()
     shorten_switch_interval(_USER)

@@ -9,7 +9,6 @@ iterators are made inside one another.
 from __future__ import annotations
 
 import functools
-import weakref
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.attach.batch_sizes import counted_in_fetch
@@ -18,6 +17,7 @@ from telemetry.attach.profiler_ranges import MarkedWorker
 from telemetry.attach.traceback_frames import forget_frame
 from telemetry.attach.worker_block import MAX_WORKERS, WorkerBlock
 from telemetry.attach.worker_probe import WorkerProbe
+from telemetry.core.weak_map import WeakMap
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,7 +48,7 @@ def patch_workers(iterators: Any, tracker: StepTracker, patches: Patches) -> Non
 
 
 def _probed(original: Callable[..., None], init_function: _InitFunction, tracker: StepTracker) -> Callable[..., None]:
-    begun: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # loaders, by id
+    begun: WeakMap[None] = WeakMap()  # loaders
 
     @functools.wraps(original)
     def __init__(self: Any, loader: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
@@ -64,9 +64,8 @@ def _probed(original: Callable[..., None], init_function: _InitFunction, tracker
         if making is None or not tracker.active:
             return
         try:
-            again = begun.get(id(loader)) is loader
-            tracker.sources.register(self, making.block, again=again)
-            begun[id(loader)] = loader
+            tracker.sources.register(self, making.block, again=loader in begun)
+            begun[loader] = None
         except Exception as error:
             tracker.fault(error)
 

@@ -37,6 +37,7 @@ from telemetry.attach.worker_block import (
     WorkerBlock,
 )
 from telemetry.core.clock import now_ns
+from telemetry.core.weak_map import WeakMap
 from telemetry.core.worker_records import FETCH_BUCKETS
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ def in_worker_process(maker: int) -> bool:
     return os.getpid() != maker and threading.current_thread() is threading.main_thread()
 
 
-_wrappers: Final[weakref.WeakKeyDictionary[Any, str]] = weakref.WeakKeyDictionary()
+_wrappers: Final[WeakMap[str]] = WeakMap()
 """The kind of each of our wrappers around a ``fetch``."""
 
 

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 MAX_BYTES: Final = 1 << 16
 """Of all stacks together."""
 
-_OURS: Final = "telemetry-"
 Places = frozenset[tuple[str, str]]
 """Modules and functions."""
 
@@ -65,9 +64,8 @@ def _threads(training: int) -> list[tuple[str, str]]:
     threads = sorted(python_threads(), key=lambda thread: thread.ident != training)
     stacks = []
     for thread in threads:
-        if not thread.name.startswith(_OURS):
-            kind = "training thread" if thread.ident == training else "thread"
-            stacks.append((f"{kind} {thread.name}{_state('self', thread.native)}", stack_text(thread.stack)))
+        kind = "training thread" if thread.ident == training else "thread"
+        stacks.append((f"{kind} {thread.name}{_state('self', thread.native)}", stack_text(thread.stack)))
     return stacks
 
 

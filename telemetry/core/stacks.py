@@ -24,6 +24,8 @@ from itertools import accumulate, chain, islice, repeat, takewhile, tee
 from operator import attrgetter, is_not, methodcaller
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from telemetry.core.own_threads import named
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import FrameType
@@ -155,7 +157,7 @@ class PythonThread:
 
 
 def python_threads() -> list[PythonThread]:
-    """Every thread of this process that runs Python. Takes no lock."""
+    """Every thread of this process that runs Python, except our own. Takes no lock."""
     # Reads the dictionary directly: `threading.enumerate` takes a lock, and a signal handler must not wait for one.
     known = dict(getattr(threading, "_active", {}))
     (idents,) = _at_once(lambda: map(list, islice(iter(sys._current_frames, None), 1)))
@@ -164,5 +166,5 @@ def python_threads() -> list[PythonThread]:
         if ident in known
         else PythonThread(ident, "unknown", None, stack)
         for ident in idents
-        if (stack := stack_of(ident))
+        if named(ident) is None and (stack := stack_of(ident))
     ]

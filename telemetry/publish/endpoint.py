@@ -7,13 +7,12 @@ It uses few threads, has a deadline on every connection, and listens on loopback
 from __future__ import annotations
 
 import errno
-import threading
 import time
 from operator import is_
 from typing import TYPE_CHECKING, Final
 
 from telemetry.core.clock import NS
-from telemetry.core.signal_mask import signals_blocked
+from telemetry.core.own_threads import OwnThread
 from telemetry.publish.host_names import HostNames
 from telemetry.publish.http_server import Server
 from telemetry.publish.http_text import PLAIN_TEXT, HttpAnswer
@@ -90,11 +89,8 @@ class Endpoint:
         self.port: int = self._server.server_address[1]
         self._server.answer = self.answer
         self._server.alive = alive
-        self._thread = threading.Thread(
-            target=self._server.serve, args=(_POLL_SECONDS,), name="telemetry-endpoint", daemon=True
-        )
-        with signals_blocked():
-            self._thread.start()
+        self._thread = OwnThread(self._server.serve, _POLL_SECONDS, name="telemetry-endpoint")
+        self._thread.start()
 
     @property
     def serves(self) -> bool:
@@ -107,9 +103,9 @@ class Endpoint:
         return self._cpu_ns / NS
 
     def close(self) -> None:
-        """Stop serving at once. Shutting the socket down wakes the thread that polls it."""
-        self._server.wake()
-        self._server.shutdown()
+        """Stop serving at once."""
+        self._server.end()
+        self._thread.join(_POLL_SECONDS)
         self._server.close_sockets()
 
     def _bind(self, address: Address, ports: Iterable[int]) -> Server:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import select
 import socket
 import threading
 import time
-import weakref
 from http.server import BaseHTTPRequestHandler
 from io import BytesIO
 from socketserver import TCPServer, ThreadingMixIn
@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.core.clock import NS, now_ns
 from telemetry.core.filesystem import Descriptor, raised_socket
+from telemetry.core.own_threads import OwnThread, rest, work
+from telemetry.core.weak_map import WeakMap
 from telemetry.publish.http_text import PLAIN_TEXT, SERVER, HttpAnswer, as_http, plain_request
 
 if TYPE_CHECKING:
@@ -92,8 +94,7 @@ def _head_at_once(request: socket.socket) -> bytes:
 
 
 def _on_a_thread(target: Callable[..., None], *args: Any) -> None:
-    """Start a thread named like all threads of the agent, which the fork warning and the stacks of a hang recognise."""
-    threading.Thread(target=target, args=args, name="telemetry-request", daemon=True).start()
+    OwnThread(target, *args, name="telemetry-request").start()
 
 
 def _sent(connection: socket.socket, answer: bytes) -> bytes:
@@ -121,9 +122,10 @@ class Server(ThreadingMixIn, TCPServer):
         self.address_family = address.family
         self.alive: Callable[[], None] | None = None
         self.answer: Callable[[str, str, str], HttpAnswer] = lambda *_: HttpAnswer(503, PLAIN_TEXT, b"not ready\n")
+        self._ended = False
         self._open: dict[socket.socket, int] = {}
         self._guard = threading.Lock()
-        _servers.add(self)  # before the socket is made: a child may be forked at any moment
+        _servers[self] = None  # before the socket is made: a child may be forked at any moment
         super().__init__(address.at(port), _Handler, bind_and_activate=False)
         self.socket = raised_socket(self.socket)
         try:
@@ -135,9 +137,17 @@ class Server(ThreadingMixIn, TCPServer):
         self.listening = Descriptor(self.socket.fileno())
 
     def serve(self, poll_seconds: float) -> None:
-        """Serve until `shutdown`, or until the socket belongs to other code."""
+        """Serve until `end`, or until the socket belongs to other code."""
+        waiting = select.poll()
+        waiting.register(self.socket.fileno(), select.POLLIN)
         try:
-            self.serve_forever(poll_seconds)
+            while not self._ended:
+                rest()
+                ready = waiting.poll(1000 * poll_seconds)
+                work()
+                if ready and not self._ended:
+                    self._handle_request_noblock()  # type: ignore[attr-defined]
+                self.service_actions()
         except _SocketGoneError:
             pass
 
@@ -149,12 +159,13 @@ class Server(ThreadingMixIn, TCPServer):
             request, address = super().get_request()
             return raised_socket(request), address
         except OSError as error:
-            if error.errno != errno.EINVAL:  # EINVAL comes from `wake`
+            if error.errno != errno.EINVAL:  # EINVAL comes from `end`
                 time.sleep(_PAUSE_SECONDS)  # the usual reason: no descriptor is left
             raise
 
-    def wake(self) -> None:
-        """End the wait for connections."""
+    def end(self) -> None:
+        """End `serve`. Shutting the socket down wakes the thread that waits for it."""
+        self._ended = True
         try:
             if self.listening.is_ours():
                 self.socket.shutdown(socket.SHUT_RDWR)
@@ -260,10 +271,10 @@ class Server(ThreadingMixIn, TCPServer):
                 pass
 
 
-_servers: Final[weakref.WeakSet[Server]] = weakref.WeakSet()
+_servers: Final[WeakMap[None]] = WeakMap()
 
 
 def abandon_all() -> None:
     """In a forked child: close the parent's sockets, including that of a server that is not complete yet."""
-    for server in list(_servers):
+    for server in _servers.objects():
         server.abandon()

@@ -8,11 +8,10 @@ from __future__ import annotations
 import errno
 import ipaddress
 import socket
-import threading
 from dataclasses import dataclass
 from typing import Any, Final
 
-from telemetry.core.signal_mask import signals_blocked
+from telemetry.core.own_threads import OwnThread, Wake
 
 PORTS_TRIED: Final = 64
 """If the port is taken, up to this many higher ports are tried."""
@@ -63,10 +62,8 @@ class Lookup:
         self._name = name
         self._address: Address | None = None
         self._error: OSError | None = None
-        self._done = threading.Event()
-        thread = threading.Thread(target=self._run, name="telemetry-resolver", daemon=True)
-        with signals_blocked():
-            thread.start()
+        self._done = Wake()
+        OwnThread(self._run, name="telemetry-resolver").start()
 
     def wait(self, seconds: float) -> bool:
         """Wait at most this many seconds for the answer. Returns whether it has come."""

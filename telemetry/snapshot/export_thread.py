@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import threading
-from queue import SimpleQueue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from telemetry.core.signal_mask import signals_blocked
+from telemetry.core.own_threads import OwnThread, Wake
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from telemetry.snapshot.snapshot_outcome import SnapshotOutcome
+
+_LONG_SECONDS: Final = 3600.0
 
 
 class ExportThread:
@@ -28,20 +28,23 @@ class ExportThread:
 
     def __init__(self, export: Callable[[SnapshotOutcome], None]) -> None:
         self._export = export
-        self._submitted: SimpleQueue[SnapshotOutcome | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._main, name="telemetry-export", daemon=True)
-        with signals_blocked():
-            self._thread.start()
+        self._submitted = Wake()
+        self._outcome: SnapshotOutcome | None = None
+        self._thread = OwnThread(self._main, name="telemetry-export")
+        self._thread.start()
 
     def submit(self, outcome: SnapshotOutcome | None) -> None:
         """Export an outcome and end the thread; None ends it without an export. Called once."""
-        self._submitted.put(outcome)
+        self._outcome = outcome
+        self._submitted.set()
 
     def join(self, seconds: float) -> None:
         """Wait until the thread has ended, at most this many seconds."""
         self._thread.join(seconds)
 
     def _main(self) -> None:
-        outcome = self._submitted.get()
+        while not self._submitted.wait(_LONG_SECONDS):
+            pass
+        outcome, self._outcome = self._outcome, None
         if outcome is not None:
             self._export(outcome)

@@ -8,10 +8,9 @@ That folder may be on a file system that hangs. So only a thread of its own open
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING
 
-from telemetry.core.signal_mask import signals_blocked
+from telemetry.core.own_threads import OwnThread
 from telemetry.snapshot.export_space import Reservation, age_seconds, destination
 from telemetry.snapshot.private_folder import open_folder
 from telemetry.snapshot.store import PARTIAL
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from telemetry.core.errors import ErrorLog
 
 
-def start_sweep(shared: Path, is_gone: Callable[[str, float], bool], errors: ErrorLog) -> threading.Thread | None:
+def start_sweep(shared: Path, is_gone: Callable[[str, float], bool], errors: ErrorLog) -> OwnThread | None:
     """Start `sweep_elsewhere` on a thread. Without leftovers there is nothing to start, and the result is None.
 
     Raises:
@@ -37,9 +36,8 @@ def start_sweep(shared: Path, is_gone: Callable[[str, float], bool], errors: Err
 
     if not _left(shared, is_gone):
         return None
-    thread = threading.Thread(target=run, name="telemetry-sweep", daemon=True)
-    with signals_blocked():
-        thread.start()
+    thread = OwnThread(run, name="telemetry-sweep")
+    thread.start()
     return thread
 
 

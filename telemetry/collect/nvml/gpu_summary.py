@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 from telemetry.collect.collector import CollectorError
@@ -12,6 +11,7 @@ from telemetry.collect.nvml.device import (
     mig_enabled,
 )
 from telemetry.collect.nvml.driver import NvmlDriver
+from telemetry.core.own_threads import OwnThread
 
 
 def device_summary(timeout_seconds: float = 5.0) -> list[dict[str, Any]]:
@@ -35,7 +35,7 @@ def device_summary(timeout_seconds: float = 5.0) -> list[dict[str, Any]]:
             answers.append(error)
         driver.close()
 
-    thread = threading.Thread(target=ask, name="telemetry-nvml-summary", daemon=True)
+    thread = OwnThread(ask, name="telemetry-nvml-summary")
     thread.start()
     thread.join(timeout_seconds)
     if not answers:

@@ -8,7 +8,6 @@ held during a call or inherited by a forked child.
 from __future__ import annotations
 
 import os
-import threading
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -23,8 +22,8 @@ from telemetry.collect.nvml.device import (
 )
 from telemetry.collect.nvml.driver import NvmlDriver
 from telemetry.collect.nvml.readings import DeviceReader
-from telemetry.core import fork_warning
 from telemetry.core.clock import NS, now_ns
+from telemetry.core.own_threads import OwnThread, Wake
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -86,11 +85,11 @@ class NvmlSource:
         self._clock = clock
         self._fresh_seconds = max(_FRESH_INTERVALS * interval_seconds, _MIN_FRESH_SECONDS)
         self._inert: str | None = None
-        self._stop = threading.Event()
+        self._stop = Wake()
         self._driver = NvmlDriver(clock)
         self._outcome = _ReadingOutcome(None, _NOT_YET, 0)
         self._cpu_seconds = 0.0
-        self._thread: threading.Thread | None = None
+        self._thread: OwnThread | None = None
         try:
             self._ensure_thread()
         except CollectorError:
@@ -132,7 +131,7 @@ class NvmlSource:
         The event is replaced, not set, because the parent's thread may have held its lock during the fork.
         """
         self._inert = _FORKED
-        self._stop = threading.Event()
+        self._stop = Wake()
         self._outcome = _ReadingOutcome(None, _FORKED, 0)
         self._cpu_seconds = 0.0
         self._thread = None
@@ -140,7 +139,7 @@ class NvmlSource:
     def _ensure_thread(self) -> None:
         if self._thread is not None and self._thread.is_alive():
             return
-        thread = threading.Thread(target=self._run, name="telemetry-nvml", daemon=True)
+        thread = OwnThread(self._run, name="telemetry-nvml")
         try:
             thread.start()
         except RuntimeError as error:  # the thread limit is reached, or the interpreter is shutting down
@@ -149,7 +148,6 @@ class NvmlSource:
 
     def _run(self) -> None:
         """The thread. It contains every error."""
-        fork_warning.ours()
         try:
             self._sample_until_told()
         except BaseException as error:

@@ -6,14 +6,14 @@ dropped and counted.
 
 from __future__ import annotations
 
-import threading
 import time
+from _thread import allocate_lock
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
 from telemetry.core.clock import NS, now_ns
 from telemetry.core.errors import text_of
-from telemetry.core.signal_mask import signals_blocked
+from telemetry.core.own_threads import OwnThread, Wake
 from telemetry.publish.sinks.sink import SinkWaits
 
 if TYPE_CHECKING:
@@ -29,6 +29,8 @@ _ITEMS_AT_ONCE: Final = 10
 
 _FIRST_PAUSE_SECONDS: Final = 5.0
 _LONGEST_PAUSE_SECONDS: Final = 300.0
+
+_LONG_SECONDS: Final = 3600.0
 
 
 class _Queue:
@@ -56,9 +58,10 @@ class SinkThread:
     def __init__(self, sinks: Sequence[Sink], mono_ns: Callable[[], int] = now_ns) -> None:
         self._queues = [_Queue(sink) for sink in sinks]
         self._now = mono_ns
-        self._changed = threading.Condition()
+        self._lock = allocate_lock()
+        self._changed = Wake()
         self._ending = False
-        self._thread: threading.Thread | None = None
+        self._thread: OwnThread | None = None
         self._news: deque[tuple[str, int]] = deque(maxlen=1000)
         self.cpu_seconds = 0.0
 
@@ -68,17 +71,16 @@ class SinkThread:
         Raises:
             RuntimeError: the thread cannot be started. It is tried again with the next item.
         """
-        with self._changed:
+        with self._lock:
             for queue in self._queues:
                 if not queue.items and not queue.pause_seconds:
                     queue.due_ns = self._now() + int(queue.sink.gather_seconds * NS)
                 queue.items.append(item)
                 self._drop_oldest(queue)
-            self._changed.notify()
+        self._changed.set()
         if self._thread is None:
-            thread = threading.Thread(target=self._run, name="telemetry-sinks", daemon=True)
-            with signals_blocked():
-                thread.start()
+            thread = OwnThread(self._run, name="telemetry-sinks", others_code=True)
+            thread.start()
             self._thread = thread
 
     def take_news(self) -> list[tuple[str, int]]:
@@ -90,9 +92,8 @@ class SinkThread:
 
     def end(self) -> None:
         """Let the thread write what is left, once, and end."""
-        with self._changed:
-            self._ending = True
-            self._changed.notify()
+        self._ending = True
+        self._changed.set()
 
     def wait(self, seconds: float) -> bool:
         """Wait for the end of the thread, at most this many seconds. Returns whether it has ended."""
@@ -108,10 +109,9 @@ class SinkThread:
     def _run(self) -> None:
         last = False
         while not last:
-            with self._changed:
-                if not self._ending:
-                    self._changed.wait(self._seconds_to_wait())
-                last = self._ending
+            self._changed.wait(self._seconds_to_wait())
+            self._changed.clear()
+            last = self._ending
             for queue in self._queues:
                 if last or queue.due_ns <= self._now():
                     self._empty(queue)
@@ -119,20 +119,20 @@ class SinkThread:
                     self._close(queue.sink)
                 self.cpu_seconds = time.thread_time()
 
-    def _seconds_to_wait(self) -> float | None:
-        """Until something is due; None if only a new item can be. Called with the lock."""
+    def _seconds_to_wait(self) -> float:
+        """Until something is due."""
         due = [queue.due_ns for queue in self._queues if queue.items]
-        return max(0.0, (min(due) - self._now()) / NS) if due else None
+        return (min(due) - self._now()) / NS if due else _LONG_SECONDS
 
     def _empty(self, queue: _Queue) -> None:
         """Write the items of a sink, some at a time, until all are written or it fails."""
         while True:
-            with self._changed:
+            with self._lock:
                 items = [queue.items.popleft() for _ in range(min(len(queue.items), _ITEMS_AT_ONCE))]
             if not items:
                 return
             if not self._write(queue, items):
-                with self._changed:
+                with self._lock:
                     self._put_back(queue, items)
                 return
 

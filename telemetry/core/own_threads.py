@@ -1,0 +1,258 @@
+"""The agent's own threads, which the training does not notice.
+
+* `threading` does not know them. A script may join every thread that `threading.enumerate` returns, or wait until
+  `threading.active_count` is 1.
+* They block all signals, because signals are meant for the training. If they did not, the kernel could deliver a signal
+  to a thread of ours although the training waits for it with ``sigwait``, which would end the process. If the script
+  has set SIGPIPE back to its default, a scraper that closes its connection would end the process, too.
+* No garbage collection starts on them. Python collects on the thread whose allocation exceeds the threshold, and then
+  runs the finalizers of the script there: a connection of sqlite3 that is closed on a thread of ours raises. So while a
+  thread of ours works, the threshold is higher by `_ROOM` objects, which it does not allocate. A collection that has
+  become due starts at the next allocation of the script, at most milliseconds later. If a thread of ours hangs (a file
+  system that does not answer), the script still collects, but less often.
+
+A thread of ours waits with `Wake` or between `rest` and `work`. Anywhere else it counts as working.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+from _thread import allocate_lock, get_ident, get_native_id, start_new_thread
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+# Faults of the thread itself are not blocked, so that faulthandler can report them.
+_FAULTS: Final = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT})
+
+_ROOM: Final = 20_000
+"""More than a tick allocates and keeps: 1,000 to 3,000 objects at its peak."""
+
+_MOST: Final = 2**31 - 1
+
+_running: Final[dict[int, OwnThread]] = {}
+
+harmless: Final[list[OwnThread]] = []
+"""Our threads that run no code of others, such as a logger's client, which may hold a lock that a forked child needs. A
+thread is in the list from before it starts until some time after it has ended, while the kernel may still count it."""
+
+_guard = allocate_lock()
+_at_work = 0
+_threshold = 0  # of the script, while ours is in place; else 0
+_raised = 0  # ours
+
+
+def work() -> None:
+    """This thread of ours begins to work."""
+    global _at_work, _threshold, _raised  # noqa: PLW0603
+    _guard.acquire()
+    _at_work += 1
+    if _at_work == 1:
+        now = gc.get_threshold()[0]
+        if now:  # with 0 nothing is collected
+            raised = min(max(now, gc.get_count()[0]) + _ROOM, _MOST)
+            gc.set_threshold(raised)
+            _threshold, _raised = now, raised
+    _guard.release()
+
+
+def rest() -> None:
+    """This thread of ours is about to wait."""
+    global _at_work  # noqa: PLW0603
+    _guard.acquire()
+    _at_work -= 1
+    if not _at_work:
+        _restore_threshold()
+    _guard.release()
+
+
+def _restore_threshold() -> None:
+    global _threshold, _raised  # noqa: PLW0603
+    if _threshold and gc.get_threshold()[0] == _raised:  # else the script has set its own meanwhile
+        gc.set_threshold(_threshold)
+    _threshold = _raised = 0
+
+
+def running() -> list[str]:
+    """The names of our threads."""
+    return [thread.name for thread in [*_running.values()]]
+
+
+def named(ident: int) -> str | None:
+    """The name of our thread with this ident; None for any other thread."""
+    thread = _running.get(ident)
+    return None if thread is None else thread.name
+
+
+class OwnThread:
+    """A thread of ours.
+
+    Args:
+        target: runs on the thread. What it raises is printed, so it must not raise.
+        args: its arguments.
+        name: shown by ``top -H`` and in the stacks of a hang; it begins with ``telemetry-``.
+        others_code: whether it runs code of others.
+    """
+
+    __slots__ = ("_args", "_ended", "_others_code", "_started", "_target", "ident", "name")
+
+    def __init__(self, target: Callable[..., object], *args: Any, name: str, others_code: bool = False) -> None:
+        self._target = target
+        self._others_code = others_code
+        self._args = args
+        self.name = name
+        self.ident: int | None = None
+        self._started = allocate_lock()
+        self._ended = allocate_lock()
+
+    def start(self) -> None:
+        """Start the thread, once.
+
+        Raises:
+            RuntimeError: no thread can be started: at the limit, or while the interpreter exits.
+        """
+        self._started.acquire()
+        self._ended.acquire()
+        if not _after_fork_registered:
+            _register()
+        if not self._others_code:
+            harmless.append(self)
+        # A new thread inherits the blocked signals of the thread that starts it.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - _FAULTS)
+        try:
+            start_new_thread(self._main, ())
+        except BaseException:
+            self._ended.release()
+            _forget_ended()
+            raise
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        self._started.acquire()
+
+    def is_alive(self) -> bool:
+        """Whether it was started and has not ended."""
+        return self.ident is not None and self._ended.locked()
+
+    def join(self, seconds: float = -1) -> bool:
+        """Wait until it has ended, at most this many seconds; by default without a limit. Returns whether it has."""
+        if self.ident is None:
+            return True
+        if not self._ended.acquire(True, -1 if seconds == -1 else max(0.0, seconds)):
+            return False
+        self._ended.release()
+        return True
+
+    def _main(self) -> None:
+        work()
+        self.ident = get_ident()
+        _running[self.ident] = self
+        _name_for_kernel(self.name)
+        self._started.release()
+        try:
+            self._target(*self._args)
+        finally:
+            del self._target, self._args
+            _forget_in_threading()
+            del _running[self.ident]
+            rest()
+            self._ended.release()
+
+
+class Wake:
+    """What a thread of ours waits for: it stays set until it is cleared. Any thread may set it, also a signal handler.
+
+    `threading.Event` would allocate a lock for each wait, which may start a collection.
+    """
+
+    __slots__ = ("_gate", "_is_set")
+
+    def __init__(self) -> None:
+        self._gate = allocate_lock()
+        self._gate.acquire()
+        self._is_set = False
+
+    def set(self) -> None:
+        """End all waits."""
+        self._is_set = True
+        self._open()
+
+    def clear(self) -> None:
+        """Let later waits wait again. Only for the one thread that waits."""
+        self._is_set = False
+        self._gate.acquire(False)
+
+    def is_set(self) -> bool:
+        """Whether it was set."""
+        return self._is_set
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until it is set, at most this many seconds. Returns whether it is set."""
+        if self._is_set or seconds <= 0:
+            return self._is_set
+        ours = get_ident() in _running
+        if ours:
+            _forget_in_threading()
+            _forget_ended()
+            rest()
+        if self._gate.acquire(True, seconds):
+            self._open()  # for the others that wait
+        if ours:
+            work()
+        return self._is_set
+
+    def _open(self) -> None:
+        try:
+            self._gate.release()
+        except RuntimeError:
+            pass  # it is open
+
+
+def _forget_in_threading() -> None:
+    """`threading.current_thread`, which libraries call, has put an object for this thread into the list of threads."""
+    threading._active.pop(get_ident(), None)  # type: ignore[attr-defined]
+
+
+def _forget_ended() -> None:
+    for thread in [*harmless]:
+        if not thread._ended.locked():
+            try:
+                harmless.remove(thread)
+            except ValueError:
+                pass  # another thread has done it
+
+
+def _name_for_kernel(name: str) -> None:
+    try:
+        comm = os.open(f"/proc/self/task/{get_native_id()}/comm", os.O_WRONLY)
+    except OSError:
+        return  # no /proc, or no descriptor is left
+    try:
+        os.write(comm, name.encode())
+    except OSError:
+        pass
+    finally:
+        os.close(comm)
+
+
+_after_fork_registered = False
+
+
+def _register() -> None:
+    global _after_fork_registered  # noqa: PLW0603
+    os.register_at_fork(after_in_child=_after_fork_in_child)
+    _after_fork_registered = True
+
+
+def _after_fork_in_child() -> None:
+    """The child has none of these threads. The fork may have met them at work."""
+    global _guard, _at_work
+    _guard, _at_work = allocate_lock(), 0
+    _restore_threshold()
+    for thread in _running.values():
+        thread._ended = allocate_lock()
+    _running.clear()
+    harmless.clear()
