@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from telemetry import config as settings_module
 from telemetry.core.clock import now_ns
+from telemetry.core.errors import let_pass
 from telemetry.core.weak_map import WeakMap
 
 if TYPE_CHECKING:
@@ -91,6 +92,7 @@ def start(run_dir: str | os.PathLike[str] | None = None, **settings: Any) -> Age
             agent.start()
         except Exception as error:
             stop()
+            let_pass(error)
             if config.start_line:
                 from telemetry.core.stderr import say
 

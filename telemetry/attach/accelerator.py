@@ -6,6 +6,8 @@ import sys
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from telemetry.core.errors import let_pass
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import ModuleType
@@ -59,14 +61,16 @@ def _allocated(torch: ModuleType) -> str | None:
     try:
         device = named() if named is not None else None
         return str(device.type) if device is not None and _says_yes(used) else None
-    except Exception:
+    except Exception as error:
+        let_pass(error)
         return None
 
 
 def _says_yes(question: Callable[[], object] | None) -> bool:
     try:
         return question is not None and question() is True
-    except Exception:
+    except Exception as error:
+        let_pass(error)
         return False
 
 

@@ -19,6 +19,7 @@ from telemetry.attach.loader_handle import ON_THREAD, LoaderHandle
 from telemetry.attach.loader_types import own_value
 from telemetry.attach.own_counts import NO_TOKENS, OwnFetches, follow
 from telemetry.attach.worker_counts import WorkerSamples, WorkerTokens
+from telemetry.core.errors import let_pass
 from telemetry.core.weak_map import WeakMap
 
 if TYPE_CHECKING:
@@ -225,7 +226,8 @@ def sizes_of(iterator: Any) -> BatchSizes | None:
     sampler = own_value(iterator, "_index_sampler")
     try:
         return BatchSizes(size, None if sampler.drop_last else len(sampler.sampler))
-    except Exception:  # the length of the user's data set
+    except Exception as error:  # the length of the user's data set
+        let_pass(error)
         return None
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from telemetry.attach.batch_tokens import tokens_in
 from telemetry.attach.fetched_samples import FetchedSamples
+from telemetry.core.errors import let_pass
 
 if TYPE_CHECKING:
     from mmap import mmap
@@ -120,21 +121,24 @@ class BatchWriter:
         if self._samples is not None:
             try:
                 self._samples.begin(fetcher)
-            except Exception:
+            except Exception as error:
+                let_pass(error)
                 self._table.set(LOST)
 
     def made(self, indices: object, batch: object) -> bool:
         """A fetch has made this batch. Returns whether it wants more of them. Never raises."""
         try:
             tokens = self._tokens_of(batch) if self._looking else 0
-        except Exception:
+        except Exception as error:
+            let_pass(error)
             self._table.set(FAILED)
             tokens = 0
         try:
             samples = None if self._samples is None else self._samples.of(indices)
             if tokens or self._every:
                 self._note(COUNTED + tokens, UNKNOWN if samples is None else samples)
-        except Exception:
+        except Exception as error:
+            let_pass(error)
             self._table.set(LOST)
         return self._looking or self._samples is not None
 
@@ -142,7 +146,8 @@ class BatchWriter:
         """A fetch has raised. Its number is used up. Never raises."""
         try:
             self._note(RAISED, UNKNOWN)
-        except Exception:
+        except Exception as error:
+            let_pass(error)
             self._table.set(LOST)
 
     def _tokens_of(self, batch: object) -> int:

@@ -121,7 +121,7 @@ def timed_next(
             if not head & sampled:
                 tracker.overhead_ns += (now() - end) * OVERHEAD_EVERY
         except BaseException as error:
-            _contain(tracker, error)
+            tracker.fault(error)
         return batch
 
     return __next__
@@ -149,7 +149,7 @@ def _timed_on_slow_path(original: Callable[[Any], Any], tracker: StepTracker) ->
             timed = time_wait(tracker, self, entry) if tracker.sampler_timer.wanted else None
             start = now_ns()
             tracker.waiting_since = start if entry & 7 == S_DATA_WAIT else -start
-        except Exception as error:
+        except BaseException as error:
             tracker.fault(error)
             return original(self)
         end = 0
@@ -173,7 +173,7 @@ def _timed_on_slow_path(original: Callable[[Any], Any], tracker: StepTracker) ->
             if tracker.gpu is not None:
                 _arrived(tracker, start, end)
         except BaseException as error:
-            _contain(tracker, error)
+            tracker.fault(error)
         return batch
 
     return __next__
@@ -185,15 +185,7 @@ def _failed(tracker: StepTracker, iterator: object, start: int, entry: int, erro
         if tracker.gpu is not None:
             _arrived(tracker, start, now_ns())
     except BaseException as ours:
-        _contain(tracker, ours)
-
-
-def _contain(tracker: StepTracker, error: BaseException) -> None:
-    """Count a failure of the agent's code. Ctrl-C in it is no failure: it is raised, and measuring goes on."""
-    if not isinstance(error, Exception):
-        tracker.waiting_since = 0
-        raise error
-    tracker.fault(error)
+        tracker.fault(ours)
 
 
 def _end(
@@ -284,7 +276,7 @@ def _timed_boundary(original: Callable[[Any], Any], tracker: StepTracker, *, lea
                     _mark(tracker, None, entry)
                 start = now_ns()
                 tracker.waiting_since = start if entry & 7 == S_DATA_WAIT else -start
-        except Exception as error:
+        except BaseException as error:
             tracker.fault(error)
             return original(self)
         result = None
@@ -315,4 +307,4 @@ def _boundary_passed(tracker: StepTracker, start: int, entry: int, iterator: obj
         if tracker.gpu is not None:
             _arrived(tracker, start, end)
     except BaseException as error:
-        _contain(tracker, error)
+        tracker.fault(error)

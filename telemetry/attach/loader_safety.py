@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping
 from types import CodeType
 from typing import TYPE_CHECKING, Any, Final
 
+from telemetry.core.errors import let_pass
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -76,7 +78,8 @@ def _tensors(values: list[object]) -> Iterator[Any]:
 def _device(tensor: Any) -> str:
     try:
         return str(tensor.device.type)
-    except Exception:  # a subclass of the user's own
+    except Exception as error:  # a subclass of the user's own
+        let_pass(error)
         return "cpu"
 
 

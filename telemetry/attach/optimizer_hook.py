@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from telemetry.attach import ring as r
 from telemetry.attach.step_state import NO_THREAD
 from telemetry.core.clock import now_ns
+from telemetry.core.errors import let_pass
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -97,5 +98,6 @@ def _device_of(optimizer: Any) -> str | None:
     """The type of device that holds an optimizer's parameters; None if it is unknown."""
     try:
         return str(optimizer.param_groups[0]["params"][0].device.type)
-    except Exception:
+    except Exception as error:
+        let_pass(error)
         return None

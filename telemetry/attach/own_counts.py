@@ -14,6 +14,7 @@ from telemetry.attach.batch_tokens import tokens_in
 from telemetry.attach.fetched_samples import FetchedSamples
 from telemetry.attach.loader_types import own_value
 from telemetry.attach.traceback_frames import forget_frame
+from telemetry.core.errors import let_pass
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -109,12 +110,14 @@ class OwnFetches:
         if self.samples is not None and self._sizes is not None:
             try:
                 self.samples.add(self._sizes.of(indices))
-            except Exception:
+            except Exception as error:
+                let_pass(error)
                 self.samples.add(None)
         if self.tokens is not None:
             try:
                 self.tokens.add(tokens_in(batch))
-            except Exception:
+            except Exception as error:
+                let_pass(error)
                 self.tokens.add(None)
 
     def count_tokens(self, number: int, tokens: int) -> OwnCounts:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from telemetry.attach.traceback_frames import forget_frame
 from telemetry.attach.worker_probe import in_worker_process, note_wrapper, without_ours
+from telemetry.core.errors import let_pass
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -81,8 +82,8 @@ class MarkedWorker:
         try:
             if in_worker_process(self._maker):
                 _mark_fetches(worker_id)
-        except Exception:
-            pass  # it cannot be reported from here
+        except Exception as error:
+            let_pass(error)  # it cannot be reported from here
         if self.user is None:
             return
         try:

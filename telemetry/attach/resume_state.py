@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.attach.ring import S_STARTUP
 from telemetry.core.clock import now_ns
+from telemetry.core.errors import let_pass
 from telemetry.core.spans import SavedCheckpoint
 
 if TYPE_CHECKING:
@@ -171,14 +172,16 @@ def _succeeded(future: Any) -> bool:
     """Whether a future has a result. An exception here would be logged by torch's thread."""
     try:
         return not future.cancelled() and future.exception() is None
-    except Exception:  # another kind of future
+    except Exception as error:  # another kind of future
+        let_pass(error)
         return False
 
 
 def _step_of_optimizer(optimizer: Any) -> int | None:
     try:
         return _counted_in(optimizer.state)
-    except Exception:  # an optimizer of another kind
+    except Exception as error:  # an optimizer of another kind
+        let_pass(error)
         return None
 
 

@@ -13,6 +13,7 @@ from telemetry.attach.resume_state import ResumeState
 from telemetry.attach.sampler_timer import SamplerTimer
 from telemetry.attach.traceback_frames import without_frames
 from telemetry.core.clock import now_ns
+from telemetry.core.errors import let_pass
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -190,12 +191,17 @@ class StepState(HotState):
         self.ring.push(stamp, stamp, r.code(category, category))
 
     def fault(self, error: BaseException) -> None:
-        """Count a failure of our code on the training thread, and keep it for the log. The training goes on."""
+        """Count a failure of our code on the training thread, and keep it for the log. The training goes on.
+
+        Raises:
+            BaseException: the error, if it is the script's.
+        """
         self.waiting_since = 0
         self.note_error(error)
 
     def note_error(self, error: BaseException) -> None:
         """The same for a failure that does not affect the wait in progress."""
+        let_pass(error)
         self.errors += 1
         self.last_error = without_frames(error)
 

@@ -37,6 +37,7 @@ from telemetry.attach.worker_block import (
     WorkerBlock,
 )
 from telemetry.core.clock import now_ns
+from telemetry.core.errors import let_pass
 from telemetry.core.weak_map import WeakMap
 from telemetry.core.worker_records import FETCH_BUCKETS
 
@@ -73,8 +74,8 @@ class WorkerProbe:
             if self.block is not None and in_worker_process(self.block.owner):
                 _time_fetches(self.block, worker_id)
                 _offer_stacks(self.block, worker_id)
-        except Exception:
-            pass  # it cannot be reported from here; the agent sees a worker without counters
+        except Exception as error:
+            let_pass(error)  # it cannot be reported from here; the agent sees a worker without counters
         if self.user is None:
             return
         try:
@@ -141,8 +142,8 @@ def _sampling(block: WorkerBlock, worker: int, words: memoryview) -> Callable[[]
                     block.area(worker),
                 ).ask
             ask()
-        except Exception:
-            pass  # it cannot be reported from here; the agent sees a worker without a profile
+        except Exception as error:
+            let_pass(error)  # it cannot be reported from here; the agent sees a worker without a profile
 
     return sample
 

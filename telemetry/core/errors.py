@@ -1,18 +1,28 @@
-"""Counts the agent's own failures by source and logs each at most once a minute. Never raises."""
+"""Failures of the agent's own code: counted by source, and each logged at most once a minute.
+
+What is no failure of ours is raised again, see `let_pass`.
+"""
 
 from __future__ import annotations
 
+import os
+import sys
 from collections import deque
 from contextlib import contextmanager
+from inspect import CO_VARARGS
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.core.clock import NS, now_ns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from types import FrameType
 
 _QUIET_SECONDS: Final = 60.0
 _MAX_TEXT: Final = 500
+_PACKAGE: Final = os.path.dirname(os.path.dirname(__file__)) + os.sep  # noqa: PTH120 - strings to compare
+_OUR_MODULES: Final = sys.stdlib_module_names | {"torch", "telemetry"}
+"""Top-level modules of the exceptions that our own code, and what it calls, may raise."""
 
 
 class ErrorLog:
@@ -29,7 +39,13 @@ class ErrorLog:
         self._now = mono_ns
 
     def note(self, source: str, error: BaseException | str, *, count: int = 1) -> None:
-        """Count a failure. The same message from the same source is logged once a minute."""
+        """Count a failure. The same message from the same source is logged once a minute.
+
+        Raises:
+            BaseException: the error, if it is the script's.
+        """
+        if isinstance(error, BaseException):
+            let_pass(error)
         self.counts[source] = self.counts.get(source, 0) + count
         self.tell(source, error)
 
@@ -67,3 +83,37 @@ def text_of(error: BaseException) -> str:
         return " ".join(f"{type(error).__name__}: {error}".split())[:_MAX_TEXT]
     except Exception:
         return type(error).__name__
+
+
+def let_pass(error: BaseException) -> None:
+    """Raise an exception again that is the script's, although our code has caught it.
+
+    Python runs the script's signal handlers on the main thread between any two bytecodes, so also in our code. What a
+    handler raises there (Ctrl-C, a preemption notice) is meant for the script.
+
+    Args:
+        error: what our code has caught while none of the script's code was called on purpose.
+
+    Raises:
+        BaseException: the error, without our frames.
+    """
+    trace = error.__traceback__
+    before: FrameType | None = None
+    while trace is not None:
+        frame = trace.tb_frame
+        if not frame.f_code.co_filename.startswith(_PACKAGE) and before is not None and _is_handler(frame, before):
+            raise error.with_traceback(trace)
+        before, trace = frame, trace.tb_next
+    ours = before is None or before.f_code.co_filename.startswith(_PACKAGE)
+    thrown = ours and type(error).__module__.partition(".")[0] not in _OUR_MODULES  # into this thread, by another one
+    if thrown or not isinstance(error, Exception):
+        raise error
+
+
+def _is_handler(frame: FrameType, interrupted: FrameType) -> bool:
+    """Whether a frame is that of a signal handler: it was called with the frame that it has interrupted."""
+    code, values = frame.f_code, frame.f_locals
+    arguments = [*map(values.get, code.co_varnames[: code.co_argcount])]
+    if code.co_flags & CO_VARARGS:
+        arguments += values.get(code.co_varnames[code.co_argcount + code.co_kwonlyargcount], ())
+    return any(value is interrupted for value in arguments)
