@@ -10,13 +10,13 @@ import sys
 from collections import deque
 from contextlib import contextmanager
 from inspect import CO_VARARGS
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.core.clock import NS, now_ns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from types import FrameType
 
 _QUIET_SECONDS: Final = 60.0
 _MAX_TEXT: Final = 500
@@ -98,22 +98,23 @@ def let_pass(error: BaseException) -> None:
         BaseException: the error, without our frames.
     """
     trace = error.__traceback__
-    before: FrameType | None = None
+    if trace is None:
+        return  # it is kept, and not being handled
+    ours = True
     while trace is not None:
-        frame = trace.tb_frame
-        if not frame.f_code.co_filename.startswith(_PACKAGE) and before is not None and _is_handler(frame, before):
+        ours = trace.tb_frame.f_code.co_filename.startswith(_PACKAGE)
+        if not ours and _is_handler(trace.tb_frame):
             raise error.with_traceback(trace)
-        before, trace = frame, trace.tb_next
-    ours = before is None or before.f_code.co_filename.startswith(_PACKAGE)
+        trace = trace.tb_next
     thrown = ours and type(error).__module__.partition(".")[0] not in _OUR_MODULES  # into this thread, by another one
     if thrown or not isinstance(error, Exception):
         raise error
 
 
-def _is_handler(frame: FrameType, interrupted: FrameType) -> bool:
-    """Whether a frame is that of a signal handler: it was called with the frame that it has interrupted."""
+def _is_handler(frame: FrameType) -> bool:
+    """Whether a frame is that of a signal handler: no other function is called with a frame, the interrupted one."""
     code, values = frame.f_code, frame.f_locals
     arguments = [*map(values.get, code.co_varnames[: code.co_argcount])]
     if code.co_flags & CO_VARARGS:
         arguments += values.get(code.co_varnames[code.co_argcount + code.co_kwonlyargcount], ())
-    return any(value is interrupted for value in arguments)
+    return any(isinstance(value, FrameType) for value in arguments)
