@@ -87,7 +87,7 @@ class AgentParts:
         self._tick_pace = TickPace(config, self.accounting)
         self._node: NodeService | None = None  # set by `start`
         self._job: JobLink | None = None  # set by `start`
-        self._exposition = Exposition(self.identity.run, self.identity.rank)
+        self._exposition = Exposition(self.identity.run, self.identity.rank, self.identity.node)
         self._collectors = CollectorPoller(self.tracker, config.interval_seconds, self.errors)
         self._address = EndpointAddress(config, self.identity.node)
         self.overhead = Overhead(self.tracker, self._collectors)
