@@ -223,7 +223,7 @@ class AgentParts:
             ledger.seconds(),
             ledger.first_wait_ns / NS,
             has_batch=ledger.batches > 0,
-            stuck_seconds=stalls.stuck_seconds,
+            stuck_for_seconds=stalls.stuck_for_seconds,
             stuck_in=stalls.stuck_in,
         )
         self._counts.tick(self.identity, self._builder.current())
