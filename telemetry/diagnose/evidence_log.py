@@ -61,7 +61,7 @@ def _delivery(evidence: Evidence) -> dict[str, Any]:
         "transfer_wait_seconds": delivery.transfer_wait_seconds,
         "transfer_wait_long_fetch_seconds": delivery.transfer_wait_long_fetch_seconds,
         "head_of_line_seconds": delivery.head_of_line_wait_seconds,
-        "most_waited_worker": delivery.most_waited_worker,
+        "blocking_worker": delivery.blocking_worker,
         "moving_seconds": delivery.transfer_seconds,
         "moving_from_busy_seconds": delivery.transfer_from_busy_seconds,
         "freeing_seconds": delivery.release_seconds,
