@@ -225,12 +225,14 @@ class Node:
 
     def __init__(self, ranks: Iterable[SimulatedRank]) -> None:
         self.ranks = tuple(ranks)
-        self._expositions = [Exposition(rank.run, rank.rank) for rank in self.ranks]
+        self._expositions = [Exposition(rank.run, rank.rank, rank.node) for rank in self.ranks]
 
     def expose(self, views: Iterable[RunView]) -> bytes:
-        """The exposition of one view of each rank."""
+        """The exposition of one view of each rank. The first one serves, so it shows the machine."""
+        views = list(views)
         parts = zip(self.ranks, self._expositions, views, strict=True)
-        return join(RankState(rank.rank, 0, tuple(exposition.render(view))) for rank, exposition, view in parts)
+        states = [RankState(rank.rank, 0, tuple(exposition.render(view))) for rank, exposition, view in parts]
+        return join([*states, RankState(0, 0, tuple(self._expositions[0].render_node(views[0])))])
 
 
 def _histogram(bounds: tuple[float, ...], count: int, value: float) -> Histogram:

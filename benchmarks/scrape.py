@@ -173,7 +173,8 @@ def publish_ranks(run: str, scope: str, node: str) -> None:
     while True:
         view = full_view()
         for rank in range(1, RANKS):
-            board.publish(rank, list(Exposition(run, rank).render(view)))  # a new one, so that every family is rendered
+            families = Exposition(run, rank, node).render(view)  # a new one, so that every family is rendered
+            board.publish(rank, list(families))
         time.sleep(1.0)
 
 

@@ -251,9 +251,11 @@ class _Shapes:
             "workers": 8, "training_workers": 8, "resident_memory_bytes": int(2.4e10), "ready_batches": 13,
             "fetching_seconds": 0.2, "fetches_total": 100000, "cpu_ratio": 0.61 + draw(0, 0.02), "busy_ratio": 0.71,
             "runnable_ratio": 0.01 + abs(draw(0, 0.005)), "blocked_ratio": 0.09 + abs(draw(0, 0.01)),
-            "read_bytes_per_second": 3.1e8, "slack_seconds": 1.9, "late_seconds_total": 3.1, "moved_seconds_total": 2.2,
+            "read_bytes_per_second": 3.1e8, "slack_seconds": 1.9, "fetch_wait_seconds_total": 3.1,
+            "transfer_wait_seconds_total": 2.2,
             "head_of_line_seconds_total": 0.4, "matched_total": 1000, "from_busy_total": 800,
-            "moved_from_busy_seconds_total": 1.1, "moved_from_long_seconds_total": 0.1, "head_of_line_batches": 0,
+            "transfer_wait_busy_worker_seconds_total": 1.1, "transfer_wait_long_fetch_seconds_total": 0.1,
+            "head_of_line_batches": 0,
             "head_of_line_worker": None, "head_of_line_since_seconds": None, "written_bytes_per_second": 1.4e6,
             "allowed_cores": 192, "packing_ratio": 0.04,
         }  # fmt: skip

@@ -38,10 +38,10 @@ def machine() -> Iterator[timeseries.Panel]:
     yield shared_panels.pressure(RUN_SCOPE, "a machine waited for the resource, on the worst node")
     yield graph(
         "Throttled by the CPU limit",
-        "Share of the periods in which the job's cgroup had used up its CPU and was stopped. Anything but zero slows "
-        "workers and training alike: raise the limit, or start fewer workers.",
+        "Share of the periods in which the job's cgroup had used up its CPU and was stopped, by node. Anything but "
+        "zero slows workers and training alike: raise the limit, or start fewer workers.",
         "percentunit",
-        Query(f"max by (run, rank) (training_cgroup_cpu_throttled_ratio{{{SHOWN}}}) {WORST}", "rank {{rank}}"),
+        Query(f"max by (node) (training_cgroup_cpu_throttled_ratio{{{RUN}}})", "{{node}}"),
         steps=fair_bad(0.05, 0.2),
         top=1,
         no_value="No CPU limit",

@@ -187,7 +187,7 @@ def _machine() -> Iterator[timeseries.Panel]:
         "less beside the training.",
         "percentunit",
         Query(f"max by (node) (run_node:training_host_cpu:ratio{{{_NODE}}})", "all cores"),
-        Query(f"max({_of('training_cgroup_cpu_throttled_ratio')})", "throttled by the cgroup's limit"),
+        Query(f"max(training_cgroup_cpu_throttled_ratio{{{_NODE}}})", "throttled by the cgroup's limit"),
         steps=fair_bad(0.9, 0.98),
         top=1,
     )
@@ -197,8 +197,8 @@ def _machine() -> Iterator[timeseries.Panel]:
         "Memory in use on the machine, without page cache, and the parts of the training processes and of their "
         "workers. Pages that workers share count for each.",
         "bytes",
-        Query(f"max({_of('training_host_memory_total_bytes')})", "there is"),
-        Query(f"max({_of('training_host_memory_used_bytes')})", "in use"),
+        Query(f"max(training_host_memory_total_bytes{{{_NODE}}})", "there is"),
+        Query(f"max(training_host_memory_used_bytes{{{_NODE}}})", "in use"),
         Query(f"sum({_of('training_process_resident_memory_bytes')})", "training processes"),
         Query(f"sum({_of('training_loader_workers_memory_bytes')})", "workers"),
     )

@@ -20,6 +20,11 @@ from telemetry.core.worker_records import WorkersSample
 from telemetry.publish.metrics.agent_metrics import COLLECTOR
 
 
+def all_families(exposition, view):
+    """The families of a rank that serves its node."""
+    return [*exposition.render(view), *exposition.render_node(view)]
+
+
 def full_view():
     """A view in which everything was measured."""
     view = RunView(

@@ -21,14 +21,15 @@ def wait_for(condition, seconds: float = 20.0):
 
 
 def scrape(agent) -> dict:
-    """The samples of the agent's endpoint, by name and the values of all labels except run and rank."""
+    """The samples of the agent's endpoint, by name and the values of all labels except run and rank, or run and node."""
     with urllib.request.urlopen(agent.metrics_url, timeout=10) as answer:
         text = answer.read().decode()
     found = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            rest = tuple(v for k, v in sorted(sample.labels.items()) if k not in {"run", "rank"})
-            assert {"run", "rank"} <= set(sample.labels)
+            whose = {"run", "rank"} if "rank" in sample.labels else {"run", "node"}
+            rest = tuple(v for k, v in sorted(sample.labels.items()) if k not in whose)
+            assert whose <= set(sample.labels)
             key = (sample.name, *rest)
             assert key not in found
             found[key] = sample.value

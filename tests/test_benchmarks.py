@@ -95,7 +95,7 @@ def test_a_scraped_node():
 def test_a_full_view_shows_every_family():
     from telemetry.publish.exposition import Exposition
 
-    names = [family.header.decode().split()[2] for family in Exposition("run", 1).render(scrape.full_view())]
+    names = [family.header.decode().split()[2] for family in Exposition("run", 1, "n1").render(scrape.full_view())]
     assert len(names) == len(set(names))
     assert "training_gpu_sm_active_ratio" in names
     assert "training_loader_workers" in names

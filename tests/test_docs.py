@@ -12,6 +12,7 @@ import pytest
 from telemetry.agent import tick_pace
 from telemetry.agent.hang_monitor import Hang
 from telemetry.agent.line_monitor import LineFindings
+from telemetry.config import Config
 from telemetry.core.labels import CAUSES
 from telemetry.diagnose import hang_detector, stall_detector, straggler
 from telemetry.diagnose.causes import Thresholds
@@ -108,6 +109,23 @@ def test_every_field_of_the_evidence_is_documented():
     written = {*evidence, *evidence["paces"][0], *of_some, *tool.written_workers()}
     assert len(written) > 90
     assert written - documented == set()
+
+
+def test_a_name_in_the_log_means_one_figure_and_is_that_of_its_metric():
+    tool = load_tool("generate_evidence")
+    of_some = Hang("opened", "unknown", "compute", 1.0, "").evidence() | LineFindings((), "", 0, "", ()).evidence()
+    assert tool.written_evidence().keys() & of_some.keys() == set(), "one would replace the other in the log"
+    told = {}
+    for fields in (tool.EVIDENCE, tool.STALL, tool.WORKERS):
+        for name, meaning in fields.items():
+            assert told.setdefault(name, meaning) == meaning, name
+    thresholds, settings = ({field.name for field in dataclasses.fields(kind)} for kind in (Thresholds, Config))
+    assert (told.keys() | thresholds) & settings == set()
+    metrics = {row[0] for row in table(text_of(DOCS / "METRICS.md"), "## The DataLoader and its workers")}
+    waits = {name.removeprefix("training_loader_") for name in metrics if name.endswith("_seconds_total")}
+    assert len(waits) == 3
+    assert waits <= tool.WORKERS.keys()
+    assert {name.removesuffix("_total") for name in waits} <= tool.EVIDENCE.keys()
 
 
 def test_a_field_of_the_evidence_without_a_meaning_is_refused(monkeypatch):

@@ -11,13 +11,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from telemetry.publish.exposition import Exposition
 from telemetry.publish.metrics.table import SECTIONS
-from tests.full_views import full_view
+from tests.full_views import all_families, full_view
 
 
 def one(view, name):
     """The rendered family of a metric; None where it is absent."""
     header = f"# HELP {name} ".encode()
-    found = [family for family in Exposition("a run", 7).render(view) if family.header.startswith(header)]
+    found = [family for family in all_families(Exposition("a run", 7, "n1"), view) if family.header.startswith(header)]
     return found[0] if found else None
 
 
@@ -52,20 +52,24 @@ def test_a_histogram_as_prometheus_client_renders_it():
 
 @pytest.mark.parametrize("text", ['a "run"', "back\\slash", "two\nlines", "é€", "\udce9"])
 def test_label_values_are_escaped_as_by_prometheus_client(text):
-    rendered = b"".join(part for family in Exposition(text, 7).render(full_view()) for part in family).decode()
-    runs = {s.labels["run"] for family in text_string_to_metric_families(rendered) for s in family.samples}
+    rendered = b"".join(
+        part for family in all_families(Exposition(text, 7, text), full_view()) for part in family
+    ).decode()
+    labels = [s.labels for family in text_string_to_metric_families(rendered) for s in family.samples]
 
-    assert runs == {text.encode("utf-8", "replace").decode()}
+    expected = text.encode("utf-8", "replace").decode()
+    assert {each["run"] for each in labels} == {expected}
+    assert {each["node"] for each in labels if "rank" not in each} == {expected}
 
 
 def test_a_family_is_rendered_anew_only_when_its_reading_changes():
-    exposition, view = Exposition("a run", 7), full_view()
-    before = {family.header: family for family in exposition.render(view)}
+    exposition, view = Exposition("a run", 7, "n1"), full_view()
+    before = {family.header: family for family in all_families(exposition, view)}
     view.stalls.opened["checkpoint"] += 1  # in place: its owner keeps counting
     totals = dataclasses.replace(view.totals, steps=4)
     gpu = dataclasses.replace(view.gpu, uuid="GPU-2")
     view = dataclasses.replace(view, totals=totals, gpu=gpu, energy_gpu=gpu)
-    after = {family.header: family for family in exposition.render(view)}
+    after = {family.header: family for family in all_families(exposition, view)}
 
     changed = {header.split()[2].decode() for header in after if after[header] is not before[header]}
     assert changed >= {"training_steps_total", "training_stalls_total", "training_gpu_info", "training_gpu_throttled"}
@@ -100,7 +104,7 @@ def test_what_was_not_measured_is_absent():
     gone = {spec.name: None for spec in dataclasses.fields(view) if spec.default is None}
     totals = dataclasses.replace(view.totals, exposed_wait_seconds=None)
     bare = dataclasses.replace(view, **gone, totals=totals, collectors=(), last_step_unix_seconds=None)
-    names = {family.header.split()[2].decode() for family in Exposition("a run", 7).render(bare)}
+    names = {family.header.split()[2].decode() for family in all_families(Exposition("a run", 7, "n1"), bare)}
 
     assert "training_steps_total" in names
     assert not {
@@ -127,5 +131,5 @@ def test_a_reading_that_a_sample_lacks_is_absent(part, always):
     groups = [g for section in SECTIONS for g in section.groups if g.record(view) is sample]
     names = {metric.name for group in groups for metric in group.metrics}
 
-    shown = {family.header.split()[2].decode() for family in Exposition("a run", 7).render(bare)} & names
+    shown = {family.header.split()[2].decode() for family in all_families(Exposition("a run", 7, "n1"), bare)} & names
     assert {name for name in shown if not name.endswith("_total") and "head_of_line" not in name} == always

@@ -53,7 +53,7 @@ class Hung:
                 {"startup": 5.0, "data_wait": 0.0, "compute": float(loop)},
                 min(float(loop), self.first_wait),
                 has_batch=loop > self.first_wait,
-                stuck_seconds=float(in_hang) if 30 <= in_hang and second <= 150 else 0.0,
+                stuck_for_seconds=float(in_hang) if 30 <= in_hang and second <= 150 else 0.0,
                 stuck_in=self.stuck_in,
             )
             self.seen.append(self.losses.view().lost_seconds)
@@ -122,7 +122,7 @@ def test_no_counter_falls_when_a_hung_process_is_killed(tmp_path, first_wait, re
                 "stuck": json.loads(hung.attempt.stuck.encoded())}))  # fmt: skip
     after = RunLosses(tmp_path, AttemptNow(), "cd", ErrorLog())
     after.tick(Identity("run", 0, 0, 1, "n", 1, "plain"), dict.fromkeys(("startup", "data_wait", "compute"), 0.0), 0.0,
-               has_batch=False, stuck_seconds=0.0, stuck_in=None)  # fmt: skip
+               has_batch=False, stuck_for_seconds=0.0, stuck_in=None)  # fmt: skip
     now = after.view().lost_seconds
     assert all(now[name] >= seconds for name, seconds in hung.seen[-1].items()), (hung.seen[-1], now)
     of_attempt = sum(now[name] for name in ("startup", "stuck", "replay", "redone"))

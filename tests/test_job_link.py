@@ -40,7 +40,7 @@ class Node:
 
     def tick(self, world_size: int = 2):
         self.seconds += 1
-        self.service.publish(self.rank, [], pace=pace(self.rank), ended=False)
+        self.service.publish(self.rank, [], [], pace=pace(self.rank), ended=False)
         self.service.lead_if_vacant()
         self.link.tick(world_size)
         return self.link.paces()

@@ -18,7 +18,7 @@ from telemetry.publish.endpoint import join
 from telemetry.publish.exposition import Exposition
 from telemetry.publish.metrics.agent_metrics import COLLECTOR
 from telemetry.publish.metrics.table import SECTIONS
-from tests.full_views import full_view
+from tests.full_views import all_families, full_view
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -72,21 +72,21 @@ UNITS = {
 
 @pytest.fixture(scope="module")
 def exposition():
-    state = SimpleNamespace(families=list(Exposition("a run", 7).render(full_view())))
+    state = SimpleNamespace(families=all_families(Exposition("a run", 7, "n1"), full_view()))
     return join([state]).decode()
 
 
 @pytest.fixture(scope="module")
 def rendered(exposition):
-    """``{name: (type, labels without run and rank)}`` of what the endpoint shows."""
+    """``{name: (type, labels without run)}`` of what the endpoint shows."""
     found = {}
     for family in text_string_to_metric_families(exposition):
         name = f"{family.name}_total" if family.type == "counter" else family.name
         labels = set()
         for sample in family.samples:
             assert sample.labels["run"] == "a run"
-            assert sample.labels["rank"] == "7"
-            labels |= sample.labels.keys() - {"run", "rank"}
+            assert sample.labels.get("rank", "7") == "7"
+            labels |= sample.labels.keys() - {"run"}
         assert name not in found
         found[name] = (family.type, labels)
     return found
@@ -105,7 +105,7 @@ def test_each_metric_is_rendered_with_its_type_and_labels(rendered):
     table = {
         metric.name: (
             metric.type,
-            {*group.labels}
+            {*group.labels, "node" if group.of_node else "rank"}
             | ({metric.label.name} if metric.label else set())
             | ({"le"} if metric.type == "histogram" else set()),
         )
@@ -143,6 +143,8 @@ def test_label_values_are_those_of_the_table(exposition):
 
 
 def test_contract(rendered):
+    of_machine = {name for name, (_, labels) in rendered.items() if "rank" not in labels}
+    assert of_machine == {name for name in rendered if name.startswith(("training_host_", "training_cgroup_"))}
     assert NOT_YET < CONTRACT
     assert rendered.keys() >= CONTRACT - NOT_YET
     assert not rendered.keys() & NOT_YET, "it is there now: take it out of NOT_YET"

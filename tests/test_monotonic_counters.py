@@ -84,9 +84,9 @@ def test_the_fetches_of_workers_stay_counted(agent, monkeypatch, way):
     published = []
     original = agent._node.publish
 
-    def publish(rank, rendered, **more):
+    def publish(rank, rendered, machine, **more):
         published.append(b"".join(part for family in rendered for part in family).decode())
-        return original(rank, rendered, **more)
+        return original(rank, rendered, machine, **more)
 
     def fail(source):
         raise OSError("no /proc")

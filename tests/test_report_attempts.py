@@ -254,7 +254,7 @@ def test_a_rank_that_was_killed_early_is_down_while_the_others_hang(tmp_path):
 
 def test_a_run_that_hung_before_it_was_killed_was_stuck(tmp_path):
     process = Process(tmp_path, begin=0, pid=1).checkpoint(10).window(20)
-    evidence = {"stuck_in": "compute", "stuck_seconds": 20.0}
+    evidence = {"stuck_in": "compute", "stuck_for_seconds": 20.0}
     process._line("stall_open", 40, opened=at(40), cause="unknown", evidence=evidence, first_step=15)
     process.window(95).write()
     seconds = job(tmp_path)["goodput"]["seconds"]
@@ -264,7 +264,7 @@ def test_a_run_that_hung_before_it_was_killed_was_stuck(tmp_path):
 
 def test_a_hang_in_a_checkpoint_is_taken_from_the_checkpoint(tmp_path):
     process = Process(tmp_path, begin=0, pid=1).checkpoint(10).window(20)
-    evidence = {"stuck_in": "checkpoint", "stuck_seconds": 20.0}
+    evidence = {"stuck_in": "checkpoint", "stuck_for_seconds": 20.0}
     process._line("stall_open", 60, opened=at(60), cause="unknown", evidence=evidence, first_step=15)
     totals = process.totals(90, 20)
     totals["ledger_total_seconds"] |= {"checkpoint": 50.0, "compute": totals["ledger_total_seconds"]["compute"] - 50.0}

@@ -187,7 +187,7 @@ def test_what_the_agent_writes_is_all_of_the_right_type(agent):
     (process,) = load(log)
     assert process.wrong_fields == 0
     may_be_absent = {"exposed_wait_total_seconds", "exposed_wait_absent"}
-    may_be_absent |= {"resumption", "exception", "exit_status", "lost_peer", "stuck_seconds", "memory"}
+    may_be_absent |= {"resumption", "exception", "exit_status", "lost_peer", "stuck_for_seconds", "memory"}
     may_be_absent |= {"tokens_total", "gpu_energy_total_joules", "gpu_uuid"}
     assert set(FIELDS["run_end"]) - set(process.totals) <= may_be_absent
 

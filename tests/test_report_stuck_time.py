@@ -16,7 +16,7 @@ class StuckOnce(Process):
 
     def stuck(self, category: str, *, begin=20.0):
         when = dict(opened=at(begin + 30), cause="unknown", first_step=15)
-        when["evidence"] = {"stuck_in": category, "stuck_seconds": 30.0}
+        when["evidence"] = {"stuck_in": category, "stuck_for_seconds": 30.0}
         self.category = category
         self._line("stall_open", begin + 30, **when)
         self._line("stall_close", begin + 100, closed=at(begin + 100), last_step=16, **when)
@@ -84,7 +84,7 @@ def test_a_hang_in_the_step_of_the_checkpoint_after_it(tmp_path):
 
 def test_a_hang_of_the_first_batch_is_no_startup(tmp_path):
     process = Process(tmp_path, begin=0, pid=1)
-    evidence = {"stuck_in": "data_wait", "stuck_seconds": 540.0}
+    evidence = {"stuck_in": "data_wait", "stuck_for_seconds": 540.0}
     process._line("stall_open", 545, opened=at(545), cause="unknown", evidence=evidence, first_step=0)
     process._line("stall_close", 605, opened=at(545), closed=at(605), evidence=evidence, first_step=0, last_step=1)
     totals = process.totals(705, 100)
@@ -98,7 +98,7 @@ def test_a_hang_of_the_first_batch_is_no_startup(tmp_path):
 def test_a_hang_in_a_checkpoint_that_went_on_is_no_usual_cost_of_one(tmp_path, closes, seconds):
     """One that was killed in it has written no checkpoint, so that its time is not in their sum."""
     process = Process(tmp_path, begin=0, pid=1).window(20)
-    evidence = {"stuck_in": "checkpoint", "stuck_seconds": 20.0}
+    evidence = {"stuck_in": "checkpoint", "stuck_for_seconds": 20.0}
     process._line("stall_open", 40, opened=at(40), cause="unknown", evidence=evidence, first_step=15)
     if closes:
         process._line("stall_close", 50, opened=at(40), closed=at(50), cause="unknown", evidence=evidence)

@@ -59,7 +59,7 @@ def test_the_verdict_has_its_kind(tmp_path, name):
 def test_a_hang_and_a_stuck_rank_have_their_kinds(tmp_path, ended):
     stuck = {"lost_seconds": {"straggler": 9.0}, "stuck_in": "compute"}
     opened = line("stall_open", cause="straggler", opened="t1", first_step=5, evidence=stuck)
-    end = [line("run_end", stuck_seconds=60.0, **totals(wait=1, compute=9, steps=9))] if ended else []
+    end = [line("run_end", stuck_for_seconds=60.0, **totals(wait=1, compute=9, steps=9))] if ended else []
     write(tmp_path, 0, line("run_start", **START), window(wait=1, compute=9, steps=9), opened, *end)
     assert judged(load(tmp_path)).kind == "stuck"
     hanging(tmp_path, hang(), ended=ended)

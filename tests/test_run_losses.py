@@ -139,7 +139,7 @@ def test_a_damaged_heartbeat_leaves_the_state(tmp_path, field, value):
     losses = RunLosses(tmp_path / "run" / "attempts", AttemptNow(), "cd", ErrorLog())
     identity = Identity("run", 0, 0, 1, "n", os.getpid(), "plain")
     ledger = dict.fromkeys(("startup", "data_wait", "compute"), 0.0)
-    losses.tick(identity, ledger, 0.0, has_batch=True, stuck_seconds=0.0, stuck_in=None)
+    losses.tick(identity, ledger, 0.0, has_batch=True, stuck_for_seconds=0.0, stuck_in=None)
     view = losses.view()
     assert view.number == 3
     assert all(0 <= seconds < 1e12 for seconds in view.lost_seconds.values()), view

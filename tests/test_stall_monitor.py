@@ -31,24 +31,24 @@ def test_the_waits_for_batches_are_taken_apart_from_tick_to_tick(run):
     run.request(0.5, 0.6)
     for second in range(1, 12):
         run.request(second - 0.3, second + 0.5)
-        taken_apart = dict(late=0.1, moved=0.5, moved_from_busy=0.4, moved_from_long=0.3, head_of_line=0.05)
+        taken_apart = dict(fetch_wait=0.1, transfer_wait=0.5, transfer_wait_long_fetch=0.3, head_of_line=0.05)
         deliveries = Deliveries(
             batches=second,
-            fetch_wait_seconds=taken_apart["late"] * second,
-            transfer_wait_seconds=taken_apart["moved"] * second,
+            fetch_wait_seconds=taken_apart["fetch_wait"] * second,
+            transfer_wait_seconds=taken_apart["transfer_wait"] * second,
             from_busy=second,
-            transfer_wait_busy_worker_seconds=taken_apart["moved_from_busy"] * second,
-            transfer_wait_long_fetch_seconds=taken_apart["moved_from_long"] * second,
+            transfer_wait_busy_worker_seconds=0.4 * second,
+            transfer_wait_long_fetch_seconds=taken_apart["transfer_wait_long_fetch"] * second,
             head_of_line_wait_seconds=taken_apart["head_of_line"] * second,
         )
         run.tick(second + 0.6, deliveries=deliveries)
     ((_, stall),) = [line for line in run.lines if line[0] == "stall_open"]
     evidence = stall["evidence"]
-    ticks = round(evidence["late_seconds"] / 0.1)
+    ticks = round(evidence["fetch_wait_seconds"] / 0.1)
     assert ticks >= 5
-    for name in ("late", "moved", "moved_from_long", "head_of_line"):
+    for name in taken_apart:
         assert evidence[f"{name}_seconds"] == pytest.approx(taken_apart[name] * ticks)
-    assert evidence["moving_from_busy_seconds"] == pytest.approx(taken_apart["moved_from_busy"])
+    assert evidence["moving_from_busy_seconds"] == pytest.approx(0.4)
 
 
 def test_a_later_batch_that_is_waited_for_as_long_is_one(run):

@@ -50,7 +50,7 @@ def _section(section: MetricSection) -> str:
 
 
 def _row(group: MetricGroup[Any], metric: Metric[Any]) -> str:
-    labels = [*group.labels]
+    labels = ["node", *group.labels] if group.of_node else [*group.labels]
     if metric.label is not None:
         labels.append(metric.label.name)
     if metric.type == "histogram":

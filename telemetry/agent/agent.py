@@ -206,7 +206,7 @@ class Agent(AgentParts):
         if identity == before:
             return
         self.identity = identity
-        self._exposition = Exposition(identity.run, identity.rank)
+        self._exposition = Exposition(identity.run, identity.rank, identity.node)
         self._stall_monitor.adopt(identity.rank)
         self.snapshots.adopt(identity)
         with self.errors.contained("board"):
@@ -331,13 +331,13 @@ class Agent(AgentParts):
         self.figures.update(view)
         if self._node is None:
             return
-        rendered: list[tuple[bytes, bytes]] = []
+        own: list[tuple[bytes, bytes]] = []
         for number, family in enumerate(self._exposition.render(view), 1):
-            rendered.append(family)
+            own.append(family)
             if number % _FAMILIES_AT_A_TIME == 0:
                 time.sleep(0)
         pace = self._stall_monitor.pace() if self.identity.world_size > 1 else None
-        self._node.publish(self.identity.rank, rendered, pace=pace, ended=self._ended)
+        self._node.publish(self.identity.rank, own, self._exposition.render_node(view), pace=pace, ended=self._ended)
 
     def _view(self) -> RunView:
         return self._views.view(self._builder.current(), self.identity, ended=self._ended)

@@ -271,7 +271,7 @@ class EndLine:
     def log_fields(self) -> dict[str, Any]:
         """For the last line of the log: for how long the rank was stuck when it ended; empty if it was not."""
         hang = self._hang
-        return {} if hang is None else {"stuck_seconds": round(hang.seconds, 3)}
+        return {} if hang is None else {"stuck_for_seconds": round(hang.seconds, 3)}
 
     @property
     def _hang(self) -> Hang | None:

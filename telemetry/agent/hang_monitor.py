@@ -48,7 +48,7 @@ class Hang:
 
     def evidence(self) -> dict[str, Any]:
         """The fields of the hang in the evidence of the log."""
-        return {"stuck_seconds": round(self.seconds, 3), "stuck_in": self.category, "stuck_at": self.at}
+        return {"stuck_for_seconds": round(self.seconds, 3), "stuck_in": self.category, "stuck_at": self.at}
 
     def advice(self) -> tuple[Advice, ...]:
         """Where to look."""

@@ -87,7 +87,7 @@ class AgentParts:
         self._tick_pace = TickPace(config, self.accounting)
         self._node: NodeService | None = None  # set by `start`
         self._job: JobLink | None = None  # set by `start`
-        self._exposition = Exposition(self.identity.run, self.identity.rank)
+        self._exposition = Exposition(self.identity.run, self.identity.rank, self.identity.node)
         self._collectors = CollectorPoller(self.tracker, config.interval_seconds, self.errors)
         self._address = EndpointAddress(config, self.identity.node)
         self.overhead = Overhead(self.tracker, self._collectors)
@@ -223,7 +223,7 @@ class AgentParts:
             ledger.seconds(),
             ledger.first_wait_ns / NS,
             has_batch=ledger.batches > 0,
-            stuck_seconds=stalls.stuck_seconds,
+            stuck_for_seconds=stalls.stuck_for_seconds,
             stuck_in=stalls.stuck_in,
         )
         self._counts.tick(self.identity, self._builder.current())

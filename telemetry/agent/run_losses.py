@@ -69,7 +69,7 @@ class RunLosses:
         first_wait: float,
         *,
         has_batch: bool,
-        stuck_seconds: float,
+        stuck_for_seconds: float,
         stuck_in: str | None,
     ) -> None:
         """Bring it up to now. Write it if a checkpoint has been completed, and every 30 s while the run is stuck.
@@ -79,10 +79,10 @@ class RunLosses:
             ledger: seconds by category.
             first_wait: seconds waited for the first batch.
             has_batch: whether the first batch has come.
-            stuck_seconds: for which the run has been stuck now; 0 if it is not.
+            stuck_for_seconds: for which the run has been stuck now; 0 if it is not.
             stuck_in: in which category it is stuck, or was until now.
         """
-        self._follow_hang(ledger, stuck_seconds, stuck_in)
+        self._follow_hang(ledger, stuck_for_seconds, stuck_in)
         if identity.rank != 0:
             self._state = None
             return
@@ -137,16 +137,16 @@ class RunLosses:
         lost[STUCK] -= state.own.get(STUCK, 0.0) - self._stuck_told
         return AttemptView(state.attempt, 0 if state.progress else state.without_progress, lost)
 
-    def _follow_hang(self, ledger: Mapping[str, float], stuck_seconds: float, stuck_in: str | None) -> None:
+    def _follow_hang(self, ledger: Mapping[str, float], stuck_for_seconds: float, stuck_in: str | None) -> None:
         """Note where in the loop hangs begin, and how long they are. Those in other categories are no part of it."""
-        if stuck_seconds < self._stuck_now:
+        if stuck_for_seconds < self._stuck_now:
             self._stuck_before += self._stuck_now
             if self._stuck_since is not None:
                 self._hangs.append((self._stuck_since, self._stuck_now))
-        if stuck_seconds > self._stuck_now:
+        if stuck_for_seconds > self._stuck_now:
             in_loop = stuck_in in {DATA_WAIT, COMPUTE}
-            self._stuck_since = ledger[DATA_WAIT] + ledger[COMPUTE] - stuck_seconds if in_loop else None
-        self._stuck_now = stuck_seconds
+            self._stuck_since = ledger[DATA_WAIT] + ledger[COMPUTE] - stuck_for_seconds if in_loop else None
+        self._stuck_now = stuck_for_seconds
 
     def _stuck_between(self, first: float, last: float) -> float:
         """For how long the run was stuck in hangs that began between these seconds of its loop."""

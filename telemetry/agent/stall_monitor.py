@@ -135,7 +135,7 @@ class StallMonitor:
         return _TIMED_WAITS if self._waits_matter else 1
 
     @property
-    def stuck_seconds(self) -> float:
+    def stuck_for_seconds(self) -> float:
         """For how long the run has been stuck now; 0 if it is not."""
         return 0.0 if self._hang is None else self._hang.seconds
 

@@ -143,7 +143,7 @@ def _delivery(added: Totals) -> DeliveryEvidence:
         transfer_wait_seconds=took.transfer_wait_seconds,
         transfer_wait_long_fetch_seconds=took.transfer_wait_long_fetch_seconds,
         head_of_line_wait_seconds=took.head_of_line_wait_seconds,
-        head_of_line_worker=max(head_of_line, key=lambda worker: head_of_line[worker], default=None),
+        blocking_worker=max(head_of_line, key=lambda worker: head_of_line[worker], default=None),
         transfer_seconds=_each(from_idle, took.batches - took.from_busy),
         transfer_from_busy_seconds=_each(took.transfer_wait_busy_worker_seconds, took.from_busy),
         release_seconds=_each(own.release_seconds, own.releases),

@@ -35,7 +35,7 @@ class Thresholds:
         epoch_boundaries: from this many epoch starts in the window on, their waits are a pattern. Fewer are single
             events.
         stuck_fetches: a fetch that lasts this many times the mean of the others ...
-        stuck_seconds: ... and at least this long means that its worker is stuck.
+        stuck_fetch_seconds: ... and at least this long means that its worker is stuck.
     """
 
     starved_supply: float = 0.85
@@ -48,7 +48,7 @@ class Thresholds:
     late: float = 0.5
     epoch_boundaries: int = 2
     stuck_fetches: float = 20.0
-    stuck_seconds: float = 5.0
+    stuck_fetch_seconds: float = 5.0
 
 
 THRESHOLDS: Final = Thresholds()
@@ -199,7 +199,7 @@ def _stuck_for(evidence: Evidence) -> float:
     usual = max(0.0, (evidence.workers.fetch_seconds or 0.0) * fetches - longest) / max(
         1, fetches
     )  # without the longest one
-    stuck = max(THRESHOLDS.stuck_seconds, THRESHOLDS.stuck_fetches * usual)
+    stuck = max(THRESHOLDS.stuck_fetch_seconds, THRESHOLDS.stuck_fetches * usual)
     return sum(seconds for seconds in evidence.workers.long_fetch_seconds if seconds >= stuck)
 
 

@@ -36,7 +36,7 @@ class DeliveryEvidence:
     Attributes:
         outlier_wait_seconds: wait in single steps that waited much longer than those around them.
         fetch_wait_seconds, transfer_wait_seconds, transfer_wait_long_fetch_seconds, head_of_line_wait_seconds: see
-            `Deliveries`. ``head_of_line_worker`` is the worker that was waited for most often.
+            `Deliveries`. ``blocking_worker`` is the worker that was waited for longest with head-of-line blocking.
         transfer_seconds: mean time to transfer a batch of an idle worker. ``transfer_from_busy_seconds``: of a worker
             that is in another fetch. None if there was no such batch.
         release_seconds: mean time of the training thread to free a batch after the next has come. It is part of the
@@ -51,7 +51,7 @@ class DeliveryEvidence:
     transfer_wait_seconds: float
     transfer_wait_long_fetch_seconds: float
     head_of_line_wait_seconds: float
-    head_of_line_worker: int | None
+    blocking_worker: int | None
     transfer_seconds: float | None
     transfer_from_busy_seconds: float | None
     release_seconds: float | None

@@ -56,12 +56,12 @@ def _loop(evidence: Evidence) -> dict[str, Any]:
 def _delivery(evidence: Evidence) -> dict[str, Any]:
     delivery, sampler = evidence.delivery, evidence.sampler
     return {
-        "late_wait_seconds": delivery.outlier_wait_seconds,
-        "late_seconds": delivery.fetch_wait_seconds,
-        "moved_seconds": delivery.transfer_wait_seconds,
-        "moved_from_long_seconds": delivery.transfer_wait_long_fetch_seconds,
+        "outlier_wait_seconds": delivery.outlier_wait_seconds,
+        "fetch_wait_seconds": delivery.fetch_wait_seconds,
+        "transfer_wait_seconds": delivery.transfer_wait_seconds,
+        "transfer_wait_long_fetch_seconds": delivery.transfer_wait_long_fetch_seconds,
         "head_of_line_seconds": delivery.head_of_line_wait_seconds,
-        "head_of_line_worker": delivery.head_of_line_worker,
+        "blocking_worker": delivery.blocking_worker,
         "moving_seconds": delivery.transfer_seconds,
         "moving_from_busy_seconds": delivery.transfer_from_busy_seconds,
         "freeing_seconds": delivery.release_seconds,
@@ -86,7 +86,7 @@ def _workers(evidence: Evidence) -> dict[str, Any]:
         "longest_fetch_seconds": workers.longest_fetch_seconds,
         "slowest_fetch_seconds": workers.slowest_fetch_seconds,
         "long_fetches": [round(seconds, 3) for seconds in workers.long_fetch_seconds],
-        "stuck_seconds": workers.fetching_seconds,
+        "fetching_seconds": workers.fetching_seconds,
         "read_bytes": workers.read_bytes,
         "written_bytes": workers.written_bytes,
         "busy_ratio": workers.busy_ratio,

@@ -239,18 +239,18 @@ def paused(seconds: float, interval: float, process_cpu: float | None, *, interv
     return late and process_cpu is not None and process_cpu < 0.02 * seconds
 
 
-def hang_cause(category: str, source: str | None, fetching_seconds: float, stuck_seconds: float) -> str:
+def hang_cause(category: str, source: str | None, fetching_seconds: float, stuck_for_seconds: float) -> str:
     """The cause of a hang.
 
     Args:
         category: the ledger category that the training thread is in.
         source: where its batches come from, see `Conditions`; None before the first batch of a new loader, too.
         fetching_seconds: duration so far of the longest fetch in progress in a worker.
-        stuck_seconds: how long the run has made no progress.
+        stuck_for_seconds: how long the run has made no progress.
     """
     if category != DATA_WAIT:
         return "unknown"
-    if source in {"workers", None} and fetching_seconds >= MIN_FETCH_SHARE * stuck_seconds:
+    if source in {"workers", None} and fetching_seconds >= MIN_FETCH_SHARE * stuck_for_seconds:
         return "worker_stuck"
     return NAMED_BY_SOURCE.get(source or "", "unknown")
 

@@ -28,23 +28,31 @@ class RenderedFamily(NamedTuple):
 
 
 class Exposition:
-    """Renders the families of one rank.
+    """Renders the families of one rank, and those of the machine as this rank has measured it.
 
     Args:
-        run: name of the run. It is on every sample, like ``rank``.
-        rank: global rank.
+        run: name of the run. It is on every sample.
+        rank: global rank. It is on every sample of the rank.
+        node: name of the node. It is on every sample of the machine.
     """
 
-    def __init__(self, run: str, rank: int) -> None:
-        labels = {"run": run, "rank": str(rank)}
-        self._groups = [_GroupText(group, labels) for section in SECTIONS for group in section.groups]
+    def __init__(self, run: str, rank: int, node: str) -> None:
+        of_rank, of_node = {"run": run, "rank": str(rank)}, {"run": run, "node": node}
+        groups = [group for section in SECTIONS for group in section.groups]
+        self._of_rank = [_GroupText(group, of_rank) for group in groups if not group.of_node]
+        self._of_node = [_GroupText(group, of_node) for group in groups if group.of_node]
 
     def render(self, view: RunView) -> Iterator[RenderedFamily]:
-        """Render the families of a view. A metric that was not measured is absent.
+        """Render the families of the rank. A metric that was not measured is absent.
 
         If the readings of a family have not changed since the last call, the same object is returned.
         """
-        for group in self._groups:
+        for group in self._of_rank:
+            yield from group.render(view)
+
+    def render_node(self, view: RunView) -> Iterator[RenderedFamily]:
+        """Render the families of the machine, as `render` does."""
+        for group in self._of_node:
             yield from group.render(view)
 
 

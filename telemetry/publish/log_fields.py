@@ -59,15 +59,15 @@ def _is_number(value: object) -> bool:
 
 
 def _deliveries(total: Deliveries) -> dict[str, float]:
-    """Sums over the run. The names of the log fields are older than those of the record."""
+    """Sums over the run. The waits have the names of their metrics; the other names are older than the record's."""
     return {
-        "late_seconds_total": total.fetch_wait_seconds,
-        "moved_seconds_total": total.transfer_wait_seconds,
+        "fetch_wait_seconds_total": total.fetch_wait_seconds,
+        "transfer_wait_seconds_total": total.transfer_wait_seconds,
         "head_of_line_seconds_total": total.head_of_line_wait_seconds,
         "matched_total": total.batches,
         "from_busy_total": total.from_busy,
-        "moved_from_busy_seconds_total": total.transfer_wait_busy_worker_seconds,
-        "moved_from_long_seconds_total": total.transfer_wait_long_fetch_seconds,
+        "transfer_wait_busy_worker_seconds_total": total.transfer_wait_busy_worker_seconds,
+        "transfer_wait_long_fetch_seconds_total": total.transfer_wait_long_fetch_seconds,
     }
 
 

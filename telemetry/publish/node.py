@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from telemetry.core.clock import NS, now_ns
+from telemetry.publish.board import RankState
 from telemetry.publish.exposition import CONTENT_TYPE
 from telemetry.publish.hang_board import HangBoard
 from telemetry.publish.listen_address import PORTS_TRIED, Address, Lookup, explained, numeric
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from telemetry.core.errors import ErrorLog
     from telemetry.core.tick import RankPace
@@ -74,6 +76,7 @@ class NodeService:
         self._now = mono_ns
         self._settled_ns = mono_ns() + int(_ANNOUNCED_SECONDS * NS)
         self._ended = False
+        self._machine = RankState(0, 0, ())
         self._place = 0
         self._lookup: Lookup | None = None
         self._lookup_ns = 0
@@ -98,14 +101,24 @@ class NodeService:
         self.trouble = ""
 
     def publish(
-        self, rank: int, families: list[tuple[bytes, bytes]], *, pace: RankPace | None = None, ended: bool
+        self,
+        rank: int,
+        families: list[tuple[bytes, bytes]],
+        machine: Iterable[tuple[bytes, bytes]],
+        *,
+        pace: RankPace | None = None,
+        ended: bool,
     ) -> None:
         """Put this rank's families, and its pace, on the board.
+
+        ``machine``, the families of the machine, are kept here: only the rank that serves shows its own. So each is
+        there once, and never that of a rank that has stopped reading.
 
         Raises:
             OSError: the board cannot be written.
         """
         self._ended = ended
+        self._machine = RankState(rank, os.getpid(), tuple(machine))
         self._board.publish(rank, families, pace=pace, ended=ended)
 
     def rank_for(self, claimed: int, *, rank_given: bool, world_size: int) -> int:
@@ -221,7 +234,7 @@ class NodeService:
             endpoint = self._new_endpoint(
                 self._host,
                 ports,
-                self._board.states,
+                self._states,
                 self._node,
                 CONTENT_TYPE,
                 address=self._address,
@@ -242,6 +255,10 @@ class NodeService:
             self._errors.tell(
                 "endpoint", f"port {self._port} is taken; the metrics of this run are at port {endpoint.port}"
             )
+
+    def _states(self) -> list[RankState]:
+        """What the endpoint shows: what each rank has published, and the machine as this rank sees it."""
+        return [*self._board.states(), self._machine]
 
     def _found(self) -> Address | None:
         """The address to listen on; None while its name is being resolved."""

@@ -137,7 +137,7 @@ _EVIDENCE: Final = _Object(
         "lost_seconds": _numbers,
         "stuck_in": _text,
         "stuck_at": _text,
-        "stuck_seconds": _number,
+        "stuck_for_seconds": _number,
         "stacks": _stacks,
         "lines": _LINE,
         "lines_of": _text,
@@ -218,7 +218,7 @@ _SETTINGS: Final = _Object(
     dict.fromkeys(("interval_seconds", "log_interval_seconds", "stall_enter_ratio", "gpu_hour_price"), _number)
 )
 
-_END: Final = {"exception": _text, "exit_status": _number, "lost_peer": _flag, "stuck_seconds": _number}
+_END: Final = {"exception": _text, "exit_status": _number, "lost_peer": _flag, "stuck_for_seconds": _number}
 
 _SURROUNDINGS: Final[Mapping[str, Kind]] = {"environment": _scalars, "loader": _scalars}
 

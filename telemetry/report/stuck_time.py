@@ -61,7 +61,7 @@ def stuck_of(log: ProcessLog) -> list[Stuck]:
         evidence = line.get("evidence", {})
         opened = line.get("opened") or line.get("time", "")
         if line.get("event") == "stall_open" and "stuck_in" in evidence:
-            before = float(evidence.get("stuck_seconds") or 0.0)
+            before = float(evidence.get("stuck_for_seconds") or 0.0)
             found.append(Stuck(opened, None, before, line.get("first_step", 0), evidence["stuck_in"]))
         elif line.get("event") == "stall_close" and found and found[-1].opened == opened:
             found[-1] = found[-1]._replace(closed=line.get("closed") or line.get("time"))

@@ -199,7 +199,7 @@ def _hang_verdict(processes: Sequence[ProcessLog]) -> str:
         (stall, process.ended)
         for process in processes
         for stall in stalls_of(process)[-1:]
-        if "stuck_in" in stall["evidence"] and (stall["closed"] is None or "stuck_seconds" in process.end)
+        if "stuck_in" in stall["evidence"] and (stall["closed"] is None or "stuck_for_seconds" in process.end)
     ]
     if not newest:
         return ""

@@ -161,9 +161,9 @@ SCRIPT = """
     at = agent.accounting.ledger.start_ns  # the imports before it are not the agent's to know
     publish = agent._node.publish
 
-    def publishing(rank, rendered, **more):
+    def publishing(rank, rendered, machine, **more):
         published.append("".join(part.decode() for family in rendered for part in family))
-        return publish(rank, rendered, **more)
+        return publish(rank, rendered, machine, **more)
 
     agent._node.publish = publishing
     epoch(50)

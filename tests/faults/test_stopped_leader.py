@@ -1,4 +1,4 @@
-"""The rank that serves its node is stopped, or hangs with the GIL: another one serves until it goes on."""
+"""One rank serves its node, and shows the machine once. If it is stopped, or hangs with the GIL, another one serves."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import os
 import signal
 import socket
 import urllib.error
+from pathlib import Path
 
+import psutil
 import pytest
 
+from faults.memory_cgroup import LIMIT, limited_group
 from faults.processes import Child, environment, events, fetch, samples, value, wait_for, write
 from telemetry.core.errors import ErrorLog
 from telemetry.publish import server_locks
@@ -23,8 +26,12 @@ from tests.free_ports import free_ports
 NS = 10**9
 
 RANK = """
-import ctypes, sys, telemetry
-agent = telemetry.start("run", run="r", start_line=False, interval_seconds=0.2, log_interval_seconds=0.5)
+import ctypes, sys
+from pathlib import Path
+if len(sys.argv) > 2:
+    (Path(sys.argv[2]) / "cgroup.procs").write_text("0")
+import telemetry
+agent = telemetry.start("run", run=sys.argv[1], start_line=False, interval_seconds=0.2, log_interval_seconds=0.5)
 source = telemetry.watch(iter(lambda: 1, 0))
 for _ in range(5):
     next(source)
@@ -38,8 +45,9 @@ telemetry.stop()
 class Job:
     """Ranks of one node as real processes. The first one to start serves."""
 
-    def __init__(self, folder, ranks: int) -> None:
+    def __init__(self, folder, ranks: int, *, run: str = "r", groups: dict[int, Path] | None = None) -> None:
         self.folder = folder
+        folder.mkdir(exist_ok=True)
         self.port = free_ports()
         script = write(folder, "rank.py", RANK)
         self.ranks = []
@@ -47,7 +55,8 @@ class Job:
             env = environment(
                 RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), TELEMETRY_PORT=str(self.port)
             )
-            self.ranks.append(Child(script, cwd=folder, env=env))
+            group = [groups[rank]] if groups and rank in groups else []
+            self.ranks.append(Child(script, run, *group, cwd=folder, env=env))
             assert self.ranks[-1].line() == "ready"
 
     def stop(self, rank: int, signum: int = signal.SIGSTOP) -> None:
@@ -80,9 +89,9 @@ class Job:
 def job(tmp_path):
     made = []
 
-    def start(ranks):
-        made.append(Job(tmp_path, ranks))
-        return made[0]
+    def start(ranks, folder=".", **more):
+        made.append(Job(tmp_path / folder, ranks, **more))
+        return made[-1]
 
     yield start
     for each in made:
@@ -93,6 +102,58 @@ def job(tmp_path):
 def steps_of(page):
     """The ranks whose steps are shown."""
     return {labels["rank"] for labels, _ in samples(page or "").get("training_last_step_timestamp_seconds", ())}
+
+
+def read_page(job, target, *ranks):
+    """A page with the steps of these ranks, and with a second reading of the machine, which its ratios need."""
+
+    def complete():
+        page = job.page(target)
+        return page if steps_of(page) == set(ranks) and "training_host_cpu_ratio" in samples(page) else None
+
+    return wait_for(complete, f"ranks {ranks} and the machine at {target}")
+
+
+def assert_machine_once(page, run):
+    """Each figure of the machine and its cgroup is there once, by run and node."""
+    ((info, _), *_) = samples(page)["training_run_info"]
+    of_machine = {n: s for n, s in samples(page).items() if n.startswith(("training_host_", "training_cgroup_"))}
+    for name, found in of_machine.items():
+        resources = [labels.pop("resource", "") for labels, _ in found]
+        assert len(resources) == len(set(resources)), name
+        assert all(labels == {"run": run, "node": info["node"]} for labels, _ in found), name
+    total = sum(value for _, value in of_machine["training_host_memory_total_bytes"])
+    assert total == psutil.virtual_memory().total
+
+
+def test_the_machine_is_shown_once_however_many_ranks_and_runs_are_on_it(job):
+    first, second = job(3), job(2, "another", run="s")
+    page = read_page(first, f"127.0.0.1:{first.port}", "0", "1", "2")
+    assert_machine_once(page, "r")
+    assert {labels["rank"] for labels, _ in samples(page)["training_process_threads"]} == {"0", "1", "2"}
+    assert_machine_once(read_page(second, f"127.0.0.1:{second.port}", "0", "1"), "s")
+
+    first.stop(0)
+    target = first.wait_for_targets(2)[1]
+    assert_machine_once(read_page(first, target, "0", "1", "2"), "r")  # nothing of what rank 0 had read
+    first.stop(0, signal.SIGCONT)
+    first.wait_for_targets(1)
+    first.end()
+    second.end()
+
+
+def test_ranks_in_different_cgroups_show_the_one_of_the_serving_rank(job):
+    name = "training_cgroup_memory_limit_bytes"
+    with limited_group() as group:
+        job = job(2, groups={1: group})
+        first = f"127.0.0.1:{job.port}"
+        page = read_page(job, first, "0", "1")
+        assert LIMIT not in [limit for _, limit in samples(page).get(name, ())], "rank 0 serves, rank 1 has the limit"
+        job.ranks[0].process.kill()
+        page = read_page(job, first, "1")
+        assert_machine_once(page, "r")
+        assert [limit for _, limit in samples(page)[name]] == [LIMIT]
+        job.end()
 
 
 def test_another_rank_serves_while_the_first_is_stopped(job, tmp_path):
@@ -170,8 +231,6 @@ def test_two_ranks_may_be_stopped(job):
 
 
 def _listens(pid: int, port: int) -> bool:
-    import psutil
-
     return port in {c.laddr.port for c in psutil.Process(pid).net_connections("tcp") if c.status == "LISTEN"}
 
 

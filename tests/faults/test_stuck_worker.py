@@ -83,9 +83,10 @@ def test_a_worker_that_hangs_is_shown_and_goes_on_unharmed(tmp_path, hang):
     assert (opened["cause"], closed["cause"]) == ("worker_stuck", "worker_stuck")
     evidence = opened["evidence"]
     assert evidence["stuck_in"] == "data_wait"
-    assert evidence["stuck_seconds"] >= STUCK_SECONDS
+    assert evidence["stuck_for_seconds"] >= STUCK_SECONDS
+    assert evidence["fetching_seconds"] > 0, "the fetch that was seen last, a figure of its own"
     assert evidence["stuck_at"].endswith(f"< train (stuck_runs.py:{train.__code__.co_firstlineno + 2})")
-    assert closed["evidence"]["stuck_seconds"] >= evidence["stuck_seconds"]
+    assert closed["evidence"]["stuck_for_seconds"] >= evidence["stuck_for_seconds"]
     assert "stacks" not in closed["evidence"]
     assert opened["advice"][1]["setting"] == "timeout"
 

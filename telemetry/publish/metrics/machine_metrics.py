@@ -41,6 +41,7 @@ PROCESS: Final[MetricGroup[ProcessSample]] = MetricGroup(
 
 HOST: Final[MetricGroup[HostSample]] = MetricGroup(
     record=lambda view: view.host,
+    of_node=True,
     metrics=(
         Metric(
             name="training_host_cpu_ratio",
@@ -69,6 +70,7 @@ HOST: Final[MetricGroup[HostSample]] = MetricGroup(
 
 PRESSURE: Final[MetricGroup[PressureSample]] = MetricGroup(
     record=lambda view: view.pressure,
+    of_node=True,
     metrics=(
         Metric(
             name="training_host_pressure_ratio",

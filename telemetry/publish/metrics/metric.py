@@ -81,6 +81,8 @@ class MetricGroup(Generic[Record]):
         record: gets the record from the view; None if nothing was measured. Then all metrics of the group are absent.
         metrics: the metrics, in the order of the document.
         labels: names of the labels that all of them carry, in addition to ``run`` and ``rank``.
+        of_node: whether they are about the machine, which all ranks of a node share. Then they carry ``node`` instead
+            of ``rank``, and one rank shows them.
         label_values: the values of ``labels``.
         absent: when there is no sample.
     """
@@ -90,6 +92,7 @@ class MetricGroup(Generic[Record]):
     labels: tuple[str, ...] = ()
     label_values: Callable[[Record], Mapping[str, str]] = lambda _: NO_LABELS
     absent: str = NEVER
+    of_node: bool = False
 
 
 @dataclass(frozen=True, slots=True)
