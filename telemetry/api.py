@@ -88,11 +88,10 @@ def start(run_dir: str | os.PathLike[str] | None = None, **settings: Any) -> Age
                 agent.errors.tell("config", f"{variable} is no setting of ours and was ignored{hint}")
             agent.start()
         except Exception as error:
-            stop()
-            if config.start_line:
-                from telemetry.core.stderr import say
+            from telemetry.core.stderr import say
 
-                say(f"telemetry: cannot start ({type(error).__name__}: {error}); the run goes on without it")
+            stop()
+            say(f"telemetry: cannot start ({type(error).__name__}: {error}); the run goes on without it")
             return InactiveAgent()
         return agent
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections import deque
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
@@ -13,6 +15,7 @@ if TYPE_CHECKING:
 
 _QUIET_SECONDS: Final = 60.0
 _MAX_TEXT: Final = 500
+_MAX_KINDS: Final = 4
 
 
 class ErrorLog:
@@ -67,3 +70,26 @@ def text_of(error: BaseException) -> str:
         return " ".join(f"{type(error).__name__}: {error}".split())[:_MAX_TEXT]
     except Exception:
         return type(error).__name__
+
+
+def kind_of(error: BaseException) -> str:
+    """What an exception of the user's code or of a library is, without its text.
+
+    The text may hold anything: an address with a password, a token, a line of the data. Others may read the log. So it
+    gets the types, from the exception back to its cause, the kernel's word for an error of the system, and the place.
+
+    Returns:
+        For example ``MlflowException from ConnectionRefusedError: Connection refused, at rest_utils.py:291``.
+    """
+    kinds: list[str] = []
+    each: BaseException | None = error
+    while each is not None and len(kinds) < _MAX_KINDS:
+        number = each.errno if isinstance(each, OSError) else None
+        reason = f": {os.strerror(number)}" if isinstance(number, int) and number in errno.errorcode else ""
+        kinds.append(type(each).__name__ + reason)
+        each = each.__cause__ or (None if each.__suppress_context__ else each.__context__)
+    trace, place = error.__traceback__, ""
+    while trace is not None:
+        place = f", at {os.path.basename(trace.tb_frame.f_code.co_filename)}:{trace.tb_lineno}"  # noqa: PTH119
+        trace = trace.tb_next
+    return " from ".join(kinds) + place
