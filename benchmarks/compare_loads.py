@@ -25,6 +25,7 @@ from benchmarks.compare_sets import counted, figures_of_sets, percent, rows_of_s
 from benchmarks.recorded_runs import (
     CALM,
     CHANGING,
+    JOINED,
     KNOWN,
     LABELS,
     LOADS,
@@ -33,19 +34,25 @@ from benchmarks.recorded_runs import (
     SHORT_CALM,
     SLOWER,
     STRETCHED,
+    first_windows,
     held_up,
     load_of,
     record,
     runs_of,
     stretched,
+    twice_as_fast,
 )
-from telemetry.compare.pace_interval import pace, ratio_interval
+from telemetry.compare.pace_interval import MIN_BLOCKS, pace, ratio_interval
 from telemetry.compare.same_load import without_others
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from benchmarks.recorded_runs import Run
+    from telemetry.compare.pace_interval import RatioInterval
+
+FEW: Final = range(2, MIN_BLOCKS)
+"""Windows of short runs."""
 
 MIN_RUNS: Final = 8
 """The scatter of fewer runs is not told."""
@@ -115,7 +122,36 @@ def figures_of(recordings: Sequence[Sequence[dict[str, Any]]], loader: str) -> d
         told[name] = {f"{slower:.2f}": judged(each, slower) for slower, each in chosen.items()}
         longer = [(a, stretched(b)) for a, b in chosen[1.0]]
         told[name][f"{STRETCHED:.2f} longer"] = judged(longer, STRETCHED)
-    return told | {"sets": figures_of_sets(recordings, loader)}
+    return told | {"few": few_windows(recordings, loader), "sets": figures_of_sets(recordings, loader)}
+
+
+def few_windows(recordings: Sequence[Sequence[dict[str, Any]]], loader: str) -> list[dict[str, Any]]:
+    """What `compare` says of the beginnings of equal runs, and if one of them had been twice as fast."""
+    told = []
+    for joined, count in product(JOINED, FEW):
+        pairs = [(a, b) for a, b in pairs_of(recordings, loader, 1.0) if min(len(a), len(b)) >= count * joined]
+        short = [(first_windows(a, count, joined), first_windows(b, count, joined)) for a, b in pairs]
+        equal, twice = (
+            [found_of(a, b) for a, b in each] for each in (short, [(a, twice_as_fast(b)) for a, b in short])
+        )
+        if pairs:
+            told.append(
+                {
+                    "windows": count,
+                    "length": JOINED[joined],
+                    "pairs": len(pairs),
+                    "differ": sum(found.low > 1 or found.high < 1 for found in equal),
+                    "twice": sum(found.low > 1 for found in twice),
+                    "median_half": round(statistics.median(math.log(found.high / found.ratio) for found in equal), 4),
+                }
+            )
+    return told
+
+
+def found_of(a: Run, b: Run) -> RatioInterval:
+    """What `compare` says of a pair."""
+    same_load = without_others(a, b)
+    return ratio_interval(a, b) if same_load is None else same_load.found
 
 
 def realised(runs: Sequence[dict[str, Any]], loader: str, slower: float) -> float | None:
@@ -169,8 +205,23 @@ def text_of(figures: dict[str, Any]) -> str:
     for loader, each in figures["kinds"].items():
         for name in LOADS_OF_PAIRS:
             lines += [_row(loader, name, slower, told) for slower, told in each[name].items() if told["pairs"]]
+    lines += [
+        "",
+        "Runs of a few windows: the beginnings of equal runs. *Twice*: the same pairs, as if B had been twice as fast;",
+        "called faster.",
+        "",
+        "| Loader | Length of a window | Windows | Pairs | Called different | Interval | Twice |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+        *(_row_of_few(loader, told) for loader, each in figures["kinds"].items() for told in each["few"]),
+    ]
     lines += rows_of_sets({loader: each["sets"] for loader, each in figures["kinds"].items()})
     return "\n".join([*lines, ""])
+
+
+def _row_of_few(loader: str, told: dict[str, Any]) -> str:
+    half = percent(math.exp(told["median_half"]) - 1)
+    cells = [loader, told["length"], told["windows"], told["pairs"], told["differ"], f"+ {half}", told["twice"]]
+    return f"| {' | '.join(map(str, cells))} |"
 
 
 def _row_of_scatter(told: dict[str, Any]) -> str:

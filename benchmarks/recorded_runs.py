@@ -35,6 +35,9 @@ LOADS: Final[tuple[float, ...]] = (0.0, 0.0, 0.2, 0.5, 0.8)
 STRETCHED: Final = 1.05
 """The windows of one of two equal runs are stretched by this: a slow-down that is known exactly."""
 
+JOINED: Final = {1: "0.8 s", 6: "5 s"}
+"""How long windows are of which so many recorded ones are joined."""
+
 CALM: Final = 0.1
 """A run is calm if others held up at most this share of its training loop."""
 
@@ -122,6 +125,42 @@ def held_up(run: Run) -> float:
 def stretched(run: Run) -> Run:
     """The run as if each step had taken longer."""
     return tuple(block._replace(seconds=STRETCHED * block.seconds) for block in run)
+
+
+def first_windows(run: Run, count: int, joined: int) -> Run:
+    """The beginning of a run, as if it had been logged in ``count`` windows, each of so many recorded ones."""
+    return tuple(_one(run[start : start + joined]) for start in range(0, count * joined, joined))
+
+
+def _one(windows: Run) -> PaceBlock:
+    steps, seconds = sum(block.steps for block in windows), sum(block.seconds for block in windows)
+    if any(block.held_up is None for block in windows):
+        return PaceBlock(steps, seconds)
+    return PaceBlock(
+        steps,
+        seconds,
+        sum((block.others or 0.0) * block.seconds for block in windows) / seconds,
+        sum(block.held_up or 0.0 for block in windows),
+        sum(block.workers_held_up or 0.0 for block in windows),
+        sum(block.cpu or 0.0 for block in windows),
+    )
+
+
+def twice_as_fast(run: Run) -> Run:
+    """The run as if everything in it had taken half of the time."""
+    return tuple(
+        block._replace(
+            seconds=block.seconds / 2,
+            held_up=_half(block.held_up),
+            workers_held_up=_half(block.workers_held_up),
+            cpu=_half(block.cpu),
+        )
+        for block in run
+    )
+
+
+def _half(seconds: float | None) -> float | None:
+    return None if seconds is None else seconds / 2
 
 
 def load_of(a: Run, b: Run) -> str:

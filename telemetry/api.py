@@ -91,12 +91,11 @@ def start(run_dir: str | os.PathLike[str] | None = None, **settings: Any) -> Age
             fork_warning.begin()
             agent.start()
         except Exception as error:
+            from telemetry.core.stderr import say
+
             stop()
             let_pass(error)
-            if config.start_line:
-                from telemetry.core.stderr import say
-
-                say(f"telemetry: cannot start ({type(error).__name__}: {error}); the run goes on without it")
+            say(f"telemetry: cannot start ({type(error).__name__}: {error}); the run goes on without it")
             return InactiveAgent()
         return agent
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import os
 from dataclasses import Field, dataclass, field, fields
+from functools import partial
 from pathlib import Path
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.core.setting_types import (
@@ -265,7 +267,19 @@ def _shown(value: Any) -> Any:
         return str(value)
     if isinstance(value, tuple):
         return list(value)
-    return getattr(value, "__qualname__", repr(value)) if callable(value) else value
+    return _name_of(value) if callable(value) else value
+
+
+def _name_of(function: Any) -> str:
+    """Where a function is defined; of an object that can be called, where its class is.
+
+    Never its ``repr``: that of a `functools.partial` shows the arguments, which may hold a token.
+    """
+    while isinstance(function, partial):
+        function = function.func
+    named = isinstance(function, (FunctionType, MethodType, BuiltinFunctionType, type))
+    defined = function if named else type(function)
+    return ".".join(filter(None, (defined.__module__, defined.__qualname__)))  # list.append is in no module
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,13 +20,15 @@ from tests.report_logs import START, line, write
 TRAIN = Path(__file__).parents[1] / "benchmarks" / "compare_train.py"
 
 
-def run_of(folder, paces, *, wait=0.0, ranks=1, seconds=2.0, start=(), noise_of=None, **head):
-    """A run whose windows have these paces, in steps per second. ``wait``: share of the loop."""
+def run_of(folder, paces, *, wait=0.0, ranks=1, seconds=2.0, last=None, start=(), noise_of=None, **head):
+    """A run whose windows have these paces, in steps per second. ``wait``: share of the loop. ``last``: its last window,
+    in seconds."""
     folder.mkdir(exist_ok=True)
     for rank in range(ranks):
         steps = wall = waited = 0.0
         lines = [line("run_start", rank, **START, world_size=ranks, life=f"{folder.name}{rank}", **head), *start]
-        for pace in paces:
+        for number, pace in enumerate(paces, 1):
+            seconds = last if last is not None and number == len(paces) else seconds
             steps, wall, waited = steps + pace * seconds, wall + seconds, waited + wait * seconds
             ledger = dict.fromkeys(CATEGORIES, 0.0) | {"data_wait": waited, "compute": wall - waited}
             totals = dict(steps_total=round(steps), wall_seconds=wall, ledger_total_seconds=ledger)
@@ -159,12 +161,53 @@ def test_other_work_per_step_is_refused(tmp_path, capsys, name):
     assert result["differences"][0]["what"] == name
 
 
-def test_short_runs_are_refused(tmp_path, capsys):
-    a, b = run_of(tmp_path / "a", noisy(1)), run_of(tmp_path / "b", noisy(2, count=6))
+@pytest.mark.parametrize(
+    ("windows", "last", "told"),
+    [(0, None, "no window"), (1, None, "one window"), (2, 0.3, "one window")],
+    ids=["none", "one", "one and a bit"],
+)
+def test_a_run_with_one_window_is_refused_with_what_to_do(tmp_path, capsys, windows, last, told):
+    """A run that ends in the middle of a window has a last one that is short: it tells no scatter."""
+    a = run_of(tmp_path / "a", noisy(1))
+    b = run_of(tmp_path / "b", noisy(2, 200.0, count=1 + windows, exact=False), seconds=10.0, last=last)
     status, text, _ = compared(a, b, capsys=capsys)
     assert status == 2
-    assert "Not comparable: B has" in text
-    assert "log_interval_seconds" in text
+    assert f"Not comparable: B has {told} after its first steps, and two are needed" in text
+    assert "run it for longer (with the default settings a minute is enough)" in text
+
+
+WINDOWS = range(2, 8)
+"""Of a run of half a minute to a minute and a half with the default settings, after its first steps."""
+
+
+def few(folder, seed, windows, pace=100.0):
+    return run_of(folder, noisy(seed, pace, count=1 + windows, scatter=0.03, exact=False), seconds=10.0)
+
+
+def test_of_few_windows_a_run_that_is_twice_as_fast_is_faster(tmp_path, capsys):
+    verdicts = []
+    for windows in WINDOWS:
+        for seed in range(0, 10, 2):
+            a, b = few(tmp_path / "a", seed, windows), few(tmp_path / "b", seed + 1, windows, 200.0)
+            result = compared(a, b, "--json", capsys=capsys)[1]
+            assert result["interval"][0] < 2 < result["interval"][1]
+            verdicts.append(result["verdict"])
+    assert verdicts.count("faster") >= 0.95 * len(verdicts)
+    assert set(verdicts) <= {"faster", "no difference"}
+    text = compared(a, b, capsys=capsys)[1]
+    assert "A has 7 windows after its first steps; more make the interval shorter" in text
+
+
+@pytest.mark.parametrize("longer", [False, True], ids=["both short", "one long"])
+def test_of_few_windows_equal_runs_are_rarely_called_different(tmp_path, capsys, longer):
+    different = pairs = 0
+    for windows in WINDOWS:
+        for seed in range(0, 40, 2):
+            a = few(tmp_path / "a", seed, windows)
+            b = few(tmp_path / "b", seed + 1, 60 if longer else windows)
+            different += compared(a, b, "--json", capsys=capsys)[1]["verdict"] != "no difference"
+            pairs += 1
+    assert different <= 0.05 * pairs
 
 
 def test_evaluations_do_not_count_as_slower_steps(tmp_path, capsys):

@@ -148,7 +148,7 @@ def test_a_run_in_two_pairs_is_refused(tmp_path, capsys):
 
 def test_a_pair_that_cannot_be_compared_is_named(tmp_path, capsys):
     pairs = pairs_of(tmp_path, (1.0,))
-    short = [plain_run(tmp_path / f"short{name}", noisy(1, count=6)) for name in "ab"]
+    short = [plain_run(tmp_path / f"short{name}", noisy(1, count=2)) for name in "ab"]
     status, result, text = compared(capsys, [*pairs, short])
     assert (status, result["verdict"]) == (2, "not comparable")
     assert [(each["a"], each["ratio"], each["interval"]) for each in result["pairs"]] == [("r", None, None)] * 2

@@ -169,6 +169,28 @@ def test_the_accuracy_page_has_the_comparisons_on_a_calm_machine():
     )
 
 
+def test_the_accuracy_page_has_the_runs_of_a_few_windows():
+    path = ROOT / "benchmarks" / "results" / "compare-loads-amd-epyc-2-cores.json"
+    said = " ".join(text_of(DOCS / "accuracy.md").split())
+    few = [told for kind in json.loads(text_of(path))["kinds"].values() for told in kind["few"]]
+
+    def counted(name, length, windows=range(2, 8)):
+        chosen = [told for told in few if told["length"] == length and told["windows"] in windows]
+        return sum(told[name] for told in chosen), sum(told["pairs"] for told in chosen)
+
+    wrong, pairs = counted("differ", "5 s")
+    assert f"With windows of about 5 s, {wrong} of {pairs} pairs are said to differ." in said
+    assert wrong <= 0.05 * pairs
+    (found, many), *rest = (counted("twice", "5 s", windows) for windows in (range(4, 8), (3,), (2,)))
+    assert found == many
+    of_three, of_two = (f"{found} of {pairs}" for found, pairs in rest)
+    assert f"of all {many} pairs with four windows or more, of {of_three} with three, and of {of_two} with two" in said
+    wrong, pairs = counted("differ", "0.8 s")
+    worst = max(told["differ"] / told["pairs"] for told in few)
+    assert f"0.8 s, {wrong} of {pairs} pairs are said to differ, and of one kind" in said
+    assert f"of one kind and number of windows up to {100 * worst:.0f} %" in said
+
+
 def test_the_accuracy_page_has_the_sets_of_several_pairs():
     path = ROOT / "benchmarks" / "results" / "compare-loads-amd-epyc-2-cores.json"
     kinds = json.loads(text_of(path))["kinds"]

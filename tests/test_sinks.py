@@ -5,6 +5,7 @@ The libraries themselves are tested in tests/frameworks/test_sinks.py.
 
 from __future__ import annotations
 
+import errno
 import sys
 import threading
 import types
@@ -104,13 +105,15 @@ def test_items_arrive_in_their_order(started):
 
 
 def test_failed_items_are_written_after_a_pause_that_doubles(started):
-    sink, other, clock = Recorder(OSError("no route")), Recorder(), Clock()
+    sink, other, clock = Recorder(OSError(errno.EHOSTUNREACH, "http://me:secret@host")), Recorder(), Clock()
     thread = started(sink, other, clock=clock)
     pause = sink_thread._FIRST_PAUSE_SECONDS
     for tries in range(1, 5):
         thread.offer(item(tries))
         wait_for(lambda: sink.tries == tries)
-        assert news_of(thread) == [("recorder: OSError: no route", 1)]
+        ((told, failures),) = news_of(thread)
+        assert failures == 1
+        assert told.startswith("recorder: OSError: No route to host, at test_sinks.py:")
         clock.ns += int((pause - 0.1) * NS)
         thread.offer(item(10 * tries))  # wakes the thread, which writes into the sinks in their order
         wait_for(lambda: 10 * tries in other.written)
@@ -181,7 +184,8 @@ def test_one_failing_sink_leaves_the_others_alone(started):
     for step in range(3):
         thread.offer(item(step))
     wait_for(lambda: good.written == [0, 1, 2])
-    assert news_of(thread) == [("recorder: SystemExit: 3", 1)]
+    ((told, _),) = news_of(thread)
+    assert told.startswith("recorder: SystemExit, at test_sinks.py:")
 
 
 def test_end_writes_what_is_left_in_spite_of_the_pause():

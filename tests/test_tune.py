@@ -83,6 +83,13 @@ def test_a_trial_does_not_end_while_a_file_is_written(results):
     assert unchanged(results)  # no state.json.tmp is left
 
 
+def test_what_is_saved_into_memory_can_be_loaded_in_a_trial(results):
+    status, out, error = tune(results, "--json", "--trials", "1", how="in-memory")
+    assert status == 0, error
+    assert json.loads(out)["baseline"]["steps_per_second"] > 0
+    assert unchanged(results)
+
+
 def test_a_stream_gets_at_most_one_worker(results):
     status, out, error = tune(results, "--json", "--trials", "3", how="stream")
     assert status == 0, error

@@ -6,7 +6,7 @@ import importlib
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.core.errors import text_of
+from telemetry.core.errors import kind_of
 from telemetry.core.own_threads import OwnThread
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class StallCallback:
         try:
             _resolve(callback)(stall)
         except BaseException as error:  # includes sys.exit(): Python would print other exceptions to stderr
-            self._failed.append(text_of(error))
+            self._failed.append(kind_of(error))
 
 
 def _resolve(callback: Callable[[dict[str, Any]], Any] | str) -> Callable[[dict[str, Any]], Any]:

@@ -11,9 +11,8 @@ from telemetry.attach.gc_timer import GarbageTimer
 from telemetry.attach.profiler_ranges import ProfilerRanges
 from telemetry.attach.resume_state import ResumeState
 from telemetry.attach.sampler_timer import SamplerTimer
-from telemetry.attach.traceback_frames import without_frames
 from telemetry.core.clock import now_ns
-from telemetry.core.errors import let_pass
+from telemetry.core.errors import kind_of, let_pass
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -81,7 +80,7 @@ class StepState(HotState):
         requests_elsewhere: batches that other threads have requested.
         unseen_steps: steps before which no batch was requested on this thread. Their wait is not known.
         overhead_ns: time of the hooks. The fast path's is extrapolated from one call in ``OVERHEAD_EVERY``.
-        errors: failures of the hooks. ``last_error``: the newest, without its frames.
+        errors: failures of the hooks. ``last_error``: the newest, as `kind_of` tells it.
     """
 
     __slots__ = (
@@ -146,7 +145,7 @@ class StepState(HotState):
         self.unseen_steps = 0
         self.overhead_ns = 0
         self.errors = 0
-        self.last_error: BaseException | None = None
+        self.last_error: str | None = None
         self.grad_enabled: Callable[[], bool] = lambda: True  # until torch is imported
 
     @property
@@ -203,7 +202,7 @@ class StepState(HotState):
         """The same for a failure that does not affect the wait in progress."""
         let_pass(error)
         self.errors += 1
-        self.last_error = without_frames(error)
+        self.last_error = kind_of(error)
 
     def without_gpu(self, error: Exception) -> None:
         """Stop using the GPU's clock after it failed: it could fail at every step. Exposed wait is no longer measured.

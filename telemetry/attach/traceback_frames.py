@@ -1,4 +1,4 @@
-"""Removes our frames from the user's tracebacks, and the user's frames from exceptions that we keep."""
+"""Removes our frames from the user's tracebacks."""
 
 from __future__ import annotations
 
@@ -12,9 +12,3 @@ def forget_frame(error: BaseException) -> None:
     trace = error.__traceback__
     if trace is not None and trace.tb_next is not None:
         error.__traceback__ = trace.tb_next
-
-
-def without_frames(error: BaseException) -> BaseException:
-    """The exception without its traceback, which would keep every local of the training loop alive."""
-    error.__traceback__ = error.__context__ = error.__cause__ = None
-    return error

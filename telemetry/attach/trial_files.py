@@ -1,6 +1,7 @@
 """Lets a script go on in a trial without changing its files: nothing is saved, and writes go into a temporary file.
 
-* Saving functions of torch do nothing. The file counts as written: it can be renamed and removed.
+* Saving functions of torch do nothing. The file counts as written: it can be renamed and removed. What a script saves
+  into memory is saved: it often loads it again.
 * A file that exists and is opened with ``open(path, "w")`` or ``"a"`` is replaced by an empty temporary one, for this
   process and the workers that it forks.
 * Renaming onto such a file, and removing it, does nothing.
@@ -130,8 +131,10 @@ class TrialFiles:
     def _save(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def save(*args: Any, **kwargs: Any) -> Any:
-            self.saves += 1
             targets = [*args[1:2], *(kwargs[name] for name in _NAMED if name in kwargs)]
+            if any(isinstance(target, io.BytesIO) for target in targets):
+                return original(*args, **kwargs)
+            self.saves += 1
             self._pretended.update(real(target) for target in targets if isinstance(target, (str, os.PathLike)))
             return _completed() if original.__name__ == "async_save" else None
 

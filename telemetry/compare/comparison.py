@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.compare.pace_interval import MIN_BLOCKS
+from telemetry.compare.pace_interval import FEWEST_BLOCKS
 from telemetry.compare.repeated_pairs import mean_ratio
 from telemetry.compare.run_facts import SAME_STEP, differences, facts_of
 from telemetry.compare.run_pair import Pair, Run, turns_of
@@ -135,12 +135,11 @@ def _not_comparable(sides: Sequence[tuple[Run, Run]]) -> str | None:
 
 
 def _too_short(which: str, pace: RunPace) -> str | None:
-    if not pace.blocks:
-        return f"{which} has no window after its first steps; compare longer runs"
-    if len(pace.blocks) < MIN_BLOCKS:
+    if len(pace.blocks) < FEWEST_BLOCKS:
+        count = "one window" if pace.blocks else "no window"
         return (
-            f"{which} has {len(pace.blocks)} windows after its first steps, and {MIN_BLOCKS} are needed; run it for "
-            "longer, or with a smaller log_interval_seconds"
+            f"{which} has {count} after its first steps, and two are needed to see how its pace scatters; run it for "
+            "longer (with the default settings a minute is enough), or with a smaller log_interval_seconds"
         )
     if pace.steps < MIN_STEPS:
         return f"{which} has {pace.steps:.0f} steps after its first ones, and {MIN_STEPS} are needed; run it for longer"

@@ -93,7 +93,7 @@ def _interval(figures: Mapping[str, Any]) -> str:
 
 def _range(figures: Mapping[str, Any]) -> str:
     low, high = figures["interval"]
-    return f"{low:.3f} to {high:.3f}"
+    return f"{low:.3f} to {high:.{3 if high < 100 else 0}f}"
 
 
 def _left_out(result: Mapping[str, Any]) -> bool:

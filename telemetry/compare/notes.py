@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from telemetry.compare.pace_interval import FEWEST_BLOCKS, MIN_BLOCKS
 from telemetry.compare.run_pair import turns_of
 from telemetry.report.rank_processes import child_processes
 
@@ -30,6 +31,10 @@ def _of_run(which: str, run: Run) -> list[str]:
     notes = [f"{which} has {torn} torn line(s) in its logs; they were skipped"] if torn else []
     if any(not process.ended for process in run.logs):
         notes.append(f"{which} has not ended, or was killed: its newest window counts as its end")
+    if FEWEST_BLOCKS <= len(run.pace.blocks) < MIN_BLOCKS:
+        notes.append(
+            f"{which} has {len(run.pace.blocks)} windows after its first steps; more make the interval shorter"
+        )
     if child_processes(run.processes):
         notes.append(
             f"{which} has started processes with multiprocessing; as long as they live, they count as other programs, "

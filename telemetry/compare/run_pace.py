@@ -7,6 +7,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import pairwise
+from statistics import median
 from typing import TYPE_CHECKING, Final
 
 from telemetry.compare.pace_interval import PaceBlock
@@ -59,7 +60,7 @@ def pace_of(processes: Sequence[ProcessLog]) -> RunPace:
     if not series:
         return RunPace((), 0.0, dict.fromkeys(CATEGORIES, 0.0))
     first = series[0]
-    ends = [first.started + point.wall_seconds for point in first.compared()]
+    ends = [first.started + point.wall_seconds for point in _without_short_windows(first.compared())]
     points = [[each.at(end) for each in series] for end in ends]
     if not points:
         return RunPace((), 0.0, dict.fromkeys(CATEGORIES, 0.0))
@@ -74,6 +75,22 @@ def pace_of(processes: Sequence[ProcessLog]) -> RunPace:
         _others(blocks),
         len(series),
     )
+
+
+def _without_short_windows(points: Sequence[PacePoint]) -> list[PacePoint]:
+    """The ends of windows. One that is shorter than half of the usual one joins its neighbour.
+
+    The last window of a run may be a fraction of a second. Of two windows it would make one that has hardly any weight,
+    and the scatter of the two would say nothing about the other.
+    """
+    if len(points) < 3:
+        return list(points)
+    least = median(_loop(end) - _loop(begin) for begin, end in pairwise(points)) / 2
+    kept = [points[0]]
+    for point in points[1:]:
+        if _loop(point) - _loop(kept[-1]) >= least:
+            kept.append(point)
+    return [*kept[:-1], points[-1]]
 
 
 class _Series:

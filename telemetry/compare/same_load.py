@@ -14,7 +14,14 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from telemetry.compare.pace_interval import MIN_BLOCKS, PaceBlock, RatioInterval, between_runs, interval_around
+from telemetry.compare.pace_interval import (
+    FEWEST_BLOCKS,
+    MIN_BLOCKS,
+    PaceBlock,
+    RatioInterval,
+    between_runs,
+    interval_around,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,6 +40,9 @@ _DOUBT_OF_WORKERS: Final = 0.25
 """Others do more than take a core: they fill caches and use the memory's bandwidth, which no delay shows. So what a
 second costs is known to about this standard deviation. Of workers only the thread that fetches is measured, not those
 that send batches and hand them over, which are held up as well. See benchmarks/compare_loads.py."""
+
+_DOUBT_OF_COST: Final = 0.5
+"""Few windows cannot tell what a second of delay has cost. Then it is taken for one second, give or take so much."""
 
 _OF_EACH_RUN: Final = 0.5
 """This part of the doubt is each run's own: the others of one run are not those of the other."""
@@ -60,25 +70,26 @@ class SameLoad:
 def without_others(a: Sequence[PaceBlock], b: Sequence[PaceBlock], ranks: int = 1) -> SameLoad | None:
     """Compare the paces as if no other program had used the machine. None if the logs do not tell of others."""
     known = [[block for block in blocks if block.held_up is not None] for blocks in (a, b)]
-    if any(len(some) < max(MIN_BLOCKS, _KNOWN * len(all_)) for some, all_ in zip(known, (a, b), strict=True)):
+    if any(len(some) < max(FEWEST_BLOCKS, _KNOWN * len(all_)) for some, all_ in zip(known, (a, b), strict=True)):
         return None
     sides = [_Side(blocks) for blocks in known]
-    cost = _cost(sides, _MAX_COST * ranks)
-    squares = sum(side.squares for side in sides)
+    few = min(map(len, known)) < MIN_BLOCKS
+    cost = _cost(sides, _MAX_COST * ranks, fitted=not few)
+    squares = 0.0 if few else sum(side.squares for side in sides)
     side_a, side_b = sides
     further = side_b.slope(cost) - side_a.slope(cost)
     weight = further / squares if squares > 0 else 0.0
     ratio = side_b.pace(cost) / side_a.pace(cost)
     doubts = [side.doubt(cost) for side in sides]
     own = [math.hypot(_OF_EACH_RUN * doubt, _BESIDE * side.others) for doubt, side in zip(doubts, sides, strict=True)]
-    doubt = math.hypot(doubts[1] - doubts[0], *own)
+    doubt = math.hypot(doubts[1] - doubts[0], *own, _DOUBT_OF_COST * further if few else 0.0)
     deviations = side_a.deviations(cost, weight), side_b.deviations(cost, -weight)
     found = interval_around(ratio, *deviations, [between_runs(blocks, ranks) for blocks in known], doubt)
     return SameLoad(found, cost, side_a.held_up, side_b.held_up)
 
 
-def _cost(sides: Sequence[_Side], most: float) -> float:
-    """Least squares over the windows of both runs, each around its own run's mean.
+def _cost(sides: Sequence[_Side], most: float, *, fitted: bool) -> float:
+    """Least squares over the windows of both runs, each around its own run's mean; one second if it is not ``fitted``.
 
     A window lacks ``cost`` times the seconds that it was held up for more than others, times the net pace. That pace
     depends on ``cost`` as well, so that the equation is solved for both at once.
@@ -86,6 +97,8 @@ def _cost(sides: Sequence[_Side], most: float) -> float:
     for side in sides:
         if side.held_up > 0:
             most = min(most, _MAX_SHARE_OF_LOOP / side.held_up)
+    if not fitted:
+        return min(1.0, most)
     lacking = sum(side.lacking for side in sides)
     if lacking <= 0:
         return min(1.0, most) if not any(side.squares for side in sides) else 0.0

@@ -5,6 +5,7 @@ What is no failure of ours is raised again, see `let_pass`.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections import deque
@@ -23,6 +24,7 @@ _MAX_TEXT: Final = 500
 _PACKAGE: Final = os.path.dirname(os.path.dirname(__file__)) + os.sep  # noqa: PTH120 - strings to compare
 _OUR_MODULES: Final = sys.stdlib_module_names | {"torch", "telemetry"}
 """Top-level modules of the exceptions that our own code, and what it calls, may raise."""
+_MAX_KINDS: Final = 4
 
 
 class ErrorLog:
@@ -118,3 +120,26 @@ def _is_handler(frame: FrameType) -> bool:
     if code.co_flags & CO_VARARGS:
         arguments += values.get(code.co_varnames[code.co_argcount + code.co_kwonlyargcount], ())
     return any(isinstance(value, FrameType) for value in arguments)
+
+
+def kind_of(error: BaseException) -> str:
+    """What an exception of the user's code or of a library is, without its text.
+
+    The text may hold anything: an address with a password, a token, a line of the data. Others may read the log. So it
+    gets the types, from the exception back to its cause, the kernel's word for an error of the system, and the place.
+
+    Returns:
+        For example ``MlflowException from ConnectionRefusedError: Connection refused, at rest_utils.py:291``.
+    """
+    kinds: list[str] = []
+    each: BaseException | None = error
+    while each is not None and len(kinds) < _MAX_KINDS:
+        number = each.errno if isinstance(each, OSError) else None
+        reason = f": {os.strerror(number)}" if isinstance(number, int) and number in errno.errorcode else ""
+        kinds.append(type(each).__name__ + reason)
+        each = each.__cause__ or (None if each.__suppress_context__ else each.__context__)
+    trace, place = error.__traceback__, ""
+    while trace is not None:
+        place = f", at {os.path.basename(trace.tb_frame.f_code.co_filename)}:{trace.tb_lineno}"  # noqa: PTH119
+        trace = trace.tb_next
+    return " from ".join(kinds) + place

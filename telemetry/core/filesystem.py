@@ -141,14 +141,21 @@ def temporary_name(name: str) -> str:
 
 
 def replace_file(
-    path: str | os.PathLike[str], content: bytes, mode: int = 0o600, *, dir_fd: int | None = None, first: bool = False
+    path: str | os.PathLike[str],
+    content: bytes,
+    mode: int = 0o600,
+    *,
+    for_everyone: bool = False,
+    dir_fd: int | None = None,
+    first: bool = False,
 ) -> bool:
     """Replace a file atomically. No reader sees a partly written file.
 
     Args:
         path: path of the file.
         content: all of it.
-        mode: mode of the file; the umask does not apply.
+        mode: mode of the file; the umask takes its part away.
+        for_everyone: everyone may read it, whatever the umask says: a program of another user needs it.
         dir_fd: the folder that a relative path is in.
         first: write only if the file does not exist yet.
 
@@ -160,14 +167,14 @@ def replace_file(
     """
     folder, name = os.path.split(os.fspath(path))
     temporary = os.path.join(folder, temporary_name(name))  # noqa: PTH118 - at every publication
-    file = opened(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, dir_fd=dir_fd)
+    file = opened(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode, dir_fd=dir_fd)
     placed = False
     try:
         try:
             if os.write(file, content) < len(content):
                 raise OSError(errno.ENOSPC, "no room for all of it", os.fspath(path))
-            if mode != 0o600:
-                os.fchmod(file, mode)
+            if for_everyone:
+                os.fchmod(file, 0o644)
         finally:
             os.close(file)
         if first:

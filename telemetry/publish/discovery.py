@@ -46,7 +46,7 @@ class TargetFile:
         except OSError:
             pass
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(self.path, f"{content}\n".encode(), 0o644)  # Prometheus runs as another user
+        replace_file(self.path, f"{content}\n".encode(), for_everyone=True)  # Prometheus runs as another user
 
     def remove(self) -> None:
         """Remove the file."""

@@ -35,7 +35,7 @@ def test_an_error_in_a_hook_stays_there(seam, steps, start, unharmed, monkeypatc
     if (needs_steps and not steps) or seam == "tracker.mark_request":  # only called with a GPU's clock
         return
     assert counted(agent, "hook") >= 1
-    assert any("Broken: injected" in line["message"] for line in events(tmp_path / "run", "error"))
+    assert any("Broken" in line["message"] for line in events(tmp_path / "run", "error"))
 
     before = agent.tracker.optimizer_steps
     assert train(epochs=2, steps=steps) == unharmed[steps]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import time
 from pathlib import Path
@@ -87,6 +88,14 @@ def main() -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        if options.how == "in-memory":
+            kept = io.BytesIO()
+            torch.save(model.state_dict(), kept)
+            torch.save(optimizer.state_dict(), f=(kept_too := io.BytesIO()))
+            torch.jit.save(torch.jit.script(model), scripted := io.BytesIO())
+            model.load_state_dict(torch.load(io.BytesIO(kept.getvalue())))
+            optimizer.load_state_dict(torch.load(io.BytesIO(kept_too.getvalue())))
+            torch.jit.load(io.BytesIO(scripted.getvalue()))
         torch.save(model.state_dict(), "newest.pt.tmp")
         os.replace("newest.pt.tmp", "newest.pt")
         Path("state.json.tmp").write_text(f'{{"step": {step}}}')

@@ -6,7 +6,7 @@ import importlib.util
 import sys
 from typing import TYPE_CHECKING
 
-from telemetry.core.errors import text_of
+from telemetry.core.errors import kind_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -34,7 +34,7 @@ def make_sinks(names: Iterable[str], run_dir: Path) -> tuple[list[Sink], dict[st
             else:
                 sinks.append(_make(name, run_dir))
         except Exception as error:  # the package is broken
-            missing[name] = text_of(error)
+            missing[name] = kind_of(error)
     return sinks, missing
 
 

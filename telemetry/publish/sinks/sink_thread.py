@@ -12,7 +12,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Final
 
 from telemetry.core.clock import NS, now_ns
-from telemetry.core.errors import text_of
+from telemetry.core.errors import kind_of
 from telemetry.core.own_threads import OwnThread, Wake
 from telemetry.publish.sinks.sink import SinkWaits
 
@@ -161,7 +161,7 @@ class SinkThread:
         except BaseException as error:  # a library may raise anything, and Python would print it
             queue.pause_seconds = min(_LONGEST_PAUSE_SECONDS, 2 * queue.pause_seconds or _FIRST_PAUSE_SECONDS)
             queue.due_ns = self._now() + int(queue.pause_seconds * NS)
-            self._news.append((f"{name}: {text_of(error)}", 1))
+            self._news.append((f"{name}: {kind_of(error)}", 1))
             return False
         if queue.pause_seconds:
             self._news.append((f"{name}: works again", 0))
@@ -172,4 +172,4 @@ class SinkThread:
         try:
             sink.close()
         except BaseException as error:
-            self._news.append((f"{sink.name}: {text_of(error)}", 1))
+            self._news.append((f"{sink.name}: {kind_of(error)}", 1))
