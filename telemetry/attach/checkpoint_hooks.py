@@ -7,7 +7,7 @@ from threading import get_ident
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.attach.resume_state import holds_optimizer
-from telemetry.attach.traceback_frames import forget_frame
+from telemetry.attach.traceback_frames import forget_frame, unseen
 from telemetry.core.clock import now_ns
 from telemetry.core.labels import CHECKPOINT
 
@@ -37,6 +37,7 @@ def patch_saving(module: ModuleType, tracker: StepTracker, patches: Patches) -> 
 
 def _timed(original: Callable[..., Any], tracker: StepTracker) -> Callable[..., Any]:
     @functools.wraps(original)
+    @unseen
     def save(*args: Any, **kwargs: Any) -> Any:
         start, before, elsewhere = now_ns(), None, None
         try:

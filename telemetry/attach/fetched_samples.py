@@ -9,8 +9,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.attach.patches import in_file_of
-from telemetry.attach.traceback_frames import forget_frame
+from telemetry.attach.traceback_frames import forget_frame, unseen
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,9 +34,7 @@ class FetchedSamples:
     def begin(self, fetcher: Any) -> None:
         """This fetcher makes the next batches."""
         if self._stream:
-            fetch = type(fetcher).fetch
-            noting = self._noting(fetcher.collate_fn)
-            fetcher.collate_fn = in_file_of(getattr(fetch, "__wrapped__", fetch), noting)
+            fetcher.collate_fn = self._noting(fetcher.collate_fn)
 
     def of(self, indices: object) -> int | None:
         """Samples of the batch that was made last; None if that is not known.
@@ -52,14 +49,14 @@ class FetchedSamples:
 
     def _noting(self, collate: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """The user's ``collate_fn``. torch's fetcher passes it a list of the items."""
-        forget = forget_frame  # `in_file_of` takes the globals of this file away
 
+        @unseen
         def noting(items: Any) -> Any:
             self._items = len(items) if type(items) is list else None
             try:
                 return collate(items)
             except BaseException as error:
-                forget(error)
+                forget_frame(error)
                 raise
 
         return noting

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from telemetry.attach.ring import MASK, S_DATA_WAIT, STEP, STRIDE
 from telemetry.attach.sampler_timer import TimedWait, end_timed, time_starts, time_wait, timed_reset
 from telemetry.attach.step_tracker import OVERHEAD_EVERY, OVERHEAD_MASK, StepTracker
-from telemetry.attach.traceback_frames import forget_frame
+from telemetry.attach.traceback_frames import forget_frame, unseen
 from telemetry.core.clock import now_ns
 
 if TYPE_CHECKING:
@@ -78,6 +78,7 @@ def timed_next(
     """
 
     @functools.wraps(original)
+    @unseen
     def __next__(  # noqa: N807, PLR0917
         self: Any,
         tracker: StepTracker = tracker,
@@ -130,6 +131,7 @@ def timed_next(
 def _timed_on_slow_path(original: Callable[[Any], Any], tracker: StepTracker) -> Callable[[Any], Any]:
     """``__next__`` for all other cases: another thread or loader, evaluation, a phase, a wait timed on the GPU."""
 
+    @unseen
     def __next__(self: Any) -> Any:  # noqa: N807
         elsewhere = get_ident() != tracker.thread
         if elsewhere or tracker.waiting_since:
@@ -233,22 +235,25 @@ def timed_constructor(original: Callable[..., None], tracker: StepTracker) -> Ca
     """
 
     @functools.wraps(original)
+    @unseen
     def __init__(self: Any, loader: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-        def make(loader: Any) -> Any:
-            try:
-                original(self, loader, *args, **kwargs)
-            except BaseException as error:
-                forget_frame(error)
-                raise
-            return self
-
         try:
-            timed_iter(make, tracker)(loader)
+            at_boundary(functools.partial(_made, original, self, args, kwargs), tracker, loader)
         except BaseException as error:
             forget_frame(error)
             raise
 
     return __init__
+
+
+@unseen
+def _made(original: Callable[..., None], iterator: Any, args: Any, kwargs: Any, loader: Any) -> Any:
+    try:
+        original(iterator, loader, *args, **kwargs)
+    except BaseException as error:
+        forget_frame(error)
+        raise
+    return iterator
 
 
 def timed_shutdown(original: Callable[[Any], Any], tracker: StepTracker) -> Callable[[Any], Any]:
@@ -262,42 +267,58 @@ def timed_shutdown(original: Callable[[Any], Any], tracker: StepTracker) -> Call
 
 
 def _timed_boundary(original: Callable[[Any], Any], tracker: StepTracker, *, leaves: bool) -> Callable[[Any], Any]:
-    """The start or the end of an iteration, written into the ring if the tracker has a code for its span."""
-
     @functools.wraps(original)
+    @unseen
     def boundary(self: Any) -> Any:
-        entry = None
         try:
-            if get_ident() == tracker.thread and not tracker.waiting_since:
-                entry = tracker.leaving(self) if leaves else tracker.iteration(self)
-            if entry is not None:
-                tracker.boundaries.requested(entry)
-                if tracker.gpu is not None:
-                    _mark(tracker, None, entry)
-                start = now_ns()
-                tracker.waiting_since = start if entry & 7 == S_DATA_WAIT else -start
-        except BaseException as error:
-            tracker.fault(error)
-            return original(self)
-        result = None
-        try:
-            result = original(self)
+            return at_boundary(original, tracker, self, leaves=leaves)
         except BaseException as error:
             forget_frame(error)
             raise
-        finally:
-            if entry is not None:
-                _boundary_passed(tracker, start, entry, result)
-        try:
-            if not leaves and tracker.active:
-                tracker.sources.begun(result)
-                if get_ident() == tracker.thread:
-                    tracker.marks.made(result)
-        except Exception as error:
-            tracker.fault(error)
-        return result
 
     return boundary
+
+
+@unseen
+def at_boundary(original: Callable[[Any], Any], tracker: StepTracker, subject: Any, *, leaves: bool = False) -> Any:
+    """Call what begins or ends an iteration, and write its span into the ring if the tracker has a code for it.
+
+    Args:
+        original: makes an iterator of a loader, or stops the workers of an iterator.
+        tracker: gets the span.
+        subject: the argument of ``original``.
+        leaves: whether it stops workers.
+    """
+    entry = None
+    try:
+        if get_ident() == tracker.thread and not tracker.waiting_since:
+            entry = tracker.leaving(subject) if leaves else tracker.iteration(subject)
+        if entry is not None:
+            tracker.boundaries.requested(entry)
+            if tracker.gpu is not None:
+                _mark(tracker, None, entry)
+            start = now_ns()
+            tracker.waiting_since = start if entry & 7 == S_DATA_WAIT else -start
+    except BaseException as error:
+        tracker.fault(error)
+        return original(subject)
+    result = None
+    try:
+        result = original(subject)
+    except BaseException as error:
+        forget_frame(error)
+        raise
+    finally:
+        if entry is not None:
+            _boundary_passed(tracker, start, entry, result)
+    try:
+        if not leaves and tracker.active:
+            tracker.sources.begun(result)
+            if get_ident() == tracker.thread:
+                tracker.marks.made(result)
+    except Exception as error:
+        tracker.fault(error)
+    return result
 
 
 def _boundary_passed(tracker: StepTracker, start: int, entry: int, iterator: object | None) -> None:

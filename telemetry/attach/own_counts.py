@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from telemetry.attach.batch_tokens import tokens_in
 from telemetry.attach.fetched_samples import FetchedSamples
 from telemetry.attach.loader_types import own_value
-from telemetry.attach.traceback_frames import forget_frame
+from telemetry.attach.traceback_frames import forget_frame, unseen
 from telemetry.core.errors import let_pass
 
 if TYPE_CHECKING:
@@ -154,6 +154,7 @@ def _followed(
 ) -> Callable[[Any], Any]:
     """``fetch`` of one fetcher. References are weak: it must not keep the fetcher alive, nor count after `stop`."""
 
+    @unseen
     def fetch(possibly_batched_index: Any) -> Any:
         try:
             batch = original(fetcher(), possibly_batched_index)

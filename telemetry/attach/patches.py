@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import functools
-from types import FunctionType
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.attach.traceback_frames import forget_frame
-from telemetry.core.stacks import is_library
+from telemetry.attach.traceback_frames import forget_frame, unseen
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,15 +25,14 @@ def around(
 ) -> Callable[..., Any]:
     """Wrap a method with a call before and a call after it. Its exceptions pass with their tracebacks unchanged.
 
-    A warning that the method gives for its caller is given for the file of the method, never for ours.
-
     Args:
         original: the method.
         before: called with the object. If it raises, the caller gets the exception and the method is not called.
         after: called with the object, the result of ``before``, and whether the method has raised. It must not raise.
     """
-    forget = forget_frame  # `in_file_of` takes the globals of this file away
 
+    @functools.wraps(original)
+    @unseen
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         noted = before(self)
         failed = True
@@ -43,27 +40,13 @@ def around(
             result = original(self, *args, **kwargs)
             failed = False
         except BaseException as error:
-            forget(error)
+            forget_frame(error)
             raise
         finally:
             after(self, noted, failed)
         return result
 
-    return functools.wraps(original)(in_file_of(original, wrapper))
-
-
-def in_file_of(original: Any, wrapper: Any) -> Callable[..., Any]:
-    """The wrapper as if it stood in the file of the original, where that begins.
-
-    ``warnings.warn(…, stacklevel=2)`` names the file of its caller. Filters go by it, and what counts as shown already.
-    The line of the real caller cannot be had, but torch's file is what users know and filter. A function of the user
-    keeps our file: no line of theirs must be named that has not run.
-    """
-    if not isinstance(original, FunctionType) or not is_library(original.__code__.co_filename):
-        return wrapper  # type: ignore[no-any-return]
-    code = original.__code__
-    moved = wrapper.__code__.replace(co_filename=code.co_filename, co_firstlineno=code.co_firstlineno)
-    return FunctionType(moved, original.__globals__, wrapper.__name__, None, wrapper.__closure__)
+    return wrapper
 
 
 class Patches:

@@ -16,7 +16,7 @@ from telemetry.attach import loader_hooks
 from telemetry.attach import ring as r
 from telemetry.attach.loader_handle import READ_AHEAD, WATCHED, BatchSource, LoaderHandle
 from telemetry.attach.patches import around
-from telemetry.attach.traceback_frames import forget_frame
+from telemetry.attach.traceback_frames import forget_frame, unseen
 from telemetry.core.clock import now_ns
 
 if TYPE_CHECKING:
@@ -134,6 +134,7 @@ def timed_generator(
 ) -> Callable[[Any], Generator[Any, Any, Any]]:
     """Time the batches of a generator function. The result is one, too: nothing runs before the first request."""
 
+    @unseen
     def pull(feed: Feed) -> Any:
         sources = tracker.sources
         if feed.source is not None or sources.finding or get_ident() != tracker.thread:
@@ -153,6 +154,7 @@ def timed_generator(
     ask = loader_hooks.timed_next(pull, tracker, tracker.gradients_on)
 
     @functools.wraps(original)
+    @unseen
     def __iter__(self: Any) -> Generator[Any, Any, Any]:  # noqa: N807
         iterator = begin(self)
         feed = Feed(iterator, self, numbered=numbered and getattr(self, "repeats", 1) == 1)

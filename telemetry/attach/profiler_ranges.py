@@ -12,7 +12,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from telemetry.attach.traceback_frames import forget_frame
+from telemetry.attach.traceback_frames import forget_frame, unseen
 from telemetry.attach.worker_probe import in_worker_process, note_wrapper, without_ours
 from telemetry.core.errors import let_pass
 
@@ -105,6 +105,7 @@ def _mark_fetches(worker: int) -> None:
 
 def _marked(original: Callable[[Any, Any], Any], nvtx: Any, name: str) -> Callable[[Any, Any], Any]:
     @functools.wraps(original)
+    @unseen
     def fetch(self: Any, possibly_batched_index: Any) -> Any:
         nvtx.range_push(name)
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.attach.traceback_frames import forget_frame
+from telemetry.attach.traceback_frames import forget_frame, unseen
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,6 +38,7 @@ def patch_optimizer(optimizer_class: type, tracker: StepTracker, patches: Patche
         timed = _timed(original, tracker)
 
         @functools.wraps(original)
+        @unseen
         def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
             try:
                 result = timed(self, *args, **kwargs)
@@ -63,6 +64,7 @@ def patch_state_creation(module: ModuleType, tracker: StepTracker, patches: Patc
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
+        @unseen
         def create(*args: Any, **kwargs: Any) -> Any:
             resume, before, outer = tracker.resume, tracker.optimizer_steps, tracker.resume.initializing
             resume.initializing = True
@@ -83,6 +85,7 @@ def patch_state_creation(module: ModuleType, tracker: StepTracker, patches: Patc
 
 def _timed(original: Callable[..., Any], tracker: StepTracker) -> Callable[..., Any]:
     @functools.wraps(original)
+    @unseen
     def load(*args: Any, **kwargs: Any) -> Any:
         counts = False
         try:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.attach.patches import around
 from telemetry.attach.ring import S_DATA_WAIT
-from telemetry.attach.traceback_frames import forget_frame
+from telemetry.attach.traceback_frames import forget_frame, unseen
 from telemetry.core.clock import now_ns
 
 if TYPE_CHECKING:
@@ -128,6 +128,7 @@ class _TimedSampler:
         self._thread = get_ident()
         self.ns = self.cpu_ns = 0
 
+    @unseen
     def __call__(self) -> Any:
         iterator: Any = self._iterator()
         before = _Clocks(self._garbage) if get_ident() == self._thread else None

@@ -1,6 +1,28 @@
-"""Removes our frames from the user's tracebacks."""
+"""Keeps our frames out of what the user sees: tracebacks, and the places that warnings name."""
 
 from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+F = TypeVar("F", bound="Callable[..., Any]")
+
+_SKIPPED: Final = os.path.join(os.path.dirname(__file__), "importlib._bootstrap")  # noqa: PTH118, PTH120 - a text
+
+
+def unseen(function: F) -> F:
+    """Make a function around one of torch's or the script's invisible for ``warnings.warn(…, stacklevel=…)``.
+
+    A warning with a stack level names the file and line of a caller, and warning filters go by these. Python skips the
+    frames of its import system, which it recognises by the name of their file (bpo-24305). So the function gets such a
+    name, in our folder.
+    """
+    code: Any = function
+    code.__code__ = code.__code__.replace(co_filename=_SKIPPED)
+    return function
 
 
 def forget_frame(error: BaseException) -> None:

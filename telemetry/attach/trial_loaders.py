@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from telemetry.attach.loader_places import LoaderPlaces
 from telemetry.attach.loader_safety import refused, refused_batch, tensor_bytes
 from telemetry.attach.ring import S_EVALUATION
+from telemetry.attach.traceback_frames import unseen
 from telemetry.core.clock import NS, now_ns
 from telemetry.core.trial_records import LOADER_SETTINGS
 from telemetry.core.weak_map import WeakMap
@@ -71,6 +72,7 @@ class TrialLoaders:
         signature = inspect.signature(original)
 
         @functools.wraps(original)
+        @unseen
         def __init__(loader: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
             try:
                 arguments = dict(signature.bind_partial(loader, *args, **kwargs).arguments)
@@ -102,6 +104,7 @@ class TrialLoaders:
 
     def _noted(self, original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
+        @unseen
         def __init__(iterator: Any, loader: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
             original(iterator, loader, *args, **kwargs)
             facts = self._of_loader.get(loader)
@@ -112,6 +115,7 @@ class TrialLoaders:
 
     def _counted(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         @functools.wraps(original)
+        @unseen
         def __next__(iterator: Any) -> Any:  # noqa: N807
             if self.over and get_ident() == self._tracker.thread:
                 os._exit(0)  # between two steps, where a script is not writing a file

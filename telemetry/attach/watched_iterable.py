@@ -11,8 +11,9 @@ import operator
 from types import WrapperDescriptorType
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.attach.loader_hooks import timed_iter, timed_next
+from telemetry.attach.loader_hooks import at_boundary, timed_next
 from telemetry.attach.loader_types import Wrapper, unwrapped
+from telemetry.attach.traceback_frames import unseen
 from telemetry.core.weak_map import WeakMap
 
 if TYPE_CHECKING:
@@ -49,12 +50,13 @@ class Watched(Wrapper):
     _telemetry_next: Callable[[Any], Any]
     _telemetry_tracker: Tracker
 
+    @unseen
     def __iter__(self) -> Any:
         inside, tracker = self._telemetry_object, self._telemetry_tracker()
         if tracker is None or _is_its_own_iterator(inside):
             iterator = iter(inside)
         else:
-            iterator = timed_iter(_begin, tracker)(self)
+            iterator = at_boundary(_begin, tracker, self)
         if iterator is inside:
             _bind(self, tracker)
             return self
@@ -137,14 +139,17 @@ def wrap(inside: Any, tracker: Tracker, source: Watched | None = None) -> Any:
     return wrapper
 
 
+@unseen
 def _begin(wrapper: Watched) -> Iterator[Any]:
     return iter(wrapper._telemetry_object)
 
 
+@unseen
 def _pull(wrapper: Watched) -> Any:
     return next(wrapper._telemetry_object)
 
 
+@unseen
 def _first_pull(wrapper: Watched) -> Any:
     """``next`` of a wrapper whose ``iter`` was not called, or was called while no agent ran."""
     _bind(wrapper, wrapper._telemetry_tracker())
@@ -260,6 +265,7 @@ def _is_special(name: str) -> bool:
     return name.startswith("__") and name.endswith("__")
 
 
+@unseen
 def _next(self: Watched) -> Any:
     return self._telemetry_next(self)
 

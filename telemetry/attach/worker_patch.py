@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from telemetry.attach.batch_sizes import counted_in_fetch
 from telemetry.attach.batch_table import WANTED
 from telemetry.attach.profiler_ranges import MarkedWorker
-from telemetry.attach.traceback_frames import forget_frame
+from telemetry.attach.traceback_frames import forget_frame, unseen
 from telemetry.attach.worker_block import MAX_WORKERS, WorkerBlock
 from telemetry.attach.worker_probe import WorkerProbe
 from telemetry.core.weak_map import WeakMap
@@ -51,6 +51,7 @@ def _probed(original: Callable[..., None], init_function: _InitFunction, tracker
     begun: WeakMap[None] = WeakMap()  # loaders
 
     @functools.wraps(original)
+    @unseen
     def __init__(self: Any, loader: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         if tracker.active:
             init_function.making[id(self)] = _Making()

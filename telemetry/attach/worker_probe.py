@@ -13,7 +13,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.attach.batch_table import BatchWriter
-from telemetry.attach.traceback_frames import forget_frame
+from telemetry.attach.traceback_frames import forget_frame, unseen
 from telemetry.attach.worker_block import (
     COUNTS,
     COUNTS_AT,
@@ -187,6 +187,7 @@ def timed_fetch(
     current: Callable[[], Any] = _nothing  # weak: a reference to the fetcher would delay the clean-up of its iterator
 
     @functools.wraps(original)
+    @unseen
     def fetch(self: Any, possibly_batched_index: Any) -> Any:
         nonlocal fetches, wall, ended, current, batches
         if words[SINCE]:  # of a loader that the data set reads: a part of the fetch in progress

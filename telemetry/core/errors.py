@@ -11,10 +11,12 @@ import sys
 from collections import deque
 from contextlib import contextmanager
 from inspect import CO_VARARGS
+from threading import get_ident
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.core.clock import NS, now_ns
+from telemetry.core.own_threads import named
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 _QUIET_SECONDS: Final = 60.0
 _MAX_TEXT: Final = 500
 _PACKAGE: Final = os.path.dirname(os.path.dirname(__file__)) + os.sep  # noqa: PTH120 - strings to compare
-_OUR_MODULES: Final = sys.stdlib_module_names | {"torch", "telemetry"}
+_OUR_MODULES: Final = sys.stdlib_module_names | {"telemetry", "torch", "orjson", "psutil", "pynvml", "structlog"}
 """Top-level modules of the exceptions that our own code, and what it calls, may raise."""
 _MAX_KINDS: Final = 4
 
@@ -99,9 +101,9 @@ def let_pass(error: BaseException) -> None:
     Raises:
         BaseException: the error, without our frames.
     """
+    if named(get_ident()) is not None:
+        return  # no handler runs on a thread of ours
     trace = error.__traceback__
-    if trace is None:
-        return  # it is kept, and not being handled
     ours = True
     while trace is not None:
         ours = trace.tb_frame.f_code.co_filename.startswith(_PACKAGE)
