@@ -75,7 +75,7 @@ class NodeService:
         self._now = mono_ns
         self._settled_ns = mono_ns() + int(_ANNOUNCED_SECONDS * NS)
         self._ended = False
-        self._before: list[int] = []  # ports of ranks that served before and are stopped, the first one first
+        self._before: list[int] = []  # ports that stopped ranks have: the metrics belong there
         self._lookup: Lookup | None = None
         self._lookup_ns = 0
         self._address: Address | None = None

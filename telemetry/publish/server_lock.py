@@ -32,7 +32,7 @@ class ServerLock:
         mono_ns: the clock that times the signs of life.
 
     Attributes:
-        took_over: whether this rank took the lock from a process that gave no sign of life, and may do so again.
+        took_over: whether this rank has taken the lock from a process that is alive and gave no sign of life.
     """
 
     def __init__(self, path: Path, mono_ns: Callable[[], int] = now_ns) -> None:
