@@ -86,7 +86,7 @@ class Board:
         root: folder of all boards; `board_root` by default.
 
     Attributes:
-        root: folder of all boards. ``path``: the folder of this one.
+        path: the folder.
         notice: for the log, if the folder of all boards could not have its usual name; else empty.
 
     Raises:
@@ -94,15 +94,15 @@ class Board:
     """
 
     def __init__(self, run: str, scope: str, node: str, root: Path | None = None) -> None:
-        self.root = root or board_root()
+        self._root = root or board_root()
         # Containers started with --ipc=host share /dev/shm but not their process ids. Each gets its own boards.
         where = f"{run}\0{scope}\0{node}\0{pid_namespace()}"
         digest = hashlib.sha256(where.encode("utf-8", "surrogateescape")).hexdigest()[:12]
-        self.path = self.root / f"{slug(run)[:48]}-{digest}"
+        self.path = self._root / f"{slug(run)[:48]}-{digest}"
         self._make()
         usual = _possible_roots()[0]
-        taken = root is None and self.root != usual
-        self.notice = f"{usual} is not a folder of this user alone; the board is in {self.root}" if taken else ""
+        taken = root is None and self._root != usual
+        self.notice = f"{usual} is not a folder of this user alone; the board is in {self._root}" if taken else ""
         self.server_lock = ServerLock(self.path / "endpoint.lock")
         self._mine: Path | None = None
         self._number: int | None = None  # the rank that this process is shown under
@@ -113,8 +113,15 @@ class Board:
         self._own: _File | None = None  # the newest state of this process, even if it could not be written
 
     def _make(self) -> None:
-        _own_folder(self.root)
+        _own_folder(self._root)
         _own_folder(self.path)
+
+    def _replace(self, path: Path, content: bytes) -> None:
+        try:
+            replace_file(path, content)
+        except FileNotFoundError:  # the folder was removed, as systemd's RemoveIPC does at a logout
+            self._make()
+            replace_file(path, content)
 
     # -- a rank's state ----------------------------------------------------------------------------------------
 
@@ -137,7 +144,7 @@ class Board:
         path = self.path / f"rank-{rank}.{pid}"
         self._mine, self._own = path, _File((0, 0), meta, RankState(rank, pid, tuple(families)))
         try:
-            self.put(path.name, _content(meta, families))
+            self._replace(path, _content(meta, families))
         except OSError:
             remove_file(path)  # makes the room that is needed now
             meta.pop("pace", None)
@@ -252,11 +259,7 @@ class Board:
         Raises:
             OSError: it cannot be written.
         """
-        try:
-            replace_file(self.path / name, content)
-        except FileNotFoundError:  # the folder was removed, as systemd's RemoveIPC does at a logout
-            self._make()
-            replace_file(self.path / name, content)
+        replace_file(self.path / name, content)
 
     def get(self, name: str) -> bytes | None:
         """Read a file that a rank of this node has written; else None."""
@@ -292,7 +295,7 @@ class Board:
         Raises:
             OSError: the board cannot be written.
         """
-        self.put(_ENDPOINT, json.dumps({"ports": ports, "pid": os.getpid()}).encode())
+        self._replace(self.path / _ENDPOINT, json.dumps({"ports": ports, "pid": os.getpid()}).encode())
 
     def announced_ports(self) -> list[int]:
         """What the rank that serves, or has served last, has announced; empty if that is unknown."""
@@ -319,7 +322,7 @@ class Board:
     def sweep(self) -> int:
         """Remove boards of this user that no living process has written to for an hour. Returns how many."""
         removed = 0
-        with os.scandir(self.root) as boards:
+        with os.scandir(self._root) as boards:
             for board in boards:
                 try:
                     if board.path == str(self.path) or not board.is_dir(follow_symlinks=False):
