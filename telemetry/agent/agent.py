@@ -88,6 +88,8 @@ class Agent(AgentParts):
                 self.attachment.attach()
         with self.errors.contained("board"):
             board = Board(self.identity.run, str(self.run_dir), self.identity.node)
+            if board.notice:
+                self.errors.tell("board", board.notice)
             targets = TargetFile(
                 absolute(self.config.targets_dir or self.run_dir / "targets"),
                 board.path.name,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing.process
+import os
 import sys
 import threading
 from pathlib import Path
@@ -27,6 +28,23 @@ def pid_namespace() -> int:
         return Path("/proc/self/ns/pid").stat().st_ino
     except OSError:
         return 0
+
+
+def outer_uid() -> int:
+    """The uid of this process outside of its user namespace: in a container without privileges, who started that.
+
+    The same as inside, if there is no such namespace or the uid has none outside.
+    """
+    uid = os.getuid()
+    try:
+        lines = read_small("/proc/self/uid_map").splitlines()
+    except OSError:
+        return uid
+    for line in lines:
+        inside, outside, count = map(int, line.split())
+        if inside <= uid < inside + count:
+            return outside + uid - inside
+    return uid
 
 
 def process_name(pid: int) -> str:

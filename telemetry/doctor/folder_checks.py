@@ -120,7 +120,7 @@ def check_board(place: CheckContext) -> Iterable[Finding]:
     try:
         board = Board("doctor", str(os.getpid()), "")
         try:
-            board.server_locks.take()
+            board.lead()
         finally:
             board.leave()
         free = shutil.disk_usage(root).free
@@ -132,6 +132,8 @@ def check_board(place: CheckContext) -> Iterable[Finding]:
         )
         return
     text = f"the ranks of this node share {root}, {binary_size(free)} free"
+    if board.notice:
+        text += f" ({board.notice.partition(';')[0]})"
     if free < _BOARD_BYTES:
         yield Finding(PROBLEM, "board", f"{text}: free some space (for a container, raise --shm-size)")
     else:

@@ -1,4 +1,4 @@
-"""The board: a node-local folder in which each rank publishes its newest state, with the locks of the serving rank.
+"""The board: a node-local folder in which each rank publishes its newest state, with the lock of the serving rank.
 
 It is in /dev/shm if possible. It belongs to one user and one run. Each rank has one small file, replaced as a whole.
 """
@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from telemetry.core.filesystem import read_small, replace_file
+from telemetry.core.filesystem import read_small, remove_file, replace_file
 from telemetry.core.identity import slug
-from telemetry.core.processes import pid_namespace, start_ticks
+from telemetry.core.processes import outer_uid, pid_namespace, start_ticks
 from telemetry.core.tick import RankPace, pace_fields, pace_from
 from telemetry.publish.hang_board import mark_gone
-from telemetry.publish.server_locks import ServerLocks
+from telemetry.publish.server_lock import ServerLock
 
 _SEPARATOR: Final = b"\0"
 _STALE_SECONDS: Final = 3600.0
@@ -30,6 +30,13 @@ _PREFIX: Final = "torch-telemetry"
 _MAX_FILE_BYTES: Final = 4 << 20
 _MAX_HEAD_BYTES: Final = 4096
 """Maximum size of what precedes the families: the identity of the rank, and its pace."""
+
+_ROOTS: Final = 8
+"""How many names the folder of all boards may have. Others can take a name in a folder that is open to everyone."""
+
+_ENDPOINT: Final = "endpoint.json"
+_LASTING: Final = b"# HELP training_run_info "
+"""The family that stays true while a rank cannot publish: it says that the rank is there, and counts nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +58,22 @@ class _File:
 
 
 def board_root() -> Path:
-    """The folder of all boards of this user on this machine."""
+    """The folder of all boards of this user on this machine: the first name that is ours, else the first free one.
+
+    All ranks of a user come to the same folder, in a container without privileges too: there the user has another uid,
+    such as 0. So the name has the uid outside of it.
+    """
+    roots = _possible_roots()
+    return next((root for root in roots if _is_ours(root)), None) or next(
+        (root for root in roots if not os.path.lexists(root)), roots[0]
+    )
+
+
+def _possible_roots() -> list[Path]:
     shared = Path("/dev/shm")  # noqa: S108 - a folder of our own, mode 0700, is made below it
     base = shared if os.access(shared, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
-    return base / f"{_PREFIX}-{os.getuid()}"
+    name = f"{_PREFIX}-{outer_uid()}"
+    return [base / name, *(base / f"{name}-{number}" for number in range(2, _ROOTS + 1))]
 
 
 class Board:
@@ -65,6 +84,10 @@ class Board:
         scope: distinguishes two runs of the same name: the run folder. It is the same on all ranks.
         node: this machine's name according to the launcher. One machine may stand for several nodes.
         root: folder of all boards; `board_root` by default.
+
+    Attributes:
+        path: the folder.
+        notice: for the log, if the folder of all boards could not have its usual name; else empty.
 
     Raises:
         OSError: the folder cannot be made, or does not belong to this user alone.
@@ -77,39 +100,60 @@ class Board:
         digest = hashlib.sha256(where.encode("utf-8", "surrogateescape")).hexdigest()[:12]
         self.path = self._root / f"{slug(run)[:48]}-{digest}"
         self._make()
-        self.server_locks = ServerLocks(self.path)
+        usual = _possible_roots()[0]
+        taken = root is None and self._root != usual
+        self.notice = f"{usual} is not a folder of this user alone; the board is in {self._root}" if taken else ""
+        self.server_lock = ServerLock(self.path / "endpoint.lock")
         self._mine: Path | None = None
         self._number: int | None = None  # the rank that this process is shown under
         self._since = 0  # when it took that number
         self._rank_given = False  # whether a launcher gave it that number
         self._ticks = start_ticks(os.getpid())
         self._known: dict[str, _File] = {}
-        self._own: _File | None = None  # the newest publication of this process
+        self._own: _File | None = None  # the newest state of this process, even if it could not be written
 
     def _make(self) -> None:
         _own_folder(self._root)
         _own_folder(self.path)
+
+    def _replace(self, path: Path, content: bytes) -> None:
+        try:
+            replace_file(path, content)
+        except FileNotFoundError:  # the folder was removed, as systemd's RemoveIPC does at a logout
+            self._make()
+            replace_file(path, content)
 
     # -- a rank's state ----------------------------------------------------------------------------------------
 
     def publish(
         self, rank: int, families: list[tuple[bytes, bytes]], *, pace: RankPace | None = None, ended: bool = False
     ) -> None:
-        """Replace this rank's state. A rank that has ended is still shown as long as others of the run are there."""
+        """Replace this rank's state. A rank that has ended is still shown as long as others of the run are there.
+
+        If it cannot be written, the old state is taken back, because nobody could tell it from a new one. What is left
+        says that the rank is there.
+
+        Raises:
+            OSError: it cannot be written.
+        """
         pid = os.getpid()
         meta: dict[str, Any] = {"rank": rank, "pid": pid, "ticks": self._ticks, "ended": ended}
         meta |= {"told": self._rank_given, "since": self._since}
         if pace is not None:
             meta["pace"] = pace_fields(pace)
-        parts = [json.dumps(meta).encode(), *itertools.chain.from_iterable(families)]
-        path, content = self.path / f"rank-{rank}.{pid}", _SEPARATOR.join(parts)
+        path = self.path / f"rank-{rank}.{pid}"
+        self._mine, self._own = path, _File((0, 0), meta, RankState(rank, pid, tuple(families)))
         try:
-            replace_file(path, content)
-        except FileNotFoundError:  # the folder was removed, as systemd's RemoveIPC does at a logout
-            self._make()
-            replace_file(path, content)
-        self._mine = path
-        self._own = _File((0, 0), meta, RankState(rank, pid, tuple(families)))
+            self._replace(path, _content(meta, families))
+        except OSError:
+            remove_file(path)  # makes the room that is needed now
+            meta.pop("pace", None)
+            lasting = [family for family in families if family[0].startswith(_LASTING)]
+            try:
+                replace_file(path, _content(meta, lasting))
+            except OSError:
+                pass
+            raise
 
     def states(self) -> list[RankState]:
         """The state of every living rank, sorted by rank. Removes the file of a dead rank.
@@ -119,9 +163,12 @@ class Board:
         """
         states: dict[int, tuple[tuple[bool, bool, int, int], RankState]] = {}
         known, self._known = self._known, {}
-        for entry in self._entries():
+        entries, mine = self._entries(), str(self._mine)
+        if self._own is not None and mine not in entries:
+            entries.append(mine)
+        for entry in entries:
             try:
-                own = self._own if entry == str(self._mine) else None
+                own = self._own if entry == mine else None
                 file = own or _newest(entry, known.get(entry))
                 ended, state, ticks = bool(file.head.get("ended")), file.state, file.head["ticks"]
             except (OSError, ValueError, KeyError, TypeError):
@@ -230,18 +277,33 @@ class Board:
 
     # -- who serves --------------------------------------------------------------------------------------------
 
-    def announce(self, port: int, place: int = 0) -> None:
-        """Publish the port at which the holder of a server lock serves, so that its successor can use the same port."""
-        content = json.dumps({"port": port, "pid": os.getpid()}).encode()
-        replace_file(self.path / _announcement(place), content)
+    def lead(self) -> bool:
+        """Whether this rank serves the node from now on: take or keep the lock, see `ServerLock.take`.
 
-    def announced_port(self, place: int = 0) -> int | None:
-        """The port at which the holder of a server lock last served this run on this node; None if unknown."""
+        Raises:
+            OSError: the lock file cannot be made.
+        """
         try:
-            port: Any = json.loads(read_small(self.path / _announcement(place)))["port"]
+            return self.server_lock.take()
+        except FileNotFoundError:  # the folder was removed
+            self._make()
+            return self.server_lock.take()
+
+    def announce(self, ports: list[int]) -> None:
+        """Publish the port of the endpoint, the last of ``ports``. The others are taken by ranks that served before.
+
+        Raises:
+            OSError: the board cannot be written.
+        """
+        self._replace(self.path / _ENDPOINT, json.dumps({"ports": ports, "pid": os.getpid()}).encode())
+
+    def announced_ports(self) -> list[int]:
+        """What the rank that serves, or has served last, has announced; empty if that is unknown."""
+        try:
+            ports = json.loads(read_small(self.path / _ENDPOINT))["ports"]
+            return [port for port in ports if isinstance(port, int) and 0 < port < 65536]
         except (OSError, ValueError, KeyError, TypeError):
-            return None
-        return port if isinstance(port, int) and 0 < port < 65536 else None
+            return []
 
     # -- the end -----------------------------------------------------------------------------------------------
 
@@ -254,8 +316,8 @@ class Board:
         return last
 
     def forget(self) -> None:
-        """Close the lock files: in ``leave``, and in a forked child, which has copies."""
-        self.server_locks.close()
+        """Close the lock file: in ``leave``, and in a forked child, which has a copy."""
+        self.server_lock.close()
 
     def sweep(self) -> int:
         """Remove boards of this user that no living process has written to for an hour. Returns how many."""
@@ -279,9 +341,25 @@ def _own_folder(path: Path) -> None:
         path.mkdir(mode=0o700)
     except FileExistsError:
         pass
-    status = path.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+    if not _is_ours(path):
         raise OSError(f"{path} is not a folder of this user alone; remove it")
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether it is a folder that this user has made, and nobody else may use.
+
+    Every user that a user namespace does not know has the same uid in it. So the right to write is tested, too.
+    """
+    try:
+        status = path.lstat()
+    except OSError:
+        return False
+    alone = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
+    return alone and os.access(path, os.W_OK | os.X_OK)
+
+
+def _content(head: dict[str, Any], families: list[tuple[bytes, bytes]]) -> bytes:
+    return _SEPARATOR.join([json.dumps(head).encode(), *itertools.chain.from_iterable(families)])
 
 
 def _newest(path: str, known: _File | None) -> _File:
@@ -299,10 +377,6 @@ def _newest(path: str, known: _File | None) -> _File:
     head = json.loads(parts[0])
     state = RankState(int(head["rank"]), int(head["pid"]), tuple(zip(parts[1::2], parts[2::2], strict=False)))
     return _File(version, head, state)
-
-
-def _announcement(place: int) -> str:
-    return "endpoint.json" if place == 0 else f"endpoint-{place}.json"
 
 
 def _alive(entry: str | os.PathLike[str]) -> bool:

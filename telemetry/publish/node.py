@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from functools import partial
+from itertools import takewhile
 from typing import TYPE_CHECKING, Final
 
 from telemetry.core.clock import NS, now_ns
@@ -77,7 +78,7 @@ class NodeService:
         self._settled_ns = mono_ns() + int(_ANNOUNCED_SECONDS * NS)
         self._ended = False
         self._machine = RankState(0, 0, ())
-        self._place = 0
+        self._before: list[int] = []  # ports that stopped ranks have: the metrics belong there
         self._lookup: Lookup | None = None
         self._lookup_ns = 0
         self._address: Address | None = None
@@ -172,34 +173,35 @@ class NodeService:
             OSError: the address cannot be listened on (raised once), or the target file cannot be written. In the
                 latter case the endpoint serves nevertheless.
         """
-        if self._port is None:
-            place = self._board.server_locks.take() if not self._ended else None
-            self.leads = place is not None
-            if place is not None:
-                self._board.server_locks.beat(place)
-            return
         if self._ended:  # other ranks do not wait for an ended one: the board may be removed
             if self.endpoint is not None:
                 self.endpoint.keep_page()
             return
-        place = self._board.server_locks.take()
-        self.leads = place is not None
-        if place is None:
-            self._step_down()
+        led, self.leads = self.leads, self._board.lead()
+        if self._port is None:
+            if self.leads:
+                self._board.server_lock.beat()
+            return
+        if not self.leads:
+            self._close()
             self._wait_for_announcement()
             return
-        if self.endpoint is not None and (place != self._place or not self.endpoint.serves):
+        if not led:
+            announced = self._board.announced_ports()
+            self._before = announced if self._board.server_lock.took_over else announced[:-1]
+        if self.endpoint is not None and not self.endpoint.serves:
             self._close()
-        self._place = place
         if self.endpoint is None:
-            self._board.server_locks.beat(place)
+            self._board.server_lock.beat()
             self._serve()
+        elif self._before:
+            self._return()
         self._name_endpoints()
 
     @property
     def port(self) -> int | None:
         """The port at which any rank serves this node's metrics; None if no rank does."""
-        return self.endpoint.port if self.endpoint is not None else self._board.announced_port()
+        return self.endpoint.port if self.endpoint is not None else next(reversed(self._board.announced_ports()), None)
 
     @property
     def cpu_seconds(self) -> float:
@@ -224,31 +226,20 @@ class NodeService:
         """Listen, unless that has just failed or the name of the address is not resolved yet."""
         if self._now() < self._retry_ns:
             return
-        place, ports = self._place, self._ports()
+        ports = self._ports()
         try:
             if self._address is None:
                 self._address = self._found()
             if self._address is None:
                 return
-            assert self._new_endpoint is not None  # noqa: S101 - there are ports
-            endpoint = self._new_endpoint(
-                self._host,
-                ports,
-                self._states,
-                self._node,
-                CONTENT_TYPE,
-                address=self._address,
-                on_error=partial(self._errors.note, "endpoint"),
-                alive=lambda: self._board.server_locks.beat(place),
-            )
+            endpoint = self._listen(ports)
         except OSError as error:
             self._give_up(error)
             return
-        self.endpoint, self.trouble = endpoint, ""
+        self.trouble = ""
         self._pause, self._told = _FIRST_PAUSE_SECONDS, set()
-        self._targets_ns = -(1 << 62)
-        self._board.announce(endpoint.port, place)
-        if place:
+        self._adopt(endpoint)
+        if self._before:
             text = "the rank that serves this node does not answer; until it does, the metrics of this run are"
             self._errors.tell("endpoint", f"{text} at port {endpoint.port}")
         elif self._port not in {0, endpoint.port}:
@@ -259,6 +250,34 @@ class NodeService:
     def _states(self) -> list[RankState]:
         """What the endpoint shows: what each rank has published, and the machine as this rank sees it."""
         return [*self._board.states(), self._machine]
+
+    def _return(self) -> None:
+        """Serve at a port where the metrics were before, once the rank that has it goes on or dies."""
+        try:
+            endpoint = self._listen(self._before)
+        except OSError:
+            return
+        self._close()
+        self._adopt(endpoint)
+        self._errors.tell("endpoint", f"the metrics of this run are at port {endpoint.port} again")
+
+    def _listen(self, ports: list[int]) -> Endpoint:
+        assert self._new_endpoint is not None  # noqa: S101 - there are ports
+        return self._new_endpoint(
+            self._host,
+            ports,
+            self._states,
+            self._node,
+            CONTENT_TYPE,
+            address=self._address,
+            on_error=partial(self._errors.note, "endpoint"),
+            alive=self._board.server_lock.beat,
+        )
+
+    def _adopt(self, endpoint: Endpoint) -> None:
+        self.endpoint = endpoint
+        self._before = list(takewhile(lambda port: port != endpoint.port, self._before))
+        self._targets_ns = -(1 << 62)
 
     def _found(self) -> Address | None:
         """The address to listen on; None while its name is being resolved."""
@@ -303,46 +322,30 @@ class NodeService:
             finally:
                 self._closed_cpu_seconds += endpoint.cpu_seconds
 
-    def _step_down(self) -> None:
-        """Stop serving, because a rank before this one answers again."""
-        endpoint = self.endpoint
-        if endpoint is None:
-            return
-        self._close()
-        if not self._place:
-            return  # other code had closed our descriptors and so released the lock: another rank serves now
-        text = (
-            f"the metrics of this run are no longer at port {endpoint.port}: the rank that served before answers again"
-        )
-        self._errors.tell("endpoint", text)
-        if self._targets is not None:
-            self._targets.write(self._reachable_host(), self._ports_before())
-
     def _wait_for_announcement(self) -> None:
-        while self._now() < self._settled_ns and self._board.announced_port() is None:
+        while self._now() < self._settled_ns and not self._board.announced_ports():
             time.sleep(0.002)
 
     def _ports(self) -> list[int]:
-        ports = list(range(self._port, min(65536, self._port + PORTS_TRIED))) if self._port else [0]
-        before = None if self._place else self._board.announced_port()
-        # The port of the rank that served before comes first, so that scrapes continue.
-        return [before, *(port for port in ports if port != before)] if before is not None else ports
+        """The ports at which the metrics were before come first, so that scrapes continue."""
+        before = self._board.announced_ports()
+        ports = range(self._port, min(65536, self._port + PORTS_TRIED)) if self._port else [0]
+        return list(dict.fromkeys([*before, *ports]))
 
     # -- the target file ---------------------------------------------------------------------------------------
 
     def _name_endpoints(self) -> None:
-        """Keep the target file correct: it may be removed with the run folder, or written by another rank."""
-        due = self._now() - self._targets_ns >= _TARGETS_SECONDS * NS
-        if self._targets is None or self.endpoint is None or not due:
+        """Keep the announcement and the target file correct: both may be removed, or written by another rank."""
+        if self.endpoint is None:
             return
-        self._targets_ns = self._now()
-        self._targets.write(self._reachable_host(), [*self._ports_before(), self.endpoint.port])
-
-    def _ports_before(self) -> list[int]:
-        """The ports of the ranks that hold a lock before ours and do not answer."""
-        mine = self.endpoint.port if self.endpoint is not None else None
-        ports = [self._board.announced_port(place) for place in range(self._place)]
-        return [port for port in dict.fromkeys(ports) if port is not None and port != mine]
+        ports = [*self._before, self.endpoint.port]
+        try:
+            if self._board.announced_ports() != ports:
+                self._board.announce(ports)
+        finally:
+            if self._targets is not None and self._now() - self._targets_ns >= _TARGETS_SECONDS * NS:
+                self._targets_ns = self._now()
+                self._targets.write(self._reachable_host(), ports)
 
     def _reachable_host(self) -> str:
         address = numeric(self._host)

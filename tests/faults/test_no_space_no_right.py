@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import os
 import re
 import shutil
 import socket
 import subprocess
 import sys
+import sysconfig
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -147,6 +151,196 @@ def test_a_board_without_room_never_shows_half_a_state(tmp_path):
     assert value(page, "training_time_seconds_total", category="other") is not None
     assert events(tmp_path / "run", "run_end")[0]["errors_total"]["exposition"] > 2
     assert left.strip() == "[]"
+
+
+FULL = """
+    import os, sys
+    from contextlib import ExitStack
+    from pathlib import Path
+    from faults.processes import Child, fetch, samples, value, wait_for
+
+    def steps(rank):
+        return value(fetch(url), "training_steps_total", rank=str(rank))
+
+    with ExitStack() as stack:
+        ranks = []
+        for rank in range(2):
+            env = dict(os.environ, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+            ranks.append(stack.enter_context(Child(sys.argv[1], cwd=Path.cwd(), env=env)))
+            url = ranks[rank].line()
+        def tell(what):
+            for rank in ranks:
+                rank.tell(what)
+                rank.line()
+        for rank in range(2):
+            wait_for(lambda: steps(rank) == 10, "the steps are there", 60)
+        filler = Path("/dev/shm/filler").open("wb", buffering=0)
+        def fill():
+            before = filler.tell()
+            for size in (1 << 16, 256):
+                try:
+                    while filler.write(b"x" * size):
+                        pass
+                except OSError:
+                    pass
+            return filler.tell() > before
+        while fill():
+            tell("wait")  # each has failed to write, and has made room with that
+        for what in ("wait", "train"):
+            page = fetch(url)
+            shown = {name for name, found in samples(page).items() for labels, _ in found if labels["rank"] == "1"}
+            assert shown <= {"training_run_info"}, "nothing is known of it, but that it is there"
+            assert value(page, "training_run_info", rank="0") == 1
+            tell(what)
+        wait_for(lambda: steps(0) == 20, "who serves needs no room for its own", 60)
+        assert steps(1) is None
+        filler.truncate(0)
+        wait_for(lambda: steps(1) == 20, "there is room again", 60)
+        for rank in ranks:
+            rank.tell("end")
+            assert rank.wait() == 0, rank.stderr
+            assert rank.stderr == ""
+    """
+
+FULL_RANK = """
+    import sys, telemetry
+    agent = telemetry.start("run", run="r")
+    source = telemetry.watch(iter(lambda: 1, 0))
+    for _ in range(11):
+        next(source)
+    print(agent.metrics_url, flush=True)
+    for command in sys.stdin:
+        before = agent.errors.counts.get("exposition", 0)
+        while command == "wait\\n" and agent.errors.counts.get("exposition", 0) == before:
+            agent._thread.join(0.01)
+        if command == "end\\n":
+            break
+        for _ in range(10 if command == "train\\n" else 0):
+            next(source)
+        print("done", flush=True)
+    telemetry.stop()
+    """
+
+
+@needs_mounts
+def test_figures_that_cannot_be_written_are_absent(tmp_path):
+    """/dev/shm is full: what a rank wrote last would pass for what it does now. It comes back when there is room."""
+    rank = write(tmp_path, "rank.py", FULL_RANK)
+    script = write(tmp_path, "script.py", FULL)
+    done = subprocess.run(
+        in_namespace("mount -t tmpfs -o size=256k none /dev/shm", script, rank),
+        cwd=tmp_path,
+        env=environment(**QUIET, TELEMETRY_PORT=str(free_ports())),
+        capture_output=True,
+        text=True,
+        timeout=HANG,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+# -- whose folder it is --------------------------------------------------------------------------------------------
+
+STRANGER = 12345
+
+
+def _is_root() -> bool:
+    probe = ["unshare", "-m", "sh", "-c", "mount -t tmpfs -o size=64k none /mnt"]
+    return os.geteuid() == 0 and shutil.which("setpriv") is not None and subprocess.run(probe).returncode == 0
+
+
+needs_root = pytest.mark.skipif(not _is_root(), reason="only root can make a folder of another user")
+
+TWO_RANKS = """
+    import os, sys
+    from contextlib import ExitStack
+    from pathlib import Path
+    from faults.processes import Child, fetch, samples, wait_for
+
+    with ExitStack() as stack:
+        ranks = []
+        for rank in range(2):
+            env = dict(os.environ, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+            ranks.append(stack.enter_context(Child(sys.argv[1], "run", cwd=Path.cwd(), env=env)))
+            url = ranks[rank].line()
+            assert url.startswith("http"), url
+        shown = lambda: {labels["rank"] for labels, _ in samples(fetch(url)).get("training_run_info", [])}
+        wait_for(lambda: shown() == {"0", "1"}, "both ranks are on one page", 60)
+        print(sorted(path.name for path in Path("/dev/shm").iterdir()))
+        for rank in ranks:
+            rank.tell("end")
+            assert rank.wait() == 0
+            assert rank.stderr == "", rank.stderr
+    """
+
+
+@pytest.fixture
+def open_folder():
+    """A folder that every user may enter, unlike those of pytest."""
+    with tempfile.TemporaryDirectory() as name:
+        os.chown(name, STRANGER, STRANGER)
+        yield Path(name)
+
+
+def two_ranks(folder: Path, prepare: str, *, user: str = "") -> list[str]:
+    """Run two ranks with an empty /dev/shm in which ``prepare`` has been done. Returns what is in it then."""
+    lines = [
+        "mount -t tmpfs -o mode=1777 none /dev/shm",
+        f"mount --bind {sys.base_prefix} /mnt",  # the interpreter may be in a folder that only root may enter
+        prepare,
+        f'exec {user} /mnt/bin/{Path(sys.executable).resolve().name} "$0" "$@"',
+    ]
+    script, rank = write(folder, "script.py", TWO_RANKS), write(folder, "rank.py", TRAINING)
+    env = environment(**QUIET, TELEMETRY_PORT=str(free_ports()), PYTHONHOME="/mnt", PYTHONDONTWRITEBYTECODE="1")
+    env["LD_LIBRARY_PATH"] = "/mnt/lib"
+    env["PYTHONPATH"] += os.pathsep + sysconfig.get_path("purelib")
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", " && ".join(lines), script, rank],
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=HANG,
+    )
+    assert done.returncode == 0, done.stderr
+    return ast.literal_eval(done.stdout)
+
+
+def told(folder: Path) -> set[str]:
+    return {line["message"] for line in events(folder / "run", "error") if line["source"] == "board"}
+
+
+@needs_root
+@pytest.mark.parametrize("user", ["unshare -U -r", "unshare -U"])
+def test_a_user_who_is_root_in_a_namespace_does_not_meet_root(user, open_folder):
+    """In a container without privileges a user may have uid 0, or none that has a name."""
+    probe = ["setpriv", f"--reuid={STRANGER}", f"--regid={STRANGER}", "--clear-groups", *user.split()]
+    if subprocess.run([*probe, "true"], capture_output=True).returncode != 0:
+        pytest.skip("the kernel gives ordinary users no user namespace")
+    roots = "mkdir -m 700 /dev/shm/torch-telemetry-0 /dev/shm/torch-telemetry-65534"
+    there = two_ranks(open_folder, roots, user=" ".join(probe))
+    if user == "unshare -U -r":
+        assert there == ["torch-telemetry-0", f"torch-telemetry-{STRANGER}", "torch-telemetry-65534"]
+        assert told(open_folder) == set()
+    else:
+        assert there == ["torch-telemetry-0", "torch-telemetry-65534", "torch-telemetry-65534-2"]
+
+
+@needs_root
+@pytest.mark.parametrize(
+    "taken",
+    [
+        f"mkdir -m 700 NAME && chown {STRANGER} NAME",
+        f"mkdir -m 777 NAME && chown {STRANGER} NAME",
+        "mkdir -m 777 NAME",
+        f"mkdir -m 700 /dev/shm/theirs && ln -s /dev/shm/theirs NAME && chown -h {STRANGER} NAME",
+        "touch NAME",
+    ],
+)
+def test_a_folder_that_is_somebody_elses_is_left_alone(taken, open_folder):
+    usual = "/dev/shm/torch-telemetry-0"
+    there = two_ranks(open_folder, taken.replace("NAME", usual))
+    assert set(there) - {"theirs"} == {"torch-telemetry-0", "torch-telemetry-0-2"}
+    assert told(open_folder) == {f"{usual} is not a folder of this user alone; the board is in {usual}-2"}
 
 
 def test_a_file_may_not_grow_any_more(tmp_path):

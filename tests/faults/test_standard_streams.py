@@ -74,7 +74,7 @@ def test_no_descriptor_of_ours_is_a_standard_one(tmp_path):
         os.close(1)
         os.close(2)
         agent.event_log.log.file.forget()  # both are opened anew, and find the numbers free
-        agent._node._board.server_locks.close()
+        agent._node._board.server_lock.close()
         agent._node._close()
         while not agent._node.endpoint or not agent.event_log.log.file._file:
             agent._thread.join(0.01)
@@ -84,7 +84,7 @@ def test_no_descriptor_of_ours_is_a_standard_one(tmp_path):
             WorkerBlock(1)._file.number,
             agent.event_log.log.file._file.number,
             agent._node.endpoint._server.listening.number,
-            *[lock.number for lock in agent._node._board.server_locks._locks.values()],
+            agent._node._board.server_lock._file.number,
         ]
         theirs = [os.open(f"theirs-{number}", os.O_CREAT | os.O_WRONLY) for number in range(2)]
         telemetry.stop()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import urllib.error
@@ -15,12 +16,12 @@ import pytest
 from faults.memory_cgroup import LIMIT, limited_group
 from faults.processes import Child, environment, events, fetch, samples, value, wait_for, write
 from telemetry.core.errors import ErrorLog
-from telemetry.publish import server_locks
+from telemetry.core.identity import identify
 from telemetry.publish.board import Board
 from telemetry.publish.discovery import TargetFile
 from telemetry.publish.listen_address import PORTS_TRIED
 from telemetry.publish.node import NodeService
-from telemetry.publish.server_locks import LOCK_COUNT, STILL_SECONDS, ServerLocks
+from telemetry.publish.server_lock import STILL_SECONDS, ServerLock
 from tests.free_ports import free_ports
 
 NS = 10**9
@@ -49,15 +50,15 @@ class Job:
         self.folder = folder
         folder.mkdir(exist_ok=True)
         self.port = free_ports()
-        script = write(folder, "rank.py", RANK)
+        write(folder, "rank.py", RANK)
         self.ranks = []
         for rank in range(ranks):
-            env = environment(
-                RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), TELEMETRY_PORT=str(self.port)
-            )
-            group = [groups[rank]] if groups and rank in groups else []
-            self.ranks.append(Child(script, run, *group, cwd=folder, env=env))
-            assert self.ranks[-1].line() == "ready"
+            self.add(rank, ranks, run, *([groups[rank]] if groups and rank in groups else []))
+
+    def add(self, rank: int, ranks: int, run: str = "r", *group: Path) -> None:
+        env = environment(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), TELEMETRY_PORT=str(self.port))
+        self.ranks.append(Child(self.folder / "rank.py", run, *group, cwd=self.folder, env=env))
+        assert self.ranks[-1].line() == "ready"
 
     def stop(self, rank: int, signum: int = signal.SIGSTOP) -> None:
         os.kill(self.ranks[rank].pid, signum)
@@ -73,6 +74,11 @@ class Job:
             return fetch(f"http://{target}/metrics", timeout=2.0)
         except (urllib.error.URLError, OSError):
             return None
+
+    def serving(self) -> list[int]:
+        """The ranks that serve, at whatever port."""
+        alive = [rank for rank, child in enumerate(self.ranks) if child.process.poll() is None]
+        return [r for r in alive if any(_listens(self.ranks[r].pid, self.port + n) for n in range(PORTS_TRIED))]
 
     def wait_for_targets(self, count: int) -> list[str]:
         return wait_for(lambda: len(self.targets()) == count and self.targets(), f"{count} targets")
@@ -179,7 +185,7 @@ def test_another_rank_serves_while_the_first_is_stopped(job, tmp_path):
     port = both[1].rpartition(":")[2]
     assert said == [
         "the rank that serves this node does not answer; until it does, the metrics of this run are at port " + port,
-        f"the metrics of this run are no longer at port {port}: the rank that served before answers again",
+        f"the metrics of this run are at port {job.port} again",
     ]
     assert list((tmp_path / "run" / "targets").iterdir()) == []
 
@@ -230,28 +236,51 @@ def test_two_ranks_may_be_stopped(job):
     job.end()
 
 
+def test_ranks_meet_again_on_a_board_that_was_removed(job, tmp_path):
+    """A cleaner of /dev/shm removes the board. Ranks that were there and a new one come to the same endpoint."""
+    job = job(2)
+    first = f"127.0.0.1:{job.port}"
+    board = Board("r", str(tmp_path / "run"), identify("r", None).node).path
+    wait_for(lambda: steps_of(job.page(first)) == {"0", "1"}, "steps of both ranks")
+    for _ in range(2):
+        shutil.rmtree(board.rename(board.with_name(f"removed-{os.getpid()}")))  # at one moment
+        wait_for(lambda: steps_of(job.page(first)) == {"0", "1"}, "both are back")
+        assert job.targets() == [first]
+        assert job.serving() == [0]
+    job.add(2, 3)
+    wait_for(lambda: steps_of(job.page(first)) == {"0", "1", "2"}, "the new one is there")
+    assert job.serving() == [0]
+    job.ranks[0].process.kill()
+    wait_for(lambda: steps_of(job.page(first)) == {"1", "2"}, "another one serves at the same port")
+    assert len(job.serving()) == 1
+    job.end()
+    said = {line["message"] for line in events(tmp_path / "run", "error") if line["source"] == "endpoint"}
+    assert said == set()
+    assert not board.exists()
+
+
 def _listens(pid: int, port: int) -> bool:
     return port in {c.laddr.port for c in psutil.Process(pid).net_connections("tcp") if c.status == "LISTEN"}
 
 
-# -- the server_locks, with a clock set by hand -------------------------------------------------------------------------
+# -- the lock, with a clock set by hand -------------------------------------------------------------------------
 
 HOLDER = """
 import sys
 from pathlib import Path
-from telemetry.publish.server_locks import ServerLocks
-taken = ServerLocks(Path(sys.argv[1]))
+from telemetry.publish.server_lock import ServerLock
+taken = ServerLock(Path(sys.argv[1]))
 for line in sys.stdin:
     if line.startswith("take"):
         print(taken.take(), flush=True)
     else:
-        taken.beat(int(line))
+        taken.beat()
         print("beaten", flush=True)
 """
 
 
 class Other(Child):
-    """Another process that holds server locks."""
+    """Another process that may hold the lock."""
 
     def ask(self, what: object) -> str:
         self.tell(str(what))
@@ -259,8 +288,13 @@ class Other(Child):
 
 
 @pytest.fixture
-def other(tmp_path):
-    with Other(write(tmp_path, "holder.py", HOLDER), tmp_path, cwd=tmp_path) as child:
+def lock(tmp_path):
+    return tmp_path / "lock"
+
+
+@pytest.fixture
+def other(tmp_path, lock):
+    with Other(write(tmp_path, "holder.py", HOLDER), lock, cwd=tmp_path) as child:
         yield child
 
 
@@ -274,29 +308,31 @@ class Clock:
         self.now += int(seconds * NS)
 
 
-def test_a_seat_is_taken_behind_one_that_stands_still(other, tmp_path):
+def test_the_lock_of_a_holder_that_stands_still_is_taken(other, lock):
     clock = Clock()
-    mine = ServerLocks(tmp_path, clock)
-    assert other.ask("take") == "0"
+    mine = ServerLock(lock, clock)
+    assert other.ask("take") == "True"
     for _ in range(20):
         clock.pass_(1)
-        other.ask(0)
-        assert mine.take() is None, "it lives"
+        other.ask("beat")
+        assert not mine.take(), "it lives"
     seconds = 0
-    while mine.take() is None and seconds < 60:
+    while not mine.take() and seconds < 60:
         clock.pass_(1)
         seconds += 1
     assert STILL_SECONDS < seconds <= 8, "within 10 s, with a second for each look and each sign"
-    assert mine.take() == 1, "it is kept"
-    other.ask(0)
+    assert mine.took_over
+    assert mine.take(), "it is kept"
+    assert other.ask("take") == "False", "it goes on, and sees that its lock counts no more"
+    other.ask("beat")
     clock.pass_(1)
-    assert mine.take() is None, "it lives again"
+    assert mine.take()
 
 
 def test_another_rank_is_named_in_the_target_file_within_ten_seconds(tmp_path):
     clock = Clock()
     board = Board("r", "scope", "n", root=tmp_path / "boards")
-    board.server_locks = ServerLocks(board.path, clock)
+    board.server_lock = ServerLock(board.path / "endpoint.lock", clock)
     targets = TargetFile(tmp_path / "targets", "r", "n")
     port = free_ports()
     service = NodeService(board, targets, host="127.0.0.1", port=port, node="n", errors=ErrorLog(clock), mono_ns=clock)
@@ -305,15 +341,15 @@ def test_another_rank_is_named_in_the_target_file_within_ten_seconds(tmp_path):
         return json.loads(targets.path.read_text())[0]["targets"] if targets.path.exists() else []
 
     holder = write(tmp_path, "holder.py", HOLDER)
-    with Other(holder, board.path, cwd=tmp_path) as other, socket.socket() as stopped:
+    with Other(holder, board.path / "endpoint.lock", cwd=tmp_path) as other, socket.socket() as stopped:
         stopped.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         stopped.bind(("127.0.0.1", port))  # the kernel goes on accepting connections for a process that is stopped
         stopped.listen()
-        assert other.ask("take") == "0"
-        board.announce(port, 0)
+        assert other.ask("take") == "True"
+        board.announce([port])
         for _ in range(20):
             clock.pass_(1)
-            other.ask(0)
+            other.ask("beat")
             service.lead_if_vacant()
             assert (service.endpoint, named()) == (None, []), "the first one lives"
         seconds = 0
@@ -329,49 +365,53 @@ def test_another_rank_is_named_in_the_target_file_within_ten_seconds(tmp_path):
         service.leave()
 
 
-def test_who_stood_still_himself_waits_again(other, tmp_path):
+def test_who_stood_still_himself_waits_again(other, lock):
     """All processes of a machine may have been stopped at once. So the others get time before they count as stopped."""
     clock = Clock()
-    mine = ServerLocks(tmp_path, clock)
-    assert other.ask("take") == "0"
-    assert mine.take() is None
+    mine = ServerLock(lock, clock)
+    assert other.ask("take") == "True"
+    assert not mine.take()
     clock.pass_(3600)
-    assert mine.take() is None
+    assert not mine.take()
     clock.pass_(1)
-    assert mine.take() is None
+    assert not mine.take()
 
 
-def test_a_seat_whose_holder_dies_is_free(other, tmp_path):
-    clock = Clock()
-    mine = ServerLocks(tmp_path, clock)
-    assert other.ask("take") == "0"
-    for _ in range(7):
-        clock.pass_(1)
-        last = mine.take()
-    assert last == 1
+def test_a_lock_whose_holder_dies_is_free_at_once(other, lock):
+    mine = ServerLock(lock)
+    assert other.ask("take") == "True"
+    assert not mine.take()
     other.process.kill()
     other.process.wait()
-    assert mine.take() == 0
-    assert list(mine._locks) == [0], "the second lock is released"
+    assert mine.take()
+    assert not mine.took_over
 
 
-def test_a_forked_child_releases_no_lock(other, tmp_path):
-    mine = ServerLocks(tmp_path)
-    assert mine.take() == 0
+def test_a_forked_child_releases_no_lock(other, lock):
+    mine = ServerLock(lock)
+    assert mine.take()
     pid = os.fork()
     if pid == 0:
         mine.close()
         os._exit(0)
     os.waitpid(pid, 0)
-    assert other.ask("take") == "None"
+    assert other.ask("take") == "False"
 
 
-def test_the_row_ends(other, tmp_path, monkeypatch):
-    monkeypatch.setattr(server_locks, "LOCK_COUNT", 1)
-    assert LOCK_COUNT > 2
+def test_a_lock_whose_file_was_removed_goes_back_to_who_had_it(other, lock):
     clock = Clock()
-    mine = ServerLocks(tmp_path, clock)
-    assert other.ask("take") == "0"
-    for _ in range(10):
+    mine = ServerLock(lock, clock)
+    assert other.ask("take") == "True"
+    assert not mine.take()
+    lock.unlink()
+    clock.pass_(1)
+    assert not mine.take(), "the file is there again, and the other one has not looked yet"
+    assert other.ask("take") == "True"
+    lock.unlink()
+    other.process.kill()
+    other.process.wait()
+    seconds = 0
+    while not mine.take() and seconds < 60:
         clock.pass_(1)
-        assert mine.take() is None
+        seconds += 1
+    assert seconds <= 8, "it does not come back"
