@@ -324,12 +324,7 @@ def _register_fork_handler() -> None:
         from telemetry.core import fork_warning
 
         os.register_at_fork(after_in_child=_after_fork_in_child)
-        if fork_warning.WARNS:
-            os.register_at_fork(
-                before=fork_warning.before,
-                after_in_parent=fork_warning.after_in_parent,
-                after_in_child=fork_warning.after,
-            )
+        fork_warning.register()
         _fork_handler_registered = True
 
 

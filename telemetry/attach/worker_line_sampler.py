@@ -14,9 +14,9 @@ import threading
 import time
 from typing import TYPE_CHECKING, Final
 
-from telemetry.attach.sample_area import HALF_BYTES
 from telemetry.core.clock import NS, now_ns
 from telemetry.core.fetch_stacks import fetch_part
+from telemetry.core.sample_area import HALF_BYTES
 from telemetry.core.sample_attribution import AttributedSamples, thread_waits
 from telemetry.core.sample_times import SampleBursts, SampleTimes
 from telemetry.core.signal_mask import signals_blocked
@@ -26,7 +26,7 @@ from telemetry.core.switch_interval import restore_switch_interval, shorten_swit
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from telemetry.attach.sample_area import SampleArea
+    from telemetry.core.sample_area import SampleArea
 
 _GAP_SECONDS: Final = 0.008
 """Mean time between samples."""

@@ -49,8 +49,17 @@ WARNS: Final = sys.version_info >= (3, 12)
 _WARNS_LAST: Final = sys.version_info >= (3, 13)
 """Whether it warns after all fork handlers have run. Then the filter stays until the next fork, or `stop`."""
 
+_registered = False
 _changed: list[Any] = []
 _noted: deque[int] = deque(maxlen=4)  # the newest ones only: the kernel may use a number again
+
+
+def register() -> None:
+    """Have the filter installed at each fork of this process, if this Python warns."""
+    global _registered  # noqa: PLW0603
+    if WARNS and not _registered:
+        _registered = True
+        os.register_at_fork(before=before, after_in_parent=after_in_parent, after_in_child=after)
 
 
 def before() -> None:
