@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import os
 import threading
-import time
 from typing import TYPE_CHECKING, Final
 
 from telemetry.agent.between_ticks import BetweenTicks
@@ -14,7 +13,7 @@ from telemetry.agent.parts import AgentParts
 from telemetry.agent.start_line import absolute, say_start
 from telemetry.attach.fork_keepalive import keep
 from telemetry.config import TRIAL_VARIABLE
-from telemetry.core.clock import NS, now_ns
+from telemetry.core.clock import NS, now_ns, sleep
 from telemetry.core.filesystem import StandardStreams
 from telemetry.core.signal_mask import signals_blocked
 from telemetry.core.stderr import say
@@ -336,7 +335,7 @@ class Agent(AgentParts):
         for number, family in enumerate(self._exposition.render(view), 1):
             rendered.append(family)
             if number % _FAMILIES_AT_A_TIME == 0:
-                time.sleep(0)
+                sleep(0)
         pace = self._stall_monitor.pace() if self.identity.world_size > 1 else None
         self._node.publish(self.identity.rank, rendered, pace=pace, ended=self._ended)
 

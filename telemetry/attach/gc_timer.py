@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import gc
-import time
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
-from telemetry.core.clock import now_ns
+from telemetry.core.clock import clock_gettime_ns, now_ns, thread_time_ns
 
 if TYPE_CHECKING:
     from telemetry.attach.patches import Patches
@@ -39,7 +38,7 @@ def time_garbage(tracker: StepTracker, patches: Patches) -> None:
             return
         try:
             if phase == "start":
-                ran = _cpu_ns(tracker.native_thread) if elsewhere else time.thread_time_ns()
+                ran = _cpu_ns(tracker.native_thread) if elsewhere else thread_time_ns()
                 in_wait = tracker.asking
                 began = now_ns()
             elif began:
@@ -49,7 +48,7 @@ def time_garbage(tracker: StepTracker, patches: Patches) -> None:
                 lost = max(0, lost)
                 tracker.garbage_ns += lost
                 if in_wait:
-                    tracker.sampler_timer.collected(lost, 0 if elsewhere else time.thread_time_ns() - ran)
+                    tracker.sampler_timer.collected(lost, 0 if elsewhere else thread_time_ns() - ran)
                 began = 0
         except OSError:
             began = 0  # the training thread has ended
@@ -73,4 +72,4 @@ def _cpu_ns(native_thread: int) -> int:
     Raises:
         OSError: there is no such thread.
     """
-    return time.clock_gettime_ns(~native_thread << 3 | 6)
+    return clock_gettime_ns(~native_thread << 3 | 6)

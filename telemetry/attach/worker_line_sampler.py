@@ -11,10 +11,9 @@ from __future__ import annotations
 import os
 import sys
 import threading
-import time
 from typing import TYPE_CHECKING, Final
 
-from telemetry.core.clock import NS, now_ns
+from telemetry.core.clock import NS, clock_gettime_ns, now_ns, pthread_getcpuclockid, sleep
 from telemetry.core.fetch_stacks import fetch_part
 from telemetry.core.sample_area import HALF_BYTES
 from telemetry.core.sample_attribution import AttributedSamples, thread_waits
@@ -87,8 +86,8 @@ class WorkerSampler:
 
     def _sample(self) -> None:
         times = SampleTimes(_GAP_SECONDS)
-        cpu_clock = time.pthread_getcpuclockid(self._fetcher)
-        before_ns, cpu_before = now_ns(), time.clock_gettime_ns(cpu_clock)
+        cpu_clock = pthread_getcpuclockid(self._fetcher)
+        before_ns, cpu_before = now_ns(), clock_gettime_ns(cpu_clock)
         write_after = _FIRST_WRITE_NS
         written_ns = before_ns
         bursts = SampleBursts(times, before_ns, self._fetches)
@@ -96,7 +95,7 @@ class WorkerSampler:
             gap = times.gap()
             waits = thread_waits()
             due = now_ns() + int(gap * NS)
-            time.sleep(gap)
+            sleep(gap)
             now = now_ns()
             waits = thread_waits() - waits - 1  # for the GIL; one was the sleep
             session, until = self._request()
@@ -105,7 +104,7 @@ class WorkerSampler:
             if now >= until:
                 break
             stack = fetch_part(stack_of(self._fetcher, self._loop)) if self._fetching() else ()
-            cpu = time.clock_gettime_ns(cpu_clock)
+            cpu = clock_gettime_ns(cpu_clock)
             if stack:
                 wall = times.weight_ns(due, now)
                 on_core = min(1.0, (cpu - cpu_before) / max(1, now - before_ns))
@@ -121,7 +120,7 @@ class WorkerSampler:
             if rest is not None:
                 if rest:
                     _rest(rest)
-                    before_ns, cpu_before = now_ns(), time.clock_gettime_ns(cpu_clock)
+                    before_ns, cpu_before = now_ns(), clock_gettime_ns(cpu_clock)
                 bursts.begin(now_ns(), self._fetches)
         self._write()
 
@@ -133,5 +132,5 @@ class WorkerSampler:
 def _rest(seconds: float) -> None:
     """Wait, with the switch interval that this process has without samples."""
     restore_switch_interval(_USER)
-    time.sleep(seconds)
+    sleep(seconds)
     shorten_switch_interval(_USER)

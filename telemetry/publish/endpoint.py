@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import errno
 import threading
-import time
 from operator import is_
 from typing import TYPE_CHECKING, Final
 
-from telemetry.core.clock import NS
+from telemetry.core.clock import NS, thread_time_ns
 from telemetry.core.signal_mask import signals_blocked
 from telemetry.publish.host_names import HostNames
 from telemetry.publish.http_server import Server
@@ -125,7 +124,7 @@ class Endpoint:
 
     def answer(self, method: str, path: str, host: str) -> HttpAnswer:
         """The answer to one request. Never raises."""
-        began = time.thread_time_ns()
+        began = thread_time_ns()
         try:
             return self._respond(method, path, host)
         except Exception as error:
@@ -133,7 +132,7 @@ class Endpoint:
                 self._on_error(error)
             return HttpAnswer(500, PLAIN_TEXT, b"the metrics could not be joined\n")
         finally:
-            self._cpu_ns += time.thread_time_ns() - began
+            self._cpu_ns += thread_time_ns() - began
 
     def keep_page(self) -> None:
         """Join the states for the last time, because the board may be removed before the next scrape."""

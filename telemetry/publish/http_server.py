@@ -6,14 +6,13 @@ import errno
 import os
 import socket
 import threading
-import time
 import weakref
 from http.server import BaseHTTPRequestHandler
 from io import BytesIO
 from socketserver import TCPServer, ThreadingMixIn
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.core.clock import NS, now_ns
+from telemetry.core.clock import NS, now_ns, sleep, unix_time
 from telemetry.core.filesystem import Descriptor, raised_socket
 from telemetry.publish.http_text import PLAIN_TEXT, SERVER, HttpAnswer, as_http, plain_request
 
@@ -73,6 +72,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(answer.body)
 
     do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = do_GET  # noqa: N815 - the base class's names
+
+    def date_time_string(self, timestamp: float | None = None) -> str:
+        return super().date_time_string(unix_time() if timestamp is None else timestamp)
 
     def version_string(self) -> str:
         return SERVER
@@ -150,7 +152,7 @@ class Server(ThreadingMixIn, TCPServer):
             return raised_socket(request), address
         except OSError as error:
             if error.errno != errno.EINVAL:  # EINVAL comes from `wake`
-                time.sleep(_PAUSE_SECONDS)  # the usual reason: no descriptor is left
+                sleep(_PAUSE_SECONDS)  # the usual reason: no descriptor is left
             raise
 
     def wake(self) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from telemetry.core.clock import NS, now_ns
+from telemetry.core.clock import NS, now_ns, sleep
 from telemetry.publish.exposition import CONTENT_TYPE
 from telemetry.publish.hang_board import HangBoard
 from telemetry.publish.listen_address import PORTS_TRIED, Address, Lookup, explained, numeric
@@ -303,7 +302,7 @@ class NodeService:
 
     def _wait_for_announcement(self) -> None:
         while self._now() < self._settled_ns and self._board.announced_port() is None:
-            time.sleep(0.002)
+            sleep(0.002)
 
     def _ports(self) -> list[int]:
         ports = list(range(self._port, min(65536, self._port + PORTS_TRIED))) if self._port else [0]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -24,7 +23,7 @@ from telemetry.collect.nvml.device import (
 from telemetry.collect.nvml.driver import NvmlDriver
 from telemetry.collect.nvml.readings import DeviceReader
 from telemetry.core import fork_warning
-from telemetry.core.clock import NS, now_ns
+from telemetry.core.clock import NS, now_ns, thread_time
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -162,7 +161,7 @@ class NvmlSource:
         try:
             while wait is not None and not self._stop.wait(wait):
                 wait = self._tick(sampler, wait)
-                self._cpu_seconds = cpu_before + time.thread_time()
+                self._cpu_seconds = cpu_before + thread_time()
         finally:
             sampler.close()
 

@@ -7,11 +7,10 @@ dropped and counted.
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
-from telemetry.core.clock import NS, now_ns
+from telemetry.core.clock import NS, now_ns, thread_time
 from telemetry.core.errors import text_of
 from telemetry.core.signal_mask import signals_blocked
 from telemetry.publish.sinks.sink import SinkWaits
@@ -117,7 +116,7 @@ class SinkThread:
                     self._empty(queue)
                 if last:
                     self._close(queue.sink)
-                self.cpu_seconds = time.thread_time()
+                self.cpu_seconds = thread_time()
 
     def _seconds_to_wait(self) -> float | None:
         """Until something is due; None if only a new item can be. Called with the lock."""
