@@ -13,6 +13,7 @@ import pytest
 import telemetry
 from telemetry.agent.end_evidence import EndEvidence
 from telemetry.agent.run_losses import RunLosses
+from telemetry.core import identity
 from telemetry.core.clock import NS
 from telemetry.core.errors import ErrorLog
 from telemetry.core.identity import Identity
