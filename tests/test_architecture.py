@@ -236,6 +236,13 @@ def test_nothing_is_printed_signalled_or_registered_where_training_runs():
                     assert name not in UNSEEN, (path, name)
 
 
+def test_clocks_and_sleeps_come_from_one_place_where_training_runs():
+    """A script may replace those of `time`. `snapshot/command.py` runs in a process of its own."""
+    users = {str(path.relative_to(PACKAGE)) for path in FILES if "time" in imports(path)}
+    offline = {user for user in users if user.partition("/")[0] in OFFLINE | {"trace"}}
+    assert users - offline == {"core/clock.py", "core/identity.py", "snapshot/command.py"}
+
+
 OWN_GENERATORS = {
     "random": {"Random", "SystemRandom"},
     "numpy.random": {"Generator", "default_rng"},

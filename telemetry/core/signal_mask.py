@@ -16,12 +16,13 @@ if TYPE_CHECKING:
 
 # Faults of the thread itself are not blocked, so that faulthandler can report them.
 _FAULTS: Final = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT})
+_BLOCKED: Final = signal.valid_signals() - _FAULTS
 
 
 @contextmanager
 def signals_blocked() -> Iterator[None]:
     """Start a thread inside this context. The caller's mask is restored afterwards."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - _FAULTS)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
     try:
         yield
     finally:
