@@ -212,23 +212,29 @@ def test_the_top_level_holds_the_face_alone():
     assert len(list(PACKAGE.glob("*.py"))) <= 8
 
 
-def test_nothing_is_printed_or_registered_where_training_runs():
-    """No signal handler and no output of ours: only the command line prints, and the start line."""
+UNSEEN = {
+    *("print", "sys.stdout.write"),
+    *("signal.signal", "signal.set_wakeup_fd", "signal.setitimer", "faulthandler.register"),
+    *("os.kill", "os.killpg", "signal.pthread_kill", "signal.raise_signal"),
+}
+
+
+def test_nothing_is_printed_signalled_or_registered_where_training_runs():
+    """No signal, signal handler or output of ours: only the command line prints, and the start line."""
     for path in FILES:
         folder = path.relative_to(PACKAGE).parts[0]
         if folder in {"attach", "collect", "diagnose", "publish", "snapshot", "agent"}:
-            handlers = (
-                {"signal.signal"} if path == PACKAGE / "attach" / "worker_stack_responder.py" else set()
-            )  # in a worker
             for node in nodes(path):
                 if isinstance(node, ast.Call):
                     name = ast.unparse(node.func)
-                    assert (
-                        name not in {"print", "signal.signal", "signal.set_wakeup_fd", "sys.stdout.write"} - handlers
-                    ), (
-                        path,
-                        name,
-                    )
+                    assert name not in UNSEEN, (path, name)
+
+
+def test_clocks_and_sleeps_come_from_one_place_where_training_runs():
+    """A script may replace those of `time`. `snapshot/command.py` runs in a process of its own."""
+    users = {str(path.relative_to(PACKAGE)) for path in FILES if "time" in imports(path)}
+    offline = {user for user in users if user.partition("/")[0] in OFFLINE | {"trace"}}
+    assert users - offline == {"core/clock.py", "core/identity.py", "snapshot/command.py"}
 
 
 OWN_GENERATORS = {

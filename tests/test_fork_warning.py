@@ -60,6 +60,40 @@ def test_a_thread_that_ends_before_the_fork_does_not_warn(tmp_path):
     assert "multi-threaded" not in run(tmp_path, "at-fork")
 
 
+IN_WORKER = """
+import os, sys
+import telemetry
+from torch.utils.data import DataLoader, Dataset
+
+
+class Forking(Dataset):
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+        os.waitpid(child, 0)
+        return index
+
+
+if __name__ == "__main__":
+    telemetry.start(sys.argv[1], port=0, start_line=False)
+    print(*DataLoader(Forking(), num_workers=1, multiprocessing_context=sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_a_fork_in_a_worker_does_not_warn(tmp_path, context):
+    script = tmp_path / "script.py"
+    script.write_text(IN_WORKER)
+    command = [sys.executable, "-W", "always", script, tmp_path / "run", context]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "deadlocks in the child" not in done.stderr
+
+
 @pytest.mark.parametrize(
     ("name", "ours"), [("telemetry-agent", True), ("telemetry-sinks", False), ("telemetry-on-stall", False)]
 )

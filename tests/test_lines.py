@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from telemetry.attach.sample_area import HALF_BYTES
+from telemetry.core.sample_area import HALF_BYTES
 from telemetry.core.stack_profile import MAX_STACKS, StackProfile
 from telemetry.core.stacks import Spot
 from telemetry.diagnose import line_shares as work

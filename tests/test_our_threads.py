@@ -87,6 +87,40 @@ def test_our_threads_import_nothing(tmp_path):
     assert {"telemetry-agent", "telemetry-export"} <= set(done.stdout.split()), "these had something to do"
 
 
+REPLACED = """
+import functools
+
+calls = os.open(sys.argv[1] + "/calls", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+
+def seen_from(name, real):
+    @functools.wraps(real)
+    def replacement(*arguments):
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        thread = threading.current_thread().name
+        if thread.startswith("telemetry-") or caller.startswith("telemetry."):
+            os.write(calls, f"{name} in {caller} on {thread}\\n".encode())
+        return real(*arguments)
+    return replacement
+
+
+for name, real in list(vars(time).items()):
+    if callable(real) and not isinstance(real, type):
+        setattr(time, name, seen_from(name, real))
+time.sleep(0)
+"""
+
+
+def test_our_threads_call_no_clock_and_no_sleep_of_a_script(tmp_path):
+    """In the same training, by a script that replaces all functions of `time` before it starts the agent."""
+    script = WATCHED.replace("import telemetry\n", f"import telemetry\n{REPLACED}")
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "TELEMETRY_END_LINE": "off"}
+    arguments = [sys.executable, "-c", script, str(tmp_path)]
+    done = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=HANG)
+    assert done.returncode == 0, done.stderr
+    assert sorted(set((tmp_path / "calls").read_text().splitlines())) == []
+
+
 class Batch:
     """Something that the training holds in a local variable. Notes which thread frees it."""
 

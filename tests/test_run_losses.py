@@ -13,6 +13,7 @@ import pytest
 import telemetry
 from telemetry.agent.end_evidence import EndEvidence
 from telemetry.agent.run_losses import RunLosses
+from telemetry.core import identity
 from telemetry.core.clock import NS
 from telemetry.core.errors import ErrorLog
 from telemetry.core.identity import Identity
@@ -218,9 +219,9 @@ def test_an_agent_started_again_in_its_process_is_the_same_attempt(tmp_path):
 def test_the_same_attempt_also_after_the_clock_was_stepped(tmp_path, monkeypatch):
     start(tmp_path / "run")
     telemetry.stop()
-    real = time.time
+    real = identity.unix_time
     with monkeypatch.context() as patch:
-        patch.setattr(time, "time", lambda: real() + 3600)
+        patch.setattr(identity, "unix_time", lambda: real() + 3600)
         agent = start(tmp_path / "run")
         assert wait_for(lambda: shown(agent, "training_run_attempt")) == {"": 0.0}
         telemetry.stop()

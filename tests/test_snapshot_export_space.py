@@ -153,7 +153,7 @@ def test_waiting_for_other_exports_draws_no_random_number_of_the_script(tmp_path
         pauses.append(seconds)
         other.unlink()
 
-    monkeypatch.setattr(export_space.time, "sleep", pause)
+    monkeypatch.setattr(export_space, "sleep", pause)
     before = random.getstate()
     make(tmp_path).publish(Trace(), "request-step5", "rank-0.gz")
     assert len(pauses) == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from functools import cache
 from typing import TYPE_CHECKING, Final
 
@@ -10,7 +9,7 @@ from telemetry.agent.sample_counter import SampleCounter
 from telemetry.attach import accelerator
 from telemetry.attach.batch_numbering import BatchNumbering
 from telemetry.attach.ring import BATCH, CLOSES, JOINS, LEAVES, OPENS, STEP
-from telemetry.core.clock import NS, now_ns
+from telemetry.core.clock import NS, now_ns, sleep
 from telemetry.core.labels import CATEGORIES, DATA_WAIT
 from telemetry.core.spans import DroppedSpans
 from telemetry.diagnose.ledger import Ledger
@@ -96,7 +95,7 @@ class Accounting:
                 self.on_steps(steps)
                 self._numbering.fold(taken)
                 if len(taken) == _CHUNK:
-                    time.sleep(0)
+                    sleep(0)
             self.samples.forget(ended)
             if lost is not None:
                 self.ledger.fold((lost,))

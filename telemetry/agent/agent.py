@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import time
 from threading import get_ident
 from typing import TYPE_CHECKING, Final
 
@@ -14,7 +13,7 @@ from telemetry.agent.parts import AgentParts
 from telemetry.agent.start_line import absolute, say_start
 from telemetry.attach.fork_keepalive import keep
 from telemetry.config import TRIAL_VARIABLE
-from telemetry.core.clock import NS, now_ns
+from telemetry.core.clock import NS, now_ns, sleep
 from telemetry.core.filesystem import StandardStreams
 from telemetry.core.own_threads import OwnThread
 from telemetry.core.stderr import say
@@ -337,7 +336,7 @@ class Agent(AgentParts):
         for number, family in enumerate(self._exposition.render(view), 1):
             own.append(family)
             if number % _FAMILIES_AT_A_TIME == 0:
-                time.sleep(0)
+                sleep(0)
         pace = self._stall_monitor.pace() if self.identity.world_size > 1 else None
         self._node.publish(self.identity.rank, own, self._exposition.render_node(view), pace=pace, ended=self._ended)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.collect.collector import Collector, CollectorError, Poller
@@ -12,6 +11,7 @@ from telemetry.collect.nvml.source import NvmlSource
 from telemetry.collect.pressure import PressureSource
 from telemetry.collect.torch_memory import TorchMemorySource, cuda
 from telemetry.collect.worker_source import WorkersSource
+from telemetry.core.clock import sleep
 from telemetry.publish import log_fields
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class CollectorPoller:
                 tell(name, reason)
             elif poller.health.up:
                 self._been_up.add(name)
-            time.sleep(0)  # let the training thread in
+            sleep(0)  # let the training thread in
             between()
 
     def newest(self, name: str) -> Any:

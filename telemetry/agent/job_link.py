@@ -6,10 +6,9 @@ take seconds or hang. What it learns it puts on the board, where every rank of t
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Final
 
-from telemetry.core.clock import NS, now_ns
+from telemetry.core.clock import NS, now_ns, thread_time
 from telemetry.core.own_threads import OwnThread, Wake
 from telemetry.job.exchange import JobExchange
 from telemetry.job.node_report import NodeReport, decoded, encoded
@@ -162,6 +161,6 @@ class JobLink:
                     "no other node of this job writes to the run folder, so stragglers are judged on this node alone: "
                     "put run_dir on a file system that all nodes share"
                 )
-            self.cpu_seconds = time.thread_time() + self._cpu_before
+            self.cpu_seconds = thread_time() + self._cpu_before
             stop.wait(CYCLE_SECONDS if exchange.nodes <= LARGE_NODES else LARGE_CYCLE_SECONDS)
         exchange.leave()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.collect.line_sampler import LineSampler
-from telemetry.core.clock import NS, now_ns
+from telemetry.core.clock import NS, now_ns, sleep
 from telemetry.core.stack_profile import StackProfile
 from telemetry.diagnose import line_shares as work
 from telemetry.diagnose.advice.line_advice import line_advice, line_verdict, verdict_part
@@ -259,7 +258,7 @@ class LineMonitor:
                     profile.merge(StackProfile.unpacked(found.content))
                 except ValueError:
                     continue  # it was read while the worker wrote it
-                time.sleep(0)  # the training thread gets its turn
+                sleep(0)  # the training thread gets its turn
         return profile
 
     def _profile_of(self, stall: Stall) -> tuple[StackProfile | None, str]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Protocol
 
-from telemetry.core.clock import NS
+from telemetry.core.clock import NS, thread_time
 
 if TYPE_CHECKING:
     from telemetry.agent.collector_poller import CollectorPoller
@@ -44,7 +43,7 @@ class Overhead:
 
     def measure(self) -> None:
         """Read the CPU time of this thread, the agent's."""
-        self.agent_thread_seconds = time.thread_time()
+        self.agent_thread_seconds = thread_time()
 
     def seconds(self) -> dict[str, float]:
         """Wall-clock seconds on the training thread, and CPU seconds of the agent's own threads."""

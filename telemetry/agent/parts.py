@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import time
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -167,7 +166,7 @@ class AgentParts:
         self.job_hang = JobHang(
             self._state_in_hang,
             self.event_log.emit,
-            lambda seconds: self._wall.iso(time.perf_counter_ns() - int(seconds * NS)),
+            lambda seconds: self._wall.iso(now_ns() - int(seconds * NS)),
             lambda: self._rank_state.recorder,
         )
         self.snapshots = SnapshotControl(

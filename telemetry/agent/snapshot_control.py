@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.core.clock import NS, now_ns
+from telemetry.core.clock import NS, now_ns, unix_ns, unix_time
 from telemetry.core.filesystem import caches_folders
 from telemetry.core.identity import slug
 from telemetry.core.labels import FAILED, RECORDED, REFUSED, SKIPPED, SLOWER, SNAPSHOT_RESULTS
@@ -225,7 +224,7 @@ class SnapshotControl:
 
     def _ask(self, kind: str, reason: str, rank: int | None, steps: int, stall: dict[str, Any] | None) -> None:
         who = f"rank {self._identity.rank}, pid {os.getpid()}"
-        self._rendezvous.ask(p.Request(new_id(time.time()), kind, reason, rank, steps, who, stall))
+        self._rendezvous.ask(p.Request(new_id(unix_time()), kind, reason, rank, steps, who, stall))
 
     def _position(self) -> Position | None:
         """How far this rank is; None while it takes a snapshot, or before its step duration is known."""
@@ -283,7 +282,7 @@ class SnapshotControl:
         """The workers' fetches during the recording. Read now, because workers keep only their newest fetches."""
         blocks = [loader.block for loader in self._tracker.sources.live() if loader.block is not None]
         counters = [worker for block in blocks for worker in block.read()]
-        found = fetches(counters, outcome.started_ns, outcome.ended_ns, time.time_ns() - now_ns())
+        found = fetches(counters, outcome.started_ns, outcome.ended_ns, unix_ns() - now_ns())
         return lambda zero_ns: as_events(found, zero_ns)
 
     def _part(self, outcome: SnapshotOutcome, stored: StoredTrace) -> dict[str, Any]:

@@ -8,13 +8,13 @@ written. If it does not ask for one soon, the agent thread does it.
 from __future__ import annotations
 
 import os
-import time
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.attach import accelerator
 from telemetry.attach.trial_attachment import TrialAttachment
+from telemetry.core.clock import monotonic
 from telemetry.core.filesystem import replace_file
 from telemetry.core.json_object import dump_object
 from telemetry.core.trial_records import ENDED_LATE, ENDED_SCRIPT, ENDED_STEPS, outcome_path, read_plan
@@ -56,7 +56,7 @@ class TrialRun:
         self._tracker = parts.tracker
         self._accounting = parts.accounting
         self._attached = TrialAttachment(plan, parts.tracker, partial(parts.errors.note, "trial"))
-        self._began = time.monotonic()
+        self._began = monotonic()
         self._first: float | None = None  # when the first step had ended
         self._warm = False
         self._ticks: list[Tick] = []  # of what is measured
@@ -83,10 +83,10 @@ class TrialRun:
                     self._finish(end)
             if self._measured is None:
                 return
-            if not self._others_are_done(identity) and time.monotonic() - self._measured < _OTHERS_SECONDS:
+            if not self._others_are_done(identity) and monotonic() - self._measured < _OTHERS_SECONDS:
                 return
             if self._asked is None:
-                self._asked = time.monotonic()
+                self._asked = monotonic()
                 if node is not None:
                     node.leave()
                 self._attached.loaders.over = True
@@ -96,11 +96,11 @@ class TrialRun:
     def _waited_for_a_fetch(self, measured: float) -> bool:
         """Whether the training thread has had its time to end the process. It has none if it never fetched a batch."""
         asked = measured + _OTHERS_SECONDS if self._asked is None else self._asked  # None: asking failed
-        return self._first is None or time.monotonic() - asked >= _NEXT_FETCH_SECONDS
+        return self._first is None or monotonic() - asked >= _NEXT_FETCH_SECONDS
 
     def _follow(self, tick: Tick) -> str:
         """Why the measurement ends now; empty if it goes on."""
-        now = time.monotonic()
+        now = monotonic()
         steps = tick.totals.steps
         if self._first is None:
             if steps:
@@ -154,7 +154,7 @@ class TrialRun:
 
     def _finish(self, end: str) -> None:
         """Write the outcome. The script goes on while other ranks still measure: they may wait for this one."""
-        self._measured, self._end = time.monotonic(), end
+        self._measured, self._end = monotonic(), end
         identity = self._parts.identity
         path = outcome_path(self._plan.folder, identity.rank)
         replace_file(path, dump_object(self._outcome(identity)))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import os
-import time
 from collections import deque
 from functools import partial
 from itertools import repeat, takewhile
@@ -18,7 +17,7 @@ from threading import get_ident
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from telemetry.attach.ring import S_COMPUTE
-from telemetry.core.clock import now_ns
+from telemetry.core.clock import now_ns, process_time_ns, thread_time_ns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -151,8 +150,8 @@ def _noting(stamps: deque[Any], tracker: StepTracker, *, begins: bool) -> Callab
         repeat(begins),
         iter(now_ns, None),
         iter(get_ident, None),
-        iter(time.thread_time_ns, None),
-        iter(time.process_time_ns, None),
+        iter(thread_time_ns, None),
+        iter(process_time_ns, None),
         map(_STATE, repeat(tracker)),
         strict=False,
     )

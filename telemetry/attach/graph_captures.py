@@ -7,12 +7,11 @@ the end of every capture are recorded here.
 
 from __future__ import annotations
 
-import time
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.attach.patches import around
-from telemetry.core.clock import NS, now_ns
+from telemetry.core.clock import NS, now_ns, sleep
 from telemetry.core.weak_map import WeakMap
 
 if TYPE_CHECKING:
@@ -54,7 +53,7 @@ class Captures:
         self._graphs[graph] = None
         deadline = now_ns() + _MAX_NS
         while self.touching not in {0, get_ident()} and now_ns() < deadline:
-            time.sleep(0.0001)
+            sleep(0.0001)
 
     def _begun(self, graph: Any, _noted: None, failed: bool) -> None:  # noqa: FBT001
         if failed:

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import functools
 from threading import get_ident
-from time import thread_time_ns
 from typing import TYPE_CHECKING, Any
 
 from telemetry.attach.ring import MASK, S_DATA_WAIT, STEP, STRIDE
 from telemetry.attach.sampler_timer import TimedWait, end_timed, time_starts, time_wait, timed_reset
 from telemetry.attach.step_tracker import OVERHEAD_EVERY, OVERHEAD_MASK, StepTracker
 from telemetry.attach.traceback_frames import forget_frame, unseen
-from telemetry.core.clock import now_ns
+from telemetry.core.clock import now_ns, thread_time_ns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -9,9 +9,9 @@ one entry in their place. So every second is counted, but not for each step.
 
 from __future__ import annotations
 
-from time import sleep
 from typing import TYPE_CHECKING, Any, Final
 
+from telemetry.core.clock import sleep
 from telemetry.core.labels import CATEGORIES, CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, OTHER, STARTUP
 from telemetry.core.spans import DroppedSpans
 

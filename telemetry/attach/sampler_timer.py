@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import weakref
 from threading import get_ident
-from time import thread_time_ns
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.attach.patches import around
 from telemetry.attach.ring import S_DATA_WAIT
 from telemetry.attach.traceback_frames import forget_frame, unseen
-from telemetry.core.clock import now_ns
+from telemetry.core.clock import now_ns, thread_time_ns
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,12 +13,12 @@ import struct
 from typing import TYPE_CHECKING, Final
 
 from telemetry.attach.batch_table import TABLE_BYTES, BatchTable
-from telemetry.attach.sample_area import AREA_BYTES, SampleArea
 from telemetry.core.filesystem import identity_of, memory_file, raised
+from telemetry.core.sample_area import AREA_BYTES, SampleArea
 from telemetry.core.worker_records import FETCH_BUCKETS, StackPort, WorkerCounters
 
 if TYPE_CHECKING:
-    from telemetry.attach.sample_area import SampledFetches
+    from telemetry.core.sample_area import SampledFetches
 
 SLOT_WORDS: Final = 192
 """1.5 KiB per worker, so that no two workers share a cache line."""
@@ -27,7 +27,7 @@ PID, TID, EPOCH, FETCHES, WALL, SINCE, ENDED = range(7)
 COUNTS: Final = struct.Struct("=4q")
 """Fetches, wall, since and ended, which are adjacent."""
 COUNTS_AT: Final = 8 * FETCHES
-STACK_FORCE, STACK_FILE, STACK_INODE, STACK_ASK = range(10, 14)
+STACK_PIPE, STACK_INODE, STACK_THREAD = range(10, 13)
 SAMPLE_SESSION, SAMPLE_UNTIL = 14, 15
 _REQUEST: Final = struct.Struct("=2q")
 _REQUEST_AT: Final = 8 * SAMPLE_SESSION
@@ -78,7 +78,11 @@ class WorkerBlock:
 
     @property
     def _size(self) -> int:
-        """Bytes of the slots, and of the profiles and the table of batches, which take memory only when used."""
+        """Bytes of the slots, and of the profiles, the batches and the stacks, which take memory only when used."""
+        return self._stacks_at + self.workers * AREA_BYTES
+
+    @property
+    def _stacks_at(self) -> int:
         return self._batches_at + TABLE_BYTES
 
     @property
@@ -93,6 +97,10 @@ class WorkerBlock:
     def area(self, worker: int) -> SampleArea:
         """Where a worker writes the profile of its fetches."""
         return SampleArea(self._memory, self.workers * SLOT_WORDS * 8 + worker * AREA_BYTES)
+
+    def stack_area(self, worker: int) -> SampleArea:
+        """Where a worker writes its stacks when it is asked for them."""
+        return SampleArea(self._memory, self._stacks_at + worker * AREA_BYTES)
 
     def ask_samples(self, session: int, until_ns: int) -> None:
         """Ask workers to sample their fetches until a stamp, for one session. They see it at their next fetch."""
@@ -168,11 +176,8 @@ class WorkerBlock:
         ports = {}
         for worker in range(self.workers):
             slot = self.words[worker * SLOT_WORDS : (worker + 1) * SLOT_WORDS]
-            if slot[PID] and slot[STACK_ASK]:
+            if slot[PID] and slot[STACK_PIPE]:
                 ports[slot[PID]] = StackPort(
-                    ask=slot[STACK_ASK],
-                    force=slot[STACK_FORCE],
-                    file=slot[STACK_FILE],
-                    inode=slot[STACK_INODE],
+                    slot[STACK_PIPE], slot[STACK_INODE], slot[STACK_THREAD], self.stack_area(worker)
                 )
         return ports

@@ -11,14 +11,12 @@ from __future__ import annotations
 import os
 import sys
 import threading
-import time
-from time import sleep
 from typing import TYPE_CHECKING, Final
 
-from telemetry.attach.sample_area import HALF_BYTES
-from telemetry.core.clock import NS, now_ns
+from telemetry.core.clock import NS, clock_gettime_ns, now_ns, pthread_getcpuclockid, sleep
 from telemetry.core.fetch_stacks import fetch_part
 from telemetry.core.own_threads import OwnThread, rest, work
+from telemetry.core.sample_area import HALF_BYTES
 from telemetry.core.sample_attribution import AttributedSamples, thread_waits
 from telemetry.core.sample_times import SampleBursts, SampleTimes
 from telemetry.core.stacks import stack_of
@@ -27,7 +25,7 @@ from telemetry.core.switch_interval import restore_switch_interval, shorten_swit
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from telemetry.attach.sample_area import SampleArea
+    from telemetry.core.sample_area import SampleArea
 
 _GAP_SECONDS: Final = 0.008
 """Mean time between samples."""
@@ -87,8 +85,8 @@ class WorkerSampler:
 
     def _sample(self) -> None:
         times = SampleTimes(_GAP_SECONDS)
-        cpu_clock = time.pthread_getcpuclockid(self._fetcher)
-        before_ns, cpu_before = now_ns(), time.clock_gettime_ns(cpu_clock)
+        cpu_clock = pthread_getcpuclockid(self._fetcher)
+        before_ns, cpu_before = now_ns(), clock_gettime_ns(cpu_clock)
         write_after = _FIRST_WRITE_NS
         written_ns = before_ns
         bursts = SampleBursts(times, before_ns, self._fetches)
@@ -107,7 +105,7 @@ class WorkerSampler:
             if now >= until:
                 break
             stack = fetch_part(stack_of(self._fetcher, self._loop)) if self._fetching() else ()
-            cpu = time.clock_gettime_ns(cpu_clock)
+            cpu = clock_gettime_ns(cpu_clock)
             if stack:
                 wall = times.weight_ns(due, now)
                 on_core = min(1.0, (cpu - cpu_before) / max(1, now - before_ns))
@@ -123,7 +121,7 @@ class WorkerSampler:
             if pause is not None:
                 if pause:
                     _pause(pause)
-                    before_ns, cpu_before = now_ns(), time.clock_gettime_ns(cpu_clock)
+                    before_ns, cpu_before = now_ns(), clock_gettime_ns(cpu_clock)
                 bursts.begin(now_ns(), self._fetches)
         self._write()
 

@@ -29,10 +29,9 @@ from telemetry.attach.worker_block import (
     SINCE,
     SLOT_WORDS,
     SPAN,
-    STACK_ASK,
-    STACK_FILE,
-    STACK_FORCE,
     STACK_INODE,
+    STACK_PIPE,
+    STACK_THREAD,
     TID,
     WorkerBlock,
 )
@@ -152,12 +151,11 @@ def _offer_stacks(block: WorkerBlock, worker: int) -> None:
     """Prepare this worker for requests of its stacks, and write the port into the block."""
     from telemetry.attach.worker_stack_responder import offer_stacks
 
-    port = offer_stacks()
+    offer = offer_stacks(block.stack_area(worker))
     base = worker * SLOT_WORDS
-    block.words[base + STACK_FORCE] = port.force
-    block.words[base + STACK_FILE] = port.file
-    block.words[base + STACK_INODE] = port.inode
-    block.words[base + STACK_ASK] = port.ask  # last: it shows that the others are set
+    block.words[base + STACK_INODE] = offer.inode
+    block.words[base + STACK_THREAD] = offer.thread
+    block.words[base + STACK_PIPE] = offer.pipe  # last: it shows that the others are set
 
 
 def _nothing() -> None:

@@ -1,86 +1,110 @@
-"""Runs inside a DataLoader worker: answers the agent's requests for its stacks.
+"""Runs inside a DataLoader worker: a thread that answers the agent's requests for the worker's stacks.
 
-It uses two real-time signals and an anonymous file. Python handles the first between two bytecodes: its handler sees
-all threads safely, but does not run while the main thread is inside a C call. faulthandler handles the second: its
-handler runs in C at once and writes the main thread's stack. It reads frames as they are. While the thread runs Python,
-a frame may be incomplete and the handler may crash (Python 3.11: once in some 4,000 dumps of a busy loop; with all
-threads, once in 300). So the agent sends the second only after the first has shown that no Python runs.
+The agent must not interrupt a worker: a signal makes system calls fail that C libraries do not repeat. So the thread
+waits in a read of a pipe. The agent opens that pipe through /proc and writes the number of its request; the thread
+writes the stacks into the shared block. While a call of another thread holds the GIL, it cannot answer.
 
-Both restart the system call they interrupt (SA_RESTART), if the kernel restarts it at all.
+A child that the user's code forks has the pipe, but no thread that reads it.
 """
 
 from __future__ import annotations
 
-import faulthandler
-import fcntl
 import os
-import signal
-import threading
-from typing import TYPE_CHECKING, Any, Final
+from threading import get_ident
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-from telemetry.core.filesystem import memory_file
-from telemetry.core.stacks import own_stack, python_threads, stack_text
-from telemetry.core.worker_records import STACK_END, StackPort
+from telemetry.core import fork_warning
+from telemetry.core.clock import now_ns
+from telemetry.core.filesystem import Descriptor, raised
+from telemetry.core.own_threads import OwnThread, rest, work
+from telemetry.core.stacks import python_threads, stack_text
+from telemetry.core.worker_records import STACK_REQUEST
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from telemetry.core.sample_area import SampleArea
 
-_FIRST: Final = signal.SIGRTMIN + 11
-"""Other libraries mostly use the signals next to SIGRTMIN and SIGRTMAX first."""
-
-_LAST: Final = signal.SIGRTMAX - 3
 _MAX_THREADS: Final = 32
-_MAX_BYTES: Final = 1 << 16
+_MAX_BYTES: Final = 4096
 
 
-def offer_stacks() -> StackPort:
-    """Register both signals of this process. Must be called on its main thread.
+class Offer(NamedTuple):
+    """What the agent needs to ask: the number and the inode of the pipe, and the thread that answers."""
 
-    Returns:
-        The signals' numbers and the file, for the agent.
+    pipe: int
+    inode: int
+    thread: int
+
+
+class _Responder:
+    """Answers for the process that makes it. Made on its main thread."""
+
+    def __init__(self, area: SampleArea) -> None:
+        self.area = area
+        self.pid = os.getpid()
+        self.pipe = _own_pipe()
+        self._main = get_ident()
+        self._thread = OwnThread(self._run, name="telemetry-stacks")
+        try:
+            self._thread.start()
+        except RuntimeError:  # no thread can be started
+            self.pipe.close()
+            raise
+
+    @property
+    def offer(self) -> Offer:
+        return Offer(self.pipe.number, self.pipe.identity[1], self._thread.native)
+
+    def _run(self) -> None:
+        while self.pipe.is_ours():
+            try:
+                rest()
+                requests = os.read(self.pipe.number, _MAX_BYTES)
+            except OSError:  # the worker's code has closed it at this moment
+                return
+            finally:
+                work()
+            try:
+                (number,) = STACK_REQUEST.unpack(requests[-STACK_REQUEST.size :])
+                # No call in here gives up the GIL, so one turn is enough beside a thread that hardly ever gives it up.
+                self.area.write(number, self.pid, now_ns(), self._stacks())
+            except Exception:
+                pass  # it cannot be reported from here; the agent times out and goes on
+
+    def _stacks(self) -> bytes:
+        """The main thread's first, which has no heading."""
+        threads = {thread.ident: thread for thread in python_threads()}
+        main = threads.pop(self._main, None)
+        parts = [stack_text(main.stack)] if main is not None else []
+        parts += [f"thread {thread.name}\n{stack_text(thread.stack)}" for thread in [*threads.values()][:_MAX_THREADS]]
+        return "".join(parts).encode("utf-8", "backslashreplace")
+
+
+_responder: _Responder | None = None
+
+
+def offer_stacks(area: SampleArea) -> Offer:
+    """Answer requests from now on, into an area of the shared block. Must be called on the main thread of the worker.
+
+    A process that is used for several workers, one after another, keeps its thread.
 
     Raises:
-        OSError: the kernel gives no such file.
-        LookupError: every usable signal has a handler.
+        OSError: the kernel gives no pipe.
+        RuntimeError: no thread can be started.
     """
-    free = _unused_signals()
+    global _responder  # noqa: PLW0603
+    if _responder is None or _responder.pid != os.getpid() or not _responder.pipe.is_ours():
+        fork_warning.register()
+        fork_warning.begin()
+        _responder = _Responder(area)
+    _responder.area = area
+    return _responder.offer
+
+
+def _own_pipe() -> Descriptor:
+    """A pipe as one descriptor for both of its ends: a read never sees the end of it, and there is one less to leak."""
+    ends = os.pipe2(os.O_CLOEXEC)
     try:
-        ask, force = next(free), next(free)
-    except StopIteration:
-        raise LookupError("no real-time signal is left") from None
-    file = memory_file("telemetry-stacks")
-    # Every write goes to the end of the file, even after the agent has truncated it.
-    fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)
-    signal.signal(ask, _answer(file))
-    signal.siginterrupt(ask, False)
-    faulthandler.register(force, file=file, all_threads=False, chain=False)
-    return StackPort(ask, force, file, os.fstat(file).st_ino)
-
-
-def _unused_signals() -> Iterator[int]:
-    """Signals that neither Python nor a C library handles, ignores or blocks."""
-    taken = 0
-    with open("/proc/self/status", "rb") as status:  # noqa: PTH123
-        for line in status:
-            if line.startswith((b"SigCgt:", b"SigIgn:", b"SigBlk:")):
-                taken |= int(line.split()[1], 16)
-    for number in range(_FIRST, _LAST):
-        if not taken >> (number - 1) & 1 and signal.getsignal(number) is signal.SIG_DFL:
-            yield number
-
-
-def _answer(file: int) -> Callable[[int, Any], None]:
-    """A signal handler that writes all stacks, the main thread's first. Takes no lock."""
-
-    def answer(signum: int, frame: Any) -> None:
-        del signum
-        try:
-            parts = [stack_text(own_stack(frame))]
-            others = [thread for thread in python_threads() if thread.ident != threading.get_ident()]
-            parts += [f"thread {thread.name}\n{stack_text(thread.stack)}" for thread in others[:_MAX_THREADS]]
-            text = "".join(parts).encode("utf-8", "backslashreplace")[:_MAX_BYTES]
-            os.write(file, text + STACK_END)
-        except Exception:
-            pass  # it cannot be reported from here; the agent times out and goes on
-
-    return answer
+        return Descriptor(raised(os.open(f"/proc/self/fd/{ends[0]}", os.O_RDWR | os.O_CLOEXEC)))
+    finally:
+        for end in ends:
+            os.close(end)

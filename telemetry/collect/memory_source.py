@@ -9,14 +9,13 @@ of a few workers, one at a time, and seldom. It is never read of the training pr
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from telemetry.collect.collector import CollectorError
 from telemetry.collect.memory_limit import MemoryLimits
 from telemetry.collect.procfs import is_worker_of_ours, read_stat
-from telemetry.core.clock import NS, now_ns
+from telemetry.core.clock import NS, now_ns, thread_time_ns
 from telemetry.core.filesystem import read_small
 from telemetry.core.memory_records import MemorySample
 
@@ -131,12 +130,12 @@ class MemorySource:
         return max(0, sum(anonymous.values()) - shared), shared
 
     def _probe(self, pid: int, *, sooner: bool) -> None:
-        started = time.thread_time_ns()
+        started = thread_time_ns()
         try:
             shared = shared_bytes(read_small(f"/proc/{pid}/smaps_rollup"))
         except OSError:  # it has ended, or the kernel is older than 4.14: then nothing is known to be shared
             shared = 0
-        took = (time.thread_time_ns() - started) / NS
+        took = (thread_time_ns() - started) / NS
         self._shared.pop(pid, None)
         self._shared[pid] = shared
         pause = _MIN_PROBE_SECONDS * (_FIRST_PROBES_RATIO if sooner else 1.0)

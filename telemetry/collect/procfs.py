@@ -73,32 +73,6 @@ def parsed_schedule(content: bytes) -> Schedule | None:
     return Schedule(int(fields[0]), int(fields[1]))
 
 
-@dataclass(frozen=True, slots=True)
-class Signals:
-    """A thread's state (`R`, `S`, `D`, `T` ... of proc(5)) and its signals as bit masks."""
-
-    state: str
-    pending: int
-    blocked: int
-    caught: int
-
-
-def read_signals(pid: int) -> Signals | None:
-    """Read the signals of the process's main thread from `/proc/PID/status`; None if the process has ended."""
-    values = {b"SigPnd:": 0, b"ShdPnd:": 0, b"SigBlk:": 0, b"SigCgt:": 0}
-    state = ""
-    try:
-        for line in read_small(f"/proc/{pid}/status").splitlines():
-            name, _, rest = line.partition(b"\t")
-            if name == b"State:":
-                state = rest[:1].decode()
-            elif name in values:
-                values[name] = int(rest, 16)
-    except (OSError, ValueError):
-        return None
-    return Signals(state, values[b"SigPnd:"] | values[b"ShdPnd:"], values[b"SigBlk:"], values[b"SigCgt:"])
-
-
 _STATES: Final = {"R": "running", "S": "sleeping", "D": "in uninterruptible sleep", "T": "stopped", "t": "traced"}
 
 

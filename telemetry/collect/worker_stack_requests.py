@@ -1,36 +1,30 @@
-"""Requests stacks from DataLoader workers: a signal is sent, and the worker writes its stack into a file in memory.
+"""Requests stacks from DataLoader workers. A thread of the worker is woken through a pipe, and answers in memory.
 
-A signal ends a process that does not handle it. So right before each signal three things are checked: the process is a
-worker of this process, the file for the answer is the one that the worker opened, and the worker handles the signal.
-ptrace is not needed, because files that a process of the same user has opened can be read through /proc.
+No signal is sent: it would interrupt the worker's system calls, and C libraries take that for an error. The pipe is
+opened through /proc, as files that a process of the same user has open can be. ptrace is not needed.
 """
 
 from __future__ import annotations
 
 import os
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from telemetry.collect.procfs import is_worker_of_ours, read_schedule, read_signals, read_stat, thread_state
-from telemetry.core.clock import NS, now_ns
-from telemetry.core.worker_records import STACK_END, StackPort
+from telemetry.collect.procfs import is_worker_of_ours, read_schedule, read_stat, thread_state
+from telemetry.core.clock import NS, now_ns, sleep
+from telemetry.core.filesystem import raised
+from telemetry.core.worker_records import STACK_REQUEST, StackPort
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_ASK_SECONDS: Final = 0.4
+    from telemetry.collect.procfs import Schedule
+
 _ALL_SECONDS: Final = 1.5
 _POLL_SECONDS: Final = 0.01
 
 _MAX_WORKERS: Final = 64
-_MAX_BYTES: Final = 1 << 16
-
-_IN_C_NS: Final = 50_000_000
-"""A main thread that has run for this long without answering is in a C call, not in Python."""
-
-_HEADING: Final = b"Stack (most recent call first):\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,100 +49,92 @@ class _StackRequest:
         self.pid = pid
         self.port = port
         self.stack = ""
-        self.missing = ""
-        self._asked_run_ns: int | None = None
-        self._forced = False
-        self._path = f"/proc/{pid}/fd/{port.file}" if port is not None else ""
+        self.missing = (
+            "" if port is not None else "it was started before the agent, or could not be made ready to be asked"
+        )
+        self._number = now_ns()
+        self._before: tuple[Schedule, Schedule] | None = None
 
     @property
     def done(self) -> bool:
         return bool(self.stack or self.missing)
 
     def ask(self) -> None:
-        """Send the signal that has a Python handler."""
-        if self.port is None:
-            self.missing = "it was started before the agent, or could not be made ready to be asked"
-        elif self._send(self.port.ask):
-            schedule = read_schedule(self.pid, self.pid)
-            self._asked_run_ns = schedule.run_ns if schedule is not None else None
-
-    def force(self) -> None:
-        """Send the signal that has a C handler, if the worker is certainly inside a C call."""
-        if self.done or self._forced or self.port is None:
+        """Wake the worker's thread, if the process is still a worker of ours that can answer."""
+        if self.port is None or self.done:
             return
-        signals = read_signals(self.pid)
-        if signals is None:
-            self.missing = "it has ended"
-        elif not signals.pending >> (self.port.ask - 1) & 1 and (signals.state in "SD" or self._ran_on()):
-            self._forced = self._send(self.port.force)
-
-    def read_answer(self) -> None:
-        """Take the answer if it is complete."""
-        if self.done or self.port is None:
-            return
+        self._before = self._schedules(self.port)
         try:
-            with open(self._path, "rb") as file:  # noqa: PTH123
-                text = file.read(_MAX_BYTES + len(STACK_END))
-        except OSError:
-            self.missing = "it has ended"
-            return
-        if text.endswith(STACK_END):
-            self._take(text)
-        elif text and self._forced:
-            signals, bit = read_signals(self.pid), 1 << (self.port.force - 1)
-            if signals is not None and not (signals.pending | signals.blocked) & bit:  # the handler has returned
-                self._take(text)
-
-    def time_out(self) -> None:
-        """Record that the worker did not answer in time."""
-        if not self.done:
-            self.missing = "it did not answer in time"
-
-    def _send(self, signum: int) -> bool:
-        self.missing = self._unsafe(signum)
-        if self.missing:
-            return False
-        try:
-            if not self._forced and self.port is not None and signum == self.port.ask:
-                os.truncate(self._path, 0)
-            os.kill(self.pid, signum)
+            self.missing = self._silent() or self._wake(self.port)
+        except FileNotFoundError:
+            self.missing = "it has closed our pipe"
         except OSError as error:
             self.missing = f"it cannot be asked ({error.strerror})"
-        return not self.missing
 
-    def _unsafe(self, signum: int) -> str:
-        """The reason why the signal must not be sent; empty if it may be sent."""
-        assert self.port is not None  # noqa: S101 - a worker without a port is not asked
+    def read_answer(self) -> None:
+        """Take the answer if it is there."""
+        if self.port is None or self.done:
+            return
+        answer = self.port.area.read()
+        if answer is not None and (answer.session, answer.pid) == (self._number, self.pid):
+            self.stack = answer.content.decode("utf-8", "replace")
+
+    def time_out(self) -> None:
+        """Record why the worker did not answer."""
+        if self.port is not None and not self.done:
+            self.missing = self._silent() or self._late(self.port)
+
+    def _silent(self) -> str:
+        """Why no thread of this process can answer; empty if one can."""
         stat = read_stat(self.pid)
-        signals = read_signals(self.pid)
-        if stat is None or signals is None:
+        if stat is None:
             return "it has ended"
         if not is_worker_of_ours(stat.parent):
             return "it has ended, and its pid is another process's"
-        if signals.state in "Tt":
-            return "it is stopped, by a signal or a debugger"
-        bit = 1 << (signum - 1)
-        if not signals.caught & bit or signals.blocked & bit:
-            return "it does not take our signal any more: its handler is gone, or it blocks it"
-        return "" if self._file_is_there() else "it has closed our file"
+        stopped = thread_state(self.pid, self.pid) in {"stopped", "traced"}
+        return "it is stopped, by a signal or a debugger" if stopped else ""
 
-    def _file_is_there(self) -> bool:
-        assert self.port is not None  # noqa: S101 - a worker without a port is not asked
-        path = Path(self._path)
+    def _wake(self, port: StackPort) -> str:
+        """Write the request into the pipe. Returns why it was not written.
+
+        Raises:
+            OSError: the pipe cannot be opened, or is full.
+        """
+        path = f"/proc/{self.pid}/fd/{port.pipe}"
+        # Looked at first: to open another file may change something for its owner.
+        if str(Path(path).readlink()) != f"pipe:[{port.inode}]":
+            return "it has closed our pipe"
+        # For reading, too: without a reader, a write would send SIGPIPE.
+        pipe = raised(os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC))
         try:
-            return path.stat().st_ino == self.port.inode and "telemetry-stacks" in str(path.readlink())
-        except OSError:
-            return False
+            if os.fstat(pipe).st_ino != port.inode:
+                return "it has closed our pipe"
+            os.write(pipe, STACK_REQUEST.pack(self._number))
+        finally:
+            os.close(pipe)
+        return ""
 
-    def _ran_on(self) -> bool:
-        schedule = read_schedule(self.pid, self.pid)
+    def _late(self, port: StackPort) -> str:
+        """Why it did not answer in time, by what the kernel tells of the thread that answers and of the main thread."""
+        after = self._schedules(port)
+        if self._before is None or after is None:
+            return "it did not answer in time"
+        seconds = (now_ns() - self._number) / NS
+        answering, main = (
+            ((now.run_ns - then.run_ns) / NS, (now.runnable_ns - then.runnable_ns) / NS)
+            for now, then in zip(after, self._before, strict=True)
+        )
+        if not answering[0] or answering[1] > seconds / 2:
+            return f"it did not answer in {seconds:.1f} s: it got no core"
         return (
-            schedule is not None and self._asked_run_ns is not None and schedule.run_ns - self._asked_run_ns >= _IN_C_NS
+            f"it did not answer in {seconds:.1f} s: a call that holds the GIL runs. "
+            f"Of this time its main thread was on a core for {main[0]:.1f} s"
         )
 
-    def _take(self, text: bytes) -> None:
-        plain = text.replace(STACK_END, b"").replace(_HEADING, b"")
-        self.stack = plain.decode("utf-8", "replace")
+    def _schedules(self, port: StackPort) -> tuple[Schedule, Schedule] | None:
+        """Of the thread that answers and of the main thread; None if the kernel does not report them."""
+        answering, main = read_schedule(self.pid, port.thread), read_schedule(self.pid, self.pid)
+        return (answering, main) if answering is not None and main is not None else None
 
 
 def ask_workers(workers: Sequence[tuple[int, StackPort | None]]) -> list[WorkerStack]:
@@ -164,17 +150,12 @@ def ask_workers(workers: Sequence[tuple[int, StackPort | None]]) -> list[WorkerS
     for request in requests[_MAX_WORKERS:]:
         request.missing = f"only {_MAX_WORKERS} workers are asked"
     began = now_ns()
-    for request in requests[:_MAX_WORKERS]:
+    for request in requests:
         request.ask()
-    while not all(request.done for request in requests):
-        passed = (now_ns() - began) / NS
-        if passed >= _ALL_SECONDS:
-            break
-        time.sleep(_POLL_SECONDS)
+    while not all(request.done for request in requests) and now_ns() - began < _ALL_SECONDS * NS:
+        sleep(_POLL_SECONDS)
         for request in requests:
             request.read_answer()
-            if passed >= _ASK_SECONDS:
-                request.force()
     for request in requests:
         request.time_out()
     return [WorkerStack(i.pid, thread_state(i.pid, i.pid), i.stack, i.missing) for i in requests]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import http.client
 import re
-import time
 from typing import TYPE_CHECKING, Final, NamedTuple
 from urllib.parse import urlsplit
+
+from telemetry.core.clock import monotonic
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -67,12 +68,12 @@ def _body(answer: http.client.HTTPResponse) -> bytes:
     Raises:
         ValueError: it takes too long or is too large.
     """
-    deadline, body = time.monotonic() + _WHOLE_SECONDS, bytearray()
+    deadline, body = monotonic() + _WHOLE_SECONDS, bytearray()
     while chunk := answer.read1(_CHUNK):
         body += chunk
         if len(body) > _MAX_BYTES:
             raise ValueError(f"the response is larger than {_MAX_BYTES >> 20} MiB")
-        if time.monotonic() > deadline:
+        if monotonic() > deadline:
             raise ValueError(f"the response takes longer than {_WHOLE_SECONDS:.0f} s")
     return bytes(body)
 

@@ -54,6 +54,7 @@ class _OursAlone:
 
 _FILTER: Final[Any] = ("ignore", _MESSAGE, DeprecationWarning, _OursAlone(), 0)
 _wanted: Final[list[Any]] = []
+_registered = False
 
 
 def _filters() -> map[Any]:
@@ -69,7 +70,9 @@ _insert: Final = map(operator.setitem, _filters(), repeat(slice(0, 0)), repeat(_
 
 def register() -> None:
     """Let each fork of this process install the filter in first place, if Python warns."""
-    if WARNS:
+    global _registered  # noqa: PLW0603
+    if WARNS and not _registered:
+        _registered = True
         os.register_at_fork(before=partial(next, zip(_remove, _insert, strict=False)))
         os.register_at_fork(after_in_child=partial(next, zip(_remove, iter(_wanted.clear, _FILTER), strict=False)))
         if not _WARNS_LAST:

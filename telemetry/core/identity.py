@@ -12,12 +12,13 @@ import os
 import re
 import socket
 import sys
-import time
 import zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
+from time import CLOCK_BOOTTIME, gmtime, strftime
 from typing import TYPE_CHECKING, Any, Final
 
+from telemetry.core.clock import clock_gettime, unix_time
 from telemetry.core.processes import start_ticks
 
 if TYPE_CHECKING:
@@ -260,14 +261,14 @@ def _made_up_name(launcher: str, local_rank: int) -> str:
 
 def _start_text(pid: int) -> str:
     """When a process started, in UTC. Every process that asks gets the same text."""
-    return time.strftime("%Y%m%d-%H%M%S", time.gmtime(process_started(pid) or time.time()))
+    return strftime("%Y%m%d-%H%M%S", gmtime(process_started(pid) or unix_time()))
 
 
 def process_started(pid: int) -> float | None:
     """When a process began, Unix time; None if the kernel does not tell."""
     ticks = start_ticks(pid)
     try:
-        booted = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+        booted = unix_time() - clock_gettime(CLOCK_BOOTTIME)
         return None if ticks is None else booted + ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError):
         return None

@@ -96,9 +96,12 @@ class OwnThread:
         args: its arguments.
         name: shown by ``top -H`` and in the stacks of a hang; it begins with ``telemetry-``.
         others_code: whether it runs code of others.
+
+    Attributes:
+        ident: as `threading.get_ident` returns it; None before the start. ``native``: the kernel's number of it.
     """
 
-    __slots__ = ("_args", "_ended", "_others_code", "_started", "_target", "ident", "name")
+    __slots__ = ("_args", "_ended", "_others_code", "_started", "_target", "ident", "name", "native")
 
     def __init__(self, target: Callable[..., object], *args: Any, name: str, others_code: bool = False) -> None:
         self._target = target
@@ -106,6 +109,7 @@ class OwnThread:
         self._args = args
         self.name = name
         self.ident: int | None = None
+        self.native = 0
         self._started = allocate_lock()
         self._ended = allocate_lock()
 
@@ -148,9 +152,9 @@ class OwnThread:
 
     def _main(self) -> None:
         work()
-        self.ident = get_ident()
+        self.ident, self.native = get_ident(), get_native_id()
         _running[self.ident] = self
-        _name_for_kernel(self.name)
+        _name_for_kernel(self.native, self.name)
         self._started.release()
         try:
             self._target(*self._args)
@@ -225,9 +229,9 @@ def _forget_ended() -> None:
                 pass  # another thread has done it
 
 
-def _name_for_kernel(name: str) -> None:
+def _name_for_kernel(native: int, name: str) -> None:
     try:
-        comm = os.open(f"/proc/self/task/{get_native_id()}/comm", os.O_WRONLY)
+        comm = os.open(f"/proc/self/task/{native}/comm", os.O_WRONLY)
     except OSError:
         return  # no /proc, or no descriptor is left
     try:

@@ -17,10 +17,9 @@ Between them it rests, with its own switch interval.
 from __future__ import annotations
 
 import random
-import time
 from typing import Final
 
-from telemetry.core.clock import NS
+from telemetry.core.clock import NS, thread_time_ns
 
 _MAX_OWN_SHARE: Final = 0.008
 """The gaps grow until the sampling thread takes at most this share of a core."""
@@ -59,7 +58,7 @@ class SampleTimes:
         self._random = random.Random()  # noqa: S311 - of our own, so that the training's numbers stay the same
         self._samples = 0
         self._cpu_ns = 0
-        self._began_ns = time.thread_time_ns()
+        self._began_ns = thread_time_ns()
 
     def gap(self) -> float:
         """Seconds to wait for the next sample."""
@@ -80,12 +79,12 @@ class SampleTimes:
         ``samples`` is 0 if it was not due after a gap: then only its cost counts.
         """
         self._samples += samples
-        self._cpu_ns = time.thread_time_ns() - self._began_ns
+        self._cpu_ns = thread_time_ns() - self._began_ns
         self._mean = max(self._least, self.part * self._cpu_ns / max(1, self._samples) / NS / self.max_share)
 
     def starts(self) -> None:
         """Count the cost of samples from now on: what this thread did before was something else."""
-        self._began_ns = time.thread_time_ns() - self._cpu_ns
+        self._began_ns = thread_time_ns() - self._cpu_ns
 
 
 class SampleBursts:

@@ -158,7 +158,7 @@ class PythonThread:
 
 def python_threads() -> list[PythonThread]:
     """Every thread of this process that runs Python, except our own. Takes no lock."""
-    # Reads the dictionary directly: `threading.enumerate` takes a lock, and a signal handler must not wait for one.
+    # Reads the dictionary directly: `threading.enumerate` takes a lock, which the thread that hangs may hold.
     known = dict(getattr(threading, "_active", {}))
     (idents,) = _at_once(lambda: map(list, islice(iter(sys._current_frames, None), 1)))
     return [

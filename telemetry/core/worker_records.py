@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from struct import Struct
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from telemetry.core.clock import NS
@@ -10,6 +11,7 @@ from telemetry.core.log_kind import MEAN, NEWEST, SKIP
 
 if TYPE_CHECKING:
     from telemetry.core.distribution import Histogram
+    from telemetry.core.sample_area import SampleArea
 
 FETCH_BUCKETS: Final = tuple((1 << 20 + power) / NS for power in range(17))
 """Upper bounds of the fetch histogram, seconds: 1.05 ms, doubling up to 68.7 s. So a worker finds the bucket from the
@@ -41,8 +43,8 @@ class WorkerCounters:
     recent_finished_ns: tuple[int, ...]
 
 
-STACK_END: Final = b"end of stacks\n"
-"""A worker's answer ends with this line."""
+STACK_REQUEST: Final = Struct("=q")
+"""What the agent writes into a worker's pipe: the number of its request, which the answer repeats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +52,15 @@ class StackPort:
     """How a DataLoader worker can be asked for its Python stacks (`attach.worker_stack_responder`).
 
     Attributes:
-        ask: the signal that Python handles. ``force``: the signal that is handled while no Python runs.
-        file, inode: the worker's descriptor for its stacks, and the inode that this file must have.
+        pipe, inode: the worker's descriptor of the pipe, and the inode that it must have.
+        thread: the kernel's number of the thread that answers.
+        area: gets the answer.
     """
 
-    ask: int
-    force: int
-    file: int
+    pipe: int
     inode: int
+    thread: int
+    area: SampleArea
 
 
 class Arrival(NamedTuple):

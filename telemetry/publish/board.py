@@ -12,11 +12,11 @@ import os
 import shutil
 import stat
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from telemetry.core.clock import monotonic_ns, unix_time
 from telemetry.core.filesystem import read_small, remove_file, replace_file
 from telemetry.core.identity import slug
 from telemetry.core.processes import outer_uid, pid_namespace, start_ticks
@@ -203,7 +203,7 @@ class Board:
             else:
                 wanted = kept
         if wanted != self._number:
-            self._since = time.monotonic_ns()
+            self._since = monotonic_ns()
         self._number, self._rank_given = wanted, rank_given and wanted == claimed
         return wanted
 
@@ -219,7 +219,7 @@ class Board:
 
     def _claimants_before(self, number: int, *, rank_given: bool) -> int:
         """How many living processes claim a number and have priority over this one."""
-        since = self._since if number == self._number else time.monotonic_ns()
+        since = self._since if number == self._number else monotonic_ns()
         mine = (not rank_given, since, os.getpid())
         return sum(1 for order in self._claimants(number) if order < mine)
 
@@ -327,7 +327,7 @@ class Board:
                 try:
                     if board.path == str(self.path) or not board.is_dir(follow_symlinks=False):
                         continue
-                    old = time.time() - board.stat(follow_symlinks=False).st_mtime > _STALE_SECONDS
+                    old = unix_time() - board.stat(follow_symlinks=False).st_mtime > _STALE_SECONDS
                     if old and not any(_alive(e.path) for e in os.scandir(board.path) if e.name.startswith("rank-")):
                         shutil.rmtree(board.path, ignore_errors=True)
                         removed += 1

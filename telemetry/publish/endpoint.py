@@ -7,11 +7,10 @@ It uses few threads, has a deadline on every connection, and listens on loopback
 from __future__ import annotations
 
 import errno
-import time
 from operator import is_
 from typing import TYPE_CHECKING, Final
 
-from telemetry.core.clock import NS
+from telemetry.core.clock import NS, thread_time_ns
 from telemetry.core.own_threads import OwnThread
 from telemetry.publish.host_names import HostNames
 from telemetry.publish.http_server import Server
@@ -121,7 +120,7 @@ class Endpoint:
 
     def answer(self, method: str, path: str, host: str) -> HttpAnswer:
         """The answer to one request. Never raises."""
-        began = time.thread_time_ns()
+        began = thread_time_ns()
         try:
             return self._respond(method, path, host)
         except Exception as error:
@@ -129,7 +128,7 @@ class Endpoint:
                 self._on_error(error)
             return HttpAnswer(500, PLAIN_TEXT, b"the metrics could not be joined\n")
         finally:
-            self._cpu_ns += time.thread_time_ns() - began
+            self._cpu_ns += thread_time_ns() - began
 
     def keep_page(self) -> None:
         """Join the states for the last time, because the board may be removed before the next scrape."""

@@ -7,13 +7,12 @@ import os
 import select
 import socket
 import threading
-import time
 from http.server import BaseHTTPRequestHandler
 from io import BytesIO
 from socketserver import TCPServer, ThreadingMixIn
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.core.clock import NS, now_ns
+from telemetry.core.clock import NS, now_ns, sleep, unix_time
 from telemetry.core.filesystem import Descriptor, raised_socket
 from telemetry.core.own_threads import OwnThread, rest, work
 from telemetry.core.weak_map import WeakMap
@@ -75,6 +74,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(answer.body)
 
     do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = do_GET  # noqa: N815 - the base class's names
+
+    def date_time_string(self, timestamp: float | None = None) -> str:
+        return super().date_time_string(unix_time() if timestamp is None else timestamp)
 
     def version_string(self) -> str:
         return SERVER
@@ -160,7 +162,7 @@ class Server(ThreadingMixIn, TCPServer):
             return raised_socket(request), address
         except OSError as error:
             if error.errno != errno.EINVAL:  # EINVAL comes from `end`
-                time.sleep(_PAUSE_SECONDS)  # the usual reason: no descriptor is left
+                sleep(_PAUSE_SECONDS)  # the usual reason: no descriptor is left
             raise
 
     def end(self) -> None:

@@ -12,6 +12,8 @@ from email.utils import formatdate
 from http import HTTPStatus
 from typing import Final
 
+from telemetry.core.clock import unix_time
+
 SERVER: Final = "telemetry"
 PLAIN_TEXT: Final = "text/plain; charset=utf-8"
 
@@ -56,7 +58,7 @@ def as_http(answer: HttpAnswer, *, with_body: bool) -> bytes:
     head = (
         f"HTTP/1.0 {answer.status} {HTTPStatus(answer.status).phrase}\r\n"
         f"Server: {SERVER}\r\n"
-        f"Date: {formatdate(usegmt=True)}\r\n"
+        f"Date: {formatdate(unix_time(), usegmt=True)}\r\n"
         f"Content-Type: {answer.content_type}\r\n"
         f"Content-Length: {len(answer.body)}\r\n"
         "X-Content-Type-Options: nosniff\r\n\r\n"

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import time
 from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Final
 
-from telemetry.core.clock import NS, now_ns
+from telemetry.core.clock import NS, now_ns, sleep
 from telemetry.publish.board import RankState
 from telemetry.publish.exposition import CONTENT_TYPE
 from telemetry.publish.hang_board import HangBoard
@@ -324,7 +323,7 @@ class NodeService:
 
     def _wait_for_announcement(self) -> None:
         while self._now() < self._settled_ns and not self._board.announced_ports():
-            time.sleep(0.002)
+            sleep(0.002)
 
     def _ports(self) -> list[int]:
         """The ports at which the metrics were before come first, so that scrapes continue."""

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import os
 import random
-import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from telemetry.core.clock import NS, now_ns
+from telemetry.core.clock import NS, now_ns, sleep, unix_time
 from telemetry.core.filesystem import file_system_of, read_small
 from telemetry.snapshot.private_folder import Folder, open_folder
 
@@ -100,7 +99,7 @@ class ExportSpace:
                 if size + MIN_FREE_BYTES > free + others or now_ns() > deadline:
                     raise NoSpaceError(_no_space(size, free, others))
                 self._remove(name)
-                time.sleep(_PAUSE_SECONDS * (0.5 + ours.random()))  # so that two do not collide again
+                sleep(_PAUSE_SECONDS * (0.5 + ours.random()))  # so that two do not collide again
             yield
         finally:
             self._remove(name)
@@ -164,7 +163,7 @@ def destination(folder: Folder, name: str) -> Path | None:
 def age_seconds(dir_fd: int, name: str) -> float:
     """Seconds since a file was last written; 0 if it is gone."""
     try:
-        return max(0.0, time.time() - os.stat(name, dir_fd=dir_fd, follow_symlinks=False).st_mtime)
+        return max(0.0, unix_time() - os.stat(name, dir_fd=dir_fd, follow_symlinks=False).st_mtime)
     except OSError:
         return 0.0
 

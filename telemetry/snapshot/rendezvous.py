@@ -20,10 +20,10 @@ the recordings do not overlap. If nodes do not share the run folder, the ranks o
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from telemetry.core.clock import unix_time
 from telemetry.snapshot import protocol as p
 from telemetry.snapshot.private_folder import Folder, open_folder
 from telemetry.snapshot.request_files import (
@@ -94,7 +94,7 @@ class Rendezvous:
         world_size: int,
         tick_seconds: float,
         refuses: Callable[[p.Request], str | None],
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = unix_time,
         far: Callable[[], bool] = lambda: False,
     ) -> None:
         self._snapshots = snapshots

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import os
 import signal
+import stat
 import threading
+from pathlib import Path
 
 import pytest
 from torch.utils.data import DataLoader
 
 from telemetry.collect.worker_stack_requests import ask_workers
+from telemetry.core import fork_warning
 from tests.data_sets import Numbers
 from tests.faults.processes import Child, wait_for, write
 from tests.faults.stuck_runs import (
@@ -25,60 +29,161 @@ def ports(agent) -> dict:
     return entry.block.stack_ports()
 
 
-def their_own_handlers(worker_id: int) -> None:
-    for number in range(signal.SIGRTMIN, signal.SIGRTMAX + 1):
-        signal.signal(number, lambda *_: None)
+def pipe_of_ours() -> int:
+    """The number of the pipe, seen from inside the worker: one descriptor that is open for reading and writing."""
+    for number in map(int, os.listdir("/proc/self/fd")):
+        try:
+            both = fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
+            if both and stat.S_ISFIFO(os.fstat(number).st_mode):
+                return number
+        except OSError:  # the folder's own
+            pass
+    raise AssertionError("no pipe of ours")
 
 
-def no_handlers(worker_id: int) -> None:
-    for number in range(signal.SIGRTMIN, signal.SIGRTMAX + 1):
-        signal.signal(number, signal.SIG_DFL)
-
-
-def blocked_signals(worker_id: int) -> None:
-    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+def everything_closed(worker_id: int) -> None:
+    os.close(pipe_of_ours())
 
 
 def another_file(victim, worker_id: int) -> None:
-    for name in os.listdir("/proc/self/fd"):
-        path = f"/proc/self/fd/{name}"
-        if os.path.exists(path) and "telemetry-stacks" in os.readlink(path):
-            os.dup2(os.open(victim, os.O_RDWR), int(name))
+    os.dup2(os.open(victim, os.O_RDWR), pipe_of_ours())
 
 
-def another_of_that_name(worker_id: int) -> None:
-    """The state of a process that was forked by a worker, or by a library that forks in this way."""
-    for name in os.listdir("/proc/self/fd"):
-        path = f"/proc/self/fd/{name}"
-        if os.path.exists(path) and "telemetry-stacks" in os.readlink(path):
-            os.dup2(os.memfd_create("telemetry-stacks"), int(name))
+def another_pipe(worker_id: int) -> None:
+    """What is written into it can be read by the data set."""
+    ends = os.pipe2(os.O_NONBLOCK)
+    number = pipe_of_ours()
+    os.dup2(ends[1], number)
+    Reading.end, Reading.other = ends
 
 
-TAKEN = ["their own handlers", "no handlers", "blocked signals", "another file", "another of that name"]
+class Reading(Numbers):
+    """A data set that has a pipe of its own. It sees whether anybody else has written into it."""
+
+    end = -1
+
+    def __getitem__(self, index):
+        if self.end >= 0:
+            try:
+                raise AssertionError(os.read(self.end, 100))
+            except BlockingIOError:
+                pass
+        return index
+
+
+TAKEN = ["everything closed", "another file", "another pipe"]
 
 
 @pytest.mark.parametrize("what", TAKEN)
-def test_a_worker_that_has_taken_our_signal_or_file_away_is_never_hurt(tmp_path, what):
+def test_a_worker_that_has_taken_our_pipe_away_is_never_hurt(tmp_path, what):
     victim = tmp_path / "victim"
     victim.write_bytes(b"precious")
-    init, why = {
-        "their own handlers": (their_own_handlers, "did not answer"),
-        "no handlers": (no_handlers, "does not take our signal"),
-        "blocked signals": (blocked_signals, "does not take our signal"),
-        "another file": (functools.partial(another_file, victim), "has closed our file"),
-        "another of that name": (another_of_that_name, "has closed our file"),
+    init = {
+        "everything closed": everything_closed,
+        "another file": functools.partial(another_file, victim),
+        "another pipe": another_pipe,
     }[what]
     agent = start(tmp_path)
-    iterator = iter(DataLoader(Numbers(100), batch_size=1, num_workers=1, worker_init_fn=init))
+    iterator = iter(DataLoader(Reading(100), batch_size=1, num_workers=1, worker_init_fn=init))
     next(iterator)
     (worker,) = iterator._workers
     port = wait_for(lambda: ports(agent), "the worker is ready")[worker.pid]
     for _ in range(3):
         (answer,) = ask_workers([(worker.pid, port)])
-        assert answer.stack == ""
-        assert why in answer.missing
+        assert (answer.stack, answer.missing) == ("", "it has closed our pipe")
     assert len([*iterator]) == 99  # the workers are alive and as fast as before
     assert victim.read_bytes() == b"precious"
+
+
+def test_a_child_of_a_worker_neither_answers_nor_takes_the_request(tmp_path):
+    """The child has the pipe, too. It exits as a program does, which ends its threads, and would wait for them."""
+    agent = start(tmp_path)
+    iterator = iter(DataLoader(Forking(20), batch_size=1, num_workers=1))
+    assert int(next(iterator)) == 0
+    (worker,) = iterator._workers
+    port = wait_for(lambda: ports(agent), "the worker is ready")[worker.pid]
+    (child,) = map(int, Path(f"/proc/{worker.pid}/task/{worker.pid}/children").read_text().split())
+    for _ in range(20):
+        (answer,) = ask_workers([(worker.pid, port)])
+        assert "_worker_loop" in answer.stack, answer
+        assert "in as_a_child" not in answer.stack
+    (answer,) = ask_workers([(child, port)])
+    assert answer.stack == ""
+    assert len([*iterator]) == 19
+
+
+class Forking(Numbers):
+    """The first sample forks a child. A later one lets it end, and waits for it."""
+
+    def __getitem__(self, index):
+        if index == 0:
+            self.told, self.tell = os.pipe()
+            self.child = os.fork()
+            if self.child == 0:
+                self.as_a_child()
+        elif index == 10:
+            os.write(self.tell, b"x")
+            assert os.waitpid(self.child, 0)[1] == 0
+        return index
+
+    def as_a_child(self):
+        os.read(self.told, 1)
+        tasks = os.listdir("/proc/self/task")
+        os._exit(0 if len(tasks) == 1 and threading.active_count() == 1 else 1)
+
+
+class Looking(Numbers):
+    """What a worker's own code sees of the process that it runs in."""
+
+    def __getitem__(self, index):
+        return {
+            "threads": sorted(thread.name for thread in threading.enumerate()),
+            "handled": handled_signals(),
+            "main": threading.current_thread() is threading.main_thread(),
+        }
+
+
+def handled_signals() -> list[str]:
+    with open("/proc/self/status") as status:
+        return [line for line in status if line.startswith(("SigCgt", "SigIgn", "SigBlk"))]
+
+
+class AllOurs(Numbers):
+    """In the first fetch the worker has one thread besides its main thread: ours."""
+
+    def __getitem__(self, index):
+        return fork_warning._all_ours()
+
+
+def test_python_s_warning_of_forks_knows_the_thread_that_answers(tmp_path):
+    start(tmp_path)
+    assert bool(next(iter(DataLoader(AllOurs(1), num_workers=1))))
+
+
+def without_batching(batch):
+    return batch[0]
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_a_worker_s_own_code_sees_no_thread_and_no_signal_of_ours(tmp_path, context):
+    def seen():
+        loader = DataLoader(Looking(1), num_workers=1, collate_fn=without_batching, multiprocessing_context=context)
+        return next(iter(loader))
+
+    alone = seen()
+    start(tmp_path)
+    assert seen() == alone
+
+
+def test_the_thread_that_answers_has_the_signals_blocked(tmp_path):
+    agent = start(tmp_path)
+    iterator = iter(DataLoader(Numbers(100), batch_size=1, num_workers=1))
+    next(iterator)
+    ((pid, port),) = ports(agent).items()
+    with open(f"/proc/{pid}/task/{port.thread}/status") as status:
+        blocked = int(next(line.split()[1] for line in status if line.startswith("SigBlk:")), 16)
+    ours = signal.valid_signals() - {getattr(signal, f"SIG{name}") for name in ("SEGV", "BUS", "FPE", "ILL", "ABRT")}
+    assert all(blocked >> (number - 1) & 1 for number in ours - {signal.SIGKILL, signal.SIGSTOP})
 
 
 def test_who_is_no_worker_of_ours_is_never_asked(tmp_path):
@@ -158,19 +263,15 @@ def test_a_busy_worker_is_asked_again_and_again(tmp_path):
     for _ in range(100):
         (answer,) = ask_workers([(worker.pid, port)])
         assert "in spin" in answer.stack, answer
-        assert "thread Thread-" in answer.stack  # the Python handler has answered: it sees all threads
+        assert "thread Thread-" in answer.stack
     assert worker.is_alive()
     worker.kill()
 
 
 def test_asking_changes_nothing_in_the_training_process(tmp_path):
-    def handlers():
-        with open("/proc/self/status") as status:
-            return [line for line in status if line.startswith(("SigCgt", "SigIgn", "SigBlk"))]
-
-    before = handlers()
+    before = handled_signals()
     test_a_busy_worker_is_asked_again_and_again(tmp_path)
-    assert handlers() == before
+    assert handled_signals() == before
 
 
 def answered(answers):

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
+import re
+import select
 import signal
+import threading
 import time
 
 import pytest
@@ -35,6 +39,31 @@ def in_c_read(release):
     assert ctypes.CDLL(None).read(release.fifo, buffer, 4) == 4  # without a retry it would return -1 with EINTR
 
 
+def checked(result):
+    """The result of a C function, as clients in C take it: whatever interrupts it is an error."""
+    if result < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return result
+
+
+def in_c_poll(release):
+    entry = (ctypes.c_int * 2)(release.fifo, select.POLLIN)
+    assert checked(ctypes.CDLL(None, use_errno=True).poll(entry, 1, 60_000)) == 1
+
+
+def in_c_sleep(release):
+    checked(ctypes.CDLL(None, use_errno=True).usleep(2_500_000))
+
+
+def in_c_semaphore(release):
+    library = ctypes.CDLL(None, use_errno=True)
+    semaphore = ctypes.create_string_buffer(64)
+    checked(library.sem_init(semaphore, 0, 0))
+    threading.Thread(target=lambda: (in_read(release), library.sem_post(semaphore)), daemon=True).start()
+    until = (ctypes.c_long * 2)(int(time.time()) + 60, 0)
+    checked(library.sem_timedwait(semaphore, until))
+
+
 def holding_the_gil(release):
     buffer = ctypes.create_string_buffer(4)
     assert ctypes.PyDLL(None).read(release.fifo, buffer, 4) == 4
@@ -61,7 +90,10 @@ def in_c_loop(release):
         sum(range(20_000_000))
 
 
-HANGS = [in_lock, in_read, in_c_read, holding_the_gil, in_socket, in_sleep, in_python_loop, in_c_loop]
+HANGS = [
+    *(in_lock, in_read, in_socket, in_sleep, in_python_loop, in_c_loop),
+    *(in_c_read, in_c_poll, in_c_sleep, in_c_semaphore),
+]
 
 
 @pytest.mark.parametrize("hang", HANGS, ids=lambda hang: hang.__name__)
@@ -99,6 +131,31 @@ def test_a_worker_that_hangs_is_shown_and_goes_on_unharmed(tmp_path, hang):
     assert names.index(hang.__name__) < names.index("sample") < names.index("__getitem__")  # innermost first
     assert any(text.startswith(f"worker {1 - AT % 2} (pid ") for text in evidence["stacks"])  # also the idle worker
     assert not any("telemetry-agent" in text for text in evidence["stacks"])
+
+
+def computing_with_the_gil(release):
+    next(filter(None, map(release.memory.__getitem__, itertools.repeat(0))))
+
+
+HOLDING = {holding_the_gil: "sleeping", computing_with_the_gil: "running"}
+
+
+@pytest.mark.parametrize("hang", HOLDING, ids=lambda hang: hang.__name__)
+def test_a_worker_that_holds_the_gil_cannot_answer_and_that_is_said(tmp_path, hang):
+    release = Release(tmp_path)
+    agent = start(tmp_path)
+    loader = DataLoader(Hanging(lambda: hang(release) or AT), 1, num_workers=1, multiprocessing_context="fork")
+    watching = when_stuck(agent, release)
+    assert [int(batch) for batch in train(loader)] == list(range(60))
+    watching.join()
+    (opened,) = lines(agent, "stall_open")
+    heading, text = stack_of(opened["evidence"]["stacks"], "in a fetch for").splitlines()
+    assert HOLDING[hang] in heading
+    assert re.fullmatch(
+        r"  no stack: it did not answer in 1\.\d s: a call that holds the GIL runs\. "
+        r"Of this time its main thread was on a core for \d\.\d s",
+        text,
+    )
 
 
 class Named(Numbers):

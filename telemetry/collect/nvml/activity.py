@@ -9,12 +9,12 @@ This module imports no third-party library: it receives the ``Driver`` as an arg
 from __future__ import annotations
 
 import os
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.collect.nvml.device import FATAL, NOT_FOUND, SUCCESS, NvmlError
+from telemetry.core.clock import unix_ns
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -147,7 +147,7 @@ class ProcessReader:
         return ratio(max(ours, key=_time_stamp).smUtil)
 
     def _entries(self) -> list[Any]:
-        since_us = time.time_ns() // 1000 - _PROCESS_WINDOW_US  # the driver stamps with the wall clock
+        since_us = unix_ns() // 1000 - _PROCESS_WINDOW_US  # the driver stamps with the wall clock
         try:
             return list(self._driver.call("nvmlDeviceGetProcessUtilization", self._handle, since_us))
         except NvmlError as error:

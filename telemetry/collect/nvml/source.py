@@ -8,7 +8,6 @@ held during a call or inherited by a forked child.
 from __future__ import annotations
 
 import os
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -22,7 +21,7 @@ from telemetry.collect.nvml.device import (
 )
 from telemetry.collect.nvml.driver import NvmlDriver
 from telemetry.collect.nvml.readings import DeviceReader
-from telemetry.core.clock import NS, now_ns
+from telemetry.core.clock import NS, now_ns, thread_time
 from telemetry.core.own_threads import OwnThread, Wake
 
 if TYPE_CHECKING:
@@ -160,7 +159,7 @@ class NvmlSource:
         try:
             while wait is not None and not self._stop.wait(wait):
                 wait = self._tick(sampler, wait)
-                self._cpu_seconds = cpu_before + time.thread_time()
+                self._cpu_seconds = cpu_before + thread_time()
         finally:
             sampler.close()
 

@@ -6,12 +6,11 @@ dropped and counted.
 
 from __future__ import annotations
 
-import time
 from _thread import allocate_lock
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
-from telemetry.core.clock import NS, now_ns
+from telemetry.core.clock import NS, now_ns, thread_time
 from telemetry.core.errors import kind_of
 from telemetry.core.own_threads import OwnThread, Wake
 from telemetry.publish.sinks.sink import SinkWaits
@@ -117,7 +116,7 @@ class SinkThread:
                     self._empty(queue)
                 if last:
                     self._close(queue.sink)
-                self.cpu_seconds = time.thread_time()
+                self.cpu_seconds = thread_time()
 
     def _seconds_to_wait(self) -> float:
         """Until something is due."""

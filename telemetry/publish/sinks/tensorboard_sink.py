@@ -8,13 +8,13 @@ from __future__ import annotations
 import io
 import os
 import socket
-import time
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final
 
 from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, tensor_shape_pb2, types_pb2
 from tensorboard.summary.writer.record_writer import RecordWriter
 
+from telemetry.core.clock import unix_time
 from telemetry.core.filesystem import Descriptor, opened
 from telemetry.core.sink_item import NAMESPACE
 
@@ -78,7 +78,7 @@ class TensorBoardSink:
         if os.fstat(self._file.number).st_size:
             return
         try:
-            self._append([event_pb2.Event(wall_time=time.time(), file_version=_VERSION)])
+            self._append([event_pb2.Event(wall_time=unix_time(), file_version=_VERSION)])
         except OSError:
             self.forget()
             raise
@@ -91,7 +91,7 @@ class TensorBoardSink:
                 folder.mkdir()
             except FileExistsError:
                 continue
-            name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}.{NAMESPACE}"
+            name = f"events.out.tfevents.{int(unix_time())}.{socket.gethostname()}.{os.getpid()}.{NAMESPACE}"
             return folder / name
         raise OSError(f"{self._folder} has {_MAX_FOLDERS} folders of rank {rank}")
 

@@ -1,4 +1,4 @@
-"""A part of the shared block into which a worker writes its profile, and from which the agent reads it.
+"""A part of the shared block into which a worker writes, and from which the agent reads: its profile, or its stacks.
 
 It has two halves. The worker writes into the half that is not in use, and then the head, which names that half from
 then on. If the head has changed while the agent read, the agent drops what it has read and reads again a second later.
@@ -20,7 +20,7 @@ _HEAD: Final = struct.Struct("=5q")
 _VERSION: Final = struct.Struct("=q")
 _HEAD_BYTES: Final = 64
 HALF_BYTES: Final = (AREA_BYTES - _HEAD_BYTES) // 2
-"""Maximum size of a profile."""
+"""Maximum size of the content."""
 
 
 class SampledFetches(NamedTuple):
@@ -29,7 +29,7 @@ class SampledFetches(NamedTuple):
     Attributes:
         session: the stamp of the request. A later stall is another session.
         pid: the worker's pid. ``began_ns``: when its sampling began.
-        content: the profile of the session so far, see `StackProfile.packed`.
+        content: the profile of the session so far, see `StackProfile.packed`; or the stacks, as text.
     """
 
     session: int
