@@ -12,11 +12,18 @@ import sys
 from typing import Any, Final
 
 _PEER_LOST: Final = re.compile(
-    r"connection (was )?(closed|reset|refused|abort)|closed by peer|broken pipe|peer|socket (timeout|closed)|"
-    r"nccl (communicator|error)|remote (process|peer)|watchdog|timed out.*(collective|allreduce|barrier)|"
-    r"heartbeat",
+    r"connection (was )?(likely )?(closed|reset|refused|abort)|closed by peer|broken pipe|peer|socket closed|"
+    r"nccl (communicator|error)|remote (process|server)|watchdog|time(d )?out|heartbeat",
     re.IGNORECASE,
 )
+"""In the text of one of torch.distributed's own exceptions."""
+
+_GLOO_PEER_LOST: Final = re.compile(
+    r"gloo/transport/\S+\.cc:\d+\].*(closed by peer|connection (reset|refused)|broken pipe|time(d )?out)",
+    re.IGNORECASE | re.DOTALL,
+)
+"""Gloo's are plain ones, which also come out of ``backward()``. Their text names the line of gloo's source."""
+
 _MAX_TEXT: Final = 20_000
 
 
@@ -62,8 +69,14 @@ class EndEvidence:
 
 
 def _lost_peer(error: BaseException) -> bool:
-    """Whether an exception tells that another process of the job is gone, which then ended first."""
+    """Whether an exception tells that another process of the job is gone, which then ended first.
+
+    Only torch.distributed's exceptions tell that: the words of others are about anything, such as a data set's server.
+    """
+    kind = type(error)
     try:
-        return isinstance(error, ConnectionError) or bool(_PEER_LOST.search(str(error)[:_MAX_TEXT]))
+        if kind.__module__ == "torch.distributed":
+            return bool(_PEER_LOST.search(str(error)[:_MAX_TEXT]))
+        return kind is RuntimeError and bool(_GLOO_PEER_LOST.search(str(error)[:_MAX_TEXT]))
     except Exception:
         return False

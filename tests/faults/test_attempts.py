@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from .attempt_scripts import ELASTIC, TRAIN, Attempted, expected, read_stamps
-from .processes import RUN, Child, environment, python, wait_for, write
+from .processes import RUN, Child, environment, events, python, wait_for, write
 from .warm_python import WarmChild, running_server, warm_python
 
 ENDS = ("step", "checkpoint", "restore", "exception", "status", "finish")
@@ -159,3 +159,45 @@ def test_a_process_that_is_stopped_is_not_called_killed(tmp_path):
         os.kill(child.pid, signal.SIGKILL)
         child.process.wait()
         assert ends() == ["killed"]
+
+
+RANKS = """
+    import os, sys
+    import torch
+    import torch.distributed as dist
+    from tests.quick_optimizers import QuickSGD
+
+    class HeartbeatError(ConnectionResetError):
+        pass
+
+    rank, where = int(os.environ["RANK"]), sys.argv[1]
+    dist.init_process_group("gloo", init_method=f"file://{os.getcwd()}/store", rank=rank, world_size=2)
+    net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(16, 1))
+    optimizer = QuickSGD(net.parameters())
+    for step, batch in enumerate(torch.utils.data.DataLoader(torch.randn(1000, 16))):
+        if step == 10 and rank == 1:
+            raise HeartbeatError("the data set's server was reset by peer, watchdog: no heartbeat")
+        if where == "backward":
+            net(batch).sum().backward()
+        else:
+            dist.all_reduce(torch.ones(1))
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("where", ["collective", "backward"])
+def test_a_rank_that_loses_its_peer_is_told_from_one_that_fails(where, tmp_path):
+    """The exception of the first rank has the words that gloo's has, too."""
+    script = write(tmp_path, "train.py", RANKS)
+    ranks = [
+        Child(*RUN, script, where, cwd=tmp_path, env=environment(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank)))
+        for rank in (0, 1)
+    ]
+    with ranks[0], ranks[1]:
+        assert [rank.wait() for rank in ranks] == [1, 1]
+    lost, own = sorted(events(tmp_path / "run", "run_end"), key=lambda end: end["rank"])
+    assert (lost["exception"], lost["lost_peer"]) == ("RuntimeError", True)
+    assert (own["exception"], own["lost_peer"]) == ("HeartbeatError", False)
+    report = json.loads(python("-m", "telemetry", "report", "run", "--json", cwd=tmp_path).stdout)
+    (told,) = report["job"]["attempts"]
+    assert (told["end"], told["reason"]) == ("failed", "HeartbeatError")
