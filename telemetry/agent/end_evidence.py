@@ -1,8 +1,12 @@
-"""How this process ends, as far as it tells: an exception that nobody caught, or an exit status.
+"""How this process ends, as far as it tells: an exception that nobody caught, an exit status, or another program.
 
 Python prints an exception that nobody catches, keeps it in `sys`, and only then calls the functions of `atexit`. So it
 is read there, and neither a hook nor a handler of ours is involved. The exit status of ``sys.exit`` is kept nowhere:
 ``telemetry run`` sees it pass.
+
+Nor does anything tell afterwards that the process has executed another program, such as its own script anew: it keeps
+its pid and its start, `atexit` is not called, and the agent is gone at once, as if it were killed. So the agent hooks
+the functions of ``os`` that do it, and ends before.
 """
 
 from __future__ import annotations
@@ -32,11 +36,13 @@ class EndEvidence:
 
     Attributes:
         process_ends: whether the interpreter ends, and not only the agent.
+        replaced: whether this process is about to execute another program.
     """
 
     def __init__(self) -> None:
         self._status: int | None = None
         self._exception: BaseException | None = None
+        self.replaced = False
         self.process_ends = False
 
     def leaving(self, code: object) -> None:
@@ -53,8 +59,8 @@ class EndEvidence:
 
     @property
     def finished(self) -> bool:
-        """Whether nothing tells that it fails."""
-        return self._exception is None and not self._status
+        """Whether nothing tells that its work is not done."""
+        return self._exception is None and not self._status and not self.replaced
 
     def fields(self) -> dict[str, Any]:
         """Of the last line of the log. What is not known is absent."""
@@ -64,6 +70,8 @@ class EndEvidence:
         if self._exception is not None:
             found["exception"] = type(self._exception).__name__
             found["lost_peer"] = _lost_peer(self._exception)
+        if self.replaced:
+            found["replaced"] = True
         self._exception = None
         return found
 
