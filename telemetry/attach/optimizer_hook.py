@@ -32,6 +32,11 @@ _BOUNDARY: Final = r.code(r.S_COMPUTE, r.S_COMPUTE, r.CLOSES | r.OPENS | r.BATCH
 _MAX_FRAMES: Final = 12
 """Between the step of an optimizer and that of one around it. A gradient scaler and a scheduler add some."""
 
+_LOOKS: Final = 16
+"""So many steps after a new optimizer are looked at: it may be in another one, or around one. A look takes 1 µs."""
+
+_MAX_OPTIMIZERS: Final = 64
+
 
 def optimizer_hook(tracker: StepTracker) -> Callable[[object, object, object], None]:
     """The hook to register with torch. Outside the fast path it calls `OptimizerSteps.stepped`."""
@@ -61,20 +66,35 @@ class OptimizerSteps:
         captures: gets the steps that are only recorded, in a graph.
     """
 
-    __slots__ = ("_boundaries", "_captures", "_device_read_from", "_optimizer_id", "_signs", "_state")
+    __slots__ = (
+        "_boundaries",
+        "_captures",
+        "_device_read_from",
+        "_known",
+        "_looks",
+        "_optimizer_id",
+        "_signs",
+        "_state",
+    )
 
     def __init__(self, state: StepState, boundaries: StepBoundaries, signs: TrainingSigns, captures: Captures) -> None:
         self._state = state
         self._boundaries = boundaries
         self._signs = signs
         self._captures = captures
+        self._known: set[int] = set()  # ids of optimizers that have stepped
+        self._looks = 0  # how many of the next steps are looked at
         self._device_read_from = 0  # id of the optimizer whose parameters gave the device
         self._optimizer_id = 0  # id of the optimizer whose steps count as training steps, if no batch is requested
 
     def stepped(self, optimizer: object) -> None:
         """The ``step`` of an optimizer has returned."""
         state = self._state
-        if _is_nested(sys._getframe(2)):
+        if id(optimizer) not in self._known:
+            self._known = {id(optimizer), *(self._known if len(self._known) < _MAX_OPTIMIZERS else ())}
+            self._looks = _LOOKS
+        self._looks -= 1
+        if (state.nested_steps or self._looks >= 0) and _is_nested(sys._getframe(2)):
             state.nested_steps = True  # the fast path cannot tell
             state.resume.read_position(optimizer, state.optimizer_steps + 1)
         elif not self._captures.recorded(optimizer):
