@@ -71,15 +71,15 @@ class TrainingSigns:
         except Exception:  # an optimizer of another kind
             return
 
-    def look(self) -> tuple[bool, bool]:
+    def look(self) -> tuple[bool, bool | None]:
         """Whether the model was run with gradients on since the last look; and whether gradients or parameters changed.
 
-        The second is only known where one parameter shows it: not while FSDP keeps gradients elsewhere.
+        The second is None where no parameter shows it: FSDP keeps the gradients of its own kind elsewhere meanwhile.
         """
         nodes, parameter = self._nodes, self._parameter
         self._nodes, self._parameter = self._graph_nodes(), self._read()
-        changed = self._parameter != parameter and None not in {self._parameter, parameter}
-        return self._nodes != nodes, changed
+        known = self._parameter is not None and parameter is not None
+        return self._nodes != nodes, self._parameter != parameter if known else None
 
     def _read(self) -> tuple[int, ...] | None:
         """Versions of the parameter and of its gradient, which every change in place raises."""
@@ -87,10 +87,10 @@ class TrainingSigns:
         if optimizer is None:
             return None
         try:
-            with self._torch._C.DisableTorchFunction():  # no code of a subclass of tensors, or of a mode, is to run
+            with self._torch._C.DisableTorchFunction():  # no code of a mode is to run
                 parameter = _parameters(optimizer)[self._place]
-                if not parameter.is_leaf:  # reading its gradient would warn
-                    return None
+                if not parameter.is_leaf or type(parameter) not in {self._torch.nn.Parameter, self._torch.Tensor}:
+                    return None  # reading the gradient of no leaf would warn
                 gradient = parameter.grad
                 return parameter._version, id(gradient), 0 if gradient is None else gradient._version
         except Exception:  # other parameters now, or without versions
@@ -107,7 +107,7 @@ class EvaluationDetector:
     """Watches the newest batches of one iterator, and whether anything is trained meanwhile.
 
     Batches with no sign of training at all are those of an evaluation. If the model is run with gradients on, without a
-    backward pass, they are so only if another loader trains: a gradient may be where `TrainingSigns` cannot see it.
+    backward pass, they are so only if another loader trains: the optimizer may have copies of the model's parameters.
 
     A loader is recognised by its sampler, else by its data set. Neither is kept alive. Until a torch optimizer has
     stepped, all batches count as training.
@@ -167,11 +167,11 @@ class EvaluationDetector:
             self._judge(*self.signs.look())
         return self._evaluating
 
-    def _judge(self, run_with_gradients: bool, changed: bool) -> None:  # noqa: FBT001
-        self._trains = changed
+    def _judge(self, run_with_gradients: bool, changed: bool | None) -> None:  # noqa: FBT001
+        self._trains = bool(changed)
         if changed:
             self._evaluating = False
-        elif not self._evaluating and (not run_with_gradients or self._another_trains()):
+        elif not self._evaluating and (not run_with_gradients or (changed is False and self._another_trains())):
             self._batches += 1
             self._evaluating = self._batches > self._max_batches
 
