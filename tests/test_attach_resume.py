@@ -57,7 +57,7 @@ def test_a_count_on_a_device_is_never_waited_for(request, when):
         second.optimizer.state.update(
             {p: on_device(saved["state"])[number] for number, p in enumerate(second.net.parameters())}
         )
-        observed.tracker.resume.stepped(observed.tracker, second.optimizer)
+        observed.tracker.resume.stepped(second.optimizer, 1)
     else:
         second.optimizer.load_state_dict(saved | {"state": on_device(saved["state"])})
     assert OfADevice.read == 0
@@ -111,7 +111,7 @@ def test_an_optimizer_without_a_state_loads_as_ever(observed):
 def test_a_count_that_makes_no_sense_is_none(observed, count):
     training = Training()
     training.optimizer.state = {parameter: Lazy({"step": count}) for parameter in training.net.parameters()}
-    observed.tracker.resume.stepped(observed.tracker, training.optimizer)
+    observed.tracker.resume.stepped(training.optimizer, 1)
     assert observed.tracker.resume.source is None or observed.tracker.resume.step == 0
     assert observed.tracker.errors == 0
 
@@ -216,3 +216,90 @@ def test_gradient_accumulation_is_no_replay(observed):
         watch.settle(observed.tracker.optimizer_steps, 0.0, most=number + 1 - observed.tracker.optimizer_steps)
     assert watch.settled
     assert watch.batches == 0
+
+
+class Around(torch.optim.Optimizer):
+    """Wraps another optimizer, as SAM and Lookahead do."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        self.inner.step(closure)
+
+
+class OfTheBase(torch.optim.Adam):
+    """Both its own step and that of its base class are hooked by torch."""
+
+    def step(self, closure=None) -> None:
+        super().step(closure)
+
+
+def distributed(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Another class for the same parameters, as Horovod makes it."""
+    cls = type(optimizer)
+    made = type(cls.__name__, (cls,), {"step": lambda self, closure=None: cls.step(self, closure)})
+    return made(optimizer.param_groups)
+
+
+NESTED = {
+    "wrapped": lambda parameters: Around(torch.optim.Adam(parameters)),
+    "wrapped twice": lambda parameters: Around(Around(torch.optim.Adam(parameters))),
+    "base class": OfTheBase,
+    "distributed": lambda parameters: distributed(torch.optim.Adam(parameters)),
+}
+
+
+@pytest.mark.parametrize("loader", [True, False], ids=["a loader", "no loader"])
+@pytest.mark.parametrize("nested", NESTED.values(), ids=NESTED)
+def test_a_step_within_a_step_counts_once(run, nested, loader):
+    agent = telemetry.start()
+    net = torch.nn.Linear(1, 1)
+    optimizer = nested(net.parameters())
+    for _ in torch.utils.data.DataLoader(torch.ones(40, 1)) if loader else range(40):
+        net(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+    tracker = agent.tracker
+    assert tracker.optimizer_steps == 40
+    assert tracker.resume.optimizers == 1
+    assert run()["steps"] == 40
+
+
+def test_a_step_that_raises_hides_no_later_one(observed):
+    class Failing(Around):
+        def step(self, closure=None) -> None:
+            raise RuntimeError("no step")
+
+    net = torch.nn.Linear(1, 1)
+    inner = torch.optim.SGD(net.parameters())
+    with pytest.raises(RuntimeError, match="no step"):
+        Failing(inner).step()
+    for _ in torch.utils.data.DataLoader(torch.ones(10, 1)):
+        inner.step()
+    assert observed.tracker.optimizer_steps == 10
+
+
+def test_two_optimizers_beside_each_other_are_two(observed):
+    optimizers = [torch.optim.SGD(torch.nn.Linear(1, 1).parameters()) for _ in range(2)]
+    for _ in torch.utils.data.DataLoader(torch.ones(10, 1)):
+        for optimizer in optimizers:
+            optimizer.step()
+    assert observed.tracker.optimizer_steps == 20
+    assert observed.tracker.resume.optimizers == 2
+
+
+@pytest.mark.parametrize("steps", [0, 7])
+def test_a_wrapped_optimizer_tells_where_it_resumes(request, steps):
+    first = Training()
+    first.steps(steps)
+    observed = request.getfixturevalue("observed")
+    second = Training()
+    second.optimizer.state.update(first.optimizer.state)  # as a loading that torch does not see
+    for mine, theirs in zip(second.net.parameters(), first.net.parameters(), strict=True):
+        if steps:
+            second.optimizer.state[mine] = first.optimizer.state[theirs]
+    second.optimizer = Around(second.optimizer)
+    second.steps(3)
+    assert (observed.tracker.resume.step, observed.tracker.resume.at_optimizer_steps) == (steps, 0)

@@ -240,3 +240,193 @@ def test_data_without_weak_references_is_detected_anew_each_time(loop):
         loop.evaluate(DataLoader(list(range(20))))
         assert loop.read() <= steps + FIRST
         assert loop.evaluated() > evaluated
+
+
+class Model:
+    """A model that is trained with torch's autograd, and the end of the run as the report sees it."""
+
+    def __init__(self) -> None:
+        self.net = torch.nn.Linear(1, 1)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=1e-6)
+
+    def loss(self, batch):
+        return self.net(batch.float().unsqueeze(1)).square().mean()
+
+    def train(self, loader, accumulate: int = 1) -> None:
+        for number, batch in enumerate(loader, 1):
+            self.loss(batch).backward()
+            if number % accumulate == 0:
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+
+
+@pytest.fixture
+def model():
+    return Model()
+
+
+def shares(run) -> tuple[int, float]:
+    """The steps of the rank, and the share of its wall clock that is evaluation."""
+    rank = run()
+    return rank["steps"], rank["ledger"]["evaluation"] / rank["wall_seconds"]
+
+
+@pytest.mark.parametrize("anew", ["same loader", "new loaders", "other data"])
+def test_accumulation_that_grows_is_training(model, run, anew):
+    data, kept = Numbers(384), []
+    loader = DataLoader(data)
+    for accumulate in (1, 4, 16, 64):
+        if anew != "same loader":
+            loader = DataLoader(data if anew == "new loaders" else Numbers(384))
+            kept.append(loader)
+        model.train(loader, accumulate)
+    assert shares(run) == (4 * 384, 0.0)
+
+
+def test_parameters_that_the_script_updates_are_training(model, run):
+    """Four steps of an optimizer to warm up, and then an update of the script's own."""
+    model.train(DataLoader(Numbers(4)))
+    for batch in DataLoader(Numbers(600)):
+        gradients = torch.autograd.grad(model.loss(batch), list(model.net.parameters()))
+        with torch.no_grad():
+            for parameter, gradient in zip(model.net.parameters(), gradients, strict=True):
+                parameter -= 1e-6 * gradient
+    assert shares(run) == (604, 0.0)
+
+
+def test_parameters_outside_of_the_optimizer_are_trained(model, run):
+    """The model is run with gradients on, and there is no other loader."""
+    loader = DataLoader(Numbers(100))
+    model.train(loader)
+    other = torch.nn.Parameter(torch.ones(1))
+    for batch in loader:
+        (other * batch).sum().backward()
+    assert shares(run) == (200, 0.0)
+
+
+class Graph:
+    """Stands for ``torch.cuda.CUDAGraph``: what was captured is done again without Python's optimizer."""
+
+    def __init__(self) -> None:
+        self.replays = 0
+
+    def capture_begin(self) -> None:
+        """Nothing to begin."""
+
+    def capture_end(self) -> None:
+        """Nothing to end."""
+
+    def replay(self) -> None:
+        self.replays += 1
+
+
+@pytest.fixture
+def graph(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    return Graph()
+
+
+def capture(graph, work) -> None:
+    graph.capture_begin()
+    work()
+    graph.capture_end()
+
+
+@pytest.mark.parametrize("captured_in_mid_loop", [False, True])
+def test_a_replayed_graph_steps_as_often_as_its_optimizers(graph, observed, captured_in_mid_loop):
+    loop, other = Loop(observed), torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    tracker = observed.tracker
+
+    def work() -> None:
+        loop.optimizer.step()
+        other.step()
+
+    for number, _ in enumerate(DataLoader(Numbers(4))):
+        if number == 3 and captured_in_mid_loop:
+            capture(graph, work)
+        loop.step()
+    if not captured_in_mid_loop:
+        capture(graph, work)
+    assert tracker.optimizer_steps == 4, "nothing is computed in a capture"
+    for _ in DataLoader(Numbers(600)):
+        graph.replay()
+    assert (loop.read(), loop.evaluated()) == (604, 0.0)
+    assert tracker.optimizer_steps == 4 + 2 * 600
+    assert graph.replays == 600
+
+
+def test_a_replayed_graph_without_an_optimizer_trains_nothing(graph, loop):
+    loop.train(DataLoader(Numbers(12)))
+    capture(graph, lambda: None)
+    for _ in DataLoader(Numbers(20, 0.002)):
+        graph.replay()
+    assert loop.read() <= 12 + FIRST
+    assert loop.observed.tracker.optimizer_steps == 12
+    assert loop.evaluated() >= (20 - FIRST) * 0.002
+
+
+def test_a_graph_keeps_no_optimizer_alive(graph, observed):
+    loop = Loop(observed)
+    capture(graph, loop.optimizer.step)
+    graph.of = loop.optimizer
+    optimizer, graphs = weakref.ref(loop.optimizer), weakref.ref(graph)
+    del loop, graph.of
+    gc.collect()
+    assert optimizer() is None
+    graph.replay()
+    assert observed.tracker.optimizer_steps == 1
+    assert graphs() is graph
+
+
+@pytest.mark.parametrize("gradients", ["off around the model", "on"])
+def test_an_evaluation_beside_a_training_loader(model, run, gradients):
+    training, evaluation = DataLoader(Numbers(40)), DataLoader(Numbers(40, 0.002))
+    for _ in range(3):
+        model.train(training)
+        for batch in evaluation:
+            with torch.set_grad_enabled(gradients == "on"):
+                model.loss(batch)
+    rank = run()
+    assert 120 <= rank["steps"] <= 120 + FIRST
+    assert rank["ledger"]["evaluation"] >= (120 - FIRST) * 0.002
+
+
+def test_two_optimizers_that_take_turns_are_training(run):
+    """As in a GAN, whose critic steps more often than its generator."""
+    generator, critic = Model(), Model()
+    for _ in range(2):
+        for number, batch in enumerate(DataLoader(Numbers(60)), 1):
+            critic.loss(batch).backward()
+            critic.optimizer.step()
+            if number % 5 == 0:
+                generator.loss(batch).backward()
+                generator.optimizer.step()
+        generator.train(DataLoader(Numbers(60)), accumulate=20)
+    assert shares(run) == (240, 0.0)
+
+
+def test_parameters_are_read_without_code_of_the_script_s(observed):
+    """Neither a mode, nor a subclass of tensors, nor a property of an optimizer notices that they are read."""
+    calls = []
+
+    class Noted(torch.nn.Parameter):
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            calls.append(function)
+            return super().__torch_function__(function, types, args, kwargs or {})
+
+    class Mode(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            calls.append(function)
+            return function(*args, **(kwargs or {}))
+
+    loop = Loop(observed)
+    noted = Noted(torch.zeros(1))
+    loop.optimizer = torch.optim.SGD([noted], lr=0.1)
+    loop.train(DataLoader(Numbers(12)))
+    batches = iter(DataLoader(Numbers(20)))
+    with Mode():
+        calls.clear()
+        for _ in range(8):
+            next(batches)
+        assert not [each for each in calls if "grad" in str(each) or "version" in str(each)]

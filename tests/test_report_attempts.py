@@ -335,3 +335,17 @@ def test_the_report_says_what_the_attempts_cost_and_how_often_to_save(tmp_path):
 def test_one_attempt_needs_no_section(tmp_path):
     Process(tmp_path, begin=0, pid=1).end(25)
     assert section(goodput_of(load(tmp_path), LATER)) == []
+
+
+def test_a_process_that_goes_on_as_another_program_was_not_killed(tmp_path):
+    """Its log has no last line. It has the same pid and start as the next one, whose agent started later."""
+    before = Process(tmp_path, begin=0, pid=1).checkpoint(10).window(25)
+    after = Process(tmp_path, begin=27, pid=1).resumed(10)
+    after.lines[0] |= dict(process_started=at(0), life="after")
+    after.lines = before.lines + after.lines  # in the same file, as the pid is the same
+    after.end(40)
+    found = job(tmp_path)
+    first, second = found["attempts"]
+    assert (first["end"], first["lost_steps"], first["ended"]) == ("finished", 10, at(25))
+    assert (second["end"], second["resumed_from_step"], second["started"]) == ("finished", 10, at(25))
+    assert found["goodput"]["seconds"]["down"] == 0

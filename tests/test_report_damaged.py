@@ -97,7 +97,9 @@ LINES = [
         loop_seconds=dict(data_wait=4.0, compute=4.5),
     ),
     dict(event="window", optimizer_steps_total=100, resumption=RESUMPTION) | TOTALS | SKETCHES,
-    dict(event="run_end", exception="ValueError", exit_status=3, lost_peer=False, resumption=RESUMPTION) | TOTALS,
+    dict(event="run_end", exception="ValueError", exit_status=3, lost_peer=False, replaced=True)
+    | dict(resumption=RESUMPTION)
+    | TOTALS,
 ]
 BEAT = (
     dict(
@@ -187,7 +189,7 @@ def test_what_the_agent_writes_is_all_of_the_right_type(agent):
     (process,) = load(log)
     assert process.wrong_fields == 0
     may_be_absent = {"exposed_wait_total_seconds", "exposed_wait_absent"}
-    may_be_absent |= {"resumption", "exception", "exit_status", "lost_peer", "stuck_for_seconds", "memory"}
+    may_be_absent |= {"resumption", "exception", "exit_status", "lost_peer", "replaced", "stuck_for_seconds", "memory"}
     may_be_absent |= {"tokens_total", "gpu_energy_total_joules", "gpu_uuid"}
     assert set(FIELDS["run_end"]) - set(process.totals) <= may_be_absent
 

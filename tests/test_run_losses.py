@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import posix
 import shutil
 import time
 import urllib.request
@@ -275,3 +276,12 @@ def test_the_job_is_told_by_its_scheduler(monkeypatch):
     assert job_labels(slurm | {"USER": "root", "JOB_NAME": "no"}) == told
     pod = {"JOB_NAME": "resnet", "POD_NAMESPACE": "team", "QUEUE_NAME": "gold", "USER": "app"}
     assert job_labels(pod) == {"job": "resnet", "user": "app", "account": "team", "partition": "gold"}
+
+
+def test_a_program_that_cannot_be_executed_ends_nothing(agent):
+    for execute in (os.execv, os.execvp):
+        with pytest.raises(FileNotFoundError):
+            execute("/nowhere/program", ["program"])
+    assert agent.running
+    telemetry.stop()
+    assert os.execv is posix.execv

@@ -161,7 +161,7 @@ class Accounting:
 
     @property
     def optimizer_steps(self) -> int:
-        """Calls of an optimizer's step method."""
+        """Steps of optimizers."""
         return self._tracker.optimizer_steps
 
     @property

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 from threading import get_ident
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.agent.between_ticks import BetweenTicks
 from telemetry.agent.job_link import JobLink
 from telemetry.agent.parts import AgentParts
 from telemetry.agent.start_line import absolute, say_start
 from telemetry.attach.fork_keepalive import keep
+from telemetry.attach.patches import Patches
 from telemetry.config import TRIAL_VARIABLE
 from telemetry.core.clock import NS, now_ns, sleep
 from telemetry.core.filesystem import StandardStreams
@@ -23,6 +25,8 @@ from telemetry.publish.exposition import Exposition
 from telemetry.publish.node import NodeService
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from telemetry.agent.trial_run import TrialRun
     from telemetry.config import Config
     from telemetry.core.views import RunView
@@ -62,6 +66,7 @@ class Agent(AgentParts):
         self.trial: TrialRun | None = None
         self._pid = os.getpid()
         self._streams = StandardStreams()
+        self._exec = Patches()
         self._rank_due_ns = 0
         self._thread = OwnThread(self._main, name="telemetry-agent")
         self._between_ticks = BetweenTicks(
@@ -119,6 +124,9 @@ class Agent(AgentParts):
             self.snapshots.start()
         logged = self.event_log.start()
         atexit.register(self._stop_at_exit)
+        if self.config.patch:
+            for name in ("execv", "execve"):  # which all of `os.exec*` call
+                self._exec.replace(os, name, self._stopping_first)
         self._thread.start()
         if self.config.start_line and self.identity.local_rank == 0:
             self._say_start(logged=logged)
@@ -128,6 +136,7 @@ class Agent(AgentParts):
         if not self.running or os.getpid() != self._pid:
             return
         self.running = False
+        self._exec.undo()
         over = True
         with self.errors.contained("snapshot"):
             over = self.snapshots.end_recording(self._detach_late)
@@ -149,6 +158,22 @@ class Agent(AgentParts):
     def _stop_at_exit(self) -> None:
         self.attempt.end.at_exit()
         self.stop()
+
+    def _stopping_first(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Stop before this process executes another program: `atexit` is not called then."""
+
+        @functools.wraps(original)
+        def execute(*args: Any, **kwargs: Any) -> Any:
+            try:
+                # A forked child has a copy of this, with an agent that does not run. `os.execvp` tries many paths.
+                if self.running and _can_execute(args[0] if args else kwargs.get("path")):
+                    self.attempt.end.replaced = True
+                    self.stop()
+            except Exception:
+                pass  # there is no log any more
+            return original(*args, **kwargs)
+
+        return execute
 
     def _detach_late(self) -> None:
         """Remove hooks that had to outlive `stop`. A method, so that the agent is still alive in a forked child."""
@@ -348,3 +373,11 @@ class Agent(AgentParts):
         logs = f"logs in {self.run_dir / 'logs'}" if logged else f"no logs ({self.event_log.log.file.last_error})"
         if not say_start(self.identity, metrics_url=self.metrics_url, trouble=trouble, logs=logs + self.figures.said):
             self.errors.note("start_line", "stderr cannot be written")
+
+
+def _can_execute(path: Any) -> bool:
+    """Whether a file can be executed, as far as it can be told: it may be a descriptor."""
+    try:
+        return os.access(path, os.X_OK)
+    except (TypeError, ValueError):
+        return isinstance(path, int)

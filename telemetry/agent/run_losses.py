@@ -161,6 +161,8 @@ class RunLosses:
         if before is None or before.run != identity.run:
             return RunState(identity.run, 0, process, self._life, now)
         before = before.newer(self._beat_of(before))
+        if before.process == process:  # it has been there longer, but that time is booked
+            self._attempt.seconds_before = min(self._attempt.seconds_before, max(0.0, now - before.time))
         return before.next(process=process, life=self._life, started=now if started is None else started)
 
     def _read(self) -> RunState | None:

@@ -15,7 +15,6 @@ from telemetry.attach import (
 )
 from telemetry.attach.fast_path import GPU_CLOCK
 from telemetry.attach.gpu_clock import GpuClock
-from telemetry.attach.graph_captures import Captures
 from telemetry.attach.import_watch import ImportWatch
 from telemetry.attach.optimizer_hook import optimizer_hook
 from telemetry.attach.patches import Patches
@@ -59,7 +58,7 @@ class Attachment:
         self._on_error = on_error
         self._patches = Patches()
         self.profilers = ProfilerWatch(on_error)
-        self.captures = Captures()
+        self.captures = tracker.captures
         self.clock: GpuClock | None = None
         self._watch = ImportWatch(on_error)
 
@@ -145,7 +144,7 @@ class Attachment:
                 place()
             except Exception as error:
                 self._on_error(error)
-        tracker.use_torch(torch.is_grad_enabled, lambda: current_device(torch))
+        tracker.use_torch(torch, lambda: current_device(torch))
 
     def _optimizer(self, module: Any) -> None:
         handle = module.register_optimizer_step_post_hook(optimizer_hook(self._tracker))

@@ -117,8 +117,8 @@ class GpuClock:
     def worked(self) -> None:
         """Note the stream of this thread's work as that of the training: the optimizer has stepped.
 
-        It holds for one request only: a replayed graph calls no optimizer, and may run in another stream than the one
-        it was captured in.
+        It holds for one request only: a graph that was captured before the agent came calls no optimizer, and may run
+        in another stream than the one it was captured in.
         """
         if self._skip > 0:
             return  # the next request is not timed

@@ -151,17 +151,21 @@ class ResumeState:
         if step is not None:
             self.step, self.source, self.at_optimizer_steps = step, OPTIMIZER, state.optimizer_steps
 
-    def stepped(self, state: StepState, optimizer: Any) -> None:
-        """An optimizer has stepped, off the fast path."""
+    def stepped(self, optimizer: Any, steps: int) -> None:
+        """An optimizer has stepped, off the fast path, and that was step number ``steps`` of this process."""
         if len(self._optimizer_ids) < _MAX_PARAMETERS:
             self._optimizer_ids.add(id(optimizer))
+        self.read_position(optimizer, steps)
+
+    def read_position(self, optimizer: Any, steps: int) -> None:
+        """Read how many steps the state of the first optimizer that steps has had, maybe within the step of another."""
         if self._read:
             return
         self._read = True
-        if self.source is None and self.optimizers == 1:
+        if self.source is None:
             step = _step_of_optimizer(optimizer)
-            if step is not None and step >= state.optimizer_steps:
-                self.step, self.source, self.at_optimizer_steps = step - state.optimizer_steps, OPTIMIZER, 0
+            if step is not None and step >= steps:
+                self.step, self.source, self.at_optimizer_steps = step - steps, OPTIMIZER, 0
 
     def told(self, state: StepState, step: int) -> None:
         """The script says how many steps the state that it has loaded contains."""

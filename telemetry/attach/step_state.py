@@ -42,13 +42,14 @@ class HotState:
     Attributes:
         fast_path_iterator_id: ``id()`` of the iterator for which the fast path is enabled, 0 while it is disabled. Only
             `FastPath` writes it.
-        optimizer_steps: calls of an optimizer's step.
+        nested_steps: whether an optimizer has stepped within the step of another.
+        optimizer_steps: steps of optimizers.
         thread: ident of the training thread. Hooks on any other thread pass straight through.
         waiting_since: start of the request in progress, monotonic ns: negative if it is not for training data, 0
             without a request. It also identifies an inner fetch (a data set that reads another loader).
     """
 
-    __slots__ = ("fast_path_iterator_id", "optimizer_steps", "thread", "waiting_since")
+    __slots__ = ("fast_path_iterator_id", "nested_steps", "optimizer_steps", "thread", "waiting_since")
 
 
 class StepState(HotState):
@@ -116,6 +117,7 @@ class StepState(HotState):
 
     def __init__(self, ring: r.Ring) -> None:
         self.fast_path_iterator_id = 0
+        self.nested_steps = False
         self.optimizer_steps = 0
         self.thread = threading.get_ident()
         self.waiting_since = 0
@@ -152,6 +154,11 @@ class StepState(HotState):
     def active(self) -> bool:
         """Whether the hooks may do anything: not after ``stop()``, and not in a forked child."""
         return self.thread != NO_THREAD
+
+    @property
+    def here(self) -> bool:
+        """Whether this is the training thread."""
+        return threading.get_ident() == self.thread
 
     @property
     def stepping(self) -> bool:

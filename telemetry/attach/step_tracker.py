@@ -6,7 +6,7 @@ ring. It runs on the training thread, so it only compares and stores. The rules:
 * A step opens with the request for a batch and closes with the next request. If a second loader is asked before the
   first one is asked again (or before the optimizer steps), its batch adds to the same step.
 * A loader that is iterated with gradients off is evaluation, until it ends or training goes on. So is a loader that
-  gives batch after batch while no optimizer steps.
+  gives batch after batch while nothing is trained.
 * A checkpoint, or a phase that the user names, is a span of its own. Afterwards the previous category continues.
 * If no batch is requested on this thread (a prefetching thread does it), the optimizer's steps are the steps.
 * After the first call of `step()`, only calls of it open and close steps.
@@ -25,6 +25,7 @@ from telemetry.attach.batch_release import BatchRelease
 from telemetry.attach.batch_sizes import BatchMarks
 from telemetry.attach.evaluation_detector import EvaluationDetector
 from telemetry.attach.fast_path import BATCHES_UNSEEN, LOOP_CHANGED, STOPPED, TIMED_BATCH, FastPath
+from telemetry.attach.graph_captures import Captures
 from telemetry.attach.loader_handle import ON_THREAD, WATCHED
 from telemetry.attach.loader_registry import LoaderRegistry
 from telemetry.attach.optimizer_hook import OptimizerSteps
@@ -36,6 +37,7 @@ from telemetry.core.labels import EVALUATION
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from types import ModuleType
 
 _SAME_STEP: Final = r.code(r.S_DATA_WAIT, r.S_COMPUTE, r.JOINS)
 _EVALUATION: Final = r.code(r.S_EVALUATION, r.S_EVALUATION)
@@ -57,6 +59,7 @@ class StepTracker(StepState):
         boundaries: notifies a snapshot and NVTX ranges of each step.
         scopes: phases and steps that the script names.
         optimizer: handles optimizer steps.
+        captures: of CUDA graphs, in progress.
         sources: where batches come from. ``marks``: how many samples and tokens they have.
         tokens_told: tokens that the script has told; None before the first.
         batch_release: follows a batch of workers until it is freed.
@@ -73,6 +76,7 @@ class StepTracker(StepState):
         "_steps_at_open_unknown",
         "batch_release",
         "boundaries",
+        "captures",
         "fast_path",
         "marks",
         "optimizer",
@@ -89,7 +93,9 @@ class StepTracker(StepState):
         self.fast_path = FastPath(self)
         self.boundaries = StepBoundaries(self)
         self.scopes = Scopes(self, self.fast_path, self.boundaries)
-        self.optimizer = OptimizerSteps(self, self.boundaries)
+        self.captures = Captures(self)
+        self._detector = EvaluationDetector()  # whether the newest batches are for training
+        self.optimizer = OptimizerSteps(self, self.boundaries, self._detector.signs, self.captures)
         self.sources = LoaderRegistry()
         self.marks = BatchMarks()
         self.tokens_told: int | None = None
@@ -100,13 +106,13 @@ class StepTracker(StepState):
         self._current_device: Callable[[], int | None] = lambda: None
         self._optimizer_steps_at_open = 0
         self._steps_at_open_unknown = False  # whether the open step may have been opened on the fast path, now off
-        self._detector = EvaluationDetector()  # whether the newest batches are for training
         self._loader_id = 0  # id of the loader whose iteration the steps follow
         self._iterator_alive: weakref.ref[Any] | None = None
 
-    def use_torch(self, grad_enabled: Callable[[], bool], current_device: Callable[[], int | None]) -> None:
-        """Use torch, now imported: whether gradients are on, and which CUDA device (None for none) is current."""
-        self.grad_enabled = grad_enabled
+    def use_torch(self, torch: ModuleType, current_device: Callable[[], int | None]) -> None:
+        """Use torch, now imported, and what tells which CUDA device (None for none) is current."""
+        self.grad_enabled = torch.is_grad_enabled
+        self._detector.signs.use_torch(torch)
         self._current_device = current_device
 
     def gradients_on(self) -> bool:

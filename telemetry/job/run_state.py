@@ -72,7 +72,7 @@ class RunState:
         attempt: number of the attempt that wrote this.
         process: tells the process of rank 0 from others; ``life``: its agent, whose heartbeat may be newer.
         time: Unix time of this state.
-        finished: whether the attempt has ended by itself.
+        finished: whether the attempt has ended by itself, and its work is done.
         progress: whether the attempt has completed a checkpoint.
         without_progress: how many attempts directly before this one have ended without one.
         loop_seconds: of the attempt's training loop; ``kept_seconds``: up to its newest complete checkpoint.
@@ -134,7 +134,8 @@ class RunState:
             life: its agent.
             started: Unix time at which its process started.
         """
-        if process == self.process:  # the agent was stopped and started again
+        # The agent was stopped and started again; if it was not stopped, the process has executed another program.
+        if process == self.process and self.finished:
             return replace(self, life=life, finished=False, carried=self.lost(), own={}, stuck_within={},
                            loop_seconds=0.0, kept_seconds=0.0, stuck_since_kept=0.0, in_replay=False)  # fmt: skip
         carried = self.lost()

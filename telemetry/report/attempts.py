@@ -2,12 +2,15 @@
 
 A run that is killed or fails is started again in the same run folder. Nothing relies on a last line: a killed process
 has none, and its newest stamp tells when it was killed.
+
+A process that executes another program, such as its own script anew, is not killed: it keeps its pid and its start. Its
+attempt is finished, and what it goes on as is the next one.
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -57,6 +60,7 @@ class Life:
         totals: its newest totals: those of its heartbeat, if that is newer than its log.
         begin: start of the process; ``agent``: start of its agent; ``end``: its newest stamp.
         how: how it ended.
+        replaced: whether it has ended by executing another program.
     """
 
     log: ProcessLog
@@ -65,6 +69,7 @@ class Life:
     agent: float
     end: float
     how: str
+    replaced: bool = False
 
     @property
     def rank(self) -> int:
@@ -126,6 +131,11 @@ class Attempt:
         return len({life.rank for life in self.lives})
 
     @property
+    def replaced(self) -> bool:
+        """Whether it has ended because a process has executed another program: its work may not be done."""
+        return self.how == FINISHED and any(life.replaced for life in self.lives)
+
+    @property
     def how(self) -> str:
         """How it ended: as the rank that ended first. Ranks that lose a peer fail after it."""
         if any(life.how == RUNNING for life in self.lives):
@@ -156,16 +166,36 @@ def lives_of(processes: Sequence[ProcessLog], now: float) -> list[Life]:
         processes: of one run.
         now: Unix time of the report.
     """
-    lives = [life for process in processes if (life := _life(process, now)) is not None]
+    lives = _chained([life for process in processes if (life := _life(process, now)) is not None])
     newest: dict[int, float] = {}
     for life in lives:
         newest[life.rank] = max(newest.get(life.rank, 0.0), life.begin)
     return [
-        Life(life.log, life.totals, life.begin, life.agent, life.end, KILLED)
-        if life.how == RUNNING and newest[life.rank] > life.end
-        else life
-        for life in lives
+        replace(life, how=KILLED) if life.how == RUNNING and newest[life.rank] > life.end else life for life in lives
     ]
+
+
+def _chained(lives: Sequence[Life]) -> list[Life]:
+    """The lives, of which those of one process follow each other: one that is not stopped is replaced by the next."""
+    newest: dict[tuple[str, int], int] = {}
+    chained = sorted(lives, key=lambda life: life.agent)
+    for index, life in enumerate(chained):
+        before = newest.get((life.node, life.log.pid))
+        newest[life.node, life.log.pid] = index
+        if before is None or not _same_process(chained[before], life):
+            continue
+        other = chained[before]
+        if not other.log.ended:
+            other = chained[before] = replace(other, how=FINISHED, replaced=True)
+        if other.replaced:
+            chained[index] = replace(life, begin=max(life.begin, min(other.end, life.agent)))
+    return chained
+
+
+def _same_process(one: Life, other: Life) -> bool:
+    started = [unix(life.log.head.get("process_started") or "") for life in (one, other)]
+    first, second = started
+    return first is not None and second is not None and abs(first - second) <= _SAME_START_SECONDS
 
 
 def attempts_of(lives: Sequence[Life]) -> list[Attempt]:
@@ -207,7 +237,7 @@ def _life(log: ProcessLog, now: float) -> Life | None:
     agent = end - totals["wall_seconds"] if "wall_seconds" in totals else min(started, end)
     process = unix(log.head.get("process_started", ""))
     before = 0.0 if process is None else max(0.0, started - process)
-    return Life(log, totals, agent - before, agent, end, _how(log, end, now))
+    return Life(log, totals, agent - before, agent, end, _how(log, end, now), bool(log.end.get("replaced")))
 
 
 def _how(log: ProcessLog, end: float, now: float) -> str:

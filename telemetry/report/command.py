@@ -102,6 +102,7 @@ def _notes(processes: Sequence[ProcessLog], goodput: Goodput) -> list[str]:
     now = datetime.now(tz=timezone.utc)
     lives = [life for course in goodput.courses for life in course.attempt.lives]
     killed = {id(life.log) for life in lives if life.how == KILLED}
+    replaced = {id(life.log) for life in lives if life.replaced}
     by_oom = {
         id(life.log)
         for course in goodput.courses
@@ -111,7 +112,7 @@ def _notes(processes: Sequence[ProcessLog], goodput: Goodput) -> list[str]:
     }
     for process in processes:
         who = f"rank {process.rank} (pid {process.pid})"
-        if not process.ended:
+        if not process.ended and id(process) not in replaced:
             age = _age_seconds(process.last_time, now)
             gone = age is None or id(process) in killed or age > MISSED_WINDOWS * log_interval(process)
             how = "was killed by the OOM killer" if id(process) in by_oom else "did not end by itself"

@@ -137,7 +137,7 @@ def as_job(processes: Sequence[ProcessLog], goodput: Goodput) -> dict[str, Any]:
 
 def _attempt(course: Course) -> dict[str, Any]:
     attempt = course.attempt
-    lost = course.lost_steps if attempt.how not in {FINISHED, RUNNING} else 0
+    lost = course.lost_steps if attempt.replaced or attempt.how not in {FINISHED, RUNNING} else 0
     first = course.source == ASSUMED and course.resumed == 0
     return {
         "attempt": attempt.number,
@@ -154,7 +154,9 @@ def _attempt(course: Course) -> dict[str, Any]:
 
 
 def reason_of(attempt: Attempt) -> str | None:
-    """Why an attempt ended, as far as its logs tell: the OOM killer, an exception, or an exit status."""
+    """Why an attempt ended, as far as its logs tell: the OOM killer, an exception, an exit status, or an exec."""
+    if attempt.replaced:
+        return "executed another program"
     if attempt.how == KILLED:
         return attempt.oom.text if attempt.oom is not None and attempt.oom.killed else None
     if attempt.how != FAILED:

@@ -100,7 +100,7 @@ def _attempt(course: Course) -> str:
     if course.source != ASSUMED or course.resumed:
         assumed = " (assumed: the newest complete checkpoint)" if course.source == ASSUMED else ""
         text += f", resumed at step {course.resumed:.0f}{assumed}"
-    if attempt.how in {FAILED, KILLED} and course.lost_steps:
+    if (attempt.replaced or attempt.how in {FAILED, KILLED}) and course.lost_steps:
         text += f", {course.lost_steps} steps lost"
     reason = reason_of(attempt)
     return text if reason is None else f"{text} ({reason})"

@@ -218,7 +218,13 @@ _SETTINGS: Final = _Object(
     dict.fromkeys(("interval_seconds", "log_interval_seconds", "stall_enter_ratio", "gpu_hour_price"), _number)
 )
 
-_END: Final = {"exception": _text, "exit_status": _number, "lost_peer": _flag, "stuck_for_seconds": _number}
+_END: Final = {
+    "exception": _text,
+    "exit_status": _number,
+    "lost_peer": _flag,
+    "replaced": _flag,
+    "stuck_for_seconds": _number,
+}
 
 _SURROUNDINGS: Final[Mapping[str, Kind]] = {"environment": _scalars, "loader": _scalars}
 

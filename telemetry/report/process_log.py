@@ -131,7 +131,9 @@ def take_line(line: dict[str, Any], log: ProcessLog) -> None:
         _take_totals(line, log)
         log.ended = True
         log.end = {
-            name: line[name] for name in ("exception", "exit_status", "lost_peer", "stuck_for_seconds") if name in line
+            name: line[name]
+            for name in ("exception", "exit_status", "lost_peer", "replaced", "stuck_for_seconds")
+            if name in line
         }
     else:
         kept = {

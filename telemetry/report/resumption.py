@@ -95,7 +95,8 @@ def courses_of(attempts: Sequence[Attempt]) -> list[Course]:
         course = _course(attempt, courses)
         # What an earlier attempt did beyond this position is done again, unless it had come to its end.
         for index, earlier in enumerate(courses):
-            if _has_position(course) and earlier.attempt.how != FINISHED and earlier.kept > course.resumed:
+            done = earlier.attempt.how == FINISHED and not earlier.attempt.replaced
+            if _has_position(course) and not done and earlier.kept > course.resumed:
                 courses[index] = replace(earlier, kept=course.resumed)
         courses.append(course)
     # No later attempt tells where the newest of those with steps is resumed: at its newest checkpoint.

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from .attempt_scripts import ELASTIC, TRAIN, Attempted, expected, read_stamps
-from .processes import RUN, Child, environment, python, wait_for, write
+from .processes import RUN, Child, environment, events, python, wait_for, write
 from .warm_python import WarmChild, running_server, warm_python
 
 ENDS = ("step", "checkpoint", "restore", "exception", "status", "finish")
@@ -159,3 +160,108 @@ def test_a_process_that_is_stopped_is_not_called_killed(tmp_path):
         os.kill(child.pid, signal.SIGKILL)
         child.process.wait()
         assert ends() == ["killed"]
+
+
+RANKS = """
+    import os, sys
+    import torch
+    import torch.distributed as dist
+    from tests.quick_optimizers import QuickSGD
+
+    class HeartbeatError(ConnectionResetError):
+        pass
+
+    rank, where = int(os.environ["RANK"]), sys.argv[1]
+    dist.init_process_group("gloo", init_method=f"file://{os.getcwd()}/store", rank=rank, world_size=2)
+    net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(16, 1))
+    optimizer = QuickSGD(net.parameters())
+    for step, batch in enumerate(torch.utils.data.DataLoader(torch.randn(1000, 16))):
+        if step == 10 and rank == 1:
+            raise HeartbeatError("the data set's server was reset by peer, watchdog: no heartbeat")
+        if where == "backward":
+            net(batch).sum().backward()
+        else:
+            dist.all_reduce(torch.ones(1))
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("where", ["collective", "backward"])
+def test_a_rank_that_loses_its_peer_is_told_from_one_that_fails(where, tmp_path):
+    """The exception of the first rank has the words that gloo's has, too."""
+    script = write(tmp_path, "train.py", RANKS)
+    ranks = [
+        Child(*RUN, script, where, cwd=tmp_path, env=environment(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank)))
+        for rank in (0, 1)
+    ]
+    with ranks[0], ranks[1]:
+        assert [rank.wait() for rank in ranks] == [1, 1]
+    lost, own = sorted(events(tmp_path / "run", "run_end"), key=lambda end: end["rank"])
+    assert (lost["exception"], lost["lost_peer"]) == ("RuntimeError", True)
+    assert (own["exception"], own["lost_peer"]) == ("HeartbeatError", False)
+    report = json.loads(python("-m", "telemetry", "report", "run", "--json", cwd=tmp_path).stdout)
+    (told,) = report["job"]["attempts"]
+    assert (told["end"], told["reason"]) == ("failed", "HeartbeatError")
+
+
+AGAIN = """
+    import os, sys, torch
+    from tests.quick_optimizers import CountingSGD
+    if os.environ["HOW"] == "start":
+        import telemetry
+        telemetry.start("run")
+    again = int(os.environ.get("AGAIN", "0"))
+    net = torch.nn.Linear(16, 1)
+    optimizer = CountingSGD(net.parameters())
+    step = 0
+    if os.path.exists("checkpoint.pt"):
+        state = torch.load("checkpoint.pt")
+        optimizer.load_state_dict(state["optimizer"])
+        step = state["step"]
+    for batch in torch.utils.data.DataLoader(torch.randn(40, 16)):
+        net(batch).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        step += 1
+        if step % 10 == 0:
+            torch.save({"optimizer": optimizer.state_dict(), "step": step}, "checkpoint.pt")
+        if again < 2 and step == 25 + 20 * again:
+            os.environ["AGAIN"] = str(again + 1)
+            if os.environ["HOW"] == "unwatched":
+                os.execvp("python-of-the-test", [sys.executable, *sys.argv])
+            os.execv(sys.executable, sys.orig_argv)
+    print(os.getpid(), step)
+"""
+
+
+@pytest.mark.parametrize("how", ["run", "start", "unwatched"])
+def test_a_script_that_executes_itself_anew_is_not_killed(how, tmp_path):
+    """It keeps its pid. ``unwatched``: without the agent, which it had by ``telemetry run``."""
+    script = write(tmp_path, "train.py", AGAIN)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python-of-the-test").symlink_to(sys.executable)
+    env = environment(HOW=how, TELEMETRY_RUN="again")
+    env["PATH"] = os.pathsep.join(["/nowhere", str(tmp_path / "bin"), env["PATH"]])
+    done = python(*(() if how == "start" else RUN), script, cwd=tmp_path, env=env)
+    assert done.returncode == 0, done.stderr
+    pid, step = map(int, done.stdout.split())
+    report = json.loads(python("-m", "telemetry", "report", "run", "--json", cwd=tmp_path).stdout)
+    assert {each["pid"] for each in report["ranks"]} == {pid}
+    attempts = report["job"]["attempts"]
+    assert {each["end"] for each in attempts} == {"finished"}
+    assert attempts[0]["reason"] == "executed another program"
+    goodput = report["job"]["goodput"]
+    assert sum(goodput["seconds"].values()) == pytest.approx(goodput["wall_seconds"], rel=0.01)
+    if how == "unwatched":
+        assert [(each["steps"], each["lost_steps"]) for each in attempts] == [(25, 0)]
+        return
+    assert step == 80
+    assert [each["steps"] for each in attempts] == [25, 25, 40]
+    assert [each["resumed_from_step"] for each in attempts] == [0, 20, 40]
+    assert [each["lost_steps"] for each in attempts] == [5, 5, 0]
+    assert attempts[2]["reason"] is None
+    assert goodput["seconds"]["down"] == 0
+    state = json.loads((tmp_path / "run" / "attempts" / "run.json").read_text())
+    assert state["attempt"] == 2
+    begun = state["carried"]["startup"] + state["own"]["startup"]
+    assert begun == pytest.approx(goodput["seconds"]["startup"], rel=0.1), "no second is in two attempts"

@@ -94,7 +94,7 @@ LOOP: Final[MetricGroup[RunView]] = MetricGroup(
             name="training_optimizer_steps_total",
             type=COUNTER,
             unit="steps",
-            help="Calls of an optimizer's step method.",
+            help="Steps of optimizers.",
             details="With gradient accumulation there are fewer than training steps, with several optimizers more.",
             read=lambda view: view.totals.optimizer_steps,
         ),
