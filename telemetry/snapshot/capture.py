@@ -18,6 +18,7 @@ from telemetry.snapshot.snapshot_outcome import SnapshotOutcome
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from telemetry.snapshot.budget import BudgetWatch
     from telemetry.snapshot.capture_interfaces import Hooks, Profilers
     from telemetry.snapshot.protocol import Plan
 
@@ -64,6 +65,9 @@ class Capture:
         self._most_ns = int(max_seconds * NS)
         self.metadata = metadata
         self._plan: Plan | None = None
+        self._watch: BudgetWatch | None = None
+        self._last_step = 0  # the last step that fits into the budget
+        self._fewer: str | None = None  # why that is not the plan's last step
         self._state = _IDLE
         self._outcome: SnapshotOutcome | None = None
         self._session: Session | None = None
@@ -91,9 +95,9 @@ class Capture:
         """Whether a session of ours could not be ended. Then no other is started."""
         return self._abandoned
 
-    def arm(self, plan: Plan) -> None:
-        """Record the steps of a plan when they come."""
-        self._pauses, self._asked = {}, None
+    def arm(self, plan: Plan, watch: BudgetWatch) -> None:
+        """Record the steps of a plan when they come, or fewer of them if the budget allows no more."""
+        self._pauses, self._asked, self._watch = {}, None, watch
         self._plan, self._state = plan, _ARMED
         self.hold()
 
@@ -108,6 +112,8 @@ class Capture:
 
     def after_fork_in_child(self) -> None:
         """The child has a copy of the session that nobody will end: stop it from collecting."""
+        if self._watch is not None:
+            self._watch.after_fork_in_child()
         if self._state == _RECORDING:
             stop_collecting_in_child()
 
@@ -164,8 +170,8 @@ class Capture:
     def _recording(self, plan: Plan, *, opens: bool) -> bool:
         if self._ended >= self._range_step:  # the request that ends an epoch opens no step, so the range stays open
             self._leave_range()
-        if self._ended >= plan.last_step:
-            return self._stop(plan, None)
+        if self._ended >= self._last_step or (self._watch is not None and self._watch.exceeded()):
+            return self._stop(plan, self._fewer)
         if self._asked:
             return self._stop(plan, f"cut short: {self._asked}")
         if now_ns() - self._started_ns > self._most_ns:
@@ -196,16 +202,30 @@ class Capture:
             session.at_exit(self._exit)
             with self._profilers.ours():
                 session.prepare()
+            if self._watch is not None:
+                self._watch.count()
             self._state = _PREPARED
 
     def _start(self, plan: Plan, session: Session) -> None:
         if capturing():
             self._cancel(plan, REFUSED, _CAPTURING)
             return
+        watch, steps = self._watch, plan.last_step - plan.first_step + 1
+        if watch is not None:
+            operators, more = watch.end_count()
+            why = watch.budget.why_more(operators, at_least=more)
+            fit = 0 if more else min(steps, watch.budget.operators // max(1, operators))
+            if fit == 0:
+                self._cancel(plan, REFUSED, why)
+                return
+            self._fewer, steps = (None if fit == steps else f"cut short: {why}"), fit
+        self._last_step = plan.first_step + steps - 1
         with self._contained(plan, "start"):
             with self._profilers.ours():
                 session.start()
             self._started_ns, self._state = now_ns(), _RECORDING
+            if watch is not None:
+                watch.record()
             self._hooks.profiler_ranges.makers += (session.begin_range,)
             self._enter_range(session)
 
@@ -216,6 +236,12 @@ class Capture:
     def _stop_session(self, plan: Plan, session: Session, why: str | None) -> SnapshotOutcome:
         ended_ns, whole = now_ns(), self._ended >= plan.first_step
         self._leave_range()
+        dropped = self._watch.exceeded() if self._watch is not None else None
+        self._end_watch()
+        if dropped is not None:
+            session.discard()
+            self._pauses["stop"] = (now_ns() - ended_ns) / NS
+            return SnapshotOutcome(plan, REFUSED, dropped, pauses=self._pauses)
         trace = session.stop()
         self._pauses["stop"] = (now_ns() - ended_ns) / NS
         if not whole:
@@ -240,8 +266,8 @@ class Capture:
         self._finish(SnapshotOutcome(plan, result, why))
         return False
 
-    @staticmethod
-    def _cancel_session(plan: Plan, session: Session, result: str, why: str) -> SnapshotOutcome:
+    def _cancel_session(self, plan: Plan, session: Session, result: str, why: str) -> SnapshotOutcome:
+        self._end_watch()
         session.cancel()
         return SnapshotOutcome(plan, result, why)
 
@@ -265,6 +291,7 @@ class Capture:
 
     def _end_abandoned(self, plan: Plan, session: Session) -> bool:
         """End our session after theirs has started without waiting any longer. Not while theirs is on: it crashes."""
+        self._end_watch()
         if self._profilers.at_work():
             stop_collecting()
             return False
@@ -274,7 +301,12 @@ class Capture:
             self._finish(SnapshotOutcome(plan, FAILED, f"{_GIVEN_WAY} while this thread reached no step boundary"))
         return True
 
+    def _end_watch(self) -> None:
+        if self._watch is not None:
+            self._watch.end()
+
     def _finish(self, outcome: SnapshotOutcome) -> None:
+        self._end_watch()
         self._state, self._plan = _IDLE, None
         self._outcome = outcome
         self._hooks.recorder = None
@@ -297,6 +329,7 @@ class Capture:
             yield
         except BaseException as error:
             session, self._range = self._session, None
+            self._end_watch()
             if session is not None:
                 with self._profilers.ours():
                     session.abort()
