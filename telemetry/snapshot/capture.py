@@ -154,9 +154,10 @@ class Capture:
             return self._recording(plan, opens=opens)
         if self._asked:
             return self._cancel(plan, REFUSED, self._asked)
-        if ended >= plan.first_step:
-            return self._cancel(plan, SKIPPED, f"this rank had passed step {plan.first_step} before it read the plan")
-        return opens and ended >= plan.first_step - 2 and self._begin(plan)
+        counted = plan.first_step - 1  # the step whose operators are counted
+        if ended > (counted if self._state == _PREPARED else counted - 1):
+            return self._cancel(plan, SKIPPED, f"this rank had begun step {counted} before it read the plan")
+        return opens and ended >= counted - 1 and self._begin(plan)
 
     def interrupt(self, ended: int, why: str) -> bool:
         """An evaluation begins, or the run ends: stop, and keep what is recorded. Returns as `boundary`."""

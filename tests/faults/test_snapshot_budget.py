@@ -7,6 +7,7 @@ import json
 import pytest
 
 from faults.processes import events, write
+from telemetry.snapshot import budget
 from tests.faults.warm_python import warm_python
 
 MIB = 1 << 20
@@ -87,3 +88,11 @@ def test_steps_of_too_many_operators_are_not_recorded(tmp_path, operators, grows
     assert line["result"] == "refused"
     assert "1 s (snapshot_pause_seconds)" in line["why"]
     assert more < 256 * MIB
+
+
+def test_ranks_share_a_part_of_the_free_memory(monkeypatch):
+    monkeypatch.setattr(budget, "free_memory", lambda: iter([64 << 30, 1 << 30]))
+    alone, eight = (budget.Budget.now(256 * MIB, 1.0, ranks=ranks, shapes=False) for ranks in (1, 8))
+    assert (alone.memory_bytes, eight.memory_bytes) == (256 * MIB, 32 * MIB)
+    assert eight.operators == 32 * MIB // 2048 < alone.operators
+    assert "32 MiB of memory, this rank's share of what is free" in eight.why_more(10**6, at_least=False)
