@@ -184,6 +184,9 @@ class Config:
         "none",
     )
 
+    snapshot_on_stall: str = _setting(
+        "snapshots", "auto", choice("auto", "on", "off"), None, "Take a trace during a stall. auto: not on a GPU."
+    )
     snapshot_steps: int = _setting("snapshots", 5, whole_number(1, 50), "steps", "Steps in one trace.")
     snapshot_settle_seconds: float = _setting(
         "snapshots", 15.0, number(0, 86400), "seconds", "How long a stall must last before a trace is taken."
@@ -202,6 +205,16 @@ class Config:
     )
     snapshot_max_bytes: int = _setting(
         "snapshots", 512 * MIB, whole_number(MIB, 1 << 40), "bytes", "Maximum size of one trace, uncompressed."
+    )
+    snapshot_memory_bytes: int = _setting(
+        "snapshots",
+        256 * MIB,
+        whole_number(MIB, 1 << 40),
+        "bytes",
+        "Maximum memory that taking a trace needs.",
+    )
+    snapshot_pause_seconds: float = _setting(
+        "snapshots", 1.0, number(0.01, 600), "seconds", "Maximum time that a trace takes from the training."
     )
     snapshot_shapes: bool = _setting(
         "snapshots", False, SWITCH, None, "Record the operators' input shapes, which FLOPs and MFU are counted from."

@@ -9,6 +9,7 @@ from torch.profiler import record_function
 from torch.utils.data import DataLoader
 
 from telemetry.snapshot import protocol as p
+from telemetry.snapshot.budget import Budget, BudgetWatch
 from telemetry.snapshot.capture import Capture
 from tests.data_sets import Numbers
 
@@ -34,7 +35,8 @@ class Taken:
         profilers.before_theirs = self.capture.give_way
 
     def arm(self, first: int, last: int) -> None:
-        self.capture.arm(plan(first, last))
+        self.watch = BudgetWatch(Budget.now(256 << 20, 1.0, ranks=1, shapes=False))
+        self.capture.arm(plan(first, last), self.watch)
 
     def outcome(self):
         outcome = self.capture.take()

@@ -272,7 +272,7 @@ def test_the_next_agent_sweeps_what_others_have_left_in_both_places(tmp_path):
 
 
 def test_a_folder_in_memory_has_no_more_than_the_machine_has_to_give(tmp_path, monkeypatch):
-    monkeypatch.setattr(export_space, "_free_memory", lambda: iter([1234]))
+    monkeypatch.setattr(export_space, "free_memory", lambda: iter([1234]))
     assert export_space.free_bytes(Path("/proc")) != 1234
     found = os.statvfs(tmp_path)
     monkeypatch.setattr(export_space, "in_memory", lambda _: True)
@@ -283,5 +283,5 @@ def test_a_folder_in_memory_has_no_more_than_the_machine_has_to_give(tmp_path, m
 def test_what_lies_in_memory_is_known():
     assert export_space.in_memory(Path("/dev/shm")) is True
     assert export_space.in_memory(Path("/proc")) is False
-    assert all(amount > 0 for amount in export_space._free_memory())
-    assert list(export_space._free_memory()), "at least what the machine has"
+    assert all(amount > 0 for amount in export_space.free_memory())
+    assert list(export_space.free_memory()), "at least what the machine has"

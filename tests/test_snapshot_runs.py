@@ -11,13 +11,15 @@ import torch
 from torch.utils.data import DataLoader
 
 import telemetry
-from telemetry.core.labels import RECORDED
+from telemetry.agent import snapshot_control
+from telemetry.core.labels import RECORDED, SKIPPED
 from tests.data_sets import Numbers
 from tests.snapshot_recording import mark, marks
 
 
-def test_a_worker_forked_during_a_recording_collects_nothing(taken, capfd):
-    taken.arm(2, 20)
+@pytest.mark.parametrize("first", [2, 5])
+def test_a_worker_forked_during_a_recording_or_a_count_collects_nothing(taken, capfd, first):
+    taken.arm(first, 20)
     taken.observed.attachment.profilers.before_theirs = taken.capture.give_way
     iterator = iter(DataLoader(Numbers(30)))
     for _ in range(4):
@@ -38,7 +40,7 @@ def test_a_worker_forked_during_a_recording_collects_nothing(taken, capfd):
     assert grown < 1 << 20, "30,000 operations recorded take 18 MB"
     assert capfd.readouterr() == ("", "")
     taken.observed.tracker.boundaries.interrupt("the end")
-    assert taken.outcome().result == RECORDED
+    assert taken.outcome().result == (RECORDED if first == 2 else SKIPPED)
 
 
 def resident() -> int:
@@ -98,6 +100,24 @@ def test_the_fetches_of_the_workers_stand_in_the_trace(tmp_path):
     for fetch in fetches:  # on the trace's own clock: those in progress at some time of the recording
         assert begin - 1e6 < fetch["ts"] + fetch["dur"]
         assert fetch["ts"] < end + 1e6
+
+
+@pytest.mark.parametrize(
+    ("setting", "gpu", "asked"), [("auto", False, 1), ("auto", True, 0), ("on", True, 1), ("off", False, 0)]
+)
+def test_a_stall_asks_for_none_on_a_gpu_unless_it_is_told_to(tmp_path, monkeypatch, setting, gpu, asked):
+    monkeypatch.setattr(snapshot_control, "on_gpu", lambda: gpu)
+    agent = telemetry.start(
+        tmp_path,
+        port="off",
+        interval_seconds=30,
+        start_line=False,
+        snapshot_settle_seconds=0,
+        snapshot_on_stall=setting,
+    )
+    agent.snapshots.tick("uneven_batches", lambda: None)
+    telemetry.stop()
+    assert len(list(tmp_path.glob("snapshots/.meeting/*.request.json"))) == asked
 
 
 @pytest.mark.parametrize("arguments", [dict(steps=0), dict(steps=51), dict(rank=-1)])

@@ -107,7 +107,7 @@ class Agent(AgentParts):
                 node=self.identity.node,
                 errors=self.errors,
             )
-            self.overhead.node = self._address.node = self._node
+            self.overhead.node = self._address.node = self.snapshots.node = self._node
             self._job = self.overhead.job = JobLink(self.run_dir, self.identity.node, self._node, self.errors)
             board.sweep()
         self.figures.start(self.run_dir)

@@ -17,6 +17,7 @@ from telemetry.core.views import SnapshotsView
 from telemetry.publish.board import board_root
 from telemetry.publish.log_fields import rounded
 from telemetry.snapshot import protocol as p
+from telemetry.snapshot.budget import Budget, BudgetWatch, on_gpu
 from telemetry.snapshot.capture import Capture
 from telemetry.snapshot.export_owner import LocalProcesses
 from telemetry.snapshot.export_thread import ExportThread
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from telemetry.core.errors import ErrorLog
     from telemetry.core.identity import Identity
     from telemetry.core.spans import Step
+    from telemetry.publish.node import NodeService
 
 _END_SECONDS: Final = 1.0
 """How long the end of the run waits for a trace that is being exported, and for one that is being recorded."""
@@ -64,6 +66,9 @@ class SnapshotControl:
         accounting: knows how many steps have ended.
         event_log: gets a line for each snapshot. The manifest names the log file.
         ranks_elsewhere: whether the job has ranks on other nodes.
+
+    Attributes:
+        node: knows how many ranks of the node may record at the same time. Set by the agent; None without a board.
     """
 
     def __init__(
@@ -89,6 +94,7 @@ class SnapshotControl:
         self._wall = wall
         self._accounting = accounting
         self._event_log = event_log
+        self.node: NodeService | None = None
         self.counts = dict.fromkeys(SNAPSHOT_RESULTS, 0)
         self._asked: deque[tuple[int | None, int]] = deque(maxlen=16)
         self._trigger = Trigger(
@@ -212,6 +218,8 @@ class SnapshotControl:
         self._settle_kept()
         self._settle_outcome()
         now = now_ns() / NS
+        if self._config.snapshot_on_stall == "off" or (self._config.snapshot_on_stall == "auto" and on_gpu()):
+            cause = None
         if self._trigger.stalled(now, cause) and cause is not None:
             self._ask(p.STALL, cause, None, self._config.snapshot_steps, stall_fields())
         while self._asked:
@@ -241,12 +249,22 @@ class SnapshotControl:
             self._conclude(SnapshotOutcome(plan, REFUSED, "a recording could not be ended; there will be no other one"))
         else:
             try:
-                self._export = ExportThread(self._keep)
+                watch = BudgetWatch(self._budget())
+                self._export = ExportThread(self._keep, watch)
             except RuntimeError as error:
                 self._conclude(SnapshotOutcome(plan, REFUSED, f"there is no thread to save it: {error}"))
                 return
             self._trigger.took(now)
-            self._capture.arm(plan)
+            self._capture.arm(plan, watch)
+
+    def _budget(self) -> Budget:
+        config = self._config
+        return Budget.now(
+            config.snapshot_memory_bytes,
+            config.snapshot_pause_seconds,
+            ranks=max(1, self.node.live_ranks()) if self.node is not None else 1,
+            shapes=config.snapshot_shapes,
+        )
 
     # -- what was recorded -------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.core.clock import NS, now_ns
+from telemetry.core.errors import let_pass
 from telemetry.core.labels import FAILED, RECORDED, REFUSED, SKIPPED
 from telemetry.snapshot.session import Session, capturing, starts_beside_ours, stop_collecting, stop_collecting_in_child
 from telemetry.snapshot.snapshot_outcome import SnapshotOutcome
@@ -18,6 +19,7 @@ from telemetry.snapshot.snapshot_outcome import SnapshotOutcome
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from telemetry.snapshot.budget import BudgetWatch
     from telemetry.snapshot.capture_interfaces import Hooks, Profilers
     from telemetry.snapshot.protocol import Plan
 
@@ -64,6 +66,9 @@ class Capture:
         self._most_ns = int(max_seconds * NS)
         self.metadata = metadata
         self._plan: Plan | None = None
+        self._watch: BudgetWatch | None = None
+        self._last_step = 0  # the last step that fits into the budget
+        self._fewer: str | None = None  # why that is not the plan's last step
         self._state = _IDLE
         self._outcome: SnapshotOutcome | None = None
         self._session: Session | None = None
@@ -91,9 +96,9 @@ class Capture:
         """Whether a session of ours could not be ended. Then no other is started."""
         return self._abandoned
 
-    def arm(self, plan: Plan) -> None:
-        """Record the steps of a plan when they come."""
-        self._pauses, self._asked = {}, None
+    def arm(self, plan: Plan, watch: BudgetWatch) -> None:
+        """Record the steps of a plan when they come, or fewer of them if the budget allows no more."""
+        self._pauses, self._asked, self._watch = {}, None, watch
         self._plan, self._state = plan, _ARMED
         self.hold()
 
@@ -108,6 +113,8 @@ class Capture:
 
     def after_fork_in_child(self) -> None:
         """The child has a copy of the session that nobody will end: stop it from collecting."""
+        if self._watch is not None:
+            self._watch.after_fork_in_child()
         if self._state == _RECORDING:
             stop_collecting_in_child()
 
@@ -148,9 +155,10 @@ class Capture:
             return self._recording(plan, opens=opens)
         if self._asked:
             return self._cancel(plan, REFUSED, self._asked)
-        if ended >= plan.first_step:
-            return self._cancel(plan, SKIPPED, f"this rank had passed step {plan.first_step} before it read the plan")
-        return opens and ended >= plan.first_step - 2 and self._begin(plan)
+        counted = plan.first_step - 1  # the step whose operators are counted
+        if ended > (counted if self._state == _PREPARED else counted - 1):
+            return self._cancel(plan, SKIPPED, f"this rank had begun step {counted} before it read the plan")
+        return opens and ended >= counted - 1 and self._begin(plan)
 
     def interrupt(self, ended: int, why: str) -> bool:
         """An evaluation begins, or the run ends: stop, and keep what is recorded. Returns as `boundary`."""
@@ -164,8 +172,8 @@ class Capture:
     def _recording(self, plan: Plan, *, opens: bool) -> bool:
         if self._ended >= self._range_step:  # the request that ends an epoch opens no step, so the range stays open
             self._leave_range()
-        if self._ended >= plan.last_step:
-            return self._stop(plan, None)
+        if self._ended >= self._last_step or (self._watch is not None and self._watch.exceeded()):
+            return self._stop(plan, self._fewer)
         if self._asked:
             return self._stop(plan, f"cut short: {self._asked}")
         if now_ns() - self._started_ns > self._most_ns:
@@ -196,16 +204,30 @@ class Capture:
             session.at_exit(self._exit)
             with self._profilers.ours():
                 session.prepare()
+            if self._watch is not None:
+                self._watch.count()
             self._state = _PREPARED
 
     def _start(self, plan: Plan, session: Session) -> None:
         if capturing():
             self._cancel(plan, REFUSED, _CAPTURING)
             return
+        watch, steps = self._watch, plan.last_step - plan.first_step + 1
+        if watch is not None:
+            operators, more = watch.end_count()
+            why = watch.budget.why_more(operators, at_least=more)
+            fit = 0 if more else min(steps, watch.budget.operators // max(1, operators))
+            if fit == 0:
+                self._cancel(plan, REFUSED, why)
+                return
+            self._fewer, steps = (None if fit == steps else f"cut short: {why}"), fit
+        self._last_step = plan.first_step + steps - 1
         with self._contained(plan, "start"):
             with self._profilers.ours():
                 session.start()
             self._started_ns, self._state = now_ns(), _RECORDING
+            if watch is not None:
+                watch.record()
             self._hooks.profiler_ranges.makers += (session.begin_range,)
             self._enter_range(session)
 
@@ -216,6 +238,12 @@ class Capture:
     def _stop_session(self, plan: Plan, session: Session, why: str | None) -> SnapshotOutcome:
         ended_ns, whole = now_ns(), self._ended >= plan.first_step
         self._leave_range()
+        dropped = self._watch.exceeded() if self._watch is not None else None
+        self._end_watch()
+        if dropped is not None:
+            session.discard()
+            self._pauses["stop"] = (now_ns() - ended_ns) / NS
+            return SnapshotOutcome(plan, REFUSED, dropped, pauses=self._pauses)
         trace = session.stop()
         self._pauses["stop"] = (now_ns() - ended_ns) / NS
         if not whole:
@@ -240,8 +268,8 @@ class Capture:
         self._finish(SnapshotOutcome(plan, result, why))
         return False
 
-    @staticmethod
-    def _cancel_session(plan: Plan, session: Session, result: str, why: str) -> SnapshotOutcome:
+    def _cancel_session(self, plan: Plan, session: Session, result: str, why: str) -> SnapshotOutcome:
+        self._end_watch()
         session.cancel()
         return SnapshotOutcome(plan, result, why)
 
@@ -265,6 +293,7 @@ class Capture:
 
     def _end_abandoned(self, plan: Plan, session: Session) -> bool:
         """End our session after theirs has started without waiting any longer. Not while theirs is on: it crashes."""
+        self._end_watch()
         if self._profilers.at_work():
             stop_collecting()
             return False
@@ -274,7 +303,12 @@ class Capture:
             self._finish(SnapshotOutcome(plan, FAILED, f"{_GIVEN_WAY} while this thread reached no step boundary"))
         return True
 
+    def _end_watch(self) -> None:
+        if self._watch is not None:
+            self._watch.end()
+
     def _finish(self, outcome: SnapshotOutcome) -> None:
+        self._end_watch()
         self._state, self._plan = _IDLE, None
         self._outcome = outcome
         self._hooks.recorder = None
@@ -291,19 +325,19 @@ class Capture:
 
     @contextmanager
     def _contained(self, plan: Plan, doing: str) -> Iterator[None]:
-        """If something fails inside, stop our profiler and fail the plan. Ctrl-C is raised again."""
+        """If something fails inside, stop our profiler and fail the plan. What is the script's is raised again."""
         start = now_ns()
         try:
             yield
         except BaseException as error:
             session, self._range = self._session, None
+            self._end_watch()
             if session is not None:
                 with self._profilers.ours():
                     session.abort()
             if self._plan is not None:
                 self._finish(SnapshotOutcome(plan, FAILED, f"{doing}: {type(error).__name__}: {error}"))
-            if not isinstance(error, Exception):
-                raise
+            let_pass(error)
         finally:
             self._pauses.setdefault(doing, (now_ns() - start) / NS)
 

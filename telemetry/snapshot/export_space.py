@@ -176,7 +176,7 @@ def free_bytes(path: Path) -> int:
     """
     found = os.statvfs(path)
     free = found.f_bavail * found.f_frsize
-    return min([free, *_free_memory()]) if in_memory(path) else free
+    return min([free, *free_memory()]) if in_memory(path) else free
 
 
 def in_memory(path: Path) -> bool:
@@ -184,7 +184,7 @@ def in_memory(path: Path) -> bool:
     return file_system_of(path) in _IN_MEMORY
 
 
-def _free_memory() -> Iterator[int]:
+def free_memory() -> Iterator[int]:
     """Bytes of memory that are available on the machine, and in each control group that this process is in."""
     try:
         for entry in read_small("/proc/meminfo").splitlines():

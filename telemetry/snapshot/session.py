@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.core.clock import NS, now_ns
 from telemetry.core.filesystem import raised
+from telemetry.snapshot.budget import drop_unexpanded, on_gpu
 from telemetry.snapshot.kineto_quiet import quiet
 from telemetry.snapshot.snapshot_outcome import RecordedTrace
 
@@ -53,9 +54,8 @@ class Session:
         from torch.profiler import ProfilerActivity
         from torch.profiler.profiler import _KinetoProfile
 
-        cuda: Any = sys.modules.get("torch.cuda")
         activities = [ProfilerActivity.CPU]
-        if cuda is not None and cuda.is_initialized():
+        if on_gpu():
             activities.append(ProfilerActivity.CUDA)
         self._began_ns = now_ns()
         self._at_exit: Callable[[], None] | None = None
@@ -119,6 +119,16 @@ class Session:
             self._profiler.stop_trace()
         return RecordedTrace(self._profiler, (now_ns() - self._began_ns) / NS, quiet, shapes=self._shapes)
 
+    def discard(self) -> None:
+        """End the recording, and drop what was recorded: a stop would first expand it, which takes time and memory.
+
+        Kineto's part ends with another recording, which is empty. Must be called on the thread that started this one.
+        """
+        drop_unexpanded()
+        with quiet():
+            self._start_trace()
+            self._profiler.stop_trace()
+
     def cancel(self) -> None:
         """End a session that is prepared and not started.
 
@@ -145,7 +155,7 @@ class Session:
                     self._prepare_again()
                     self._start_trace()
                 if recording():
-                    self._profiler.stop_trace()
+                    self.discard()
         except Exception:
             pass  # nothing more can be done, and the snapshot has failed already
 
@@ -180,8 +190,7 @@ def recording() -> bool:
 
 def capturing() -> bool:
     """Whether a CUDA graph is being captured on this thread's stream. Nothing may synchronise during a capture."""
-    cuda: Any = sys.modules.get("torch.cuda")
-    return cuda is not None and cuda.is_initialized() and bool(cuda.is_current_stream_capturing())
+    return on_gpu() and bool(sys.modules["torch.cuda"].is_current_stream_capturing())
 
 
 def stop_collecting() -> bool:

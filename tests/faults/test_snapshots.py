@@ -18,6 +18,7 @@ from telemetry.attach.ring import Ring
 from telemetry.attach.step_tracker import StepTracker
 from telemetry.publish.board import board_root
 from telemetry.snapshot import protocol as p
+from telemetry.snapshot.budget import Budget, BudgetWatch
 from telemetry.snapshot.capture import Capture
 from telemetry.snapshot.store import TraceStore
 from loop import Numbers
@@ -43,7 +44,8 @@ grown, names = [], threading.active_count()
 for cycle in range(220):
     now = tracker.ring.closed
     request = p.Request("1700000000000-a", p.API, p.REQUEST, None, 3, "a test")
-    capture.arm(p.Plan(request, None, now + 3, now + 5, (0,), f"request-step{now + 3}", 1))
+    watch = BudgetWatch(Budget.now(256 << 20, 1.0, ranks=1, shapes=False))
+    capture.arm(p.Plan(request, None, now + 3, now + 5, (0,), f"request-step{now + 3}", 1), watch)
     for _ in range(8):
         layers(next(iterator)).sum().backward()
     tracker.ring.drain(1 << 20)
