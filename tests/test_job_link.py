@@ -58,7 +58,7 @@ def node(tmp_path, monkeypatch):
 
     yield make
     for one in nodes:
-        one.link.close()
+        one.link.close(5)
         one.service.leave()
 
 
@@ -82,7 +82,7 @@ def test_closing_the_link_removes_the_file_of_the_node(node, tmp_path):
     first = node("n1", 0)
     folder = tmp_path / "run" / "job"
     until("its file", lambda: (first.tick(), list(folder.glob("node-n1-*.json")))[1])
-    first.link.close()
+    first.link.close(5)
     until("the end of its thread", lambda: not first.link._thread.is_alive())
     assert list(folder.glob("node-*")) == []
 
@@ -108,7 +108,7 @@ def test_a_folder_that_is_not_shared_is_told_once(node, monkeypatch):
 def test_what_was_learned_is_dropped_when_nothing_new_comes(node):
     first, second = node("n1", 0), node("n2", 1)
     until("rank 1", lambda: (second.tick(), first.tick())[1])
-    first.link.close()
+    first.link.close(5)
     until("the thread to end", lambda: not first.link._thread.is_alive())
     first.link.tick = lambda world_size: None
     for _ in range(62):
@@ -160,5 +160,5 @@ def test_without_a_thread_to_be_had_there_is_none_to_wait_for(node, monkeypatch)
         with pytest.raises(RuntimeError):
             for _ in range(30):
                 first.tick()
-        first.link.close()
+        first.link.close(5)
     until("the thread", lambda: first.tick() is not None and first.link._thread)

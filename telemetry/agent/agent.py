@@ -46,10 +46,11 @@ _FAMILIES_AT_A_TIME: Final = 24
 """Families that are rendered at a time, in 0.1 ms. Then the training thread gets its turn, which costs 20 us."""
 
 _STOP_SECONDS: Final = 2.0
-"""How long ``stop`` waits for the agent thread at most."""
+"""The most that ``stop`` takes: for a tick in progress, the end of the log, and then for what others still do: the
+user's callback, which may have just been called, the sinks, and the export of a snapshot."""
 
-_END_SECONDS: Final = 1.0
-"""How long the end of the run waits for the user's callback, which may have just been called, and for the sinks."""
+_CLOSE_SECONDS: Final = 0.2
+"""The part of it that is left for closing files and leaving the board."""
 
 
 class Agent(AgentParts):
@@ -73,6 +74,7 @@ class Agent(AgentParts):
             config.interval_seconds, self._stall_monitor, self._thread_sampler, self._line_monitor.sampler, self.errors
         )
         self._ended = False
+        self._deadline_ns = 0  # of `stop`
         self._published = False  # at the newest tick
         self._skipped = False
 
@@ -136,6 +138,7 @@ class Agent(AgentParts):
         if not self.running or os.getpid() != self._pid:
             return
         self.running = False
+        self._deadline_ns = now_ns() + int(_STOP_SECONDS * NS)
         self._exec.undo()
         over = True
         with self.errors.contained("snapshot"):
@@ -148,7 +151,7 @@ class Agent(AgentParts):
         if self._thread.ident is None:  # the thread could not be started
             self._finish()
         elif get_ident() != self._thread.ident:
-            self._thread.join(_STOP_SECONDS)
+            self._thread.join((self._deadline_ns - now_ns()) / NS)
         if not self._thread.is_alive():
             self._streams.release()
             if self._end_line.text:
@@ -313,30 +316,26 @@ class Agent(AgentParts):
             self.accounting.close()
             self.attempt.end_replay()
         with self.errors.contained("snapshot"):
-            self.snapshots.finish()
+            self.snapshots.end()
         with self.errors.contained("jsonl"):
             self._stall_monitor.end(self._builder.update())
             self.event_log.write_phases(last=True)
             self.event_log.window()
-        deadline = now_ns() + int(_END_SECONDS * NS)
         with self.errors.contained("sinks"):
             self.figures.write(self._view)
             self.figures.end()
         with self.errors.contained("lines"):
             self._line_monitor.close()
-        with self.errors.contained("on_stall"):
-            self._stall_monitor.wait_for_callback((deadline - now_ns()) / NS)
-        with self.errors.contained("sinks"):
-            self.figures.wait((deadline - now_ns()) / NS)
-        with self.errors.contained("jsonl"):
-            self.event_log.write_errors()
         with self.errors.contained("attempts"):
             self._leave_for_next_attempt()
         with self.errors.contained("jsonl"):
+            self.event_log.write_errors()
             logged = self.event_log.emit("run_end", self.event_log.end_fields() | self._end_line.log_fields())
         with self.errors.contained("end_line"):
             self._end_line.make(self.identity, wanted=self.trial is None, logged=logged)
+        self._wait_for_others()
         with self.errors.contained("jsonl"):
+            self.event_log.write_errors()
             self.event_log.close()
             self.attempt.close()
         with self.errors.contained("collect"):
@@ -345,10 +344,22 @@ class Agent(AgentParts):
             self._publish()
         with self.errors.contained("job"):
             if self._job is not None:
-                self._job.close()
+                self._job.close(self._seconds_left())
         with self.errors.contained("board"):
             if self._node is not None:
                 self._node.leave()
+
+    def _wait_for_others(self) -> None:
+        """Wait for what others still do, until the deadline of `stop`. The run's last line is written already."""
+        with self.errors.contained("on_stall"):
+            self._stall_monitor.wait_for_callback(self._seconds_left())
+        with self.errors.contained("sinks"):
+            self.figures.wait(self._seconds_left())
+        with self.errors.contained("snapshot"):
+            self.snapshots.wait(self._seconds_left())
+
+    def _seconds_left(self) -> float:
+        return max(0.0, (self._deadline_ns - now_ns()) / NS - _CLOSE_SECONDS)
 
     # -- publishing --------------------------------------------------------------------------------------------
 

@@ -39,10 +39,6 @@ _COUNT_SECONDS: Final = 60.0
 _STALE_SECONDS: Final = 60.0
 """Reports that are older than this are dropped: the exchange hangs, or the rank that ran it has ended."""
 
-_END_SECONDS: Final = 0.5
-"""How long the end of the run waits for the thread of the exchange. If this times out, this node's file stays. That is
-harmless: the other nodes see that the file no longer changes."""
-
 _FILE: Final = "job.json"
 
 _SOURCE: Final = "job"
@@ -136,11 +132,16 @@ class JobLink:
             self._learned, self.elsewhere = (), ()
         return self._learned
 
-    def close(self) -> None:
-        """End the exchange and remove this node's file, unless the file system hangs."""
+    def close(self, seconds: float) -> None:
+        """End the exchange and remove this node's file, unless the file system hangs.
+
+        Args:
+            seconds: how long to wait for it at most. If that is too short, this node's file stays. That is harmless:
+                the other nodes see that the file no longer changes.
+        """
         self._stop.set()
         if self._thread is not None:
-            self._thread.join(_END_SECONDS)
+            self._thread.join(seconds)
 
     def after_fork_in_child(self) -> None:
         """Forget the thread, which does not exist in the child."""

@@ -175,14 +175,17 @@ class SnapshotControl:
         self._capture.when_over = lambda: None
         return True
 
-    def finish(self) -> None:
-        """The last tick, after the hooks are removed."""
+    def end(self) -> None:
+        """The last tick, after the hooks are removed. An export may go on."""
         self._capture.drop("the run ended before the step")
         self._settle_outcome()
+        if self._export is not None and not self._keeping:
+            self._export.submit(None)
+
+    def wait(self, seconds: float) -> None:
+        """Wait for an export that goes on, at most this many seconds, and log its outcome."""
         if self._export is not None:
-            if not self._keeping:
-                self._export.submit(None)
-            self._export.join(_END_SECONDS)
+            self._export.join(seconds)
         self._settle_kept()
 
     def after_fork_in_child(self) -> None:

@@ -160,7 +160,8 @@ def test_an_error_in_the_start_leaves_the_rest(part, start, unharmed, monkeypatc
 ENDS = [
     "accounting.update",
     "accounting.close",
-    "snapshots.finish",
+    "snapshots.end",
+    "snapshots.wait",
     "_stall_monitor.wait_for_callback",
     "_losses.tick",
     "_losses.end",
