@@ -1,4 +1,4 @@
-# Everything sets itself up: a fresh machine needs Python 3.10-3.13 and make.
+# Everything sets itself up: a fresh machine needs Python 3.10 or newer and make.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
