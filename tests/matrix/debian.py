@@ -1,9 +1,10 @@
 """Debian's testing suite in a folder of its own: it has programs that are newer than those of this machine.
 
-    PATH="$(python -m tests.matrix.debian):$PATH" pytest -m stack    beside its Prometheus, Alertmanager, VictoriaMetrics
+`make test-matrix` takes a Python from it that this machine lacks, `make test-stack-testing` its servers. Nothing else of
+this machine changes, and nothing stays mounted: each program has its own mount namespace, which ends with it. A pid and
+a port inside are those of the machine.
 
-Nothing of this machine changes, and nothing stays mounted: each program runs in its own mount namespace, which ends
-with it.
+    python -m tests.matrix.debian    makes the folder, and prints a folder for the PATH with the servers
 """
 
 from __future__ import annotations
@@ -23,12 +24,10 @@ SERVERS = ("prometheus", "prometheus-alertmanager", "victoria-metrics")
 PROGRAMS = (*SERVERS, "promtool", "amtool")
 
 ENTER = """
-root=$1; shift
-for folder in /proc /sys /dev "$@"; do
-  [ "$folder" = -- ] && break
+root=$1 temporary=$2 tree=$3; shift 3
+for folder in /proc /sys /dev "$temporary" "$tree"; do
   mkdir -p "$root$folder" && mount --rbind "$folder" "$root$folder" || exit 1
 done
-while [ "$1" != -- ]; do shift; done; shift
 exec chroot "$root" env --chdir="$PWD" "$@"
 """
 
@@ -36,22 +35,15 @@ exec chroot "$root" env --chdir="$PWD" "$@"
 def lacking() -> str | None:
     """What this machine lacks to make the folder; None if it lacks nothing."""
     if os.geteuid() != 0:
-        return "root, who may enter a folder with Debian's testing suite"
+        return "root"
     absent = [command for command in ("debootstrap", "apt-get", "unshare", "chroot") if shutil.which(command) is None]
     return f"{', '.join(absent)} (on Debian: apt-get install debootstrap)" if absent else None
 
 
 def inside(*command: str | Path) -> list[str]:
     """A command as it runs inside. It sees this tree and the folder for temporary files where they are here."""
-    return [
-        "unshare",
-        "--mount",
-        "sh",
-        "-c",
-        ENTER,
-        "sh",
-        *map(str, (TESTING, tempfile.gettempdir(), ROOT, "--", *command)),
-    ]
+    enter = ["unshare", "--mount", "sh", "-c", ENTER, "sh"]
+    return [*enter, *map(str, (TESTING, tempfile.gettempdir(), ROOT, *command))]
 
 
 def install(*packages: str) -> None:
