@@ -305,7 +305,7 @@ def test_batches_out_of_turn_are_not_matched_later_either(observed, source):
         def __iter__(self):
             return iter(range((3, 300)[get_worker_info().id]))
 
-    for number, _ in enumerate(DataLoader(Stream(), batch_size=1, num_workers=2)):
+    for number, _ in enumerate(DataLoader(Stream(), batch_size=1, num_workers=2, multiprocessing_context="fork")):
         if not number % 2:
             observed.read()
             matched = source.read().deliveries.batches
