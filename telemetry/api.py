@@ -65,6 +65,7 @@ def start(run_dir: str | os.PathLike[str] | None = None, **settings: Any) -> Age
     """
     global _agent  # noqa: PLW0603 - one agent a process is the contract
     from telemetry.core.processes import is_loader_worker, runs_without_gil
+    from telemetry.core.stderr import say
 
     if settings_module.disabled() or is_loader_worker():
         return InactiveAgent()
@@ -77,8 +78,6 @@ def start(run_dir: str | os.PathLike[str] | None = None, **settings: Any) -> Age
         config = settings_module.Config.load(settings)
         if runs_without_gil():  # nothing of ours is loaded yet: a package might turn the GIL on for the whole training
             if config.start_line:
-                from telemetry.core.stderr import say
-
                 why = "Python's GIL is off, and the agent relies on it (PYTHON_GIL=1 turns it on)"
                 say(f"telemetry: cannot start: {why}; the run goes on without it")
             return InactiveAgent()
@@ -97,8 +96,6 @@ def start(run_dir: str | os.PathLike[str] | None = None, **settings: Any) -> Age
         except Exception as error:
             stop()
             if config.start_line:
-                from telemetry.core.stderr import say
-
                 say(f"telemetry: cannot start ({type(error).__name__}: {error}); the run goes on without it")
             return InactiveAgent()
         return agent
