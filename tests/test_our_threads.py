@@ -23,7 +23,7 @@ WATCHED = """
 import io, multiprocessing, os, socket, sys, threading, time, urllib.request
 from importlib.abc import MetaPathFinder
 
-multiprocessing.set_start_method("fork")  # a worker that imports this would start another agent
+multiprocessing.set_start_method("fork")  # no worker can import what -c runs
 
 seen = os.open(sys.argv[1] + "/imports", os.O_WRONLY | os.O_CREAT | os.O_APPEND)  # workers write into it, too
 
