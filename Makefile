@@ -1,4 +1,4 @@
-# Everything sets itself up: a fresh machine needs Python 3.10-3.13 and make.
+# Everything sets itself up: a fresh machine needs Python 3.10 or newer and make.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,7 +8,7 @@ DIST := .venv-dist
 PROCESSES ?= 4
 READY := $(VENV)/.ready
 
-.PHONY: help environments prepared test test-stack test-frameworks test-matrix lint types unit demo bench bench-trace bench-fleet zoo docs docs-reference dist format clean
+.PHONY: help environments prepared test test-stack test-stack-testing test-frameworks test-matrix lint types unit demo bench bench-trace bench-fleet zoo docs docs-reference dist format clean
 
 help:
 	@echo "make demo    train a small network that starves, and see what is seen (90 s)"
@@ -17,6 +17,7 @@ help:
 	@echo "make docs    build the documentation's site into site/; a broken link is an error"
 	@echo "make dist    build the wheel and the sdist into dist/, and check them as a package index and a user would"
 	@echo "make test-stack   what runs beside real servers and a browser: Prometheus, Alertmanager, VictoriaMetrics, Slurm, Chromium (minutes)"
+	@echo "make test-stack-testing   the same beside the newer servers of Debian's testing suite, such as Prometheus 3 (root, debootstrap)"
 	@echo "make test-matrix  the tests on other versions of Python and torch (hours, 5 GB of disk for each torch)"
 	@echo "make test-frameworks   training loops of real frameworks (transformers, Lightning, fastai and others), callbacks, sinks (minutes)"
 	@echo "make bench   what the agent costs, side by side with others (minutes)"
@@ -58,6 +59,10 @@ docs: $(DOCS)/.ready
 # Part of `make test`, where a suite whose programs are not installed is skipped; here that is a failure.
 test-stack: $(READY)
 	TELEMETRY_TEST_REQUIRE_STACK=1 $(BIN)/python -m pytest -m stack
+
+# It makes .venv-matrix/debian-testing, where the servers are; the programs that it does not have are this machine's.
+test-stack-testing: $(READY)
+	servers=$$($(BIN)/python -m tests.matrix.debian) && PATH="$$servers:$$PATH" $(MAKE) test-stack
 
 # The wheel is built from the sdist, so both are checked. The last part uses the torch of $(VENV).
 dist: $(DIST)/.ready $(READY)

@@ -59,13 +59,14 @@ def start(run_dir: str | os.PathLike[str] | None = None, **settings: Any) -> Age
 
     Returns:
         The running agent; an `InactiveAgent` if telemetry is disabled, in a DataLoader worker, or if the agent cannot
-        start. A failed start is reported on stderr and does not stop the script.
+        start, as in a Python without its GIL. A failed start is reported on stderr and does not stop the script.
 
     Raises:
         SettingError: a setting has a value that is not allowed. Nothing was started.
     """
     global _agent  # noqa: PLW0603 - one agent a process is the contract
-    from telemetry.core.processes import is_loader_worker
+    from telemetry.core.processes import is_loader_worker, runs_without_gil
+    from telemetry.core.stderr import say
 
     if settings_module.disabled() or is_loader_worker():
         return InactiveAgent()
@@ -76,6 +77,10 @@ def start(run_dir: str | os.PathLike[str] | None = None, **settings: Any) -> Age
         if run_dir is not None:
             settings["run_dir"] = run_dir
         config = settings_module.Config.load(settings)
+        if runs_without_gil():  # nothing of ours is loaded yet: a package might turn the GIL on for the whole training
+            why = "Python's GIL is off, and the agent relies on it (PYTHON_GIL=1 turns it on)"
+            say(f"telemetry: cannot start: {why}; the run goes on without it")
+            return InactiveAgent()
         try:
             from telemetry.agent.agent import Agent
             from telemetry.core import fork_warning
@@ -91,8 +96,6 @@ def start(run_dir: str | os.PathLike[str] | None = None, **settings: Any) -> Age
             fork_warning.begin()
             agent.start()
         except Exception as error:
-            from telemetry.core.stderr import say
-
             stop()
             let_pass(error)
             say(f"telemetry: cannot start ({type(error).__name__}: {error}); the run goes on without it")

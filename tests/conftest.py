@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import threading
 from dataclasses import dataclass
@@ -33,6 +34,9 @@ os.environ.setdefault("TELEMETRY_END_LINE", "off")
 settings.register_profile("telemetry", deadline=None)
 settings.load_profile("telemetry")
 
+
+# From Python 3.14 on workers come from a fork server. Without this each of them would import torch, for seconds.
+multiprocessing.set_forkserver_preload(["torch.utils.data"])
 
 SHARED_SERVERS = ("stack/cluster", "stack/job")
 """Folders of which all tests run on one worker."""

@@ -40,6 +40,13 @@ class Spinning(Numbers):
         return index
 
 
+class Reading(list):
+    """Paths; a sample is the length of what is in the file."""
+
+    def __getitem__(self, index):
+        return len(super().__getitem__(index).read_text())
+
+
 class Together:
     """Batches of one; its iterator is made in the constructor of the loader's, which then waits for another."""
 
@@ -82,13 +89,7 @@ def test_fetches_are_counted_whatever_the_start_method(observed, context):
 def test_a_fetch_in_progress_is_seen(observed, tmp_path):
     pipe = tmp_path / "go"
     os.mkfifo(pipe)
-
-    class Waiting(Numbers):
-        def __getitem__(self, index):
-            with open(pipe) as file:
-                return len(file.read())
-
-    iterator = iter(DataLoader(Waiting(1), batch_size=None, num_workers=1))
+    iterator = iter(DataLoader(Reading([pipe]), batch_size=None, num_workers=1))
     before = time.perf_counter_ns()
     with open(pipe, "w") as file:  # opens when the worker does
         (c,) = counters(observed)

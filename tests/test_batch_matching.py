@@ -75,7 +75,9 @@ def test_a_slow_fetch_is_late_and_blocks_those_behind_it(observed):
 
 
 def test_what_takes_long_to_move_is_not_late(observed):
-    for _ in DataLoader(Heavy(8), batch_size=1, num_workers=1, prefetch_factor=4, collate_fn=lambda batch: batch[0]):
+    for _ in DataLoader(
+        Heavy(8), num_workers=1, prefetch_factor=4, collate_fn=lambda batch: batch[0], multiprocessing_context="fork"
+    ):
         pass
     found = deliveries(observed)
     assert found.batches == 7
@@ -117,7 +119,7 @@ def test_a_batch_that_raised_has_its_number(observed):
                 raise KeyError(index)
             return index
 
-    iterator = iter(DataLoader(Faulty(8), batch_size=1, num_workers=2))
+    iterator = iter(DataLoader(Faulty(8), batch_size=1, num_workers=2, multiprocessing_context="fork"))
     raised = 0
     while True:
         try:
@@ -135,7 +137,7 @@ def test_workers_that_end_one_by_one_are_not_mistaken(observed):
         def __iter__(self):
             return iter(range((3, 30)[get_worker_info().id]))
 
-    for _ in DataLoader(Stream(), batch_size=1, num_workers=2):
+    for _ in DataLoader(Stream(), batch_size=1, num_workers=2, multiprocessing_context="fork"):
         pass
     assert deliveries(observed).batches == 5  # 0 to 5 were dealt in turn, without the first
 
@@ -151,7 +153,9 @@ def test_what_waits_behind_a_worker_is_seen_as_it_waits(observed, tmp_path):
                     file.read()
             return index
 
-    iterator = iter(DataLoader(Waiting(8), batch_size=1, num_workers=2, prefetch_factor=2))
+    iterator = iter(
+        DataLoader(Waiting(8), batch_size=1, num_workers=2, prefetch_factor=2, multiprocessing_context="fork")
+    )
     next(iterator), next(iterator)
     loader = handle(observed)
     with open(pipe, "w"):
@@ -177,7 +181,9 @@ def test_transfers_from_busy_and_idle_workers_are_told_apart(observed, tmp_path)
                     file.read()
             return index
 
-    iterator = iter(DataLoader(Waiting(8), batch_size=1, num_workers=1, prefetch_factor=8))
+    iterator = iter(
+        DataLoader(Waiting(8), batch_size=1, num_workers=1, prefetch_factor=8, multiprocessing_context="fork")
+    )
     with open(pipe, "w"):  # as soon as it is open for reading, the worker is in its fifth fetch
         for _ in range(4):
             next(iterator)

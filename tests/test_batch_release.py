@@ -146,7 +146,7 @@ def test_a_batch_that_outlives_the_interpreter_is_not_counted(tmp_path):
         "import sys, telemetry, torch\n"
         "from torch.utils.data import DataLoader\n"
         "agent = telemetry.start(port='off', start_line=False)\n"
-        "for batch in DataLoader(torch.zeros(3, 1), num_workers=1):\n"
+        "for batch in DataLoader(torch.zeros(3, 1), num_workers=1, multiprocessing_context='fork'):\n"
         "    agent.tracker.time_next_batch()\n"
         "del agent, telemetry, torch, DataLoader\n"
     )

@@ -96,11 +96,7 @@ def test_workers_with_nothing_to_do_are_idle(source):
 
 
 def test_a_fetch_in_progress_counts_as_busy(source):
-    class Stuck(Numbers):
-        def __getitem__(self, index):
-            time.sleep(60)
-
-    iterator = iter(DataLoader(Stuck(4), num_workers=1))
+    iterator = iter(DataLoader(Numbers(4, seconds=60), num_workers=1))
     wait_for(lambda: source.read().fetching_seconds > 0.2)
     time.sleep(0.2)
     sample = source.read()
@@ -309,7 +305,7 @@ def test_batches_out_of_turn_are_not_matched_later_either(observed, source):
         def __iter__(self):
             return iter(range((3, 300)[get_worker_info().id]))
 
-    for number, _ in enumerate(DataLoader(Stream(), batch_size=1, num_workers=2)):
+    for number, _ in enumerate(DataLoader(Stream(), batch_size=1, num_workers=2, multiprocessing_context="fork")):
         if not number % 2:
             observed.read()
             matched = source.read().deliveries.batches

@@ -152,6 +152,17 @@ class TestVersions:
         assert found("versions").status == PROBLEM
         assert "2.4 or newer" in found("versions").text
 
+    def test_a_newer_python_than_any_tested(self, monkeypatch):
+        monkeypatch.setattr(package_checks.sys, "version_info", (3, 99, 0, "final", 0))
+        assert found("versions").status == OK
+
+    def test_a_python_without_its_gil(self, monkeypatch):
+        monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
+        assert found("versions").status == PROBLEM
+        assert "GIL is off" in found("versions").text
+        monkeypatch.setattr(sys, "_is_gil_enabled", lambda: True)
+        assert found("versions").status == OK
+
     def test_nothing_installed(self, monkeypatch):
         monkeypatch.setattr(package_checks, "version_of", lambda package: None)
         assert found("versions").status == PROBLEM

@@ -20,8 +20,10 @@ from tests.faults.processes import HANG
 ROOT = Path(__file__).parents[1]
 
 WATCHED = """
-import io, os, socket, sys, threading, time, urllib.request
+import io, multiprocessing, os, socket, sys, threading, time, urllib.request
 from importlib.abc import MetaPathFinder
+
+multiprocessing.set_start_method("fork")  # no worker can import what -c runs
 
 seen = os.open(sys.argv[1] + "/imports", os.O_WRONLY | os.O_CREAT | os.O_APPEND)  # workers write into it, too
 

@@ -32,7 +32,7 @@ from token_scripts import Texts, TokenTrainer, as_encoding
 
 kill, counts = sys.argv[1] == "kill", sys.argv[2]
 trainer = TokenTrainer(QuickSGD)
-trainer.train(DataLoader(Texts(), 4, num_workers=2, collate_fn=as_encoding, shuffle=True), epochs=2, stop_after=11)
+trainer.train(DataLoader(Texts(), 4, num_workers=2, collate_fn=as_encoding, shuffle=True, multiprocessing_context="fork"), epochs=2, stop_after=11)
 with open(counts, "a") as file:
     file.write(f"{trainer.tokens}\\n")
 with open(counts) as file:

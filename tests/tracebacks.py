@@ -13,10 +13,10 @@ _OURS = re.compile(r'  File "[^"]*/telemetry/attach/[^"]*", line .*\n    .*\n')
 
 
 def traceback_of(action) -> str:
-    """The traceback of what an action raises; on Python 3.10 without our frames."""
+    """The traceback of what an action raises, without addresses; on Python 3.10 without our frames."""
     try:
         action()
     except BaseException:
-        text = traceback.format_exc()
+        text = re.sub(r"\b0x[0-9a-f]+", "0x", traceback.format_exc())
         return _OURS.sub("", text) if FRAMES_STAY else text
     raise AssertionError("nothing was raised")

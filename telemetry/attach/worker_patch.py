@@ -60,6 +60,7 @@ def _probed(original: Callable[..., None], init_function: _InitFunction, tracker
         except BaseException as error:
             init_function.making.pop(id(self), None)
             forget_frame(error)
+            _forget_notes(error)
             raise
         making = init_function.making.pop(id(self), None)
         if making is None or not tracker.active:
@@ -71,6 +72,22 @@ def _probed(original: Callable[..., None], init_function: _InitFunction, tracker
             tracker.fault(error)
 
     return __init__
+
+
+def _forget_notes(error: BaseException) -> None:
+    """Drop the probe from what Python 3.14 notes of a function of the user's that cannot be pickled for a worker.
+
+    From the inside out, each note names an object that holds the one before it; two of them are a probe's state and the
+    probe. The note before its state says which part of that state it was.
+    """
+    kept: list[str] = []
+    for note in getattr(error, "__notes__", ()):
+        if not str(note).startswith("when serializing telemetry.attach."):
+            kept.append(note)
+        elif str(note).endswith(" state"):
+            del kept[-1:]
+    if kept:
+        error.__notes__ = kept  # type: ignore[attr-defined]
 
 
 class _Making:

@@ -56,6 +56,11 @@ def process_name(pid: int) -> str:
     return f"{pid}/{boot}-{start_ticks(pid) or 0}"
 
 
+def runs_without_gil() -> bool:
+    """Whether threads of this process run Python at the same time. The ring between them relies on the GIL."""
+    return not getattr(sys, "_is_gil_enabled", lambda: True)()  # from Python 3.13 on
+
+
 def is_loader_worker() -> bool:
     """Whether this process is a DataLoader worker, or a spawned child that is importing its main module.
 

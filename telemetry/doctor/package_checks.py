@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Final
 
 from telemetry._version import __version__
 from telemetry.config import DISABLED_VARIABLE, ENV_PREFIX, disabled, unknown_variables
+from telemetry.core.processes import runs_without_gil
 from telemetry.doctor.finding import ABSENT, OK, PROBLEM, CheckContext, Finding
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-PYTHONS: Final = ((3, 10), (3, 13))
+OLDEST_PYTHON: Final = (3, 10)
 OLDEST_TORCH: Final = (2, 4)
 NEEDED: Final = ("structlog", "psutil", "orjson", "nvidia-ml-py")
 
@@ -50,8 +51,10 @@ def check_versions(place: CheckContext) -> Iterable[Finding]:
     del place
     python, torch = sys.version_info[:2], version_of("torch")
     text = f"python {platform.python_version()}, torch {torch or 'missing'}, telemetry {__version__}"
-    if not PYTHONS[0] <= python <= PYTHONS[1]:
-        yield Finding(PROBLEM, "versions", f"{text}; use Python {_dotted(PYTHONS[0])} to {_dotted(PYTHONS[1])}")
+    if python < OLDEST_PYTHON:
+        yield Finding(PROBLEM, "versions", f"{text}; use Python {_dotted(OLDEST_PYTHON)} or newer")
+    elif runs_without_gil():
+        yield Finding(PROBLEM, "versions", f"{text}; Python's GIL is off, and no run will start; set PYTHON_GIL=1")
     elif torch is None:
         yield Finding(PROBLEM, "versions", f"{text}; run pip install torch")
     elif _release(torch) < OLDEST_TORCH:

@@ -23,7 +23,7 @@ UNNOTICED = """
 """Stands in for a collective of NCCL, which waits on when a peer dies. One of gloo raises."""
 
 JOB = """
-    import ctypes, os, pdb, sys, threading, time
+    import ctypes, multiprocessing, os, pdb, sys, threading, time
     import telemetry
     import torch
     import torch.distributed as dist
@@ -33,6 +33,7 @@ JOB = """
 
     rank, world, odd, what = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     torch.set_num_threads(1)
+    multiprocessing.set_start_method("fork")
     mine = rank == odd
     lock = threading.Lock()
     lock.acquire()

@@ -180,7 +180,7 @@ world = {
     "spec": spec, "loader": [type(__loader__).__name__, __loader__.name, __loader__.path],
     "builtins": __builtins__ is builtins, "cached": __cached__, "names": names, "folder": os.getcwd(),
     "main": __main__.__dict__ is globals(), "main_module": sys.modules["__main__"] is __main__,
-    "annotations": str(__annotations__), "stdin": sys.stdin.read(), "flags": str(sys.flags),
+    "annotations": str(__main__.__annotations__), "stdin": sys.stdin.read(), "flags": str(sys.flags),
     "source": inspect.getsource(sys.modules["__main__"])[:20], "interactive": hasattr(sys, "ps1"),
     "recursion": sys.getrecursionlimit(), "switch": sys.getswitchinterval(), "dont_write": sys.dont_write_bytecode,
     "hook": sys.excepthook is sys.__excepthook__, "display": sys.displayhook is sys.__displayhook__,

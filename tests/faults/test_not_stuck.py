@@ -81,7 +81,7 @@ def workers_that_are_slow_to_end(train_steps):
     def init(worker_id):
         multiprocessing.util.Finalize(None, time.sleep, args=(LONG,), exitpriority=10)
 
-    train(DataLoader(Numbers(60), batch_size=1, num_workers=1, worker_init_fn=init))
+    train(DataLoader(Numbers(60), batch_size=1, num_workers=1, worker_init_fn=init, multiprocessing_context="fork"))
 
 
 def after_break(train_steps):
@@ -147,10 +147,11 @@ def test_what_is_not_stuck(tmp_path, what):
 
 
 SCRIPT = """
-    import sys, time
+    import multiprocessing, sys, time
     import telemetry
     from torch.utils.data import DataLoader
 
+    multiprocessing.set_start_method("fork")
     agent = telemetry.start("run", port="off", interval_seconds=0.1, log_interval_seconds=0.2, stuck_seconds=1,
                             start_line=False)
     for batch in DataLoader(range(100_000), batch_size=1, num_workers=int(sys.argv[1])):

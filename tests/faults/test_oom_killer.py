@@ -35,7 +35,7 @@ TRAIN = """
     net = torch.nn.Linear(16, 1)
     optimizer = QuickSGD(net.parameters(), lr=0.1)
     workers = 1 if os.environ["EATS"] == "worker" else 0
-    for number, batch in enumerate(torch.utils.data.DataLoader(Data(), num_workers=workers), 1):
+    for number, batch in enumerate(torch.utils.data.DataLoader(Data(), num_workers=workers, multiprocessing_context="fork" if workers else None), 1):
         net(batch).sum().backward()
         optimizer.step()
         if number == 200:

@@ -222,7 +222,7 @@ class InTwoPlaces(Numbers):
 def test_an_answer_is_of_now(tmp_path):
     release = Release(tmp_path)
     agent = start(tmp_path)
-    iterator = iter(DataLoader(InTwoPlaces(release), batch_size=1, num_workers=1))
+    iterator = iter(DataLoader(InTwoPlaces(release), batch_size=1, num_workers=1, multiprocessing_context="fork"))
     (worker,) = iterator._workers
     port = wait_for(lambda: ports(agent), "the worker is ready")[worker.pid]
     wait_for(lambda: "in first_place" in ask_workers([(worker.pid, port)])[0].stack, "it reads")

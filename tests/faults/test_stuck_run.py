@@ -136,7 +136,19 @@ def test_a_stuck_run_takes_the_place_of_the_stall_that_was_open(tmp_path):
 
     watching = threading.Thread(target=when_replaced)
     watching.start()
-    assert len(train(DataLoader(Slow(lambda: in_read(release) or AT, 45), batch_size=1, num_workers=1))) == 45
+    assert (
+        len(
+            train(
+                DataLoader(
+                    Slow(lambda: in_read(release) or AT, 45),
+                    batch_size=1,
+                    num_workers=1,
+                    multiprocessing_context="fork",
+                )
+            )
+        )
+        == 45
+    )
     watching.join()
     telemetry.stop()
     first, second = lines(agent, "stall_open")

@@ -227,7 +227,9 @@ def test_a_stopped_worker_is_left_alone(tmp_path):
 
 def test_a_worker_begun_before_the_agent_cannot_be_asked_and_that_is_said(tmp_path):
     release = Release(tmp_path)
-    iterator = iter(DataLoader(Hanging(lambda: in_read(release) or AT), batch_size=1, num_workers=1))
+    iterator = iter(
+        DataLoader(Hanging(lambda: in_read(release) or AT), batch_size=1, num_workers=1, multiprocessing_context="fork")
+    )
     agent = start(tmp_path)
     watching = when_stuck(agent, release)
     assert len(train(iterator)) == 60

@@ -112,6 +112,40 @@ def test_disabled_leaves_nothing_of_us(said, how, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
 
 
+@pytest.mark.parametrize("how", ["start", "run"])
+def test_without_the_gil_the_script_trains_on_without_us(how, tmp_path):
+    write(tmp_path, "sitecustomize.py", "import sys\nsys._is_gil_enabled = lambda: False")
+    write(
+        tmp_path,
+        "script.py",
+        """
+        import sys, telemetry
+        from torch.utils.data import DataLoader
+        agent = telemetry.start("run")
+        assert agent.running is False
+        for _ in range(2):
+            print([batch.tolist() for batch in DataLoader(range(4), batch_size=2)])
+        assert "telemetry.agent.agent" not in sys.modules
+        """,
+    )
+    env = environment(TELEMETRY_START_LINE="off")
+    env["PYTHONPATH"] += f":{tmp_path}"
+    plain = python("script.py", cwd=tmp_path, env=env)
+    assert (plain.returncode, plain.stderr) == (0, ""), "a script that wants no line has none"
+
+    del env["TELEMETRY_START_LINE"]
+    if how == "run":
+        source = (tmp_path / "script.py").read_text()
+        (tmp_path / "script.py").write_text(source.replace('telemetry.start("run")', "telemetry.api.InactiveAgent()"))
+    done = python(
+        *(("-m", "telemetry", "run", "--run-dir", "run") if how == "run" else ()), "script.py", cwd=tmp_path, env=env
+    )
+    assert (done.returncode, done.stdout) == (0, plain.stdout)
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("telemetry: cannot start: Python's GIL is off")
+    assert not (tmp_path / "run").exists()
+
+
 def test_disabled_patches_no_torch(tmp_path):
     run_script(
         """

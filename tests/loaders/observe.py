@@ -13,6 +13,7 @@ import re
 import sys
 import threading
 import time
+from multiprocessing import forkserver
 
 import telemetry
 
@@ -87,6 +88,8 @@ def main(group: str, results: str) -> None:
 
     torch.set_num_threads(1)
     multiprocessing.get_context("spawn").Event()  # starts the resource tracker, which keeps a descriptor
+    if multiprocessing.get_start_method() == "forkserver":  # the default from Python 3.14 on; it keeps one, too
+        forkserver.ensure_running()
     cases = importlib.import_module(f"tests.loaders.{group}").CASES
     agent = telemetry.start(os.path.dirname(results), start_line=False, port="off", interval_seconds=0.1)
     seen = {"__warmup__": observe(lambda: None)} | {name: observe(case) for name, case in cases.items()}

@@ -24,14 +24,19 @@ import xml.etree.ElementTree as ET
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from tests.matrix import debian
+
 ROOT = Path(__file__).parents[2]
 ENVIRONMENTS = ROOT / ".venv-matrix"
 RESULTS = ROOT / "benchmarks" / "results" / "versions.json"
 PAGE = ROOT / "docs" / "versions.md"
 BEGIN, END = "<!-- results: made by `make test-matrix` -->", "<!-- end of results -->"
 
-COMBINATIONS = ("3.10:2.4.1", "3.11:2.13.0", "3.12:2.9.1", "3.12:2.15.0", "3.13:2.15.0")
+COMBINATIONS = ("3.10:2.4.1", "3.11:2.13.0", "3.12:2.9.1", "3.12:2.15.0", "3.13:2.15.0", "3.14:2.15.0")
 """The oldest of both, the versions that development is pinned to, one in between, and the newest."""
+
+NEEDED_INSIDE = ("gcc", "libc6-dev", "procps", "git", "python3")
+"""What the tests run beside Python."""
 
 PYPI_TORCH = re.compile(r"^(torch|numpy)==")
 
@@ -85,29 +90,39 @@ def environment_of(python: str, torch: str) -> Path:
     return ENVIRONMENTS / f"{python}-torch-{torch}"
 
 
-def interpreter(version: str) -> str:
-    """A Python of this version: pyenv's, or the one on the PATH."""
+def interpreter(version: str) -> str | None:
+    """This machine's Python of this version: pyenv's, or the one on the PATH. None if it has none."""
     pyenv = sorted((Path.home() / ".pyenv" / "versions").glob(f"{version}.*/bin/python"))
-    found = str(pyenv[-1]) if pyenv else shutil.which(f"python{version}")
-    if found is None:
-        raise SystemExit(f"there is no Python {version}: install it with pyenv, or put python{version} on the PATH")
-    return found
+    return str(pyenv[-1]) if pyenv else shutil.which(f"python{version}")
 
 
-def prepare(python: str, torch: str) -> Path:
-    """Make the environment, unless it is there from an earlier run. Returns its interpreter."""
-    folder = environment_of(python, torch)
-    inside = folder / "bin" / "python"
+def command_of(python: str, torch: str) -> list[str]:
+    """The interpreter of an environment. A Python of Debian's testing suite runs only inside it."""
+    path = environment_of(python, torch) / "bin" / "python"
+    return debian.inside(path) if interpreter(python) is None else [str(path)]
+
+
+def prepare(python: str, torch: str) -> list[str]:
+    """Make the environment, unless it is there from an earlier run. Returns the command of its interpreter."""
+    folder, inside = environment_of(python, torch), command_of(python, torch)
     if (folder / ".ready").exists():
         return inside
     shutil.rmtree(folder, ignore_errors=True)
-    subprocess.run([interpreter(python), "-m", "venv", folder], check=True)
+    found = interpreter(python)
+    if found is None and (lacking := debian.lacking()):
+        raise SystemExit(
+            f"there is no Python {python}: install it with pyenv, or put python{python} on the PATH. "
+            f"Debian's testing suite may have it; that needs {lacking}"
+        )
+    if found is None:
+        debian.install(f"python{python}-venv", *NEEDED_INSIDE)
+    subprocess.run([*([found] if found else debian.inside(f"python{python}")), "-m", "venv", folder], check=True)
     pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not PYPI_TORCH.match(line)]
     constraints = folder / "constraints.txt"
     # Old wheels of torch were built for numpy 1, and torch without any is fine too.
     numpy = ["numpy<2"] if tuple(map(int, torch.split(".")[:2])) < (2, 5) else []
     constraints.write_text("\n".join([*pins, f"torch=={torch}", *numpy]) + "\n")
-    pip = [inside, "-m", "pip", "install", "-q", "--disable-pip-version-check", "-c", constraints]
+    pip = [*inside, "-m", "pip", "install", "-q", "--disable-pip-version-check", "-c", constraints]
     subprocess.run([*pip, "-e", f"{ROOT}[dev]"], check=True, stdout=sys.stderr)
     (folder / ".ready").touch()
     return inside
@@ -121,7 +136,7 @@ def run(python: str, torch: str, tests: list[str]) -> Result:
     began, commit = time.monotonic(), checked_out()
     subprocess.run(
         [
-            inside,
+            *inside,
             "-m",
             "pytest",
             "-q",
