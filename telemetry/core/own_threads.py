@@ -35,7 +35,7 @@ _FAULTS: Final = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal
 _ROOM: Final = 20_000
 """More than a tick allocates and keeps: 1,000 to 3,000 objects at its peak."""
 
-_MOST: Final = 2**31 - 1
+_MAX_THRESHOLD: Final = 2**31 - 1
 
 _running: Final[dict[int, OwnThread]] = {}
 
@@ -65,7 +65,7 @@ def work() -> None:
     if _at_work == 1:
         now = _get_threshold()[0]
         if now:  # with 0 nothing is collected
-            _threshold, _raised = now, min(max(now, gc.get_count()[0]) + _ROOM, _MOST)
+            _threshold, _raised = now, min(max(now, gc.get_count()[0]) + _ROOM, _MAX_THRESHOLD)
             gc.get_threshold = _threshold_of_script
             gc.set_threshold(_raised)
     _guard.release()
