@@ -39,7 +39,7 @@ def test_the_script_s_threshold_is_its_own_while_a_thread_of_ours_works():
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])
-def test_a_handler_that_raises_at_a_thread_s_start_leaves_no_signal_blocked(number):
+def test_a_handler_that_raises_as_a_thread_starts_blocks_no_signal(number):
     """Python runs handlers after a call, also while this thread blocks the signal: another thread may have taken it."""
     calls = []
 
