@@ -16,6 +16,7 @@ from telemetry.attach.fork_keepalive import keep
 from telemetry.attach.patches import Patches
 from telemetry.config import TRIAL_VARIABLE
 from telemetry.core.clock import NS, now_ns, sleep
+from telemetry.core.errors import let_pass
 from telemetry.core.filesystem import StandardStreams
 from telemetry.core.own_threads import OwnThread
 from telemetry.core.stderr import say
@@ -139,13 +140,18 @@ class Agent(AgentParts):
             return
         self.running = False
         self._deadline_ns = now_ns() + int(_STOP_SECONDS * NS)
-        self._exec.undo()
-        over = True
-        with self.errors.contained("snapshot"):
-            over = self.snapshots.end_recording(self._detach_late)
-        with self.errors.contained("attach"):
-            for name in self.attachment.detach() if over else ():
-                self.errors.tell("attach", f"{name} was patched by others after us; ours stays below it, inert")
+        try:
+            self._exec.undo()
+            over = True
+            with self.errors.contained("snapshot"):
+                over = self.snapshots.end_recording(self._detach_late)
+            with self.errors.contained("attach"):
+                for name in self.attachment.detach() if over else ():
+                    self.errors.tell("attach", f"{name} was patched by others after us; ours stays below it, inert")
+        finally:
+            self._end()
+
+    def _end(self) -> None:
         self._ended = True
         self._between_ticks.end()
         if self._thread.ident is None:  # the thread could not be started
@@ -160,7 +166,11 @@ class Agent(AgentParts):
 
     def _stop_at_exit(self) -> None:
         self.attempt.end.at_exit()
-        self.stop()
+        try:
+            self.stop()
+        except BaseException:
+            # Of a signal handler. The script has ended and catches nothing: Python would print it with our frames.
+            self._end()
 
     def _stopping_first(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Stop before this process executes another program: `atexit` is not called then."""
@@ -172,8 +182,8 @@ class Agent(AgentParts):
                 if self.running and _can_execute(args[0] if args else kwargs.get("path")):
                     self.attempt.end.replaced = True
                     self.stop()
-            except Exception:
-                pass  # there is no log any more
+            except Exception as error:
+                let_pass(error)  # it cannot be logged any more
             return original(*args, **kwargs)
 
         return execute

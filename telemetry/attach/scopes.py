@@ -65,9 +65,9 @@ class Scopes:
         ranges = state.profiler_ranges.begin(name) if state.profiler_ranges.makers else ()
         before = Interrupted(state.category, state.in_phase, self._fast_path.steady_iterator_id, now_ns(), ranges)
         if name in _CATEGORY_OF:
-            state.in_phase = True
             self._fast_path.disable(LOOP_CHANGED)
             state.switch(_CATEGORY_OF[name], before.at)
+            state.in_phase = True  # last: a phase that a signal handler interrupts here is never left
         elif not state.in_phase:
             self._fast_path.disable(LOOP_CHANGED)
             state.switch(r.S_OTHER, before.at)
@@ -82,6 +82,8 @@ class Scopes:
             start: start of the phase, monotonic ns.
         """
         state = self._state
+        if before is not None:
+            state.in_phase = before.in_phase  # first: a signal handler may interrupt the rest
         end = now_ns()
         category = name if name in _CATEGORY_OF else OTHER
         if category == OTHER or before is None:  # other phases are in the ring
@@ -91,7 +93,6 @@ class Scopes:
         if name == CHECKPOINT and not (before.in_phase and before.category == r.S_CHECKPOINT):
             state.resume.checkpoint_ended(state, before.at, end)
         state.profiler_ranges.end(before.ranges)
-        state.in_phase = before.in_phase
         if category == OTHER and state.category != r.S_OTHER:
             return  # training has gone on inside the phase
         if state.batch_seen and not state.step_open and before.category in {r.S_STARTUP, r.S_COMPUTE}:

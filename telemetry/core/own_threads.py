@@ -9,17 +9,20 @@
   runs the finalizers of the script there: a connection of sqlite3 that is closed on a thread of ours raises. So while a
   thread of ours works, the threshold is higher by `_ROOM` objects, which it does not allocate. A collection that has
   become due starts at the next allocation of the script, at most milliseconds later. If a thread of ours hangs (a file
-  system that does not answer), the script still collects, but less often.
+  system that does not answer), the script still collects, but less often. `gc.get_threshold` meanwhile returns the
+  script's threshold: a script that computes another one from it, or restores it later, must not do so with ours.
 
 A thread of ours waits with `Wake` or between `rest` and `work`. Anywhere else it counts as working.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import signal
 import threading
+from _signal import pthread_sigmask  # type: ignore[import-not-found]
 from _thread import allocate_lock, get_ident, get_native_id, start_new_thread
 from typing import TYPE_CHECKING, Any, Final
 
@@ -32,7 +35,7 @@ _FAULTS: Final = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal
 _ROOM: Final = 20_000
 """More than a tick allocates and keeps: 1,000 to 3,000 objects at its peak."""
 
-_MOST: Final = 2**31 - 1
+_MAX_THRESHOLD: Final = 2**31 - 1
 
 _running: Final[dict[int, OwnThread]] = {}
 
@@ -44,6 +47,14 @@ _guard = allocate_lock()
 _at_work = 0
 _threshold = 0  # of the script, while ours is in place; else 0
 _raised = 0  # ours
+_get_threshold: Final = gc.get_threshold
+
+
+@functools.wraps(gc.get_threshold)
+def _threshold_of_script() -> tuple[int, int, int]:
+    script, ours = _threshold, _raised
+    now, old, older = _get_threshold()
+    return script if script and now == ours else now, old, older
 
 
 def work() -> None:
@@ -52,11 +63,11 @@ def work() -> None:
     _guard.acquire()
     _at_work += 1
     if _at_work == 1:
-        now = gc.get_threshold()[0]
+        now = _get_threshold()[0]
         if now:  # with 0 nothing is collected
-            raised = min(max(now, gc.get_count()[0]) + _ROOM, _MOST)
-            gc.set_threshold(raised)
-            _threshold, _raised = now, raised
+            _threshold, _raised = now, min(max(now, gc.get_count()[0]) + _ROOM, _MAX_THRESHOLD)
+            gc.get_threshold = _threshold_of_script
+            gc.set_threshold(_raised)
     _guard.release()
 
 
@@ -72,9 +83,11 @@ def rest() -> None:
 
 def _restore_threshold() -> None:
     global _threshold, _raised  # noqa: PLW0603
-    if _threshold and gc.get_threshold()[0] == _raised:  # else the script has set its own meanwhile
+    if _threshold and _get_threshold()[0] == _raised:  # else the script has set its own meanwhile
         gc.set_threshold(_threshold)
     _threshold = _raised = 0
+    if gc.get_threshold is _threshold_of_script:
+        gc.get_threshold = _get_threshold
 
 
 def running() -> list[str]:
@@ -125,16 +138,19 @@ class OwnThread:
             _register()
         if not self._others_code:
             harmless.append(self)
-        # A new thread inherits the blocked signals of the thread that starts it.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - _FAULTS)
+        # A new thread inherits the blocked signals of the thread that starts it. A handler of the script may raise at
+        # any moment here, because other threads still take signals. So the mask is known before it is changed, and
+        # restored by a function in C: Python runs handlers when a function of `signal` begins.
+        before = pthread_sigmask(signal.SIG_BLOCK, ())
         try:
+            pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - _FAULTS)
             start_new_thread(self._main, ())
         except BaseException:
             self._ended.release()
             _forget_ended()
             raise
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            pthread_sigmask(signal.SIG_SETMASK, before)
         self._started.acquire()
 
     def is_alive(self) -> bool:
