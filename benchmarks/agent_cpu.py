@@ -169,15 +169,18 @@ def cpu_seconds(beside: Sequence[int] = ()) -> dict[str, float]:
     for pid in beside:
         tasks = Path(f"/proc/{pid}/task").glob("*")
         spent[BESIDE] = spent.get(BESIDE, 0.0) + sum(map(_task_seconds, tasks))
+    own = sys.modules.get("telemetry.core.own_threads")  # `threading` does not know these
+    threads = [(thread.name, thread.native) for thread in own._running.values()] if own is not None else []
     for thread in threading.enumerate():
         loaders = thread.name.startswith(_LOADER_THREADS)
-        if thread is threading.main_thread() or loaders or thread.native_id is None:
-            continue
+        if thread is not threading.main_thread() and not loaders and thread.native_id is not None:
+            threads.append((thread.name, thread.native_id))
+    for name, native in threads:
         try:
-            seconds = _task_seconds(Path(f"/proc/self/task/{thread.native_id}"))
+            seconds = _task_seconds(Path(f"/proc/self/task/{native}"))
         except OSError:
             continue  # the thread has ended
-        spent[thread.name] = spent.get(thread.name, 0.0) + seconds
+        spent[name] = spent.get(name, 0.0) + seconds
     return spent
 
 

@@ -16,7 +16,6 @@ import contextlib
 import os
 import statistics
 import sys
-import threading
 import time
 import timeit
 from pathlib import Path
@@ -28,6 +27,7 @@ from torch.utils.data import DataLoader, Dataset
 from benchmarks import machine
 from telemetry.attach.worker_block import WorkerBlock
 from telemetry.attach.worker_probe import WorkerProbe
+from telemetry.core import own_threads
 from telemetry.core.clock import NS, now_ns
 from telemetry.core.stack_profile import StackProfile
 
@@ -61,10 +61,10 @@ class Work(Dataset):  # type: ignore[misc]
 
 def sampling_ns() -> int:
     """CPU time of the sampling thread, in ns; 0 while there is no such thread."""
-    for thread in threading.enumerate():
+    for thread in [*own_threads._running.values()]:
         if thread.name == "telemetry-lines":
             with contextlib.suppress(OSError):  # it ends just now
-                return int(Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text().split()[0])
+                return int(Path(f"/proc/self/task/{thread.native}/schedstat").read_text().split()[0])
     return 0
 
 

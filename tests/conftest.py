@@ -20,6 +20,7 @@ from telemetry.attach.batch_numbering import BatchNumbering
 from telemetry.attach.gc_timer import GarbageTimer
 from telemetry.attach.ring import Ring
 from telemetry.attach.step_tracker import StepTracker
+from telemetry.core import own_threads
 from telemetry.core.clock import now_ns
 from telemetry.core.spans import PhaseSpan, Step
 from telemetry.diagnose.ledger import Ledger
@@ -168,10 +169,10 @@ def run(tmp_path):
 def _nothing_left_behind():
     yield
     telemetry.stop()
-    for thread in threading.enumerate():
+    for thread in [*own_threads._running.values()]:
         if thread.name == "telemetry-request":  # its client has the answer; the thread is about to end
-            thread.join(timeout=10)
-    ours = [t.name for t in threading.enumerate() if t.name.startswith("telemetry-")]
+            thread.join(10)
+    ours = own_threads.running() + [t.name for t in threading.enumerate() if t.name.startswith("telemetry-")]
     assert ours in ([], ["telemetry-nvml"]), ours
 
 

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 import telemetry
 from telemetry.config import SettingError
+from telemetry.core import own_threads
 from telemetry.core.worker_records import FETCH_BUCKETS
 from telemetry.report.log_reader import load
 from telemetry.report.summary import summarize
@@ -100,10 +101,10 @@ def test_start_twice_is_one_agent(agent, tmp_path):
 
 
 def test_a_bad_setting_starts_nothing(tmp_path):
-    before = threading.active_count()
+    before = own_threads.running(), threading.active_count()
     with pytest.raises(SettingError, match="interval_seconds"):
         telemetry.start(tmp_path / "run", interval_seconds=-1)
-    assert threading.active_count() == before
+    assert (own_threads.running(), threading.active_count()) == before
     assert not (tmp_path / "run").exists()
 
 
@@ -114,13 +115,13 @@ def test_stop_and_start_again(tmp_path):
         telemetry.stop()
         telemetry.stop()
         assert summarize(load(agent.run_dir))["ranks"][0]["steps"] == 3
-        assert not [t.name for t in threading.enumerate() if t.name.startswith("telemetry-")]
+        assert own_threads.running() == []
 
 
 def test_port_off_serves_nothing(tmp_path):
     agent = telemetry.start(tmp_path / "run", port="off", start_line=False)
     assert agent.metrics_url is None
-    assert "telemetry-endpoint" not in [t.name for t in threading.enumerate()]
+    assert "telemetry-endpoint" not in own_threads.running()
 
 
 def test_the_start_line(tmp_path, capfd):

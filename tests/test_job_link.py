@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 
@@ -10,6 +9,7 @@ import pytest
 
 from telemetry.agent import job_link
 from telemetry.agent.job_link import JobLink
+from telemetry.core import own_threads
 from telemetry.core.clock import NS
 from telemetry.core.errors import ErrorLog
 from telemetry.job import exchange
@@ -75,7 +75,7 @@ def test_a_job_of_one_node_has_no_thread_and_no_file(node, tmp_path):
     for _ in range(3):
         assert alone.tick(world_size=1) == ()
     assert not (tmp_path / "run" / "job").exists()
-    assert not any(thread.name == "telemetry-job" for thread in threading.enumerate())
+    assert "telemetry-job" not in own_threads.running()
 
 
 def test_closing_the_link_removes_the_file_of_the_node(node, tmp_path):
@@ -123,7 +123,7 @@ def test_ranks_that_end_before_others_do_not_make_a_job_of_several_nodes(node, t
     alone.tick(world_size=2)
     live[0] = 1
     alone.tick(world_size=2)
-    assert not any(thread.name == "telemetry-job" for thread in threading.enumerate())
+    assert "telemetry-job" not in own_threads.running()
 
 
 def test_a_folder_that_stays_unwritable_is_told_once(node, tmp_path):
@@ -148,15 +148,12 @@ def test_files_that_cannot_be_written_are_told_and_hurt_nobody(node, tmp_path):
 def test_without_a_thread_to_be_had_there_is_none_to_wait_for(node, monkeypatch):
     """A limit on processes counts threads, too. Each tick tries again."""
     first = node("n1", 0)
-    start = threading.Thread.start
 
-    def refused(thread) -> None:
-        if thread.name == "telemetry-job":
-            raise RuntimeError("can't start new thread")
-        start(thread)
+    def refused(*_) -> None:
+        raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refused)
+        patch.setattr(own_threads, "start_new_thread", refused)
         with pytest.raises(RuntimeError):
             for _ in range(30):
                 first.tick()

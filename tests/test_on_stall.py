@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 import telemetry
 from telemetry.config import Config, SettingError
+from telemetry.core import own_threads
 from tests.data_sets import Numbers
 from tests.running_agent import log_lines, scrape, wait_for
 
@@ -61,7 +62,7 @@ def test_a_callback_that_fails_is_counted_and_nothing_else(tmp_path, error):
     threads = []
 
     def fail(stall):
-        threads.append(threading.current_thread().name)
+        threads.append(own_threads.named(threading.get_ident()))
         raise error
 
     agent = start(tmp_path, on_stall=fail)
@@ -136,9 +137,8 @@ def test_a_callback_that_hangs_holds_nothing_up(tmp_path):
     agent = start(tmp_path, on_stall=hang)
     try:
         starve(agent, lambda: told)
-        (thread,) = [t for t in threading.enumerate() if t.name == "telemetry-on-stall"]
-        assert thread.daemon
-        with open(f"/proc/self/task/{thread.native_id}/status") as status:
+        (thread,) = [t for t in own_threads._running.values() if t.name == "telemetry-on-stall"]
+        with open(f"/proc/self/task/{thread.native}/status") as status:
             (blocked,) = [line.split()[1] for line in status if line.startswith("SigBlk")]
         assert int(blocked, 16) >> signal.SIGINT - 1 & 1
         steps, before = agent.accounting.stats.steps, scrape(agent)["training_steps_total",]
@@ -161,9 +161,9 @@ def test_a_callback_that_hangs_holds_nothing_up(tmp_path):
 
 def test_no_thread_is_made_before_the_first_stall_nor_left_after_the_call(tmp_path):
     agent = start(tmp_path, on_stall=hear)
-    names = [t.name for t in threading.enumerate()]
+    names = own_threads.running()
     HEARD.clear()
     starve(agent, lambda: HEARD)
-    wait_for(lambda: "telemetry-on-stall" not in [t.name for t in threading.enumerate()])
+    wait_for(lambda: "telemetry-on-stall" not in own_threads.running())
     assert "telemetry-on-stall" not in names
     telemetry.stop()

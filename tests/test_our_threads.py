@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[1]
 WATCHED = """
 import io, multiprocessing, os, socket, sys, threading, time, urllib.request
 from importlib.abc import MetaPathFinder
+from telemetry.core.own_threads import named, running
 
 multiprocessing.set_start_method("fork")  # no worker can import what -c runs
 
@@ -30,8 +31,8 @@ seen = os.open(sys.argv[1] + "/imports", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
 class Watch(MetaPathFinder):
     def find_spec(self, name, path, target=None):
-        thread = threading.current_thread().name
-        if thread.startswith("telemetry-"):
+        thread = named(threading.get_ident())
+        if thread is not None:
             os.write(seen, f"{thread} {name}\\n".encode())
         return None
 
@@ -56,7 +57,7 @@ agent = telemetry.start(
     sys.argv[1] + "/run", port=0, host=socket.gethostname(), interval_seconds=0.1, log_interval_seconds=0.2,
     stall_window_seconds=1, start_line=False, on_stall=lambda stall: stalled.set(),
 )
-started = {thread.name for thread in threading.enumerate()}
+started = set(running())
 layer = torch.nn.Linear(4, 4)
 optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
 epochs = 0
@@ -66,7 +67,7 @@ while epochs < 100 and not (stalled.is_set() and agent.snapshots.counts["recorde
     for batch in DataLoader(Slow(), 2, num_workers=1):
         layer(batch).sum().backward()
         optimizer.step()
-        started |= {thread.name for thread in threading.enumerate()}
+        started |= set(running())
     torch.save(layer.state_dict(), io.BytesIO())
     with torch.no_grad():
         for batch in DataLoader(Slow(), 20):
@@ -75,7 +76,7 @@ while epochs < 100 and not (stalled.is_set() and agent.snapshots.counts["recorde
         urllib.request.urlopen(agent.metrics_url, timeout=10).read()
 assert agent.snapshots.counts["recorded"] and stalled.is_set(), (agent.snapshots.counts, epochs)
 telemetry.stop()
-print(*sorted(name for name in started if name.startswith("telemetry-")))
+print(*sorted(started))
 """
 
 
@@ -99,8 +100,8 @@ def seen_from(name, real):
     @functools.wraps(real)
     def replacement(*arguments):
         caller = sys._getframe(1).f_globals.get("__name__", "")
-        thread = threading.current_thread().name
-        if thread.startswith("telemetry-") or caller.startswith("telemetry."):
+        thread = named(threading.get_ident())
+        if thread is not None or caller.startswith("telemetry."):
             os.write(calls, f"{name} in {caller} on {thread}\\n".encode())
         return real(*arguments)
     return replacement

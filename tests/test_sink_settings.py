@@ -137,6 +137,7 @@ def test_rank_that_does_not_write_loads_nothing(tmp_path):
 FAKE = """
 import json, sys, threading, time, types
 import torch, telemetry
+from telemetry.core.own_threads import named
 from torch.utils.data import DataLoader
 
 class Run:
@@ -144,7 +145,7 @@ class Run:
     summary = {}
     def define_metric(self, *args, **kwargs): pass
     def log(self, values, commit):
-        rows.append((threading.current_thread().name, commit, values))
+        rows.append((named(threading.get_ident()), commit, values))
 
 rows = []
 sys.modules["wandb"] = types.SimpleNamespace(run=Run(), __spec__=None)

@@ -22,6 +22,7 @@ from fakes.nvml_state import (
     Gpu,
     State,
 )
+from telemetry.core.own_threads import named
 
 
 class FakeLibrary:
@@ -43,7 +44,7 @@ class FakeLibrary:
         state = self.state
         state.calls[function] += 1
         state.arguments[function] = args
-        state.callers.add(threading.current_thread().name)
+        state.callers.add(named(threading.get_ident()))
         self._hang(function)
         if function in state.errors:
             return state.errors[function]

@@ -91,7 +91,7 @@ class State:
     gpm_buffers: dict[int, tuple[float, object]] = field(default_factory=dict)
     gpm_allocated: int = 0
     initialised: int = 0
-    callers: set[str] = field(default_factory=set)
+    callers: set[str | None] = field(default_factory=set)
 
     def hang_in(self, function: str) -> threading.Event:
         """From now on this function hangs, until the returned event is set."""

@@ -25,12 +25,21 @@ def listening():
     return [where for where in fds().values() if where.startswith("socket:[") and where[8:-1] in inodes]
 
 
+def threads():
+    own = sys.modules.get("telemetry.core.own_threads")
+    names = [thread.name for thread in threading.enumerate()] + (own.running() if own else [])
+    for task in os.listdir("/proc/self/task"):
+        with open(f"/proc/self/task/{task}/comm") as comm:
+            names.append(comm.read().strip())
+    return [name for name in names if "telemetry" in name]
+
+
 def look():
     api = sys.modules.get("telemetry.api")
     agent = api and api._agent
     return {
         "pid": os.getpid(),
-        "threads": [thread.name for thread in threading.enumerate() if "telemetry" in thread.name],
+        "threads": threads(),
         "listening": listening(),
         # But for a folder that the agent was reading just when it was forked: nobody can close that for it.
         "ours": [w for w in fds().values() if ("torch-telemetry" in w or w.endswith(".jsonl")) and not os.path.isdir(w)],

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import threading
 
 from faults.processes import HANG, wait_for
+from telemetry.core import own_threads
 from telemetry.publish import endpoint as endpoint_module
 from telemetry.publish import http_server as module
 from telemetry.publish.board import RankState
@@ -22,11 +22,11 @@ GOOD = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
 def serving():
     """An endpoint with one rank. Checks at the end that its threads have ended, and that it had no error."""
     errors = []
-    before = threading.active_count()
+    before = len(own_threads.running())
     made = Endpoint("127.0.0.1", [0], lambda: [STATE], "the-node", CONTENT_TYPE, on_error=errors.append)
     yield made
     made.close()
-    wait_for(lambda: threading.active_count() <= before, "its threads are gone")
+    wait_for(lambda: len(own_threads.running()) <= before, "its threads are gone")
     assert errors == []
 
 

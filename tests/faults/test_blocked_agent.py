@@ -18,6 +18,7 @@ QUIET = dict(run="r", start_line=False, interval_seconds=0.1, log_interval_secon
 
 HANGS = """
     import os, socket, threading
+    from telemetry.core.own_threads import named
 
     armed, hanging, release = threading.Event(), threading.Event(), threading.Event()
 
@@ -27,14 +28,14 @@ HANGS = """
 
     def hanging_on_the_agent_thread(original):
         def call(*args, **more):
-            if armed.is_set() and threading.current_thread().name == "telemetry-agent":
+            if armed.is_set() and named(threading.get_ident()) == "telemetry-agent":
                 hang()
             return original(*args, **more)
         return call
 
     def resolving(original):
         def call(host, *args, **more):
-            if threading.current_thread().name != "telemetry-resolver":
+            if named(threading.get_ident()) != "telemetry-resolver":
                 return original(host, *args, **more)
             hang()
             return original("127.0.0.1", *args, **more)

@@ -10,6 +10,7 @@ import threading
 import time
 
 from faults.processes import HANG, events, fetch, run_script, wait_for
+from telemetry.core import own_threads
 from telemetry.publish.board import RankState
 from telemetry.publish.endpoint import Endpoint
 from telemetry.publish.exposition import CONTENT_TYPE
@@ -20,17 +21,17 @@ def test_a_reused_descriptor_number_belongs_to_its_new_owner(tmp_path):
     """As a daemon does: all descriptors are closed, and the next files get the numbers of the agent's."""
     done = run_script(
         """
-        import os, sys, threading, time, urllib.request
+        import os, sys, time, urllib.request
         import telemetry
         from telemetry.attach.worker_block import WorkerBlock
+        from telemetry.core.own_threads import Wake
 
         agent = telemetry.start("run", start_line=False, port=0, interval_seconds=0.5, log_interval_seconds=0.5)
         block = WorkerBlock(2)
         logs = os.listdir("run/logs")
-        (ours,) = (thread.ident for thread in threading.enumerate() if thread.name == "telemetry-agent")
 
         def waits():
-            return sys._current_frames()[ours].f_code is threading.Condition.wait.__code__
+            return sys._current_frames()[agent._thread.ident].f_code is Wake.wait.__code__
 
         while waits():
             pass
@@ -53,7 +54,7 @@ def test_a_reused_descriptor_number_belongs_to_its_new_owner(tmp_path):
         if pid == 0:
             raise SystemExit(8)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 8
-        block.close()
+        del block
         telemetry.stop()
         for number, file in enumerate(theirs):
             assert os.readlink(f"/proc/self/fd/{file}") == os.path.abspath(f"theirs-{number}")
@@ -88,7 +89,7 @@ def test_a_connection_that_others_close_ends_in_silence(capfd):
             wait_for(lambda: not endpoint._server._open, "it is given up")
     finally:
         endpoint.close()
-    wait_for(lambda: not [t for t in threading.enumerate() if "process_request" in t.name], "its thread is gone")
+    wait_for(lambda: "telemetry-request" not in own_threads.running(), "its thread is gone")
     assert capfd.readouterr() == ("", "")
 
 

@@ -223,14 +223,15 @@ def test_the_exit_does_not_wait_for_an_agent_that_hangs(part, tmp_path):
 
 def test_stop_and_start_again_within_a_script(tmp_path):
     source = """
-        import threading, telemetry
+        import telemetry
+        from telemetry.core import own_threads
         telemetry.stop()
         for _ in range(3):
             telemetry.start("run", start_line=False)
             assert telemetry.start("elsewhere") is telemetry.start()
             telemetry.stop()
             telemetry.stop()
-            assert threading.active_count() == 1, threading.enumerate()
+            assert own_threads.running() == []
         """
     done = python(write(tmp_path, "script.py", source), cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
@@ -240,24 +241,25 @@ def test_stop_and_start_again_within_a_script(tmp_path):
 
 def test_an_agent_that_cannot_start_is_undone(tmp_path):
     source = """
-        import json, os, sys, threading, telemetry, telemetry.agent.agent
+        import json, os, sys, telemetry, telemetry.agent.agent
+        from telemetry.core import own_threads
         from telemetry.core.identity import identify
         from telemetry.publish.board import Board
-        start = threading.Thread.start
-        def refuse(thread):
-            if thread.name == "telemetry-agent":
+        start = own_threads.start_new_thread
+        def refuse(main, arguments):
+            if main.__self__.name == "telemetry-agent":
                 raise RuntimeError("can't start new thread")
-            start(thread)
-        threading.Thread.start = refuse
+            return start(main, arguments)
+        own_threads.start_new_thread = refuse
         finders = list(sys.meta_path)
         agent = telemetry.start("run", run="r", port=0)
         assert agent.running is False and agent.metrics_url is None
-        assert [t.name for t in threading.enumerate() if t.name != "telemetry-nvml"] == ["MainThread"]
+        assert own_threads.running() in ([], ["telemetry-nvml"])
         assert sys.meta_path == finders
         assert not Board("r", os.path.abspath("run"), identify("r", None).node).states()
         with telemetry.phase("x"), telemetry.step():
             pass
-        threading.Thread.start = start
+        own_threads.start_new_thread = start
         assert telemetry.start("run", port=0, start_line=False).running
         """
     done = python(write(tmp_path, "script.py", source), cwd=tmp_path)

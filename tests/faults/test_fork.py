@@ -74,6 +74,7 @@ def held(tmp_path_factory):
         """
         import json, os, socket, sys, threading, time, urllib.request
         import telemetry, telemetry.api
+        from telemetry.core import own_threads
         from look import in_child, look
         from locks import Held, locks_below
 
@@ -99,7 +100,7 @@ def held(tmp_path_factory):
             found["connection"] = client_fd_is_dup()
             mine = telemetry.start("run", run="r", interval_seconds=0.1)
             found["started"] = mine.running and mine is not agent
-            found["own_threads"] = [t.name for t in threading.enumerate() if t.name == "telemetry-agent"]
+            found["own_threads"] = [name for name in own_threads.running() if name == "telemetry-agent"]
             assert list(telemetry.watch([1, 2, 3])) == [1, 2, 3]
             found["url"] = mine.metrics_url
             telemetry.stop()
@@ -123,9 +124,9 @@ def held(tmp_path_factory):
             import look as module
             return [where for where in module.fds().values() if where.startswith("socket:[") and where[8:-1] in inodes]
 
-        locks = locks_below(agent, telemetry.api._starting)
+        locks = locks_below(agent, telemetry.api._starting, own_threads._guard)
         assert telemetry.api._starting in locks
-        assert agent._between_ticks._wake._cond._lock in locks
+        assert agent._between_ticks._wake._gate in locks
         assert agent._node.endpoint._server._guard in locks
         with Held(locks):
             answer = in_child(child)
@@ -183,6 +184,7 @@ def test_a_child_forked_in_the_middle_of_the_start_is_inert_too(moment, tmp_path
     done = run_script(
         f"""
         import json, sys, threading, telemetry, telemetry.agent.agent
+        from telemetry.core import own_threads
         from look import in_child, look
 
         reached, go_on = threading.Event(), threading.Event()
@@ -195,12 +197,12 @@ def test_a_child_forked_in_the_middle_of_the_start_is_inert_too(moment, tmp_path
             write = LogFile.write
             LogFile.write = lambda self, line: stop_here() or write(self, line)
         else:
-            start = threading.Thread.start
-            def patched(thread):
-                if thread.name == {{"endpoint": "telemetry-endpoint", "thread": "telemetry-agent"}}[{moment!r}]:
+            start = own_threads.start_new_thread
+            def patched(main, arguments):
+                if main.__self__.name == {{"endpoint": "telemetry-endpoint", "thread": "telemetry-agent"}}[{moment!r}]:
                     stop_here()
-                start(thread)
-            threading.Thread.start = patched
+                return start(main, arguments)
+            own_threads.start_new_thread = patched
 
         other = threading.Thread(target=telemetry.start, args=("run",))
         other.start()

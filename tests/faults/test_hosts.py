@@ -13,6 +13,7 @@ import threading
 import pytest
 
 from faults.processes import HANG, environment, events, fetch, results, run_script, value, wait_for, write
+from telemetry.core import own_threads
 from telemetry.core.errors import ErrorLog
 from telemetry.publish import listen_address
 from telemetry.publish.board import Board
@@ -91,9 +92,7 @@ def lookups(monkeypatch):
 
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
     yield asked, answers
-    for thread in threading.enumerate():
-        if thread.name == "telemetry-resolver":
-            thread.join(60)
+    wait_for(lambda: "telemetry-resolver" not in own_threads.running(), "its thread is gone")
 
 
 @pytest.fixture
@@ -199,12 +198,13 @@ def test_the_training_starts_at_once_with_a_silent_resolver(tmp_path):
         """
         import json, socket, threading
         import telemetry
+        from telemetry.core.own_threads import named
 
         real, asked_on, silent = socket.getaddrinfo, [], threading.Event()
 
         def getaddrinfo(host, port, *args, flags=0, **kwargs):
             if not flags & socket.AI_NUMERICHOST:
-                asked_on.append(threading.current_thread().name)
+                asked_on.append(named(threading.get_ident()))
                 silent.wait(300)
             return real(host, port, *args, flags=flags, **kwargs)
 

@@ -11,6 +11,7 @@ import time
 import pytest
 
 from faults.processes import HANG, wait_for
+from telemetry.core import own_threads
 from telemetry.publish import http_server as module
 from telemetry.publish.board import RankState
 from telemetry.publish.endpoint import Endpoint
@@ -31,7 +32,7 @@ def impatient(monkeypatch):
 
 
 def handlers() -> int:
-    return sum(thread.name == "telemetry-request" for thread in threading.enumerate())
+    return own_threads.running().count("telemetry-request")
 
 
 # -- clients that take their time --------------------------------------------------------------------------------
@@ -92,8 +93,10 @@ def test_an_answer_that_is_not_taken_at_once_comes_whole(endpoint):
 
 def test_a_request_that_is_there_at_once_gets_no_thread(endpoint, monkeypatch):
     monkeypatch.setattr(module, "_REQUEST_SECONDS", HANG)  # so that a slow machine does not matter
-    started, start = [], threading.Thread.start
-    monkeypatch.setattr(threading.Thread, "start", lambda thread: (started.append(thread.name), start(thread)))
+    started, start = [], own_threads.start_new_thread
+    monkeypatch.setattr(
+        own_threads, "start_new_thread", lambda main, arguments: (started.append(main), start(main, arguments))
+    )
     assert serves(endpoint)
     assert serves(endpoint)
     assert started == []
@@ -169,12 +172,12 @@ def test_a_crowd_of_scrapers_is_served_or_turned_away(endpoint, capfd):
 
 
 def test_a_machine_without_threads_to_give_turns_clients_away(endpoint, monkeypatch, capfd):
-    def refuse(_thread):
+    def refuse(*_):
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patch:
         patch.setattr(module, "_REQUEST_SECONDS", HANG)  # so that a slow machine does not matter
-        patch.setattr(threading.Thread, "start", refuse)
+        patch.setattr(own_threads, "start_new_thread", refuse)
         for _ in range(MAX_CONNECTIONS + 2):
             with client(endpoint) as connection:
                 connection.sendall(GOOD[:-2])
@@ -204,7 +207,7 @@ def test_closing_ends_what_is_open(capfd):
         half.sendall(GOOD[:10])
         wait_for(lambda: handlers() == 2, "both are connected")
         made.close()
-        assert not made._thread.is_alive() or made._thread.join(HANG) is None
+        assert made._thread.join(HANG)
         for connection in (silent, half):
             assert received(connection) == b""
     with pytest.raises(ConnectionRefusedError):

@@ -84,9 +84,10 @@ def test_another_run_removes_what_a_kill_has_left(tmp_path, stage, left):
     assert any(path.endswith(f"/{left}") for path in left_by_a_kill(tmp_path, stage, env))
     done = run_script(
         """
-        import threading, telemetry
+        import telemetry
+        from telemetry.core import own_threads
         telemetry.start("another-run", start_line=False)
-        for thread in threading.enumerate():
+        for thread in [*own_threads._running.values()]:
             if thread.name == "telemetry-sweep":
                 thread.join()
         telemetry.stop()

@@ -9,12 +9,13 @@ from faults.processes import events, write
 from tests.faults.warm_python import warm_python
 
 SCRIPT = """
-import os, sys, threading, time, torch, telemetry
+import os, sys, time, torch, telemetry
+from telemetry.core import own_threads
 from telemetry.snapshot.store import TraceStore
 from torch.utils.data import DataLoader, TensorDataset
 
 
-def refuse(self):
+def refuse(*_):
     raise RuntimeError("can't create new thread at interpreter shutdown")
 
 
@@ -51,16 +52,16 @@ if sys.argv[1] == "fork":
 agent = telemetry.start("run", start_line=False, interval_seconds=0.1, snapshot_max_seconds=600)
 if sys.argv[1] == "exit":
     loop(recording, 50)
-    threading.Thread.start = refuse  # as Python 3.12 does once the script has come to its end
+    own_threads.start_new_thread = refuse  # as Python 3.12 does once the script has come to its end
 elif sys.argv[1] == "fork":
     loop(lambda: agent.snapshots.counts["recorded"])
 else:
-    start, threading.Thread.start = threading.Thread.start, refuse
+    start, own_threads.start_new_thread = own_threads.start_new_thread, refuse
     loop(lambda: agent.snapshots.counts["refused"])
-    threading.Thread.start = start
+    own_threads.start_new_thread = start
     loop(lambda: agent.snapshots.counts["recorded"])
     telemetry.stop()
-    print([thread.name for thread in threading.enumerate()])
+    print(own_threads.running())
 """
 
 
@@ -75,7 +76,7 @@ def test_a_recording_cut_short_by_the_exit_needs_no_new_thread(tmp_path):
 
 def test_without_a_thread_there_is_no_recording_and_the_next_one_is_made(tmp_path):
     done = warm_python(write(tmp_path, "script.py", SCRIPT), "loop", cwd=tmp_path)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "['MainThread']\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[]\n", "")
     refused, recorded = events(tmp_path / "run", "snapshot")
     assert (refused["result"], recorded["result"]) == ("refused", "recorded")
     assert "no thread to save it" in refused["why"]

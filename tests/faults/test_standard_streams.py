@@ -92,7 +92,7 @@ def test_no_descriptor_of_ours_is_a_standard_one(tmp_path):
         assert urllib.request.urlopen(agent.metrics_url).status == 200
         from telemetry.attach.worker_block import WorkerBlock
         ours = [
-            WorkerBlock(1)._file.number,
+            WorkerBlock(1)._descriptor(),
             agent.event_log.log.file._file.number,
             agent._node.endpoint._server.listening.number,
             agent._node._board.server_lock._file.number,

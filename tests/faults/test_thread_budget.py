@@ -24,9 +24,10 @@ def test_a_rank_that_does_not_serve_has_no_thread_for_it(tmp_path):
         tmp_path,
         "script.py",
         """
-        import json, sys, threading, telemetry
+        import json, sys, telemetry
+        from telemetry.core import own_threads
         agent = telemetry.start("run", run="r", start_line=False, interval_seconds=0.1)
-        names = sorted(t.name for t in threading.enumerate())
+        names = sorted(own_threads.running())
         print(json.dumps([agent.metrics_url, [name for name in names if name != "telemetry-nvml"]]), flush=True)
         sys.stdin.readline()
         """,
@@ -35,9 +36,9 @@ def test_a_rank_that_does_not_serve_has_no_thread_for_it(tmp_path):
     envs = [environment(RANK=str(r), LOCAL_RANK=str(r), WORLD_SIZE="2", TELEMETRY_PORT=port) for r in (0, 1)]
     with Child(script, cwd=tmp_path, env=envs[0]) as first:
         url, threads = json.loads(first.line())
-        assert threads == ["MainThread", "telemetry-agent", "telemetry-endpoint"]
+        assert threads == ["telemetry-agent", "telemetry-endpoint"]
         with Child(script, cwd=tmp_path, env=envs[1]) as second:
-            assert second.line() == json.dumps([url, ["MainThread", "telemetry-agent"]])
+            assert second.line() == json.dumps([url, ["telemetry-agent"]])
             wait_for(lambda: 'rank="1"' in fetch(url), "one endpoint for both")
             second.tell()
             assert second.wait() == 0
@@ -48,11 +49,12 @@ def test_a_rank_that_does_not_serve_has_no_thread_for_it(tmp_path):
 def test_without_an_endpoint_there_is_one_thread(tmp_path):
     run_script(
         """
-        import threading, telemetry
+        import telemetry
+        from telemetry.core import own_threads
         agent = telemetry.start("run", start_line=False, port="off")
         assert agent.metrics_url is None
-        names = {t.name for t in threading.enumerate()} - {"telemetry-nvml"}
-        assert names == {"MainThread", "telemetry-agent"}, names
+        names = set(own_threads.running()) - {"telemetry-nvml"}
+        assert names == {"telemetry-agent"}, names
         """,
         tmp_path,
     )
@@ -61,10 +63,11 @@ def test_without_an_endpoint_there_is_one_thread(tmp_path):
 def test_the_nvml_thread_is_there_with_a_driver_only(tmp_path):
     fake = nvml.subprocess_environment(tmp_path)
     source = """
-        import sys, threading, telemetry
+        import sys, telemetry
+        from telemetry.core import own_threads
         agent = telemetry.start("run", start_line=False, interval_seconds=0.1)
         def names():
-            return sorted(t.name for t in threading.enumerate() if t.name.startswith("telemetry-"))
+            return sorted(own_threads.running())
         wanted = ["telemetry-agent", "telemetry-endpoint"] + ["telemetry-nvml"] * (sys.argv[1] == "driver")
         for _ in range(6000):
             up = agent._collectors._pollers["nvml"].health.up

@@ -35,7 +35,7 @@ def descriptors() -> int:
 
 def threads() -> list[str]:
     """Those of the job that are alive."""
-    return sorted(t.name.split("-")[0] for t in threading.enumerate() if not t.name.startswith("telemetry"))
+    return sorted(t.name.split("-")[0] for t in threading.enumerate())
 
 
 def left_over(count, before: int) -> int:

@@ -1,6 +1,5 @@
 """Helpers of the tests of the NVML source: a source above a fake driver, and what it reads."""
 
-import threading
 import time
 from contextlib import contextmanager
 
@@ -8,6 +7,7 @@ from fakes.nvml import Gpu, Mig
 
 from telemetry.collect.collector import CollectorError
 from telemetry.collect.nvml.source import NvmlSource
+from telemetry.core import own_threads
 
 A = "GPU-aaaaaaaa-0000-0000-0000-000000000000"
 B = "GPU-bbbbbbbb-0000-0000-0000-000000000000"
@@ -46,7 +46,7 @@ def source(state, uuid=A, environ=None, **settings):
 
 
 def nvml_threads():
-    return [thread for thread in threading.enumerate() if thread.name.startswith("telemetry-nvml")]
+    return [name for name in own_threads.running() if name.startswith("telemetry-nvml")]
 
 
 def until(met, seconds=20):

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import threading
 from collections import Counter
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from fakes.nvml import Gpu, Process, State
 from telemetry.collect.collector import CollectorError
 from telemetry.collect.nvml.gpu_summary import device_summary
 from telemetry.collect.nvml.readings import THROTTLE_BITS
+from telemetry.core import own_threads
 from telemetry.core.labels import THROTTLE_REASONS
 from tests.nvml.nvml_harness import AB, A, nvml_threads, outcome, partitioned, reason, sample, source, ticks, until
 
@@ -40,10 +40,9 @@ def test_only_its_own_thread_calls_nvml(state):
     assert state.callers == {"telemetry-nvml"}
 
 
-def test_the_thread_is_a_daemon_and_ends_on_close(state):
+def test_the_thread_ends_on_close(state):
     with source(state, interval_seconds=3600) as made:
-        [thread] = nvml_threads()
-        assert thread.daemon
+        assert nvml_threads() == ["telemetry-nvml"]
         until(lambda: not isinstance(outcome(made), str))
         made.close()
         until(lambda: not nvml_threads())
@@ -73,7 +72,7 @@ def test_a_forked_child_is_inert(state):
     release = state.hang_in("nvmlDeviceGetPowerUsage")
     with source(state) as made:
         until(lambda: state.hanging)
-        made._stop._cond.acquire()  # the parent's thread may hold it at the moment of the fork
+        own_threads._guard.acquire()  # the parent's thread may hold it at the moment of the fork
         pid = os.fork()
         if pid == 0:
             calls = Counter(state.calls)
@@ -81,8 +80,8 @@ def test_a_forked_child_is_inert(state):
             text = outcome(made)
             made.close()
             inert = text == "a forked child does not sample the GPU" and made.cpu_seconds() == 0.0
-            os._exit(0 if inert and state.calls == calls and threading.active_count() == 1 else 1)
-        made._stop._cond.release()
+            os._exit(0 if inert and state.calls == calls and nvml_threads() == [] else 1)
+        own_threads._guard.release()
         ended = until(lambda: status if (status := os.waitpid(pid, os.WNOHANG))[0] else None)
         assert os.waitstatus_to_exitcode(ended[1]) == 0
         release.set()
