@@ -14,6 +14,7 @@ import pytest
 
 from telemetry.collect.stack_capture import all_stacks
 from telemetry.collect.thread_sampler import ThreadSampler
+from telemetry.core import own_threads
 from telemetry.core.stacks import stack_of
 from tests.faults.processes import HANG
 
@@ -226,6 +227,32 @@ def test_a_look_leaves_garbage_collection_as_it_is(enabled):
             assert gc.isenabled() is enabled
         finally:
             gc.enable()
+
+
+def run_on_a_thread_of_ours(target) -> None:
+    thread = own_threads.OwnThread(target, name="telemetry-test")
+    thread.start()
+    assert thread.join(HANG)
+
+
+def test_a_threshold_that_a_script_reads_while_we_work_does_not_stay_when_it_sets_it_again():
+    before, seen = gc.get_threshold(), []
+    run_on_a_thread_of_ours(lambda: seen.append(gc.get_threshold()))
+    assert gc.get_threshold() == before
+    assert seen[0][0] > before[0]
+    gc.set_threshold(*seen[0])
+    try:
+        run_on_a_thread_of_ours(int)
+        assert gc.get_threshold() == before
+    finally:
+        gc.set_threshold(*before)
+
+
+def test_threads_that_have_ended_are_forgotten():
+    """Also in a worker, where no thread of ours waits for anything but time."""
+    for _ in range(50):
+        run_on_a_thread_of_ours(int)
+    assert len(own_threads.harmless) < 10
 
 
 SILENT = """

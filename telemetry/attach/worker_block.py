@@ -13,7 +13,7 @@ import struct
 from typing import TYPE_CHECKING, Final
 
 from telemetry.attach.batch_table import TABLE_BYTES, BatchTable
-from telemetry.core.filesystem import identity_of, memory_file, raised
+from telemetry.core.filesystem import LOWEST, identity_of, memory_file, raised
 from telemetry.core.sample_area import AREA_BYTES, SampleArea
 from telemetry.core.worker_records import FETCH_BUCKETS, StackPort, WorkerCounters
 
@@ -90,7 +90,16 @@ class WorkerBlock:
         return self.workers * SLOT_WORDS * 8 + min(self.workers, _MAX_SAMPLED) * AREA_BYTES
 
     def _map(self, file: int) -> None:
-        self._memory = mmap.mmap(file, self._size)
+        # `mmap` keeps a duplicate of it, under the lowest free number. That must not be one of a standard stream.
+        numbers = [os.dup(file)]
+        try:
+            while numbers[-1] < LOWEST:
+                numbers.append(os.dup(file))
+            os.close(numbers.pop())
+            self._memory = mmap.mmap(file, self._size)
+        finally:
+            for number in numbers:
+                os.close(number)
         self.words = memoryview(self._memory).cast("q")
         self.batches = BatchTable(self._memory, self._batches_at)
 

@@ -24,7 +24,7 @@ _CACHING: Final = ("nfs", "cifs", "smb", "9p", "fuse")
 """Prefixes of the names of file systems that may show an outdated state of a folder."""
 
 _MAX_BYTES: Final = 8192
-_LOWEST: Final = 3
+LOWEST: Final = 3
 """Lower numbers are stdin, stdout and stderr."""
 
 _MAX_NAME: Final = 120  # of 255 that a file system allows: the rest is for what makes a temporary name unique
@@ -62,17 +62,17 @@ def raised(number: int) -> int:
     Raises:
         OSError: no descriptor is left; the one given is closed.
     """
-    if number >= _LOWEST:
+    if number >= LOWEST:
         return number
     try:
-        return fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, _LOWEST)
+        return fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, LOWEST)
     finally:
         os.close(number)
 
 
 def raised_socket(opened: socket.socket) -> socket.socket:
     """The same as `raised`, for a socket."""
-    if opened.fileno() >= _LOWEST:
+    if opened.fileno() >= LOWEST:
         return opened
     timeout = opened.gettimeout()
     moved = socket.socket(opened.family, opened.type, opened.proto, fileno=raised(opened.detach()))
@@ -260,11 +260,11 @@ class StandardStreams:
         Raises:
             OSError: no descriptor is left.
         """
-        if all(_is_open(number) for number in range(_LOWEST)):
+        if all(_is_open(number) for number in range(LOWEST)):
             return
         while True:
             number = os.open("/", os.O_PATH | os.O_CLOEXEC)
-            if number >= _LOWEST:
+            if number >= LOWEST:
                 os.close(number)
                 return
             self._kept.append(Descriptor(number))

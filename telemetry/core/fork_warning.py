@@ -39,13 +39,15 @@ class _OursAlone:
 
     Attributes:
         match: called by Python when it warns; whether all threads but one are the agent's. The number of threads is the
-            number of links of the folder less 2, which needs no descriptor.
+            number of links of the folder less 2, which needs no descriptor. Ours are counted first: one that ends
+            meanwhile must not look like the user's.
     """
 
     def __init__(self) -> None:
+        tasks = map(map, repeat(attrgetter("task")), repeat(own_threads.harmless))
+        ours = map(sum, map(map, repeat(os.access), tasks, repeat(repeat(os.F_OK))))
         links = map(attrgetter("st_nlink"), map(os.stat, repeat("/proc/self/task")))
-        allowed = map(operator.add, map(len, repeat(own_threads.harmless)), repeat(1 + 2))
-        self.match = partial(next, map(operator.le, links, allowed))
+        self.match = partial(next, map(operator.ge, map(operator.add, ours, repeat(1 + 2)), links))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as an expression that matches nothing. Some libraries send the filters to other processes."""

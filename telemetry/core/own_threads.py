@@ -32,21 +32,23 @@ if TYPE_CHECKING:
 # Faults of the thread itself are not blocked, so that faulthandler can report them.
 _FAULTS: Final = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT})
 
-_ROOM: Final = 20_000
-"""More than a tick allocates and keeps: 1,000 to 3,000 objects at its peak."""
+_ROOM: Final = 20_011
+"""More than a tick allocates and keeps: 1,000 to 3,000 objects at its peak. An odd number, which no script chooses."""
 
 _MAX_THRESHOLD: Final = 2**31 - 1
+
+_TASKS: Final = "/proc/self/task"
 
 _running: Final[dict[int, OwnThread]] = {}
 
 harmless: Final[list[OwnThread]] = []
 """Our threads that run no code of others, such as a logger's client, which may hold a lock that a forked child needs. A
-thread is in the list from before it starts until some time after it has ended, while the kernel may still count it."""
+thread is in the list from before it starts until the next one starts after its end."""
 
 _guard = allocate_lock()
 _at_work = 0
-_threshold = 0  # of the script, while ours is in place; else 0
-_raised = 0  # ours
+_threshold = 0  # of the script
+_raised = 0  # ours, in place of that while a thread of ours works
 _get_threshold: Final = gc.get_threshold
 
 
@@ -54,7 +56,7 @@ _get_threshold: Final = gc.get_threshold
 def _threshold_of_script() -> tuple[int, int, int]:
     script, ours = _threshold, _raised
     now, old, older = _get_threshold()
-    return script if script and now == ours else now, old, older
+    return script if now == ours else now, old, older
 
 
 def work() -> None:
@@ -64,6 +66,8 @@ def work() -> None:
     _at_work += 1
     if _at_work == 1:
         now = _get_threshold()[0]
+        if now == _raised:  # the script has read ours, by a name of its own, and set it again later
+            now = _threshold
         if now:  # with 0 nothing is collected
             _threshold, _raised = now, min(max(now, gc.get_count()[0]) + _ROOM, _MAX_THRESHOLD)
             gc.get_threshold = _threshold_of_script
@@ -82,10 +86,8 @@ def rest() -> None:
 
 
 def _restore_threshold() -> None:
-    global _threshold, _raised  # noqa: PLW0603
-    if _threshold and _get_threshold()[0] == _raised:  # else the script has set its own meanwhile
+    if _raised and _get_threshold()[0] == _raised:  # else the script has set its own meanwhile
         gc.set_threshold(_threshold)
-    _threshold = _raised = 0
     if gc.get_threshold is _threshold_of_script:
         gc.get_threshold = _get_threshold
 
@@ -112,9 +114,10 @@ class OwnThread:
 
     Attributes:
         ident: as `threading.get_ident` returns it; None before the start. ``native``: the kernel's number of it.
+        task: a path that exists while the kernel counts the thread. It does so for a moment after the end.
     """
 
-    __slots__ = ("_args", "_ended", "_others_code", "_started", "_target", "ident", "name", "native")
+    __slots__ = ("_args", "_ended", "_others_code", "_started", "_target", "ident", "name", "native", "task")
 
     def __init__(self, target: Callable[..., object], *args: Any, name: str, others_code: bool = False) -> None:
         self._target = target
@@ -123,6 +126,7 @@ class OwnThread:
         self.name = name
         self.ident: int | None = None
         self.native = 0
+        self.task = _TASKS  # until the number is known
         self._started = allocate_lock()
         self._ended = allocate_lock()
 
@@ -136,6 +140,7 @@ class OwnThread:
         self._ended.acquire()
         if not _after_fork_registered:
             _register()
+        _forget_ended()
         if not self._others_code:
             harmless.append(self)
         # A new thread inherits the blocked signals of the thread that starts it. A handler of the script may raise at
@@ -146,6 +151,7 @@ class OwnThread:
             pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - _FAULTS)
             start_new_thread(self._main, ())
         except BaseException:
+            self.task = ""
             self._ended.release()
             _forget_ended()
             raise
@@ -169,8 +175,9 @@ class OwnThread:
     def _main(self) -> None:
         work()
         self.ident, self.native = get_ident(), get_native_id()
+        self.task = f"{_TASKS}/{self.native}"
         _running[self.ident] = self
-        _name_for_kernel(self.native, self.name)
+        _name_for_kernel(self.task, self.name)
         self._started.release()
         try:
             self._target(*self._args)
@@ -216,7 +223,6 @@ class Wake:
         ours = get_ident() in _running
         if ours:
             _forget_in_threading()
-            _forget_ended()
             rest()
         if self._gate.acquire(True, seconds):
             self._open()  # for the others that wait
@@ -238,16 +244,16 @@ def _forget_in_threading() -> None:
 
 def _forget_ended() -> None:
     for thread in [*harmless]:
-        if not thread._ended.locked():
+        if not os.access(thread.task, os.F_OK):
             try:
                 harmless.remove(thread)
             except ValueError:
                 pass  # another thread has done it
 
 
-def _name_for_kernel(native: int, name: str) -> None:
+def _name_for_kernel(task: str, name: str) -> None:
     try:
-        comm = os.open(f"/proc/self/task/{native}/comm", os.O_WRONLY)
+        comm = os.open(f"{task}/comm", os.O_WRONLY)
     except OSError:
         return  # no /proc, or no descriptor is left
     try:

@@ -23,11 +23,9 @@ def test_a_reused_descriptor_number_belongs_to_its_new_owner(tmp_path):
         """
         import os, sys, time, urllib.request
         import telemetry
-        from telemetry.attach.worker_block import WorkerBlock
         from telemetry.core.own_threads import Wake
 
         agent = telemetry.start("run", start_line=False, port=0, interval_seconds=0.5, log_interval_seconds=0.5)
-        block = WorkerBlock(2)
         logs = os.listdir("run/logs")
 
         def waits():
@@ -54,7 +52,6 @@ def test_a_reused_descriptor_number_belongs_to_its_new_owner(tmp_path):
         if pid == 0:
             raise SystemExit(8)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 8
-        del block
         telemetry.stop()
         for number, file in enumerate(theirs):
             assert os.readlink(f"/proc/self/fd/{file}") == os.path.abspath(f"theirs-{number}")
