@@ -235,7 +235,7 @@ def run_on_a_thread_of_ours(target) -> None:
     assert thread.join(HANG)
 
 
-def test_a_threshold_that_a_script_reads_while_we_work_does_not_stay_when_it_sets_it_again():
+def test_a_threshold_of_ours_that_a_script_sets_again_does_not_stay():
     before, seen = gc.get_threshold(), []
     run_on_a_thread_of_ours(lambda: seen.append(gc.get_threshold()))
     assert gc.get_threshold() == before

@@ -138,8 +138,8 @@ class Agent(AgentParts):
         """Undo every patch, write what is left, end the threads. Returns within a few seconds in any case."""
         if not self.running or os.getpid() != self._pid:
             return
-        self.running = False
         self._deadline_ns = now_ns() + int(_STOP_SECONDS * NS)
+        self.running = False
         try:
             self._exec.undo()
             over = True
@@ -152,6 +152,7 @@ class Agent(AgentParts):
             self._end()
 
     def _end(self) -> None:
+        self._deadline_ns = self._deadline_ns or now_ns() + int(_STOP_SECONDS * NS)
         self._ended = True
         self._between_ticks.end()
         if self._thread.ident is None:  # the thread could not be started

@@ -90,4 +90,4 @@ class RunCounts:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 replace_file(path, content, 0o644)
         except OSError as error:
-            self._errors.tell("attempts", f"the counts of this rank cannot be written: {error}")
+            self._errors.tell("attempts", f"the counts of this rank cannot be written: {error.strerror}")

@@ -208,7 +208,7 @@ class RunLosses:
                 replace_file(self._folder / NAME, content, 0o644)
             self._written_saves = saves
         except OSError as error:
-            self._errors.tell("attempts", f"the state of the run cannot be written: {error}")
+            self._errors.tell("attempts", f"the state of the run cannot be written: {error.strerror}")
 
 
 @dataclass(frozen=True, slots=True)

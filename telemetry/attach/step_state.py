@@ -67,7 +67,7 @@ class StepState(HotState):
         batches_unseen: whether the agent thread has found that batches are now requested on another thread.
         step_iterators: ids of the iterators that gave a batch to the open step.
         iterator_id: id of the iterator that gave the newest batch.
-        iterator_gone: not empty once that iterator is freed, or if there is none.
+        iterator_gone: not empty once that iterator is freed, or while no batch has come.
         gpu: the clock that times waits on the GPU; else None.
         device: index of the training thread's CUDA device at the newest first batch; None for none.
         accelerator: type of the asynchronous device in use; None for none.

@@ -93,7 +93,8 @@ def test_a_worker_has_nothing_of_ours(method, loader_run):
     assert len(found[method]) == 4
     for worker in found[method]:
         assert worker["pid"] != found["pid"]
-        assert (worker["threads"], worker["running"], worker["finders"]) == ([], False, [])
+        assert (worker["running"], worker["finders"]) == (False, [])
+        assert worker["threads"] == ["telemetry-stacks", "telemetry-stack"], "our name, and the kernel's"
         assert (worker["listening"], worker["ours"]) == ([], [])
         assert worker["inactive"] == "InactiveAgent", "start() in a worker does nothing"
 

@@ -188,7 +188,7 @@ FULL = """
             tell("wait")  # each has failed to write, and has made room with that
         for what in ("wait", "train"):
             page = fetch(url)
-            shown = {name for name, found in samples(page).items() for labels, _ in found if labels["rank"] == "1"}
+            shown = {name for name, found in samples(page).items() for labels, _ in found if labels.get("rank") == "1"}
             assert shown <= {"training_run_info"}, "nothing is known of it, but that it is there"
             assert value(page, "training_run_info", rank="0") == 1
             tell(what)

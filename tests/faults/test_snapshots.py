@@ -16,6 +16,7 @@ from torch import nn
 from telemetry.attach.attachment import Attachment
 from telemetry.attach.ring import Ring
 from telemetry.attach.step_tracker import StepTracker
+from telemetry.core import own_threads
 from telemetry.publish.board import board_root
 from telemetry.snapshot import protocol as p
 from telemetry.snapshot.budget import Budget, BudgetWatch
