@@ -127,7 +127,13 @@ def test_imports_go_one_way(path):
         assert used <= BASE | FOLDERS | ABOVE
 
 
-TYPES_OF_EACH_OTHER = {"attach.gc_timer", "attach.resume_state", "attach.sampler_timer", "attach.optimizer_hook", "attach.graph_captures"}
+TYPES_OF_EACH_OTHER = {
+    "attach.gc_timer",
+    "attach.resume_state",
+    "attach.sampler_timer",
+    "attach.optimizer_hook",
+    "attach.graph_captures",
+}
 """Parts of the step tracker. Their functions get the tracker's state, which is made of them."""
 
 

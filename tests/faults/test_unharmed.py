@@ -106,16 +106,18 @@ THREADS = """
 """
 
 COMPILED = """
-    import sys, warnings
+    import re, sys, warnings
     import torch, torch._dynamo
     from torch.utils.data import DataLoader, TensorDataset
 
     warnings.simplefilter("always")
     shown = []
-    warnings.showwarning = lambda message, category, file, line, *_: shown.append(f"{category.__name__} {message}"[:90])
+    warnings.showwarning = lambda message, category, file, line, *_: shown.append(
+        re.sub(r"pid=\\d+", "", f"{category.__name__} {message}")[:90])
     model = torch.nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader = DataLoader(TensorDataset(torch.ones(32, 8)), batch_size=8, num_workers=int(sys.argv[1]))
+    loader = DataLoader(TensorDataset(torch.ones(32, 8)), batch_size=8, num_workers=int(sys.argv[1]),
+                        multiprocessing_context="fork" if sys.argv[1] != "0" else None)
 
     @torch.compile(backend="eager")
     def epoch():
@@ -160,7 +162,7 @@ WARNED = """
     class Warning_(Dataset):
         def __len__(self): return 1
         def __getitem__(self, index):
-            for level in range(1, 7):
+            for level in range(1, 5):  # 5 is this file on some versions of Python, 6 what runs it
                 warnings.warn(f"item {level}", stacklevel=level)
             return index
 
@@ -177,7 +179,7 @@ WARNED = """
     warnings.showwarning = places
     warnings.simplefilter("always")
     for _ in DataLoader(Longer()): pass
-    for _ in DataLoader(Longer(), num_workers=9): break
+    for _ in DataLoader(Longer(), num_workers=9, multiprocessing_context="fork"): break
     for _ in DataLoader(Warning_()): pass
     for _ in DataLoader([1], collate_fn=collate): pass
     for _ in telemetry.watch(watched()): pass
