@@ -99,7 +99,8 @@ def page_of(run: str) -> str:
         lines.append(f"== {key}")
         lines += [f"{name}: {json.dumps(value)}" for name, value in item.items() if name != "item"]
         lines += [f"{name} = {values}" for name, values in sorted(arrays(item["item"]["doc"]))]
-    return rounded("\n".join(lines) + "\n")
+    text = re.sub(r"\nWritten\n.*\n", "\nWritten\n#\n", "\n".join(lines) + "\n")
+    return rounded(text)
 
 
 def arrays(part: object) -> list[tuple[str, str]]:
@@ -115,7 +116,7 @@ def arrays(part: object) -> list[tuple[str, str]]:
                 raw = base64.b64decode(value["array"]["data"])
                 raw = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
                 figures = np.frombuffer(raw, value["dtype"]).tolist()
-                text = " ".join(each if isinstance(each, str) else f"{each:.6g}" for each in figures)
+                text = " ".join(f"{each:.9g}" if abs(each) < 1e9 else f"{each:.0f}" for each in figures)
                 found.append((str(name), f"{value['shape']} {text}"))
     below = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
     return found + [pair for each in below for pair in arrays(each)]

@@ -16,7 +16,8 @@ def main() -> None:
     replaced = {
         str(Path(sys.prefix).resolve().parent).encode(): b"/home/user",
         str(goldens.HERE.parents[1]).encode(): b"/home/user",
-        socket.gethostname().encode(): b"node-a",
+        sys.base_prefix.encode(): b"/usr",
+        f'"{socket.gethostname()}"'.encode(): b'"node-a"',
     }
     for folder in map(Path, sys.argv[1:]):
         goldens.pack(folder, replaced | {str(folder.resolve().parent).encode(): b"/home/user"})
