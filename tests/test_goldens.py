@@ -16,7 +16,7 @@ from tests import goldens
 
 pytest.importorskip("bokeh")
 
-MOST_LINES = 20
+MAX_LINES = 20
 
 
 def check(found: dict[str, str], *, of: tuple[str, ...]) -> None:
@@ -29,7 +29,7 @@ def check(found: dict[str, str], *, of: tuple[str, ...]) -> None:
             lines = difflib.unified_diff(
                 wanted[name].splitlines(), text.splitlines(), f"expected/{name}", "now", n=1, lineterm=""
             )
-            differ += [line[:300] for line in [*lines][:MOST_LINES]]
+            differ += [line[:300] for line in [*lines][:MAX_LINES]]
     assert not differ, "\n" + "\n".join(differ)
 
 
