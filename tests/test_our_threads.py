@@ -233,9 +233,11 @@ def run_on_a_thread_of_ours(target) -> None:
     assert thread.join(HANG)
 
 
-def test_a_threshold_that_a_script_reads_while_we_work_does_not_stay_when_it_sets_it_again():
-    before, seen = gc.get_threshold(), []
-    run_on_a_thread_of_ours(lambda: seen.append(gc.get_threshold()))
+def test_a_threshold_of_ours_that_a_script_sets_again_does_not_stay():
+    """The script has read it while a thread of ours worked."""
+    read, seen = gc.get_threshold, []
+    before = read()
+    run_on_a_thread_of_ours(lambda: seen.append(read()))
     assert gc.get_threshold() == before
     assert seen[0][0] > before[0]
     gc.set_threshold(*seen[0])
