@@ -90,7 +90,7 @@ class WorkerBlock:
         return self.workers * SLOT_WORDS * 8 + min(self.workers, _MAX_SAMPLED) * AREA_BYTES
 
     def _map(self, file: int) -> None:
-        # `mmap` keeps a duplicate of the descriptor, under the lowest free number. That must not be a standard stream's.
+        # `mmap` keeps a duplicate of it, under the lowest free number. That must not be one of a standard stream.
         numbers = [os.dup(file)]
         try:
             while numbers[-1] < LOWEST:
