@@ -18,6 +18,7 @@ from telemetry.attach.ring import Ring
 from telemetry.attach.step_tracker import StepTracker
 from telemetry.core import own_threads
 from telemetry.publish.board import board_root
+from telemetry.core import own_threads
 from telemetry.snapshot import protocol as p
 from telemetry.snapshot.budget import Budget, BudgetWatch
 from telemetry.snapshot.capture import Capture
