@@ -105,7 +105,10 @@ def timed_next(
             batch = original(self)
             end = now()
         except BaseException as error:
-            _failed(tracker, self, start, STEP, error)
+            try:
+                _failed(tracker, self, start, STEP, error)
+            finally:
+                tracker.waiting_since = 0
             forget_frame(error)
             raise
         try:
@@ -158,7 +161,10 @@ def _timed_on_slow_path(original: Callable[[Any], Any], tracker: StepTracker) ->
             batch = original(self)
             end = now_ns()
         except BaseException as error:
-            _failed(tracker, self, start, entry, error)
+            try:
+                _failed(tracker, self, start, entry, error)
+            finally:
+                tracker.waiting_since = 0
             forget_frame(error)
             raise
         finally:
@@ -181,6 +187,7 @@ def _timed_on_slow_path(original: Callable[[Any], Any], tracker: StepTracker) ->
 
 
 def _failed(tracker: StepTracker, iterator: object, start: int, entry: int, error: BaseException) -> None:
+    """The caller ends the wait, because a signal handler may raise before the first line of this."""
     try:
         tracker.failed(iterator, start, entry, error)
         if tracker.gpu is not None:
@@ -309,7 +316,10 @@ def at_boundary(original: Callable[[Any], Any], tracker: StepTracker, subject: A
         raise
     finally:
         if entry is not None:
-            _boundary_passed(tracker, start, entry, result)
+            try:
+                _boundary_passed(tracker, start, entry, result)
+            finally:
+                tracker.waiting_since = 0
     try:
         if not leaves and tracker.active:
             tracker.sources.begun(result)

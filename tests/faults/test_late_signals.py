@@ -11,6 +11,7 @@ import threading
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 import telemetry
 from faults.processes import RUN, events, python, without_start_line, write
@@ -94,22 +95,33 @@ def test_a_signal_while_the_agent_stops(how, inside, tmp_path):
         assert len(events(tmp_path / "run", "run_end")) == 1
 
 
-def test_a_phase_that_a_signal_handler_interrupts_is_left(start, request):
-    """At each call that is made to enter the phase or to leave it."""
-    request.addfinalizer(lambda: signal.signal(signal.SIGUSR1, before))
+def interrupted_at_each_call(act, files) -> int:
+    """Act once for each call of a function that code in these files makes, with a signal in it. Returns how many."""
     before = signal.signal(signal.SIGUSR1, notify)
+    try:
+        for number in range(1, 200):
+            calls = []
+
+            def interrupt(frame, event, _arg, calls=calls, number=number):
+                caller = frame.f_back
+                if event == "call" and caller is not None and os.path.basename(caller.f_code.co_filename) in files:
+                    calls.append(frame)
+                    if len(calls) == number:
+                        sys.setprofile(None)
+                        signal.raise_signal(signal.SIGUSR1)
+
+            act(interrupt)
+            if len(calls) < number:
+                return number - 1
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    raise AssertionError("there is no end of calls")
+
+
+def test_a_phase_that_a_signal_handler_interrupts_is_left(start):
     agent = start()
-    for number in range(1, 100):
-        calls = []
 
-        def interrupt(frame, event, _arg, calls=calls, number=number):
-            caller = frame.f_back
-            if event == "call" and caller is not None and os.path.basename(caller.f_code.co_filename) == "scopes.py":
-                calls.append(frame)
-                if len(calls) == number:
-                    sys.setprofile(None)
-                    signal.raise_signal(signal.SIGUSR1)
-
+    def save(interrupt):
         sys.setprofile(interrupt)
         try:
             torch.save({}, io.BytesIO())
@@ -117,8 +129,27 @@ def test_a_phase_that_a_signal_handler_interrupts_is_left(start, request):
             pass
         finally:
             sys.setprofile(None)
-        assert not agent.tracker.in_phase, calls[-1].f_code
-        if len(calls) < number:
-            break
-    assert number > 3
+        assert not agent.tracker.in_phase
+
+    assert interrupted_at_each_call(save, {"scopes.py"}) > 2
+    telemetry.stop()
+
+
+def test_a_wait_that_a_signal_handler_interrupts_is_over(start):
+    """Also where an epoch begins and ends. Otherwise all later waits would pass for a part of it."""
+    agent = start()
+    loader = DataLoader(range(3), batch_size=1)
+
+    def epoch(interrupt):
+        sys.setprofile(interrupt)
+        try:
+            for _ in loader:
+                pass
+        except Notice:
+            pass
+        finally:
+            sys.setprofile(None)
+        assert not agent.tracker.waiting_since
+
+    assert interrupted_at_each_call(epoch, {"loader_hooks.py", "importlib._bootstrap"}) > 20
     telemetry.stop()
