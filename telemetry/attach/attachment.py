@@ -124,6 +124,7 @@ class Attachment:
     def after_fork_in_child(self) -> None:
         """Make the hooks pass straight through. Takes no lock, and releases no event of the parent."""
         self._watch.close()
+        self._tracker.garbage.detach()
         self._tracker.detach()
 
     def _torch(self, torch: ModuleType) -> None:

@@ -12,12 +12,12 @@ import os
 from collections import deque
 from functools import partial
 from itertools import repeat, takewhile
-from operator import attrgetter, itemgetter
-from threading import get_ident
+from operator import attrgetter, methodcaller
+from threading import get_ident, get_native_id
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from telemetry.attach.ring import S_COMPUTE
-from telemetry.core.clock import now_ns, process_time_ns, thread_time_ns
+from telemetry.core.clock import clock_gettime_ns, now_ns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -37,25 +37,25 @@ class _Stamp(NamedTuple):
     Attributes:
         begins: whether it begins.
         at_ns: when, monotonic ns.
-        thread: ident of the collecting thread. ``cpu_ns``: its CPU time. ``process_cpu_ns``: that of all threads.
+        thread: ident of the collecting thread.
+        ran_ns: CPU time of the training thread, if another one collects: that takes 2 µs to read.
         state: what the training thread was doing, as `_STATE` reads it from the tracker.
     """
 
     begins: bool
     at_ns: int
     thread: int
-    cpu_ns: int
-    process_cpu_ns: int
+    ran_ns: int
     state: tuple[int, int, bool, int, bool]
 
 
 class _Collection(NamedTuple):
-    """A collection that stopped the training thread. ``cpu_ns``: CPU time of that thread in it."""
+    """A collection that stopped the training thread. ``own``: on that thread."""
 
     began_ns: int
     ended_ns: int
     lost_ns: int
-    cpu_ns: int
+    own: bool
     in_wait: bool
     at_boundary: bool
 
@@ -63,9 +63,9 @@ class _Collection(NamedTuple):
 class GarbageTimer:
     """Sums over the collections that stopped the training thread. The agent thread reads them.
 
-    A collection on another thread holds the GIL, so it stops the training thread, too. Time in which other threads ran
-    meanwhile (code that does not need the GIL) is not counted, and nothing while the training thread waited for a batch
-    of its workers. During startup and evaluations no step loses time.
+    A collection on another thread holds the GIL, so it stops the training thread, too. Time in which that ran meanwhile
+    (code that does not need the GIL) is not counted, and nothing while it waited for a batch of its workers. During
+    startup and evaluations no step loses time.
 
     Attributes:
         ns: time lost.
@@ -76,18 +76,32 @@ class GarbageTimer:
     def __init__(self) -> None:
         self._stamps: deque[_Stamp] = deque(maxlen=_MAX_STAMPS)
         self._tracker: StepTracker | None = None
+        self._callback: Callable[..., object] | None = None
         self._read_until_ns = 0
         self.ns = self.wait_ns = self.boundary_wait_ns = 0
 
     def attach(self, tracker: StepTracker, patches: Patches) -> None:
         """Add the callback. ``patches`` removes it."""
         self._tracker = tracker
+        patches.on_undo(self.detach)
+        self.follow_thread()
+
+    def follow_thread(self) -> None:
+        """The calling thread is the training thread from now on."""
+        tracker = self._tracker
+        if tracker is None:
+            return
+        self.detach()
         begins, ends = (_noting(self._stamps, tracker, begins=begins) for begins in (True, False))
         clock = type("GarbageClock", (), {"start": property(begins), "stop": property(ends)})()
         # Python calls it with the phase, "start" or "stop", and details: getattr(clock, phase, details).
-        collected = partial(getattr, clock)
-        gc.callbacks.append(collected)
-        patches.on_undo(lambda: gc.callbacks.remove(collected) if collected in gc.callbacks else None)
+        self._callback = partial(getattr, clock)
+        gc.callbacks.append(self._callback)
+
+    def detach(self) -> None:
+        """Remove the callback."""
+        if self._callback in gc.callbacks:
+            gc.callbacks.remove(self._callback)
 
     @property
     def collecting(self) -> bool:
@@ -110,10 +124,10 @@ class GarbageTimer:
         """Collections since a stamp in which the training thread, which calls this, requested a batch of workers.
 
         Returns:
-            Their time, and the CPU time of this thread in them, ns.
+            Their time, and the part of it in which this thread has collected, ns.
         """
         inside = [each for each in self._collections(since_ns, workers=True) if each.in_wait]
-        return sum(each.lost_ns for each in inside), sum(each.cpu_ns for each in inside)
+        return sum(each.lost_ns for each in inside), sum(each.lost_ns for each in inside if each.own)
 
     def _collections(self, since_ns: int, *, workers: bool) -> Iterator[_Collection]:
         """Those that began at or after a stamp, oldest first."""
@@ -137,23 +151,23 @@ def _collection(began: _Stamp, ended: _Stamp, *, workers: bool) -> _Collection |
         return None
     if elsewhere and waiting_since and workers:
         return None
-    lost, own = ended.at_ns - began.at_ns, ended.cpu_ns - began.cpu_ns
-    if elsewhere:
-        lost = max(0, lost - max(0, ended.process_cpu_ns - began.process_cpu_ns - own))
-    return _Collection(began.at_ns, ended.at_ns, lost, 0 if elsewhere else own, asking, at_boundary)
+    lost = max(0, ended.at_ns - began.at_ns - (ended.ran_ns - began.ran_ns))
+    return _Collection(began.at_ns, ended.at_ns, lost, not elsewhere, asking, at_boundary)
 
 
 def _noting(stamps: deque[Any], tracker: StepTracker, *, begins: bool) -> Callable[[object], object]:
-    """A C function of one argument, which it ignores, that appends a `_Stamp`. In a forked child it does nothing."""
+    """A C function of one argument, which it ignores, that appends a `_Stamp`."""
+    call, native = methodcaller("__call__"), get_native_id()
+    # The clock of this thread, as pthread_getcpuclockid computes its number. It fails once the thread has ended.
+    clock = {True: partial(clock_gettime_ns, ~native << 3 | 6), False: int}
+    exists = map(os.access, repeat(f"/proc/self/task/{native}"), repeat(os.F_OK))
+    ran = partial(next, map(call, map(clock.get, exists)))
     stamp = zip(
-        takewhile(os.getpid().__eq__, iter(os.getpid, None)),
         repeat(begins),
         iter(now_ns, None),
         iter(get_ident, None),
-        iter(thread_time_ns, None),
-        iter(process_time_ns, None),
+        map(call, map({get_ident(): int}.get, iter(get_ident, None), repeat(ran))),  # int() is 0
         map(_STATE, repeat(tracker)),
         strict=False,
     )
-    # next(..., argument): the argument is the default, unused
-    return partial(next, map(stamps.append, map(itemgetter(slice(1, None)), stamp)))
+    return partial(next, map(stamps.append, stamp))  # next(..., argument): the argument is the default, unused

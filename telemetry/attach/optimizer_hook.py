@@ -113,6 +113,7 @@ class OptimizerSteps:
                 return
             # start() was called on another thread than the one that trains
             state.thread, state.native_thread = here, threading.get_native_id()
+            state.garbage.follow_thread()
         if state.trained_on in {None, "cpu"} and id(optimizer) != self._device_read_from:
             self._device_read_from = id(optimizer)
             state.trained_on = _device_of(optimizer) or state.trained_on
