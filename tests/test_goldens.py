@@ -82,7 +82,10 @@ def test_what_a_run_logs(here):
     found = goldens.events_of([here / "run"])
     assert found.keys() >= {"run_start", "window", "host", "phase", "snapshot", "run_end"}
     for event, keys in found.items():
+        also = (
+            {"absent", "null"} if event == "snapshot" else {"absent"}
+        )  # a busy machine may come too late for its steps
         for key, kinds in keys.items():
-            assert set(kinds) <= set(recorded[event].get(key, ())) | {"absent"}, f"{event}.{key}"
+            assert set(kinds) <= set(recorded[event].get(key, ())) | also, f"{event}.{key}"
         always = {key for key, kinds in recorded[event].items() if "absent" not in kinds}
         assert always <= keys.keys(), event
