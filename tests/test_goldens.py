@@ -78,7 +78,7 @@ def test_the_doctor(here):
 def test_what_a_run_logs(here):
     """A run of today writes the events, keys and types of the recorded ones."""
     recorded = json.loads(goldens.EVENTS.read_text("utf-8"))
-    goldens.train(here / "run", "main,save,evaluate,snapshot", 120)
+    goldens.train(here / "run", "main,save,evaluate,snapshot", 240)
     found = goldens.events_of([here / "run"])
     assert found.keys() >= {"run_start", "window", "host", "phase", "snapshot", "run_end"}
     for event, keys in found.items():
