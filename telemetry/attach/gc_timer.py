@@ -147,7 +147,7 @@ def _collection(began: _Stamp, ended: _Stamp, *, workers: bool) -> _Collection |
     category, waiting_since, batch_seen, training, at_boundary = began.state
     elsewhere = began.thread != training
     asking = waiting_since > 0 and batch_seen
-    if not training or not (category == S_COMPUTE or (asking and not elsewhere)):
+    if category != S_COMPUTE and (elsewhere or not asking):
         return None
     if elsewhere and waiting_since and workers:
         return None
