@@ -122,7 +122,8 @@ class Observed:
     @property
     def garbage(self) -> GarbageTimer:
         """The collections up to now."""
-        self.tracker.garbage.read()
+        source = self.tracker.sources.newest()
+        self.tracker.garbage.read(workers=source is not None and source.kind == "workers")
         return self.tracker.garbage
 
     def check_sum(self) -> None:

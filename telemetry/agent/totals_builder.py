@@ -123,7 +123,8 @@ class TotalsBuilder:
         self._updated_ns = self._accounting.updated_ns
         accounting, tracker, before = self._accounting, self._tracker, self.totals
         ledger, stats = accounting.ledger, accounting.stats
-        tracker.garbage.read()
+        source = tracker.sources.newest()
+        tracker.garbage.read(workers=source is not None and source.kind == "workers")
         process: ProcessSample | None = self._collectors.newest("process")
         workers: WorkersSample | None = self._collectors.newest("workers")
         histogram = None if workers is None else workers.fetch_duration

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
+from telemetry.attach.gpu_clock import DeviceStream
 from telemetry.core.errors import let_pass
 
 if TYPE_CHECKING:
@@ -72,13 +73,6 @@ def _says_yes(question: Callable[[], object] | None) -> bool:
     except Exception as error:
         let_pass(error)
         return False
-
-
-class DeviceStream(NamedTuple):
-    """Where the work of a thread goes: index of the device, and number of the stream."""
-
-    device: int
-    stream: int
 
 
 class DeviceEvents:

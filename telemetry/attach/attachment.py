@@ -64,7 +64,7 @@ class Attachment:
 
     def attach(self) -> None:
         """Place the hooks. Imports nothing."""
-        self._tracker.garbage.attach(self._tracker, self._patches)
+        self._tracker.garbage.attach(self._patches)
         self._watch.when_imported("torch", self._torch)
         self._watch.when_imported("torch._dynamo.trace_rules", _not_traced)
         self._watch.when_imported("torch.distributed.checkpoint", self._distributed_checkpoint)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from telemetry.attach.step_state import StepState
+    from telemetry.attach.step_tracker import StepTracker
 
 LOOP_CHANGED: Final = "loop_changed"
 STOPPED: Final = "stopped"
@@ -58,7 +58,7 @@ class FastPath:
 
     __slots__ = ("_state", "disabled_by", "steady_iterator_id")
 
-    def __init__(self, state: StepState) -> None:
+    def __init__(self, state: StepTracker) -> None:
         self._state = state
         self.steady_iterator_id = 0
         self.disabled_by: str | None = LOOP_CHANGED

@@ -15,13 +15,10 @@ are never released in a forked child; see `attach.fork_keepalive`.
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from telemetry.attach.fork_keepalive import keep, release
 from telemetry.core.clock import NS, now_ns
-
-if TYPE_CHECKING:
-    from telemetry.attach.accelerator import DeviceStream
 
 BUDGET_RATIO: Final = 0.001
 """The share of a step that timing it may cost."""
@@ -33,6 +30,13 @@ _BOTH_HALVES: Final = 1.5  # the measured half also reads an old pair; the other
 # A wait on the GPU cannot be longer than the host's wait, except for a launch's latency and the events' 0.5 us grain.
 _TOLERANCE_SECONDS: Final = 0.001
 _MAX_SKIPPED: Final = 20
+
+
+class DeviceStream(NamedTuple):
+    """Where the work of a thread goes: index of the device, and number of the stream."""
+
+    device: int
+    stream: int
 
 
 class ClockedDevice(Protocol):

@@ -12,8 +12,9 @@ import functools
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
+from telemetry.attach.patches import around
 from telemetry.attach.ring import MASK, S_DATA_WAIT, STEP, STRIDE
-from telemetry.attach.sampler_timer import TimedWait, end_timed, time_starts, time_wait, timed_reset
+from telemetry.attach.sampler_timer import Clocks, TimedWait, timeable
 from telemetry.attach.step_tracker import OVERHEAD_EVERY, OVERHEAD_MASK, StepTracker
 from telemetry.attach.traceback_frames import forget_frame, unseen
 from telemetry.core.clock import now_ns, thread_time_ns
@@ -39,7 +40,7 @@ def patch_loader(module: ModuleType, tracker: StepTracker, grad_enabled: Callabl
         module._BaseDataLoaderIter, "__next__", lambda original: timed_next(original, tracker, grad_enabled)
     )
     patch_epoch_boundaries(module.DataLoader, module._MultiProcessingDataLoaderIter, tracker, patches)
-    time_starts(module, tracker, patches)
+    _time_starts(module, tracker, patches)
     patches.replace(
         module._SingleProcessDataLoaderIter, "__init__", lambda original: timed_constructor(original, tracker)
     )
@@ -57,7 +58,7 @@ def patch_epoch_boundaries(loader: Any, workers: Any, tracker: StepTracker, patc
     patches.replace(loader, "__iter__", lambda original: timed_iter(original, tracker))
     patches.replace(workers, "__init__", lambda original: timed_constructor(original, tracker))
     patches.replace(workers, "_shutdown_workers", lambda original: timed_shutdown(original, tracker))
-    patches.replace(workers, "_reset", lambda original: timed_reset(original, tracker))
+    patches.replace(workers, "_reset", lambda original: _timed_reset(original, tracker))
 
 
 def timed_next(
@@ -150,7 +151,7 @@ def _timed_on_slow_path(original: Callable[[Any], Any], tracker: StepTracker) ->
                 _mark(tracker, self, entry)
             cpu = thread_time_ns() if tracker.time_fetches and entry & 7 == S_DATA_WAIT else 0
             ranges = tracker.boundaries.wait_begins(self) if tracker.profiler_ranges.makers else ()
-            timed = time_wait(tracker, self, entry) if tracker.sampler_timer.wanted else None
+            timed = _time_wait(tracker, self, entry) if tracker.sampler_timer.wanted else None
             start = now_ns()
             tracker.waiting_since = start if entry & 7 == S_DATA_WAIT else -start
         except BaseException as error:
@@ -205,7 +206,7 @@ def _end(
     batch: bool,
 ) -> None:
     if timed is not None:
-        end_timed(tracker, timed, iterator, batch=batch)
+        _end_timed(tracker, timed, iterator, batch=batch)
     try:
         tracker.profiler_ranges.end(ranges)
     except Exception as error:
@@ -338,3 +339,82 @@ def _boundary_passed(tracker: StepTracker, start: int, entry: int, iterator: obj
             _arrived(tracker, start, end)
     except BaseException as error:
         tracker.fault(error)
+
+
+def _time_wait(tracker: StepTracker, iterator: object, entry: int) -> TimedWait | None:
+    """Time a wait that is about to begin. None if it is not for training, or if no known workers fetch.
+
+    Args:
+        tracker: requests the measurement.
+        iterator: the iterator of the loader.
+        entry: the code of the wait's span.
+    """
+    if entry & 7 != S_DATA_WAIT:
+        return None
+    tracker.sampler_timer.wanted -= 1
+    return _timed(tracker, iterator) if tracker.sources.known(iterator) is not None and timeable(iterator) else None
+
+
+def _timed(tracker: StepTracker, iterator: object) -> TimedWait:
+    return TimedWait(tracker.sampler_timer, tracker.garbage, iterator)
+
+
+def _end_timed(tracker: StepTracker, timed: TimedWait, iterator: object, *, batch: bool) -> None:
+    """End what `_time_wait` began. Never raises."""
+    try:
+        timed.end(iterator, batch=batch)
+    except Exception as error:
+        tracker.note_error(error)
+
+
+def _time_starts(module: Any, tracker: StepTracker, patches: Patches) -> None:
+    """Patch the callers of ``iter(sampler)`` in the base class of all iterators: the constructor, and ``_reset``.
+
+    Args:
+        module: ``torch.utils.data.dataloader``.
+        tracker: gets the sums.
+        patches: undo it.
+    """
+    map_style = module._DatasetKind.Map
+
+    def before(_iterator: Any) -> Clocks | None:
+        return Clocks(tracker.garbage) if _at_boundary(tracker) else None
+
+    def after(iterator: Any, clocks: Clocks | None, failed: bool) -> None:  # noqa: FBT001
+        # An iterable data set has no sampler of its own. But the ranks may have to agree on a seed.
+        if clocks is None or failed or not _fetches_in_workers(iterator, map_style):
+            return
+        ns, cpu_ns = clocks.passed()
+        tracker.sampler_timer.boundary_sampler_ns += ns
+        tracker.sampler_timer.boundary_sampler_cpu_ns += cpu_ns
+
+    for name in ("__init__", "_reset"):
+        patches.replace(module._BaseDataLoaderIter, name, lambda original: around(original, before=before, after=after))
+
+
+def _at_boundary(tracker: StepTracker) -> bool:
+    return tracker.sampler_timer.at_boundary and get_ident() == tracker.thread and tracker.waiting_since > 0
+
+
+def _fetches_in_workers(iterator: Any, map_style: object) -> bool:
+    return bool(getattr(iterator, "_num_workers", 0)) and getattr(iterator, "_dataset_kind", None) == map_style
+
+
+def _timed_reset(original: Callable[..., Any], tracker: StepTracker) -> Callable[..., Any]:
+    """``_reset`` of an iterator with workers, timed. It draws the indices of all batches that are prefetched."""
+
+    def before(iterator: Any) -> TimedWait | None:
+        try:
+            loader = tracker.sources.known(iterator)
+            if loader is not None and loader.block is not None:
+                loader.block.batches.begin_again(vars(iterator).get("_send_idx", 0))
+            return _timed(tracker, iterator) if _at_boundary(tracker) and timeable(iterator) else None
+        except Exception as error:
+            tracker.fault(error)
+            return None
+
+    def after(iterator: Any, timed: TimedWait | None, _failed: bool) -> None:  # noqa: FBT001
+        if timed is not None:
+            _end_timed(tracker, timed, iterator, batch=False)
+
+    return around(original, before=before, after=after)

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from telemetry.attach.evaluation_detector import TrainingSigns
     from telemetry.attach.graph_captures import Captures
     from telemetry.attach.step_boundaries import StepBoundaries
-    from telemetry.attach.step_state import StepState
     from telemetry.attach.step_tracker import StepTracker
 
 _BOUNDARY: Final = r.code(r.S_COMPUTE, r.S_COMPUTE, r.CLOSES | r.OPENS | r.BATCH)
@@ -78,7 +77,9 @@ class OptimizerSteps:
         "_state",
     )
 
-    def __init__(self, state: StepState, boundaries: StepBoundaries, signs: TrainingSigns, captures: Captures) -> None:
+    def __init__(
+        self, state: StepTracker, boundaries: StepBoundaries, signs: TrainingSigns, captures: Captures
+    ) -> None:
         self._state = state
         self._boundaries = boundaries
         self._signs = signs

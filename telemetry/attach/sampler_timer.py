@@ -12,17 +12,11 @@ import weakref
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.attach.patches import around
-from telemetry.attach.ring import S_DATA_WAIT
 from telemetry.attach.traceback_frames import forget_frame, unseen
 from telemetry.core.clock import now_ns, thread_time_ns
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from telemetry.attach.gc_timer import GarbageTimer
-    from telemetry.attach.patches import Patches
-    from telemetry.attach.step_tracker import StepTracker
 
 _NAME: Final = "_next_index"
 
@@ -68,21 +62,22 @@ class TimedWait:
     """A wait for a batch of workers, or the start of an epoch, whose parts are timed.
 
     Args:
-        tracker: knows of garbage collections, and gets the sums.
+        timer: gets the sums.
+        garbage: knows of garbage collections.
         iterator: the iterator of the loader.
     """
 
-    __slots__ = ("_before", "_sampler", "_tracker")
+    __slots__ = ("_before", "_sampler", "_timer")
 
-    def __init__(self, tracker: StepTracker, iterator: object) -> None:
-        self._tracker = tracker
-        self._sampler = _TimedSampler(tracker.garbage, iterator)
+    def __init__(self, timer: SamplerTimer, garbage: GarbageTimer, iterator: object) -> None:
+        self._timer = timer
+        self._sampler = _TimedSampler(garbage, iterator)
         vars(iterator)[_NAME] = self._sampler
-        self._before = _Clocks(tracker.garbage)
+        self._before = Clocks(garbage)
 
     def end(self, iterator: object, *, batch: bool) -> None:
         """End the wait. ``batch``: whether it returned a batch."""
-        timer, sampler = self._tracker.sampler_timer, self._sampler
+        timer, sampler = self._timer, self._sampler
         _, cpu = self._before.passed()
         if vars(iterator).get(_NAME) is sampler:
             del vars(iterator)[_NAME]
@@ -96,7 +91,7 @@ class TimedWait:
             timer.receiving_cpu_ns += max(0, cpu - sampler.cpu_ns)
 
 
-class _Clocks:
+class Clocks:
     """The wall clock and this thread's CPU clock, from which garbage collections are subtracted."""
 
     __slots__ = ("_cpu_ns", "_garbage", "_wall_ns")
@@ -130,7 +125,7 @@ class _TimedSampler:
     @unseen
     def __call__(self) -> Any:
         iterator: Any = self._iterator()
-        before = _Clocks(self._garbage) if get_ident() == self._thread else None
+        before = Clocks(self._garbage) if get_ident() == self._thread else None
         try:
             return type(iterator)._next_index(iterator)
         except BaseException as error:
@@ -143,83 +138,9 @@ class _TimedSampler:
                 self.cpu_ns += cpu_ns
 
 
-def time_wait(tracker: StepTracker, iterator: object, entry: int) -> TimedWait | None:
-    """Time a wait that is about to begin. None if it is not for training, or if no known workers fetch.
-
-    Args:
-        tracker: requests the measurement.
-        iterator: the iterator of the loader.
-        entry: the code of the wait's span.
-    """
-    if entry & 7 != S_DATA_WAIT:
-        return None
-    tracker.sampler_timer.wanted -= 1
-    return TimedWait(tracker, iterator) if tracker.sources.known(iterator) is not None and _timeable(iterator) else None
-
-
-def end_timed(tracker: StepTracker, timed: TimedWait, iterator: object, *, batch: bool) -> None:
-    """End what `time_wait` began. Never raises."""
-    try:
-        timed.end(iterator, batch=batch)
-    except Exception as error:
-        tracker.note_error(error)
-
-
-def _timeable(iterator: object) -> bool:
+def timeable(iterator: object) -> bool:
+    """Whether a callable of ours can be put into this iterator: nobody else has put one there."""
     own = getattr(iterator, "__dict__", None)
     return (
         own is not None and hasattr(type(iterator), _NAME) and isinstance(own.get(_NAME), (_TimedSampler, type(None)))
     )
-
-
-def time_starts(module: Any, tracker: StepTracker, patches: Patches) -> None:
-    """Patch the callers of ``iter(sampler)`` in the base class of all iterators: the constructor, and ``_reset``.
-
-    Args:
-        module: ``torch.utils.data.dataloader``.
-        tracker: gets the sums.
-        patches: undo it.
-    """
-    map_style = module._DatasetKind.Map
-
-    def before(_iterator: Any) -> _Clocks | None:
-        return _Clocks(tracker.garbage) if _at_boundary(tracker) else None
-
-    def after(iterator: Any, clocks: _Clocks | None, failed: bool) -> None:  # noqa: FBT001
-        # An iterable data set has no sampler of its own. But the ranks may have to agree on a seed.
-        if clocks is None or failed or not _fetches_in_workers(iterator, map_style):
-            return
-        ns, cpu_ns = clocks.passed()
-        tracker.sampler_timer.boundary_sampler_ns += ns
-        tracker.sampler_timer.boundary_sampler_cpu_ns += cpu_ns
-
-    for name in ("__init__", "_reset"):
-        patches.replace(module._BaseDataLoaderIter, name, lambda original: around(original, before=before, after=after))
-
-
-def _at_boundary(tracker: StepTracker) -> bool:
-    return tracker.sampler_timer.at_boundary and get_ident() == tracker.thread and tracker.waiting_since > 0
-
-
-def _fetches_in_workers(iterator: Any, map_style: object) -> bool:
-    return bool(getattr(iterator, "_num_workers", 0)) and getattr(iterator, "_dataset_kind", None) == map_style
-
-
-def timed_reset(original: Callable[..., Any], tracker: StepTracker) -> Callable[..., Any]:
-    """``_reset`` of an iterator with workers, timed. It draws the indices of all batches that are prefetched."""
-
-    def before(iterator: Any) -> TimedWait | None:
-        try:
-            loader = tracker.sources.known(iterator)
-            if loader is not None and loader.block is not None:
-                loader.block.batches.begin_again(vars(iterator).get("_send_idx", 0))
-            return TimedWait(tracker, iterator) if _at_boundary(tracker) and _timeable(iterator) else None
-        except Exception as error:
-            tracker.fault(error)
-            return None
-
-    def after(iterator: Any, timed: TimedWait | None, _failed: bool) -> None:  # noqa: FBT001
-        if timed is not None:
-            end_timed(tracker, timed, iterator, batch=False)
-
-    return around(original, before=before, after=after)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from telemetry.attach.fast_path import FastPath
     from telemetry.attach.step_boundaries import StepBoundaries
-    from telemetry.attach.step_state import StepState
+    from telemetry.attach.step_tracker import StepTracker
 
 _CATEGORY_OF: Final = {EVALUATION: r.S_EVALUATION, CHECKPOINT: r.S_CHECKPOINT}
 
@@ -50,7 +50,7 @@ class Scopes:
 
     __slots__ = ("_boundaries", "_fast_path", "_state")
 
-    def __init__(self, state: StepState, fast_path: FastPath, boundaries: StepBoundaries) -> None:
+    def __init__(self, state: StepTracker, fast_path: FastPath, boundaries: StepBoundaries) -> None:
         self._state = state
         self._fast_path = fast_path
         self._boundaries = boundaries

@@ -12,7 +12,7 @@ from telemetry.core.clock import now_ns
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from telemetry.attach.step_state import StepState
+    from telemetry.attach.step_tracker import StepTracker
 
 
 class StepBoundaries:
@@ -24,7 +24,7 @@ class StepBoundaries:
 
     __slots__ = ("_state",)
 
-    def __init__(self, state: StepState) -> None:
+    def __init__(self, state: StepTracker) -> None:
         self._state = state
 
     def requested(self, entry: int) -> None:

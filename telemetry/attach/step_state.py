@@ -1,4 +1,4 @@
-"""What the training thread is doing, as its hooks see it: the state that `StepTracker` and its parts share."""
+"""What the training thread is doing, as plain values: the base of `StepTracker`, and what its parts read."""
 
 from __future__ import annotations
 
@@ -7,17 +7,12 @@ from collections import deque
 from typing import TYPE_CHECKING, Final, Protocol
 
 from telemetry.attach import ring as r
-from telemetry.attach.gc_timer import GarbageTimer
-from telemetry.attach.profiler_ranges import ProfilerRanges
-from telemetry.attach.resume_state import ResumeState
-from telemetry.attach.sampler_timer import SamplerTimer
 from telemetry.core.clock import now_ns
 from telemetry.core.errors import kind_of, let_pass
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from telemetry.attach.gpu_clock import GpuClock
     from telemetry.core.spans import PhaseSpan
 
 NO_THREAD: Final = -1
@@ -68,16 +63,11 @@ class StepState(HotState):
         step_iterators: ids of the iterators that gave a batch to the open step.
         iterator_id: id of the iterator that gave the newest batch.
         iterator_gone: not empty once that iterator is freed, or while no batch has come.
-        gpu: the clock that times waits on the GPU; else None.
         device: index of the training thread's CUDA device at the newest first batch; None for none.
         accelerator: type of the asynchronous device in use; None for none.
         trained_on: type of the device that holds the parameters of an optimizer that steps; None until known.
         recorder: gets every step boundary; None while there is no snapshot to take.
-        profiler_ranges: ranges for the profilers that are recording.
-        resume: checkpoints that were written, and where the training has resumed.
-        sampler_timer: times what this thread itself does inside ``next()``: the sampler, garbage collections.
         phases: named phases that have ended, for the log.
-        garbage: times garbage collections.
         requests_elsewhere: batches that other threads have requested.
         unseen_steps: steps before which no batch was requested on this thread. Their wait is not known.
         overhead_ns: time of the hooks. The fast path's is extrapolated from one call in ``OVERHEAD_EVERY``.
@@ -93,8 +83,6 @@ class StepState(HotState):
         "device",
         "errors",
         "explicit",
-        "garbage",
-        "gpu",
         "grad_enabled",
         "in_phase",
         "iterator_gone",
@@ -103,12 +91,9 @@ class StepState(HotState):
         "native_thread",
         "overhead_ns",
         "phases",
-        "profiler_ranges",
         "recorder",
         "requests_elsewhere",
-        "resume",
         "ring",
-        "sampler_timer",
         "step_iterators",
         "step_open",
         "trained_on",
@@ -133,16 +118,11 @@ class StepState(HotState):
         self.step_iterators: set[int] = set()
         self.iterator_id = 0
         self.iterator_gone: list[object] = [None]
-        self.gpu: GpuClock | None = None
         self.device: int | None = None
         self.accelerator: str | None = None
         self.trained_on: str | None = None
         self.recorder: Recorder | None = None
-        self.profiler_ranges = ProfilerRanges()
-        self.resume = ResumeState()
-        self.sampler_timer = SamplerTimer()
         self.phases: deque[PhaseSpan] = deque(maxlen=_MAX_PHASES)
-        self.garbage = GarbageTimer()
         self.requests_elsewhere = 0
         self.unseen_steps = 0
         self.overhead_ns = 0
@@ -210,13 +190,3 @@ class StepState(HotState):
         let_pass(error)
         self.errors += 1
         self.last_error = kind_of(error)
-
-    def without_gpu(self, error: Exception) -> None:
-        """Stop using the GPU's clock after it failed: it could fail at every step. Exposed wait is no longer measured.
-
-        Its events are not released: no more calls are made to a device that fails.
-        """
-        if self.gpu is not None:
-            self.gpu.failed = True
-        self.gpu = None
-        self.note_error(error)

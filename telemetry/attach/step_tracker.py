@@ -25,10 +25,14 @@ from telemetry.attach.batch_release import BatchRelease
 from telemetry.attach.batch_sizes import BatchMarks
 from telemetry.attach.evaluation_detector import EvaluationDetector
 from telemetry.attach.fast_path import BATCHES_UNSEEN, LOOP_CHANGED, STOPPED, TIMED_BATCH, FastPath
+from telemetry.attach.gc_timer import GarbageTimer
 from telemetry.attach.graph_captures import Captures
 from telemetry.attach.loader_handle import ON_THREAD, WATCHED
 from telemetry.attach.loader_registry import LoaderRegistry
 from telemetry.attach.optimizer_hook import OptimizerSteps
+from telemetry.attach.profiler_ranges import ProfilerRanges
+from telemetry.attach.resume_state import ResumeState
+from telemetry.attach.sampler_timer import SamplerTimer
 from telemetry.attach.scopes import Scopes
 from telemetry.attach.step_boundaries import StepBoundaries
 from telemetry.attach.step_state import NO_THREAD, StepState
@@ -38,6 +42,8 @@ from telemetry.core.labels import EVALUATION
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import ModuleType
+
+    from telemetry.attach.gpu_clock import GpuClock
 
 _SAME_STEP: Final = r.code(r.S_DATA_WAIT, r.S_COMPUTE, r.JOINS)
 _EVALUATION: Final = r.code(r.S_EVALUATION, r.S_EVALUATION)
@@ -62,6 +68,11 @@ class StepTracker(StepState):
         captures: of CUDA graphs, in progress.
         sources: where batches come from. ``marks``: how many samples and tokens they have.
         tokens_told: tokens that the script has told; None before the first.
+        gpu: the clock that times waits on the GPU; else None.
+        profiler_ranges: ranges for the profilers that are recording.
+        resume: checkpoints that were written, and where the training has resumed.
+        sampler_timer: times what this thread itself does inside ``next()``: the sampler, garbage collections.
+        garbage: times garbage collections.
         batch_release: follows a batch of workers until it is freed.
         time_fetches: how many of the next fetches on this thread to time on its CPU clock, too. ``timed_fetch_ns`` and
             ``timed_fetch_cpu_ns`` are the sums of those.
@@ -78,8 +89,13 @@ class StepTracker(StepState):
         "boundaries",
         "captures",
         "fast_path",
+        "garbage",
+        "gpu",
         "marks",
         "optimizer",
+        "profiler_ranges",
+        "resume",
+        "sampler_timer",
         "scopes",
         "sources",
         "time_fetches",
@@ -90,6 +106,11 @@ class StepTracker(StepState):
 
     def __init__(self, ring: r.Ring) -> None:
         super().__init__(ring)
+        self.gpu: GpuClock | None = None
+        self.profiler_ranges = ProfilerRanges()
+        self.resume = ResumeState()
+        self.sampler_timer = SamplerTimer()
+        self.garbage = GarbageTimer(self, self.sampler_timer)
         self.fast_path = FastPath(self)
         self.boundaries = StepBoundaries(self)
         self.scopes = Scopes(self, self.fast_path, self.boundaries)
@@ -331,6 +352,16 @@ class StepTracker(StepState):
         """No batch is requested on this thread any more: the optimizer's steps are the steps, until one is again."""
         self.batches_unseen = True
         self.fast_path.disable(BATCHES_UNSEEN)
+
+    def without_gpu(self, error: Exception) -> None:
+        """Stop using the GPU's clock after it failed: it could fail at every step. Exposed wait is no longer measured.
+
+        Its events are not released: no more calls are made to a device that fails.
+        """
+        if self.gpu is not None:
+            self.gpu.failed = True
+        self.gpu = None
+        self.note_error(error)
 
     # -- life --------------------------------------------------------------------------------------------------
 
