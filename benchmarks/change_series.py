@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
 from benchmarks.step_series import Loop, ticks
-from telemetry.agent.change_monitor import ChangeMonitor
+from telemetry.agent.trends import ChangeMonitor
 
 if TYPE_CHECKING:
     from collections.abc import Callable

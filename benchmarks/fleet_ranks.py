@@ -10,26 +10,28 @@ import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from telemetry import records  # RECORDS
 from telemetry._version import __version__
 from telemetry.config import STEP_BUCKETS
-from telemetry.core import labels as records  # RECORDS
-from telemetry.core.distribution import Histogram
-from telemetry.core.labels import CAUSES
-from telemetry.core.memory_records import MEMORY_PARTS, MemoryGrowth
-from telemetry.core.samples import (
-    CollectorHealth,
-    GpuSample,
-    HostSample,
-    PressureSample,
-    ProcessSample,
-    TorchMemorySample,
-)
-from telemetry.core.totals import OwnTotals, Totals
 from telemetry.core.views import AttemptView, RunView, SnapshotsView, StallView
 from telemetry.core.worker_records import FETCH_BUCKETS, Deliveries, WorkersSample
 from telemetry.publish.board import RankState
 from telemetry.publish.endpoint import join
 from telemetry.publish.exposition import Exposition
+from telemetry.records import (
+    CAUSES,
+    MEMORY_PARTS,
+    CollectorHealth,
+    GpuSample,
+    Histogram,
+    HostSample,
+    MemoryGrowth,
+    OwnTotals,
+    PressureSample,
+    ProcessSample,
+    TorchMemorySample,
+    Totals,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

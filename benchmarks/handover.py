@@ -4,7 +4,7 @@
 
 A batch of NumPy arrays is pickled, written into a pipe, read and unpickled. The bytes of a tensor are in shared memory,
 and only their name is sent. But their pages must be mapped, touched for the first time and released.
-`telemetry.diagnose.advice.latency` uses this cost to predict the speed-up of sending large tensors instead. Its figure
+`telemetry.diagnosis.advice` uses this cost to predict the speed-up of sending large tensors instead. Its figure
 is the last column.
 """
 

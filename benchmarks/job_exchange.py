@@ -18,14 +18,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from telemetry.core.filesystem import read_small, replace_file
 from telemetry.core.hang_records import Collective, HangState
-from telemetry.core.tick import RankPace
 from telemetry.diagnose.hang_verdict import decide, with_sentence
 from telemetry.job import exchange
 from telemetry.job.candidates import candidates, of_node
 from telemetry.job.hang_states import to_rows
 from telemetry.job.node_report import MAX_BYTES, NodeReport, encoded
+from telemetry.records import RankPace
+from telemetry.util.files import read_small, replace_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -27,9 +27,9 @@ from torch.utils.data import DataLoader, Dataset
 from benchmarks import machine
 from telemetry.attach.worker_block import WorkerBlock
 from telemetry.attach.worker_probe import WorkerProbe
-from telemetry.core import own_threads
-from telemetry.core.clock import NS, now_ns
 from telemetry.core.stack_profile import StackProfile
+from telemetry.util import threads
+from telemetry.util.clock import NS, now_ns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -61,7 +61,7 @@ class Work(Dataset):  # type: ignore[misc]
 
 def sampling_ns() -> int:
     """CPU time of the sampling thread, in ns; 0 while there is no such thread."""
-    for thread in [*own_threads._running.values()]:
+    for thread in [*threads._running.values()]:
         if thread.name == "telemetry-lines":
             with contextlib.suppress(OSError):  # it ends just now
                 return int(Path(f"/proc/self/task/{thread.native}/schedstat").read_text().split()[0])

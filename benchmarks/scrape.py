@@ -188,16 +188,16 @@ def full_view() -> RunView:
 
 def _filled(hint: Any, name: str) -> Any:
     """A value of an annotated type with every field filled, including fields that are added later."""
+    from telemetry import records
     from telemetry.config import STEP_BUCKETS
-    from telemetry.core import memory_records, samples, totals, worker_records
-    from telemetry.core.distribution import Histogram
-    from telemetry.core.labels import CATEGORIES
+    from telemetry.core import worker_records
+    from telemetry.records import CATEGORIES, Histogram
 
     if hint is Histogram:
         return Histogram(STEP_BUCKETS, tuple(range(1000, 1001 + len(STEP_BUCKETS))), 123456.789)
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         # Modules import the records only for type checking, so their names are given here.
-        modules = (memory_records, samples, totals, worker_records)
+        modules = (records, records, records, worker_records)
         names = {name: value for module in modules for name, value in vars(module).items()} | {"Histogram": Histogram}
         hints = typing.get_type_hints(hint, localns=names)
         return hint(**{field.name: _filled(hints[field.name], field.name) for field in dataclasses.fields(hint)})

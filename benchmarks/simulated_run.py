@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
-from telemetry.core.quantile_sketch import Sketch
+from telemetry.util.sketch import Sketch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -7,8 +7,8 @@ import os
 import time
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.core.clock import iso_time
-from telemetry.core.labels import CATEGORIES
+from telemetry.records import CATEGORIES
+from telemetry.util.clock import iso_time
 
 if TYPE_CHECKING:
     from pathlib import Path

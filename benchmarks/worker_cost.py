@@ -4,7 +4,7 @@
 
 If the work of a batch needs all cores, workers gain less than the number of cores. Processes share caches and memory
 bandwidth, batches are sent and mapped, and the next batch is not always ready when it is requested.
-`telemetry.diagnose.advice.throughput` uses this cost to predict the speed-up of a loader without workers. Its two
+`telemetry.diagnosis.advice` uses this cost to predict the speed-up of a loader without workers. Its two
 constants are measured here.
 """
 

@@ -15,16 +15,16 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from telemetry import config as settings_module
-from telemetry.core.clock import now_ns
-from telemetry.core.errors import let_pass
-from telemetry.core.weak_map import WeakMap
+from telemetry.hooks.patching import WeakMap
+from telemetry.util.clock import now_ns
+from telemetry.util.errors import let_pass
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from types import TracebackType
 
     from telemetry.agent.agent import Agent
-    from telemetry.attach.step_tracker import StepTracker
+    from telemetry.hooks.tracker import StepTracker
 
 T = TypeVar("T")
 
@@ -65,8 +65,8 @@ def start(run_dir: str | os.PathLike[str] | None = None, **settings: Any) -> Age
         SettingError: a setting has a value that is not allowed. Nothing was started.
     """
     global _agent  # noqa: PLW0603 - one agent a process is the contract
-    from telemetry.core.processes import is_loader_worker, runs_without_gil
-    from telemetry.core.stderr import say
+    from telemetry.util.errors import say
+    from telemetry.util.processes import is_loader_worker, runs_without_gil
 
     if settings_module.disabled() or is_loader_worker():
         return InactiveAgent()
@@ -83,17 +83,15 @@ def start(run_dir: str | os.PathLike[str] | None = None, **settings: Any) -> Age
             return InactiveAgent()
         try:
             from telemetry.agent.agent import Agent
-            from telemetry.core import fork_warning
+            from telemetry.util import threads
 
-            importlib.import_module(
-                "telemetry.attach.watched_iterable"
-            )  # now: later there may be no descriptor to load it with
+            importlib.import_module("telemetry.hooks.watch")  # now: later there may be no descriptor to load it with
             agent = _agent = Agent(config)  # known before it starts: a child may be forked at any moment
             _agents[agent] = None
             for variable, close in settings_module.unknown_variables().items():
                 hint = f"; did you mean {close}?" if close else ""
                 agent.errors.tell("config", f"{variable} is no setting of ours and was ignored{hint}")
-            fork_warning.begin()
+            threads.begin()
             agent.start()
         except Exception as error:
             stop()
@@ -109,9 +107,9 @@ def stop() -> None:
     agent, _agent = _agent, None
     if agent is not None:
         agent.stop()
-        from telemetry.core import fork_warning
+        from telemetry.util import threads
 
-        fork_warning.end()
+        threads.end()
 
 
 def leaving(code: object) -> None:
@@ -137,7 +135,7 @@ def watch(iterable: Iterable[T]) -> Iterable[T]:
     kind = type(iterable)  # Python looks up these methods on the type, too; the object itself may raise anything
     if not hasattr(kind, "__iter__") and not hasattr(kind, "__getitem__"):
         raise TypeError(f"telemetry.watch needs something to iterate over, not {kind.__name__}")
-    from telemetry.attach.watched_iterable import wrap
+    from telemetry.hooks.watch import wrap
 
     try:
         watched: Iterable[T] = wrap(iterable, _tracker)
@@ -312,25 +310,25 @@ def _tracker() -> StepTracker | None:
 
 
 def _is_timed_already(agent: Agent, iterable: object) -> bool:
-    from telemetry.attach import loader_types
-    from telemetry.attach.watched_iterable import Watched
+    from telemetry.hooks import loaders
+    from telemetry.hooks.watch import Watched
 
     if issubclass(type(iterable), Watched):
         return True
     if not agent.config.patch:
         return False
-    if loader_types.is_loader(iterable):  # of a class that iterates in its own way, maybe on another thread
+    if loaders.is_loader(iterable):  # of a class that iterates in its own way, maybe on another thread
         return agent.attachment.watch_class(type(iterable))
-    return loader_types.is_loader_iterator(iterable)
+    return loaders.is_loader_iterator(iterable)
 
 
 def _register_fork_handler() -> None:
     global _fork_handler_registered  # noqa: PLW0603
     if not _fork_handler_registered:
-        from telemetry.core import fork_warning
+        from telemetry.util import threads
 
         os.register_at_fork(after_in_child=_after_fork_in_child)
-        fork_warning.register()
+        threads.register()
         _fork_handler_registered = True
 
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Final
 from telemetry import api, launch
 from telemetry._version import __version__
 from telemetry.config import GROUPS, TRIAL_VARIABLE, Config, SettingDoc, SettingError, closest, disabled, setting_docs
-from telemetry.core.terminal import complain, show, show_json, warn
 from telemetry.tune import tune_options
+from telemetry.util.text import complain, show, show_json, warn
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

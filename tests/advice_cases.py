@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from telemetry.diagnose.advice.advise import advise
+from telemetry.diagnosis.advice import advise
 from tests.slice_cases import with_workers
 from tests.slices import Slice, evidence_over
 

@@ -14,18 +14,17 @@ from hypothesis import settings
 from torch.utils.data._utils import worker as worker_module
 
 import telemetry
-from telemetry.agent.accounting import spans
-from telemetry.attach.attachment import Attachment
+from telemetry.agent.accounting import Ledger, spans
 from telemetry.attach.batch_numbering import BatchNumbering
-from telemetry.attach.gc_timer import GarbageTimer
-from telemetry.attach.ring import Ring
-from telemetry.attach.step_tracker import StepTracker
-from telemetry.core import own_threads
-from telemetry.core.clock import now_ns
-from telemetry.core.spans import PhaseSpan, Step
-from telemetry.diagnose.ledger import Ledger
+from telemetry.hooks.attachment import Attachment
+from telemetry.hooks.ring import Ring
+from telemetry.hooks.timers import GarbageTimer
+from telemetry.hooks.tracker import StepTracker
+from telemetry.records import PhaseSpan, Step
 from telemetry.report.log_reader import load
 from telemetry.report.summary import summarize
+from telemetry.util import threads
+from telemetry.util.clock import now_ns
 from tests.start_order import start_order
 
 # Tests that compare stderr are not about the last line; those of the line itself remove this.
@@ -170,10 +169,10 @@ def run(tmp_path):
 def _nothing_left_behind():
     yield
     telemetry.stop()
-    for thread in [*own_threads._running.values()]:
+    for thread in [*threads._running.values()]:
         if thread.name == "telemetry-request":  # its client has the answer; the thread is about to end
             thread.join(10)
-    ours = own_threads.running() + [t.name for t in threading.enumerate() if t.name.startswith("telemetry-")]
+    ours = threads.running() + [t.name for t in threading.enumerate() if t.name.startswith("telemetry-")]
     assert ours in ([], ["telemetry-nvml"]), ours
 
 

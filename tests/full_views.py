@@ -3,21 +3,25 @@
 import dataclasses
 
 from telemetry.config import STEP_BUCKETS
-from telemetry.core.distribution import Histogram
-from telemetry.core.labels import CATEGORIES, CAUSES, SNAPSHOT_RESULTS
-from telemetry.core.memory_records import MEMORY_PARTS, MemoryGrowth
-from telemetry.core.samples import (
-    CollectorHealth,
-    GpuSample,
-    HostSample,
-    PressureSample,
-    ProcessSample,
-    TorchMemorySample,
-)
-from telemetry.core.totals import OwnTotals, Totals
 from telemetry.core.views import AttemptView, HangView, RunView, SnapshotsView, StallView
 from telemetry.core.worker_records import WorkersSample
 from telemetry.publish.metrics.agent_metrics import COLLECTOR
+from telemetry.records import (
+    CATEGORIES,
+    CAUSES,
+    MEMORY_PARTS,
+    SNAPSHOT_RESULTS,
+    CollectorHealth,
+    GpuSample,
+    Histogram,
+    HostSample,
+    MemoryGrowth,
+    OwnTotals,
+    PressureSample,
+    ProcessSample,
+    TorchMemorySample,
+    Totals,
+)
 
 
 def all_families(exposition, view):

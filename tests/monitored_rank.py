@@ -5,19 +5,16 @@ from __future__ import annotations
 import dataclasses
 from types import SimpleNamespace
 
-from telemetry.agent.overhead import Overhead
-from telemetry.agent.stall_monitor import StallMonitor
+from telemetry.agent.accounting import Ledger, StepStats
+from telemetry.agent.agent import TrainingThread
 from telemetry.agent.stall_report import StallCounts
-from telemetry.agent.totals_builder import TotalsBuilder
-from telemetry.agent.training_thread import TrainingThread
-from telemetry.attach.step_tracker import StepTracker
+from telemetry.agent.stalls import StallMonitor
+from telemetry.agent.totals import Overhead, TotalsBuilder
 from telemetry.collect.thread_sampler import ThreadSampler
 from telemetry.config import Config
-from telemetry.core.errors import ErrorLog
-from telemetry.core.labels import CHECKPOINT, COMPUTE, DATA_WAIT, OTHER
-from telemetry.core.tick import RankPace
-from telemetry.diagnose.ledger import Ledger
-from telemetry.diagnose.step_stats import StepStats
+from telemetry.hooks.tracker import StepTracker
+from telemetry.records import CHECKPOINT, COMPUTE, DATA_WAIT, OTHER, RankPace
+from telemetry.util.errors import ErrorLog
 from tests.slice_cases import IDLE
 
 SECOND = 1_000_000_000

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import orjson
 
-from telemetry.core.labels import CATEGORIES
-from telemetry.core.quantile_sketch import Sketch
+from telemetry.records import CATEGORIES
+from telemetry.util.sketch import Sketch
 
 
 def line(event: str, rank: int = 0, **fields) -> dict:

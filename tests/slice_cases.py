@@ -6,10 +6,8 @@ import dataclasses
 
 from hypothesis import strategies as st
 
-from telemetry.core.distribution import Histogram
-from telemetry.core.labels import CAUSES
-from telemetry.core.tick import RankPace
 from telemetry.core.worker_records import FETCH_BUCKETS, WorkersSample
+from telemetry.records import CAUSES, Histogram, RankPace
 from tests.slices import Slice
 
 IDLE = WorkersSample(

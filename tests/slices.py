@@ -5,15 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from telemetry.core.labels import CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, STARTUP
-from telemetry.core.tick import Conditions, RankPace, Tick
-from telemetry.core.totals import EpochTotals, GarbageTotals, OwnTotals, SamplerTotals, Totals
+from telemetry.agent.totals import Readings, integrated
 from telemetry.core.worker_records import Deliveries, WorkersSample
-from telemetry.diagnose.aggregate import aggregate
-from telemetry.diagnose.evidence import Evidence
-from telemetry.diagnose.integrals import Readings, integrated
-from telemetry.diagnose.recurring_costs import RecurringCosts
-from telemetry.diagnose.stall_detector import Change, Stall, StallDetector
+from telemetry.diagnosis.evidence import Evidence, RecurringCosts, aggregate
+from telemetry.diagnosis.stalls import Change, Stall, StallDetector
+from telemetry.records import (
+    CHECKPOINT,
+    COMPUTE,
+    DATA_WAIT,
+    EVALUATION,
+    STARTUP,
+    Conditions,
+    EpochTotals,
+    GarbageTotals,
+    OwnTotals,
+    RankPace,
+    SamplerTotals,
+    Tick,
+    Totals,
+)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import telemetry
-from telemetry.attach import accelerator
+from telemetry.hooks import accelerator
 from telemetry.report.log_reader import load
 from telemetry.report.summary import summarize
 from tests.data_sets import Numbers
@@ -79,7 +79,7 @@ def test_a_device_of_an_extension_is_known(agent, monkeypatch):
 
 
 def test_the_parameters_of_the_optimizer_name_the_device(agent, monkeypatch):
-    monkeypatch.setattr("telemetry.attach.optimizer_hook._device_of", lambda optimizer: "xla")
+    monkeypatch.setattr("telemetry.hooks.tracker._device_of", lambda optimizer: "xla")
     train(torch.nn.Parameter(torch.ones(1)), steps=3)
     wait_until(agent, None)
     assert "(xla)" in agent.accounting.exposed_absent

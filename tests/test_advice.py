@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 
-from telemetry.diagnose.advice.advise import advise
 from telemetry.diagnose.hang_detector import hang_advice
-from telemetry.diagnose.model import step_seconds
-from telemetry.diagnose.stall_detector import MIN_STEPS
+from telemetry.diagnosis.advice import advise
+from telemetry.diagnosis.model import step_seconds
+from telemetry.diagnosis.stalls import MIN_STEPS
 from tests.advice_cases import HELD, first
 from tests.slice_cases import CASES, a_slice, pace, with_workers
 from tests.slices import evidence_over

@@ -13,10 +13,10 @@ from torch.utils.data import DataLoader
 
 import telemetry
 from telemetry.config import SettingError
-from telemetry.core import own_threads
 from telemetry.core.worker_records import FETCH_BUCKETS
 from telemetry.report.log_reader import load
 from telemetry.report.summary import summarize
+from telemetry.util import threads
 from tests.data_sets import Numbers
 from tests.running_agent import log_lines, scrape, wait_for
 
@@ -101,10 +101,10 @@ def test_start_twice_is_one_agent(agent, tmp_path):
 
 
 def test_a_bad_setting_starts_nothing(tmp_path):
-    before = own_threads.running(), threading.active_count()
+    before = threads.running(), threading.active_count()
     with pytest.raises(SettingError, match="interval_seconds"):
         telemetry.start(tmp_path / "run", interval_seconds=-1)
-    assert (own_threads.running(), threading.active_count()) == before
+    assert (threads.running(), threading.active_count()) == before
     assert not (tmp_path / "run").exists()
 
 
@@ -115,13 +115,13 @@ def test_stop_and_start_again(tmp_path):
         telemetry.stop()
         telemetry.stop()
         assert summarize(load(agent.run_dir))["ranks"][0]["steps"] == 3
-        assert own_threads.running() == []
+        assert threads.running() == []
 
 
 def test_port_off_serves_nothing(tmp_path):
     agent = telemetry.start(tmp_path / "run", port="off", start_line=False)
     assert agent.metrics_url is None
-    assert "telemetry-endpoint" not in own_threads.running()
+    assert "telemetry-endpoint" not in threads.running()
 
 
 def test_the_start_line(tmp_path, capfd):
@@ -152,7 +152,7 @@ def test_patch_off_leaves_torch_alone_and_watch_still_works(tmp_path):
 
 def test_a_million_steps_a_second_are_counted_if_not_kept(agent):
     """A ring that overflows drops steps and counts them. The ledger stays complete."""
-    from telemetry.attach.ring import CAPACITY, STEP
+    from telemetry.hooks.ring import CAPACITY, STEP
 
     with agent.errors.contained("test"):
         ring = agent.tracker.ring

@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import telemetry
-from telemetry.attach.resume_state import holds_optimizer
+from telemetry.hooks.resume import holds_optimizer
 from telemetry.report.log_reader import load
 from tests.small_training import Lazy, Training
 

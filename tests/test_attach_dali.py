@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from telemetry.core.labels import DATA_WAIT, STARTUP
+from telemetry.records import DATA_WAIT, STARTUP
 
 PLUGIN = """
 import time

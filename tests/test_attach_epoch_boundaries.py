@@ -8,7 +8,7 @@ import time
 import torch
 from torch.utils.data import DataLoader
 
-from telemetry.core.labels import DATA_WAIT, EVALUATION
+from telemetry.records import DATA_WAIT, EVALUATION
 from tests.data_sets import Numbers
 
 BEGIN_SECONDS = 0.3  # longer than any step, also on a busy machine

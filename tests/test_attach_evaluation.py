@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from telemetry.core.labels import COMPUTE, EVALUATION, OTHER, STARTUP
+from telemetry.records import COMPUTE, EVALUATION, OTHER, STARTUP
 from tests.data_sets import Numbers
 
 

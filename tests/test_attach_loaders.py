@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 import telemetry
-from telemetry.core.labels import COMPUTE, DATA_WAIT, EVALUATION, OTHER
+from telemetry.records import COMPUTE, DATA_WAIT, EVALUATION, OTHER
 from tests.data_sets import Numbers, Stream
 
 KINDS = {

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import telemetry
-from telemetry.core.labels import CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, OTHER, STARTUP
+from telemetry.records import CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, OTHER, STARTUP
 from tests.data_sets import Numbers
 
 

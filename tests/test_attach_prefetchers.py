@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, SequentialSampler
 from torch.utils.data import dataloader as torch_dataloader
 from torchdata.nodes import Batcher, Loader, Mapper, Prefetcher, SamplerWrapper
 
-from telemetry.attach.ring import BEGINS, S_DATA_WAIT
-from telemetry.core.labels import DATA_WAIT, EVALUATION
+from telemetry.hooks.ring import BEGINS, S_DATA_WAIT
+from telemetry.records import DATA_WAIT, EVALUATION
 from tests.data_sets import Numbers
 
 THREAD_BUFFER = """

@@ -12,8 +12,8 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import telemetry
-from telemetry.attach.resume_state import step_of
 from telemetry.diagnose.replay import ReplayWatch
+from telemetry.hooks.resume import step_of
 from tests.small_training import Lazy, Training
 
 

@@ -9,7 +9,7 @@ import pytest
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader import stateful_dataloader as module
 
-from telemetry.core.labels import DATA_WAIT
+from telemetry.records import DATA_WAIT
 from tests.data_sets import Numbers
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from telemetry.collect.batch_matching import Fetches
-from telemetry.core.clock import now_ns
 from telemetry.core.worker_records import FETCH_BUCKETS, Arrival, WorkerCounters
+from telemetry.util.clock import now_ns
 from tests.data_sets import Numbers
 
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from telemetry.attach.batch_release import BatchRelease
-from telemetry.attach.ring import STEP, Ring
-from telemetry.core.clock import now_ns
+from telemetry.hooks.ring import STEP, Ring
+from telemetry.hooks.timers import BatchRelease
+from telemetry.util.clock import now_ns
 from tests.data_sets import Numbers
 
 TOOK = 0.02

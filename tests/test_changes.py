@@ -15,7 +15,8 @@ import telemetry
 from benchmarks.change_series import CHANGES, STEADY, changes_in
 from benchmarks.step_series import Loop
 from telemetry.cli import main
-from telemetry.diagnose import change_detector, loop_blocks
+from telemetry.diagnosis import changes as change_detector
+from telemetry.diagnosis import changes as loop_blocks
 from tests.report_logs import START, line, totals, write
 from tests.running_agent import log_lines, scrape, wait_for
 

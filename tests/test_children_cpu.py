@@ -8,10 +8,10 @@ import threading
 
 import pytest
 
-from telemetry.attach.ring import Ring
-from telemetry.attach.step_tracker import StepTracker
-from telemetry.collect.host import ProcessSource
-from telemetry.core.samples import HostSample, ProcessSample
+from telemetry.hooks.ring import Ring
+from telemetry.hooks.tracker import StepTracker
+from telemetry.records import HostSample, ProcessSample
+from telemetry.sources.proc import ProcessSource
 from tests.monitored_rank import Run
 
 BURN = "import time\nwhile time.process_time() < 0.2:\n    pass"

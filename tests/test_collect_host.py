@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from telemetry.collect.host import HostSource
+from telemetry.sources.proc import HostSource
 
 
 def times(user: float, idle: float, iowait: float) -> SimpleNamespace:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from telemetry.collect.pressure import PressureSource
+from telemetry.sources.cgroup import PressureSource
 
 
 def tree(tmp_path, version: int, limits: dict[str, str]):
@@ -55,7 +55,7 @@ def test_what_all_of_the_group_has_used_of_its_quota(tmp_path, version, monkeypa
     """Other ranks of a pod share it: two cores of three, over ten seconds."""
     source, root = tree(tmp_path, version, {"job": "300000"})
     now = [1_000_000_000]
-    monkeypatch.setattr("telemetry.collect.pressure.now_ns", lambda: now[0])
+    monkeypatch.setattr("telemetry.sources.cgroup.now_ns", lambda: now[0])
 
     def use(seconds):
         if version == 2:

@@ -18,9 +18,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from telemetry.collect.procfs import read_schedule
 from telemetry.collect.worker_source import WorkersSource
-from telemetry.core.clock import now_ns
+from telemetry.sources.proc import read_schedule
+from telemetry.util.clock import now_ns
 from tests.data_sets import Numbers
 from tests.running_agent import wait_for
 
@@ -329,5 +329,5 @@ def test_evaluation_workers_never_count_as_training_workers(observed, source):
 
 @pytest.mark.parametrize(("text", "known"), [("0 0 0", False), ("5 0 1", True), ("", False)])
 def test_schedstat_that_is_switched_off_tells_nothing(monkeypatch, text, known):
-    monkeypatch.setattr("telemetry.collect.procfs.read_small", lambda path: text.encode())
+    monkeypatch.setattr("telemetry.sources.proc.read_small", lambda path: text.encode())
     assert (read_schedule(1, 1) is not None) is known

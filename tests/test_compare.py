@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from telemetry.cli import main
-from telemetry.core.clock import iso_time
-from telemetry.core.labels import CATEGORIES
+from telemetry.records import CATEGORIES
+from telemetry.util.clock import iso_time
 from tests.faults.warm_python import warm_python
 from tests.report_logs import START, line, write
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import pytest
 
 from telemetry.cli import main
-from telemetry.core.clock import iso_time
-from telemetry.core.labels import CATEGORIES
+from telemetry.records import CATEGORIES
+from telemetry.util.clock import iso_time
 from tests.report_logs import START, line, write
 
 WINDOW = 2.0

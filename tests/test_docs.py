@@ -9,13 +9,14 @@ import tokenize
 
 import pytest
 
-from telemetry.agent import tick_pace
+from telemetry.agent import agent
 from telemetry.agent.hang_monitor import Hang
-from telemetry.agent.line_monitor import LineFindings
+from telemetry.agent.stalls import LineFindings
 from telemetry.config import Config
-from telemetry.core.labels import CAUSES
-from telemetry.diagnose import hang_detector, stall_detector, straggler
-from telemetry.diagnose.causes import Thresholds
+from telemetry.diagnose import hang_detector
+from telemetry.diagnosis import stalls, stragglers
+from telemetry.diagnosis.causes import Thresholds
+from telemetry.records import CAUSES
 from tests.doc_pages import DOCS, ROOT, table, text_of
 
 MAX_README_WORDS = 700
@@ -156,8 +157,8 @@ def test_a_table_of_costs_without_its_row_is_refused():
 
 def test_the_glossary_tells_how_many_ticks_are_skipped():
     (row,) = (line for line in text_of(DOCS / "concepts.md").splitlines() if line.startswith("| **tick**"))
-    assert f"after {tick_pace._LONG_CALM} calm ticks, {tick_pace._MAX_SKIPPED} of {tick_pace._MAX_SKIPPED + 1}" in row
-    assert f"more than {tick_pace._MIN_INTERVAL_SECONDS:g} s and at most {tick_pace._MAX_INTERVAL_SECONDS:g} s" in row
+    assert f"after {agent._LONG_CALM} calm ticks, {agent._MAX_SKIPPED} of {agent._MAX_SKIPPED + 1}" in row
+    assert f"more than {agent._MIN_INTERVAL_SECONDS:g} s and at most {agent._MAX_INTERVAL_SECONDS:g} s" in row
 
 
 def test_every_threshold_of_the_causes_is_documented():
@@ -165,7 +166,7 @@ def test_every_threshold_of_the_causes_is_documented():
     assert written == dataclasses.asdict(Thresholds())
 
 
-@pytest.mark.parametrize(("heading", "module"), [("### Of a stall", stall_detector), ("### Of a straggler", straggler)])
+@pytest.mark.parametrize(("heading", "module"), [("### Of a stall", stalls), ("### Of a straggler", stragglers)])
 def test_the_documented_thresholds_are_those_of_the_code(heading, module):
     rows = table(text_of(DOCS / "causes.md"), heading)
     assert {name: float(value) for name, value, _ in rows} == {name: getattr(module, name) for name, *_ in rows}

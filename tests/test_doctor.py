@@ -11,11 +11,11 @@ import pytest
 from fakes import nvml as fake
 from fakes.nvml import Gpu, State
 
-from telemetry.collect.collector import CollectorError
 from telemetry.config import Config
 from telemetry.doctor import command, folder_checks, gpu_checks, package_checks
 from telemetry.doctor.command import HEIGHT, WIDTH, doctor, examine, render
 from telemetry.doctor.finding import ABSENT, OK, PROBLEM, CheckContext, Finding
+from telemetry.sources.collector import CollectorError
 
 ROOT = Path(__file__).parents[1]
 
@@ -178,19 +178,19 @@ class TestVersions:
 
 class TestGpu:
     def test_no_driver(self, monkeypatch):
-        from telemetry.collect.nvml.device import NoGpuError
+        from telemetry.sources.nvml import NoGpuError
 
         def none(timeout_seconds=5.0):
             raise CollectorError("no NVIDIA driver") from NoGpuError("no NVIDIA driver")
 
-        monkeypatch.setattr("telemetry.collect.nvml.gpu_summary.device_summary", none)
+        monkeypatch.setattr("telemetry.sources.nvml.device_summary", none)
         assert found("gpu") == Finding(ABSENT, "gpu", "no NVIDIA driver: there are no GPU metrics")
 
     def test_a_driver_that_hangs(self, monkeypatch):
         def hung(timeout_seconds=5.0):
             raise CollectorError("NVML has not answered for 5 s")
 
-        monkeypatch.setattr("telemetry.collect.nvml.gpu_summary.device_summary", hung)
+        monkeypatch.setattr("telemetry.sources.nvml.device_summary", hung)
         assert found("gpu").status == PROBLEM
 
     def test_alike_ones_share_a_line(self):

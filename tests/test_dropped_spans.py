@@ -6,13 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from telemetry.agent.accounting import spans
-from telemetry.attach import ring as r
+from telemetry.agent.accounting import Ledger, spans
 from telemetry.attach.batch_numbering import BatchNumbering
-from telemetry.attach.loader_handle import LoaderHandle
-from telemetry.attach.ring import CAPACITY, Ring
-from telemetry.core.labels import CATEGORIES, CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION
-from telemetry.diagnose.ledger import Ledger
+from telemetry.hooks import ring as r
+from telemetry.hooks.loaders import LoaderHandle
+from telemetry.hooks.ring import CAPACITY, Ring
+from telemetry.records import CATEGORIES, CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION
 
 CODES = (
     r.STEP,

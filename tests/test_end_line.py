@@ -16,8 +16,7 @@ from telemetry.agent.end_line import RunEnd, end_line
 from telemetry.agent.hang_monitor import Hang
 from telemetry.agent.peer_paces import PeerPaces
 from telemetry.core.run_verdict import RankWaits, costliest
-from telemetry.core.tick import RankPace, pace_from
-from telemetry.core.totals import Totals
+from telemetry.records import RankPace, Totals, pace_from
 from telemetry.report.command import report
 
 OWN = RankWaits(

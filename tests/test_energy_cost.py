@@ -6,9 +6,9 @@ import json
 
 import pytest
 
+from telemetry.agent.totals import EnergyReading, added_energy
 from telemetry.config import Config, SettingError
-from telemetry.core.totals import Totals
-from telemetry.diagnose.energy import EnergyReading, added_energy
+from telemetry.records import Totals
 from telemetry.report.command import report
 from tests.report_logs import START, line, totals, write
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from telemetry.core.labels import COMPUTE, EVALUATION, OTHER
+from telemetry.records import COMPUTE, EVALUATION, OTHER
 
 FIRST = 3
 """Most batches before the first evaluation with a data set is detected."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from telemetry.attach import gpu_clock
+from telemetry.hooks import gpu
 from tests.data_sets import Numbers
 
 pytestmark = [
@@ -59,7 +59,7 @@ def idle_in_waits(profile) -> tuple[float, float]:
 
 @pytest.mark.parametrize(("wait_ms", "work_ms"), [(30, 5), (20, 40), (30, 20)])
 def test_exposed_wait_is_what_a_trace_shows(observed, monkeypatch, wait_ms, work_ms):
-    monkeypatch.setattr(gpu_clock, "BUDGET_RATIO", 1.0)  # time every step
+    monkeypatch.setattr(gpu, "BUDGET_RATIO", 1.0)  # time every step
     matrix = torch.randn(2048, 2048, device="cuda")
     rounds = rounds_for(work_ms, matrix)
     observed.attachment.watch_gpu()

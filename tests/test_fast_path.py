@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import telemetry
-from telemetry.attach import fast_path as f
+from telemetry.hooks import tracker as f
 from tests.data_sets import Numbers
 
 PACKAGE = Path(telemetry.__file__).parent

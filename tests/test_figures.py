@@ -15,13 +15,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from torch.utils.data import DataLoader
 
 import telemetry
-from telemetry.core.distribution import Histogram
-from telemetry.core.labels import CATEGORIES
+from telemetry.agent.figures import STATE_FIGURES, WINDOW_FIGURES, figures, metric_figures
 from telemetry.core.log_window import LogWindow
-from telemetry.core.totals import Totals
 from telemetry.core.views import RunView
 from telemetry.publish.exposition import Exposition
-from telemetry.publish.figures import STATE_FIGURES, WINDOW_FIGURES, figures, metric_figures
+from telemetry.records import CATEGORIES, Histogram, Totals
 from tests.full_views import all_families
 from tests.running_agent import log_lines, wait_for
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from telemetry.agent.sample_counter import SampleCounter
 from telemetry.attach.batch_numbering import BatchNumbering
 from telemetry.attach.batch_sizes import BatchMark, BatchSizes
-from telemetry.attach.loader_handle import LoaderHandle
-from telemetry.attach.ring import BATCH, BEGINS, JOINS, S_COMPUTE, S_DATA_WAIT, S_OTHER, STEP, STRIDE, code
+from telemetry.hooks.loaders import LoaderHandle
+from telemetry.hooks.ring import BATCH, BEGINS, JOINS, S_COMPUTE, S_DATA_WAIT, S_OTHER, STEP, STRIDE, code
 
 JOINED = code(S_DATA_WAIT, S_COMPUTE, BATCH | JOINS)
 BEGUN = code(S_OTHER, S_OTHER, BEGINS)

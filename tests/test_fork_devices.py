@@ -140,7 +140,7 @@ def test_children_end_well_beside_real_events(tmp_path):
 
 KEPT = """
 import os, sys
-from telemetry.attach.fork_keepalive import keep
+from telemetry.hooks.patching import keep
 from tests.fakes.device import Event
 
 Event.report = int(sys.argv[1])

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(sys.version_info < (3, 12), reason="this Python 
 SCRIPT = """
 import os, sys, threading, warnings
 import telemetry
-from telemetry.core.own_threads import OwnThread, Wake
+from telemetry.util.threads import OwnThread, Wake
 
 if "at-fork" in sys.argv:
     over = threading.Event()
@@ -109,9 +109,9 @@ def test_a_fork_in_a_worker_does_not_warn(tmp_path, context):
 
 
 def test_a_filter_that_is_sent_elsewhere_matches_nothing():
-    from telemetry.core import fork_warning
+    from telemetry.util import threads
 
-    assert pickle.loads(pickle.dumps(fork_warning._FILTER))[1].match("This process (pid=1) is multi-threaded") is None
+    assert pickle.loads(pickle.dumps(threads._FILTER))[1].match("This process (pid=1) is multi-threaded") is None
 
 
 def test_forks_do_not_raise_where_warnings_are_errors(tmp_path):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from telemetry.core.formatting import (
+from telemetry.util.files import dump_object, parse_object
+from telemetry.util.text import (
     binary_size,
     byte_size,
     duration,
@@ -14,7 +15,6 @@ from telemetry.core.formatting import (
     shortened,
     table,
 )
-from telemetry.core.json_object import dump_object, parse_object
 
 
 @pytest.mark.parametrize(

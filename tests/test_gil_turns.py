@@ -11,8 +11,8 @@ import pytest
 import telemetry
 from telemetry.agent import gil_turns
 from telemetry.agent.gil_turns import GilTurns
-from telemetry.core.clock import NS, now_ns
 from telemetry.core.switch_interval import SWITCH_SECONDS
+from telemetry.util.clock import NS, now_ns
 
 
 class Thread:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from torch.utils.data import DataLoader
 
-from telemetry.attach import gpu_clock, loader_hooks, optimizer_hook, scopes, step_boundaries, step_state, step_tracker
-from telemetry.attach.accelerator import DeviceStream
-from telemetry.attach.gpu_clock import BUDGET_RATIO, GpuClock
+from telemetry.hooks import dataloader, state, tracker
+from telemetry.hooks import gpu as gpu_clock
+from telemetry.hooks.accelerator import DeviceStream
+from telemetry.hooks.gpu import BUDGET_RATIO, GpuClock
 from tests.data_sets import Numbers
 
 MS = 1_000_000
@@ -25,7 +26,7 @@ class Gpu:
         self.call_ns = 0
         self.place = DeviceStream(0, 0)
         for module in (
-            gpu_clock, loader_hooks, optimizer_hook, scopes, step_boundaries, step_state, step_tracker,
+            gpu_clock, dataloader, tracker, tracker, tracker, state, tracker,
         ):  # fmt: skip
             monkeypatch.setattr(module, "now_ns", self.now)
 

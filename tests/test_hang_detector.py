@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from telemetry.core.labels import CATEGORIES, CAUSES
 from telemetry.diagnose.hang_detector import (
     EXPECTED,
     MIN_STEPS,
@@ -20,6 +19,7 @@ from telemetry.diagnose.hang_detector import (
     longest_phase,
     paused,
 )
+from telemetry.records import CATEGORIES, CAUSES
 from tests.slice_cases import STARVED, a_slice
 from tests.slices import Detector
 

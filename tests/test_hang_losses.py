@@ -10,9 +10,9 @@ import time
 import pytest
 
 from telemetry.agent.run_losses import RunLosses
-from telemetry.core.errors import ErrorLog
-from telemetry.core.identity import Identity
 from telemetry.job.run_state import LOST, RunState, decoded
+from telemetry.util.errors import ErrorLog
+from telemetry.util.processes import Identity
 from tests.test_run_losses import BEAT, AttemptNow
 
 

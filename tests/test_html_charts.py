@@ -10,8 +10,8 @@ from html_pages import Page, arrays_of, items_of, page_of
 from report_logs import START, line, window, write
 
 from benchmarks.simulated_run import SimulatedRun, write_run
-from telemetry.core.clock import iso_time
 from telemetry.report.log_reader import load
+from telemetry.util.clock import iso_time
 
 pytest.importorskip("bokeh")
 

@@ -9,9 +9,9 @@ import pytest
 from html_pages import Page, columns_of, glyphs_of, items_of, page_of, table_of
 from report_logs import line, write
 
-from telemetry.core.clock import iso_time
-from telemetry.core.labels import CATEGORIES
-from telemetry.core.quantile_sketch import Sketch
+from telemetry.records import CATEGORIES
+from telemetry.util.clock import iso_time
+from telemetry.util.sketch import Sketch
 
 pytest.importorskip("bokeh")
 

@@ -9,7 +9,7 @@ from importlib.abc import MetaPathFinder
 
 import pytest
 
-from telemetry.attach.import_watch import ImportWatch
+from telemetry.hooks.patching import ImportWatch
 
 NAME = "a_module_that_is_watched"
 

@@ -12,11 +12,11 @@ import pytest
 from torch.utils.data import DataLoader
 
 import telemetry
-from telemetry.core.tick import Tick
-from telemetry.diagnose.advice.advise import advise
-from telemetry.diagnose.causes import costs
 from telemetry.diagnose.evidence_log import evidence_field
-from telemetry.diagnose.recurring_costs import RecurringCostsWatch
+from telemetry.diagnosis.advice import advise
+from telemetry.diagnosis.causes import costs
+from telemetry.diagnosis.evidence import RecurringCostsWatch
+from telemetry.records import Tick
 from tests.data_sets import Numbers
 from tests.slice_cases import a_slice, with_workers
 from tests.slices import evidence_over, next_tick

@@ -12,16 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from telemetry.core.clock import NS
-from telemetry.core.filesystem import read_small
 from telemetry.core.hang_records import Collective, HangState
-from telemetry.core.tick import RankPace
 from telemetry.job import exchange as exchange_module
 from telemetry.job.candidates import candidates
 from telemetry.job.exchange import JobExchange
 from telemetry.job.hang_states import from_rows, to_rows
 from telemetry.job.node_report import MAX_BYTES, NodeReport, decoded, encoded
 from telemetry.publish.board import Board
+from telemetry.records import RankPace
+from telemetry.util.clock import NS
+from telemetry.util.files import read_small
 from tests.rank_paces import pace
 
 

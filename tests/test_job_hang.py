@@ -9,11 +9,11 @@ from dataclasses import replace
 import pytest
 
 from telemetry.agent.job_hang import HangSurroundings, JobHang
-from telemetry.core.clock import NS
 from telemetry.core.hang_records import Collective, HangState
 from telemetry.core.views import HangView
 from telemetry.publish.board import Board
 from telemetry.publish.hang_board import HangBoard
+from telemetry.util.clock import NS
 from tests.faults.processes import Child, write
 
 WAITS = HangState(

@@ -9,13 +9,13 @@ import pytest
 
 from telemetry.agent import job_link
 from telemetry.agent.job_link import JobLink
-from telemetry.core import own_threads
-from telemetry.core.clock import NS
-from telemetry.core.errors import ErrorLog
 from telemetry.job import exchange
 from telemetry.job.exchange import JobExchange
 from telemetry.publish.board import Board
 from telemetry.publish.node import NodeService
+from telemetry.util import threads
+from telemetry.util.clock import NS
+from telemetry.util.errors import ErrorLog
 from tests.rank_paces import pace
 
 
@@ -75,7 +75,7 @@ def test_a_job_of_one_node_has_no_thread_and_no_file(node, tmp_path):
     for _ in range(3):
         assert alone.tick(world_size=1) == ()
     assert not (tmp_path / "run" / "job").exists()
-    assert "telemetry-job" not in own_threads.running()
+    assert "telemetry-job" not in threads.running()
 
 
 def test_closing_the_link_removes_the_file_of_the_node(node, tmp_path):
@@ -123,7 +123,7 @@ def test_ranks_that_end_before_others_do_not_make_a_job_of_several_nodes(node, t
     alone.tick(world_size=2)
     live[0] = 1
     alone.tick(world_size=2)
-    assert "telemetry-job" not in own_threads.running()
+    assert "telemetry-job" not in threads.running()
 
 
 def test_a_folder_that_stays_unwritable_is_told_once(node, tmp_path):
@@ -153,7 +153,7 @@ def test_without_a_thread_to_be_had_there_is_none_to_wait_for(node, monkeypatch)
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patch:
-        patch.setattr(own_threads, "start_new_thread", refused)
+        patch.setattr(threads, "start_new_thread", refused)
         with pytest.raises(RuntimeError):
             for _ in range(30):
                 first.tick()

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from telemetry.core.identity import Identity
 from telemetry.publish.jsonl import JsonLog
 from telemetry.publish.log_file import LogFile
+from telemetry.util.processes import Identity
 
 ME = Identity(run="r", rank=3, local_rank=1, world_size=4, node="n", pid=77, launcher="torchrun")
 

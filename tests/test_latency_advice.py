@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
-from telemetry.core.distribution import Histogram
 from telemetry.core.worker_records import FETCH_BUCKETS
-from telemetry.diagnose.advice.advise import advise
+from telemetry.diagnosis.advice import advise
+from telemetry.records import Histogram
 from tests.advice_cases import HELD, first, uneven
 from tests.slice_cases import CASES, STARVED, with_workers
 from tests.slices import evidence_over

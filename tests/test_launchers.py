@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-from telemetry.core.identity import adopt, identify
+from telemetry.util.processes import adopt, identify
 
 
 def mpi(prefix: str, rank: int, size: int, local: int) -> dict[str, str]:

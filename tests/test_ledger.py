@@ -8,12 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from telemetry.core.distribution import Histogram
-from telemetry.core.labels import CATEGORIES, COMPUTE, DATA_WAIT, EVALUATION, OTHER, STARTUP
-from telemetry.core.quantile_sketch import Sketch, parse_counts
-from telemetry.core.spans import Step
-from telemetry.diagnose.ledger import Ledger
-from telemetry.diagnose.step_stats import ExposedWait, StepStats
+from telemetry.agent.accounting import ExposedWait, Ledger, StepStats
+from telemetry.records import CATEGORIES, COMPUTE, DATA_WAIT, EVALUATION, OTHER, STARTUP, Histogram, Step
+from telemetry.util.sketch import Sketch, parse_counts
 
 stamps = st.integers(min_value=0, max_value=10**12)
 spans = st.tuples(

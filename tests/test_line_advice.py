@@ -6,10 +6,9 @@ import dataclasses
 
 import pytest
 
-from telemetry.diagnose import line_shares as work
-from telemetry.diagnose.advice.line_advice import line_advice, line_verdict
-from telemetry.diagnose.evidence import Evidence
-from telemetry.diagnose.line_shares import LineShare
+from telemetry.diagnosis import lines as work
+from telemetry.diagnosis.evidence import Evidence
+from telemetry.diagnosis.lines import LineShare, line_advice, line_verdict
 from tests.report_logs import START, line, totals, window, write
 from tests.slice_cases import CASES, a_slice, with_workers
 from tests.slices import evidence_over

@@ -13,12 +13,13 @@ from torch.utils.data import DataLoader, Dataset
 from telemetry.attach.worker_block import WorkerBlock
 from telemetry.attach.worker_probe import WorkerProbe
 from telemetry.collect.line_sampler import FETCH, LineSampler
-from telemetry.core import own_threads, sample_times
-from telemetry.core.clock import NS, now_ns
+from telemetry.core import sample_times
 from telemetry.core.stack_profile import StackProfile
 from telemetry.core.switch_interval import SWITCH_SECONDS, restore_switch_interval, shorten_switch_interval
-from telemetry.diagnose import line_shares as work
-from telemetry.diagnose.line_shares import line_shares
+from telemetry.diagnosis import lines as work
+from telemetry.diagnosis.lines import line_shares
+from telemetry.util import threads
+from telemetry.util.clock import NS, now_ns
 from tests.running_agent import wait_for
 
 # -- in the workers ----------------------------------------------------------------------------------------------
@@ -36,7 +37,7 @@ class Planted(Dataset):
     def __getitem__(self, index: int) -> tuple[str, ...]:
         sorted(NUMBERS)  # planted
         time.sleep(0.001)
-        return tuple(own_threads.running())
+        return tuple(threads.running())
 
 
 class Planted2(Planted):

@@ -8,13 +8,13 @@ import pytest
 
 from telemetry.core.sample_area import HALF_BYTES
 from telemetry.core.stack_profile import MAX_STACKS, StackProfile
-from telemetry.core.stacks import Spot
-from telemetry.diagnose import line_shares as work
-from telemetry.diagnose.line_shares import line_shares
+from telemetry.diagnosis import lines as work
+from telemetry.diagnosis.lines import line_shares
 from telemetry.publish.profile_folder import MAX_BYTES, MAX_FILES, ProfileFolder
 from telemetry.report.log_reader import load
 from telemetry.report.report_text import render
 from telemetry.report.summary import summarize
+from telemetry.util.stacks import Spot
 from tests.report_logs import START, line, totals, window, write
 
 FETCHER = Spot("/lib/site-packages/torch/utils/data/_utils/fetch.py", 54, "fetch", "torch.utils.data._utils.fetch")

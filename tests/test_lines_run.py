@@ -12,15 +12,15 @@ import pytest
 from torch.utils.data import DataLoader, Dataset
 
 import telemetry
-from telemetry.agent.line_monitor import LineMonitor
-from telemetry.attach.ring import S_COMPUTE, Ring
-from telemetry.attach.step_tracker import StepTracker
+from telemetry.agent.stalls import LineMonitor
 from telemetry.attach.worker_block import SAMPLE_UNTIL, WorkerBlock
-from telemetry.core.clock import NS, now_ns
-from telemetry.core.errors import ErrorLog
 from telemetry.core.stack_profile import StackProfile
-from telemetry.diagnose import line_shares as work
-from telemetry.diagnose.stall_detector import Stall
+from telemetry.diagnosis import lines as work
+from telemetry.diagnosis.stalls import Stall
+from telemetry.hooks.ring import S_COMPUTE, Ring
+from telemetry.hooks.tracker import StepTracker
+from telemetry.util.clock import NS, now_ns
+from telemetry.util.errors import ErrorLog
 from tests.slice_cases import a_slice
 from tests.slices import evidence_over
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from telemetry.core import memory_records, samples, worker_records
+from telemetry import records
+from telemetry.core import worker_records
 from telemetry.core.log_kind import LOG_KIND
-from telemetry.core.samples import GpuSample, ProcessSample
 from telemetry.publish.log_fields import mean_of
+from telemetry.records import GpuSample, ProcessSample
 from tests.slice_cases import IDLE
 
 
@@ -39,7 +40,7 @@ def test_counters_of_a_sample_are_not_averaged():
 
 SAMPLES = [
     kind
-    for module in (samples, memory_records, worker_records)
+    for module in (records, records, worker_records)
     for name, kind in vars(module).items()
     if name.endswith("Sample")
 ]

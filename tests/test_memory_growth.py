@@ -7,10 +7,9 @@ import random
 
 import pytest
 
-from telemetry.agent.memory_watch import MemoryWatch
-from telemetry.core.memory_records import CUDA, SHARED_MEMORY, TRAINING, WORKERS, MemorySample
-from telemetry.core.samples import GpuSample, TorchMemorySample
-from telemetry.diagnose.reading_history import MAX_READINGS, ReadingHistory
+from telemetry.agent.trends import MemoryWatch
+from telemetry.diagnosis.memory import MAX_READINGS, ReadingHistory
+from telemetry.records import CUDA, SHARED_MEMORY, TRAINING, WORKERS, GpuSample, MemorySample, TorchMemorySample
 
 GB = 1e9
 LIMIT = 64 * GB

@@ -7,9 +7,9 @@ import signal
 
 import pytest
 
-from telemetry.collect import memory_source
-from telemetry.collect.memory_limit import MemoryLimits
-from telemetry.collect.memory_source import MemorySource, shared_bytes
+from telemetry.sources import memory
+from telemetry.sources.cgroup import MemoryLimits
+from telemetry.sources.memory import MemorySource, shared_bytes
 
 MIB = 1 << 20
 
@@ -123,8 +123,8 @@ class Forked:
 @pytest.fixture
 def read_at_once(monkeypatch):
     for name in ("READ_SECONDS", "_AGE_RATIO", "_MIN_PROBE_SECONDS"):
-        monkeypatch.setattr(memory_source, name, 0.0)
-    monkeypatch.setattr(memory_source, "_MAX_PROBE_RATIO", 1e9)
+        monkeypatch.setattr(memory, name, 0.0)
+    monkeypatch.setattr(memory, "_MAX_PROBE_RATIO", 1e9)
 
 
 def test_workers_that_copy_on_write_and_that_take_memory(read_at_once):
@@ -164,9 +164,9 @@ def test_the_costly_file_is_read_of_workers_alone_and_seldom(monkeypatch):
             pass
         return rollup(Anonymous=100, Private_Dirty=30)
 
-    monkeypatch.setattr(memory_source, "read_small", slow)
-    monkeypatch.setattr(memory_source, "READ_SECONDS", 0.0)
-    monkeypatch.setattr(memory_source, "_AGE_RATIO", 0.0)
+    monkeypatch.setattr(memory, "read_small", slow)
+    monkeypatch.setattr(memory, "READ_SECONDS", 0.0)
+    monkeypatch.setattr(memory, "_AGE_RATIO", 0.0)
     worker = Forked(bytearray(MIB))
     try:
         source = MemorySource(lambda: [worker.pid])

@@ -10,14 +10,14 @@ from types import SimpleNamespace
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from telemetry.agent.collector_poller import CollectorPoller
-from telemetry.attach.ring import Ring
-from telemetry.attach.step_tracker import StepTracker
-from telemetry.core.errors import ErrorLog
+from telemetry.agent.totals import CollectorPoller
+from telemetry.hooks.ring import Ring
+from telemetry.hooks.tracker import StepTracker
 from telemetry.publish.endpoint import join
 from telemetry.publish.exposition import Exposition
 from telemetry.publish.metrics.agent_metrics import COLLECTOR
 from telemetry.publish.metrics.table import SECTIONS
+from telemetry.util.errors import ErrorLog
 from tests.full_views import all_families, full_view
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -4,10 +4,8 @@ import time
 
 import pytest
 
-from telemetry.collect.collector import CollectorError
-from telemetry.collect.nvml.gpu_summary import device_summary
-from telemetry.collect.nvml.readings import THROTTLE_BITS
-from telemetry.collect.nvml.source import NvmlSource
+from telemetry.sources.collector import CollectorError
+from telemetry.sources.nvml import THROTTLE_BITS, NvmlSource, device_summary
 
 torch = pytest.importorskip("torch")
 

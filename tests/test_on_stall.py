@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 import telemetry
 from telemetry.config import Config, SettingError
-from telemetry.core import own_threads
+from telemetry.util import threads as own_threads
 from tests.data_sets import Numbers
 from tests.running_agent import log_lines, scrape, wait_for
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from telemetry.collect.oom_counter import OomCounter
-from telemetry.core.memory_groups import group_id
+from telemetry.sources.cgroup import OomCounter, group_id
 
 
 def tree(tmp_path, version: int, groups: dict[str, tuple[str, int]]):

@@ -14,8 +14,8 @@ import pytest
 
 from telemetry.collect.stack_capture import all_stacks
 from telemetry.collect.thread_sampler import ThreadSampler
-from telemetry.core import own_threads
-from telemetry.core.stacks import stack_of
+from telemetry.util import threads
+from telemetry.util.stacks import stack_of
 from tests.faults.processes import HANG
 
 ROOT = Path(__file__).parents[1]
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 WATCHED = """
 import io, multiprocessing, os, socket, sys, threading, time, urllib.request
 from importlib.abc import MetaPathFinder
-from telemetry.core.own_threads import named, running
+from telemetry.util.threads import named, running
 
 multiprocessing.set_start_method("fork")  # no worker can import what -c runs
 
@@ -230,7 +230,7 @@ def test_a_look_leaves_garbage_collection_as_it_is(enabled):
 
 
 def run_on_a_thread_of_ours(target) -> None:
-    thread = own_threads.OwnThread(target, name="telemetry-test")
+    thread = threads.OwnThread(target, name="telemetry-test")
     thread.start()
     assert thread.join(HANG)
 
@@ -254,7 +254,7 @@ def test_threads_that_have_ended_are_forgotten():
     """Also in a worker, where no thread of ours waits for anything but time."""
     for _ in range(50):
         run_on_a_thread_of_ours(int)
-    assert len(own_threads.harmless) < 10
+    assert len(threads.harmless) < 10
 
 
 SILENT = """

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from grafana import colours
-from telemetry.core.labels import CAUSES
+from telemetry.records import CAUSES
 from telemetry.report.html import palette, time_charts
 
 MACHADO = {

@@ -10,7 +10,7 @@ import pytest
 from telemetry.cli import main
 from telemetry.core.recommendation import Advice
 from telemetry.core.run_verdict import recommended
-from telemetry.diagnose.advice.advise import advise
+from telemetry.diagnosis.advice import advise
 from tests.advice_cases import first
 from tests.report_logs import START, line, totals, write
 from tests.slice_cases import a_slice, with_workers

@@ -9,10 +9,10 @@ import torch
 from torch.utils.data import DataLoader
 
 import telemetry
-from telemetry.attach.attachment import Attachment
-from telemetry.attach.ring import Ring
-from telemetry.attach.step_tracker import StepTracker
-from telemetry.attach.watched_iterable import wrap
+from telemetry.hooks.attachment import Attachment
+from telemetry.hooks.ring import Ring
+from telemetry.hooks.tracker import StepTracker
+from telemetry.hooks.watch import wrap
 from tests.data_sets import Numbers
 from tests.snapshot_recording import Taken
 

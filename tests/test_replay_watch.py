@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from telemetry.core.spans import Step
 from telemetry.diagnose.replay import ReplayWatch
+from telemetry.records import Step
 
 STEP, DRAWN = (0.001, 0.1), (0.02, 0.0005)
 """Wait and compute: of a step that trains, and of a batch that is thrown away."""

@@ -9,12 +9,12 @@ import sys
 
 import pytest
 
-from telemetry.core.labels import CATEGORIES
-from telemetry.core.quantile_sketch import Sketch
+from telemetry.records import CATEGORIES
 from telemetry.report.command import report
 from telemetry.report.log_files import NoRunError
 from telemetry.report.log_reader import load
 from telemetry.report.summary import summarize
+from telemetry.util.sketch import Sketch
 from tests.report_logs import START, line, totals, window, write
 
 

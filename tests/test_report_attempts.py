@@ -8,7 +8,7 @@ from datetime import datetime, timedelta, timezone
 import orjson
 import pytest
 
-from telemetry.core.labels import CATEGORIES
+from telemetry.records import CATEGORIES
 from telemetry.report.goodput import as_job, goodput_of
 from telemetry.report.goodput_text import section, verdict
 from telemetry.report.log_reader import load

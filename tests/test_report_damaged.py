@@ -15,7 +15,7 @@ import pytest
 
 import telemetry
 from telemetry.config import Config
-from telemetry.core.labels import CATEGORIES
+from telemetry.records import CATEGORIES
 from telemetry.report.command import report
 from telemetry.report.log_reader import load
 from telemetry.report.log_schema import FIELDS

@@ -7,11 +7,11 @@ from datetime import datetime, timezone
 import pytest
 
 from benchmarks.simulated_run import SimulatedRun, write_run
-from telemetry.core.labels import CATEGORIES
-from telemetry.core.quantile_sketch import Sketch
+from telemetry.records import CATEGORIES
 from telemetry.report import log_reader, parallel_reading
 from telemetry.report.log_reader import load
 from telemetry.report.process_log import ProcessLog
+from telemetry.util.sketch import Sketch
 from tests.report_logs import line, window, write
 
 pytest.importorskip("bokeh")  # what draws the page

@@ -7,9 +7,9 @@ import time
 import orjson
 import pytest
 
-from telemetry.core.clock import iso_time
-from telemetry.core.formatting import rough_duration
 from telemetry.report.command import report
+from telemetry.util.clock import iso_time
+from telemetry.util.text import rough_duration
 from tests.report_logs import line, totals, window, write
 
 GROWS = {

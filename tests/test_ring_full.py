@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from telemetry.attach.ring import CAPACITY, S_COMPUTE, S_DATA_WAIT, STEP, Ring
+from telemetry.hooks.ring import CAPACITY, S_COMPUTE, S_DATA_WAIT, STEP, Ring
 
 WAIT, STEP_NS, DROPPED = 3, 10, 5
 

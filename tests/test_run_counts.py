@@ -13,10 +13,10 @@ from running_agent import log_lines, scrape, wait_for
 from top_screens import ASCII, NOW, text_of
 
 import telemetry
+from telemetry.agent.figures import WINDOW_FIGURES
 from telemetry.core.log_window import LogWindow
-from telemetry.core.totals import Totals
 from telemetry.job.rank_counts import RankCounts, decoded
-from telemetry.publish.figures import WINDOW_FIGURES
+from telemetry.records import Totals
 from telemetry.report.log_reader import load
 from telemetry.report.summary import summarize
 from telemetry.top.rank_row import RankFacts, RankRow, row_of

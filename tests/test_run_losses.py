@@ -14,12 +14,11 @@ import pytest
 import telemetry
 from telemetry.agent.end_evidence import EndEvidence
 from telemetry.agent.run_losses import RunLosses
-from telemetry.core import identity
-from telemetry.core.clock import NS
-from telemetry.core.errors import ErrorLog
-from telemetry.core.identity import Identity
-from telemetry.core.job_labels import job_labels
 from telemetry.job.run_state import LOST, RunState, decoded
+from telemetry.util import processes
+from telemetry.util.clock import NS
+from telemetry.util.errors import ErrorLog
+from telemetry.util.processes import Identity, job_labels
 
 
 def start(folder):
@@ -139,9 +138,9 @@ def test_a_damaged_heartbeat_leaves_the_state(tmp_path, field, value):
     write(tmp_path / "run", before)
     (tmp_path / "run" / "attempts" / "ab.beat").write_text(json.dumps(BEAT | {field: value}))
     losses = RunLosses(tmp_path / "run" / "attempts", AttemptNow(), "cd", ErrorLog())
-    identity = Identity("run", 0, 0, 1, "n", os.getpid(), "plain")
+    processes = Identity("run", 0, 0, 1, "n", os.getpid(), "plain")
     ledger = dict.fromkeys(("startup", "data_wait", "compute"), 0.0)
-    losses.tick(identity, ledger, 0.0, has_batch=True, stuck_for_seconds=0.0, stuck_in=None)
+    losses.tick(processes, ledger, 0.0, has_batch=True, stuck_for_seconds=0.0, stuck_in=None)
     view = losses.view()
     assert view.number == 3
     assert all(0 <= seconds < 1e12 for seconds in view.lost_seconds.values()), view
@@ -220,9 +219,9 @@ def test_an_agent_started_again_in_its_process_is_the_same_attempt(tmp_path):
 def test_the_same_attempt_also_after_the_clock_was_stepped(tmp_path, monkeypatch):
     start(tmp_path / "run")
     telemetry.stop()
-    real = identity.unix_time
+    real = processes.unix_time
     with monkeypatch.context() as patch:
-        patch.setattr(identity, "unix_time", lambda: real() + 3600)
+        patch.setattr(processes, "unix_time", lambda: real() + 3600)
         agent = start(tmp_path / "run")
         assert wait_for(lambda: shown(agent, "training_run_attempt")) == {"": 0.0}
         telemetry.stop()

@@ -8,14 +8,14 @@ import time
 
 import pytest
 
-from telemetry.agent.between_ticks import BetweenTicks
+from telemetry.agent.agent import BetweenTicks
 from telemetry.attach import worker_line_sampler
 from telemetry.collect.line_sampler import LineSampler
-from telemetry.core import own_threads
-from telemetry.core.clock import NS, now_ns
-from telemetry.core.errors import ErrorLog
 from telemetry.core.sample_attribution import LATE_WAITS, AttributedSamples, thread_waits
-from telemetry.core.stacks import Spot
+from telemetry.util import threads
+from telemetry.util.clock import NS, now_ns
+from telemetry.util.errors import ErrorLog
+from telemetry.util.stacks import Spot
 from tests.running_agent import wait_for
 
 MS = 1_000_000
@@ -183,7 +183,7 @@ def test_a_worker_notices_that_a_call_held_the_gil(monkeypatch):
     monkeypatch.setattr(worker_line_sampler, "fetch_part", lambda stack: stack)
     until = now_ns() + 600 * NS
     worker_line_sampler.WorkerSampler(lambda: (1, 1 if over.is_set() else until), lambda: True, Area()).ask()
-    (thread,) = [each for each in own_threads._running.values() if each.name == "telemetry-lines"]
+    (thread,) = [each for each in threads._running.values() if each.name == "telemetry-lines"]
     try:
         wait_for(lambda: sorted(numbers) and max(waited, default=0) >= LATE_WAITS, 60)
     finally:

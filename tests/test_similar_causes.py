@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from telemetry.agent.stall_report import stall_fields
-from telemetry.diagnose.causes import costs
-from telemetry.diagnose.similar_causes import shares_of
-from telemetry.diagnose.stall_detector import Stall
+from telemetry.diagnosis.causes import costs, shares_of
+from telemetry.diagnosis.stalls import Stall
 from telemetry.report.log_reader import load
 from telemetry.report.report_text import render
 from telemetry.report.summary import summarize

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 import telemetry
-from telemetry.agent.figure_output import FigureOutput
+from telemetry.agent.figures import FigureOutput
 from telemetry.config import Config
-from telemetry.core.errors import ErrorLog
-from telemetry.core.identity import identify
-from telemetry.publish.sinks import make_sinks
+from telemetry.sinks import make
+from telemetry.util.errors import ErrorLog
+from telemetry.util.processes import identify
 
 ROOT = Path(__file__).parents[1]
 
@@ -89,8 +89,8 @@ def test_folder_named_like_a_package_is_none(tmp_path, monkeypatch):
     (tmp_path / "realpackage").mkdir()
     (tmp_path / "realpackage" / "__init__.py").touch()
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert not make_sinks._is_installed("folderonly")
-    assert make_sinks._is_installed("realpackage")
+    assert not make._is_installed("folderonly")
+    assert make._is_installed("realpackage")
 
 
 LOADED = (
@@ -137,7 +137,7 @@ def test_rank_that_does_not_write_loads_nothing(tmp_path):
 FAKE = """
 import json, sys, threading, time, types
 import torch, telemetry
-from telemetry.core.own_threads import named
+from telemetry.util.threads import named
 from torch.utils.data import DataLoader
 
 class Run:

@@ -13,13 +13,12 @@ import types
 import pytest
 
 import telemetry
-from telemetry.core.clock import NS
-from telemetry.core.sink_item import SinkItem
-from telemetry.publish.sinks import make_sinks, sink_thread
-from telemetry.publish.sinks.mlflow_sink import MlflowSink
-from telemetry.publish.sinks.sink import SinkWaits
-from telemetry.publish.sinks.sink_thread import MAX_ITEMS, SinkThread
-from telemetry.publish.sinks.wandb_sink import WandbSink
+from telemetry.records import SinkItem
+from telemetry.sinks import make
+from telemetry.sinks import thread as sink_thread
+from telemetry.sinks.thread import MAX_ITEMS, SinkThread, SinkWaits
+from telemetry.sinks.trackers import MlflowSink, WandbSink
+from telemetry.util.clock import NS
 from tests.running_agent import wait_for
 
 
@@ -255,7 +254,7 @@ def test_a_run_that_the_script_has_finished_is_said_to_have_ended(monkeypatch):
 def test_the_step_axis_goes_on_over_the_attempts_of_a_run(tmp_path, monkeypatch):
     """An active run of W&B or MLflow may be resumed: its curve must not begin again."""
     recorder, last = Recorder(), []
-    monkeypatch.setattr(make_sinks, "make_sinks", lambda _names, _run_dir: ([recorder], {}))
+    monkeypatch.setattr(make, "make_sinks", lambda _names, _run_dir: ([recorder], {}))
     for _ in range(3):
         telemetry.start(tmp_path, port="off", sinks="tensorboard", interval_seconds=0.1, start_line=False)
         for _ in telemetry.watch(range(20)):

@@ -11,7 +11,7 @@ from torch import nn
 from torch.autograd import profiler as autograd_profiler
 from torch.utils.data import DataLoader
 
-from telemetry.core.labels import OTHER, RECORDED, SKIPPED
+from telemetry.records import OTHER, RECORDED, SKIPPED
 from tests.data_sets import Numbers
 from tests.snapshot_recording import mark, marks, train
 

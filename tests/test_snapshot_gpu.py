@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from telemetry.core.labels import RECORDED, REFUSED
+from telemetry.records import RECORDED, REFUSED
 from tests.data_sets import Numbers
 
 pytestmark = [

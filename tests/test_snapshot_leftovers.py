@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from telemetry.core.errors import ErrorLog
 from telemetry.snapshot import export_space, leftovers
 from telemetry.snapshot.export_owner import LocalProcesses
 from telemetry.snapshot.store import TraceStore, sweep
+from telemetry.util.errors import ErrorLog
 
 GONE, LIVING, ELSEWHERE = "node-7-98-ns1", "node-7-99-ns1", "other-8-5-ns1"
 IS_GONE = LocalProcesses("node", 1, {7: 99}.get).is_gone

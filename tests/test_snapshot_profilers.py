@@ -10,7 +10,7 @@ from torch.autograd import profiler as autograd_profiler
 from torch.profiler import ProfilerActivity, profile, schedule
 from torch.utils.data import DataLoader
 
-from telemetry.core.labels import FAILED, RECORDED, REFUSED
+from telemetry.records import FAILED, RECORDED, REFUSED
 from tests.data_sets import Numbers
 from tests.snapshot_recording import mark, marks, train
 

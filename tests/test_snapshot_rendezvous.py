@@ -8,11 +8,11 @@ from functools import partial
 
 import pytest
 
-from telemetry.core import filesystem
 from telemetry.snapshot import protocol as p
 from telemetry.snapshot import rendezvous
 from telemetry.snapshot.rendezvous import Position, Rendezvous, first_step
 from telemetry.snapshot.request_files import new_id
+from telemetry.util import files
 
 
 class Ranks:
@@ -312,6 +312,6 @@ def test_file_systems_that_show_a_folder_late(kind, caches, tmp_path, monkeypatc
         f"21 1 0:1 / / rw - overlay overlay rw\n36 21 {os.major(status.st_dev)}:{os.minor(status.st_dev)} / /data rw"
         f" shared:1 - {kind} server:/export rw,vers=4.2\n"
     )
-    monkeypatch.setattr(filesystem, "MOUNTS", mounts)
-    assert filesystem.caches_folders(tmp_path) is caches
-    assert filesystem.caches_folders(tmp_path / "missing") is False
+    monkeypatch.setattr(files, "MOUNTS", mounts)
+    assert files.caches_folders(tmp_path) is caches
+    assert files.caches_folders(tmp_path / "missing") is False

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 import telemetry
 from telemetry.agent import snapshot_control
-from telemetry.core.labels import RECORDED, SKIPPED
+from telemetry.records import RECORDED, SKIPPED
 from tests.data_sets import Numbers
 from tests.snapshot_recording import mark, marks
 

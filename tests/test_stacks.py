@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import telemetry
-from telemetry.core.stacks import is_library
+from telemetry.util.stacks import is_library
 
 PACKAGE = Path(telemetry.__file__).parent
 

@@ -7,10 +7,9 @@ import math
 
 import pytest
 
-from telemetry.core.labels import CAUSES
-from telemetry.core.tick import RankPace
-from telemetry.diagnose.causes import costs
-from telemetry.diagnose.stall_detector import Stall
+from telemetry.diagnosis.causes import costs
+from telemetry.diagnosis.stalls import Stall
+from telemetry.records import CAUSES, RankPace
 from tests.slice_cases import CASES, STARVED, a_slice, pace, with_workers
 from tests.slices import Detector, evidence_over
 

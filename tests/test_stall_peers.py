@@ -8,14 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from telemetry.attach.ring import Ring
-from telemetry.attach.step_tracker import StepTracker
 from telemetry.collect.thread_sampler import ThreadSamples
-from telemetry.core.labels import CHECKPOINT
-from telemetry.core.samples import HostSample, ProcessSample
-from telemetry.core.stacks import stack_of
-from telemetry.core.tick import RankPace
-from telemetry.diagnose.stall_detector import StallDetector
+from telemetry.diagnosis.stalls import StallDetector
+from telemetry.hooks.ring import Ring
+from telemetry.hooks.tracker import StepTracker
+from telemetry.records import CHECKPOINT, HostSample, ProcessSample, RankPace
+from telemetry.util.stacks import stack_of
 from tests.monitored_rank import SECOND, Run
 from tests.running_agent import wait_for
 

@@ -8,10 +8,10 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from telemetry.core.labels import CAUSES
-from telemetry.diagnose.advice.advise import WORTH_IT, advise
-from telemetry.diagnose.causes import costs
-from telemetry.diagnose.straggler import held_up_by
+from telemetry.diagnosis.advice import WORTH_IT, advise
+from telemetry.diagnosis.causes import costs
+from telemetry.diagnosis.stragglers import held_up_by
+from telemetry.records import CAUSES
 from tests.slice_cases import CASES, STARVED, a_slice, pace, slices, with_workers
 from tests.slices import Detector, evidence_over
 

@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from telemetry.core.tick import RankPace
-from telemetry.diagnose.own_paces import OwnPaces
-from telemetry.diagnose.straggler import short_of_cores, straggler
+from telemetry.diagnosis.stragglers import OwnPaces, short_of_cores, straggler
 from telemetry.job.candidates import candidates, of_node
+from telemetry.records import RankPace
 
 
 def pace(rank: int, in_sync: int, node: str | None = None, ranks: int = 0) -> RankPace:

@@ -11,7 +11,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from telemetry.core.terminal import one_line, plain
+from telemetry.util.text import one_line, plain
 
 TITLE = "\x1b]0;owned\x07"
 COLOUR = "\x9b31m"

@@ -7,8 +7,8 @@ import threading
 import pytest
 import torch
 
-from telemetry.collect.procfs import is_running
 from telemetry.collect.thread_sampler import ThreadSampler
+from telemetry.sources.proc import is_running
 from tests.running_agent import wait_for
 
 

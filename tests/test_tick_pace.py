@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from telemetry.agent.tick_pace import TickPace
+from telemetry.agent.agent import TickPace
 from telemetry.config import Config
-from telemetry.core.clock import NS
-from telemetry.core.labels import CATEGORIES
+from telemetry.records import CATEGORIES
+from telemetry.util.clock import NS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

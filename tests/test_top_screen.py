@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 from top_screens import ADVICE, ASCII, NOW, text_of
 
-from telemetry.core.formatting import rough_duration
 from telemetry.top.job_view import JobView, waiting
 from telemetry.top.live_verdict import BAD, Verdict
 from telemetry.top.rank_order import SORTS, arranged
@@ -16,6 +15,7 @@ from telemetry.top.rank_row import RankRow
 from telemetry.top.screen import Frame
 from telemetry.top.screen_state import CONFIRM, HELP, LIST, RANK, TYPING, ScreenState, press, shown_rows
 from telemetry.top.terminal_keys import KeyDecoder
+from telemetry.util.text import rough_duration
 
 STALL = {"rank": 3, "cause": "gc_pause", "opened": "2027-01-15T07:59:00.000Z", "closed": None, "evidence": {},
          "advice": [ADVICE]}  # fmt: skip

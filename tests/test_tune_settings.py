@@ -9,9 +9,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset, get_worker_info
 
 from telemetry.attach.loader_safety import refused, refused_batch, tensor_bytes
-from telemetry.attach.patches import Patches
 from telemetry.attach.trial_loaders import TrialLoaders, with_settings
 from telemetry.core.trial_records import LoaderFacts, TrialPlan
+from telemetry.hooks.patching import Patches
 from telemetry.tune.memory_room import Room
 from telemetry.tune.settings_grid import GridError, settings_grid
 from telemetry.tune.settings_limits import Limits

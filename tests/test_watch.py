@@ -8,8 +8,8 @@ import pytest
 from torch.utils.data import DataLoader
 
 import telemetry
-from telemetry.attach.watched_iterable import Watched
-from telemetry.core.labels import DATA_WAIT
+from telemetry.hooks.watch import Watched
+from telemetry.records import DATA_WAIT
 from tests.data_sets import Numbers
 
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from telemetry.diagnose.advice.advise import advise
-from telemetry.diagnose.causes import costs, crowded_out
-from telemetry.diagnose.evidence import GpuEvidence
+from telemetry.diagnosis.advice import advise
+from telemetry.diagnosis.causes import costs, crowded_out
+from telemetry.diagnosis.evidence import GpuEvidence
 from tests.slice_cases import CASES, STARVED, a_slice, slices, with_workers
 from tests.slices import Detector, evidence_over
 

@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from telemetry.collect import worker_files
-from telemetry.collect.procfs import read_stat
 from telemetry.collect.worker_files import FilesOfWorkers, WorkerFiles
+from telemetry.sources.proc import read_stat
 
 
 @pytest.fixture

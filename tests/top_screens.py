@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime, timezone
 
-from telemetry.core.labels import CATEGORIES
+from telemetry.records import CATEGORIES
 from telemetry.top.screen_text import Charset
 
 ASCII = Charset("ascii", blocks=False, fit=lambda text, width: text[:width].ljust(width), columns=len)

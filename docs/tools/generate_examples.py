@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from telemetry.core.recommendation import speedup_text
-from telemetry.diagnose.advice.advise import advise
+from telemetry.diagnosis.advice import advise
 
 if TYPE_CHECKING:
     from telemetry.core.recommendation import Advice

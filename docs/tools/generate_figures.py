@@ -1,6 +1,6 @@
 """Writes the generated part of integrations.md: ``python docs/tools/generate_figures.py``.
 
-The table comes from `telemetry.publish.figures`. The text around it is written by hand, in integrations.md itself.
+The table comes from `telemetry.agent.figures`. The text around it is written by hand, in integrations.md itself.
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from telemetry.publish.figures import STATE_FIGURES, WINDOW_FIGURES, metric_figures
+from telemetry.agent.figures import STATE_FIGURES, WINDOW_FIGURES, metric_figures
 
 PAGE: Final = Path(__file__).resolve().parents[1] / "integrations.md"
-BEGIN: Final = "<!-- begin generated: `make docs-reference` writes this part from telemetry/publish/figures.py -->\n"
+BEGIN: Final = "<!-- begin generated: `make docs-reference` writes this part from telemetry/agent/figures.py -->\n"
 END: Final = "<!-- end generated -->\n"
 
 _HEAD: Final = "| Name | Unit | Meaning | Absent |\n| --- | --- | --- | --- |\n"

@@ -1,36 +1,494 @@
-"""The life of an agent: it starts, its thread ticks, and it stops in bounded time."""
+"""The agent: its parts, its thread, its start and its bounded end."""
 
 from __future__ import annotations
 
 import atexit
 import functools
 import os
+import random
+import secrets
+from functools import partial
+from pathlib import Path
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.agent.between_ticks import BetweenTicks
+from telemetry.agent.accounting import Accounting
+from telemetry.agent.attempt_log import FOLDER, AttemptLog
+from telemetry.agent.end_line import EndLine
+from telemetry.agent.endpoint_address import EndpointAddress
+from telemetry.agent.event_log import EventLog
+from telemetry.agent.figures import FigureOutput
+from telemetry.agent.gil_turns import GilTurns
+from telemetry.agent.job_hang import HangSurroundings, JobHang
 from telemetry.agent.job_link import JobLink
-from telemetry.agent.parts import AgentParts
+from telemetry.agent.peer_paces import PeerPaces
+from telemetry.agent.rank_membership import Membership
+from telemetry.agent.rank_state import RankStateReader
+from telemetry.agent.run_counts import RunCounts
+from telemetry.agent.run_environment import RunEnvironment
+from telemetry.agent.run_losses import RunLosses
+from telemetry.agent.run_view import RunViewBuilder
+from telemetry.agent.snapshot_control import SnapshotControl
+from telemetry.agent.stall_report import StallCounts
+from telemetry.agent.stalls import LineMonitor, StallMonitor
 from telemetry.agent.start_line import absolute, say_start
-from telemetry.attach.fork_keepalive import keep
-from telemetry.attach.patches import Patches
+from telemetry.agent.totals import CollectorPoller, Overhead, TotalsBuilder
+from telemetry.agent.trends import ChangeMonitor, MemoryWatch
+from telemetry.collect.thread_sampler import ThreadSampler
 from telemetry.config import TRIAL_VARIABLE
-from telemetry.core.clock import NS, now_ns, sleep
-from telemetry.core.errors import let_pass
-from telemetry.core.filesystem import StandardStreams
-from telemetry.core.own_threads import OwnThread
-from telemetry.core.stderr import say
+from telemetry.hooks.attachment import Attachment
+from telemetry.hooks.patching import Patches, keep
+from telemetry.hooks.ring import Ring
+from telemetry.hooks.tracker import StepTracker
 from telemetry.publish.board import Board
 from telemetry.publish.discovery import TargetFile
 from telemetry.publish.exposition import Exposition
 from telemetry.publish.node import NodeService
+from telemetry.records import COMPUTE, DATA_WAIT
+from telemetry.sources.proc import is_running
+from telemetry.util.clock import NS, WallClock, now_ns, sleep
+from telemetry.util.errors import ErrorLog, let_pass, say
+from telemetry.util.files import StandardStreams
+from telemetry.util.processes import identify, slug
+from telemetry.util.threads import OwnThread, Wake
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from telemetry.agent.trial_run import TrialRun
+    from telemetry.collect.line_sampler import LineSampler
     from telemetry.config import Config
+    from telemetry.core.hang_records import HangState
     from telemetry.core.views import RunView
+    from telemetry.records import RankPace, Step
+
+
+# -- training thread -------------------------------------------------------------------------------------------------
+#
+# The training thread, as the thread sampler needs it.
+
+
+class TrainingThread:
+    """Reads the tracker's state of the training thread from another thread."""
+
+    def __init__(self, tracker: StepTracker) -> None:
+        self._tracker = tracker
+
+    def ident(self) -> int:
+        """Its ident."""
+        return self._tracker.thread
+
+    def is_computing(self) -> bool:
+        """Whether it is in a step and not waiting for a batch."""
+        return self._tracker.stepping and not self._tracker.waiting_since
+
+    def is_running(self) -> bool:
+        """Whether it is on a core. Always False on a GPU: there a thread that waits for the device may use a core."""
+        tracker = self._tracker
+        return tracker.device is None and tracker.accelerator is None and is_running(tracker.native_thread)
+
+
+# -- tick pace -------------------------------------------------------------------------------------------------------
+#
+# Skips ticks while nothing changes.
+#
+# While no stall is open and the loop goes on as before, every second tick is skipped; after a while, four of five, or
+# fewer if `stall_window_seconds` is short. The ring is emptied nevertheless. If it shows that the training thread lost
+# more time in the last second than before, or ended no step, the tick is not skipped. So a new stall is seen as early
+# as
+# with every tick. What only samples show (GPU clocks, other ranks) is seen at most four intervals later.
+
+_MIN_INTERVAL_SECONDS: Final = 0.5
+_MAX_INTERVAL_SECONDS: Final = 1.0
+"""With other intervals no tick is skipped. With longer ones a scrape would be older than 5 s. A user who sets shorter
+ones wants the samples."""
+
+_MAX_SKIPPED: Final = 4
+_LONG_CALM: Final = 20
+"""So many ticks in a row are skipped after so many calm ones; before, one. Prometheus scrapes every 15 s or less often.
+The log has a line every 10 s: with four it comes with every second tick. `make bench` measures the CPU time with it:
+"CPU at 1 Hz" in `benchmarks/results/overhead-*.md`."""
+
+_MAX_GAP_SECONDS: Final = 2.0
+"""After a longer gap the machine was suspended, or the agent did not run. Such a tick must not be skipped."""
+
+
+class TickPace:
+    """Decides which ticks are skipped.
+
+    Args:
+        config: interval and ratios.
+        accounting: up to date at every call, even if the tick before was skipped.
+
+    Attributes:
+        intervals: how many intervals the newest tick that was not skipped comes after the one before.
+    """
+
+    def __init__(self, config: Config, accounting: Accounting) -> None:
+        self._accounting = accounting
+        self._possible = _MIN_INTERVAL_SECONDS < config.interval_seconds <= _MAX_INTERVAL_SECONDS
+        # A stall must be seen within its window, which has to have several ticks.
+        self._max_skipped = min(_MAX_SKIPPED, int(config.stall_window_seconds / (2 * config.interval_seconds)))
+        self._max_rise = config.stall_exit_ratio
+        self._lost_ratio = self._lost_before = 0.0
+        self._trains = False
+        self._risen: tuple[int, float] | None = None  # since the ratio rose: calm ticks until then, and the ratio then
+        self._skipped = self._calm = 0  # in a row
+        self.intervals = 1
+        self._at_last = (0, 0, 0, 0)
+
+    def skips(self, *, busy: bool, wanted: bool = False) -> bool:
+        """Whether to skip the tick that is due. Must be called for each tick, after `Accounting.update`.
+
+        Args:
+            busy: whether something must be followed, such as an open stall.
+            wanted: whether there is a line for the log. Then no second tick in a row is skipped.
+        """
+        before, now = self._at_last, self._newest()
+        self._at_last = now
+        self._count(calm=self._is_calm(before, now), busy=busy)
+        max_skipped = self._max_skipped if self._calm > _LONG_CALM and not wanted else min(1, self._max_skipped)
+        skips = self._possible and self._calm > 0 and self._skipped < max_skipped
+        if not skips:
+            self.intervals = self._skipped + 1
+        self._skipped = self._skipped + 1 if skips else 0
+        return skips
+
+    def _count(self, *, calm: bool, busy: bool) -> None:
+        """Count calm ticks in a row. A rise that is over again, as on a busy machine, does not end a long calm."""
+        if busy or not self._trains:
+            self._calm, self._risen = 0, None
+        elif not calm:
+            self._risen = self._risen or (self._calm, self._lost_before)
+            self._calm = 0
+        else:
+            self._calm += 1
+            if self._risen is not None and self._lost_ratio <= self._risen[1] + self._max_rise:
+                self._calm, self._risen = self._calm + self._risen[0], None
+
+    def _newest(self) -> tuple[int, int, int, int]:
+        """Nanoseconds, nanoseconds of compute, nanoseconds of waiting, and steps, over the run so far."""
+        ledger = self._accounting.ledger
+        return (ledger.at_ns, ledger.ns[COMPUTE], ledger.ns[DATA_WAIT], self._accounting.steps_total)
+
+    def _is_calm(self, before: tuple[int, int, int, int], now: tuple[int, int, int, int]) -> bool:
+        passed, compute, wait, steps = (new - old for new, old in zip(now, before, strict=True))
+        other = max(0, passed - compute - wait)
+        self._trains = 0 < passed < _MAX_GAP_SECONDS * NS and steps > 0
+        self._lost_before = self._lost_ratio
+        self._lost_ratio = (wait + other) / passed if self._trains else 0.0
+        return self._trains and self._lost_ratio <= self._lost_before + self._max_rise
+
+
+# -- between ticks ---------------------------------------------------------------------------------------------------
+#
+# What the agent thread does between two ticks: it sleeps, and takes samples of threads of this process.
+
+
+class BetweenTicks:
+    """Used by the agent thread. Any thread may end the wait.
+
+    Args:
+        interval_seconds: time between two ticks.
+        stalls: knows how often the training thread is sampled.
+        threads: samples the training thread in a job of several ranks. ``lines``: while a stall is open.
+        errors: counts samples that failed.
+
+    Attributes:
+        turns: is told how late the agent thread wakes.
+    """
+
+    def __init__(
+        self,
+        interval_seconds: float,
+        stalls: StallMonitor,
+        threads: ThreadSampler,
+        lines: LineSampler,
+        errors: ErrorLog,
+    ) -> None:
+        self._interval_seconds = interval_seconds
+        self._stalls = stalls
+        self._threads = threads
+        self._lines = lines
+        self._errors = errors
+        self.turns = GilTurns()
+        self._random = random.Random()  # noqa: S311 - of our own, so that the training's numbers stay the same
+        self._wake = Wake()
+
+    def end(self) -> None:
+        """End this wait and all later ones: the agent stops."""
+        self._wake.set()
+
+    def wait_until(self, stamp: int, *, alone: bool) -> None:
+        """Sleep until ``stamp``, and take samples meanwhile if there are several ranks or a stall is open.
+
+        Args:
+            stamp: monotonic nanoseconds.
+            alone: whether this is the only rank of the job.
+        """
+        lines = self._lines
+        if lines.sampling:  # a tick may take long where C calls hold the GIL, and the code that does so must be seen
+            stamp = max(stamp, now_ns() + int(self._interval_seconds / 2 * NS))
+        while not self._wake.is_set() and (left := (stamp - now_ns()) / NS) > 0:
+            # At random intervals: steps of the training may have the same length as a fixed interval.
+            apart = self._stalls.sample_seconds * (0.5 + self._random.random())
+            gap = lines.gap()
+            wait = min(left, gap) if alone else min(left, gap, apart)
+            due = now_ns() + int(wait * NS)
+            self.turns.begin(due)
+            self._wake.wait(wait)
+            self.turns.check()
+            with self._errors.contained("lines"):
+                if wait == gap:
+                    lines.sample(due)
+                else:
+                    lines.late(due)
+            if not alone:
+                with self._errors.contained("diagnose"):
+                    self._threads.sample()
+        if self._wake.is_set():
+            self.turns.end()
+
+
+# -- parts -----------------------------------------------------------------------------------------------------------
+#
+# Makes every part of an agent and connects them.
+
+
+class AgentParts:
+    """All parts of an agent, made in order of their dependencies. Nothing runs yet.
+
+    Attributes:
+        run_dir: the run folder.
+        identity: run, rank, node and so on.
+        errors: the failures of the agent's own parts.
+        tracker: state of the training thread. ``attachment``: places the hooks that update it.
+        accounting: ledger, steps and exposed wait. ``overhead``: the cost of the agent.
+        attempt: what the log tells of this attempt of the run.
+        event_log: writes the log. ``figures``: the newest figures, and the sinks.
+        snapshots: takes traces. ``job_hang``: why the whole job hangs.
+    """
+
+    def __init__(self, config: Config) -> None:
+        start_ns = now_ns()
+        self.config = config
+        self.identity = identify(config.run, config.run_dir and absolute(config.run_dir), node=config.node)
+        # An absolute path: the script may change its working folder, and a rotated log must not move.
+        self.run_dir = absolute(config.run_dir or Path("telemetry-runs") / slug(self.identity.run))
+        self.errors = ErrorLog()
+        self._membership = Membership(self.identity, self.errors)
+        self._wall = WallClock()
+
+        self.tracker = StepTracker(Ring())
+        self.attachment = Attachment(
+            self.tracker,
+            partial(self.errors.note, "attach"),
+            gpu_events=config.gpu_events != "off",
+            nvtx=config.nvtx,
+        )
+        self.accounting = Accounting(self.tracker, self.attachment, config, self.errors, start_ns)
+        self._tick_pace = TickPace(config, self.accounting)
+        self._node: NodeService | None = None  # set by `start`
+        self._job: JobLink | None = None  # set by `start`
+        self._exposition = Exposition(self.identity.run, self.identity.rank, self.identity.node)
+        self._collectors = CollectorPoller(self.tracker, config.interval_seconds, self.errors)
+        self._address = EndpointAddress(config, self.identity.node)
+        self.overhead = Overhead(self.tracker, self._collectors)
+        training = TrainingThread(self.tracker)
+        self._thread_sampler = ThreadSampler(training.ident, training.is_computing, training.is_running)
+        self._peer_paces = PeerPaces(self._paces_of_others)
+        self._builder = TotalsBuilder(
+            self.accounting,
+            self.tracker,
+            self._collectors,
+            self._thread_sampler,
+            self.overhead,
+            peers=self._peer_paces.read,
+        )
+        stall_counts = StallCounts()
+        life = secrets.token_hex(8)
+        self.attempt = AttemptLog(
+            self.run_dir,
+            self.identity.pid,
+            life,
+            tracker=self.tracker,
+            accounting=self.accounting,
+            wall=self._wall,
+            errors=self.errors,
+        )
+        self._memory = MemoryWatch(
+            self._collectors.newest,
+            lambda: self.accounting.steps_total > 0,
+            self._workers_end_with_first_epoch,
+        )
+        self.event_log = EventLog(
+            self.run_dir,
+            self.identity,
+            config,
+            accounting=self.accounting,
+            builder=self._builder,
+            attempt=self.attempt,
+            life=life,
+            environment=RunEnvironment(self._builder.loader_settings, self.tracker.sources.newest_batch_size),
+            address=self._address,
+            collectors=self._collectors,
+            memory=self._memory,
+            stall_counts=stall_counts,
+            errors=self.errors,
+            wall=self._wall,
+        )
+        self._counts = RunCounts(self.run_dir / FOLDER, life, self.errors)
+        self.figures = FigureOutput(
+            config,
+            self.event_log,
+            self.errors,
+            self._wall,
+            lambda: self.identity,
+            steps_before=lambda: self._counts.steps_before,
+        )
+        self.overhead.figures = self.figures
+        self._line_monitor = LineMonitor(
+            self.tracker,
+            self.run_dir / "profiles",
+            self.identity.pid,
+            errors=self.errors,
+            emit=self.event_log.emit,
+            rank=lambda: self.identity.rank,
+        )
+        self._stall_monitor = StallMonitor(
+            config,
+            self.tracker,
+            stall_counts,
+            errors=self.errors,
+            emit=self.figures.emit,
+            timestamp=self._wall.iso,
+            lines=self._line_monitor.findings,
+            rank=self.identity.rank,
+            node=self.identity.node,
+        )
+        self._rank_state = RankStateReader(self.tracker, self.accounting)
+        self.job_hang = JobHang(
+            self._state_in_hang,
+            self.event_log.emit,
+            lambda seconds: self._wall.iso(now_ns() - int(seconds * NS)),
+            lambda: self._rank_state.recorder,
+        )
+        self.snapshots = SnapshotControl(
+            config,
+            self.identity,
+            self.run_dir,
+            tracker=self.tracker,
+            profilers=self.attachment.profilers,
+            errors=self.errors,
+            wall=self._wall,
+            accounting=self.accounting,
+            event_log=self.event_log,
+            ranks_elsewhere=self._ranks_elsewhere,
+        )
+        self._losses = RunLosses(self.run_dir / FOLDER, self.attempt, life, self.errors)
+        self._changes = ChangeMonitor(
+            self._collectors.newest,
+            self.event_log.emit,
+            lambda seconds: self._wall.iso(self.accounting.ledger.start_ns + int(seconds * NS)),
+        )
+        self._views = RunViewBuilder(
+            accounting=self.accounting,
+            collectors=self._collectors,
+            memory=self._memory,
+            stalls=self._stall_monitor,
+            snapshots=self.snapshots,
+            losses=self._losses,
+            counts=self._counts,
+            changes=self._changes,
+            errors=self.errors,
+            wall=self._wall,
+            hang=self.job_hang.view,
+            energy_gpu=lambda: self._builder.energy_sample,
+            gpu_hour_price=config.gpu_hour_price,
+        )
+        self._end_line = EndLine(
+            config,
+            self.run_dir,
+            accounting=self.accounting,
+            builder=self._builder,
+            stalls=self._stall_monitor,
+            job_hang=self.job_hang,
+            event_log=self.event_log,
+            attempt=self.attempt,
+            peers=self._peer_paces,
+        )
+        self.accounting.on_steps = self._on_steps
+
+    def _count_losses(self) -> None:
+        ledger, stalls = self.accounting.ledger, self._stall_monitor
+        self._losses.tick(
+            self.identity,
+            ledger.seconds(),
+            ledger.first_wait_ns / NS,
+            has_batch=ledger.batches > 0,
+            stuck_for_seconds=stalls.stuck_for_seconds,
+            stuck_in=stalls.stuck_in,
+        )
+        self._counts.tick(self.identity, self._builder.current())
+
+    def _leave_for_next_attempt(self) -> None:
+        """This process ends by itself: write what the next attempt of the run begins with."""
+        self._count_losses()
+        self._losses.end(finished=self.attempt.end.finished)
+        self._counts.end()
+
+    def _on_steps(self, steps: list[Step]) -> None:
+        self.snapshots.add_steps(steps)
+        self.attempt.add_steps(steps)
+
+    def _workers_end_with_first_epoch(self) -> bool:
+        """Whether the workers are started anew in each epoch, and none has ended yet: they may give memory back."""
+        source = self.tracker.sources.newest()
+        anew = source is not None and source.settings.get("persistent_workers") is False
+        return anew and self.accounting.ledger.epoch_boundaries < 1
+
+    def _state_in_hang(self) -> HangState:
+        stalls = self._stall_monitor
+        return self._rank_state.read(self.identity, stalls.hang, stalls.fetch, stalls.still_seconds)
+
+    def _follow_hang(self) -> None:
+        """During a hang, share the state of this rank and find the cause. On a calm run this does nothing."""
+        elsewhere = self._job.elsewhere if self._job is not None else ()
+        hangs = self._stall_monitor.job_hangs or any(state.stuck for state in elsewhere)
+        self.job_hang.tick(hangs=hangs, steps=self.accounting.steps_total, around=self._around_hang)
+        if self._job is not None:
+            self._job.local = self.job_hang.local
+
+    def _around_hang(self) -> HangSurroundings:
+        node, job = self._node, self._job
+        return HangSurroundings(
+            leads=node is not None and node.leads,
+            board=node.hang_board if node is not None else None,
+            elsewhere=job.elsewhere if job is not None else (),
+            world_size=self.identity.world_size,
+        )
+
+    def _lead(self) -> None:
+        if self._node is not None:
+            with self.errors.contained("endpoint"):
+                self._node.lead_if_vacant()
+        if self._job is not None and self.identity.world_size > 1:
+            with self.errors.contained("job"):
+                self._job.tick(self.identity.world_size)
+
+    def _ranks_elsewhere(self) -> bool:
+        return self._job is not None and self._job.ranks_elsewhere(self.identity.world_size)
+
+    def _paces_of_others(self) -> tuple[RankPace, ...]:
+        if self._node is None or self.identity.world_size < 2:
+            return ()
+        elsewhere = self._job.paces() if self._job is not None else ()
+        return (*self._node.paces(self.identity.rank), *elsewhere)
+
+
+# -- agent -----------------------------------------------------------------------------------------------------------
+#
+# The life of an agent: it starts, its thread ticks, and it stops in bounded time.
 
 _LEAD_SECONDS: Final = 1.0
 """Time between two readings of the ring, and two checks whether a rank serves the node. It does not depend on the

@@ -5,26 +5,25 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.agent.end_evidence import EndEvidence
-from telemetry.collect.oom_counter import OomCounter
-from telemetry.core import identity as identities
-from telemetry.core.clock import NS, iso_time, now_ns
-from telemetry.core.json_object import dump_object
-from telemetry.core.labels import CHECKPOINT, OTHER
-from telemetry.core.spans import PhaseSpan
 from telemetry.diagnose.replay import ReplayWatch, in_replay
 from telemetry.publish import log_fields
 from telemetry.publish.heartbeat import Heartbeat
+from telemetry.records import CHECKPOINT, OTHER, PhaseSpan
+from telemetry.sources.cgroup import OomCounter
+from telemetry.util import processes as identities
+from telemetry.util.clock import NS, iso_time, now_ns
+from telemetry.util.files import dump_object
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from telemetry.agent.accounting import Accounting
-    from telemetry.attach.step_tracker import StepTracker
-    from telemetry.core.clock import WallClock
-    from telemetry.core.errors import ErrorLog
-    from telemetry.core.spans import SavedCheckpoint, Step
+    from telemetry.hooks.tracker import StepTracker
     from telemetry.job.run_state import StuckTime
+    from telemetry.records import SavedCheckpoint, Step
+    from telemetry.util.clock import WallClock
+    from telemetry.util.errors import ErrorLog
 
 FOLDER: Final = "attempts"
 """Of the run folder: heartbeats, and the state of the run."""

@@ -10,8 +10,6 @@ import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.core.formatting import rough_duration, rounded_percent
-from telemetry.core.labels import COMPUTE, DATA_WAIT, stuck_in_words
 from telemetry.core.run_verdict import (
     HEALTHY,
     NO_STEPS,
@@ -26,6 +24,8 @@ from telemetry.core.run_verdict import (
     other_cause,
     recommended,
 )
+from telemetry.records import COMPUTE, DATA_WAIT, stuck_in_words
+from telemetry.util.text import rough_duration, rounded_percent
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,13 +37,12 @@ if TYPE_CHECKING:
     from telemetry.agent.hang_monitor import Hang
     from telemetry.agent.job_hang import JobHang
     from telemetry.agent.peer_paces import PeerPaces
-    from telemetry.agent.stall_monitor import StallMonitor
-    from telemetry.agent.totals_builder import TotalsBuilder
+    from telemetry.agent.stalls import StallMonitor
+    from telemetry.agent.totals import TotalsBuilder
     from telemetry.config import Config
-    from telemetry.core.identity import Identity
     from telemetry.core.run_verdict import RunFinding
-    from telemetry.core.tick import RankPace
-    from telemetry.core.totals import Totals
+    from telemetry.records import RankPace, Totals
+    from telemetry.util.processes import Identity
 
 _MIN_SHARE: Final = 0.005
 """Categories with a smaller share of the wall clock are not in the ledger of the line."""

@@ -7,28 +7,26 @@ import platform
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry._version import __version__
-from telemetry.collect import child_processes
-from telemetry.core.labels import COMPUTE, DATA_WAIT
 from telemetry.core.log_window import LogWindow
-from telemetry.core.totals import Totals
 from telemetry.publish import log_fields
 from telemetry.publish.jsonl import JsonLog
+from telemetry.records import COMPUTE, DATA_WAIT, Totals
+from telemetry.sources import proc
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from telemetry.agent.accounting import Accounting
     from telemetry.agent.attempt_log import AttemptLog
-    from telemetry.agent.collector_poller import CollectorPoller
     from telemetry.agent.endpoint_address import EndpointAddress
-    from telemetry.agent.memory_watch import MemoryWatch
     from telemetry.agent.run_environment import RunEnvironment
     from telemetry.agent.stall_report import StallCounts
-    from telemetry.agent.totals_builder import TotalsBuilder
+    from telemetry.agent.totals import CollectorPoller, TotalsBuilder
+    from telemetry.agent.trends import MemoryWatch
     from telemetry.config import Config
-    from telemetry.core.clock import WallClock
-    from telemetry.core.errors import ErrorLog
-    from telemetry.core.identity import Identity
+    from telemetry.util.clock import WallClock
+    from telemetry.util.errors import ErrorLog
+    from telemetry.util.processes import Identity
 
 _ENOUGH: Final = 0.98
 """Share of its time after which a window is over. A tick that comes a moment too soon must not wait for another one: in
@@ -146,7 +144,7 @@ class EventLog:
     def write_what_is_due(self) -> None:
         """Write phases and errors at once. Write a window, and the samples in it, when its time is over."""
         self.write_phases()
-        self._children = max(self._children, child_processes.started())
+        self._children = max(self._children, proc.started())
         if self._window_is_over(self._builder.current().wall_seconds):
             self._seconds = min(2 * self._seconds, self._config.log_interval_seconds)
             self.window()

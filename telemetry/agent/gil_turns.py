@@ -15,9 +15,9 @@ from __future__ import annotations
 import threading
 from typing import Final
 
-from telemetry.core.clock import NS, now_ns
 from telemetry.core.sample_attribution import thread_waits
 from telemetry.core.switch_interval import restore_switch_interval, shorten_switch_interval
+from telemetry.util.clock import NS, now_ns
 
 _LATE_NS: Final = NS // 2
 _MIN_WAITS: Final = 50

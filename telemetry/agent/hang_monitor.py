@@ -7,20 +7,19 @@ from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.collect.stack_capture import DEBUGGER, EPOCH_END, all_stacks, inside, place
 from telemetry.collect.stuck_place import fetch_in, stack_hash
-from telemetry.core.clock import NS, now_ns
-from telemetry.core.labels import CHECKPOINT, DATA_WAIT, EVALUATION
-from telemetry.core.stacks import stack_of
 from telemetry.diagnose.hang_detector import MAX_EXCUSES, HangDetector, Moment, StepTimes, hang_advice, hang_cause
+from telemetry.records import CHECKPOINT, DATA_WAIT, EVALUATION
+from telemetry.util.clock import NS, now_ns
+from telemetry.util.stacks import stack_of
 
 if TYPE_CHECKING:
-    from telemetry.agent.accounting import Accounting
-    from telemetry.attach.step_tracker import StepTracker
+    from telemetry.agent.accounting import Accounting, StepStats
     from telemetry.collect.stuck_place import StuckPlace
     from telemetry.config import Config
     from telemetry.core.recommendation import Advice
-    from telemetry.core.tick import RankPace
     from telemetry.core.worker_records import StackPort
-    from telemetry.diagnose.step_stats import StepStats
+    from telemetry.hooks.tracker import StepTracker
+    from telemetry.records import RankPace
 
 
 _LEFT_SECONDS: Final = 10.0

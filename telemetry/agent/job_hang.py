@@ -10,12 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.core.clock import NS, now_ns
 from telemetry.core.hang_records import ALIVE, ENDED, GONE, SILENT, STOPPED, HangState
-from telemetry.core.labels import COMPUTE, DATA_WAIT
 from telemetry.core.views import HangView
 from telemetry.diagnose.hang_verdict import decide, with_sentence
 from telemetry.job.hang_states import from_rows, to_rows
+from telemetry.records import COMPUTE, DATA_WAIT
+from telemetry.util.clock import NS, now_ns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

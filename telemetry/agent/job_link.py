@@ -8,19 +8,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from telemetry.core.clock import NS, now_ns, thread_time
-from telemetry.core.own_threads import OwnThread, Wake
 from telemetry.job.exchange import JobExchange
 from telemetry.job.node_report import NodeReport, decoded, encoded
+from telemetry.util.clock import NS, now_ns, thread_time
+from telemetry.util.threads import OwnThread, Wake
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from telemetry.core.errors import ErrorLog
     from telemetry.core.hang_records import HangState
-    from telemetry.core.tick import RankPace
     from telemetry.publish.node import NodeService
+    from telemetry.records import RankPace
+    from telemetry.util.errors import ErrorLog
 
 CYCLE_SECONDS: Final = 5.0
 """How often a node writes its report for the other nodes. A straggler is judged over a window of 30 s."""

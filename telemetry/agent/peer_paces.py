@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from telemetry.core.tick import RankPace
+    from telemetry.records import RankPace
 
 
 class PeerPaces:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from telemetry.core.identity import adopt
+from telemetry.util.processes import adopt
 
 if TYPE_CHECKING:
-    from telemetry.core.errors import ErrorLog
-    from telemetry.core.identity import Identity
     from telemetry.publish.node import NodeService
+    from telemetry.util.errors import ErrorLog
+    from telemetry.util.processes import Identity
 
 _REMEDY: Final = (
     "give each process RANK and WORLD_SIZE, or call torch.distributed.init_process_group; a separate job needs a "

@@ -5,18 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from telemetry.collect.flight_recorder import FlightRecorder
-from telemetry.collect.procfs import thread_state
 from telemetry.collect.stuck_place import collective_in, in_backward, place_of, stack_hash
 from telemetry.core.hang_records import ALIVE, LEFT, Collective, HangState
-from telemetry.core.labels import DATA_WAIT, OTHER
-from telemetry.core.stacks import stack_of
+from telemetry.records import DATA_WAIT, OTHER
+from telemetry.sources.proc import thread_state
+from telemetry.util.stacks import stack_of
 
 if TYPE_CHECKING:
     from telemetry.agent.accounting import Accounting
     from telemetry.agent.hang_monitor import Hang
-    from telemetry.attach.step_tracker import StepTracker
     from telemetry.collect.stuck_place import StuckPlace
-    from telemetry.core.identity import Identity
+    from telemetry.hooks.tracker import StepTracker
+    from telemetry.util.processes import Identity
 
 
 class RankStateReader:

@@ -5,16 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from telemetry.core.filesystem import read_small, replace_file
-from telemetry.core.json_object import parse_object
 from telemetry.job.rank_counts import MAX_BYTES, RankCounts, count, decoded, name_of
+from telemetry.util.files import parse_object, read_small, replace_file
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from telemetry.core.errors import ErrorLog
-    from telemetry.core.identity import Identity
-    from telemetry.core.totals import Totals
+    from telemetry.records import Totals
+    from telemetry.util.errors import ErrorLog
+    from telemetry.util.processes import Identity
 
 
 class RunCounts:

@@ -6,13 +6,6 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from telemetry.core import identity as identities
-from telemetry.core.clock import NS, now_ns
-from telemetry.core.filesystem import read_small, replace_file
-from telemetry.core.json_object import parse_object
-from telemetry.core.labels import COMPUTE, DATA_WAIT
-from telemetry.core.labels import STARTUP as LEDGER_STARTUP
-from telemetry.core.processes import process_name
 from telemetry.core.views import AttemptView
 from telemetry.diagnose.replay import in_replay
 from telemetry.job.run_state import (
@@ -27,14 +20,20 @@ from telemetry.job.run_state import (
     decoded,
     figure,
 )
+from telemetry.records import COMPUTE, DATA_WAIT
+from telemetry.records import STARTUP as LEDGER_STARTUP
+from telemetry.util import processes as identities
+from telemetry.util.clock import NS, now_ns
+from telemetry.util.files import parse_object, read_small, replace_file
+from telemetry.util.processes import process_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
     from telemetry.agent.attempt_log import AttemptLog
-    from telemetry.core.errors import ErrorLog
-    from telemetry.core.identity import Identity
+    from telemetry.util.errors import ErrorLog
+    from telemetry.util.processes import Identity
 
 _WRITE_SECONDS: Final = 30.0
 """The file is written at most so often: the heartbeat tells what has happened since."""

@@ -7,26 +7,24 @@ import sys
 from typing import TYPE_CHECKING
 
 from telemetry._version import __version__
-from telemetry.core.job_labels import job_labels
 from telemetry.core.views import RunView
+from telemetry.util.processes import job_labels
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from telemetry.agent.accounting import Accounting
-    from telemetry.agent.change_monitor import ChangeMonitor
-    from telemetry.agent.collector_poller import CollectorPoller
-    from telemetry.agent.memory_watch import MemoryWatch
     from telemetry.agent.run_counts import RunCounts
     from telemetry.agent.run_losses import RunLosses
     from telemetry.agent.snapshot_control import SnapshotControl
-    from telemetry.agent.stall_monitor import StallMonitor
-    from telemetry.core.clock import WallClock
-    from telemetry.core.errors import ErrorLog
-    from telemetry.core.identity import Identity
-    from telemetry.core.samples import GpuSample
-    from telemetry.core.totals import Totals
+    from telemetry.agent.stalls import StallMonitor
+    from telemetry.agent.totals import CollectorPoller
+    from telemetry.agent.trends import ChangeMonitor, MemoryWatch
     from telemetry.core.views import HangView
+    from telemetry.records import GpuSample, Totals
+    from telemetry.util.clock import WallClock
+    from telemetry.util.errors import ErrorLog
+    from telemetry.util.processes import Identity
 
 
 class RunViewBuilder:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from array import array
 from typing import TYPE_CHECKING, Final
 
-from telemetry.attach.ring import BATCH, CLOSES, GAP, JOINS, OPENS, STEP, STRIDE
+from telemetry.hooks.ring import BATCH, CLOSES, GAP, JOINS, OPENS, STEP, STRIDE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from telemetry.attach.batch_sizes import BatchCounts, BatchMarks
-    from telemetry.attach.ring import Entry
+    from telemetry.hooks.ring import Entry
 
 _MAX_REPLAYED: Final = 1 << 17
 """Steps before it is known how many of them threw their batches away. If it was more, the samples are not known."""

@@ -8,14 +8,10 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.core.clock import NS, now_ns, unix_ns, unix_time
-from telemetry.core.filesystem import caches_folders
-from telemetry.core.identity import slug
-from telemetry.core.labels import FAILED, RECORDED, REFUSED, SKIPPED, SLOWER, SNAPSHOT_RESULTS
-from telemetry.core.processes import pid_namespace, start_ticks
 from telemetry.core.views import SnapshotsView
 from telemetry.publish.board import board_root
 from telemetry.publish.log_fields import rounded
+from telemetry.records import FAILED, RECORDED, REFUSED, SKIPPED, SLOWER, SNAPSHOT_RESULTS
 from telemetry.snapshot import protocol as p
 from telemetry.snapshot.budget import Budget, BudgetWatch, on_gpu
 from telemetry.snapshot.capture import Capture
@@ -30,6 +26,9 @@ from telemetry.snapshot.snapshot_outcome import SnapshotOutcome
 from telemetry.snapshot.store import StoredTrace, StoreError, TraceStore, sweep, trace_name
 from telemetry.snapshot.trigger import SnapshotLimits, StepWatch, Trigger
 from telemetry.snapshot.worker_tracks import as_events, fetches
+from telemetry.util.clock import NS, now_ns, unix_ns, unix_time
+from telemetry.util.files import caches_folders
+from telemetry.util.processes import pid_namespace, slug, start_ticks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -37,14 +36,14 @@ if TYPE_CHECKING:
 
     from telemetry.agent.accounting import Accounting
     from telemetry.agent.event_log import EventLog
-    from telemetry.attach.profiler_watch import ProfilerWatch
-    from telemetry.attach.step_tracker import StepTracker
     from telemetry.config import Config
-    from telemetry.core.clock import WallClock
-    from telemetry.core.errors import ErrorLog
-    from telemetry.core.identity import Identity
-    from telemetry.core.spans import Step
+    from telemetry.hooks.profilers import ProfilerWatch
+    from telemetry.hooks.tracker import StepTracker
     from telemetry.publish.node import NodeService
+    from telemetry.records import Step
+    from telemetry.util.clock import WallClock
+    from telemetry.util.errors import ErrorLog
+    from telemetry.util.processes import Identity
 
 _END_SECONDS: Final = 1.0
 """How long the end of the run waits for a trace that is being exported, and for one that is being recorded."""

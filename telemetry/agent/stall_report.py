@@ -5,21 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from telemetry.core.labels import CAUSES
-from telemetry.diagnose.advice.advise import advise
 from telemetry.diagnose.evidence_log import evidence_field
-from telemetry.diagnose.similar_causes import shares_of, with_what_remains
-from telemetry.diagnose.straggler import absent_rank, straggler
+from telemetry.diagnosis.advice import advise
+from telemetry.diagnosis.causes import shares_of, with_what_remains
+from telemetry.diagnosis.stragglers import absent_rank, straggler
+from telemetry.records import CAUSES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from telemetry.agent.hang_monitor import Hang
-    from telemetry.agent.line_monitor import LineFindings
+    from telemetry.agent.stalls import LineFindings
     from telemetry.core.recommendation import Advice
-    from telemetry.diagnose.similar_causes import CauseShare
-    from telemetry.diagnose.stall_detector import Stall
-    from telemetry.diagnose.straggler import Straggler
+    from telemetry.diagnosis.causes import CauseShare
+    from telemetry.diagnosis.stalls import Stall
+    from telemetry.diagnosis.stragglers import Straggler
 
 
 @dataclass(slots=True)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from telemetry.core.stderr import say
+from telemetry.util.errors import say
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from telemetry.core.identity import Identity
+    from telemetry.util.processes import Identity
 
 
 def say_start(identity: Identity, *, metrics_url: str | None, trouble: str, logs: str) -> bool:

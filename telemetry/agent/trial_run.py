@@ -12,21 +12,20 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.attach import accelerator
 from telemetry.attach.trial_attachment import TrialAttachment
-from telemetry.core.clock import monotonic
-from telemetry.core.filesystem import replace_file
-from telemetry.core.json_object import dump_object
 from telemetry.core.trial_records import ENDED_LATE, ENDED_SCRIPT, ENDED_STEPS, outcome_path, read_plan
-from telemetry.diagnose.aggregate import aggregate
 from telemetry.diagnose.evidence_record import to_record
+from telemetry.diagnosis.evidence import aggregate
+from telemetry.hooks import accelerator
+from telemetry.util.clock import monotonic
+from telemetry.util.files import dump_object, replace_file
 
 if TYPE_CHECKING:
-    from telemetry.agent.parts import AgentParts
-    from telemetry.core.identity import Identity
-    from telemetry.core.tick import Tick
+    from telemetry.agent.agent import AgentParts
     from telemetry.core.trial_records import LoaderFacts, TrialPlan
     from telemetry.publish.node import NodeService
+    from telemetry.records import Tick
+    from telemetry.util.processes import Identity
 
 _MIN_STEPS: Final = 3
 _EXTRA_WARM_UP: Final = 2

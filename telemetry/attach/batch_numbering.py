@@ -7,18 +7,17 @@ from bisect import bisect_left
 from itertools import count, repeat
 from typing import TYPE_CHECKING
 
-from telemetry.attach.loader_handle import ON_THREAD, BatchSource, LoaderHandle
-from telemetry.attach.ring import BATCH, BEGINS, S_DATA_WAIT, STEP
-from telemetry.core.clock import NS
-from telemetry.core.distribution import Histogram
-from telemetry.core.spans import DroppedSpans
-from telemetry.core.weak_map import WeakMap
 from telemetry.core.worker_records import FETCH_BUCKETS, Arrival
+from telemetry.hooks.loaders import ON_THREAD, BatchSource, LoaderHandle
+from telemetry.hooks.patching import WeakMap
+from telemetry.hooks.ring import BATCH, BEGINS, S_DATA_WAIT, STEP
+from telemetry.records import DroppedSpans, Histogram
+from telemetry.util.clock import NS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from telemetry.attach.ring import Entry
+    from telemetry.hooks.ring import Entry
 
 
 class BatchNumbering:

@@ -13,17 +13,16 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, Protocol
 
-from telemetry.attach import loader_types
 from telemetry.attach.batch_tokens import tokens_in
-from telemetry.attach.loader_handle import ON_THREAD, LoaderHandle
-from telemetry.attach.loader_types import own_value
 from telemetry.attach.own_counts import NO_TOKENS, OwnFetches, follow
 from telemetry.attach.worker_counts import WorkerSamples, WorkerTokens
-from telemetry.core.errors import let_pass
-from telemetry.core.weak_map import WeakMap
+from telemetry.hooks import loaders
+from telemetry.hooks.loaders import ON_THREAD, LoaderHandle, own_value
+from telemetry.hooks.patching import WeakMap
+from telemetry.util.errors import let_pass
 
 if TYPE_CHECKING:
-    from telemetry.attach.loader_handle import BatchSource
+    from telemetry.hooks.loaders import BatchSource
 
 _SAMPLERS: Final = (
     ("torch.utils.data.sampler", "SequentialSampler"),
@@ -124,7 +123,7 @@ class BatchMarks:
 
     def made(self, iterator: object) -> None:
         """An iterator was made, or begins again. Without workers, its samples are counted from its first batch on."""
-        inside: Any = loader_types.unwrapped(iterator)
+        inside: Any = loaders.unwrapped(iterator)
         if counted_in_fetch(inside) and not own_value(inside, "_num_workers") and inside not in self._own:
             self._own[inside] = follow(inside, samples=True)
 
@@ -142,7 +141,7 @@ class BatchMarks:
         if key == self._iterator_id:
             return
         self._iterator_id = key
-        inside: Any = loader_types.unwrapped(iterator)
+        inside: Any = loaders.unwrapped(iterator)
         number = _yielded(inside) - 1
         if key not in self._known:  # two loaders that are asked in turn are looked at once
             tokens = NO_TOKENS if told else self._tokens_of(inside, number, batch, source)
@@ -158,7 +157,7 @@ class BatchMarks:
         """
         key = id(iterator)
         if key == self._iterator_id:
-            self._mark(key, _yielded(loader_types.unwrapped(iterator)), position)
+            self._mark(key, _yielded(loaders.unwrapped(iterator)), position)
 
     def _mark(self, key: int, number: int, position: int) -> None:
         if len(self.taken) >= _MAX_MARKS:
@@ -210,7 +209,7 @@ class BatchMarks:
 
 def _yielded(iterator: Any) -> int:
     """How many batches a ``DataLoader``'s iterator has given; 0 for anything else."""
-    return int(own_value(iterator, "_num_yielded", 0)) if loader_types.is_loader_iterator(iterator) else 0
+    return int(own_value(iterator, "_num_yielded", 0)) if loaders.is_loader_iterator(iterator) else 0
 
 
 def _index(iterator: Any) -> int:
@@ -220,7 +219,7 @@ def _index(iterator: Any) -> int:
 
 def sizes_of(iterator: Any) -> BatchSizes | None:
     """The sizes of the batches of a ``DataLoader``'s iterator; None if other code than torch's decides them."""
-    size = loader_types.batch_size_of(iterator)
+    size = loaders.batch_size_of(iterator)
     if size is None or not _decided_by_torch(iterator):
         return None
     sampler = own_value(iterator, "_index_sampler")
@@ -239,7 +238,7 @@ def counted_in_fetch(iterator: Any) -> bool:
     Without ``batch_size`` it gives what the data set gives, which may be a batch or not.
     """
     return (
-        loader_types.is_loader_iterator(iterator)
+        loaders.is_loader_iterator(iterator)
         and own_value(iterator, "_auto_collation") is True
         and not _decided_by_torch(iterator)
     )

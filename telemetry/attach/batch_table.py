@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from telemetry.attach.batch_tokens import tokens_in
 from telemetry.attach.fetched_samples import FetchedSamples
-from telemetry.core.errors import let_pass
+from telemetry.util.errors import let_pass
 
 if TYPE_CHECKING:
     from mmap import mmap

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.attach.traceback_frames import forget_frame, unseen
+from telemetry.hooks.patching import forget_frame, unseen
 
 if TYPE_CHECKING:
     from collections.abc import Callable

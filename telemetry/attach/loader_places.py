@@ -6,13 +6,13 @@ import os
 import weakref
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.core.stacks import is_library, own_stack
 from telemetry.core.trial_records import LoaderFacts
+from telemetry.util.stacks import is_library, own_stack
 
 if TYPE_CHECKING:
     from types import FrameType
 
-    from telemetry.core.stacks import Stack
+    from telemetry.util.stacks import Stack
 
 _CALLERS: Final = 3
 """A function that makes several loaders has one line for them. So its callers belong to the place."""

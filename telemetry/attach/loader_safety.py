@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from types import CodeType
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.core.errors import let_pass
+from telemetry.util.errors import let_pass
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

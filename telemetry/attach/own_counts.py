@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.attach.batch_tokens import tokens_in
 from telemetry.attach.fetched_samples import FetchedSamples
-from telemetry.attach.loader_types import own_value
-from telemetry.attach.traceback_frames import forget_frame, unseen
-from telemetry.core.errors import let_pass
+from telemetry.hooks.loaders import own_value
+from telemetry.hooks.patching import forget_frame, unseen
+from telemetry.util.errors import let_pass
 
 if TYPE_CHECKING:
     from collections.abc import Callable

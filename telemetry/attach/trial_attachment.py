@@ -6,18 +6,17 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from telemetry.attach.import_watch import ImportWatch
-from telemetry.attach.patches import Patches
 from telemetry.attach.trial_files import SAVES, TrialFiles
 from telemetry.attach.trial_guard import FileGuard
 from telemetry.attach.trial_loaders import TrialLoaders
+from telemetry.hooks.patching import ImportWatch, Patches
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import ModuleType
 
-    from telemetry.attach.step_tracker import StepTracker
     from telemetry.core.trial_records import TrialPlan
+    from telemetry.hooks.tracker import StepTracker
 
 
 class TrialAttachment:

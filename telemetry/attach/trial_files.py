@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import ModuleType
 
-    from telemetry.attach.patches import Patches
     from telemetry.attach.trial_guard import FileGuard
+    from telemetry.hooks.patching import Patches
 
 SAVES: Final = {
     "torch": ("save",),

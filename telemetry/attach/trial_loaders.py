@@ -14,19 +14,18 @@ from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.attach.loader_places import LoaderPlaces
 from telemetry.attach.loader_safety import refused, refused_batch, tensor_bytes
-from telemetry.attach.ring import S_EVALUATION
-from telemetry.attach.traceback_frames import unseen
-from telemetry.core.clock import NS, now_ns
 from telemetry.core.trial_records import LOADER_SETTINGS
-from telemetry.core.weak_map import WeakMap
+from telemetry.hooks.patching import WeakMap, unseen
+from telemetry.hooks.ring import S_EVALUATION
+from telemetry.util.clock import NS, now_ns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from types import ModuleType
 
-    from telemetry.attach.patches import Patches
-    from telemetry.attach.step_tracker import StepTracker
     from telemetry.core.trial_records import LoaderFacts, TrialPlan
+    from telemetry.hooks.patching import Patches
+    from telemetry.hooks.tracker import StepTracker
 
 _WORKERS_ONLY: Final = ("prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout", "in_order")
 """Arguments that a DataLoader without workers does not take."""

@@ -13,9 +13,9 @@ import struct
 from typing import TYPE_CHECKING, Final
 
 from telemetry.attach.batch_table import TABLE_BYTES, BatchTable
-from telemetry.core.filesystem import LOWEST, identity_of, memory_file, raised
 from telemetry.core.sample_area import AREA_BYTES, SampleArea
 from telemetry.core.worker_records import FETCH_BUCKETS, StackPort, WorkerCounters
+from telemetry.util.files import LOWEST, identity_of, memory_file, raised
 
 if TYPE_CHECKING:
     from telemetry.core.sample_area import SampledFetches

@@ -13,14 +13,14 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Final
 
-from telemetry.core.clock import NS, clock_gettime_ns, now_ns, pthread_getcpuclockid, sleep
 from telemetry.core.fetch_stacks import fetch_part
-from telemetry.core.own_threads import OwnThread, rest, work
 from telemetry.core.sample_area import HALF_BYTES
 from telemetry.core.sample_attribution import AttributedSamples, thread_waits
 from telemetry.core.sample_times import SampleBursts, SampleTimes
-from telemetry.core.stacks import stack_of
 from telemetry.core.switch_interval import restore_switch_interval, shorten_switch_interval
+from telemetry.util.clock import NS, clock_gettime_ns, now_ns, pthread_getcpuclockid, sleep
+from telemetry.util.stacks import stack_of
+from telemetry.util.threads import OwnThread, rest, work
 
 if TYPE_CHECKING:
     from collections.abc import Callable

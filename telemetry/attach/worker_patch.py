@@ -13,17 +13,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.attach.batch_sizes import counted_in_fetch
 from telemetry.attach.batch_table import WANTED
-from telemetry.attach.profiler_ranges import MarkedWorker
-from telemetry.attach.traceback_frames import forget_frame, unseen
 from telemetry.attach.worker_block import MAX_WORKERS, WorkerBlock
 from telemetry.attach.worker_probe import WorkerProbe
-from telemetry.core.weak_map import WeakMap
+from telemetry.hooks.patching import WeakMap, forget_frame, unseen
+from telemetry.hooks.profilers import MarkedWorker
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from telemetry.attach.patches import Patches
-    from telemetry.attach.step_tracker import StepTracker
+    from telemetry.hooks.patching import Patches
+    from telemetry.hooks.tracker import StepTracker
 
 _NAME: Final = "_worker_init_fn"
 

@@ -13,7 +13,6 @@ import weakref
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.attach.batch_table import BatchWriter
-from telemetry.attach.traceback_frames import forget_frame, unseen
 from telemetry.attach.worker_block import (
     COUNTS,
     COUNTS_AT,
@@ -35,10 +34,10 @@ from telemetry.attach.worker_block import (
     TID,
     WorkerBlock,
 )
-from telemetry.core.clock import now_ns
-from telemetry.core.errors import let_pass
-from telemetry.core.weak_map import WeakMap
 from telemetry.core.worker_records import FETCH_BUCKETS
+from telemetry.hooks.patching import WeakMap, forget_frame, unseen
+from telemetry.util.clock import now_ns
+from telemetry.util.errors import let_pass
 
 if TYPE_CHECKING:
     from collections.abc import Callable

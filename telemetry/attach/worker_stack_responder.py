@@ -13,12 +13,12 @@ import os
 from threading import get_ident
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from telemetry.core import fork_warning
-from telemetry.core.clock import now_ns
-from telemetry.core.filesystem import Descriptor, raised
-from telemetry.core.own_threads import OwnThread, rest, work
-from telemetry.core.stacks import python_threads, stack_text
 from telemetry.core.worker_records import STACK_REQUEST
+from telemetry.util import threads as fork_warning
+from telemetry.util.clock import now_ns
+from telemetry.util.files import Descriptor, raised
+from telemetry.util.stacks import python_threads, stack_text
+from telemetry.util.threads import OwnThread, rest, work
 
 if TYPE_CHECKING:
     from telemetry.core.sample_area import SampleArea

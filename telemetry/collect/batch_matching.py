@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from telemetry.core.clock import NS
 from telemetry.core.worker_records import Deliveries
+from telemetry.util.clock import NS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

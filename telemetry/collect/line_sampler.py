@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from telemetry.core.clock import NS, now_ns
 from telemetry.core.fetch_stacks import fetch_part
 from telemetry.core.sample_times import SampleTimes
 from telemetry.core.stack_profile import StackProfile
-from telemetry.core.stacks import python_threads, stack_of
 from telemetry.core.switch_interval import restore_switch_interval, shorten_switch_interval
+from telemetry.util.clock import NS, now_ns
+from telemetry.util.stacks import python_threads, stack_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from telemetry.core.stacks import Stack
+    from telemetry.util.stacks import Stack
 
 _GAP_SECONDS: Final = 0.02
 """Mean time between samples."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from telemetry.collect.procfs import thread_state
 from telemetry.collect.worker_stack_requests import ask_workers
-from telemetry.core.stacks import Stack, line_of, python_threads, stack_text, users_spot
+from telemetry.sources.proc import thread_state
+from telemetry.util.stacks import Stack, line_of, python_threads, stack_text, users_spot
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

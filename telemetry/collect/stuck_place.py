@@ -8,12 +8,12 @@ import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from telemetry.core.stacks import is_library, users_spot
+from telemetry.util.stacks import is_library, users_spot
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from telemetry.core.stacks import Stack
+    from telemetry.util.stacks import Stack
 
 _DISTRIBUTED: Final = f"{os.sep}torch{os.sep}distributed{os.sep}"
 _NO_WAITING: Final = tuple(f"{_DISTRIBUTED}{part}{os.sep}" for part in ("checkpoint", "elastic", "rpc"))

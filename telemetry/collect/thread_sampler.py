@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from telemetry.core.stacks import line_of, stack_of, users_spot
+from telemetry.util.stacks import line_of, stack_of, users_spot
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Final
 
-from telemetry.collect.procfs import (
+from telemetry.sources.proc import (
     Io,
     Schedule,
     Stat,
@@ -21,7 +21,7 @@ from telemetry.collect.procfs import (
     read_schedule,
     read_stat,
 )
-from telemetry.core.filesystem import Descriptor, opened
+from telemetry.util.files import Descriptor, opened
 
 if TYPE_CHECKING:
     from collections.abc import Container

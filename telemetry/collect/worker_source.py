@@ -13,18 +13,18 @@ from operator import add, sub
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from telemetry.collect.batch_matching import Fetches, HeadOfLine
-from telemetry.collect.procfs import read_stat
 from telemetry.collect.worker_files import FilesOfWorkers
-from telemetry.core.clock import NS, now_ns
-from telemetry.core.distribution import Histogram
 from telemetry.core.worker_records import FETCH_BUCKETS, Arrival, Deliveries, WorkerCounters, WorkersSample
+from telemetry.records import Histogram
+from telemetry.sources.proc import read_stat
+from telemetry.util.clock import NS, now_ns
 
 if TYPE_CHECKING:
     from collections import deque
     from collections.abc import Callable, Iterable
 
-    from telemetry.collect.procfs import Io, Schedule, Stat
     from telemetry.collect.worker_files import WorkerFiles
+    from telemetry.sources.proc import Io, Schedule, Stat
 
 _TICK_NS: Final = 10_000_000
 _NONE_YET: Final = Histogram(FETCH_BUCKETS, (0,) * (len(FETCH_BUCKETS) + 1), 0.0)

@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from telemetry.collect.procfs import is_worker_of_ours, read_schedule, read_stat, thread_state
-from telemetry.core.clock import NS, now_ns, sleep
-from telemetry.core.filesystem import raised
 from telemetry.core.worker_records import STACK_REQUEST, StackPort
+from telemetry.sources.proc import is_worker_of_ours, read_schedule, read_stat, thread_state
+from telemetry.util.clock import NS, now_ns, sleep
+from telemetry.util.files import raised
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from telemetry.collect.procfs import Schedule
+    from telemetry.sources.proc import Schedule
 
 _ALL_SECONDS: Final = 1.5
 _POLL_SECONDS: Final = 0.01

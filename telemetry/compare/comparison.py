@@ -9,9 +9,9 @@ from telemetry.compare.pace_interval import FEWEST_BLOCKS
 from telemetry.compare.repeated_pairs import mean_ratio
 from telemetry.compare.run_facts import SAME_STEP, differences, facts_of
 from telemetry.compare.run_pair import Pair, Run, turns_of
-from telemetry.core.formatting import percent
-from telemetry.core.labels import CATEGORIES
+from telemetry.records import CATEGORIES
 from telemetry.report.stall_losses import lost_by_cause
+from telemetry.util.text import percent
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

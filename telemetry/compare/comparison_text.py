@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.compare.comparison import FASTER, NO_DIFFERENCE, NOT_COMPARABLE
-from telemetry.core.formatting import duration, percent, table
-from telemetry.core.labels import CATEGORIES, COMPUTE, DATA_WAIT
+from telemetry.records import CATEGORIES, COMPUTE, DATA_WAIT
+from telemetry.util.text import duration, percent, table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

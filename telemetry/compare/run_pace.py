@@ -11,7 +11,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Final
 
 from telemetry.compare.pace_interval import PaceBlock
-from telemetry.core.labels import CATEGORIES, COMPUTE, DATA_WAIT
+from telemetry.records import CATEGORIES, COMPUTE, DATA_WAIT
 from telemetry.report.pace_series import CpuSeconds, PacePoint
 
 if TYPE_CHECKING:

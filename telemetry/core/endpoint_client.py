@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING, Final, NamedTuple
 from urllib.parse import urlsplit
 
-from telemetry.core.clock import monotonic
+from telemetry.util.clock import monotonic
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator

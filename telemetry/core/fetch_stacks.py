@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from telemetry.core.stacks import Spot, Stack
+    from telemetry.util.stacks import Spot, Stack
 
 LOADER_CODE: Final = f"{os.sep}torch{os.sep}utils{os.sep}data{os.sep}"
 _FETCHER: Final = f"{LOADER_CODE}_utils{os.sep}fetch.py"

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from telemetry.core.distribution import Percentiles
-    from telemetry.core.totals import Totals
+    from telemetry.records import Percentiles, Totals
 
 
 @dataclass(frozen=True, slots=True)

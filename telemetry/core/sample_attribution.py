@@ -29,7 +29,7 @@ from telemetry.core.stack_profile import StackProfile, StackTime
 from telemetry.core.switch_interval import SWITCH_SECONDS
 
 if TYPE_CHECKING:
-    from telemetry.core.stacks import Stack
+    from telemetry.util.stacks import Stack
 
 LATE_WAITS: Final = 4
 """A thread waits for the GIL in pieces of the switch interval. Python code gives it up after one or two of them."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 import random
 from typing import Final
 
-from telemetry.core.clock import NS, thread_time_ns
+from telemetry.util.clock import NS, thread_time_ns
 
 _MAX_OWN_SHARE: Final = 0.008
 """The gaps grow until the sampling thread takes at most this share of a core."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from telemetry.core.stacks import Spot, Stack
+from telemetry.util.stacks import Spot, Stack
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,8 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.core.filesystem import replace_file
-from telemetry.core.json_object import dump_object, parse_object
+from telemetry.util.files import dump_object, parse_object, replace_file
 
 if TYPE_CHECKING:
     import os

@@ -6,18 +6,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from telemetry.core.distribution import Histogram
-    from telemetry.core.memory_records import MemoryGrowth
-    from telemetry.core.samples import (
+    from telemetry.core.worker_records import WorkersSample
+    from telemetry.records import (
         CollectorHealth,
         GpuSample,
+        Histogram,
         HostSample,
+        MemoryGrowth,
         PressureSample,
         ProcessSample,
         TorchMemorySample,
+        Totals,
     )
-    from telemetry.core.totals import Totals
-    from telemetry.core.worker_records import WorkersSample
 
 
 @dataclass(frozen=True, slots=True)

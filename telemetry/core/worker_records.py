@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from struct import Struct
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from telemetry.core.clock import NS
 from telemetry.core.log_kind import MEAN, NEWEST, SKIP
+from telemetry.util.clock import NS
 
 if TYPE_CHECKING:
-    from telemetry.core.distribution import Histogram
     from telemetry.core.sample_area import SampleArea
+    from telemetry.records import Histogram
 
 FETCH_BUCKETS: Final = tuple((1 << 20 + power) / NS for power in range(17))
 """Upper bounds of the fetch histogram, seconds: 1.05 ms, doubling up to 68.7 s. So a worker finds the bucket from the

@@ -8,7 +8,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from telemetry.core.terminal import show
+from telemetry.util.text import show
 
 
 def say(*lines: str) -> None:

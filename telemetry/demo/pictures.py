@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from PIL import Image
 
-from telemetry.core.filesystem import temporary_name
+from telemetry.util.files import temporary_name
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from telemetry.core.tick import RankPace
-    from telemetry.diagnose.evidence import Evidence
+    from telemetry.diagnosis.evidence import Evidence
+    from telemetry.records import RankPace
 
 
 def evidence_field(evidence: Evidence) -> dict[str, Any]:

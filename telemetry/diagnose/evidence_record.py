@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, fields
 from typing import Any, Final
 
-from telemetry.core.tick import pace_from
-from telemetry.diagnose.evidence import (
+from telemetry.diagnosis.evidence import (
     CheckpointEvidence,
     CpuEvidence,
     DeliveryEvidence,
@@ -17,6 +16,7 @@ from telemetry.diagnose.evidence import (
     SamplerEvidence,
     WorkerEvidence,
 )
+from telemetry.records import pace_from
 
 _PARTS: Final[dict[str, Any]] = {
     "epochs": EpochEvidence,

@@ -14,15 +14,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from telemetry.core.labels import DATA_WAIT, stuck_in_words
 from telemetry.core.recommendation import Advice
-from telemetry.diagnose.causes import NAMED_BY_SOURCE
-from telemetry.diagnose.straggler import absent_rank
+from telemetry.diagnosis.causes import NAMED_BY_SOURCE
+from telemetry.diagnosis.stragglers import absent_rank
+from telemetry.records import DATA_WAIT, stuck_in_words
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from telemetry.core.tick import RankPace
+    from telemetry.records import RankPace
 
 MIN_SECONDS: Final = 30.0
 """Without the setting ``stuck_seconds``, a hang is reported after this time at the earliest, ..."""

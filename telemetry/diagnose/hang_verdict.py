@@ -32,8 +32,8 @@ from telemetry.core.hang_records import (
     HangVerdict,
     WaitingRanks,
 )
-from telemetry.core.labels import CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, STARTUP
 from telemetry.core.rank_ranges import named
+from telemetry.records import CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, STARTUP
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

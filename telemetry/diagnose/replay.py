@@ -8,12 +8,12 @@ from __future__ import annotations
 import statistics
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.core.clock import NS
+from telemetry.util.clock import NS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from telemetry.core.spans import Step
+    from telemetry.records import Step
 
 _MAX_COMPUTE_RATIO: Final = 0.125
 """A batch is thrown away if less than this share of a usual step's compute comes after it."""

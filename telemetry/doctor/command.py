@@ -6,9 +6,9 @@ import textwrap
 from typing import TYPE_CHECKING, Final
 
 from telemetry.config import Config, SettingError
-from telemetry.core.terminal import show
 from telemetry.doctor import folder_checks, gpu_checks, kernel_checks, package_checks
 from telemetry.doctor.finding import PROBLEM, CheckContext, Finding
+from telemetry.util.text import show
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

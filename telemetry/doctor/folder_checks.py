@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from telemetry.config import ENV_PREFIX
-from telemetry.core.formatting import binary_size
 from telemetry.doctor.finding import ABSENT, OK, PROBLEM, CheckContext, Finding
+from telemetry.util.text import binary_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

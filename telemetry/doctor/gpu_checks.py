@@ -20,9 +20,8 @@ _MAX_GPU_LINES: Final = 4
 
 def check_gpu(place: CheckContext) -> Iterable[Finding]:
     """What NVML reports. Identical GPUs share a line."""
-    from telemetry.collect.collector import CollectorError
-    from telemetry.collect.nvml.device import NoGpuError
-    from telemetry.collect.nvml.gpu_summary import device_summary
+    from telemetry.sources.collector import CollectorError
+    from telemetry.sources.nvml import NoGpuError, device_summary
 
     try:
         devices = device_summary()

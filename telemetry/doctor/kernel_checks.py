@@ -7,8 +7,8 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from telemetry.core.formatting import binary_size
 from telemetry.doctor.finding import ABSENT, OK, CheckContext, Finding
+from telemetry.util.text import binary_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -31,7 +31,7 @@ def check_workers(place: CheckContext) -> Iterable[Finding]:
 def check_schedstat(place: CheckContext) -> Iterable[Finding]:
     """Whether the kernel reports run-queue delay."""
     del place
-    from telemetry.collect.procfs import read_schedule
+    from telemetry.sources.proc import read_schedule
 
     schedule = read_schedule(os.getpid(), threading.get_native_id())
     if schedule is None or schedule.run_ns == 0:
@@ -57,8 +57,8 @@ def check_pressure(place: CheckContext) -> Iterable[Finding]:
 def check_cgroup(place: CheckContext) -> Iterable[Finding]:
     """The CPU and memory limits of this process's cgroup."""
     del place
-    from telemetry.collect.collector import CollectorError
-    from telemetry.collect.pressure import PressureSource
+    from telemetry.sources.cgroup import PressureSource
+    from telemetry.sources.collector import CollectorError
 
     try:
         sample = PressureSource().read()
@@ -75,7 +75,7 @@ def check_cgroup(place: CheckContext) -> Iterable[Finding]:
 def check_memory(place: CheckContext) -> Iterable[Finding]:
     """How much memory is left, and whether the kernel tells which pages workers share."""
     del place
-    from telemetry.collect.memory_source import MemorySource
+    from telemetry.sources.memory import MemorySource
 
     available, limit = (sample := MemorySource(tuple).read()).memory_available_bytes, sample.memory_limit_bytes
     left = "unknown" if available is None or limit is None else f"{binary_size(available)} of {binary_size(limit)}"

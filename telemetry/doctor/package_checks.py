@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Final
 
 from telemetry._version import __version__
 from telemetry.config import DISABLED_VARIABLE, ENV_PREFIX, disabled, unknown_variables
-from telemetry.core.processes import runs_without_gil
 from telemetry.doctor.finding import ABSENT, OK, PROBLEM, CheckContext, Finding
+from telemetry.util.processes import runs_without_gil
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from telemetry.core.tick import RankPace
+    from telemetry.records import RankPace
 
 EACH: Final = 8
 """Number of ranks of each kind that are passed on."""

@@ -20,20 +20,20 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
-from telemetry.core.clock import NS, now_ns
-from telemetry.core.filesystem import read_small, remove_file, replace_file
 from telemetry.core.hang_records import GONE, NODE_SILENT, HangState
-from telemetry.core.identity import slug
-from telemetry.core.labels import COMPUTE
 from telemetry.job.candidates import candidates, of_node
 from telemetry.job.hang_states import from_rows, to_rows
 from telemetry.job.node_report import MAX_BYTES, NodeReport, decoded, encoded
+from telemetry.records import COMPUTE
+from telemetry.util.clock import NS, now_ns
+from telemetry.util.files import read_small, remove_file, replace_file
+from telemetry.util.processes import slug
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
 
-    from telemetry.core.tick import RankPace
+    from telemetry.records import RankPace
 
 _FLAT: Final = 64
 """Up to this many nodes, each node reads the files of all others."""

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
-from telemetry.core.json_object import parse_object
-from telemetry.core.tick import RankPace, pace_fields, pace_from
 from telemetry.job.hang_states import from_rows, to_rows
+from telemetry.records import RankPace, pace_fields, pace_from
+from telemetry.util.files import parse_object
 
 if TYPE_CHECKING:
     from telemetry.core.hang_records import HangState

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
 
-from telemetry.core.json_object import dump_object, parse_object
+from telemetry.util.files import dump_object, parse_object
 
 MAX_BYTES = 4096
 

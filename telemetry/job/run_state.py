@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict, astuple, dataclass, field, replace
 from typing import Any, Final
 
-from telemetry.core.json_object import dump_object, parse_object
+from telemetry.util.files import dump_object, parse_object
 
 NAME: Final = "run.json"
 """Of the file in the folder ``attempts``."""

@@ -16,13 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from telemetry.core.clock import monotonic_ns, unix_time
-from telemetry.core.filesystem import read_small, remove_file, replace_file
-from telemetry.core.identity import slug
-from telemetry.core.processes import outer_uid, pid_namespace, start_ticks
-from telemetry.core.tick import RankPace, pace_fields, pace_from
 from telemetry.publish.hang_board import mark_gone
 from telemetry.publish.server_lock import ServerLock
+from telemetry.records import RankPace, pace_fields, pace_from
+from telemetry.util.clock import monotonic_ns, unix_time
+from telemetry.util.files import read_small, remove_file, replace_file
+from telemetry.util.processes import outer_uid, pid_namespace, slug, start_ticks
 
 _SEPARATOR: Final = b"\0"
 _STALE_SECONDS: Final = 3600.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from telemetry.core.filesystem import read_small, replace_file
-from telemetry.core.identity import slug
+from telemetry.util.files import read_small, replace_file
+from telemetry.util.processes import slug
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

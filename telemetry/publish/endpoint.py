@@ -10,12 +10,12 @@ import errno
 from operator import is_
 from typing import TYPE_CHECKING, Final
 
-from telemetry.core.clock import NS, thread_time_ns
-from telemetry.core.own_threads import OwnThread
 from telemetry.publish.host_names import HostNames
 from telemetry.publish.http_server import Server
 from telemetry.publish.http_text import PLAIN_TEXT, HttpAnswer
 from telemetry.publish.listen_address import Address, numeric
+from telemetry.util.clock import NS, thread_time_ns
+from telemetry.util.threads import OwnThread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from telemetry.core.distribution import Histogram
 from telemetry.publish.metrics.table import SECTIONS
+from telemetry.records import Histogram
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -7,8 +7,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.core.filesystem import read_small, remove_file, replace_file
-from telemetry.core.json_object import parse_object
+from telemetry.util.files import parse_object, read_small, remove_file, replace_file
 
 if TYPE_CHECKING:
     from pathlib import Path

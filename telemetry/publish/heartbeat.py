@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Final
 
-from telemetry.core.filesystem import Descriptor, opened, remove_file
+from telemetry.util.files import Descriptor, opened, remove_file
 
 if TYPE_CHECKING:
     from pathlib import Path

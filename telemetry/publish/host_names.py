@@ -7,7 +7,7 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from telemetry.core.filesystem import read_small
+from telemetry.util.files import read_small
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

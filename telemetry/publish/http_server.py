@@ -12,11 +12,11 @@ from io import BytesIO
 from socketserver import TCPServer, ThreadingMixIn
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.core.clock import NS, now_ns, sleep, unix_time
-from telemetry.core.filesystem import Descriptor, raised_socket
-from telemetry.core.own_threads import OwnThread, rest, work
-from telemetry.core.weak_map import WeakMap
+from telemetry.hooks.patching import WeakMap
 from telemetry.publish.http_text import PLAIN_TEXT, SERVER, HttpAnswer, as_http, plain_request
+from telemetry.util.clock import NS, now_ns, sleep, unix_time
+from telemetry.util.files import Descriptor, raised_socket
+from telemetry.util.threads import OwnThread, rest, work
 
 if TYPE_CHECKING:
     from collections.abc import Callable

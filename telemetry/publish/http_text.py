@@ -12,7 +12,7 @@ from email.utils import formatdate
 from http import HTTPStatus
 from typing import Final
 
-from telemetry.core.clock import unix_time
+from telemetry.util.clock import unix_time
 
 SERVER: Final = "telemetry"
 PLAIN_TEXT: Final = "text/plain; charset=utf-8"

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import ModuleType
 
-    from telemetry.core.identity import Identity
+    from telemetry.util.processes import Identity
 
 _HEAVY: Final = ("rich", "twisted", "better_exceptions", "colorama")
 _MAX_TEXT: Final = 8192

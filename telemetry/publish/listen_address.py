@@ -11,7 +11,7 @@ import socket
 from dataclasses import dataclass
 from typing import Any, Final
 
-from telemetry.core.own_threads import OwnThread, Wake
+from telemetry.util.threads import OwnThread, Wake
 
 PORTS_TRIED: Final = 64
 """If the port is taken, up to this many higher ports are tried."""

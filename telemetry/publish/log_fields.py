@@ -10,9 +10,7 @@ from telemetry.core.log_kind import LOG_KIND
 from telemetry.core.worker_records import Deliveries
 
 if TYPE_CHECKING:
-    from telemetry.core.distribution import Percentiles
-    from telemetry.core.spans import PhaseSpan
-    from telemetry.core.totals import Totals
+    from telemetry.records import Percentiles, PhaseSpan, Totals
 
 
 def rounded(value: Any, digits: int = 6) -> Any:

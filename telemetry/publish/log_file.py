@@ -14,7 +14,7 @@ import os
 import stat
 from typing import TYPE_CHECKING, Final
 
-from telemetry.core.filesystem import Descriptor, opened
+from telemetry.util.files import Descriptor, opened
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,20 +7,20 @@ from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Final
 
-from telemetry.core.clock import NS, now_ns, sleep
 from telemetry.publish.board import RankState
 from telemetry.publish.exposition import CONTENT_TYPE
 from telemetry.publish.hang_board import HangBoard
 from telemetry.publish.listen_address import PORTS_TRIED, Address, Lookup, explained, numeric
+from telemetry.util.clock import NS, now_ns, sleep
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from telemetry.core.errors import ErrorLog
-    from telemetry.core.tick import RankPace
     from telemetry.publish.board import Board
     from telemetry.publish.discovery import TargetFile
     from telemetry.publish.endpoint import Endpoint
+    from telemetry.records import RankPace
+    from telemetry.util.errors import ErrorLog
 
 _ANNOUNCED_SECONDS: Final = 0.2
 """Ranks start together. A rank that does not serve waits this long for the serving rank to announce its port. A

@@ -6,7 +6,7 @@ import os
 import re
 from typing import TYPE_CHECKING, Final
 
-from telemetry.core.filesystem import remove_file, replace_file
+from telemetry.util.files import remove_file, replace_file
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -13,8 +13,8 @@ import fcntl
 import os
 from typing import TYPE_CHECKING, Final
 
-from telemetry.core.clock import NS, now_ns
-from telemetry.core.filesystem import Descriptor, opened, remove_file
+from telemetry.util.clock import NS, now_ns
+from telemetry.util.files import Descriptor, opened, remove_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from telemetry.core.identity import clean_name, node_name, process_started
 from telemetry.report.log_schema import RESUMPTION, checked_fields
+from telemetry.util.processes import clean_name, node_name, process_started
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from telemetry.core.terminal import complain, show, show_json
 from telemetry.report import page_command
 from telemetry.report.attempts import KILLED, MISSED_WINDOWS, RUNNING, log_interval
 from telemetry.report.energy_cost import (
@@ -30,6 +29,7 @@ from telemetry.report.report_text import render
 from telemetry.report.snapshot_traces import read_snapshots, verdict_of
 from telemetry.report.stall_losses import lost_by_cause
 from telemetry.report.summary import summarize
+from telemetry.util.text import complain, show, show_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

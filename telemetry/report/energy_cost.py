@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.core.formatting import plain_number, rounded_percent
-from telemetry.core.labels import CATEGORIES, COMPUTE, DATA_WAIT
+from telemetry.records import CATEGORIES, COMPUTE, DATA_WAIT
 from telemetry.report.goodput import DOWN, REDONE, REPLAY, RESTORE
 from telemetry.report.stall_losses import lost_by_cause
+from telemetry.util.text import plain_number, rounded_percent
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

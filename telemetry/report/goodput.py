@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.core.clock import iso_time
-from telemetry.core.labels import CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, OTHER, STARTUP
+from telemetry.records import CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, OTHER, STARTUP
 from telemetry.report.attempts import FAILED, FINISHED, KILLED, RUNNING, attempts_of, lives_of
 from telemetry.report.checkpoint_interval import Experience
 from telemetry.report.oom_evidence import counter_now, oom_end
@@ -24,6 +23,7 @@ from telemetry.report.stuck_time import (
     stuck_in_phases,
     stuck_in_saves,
 )
+from telemetry.util.clock import iso_time
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from telemetry.core.formatting import plain_number, rounded_percent
-from telemetry.core.labels import STARTUP
+from telemetry.records import STARTUP
 from telemetry.report.attempts import FAILED, FINISHED, KILLED, RUNNING
 from telemetry.report.goodput import DOWN, LOST, PRODUCTIVE, REDONE, REPLAY, RESTORE, STUCK, Goodput, reason_of
 from telemetry.report.resumption import ASSUMED
+from telemetry.util.text import plain_number, rounded_percent
 
 if TYPE_CHECKING:
     from telemetry.report.resumption import Course

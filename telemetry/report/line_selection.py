@@ -9,8 +9,8 @@ from datetime import datetime, timezone
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from telemetry.core.filesystem import open_regular
 from telemetry.report.log_lines import parsed
+from telemetry.util.files import open_regular
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

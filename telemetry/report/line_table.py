@@ -7,9 +7,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
-from telemetry.core.filesystem import open_regular
-from telemetry.core.formatting import percent, shortened, table
-from telemetry.core.terminal import one_line
+from telemetry.util.files import open_regular
+from telemetry.util.text import one_line, percent, shortened, table
 
 _MAX_FILE_BYTES: Final = 1 << 22
 _MAX_TEXT: Final = 60

@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from telemetry.core.clock import iso_time
-from telemetry.core.filesystem import read_small
-from telemetry.core.json_object import parse_object
 from telemetry.report.log_schema import HEARTBEAT, checked, checked_fields
+from telemetry.util.clock import iso_time
+from telemetry.util.files import parse_object, read_small
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Final
 
-from telemetry.core.terminal import one_line
 from telemetry.report.sample_names import GPU_NUMBERS, HOST_NUMBERS, WORKERS_NUMBERS
+from telemetry.util.text import one_line
 
 _LARGEST: Final = 1e15
 """No seconds, bytes or steps of a run are larger. A field with a larger number is damaged."""

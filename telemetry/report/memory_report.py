@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.core.formatting import byte_size, rough_duration
-from telemetry.core.memory_records import CUDA, SHARED_MEMORY, TRAINING, WORKERS
+from telemetry.records import CUDA, SHARED_MEMORY, TRAINING, WORKERS
+from telemetry.util.text import byte_size, rough_duration
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence

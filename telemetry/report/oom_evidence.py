@@ -9,9 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from telemetry.core.memory_groups import EVENTS, group_id, oom_kills
 from telemetry.report.attempts import FAILED, KILLED, Life, OomReading
 from telemetry.report.oom_end import OomEnd
+from telemetry.sources.cgroup import EVENTS, group_id, oom_kills
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

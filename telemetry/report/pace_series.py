@@ -6,7 +6,7 @@ import math
 from array import array
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from telemetry.core.labels import CATEGORIES
+from telemetry.records import CATEGORIES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

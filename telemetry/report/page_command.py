@@ -6,9 +6,8 @@ import os
 import stat
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.core.filesystem import replace_file
-from telemetry.core.formatting import byte_size
-from telemetry.core.terminal import complain, show
+from telemetry.util.files import replace_file
+from telemetry.util.text import byte_size, complain, show
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

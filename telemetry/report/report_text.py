@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.core.formatting import duration, percent, table
-from telemetry.core.labels import CATEGORIES
 from telemetry.core.recommendation import speedup_text
+from telemetry.records import CATEGORIES
 from telemetry.report.line_table import line_table
 from telemetry.report.snapshot_traces import flops_of, shown_by
 from telemetry.report.stall_losses import lost_of
 from telemetry.report.step_change_report import change_lines
+from telemetry.util.text import duration, percent, table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -6,9 +6,9 @@ from dataclasses import asdict
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.core.formatting import percent
 from telemetry.trace.flops_usage import FlopsUsage, sentence
 from telemetry.trace.reader import TraceError, read_trace
+from telemetry.util.text import percent
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

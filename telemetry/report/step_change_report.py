@@ -6,8 +6,8 @@ from datetime import datetime
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.core.formatting import duration, percent
 from telemetry.core.rank_ranges import named
+from telemetry.util.text import duration, percent
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from telemetry.core.labels import CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION
+from telemetry.records import CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION
 from telemetry.report.attempts import FINISHED, RUNNING, unix
 from telemetry.report.progress_points import Point
 from telemetry.report.resumption import first_point, last_point

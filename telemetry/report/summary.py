@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.core.formatting import rounded_percent
-from telemetry.core.labels import CATEGORIES, CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, STARTUP, stuck_in_words
 from telemetry.core.run_verdict import (
     NO_STEPS,
     STARVED,
@@ -24,18 +22,20 @@ from telemetry.core.run_verdict import (
     other_cause,
     recommended,
 )
+from telemetry.records import CATEGORIES, CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, STARTUP, stuck_in_words
 from telemetry.report import rank_processes
 from telemetry.report.hang_report import hang_of, job_hang_verdict
 from telemetry.report.memory_report import memory_of
 from telemetry.report.stall_lines import lines_of_slow_ranks, with_whole_lines
 from telemetry.report.step_change_report import changes_of
+from telemetry.util.text import rounded_percent
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from telemetry.core.quantile_sketch import Sketch
     from telemetry.core.run_verdict import RunFinding
     from telemetry.report.process_log import ProcessLog
+    from telemetry.util.sketch import Sketch
 
 _ADVICE_FIELDS: Final = ("action", "setting", "value", "predicted_speedup", "predicted_low", "because")
 """All of them are in the report. A field that the log does not have is null."""

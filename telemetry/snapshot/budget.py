@@ -25,10 +25,10 @@ import sys
 from dataclasses import dataclass
 from typing import Any, Final
 
-from telemetry.core.clock import NS, process_time_ns, thread_time
-from telemetry.core.filesystem import read_small
-from telemetry.core.own_threads import Wake
 from telemetry.snapshot.export_space import free_memory
+from telemetry.util.clock import NS, process_time_ns, thread_time
+from telemetry.util.files import read_small
+from telemetry.util.threads import Wake
 
 _OPERATOR_BYTES: Final = 2048
 """Memory of an operator that is recorded, expanded and saved. Measured (`benchmarks.snapshot_budget`): 1.8 kB."""

@@ -10,11 +10,11 @@ import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.core.clock import NS, now_ns
-from telemetry.core.errors import let_pass
-from telemetry.core.labels import FAILED, RECORDED, REFUSED, SKIPPED
+from telemetry.records import FAILED, RECORDED, REFUSED, SKIPPED
 from telemetry.snapshot.session import Session, capturing, starts_beside_ours, stop_collecting, stop_collecting_in_child
 from telemetry.snapshot.snapshot_outcome import SnapshotOutcome
+from telemetry.util.clock import NS, now_ns
+from telemetry.util.errors import let_pass
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -13,15 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.core.filesystem import caches_folders, open_regular
-from telemetry.core.json_object import parse_object
-from telemetry.core.labels import RECORDED
 from telemetry.core.log_names import LOG_NAME
-from telemetry.core.terminal import complain
+from telemetry.records import RECORDED
 from telemetry.snapshot import protocol as p
 from telemetry.snapshot.private_folder import Folder, open_folder
 from telemetry.snapshot.rendezvous import CACHED_SECONDS
 from telemetry.snapshot.request_files import RENDEZVOUS_FOLDER, RequestFiles, clear, dump, load, new_id, scan
+from telemetry.util.files import caches_folders, open_regular, parse_object
+from telemetry.util.text import complain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from telemetry.core.clock import NS, now_ns, sleep, unix_time
-from telemetry.core.filesystem import file_system_of, read_small
 from telemetry.snapshot.private_folder import Folder, open_folder
+from telemetry.util.clock import NS, now_ns, sleep, unix_time
+from telemetry.util.files import file_system_of, read_small
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

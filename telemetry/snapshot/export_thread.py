@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from telemetry.core.own_threads import OwnThread, Wake
+from telemetry.util.threads import OwnThread, Wake
 
 if TYPE_CHECKING:
     from collections.abc import Callable

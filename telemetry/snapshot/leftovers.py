@@ -10,16 +10,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from telemetry.core.own_threads import OwnThread
 from telemetry.snapshot.export_space import Reservation, age_seconds, destination
 from telemetry.snapshot.private_folder import open_folder
 from telemetry.snapshot.store import PARTIAL
+from telemetry.util.threads import OwnThread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from telemetry.core.errors import ErrorLog
+    from telemetry.util.errors import ErrorLog
 
 
 def start_sweep(shared: Path, is_gone: Callable[[str, float], bool], errors: ErrorLog) -> OwnThread | None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.core.json_object import dump_object, parse_object
 from telemetry.snapshot.private_folder import Folder, open_folder
+from telemetry.util.files import dump_object, parse_object
 
 if TYPE_CHECKING:
     from pathlib import Path

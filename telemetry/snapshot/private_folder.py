@@ -12,7 +12,7 @@ import stat
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
-from telemetry.core.filesystem import identity_of, opened, replace_file
+from telemetry.util.files import identity_of, opened, replace_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,8 +10,8 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from telemetry.core.identity import MAX_RANK
-from telemetry.core.labels import CAUSES
+from telemetry.records import CAUSES
+from telemetry.util.processes import MAX_RANK
 
 REQUEST: Final = "request"
 """The reason of a snapshot that a person requested. Otherwise the reason is the cause of a stall."""

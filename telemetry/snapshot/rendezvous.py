@@ -23,7 +23,6 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.core.clock import unix_time
 from telemetry.snapshot import protocol as p
 from telemetry.snapshot.private_folder import Folder, open_folder
 from telemetry.snapshot.request_files import (
@@ -36,6 +35,7 @@ from telemetry.snapshot.request_files import (
     load,
     scan,
 )
+from telemetry.util.clock import unix_time
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,9 +7,8 @@ import secrets
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.core.filesystem import caches_folders
-from telemetry.core.json_object import dump_object, parse_object
 from telemetry.snapshot import protocol as p
+from telemetry.util.files import caches_folders, dump_object, parse_object
 
 if TYPE_CHECKING:
     from collections.abc import Container

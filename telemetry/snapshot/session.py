@@ -22,11 +22,11 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.core.clock import NS, now_ns
-from telemetry.core.filesystem import raised
 from telemetry.snapshot.budget import drop_unexpanded, on_gpu
 from telemetry.snapshot.kineto_quiet import quiet
 from telemetry.snapshot.snapshot_outcome import RecordedTrace
+from telemetry.util.clock import NS, now_ns
+from telemetry.util.files import raised
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.core.clock import NS, now_ns
+from telemetry.util.clock import NS, now_ns
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -24,11 +24,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from telemetry.core.clock import NS, now_ns
-from telemetry.core.filesystem import raised
 from telemetry.snapshot import protocol as p
 from telemetry.snapshot.export_space import ExportSpace, NoSpaceError, Reservation, age_seconds, destination
 from telemetry.snapshot.private_folder import Folder, open_folder
+from telemetry.util.clock import NS, now_ns
+from telemetry.util.files import raised
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

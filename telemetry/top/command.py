@@ -9,9 +9,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from telemetry.core.terminal import complain, show
 from telemetry.top.endpoints import Endpoints
 from telemetry.top.run_folder import RunFolder
+from telemetry.util.text import complain, show
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from telemetry.core.terminal import one_line
 from telemetry.report.log_files import NoRunError
 from telemetry.report.log_reader import load
 from telemetry.report.rank_processes import not_replaced
 from telemetry.report.summary import judged
+from telemetry.util.text import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

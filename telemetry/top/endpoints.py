@@ -7,14 +7,14 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.core.clock import iso_time
 from telemetry.core.endpoint_client import ScrapeError, fetch, samples
-from telemetry.core.labels import CATEGORIES
+from telemetry.records import CATEGORIES
 from telemetry.report.attempts import FINISHED, RUNNING
 from telemetry.report.process_log import ProcessLog
 from telemetry.top.job_view import JobView, job_view, waiting
 from telemetry.top.rank_row import RankFacts
 from telemetry.top.recent_totals import RecentTotals
+from telemetry.util.clock import iso_time
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

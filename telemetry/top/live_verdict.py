@@ -7,14 +7,14 @@ from collections import Counter
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from telemetry.core.formatting import rough_duration
-from telemetry.core.labels import DATA_WAIT
 from telemetry.core.rank_ranges import named
 from telemetry.core.run_verdict import HANGS, HEALTHY, HUNG, NO_STEPS, STALLED, STARVED, STUCK
+from telemetry.records import DATA_WAIT
 from telemetry.report.attempts import FAILED, FINISHED, KILLED, RUNNING
 from telemetry.report.process_log import ProcessLog
 from telemetry.report.summary import judged
 from telemetry.top.recent_totals import SECONDS
+from telemetry.util.text import rough_duration
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from telemetry.core.filesystem import read_small
 from telemetry.job.node_report import MAX_BYTES, decoded
+from telemetry.util.files import read_small
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
     from telemetry.core.hang_records import HangState
-    from telemetry.core.tick import RankPace
+    from telemetry.records import RankPace
 
 _READ_SECONDS: Final = 5.0
 """Nodes write as often."""

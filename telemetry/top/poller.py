@@ -7,8 +7,8 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Protocol
 
-from telemetry.core.terminal import one_line
 from telemetry.top.job_view import waiting
+from telemetry.util.text import one_line
 
 if TYPE_CHECKING:
     from telemetry.top.job_view import JobView

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.core.formatting import rough_duration
 from telemetry.core.hang_records import ENDED, LEFT
-from telemetry.core.labels import COMPUTE, DATA_WAIT, STARTUP
 from telemetry.core.run_verdict import STARVED_RATIO
+from telemetry.records import COMPUTE, DATA_WAIT, STARTUP
 from telemetry.report.attempts import FAILED, FINISHED, RUNNING, unix
 from telemetry.report.summary import stalls_of
+from telemetry.util.text import rough_duration
 
 if TYPE_CHECKING:
     from telemetry.core.hang_records import HangState

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from telemetry.core.formatting import byte_size
 from telemetry.report.attempts import FAILED, FINISHED
 from telemetry.top.rank_row import GONE, OK, SILENT, STALLED, STARTING, STARVED, STUCK, WAITING
 from telemetry.top.screen_text import SHORT
+from telemetry.util.text import byte_size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -7,9 +7,8 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.core.filesystem import caches_folders
-from telemetry.core.labels import CATEGORIES
 from telemetry.core.log_names import LOG_NAME
+from telemetry.records import CATEGORIES
 from telemetry.report.attempts import KILLED, RUNNING, lives_of
 from telemetry.report.lines_by_process import ProcessLogs
 from telemetry.report.log_lines import parsed
@@ -21,6 +20,7 @@ from telemetry.top.log_tail import LogTail
 from telemetry.top.node_paces import NodePaces
 from telemetry.top.rank_row import RankFacts
 from telemetry.top.recent_totals import RecentTotals
+from telemetry.util.files import caches_folders
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

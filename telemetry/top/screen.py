@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Final
 
-from telemetry.core.formatting import plain_number, rough_duration
 from telemetry.top.live_verdict import BAD, GOOD, clock
 from telemetry.top.rank_row import STATES
 from telemetry.top.rank_table import RankTable
 from telemetry.top.screen_rank import rank_lines
 from telemetry.top.screen_state import CONFIRM, HELP, RANK, TYPING, ScreenState, cursor, shown_rows
 from telemetry.top.stall_panel import stall_lines
+from telemetry.util.text import plain_number, rough_duration
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

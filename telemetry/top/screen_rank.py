@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from telemetry.core.formatting import binary_size, duration, percent, plain_number, rough_duration
-from telemetry.core.labels import CATEGORIES
+from telemetry.records import CATEGORIES
 from telemetry.report.report_text import stall_section
 from telemetry.top.live_verdict import clock
 from telemetry.top.rank_table import STYLES
 from telemetry.top.screen_text import SHORT
+from telemetry.util.text import binary_size, duration, percent, plain_number, rough_duration
 
 if TYPE_CHECKING:
     from telemetry.top.rank_row import RankRow

@@ -7,7 +7,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Final
 
-from telemetry.core.terminal import one_line
+from telemetry.util.text import one_line
 
 if TYPE_CHECKING:
     from pathlib import Path

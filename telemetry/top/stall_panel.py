@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from telemetry.core.formatting import rough_duration
 from telemetry.report.attempts import unix
 from telemetry.report.report_text import advice_lines
 from telemetry.top.live_verdict import clock
+from telemetry.util.text import rough_duration
 
 if TYPE_CHECKING:
     from telemetry.top.job_view import JobView

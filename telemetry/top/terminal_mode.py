@@ -9,9 +9,9 @@ import sys
 import termios
 from typing import TYPE_CHECKING, Final
 
-from telemetry.core.filesystem import opened
 from telemetry.top.painter import ENTER, LEAVE
 from telemetry.top.terminal_keys import KeyDecoder
+from telemetry.util.files import opened
 
 if TYPE_CHECKING:
     from types import FrameType, TracebackType

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from telemetry.core.formatting import percent, shortened
 from telemetry.trace import peak_flops
 from telemetry.trace.event_names import multiplies_matrices, uses_cuda_cores, uses_tensor_cores
 from telemetry.trace.intervals import SECONDS_PER_US
 from telemetry.trace.trace_events import KERNEL, NOTHING
+from telemetry.util.text import percent, shortened
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from telemetry.core.formatting import megabytes, milliseconds, percent
 from telemetry.trace.intervals import SECONDS_PER_US
+from telemetry.util.text import megabytes, milliseconds, percent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

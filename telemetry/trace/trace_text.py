@@ -5,9 +5,8 @@ from __future__ import annotations
 from textwrap import wrap
 from typing import TYPE_CHECKING, Final
 
-from telemetry.core.formatting import byte_size, duration, percent, shortened, table
-from telemetry.core.terminal import one_line
 from telemetry.trace.flops_usage import sentence
+from telemetry.util.text import byte_size, duration, one_line, percent, shortened, table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

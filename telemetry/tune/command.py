@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.core.json_object import dump_object
-from telemetry.core.terminal import complain, show, show_json, warn
 from telemetry.core.trial_records import SHARING, TrialPlan
 from telemetry.tune import tune_text
 from telemetry.tune.memory_room import MemoryRoom, shared_memory_left
@@ -18,6 +16,8 @@ from telemetry.tune.settings_grid import settings_grid
 from telemetry.tune.settings_limits import Limits, usable_cores
 from telemetry.tune.trial_process import Launch, remove_folder, run_trial
 from telemetry.tune.trial_result import Settings, Trial, result_of, settings_for, tuned_loaders
+from telemetry.util.files import dump_object
+from telemetry.util.text import complain, show, show_json, warn
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

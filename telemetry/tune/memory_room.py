@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from telemetry.collect.memory_limit import MemoryLimits
+from telemetry.sources.cgroup import MemoryLimits
 
 _NO_LIMIT: Final = 1 << 60
 

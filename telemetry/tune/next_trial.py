@@ -11,14 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.core.formatting import rounded_percent
-from telemetry.diagnose.advice.what_if import loader_advice, shortest_step, step_with_workers, wants_shared_files
+from telemetry.diagnosis.advice import loader_advice, shortest_step, step_with_workers, wants_shared_files
 from telemetry.tune.trial_result import Settings, is_harmless, tuned_loaders
+from telemetry.util.text import rounded_percent
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from telemetry.diagnose.evidence import Evidence
+    from telemetry.diagnosis.evidence import Evidence
     from telemetry.tune.settings_limits import Limits
     from telemetry.tune.trial_result import Trial
 

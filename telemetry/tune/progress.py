@@ -6,7 +6,7 @@ import sys
 import time
 from typing import Final
 
-from telemetry.core.terminal import warn
+from telemetry.util.text import warn
 
 _EVERY_SECONDS: Final = 0.5
 

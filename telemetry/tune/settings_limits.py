@@ -7,8 +7,8 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.collect.collector import CollectorError
-from telemetry.collect.pressure import PressureSource
+from telemetry.sources.cgroup import PressureSource
+from telemetry.sources.collector import CollectorError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

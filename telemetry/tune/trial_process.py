@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.config import ENV_PREFIX, TRIAL_VARIABLE
-from telemetry.core.json_object import parse_object
 from telemetry.core.trial_records import outcome_path
 from telemetry.tune.memory_room import proportional_bytes
+from telemetry.util.files import parse_object
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

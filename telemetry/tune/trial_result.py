@@ -10,7 +10,7 @@ from telemetry.diagnose.evidence_record import from_record
 from telemetry.tune.trial_process import MEMORY_SHORT
 
 if TYPE_CHECKING:
-    from telemetry.diagnose.evidence import Evidence
+    from telemetry.diagnosis.evidence import Evidence
     from telemetry.tune.trial_process import Ended
 
 MIN_STEPS: Final = 2

@@ -6,7 +6,7 @@ import argparse
 import os
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.core.terminal import complain
+from telemetry.util.text import complain
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.core.formatting import byte_size, milliseconds, rounded_percent, table
 from telemetry.core.trial_records import LOADER_SETTINGS, SHARING
 from telemetry.tune.trial_result import tuned_loaders
+from telemetry.util.text import byte_size, milliseconds, rounded_percent, table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

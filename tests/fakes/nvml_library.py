@@ -22,7 +22,7 @@ from fakes.nvml_state import (
     Gpu,
     State,
 )
-from telemetry.core.own_threads import named
+from telemetry.util.threads import named
 
 
 class FakeLibrary:

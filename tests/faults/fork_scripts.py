@@ -26,7 +26,7 @@ def listening():
 
 
 def threads():
-    own = sys.modules.get("telemetry.core.own_threads")
+    own = sys.modules.get("telemetry.util.threads")
     names = [thread.name for thread in threading.enumerate()] + (own.running() if own else [])
     for task in os.listdir("/proc/self/task"):
         with open(f"/proc/self/task/{task}/comm") as comm:

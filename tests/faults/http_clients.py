@@ -6,12 +6,12 @@ import contextlib
 import socket
 
 from faults.processes import HANG, wait_for
-from telemetry.core import own_threads
 from telemetry.publish import endpoint as endpoint_module
 from telemetry.publish import http_server as module
 from telemetry.publish.board import RankState
 from telemetry.publish.endpoint import Endpoint
 from telemetry.publish.exposition import CONTENT_TYPE
+from telemetry.util import threads
 
 STATE = RankState(0, 1, ((b"# HELP x X.\n# TYPE x gauge\n", b'x{rank="0"} 1.0\n'),))
 PAGE = b'# HELP x X.\n# TYPE x gauge\nx{rank="0"} 1.0\n'
@@ -22,11 +22,11 @@ GOOD = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
 def serving():
     """An endpoint with one rank. Checks at the end that its threads have ended, and that it had no error."""
     errors = []
-    before = len(own_threads.running())
+    before = len(threads.running())
     made = Endpoint("127.0.0.1", [0], lambda: [STATE], "the-node", CONTENT_TYPE, on_error=errors.append)
     yield made
     made.close()
-    wait_for(lambda: len(own_threads.running()) <= before, "its threads are gone")
+    wait_for(lambda: len(threads.running()) <= before, "its threads are gone")
     assert errors == []
 
 

@@ -132,7 +132,8 @@ def test_an_error_in_the_start_leaves_the_rest(part, start, unharmed, monkeypatc
     import atexit
 
     import telemetry.agent.agent as module
-    from telemetry.agent import event_log, parts
+    from telemetry.agent import agent as parts
+    from telemetry.agent import event_log
 
     places = {
         "attach": (parts.Attachment, "attach"),

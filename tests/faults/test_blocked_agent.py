@@ -18,7 +18,7 @@ QUIET = dict(run="r", start_line=False, interval_seconds=0.1, log_interval_secon
 
 HANGS = """
     import os, socket, threading
-    from telemetry.core.own_threads import named
+    from telemetry.util.threads import named
 
     armed, hanging, release = threading.Event(), threading.Event(), threading.Event()
 
@@ -77,7 +77,7 @@ HANGS = """
 SCRIPT = """
     import io, json, sys, time, torch, telemetry
     from quick_optimizers import QuickSGD
-    import telemetry.attach.ring as ring
+    import telemetry.hooks.ring as ring
     # A small ring, so that steps can be long enough for two clocks to agree on them.
     ring.CAPACITY, ring.WORDS, ring.MASK = 256, 1024, 1023
     from hangs import begin, end, hanging, prepare

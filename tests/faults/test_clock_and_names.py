@@ -17,9 +17,9 @@ from faults.processes import (
     samples,
     write,
 )
-from telemetry.core.clock import NS, WallClock
 from telemetry.report.log_reader import load
 from telemetry.report.summary import summarize
+from telemetry.util.clock import NS, WallClock
 from tests.faults.surroundings import QUIET
 
 # -- time --------------------------------------------------------------------------------------------------------

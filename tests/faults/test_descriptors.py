@@ -10,11 +10,11 @@ import threading
 import time
 
 from faults.processes import HANG, events, fetch, run_script, wait_for
-from telemetry.core import own_threads
 from telemetry.publish.board import RankState
 from telemetry.publish.endpoint import Endpoint
 from telemetry.publish.exposition import CONTENT_TYPE
 from telemetry.publish.http_server import CONNECTION_SECONDS
+from telemetry.util import threads
 
 
 def test_a_reused_descriptor_number_belongs_to_its_new_owner(tmp_path):
@@ -23,7 +23,7 @@ def test_a_reused_descriptor_number_belongs_to_its_new_owner(tmp_path):
         """
         import os, sys, time, urllib.request
         import telemetry
-        from telemetry.core.own_threads import Wake
+        from telemetry.util.threads import Wake
 
         agent = telemetry.start("run", start_line=False, port=0, interval_seconds=0.5, log_interval_seconds=0.5)
         logs = os.listdir("run/logs")
@@ -86,7 +86,7 @@ def test_a_connection_that_others_close_ends_in_silence(capfd):
             wait_for(lambda: not endpoint._server._open, "it is given up")
     finally:
         endpoint.close()
-    wait_for(lambda: "telemetry-request" not in own_threads.running(), "its thread is gone")
+    wait_for(lambda: "telemetry-request" not in threads.running(), "its thread is gone")
     assert capfd.readouterr() == ("", "")
 
 

@@ -243,7 +243,7 @@ def test_an_agent_that_cannot_start_is_undone(tmp_path):
     source = """
         import json, os, sys, telemetry, telemetry.agent.agent
         from telemetry.core import own_threads
-        from telemetry.core.identity import identify
+        from telemetry.util.processes import identify
         from telemetry.publish.board import Board
         start = own_threads.start_new_thread
         def refuse(main, arguments):

@@ -13,8 +13,6 @@ import threading
 import pytest
 
 from faults.processes import HANG, environment, events, fetch, results, run_script, value, wait_for, write
-from telemetry.core import own_threads
-from telemetry.core.errors import ErrorLog
 from telemetry.publish import listen_address
 from telemetry.publish.board import Board
 from telemetry.publish.discovery import TargetFile
@@ -22,6 +20,8 @@ from telemetry.publish.endpoint import Endpoint
 from telemetry.publish.exposition import CONTENT_TYPE
 from telemetry.publish.host_names import HostNames
 from telemetry.publish.node import NodeService
+from telemetry.util import threads
+from telemetry.util.errors import ErrorLog
 
 S = 10**9
 
@@ -92,7 +92,7 @@ def lookups(monkeypatch):
 
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
     yield asked, answers
-    wait_for(lambda: "telemetry-resolver" not in own_threads.running(), "its thread is gone")
+    wait_for(lambda: "telemetry-resolver" not in threads.running(), "its thread is gone")
 
 
 @pytest.fixture
@@ -198,7 +198,7 @@ def test_the_training_starts_at_once_with_a_silent_resolver(tmp_path):
         """
         import json, socket, threading
         import telemetry
-        from telemetry.core.own_threads import named
+        from telemetry.util.threads import named
 
         real, asked_on, silent = socket.getaddrinfo, [], threading.Event()
 

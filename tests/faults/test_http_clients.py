@@ -11,12 +11,12 @@ import time
 import pytest
 
 from faults.processes import HANG, wait_for
-from telemetry.core import own_threads
 from telemetry.publish import http_server as module
 from telemetry.publish.board import RankState
 from telemetry.publish.endpoint import Endpoint
 from telemetry.publish.exposition import CONTENT_TYPE
 from telemetry.publish.http_server import MAX_CONNECTIONS
+from telemetry.util import threads
 from tests.faults.http_clients import GOOD, PAGE, STATE, ask, client, received, serves, serving, shorten_deadlines
 
 
@@ -32,7 +32,7 @@ def impatient(monkeypatch):
 
 
 def handlers() -> int:
-    return own_threads.running().count("telemetry-request")
+    return threads.running().count("telemetry-request")
 
 
 # -- clients that take their time --------------------------------------------------------------------------------
@@ -93,9 +93,9 @@ def test_an_answer_that_is_not_taken_at_once_comes_whole(endpoint):
 
 def test_a_request_that_is_there_at_once_gets_no_thread(endpoint, monkeypatch):
     monkeypatch.setattr(module, "_REQUEST_SECONDS", HANG)  # so that a slow machine does not matter
-    started, start = [], own_threads.start_new_thread
+    started, start = [], threads.start_new_thread
     monkeypatch.setattr(
-        own_threads, "start_new_thread", lambda main, arguments: (started.append(main), start(main, arguments))
+        threads, "start_new_thread", lambda main, arguments: (started.append(main), start(main, arguments))
     )
     assert serves(endpoint)
     assert serves(endpoint)
@@ -177,7 +177,7 @@ def test_a_machine_without_threads_to_give_turns_clients_away(endpoint, monkeypa
 
     with monkeypatch.context() as patch:
         patch.setattr(module, "_REQUEST_SECONDS", HANG)  # so that a slow machine does not matter
-        patch.setattr(own_threads, "start_new_thread", refuse)
+        patch.setattr(threads, "start_new_thread", refuse)
         for _ in range(MAX_CONNECTIONS + 2):
             with client(endpoint) as connection:
                 connection.sendall(GOOD[:-2])

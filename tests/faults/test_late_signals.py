@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 import telemetry
 from faults.processes import RUN, events, python, without_start_line, write
-from telemetry.core.own_threads import OwnThread
+from telemetry.util.threads import OwnThread
 
 
 class Notice(Exception):

@@ -12,7 +12,7 @@ import torch
 import telemetry
 from faults.processes import events
 from faults.small_run import BATCHES, Dataset, train
-from telemetry.attach.accelerator import DeviceStream
+from telemetry.hooks.accelerator import DeviceStream
 from tests.faults.broken_seams import HOOKS, break_, break_seam, counted
 
 
@@ -136,7 +136,7 @@ class BrokenEvents:
 
 @pytest.mark.parametrize("at", ["new", "record", "query", "elapsed", "usable"])
 def test_a_gpu_clock_that_fails_costs_its_own_figure_and_no_step(at, start, unharmed):
-    from telemetry.attach.gpu_clock import GpuClock
+    from telemetry.hooks.gpu import GpuClock
 
     agent = start()
     agent.tracker.gpu = GpuClock(BrokenEvents(at))
@@ -150,9 +150,9 @@ def test_a_gpu_clock_that_fails_costs_its_own_figure_and_no_step(at, start, unha
 @pytest.mark.parametrize("seam", ["DataLoader.__iter__", "torch.save", "optimizer", "_BaseDataLoaderIter.__next__"])
 def test_a_hook_that_cannot_be_placed_leaves_the_others(seam, start, unharmed, monkeypatch, tmp_path):
     """A version of torch in which one of them has another place."""
-    from telemetry.attach import patches
+    from telemetry.hooks import patching
 
-    replace = patches.Patches.replace
+    replace = patching.Patches.replace
 
     def moved(self, owner, name, wrap):
         if f"{owner.__name__}.{name}" == seam:
@@ -160,7 +160,7 @@ def test_a_hook_that_cannot_be_placed_leaves_the_others(seam, start, unharmed, m
         replace(self, owner, name, wrap)
 
     with monkeypatch.context() as patch:
-        patch.setattr(patches.Patches, "replace", moved)
+        patch.setattr(patching.Patches, "replace", moved)
         if seam == "optimizer":
             patch.setattr(sys.modules["torch.optim.optimizer"], "register_optimizer_step_post_hook", break_)
         agent = start()

@@ -13,9 +13,9 @@ import json, os, threading
 from pathlib import Path
 import torch
 from torch import nn
-from telemetry.attach.attachment import Attachment
-from telemetry.attach.ring import Ring
-from telemetry.attach.step_tracker import StepTracker
+from telemetry.hooks.attachment import Attachment
+from telemetry.hooks.ring import Ring
+from telemetry.hooks.tracker import StepTracker
 from telemetry.core import own_threads
 from telemetry.publish.board import board_root
 from telemetry.core import own_threads

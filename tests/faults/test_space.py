@@ -302,7 +302,7 @@ def test_leftovers_of_a_killed_export_are_swept_by_the_next_agent(tmp_path, most
         f"""
         import os, telemetry
         from pathlib import Path
-        from telemetry.core.identity import identify, slug
+        from telemetry.util.processes import identify, slug
         node = slug(identify(None, None, {{}}).node)
         shared = Path("/dev/shm/torch-telemetry-%d" % os.getuid())
         for place in (shared, Path("run/snapshots")):

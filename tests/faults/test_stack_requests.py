@@ -14,7 +14,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from telemetry.collect.worker_stack_requests import ask_workers
-from telemetry.core import fork_warning
+from telemetry.util import threads
 from tests.data_sets import Numbers
 from tests.faults.processes import Child, wait_for, write
 from tests.faults.stuck_runs import (
@@ -154,7 +154,7 @@ class AllOurs(Numbers):
     """In the first fetch the worker has one thread besides its main thread: ours."""
 
     def __getitem__(self, index):
-        return fork_warning._FILTER[3].match("a module")
+        return threads._FILTER[3].match("a module")
 
 
 def test_python_s_warning_of_forks_knows_the_thread_that_answers(tmp_path):

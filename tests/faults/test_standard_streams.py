@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from faults.processes import HANG, environment, events, results, run_script, write
-from telemetry.core import filesystem, stderr
+from telemetry.util import errors, files
 
 RUN = ("-m", "telemetry", "run", "--run-dir", "run", "--interval-seconds", "0.1", "--log-interval-seconds", "0.1")
 
@@ -209,18 +209,18 @@ class Notebook(io.TextIOBase):
 def test_a_stderr_that_is_replaced_gets_the_line(monkeypatch, tmp_path):
     for stream in (Notebook(), io.TextIOWrapper(io.BytesIO(), "latin-1", errors="strict", write_through=True)):
         monkeypatch.setattr(sys, "stderr", stream)
-        assert stderr.say("über \x1b[31m") == (isinstance(stream, Notebook) or stderr.say("x"))
+        assert errors.say("über \x1b[31m") == (isinstance(stream, Notebook) or errors.say("x"))
         shown = stream.shown if isinstance(stream, Notebook) else stream.buffer.getvalue().decode("latin-1")
         assert shown.startswith("über ?[31m\n")
     with (tmp_path / "log").open("w", encoding="ascii") as file:
         monkeypatch.setattr(sys, "stderr", file)
         file.write("before ")
-        assert stderr.say("é after")
+        assert errors.say("é after")
         file.write("last\n")
     assert (tmp_path / "log").read_text() == "before \\xe9 after\nlast\n"
     for gone in (None, object()):
         monkeypatch.setattr(sys, "stderr", gone)
-        assert stderr.say("nobody hears it") is False
+        assert errors.say("nobody hears it") is False
 
 
 # -- files that are replaced whole -------------------------------------------------------------------------------
@@ -262,14 +262,14 @@ def test_two_writers_of_a_file_never_meet(tmp_path):
 
 
 def test_a_temporary_name_says_whose_it_is_and_repeats_never():
-    names = {filesystem.temporary_name("x" * 255) for _ in range(1000)}
+    names = {files.temporary_name("x" * 255) for _ in range(1000)}
     assert len(names) == 1000
     assert all(name.startswith(".") and name.endswith(".tmp") and f".{os.getpid()}." in name for name in names)
     assert max(len(os.fsencode(name)) for name in names) <= 255
 
 
 def test_nobody_makes_temporary_names_of_its_own():
-    package = os.path.dirname(filesystem.__file__)
+    package = os.path.dirname(files.__file__)
     users = []
     for folder, _, names in os.walk(package):
         for name in names:
@@ -283,11 +283,11 @@ def test_nobody_makes_temporary_names_of_its_own():
 
 def test_what_cannot_be_written_whole_leaves_the_file_as_it_was(tmp_path):
     path = tmp_path / "file"
-    filesystem.replace_file(path, b"before")
-    assert filesystem.replace_file(path, b"not this", first=True) is False
+    files.replace_file(path, b"before")
+    assert files.replace_file(path, b"not this", first=True) is False
     code = f"""
 import resource, signal
-from telemetry.core.filesystem import replace_file
+from telemetry.util.files import replace_file
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
 replace_file({str(path)!r}, b"x" * 1000)

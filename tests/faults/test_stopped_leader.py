@@ -15,13 +15,13 @@ import pytest
 
 from faults.memory_cgroup import LIMIT, limited_group
 from faults.processes import Child, environment, events, fetch, samples, value, wait_for, write
-from telemetry.core.errors import ErrorLog
-from telemetry.core.identity import identify
 from telemetry.publish.board import Board
 from telemetry.publish.discovery import TargetFile
 from telemetry.publish.listen_address import PORTS_TRIED
 from telemetry.publish.node import NodeService
 from telemetry.publish.server_lock import STILL_SECONDS, ServerLock
+from telemetry.util.errors import ErrorLog
+from telemetry.util.processes import identify
 from tests.free_ports import free_ports
 
 NS = 10**9

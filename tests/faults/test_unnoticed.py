@@ -209,7 +209,7 @@ def test_a_module_searched_before_its_import_is_still_patched(tmp_path):
         assert "torch" not in sys.modules
         import torch
         assert torch.__spec__.loader is torch.__loader__
-        assert type(torch.__loader__).__module__ != "telemetry.attach.import_watch"
+        assert type(torch.__loader__).__module__ != "telemetry.hooks.patching"
         assert "telemetry" in torch.save.__code__.co_filename
         for _ in torch.utils.data.DataLoader([1, 2, 3]):
             pass

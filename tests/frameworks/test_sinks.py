@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from telemetry.core.sink_item import SinkItem
+from telemetry.records import SinkItem
 from tests.frameworks.test_frameworks import REQUIRED, SCRIPTS, environment
 
 pytestmark = pytest.mark.frameworks
@@ -218,7 +218,7 @@ def tensorboard_sink(tmp_path):
     if importlib.util.find_spec("tensorboard") is None:
         text = "tensorboard is not installed: make test-frameworks installs it"
         pytest.fail(text) if REQUIRED else pytest.skip(text)
-    from telemetry.publish.sinks.tensorboard_sink import TensorBoardSink
+    from telemetry.sinks.tensorboard import TensorBoardSink
 
     return TensorBoardSink(tmp_path / "tensorboard")
 

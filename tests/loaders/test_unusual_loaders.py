@@ -16,10 +16,10 @@ from torch.utils.data import dataloader as torch_dataloader
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 import telemetry
-from telemetry.attach.profiler_ranges import MarkedWorker
 from telemetry.attach.worker_block import WorkerBlock
 from telemetry.attach.worker_probe import WorkerProbe
-from telemetry.core.labels import DATA_WAIT, EVALUATION
+from telemetry.hooks.profilers import MarkedWorker
+from telemetry.records import DATA_WAIT, EVALUATION
 from tests.faults.processes import HANG, environment
 from tests.loaders.observe import depth, layers
 from tests.loaders.torch_cases import note

@@ -5,9 +5,9 @@ from contextlib import contextmanager
 
 from fakes.nvml import Gpu, Mig
 
-from telemetry.collect.collector import CollectorError
-from telemetry.collect.nvml.source import NvmlSource
-from telemetry.core import own_threads
+from telemetry.sources.collector import CollectorError
+from telemetry.sources.nvml import NvmlSource
+from telemetry.util import threads
 
 A = "GPU-aaaaaaaa-0000-0000-0000-000000000000"
 B = "GPU-bbbbbbbb-0000-0000-0000-000000000000"
@@ -46,7 +46,7 @@ def source(state, uuid=A, environ=None, **settings):
 
 
 def nvml_threads():
-    return [name for name in own_threads.running() if name.startswith("telemetry-nvml")]
+    return [name for name in threads.running() if name.startswith("telemetry-nvml")]
 
 
 def until(met, seconds=20):

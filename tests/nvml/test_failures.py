@@ -9,8 +9,8 @@ import pytest
 from fakes import nvml as fake
 from fakes.nvml import Gpu
 
-from telemetry.collect.collector import Poller
-from telemetry.collect.nvml.source import NvmlSource
+from telemetry.sources.collector import Poller
+from telemetry.sources.nvml import NvmlSource
 from tests.nvml.nvml_harness import SECOND, A, Clock, nvml_threads, outcome, reason, sample, source, until
 
 # --- failures
@@ -64,8 +64,8 @@ def test_a_hang_blocks_neither_reading_nor_closing_nor_the_exit(tmp_path):
     environment = fake.subprocess_environment(tmp_path, hang=("nvmlDeviceGetPowerUsage",))
     code = (
         "import time\n"
-        "from telemetry.collect.nvml.source import NvmlSource\n"
-        "from telemetry.collect.collector import CollectorError\n"
+        "from telemetry.sources.nvml import NvmlSource\n"
+        "from telemetry.sources.collector import CollectorError\n"
         "source = NvmlSource(lambda: None, environ={}, deadline_seconds=0.05)\n"
         "end = time.monotonic() + 60\n"
         "reason = ''\n"

@@ -10,11 +10,10 @@ import pytest
 from fakes import nvml as fake
 from fakes.nvml import Gpu, Process, State
 
-from telemetry.collect.collector import CollectorError
-from telemetry.collect.nvml.gpu_summary import device_summary
-from telemetry.collect.nvml.readings import THROTTLE_BITS
-from telemetry.core import own_threads
-from telemetry.core.labels import THROTTLE_REASONS
+from telemetry.records import THROTTLE_REASONS
+from telemetry.sources.collector import CollectorError
+from telemetry.sources.nvml import THROTTLE_BITS, device_summary
+from telemetry.util import threads
 from tests.nvml.nvml_harness import AB, A, nvml_threads, outcome, partitioned, reason, sample, source, ticks, until
 
 # --- the thread, and what it holds
@@ -72,7 +71,7 @@ def test_a_forked_child_is_inert(state):
     release = state.hang_in("nvmlDeviceGetPowerUsage")
     with source(state) as made:
         until(lambda: state.hanging)
-        own_threads._guard.acquire()  # the parent's thread may hold it at the moment of the fork
+        threads._guard.acquire()  # the parent's thread may hold it at the moment of the fork
         pid = os.fork()
         if pid == 0:
             calls = Counter(state.calls)
@@ -81,7 +80,7 @@ def test_a_forked_child_is_inert(state):
             made.close()
             inert = text == "a forked child does not sample the GPU" and made.cpu_seconds() == 0.0
             os._exit(0 if inert and state.calls == calls and nvml_threads() == [] else 1)
-        own_threads._guard.release()
+        threads._guard.release()
         ended = until(lambda: status if (status := os.waitpid(pid, os.WNOHANG))[0] else None)
         assert os.waitstatus_to_exitcode(ended[1]) == 0
         release.set()
@@ -102,7 +101,7 @@ def test_a_state_file_is_read_again_at_each_call(state, tmp_path):
 
 
 def test_importing_the_module_does_not_import_the_binding():
-    code = "import sys, telemetry.collect.nvml.source; raise SystemExit('pynvml' in sys.modules)"
+    code = "import sys, telemetry.sources.nvml; raise SystemExit('pynvml' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2]).returncode == 0
 
 

@@ -4,7 +4,7 @@ import pytest
 from fakes import nvml as fake
 from fakes.nvml import Gpu
 
-from telemetry.collect.nvml.readings import THROTTLE_BITS
+from telemetry.sources.nvml import THROTTLE_BITS
 from tests.nvml.nvml_harness import A, read_one, reason, source
 
 # --- readings and their units

@@ -124,7 +124,7 @@ def test_rubbish_of_a_process_is_no_reading(state):
 
 
 def test_pids_of_every_namespace_are_ours(tmp_path):
-    from telemetry.collect.nvml.activity import own_pids
+    from telemetry.sources.nvml import own_pids
 
     status = tmp_path / "status"
     status.write_text("Name:\tpython\nNSpid:\t4242\t17\n")

@@ -16,8 +16,8 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from telemetry.core.identity import identify
 from telemetry.publish.board import Board
+from telemetry.util.processes import identify
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = Path(__file__).with_name("train_ddp.py")

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from telemetry.core.tick import RankPace
-from telemetry.diagnose.causes import costs
-from telemetry.diagnose.evidence import (
+from telemetry.diagnose.evidence_log import evidence_field
+from telemetry.diagnosis.causes import costs
+from telemetry.diagnosis.evidence import (
     CheckpointEvidence,
     CpuEvidence,
     DeliveryEvidence,
@@ -19,8 +19,8 @@ from telemetry.diagnose.evidence import (
     SamplerEvidence,
     WorkerEvidence,
 )
-from telemetry.diagnose.evidence_log import evidence_field
-from telemetry.diagnose.straggler import straggler
+from telemetry.diagnosis.stragglers import straggler
+from telemetry.records import RankPace
 
 RECORDED = sorted((Path(__file__).parent / "evidence").glob("*.json"))
 

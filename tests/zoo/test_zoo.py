@@ -12,7 +12,7 @@ import sys
 
 import pytest
 
-from telemetry.core.labels import CAUSES
+from telemetry.records import CAUSES
 from tests.zoo.zoo_results import STARVED, more_workers, stall
 
 from . import journal, processes, runner, score

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from telemetry.core.labels import CATEGORIES, THROTTLE_REASONS
 from telemetry.publish.metrics.metric import COUNTER, GAUGE, Metric, MetricGroup, MetricLabel
+from telemetry.records import CATEGORIES, THROTTLE_REASONS
 
 if TYPE_CHECKING:
-    from telemetry.core.samples import GpuSample, TorchMemorySample
     from telemetry.core.views import RunView
+    from telemetry.records import GpuSample, TorchMemorySample
 
 _NO_DEVICE: Final = "without NVML, and before the rank's device is known"
 _NO_READING: Final = f"{_NO_DEVICE}; where the GPU or MIG slice does not support the reading"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from telemetry.core.distribution import Histogram
 from telemetry.publish.metrics.metric import COUNTER, GAUGE, HISTOGRAM, Metric, MetricGroup
+from telemetry.records import Histogram
 
 if TYPE_CHECKING:
     from telemetry.core.views import RunView

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from telemetry.core.labels import CATEGORIES
 from telemetry.publish.metrics.metric import COUNTER, GAUGE, HISTOGRAM, Metric, MetricGroup, MetricLabel
+from telemetry.records import CATEGORIES
 
 if TYPE_CHECKING:
-    from telemetry.core.totals import OwnTotals
     from telemetry.core.views import RunView
     from telemetry.publish.metrics.metric import Reading
+    from telemetry.records import OwnTotals
 
 CATEGORY: Final = MetricLabel("category", CATEGORIES)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 from telemetry.publish.metrics.metric import COUNTER, GAUGE, Metric, MetricGroup, MetricLabel
 
 if TYPE_CHECKING:
-    from telemetry.core.samples import HostSample, PressureSample, ProcessSample
+    from telemetry.records import HostSample, PressureSample, ProcessSample
 
 RESOURCE: Final = MetricLabel("resource", ("cpu", "io", "memory"))
 

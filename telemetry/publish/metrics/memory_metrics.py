@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from telemetry.core.memory_records import MEMORY_PARTS
 from telemetry.publish.metrics.metric import GAUGE, Metric, MetricGroup, MetricLabel
+from telemetry.records import MEMORY_PARTS
 
 if TYPE_CHECKING:
-    from telemetry.core.memory_records import MemoryGrowth
+    from telemetry.records import MemoryGrowth
 
 WHERE: Final = MetricLabel("where", MEMORY_PARTS)
 

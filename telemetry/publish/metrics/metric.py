@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Generic, Literal, TypeAlias, TypeVar
 
-from telemetry.core.distribution import Histogram
+from telemetry.records import Histogram
 
 if TYPE_CHECKING:
     from telemetry.core.views import RunView

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from telemetry.core.hang_records import HANG_KINDS
-from telemetry.core.labels import CAUSES, SNAPSHOT_OFF_REASONS, SNAPSHOT_RESULTS
 from telemetry.publish.metrics.metric import COUNTER, GAUGE, Metric, MetricGroup, MetricLabel
+from telemetry.records import CAUSES, SNAPSHOT_OFF_REASONS, SNAPSHOT_RESULTS
 
 if TYPE_CHECKING:
     from telemetry.core.views import HangView, SnapshotsView, StallView

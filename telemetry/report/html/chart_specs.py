@@ -7,7 +7,7 @@ from typing import Final
 
 import numpy as np
 
-from telemetry.core.formatting import byte_size, duration, percent
+from telemetry.util.text import byte_size, duration, percent
 
 Figures = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 """Figures by time bin, or by rank. NaN: not measured."""

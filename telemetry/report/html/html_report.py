@@ -5,7 +5,6 @@ from __future__ import annotations
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.core.formatting import plain_number
 from telemetry.report.attempts import log_interval, unix
 from telemetry.report.html import overview
 from telemetry.report.html.chart_specs import TimeAxis
@@ -13,6 +12,7 @@ from telemetry.report.html.page import PageHead, page
 from telemetry.report.html.page_sections import sections
 from telemetry.report.rank_processes import not_replaced
 from telemetry.report.summary import judged
+from telemetry.util.text import plain_number
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

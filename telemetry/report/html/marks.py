@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.core.formatting import duration, percent
 from telemetry.report.attempts import unix
 from telemetry.report.html.chart_specs import Mark, MarkChart
+from telemetry.util.text import duration, percent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.core import run_verdict
-from telemetry.core.formatting import duration, percent, plain_number, rough_duration
-from telemetry.core.labels import COMPUTE, DATA_WAIT
 from telemetry.core.recommendation import speedup_text
 from telemetry.core.run_verdict import lost_seconds
+from telemetry.records import COMPUTE, DATA_WAIT
 from telemetry.report.attempts import FAILED, KILLED, RUNNING
 from telemetry.report.goodput_text import advice as goodput_advice
 from telemetry.report.stall_losses import lost_by_cause
 from telemetry.report.summary import finding_of, stalls_of
+from telemetry.util.text import duration, percent, plain_number, rough_duration
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

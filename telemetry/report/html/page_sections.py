@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from telemetry.core.formatting import duration, percent, plain_number
-from telemetry.core.labels import CATEGORIES
+from telemetry.records import CATEGORIES
 from telemetry.report.energy_cost import KWH, cost_lines, energy_lines, throughput_lines
 from telemetry.report.goodput import SECONDS as GOODPUT_SECONDS
 from telemetry.report.html import chart_specs as specs
@@ -29,6 +28,7 @@ from telemetry.report.html.time_charts import (
     throughput,
 )
 from telemetry.report.snapshot_traces import flops_of
+from telemetry.util.text import duration, percent, plain_number
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

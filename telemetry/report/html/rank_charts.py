@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from telemetry.core.formatting import percent
-from telemetry.core.labels import COMPUTE, DATA_WAIT
 from telemetry.core.rank_ranges import named
+from telemetry.records import COMPUTE, DATA_WAIT
 from telemetry.report.html import palette
 from telemetry.report.html.chart_specs import (
     CELSIUS,
@@ -23,6 +22,7 @@ from telemetry.report.html.chart_specs import (
     shown,
 )
 from telemetry.report.html.time_charts import means
+from telemetry.util.text import percent
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from telemetry.core.labels import CATEGORIES, CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION
-from telemetry.core.quantile_sketch import parse_counts
+from telemetry.records import CATEGORIES, CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION
 from telemetry.report.attempts import unix
 from telemetry.report.html.time_grid import TimeGrid
 from telemetry.report.sample_names import GPU_NUMBERS, HOST_NUMBERS, WORKERS_NUMBERS
+from telemetry.util.sketch import parse_counts
 
 if TYPE_CHECKING:
     from telemetry.report.process_log import ProcessLog

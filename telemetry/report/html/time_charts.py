@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from telemetry.core.labels import COMPUTE, DATA_WAIT
+from telemetry.records import COMPUTE, DATA_WAIT
 from telemetry.report.html import palette
 from telemetry.report.html.chart_specs import BYTES, CELSIUS, COUNT, HERTZ, RATIO, SECONDS, WATTS, Curve, TimeChart
 from telemetry.report.html.run_recorder import AGENT, HOOKS, SAMPLES, STEP, THROUGHPUT_OF, TOKENS, WAIT

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from telemetry.core.quantile_sketch import Sketch
+from telemetry.util.sketch import Sketch
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -15,10 +15,10 @@ from fakes import nvml
 
 from benchmarks.fleet_ranks import Node, SimulatedRank
 from stack.jobs import wait_for
-from telemetry.collect.collector import CollectorError
-from telemetry.collect.nvml.source import NvmlSource
-from telemetry.core.samples import CollectorHealth
 from telemetry.publish.exposition import CONTENT_TYPE
+from telemetry.records import CollectorHealth
+from telemetry.sources.collector import CollectorError
+from telemetry.sources.nvml import NvmlSource
 
 RUN, NODE = "recorded", "recorded-node"
 POWER_CAP = 4

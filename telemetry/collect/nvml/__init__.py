@@ -1,1 +1,0 @@
-"""This rank's GPU through NVML."""

@@ -1,1 +1,0 @@
-"""Advice for each cause: what to change, and the predicted speed-up."""

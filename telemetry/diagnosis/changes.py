@@ -1,0 +1,416 @@
+"""Finds lasting changes of how long steps take: sudden ones, and slow drifts."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from statistics import median
+from typing import TYPE_CHECKING, Final
+
+from telemetry.records import CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, Companion, StepChange
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping, Sequence
+
+    from telemetry.records import Totals
+
+
+# -- loop blocks -----------------------------------------------------------------------------------------------------
+#
+# Joins ticks to blocks of the training loop: how long a step takes, without what interrupts the loop now and then.
+
+BLOCK_SECONDS: Final = 30.0
+"""Length of a block, in seconds of the training loop. Single pauses, and long sequences between short ones, are a small
+part of it."""
+
+BLOCK_STEPS: Final = 8
+"""A block has at least this many steps, however long they take."""
+
+FIRST_SECONDS: Final = 60.0
+"""The first steps belong to no block. They fill caches, start workers and choose kernels."""
+
+SETTLE_TICKS: Final = 3
+"""After an epoch boundary, an evaluation or a checkpoint this many ticks belong to no block."""
+
+RARE_SECONDS: Final = 120.0
+"""What interrupts the loop more often than this is a part of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoopBlock:
+    """A stretch of the training loop.
+
+    Attributes:
+        at_seconds: its start, on the clock of `Totals.wall_seconds`. ``step``: the steps before it.
+        steps: how many steps ended in it. ``wait_seconds``, ``compute_seconds``: of all of them.
+        signals: means of sampled figures, by name; one that is unknown is missing.
+        held_slow, held_fast: the longest and shortest steps that most of several blocks in a row had. Means of joined
+            blocks do not show them. Without any, they are 0 and infinite.
+    """
+
+    at_seconds: float
+    step: int
+    steps: int
+    wait_seconds: float
+    compute_seconds: float
+    signals: Mapping[str, float] = field(default_factory=dict)
+    held_slow: float = 0.0
+    held_fast: float = math.inf
+
+    @property
+    def step_seconds(self) -> float:
+        """Mean duration of a step."""
+        return (self.wait_seconds + self.compute_seconds) / self.steps
+
+    def __add__(self, later: LoopBlock) -> LoopBlock:
+        """Both blocks as one."""
+        share = self.steps / (self.steps + later.steps)
+        both = self.signals.keys() & later.signals.keys()
+        mean = {name: share * self.signals[name] + (1 - share) * later.signals[name] for name in both}
+        return LoopBlock(
+            self.at_seconds,
+            self.step,
+            self.steps + later.steps,
+            self.wait_seconds + later.wait_seconds,
+            self.compute_seconds + later.compute_seconds,
+            {**later.signals, **self.signals, **mean},
+            max(self.held_slow, later.held_slow),
+            min(self.held_fast, later.held_fast),
+        )
+
+
+class BlockBuilder:
+    """Takes the totals of each tick, and returns a block when it is full."""
+
+    def __init__(self) -> None:
+        self._start: Totals | None = None
+        self._signals: dict[str, tuple[float, int]] = {}
+        self._interruptions = (0, 0.0)
+        self._interrupted_at = 0.0
+        self._settling = 0
+
+    def add(self, totals: Totals, signals: Mapping[str, float]) -> LoopBlock | None:
+        """Add a tick. Returns a block if one is full now.
+
+        Args:
+            totals: at this tick.
+            signals: sampled figures at this tick, by name.
+        """
+        if self._rare_interruption(totals):
+            # The block in progress is not used: the interruption may have begun in it.
+            self._start, self._settling = None, SETTLE_TICKS
+        elif self._settling or totals.loop_seconds < FIRST_SECONDS:
+            self._settling = max(0, self._settling - 1)
+        elif self._start is None:
+            self._start, self._signals = totals, {}
+        else:
+            for name, value in signals.items():
+                total, count = self._signals.get(name, (0.0, 0))
+                self._signals[name] = (total + value, count + 1)
+            passed = totals.passed_since(self._start)
+            if passed.loop_seconds >= BLOCK_SECONDS and passed.steps >= BLOCK_STEPS:
+                return self._take(totals, self._start)
+        return None
+
+    def _rare_interruption(self, totals: Totals) -> bool:
+        epochs, ledger = totals.epochs, totals.ledger_seconds
+        now = epochs.boundaries + epochs.left, ledger.get(EVALUATION, 0.0) + ledger.get(CHECKPOINT, 0.0)
+        if now == self._interruptions:
+            return False
+        rare = totals.loop_seconds - self._interrupted_at >= RARE_SECONDS
+        self._interruptions, self._interrupted_at = now, totals.loop_seconds
+        return rare
+
+    def _take(self, totals: Totals, start: Totals) -> LoopBlock:
+        added = totals - start
+        means = {name: total / count for name, (total, count) in self._signals.items()}
+        self._start, self._signals = totals, {}
+        return LoopBlock(
+            start.wall_seconds,
+            start.steps,
+            added.steps,
+            max(0.0, added.wait_seconds - added.epochs.boundary_wait_seconds),
+            added.compute_seconds,
+            means | signals_of(added),
+        )
+
+
+def signals_of(added: Totals) -> dict[str, float]:
+    """The figures of a stretch that the counters know themselves. What was not measured is missing."""
+    workers, cpu, own = added.sampled.workers, added.sampled.cpu, added.own
+    found = {
+        "fetch_seconds": workers.fetch_busy_seconds / workers.fetches if workers.fetches else None,
+        "read_bytes_per_second": added.sampled.read_bytes.mean,
+        "other_cores": cpu.other_cores.mean,
+        "cpu_throttled_ratio": cpu.throttled_ratio.mean,
+        "garbage_ratio": added.garbage.seconds / added.loop_seconds if added.loop_seconds > 0 else None,
+        "waiting_for_ranks_ratio": own.in_sync_samples / own.samples if own.samples else None,
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+# -- change detector -------------------------------------------------------------------------------------------------
+#
+# Finds lasting changes of how long steps take: sudden ones, and slow drifts.
+#
+# All blocks of the run are kept, old ones joined two by two. So their number stays small, and a run of weeks is
+# remembered to its start. A change must be clear against the scatter of the blocks, in which neighbours resemble each
+# other. And steps must take longer than nearly all steps before: what the run has done before is no change. So a
+# recurring mix of short and long sequences is no change. A single pause is no change either, however long it is. Joined
+# blocks remember how long steps took in stretches that are shorter than they are.
+
+MIN_RATIO: Final = 1.05
+"""A smaller ratio of step times is not reported."""
+
+MIN_CLEARNESS: Final = 6.0
+"""The difference of the medians is at least this many of its standard errors. Each block is judged at many places."""
+
+MIN_BEFORE: Final = 20
+MIN_AFTER: Final = 8
+"""Blocks before and after a change."""
+
+MIN_DRIFT: Final = 60
+"""Blocks from which on the first third is compared with the last one, to find a drift."""
+
+_LENGTHS: Final = (8, 11, 16, 22, 32, 45, 64)
+_NEAR: Final = 12
+"""How many blocks there may be after a change; and within how many of such a place it is then looked for exactly. To
+judge every place would take milliseconds."""
+
+MAX_RECENT: Final = 40
+MAX_OLD: Final = 80
+"""Blocks that are kept: the newest as they are, and the old ones joined."""
+
+_OFTEN: Final = 0.75
+_RARELY: Final = 0.04
+_NEW: Final = 1.01
+"""Most blocks after a change take longer, by this factor, than most blocks before it."""
+
+_AGAIN: Final = 1.03
+"""Blocks of recurring stretches differ by up to this factor."""
+
+_UNDONE: Final = 0.4
+"""A slow-down is undone if most of the newest steps have kept less than this share of it."""
+
+_MIN_SCATTER: Final = 0.01
+_MAX_CORRELATION: Final = 0.97
+
+MAX_COMPANIONS: Final = 5
+
+_MIN_COMPANION_RATIO: Final = 1.05
+_MIN_COMPANION_SHARE: Final = 0.05
+"""A share of the time has changed with the steps if it differs by this much; any other figure by that factor."""
+
+_COMPANION_MINIMA: Final = {"other_cores": 0.2, "read_bytes_per_second": 1e5}
+"""Smaller differences of these do not count, whatever their factor."""
+
+
+class ChangeDetector:
+    """Used by the agent thread. Its memory is bounded.
+
+    Attributes:
+        ratio: step time now over step time before the slow-down that holds on; 1 without one, and None while too few
+            blocks are known.
+    """
+
+    def __init__(self) -> None:
+        self._old: list[LoopBlock] = []
+        self._recent: list[LoopBlock] = []
+        self._newest_old: deque[float] = deque(maxlen=MIN_AFTER)  # step times of the newest blocks that became old
+        self._since = 0.0  # what is earlier was judged already
+        self._usual: float | None = None  # seconds of a step before the slow-down that holds on
+        self._undone_below = 0.0
+        self.ratio: float | None = None
+
+    def add(self, block: LoopBlock) -> StepChange | None:
+        """Add a block. Returns the change that it confirms."""
+        self._recent.append(block)
+        if len(self._recent) > MAX_RECENT:
+            self._old.append(self._with_held(self._recent.pop(0)))
+            if len(self._old) > MAX_OLD:
+                self._old = _halved(self._old)
+        known = [*self._old, *self._recent]
+        if len(known) < MIN_BEFORE + MIN_AFTER:
+            return None
+        newest = known[-MIN_AFTER:]
+        self.ratio = 1.0 if self._usual is None else _level(newest) / self._usual
+        if self._usual is not None and _quantile([each.step_seconds for each in newest], _OFTEN) < self._undone_below:
+            return self._undone(known)
+        first = next((at for at, each in enumerate(known) if each.at_seconds >= self._since), len(known))
+        place = find_change(known, first)
+        if place is None:
+            return None
+        before, after = known[first : place.start], known[place.end :]
+        change = _described(before, after, known[place.start])
+        self._since = known[place.end].at_seconds
+        if change.ratio < 1:  # faster than ever: what was before is no measure any more
+            self._old, self._recent, self._usual, self.ratio = [], after, None, 1.0
+            self._newest_old.clear()
+        else:
+            self._usual = change.before_seconds if self._usual is None else self._usual
+            self._undone_below = self._usual + _UNDONE * (change.after_seconds - self._usual)
+            self.ratio = change.after_seconds / self._usual
+        return change
+
+    def _with_held(self, block: LoopBlock) -> LoopBlock:
+        """A block that becomes old, with what most of it and the blocks before it had."""
+        self._newest_old.append(block.step_seconds)
+        if len(self._newest_old) < MIN_AFTER:
+            return block
+        slow, fast = _quantile(self._newest_old, 1 - _OFTEN), _quantile(self._newest_old, _OFTEN)
+        return replace(block, held_slow=slow, held_fast=fast)
+
+    def _undone(self, known: Sequence[LoopBlock]) -> StepChange:
+        """The steps are as fast again as before the slow-down."""
+        after = known[-MIN_AFTER:]
+        before = [each for each in known if self._since <= each.at_seconds < after[0].at_seconds]
+        self._usual, self.ratio, self._since = None, 1.0, after[0].at_seconds
+        return _described(before, after, after[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where blocks changed: before ``start`` and from ``end`` on. They are the same but for a drift."""
+
+    start: int
+    end: int
+
+
+def find_change(blocks: Sequence[LoopBlock], first: int = 0) -> Place | None:
+    """Where steps changed for good; None if they did not.
+
+    Args:
+        blocks: all that are known, oldest first.
+        first: the first block after the last change. Those before it only tell what the run has done before.
+    """
+    seconds = [block.step_seconds for block in blocks]
+    best, clearest = None, MIN_CLEARNESS
+    size = len(seconds) - first
+    third = size // 3
+    places = [Place(at, at) for length in _LENGTHS if (at := len(seconds) - length) >= first + MIN_AFTER]
+    if size >= MIN_DRIFT:
+        places.append(Place(first + third, len(seconds) - third))
+    for place in places:
+        if place.start < MIN_BEFORE:
+            continue
+        before, after = seconds[first : place.start], seconds[place.end :]
+        ratio = median(after) / median(before)
+        if not 1 / MIN_RATIO < ratio < MIN_RATIO and _is_new(blocks[: place.start], after):
+            clear = _clearness(before, after)
+            if clear > clearest:
+                best, clearest = place, clear
+    if best is None or best.start != best.end:
+        return best
+    low, high = max(first + MIN_AFTER // 2, best.start - _NEAR), min(len(seconds) - MIN_AFTER // 2, best.start + _NEAR)
+    exact = first + _steepest(seconds[first:], low - first, high - first)
+    return Place(exact, exact)
+
+
+def _steepest(seconds: Sequence[float], low: int, high: int) -> int:
+    """The place from ``low`` to ``high`` that leaves least scatter on both sides."""
+
+    def scatter(at: int) -> float:
+        sides = seconds[:at], seconds[at:]
+        return sum(abs(value - middle) for side in sides for middle in (median(side),) for value in side)
+
+    return min(range(low, high + 1), key=scatter)
+
+
+def _is_new(before: Sequence[LoopBlock], after: Sequence[float]) -> bool:
+    """Whether the blocks after a place take longer than nearly all before it, or less time than nearly all."""
+    usual = median(each.step_seconds for each in before)
+    slow = [max(each.step_seconds, each.held_slow * _scatter(each.held_slow, usual)) for each in before]
+    fast = [min(each.step_seconds, each.held_fast / _scatter(usual, each.held_fast)) for each in before]
+    slower = _quantile(after, 1 - _OFTEN) > _NEW * _quantile(slow, 1 - _RARELY)
+    return slower or _NEW * _quantile(after, _OFTEN) < _quantile(fast, _RARELY)
+
+
+def _scatter(longer: float, shorter: float) -> float:
+    """How far a stretch may be from an earlier one and still be the same. Only one with the size of a change recurs."""
+    return _AGAIN if longer > MIN_RATIO * shorter else 1.0
+
+
+def _clearness(before: Sequence[float], after: Sequence[float]) -> float:
+    """The difference of two medians, in its standard errors. Neighbours resemble each other, so it is larger."""
+    usual, level = median(before), median(after)
+    sides = [[value - middle for value in side] for side, middle in ((before, usual), (after, level))]
+    scatter = max(1.4826 * median(abs(value) for side in sides for value in side), _MIN_SCATTER * usual)
+    clipped = [[max(-3 * scatter, min(3 * scatter, value)) for value in side] for side in sides]
+    squares = sum(value * value for side in clipped for value in side)
+    products = sum(one * next_ for side in clipped for one, next_ in pairwise(side))
+    count = len(before) + len(after)
+    correlation = (products / squares + 2 / count) / (1 - 6 / count) if squares > 0 else 0.0
+    correlation = min(_MAX_CORRELATION, max(0.0, correlation))
+    error = 1.2533 * scatter * math.sqrt((1 + correlation) / (1 - correlation) * (1 / len(before) + 1 / len(after)))
+    return abs(level - usual) / error
+
+
+def _level(blocks: Sequence[LoopBlock]) -> float:
+    return median(block.step_seconds for block in blocks)
+
+
+def _described(before: Sequence[LoopBlock], after: Sequence[LoopBlock], at: LoopBlock) -> StepChange:
+    waits, computes = ([_median(blocks, part) for blocks in (before, after)] for part in (_wait, _compute))
+    by_wait = abs(waits[1] - waits[0]) >= abs(computes[1] - computes[0])
+    part = DATA_WAIT if by_wait else COMPUTE
+    in_step = Companion(f"{part}_seconds", *(waits if by_wait else computes))
+    return StepChange(
+        at_seconds=at.at_seconds,
+        step=at.step,
+        before_seconds=_level(before),
+        after_seconds=_level(after),
+        part=part,
+        companions=(in_step, *_companions(before, after)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    companion: Companion
+    size: float
+
+
+def _companions(before: Sequence[LoopBlock], after: Sequence[LoopBlock]) -> tuple[Companion, ...]:
+    """The figures that changed with the steps, the largest change first."""
+    found = []
+    for name in {name for block in after for name in block.signals}:
+        then = [block.signals[name] for block in before if name in block.signals]
+        now = [block.signals[name] for block in after if name in block.signals]
+        if len(then) < MIN_AFTER // 2 or len(now) < MIN_AFTER // 2:
+            continue
+        companion = Companion(name, median(then), median(now))
+        low, high = sorted((companion.before, companion.after))
+        share = name.endswith("_ratio")
+        size = high - low if share else high / low - 1 if low > 0 else high
+        enough = size >= (_MIN_COMPANION_SHARE if share else _MIN_COMPANION_RATIO - 1)
+        outside = not _quantile(then, 0.1) <= companion.after <= _quantile(then, 0.9)
+        if enough and outside and high - low >= _COMPANION_MINIMA.get(name, 0.0):
+            found.append(_Candidate(companion, size))
+    found.sort(key=lambda candidate: -candidate.size)
+    return tuple(candidate.companion for candidate in found[:MAX_COMPANIONS])
+
+
+def _halved(blocks: Sequence[LoopBlock]) -> list[LoopBlock]:
+    """Every two neighbours as one; of an odd number the newest stays as it is."""
+    pairs = [blocks[at] + blocks[at + 1] for at in range(0, len(blocks) - 1, 2)]
+    return pairs + list(blocks[2 * len(pairs) :])
+
+
+def _quantile(values: Collection[float], share: float) -> float:
+    """Of the sorted values, the one at this share of their number."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, max(0, round(share * (len(ordered) - 1))))]
+
+
+def _median(blocks: Sequence[LoopBlock], part: Callable[[LoopBlock], float]) -> float:
+    return median(part(block) for block in blocks)
+
+
+def _wait(block: LoopBlock) -> float:
+    return block.wait_seconds / block.steps
+
+
+def _compute(block: LoopBlock) -> float:
+    return block.compute_seconds / block.steps

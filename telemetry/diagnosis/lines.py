@@ -1,0 +1,402 @@
+"""From a profile to lines of the user's code, and what a faster line would bring."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
+
+from telemetry.core.fetch_stacks import LOADER_CODE, is_fetcher
+from telemetry.core.recommendation import Advice, factor_text
+from telemetry.core.stack_profile import StackTime
+from telemetry.diagnosis.causes import own_time
+from telemetry.diagnosis.model import gain_of, gain_over_window, predicted_step, step_seconds, supply_seconds
+from telemetry.util.stacks import is_library
+from telemetry.util.text import milliseconds as ms
+from telemetry.util.text import rounded_percent
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from telemetry.core.stack_profile import StackProfile
+    from telemetry.diagnosis.evidence import Evidence
+    from telemetry.util.stacks import Spot, Stack
+
+
+# -- line shares -----------------------------------------------------------------------------------------------------
+#
+# From a profile to lines: which line of the user's code a fetch, or a step, spends its time in.
+#
+# A line is named together with the library function that it called, if the time was spent in one. The innermost line of
+# the user's code counts, so a helper is named and not its caller. If a library makes the batch without the user's code,
+# the library's line is named: the outermost one outside of the DataLoader.
+
+FETCH: Final = "fetch"
+SAMPLER: Final = "sampler"
+WAIT: Final = "wait"
+STEP: Final = "step"
+CHECKPOINT: Final = "checkpoint"
+
+MAX_LINES: Final = 10
+MIN_SAMPLES: Final = 40
+"""Lines are named from this many samples on. Then a share of one half is off by up to 16 points, in 95 of 100 cases."""
+
+_MIN_SAMPLES_OF_WORK: Final = 10
+"""Fewest samples inside the sampler, of a wait. From so few, the predicted speed-up is a range."""
+
+_NEVER_SEEN: Final = 1.5**2
+"""If all of n samples are of one line, its share is at least 1 - 3 / n in 95 of 100 cases: twice this error."""
+
+_NOTHING: Final = StackTime(0, 0)
+_MIN_SHARE: Final = 0.01
+_LOADER_FILE: Final = f"{LOADER_CODE}dataloader.py"
+_OURS: Final = f"{os.sep}telemetry{os.sep}attach{os.sep}"
+_PASSED_ON: Final = frozenset({"forward", "wrapper", "wrapped", "inner", "decorate_context", "decorated"})
+"""Functions that only call another one. ``_call_impl`` and ``__call__`` begin with an underscore."""
+
+WORK: Final[dict[str, tuple[str, ...]]] = {
+    "loader_on_training_thread": (WAIT, FETCH),
+    "workers_cpu_bound": (FETCH,),
+    "workers_io_bound": (FETCH,),
+    "workers_throttled": (FETCH,),
+    "uneven_batches": (FETCH,),
+    "source_slow": (WAIT, FETCH),
+    "checkpoint": (CHECKPOINT,),
+    "gc_pause": (STEP, WAIT),
+    "host_bound": (STEP,),
+    "unknown": (FETCH,),
+}
+"""What is sampled during a stall of each cause. Other causes have no line: their time is not spent in code."""
+
+SLOW_RANK: Final[tuple[str, ...]] = (STEP,)
+"""What is sampled on a rank that the others wait for."""
+
+
+@dataclass(frozen=True, slots=True)
+class LineShare:
+    """A line of the user's code.
+
+    Attributes:
+        file, line, function: where it is.
+        calls: the library function that the line called, such as ``Image.resize``; None if the time was spent in the
+            line itself, or in a function that is not written in Python.
+        share: its share of the wall clock of the fetch or the step, 0 to 1.
+        cpu_share: its share of the CPU time, 0 to 1.
+        error: standard error of ``share``, from the number of samples of the work, which is estimated by its time.
+        gil_ratio: share of its own time in which it held the GIL, 0 to 1; 0 where that is not known.
+        rest_gil_ratio: that of the rest of the work.
+    """
+
+    file: str
+    line: int
+    function: str
+    calls: str | None
+    share: float
+    cpu_share: float
+    error: float = 0.0
+    gil_ratio: float = 0.0
+    rest_gil_ratio: float = 0.0
+
+    @property
+    def place(self) -> str:
+        """``train.py:42``."""
+        return f"{self.file.rpartition(os.sep)[2]}:{self.line}"
+
+    @property
+    def named(self) -> str:
+        """``Image.resize at train.py:42``, or ``load at train.py:42`` if it called no function of a library."""
+        return f"{self.function if self.calls is None else self.calls} at {self.place}"
+
+    def as_field(self) -> dict[str, Any]:
+        """The line as it is in the log and in the report."""
+        return {
+            "file": self.file,
+            "line": self.line,
+            "function": self.function,
+            "calls": self.calls,
+            "share_ratio": round(self.share, 4),
+        }
+
+
+def line_shares(profile: StackProfile, work: str) -> tuple[LineShare, ...]:
+    """The lines with the largest shares, largest first; empty if there are too few samples.
+
+    Args:
+        profile: the samples.
+        work: what was sampled. Of the sampler's time only stacks inside the sampler count.
+    """
+    total = StackTime(0, 0) if work == SAMPLER else StackTime(profile.other_ns, profile.other_cpu_ns)
+    times: dict[tuple[str, int, str | None], StackTime] = {}
+    functions: dict[tuple[str, int], str] = {}
+    for stack, time in profile.times.items():
+        inside = _inside(stack, work)
+        if not inside:
+            continue
+        total = total.plus(time)
+        blamed = _blamed(inside, stack)
+        if blamed is not None:
+            spot, calls = blamed
+            named = spot.file, spot.line, calls
+            if not spot.function.startswith("<"):  # a comprehension on the same line is part of its function
+                functions[spot.file, spot.line] = spot.function
+            else:
+                functions.setdefault((spot.file, spot.line), spot.function)
+            times[named] = time.plus(times.get(named, _NOTHING))
+    wall, cpu, gil = total
+    samples = profile.samples * wall / max(1, profile.wall_ns)  # of a wait, few samples are in the sampler
+    if profile.samples < MIN_SAMPLES or samples < _MIN_SAMPLES_OF_WORK:
+        return ()
+    longest = sorted(times.items(), key=lambda item: -item[1][0])[:MAX_LINES]
+    found = []
+    for (file, line, calls), (wall_ns, cpu_ns, gil_ns) in longest:
+        share = wall_ns / wall
+        if share >= _MIN_SHARE:
+            error = math.sqrt(max(share * (1 - share), _NEVER_SEEN / samples) / samples)
+            held = gil_ns / max(wall_ns, 1), (gil - gil_ns) / max(wall - wall_ns, 1)
+            found.append(LineShare(file, line, functions[file, line], calls, share, cpu_ns / max(cpu, 1), error, *held))
+    return tuple(found)
+
+
+def _inside(stack: Stack, work: str) -> Stack:
+    """The frames of the work for a batch, in a fetch or a sampler; without either, the whole stack."""
+    end = _first(stack, _is_sampling if work == SAMPLER else _begins_a_batch)
+    if end is None:
+        return () if work == SAMPLER else stack
+    return stack[: end + 1]
+
+
+def _blamed(inside: Stack, stack: Stack) -> tuple[Spot, str | None] | None:
+    """The line and the library function that a stack counts for; None if there is no such line."""
+    at = _first(inside, _is_users)
+    if at is None and inside is not stack:
+        at = _outermost_of_a_library(inside)
+    if at is None:
+        inside, at = stack, _first(stack, _is_users)
+    if at is None:
+        return None
+    return inside[at], _called(inside[:at])
+
+
+def _first(stack: Stack, true_of: Callable[[Spot], bool]) -> int | None:
+    return next((number for number, spot in enumerate(stack) if true_of(spot)), None)
+
+
+def _is_users(spot: Spot) -> bool:
+    return not is_library(spot.file)
+
+
+def _begins_a_batch(spot: Spot) -> bool:
+    """Whether everything inside this frame is work for a batch."""
+    return is_fetcher(spot) or _is_sampling(spot) or (_OURS in spot.file and spot.function == "_pull")
+
+
+def _is_sampling(spot: Spot) -> bool:
+    return spot.function in {"_next_index", "_reset"} and spot.file.endswith(_LOADER_FILE)
+
+
+def _outermost_of_a_library(inside: Stack) -> int | None:
+    """The library's line that makes the batch: outside of the DataLoader's code if there is one, else the fetcher's."""
+    for number in range(len(inside) - 1, -1, -1):
+        file = inside[number].file
+        if LOADER_CODE not in file and _OURS not in file:
+            return number
+    return _first(inside, is_fetcher)
+
+
+def _called(callees: Stack) -> str | None:
+    """The function that a line called, as ``Image.resize``. Functions that only pass a call on are left out."""
+    outermost_first = [spot for spot in reversed(callees) if _OURS not in spot.file]
+    for spot in outermost_first:
+        if not spot.function.startswith(("_", "<")) and spot.function not in _PASSED_ON:
+            return _name(spot)
+    return _name(outermost_first[-1]) if outermost_first else None
+
+
+def _name(spot: Spot) -> str:
+    module = spot.module.rpartition(".")[2].strip("_")
+    return f"{module}.{spot.function}" if module and module != "main" else spot.function
+
+
+# -- line advice -----------------------------------------------------------------------------------------------------
+#
+# What a faster line, or a batch without it, would bring: the predicted speed-up, and the sentence of the verdict.
+
+_WORTH_IT: Final = 1.05
+_MIN_ADVISED_SHARE: Final = 0.1
+"""A line gets advice from this share on."""
+
+_ERRORS: Final = 2
+_SURE: Final = 1.2
+"""A prediction is a range if the share may be off by twice its standard error, and the speed-up by this factor then.
+
+Of a line with 96 % of a step, 150 samples cannot tell whether the step would be 14 or 60 times as fast without it.
+"""
+
+_TURNS_SECONDS: Final = 0.005
+"""How much longer a fetch may take where sending batches takes turns with it: Python's default switch interval."""
+
+_HOLDS_THE_GIL: Final = 0.5
+"""Code that holds the GIL for less than this part of its time leaves it to other threads."""
+
+_PART: Final = {
+    FETCH: "each fetch",
+    WAIT: "each wait for a batch",
+    SAMPLER: "the sampler",
+    STEP: "each step",
+    CHECKPOINT: "each checkpoint",
+}
+
+
+def verdict_part(line: LineShare, kind: str) -> str:
+    """How much of what: ``61 % of each fetch``."""
+    return f"{rounded_percent(line.share)} of {_PART[kind]}"
+
+
+def line_verdict(evidence: Evidence, kind: str, line: LineShare, *, cause: str) -> str:
+    """One sentence on the line that takes most."""
+    text = f"{verdict_part(line, kind)} is {line.named}"
+    seconds = _seconds_of(evidence, kind)
+    gain, low = _gain_or_range(evidence, kind, line, 1.0, cause=cause)
+    predicted = "" if gain is None else f", predicted {factor_text(gain, low)} times the steps per second"
+    if seconds is not None and kind in {FETCH, WAIT}:
+        short = "a fetch" if kind == FETCH else "a wait"
+        text += f"; without it {short} takes {ms(seconds * (1 - line.share))}"
+        text += predicted
+    elif gain is not None:
+        text += f"; without it{predicted}"
+    return text
+
+
+def line_advice(evidence: Evidence, kind: str, line: LineShare, *, cause: str) -> tuple[Advice, ...]:
+    """The two what-ifs for the line that takes most: twice as fast, and removed. Empty if neither is worth it.
+
+    Args:
+        evidence: the window.
+        kind: what was sampled.
+        line: the line.
+        cause: cause of the stall.
+    """
+    if line.share < _MIN_ADVISED_SHARE:
+        return ()
+    expected = _gain(evidence, kind, line, 1.0, cause=cause)
+    if expected is None or expected < _WORTH_IT:
+        return ()
+    (removed, removed_low), (halved, halved_low) = (
+        _gain_or_range(evidence, kind, line, part, cause=cause) for part in (1.0, 0.5)
+    )
+    seconds = _seconds_of(evidence, kind)
+    because = f"{verdict_part(line, kind)} is this line"
+    if seconds is not None:
+        because += f": {ms(seconds * line.share)} of {ms(seconds)}"
+    name = line.named
+    where = {STEP: "the step", CHECKPOINT: "the checkpoint"}.get(kind, "the loader")
+    return (
+        Advice(
+            f"take {name} out of {where}: do it once, before the training", None, None, removed, because, removed_low
+        ),
+        Advice(f"make {name} twice as fast", None, None, halved, because, halved_low),
+    )
+
+
+def _seconds_of(evidence: Evidence, kind: str) -> float | None:
+    """Mean seconds of the work that was sampled; None if they are not known."""
+    batches = evidence.steps * evidence.batches_per_step
+    if kind == FETCH:
+        return evidence.workers.fetch_seconds
+    if kind == WAIT and batches:
+        return evidence.wait_seconds / batches
+    if kind == STEP and evidence.steps:
+        return evidence.compute_seconds / evidence.steps
+    if kind == CHECKPOINT and evidence.checkpoints.steps:
+        return evidence.checkpoints.seconds / evidence.checkpoints.steps
+    return None
+
+
+def _gain_or_range(
+    evidence: Evidence, kind: str, line: LineShare, part: float, *, cause: str
+) -> tuple[float | None, float | None]:
+    """The factor that `_gain` gives, and None; or, if the samples and the model do not tell, the most and the least."""
+    gain, low, high = (
+        _gain(evidence, kind, _with_share(line, line.share + errors * line.error), part, cause=cause)
+        for errors in (0, -_ERRORS, _ERRORS)
+    )
+    if gain is None or low is None or high is None:
+        return gain, None
+    sampled = gain <= _SURE * low and high <= _SURE * gain
+    if kind == FETCH and part == 1.0 and _will_take_turns(line):
+        least = line if sampled else _with_share(line, line.share - _ERRORS * line.error)
+        slowed = _gain(evidence, kind, least, part, cause=cause, longer=_TURNS_SECONDS)
+        if slowed is not None and (not sampled or gain > _SURE * slowed):
+            return (gain if sampled else high), slowed
+    return (gain, None) if sampled else (high, low)
+
+
+def _will_take_turns(line: LineShare) -> bool:
+    """Whether sending batches may make the fetches longer once the line is gone.
+
+    A thread of the worker sends each batch while the next one is fetched. A line that releases the GIL leaves it to
+    that thread. If what remains of the fetch holds the GIL, the two take turns. Each batch of one worker took 2.6 to
+    4.9 ms longer then (`c_releases_gil` and `read` of `tests.lines`).
+    """
+    return line.gil_ratio < _HOLDS_THE_GIL <= line.rest_gil_ratio
+
+
+def _with_share(line: LineShare, share: float) -> LineShare:
+    """The line if its share were another one, and that of the CPU time with it. A quarter of the rest always stays."""
+    share = min(max(share, 0.0), 1 - (1 - line.share) / 4)
+    return replace(line, share=share, cpu_share=min(line.cpu_share * share / line.share, 1.0))
+
+
+def _gain(
+    evidence: Evidence, kind: str, line: LineShare, part: float, *, cause: str, longer: float = 0.0
+) -> float | None:
+    """Predicted factor on the steps per second if ``part`` of the line's time is saved.
+
+    ``longer``: seconds that each fetch takes longer then, see `_will_take_turns`.
+    """
+    now, saved = step_seconds(evidence), part * min(line.share, 1 - line.error)  # something else takes time as well
+    if kind == CHECKPOINT:
+        whole = evidence.loop_and_checkpoint_seconds
+        return gain_over_window(evidence, whole - saved * min(whole, evidence.checkpoints.seconds), now=whole)
+    if now is None:
+        return None
+    if kind == FETCH:
+        then = _with_shorter_fetch(evidence, now, saved, part * line.cpu_share, cause=cause, longer=longer)
+    elif kind == WAIT:
+        then = now - saved * evidence.wait_seconds / evidence.steps
+    elif kind == SAMPLER:
+        own = own_time(evidence)
+        sampling = own.exposed_ratio * own.all_sampler_seconds / evidence.steps
+        then = max(now - saved * sampling, supply_seconds(evidence) or 0.0)
+    elif cause == "host_bound":
+        idle = (evidence.gpu.idle_seconds or 0.0) / evidence.steps
+        then = now - min(idle, saved * evidence.compute_seconds / evidence.steps)
+    else:
+        then = max(now * (1 - saved), supply_seconds(evidence) or 0.0)
+    return None if then is None else gain_of(evidence, then)
+
+
+def _with_shorter_fetch(
+    evidence: Evidence, now: float, saved: float, saved_cpu: float, *, cause: str, longer: float
+) -> float | None:
+    """Seconds of a step if the workers' fetches become shorter by these shares of wall clock and of CPU time."""
+    workers = evidence.workers
+    if workers.fetch_seconds is None or not workers.count:
+        return None
+    if cause == "uneven_batches":  # the workers are fast enough on average: only the waits become shorter
+        return now - saved * max(0.0, evidence.mid_epoch_wait_seconds) / evidence.steps
+    on_its_own = workers.fetch_seconds * evidence.batches_per_step * (1 - (workers.runnable_ratio or 0.0))
+    cpu = (workers.fetch_seconds if workers.fetch_cpu_seconds is None else workers.fetch_cpu_seconds) * (
+        evidence.batches_per_step
+    )
+    then = predicted_step(
+        evidence,
+        fetch=on_its_own * (1 - saved) + longer * evidence.batches_per_step,
+        fetch_cpu=cpu * (1 - saved_cpu),
+        workers=workers.count,
+    )
+    if then is None:
+        return None
+    received = (evidence.delivery.receive_cpu_seconds or 0.0) * evidence.batches_per_step  # on the training thread
+    return min(max(then, (evidence.compute_seconds / evidence.steps) + received), now)

@@ -1,0 +1,400 @@
+"""Memory that grows: whether it does for good, when it is used up, and what to do."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from itertools import combinations, pairwise
+from statistics import median
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from telemetry.records import CUDA, MEMORY_PARTS, SHARED_MEMORY, TRAINING, WORKERS, MemoryGrowth
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+
+# -- reading history -------------------------------------------------------------------------------------------------
+#
+# The history of one figure in a fixed amount of memory, however long the run.
+
+MAX_READINGS: Final = 64
+"""Of one history."""
+
+
+class TimedReading(NamedTuple):
+    """A figure at a time in seconds."""
+
+    seconds: float
+    value: float
+
+
+class ReadingHistory:
+    """Readings that are evenly spread over the time since the first one.
+
+    When it is full, neighbours are merged, and from then on readings are twice as far apart. At the maximum spacing the
+    oldest are dropped instead.
+
+    Args:
+        spacing: seconds between two readings at first. Readings that come faster are merged.
+        max_spacing: seconds between two readings at most.
+        highest: whether merged readings are shown as the highest of them; else as their mean.
+    """
+
+    def __init__(self, spacing: float, max_spacing: float, *, highest: bool = False) -> None:
+        self.spacing = spacing
+        self._highest = highest
+        self._max_spacing = max_spacing
+        self._merged: list[TimedReading] = []
+        self._slot = 0
+        self._sum_seconds = self._sum_values = 0.0
+        self._top = -math.inf
+        self._count = 0
+
+    def add(self, seconds: float, value: float) -> bool:
+        """Add a reading. Returns whether `readings` has changed."""
+        slot = int(seconds / self.spacing)
+        changed = False
+        if self._count and slot != self._slot:
+            self._close_slot()
+            changed = True
+            slot = int(seconds / self.spacing)
+        self._slot = slot
+        self._sum_seconds += seconds
+        self._sum_values += value
+        self._top = max(self._top, value)
+        self._count += 1
+        return changed
+
+    @property
+    def readings(self) -> tuple[TimedReading, ...]:
+        """The merged readings, oldest first."""
+        return tuple(self._merged)
+
+    def _close_slot(self) -> None:
+        value = self._top if self._highest else self._sum_values / self._count
+        self._merged.append(TimedReading(self._sum_seconds / self._count, value))
+        self._sum_seconds = self._sum_values = 0.0
+        self._top = -math.inf
+        self._count = 0
+        if len(self._merged) < MAX_READINGS:
+            return
+        if 2 * self.spacing > self._max_spacing:
+            del self._merged[0]
+            return
+        self.spacing *= 2
+        pairs = zip(self._merged[::2], self._merged[1::2], strict=True)
+        self._merged = [self._merge(a, b) for a, b in pairs]
+
+    def _merge(self, a: TimedReading, b: TimedReading) -> TimedReading:
+        value = max(a.value, b.value) if self._highest else (a.value + b.value) / 2
+        return TimedReading((a.seconds + b.seconds) / 2, value)
+
+
+# -- lasting growth --------------------------------------------------------------------------------------------------
+#
+# Whether a figure grows for good, and how fast.
+#
+# Memory also grows at the start of a run, up to a cache's size, in steps, and in a saw-tooth while workers live. None
+# of
+# that is a leak. So growth only counts if it goes on evenly, and if it is large compared with what the figure has ever
+# fallen by.
+
+SHARES: Final = (2 / 3, 1 / 3, 1 / 6)
+"""The newest part of the history that is judged. The first third of a run is always left out: it is its start-up."""
+
+_MIN_READINGS: Final = 8
+_MIN_SECONDS: Final = 20.0
+
+_MIN_TIMES_FALL: Final = 2.0
+"""Growth counts if it is this many times what the figure has ever fallen by. Memory of workers that are started anew in
+each epoch falls by as much as it grows."""
+
+_QUARTERS: Final = 4
+_MIN_EVEN: Final = 0.3
+"""From each quarter of the time to the next it must grow by this share of the mean. A single jump is no growth."""
+
+_SLOWING: Final = 0.75
+"""Growth slows down if it is less in each third of the time than in the one before, and if the last third has less than
+this share of the first. Then it is assumed to go on slowing down in the same way."""
+
+_THIRDS: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class LastingGrowth:
+    """Growth that goes on.
+
+    Attributes:
+        per_second: how fast, over the time that was judged. ``seconds``: that time.
+        since: where that time begins.
+        slowing: growth in a third of that time over that in the third before it; 1 if it does not slow down.
+        newest: growth in the last third.
+    """
+
+    per_second: float
+    seconds: float
+    since: float
+    slowing: float = 1.0
+    newest: float = 0.0
+
+    def seconds_to(self, amount: float) -> float:
+        """When it will have grown by an amount; infinite if never, because it slows down."""
+        if self.slowing >= 1:
+            return amount / self.per_second
+        # A geometric series of thirds, of which the next has grown by `following`.
+        following = self.newest * self.slowing
+        left = 1 - amount * (1 - self.slowing) / following if following > 0 else 0.0
+        return self.seconds / _THIRDS * math.log(left) / math.log(self.slowing) if left > 0 else math.inf
+
+
+def lasting_growth(readings: Sequence[TimedReading], at_least: float) -> LastingGrowth | None:
+    """The growth over the longest of the times that show one; None if none does.
+
+    Args:
+        readings: oldest first.
+        at_least: growth by less does not count, in the unit of the figure.
+    """
+    if len(readings) < _MIN_READINGS:
+        return None
+    first, last = readings[0].seconds, readings[-1].seconds
+    fall: float | None = None
+    for share in SHARES:
+        window = [reading for reading in readings if reading.seconds >= last - share * (last - first)]
+        seconds = window[-1].seconds - window[0].seconds
+        if len(window) < _MIN_READINGS or seconds < _MIN_SECONDS:
+            return None
+        quarters = _quarters(window)
+        # Looked at first: it takes no time, and most figures grow by nothing.
+        if quarters[-1] - quarters[0] < at_least * (_QUARTERS - 1) / _QUARTERS:
+            continue
+        fall = _largest_fall(readings) if fall is None else fall
+        slope = slope_of(window)
+        grown = slope * seconds
+        if grown < max(at_least, _MIN_TIMES_FALL * fall):
+            continue
+        if min(b - a for a, b in pairwise(quarters)) < _MIN_EVEN * grown / _QUARTERS:
+            continue
+        return LastingGrowth(slope, seconds, window[0].seconds, *_slowing(window))
+    return None
+
+
+def slope_of(readings: Sequence[TimedReading]) -> float:
+    """The median of the slopes of all pairs (Theil and Sen). Single wrong readings have no influence.
+
+    Args:
+        readings: at least two, at different times.
+    """
+    return median((b.value - a.value) / (b.seconds - a.seconds) for a, b in combinations(readings, 2))
+
+
+def long_enough(readings: Sequence[TimedReading]) -> bool:
+    """Whether it can be told if a figure grows."""
+    return len(readings) >= _MIN_READINGS and SHARES[0] * (readings[-1].seconds - readings[0].seconds) >= _MIN_SECONDS
+
+
+def peak(readings: Sequence[TimedReading], growth: LastingGrowth) -> float:
+    """The highest that a figure is now and then, at the time of the last reading.
+
+    That is the highest reading since the growth began, moved along it. Memory is used up at a peak, such as a
+    checkpoint. For growth that slows down this would be too high, so it is the last reading.
+    """
+    last = readings[-1]
+    if growth.slowing < 1:
+        return last.value
+    return max(r.value + growth.per_second * (last.seconds - r.seconds) for r in readings if r.seconds >= growth.since)
+
+
+def slope_since(readings: Sequence[TimedReading], since: float) -> float | None:
+    """The slope from a time on, from its first to its last quarter; None if there are fewer than four readings.
+
+    Memory that workers share is seldom read, so their own is a staircase, on which most pairs have no slope.
+    """
+    window = [reading for reading in readings if reading.seconds >= since]
+    if len(window) < _QUARTERS:
+        return None
+    values, part = _quarters(window), len(window) // _QUARTERS
+    seconds = median(r.seconds for r in window[-part:]) - median(r.seconds for r in window[:part])
+    return (values[-1] - values[0]) / seconds
+
+
+def _slowing(window: Sequence[TimedReading]) -> tuple[float, float]:
+    """What `LastingGrowth` has as ``slowing`` and ``newest``."""
+    bounds = [(len(window) - 1) * part // _THIRDS for part in range(_THIRDS + 1)]
+    thirds = [window[a : b + 1] for a, b in pairwise(bounds)]
+    slopes = [slope_of(third) for third in thirds]
+    newest = slopes[-1] * (thirds[-1][-1].seconds - thirds[-1][0].seconds)
+    slows = slopes[0] > slopes[1] > slopes[2] and slopes[2] < _SLOWING * slopes[0]
+    return (math.sqrt(max(0.0, slopes[2]) / slopes[0]) if slows else 1.0), newest
+
+
+def _quarters(window: Sequence[TimedReading]) -> list[float]:
+    """The medians of four parts of the same number of readings."""
+    bounds = [len(window) * part // _QUARTERS for part in range(_QUARTERS + 1)]
+    return [median(r.value for r in window[a:b]) for a, b in pairwise(bounds)]
+
+
+def _largest_fall(readings: Sequence[TimedReading]) -> float:
+    """The largest fall below an earlier reading. A single reading that stands out does not count."""
+    values = [reading.value for reading in readings]
+    smooth = [median(values[max(0, i - 1) : i + 2]) for i in range(len(values))]
+    fall, highest = 0.0, smooth[0]
+    for value in smooth:
+        highest = max(highest, value)
+        fall = max(fall, highest - value)
+    return fall
+
+
+# -- memory outlook --------------------------------------------------------------------------------------------------
+#
+# When the memory of a run is used up, and by which of its parts.
+
+MEMORY: Final = "memory"
+
+_MIN_BYTES: Final = 16 << 20
+_MIN_LIMIT_RATIO: Final = 0.01
+"""Growth by less than 16 MiB, or than this share of the limit, within the time that was judged is of no interest."""
+
+_HORIZON: Final = 4.0
+"""The end of the memory is forecast for at most this many times the time from which it is told."""
+
+_FIRST_EPOCH_HORIZON: Final = 2.0
+"""... and this many times if the workers grow, are started anew in each epoch, and it is not known when that is."""
+
+_MIN_SHARE: Final = 0.3
+"""A part is named if it makes up this share of what is used up."""
+
+_COPIED_SHARE: Final = 0.5
+"""Workers copy on write if their shared memory falls by this share of what their own memory grows by."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReadings:
+    """The histories that are judged, and the newest readings. Bytes over seconds.
+
+    Attributes:
+        parts: by part, from `MEMORY_PARTS`.
+        used: what this run and all others use of the limit: minus the bytes that are available.
+        shared_memory_used: what this run and all others use of /dev/shm: minus the bytes that are free.
+        workers_shared: anonymous memory that workers share with the process that forked them.
+        free: what is left now, of ``memory``, ``shared_memory`` and ``cuda``. One that is not known is missing.
+        limit_bytes: the memory limit, for the least growth of interest; None if not known.
+        workers_end: whether the workers are started anew in each epoch, and no epoch has ended yet.
+    """
+
+    parts: Mapping[str, tuple[TimedReading, ...]] = field(default_factory=dict)
+    used: tuple[TimedReading, ...] = ()
+    shared_memory_used: tuple[TimedReading, ...] = ()
+    workers_shared: tuple[TimedReading, ...] = ()
+    free: Mapping[str, float] = field(default_factory=dict)
+    limit_bytes: float | None = None
+    workers_end: bool = False
+
+
+def memory_outlook(now: MemoryReadings) -> MemoryGrowth:
+    """Judge the histories. What was not measured for long enough is missing in the result."""
+    at_least = max(float(_MIN_BYTES), _MIN_LIMIT_RATIO * (now.limit_bytes or 0.0))
+    growths = {part: lasting_growth(readings, at_least) for part, readings in now.parts.items()}
+    rates = {
+        part: growth.per_second if growth is not None else 0.0
+        for part, growth in growths.items()
+        if long_enough(now.parts[part])
+    }
+    ends = [_end_of_memory(now, growths, at_least)]
+    ends.append(_end_of_part(SHARED_MEMORY, lasting_growth(now.shared_memory_used, at_least), now.free))
+    ends.append(_end_of_part(CUDA, growths.get(CUDA), now.free))
+    known = [end for end in ends if end is not None]
+    if known:
+        end = min(known, key=lambda end: end.seconds)
+        if end.where is not None:  # its growth was seen, even if it is not even enough to be judged by itself
+            rates[end.where] = end.per_second
+        return MemoryGrowth(rates, end.where, end.per_second, end.seconds, end.exhausted, end.copied)
+    where = max(rates, key=lambda part: rates[part], default=None)
+    if where is None or rates[where] <= 0 or _levels_off(growths[where], now.free.get(where, now.free.get(MEMORY))):
+        return MemoryGrowth(dict.fromkeys(rates, 0.0))
+    return MemoryGrowth(rates, where, rates[where])
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """One kind of memory is used up."""
+
+    exhausted: str
+    seconds: float
+    where: str | None
+    per_second: float
+    copied: bool = False
+
+
+def _end_of_memory(now: MemoryReadings, growths: Mapping[str, LastingGrowth | None], at_least: float) -> _End | None:
+    growth, free = lasting_growth(now.used, at_least), now.free.get(MEMORY)
+    if growth is None:  # what others use goes up and down, but a part of this run may grow all the same
+        own = [growth for part, growth in growths.items() if growth is not None and part != CUDA]
+        growth = max(own, key=lambda growth: growth.per_second, default=None)
+    if growth is None or free is None:
+        return None
+    free = max(0.0, min(free, -peak(now.used, growth)))
+    slopes = {
+        part: slope
+        for part in MEMORY_PARTS
+        if part != CUDA and (slope := slope_since(now.parts.get(part, ()), growth.since)) is not None
+    }
+    where = max(slopes, key=lambda part: slopes[part], default=None)
+    if where is not None and slopes[where] < _MIN_SHARE * growth.per_second:
+        where = None
+    horizon, copied = _HORIZON, False
+    if where == WORKERS:
+        shared = slope_since(now.workers_shared, growth.since)
+        copied = shared is not None and -shared >= _COPIED_SHARE * slopes[WORKERS]
+        if copied and now.workers_shared[-1].value < free:
+            return None  # all that they can copy fits
+        horizon = _FIRST_EPOCH_HORIZON if now.workers_end else _HORIZON
+    seconds = growth.seconds_to(free)
+    if seconds > horizon * growth.seconds:
+        return None
+    return _End(MEMORY, seconds, where, growth.per_second if where is None else slopes[where], copied)
+
+
+def _end_of_part(part: str, growth: LastingGrowth | None, left: Mapping[str, float]) -> _End | None:
+    free = left.get(part)
+    if growth is None or free is None:
+        return None
+    seconds = growth.seconds_to(free)
+    return _End(part, seconds, part, growth.per_second) if seconds <= _HORIZON * growth.seconds else None
+
+
+def _levels_off(growth: LastingGrowth | None, free: float | None) -> bool:
+    """Whether it will have stopped before the memory is used up."""
+    return growth is not None and free is not None and growth.seconds_to(free) == math.inf
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+#
+# What to do about memory that grows.
+
+_COPIED: Final = (
+    "a list or dict of Python objects is copied on write, because reading an object changes its reference count; keep "
+    "the data in numpy or Arrow arrays"
+)
+
+_BY_PART: Final = {
+    TRAINING: (
+        "the script keeps something of every step; look for lists of losses or outputs (append loss.item() or "
+        "tensor.detach().clone() of what is needed) and for caches without a limit"
+    ),
+    WORKERS: (
+        "the data set keeps something of every sample, or a library it uses leaks; look for caches without a limit "
+        "(functools.lru_cache with maxsize=None, a dict), and for files and readers that stay open"
+    ),
+    SHARED_MEMORY: (
+        "batches from the workers, or views of them, are kept; keep tensor.clone() of what is needed and drop the rest"
+    ),
+    CUDA: ("tensors on the GPU are kept; append loss.item() instead of the loss, and outputs as tensor.detach().cpu()"),
+}
+
+
+def memory_advice(growth: MemoryGrowth) -> str:
+    """What to look for; empty if it is not known what grows."""
+    if growth.where is None:
+        return ""
+    return _COPIED if growth.copied_on_write else _BY_PART[growth.where]

@@ -1,0 +1,283 @@
+"""Decides when a stall opens and closes: by the share of a window that one avoidable cause has cost."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, Final
+
+from telemetry.diagnosis.causes import WAITS, costs
+from telemetry.diagnosis.evidence import RecurringCostsWatch, aggregate
+from telemetry.diagnosis.stragglers import OwnPaces, straggler
+from telemetry.records import Tick
+
+if TYPE_CHECKING:
+    from telemetry.diagnosis.evidence import Evidence
+    from telemetry.records import Passed, RankPace, Totals
+
+MIN_STEPS: Final = 5
+"""Minimum steps of a window before its waits are judged. A stuck worker is named without steps."""
+
+MIN_STEPS_OF_A_RUN: Final = 20
+"""If a run ends before its first window is full, a stall needs this many steps ..."""
+
+MIN_SECONDS_OF_A_RUN: Final = 2.0
+"""... and this many seconds of the training loop."""
+
+WINDOW_STEPS: Final = 2 * MIN_STEPS
+"""If steps are long, a window grows until it has this many steps ..."""
+
+MAX_WINDOWS: Final = 10.0
+"""... up to this many times its length."""
+
+MIN_SHARE: Final = 0.5
+"""Minimum share of the window that must have been measured."""
+
+_MORE: Final = 1 + 1e-6
+"""A cause replaces another one only if it has cost more by this factor. Smaller differences are rounding errors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """A stall, as far as it is known now.
+
+    Attributes:
+        cause: the cause that has cost most of it. ``lost_seconds``: by cause.
+        opened_step: steps that had ended when it opened.
+        exposed_ratio: exposed wait over training-loop seconds, since it opened; None if exposed wait is not known.
+        evidence: the newest window that lost enough to open a stall. A window during recovery would give wrong advice.
+        is_hang: whether it is a hang. A hang ends when the run goes on.
+    """
+
+    cause: str
+    opened_step: int
+    lost_seconds: dict[str, float]
+    loop_seconds: float
+    exposed_wait_seconds: float | None
+    evidence: Evidence
+    is_hang: bool = False
+
+    @property
+    def exposed_ratio(self) -> float | None:
+        """Exposed wait over training-loop seconds of the stall."""
+        if self.exposed_wait_seconds is None or self.loop_seconds <= 0:
+            return None
+        # Just below 0 by rounding: it is a difference of differences.
+        return min(1.0, max(0.0, self.exposed_wait_seconds / self.loop_seconds))
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """The result of an update: a stall has ``opened``, has ``closed``, or now has another cause (``renamed``)."""
+
+    kind: str
+    stall: Stall
+
+
+class StallDetector:
+    """Follows one rank.
+
+    Args:
+        window_seconds: length of the window.
+        enter_ratio: a stall opens if this share of the window is lost: to waits for data, whatever their causes, or to
+            one other cause. ``exit_ratio``: it closes below this share.
+        rank: the rank.
+    """
+
+    def __init__(self, window_seconds: float, enter_ratio: float, exit_ratio: float, rank: int = 0) -> None:
+        self.rank = rank
+        self._window_seconds = window_seconds
+        self._enter = enter_ratio
+        self._exit = exit_ratio
+        self._ticks: deque[Tick] = deque([Tick()])  # the ticks of the window; the window begins at the first
+        self._skipped: Totals | None = None  # the sum of all skipped time
+        self._steps = 0
+        self._recurring = RecurringCostsWatch()
+        self._own_paces = OwnPaces()
+        self._evidence: Evidence | None = None  # the current window
+        self._ever_opened = False
+        self._straggler_ratio = 0.0  # what waiting for one costs, in the newest window
+        self.stall: Stall | None = None
+
+    def update(self, tick: Tick) -> Change | None:
+        """Add a tick. Returns what it has changed."""
+        self._straggler_ratio = 0.0
+        added = self._added(tick)
+        if added.seconds > self._window_seconds:  # the machine slept, or a debugger paused it: nothing was measured
+            self._begin_anew(tick)
+            return None
+        self._add(tick)
+        if self.stall is not None and self.stall.is_hang:
+            return self._hold_hang(self.stall, added)
+        evidence = self._aggregate()
+        if evidence.loop_seconds + evidence.checkpoints.seconds <= 0:
+            return None  # evaluation or startup: there is no training to judge
+        lost = costs(evidence)
+        cause, ratio = _worst(lost, evidence)
+        self._straggler_ratio = lost.get("straggler", 0.0) / max(evidence.loop_seconds, 1e-9)
+        if self.stall is not None:
+            return self._go_on(self.stall, added, lost, ratio, evidence)
+        seen = evidence.loop_seconds + evidence.checkpoints.seconds
+        enough = evidence.steps >= MIN_STEPS and seen >= MIN_SHARE * self._window_seconds
+        if not (enough or cause == "worker_stuck") or not self._costs_enough(cause, ratio, evidence):
+            return None
+        return self._open(cause, lost, evidence)
+
+    def _costs_enough(self, cause: str, ratio: float, evidence: Evidence) -> bool:
+        """Whether a cause costs enough to open a stall, and a straggler not just by chance in the samples.
+
+        With ten samples a second over 10 s, a rank that was 12 % slower seemed to cost 21 %. While a straggler may be
+        there, samples are taken more often, so a real one is certain a few seconds later.
+        """
+        if ratio < self._enter or cause != "straggler":
+            return ratio >= self._enter
+        slow = straggler(evidence.pace, evidence.peers, evidence.earlier_paces)
+        return slow is not None and (slow.lost - slow.error) * evidence.steps >= self._enter * evidence.loop_seconds
+
+    def skip(self, tick: Tick) -> None:
+        """Leave out the time since the last tick, because nothing was measured in it."""
+        self._straggler_ratio = 0.0
+        skipped = tick.totals - self._ticks[-1].totals
+        # A value that was not measured at this moment is not subtracted. Otherwise it would be unknown from now on.
+        missing: dict[str, Any] = {field.name: 0.0 for field in fields(skipped) if getattr(skipped, field.name) is None}
+        self._skipped = replace(skipped, **missing)
+
+    def open_hang(self, cause: str, seconds: float, tick: Tick) -> Stall:
+        """Open a hang that has lasted for some seconds. It replaces the open stall."""
+        added = self._added(tick)
+        self._add(tick)
+        # On the GPU's clock, a wait can only be measured after it is over.
+        known = (
+            added.exposed_after_first_seconds is not None and added.exposed_after_first_seconds >= added.wait_seconds
+        )
+        exposed = (seconds if added.wait_seconds > 0 else 0.0) if known else None
+        # What has been lost so far is in the stall that is replaced.
+        lost = 0.0 if self.stall is not None else seconds
+        self._ever_opened = True
+        self.stall = Stall(cause, tick.totals.steps, {cause: lost}, seconds, exposed, self._aggregate(), is_hang=True)
+        return self.stall
+
+    def close_hang(self, tick: Tick) -> None:
+        """Close a hang. The window begins anew, because its content was already reported."""
+        self.stall = None
+        self._begin_anew(tick)
+
+    def _hold_hang(self, before: Stall, added: Passed) -> Change:
+        spent, more = added.loop_seconds, added.exposed_after_first_seconds
+        exposed = None if before.exposed_wait_seconds is None or more is None else before.exposed_wait_seconds + more
+        lost = {before.cause: before.lost_seconds[before.cause] + spent}
+        loop = before.loop_seconds + spent
+        self.stall = Stall(before.cause, before.opened_step, lost, loop, exposed, self._aggregate(), is_hang=True)
+        return Change("held", self.stall)
+
+    def _begin_anew(self, tick: Tick) -> None:
+        self.skip(tick)
+        self._ticks = deque([self._ticks[-1]])
+        self._evidence = None
+
+    def _without_skipped(self, tick: Tick) -> Tick:
+        return tick if self._skipped is None else Tick(tick.totals - self._skipped, tick.conditions)
+
+    def _added(self, tick: Tick) -> Passed:
+        return self._without_skipped(tick).totals.passed_since(self._ticks[-1].totals)
+
+    def _add(self, tick: Tick) -> None:
+        self._steps = tick.totals.steps
+        tick = self._without_skipped(tick)
+        self._recurring.add(tick)
+        self._ticks.append(tick)
+        self._evidence = None
+        while len(self._ticks) > 2 and self._is_full_from(self._ticks[1].totals):
+            self._ticks.popleft()
+
+    def _is_full_from(self, oldest: Totals) -> bool:
+        """Whether a window that begins at ``oldest`` is full."""
+        newest = self._ticks[-1].totals
+        seconds, steps = newest.wall_seconds - oldest.wall_seconds, newest.steps - oldest.steps
+        long = seconds >= MAX_WINDOWS * self._window_seconds
+        return seconds >= self._window_seconds and (steps >= WINDOW_STEPS or long)
+
+    def last(self) -> Change | None:
+        """Judge what there is of the window at the end of a run that was too short for one."""
+        if self._ever_opened or len(self._ticks) < 2:
+            return None
+        evidence = self._aggregate()
+        lost = costs(evidence)
+        cause, ratio = _worst(lost, evidence)
+        seen = evidence.loop_seconds + evidence.checkpoints.seconds
+        if evidence.steps < MIN_STEPS_OF_A_RUN or seen < MIN_SECONDS_OF_A_RUN:
+            return None
+        if not self._costs_enough(cause, ratio, evidence):
+            return None
+        return self._open(cause, lost, evidence)
+
+    @property
+    def window(self) -> Evidence | None:
+        """The newest window; None before the second tick."""
+        return self._aggregate() if len(self._ticks) > 1 else None
+
+    @property
+    def may_have_straggler(self) -> bool:
+        """Whether waiting for a straggler costs so much that its stall, if it were open, would not close."""
+        return self._straggler_ratio >= self._exit
+
+    def pace(self) -> RankPace | None:
+        """The pace of this rank over its newest window, for its peers."""
+        window = self.window
+        if window is None:
+            return None
+        return replace(window.pace, rank=self.rank, cause=None if self.stall is None else self.stall.cause)
+
+    def _aggregate(self) -> Evidence:
+        if self._evidence is None:
+            cause = self.stall.cause if self.stall is not None else None
+            costs_so_far = self._recurring.costs
+            found = aggregate(tuple(self._ticks), rank=self.rank, cause=cause, recurring=costs_so_far)
+            pace = replace(found.pace, last_step=self._steps)
+            self._own_paces.add(pace, self._ticks[-1].totals.wall_seconds)
+            earlier = self._own_paces.at_the_time_of(found.peers)
+            self._evidence = replace(found, pace=pace, earlier_paces=earlier)
+        return self._evidence
+
+    def _open(self, cause: str, lost: dict[str, float], evidence: Evidence) -> Change:
+        self._ever_opened = True
+        opened_step = self._steps - evidence.steps
+        loop, exposed = evidence.loop_seconds, evidence.exposed_wait_seconds
+        self.stall = Stall(cause, opened_step, dict(lost), loop, exposed, evidence)
+        return Change("opened", self.stall)
+
+    def _go_on(self, before: Stall, added: Passed, lost: dict[str, float], ratio: float, evidence: Evidence) -> Change:
+        share = min(1.0, added.seconds / evidence.seconds) if evidence.seconds > 0 else 0.0
+        total = dict(before.lost_seconds)
+        for cause, seconds in lost.items():
+            total[cause] = total.get(cause, 0.0) + seconds * share
+        more = added.exposed_after_first_seconds
+        exposed = None if before.exposed_wait_seconds is None or more is None else before.exposed_wait_seconds + more
+        cause, _ = _costliest(total)
+        if {cause, before.cause} <= WAITS and total[cause] <= _MORE * total.get(before.cause, 0.0):
+            cause = before.cause
+        loop = before.loop_seconds + added.loop_seconds
+        if ratio < self._enter and cause == before.cause:
+            evidence = before.evidence
+        self.stall = Stall(cause, before.opened_step, total, loop, exposed, evidence)
+        if ratio < self._exit:
+            closed, self.stall = self.stall, None
+            return Change("closed", closed)
+        return Change("renamed" if cause != before.cause else "held", self.stall)
+
+
+def _worst(lost: dict[str, float], evidence: Evidence) -> tuple[str, float]:
+    """The cause that cost most, and the share of the window that it cost, together with all others of its kind."""
+    cause, seconds = _costliest(lost)
+    whole = evidence.loop_and_checkpoint_seconds if cause == "checkpoint" else evidence.loop_seconds
+    return cause, min(1.0, seconds / whole) if whole > 0 else 0.0
+
+
+def _costliest(lost: dict[str, float]) -> tuple[str, float]:
+    """The most expensive cause and its seconds. All waits for data count together, under their largest cause."""
+    if not lost:
+        return "unknown", 0.0
+    waits = {cause: seconds for cause, seconds in lost.items() if cause in WAITS}
+    kinds = [waits, *({cause: seconds} for cause, seconds in lost.items() if cause not in WAITS)]
+    kind = max((kind for kind in kinds if kind), key=lambda kind: sum(kind.values()))
+    return max(kind, key=lambda cause: kind[cause]), sum(kind.values())

@@ -1,0 +1,329 @@
+"""Stragglers of a synchronised job: which rank is the slowest, what it costs the others, and why it is slow."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import deque
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
+
+from telemetry.records import CHECKPOINT, EVALUATION
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from telemetry.records import RankPace
+
+
+# -- own paces -------------------------------------------------------------------------------------------------------
+#
+# The paces of this rank in the last minute: those of other nodes are some seconds old, and are compared with these.
+
+_KEPT: Final = 90
+"""Paces that are kept, at most one a second. Another node's may be a cycle of 10 s old, and 30 s more on NFS."""
+
+_APART_SECONDS: Final = 0.9
+
+_SAME_TIME: Final = 0.05
+"""Two windows are of the same time if one ends at most this share of its steps after the other."""
+
+
+class OwnPaces:
+    """The newest paces of one rank, the oldest first."""
+
+    def __init__(self) -> None:
+        self._paces: deque[RankPace] = deque(maxlen=_KEPT)
+        self._newest_seconds = 0.0
+
+    def add(self, pace: RankPace, wall_seconds: float) -> None:
+        """Add the pace of a tick. ``wall_seconds``: of the run so far."""
+        if self._paces and pace.last_step < self._paces[-1].last_step:
+            self._paces.clear()
+        if not self._paces or wall_seconds - self._newest_seconds >= _APART_SECONDS:
+            self._paces.append(pace)
+            self._newest_seconds = wall_seconds
+
+    def at_the_time_of(self, peers: Iterable[RankPace]) -> tuple[RankPace, ...]:
+        """Those of the earlier paces of this rank whose windows end where windows of its peers end."""
+        if not self._paces:
+            return ()
+        newest = self._paces[-1]
+        late = newest.last_step - _SAME_TIME * newest.steps
+        ends = [pace.last_step for pace in self._paces]
+        steps = {peer.last_step for peer in peers if ends[0] <= peer.last_step < late}
+        return tuple(self._paces[place] for place in sorted({_nearest(ends, step) for step in steps}))
+
+
+def _nearest(ends: list[int], step: int) -> int:
+    """The place of the number that is nearest to ``step``; at most the last number."""
+    place = bisect_left(ends, step)
+    return place - 1 if place and step - ends[place - 1] < ends[place] - step else place
+
+
+# -- straggler -------------------------------------------------------------------------------------------------------
+#
+# Stragglers of a synchronised job: which rank is the slowest, what it costs the others, and why it is slow.
+#
+# A rank that finishes early waits for the others inside its compute, where its own clock cannot tell waiting from work.
+# So the ranks are compared with each other. There are two signs:
+#
+# * A step takes equally long on all ranks. If the compute of one rank is shorter than that of the others, it does
+#   something else in the rest of the step, such as waiting for data or writing a checkpoint, and the others wait for
+#   it.
+#   Only its exposed wait counts: a hidden wait delays nobody.
+# * A rank with slow compute spends less of it in synchronisation than its peers do. This comes from samples of the
+#   training threads: calls of `torch.distributed` and the backward pass count as synchronisation, on a CPU the latter
+#   only while the thread is off the CPU. On GPUs the slow rank's own GPU must be idle as well.
+#
+# Both signs also show a rank whose training thread waits for a core while all cores of its machine are busy. Its own
+# work
+# is not slow then, and a moment later another rank may be the one without a core. So that time does not count.
+
+MIN_STEPS: Final = 5
+_SAME_PACE: Final = 0.15
+"""Ranks have the same pace if their step durations differ by less than this ratio."""
+
+_ALIKE: Final = 0.5
+"""A node is slow if each of its ranks surely costs the others at least this share of what its slowest rank costs ..."""
+
+_SURELY: Final = 2.0
+"""... with this many standard errors of its samples to spare."""
+
+_MOSTLY_IN_SYNC: Final = 0.8
+"""A rank has mostly waited for the others from this share of its samples on."""
+
+_MIN_STANDSTILL_SHARE: Final = 0.5
+"""A rank can hold up this one if the time since its last step is at least this share of this rank's time since then."""
+
+_MIN_SAMPLES: Final = 30
+"""Minimum samples of a training thread. With 30, a share is known to within 0.09."""
+
+_ALL_CORES: Final = 0.9
+"""The machine of a rank lacks cores if its cores are used to this degree."""
+
+_FOR_CORES: Final = 0.5
+"""The reason is the wait for a core if it is at least this share of what a rank costs the others."""
+
+_AWAY: Final = {EVALUATION: "is in an evaluation", CHECKPOINT: "is in a checkpoint"}
+"""What a rank does while it neither waits for data nor computes a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Straggler:
+    """The rank that others wait for.
+
+    Attributes:
+        lost: seconds of each of their steps.
+        why: continues "rank 3 ...".
+        node: name of its node if it is on another node; None for this node.
+        error: the standard error of ``lost``, if it comes from samples; else 0.0.
+    """
+
+    rank: int
+    lost: float
+    why: str
+    node: str | None = None
+    error: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """The rank as a person reads it: ``rank 3``, or ``rank 3 on n2``."""
+        return f"rank {self.rank}" if self.node is None else f"rank {self.rank} on {self.node}"
+
+
+def straggler(own: RankPace, others: Iterable[RankPace], earlier: Iterable[RankPace] = ()) -> Straggler | None:
+    """The rank that this one waits for most; None without such a rank, or if no rank has the same pace as this one.
+
+    Args:
+        own: the pace of this rank.
+        others: the paces of the others. Those of other nodes are some seconds old.
+        earlier: paces of this rank at that time. If a rank has just become slow, its steps before and after must not be
+            compared with one another.
+    """
+    others = tuple(others)
+    pairs = _at_same_pace(own, others, earlier)
+    found = {other.rank: slow for mine, other in pairs if (slow := _waited_for(mine, other)) is not None}
+    slowest = max(found.values(), key=lambda slow: slow.lost, default=None)
+    if slowest is None or slowest.node is None:
+        return slowest
+    there = [other for _, other in pairs if other.node == slowest.node]
+    ranks = max(peer.node_ranks for peer in there)
+    if ranks < 2 or not _all_known(there, ranks, others):
+        return slowest
+    if any(_costs_less(found.get(peer.rank), slowest) for peer in there):
+        return slowest
+    return replace(slowest, why=f"{slowest.why}; all {ranks} ranks of that node are waited for, so the node is slow")
+
+
+def _all_known(there: list[RankPace], ranks: int, others: tuple[RankPace, ...]) -> bool:
+    """Whether the ranks of a node with the same pace as this one show what all its ranks cost: the fastest are there.
+
+    A rank may be the fastest by one sign only. The one by another sign may have another pace, as it is at another step.
+    """
+    fastest = {other.rank for other in others if other.node == there[0].node and other.node_fastest}
+    known = {peer.rank for peer in there}
+    return len(there) >= ranks or (bool(fastest) and fastest <= known)
+
+
+def _costs_less(slow: Straggler | None, slowest: Straggler) -> bool:
+    return slow is None or slow.lost - _SURELY * slow.error < _ALIKE * slowest.lost
+
+
+def short_of_cores(own: RankPace, others: Iterable[RankPace], earlier: Iterable[RankPace] = ()) -> Straggler | None:
+    """What this rank loses because another one lacks a core while all cores of its machine are busy; else None.
+
+    `straggler` does not count this: the machine is too small for what runs on it, whichever rank is without a core.
+    """
+    why = "waits for a core, and all cores of its machine are busy"
+    pairs = [(mine, other) for mine, other in _at_same_pace(own, others, earlier) if _lacks_cores(other)]
+    found = [Straggler(other.rank, _lost_to_cores(mine, other), why, other.node) for mine, other in pairs]
+    return max(found, key=lambda slow: slow.lost, default=None)
+
+
+def peers_at_same_pace(own: RankPace, others: Iterable[RankPace]) -> list[RankPace]:
+    """The other ranks with the same pace as this one. Ranks with the same pace wait for each other."""
+    return [other for _, other in _at_same_pace(own, others)]
+
+
+def _at_same_pace(
+    own: RankPace, others: Iterable[RankPace], earlier: Iterable[RankPace] = ()
+) -> list[tuple[RankPace, RankPace]]:
+    """The other ranks with the same pace as this one, each after the pace of this rank at the same time."""
+    known = (own, *earlier)
+    pairs = [(_at_the_time_of(other, known), other) for other in others]
+    return [(mine, other) for mine, other in pairs if _have_same_pace(mine, other)]
+
+
+def _at_the_time_of(other: RankPace, known: tuple[RankPace, ...]) -> RankPace:
+    if not other.last_step:
+        return known[0]
+    return min(known, key=lambda pace: abs(pace.last_step - other.last_step))
+
+
+def _have_same_pace(one: RankPace, other: RankPace) -> bool:
+    if min(one.steps, other.steps) < MIN_STEPS:
+        return False
+    mine, theirs = one.seconds / one.steps, other.seconds / other.steps
+    return abs(mine - theirs) <= _SAME_PACE * max(mine, theirs)
+
+
+def _waited_for(own: RankPace, other: RankPace) -> Straggler | None:
+    """What this rank loses to the other one, with the larger part of it as the reason.
+
+    While the other rank is outside of its compute, it is not in synchronisation either. So `_slow` includes the loss of
+    `_elsewhere`, and the rest of it is slow compute. `_slow` comes from samples: what may be chance is no reason.
+    """
+    elsewhere, slow = _elsewhere(own, other), _slow(own, other)
+    if elsewhere is None or slow is None:
+        found = elsewhere or slow
+    else:
+        surely_slow = slow.lost - slow.error
+        reason = elsewhere if elsewhere.lost >= surely_slow / 2 else slow
+        larger = slow if slow.lost > elsewhere.lost else elsewhere
+        found = replace(reason, lost=larger.lost, error=larger.error)
+    return None if found is None else _without_lack_of_cores(found, own, other)
+
+
+def _without_lack_of_cores(found: Straggler, own: RankPace, other: RankPace) -> Straggler | None:
+    for_cores = _lost_to_cores(own, other)
+    if _lacks_cores(other):
+        return replace(found, lost=found.lost - for_cores) if found.lost > for_cores else None
+    if for_cores < _FOR_CORES * found.lost:
+        return found
+    why = f"{found.why}; its training thread waits for a core, although its machine has idle ones"
+    return replace(found, why=why)
+
+
+def _lost_to_cores(own: RankPace, other: RankPace) -> float:
+    """Seconds of a step for which the other rank's training thread waits for a core longer than this rank's."""
+    if own.core_wait_seconds is None or other.core_wait_seconds is None:
+        return 0.0
+    return max(0.0, other.core_wait_seconds / other.steps - own.core_wait_seconds / own.steps)
+
+
+def _lacks_cores(pace: RankPace) -> bool:
+    return pace.cores_busy_ratio is not None and pace.cores_busy_ratio >= _ALL_CORES
+
+
+def _elsewhere(own: RankPace, other: RankPace) -> Straggler | None:
+    """Loss while the other rank is outside of its compute and this one is in its own."""
+    if own.exposed_wait_seconds is None or other.exposed_wait_seconds is None:
+        return None
+    waiting = other.exposed_wait_seconds / other.steps - own.exposed_wait_seconds / own.steps
+    absent = other.away_seconds / other.steps - own.away_seconds / own.steps
+    lost = min(own.compute_seconds / own.steps - other.compute_seconds / other.steps, waiting + absent)
+    if not own.on_gpu and own.samples >= _MIN_SAMPLES:
+        lost = min(lost, _sync_seconds(own))  # in the rest of its compute the samples show work
+    if lost <= 0:
+        return None
+    why = "waits for data" if waiting >= absent else _AWAY.get(other.away_in or "", "is busy outside of its steps")
+    why += f" ({other.cause})" if other.cause is not None and other.cause != other.away_in else ""
+    return Straggler(other.rank, lost, why, other.node)
+
+
+def _slow(own: RankPace, other: RankPace) -> Straggler | None:
+    """Loss by slow compute: how much less of its compute the other rank spends in synchronisation.
+
+    The steps of a job take equally long on all ranks. So if those of this rank's window take longer, that window has
+    more of what slows the job, such as evaluations: it began or ended later. Its longer waits then accuse nobody.
+    """
+    if min(own.samples, other.samples) < _MIN_SAMPLES:
+        return None
+    more_in_window = max(0.0, own.seconds / own.steps - other.seconds / other.steps)
+    lost = _sync_seconds(own) - _sync_seconds(other) - more_in_window
+    error = math.hypot(_sync_error(own), _sync_error(other))
+    if own.on_gpu or other.on_gpu:
+        # A host that waits for its own GPU (`.item()`) is not in torch.distributed either, but delays nobody. It delays
+        # the others if its GPU is idle meanwhile and theirs are not.
+        if own.gpu_busy_ratio is None or other.gpu_busy_ratio is None:
+            return None
+        lost = min(lost, (own.gpu_busy_ratio - other.gpu_busy_ratio) * own.seconds / own.steps)
+    if lost <= 0:
+        return None
+    where = f", mostly in {other.where}" if other.where is not None else ""
+    return Straggler(other.rank, lost, f"takes longer to compute a step{where}", other.node, error)
+
+
+def _sync_seconds(pace: RankPace) -> float:
+    """Seconds of a step in synchronisation."""
+    return pace.compute_seconds / pace.steps * pace.in_sync_samples / pace.samples
+
+
+def _sync_error(pace: RankPace) -> float:
+    """The standard error of `_sync_seconds`: its share comes from samples."""
+    share = min(1.0, pace.in_sync_samples / pace.samples)
+    return pace.compute_seconds / pace.steps * math.sqrt(share * (1.0 - share) / pace.samples)
+
+
+def held_up_by(own: RankPace, others: Iterable[RankPace]) -> RankPace | None:
+    """During a standstill: a rank that has not reached the synchronisation that this one waits in; else None."""
+    if not own.waits_for_ranks:
+        return None
+    return next(
+        (
+            o
+            for o in others
+            if o.seconds_without_step >= _MIN_STANDSTILL_SHARE * own.seconds_without_step and not o.waits_for_ranks
+        ),
+        None,
+    )
+
+
+def absent_rank(pace: RankPace) -> Straggler:
+    """For `held_up_by`: a rank that has not reached the synchronisation that the others wait in."""
+    where = f"was last seen in {pace.where}" if pace.where is not None else "has not come to where the others wait"
+    return Straggler(pace.rank, pace.seconds_without_step, where, pace.node)
+
+
+def mostly_in_sync(samples: int, in_sync: int) -> bool:
+    """Whether most of a rank's samples were in synchronisation."""
+    return samples > 0 and in_sync >= _MOSTLY_IN_SYNC * samples
+
+
+def own_compute(pace: RankPace, everyone: Iterable[RankPace]) -> float:
+    """Seconds of a step's compute without waiting for other ranks; 0.0 before the first step."""
+    if not pace.steps:
+        return 0.0
+    slow = straggler(pace, [other for other in everyone if other.rank != pace.rank])
+    return max(0.0, pace.compute_seconds / pace.steps - (slow.lost if slow is not None else 0.0))

@@ -1,0 +1,1 @@
+"""All that runs on the training thread or in a worker."""

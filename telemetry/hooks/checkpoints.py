@@ -1,0 +1,193 @@
+"""The hooks in functions that save and load."""
+
+from __future__ import annotations
+
+import functools
+from threading import get_ident
+from typing import TYPE_CHECKING, Any, Final
+
+from telemetry.hooks.patching import forget_frame, unseen
+from telemetry.hooks.resume import holds_optimizer
+from telemetry.records import CHECKPOINT
+from telemetry.util.clock import now_ns
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import ModuleType
+
+    from telemetry.hooks.patching import Patches
+    from telemetry.hooks.tracker import StepTracker
+
+
+# -- checkpoint hooks ------------------------------------------------------------------------------------------------
+#
+# Times checkpoints: a call of a saving function on the training thread is a checkpoint.
+
+SAVING_FUNCTIONS: Final = {
+    "torch": ("save",),
+    "torch.serialization": ("save",),
+    "torch.distributed.checkpoint": ("save", "async_save"),
+    "torch.distributed.checkpoint.state_dict_saver": ("save", "async_save"),
+    "safetensors.torch": ("save_file", "save_model"),
+}
+"""The saving functions by module. Functions that the installed version does not have are skipped."""
+
+
+def patch_saving(module: ModuleType, tracker: StepTracker, patches: Patches) -> None:
+    """Patch the saving functions of one module of `SAVING_FUNCTIONS`."""
+    for name in SAVING_FUNCTIONS[module.__name__]:
+        if callable(vars(module).get(name)):
+            patches.replace(module, name, lambda original: _timed_save(original, tracker))
+
+
+def _timed_save(original: Callable[..., Any], tracker: StepTracker) -> Callable[..., Any]:
+    @functools.wraps(original)
+    @unseen
+    def save(*args: Any, **kwargs: Any) -> Any:
+        start, before, elsewhere = now_ns(), None, None
+        try:
+            if get_ident() == tracker.thread:
+                tracker.resume.saving(holds_optimizer=_holds_optimizer(original, args, kwargs))
+            elif tracker.active and not (tracker.checkpointing or tracker.resume.writing_elsewhere):
+                elsewhere = tracker.optimizer_steps, tracker.ring.closed
+            if not tracker.checkpointing:  # saving functions call one another: only the outermost counts
+                before = tracker.scopes.enter_phase(CHECKPOINT)
+        except Exception as error:
+            tracker.fault(error)
+        try:
+            result = original(*args, **kwargs)
+            _returned(tracker, result, start, elsewhere, (original, args, kwargs))
+        except BaseException as error:
+            if get_ident() == tracker.thread:
+                tracker.resume.failed()
+            forget_frame(error)
+            raise
+        finally:
+            if before is not None:
+                try:
+                    tracker.scopes.exit_phase(CHECKPOINT, before, start)
+                except Exception as error:
+                    tracker.fault(error)
+        return result
+
+    return save
+
+
+def _returned(
+    tracker: StepTracker,
+    result: Any,
+    start: int,
+    elsewhere: tuple[int, int] | None,
+    call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]],
+) -> None:
+    """A saving function has returned. ``elsewhere``: the steps at its start, where that was on another thread."""
+    try:
+        if elsewhere is not None:
+            tracker.resume.saved_elsewhere(start, elsewhere, holds_optimizer=_holds_optimizer(*call))
+            return
+        future = getattr(result, "upload_completion", result)
+        if tracker.checkpointing and callable(getattr(future, "add_done_callback", None)):
+            tracker.resume.writing(future)
+    except Exception as error:
+        tracker.note_error(error)
+
+
+def _holds_optimizer(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """What torch.distributed.checkpoint writes is taken for whole: its parts may be objects that save themselves."""
+    if original.__module__.startswith("torch.distributed.checkpoint"):
+        return True
+    return holds_optimizer(args[0] if args else kwargs.get("obj"))
+
+
+# -- restore hooks ---------------------------------------------------------------------------------------------------
+#
+# Restoring: a call of a loading function before the first step, and the state that an optimizer has loaded.
+
+LOADING_FUNCTIONS: Final = {
+    "torch": ("load",),
+    "torch.serialization": ("load",),
+    "torch.distributed.checkpoint": ("load",),
+    "torch.distributed.checkpoint.state_dict_loader": ("load", "load_state_dict"),
+    "safetensors.torch": ("load_file", "load_model"),
+}
+"""By module. Functions that the installed version does not have are skipped."""
+
+
+def patch_loading(module: ModuleType, tracker: StepTracker, patches: Patches) -> None:
+    """Patch the loading functions of one module of `LOADING_FUNCTIONS`."""
+    for name in LOADING_FUNCTIONS[module.__name__]:
+        if callable(vars(module).get(name)):
+            patches.replace(module, name, lambda original: _timed_load(original, tracker))
+
+
+def patch_optimizer(optimizer_class: type, tracker: StepTracker, patches: Patches) -> None:
+    """Read an optimizer's position from the state that it loads."""
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        timed = _timed_load(original, tracker)
+
+        @functools.wraps(original)
+        @unseen
+        def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                result = timed(self, *args, **kwargs)
+            except BaseException as error:
+                forget_frame(error)
+                raise
+            try:
+                if tracker.active:
+                    tracker.resume.loaded(tracker, self, args[0] if args else kwargs.get("state_dict"))
+            except Exception as error:
+                tracker.note_error(error)
+            return result
+
+        # As torch marks the original: Dynamo is not to trace it.
+        load_state_dict._torchdynamo_disable = True  # type: ignore[attr-defined]
+        return load_state_dict
+
+    patches.replace(optimizer_class, "load_state_dict", wrap)
+
+
+def patch_state_creation(module: ModuleType, tracker: StepTracker, patches: Patches) -> None:
+    """Do not count the step by which torch.distributed.checkpoint creates an optimizer's state: it trains nothing."""
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        @unseen
+        def create(*args: Any, **kwargs: Any) -> Any:
+            resume, before, outer = tracker.resume, tracker.optimizer_steps, tracker.resume.initializing
+            resume.initializing = True
+            try:
+                return original(*args, **kwargs)
+            except BaseException as error:
+                forget_frame(error)
+                raise
+            finally:
+                resume.initializing = outer
+                tracker.optimizer_steps = before
+
+        return create
+
+    if callable(vars(module).get("_init_optim_state")):
+        patches.replace(module, "_init_optim_state", wrap)
+
+
+def _timed_load(original: Callable[..., Any], tracker: StepTracker) -> Callable[..., Any]:
+    @functools.wraps(original)
+    @unseen
+    def load(*args: Any, **kwargs: Any) -> Any:
+        counts = False
+        try:
+            counts = tracker.resume.begin_restore(tracker)
+        except Exception as error:
+            tracker.note_error(error)
+        try:
+            return original(*args, **kwargs)
+        except BaseException as error:
+            forget_frame(error)
+            raise
+        finally:
+            if counts:
+                tracker.resume.end_restore()
+
+    return load

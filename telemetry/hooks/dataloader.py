@@ -1,0 +1,413 @@
+"""The hooks in the DataLoader: the request for a batch, and the start and the end of an iteration."""
+
+from __future__ import annotations
+
+import functools
+from threading import get_ident
+from typing import TYPE_CHECKING, Any
+
+from telemetry.hooks.patching import around, forget_frame, unseen
+from telemetry.hooks.ring import MASK, S_DATA_WAIT, STEP, STRIDE
+from telemetry.hooks.timers import Clocks, TimedWait, timeable
+from telemetry.hooks.tracker import OVERHEAD_EVERY, OVERHEAD_MASK, StepTracker
+from telemetry.util.clock import now_ns, thread_time_ns
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from types import ModuleType
+
+    from telemetry.hooks.patching import Patches
+    from telemetry.hooks.ring import Ring
+
+
+def patch_loader(module: ModuleType, tracker: StepTracker, grad_enabled: Callable[[], bool], patches: Patches) -> None:
+    """Patch ``torch.utils.data.dataloader``.
+
+    Args:
+        module: the module.
+        tracker: gets every request and every iteration.
+        grad_enabled: ``torch.is_grad_enabled``.
+        patches: undo it.
+    """
+    patches.replace(
+        module._BaseDataLoaderIter, "__next__", lambda original: timed_next(original, tracker, grad_enabled)
+    )
+    patch_epoch_boundaries(module.DataLoader, module._MultiProcessingDataLoaderIter, tracker, patches)
+    _time_starts(module, tracker, patches)
+    patches.replace(
+        module._SingleProcessDataLoaderIter, "__init__", lambda original: timed_constructor(original, tracker)
+    )
+
+
+def patch_epoch_boundaries(loader: Any, workers: Any, tracker: StepTracker, patches: Patches) -> None:
+    """Patch the start and the end of an iteration.
+
+    Args:
+        loader: a class of loaders.
+        workers: the class of its iterators with workers.
+        tracker: gets both.
+        patches: undo it.
+    """
+    patches.replace(loader, "__iter__", lambda original: timed_iter(original, tracker))
+    patches.replace(workers, "__init__", lambda original: timed_constructor(original, tracker))
+    patches.replace(workers, "_shutdown_workers", lambda original: timed_shutdown(original, tracker))
+    patches.replace(workers, "_reset", lambda original: _timed_reset(original, tracker))
+
+
+def timed_next(
+    original: Callable[[Any], Any], tracker: StepTracker, grad_enabled: Callable[[], bool]
+) -> Callable[[Any], Any]:
+    """``__next__`` with its wait written into the ring.
+
+    The fast path (see `FastPath`) is inlined: a call costs more than all the stores together. All that it needs are
+    default values of its parameters, which are adjacent in memory. A closure variable has its own cell and a global
+    variable needs two dictionaries; a real step evicts these from the caches. Between the arrival of the batch and the
+    last store there is no call, so neither a signal nor a thread switch can interrupt.
+
+    Args:
+        original: the ``__next__`` of an iterator.
+        tracker: gets each request.
+        grad_enabled: returns whether gradients are on.
+    """
+
+    @functools.wraps(original)
+    @unseen
+    def __next__(  # noqa: N807, PLR0917
+        self: Any,
+        tracker: StepTracker = tracker,
+        identity: Callable[[object], int] = id,
+        thread: Callable[[], int] = get_ident,
+        grad_enabled: Callable[[], bool] = grad_enabled,
+        now: Callable[[], int] = now_ns,
+        original: Callable[[Any], Any] = original,
+        ring: Ring = tracker.ring,
+        words: list[Any] = tracker.ring.words,
+        mask: int = MASK,
+        stride: int = STRIDE,
+        sampled: int = OVERHEAD_MASK,
+        slow_path: Callable[[Any], Any] = _timed_on_slow_path(original, tracker),  # noqa: B008
+    ) -> Any:
+        if identity(self) != tracker.fast_path_iterator_id or thread() != tracker.thread or not grad_enabled():
+            try:
+                return slow_path(self)
+            except BaseException as error:
+                forget_frame(error)
+                raise
+        start = now()
+        tracker.waiting_since = start
+        try:
+            batch = original(self)
+            end = now()
+        except BaseException as error:
+            try:
+                _failed(tracker, self, start, STEP, error)
+            finally:
+                tracker.waiting_since = 0
+            forget_frame(error)
+            raise
+        try:
+            head = ring.head
+            if head < ring.limit:
+                slot = head & mask
+                words[slot] = start
+                words[slot + 1] = end
+                ring.head = head + stride
+            else:
+                ring.push(start, end, STEP)
+            tracker.waiting_since = 0
+            if not head & sampled:
+                tracker.overhead_ns += (now() - end) * OVERHEAD_EVERY
+        except BaseException as error:
+            tracker.fault(error)
+        return batch
+
+    return __next__
+
+
+def _timed_on_slow_path(original: Callable[[Any], Any], tracker: StepTracker) -> Callable[[Any], Any]:
+    """``__next__`` for all other cases: another thread or loader, evaluation, a phase, a wait timed on the GPU."""
+
+    @unseen
+    def __next__(self: Any) -> Any:  # noqa: N807
+        elsewhere = get_ident() != tracker.thread
+        if elsewhere or tracker.waiting_since:
+            tracker.requests_elsewhere += elsewhere
+            try:
+                return original(self)
+            except BaseException as error:
+                forget_frame(error)
+                raise
+        try:
+            entry = tracker.request(self)
+            tracker.boundaries.requested(entry)
+            if tracker.gpu is not None:
+                _mark(tracker, self, entry)
+            cpu = thread_time_ns() if tracker.time_fetches and entry & 7 == S_DATA_WAIT else 0
+            ranges = tracker.boundaries.wait_begins(self) if tracker.profiler_ranges.makers else ()
+            timed = _time_wait(tracker, self, entry) if tracker.sampler_timer.wanted else None
+            start = now_ns()
+            tracker.waiting_since = start if entry & 7 == S_DATA_WAIT else -start
+        except BaseException as error:
+            tracker.fault(error)
+            return original(self)
+        end = 0
+        try:
+            batch = original(self)
+            end = now_ns()
+        except BaseException as error:
+            try:
+                _failed(tracker, self, start, entry, error)
+            finally:
+                tracker.waiting_since = 0
+            forget_frame(error)
+            raise
+        finally:
+            if ranges or timed is not None:
+                _end(tracker, ranges, timed, self, batch=end > 0)
+        try:
+            if cpu:
+                tracker.fetch_timed(end - start, thread_time_ns() - cpu)
+            tracker.delivered(self, start, end, entry, batch)
+            if tracker.batch_release.wanted and entry & 7 == S_DATA_WAIT:
+                tracker.batch_release.follow(batch)
+            tracker.overhead_ns += now_ns() - end
+            if tracker.gpu is not None:
+                _arrived(tracker, start, end)
+        except BaseException as error:
+            tracker.fault(error)
+        return batch
+
+    return __next__
+
+
+def _failed(tracker: StepTracker, iterator: object, start: int, entry: int, error: BaseException) -> None:
+    """The caller ends the wait, because a signal handler may raise before the first line of this."""
+    try:
+        tracker.failed(iterator, start, entry, error)
+        if tracker.gpu is not None:
+            _arrived(tracker, start, now_ns())
+    except BaseException as ours:
+        tracker.fault(ours)
+
+
+def _end(
+    tracker: StepTracker,
+    ranges: Sequence[Callable[[], object]],
+    timed: TimedWait | None,
+    iterator: object,
+    *,
+    batch: bool,
+) -> None:
+    if timed is not None:
+        _end_timed(tracker, timed, iterator, batch=batch)
+    try:
+        tracker.profiler_ranges.end(ranges)
+    except Exception as error:
+        tracker.fault(error)
+
+
+def _mark(tracker: StepTracker, iterator: object, entry: int) -> None:
+    try:
+        tracker.mark_request(iterator, entry)
+    except Exception as error:
+        tracker.without_gpu(error)
+
+
+def _arrived(tracker: StepTracker, start: int, end: int) -> None:
+    try:
+        if tracker.gpu is not None:
+            tracker.gpu.batch_arrived(start, end)
+    except Exception as error:
+        tracker.without_gpu(error)
+
+
+def timed_iter(original: Callable[[Any], Any], tracker: StepTracker) -> Callable[[Any], Any]:
+    """``DataLoader.__iter__`` with the start of the workers written into the ring."""
+    timed = _timed_boundary(original, tracker, leaves=False)
+    timed._telemetry_timed = True  # type: ignore[attr-defined]
+    return timed
+
+
+def timed_constructor(original: Callable[..., None], tracker: StepTracker) -> Callable[..., None]:
+    """The constructor of an iterator, timed as the start of an iteration of its loader.
+
+    Inside the loader's ``__iter__`` it is part of that span.
+    """
+
+    @functools.wraps(original)
+    @unseen
+    def __init__(self: Any, loader: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        try:
+            at_boundary(functools.partial(_made, original, self, args, kwargs), tracker, loader)
+        except BaseException as error:
+            forget_frame(error)
+            raise
+
+    return __init__
+
+
+@unseen
+def _made(original: Callable[..., None], iterator: Any, args: Any, kwargs: Any, loader: Any) -> Any:
+    try:
+        original(iterator, loader, *args, **kwargs)
+    except BaseException as error:
+        forget_frame(error)
+        raise
+    return iterator
+
+
+def timed_shutdown(original: Callable[[Any], Any], tracker: StepTracker) -> Callable[[Any], Any]:
+    """``_shutdown_workers`` with its time written into the ring.
+
+    At the end of an epoch it is part of a request. But if an iterator is left (with ``break``, or after one batch), its
+    workers are stopped when it is freed. The training thread waits for that, because a fetch in progress is not
+    cancelled.
+    """
+    return _timed_boundary(original, tracker, leaves=True)
+
+
+def _timed_boundary(original: Callable[[Any], Any], tracker: StepTracker, *, leaves: bool) -> Callable[[Any], Any]:
+    @functools.wraps(original)
+    @unseen
+    def boundary(self: Any) -> Any:
+        try:
+            return at_boundary(original, tracker, self, leaves=leaves)
+        except BaseException as error:
+            forget_frame(error)
+            raise
+
+    return boundary
+
+
+@unseen
+def at_boundary(original: Callable[[Any], Any], tracker: StepTracker, subject: Any, *, leaves: bool = False) -> Any:
+    """Call what begins or ends an iteration, and write its span into the ring if the tracker has a code for it.
+
+    Args:
+        original: makes an iterator of a loader, or stops the workers of an iterator.
+        tracker: gets the span.
+        subject: the argument of ``original``.
+        leaves: whether it stops workers.
+    """
+    entry = None
+    try:
+        if get_ident() == tracker.thread and not tracker.waiting_since:
+            entry = tracker.leaving(subject) if leaves else tracker.iteration(subject)
+        if entry is not None:
+            tracker.boundaries.requested(entry)
+            if tracker.gpu is not None:
+                _mark(tracker, None, entry)
+            start = now_ns()
+            tracker.waiting_since = start if entry & 7 == S_DATA_WAIT else -start
+    except BaseException as error:
+        tracker.fault(error)
+        return original(subject)
+    result = None
+    try:
+        result = original(subject)
+    except BaseException as error:
+        forget_frame(error)
+        raise
+    finally:
+        if entry is not None:
+            try:
+                _boundary_passed(tracker, start, entry, result)
+            finally:
+                tracker.waiting_since = 0
+    try:
+        if not leaves and tracker.active:
+            tracker.sources.begun(result)
+            if get_ident() == tracker.thread:
+                tracker.marks.made(result)
+    except Exception as error:
+        tracker.fault(error)
+    return result
+
+
+def _boundary_passed(tracker: StepTracker, start: int, entry: int, iterator: object | None) -> None:
+    try:
+        end = now_ns()
+        tracker.iterated(start, end, entry, iterator)
+        if tracker.gpu is not None:
+            _arrived(tracker, start, end)
+    except BaseException as error:
+        tracker.fault(error)
+
+
+def _time_wait(tracker: StepTracker, iterator: object, entry: int) -> TimedWait | None:
+    """Time a wait that is about to begin. None if it is not for training, or if no known workers fetch.
+
+    Args:
+        tracker: requests the measurement.
+        iterator: the iterator of the loader.
+        entry: the code of the wait's span.
+    """
+    if entry & 7 != S_DATA_WAIT:
+        return None
+    tracker.sampler_timer.wanted -= 1
+    return _timed(tracker, iterator) if tracker.sources.known(iterator) is not None and timeable(iterator) else None
+
+
+def _timed(tracker: StepTracker, iterator: object) -> TimedWait:
+    return TimedWait(tracker.sampler_timer, tracker.garbage, iterator)
+
+
+def _end_timed(tracker: StepTracker, timed: TimedWait, iterator: object, *, batch: bool) -> None:
+    """End what `_time_wait` began. Never raises."""
+    try:
+        timed.end(iterator, batch=batch)
+    except Exception as error:
+        tracker.note_error(error)
+
+
+def _time_starts(module: Any, tracker: StepTracker, patches: Patches) -> None:
+    """Patch the callers of ``iter(sampler)`` in the base class of all iterators: the constructor, and ``_reset``.
+
+    Args:
+        module: ``torch.utils.data.dataloader``.
+        tracker: gets the sums.
+        patches: undo it.
+    """
+    map_style = module._DatasetKind.Map
+
+    def before(_iterator: Any) -> Clocks | None:
+        return Clocks(tracker.garbage) if _at_boundary(tracker) else None
+
+    def after(iterator: Any, clocks: Clocks | None, failed: bool) -> None:  # noqa: FBT001
+        # An iterable data set has no sampler of its own. But the ranks may have to agree on a seed.
+        if clocks is None or failed or not _fetches_in_workers(iterator, map_style):
+            return
+        ns, cpu_ns = clocks.passed()
+        tracker.sampler_timer.boundary_sampler_ns += ns
+        tracker.sampler_timer.boundary_sampler_cpu_ns += cpu_ns
+
+    for name in ("__init__", "_reset"):
+        patches.replace(module._BaseDataLoaderIter, name, lambda original: around(original, before=before, after=after))
+
+
+def _at_boundary(tracker: StepTracker) -> bool:
+    return tracker.sampler_timer.at_boundary and get_ident() == tracker.thread and tracker.waiting_since > 0
+
+
+def _fetches_in_workers(iterator: Any, map_style: object) -> bool:
+    return bool(getattr(iterator, "_num_workers", 0)) and getattr(iterator, "_dataset_kind", None) == map_style
+
+
+def _timed_reset(original: Callable[..., Any], tracker: StepTracker) -> Callable[..., Any]:
+    """``_reset`` of an iterator with workers, timed. It draws the indices of all batches that are prefetched."""
+
+    def before(iterator: Any) -> TimedWait | None:
+        try:
+            loader = tracker.sources.known(iterator)
+            if loader is not None and loader.block is not None:
+                loader.block.batches.begin_again(vars(iterator).get("_send_idx", 0))
+            return _timed(tracker, iterator) if _at_boundary(tracker) and timeable(iterator) else None
+        except Exception as error:
+            tracker.fault(error)
+            return None
+
+    def after(iterator: Any, timed: TimedWait | None, _failed: bool) -> None:  # noqa: FBT001
+        if timed is not None:
+            _end_timed(tracker, timed, iterator, batch=False)
+
+    return around(original, before=before, after=after)

@@ -1,0 +1,312 @@
+"""Which object is a loader, and which iterators give batches, without keeping them alive."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections import deque
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from telemetry.attach.worker_block import WorkerBlock
+    from telemetry.core.worker_records import Arrival
+
+
+# -- loader types ----------------------------------------------------------------------------------------------------
+#
+# Recognises an object by its type only: its attributes prove nothing, and reading one may raise.
+
+
+class Wrapper:
+    """A wrapper around a watched object (``_telemetry_object``), or around an iterator of ``_telemetry_source``."""
+
+    __slots__ = ("__weakref__", "_telemetry_object", "_telemetry_source")
+
+    _telemetry_object: Any
+    _telemetry_source: Any
+
+
+def origin(candidate: object) -> weakref.ref[Any] | None:
+    """A weak reference to the object that was passed to ``watch()``.
+
+    Args:
+        candidate: its wrapper, or an iterator of the wrapper. For anything else the result is None.
+    """
+    if not issubclass(type(candidate), Wrapper):
+        return None
+    wrapper: Any = candidate
+    if wrapper._telemetry_source is not None:
+        wrapper = wrapper._telemetry_source
+    try:
+        return weakref.ref(wrapper._telemetry_object)
+    except TypeError:  # some objects, such as a list, do not support weak references
+        return weakref.ref(wrapper)
+
+
+def unwrapped(candidate: Any) -> Any:
+    """The object inside a wrapper; anything else unchanged."""
+    return candidate._telemetry_object if issubclass(type(candidate), Wrapper) else candidate
+
+
+def is_loader(candidate: object) -> bool:
+    """Whether an object is a ``DataLoader`` of torch or of a subclass."""
+    return _is_a(candidate, "DataLoader")
+
+
+def is_loader_iterator(candidate: object) -> bool:
+    """Whether an object is an iterator of a ``DataLoader``, including torchdata's."""
+    return _is_a(candidate, "_BaseDataLoaderIter")
+
+
+def own_value(candidate: Any, name: str, default: Any = None) -> Any:
+    """An attribute of an object that no code of its class computes, as ``vars`` has it, without making it a dictionary.
+
+    With a dictionary, Python takes longer for each attribute of the object: 0.15 us more for torch's own part of
+    ``next()`` (`benchmarks/`, hot; Python 3.11).
+
+    Args:
+        candidate: the object.
+        name: the attribute.
+        default: the result if the object has no such attribute.
+    """
+    if any(name in vars(kind) for kind in type(candidate).__mro__):
+        return vars(candidate).get(name, default)  # a property, or a default of the class
+    try:
+        return object.__getattribute__(candidate, name)  # not the class's own
+    except AttributeError:
+        return default
+
+
+def workers_of(candidate: Any) -> list[Any]:
+    """The workers of a ``DataLoader``'s iterator, processes or threads; empty for anything else."""
+    workers = own_value(candidate, "_workers") if is_loader_iterator(candidate) else None
+    return workers if isinstance(workers, list) else []
+
+
+def batch_size_of(candidate: Any) -> int | None:
+    """The batch size of a ``DataLoader``'s iterator; None if another sampler than torch's makes its batches."""
+    sampler = own_value(candidate, "_index_sampler") if is_loader_iterator(candidate) else None
+    size = vars(sampler).get("batch_size") if _is_a(sampler, "BatchSampler", "torch.utils.data.sampler") else None
+    return size if isinstance(size, int) else None
+
+
+def _is_a(candidate: object, name: str, module: str = "torch.utils.data.dataloader") -> bool:
+    kind = getattr(sys.modules.get(module), name, None)
+    return isinstance(kind, type) and issubclass(type(candidate), kind)
+
+
+# -- loader handle ---------------------------------------------------------------------------------------------------
+#
+# Describes where batches come from, without keeping the iterator alive.
+
+_MAX_ARRIVALS: Final = 512
+"""Maximum number of arrivals between two readings. In a faster loop only the newest are used."""
+
+
+class BatchSource:
+    """Where batches come from.
+
+    Attributes:
+        kind: ``training_thread``, ``workers``, ``watched`` or ``read_ahead``.
+        settings: the loader's settings, by the names of DataLoader's arguments. Also ``loader_used_again`` (whether the
+            newest iteration was not its first) and, if workers are forked, ``sharing_strategy`` of
+            torch.multiprocessing.
+        unseen: iterations whose start was dropped because the ring was full. Written by the training thread.
+    """
+
+    __slots__ = ("__weakref__", "kind", "settings", "unseen")
+
+    def __init__(self, kind: str, settings: dict[str, Any]) -> None:
+        self.kind = kind
+        self.settings = settings
+        self.unseen = 0
+
+
+ON_THREAD: Final = BatchSource("training_thread", {"num_workers": 0})
+WATCHED: Final = BatchSource("watched", {})
+READ_AHEAD: Final = BatchSource("read_ahead", {})
+
+
+class LoaderHandle(BatchSource):
+    """An iterator with workers.
+
+    Attributes:
+        pids: the pids of its workers, 0 for a worker that is a thread of this process.
+        threads: how many workers are threads of this process.
+        queue: the queue of finished batches.
+        block: counters that the workers write; None if they were started before the agent, or are threads.
+        training: whether it has given a training batch.
+        resumed: whether its first iteration began in the middle. Then its batches cannot be matched with fetches.
+        in_order: whether batch number ``n`` of an epoch comes from worker ``n % len(pids)``.
+        epoch: how many iterations have begun. Agent thread only.
+        delivered: how many batches were taken in the newest iteration; None if the count was lost. Agent thread only.
+        arrivals: training batches taken since the last reading. Agent thread only.
+    """
+
+    __slots__ = (
+        "arrivals",
+        "block",
+        "delivered",
+        "epoch",
+        "in_order",
+        "pids",
+        "queue",
+        "resumed",
+        "threads",
+        "training",
+    )
+
+    def __init__(self, iterator: Any, block: WorkerBlock | None, *, again: bool = True) -> None:
+        threads = [isinstance(worker, threading.Thread) for worker in iterator._workers]
+        self.threads = sum(threads)
+        self.pids = tuple(0 if one else worker.pid for one, worker in zip(threads, iterator._workers, strict=True))
+        self.queue = getattr(iterator, "_data_queue", None)
+        self.block = block if not self.threads else None
+        self.training = False
+        self.resumed = getattr(iterator, "_num_yielded", 0) > 0  # torchdata's StatefulDataLoader restores a state
+        self.in_order = bool(getattr(iterator, "_in_order", True))
+        self.epoch = 0
+        self.delivered: int | None = 0
+        self.arrivals: deque[Arrival] = deque(maxlen=_MAX_ARRIVALS)
+        settings = {
+            "num_workers": len(self.pids),
+            "prefetch_factor": getattr(iterator, "_prefetch_factor", None),
+            "persistent_workers": bool(getattr(iterator, "_persistent_workers", False)),
+            "pin_memory": bool(getattr(iterator, "_pin_memory", False)),
+            "loader_used_again": again,
+        }
+        if hasattr(iterator, "_in_order"):  # from torch 2.6 on
+            settings["in_order"] = self.in_order
+        multiprocessing = sys.modules.get("torch.multiprocessing")
+        if multiprocessing is not None and all(map(_is_forked, iterator._workers)):  # others do not inherit it
+            settings["sharing_strategy"] = multiprocessing.get_sharing_strategy()
+        super().__init__("workers", settings)
+
+
+def _is_forked(worker: Any) -> bool:
+    return getattr(getattr(worker, "_popen", None), "method", None) == "fork"
+
+
+# -- loader registry -------------------------------------------------------------------------------------------------
+#
+# Registers the iterators that give batches, without keeping them alive.
+
+_MAX_ITERATORS: Final = 64
+
+
+class LoaderRegistry:
+    """Written by the training thread. The agent thread may use `live`, `take_retired` and `newest`.
+
+    Attributes:
+        newest: returns the source of the newest batches; None before the first batch, and if it no longer exists.
+        newest_begun: returns the handle of the iteration that began last, on any thread; None if it has no workers.
+        finding: whether the first batch of a generator is being requested, which shows the source of its batches.
+        known_iterators: iterator classes of other libraries, each with a function from an iterator to its source.
+        sampling: what new workers are asked for: the session, and the stamp until which they sample their fetches.
+            Written by the agent thread.
+        asked: handles of the iterators that were registered with such a request. The agent thread takes them.
+    """
+
+    def __init__(self) -> None:
+        self._live: dict[int, tuple[weakref.ref[Any], LoaderHandle]] = {}
+        self._gone: deque[weakref.KeyedRef[int, Any]] = deque()  # appended to when an iterator is freed
+        self._retired: deque[LoaderHandle] = deque(maxlen=_MAX_ITERATORS)
+        self.newest: Callable[[], BatchSource | None] = lambda: None  # or a weak reference
+        self.newest_begun: Callable[[], LoaderHandle | None] = lambda: None  # or a weak reference
+        self.finding = False
+        self._batch_size: int | None = None
+        self.known_iterators: list[tuple[type, Callable[[Any], BatchSource]]] = []
+        self.sampling = (0, 0)
+        self.asked: deque[LoaderHandle] = deque(maxlen=_MAX_ITERATORS)
+
+    def register(self, iterator: object, block: WorkerBlock | None = None, *, again: bool = True) -> None:
+        """Register the workers of an iterator, without keeping it alive.
+
+        Only its pids and its queue are kept. With a strong reference, the agent thread could become the thread that
+        shuts the workers down.
+
+        Args:
+            iterator: the iterator; one without workers is ignored.
+            block: counters that its workers write, if there are any.
+            again: whether its loader has made an iterator before.
+        """
+        iterator = unwrapped(iterator)
+        self._retire()
+        if len(self._live) >= _MAX_ITERATORS or not workers_of(iterator):
+            return
+        key = id(iterator)
+        if key in self._live:
+            return
+        handle = LoaderHandle(iterator, block, again=again)
+        self._live[key] = (weakref.KeyedRef(iterator, self._gone.append, key), handle)  # C code: see `core.weak_map`
+        if block is not None and self.sampling[1]:
+            self.asked.append(handle)
+
+    def begun(self, iterator: object) -> None:
+        """Note that an iteration has begun, on any thread."""
+        handle = self.known(iterator)
+        if handle is not None:
+            self.newest_begun = weakref.ref(handle)
+
+    def known(self, iterator: object) -> LoaderHandle | None:
+        """The handle of a live iterator with workers, watched or not; None for any other."""
+        self._retire()
+        entry = self._live.get(id(unwrapped(iterator)))
+        return None if entry is None else entry[1]
+
+    def delivered(self, iterator: object, *, training: bool) -> BatchSource:
+        """Note a batch that came on the slow path. Returns its source. ``training``: whether it is for training."""
+        source = self._of(iterator)
+        if training:
+            self.newest = weakref.ref(source)
+            self._batch_size = batch_size_of(unwrapped(iterator))
+            if isinstance(source, LoaderHandle):
+                source.training = True
+        return source
+
+    def newest_batch_size(self) -> int | None:
+        """How many samples a batch of the newest loader has; None if it does not tell."""
+        return self._batch_size
+
+    def live(self) -> list[LoaderHandle]:
+        """Handles of the live iterators with workers."""
+        self._retire()
+        return [handle for _, handle in list(self._live.values())]
+
+    def take_retired(self) -> Iterator[LoaderHandle]:
+        """Handles of iterators that ended since the last call, and whose counters must still be read."""
+        self._retire()
+        while self._retired:
+            yield self._retired.popleft()
+
+    def _retire(self) -> None:
+        """Move the iterators that were freed. Any thread may be first."""
+        while self._gone:
+            try:
+                reference = self._gone.popleft()
+            except IndexError:
+                return
+            entry = self._live.get(reference.key)
+            if entry is not None and entry[0] is reference:
+                del self._live[reference.key]
+                self._retired.append(entry[1])
+                if entry[1].block is not None:
+                    entry[1].block.retired = True
+
+    def _of(self, iterator: object) -> BatchSource:
+        iterator = unwrapped(iterator)
+        if self.known(iterator) is None:
+            self.register(iterator)  # it began before the agent
+        handle = self.known(iterator)
+        if handle is not None:
+            return handle
+        for kind, source_of in self.known_iterators:
+            if issubclass(type(iterator), kind):
+                return source_of(iterator)
+        if not is_loader_iterator(iterator):
+            return WATCHED
+        workers = getattr(iterator, "_num_workers", 0)
+        return BatchSource("workers", {"num_workers": workers}) if workers else ON_THREAD

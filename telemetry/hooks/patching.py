@@ -1,0 +1,324 @@
+"""How the hooks get into code that is not ours: replaced attributes, watched imports, hidden frames."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import os
+import sys
+import weakref
+from functools import partial
+from importlib.abc import Loader, MetaPathFinder
+from threading import get_ident
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+
+
+# -- traceback frames ------------------------------------------------------------------------------------------------
+#
+# Keeps our frames out of what the user sees: tracebacks, and the places that warnings name.
+
+F = TypeVar("F", bound="Callable[..., Any]")
+
+_SKIPPED: Final = os.path.join(os.path.dirname(__file__), "importlib._bootstrap")  # noqa: PTH118, PTH120 - a text
+
+
+def unseen(function: F) -> F:
+    """Make a function around one of torch's or the script's invisible for ``warnings.warn(…, stacklevel=…)``.
+
+    A warning with a stack level names the file and line of a caller, and warning filters go by these. Python skips the
+    frames of its import system, which it recognises by the name of their file (bpo-24305). So the function gets such a
+    name, in our folder.
+    """
+    code: Any = function
+    code.__code__ = code.__code__.replace(co_filename=_SKIPPED)
+    return function
+
+
+def forget_frame(error: BaseException) -> None:
+    """Drop the first frame, the caller's own, from the traceback of the exception it has just caught.
+
+    Must be followed by a bare ``raise``. From Python 3.11 on, that restores the traceback as it is now and adds
+    nothing. On 3.10 the frame stays, because a bare ``raise`` restores the traceback as it was caught.
+    """
+    trace = error.__traceback__
+    if trace is not None and trace.tb_next is not None:
+        error.__traceback__ = trace.tb_next
+
+
+# -- weak map --------------------------------------------------------------------------------------------------------
+#
+# Values by object, which does not keep the objects alive and runs no Python when one of them is freed.
+#
+# The dictionaries and sets of `weakref` have Python callbacks. A signal that arrives while an object is freed is
+# handled
+# at the first bytecode of such a callback, and Python drops what a callback raises: Ctrl-C would be lost.
+
+V = TypeVar("V")
+
+
+class WeakMap(Generic[V]):
+    """Objects are compared by identity, and must take weak references. A value is freed with its object."""
+
+    __slots__ = ("_entries",)
+
+    def __init__(self) -> None:
+        self._entries: dict[int, tuple[weakref.ref[Any], V]] = {}
+
+    def __setitem__(self, key: object, value: V) -> None:
+        number = id(key)
+        # The callback gets the reference, which is the default of `pop` and not used.
+        self._entries[number] = weakref.ref(key, partial(self._entries.pop, number)), value
+
+    def __contains__(self, key: object) -> bool:
+        return id(key) in self._entries
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, key: object) -> V | None:
+        """The value of an object; None if it has none."""
+        entry = self._entries.get(id(key))
+        return None if entry is None else entry[1]
+
+    def discard(self, key: object) -> None:
+        """Forget an object, if it has a value."""
+        self._entries.pop(id(key), None)
+
+    def objects(self) -> list[Any]:
+        """The objects that are alive. While the caller has them, it keeps them alive."""
+        return [key for reference, _ in [*self._entries.values()] if (key := reference()) is not None]
+
+    def clear(self) -> None:
+        """Forget all objects."""
+        self._entries.clear()
+
+
+# -- patches ---------------------------------------------------------------------------------------------------------
+#
+# Replaces attributes of modules and classes that are not ours, and restores them.
+
+_MISSING: Final = object()
+
+
+def _nothing(_owner: object) -> None:
+    """Do nothing before the call."""
+
+
+def around(
+    original: Callable[..., Any],
+    *,
+    before: Callable[[Any], Any] = _nothing,
+    after: Callable[[Any, Any, bool], object],
+) -> Callable[..., Any]:
+    """Wrap a method with a call before and a call after it. Its exceptions pass with their tracebacks unchanged.
+
+    Args:
+        original: the method.
+        before: called with the object. If it raises, the caller gets the exception and the method is not called.
+        after: called with the object, the result of ``before``, and whether the method has raised. It must not raise.
+    """
+
+    @functools.wraps(original)
+    @unseen
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        noted = before(self)
+        failed = True
+        try:
+            result = original(self, *args, **kwargs)
+            failed = False
+        except BaseException as error:
+            forget_frame(error)
+            raise
+        finally:
+            after(self, noted, failed)
+        return result
+
+    return wrapper
+
+
+class Patches:
+    """Patches that can all be undone, in reverse order.
+
+    If other code has patched over one of our patches, that patch is not undone, because that would undo theirs, too. It
+    stays underneath and passes straight through.
+    """
+
+    def __init__(self) -> None:
+        self._undo: list[tuple[Any, str, Any, Any]] = []
+        self._removers: list[Callable[[], None]] = []
+
+    def replace(self, owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
+        """Replace ``owner.name`` by ``wrap(original)``.
+
+        Raises:
+            AttributeError: the owner itself has no such attribute. An inherited attribute does not count.
+        """
+        original = vars(owner).get(name, _MISSING)
+        if original is _MISSING:
+            raise AttributeError(f"{getattr(owner, '__name__', owner)!s} has no {name} of its own to patch")
+        # A function known under two names gets one wrapper. Otherwise it could not be pickled by its name.
+        same = [ours for _, _, theirs, ours in self._undo if theirs is original]
+        replacement = same[0] if same else wrap(original)
+        setattr(owner, name, replacement)
+        self._undo.append((owner, name, original, replacement))
+
+    def put(self, owner: Any, name: str, value: Any) -> None:
+        """Set an attribute of ``owner``. `undo` restores the previous attribute, if there was one."""
+        before = vars(owner).get(name, _MISSING)
+        setattr(owner, name, value)
+
+        def remove() -> None:
+            if vars(owner).get(name) is not value:
+                return
+            if before is _MISSING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
+
+        self.on_undo(remove)
+
+    def on_undo(self, remove: Callable[[], None]) -> None:
+        """Call ``remove`` when the patches are undone: for hooks that are removed in another way."""
+        self._removers.append(remove)
+
+    def undo(self) -> list[str]:
+        """Undo all patches. Returns the names of patches that stay, because other code has patched over them."""
+        left: list[str] = []
+        for owner, name, original, replacement in reversed(self._undo):
+            if vars(owner).get(name) is replacement:
+                setattr(owner, name, original)
+            else:
+                left.append(f"{getattr(owner, '__name__', owner)}.{name}")
+        self._undo.clear()
+        for remove in reversed(self._removers):
+            remove()
+        self._removers.clear()
+        return left
+
+
+# -- import watch ----------------------------------------------------------------------------------------------------
+#
+# Calls a function when a module has been imported, without importing it.
+#
+# Under ``telemetry run`` the script has not imported torch yet. The script must import torch itself: before that, it
+# may
+# set variables that torch reads while it loads (OMP_NUM_THREADS, CUDA_VISIBLE_DEVICES).
+
+
+class ImportWatch(MetaPathFinder):
+    """Calls back once for each watched module: at once if it is already imported, else when it has been imported.
+
+    It is in ``sys.meta_path`` only while it waits for a module.
+
+    Args:
+        on_error: called with what a callback raises.
+    """
+
+    def __init__(self, on_error: Callable[[BaseException], None]) -> None:
+        self._waiting: dict[str, Callable[[ModuleType], None]] = {}
+        self._on_error = on_error
+        self._searching: set[tuple[int, str]] = set()  # threads, and the module that each looks for
+
+    def when_imported(self, name: str, then: Callable[[ModuleType], None]) -> None:
+        """Call ``then(module)``. An exception in it goes to ``on_error`` and does not fail the import."""
+        module = sys.modules.get(name)
+        if module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False):
+            self._call(then, module)
+            return
+        self._waiting[name] = then
+        if self not in sys.meta_path:
+            sys.meta_path.insert(0, self)
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._waiting.clear()
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The other finders' spec for a watched module, with a loader that calls back; None for any other module."""
+        del path, target
+        # For this thread and this module only. CPython calls one finder at a time, but does not guarantee it.
+        search = (get_ident(), fullname)
+        if fullname not in self._waiting or search in self._searching:
+            return None
+        self._searching.add(search)
+        try:
+            spec = importlib.util.find_spec(fullname)
+        except (ImportError, AttributeError, ValueError):
+            return None  # the other finders will raise the reason
+        finally:
+            self._searching.discard(search)
+        if spec is None or spec.loader is None:
+            return None
+        # It stays watched: a caller that asks for a spec may not import the module.
+        spec.loader = _Announcing(spec.loader, lambda module: self._imported(fullname, module))
+        return spec
+
+    def _imported(self, name: str, module: ModuleType) -> None:
+        then = self._waiting.pop(name, None)
+        if then is not None:
+            self._call(then, module)
+        if not self._waiting:
+            self.close()
+
+    def _call(self, then: Callable[[ModuleType], None], module: ModuleType) -> None:
+        try:
+            then(module)
+        except Exception as error:
+            self._on_error(error)
+
+
+class _Announcing(Loader):
+    """The real loader, with a call after the import. It removes itself before the module's code runs."""
+
+    def __init__(self, loader: Any, then: Callable[[ModuleType], None]) -> None:
+        self._loader = loader
+        self._then = then
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        created: ModuleType | None = self._loader.create_module(spec)
+        return created
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        self._then(module)
+
+
+# -- fork keepalive --------------------------------------------------------------------------------------------------
+#
+# Keeps objects that own a resource of a device from being destroyed in a forked child.
+#
+# A child inherits a copy of such objects. The destructor of a CUDA event calls the driver, which does not work in a
+# forked child: the call fails, or ends the process. Many things can drop the last reference: code, the garbage
+# collector,
+# or the interpreter when it exits and clears every module. So an object that is kept here has one more reference, which
+# Python does not know of. Only `release` drops it, in the process that made the object.
+
+_KEPT: Final[dict[int, Any]] = {}
+# This reference is never dropped: the dictionary and its contents outlive the interpreter, in the parent, too.
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(_KEPT))
+
+
+def keep(owner: Any) -> None:
+    """Keep an object, and everything that it refers to, alive until `release`; in a forked child forever."""
+    _KEPT[id(owner)] = owner
+
+
+def release(owner: Any) -> None:
+    """Release an object. Must not be called in a forked child for an object of its parent."""
+    _KEPT.pop(id(owner), None)

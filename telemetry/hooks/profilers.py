@@ -1,0 +1,218 @@
+"""The user's own profilers: when one records, and named ranges in their traces."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+from telemetry.attach.worker_probe import in_worker_process, note_wrapper, without_ours
+from telemetry.hooks.patching import WeakMap, around, forget_frame, unseen
+from telemetry.util.errors import let_pass
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from types import ModuleType
+
+    from telemetry.hooks.patching import Patches
+
+    End = Callable[[], object]
+    Maker = Callable[[str], End]
+
+
+# -- profiler watch --------------------------------------------------------------------------------------------------
+#
+# Tracks which of the user's own profilers record, and calls a function before one begins.
+#
+# Kineto has one session per process. A second session empties the first. Then the session that stops last ends the
+# process with a segmentation fault (torch 2.13, sessions on two threads). So our profiler never begins while one of the
+# user's ("theirs") records, and ours ends before one of theirs begins.
+#
+# Every profiler passes through `torch.autograd.profiler`: `torch.profiler.profile` with its schedules (including its
+# warm-up, which no public state shows), Lightning's profilers, the autograd profiler and ``emit_nvtx``.
+
+_BEGIN: Final = {
+    "profile": ("_prepare_trace", "_start_trace"),
+    "emit_nvtx": ("__enter__",),
+    "emit_itt": ("__enter__",),
+}
+
+_DAEMON_VARIABLE: Final = "KINETO_USE_DAEMON"
+
+
+class ProfilerWatch:
+    """Tracks the profilers of the process.
+
+    Args:
+        on_error: called with a failure of our code while one of theirs begins.
+
+    Attributes:
+        before_theirs: called before one of theirs begins, on its thread. It returns when ours has ended.
+    """
+
+    def __init__(self, on_error: Callable[[BaseException], None]) -> None:
+        self.before_theirs: Callable[[], None] | None = None
+        self._on_error = on_error
+        self._theirs: WeakMap[None] = WeakMap()
+        self._our_thread = 0
+        self._enabled: Callable[[], bool] = lambda: False
+
+    def patch(self, module: ModuleType, enabled: Callable[[], bool], patches: Patches) -> None:
+        """Patch ``torch.autograd.profiler``. ``enabled``: whether a profiler records on the calling thread."""
+        self._enabled = enabled
+        for name, beginnings in _BEGIN.items():
+            owner = vars(module).get(name)
+            if owner is None:
+                continue
+            for beginning in beginnings:
+                patches.replace(
+                    owner, beginning, lambda original: around(original, before=self._begin, after=self._begun)
+                )
+            patches.replace(owner, "__exit__", lambda original: around(original, after=self._ended))
+
+    def theirs(self) -> str | None:
+        """Why our profiler must not begin on the calling thread; None if it may."""
+        if os.environ.get(_DAEMON_VARIABLE):
+            return f"{_DAEMON_VARIABLE} is set: profiling is left to the daemon"
+        if self.at_work() or self._enabled():
+            return "a profiler of the script's own is at work"
+        return None
+
+    def at_work(self) -> bool:
+        """Whether one of theirs records or warms up, on any thread."""
+        return len(self._theirs) > 0
+
+    @contextmanager
+    def ours(self) -> Iterator[None]:
+        """A context in which this thread begins or ends our own profiler."""
+        self._our_thread = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._our_thread = 0
+
+    def _begin(self, profiler: Any) -> None:
+        if threading.get_ident() == self._our_thread:
+            return
+        try:
+            self._theirs[profiler] = None  # first: from here on ours does not begin
+            if self.before_theirs is not None:
+                self.before_theirs()
+        except Exception as error:
+            self._on_error(error)
+
+    def _begun(self, profiler: Any, _noted: None, failed: bool) -> None:  # noqa: FBT001
+        if failed:
+            self._theirs.discard(profiler)
+
+    def _ended(self, profiler: Any, _noted: None, _failed: bool) -> None:  # noqa: FBT001
+        self._theirs.discard(profiler)
+
+
+# -- profiler ranges -------------------------------------------------------------------------------------------------
+#
+# Named ranges in the traces of profilers: ``record_function`` and NVTX.
+#
+# While a snapshot records, phases and waits for watched iterables are ranges of its trace. Torch itself marks the waits
+# for a DataLoader. With the setting ``nvtx``, steps, waits, phases and the workers' fetches are always NVTX ranges,
+# which
+# Nsight Systems shows. Then no step takes the fast path of the hooks.
+
+
+class ProfilerRanges:
+    """The ranges of the training thread.
+
+    Attributes:
+        makers: each begins a range and returns the function that ends it. Empty while no profiler records.
+        nvtx: whether steps are always NVTX ranges.
+    """
+
+    __slots__ = ("_step", "makers", "nvtx")
+
+    def __init__(self) -> None:
+        self.makers: tuple[Maker, ...] = ()
+        self.nvtx = False
+        self._step: Sequence[End] = ()
+
+    def use_nvtx(self, nvtx: Any) -> None:
+        """Make NVTX ranges from now on.
+
+        Args:
+            nvtx: ``torch.cuda.nvtx``.
+
+        Raises:
+            RuntimeError: this torch has no NVTX.
+        """
+        nvtx.range_end(nvtx.range_start("telemetry"))
+        self.makers += (lambda name: functools.partial(nvtx.range_end, nvtx.range_start(name)),)
+        self.nvtx = True
+
+    def begin(self, name: str) -> Sequence[End]:
+        """Begin a range. Returns what `end` needs."""
+        return [make(name) for make in self.makers]
+
+    def end(self, ends: Sequence[End]) -> None:
+        """End a range, even if no profiler records any more."""
+        for end in reversed(ends):
+            end()
+
+    def step(self, ended: int, *, opens: bool) -> None:
+        """``ended`` steps have ended. With ``opens`` the next step begins."""
+        self.end(self._step)
+        self._step = self.begin(f"step {ended + 1}") if opens else ()
+
+
+class MarkedWorker:
+    """A ``worker_init_fn`` that makes each fetch an NVTX range, and then runs the user's own function.
+
+    Args:
+        user: the loader's ``worker_init_fn``; None if it has none.
+    """
+
+    def __init__(self, user: Callable[[int], None] | None) -> None:
+        self.user = user
+        self._maker = os.getpid()
+
+    def __call__(self, worker_id: int) -> None:
+        """Called by the DataLoader in the worker. Patches nothing if the worker is a thread of the training process."""
+        try:
+            if in_worker_process(self._maker):
+                _mark_fetches(worker_id)
+        except Exception as error:
+            let_pass(error)  # it cannot be reported from here
+        if self.user is None:
+            return
+        try:
+            self.user(worker_id)
+        except BaseException as error:
+            forget_frame(error)
+            raise
+
+
+def _mark_fetches(worker: int) -> None:
+    """Patch the fetchers of this worker process."""
+    nvtx: Any = sys.modules["torch.cuda.nvtx"]
+    nvtx.range_push("telemetry")  # if NVTX is missing, this raises now and not during a fetch
+    nvtx.range_pop()
+    fetch: Any = sys.modules["torch.utils.data._utils.fetch"]
+    for kind in (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher):
+        kind.fetch = _marked(without_ours(kind.fetch, "marked"), nvtx, f"fetch, worker {worker}")
+
+
+def _marked(original: Callable[[Any, Any], Any], nvtx: Any, name: str) -> Callable[[Any, Any], Any]:
+    @functools.wraps(original)
+    @unseen
+    def fetch(self: Any, possibly_batched_index: Any) -> Any:
+        nvtx.range_push(name)
+        try:
+            return original(self, possibly_batched_index)
+        except BaseException as error:
+            forget_frame(error)
+            raise
+        finally:
+            nvtx.range_pop()
+
+    return note_wrapper(fetch, "marked")

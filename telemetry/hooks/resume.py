@@ -1,0 +1,234 @@
+"""What the training thread tells about checkpoints: which it has written, and where it has resumed."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import deque
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Final
+
+from telemetry.hooks.ring import S_STARTUP
+from telemetry.records import SavedCheckpoint
+from telemetry.util.clock import now_ns
+from telemetry.util.errors import let_pass
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from telemetry.hooks.state import StepState
+
+OPTIMIZER: Final = "optimizer"
+TOLD: Final = "told"
+
+_MAX_SAVES: Final = 1024
+_MAX_ENTRIES: Final = 64
+_MAX_PARAMETERS: Final = 8
+
+
+class ResumeState:
+    """Kept by the training thread, off the fast path. The agent thread reads it and takes ``saves``.
+
+    Attributes:
+        saves: checkpoints that have been written, or whose writing has failed.
+        restore_ns: time spent in loading functions before the first step; ``restoring_since``: of one in progress,
+            monotonic ns, else 0.
+        step: number of optimizer steps that the loaded state contains; None if nothing tells.
+        at_optimizer_steps: optimizer steps of this process when ``step`` was loaded.
+        source: where ``step`` comes from: ``optimizer`` or ``told``.
+        optimizers: how many optimizers have been seen to step.
+        writing_elsewhere: asynchronous checkpoints in progress, whose parts other threads save.
+        initializing: an optimizer's state is being created by a step that trains nothing.
+    """
+
+    __slots__ = (
+        "_failed",
+        "_holds_optimizer",
+        "_optimizer_ids",
+        "_read",
+        "_writing",
+        "at_optimizer_steps",
+        "initializing",
+        "restore_ns",
+        "restoring_since",
+        "saves",
+        "source",
+        "step",
+        "writing_elsewhere",
+    )
+
+    def __init__(self) -> None:
+        self.saves: deque[SavedCheckpoint] = deque(maxlen=_MAX_SAVES)
+        self.restore_ns = 0
+        self.restoring_since = 0
+        self.step: int | None = None
+        self.at_optimizer_steps = 0
+        self.source: str | None = None
+        self.initializing = False
+        self.writing_elsewhere = 0
+        self._optimizer_ids: set[int] = set()
+        self._read = False
+        self._holds_optimizer: bool | None = None  # of the checkpoint in progress
+        self._failed = False
+        self._writing: list[Any] = []  # futures of its asynchronous part
+
+    @property
+    def optimizers(self) -> int:
+        """How many optimizers have been seen to step."""
+        return len(self._optimizer_ids)
+
+    # -- checkpoints -------------------------------------------------------------------------------------------
+
+    def saving(self, *, holds_optimizer: bool) -> None:
+        """A saving function is about to be called on the training thread."""
+        self._holds_optimizer = bool(self._holds_optimizer) or holds_optimizer
+
+    def failed(self) -> None:
+        """The checkpoint in progress raises."""
+        self._failed = True
+
+    def writing(self, future: Any) -> None:
+        """The saving function has returned, and the checkpoint is complete when this future is done."""
+        self._writing.append(future)
+
+    def checkpoint_ended(self, state: StepState, start: int, end: int) -> None:
+        """The outermost checkpoint scope of the training thread ends."""
+        futures, failed, holds = self._writing, self._failed, self._holds_optimizer
+        self._writing, self._failed, self._holds_optimizer = [], False, None
+        save = SavedCheckpoint(
+            start,
+            end,
+            state.optimizer_steps,
+            state.ring.closed + state.ring.open,
+            complete=not failed and not futures,
+            holds_optimizer=holds is not False,  # a phase of the user's with no saving function in it is a checkpoint
+        )
+        self.saves.append(save)
+        left = len(futures)
+        self.writing_elsewhere += left
+
+        def written(future: Any) -> None:  # on a thread of torch's
+            nonlocal left
+            left -= 1
+            self.writing_elsewhere -= 1
+            if not failed and not left and _succeeded(future):
+                self.saves.append(save._replace(end_ns=now_ns(), complete=True, background=True))
+
+        for future in futures:
+            future.add_done_callback(written)
+
+    def saved_elsewhere(self, start: int, steps: tuple[int, int], *, holds_optimizer: bool) -> None:
+        """A saving function has returned on another thread. ``steps``: of optimizers, and of the loop, at its start."""
+        optimizer_steps, loop_steps = steps
+        self.saves.append(
+            SavedCheckpoint(
+                start, now_ns(), optimizer_steps, loop_steps, True, holds_optimizer=holds_optimizer, background=True
+            )
+        )
+
+    # -- restoring ---------------------------------------------------------------------------------------------
+
+    def begin_restore(self, state: StepState) -> bool:
+        """A loading function is about to be called. Returns whether its time counts: the outermost, before a step."""
+        starting = state.category == S_STARTUP and not state.batch_seen
+        if not starting or self.restoring_since or threading.get_ident() != state.thread:
+            return False
+        self.restoring_since = now_ns()
+        return True
+
+    def end_restore(self) -> None:
+        """It has returned, or raised."""
+        since, self.restoring_since = self.restoring_since, 0
+        self.restore_ns += now_ns() - since
+
+    def loaded(self, state: StepState, optimizer: Any, given: Any) -> None:
+        """An optimizer has loaded its state. ``given``: what it was called with, which may still be on the host."""
+        if self.source is not None or threading.get_ident() != state.thread or state.ring.closed:
+            return
+        step = _step_of_optimizer(optimizer)
+        if step is None and isinstance(given, dict):
+            step = _counted_in(dict.get(given, "state"))
+        if step is not None:
+            self.step, self.source, self.at_optimizer_steps = step, OPTIMIZER, state.optimizer_steps
+
+    def stepped(self, optimizer: Any, steps: int) -> None:
+        """An optimizer has stepped, off the fast path, and that was step number ``steps`` of this process."""
+        if len(self._optimizer_ids) < _MAX_PARAMETERS:
+            self._optimizer_ids.add(id(optimizer))
+        self.read_position(optimizer, steps)
+
+    def read_position(self, optimizer: Any, steps: int) -> None:
+        """Read how many steps the state of the first optimizer that steps has had, maybe within the step of another."""
+        if self._read:
+            return
+        self._read = True
+        if self.source is None:
+            step = _step_of_optimizer(optimizer)
+            if step is not None and step >= steps:
+                self.step, self.source, self.at_optimizer_steps = step - steps, OPTIMIZER, 0
+
+    def told(self, state: StepState, step: int) -> None:
+        """The script says how many steps the state that it has loaded contains."""
+        self.step, self.source, self.at_optimizer_steps = step, TOLD, state.optimizer_steps
+
+
+def _succeeded(future: Any) -> bool:
+    """Whether a future has a result. An exception here would be logged by torch's thread."""
+    try:
+        return not future.cancelled() and future.exception() is None
+    except Exception as error:  # another kind of future
+        let_pass(error)
+        return False
+
+
+def _step_of_optimizer(optimizer: Any) -> int | None:
+    try:
+        return _counted_in(optimizer.state)
+    except Exception as error:  # an optimizer of another kind
+        let_pass(error)
+        return None
+
+
+def _counted_in(states: Any) -> int | None:
+    """The steps in the state of an optimizer, by parameter. Calls no method of a class of the user's."""
+    try:
+        return step_of(dict.values(states)) if isinstance(states, dict) else None
+    except (OverflowError, ValueError, RuntimeError):  # infinite, no number, or several
+        return None
+
+
+def step_of(states: Iterable[Any]) -> int | None:
+    """How many steps an optimizer's state has had, as Adam and others count them; None where it does not count.
+
+    Only a number on the host is read. Reading one on a device would wait for the device, and one of a distributed
+    tensor perhaps for the other ranks.
+
+    Args:
+        states: the state of each parameter.
+    """
+    tensor = getattr(sys.modules.get("torch"), "Tensor", None)
+    newest: int | None = None
+    for state in islice(states, _MAX_PARAMETERS):
+        value: Any = dict.get(state, "step") if isinstance(state, dict) else None
+        kind = type(value)  # not a subclass, such as a DTensor
+        if kind in {int, float} or (kind is tensor and value.device.type == "cpu"):
+            newest = max(newest or 0, int(value))
+    return newest
+
+
+def holds_optimizer(value: Any, depth: int = 2) -> bool:
+    """Whether an object that is saved contains an optimizer's state, as far as its outer levels tell.
+
+    A class of the user's may load on access what it contains. So no method of it is called.
+    """
+    if isinstance(value, dict):
+        if dict.__contains__(value, "param_groups") and dict.__contains__(value, "state"):
+            return True
+        values: Any = dict.values(value)
+    elif isinstance(value, list):
+        values = list.__iter__(value)
+    elif isinstance(value, tuple):
+        values = tuple.__iter__(value)
+    else:
+        return False
+    return depth > 0 and any(holds_optimizer(each, depth - 1) for each in islice(values, _MAX_ENTRIES))

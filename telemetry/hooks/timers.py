@@ -1,0 +1,472 @@
+"""What holds the training thread up inside ``next()``: garbage collections, the sampler, and freeing a batch."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import weakref
+from collections import UserDict, deque
+from functools import partial
+from itertools import repeat, takewhile
+from operator import attrgetter, itemgetter, methodcaller
+from threading import get_ident, get_native_id
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from telemetry.hooks.patching import forget_frame, unseen
+from telemetry.hooks.ring import MASK, S_COMPUTE, S_DATA_WAIT, STRIDE
+from telemetry.util.clock import clock_gettime_ns, now_ns, thread_time_ns
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import CodeType, FrameType
+
+    from telemetry.hooks.patching import Patches
+    from telemetry.hooks.ring import Ring
+    from telemetry.hooks.state import StepState
+
+    _Seen = tuple[int, int, int, tuple[int, int], tuple[CodeType, int]]
+    """The thread; monotonic ns; the ring's head; end and code of the entry after the batch's own; the statement."""
+
+
+# -- gc timer --------------------------------------------------------------------------------------------------------
+#
+# Times garbage collections that stop the training thread.
+#
+# The callback in ``gc.callbacks`` consists of C functions that only take stamps. A signal that arrives during a
+# collection waits for the next bytecode. If that were ours, the exception of its handler (Ctrl-C) would be raised in
+# the
+# callback, and Python drops what a callback raises.
+
+_MAX_STAMPS: Final = 1 << 12
+"""Two for each collection. With one reading a second this is enough for a collection every 0.5 ms."""
+
+_STATE: Final = attrgetter("category", "waiting_since", "batch_seen", "thread")
+_AT_BOUNDARY: Final = attrgetter("at_boundary")
+
+
+class _Stamp(NamedTuple):
+    """The start or the end of a collection.
+
+    Attributes:
+        begins: whether it begins.
+        at_ns: when, monotonic ns.
+        thread: ident of the collecting thread.
+        ran_ns: CPU time of the training thread, if another one collects: that takes 2 µs to read.
+        state: what the training thread was doing, as `_STATE` reads it.
+        at_boundary: whether an iteration had begun or ended since the newest batch.
+    """
+
+    begins: bool
+    at_ns: int
+    thread: int
+    ran_ns: int
+    state: tuple[int, int, bool, int]
+    at_boundary: bool
+
+
+class _Collection(NamedTuple):
+    """A collection that stopped the training thread. ``own``: on that thread."""
+
+    began_ns: int
+    ended_ns: int
+    lost_ns: int
+    own: bool
+    in_wait: bool
+    at_boundary: bool
+
+
+class GarbageTimer:
+    """Sums over the collections that stopped the training thread. The agent thread reads them.
+
+    A collection on another thread holds the GIL, so it stops the training thread, too. Time in which that ran meanwhile
+    (code that does not need the GIL) is not counted, and nothing while it waited for a batch of its workers. During
+    startup and evaluations no step loses time.
+
+    Attributes:
+        ns: time lost.
+        wait_ns: the part of it in which a batch was requested. ``boundary_wait_ns``: that at epoch boundaries, which is
+            not in ``wait_ns``.
+    """
+
+    def __init__(self, state: StepState, sampler: SamplerTimer) -> None:
+        self._stamps: deque[_Stamp] = deque(maxlen=_MAX_STAMPS)
+        self._state = state
+        self._sampler = sampler
+        self._attached = False
+        self._callback: Callable[..., object] | None = None
+        self._read_until_ns = 0
+        self.ns = self.wait_ns = self.boundary_wait_ns = 0
+
+    def attach(self, patches: Patches) -> None:
+        """Add the callback. ``patches`` removes it."""
+        self._attached = True
+        patches.on_undo(self.detach)
+        self.follow_thread()
+
+    def follow_thread(self) -> None:
+        """The calling thread is the training thread from now on."""
+        if not self._attached:
+            return
+        self.detach()
+        begins, ends = (self._noting(begins=begins) for begins in (True, False))
+        clock = type("GarbageClock", (), {"start": property(begins), "stop": property(ends)})()
+        # Python calls it with the phase, "start" or "stop", and details: getattr(clock, phase, details).
+        self._callback = partial(getattr, clock)
+        gc.callbacks.append(self._callback)
+
+    def detach(self) -> None:
+        """Remove the callback."""
+        if self._callback in gc.callbacks:
+            gc.callbacks.remove(self._callback)
+
+    @property
+    def collecting(self) -> bool:
+        """Whether the calling thread collects."""
+        newest = [*self._stamps][-1:]
+        return [(stamp[0], stamp[2]) for stamp in newest] == [(True, get_ident())]
+
+    def read(self, *, workers: bool) -> None:
+        """Add up the collections that have ended since the last call. On the agent thread.
+
+        Args:
+            workers: whether workers fetch the batches.
+        """
+        for each in self._collections(self._read_until_ns, workers=workers):
+            self._read_until_ns = each.ended_ns
+            self.ns += each.lost_ns
+            if each.in_wait and each.at_boundary:
+                self.boundary_wait_ns += each.lost_ns
+            elif each.in_wait:
+                self.wait_ns += each.lost_ns
+
+    def within_wait(self, since_ns: int) -> tuple[int, int]:
+        """Collections since a stamp in which the training thread, which calls this, requested a batch of workers.
+
+        Returns:
+            Their time, and the part of it in which this thread has collected, ns.
+        """
+        inside = [each for each in self._collections(since_ns, workers=True) if each.in_wait]
+        return sum(each.lost_ns for each in inside), sum(each.lost_ns for each in inside if each.own)
+
+    def _noting(self, *, begins: bool) -> Callable[[object], object]:
+        """A C function of one argument, which it ignores, that appends a `_Stamp`."""
+        call, native = methodcaller("__call__"), get_native_id()
+        append: Callable[[Any], None] = self._stamps.append
+        # The clock of this thread, as pthread_getcpuclockid computes its number. It fails once the thread has ended.
+        clock = {True: partial(clock_gettime_ns, ~native << 3 | 6), False: int}
+        exists = map(os.access, repeat(f"/proc/self/task/{native}"), repeat(os.F_OK))
+        ran = partial(next, map(call, map(clock.get, exists)))
+        stamp = zip(
+            repeat(begins),
+            iter(now_ns, None),
+            iter(get_ident, None),
+            map(call, map({get_ident(): int}.get, iter(get_ident, None), repeat(ran))),  # int() is 0
+            map(_STATE, repeat(self._state)),
+            map(_AT_BOUNDARY, repeat(self._sampler)),
+            strict=False,
+        )
+        return partial(next, map(append, stamp))  # next(..., argument): the argument is the default, unused
+
+    def _collections(self, since_ns: int, *, workers: bool) -> Iterator[_Collection]:
+        """Those that began at or after a stamp, oldest first."""
+        newer = takewhile(lambda stamp: stamp[1] >= since_ns, reversed([*self._stamps]))
+        began: _Stamp | None = None
+        for stamp in map(_Stamp._make, reversed([*newer])):
+            if stamp.begins:
+                began = stamp
+            elif began is not None:
+                found = _collection(began, stamp, workers=workers)
+                began = None
+                if found is not None:
+                    yield found
+
+
+def _collection(began: _Stamp, ended: _Stamp, *, workers: bool) -> _Collection | None:
+    category, waiting_since, batch_seen, training = began.state
+    elsewhere = began.thread != training
+    asking = waiting_since > 0 and batch_seen
+    if category != S_COMPUTE and (elsewhere or not asking):
+        return None
+    if elsewhere and waiting_since and workers:
+        return None
+    lost = max(0, ended.at_ns - began.at_ns - (ended.ran_ns - began.ran_ns))
+    return _Collection(began.at_ns, ended.at_ns, lost, not elsewhere, asking, began.at_boundary)
+
+
+# -- sampler timer ---------------------------------------------------------------------------------------------------
+#
+# Times what the training thread itself does inside ``next()`` if workers fetch. Mostly it runs the sampler.
+#
+# A DataLoader with workers asks its sampler for the next indices on the thread that requests batches, before it returns
+# a
+# batch. That time is added to every step, however many workers there are. The iterator does it in ``_next_index``. To
+# time it, a callable of ours is put into the iterator's own ``__dict__`` during one call of ``next()``: for a few
+# batches
+# a second, and at the start of an epoch. All other steps run torch's own code.
+
+_NAME: Final = "_next_index"
+
+
+class SamplerTimer:
+    """Sums over timed waits, nanoseconds. Written on the training thread.
+
+    Attributes:
+        wanted: how many of the next batches to time. Set on the agent thread, and at the start of an epoch.
+        at_boundary: whether an iteration has begun or ended since the newest batch. False before the first batch.
+        batches: how many batches of workers were timed, without the first of each epoch.
+        sampler_ns, sampler_cpu_ns: time of the sampler for them, wall clock and CPU clock of this thread, without
+            garbage collections.
+        receiving_cpu_ns: CPU time of this thread for the rest of these waits: to receive and unpickle the batch.
+        boundary_sampler_ns, boundary_sampler_cpu_ns: time of the sampler at the start of every epoch except the first.
+    """
+
+    __slots__ = (
+        "at_boundary",
+        "batches",
+        "boundary_sampler_cpu_ns",
+        "boundary_sampler_ns",
+        "receiving_cpu_ns",
+        "sampler_cpu_ns",
+        "sampler_ns",
+        "wanted",
+    )
+
+    def __init__(self) -> None:
+        self.wanted = 0
+        self.at_boundary = False
+        self.batches = 0
+        self.sampler_ns = self.sampler_cpu_ns = self.receiving_cpu_ns = 0
+        self.boundary_sampler_ns = self.boundary_sampler_cpu_ns = 0
+
+    def epoch_boundary(self) -> None:
+        """Note that an iteration begins or has ended, except the first of the run."""
+        self.at_boundary = True
+        self.wanted = self.wanted or 1
+
+
+class TimedWait:
+    """A wait for a batch of workers, or the start of an epoch, whose parts are timed.
+
+    Args:
+        timer: gets the sums.
+        garbage: knows of garbage collections.
+        iterator: the iterator of the loader.
+    """
+
+    __slots__ = ("_before", "_sampler", "_timer")
+
+    def __init__(self, timer: SamplerTimer, garbage: GarbageTimer, iterator: object) -> None:
+        self._timer = timer
+        self._sampler = _TimedSampler(garbage, iterator)
+        vars(iterator)[_NAME] = self._sampler
+        self._before = Clocks(garbage)
+
+    def end(self, iterator: object, *, batch: bool) -> None:
+        """End the wait. ``batch``: whether it returned a batch."""
+        timer, sampler = self._timer, self._sampler
+        _, cpu = self._before.passed()
+        if vars(iterator).get(_NAME) is sampler:
+            del vars(iterator)[_NAME]
+        if timer.at_boundary:
+            timer.boundary_sampler_ns += sampler.ns
+            timer.boundary_sampler_cpu_ns += sampler.cpu_ns
+        elif batch:
+            timer.batches += 1
+            timer.sampler_ns += sampler.ns
+            timer.sampler_cpu_ns += sampler.cpu_ns
+            timer.receiving_cpu_ns += max(0, cpu - sampler.cpu_ns)
+
+
+class Clocks:
+    """The wall clock and this thread's CPU clock, from which garbage collections are subtracted."""
+
+    __slots__ = ("_cpu_ns", "_garbage", "_wall_ns")
+
+    def __init__(self, garbage: GarbageTimer) -> None:
+        self._garbage = garbage
+        self._cpu_ns = thread_time_ns()
+        self._wall_ns = now_ns()
+
+    def passed(self) -> tuple[int, int]:
+        """Nanoseconds since the start without garbage collections: wall clock, and CPU clock."""
+        wall, cpu = now_ns() - self._wall_ns, thread_time_ns() - self._cpu_ns
+        collecting, collecting_cpu = self._garbage.within_wait(self._wall_ns)
+        return max(0, wall - collecting), max(0, cpu - collecting_cpu)
+
+
+class _TimedSampler:
+    """Replaces ``_next_index`` of one iterator, and times it on the training thread.
+
+    It does not keep the iterator alive, because the workers end with the iterator.
+    """
+
+    __slots__ = ("_garbage", "_iterator", "_thread", "cpu_ns", "ns")
+
+    def __init__(self, garbage: GarbageTimer, iterator: object) -> None:
+        self._garbage = garbage
+        self._iterator = weakref.ref(iterator)
+        self._thread = get_ident()
+        self.ns = self.cpu_ns = 0
+
+    @unseen
+    def __call__(self) -> Any:
+        iterator: Any = self._iterator()
+        before = Clocks(self._garbage) if get_ident() == self._thread else None
+        try:
+            return type(iterator)._next_index(iterator)
+        except BaseException as error:
+            forget_frame(error)
+            raise
+        finally:
+            if before is not None:
+                ns, cpu_ns = before.passed()
+                self.ns += ns
+                self.cpu_ns += cpu_ns
+
+
+def timeable(iterator: object) -> bool:
+    """Whether a callable of ours can be put into this iterator: nobody else has put one there."""
+    own = getattr(iterator, "__dict__", None)
+    return (
+        own is not None and hasattr(type(iterator), _NAME) and isinstance(own.get(_NAME), (_TimedSampler, type(None)))
+    )
+
+
+# -- batch release ---------------------------------------------------------------------------------------------------
+#
+# How long the training thread takes to free a batch.
+#
+# ``for batch in loader`` frees a batch when the next one replaces it. That time is measured as compute, although it is
+# a
+# cost of the batch: to unmap hundreds of small tensors takes 13 ms where the step itself takes 9 ms. So one batch a
+# tick
+# is followed with weak references, whose callbacks record when it is freed. A batch that is freed in another way (kept,
+# moved to a GPU, taken apart) is not counted.
+#
+# The advice `batch_transfer` needs this. In the zoo, sending one large graph instead of hundreds of small tensors made
+# steps 10.0 times faster. The prediction was 9.3 with this figure, and would be 4.1 without it.
+
+_FRAMES: Final = 10
+"""How many frames up to search for the statement that holds the batch: our own, tqdm's, a generator's, the loop's."""
+
+_DEPTH: Final = 8
+"""How deep nested containers are searched."""
+
+_MAX_FOLLOWED: Final = 8
+"""Maximum number of followed batches that the agent thread has not read yet."""
+
+
+class BatchRelease:
+    """Follows one batch at a time: `follow` on the training thread, `read` on the agent thread.
+
+    Args:
+        ring: shows when the next batch came.
+
+    Attributes:
+        wanted: whether to follow the next batch of workers. Set on the agent thread.
+        freed: how many batches were seen to be freed.
+        ns: how long that took, nanoseconds.
+    """
+
+    __slots__ = ("_followed", "_ring", "freed", "ns", "wanted")
+
+    def __init__(self, ring: Ring) -> None:
+        self._ring = ring
+        self._followed: deque[_Followed] = deque(maxlen=_MAX_FOLLOWED)
+        self.wanted = False
+        self.freed = 0
+        self.ns = 0
+
+    def follow(self, batch: object) -> None:
+        """Follow this batch, which has just come."""
+        self.wanted = False
+        self._followed.append(_Followed(batch, self._ring))
+
+    def forget(self) -> None:
+        """Stop following. Must be called before the interpreter exits: then no statement frees the last batches."""
+        self.wanted = False
+        self._followed = deque(maxlen=_MAX_FOLLOWED)
+
+    def read(self) -> None:
+        """Add up what was seen, except for the newest batch, which may not be freed yet."""
+        followed = self._followed  # `forget` may replace it
+        while len(followed) > 1:
+            took = followed.popleft().took_ns()
+            if took is not None:
+                self.freed += 1
+                self.ns += took
+
+
+class _Followed:
+    """One batch that has come."""
+
+    __slots__ = ("_head", "_references", "_seen", "_statements")
+
+    def __init__(self, batch: object, ring: Ring) -> None:
+        self._head = ring.head + STRIDE  # the head once the next batch has come, and nothing else
+        self._statements = _statements()
+        self._seen: list[_Seen] = []
+        note = _noting_release(self._seen, ring)
+        self._references = [weakref.ref(tensor, note) for tensor in _ends_of(batch)]
+
+    def took_ns(self) -> int | None:
+        """Time from the next batch's arrival until this one's last tensor was freed, ns; None if freed otherwise."""
+        return max((now - came for now, came in map(self._freed, self._seen) if came), default=None)
+
+    def _freed(self, seen: _Seen) -> tuple[int, int]:
+        """When a tensor was freed, and when the next batch came; 0 if the arrival of that batch did not free it."""
+        _, now, head, (came, entry), statement = seen
+        replaced = head == self._head and entry & 7 == S_DATA_WAIT and statement in self._statements
+        return now, came if replaced else 0
+
+
+def _noting_release(seen: list[_Seen], ring: Ring) -> Callable[[object], object]:
+    """A callback for weak references that appends what it sees on this thread. On another thread it does nothing.
+
+    It consists of C functions. During a Python callback, the interpreter could run a pending signal handler, and an
+    exception in a weak reference's callback (Ctrl-C) would be lost. A thread that Python did not start (autograd's) has
+    no frame, so the thread is checked first: `zip` stops there.
+    """
+    slot = ring.head & MASK
+    now = zip(
+        takewhile(get_ident().__eq__, iter(get_ident, None)),
+        iter(now_ns, None),
+        iter(partial(getattr, ring, "head"), None),
+        iter(partial(itemgetter(slot + 1, slot + 2), ring.words), None),
+        map(attrgetter("f_code", "f_lineno"), iter(sys._getframe, None)),
+        strict=False,
+    )
+    return partial(next, map(seen.append, now))  # next(..., reference): the reference is the default, unused
+
+
+def _statements() -> list[tuple[CodeType, int]]:
+    """Where a batch is requested: the current lines of the innermost frames."""
+    frame: FrameType | None = sys._getframe(1)
+    found: list[tuple[CodeType, int]] = []
+    while frame is not None and len(found) < _FRAMES:
+        found.append((frame.f_code, frame.f_lineno))
+        frame = frame.f_back
+    return found
+
+
+def _ends_of(batch: object) -> list[Any]:
+    """The first and the last tensor: containers are freed from one end to the other, in either direction."""
+    return [end for index in (0, -1) if (end := _end_of(batch, index)) is not None]
+
+
+def _end_of(batch: object, index: int) -> object | None:
+    """The object at one end of nested containers, if it supports weak references; else None. Runs none of its code."""
+    for _ in range(_DEPTH):
+        if isinstance(batch, UserDict):
+            batch = batch.data
+        if isinstance(batch, dict):
+            values = dict.values(batch)
+            batch = next(iter(values) if index == 0 else reversed(values), None)
+        elif isinstance(batch, list):
+            batch = list.__getitem__(batch, index) if list.__len__(batch) else None
+        elif isinstance(batch, tuple):
+            batch = tuple.__getitem__(batch, index) if tuple.__len__(batch) else None
+        else:
+            return batch if type(batch).__weakrefoffset__ else None
+    return None

@@ -1,0 +1,498 @@
+"""Sources that are no DataLoader: iterables that the script watches, and libraries that read ahead on threads."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import operator
+from functools import partial
+from inspect import isgeneratorfunction, unwrap
+from threading import get_ident
+from types import WrapperDescriptorType
+from typing import TYPE_CHECKING, Any, Final
+
+from telemetry.hooks import dataloader
+from telemetry.hooks import ring as r
+from telemetry.hooks.dataloader import at_boundary, timed_next
+from telemetry.hooks.loaders import READ_AHEAD, WATCHED, BatchSource, LoaderHandle, Wrapper, unwrapped
+from telemetry.hooks.patching import WeakMap, around, forget_frame, unseen
+from telemetry.util.clock import now_ns
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterator, Mapping
+
+    from telemetry.hooks.patching import Patches
+    from telemetry.hooks.tracker import StepTracker
+
+    Tracker = Callable[[], StepTracker | None]
+
+
+# -- watched iterable ------------------------------------------------------------------------------------------------
+#
+# A wrapper around a watched iterable: it behaves like the object inside, and its waits are timed.
+#
+# Python looks up special methods on the class. So for each class of watched objects a class of wrappers is made, with
+# exactly the same special methods. Everything else is passed to the object by ``getattr``.
+
+_NOT_PASSED_ON: Final = frozenset(dir(Wrapper)) - {"__lt__", "__le__", "__gt__", "__ge__", "__getstate__"} | {
+    *("__class_getitem__", "__copy__", "__deepcopy__", "__del__", "__dict__", "__get__", "__set__", "__delete__"),
+    *("__getattr__", "__iter__", "__next__", "__set_name__", "__instancecheck__"),
+    *("__array_function__", "__array_ufunc__", "__torch_function__"),
+}
+"""Special methods that wrappers define themselves, or that Python uses when it makes a class."""
+
+_ARITHMETIC: Final = (
+    *("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "divmod", "pow"),
+    *("lshift", "rshift", "and", "or", "xor"),
+)
+_OPERATORS: Final = frozenset(f"__{prefix}{name}__" for name in _ARITHMETIC for prefix in ("", "r", "i")) | {
+    *("__lt__", "__le__", "__gt__", "__ge__")
+}
+
+_MISSING: Final = object()
+
+
+class Watched(Wrapper):
+    """Base class of all wrappers; `wrap` makes them. While no agent runs, a wrapper only forwards."""
+
+    __slots__ = ("_telemetry_bound", "_telemetry_next", "_telemetry_tracker")
+
+    _telemetry_bound: StepTracker | None
+    _telemetry_next: Callable[[Any], Any]
+    _telemetry_tracker: Tracker
+
+    @unseen
+    def __iter__(self) -> Any:
+        inside, tracker = self._telemetry_object, self._telemetry_tracker()
+        if tracker is None or _is_its_own_iterator(inside):
+            iterator = iter(inside)
+        else:
+            iterator = at_boundary(_begin, tracker, self)
+        if iterator is inside:
+            _bind(self, tracker)
+            return self
+        if issubclass(type(iterator), Watched):
+            return iterator
+        source = self._telemetry_source
+        try:
+            wrapper = wrap(iterator, self._telemetry_tracker, self if source is None else source)
+            _bind(wrapper, tracker)
+        except Exception as error:  # a class for which no wrapper can be made
+            if tracker is not None:
+                tracker.fault(error)
+            return iterator
+        return wrapper
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_telemetry_"):
+            raise AttributeError(name)
+        return getattr(self._telemetry_object, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._telemetry_object, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._telemetry_object, name)
+
+    def __dir__(self) -> list[str]:
+        return dir(self._telemetry_object)
+
+    def __repr__(self) -> str:
+        return repr(self._telemetry_object)
+
+    def __str__(self) -> str:
+        return str(self._telemetry_object)
+
+    def __format__(self, form: str) -> str:
+        return format(self._telemetry_object, form)
+
+    def __eq__(self, other: object) -> Any:
+        return self._telemetry_object == unwrapped(other)
+
+    def __ne__(self, other: object) -> Any:
+        return self._telemetry_object != unwrapped(other)
+
+    def __hash__(self) -> int:
+        return hash(self._telemetry_object)
+
+    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
+        """Pickle the object inside, so that unpickling does not need this package."""
+        return operator.itemgetter(0), ((self._telemetry_object,),)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.__reduce_ex__(2)
+
+    def __copy__(self) -> Any:
+        return wrap(copy.copy(self._telemetry_object), self._telemetry_tracker)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return wrap(copy.deepcopy(self._telemetry_object, memo), self._telemetry_tracker)
+
+
+def wrap(inside: Any, tracker: Tracker, source: Watched | None = None) -> Any:
+    """Watch an object.
+
+    Args:
+        inside: the iterable.
+        tracker: returns the tracker of the running agent; None while no agent runs.
+        source: the wrapper whose iterator ``inside`` is, if any.
+
+    Returns:
+        A wrapper that behaves as ``inside``.
+    """
+    wrapper = object.__new__(_class_for(type(inside)))
+    keep = object.__setattr__
+    keep(wrapper, "_telemetry_object", inside)
+    keep(wrapper, "_telemetry_tracker", tracker)
+    keep(wrapper, "_telemetry_source", source)
+    keep(wrapper, "_telemetry_bound", None)
+    keep(wrapper, "_telemetry_next", _first_pull)
+    return wrapper
+
+
+@unseen
+def _begin(wrapper: Watched) -> Iterator[Any]:
+    return iter(wrapper._telemetry_object)
+
+
+@unseen
+def _pull(wrapper: Watched) -> Any:
+    return next(wrapper._telemetry_object)
+
+
+@unseen
+def _first_pull(wrapper: Watched) -> Any:
+    """``next`` of a wrapper whose ``iter`` was not called, or was called while no agent ran."""
+    _bind(wrapper, wrapper._telemetry_tracker())
+    pull = wrapper._telemetry_next
+    return next(wrapper._telemetry_object) if pull is _first_pull else pull(wrapper)
+
+
+def _bind(wrapper: Watched, tracker: StepTracker | None) -> None:
+    """Time the waits with the agent that runs now."""
+    if tracker is wrapper._telemetry_bound:
+        return
+    timed = _first_pull if tracker is None else timed_next(_pull, tracker, tracker.gradients_on)
+    object.__setattr__(wrapper, "_telemetry_next", timed)
+    object.__setattr__(wrapper, "_telemetry_bound", tracker)
+
+
+def _is_its_own_iterator(inside: object) -> bool:
+    """Whether ``iter`` only returns the object itself, as for a generator or a list's iterator."""
+    kind = type(inside)
+    return hasattr(kind, "__next__") and isinstance(getattr(kind, "__iter__", None), WrapperDescriptorType)
+
+
+# -- the class of wrappers for a class of objects ---------------------------------------------------------------------
+
+_classes: WeakMap[type[Watched]] = WeakMap()
+
+
+def _class_for(kind: type) -> type[Watched]:
+    made = _classes.get(kind)
+    if made is None:
+        made = _classes[kind] = _make_class(kind)
+    return made
+
+
+def _make_class(kind: type) -> type[Watched]:
+    special: dict[str, Any] = {}
+    for base in reversed(kind.__mro__[:-1]):
+        special |= {name: value for name, value in vars(base).items() if _is_special(name)}
+    members: dict[str, Any] = {
+        name: _passed_on(name) if value is not None else None
+        for name, value in special.items()
+        if name not in _NOT_PASSED_ON and (value is None or callable(value))
+    }
+    if "__add__" in members and "__radd__" not in members:
+        members["__radd__"] = _added_to
+    if "__next__" in special:
+        members["__next__"] = _next
+    members |= {name: special[name] and method for name, method in _OF_ARRAYS.items() if name in special}
+    members["__hash__"] = Watched.__hash__ if callable(kind.__hash__) else None
+    members |= {
+        "__slots__": (),
+        "__class__": property(lambda self: self._telemetry_object.__class__),
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__doc__": kind.__doc__,
+    }
+    return type(kind.__name__, (Watched,), members)
+
+
+def _added_to(self: Watched, other: Any) -> Any:
+    """``other + watched``, which a tuple leaves to the right operand.
+
+    A list does so, too, but also for ``other += watched``. That must extend the list in place, and its iteration must
+    be timed. So a list is not added here, and ``[0] + watched`` is a TypeError.
+    """
+    return NotImplemented if hasattr(type(other), "__iadd__") else other + self._telemetry_object
+
+
+def _array_ufunc(_self: Watched, function: Any, method: str, *args: Any, **kwargs: Any) -> Any:
+    """A function of numpy that works item by item, such as ``np.add``."""
+    return getattr(function, method)(*_unwrapped_all(args), **_unwrapped_all(kwargs))
+
+
+def _array_function(
+    _self: Watched, function: Callable[..., Any], _types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Any other function of numpy, such as ``np.concatenate``."""
+    return function(*_unwrapped_all(args), **_unwrapped_all(kwargs))
+
+
+def _torch_function(
+    _kind: type, function: Callable[..., Any], _types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+) -> Any:
+    """A function of torch, such as ``torch.add``."""
+    return function(*_unwrapped_all(args), **_unwrapped_all(kwargs or {}))
+
+
+_OF_ARRAYS: Final = {
+    "__array_function__": _array_function,
+    "__array_ufunc__": _array_ufunc,
+    "__torch_function__": classmethod(_torch_function),
+}
+"""What numpy and torch call for an argument that is not quite an array or a tensor. None in a class means never."""
+
+
+def _unwrapped_all(value: Any) -> Any:
+    """The objects inside the wrappers of a function's arguments, also in lists, tuples and dictionaries."""
+    kind = type(value)
+    if issubclass(kind, Wrapper):
+        return value._telemetry_object
+    if kind is dict:
+        inside = {name: _unwrapped_all(each) for name, each in value.items()}
+        return inside if any(each is not value[name] for name, each in inside.items()) else value
+    for plain in (list, tuple):
+        if issubclass(kind, plain):
+            items = plain(map(_unwrapped_all, value))
+            # The same object, which the function may change, if nothing in it was wrapped.
+            return items if any(map(operator.is_not, items, value)) else value
+    return value
+
+
+def _is_special(name: str) -> bool:
+    return name.startswith("__") and name.endswith("__")
+
+
+@unseen
+def _next(self: Watched) -> Any:
+    return self._telemetry_next(self)
+
+
+def _passed_on(name: str) -> Callable[..., Any]:
+    """A special method that calls the object's own. If that returns the object itself, this returns the wrapper."""
+    is_operator = name in _OPERATORS
+
+    def method(self: Watched, *args: Any, **kwargs: Any) -> Any:
+        inside = self._telemetry_object
+        if is_operator:
+            args = tuple(map(unwrapped, args))
+        result = _bound(inside, name)(*args, **kwargs)
+        return self if result is inside else result
+
+    method.__name__ = name
+    return method
+
+
+def _bound(inside: Any, name: str) -> Callable[..., Any]:
+    """A special method of an object, found as Python finds it: on the class."""
+    kind = type(inside)
+    for base in kind.__mro__:
+        value = vars(base).get(name, _MISSING)
+        if value is not _MISSING:
+            bind = getattr(type(value), "__get__", None)
+            return value if bind is None else bind(value, inside, kind)  # type: ignore[no-any-return]
+    raise AttributeError(f"{kind.__name__!r} object has no attribute {name!r}")
+
+
+# -- prefetchers -----------------------------------------------------------------------------------------------------
+#
+# Times libraries that read ahead on their own threads: the training thread waits for their queue, not a DataLoader.
+#
+# Each library is patched when it is imported, where the training thread takes its next batch. A request there is timed
+# like one to a DataLoader. Requests inside it, on the same thread, are part of it.
+
+_DALI: Final = BatchSource("read_ahead", {"reader": "DALI"})
+_AHEAD: Final = frozenset({"Prefetcher", "ParallelMapper", "PinMemory"})
+_MAX_DEPTH: Final = 64
+
+
+def patch_monai(module: Any, tracker: StepTracker, patches: Patches) -> None:
+    """MONAI: a thread iterates over the DataLoader, and a generator yields its batches."""
+    _know_feeds(tracker)
+    for owner in (module.ThreadDataLoader, module.ThreadBuffer):
+        patches.replace(owner, "__iter__", lambda original: timed_generator(original, tracker))
+
+
+def patch_nodes(module: Any, tracker: StepTracker, patches: Patches) -> None:
+    """``torchdata.nodes``: the loop asks the outermost node. That node asks the others, on this thread or on others."""
+    base = module.BaseNode
+    tracker.sources.known_iterators.append((base, _source_of_node))
+    patches.replace(base, "__next__", lambda original: dataloader.timed_next(original, tracker, tracker.gradients_on))
+
+
+def patch_node_loader(module: Any, tracker: StepTracker, patches: Patches) -> None:
+    """``torchdata.nodes.Loader``: ``__iter__`` starts the threads. If a state is loaded, it takes the first batch."""
+    patches.replace(module.Loader, "__iter__", lambda original: dataloader.timed_iter(original, tracker))
+
+
+def patch_dali(module: Any, tracker: StepTracker, patches: Patches) -> None:
+    """NVIDIA DALI: the threads of its pipeline and the GPU make the batches.
+
+    A constructor takes the first batch already, long before the loop requests it: that is no request of the training.
+    """
+
+    def building(_iterator: Any) -> bool:
+        outermost = get_ident() == tracker.thread and not tracker.waiting_since
+        if outermost:
+            tracker.waiting_since = -now_ns()
+        return outermost
+
+    def built(_iterator: Any, outermost: bool, _failed: bool) -> None:  # noqa: FBT001
+        if outermost:
+            tracker.waiting_since = 0
+
+    for name in ("DALIGenericIterator", "DALIRaggedIterator"):
+        iterator = getattr(module, name, None)
+        if iterator is None:
+            continue  # of a newer version
+        tracker.sources.known_iterators.append((iterator, lambda _: _DALI))
+        patches.replace(iterator, "__init__", lambda original: around(original, before=building, after=built))
+        patches.replace(
+            iterator, "__next__", lambda original: dataloader.timed_next(original, tracker, tracker.gradients_on)
+        )
+
+
+PATCHES: Final[Mapping[str, Callable[[Any, StepTracker, Patches], None]]] = {
+    "monai.data.thread_buffer": patch_monai,
+    "torchdata.nodes.base_node": patch_nodes,
+    "torchdata.nodes.loader": patch_node_loader,
+    "nvidia.dali.plugin.pytorch": patch_dali,
+}
+"""The patch for each module, applied when it is imported."""
+
+
+def watch_class(cls: type, tracker: StepTracker, patches: Patches) -> bool:
+    """Time the ``__iter__`` of a class of loaders, if it is a generator function.
+
+    Args:
+        cls: the class.
+        tracker: gets its batches.
+        patches: undo it.
+
+    Returns:
+        Whether iterations of its instances are timed from now on.
+    """
+    owner = next(base for base in cls.__mro__ if "__iter__" in vars(base))
+    iterates = vars(owner)["__iter__"]
+    if hasattr(iterates, "_telemetry_timed"):
+        return True
+    if not isgeneratorfunction(unwrap(iterates)):
+        return False
+    _know_feeds(tracker)
+    patches.replace(owner, "__iter__", lambda original: timed_generator(original, tracker, numbered=False))
+    return True
+
+
+class Feed:
+    """One iteration by a generator. For the tracker it stands for an iterator.
+
+    Args:
+        iterator: the generator.
+        owner: the object that is iterated over. Its sampler and data set, if any, identify it.
+        numbered: whether its batches are those of the DataLoader inside, each once and in the same order.
+
+    Attributes:
+        source: where its batches come from; None until the first batch has come.
+    """
+
+    __slots__ = ("__weakref__", "_dataset", "_index_sampler", "iterator", "numbered", "source")
+
+    def __init__(self, iterator: Any, owner: Any, *, numbered: bool) -> None:
+        self.iterator = iterator
+        self.numbered = numbered
+        self.source: BatchSource | None = None
+        self._index_sampler = getattr(owner, "_index_sampler", None)
+        self._dataset = getattr(owner, "dataset", None)
+
+
+def timed_generator(
+    original: Callable[[Any], Generator[Any, Any, Any]], tracker: StepTracker, *, numbered: bool = True
+) -> Callable[[Any], Generator[Any, Any, Any]]:
+    """Time the batches of a generator function. The result is one, too: nothing runs before the first request."""
+
+    @unseen
+    def pull(feed: Feed) -> Any:
+        sources = tracker.sources
+        if feed.source is not None or sources.finding or get_ident() != tracker.thread:
+            return next(feed.iterator)
+        sources.finding, sources.newest_begun = True, lambda: None
+        try:
+            batch = next(feed.iterator)
+        finally:
+            sources.finding = False
+        try:
+            _find_source(feed, tracker)
+        except Exception as error:
+            tracker.fault(error)
+        return batch
+
+    begin = dataloader.timed_iter(original, tracker)
+    ask = dataloader.timed_next(pull, tracker, tracker.gradients_on)
+
+    @functools.wraps(original)
+    @unseen
+    def __iter__(self: Any) -> Generator[Any, Any, Any]:  # noqa: N807
+        iterator = begin(self)
+        feed = Feed(iterator, self, numbered=numbered and getattr(self, "repeats", 1) == 1)
+        following = advance = partial(ask, feed)
+        while True:
+            try:
+                batch = [advance()]
+            except StopIteration as end:
+                return end.value
+            except BaseException as error:
+                forget_frame(error)
+                raise
+            advance = following
+            try:
+                sent = yield batch.pop()  # while the batch is in use, no reference to it is kept here
+            except GeneratorExit:
+                iterator.close()
+                raise
+            except BaseException as error:  # thrown in: the generator inside may handle it
+                advance = partial(iterator.throw, error)
+            else:
+                if sent is not None:
+                    advance = partial(iterator.send, sent)
+
+    __iter__._telemetry_timed = True  # type: ignore[attr-defined]
+    return __iter__
+
+
+def _know_feeds(tracker: StepTracker) -> None:
+    if not any(kind is Feed for kind, _ in tracker.sources.known_iterators):
+        tracker.sources.known_iterators.append((Feed, lambda feed: feed.source or READ_AHEAD))
+
+
+def _find_source(feed: Feed, tracker: StepTracker) -> None:
+    """After the first batch: if an iteration with workers began meanwhile, it is the source of the generator."""
+    handle = tracker.sources.newest_begun()
+    feed.source = handle or READ_AHEAD
+    if isinstance(handle, LoaderHandle) and feed.numbered and tracker.waiting_since > 0:
+        stamp = tracker.waiting_since  # the request began with the iteration
+        tracker.ring.push(stamp, stamp, r.code(r.S_DATA_WAIT, r.S_DATA_WAIT, r.BEGINS), handle)
+
+
+def _source_of_node(node: Any) -> BatchSource:
+    """Whether a node reads ahead on threads, or makes its batches on request."""
+    for _ in range(_MAX_DEPTH):
+        # A mapper without workers maps on the requesting thread.
+        if type(node).__name__ in _AHEAD and getattr(node, "num_workers", None) != 0:
+            return READ_AHEAD
+        node = getattr(node, "root", None) or getattr(node, "source", None)
+        if node is None:
+            break
+    return WATCHED

@@ -1,0 +1,897 @@
+"""Records that move between the parts of the agent: what was read, counted and decided."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields
+from functools import cache
+from operator import attrgetter, sub
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar, cast
+
+from telemetry.core.log_kind import NEWEST
+from telemetry.core.worker_records import Deliveries
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable
+
+
+# -- labels ----------------------------------------------------------------------------------------------------------
+#
+# Label values: the closed sets of categories, causes, events and reasons.
+
+STARTUP: Final = "startup"
+
+DATA_WAIT: Final = "data_wait"
+COMPUTE: Final = "compute"
+EVALUATION: Final = "evaluation"
+CHECKPOINT: Final = "checkpoint"
+OTHER: Final = "other"
+
+CATEGORIES: Final = (STARTUP, DATA_WAIT, COMPUTE, EVALUATION, CHECKPOINT, OTHER)
+"""The categories of the ledger. Every second of a rank is in exactly one of them."""
+
+_STUCK_IN: Final = {
+    DATA_WAIT: "waiting for a batch",
+    COMPUTE: "in the compute of a step",
+    EVALUATION: "in an evaluation",
+    CHECKPOINT: "in a checkpoint",
+}
+
+
+def stuck_in_words(category: str) -> str:
+    """What a training thread is doing that is stuck in a category of the ledger, such as "waiting for a batch"."""
+    return _STUCK_IN.get(category, f"in {category}")
+
+
+CAUSES: Final = (
+    "loader_on_training_thread",
+    "workers_cpu_bound",
+    "workers_io_bound",
+    "workers_throttled",
+    "worker_startup",
+    "uneven_batches",
+    "batch_transfer",
+    "worker_stuck",
+    "source_slow",
+    "straggler",
+    "checkpoint",
+    "gc_pause",
+    "host_bound",
+    "gpu_throttled",
+    "unknown",
+)
+"""Why a run loses time: the values of the ``cause`` label."""
+
+RECORDED: Final = "recorded"
+REFUSED: Final = "refused"
+FAILED: Final = "failed"
+SKIPPED: Final = "skipped"
+
+SNAPSHOT_RESULTS: Final = (RECORDED, REFUSED, FAILED, SKIPPED)
+"""How a snapshot ends on a rank, the values of the ``result`` label: the trace was written; it was not recorded because
+of another profiler or a limit; it failed; or this rank did not reach its steps."""
+
+THROTTLE_REASONS: Final = (
+    "sw_power_cap",
+    "hw_slowdown",
+    "sw_thermal",
+    "hw_thermal",
+    "hw_power_brake",
+    "sync_boost",
+    "applications_clocks",
+    "display_clocks",
+)
+"""Why a GPU's clocks are reduced: the values of the ``reason`` label. The low clock of an idle GPU does not count."""
+SLOWER: Final = "slower"
+
+SNAPSHOT_OFF_REASONS: Final = (SLOWER,)
+"""Why a run takes no more snapshots: the values of the ``reason`` label. ``slower``: steps stayed slower after one."""
+
+
+# -- distribution ----------------------------------------------------------------------------------------------------
+#
+# Distributions: percentiles and histograms.
+
+
+@dataclass(frozen=True, slots=True)
+class Percentiles:
+    """Seconds; ``max`` is exact, the others within 1 % of the true value."""
+
+    p50: float
+    p95: float
+    p99: float
+    max: float
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """Counts per bucket, not cumulative: one for each upper bound in ``bounds``, and one for larger values."""
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    total: float
+
+
+# -- spans -----------------------------------------------------------------------------------------------------------
+#
+# The results of reading the ring: steps, phases and dropped spans.
+
+
+class Step(NamedTuple):
+    """One closed training step. A tuple, because one is made for each step of the run.
+
+    Attributes:
+        seconds: wait + compute. Evaluation and checkpoints in the step are not counted.
+        wait_seconds: the part of ``seconds`` that was the wait for the batch.
+        checkpoint: whether a checkpoint was written in the step.
+    """
+
+    seconds: float
+    wait_seconds: float
+    checkpoint: bool = False
+
+
+class DroppedSpans(NamedTuple):
+    """The sum of one stretch of spans that did not fit into the ring, from its first span to its newest.
+
+    Stamps are monotonic nanoseconds; categories are indices into `CATEGORIES`.
+
+    Attributes:
+        stretch: number of the stretch in this run, from 1. Between the spans of one stretch no span was kept.
+        start_ns, end_ns: start of its first span, end of its newest.
+        ns: time by category. The sum is ``end_ns - start_ns``.
+        first, category: category of the training thread during the first span, and after the newest.
+        entered_ns: when it entered ``category``; 0 if it has been in it since the start.
+        steps, batches: steps that ended, and training batches that came.
+        last_step_ns: when the newest of those steps ended; 0 for none.
+        open: whether a step is open after the newest span. ``opened``: whether a step was opened in this stretch.
+        wait_ns, compute_ns, checkpoint: for the newest step: wait and compute in this stretch, and whether it has a
+            checkpoint in this stretch.
+    """
+
+    stretch: int
+    start_ns: int
+    end_ns: int
+    ns: tuple[int, ...]
+    first: int
+    category: int
+    entered_ns: int
+    steps: int
+    batches: int
+    last_step_ns: int
+    open: bool
+    opened: bool
+    wait_ns: int
+    compute_ns: int
+    checkpoint: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseSpan:
+    """One closed evaluation, checkpoint or named phase, with its start on the monotonic clock."""
+
+    name: str
+    category: str
+    start_ns: int
+    seconds: float
+    loop_seconds: tuple[float, float] | None = None
+    """Data wait and compute of the process so far, when the phase ended; None where the ledger has not made it."""
+
+
+class SavedCheckpoint(NamedTuple):
+    """One checkpoint that was written.
+
+    Attributes:
+        start_ns, end_ns: monotonic stamps. Of an asynchronous one, ``end_ns`` is when it was complete.
+        optimizer_steps, steps: of this process when the checkpoint began; a step that is open counts.
+        complete: whether everything is written: not if the saving function raised, or still writes in the background.
+        holds_optimizer: whether it contains an optimizer's state, without which no training is resumed.
+        background: whether it was completed on another thread.
+    """
+
+    start_ns: int
+    end_ns: int
+    optimizer_steps: int
+    steps: int
+    complete: bool
+    holds_optimizer: bool
+    background: bool = False
+
+
+# -- samples ---------------------------------------------------------------------------------------------------------
+#
+# One reading of each polled source.
+
+
+@dataclass(frozen=True, slots=True)
+class GpuSample:
+    """One reading of this rank's GPU.
+
+    Attributes:
+        sm_active_source: where ``sm_active_ratio`` comes from: ``gpm`` (hardware counters), ``process`` (the share of
+            time this process ran a kernel) or None when there is no reading.
+        energy_joules: of the whole GPU since its driver was loaded.
+        throttled: the reasons the clocks are held back right now, from `THROTTLE_REASONS`.
+    """
+
+    index: int
+    uuid: str
+    name: str
+    utilization_ratio: float | None = None
+    sm_active_ratio: float | None = None
+    sm_active_source: str | None = None
+    sm_occupancy_ratio: float | None = None
+    tensor_active_ratio: float | None = None
+    memory_bandwidth_ratio: float | None = None
+    memory_used_bytes: int | None = None
+    memory_total_bytes: int | None = None
+    power_watts: float | None = None
+    energy_joules: float | None = field(default=None, metadata=NEWEST)
+    temperature_celsius: float | None = None
+    sm_clock_hertz: float | None = None
+    sm_clock_max_hertz: float | None = None
+    throttled: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HostSample:
+    """CPU and memory of the machine. ``cpu_ratio`` is over all cores, since the previous sample."""
+
+    cpu_ratio: float | None
+    cpu_count: int
+    memory_used_bytes: int
+    memory_total_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSample:
+    """This process.
+
+    Attributes:
+        cpu_seconds: user + system time since it began. ``children_cpu_seconds``: of its children that have ended and
+            been waited for.
+        runnable_seconds: run-queue delay of its training thread; None if the kernel does not report it.
+            ``running_seconds``: its time on a core.
+    """
+
+    cpu_seconds: float = field(metadata=NEWEST)
+    resident_memory_bytes: int
+    threads: int
+    runnable_seconds: float | None = field(default=None, metadata=NEWEST)
+    running_seconds: float | None = field(default=None, metadata=NEWEST)
+    children_cpu_seconds: float = field(default=0.0, metadata=NEWEST)
+
+
+@dataclass(frozen=True, slots=True)
+class PressureSample:
+    """Pressure stall information and cgroup limits.
+
+    Attributes:
+        pressure_ratio: by resource (``cpu``, ``io``, ``memory``), the share of time some task waited for it.
+        cgroup_cpu_limit: cores the cgroup may use, None without a limit. ``cgroup_cpu_used``: cores that all of it has
+            used, other ranks too; None without a limit.
+        cgroup_throttled_ratio: share of the enforcement periods in which the cgroup was throttled.
+    """
+
+    pressure_ratio: dict[str, float] = field(default_factory=dict)
+    cgroup_cpu_limit: float | None = None
+    cgroup_cpu_used: float | None = None
+    cgroup_throttled_ratio: float | None = None
+    cgroup_memory_limit_bytes: int | None = None
+    cgroup_memory_used_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TorchMemorySample:
+    """The CUDA caching allocator on the training thread's device."""
+
+    allocated_bytes: int
+    reserved_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CollectorHealth:
+    """State of one collector. ``up`` is None before its first attempt."""
+
+    name: str
+    up: bool | None
+    duration_seconds: float | None
+    reason: str | None
+
+
+# -- memory records --------------------------------------------------------------------------------------------------
+#
+# Readings of the memory of a run, and what is concluded from them.
+
+TRAINING: Final = "training"
+WORKERS: Final = "workers"
+SHARED_MEMORY: Final = "shared_memory"
+CUDA: Final = "cuda"
+
+MEMORY_PARTS: Final = (TRAINING, WORKERS, SHARED_MEMORY, CUDA)
+"""What can grow, the values of the ``where`` label: the training process, its DataLoader workers, /dev/shm, and the
+tensors on the GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemorySample:
+    """One reading, in bytes. None: not measured.
+
+    Attributes:
+        training_bytes: anonymous memory of the training process. Pages of files and of shared memory do not count.
+        workers_bytes: anonymous memory of all DataLoader workers, without pages that they still share with the
+            process that forked them. None without workers.
+        workers_shared_bytes: the anonymous memory that they still share. If they write to it, it is copied.
+        shared_memory_bytes: shared memory of this process's cgroup; without a cgroup all of /dev/shm that is in use.
+            ``shared_memory_free_bytes``: what all processes have left of the size of /dev/shm.
+        memory_available_bytes: what this process and all others can still allocate before the kernel has to kill one:
+            the smallest of what is left on the machine and of what is left in each memory cgroup above this process.
+            Page cache counts as available.
+        memory_limit_bytes: the limit that leaves least: of a cgroup, or the memory of the machine.
+    """
+
+    training_bytes: int | None = None
+    workers_bytes: int | None = None
+    workers_shared_bytes: int | None = None
+    shared_memory_bytes: int | None = None
+    shared_memory_free_bytes: int | None = None
+    memory_available_bytes: int | None = None
+    memory_limit_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryGrowth:
+    """How the memory of a run grows.
+
+    Attributes:
+        bytes_per_second: lasting growth by part, from `MEMORY_PARTS`; 0 for a part that does not grow for good. A part
+            is missing if it was not measured for long enough.
+        where: the part that grows most; None if none does, or if the growth is of none of them.
+        where_bytes_per_second: growth of that part, or of whatever it is that uses up the memory.
+        exhausted_in_seconds: when there is no memory left, at this rate; None if that is not in sight.
+        exhausted: what is used up then: ``memory``, ``shared_memory`` or ``cuda``.
+        copied_on_write: whether the growth of the workers is memory of the training process that they copy.
+    """
+
+    bytes_per_second: dict[str, float] = field(default_factory=dict)
+    where: str | None = None
+    where_bytes_per_second: float | None = None
+    exhausted_in_seconds: float | None = None
+    exhausted: str | None = None
+    copied_on_write: bool = False
+
+
+# -- step changes ----------------------------------------------------------------------------------------------------
+#
+# A lasting change of how long the steps of a rank take.
+
+
+class Companion(NamedTuple):
+    """What changed together with the steps: a figure with its unit in its name, before and after."""
+
+    what: str
+    before: float
+    after: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepChange:
+    """One change.
+
+    Attributes:
+        at_seconds: when the steps changed, on the clock of `Totals.wall_seconds`. ``step``: the first step after it.
+        before_seconds, after_seconds: duration of a step, median.
+        part: the part of a step that changed most: ``data_wait`` or ``compute``.
+        companions: what changed with it: first the seconds of that part in a step.
+    """
+
+    at_seconds: float
+    step: int
+    before_seconds: float
+    after_seconds: float
+    part: str
+    companions: tuple[Companion, ...] = ()
+
+    @property
+    def ratio(self) -> float:
+        """Step time after the change over step time before it."""
+        return self.after_seconds / self.before_seconds
+
+
+# -- totals ----------------------------------------------------------------------------------------------------------
+#
+# The counters of one rank: `Totals`, which the agent makes once a tick.
+#
+# The endpoint shows the newest `Totals`. The log writes the difference since its last window. The stall monitor
+# compares
+# the newest with the oldest of its window. All three use ``newest - oldest``.
+#
+# Two others keep figures of earlier ticks: `TickPace` takes differences of ledgers, because a skipped tick has no
+# `Totals`, and `RunLosses` adds up the hangs that have ended.
+
+_T = TypeVar("_T")
+
+_NUMBERS: Final = frozenset({int, float})
+
+ROUNDING_SECONDS: Final = 1e-6
+"""Smaller differences of totals are rounding errors: ``a - (a - b)`` is not exactly ``b``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """The integral of a sampled value (value times seconds), and the seconds over which it was known."""
+
+    integral: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def mean(self) -> float | None:
+        """Mean over time; None if it was never known."""
+        return self.integral / self.seconds if self.seconds > ROUNDING_SECONDS else None
+
+    @property
+    def known(self) -> float | None:
+        """The integral; None if the value was never known."""
+        return self.integral if self.seconds > ROUNDING_SECONDS else None
+
+    def plus(self, value: float | None, seconds: float) -> Sampled:
+        """Add one more sample, which stands for this many seconds."""
+        return self if value is None else Sampled(self.integral + value * seconds, self.seconds + seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class EpochTotals:
+    """Epoch boundaries and the waits at them, see `Ledger`.
+
+    Attributes:
+        near_boundary_wait_seconds: how much longer than others the batches next to the boundaries were waited for. This
+            is the only counter that can decrease.
+    """
+
+    boundaries: int = 0
+    left: int = 0
+    boundary_wait_seconds: float = 0.0
+    near_boundary_wait_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class GarbageTotals:
+    """Garbage collection on the training thread: all of it; during requests in mid-epoch; at epoch boundaries."""
+
+    seconds: float = 0.0
+    wait_seconds: float = 0.0
+    boundary_wait_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerTotals:
+    """What the training thread itself does in the timed waits for workers' batches, see `SamplerTimer`."""
+
+    timed_batches: int = 0
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    receive_cpu_seconds: float = 0.0
+    boundary_seconds: float = 0.0
+    boundary_cpu_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class OwnTotals:
+    """What the training thread does for a batch outside of its waits, if that was timed.
+
+    Attributes:
+        fetch_seconds, fetch_cpu_seconds: its own fetches, wall clock and CPU clock.
+        releases, release_seconds: batches of workers that it was seen to free, and the time for that.
+        samples, in_sync_samples: how often it was sampled while it computed, and how often while ranks wait for one
+            another.
+    """
+
+    fetch_seconds: float = 0.0
+    fetch_cpu_seconds: float = 0.0
+    releases: int = 0
+    release_seconds: float = 0.0
+    samples: int = 0
+    in_sync_samples: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerTotals:
+    """Sums of the samples of the workers.
+
+    Attributes:
+        fetches, fetch_busy_seconds: finished batches, and time in fetches, in ticks with both figures;
+            ``counted_seconds`` is the length of these ticks.
+        cpu_seconds, runnable_seconds, blocked_seconds: time of the mean worker by state, if the kernel reports it.
+            ``unscheduled_busy_seconds``, ``unscheduled_cpu_seconds``: in fetches and on a core, if it does not.
+        seconds_by_count: time by number of workers. ``head_of_line_seconds``: by the worker that was waited for.
+    """
+
+    fetches: int = 0
+    fetch_busy_seconds: float = 0.0
+    counted_seconds: float = 0.0
+    sampled_seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    runnable_seconds: float = 0.0
+    blocked_seconds: float = 0.0
+    unscheduled_busy_seconds: float = 0.0
+    unscheduled_cpu_seconds: float = 0.0
+    busy_ratio: Sampled = Sampled()
+    pickling_cores: Sampled = Sampled()
+    ready_batches: Sampled = Sampled()
+    slack_seconds: Sampled = Sampled()
+    seconds_by_count: dict[int, float] = field(default_factory=dict)
+    head_of_line_seconds: dict[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class CpuTotals:
+    """Cores by who used them. The first four only count ticks that were mostly spent in the training loop.
+
+    Attributes:
+        process_seconds: CPU time of the training process in the loop. ``used_cores``: including its workers and
+            short child processes.
+        other_cores: cores used by other processes of the machine. ``other_quota_cores``: by others in the same CPU
+            quota.
+    """
+
+    process_seconds: Sampled = Sampled()
+    used_cores: Sampled = Sampled()
+    other_cores: Sampled = Sampled()
+    other_quota_cores: Sampled = Sampled()
+    host_ratio: Sampled = Sampled()
+    throttled_ratio: Sampled = Sampled()
+
+
+@dataclass(frozen=True, slots=True)
+class GpuTotals:
+    """The GPU.
+
+    Attributes:
+        unused_ratio: share of the time that the GPU was unused while the loop ran. ``exposed_wait_seconds``,
+            ``garbage_seconds``: over the same time. NVML and the events do not measure at the same moments, so only
+            sums are compared.
+        slowed_ratio: share of the compute that was lost because the GPU's clock was throttled.
+    """
+
+    utilization_ratio: Sampled = Sampled()
+    unused_ratio: Sampled = Sampled()
+    exposed_wait_seconds: float = 0.0
+    garbage_seconds: float = 0.0
+    slowed_ratio: Sampled = Sampled()
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTotals:
+    """Everything that is sampled.
+
+    Attributes:
+        workers: in ticks that were mostly spent in the training loop. ``idle_workers``: in the others. During an
+            evaluation, for example, the training's workers have nothing to do.
+    """
+
+    workers: WorkerTotals = WorkerTotals()
+    idle_workers: WorkerTotals = WorkerTotals()
+    read_bytes: Sampled = Sampled()
+    written_bytes: Sampled = Sampled()
+    cpu: CpuTotals = CpuTotals()
+    gpu: GpuTotals = GpuTotals()
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """The difference of two `Totals`, but only the figures that are needed at every tick. See `Totals`."""
+
+    seconds: float
+    wait_seconds: float
+    loop_seconds: float
+    steps: int
+    exposed_after_first_seconds: float | None
+    process_cpu_seconds: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Counters of the run so far. The difference of two is the time between them. None: not measured.
+
+    Attributes:
+        ledger_seconds: by category. The categories add up to ``wall_seconds``.
+        first_wait_seconds: wait for the first batch of the run.
+        exposed_wait_seconds: exposed wait of the run. ``exposed_after_first_seconds``: without the first batch.
+        outlier_wait_seconds: wait in single steps that waited much longer than those around them.
+        checkpoint_steps: steps in which a checkpoint was written. ``checkpoint_steps_compute_seconds``: their compute.
+        wait_seconds_by_source: without the first batch. See `Conditions` for the sources.
+        process_cpu_seconds: of the training process. ``run_queue_delay_seconds``: of the training thread.
+            ``thread_cpu_seconds``: its time on a core.
+        worker_fetches: fetches of all workers. ``fetch_counts``: by bucket of `FETCH_BUCKETS`.
+        overhead_seconds: the cost of the agent itself, by thread.
+        gpu_energy_joules: of the whole GPU, by category of the ledger; None before its second reading.
+        samples, tokens: of the batches that the training took, without those that were thrown away after a restart.
+    """
+
+    wall_seconds: float = 0.0
+    ledger_seconds: dict[str, float] = field(default_factory=dict)
+    first_wait_seconds: float = 0.0
+    steps: int = 0
+    dropped_steps: int = 0
+    unseen_steps: int = 0
+    optimizer_steps: int = 0
+    batches: int = 0
+    exposed_wait_seconds: float | None = 0.0
+    exposed_after_first_seconds: float | None = 0.0
+    outlier_wait_seconds: float = 0.0
+    checkpoint_steps: int = 0
+    checkpoint_steps_compute_seconds: float = 0.0
+    wait_seconds_by_source: dict[str | None, float] = field(default_factory=dict)
+    epochs: EpochTotals = EpochTotals()
+    deliveries: Deliveries = Deliveries()
+    sampler: SamplerTotals = SamplerTotals()
+    garbage: GarbageTotals = GarbageTotals()
+    own: OwnTotals = OwnTotals()
+    process_cpu_seconds: float | None = 0.0
+    run_queue_delay_seconds: float | None = 0.0
+    thread_cpu_seconds: float | None = 0.0
+    worker_fetches: int = 0
+    sampled: SampledTotals = SampledTotals()
+    fetch_counts: tuple[int, ...] = ()
+    overhead_seconds: dict[str, float] = field(default_factory=dict)
+    samples: int | None = None
+    tokens: int | None = None
+    gpu_energy_joules: dict[str, float] | None = None
+
+    def __sub__(self, earlier: Totals) -> Totals:
+        """What was added since ``earlier``."""
+        return _fieldwise(self, earlier)
+
+    def passed_since(self, earlier: Totals) -> Passed:
+        """The figures of the difference that every tick needs. The whole difference costs ten times as much."""
+        return Passed(
+            seconds=self.wall_seconds - earlier.wall_seconds,
+            wait_seconds=self.wait_seconds - earlier.wait_seconds,
+            loop_seconds=self.loop_seconds - earlier.loop_seconds,
+            steps=self.steps - earlier.steps,
+            exposed_after_first_seconds=difference(
+                self.exposed_after_first_seconds, earlier.exposed_after_first_seconds
+            ),
+            process_cpu_seconds=difference(self.process_cpu_seconds, earlier.process_cpu_seconds),
+        )
+
+    @property
+    def wait_seconds(self) -> float:
+        """Wait for batches, without the first of the run: every run has to start."""
+        return max(0.0, self.ledger_seconds.get(DATA_WAIT, 0.0) - self.first_wait_seconds)
+
+    @property
+    def compute_seconds(self) -> float:
+        """Seconds of compute of the steps."""
+        return self.ledger_seconds.get(COMPUTE, 0.0)
+
+    @property
+    def loop_seconds(self) -> float:
+        """Seconds of the training loop."""
+        return self.wait_seconds + self.compute_seconds
+
+    @property
+    def startup_seconds(self) -> float:
+        """Seconds before the first step."""
+        return self.ledger_seconds.get(STARTUP, 0.0) + self.first_wait_seconds
+
+
+@cache
+def _getter(kind: Hashable) -> Callable[[Any], tuple[Any, ...]]:
+    return attrgetter(*(spec.name for spec in fields(cast("Any", kind))))
+
+
+def difference(later: _T, earlier: _T) -> _T:
+    """Subtract two values. If one of them is None, the result is None.
+
+    Records, and dictionaries and tuples of numbers, are subtracted part by part. A key or index that is missing in the
+    earlier value counts as zero there. One that is missing in the later value is dropped.
+    """
+    if isinstance(later, (int, float)) and isinstance(earlier, (int, float)):
+        return later - earlier  # type: ignore[return-value,operator]
+    if later is None or earlier is None:
+        return None  # type: ignore[return-value]
+    if isinstance(later, dict) and isinstance(earlier, dict):
+        return {key: value - earlier.get(key, 0) for key, value in later.items()}  # type: ignore[return-value]
+    if isinstance(later, tuple) and isinstance(earlier, tuple):
+        same_places = len(earlier) == len(later)
+        return tuple(map(sub, later, earlier)) if same_places else later  # type: ignore[return-value]
+    # The same object: nothing has been counted in this part meanwhile.
+    return type(later)() if later is earlier else _fieldwise(later, earlier)
+
+
+def _fieldwise(later: _T, earlier: _T) -> _T:
+    values = _getter(cast("Hashable", type(later)))
+    # Most parts are numbers; a call for each would be too slow.
+    return type(later)(
+        *[
+            now - then if type(now) in _NUMBERS and type(then) in _NUMBERS else difference(now, then)
+            for now, then in zip(values(later), values(earlier), strict=True)
+        ]
+    )
+
+
+# -- tick ------------------------------------------------------------------------------------------------------------
+#
+# One tick of the agent, the conditions at it, and the pace of a rank as its peers see it.
+
+DEBUGGED: Final = "debugger"
+"""The phase of a rank whose training thread a debugger has paused."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankPace:
+    """One rank over its newest window, as its peers see it.
+
+    Attributes:
+        seconds: length of the window without the start of the run. ``steps``: steps that ended in it. ``last_step``:
+            steps of the run that had ended at its end. It shows which windows of two ranks are of the same time: what
+            other nodes say is some seconds old.
+        compute_seconds: compute in the window. ``exposed_wait_seconds``: None if unknown. ``away_seconds``: neither
+            wait nor compute.
+        samples: how often the training thread was sampled while it computed. ``in_sync_samples``: samples in calls in
+            which ranks wait for one another.
+        on_gpu: whether it trains on a GPU. There, ranks wait for one another wherever the host waits for the GPU.
+            ``gpu_busy_ratio``: share of the time in which the GPU ran something. A rank that waits for others keeps its
+            GPU busy.
+        cause: the cause of the rank's open stall; None without one. ``where``: the line of the user's code in most
+            samples, outside of calls in which ranks wait.
+        phase: the category of the ledger, if it is an evaluation or a checkpoint, or `DEBUGGED`: other ranks may wait
+            for its end.
+        seconds_without_step: time since its newest step. ``waits_for_ranks``: whether it has spent this time in calls
+            in which ranks wait for one another.
+        away_in: the category of the ledger with most of the time that is neither wait nor compute; None without any.
+        core_wait_seconds: how long its training thread was runnable without a core, in the window; None if unknown.
+            ``cores_busy_ratio``: use of all cores of its machine.
+        node: name of its node, for a rank on another node; None for a rank of this node.
+        node_ranks: number of ranks on that node; 0 for a rank of this node. ``node_fastest``: whether it is one of the
+            fastest of them. If the others wait even for these, they wait for all ranks of that node.
+        stuck: whether it has ended no step for ``stuck_seconds``. ``still_seconds``: time since the hooks last saw
+            progress of its training thread, of any kind.
+        run_wait_seconds, run_loop_seconds, run_first_wait_seconds: of the whole run so far, as `RankWaits` has them.
+            ``run_exposed_seconds``: None if it is unknown, or batches were not seen.
+        run_cause: the cause of its costliest stall of the run; None without one. ``run_lost_seconds``: what that cost.
+    """
+
+    rank: int
+    seconds: float
+    steps: int
+    compute_seconds: float
+    exposed_wait_seconds: float | None
+    away_seconds: float
+    samples: int = 0
+    in_sync_samples: int = 0
+    on_gpu: bool = False
+    cause: str | None = None
+    where: str | None = None
+    phase: str | None = None
+    seconds_without_step: float = 0.0
+    waits_for_ranks: bool = False
+    gpu_busy_ratio: float | None = None
+    away_in: str | None = None
+    core_wait_seconds: float | None = None
+    cores_busy_ratio: float | None = None
+    node: str | None = None
+    node_ranks: int = 0
+    node_fastest: bool = False
+    stuck: bool = False
+    last_step: int = 0
+    still_seconds: float = 0.0
+    run_wait_seconds: float = 0.0
+    run_loop_seconds: float = 0.0
+    run_first_wait_seconds: float = 0.0
+    run_exposed_seconds: float | None = None
+    run_cause: str | None = None
+    run_lost_seconds: float = 0.0
+
+
+_PACE_NUMBERS: Final = frozenset({
+    "rank", "seconds", "steps", "compute_seconds", "away_seconds", "samples", "in_sync_samples", "seconds_without_step",
+    "node_ranks", "last_step", "run_wait_seconds", "run_loop_seconds", "run_first_wait_seconds", "run_lost_seconds",
+})  # fmt: skip
+_PACE_DEFAULTS: Final = {field.name: field.default for field in fields(RankPace)}
+
+
+def pace_fields(pace: RankPace) -> dict[str, Any]:
+    """A pace as JSON values, without fields that have their default. `pace_from` makes it again.
+
+    In a job of 1,250 nodes a node reads 1,400 paces every 10 s.
+    """
+    return {name: value for name in _PACE_DEFAULTS if (value := getattr(pace, name)) != _PACE_DEFAULTS[name]}
+
+
+def pace_from(found: dict[str, Any]) -> RankPace:
+    """A pace as another process has written it. Fields that a newer version has added are left out.
+
+    Raises:
+        TypeError: a field is missing or is not a number although it must be one.
+        ValueError: a number is infinite, or none.
+    """
+    newer = found.keys() - _PACE_DEFAULTS.keys()
+    pace = RankPace(**({name: found[name] for name in found.keys() - newer} if newer else found))
+    for name in found.keys() & _PACE_NUMBERS:
+        value = found[name]
+        if not isinstance(value, (int, float)):
+            raise TypeError(name)
+        if not abs(value) < math.inf:  # NaN compares false
+            raise ValueError(name)
+    exposed = pace.run_exposed_seconds
+    if exposed is not None and not (isinstance(exposed, (int, float)) and abs(exposed) < math.inf):
+        raise TypeError("run_exposed_seconds")
+    if pace.run_cause is not None and pace.run_cause not in CAUSES:
+        raise ValueError("run_cause")
+    return pace
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """What was true at a tick and is not a counter.
+
+    Attributes:
+        source: where the batches since the last tick came from: ``training_thread`` (a DataLoader without workers),
+            ``workers``, ``watched`` (an iterable that is not a DataLoader), ``read_ahead`` (threads of the training
+            process), None before the first batch.
+        settings: settings of the loader in use, by the names of DataLoader's arguments.
+        in_loop: whether most of the time since the last tick was spent in the training loop.
+        where: the line of the user's code in most samples of the training thread, see `RankPace`.
+        fetching_seconds: duration so far of the longest fetch in progress; None without a sample of the workers.
+        fetched: for each live training worker, by pid: its fetches so far, and their seconds.
+        worker_cores: number of cores that the workers may use; None if unknown.
+        cores: cores that this rank may use, by its affinity and its cgroup's quota. ``quota_cores``: that quota.
+        host_cores: cores of the machine, 0 if unknown.
+        on_gpu: whether there is a reading of the GPU.
+        peers: the other ranks of this node, and the ranks of other nodes that this one may wait for.
+    """
+
+    source: str | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+    in_loop: bool = True
+    where: str | None = None
+    fetching_seconds: float | None = None
+    fetched: dict[int, tuple[int, float]] = field(default_factory=dict)
+    worker_cores: int | None = None
+    cores: float = 1.0
+    quota_cores: float | None = None
+    host_cores: int = 0
+    on_gpu: bool = False
+    peers: tuple[RankPace, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """The counters of the run at one tick, and the conditions."""
+
+    totals: Totals = Totals()
+    conditions: Conditions = Conditions()
+
+
+# -- sink item -------------------------------------------------------------------------------------------------------
+#
+# What the agent hands to the sinks.
+
+NAMESPACE: Final = "telemetry"
+"""Every key begins with it, so that it cannot be one of the user's."""
+
+
+@dataclass(frozen=True, slots=True)
+class SinkItem:
+    """Something to write: the figures of a rank at the end of one window, or a stall that has opened, in words.
+
+    Attributes:
+        step: number of training steps so far, over all attempts of the run.
+        unix_seconds: the time.
+        rank: the rank. ``several``: whether other ranks write as well.
+        figures: the values by name, see `telemetry.agent.figures`; empty for a stall.
+        stall: the stall; empty for figures.
+    """
+
+    step: int
+    unix_seconds: float
+    rank: int
+    several: bool
+    figures: dict[str, float] = field(default_factory=dict)
+    stall: str = ""
+
+    def key(self, name: str) -> str:
+        """The key of a figure. It contains the rank if several ranks may write into the same run."""
+        return f"{NAMESPACE}/rank-{self.rank}/{name}" if self.several else f"{NAMESPACE}/{name}"

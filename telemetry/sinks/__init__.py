@@ -1,0 +1,1 @@
+"""Where the figures go besides the log and the endpoint."""

@@ -1,0 +1,211 @@
+"""Hands the figures to the sinks, on one thread, because a service may block."""
+
+from __future__ import annotations
+
+from _thread import allocate_lock
+from collections import deque
+from typing import TYPE_CHECKING, Final, Protocol
+
+from telemetry.util.clock import NS, now_ns, thread_time
+from telemetry.util.errors import kind_of
+from telemetry.util.threads import OwnThread, Wake
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from telemetry.records import SinkItem
+
+
+# -- sink ------------------------------------------------------------------------------------------------------------
+#
+# What every sink must be able to do.
+
+
+class SinkWaits(Exception):  # noqa: N818 - no error: the sink has nothing to write into yet
+    """There is nothing to write into yet, such as no active run. The text says what is missing."""
+
+
+class Sink(Protocol):
+    """One library. All methods but `forget` are called on the thread of the sinks.
+
+    Attributes:
+        name: its name, as in the setting ``sinks``.
+        gather_seconds: for how long items are gathered before they are written together; 0 for not at all.
+    """
+
+    name: str
+    gather_seconds: float
+
+    def write(self, items: Sequence[SinkItem]) -> None:
+        """Write some items, oldest first. If it raises, all of them are written again later.
+
+        Raises:
+            SinkWaits: there is nothing to write into yet. The items are dropped.
+        """
+
+    def close(self) -> None:
+        """Write what the library still holds, and close files of ours."""
+
+    def forget(self) -> None:
+        """In a forked child: close descriptors, and write nothing."""
+
+
+# -- sink thread -----------------------------------------------------------------------------------------------------
+#
+# Writes into all sinks, on one thread, because a service may block.
+#
+# A sink that fails is tried again after a time that doubles. Meanwhile its items wait, up to a limit; then the oldest
+# are
+# dropped and counted.
+
+MAX_ITEMS: Final = 360
+"""Items that wait for one sink: an hour, at one every 10 s."""
+
+_ITEMS_AT_ONCE: Final = 10
+
+_FIRST_PAUSE_SECONDS: Final = 5.0
+_LONGEST_PAUSE_SECONDS: Final = 300.0
+
+_LONG_SECONDS: Final = 3600.0
+
+
+class _Queue:
+    """The items of one sink, and when it is tried again."""
+
+    def __init__(self, sink: Sink) -> None:
+        self.sink = sink
+        self.items: deque[SinkItem] = deque()
+        self.pause_seconds = 0.0
+        self.due_ns = 0
+        self.told: str | None = None  # what it waits for
+
+
+class SinkThread:
+    """Takes items on the agent thread and writes them on a thread of its own, which the first item starts.
+
+    Args:
+        sinks: the sinks, in the order in which they are written.
+        mono_ns: the clock, monotonic nanoseconds.
+
+    Attributes:
+        cpu_seconds: CPU time of the thread.
+    """
+
+    def __init__(self, sinks: Sequence[Sink], mono_ns: Callable[[], int] = now_ns) -> None:
+        self._queues = [_Queue(sink) for sink in sinks]
+        self._now = mono_ns
+        self._lock = allocate_lock()
+        self._changed = Wake()
+        self._ending = False
+        self._thread: OwnThread | None = None
+        self._news: deque[tuple[str, int]] = deque(maxlen=1000)
+        self.cpu_seconds = 0.0
+
+    def offer(self, item: SinkItem) -> None:
+        """Add an item for every sink. Never waits for a sink.
+
+        Raises:
+            RuntimeError: the thread cannot be started. It is tried again with the next item.
+        """
+        with self._lock:
+            for queue in self._queues:
+                if not queue.items and not queue.pause_seconds:
+                    queue.due_ns = self._now() + int(queue.sink.gather_seconds * NS)
+                queue.items.append(item)
+                self._drop_oldest(queue)
+        self._changed.set()
+        if self._thread is None:
+            thread = OwnThread(self._run, name="telemetry-sinks", others_code=True)
+            thread.start()
+            self._thread = thread
+
+    def take_news(self) -> list[tuple[str, int]]:
+        """Messages since the last call, each with the number of failures it stands for, 0 for none."""
+        news = []
+        while self._news:
+            news.append(self._news.popleft())
+        return news
+
+    def end(self) -> None:
+        """Let the thread write what is left, once, and end."""
+        self._ending = True
+        self._changed.set()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for the end of the thread, at most this many seconds. Returns whether it has ended."""
+        if self._thread is not None:
+            self._thread.join(max(0.0, seconds))
+        return self._thread is None or not self._thread.is_alive()
+
+    def after_fork_in_child(self) -> None:
+        """Close the descriptors. Takes no lock, and writes nothing."""
+        for queue in self._queues:
+            queue.sink.forget()
+
+    def _run(self) -> None:
+        last = False
+        while not last:
+            self._changed.wait(self._seconds_to_wait())
+            self._changed.clear()
+            last = self._ending
+            for queue in self._queues:
+                if last or queue.due_ns <= self._now():
+                    self._empty(queue)
+                if last:
+                    self._close(queue.sink)
+                self.cpu_seconds = thread_time()
+
+    def _seconds_to_wait(self) -> float:
+        """Until something is due."""
+        due = [queue.due_ns for queue in self._queues if queue.items]
+        return (min(due) - self._now()) / NS if due else _LONG_SECONDS
+
+    def _empty(self, queue: _Queue) -> None:
+        """Write the items of a sink, some at a time, until all are written or it fails."""
+        while True:
+            with self._lock:
+                items = [queue.items.popleft() for _ in range(min(len(queue.items), _ITEMS_AT_ONCE))]
+            if not items:
+                return
+            if not self._write(queue, items):
+                with self._lock:
+                    self._put_back(queue, items)
+                return
+
+    def _put_back(self, queue: _Queue, items: list[SinkItem]) -> None:
+        if not queue.pause_seconds:
+            queue.items.clear()  # there is nothing to write into: they belong to no run of the library
+            return
+        queue.items.extendleft(reversed(items))
+        self._drop_oldest(queue)
+
+    def _drop_oldest(self, queue: _Queue) -> None:
+        while len(queue.items) > MAX_ITEMS:
+            queue.items.popleft()
+            self._news.append((f"{queue.sink.name}: the oldest figures are dropped", 1))
+
+    def _write(self, queue: _Queue, items: list[SinkItem]) -> bool:
+        name = queue.sink.name
+        try:
+            queue.sink.write(items)
+        except SinkWaits as waits:
+            queue.pause_seconds, queue.due_ns = 0.0, 0
+            if queue.told != str(waits):
+                queue.told = str(waits)
+                self._news.append((f"{name}: {waits}", 0))
+            return False
+        except BaseException as error:  # a library may raise anything, and Python would print it
+            queue.pause_seconds = min(_LONGEST_PAUSE_SECONDS, 2 * queue.pause_seconds or _FIRST_PAUSE_SECONDS)
+            queue.due_ns = self._now() + int(queue.pause_seconds * NS)
+            self._news.append((f"{name}: {kind_of(error)}", 1))
+            return False
+        if queue.pause_seconds:
+            self._news.append((f"{name}: works again", 0))
+        queue.pause_seconds, queue.due_ns = 0.0, 0
+        return True
+
+    def _close(self, sink: Sink) -> None:
+        try:
+            sink.close()
+        except BaseException as error:
+            self._news.append((f"{sink.name}: {kind_of(error)}", 1))

@@ -1,0 +1,1 @@
+"""What is polled on the agent thread, one file each."""

@@ -1,0 +1,216 @@
+"""The memory of the training process and its DataLoader workers, of /dev/shm, and of the CUDA allocator."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from telemetry.records import MemorySample, TorchMemorySample
+from telemetry.sources.cgroup import MemoryLimits
+from telemetry.sources.collector import CollectorError
+from telemetry.sources.proc import is_worker_of_ours, read_stat
+from telemetry.util.clock import NS, now_ns, thread_time_ns
+from telemetry.util.files import read_small
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from telemetry.sources.proc import Stat
+
+
+# -- memory source ---------------------------------------------------------------------------------------------------
+#
+# The memory of the training process and its DataLoader workers, of /dev/shm, and what is left of the limits.
+#
+# Most of it is cheap: `statm` takes 7 µs and no lock. It cannot tell which pages a forked worker still shares with the
+# training process, and only then shows memory that is copied on write. `smaps_rollup` tells. But the kernel goes
+# through
+# all pages for it (12 ms for each GiB of small pages) and keeps the process from mapping memory meanwhile. So it is
+# read
+# of a few workers, one at a time, and seldom. It is never read of the training process.
+
+READ_SECONDS: Final = 2.0
+"""Between two readings at first. The time grows with the age of the run, because its trend is what matters."""
+
+_AGE_RATIO: Final = 1 / 64
+_MAX_READ_SECONDS: Final = 60.0
+
+_MAX_PROBED: Final = 2
+"""Shared pages are looked for in at most this many workers. All were forked from the same process."""
+
+_MAX_PROBE_RATIO: Final = 0.0005
+"""Share of a core for reading `smaps_rollup`: the time from one to the next follows from what the last one took."""
+
+_MIN_PROBE_SECONDS: Final = 30.0
+"""Also between two of small workers, which the ratio would allow more often than their trend needs. A worker that was
+never probed is waited for less long."""
+
+_FIRST_PROBES_RATIO: Final = 0.2
+_KIB: Final = 1024
+
+
+class MemorySource:
+    """The memory of this process, its workers and /dev/shm.
+
+    Args:
+        workers: returns the pids of the live workers. ``stat``: reads the stat of one.
+        proc: where /proc is mounted, for limits.
+        cgroups: where the cgroup hierarchies are mounted.
+        shared_memory: the file system of shared memory.
+    """
+
+    name = "memory"
+
+    def __init__(
+        self,
+        workers: Callable[[], Iterable[int]],
+        *,
+        stat: Callable[[int], Stat | None] = read_stat,
+        proc: Path = Path("/proc"),
+        cgroups: Path = Path("/sys/fs/cgroup"),
+        shared_memory: str = "/dev/shm",  # noqa: S108 - only its size is read
+    ) -> None:
+        self._workers = workers
+        self._stat = stat
+        self._limits = MemoryLimits(proc, cgroups)
+        self._shared_memory = shared_memory
+        self._began_ns = self._due_ns = now_ns()
+        self._probe_due_ns = 0
+        self._newest = MemorySample()
+        self._pids: frozenset[int] = frozenset()
+        self._shared: dict[int, int] = {}  # anonymous bytes that a worker shares, by pid
+
+    def read(self) -> MemorySample:
+        """The newest reading. A new one is made when it is due.
+
+        Raises:
+            CollectorError: there is no /proc.
+        """
+        now = now_ns()
+        if now >= self._due_ns:
+            age = (now - self._began_ns) / NS
+            # A little early, so that a tick that comes a moment too soon does not have to wait for the next one.
+            self._due_ns = now + int(0.9 * NS * min(_MAX_READ_SECONDS, max(READ_SECONDS, _AGE_RATIO * age)))
+            self._newest = self._read(now)
+        return self._newest
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _read(self, now: int) -> MemorySample:
+        own = read_stat("self")
+        if own is None:
+            raise CollectorError("/proc/self/stat cannot be read")
+        workers, shared = self._of_workers(now)
+        room, limit = self._size_of_shared_memory(), self._limits.tightest()
+        own_shared = self._limits.shared_memory()
+        return MemorySample(
+            training_bytes=own.anonymous_bytes,
+            workers_bytes=workers,
+            workers_shared_bytes=shared,
+            shared_memory_bytes=own_shared if own_shared is not None or room is None else room[0],
+            shared_memory_free_bytes=None if room is None else room[1],
+            memory_available_bytes=None if limit is None else limit.available,
+            memory_limit_bytes=None if limit is None else limit.limit,
+        )
+
+    def _of_workers(self, now: int) -> tuple[int | None, int | None]:
+        """What the workers have to themselves, and what they share; None before it is known what they share."""
+        anonymous: dict[int, int] = {}
+        for pid in filter(None, self._workers()):
+            stat = self._stat(pid)
+            if stat is not None and is_worker_of_ours(stat.parent):
+                anonymous[pid] = stat.anonymous_bytes
+        pids = frozenset(anonymous)
+        if pids != self._pids:
+            self._pids, self._shared = pids, {}
+        probed = sorted(pids)[:_MAX_PROBED]
+        missing = [pid for pid in probed if pid not in self._shared]
+        if now >= self._probe_due_ns and probed:
+            # The one whose reading is oldest: a dictionary keeps the order of insertion.
+            self._probe(missing[0] if missing else next(iter(self._shared)), sooner=len(missing) > 1)
+        if not self._shared:
+            return None, None
+        shared = sum(self._shared.values()) // len(self._shared) * len(pids)
+        return max(0, sum(anonymous.values()) - shared), shared
+
+    def _probe(self, pid: int, *, sooner: bool) -> None:
+        started = thread_time_ns()
+        try:
+            shared = shared_bytes(read_small(f"/proc/{pid}/smaps_rollup"))
+        except OSError:  # it has ended, or the kernel is older than 4.14: then nothing is known to be shared
+            shared = 0
+        took = (thread_time_ns() - started) / NS
+        self._shared.pop(pid, None)
+        self._shared[pid] = shared
+        pause = _MIN_PROBE_SECONDS * (_FIRST_PROBES_RATIO if sooner else 1.0)
+        self._probe_due_ns = now_ns() + int(NS * max(pause, took / _MAX_PROBE_RATIO))
+
+    def _size_of_shared_memory(self) -> tuple[int, int] | None:
+        """Bytes used and free; None if there is no such file system."""
+        try:
+            found = os.statvfs(self._shared_memory)
+        except OSError:
+            return None
+        return (found.f_blocks - found.f_bfree) * found.f_frsize, found.f_bavail * found.f_frsize
+
+
+def shared_bytes(content: bytes) -> int:
+    """The anonymous memory that a process shares with another one, from its smaps_rollup (proc(5)).
+
+    The kernel tells what is private (`Private_Dirty`) of all memory, and how much is anonymous. Shared memory and files
+    that are written through a mapping are private, too, as long as no other process maps them. `Pss_Anon` has no part
+    of these, so the smaller of the two is what the process has to itself.
+    """
+    found = dict(line.split(b":", 1) for line in content.splitlines()[1:] if b":" in line)
+    anonymous, private = _kib(found.get(b"Anonymous")), _kib(found.get(b"Private_Dirty"))
+    proportional = found.get(b"Pss_Anon")
+    if proportional is not None:
+        private = min(private, _kib(proportional))
+    return max(0, anonymous - private) * _KIB
+
+
+def _kib(value: bytes | None) -> int:
+    words = (value or b"").split()
+    return int(words[0]) if words and words[0].isdigit() else 0
+
+
+# -- torch memory ----------------------------------------------------------------------------------------------------
+#
+# Memory of PyTorch's CUDA caching allocator. Never imports torch and never initialises CUDA.
+
+
+def cuda() -> Any | None:
+    """``torch.cuda`` if torch is loaded and CUDA initialised, else None."""
+    torch = sys.modules.get("torch")
+    module = getattr(torch, "cuda", None)
+    try:
+        return module if module is not None and module.is_initialized() else None
+    except Exception:
+        return None  # torch is being imported
+
+
+class TorchMemorySource:
+    """The bytes allocated for tensors, and the bytes reserved by the allocator.
+
+    Args:
+        device: index of the training thread's device. It is passed because the agent thread has its own current device.
+    """
+
+    name = "torch_memory"
+
+    def __init__(self, device: Callable[[], int]) -> None:
+        self._device = device
+
+    def read(self) -> TorchMemorySample | None:
+        """One reading; None while CUDA is not in use, which is no failure."""
+        module = cuda()
+        if module is None:
+            return None
+        device = self._device()
+        return TorchMemorySample(module.memory_allocated(device), module.memory_reserved(device))
+
+    def close(self) -> None:
+        """Nothing is held."""

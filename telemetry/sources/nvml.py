@@ -1,0 +1,1071 @@
+"""This rank's GPU through NVML, sampled on a thread of its own."""
+
+from __future__ import annotations
+
+import codecs
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
+
+from telemetry.records import GpuSample
+from telemetry.sources.collector import CollectorError
+from telemetry.util.clock import NS, now_ns, thread_time, unix_ns
+from telemetry.util.threads import OwnThread, Wake
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from types import ModuleType
+
+
+# -- driver ----------------------------------------------------------------------------------------------------------
+#
+# Calls of the NVML binding.
+#
+# The only module that imports ``pynvml``, the binding of the package ``nvidia-ml-py``. The import happens on the thread
+# that makes the driver, not on the sampling thread: a child forked during an import inherits the lock of that module
+# without the thread that would release it, and hangs when it imports the module itself.
+
+
+class NvmlDriver:
+    """Calls the binding, converts its errors, and records which call is running.
+
+    Attributes:
+        binding: the ``pynvml`` module, or the error of its import.
+        running: name of the running function and its start in monotonic ns; None between calls.
+    """
+
+    def __init__(self, clock: Callable[[], int] = now_ns) -> None:
+        self.binding: Any = _binding()
+        self.running: tuple[str, int] | None = None
+        self._clock = clock
+        self._initialised = False
+
+    def open(self) -> None:
+        """Load the library and initialise it, once.
+
+        Raises:
+            NoGpuError: there is no driver on this machine.
+            NvmlError: the driver does not initialise.
+        """
+        if self._initialised:
+            return
+        if isinstance(self.binding, ImportError):
+            raise NoGpuError(f"the package nvidia-ml-py is not installed: {self.binding}")
+        try:
+            self.call("nvmlInit")  # NVML counts these calls, so other users of NVML in this process are not affected
+        except NvmlError as error:
+            if error.code == LIBRARY_NOT_FOUND:
+                raise NoGpuError("no NVIDIA driver: libnvidia-ml.so.1 is missing") from error
+            if error.code == DRIVER_NOT_LOADED:
+                raise NoGpuError("no NVIDIA driver: its kernel module is not loaded") from error
+            raise
+        self._initialised = True
+
+    def close(self) -> None:
+        """Undo ``open``."""
+        if self._initialised:
+            self._initialised = False
+            try:
+                self.call("nvmlShutdown")
+            except NvmlError:
+                return  # the driver is gone, so there is nothing to shut down
+
+    def call(self, function: str, *args: Any) -> Any:
+        """Run one function of the binding.
+
+        Raises:
+            NvmlError: the function failed, or this version of the binding does not have it.
+        """
+        run = getattr(self.binding, function, None)
+        if run is None:
+            raise NvmlError(function, FUNCTION_NOT_FOUND, "not in this version of nvidia-ml-py")
+        self.running = (function, self._clock())
+        try:
+            return run(*args)
+        except self.binding.NVMLError as error:
+            raise NvmlError(function, error.value, str(error)) from None
+        finally:
+            self.running = None
+
+
+def _binding() -> ModuleType | ImportError:
+    codecs.lookup("ascii")  # the binding's calls import this codec, so import it here, too
+    try:
+        import pynvml
+    except ImportError as error:
+        return error.with_traceback(None)
+    return pynvml  # type: ignore[no-any-return]
+
+
+# -- device ----------------------------------------------------------------------------------------------------------
+#
+# Finds the GPU of this rank by UUID, never by a guessed index.
+#
+# NVML sees every GPU of the machine or container. The rank computes on one of them, or on a MIG device of one. torch
+# knows which one after CUDA is initialised. Before that, ``CUDA_VISIBLE_DEVICES`` decides only if it leaves one choice.
+#
+# This module imports no third-party library: it calls NVML through the ``Driver`` that it receives.
+
+SUCCESS: Final = 0
+UNINITIALIZED: Final = 1
+INVALID_ARGUMENT: Final = 2
+NOT_SUPPORTED: Final = 3
+NO_PERMISSION: Final = 4
+NOT_FOUND: Final = 6
+DRIVER_NOT_LOADED: Final = 9
+LIBRARY_NOT_FOUND: Final = 12
+FUNCTION_NOT_FOUND: Final = 13
+GPU_IS_LOST: Final = 15
+RESET_REQUIRED: Final = 16
+LIB_RM_VERSION_MISMATCH: Final = 18
+"""NVML's return codes. They are part of its binary interface, so the numbers never change."""
+
+FATAL: Final = frozenset({UNINITIALIZED, DRIVER_NOT_LOADED, GPU_IS_LOST, RESET_REQUIRED, LIB_RM_VERSION_MISMATCH})
+"""After one of these the GPU or the library is gone, so no other reading works either."""
+
+_UNKNOWN: Final = "the GPU of this rank is not known before CUDA is initialised"
+
+Handle = Any
+"""An opaque ``nvmlDevice_t``."""
+
+
+class NvmlError(Exception):
+    """An NVML call failed. ``code`` is NVML's return code; the text names the function and the error."""
+
+    def __init__(self, function: str, code: int, text: str) -> None:
+        super().__init__(f"{function}: {text}")
+        self.code = code
+
+
+class NoGpuError(CollectorError):
+    """Nothing to sample on this machine: no driver, no GPU, or none that this process may use."""
+
+
+class Driver(Protocol):
+    """Access to NVML: ``binding`` holds its constants and structures, ``call`` runs one of its functions."""
+
+    binding: Any
+
+    def call(self, function: str, *args: Any) -> Any:
+        """Run one NVML function by name.
+
+        Raises:
+            NvmlError: it failed, or the binding does not have it.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class GpuDevice:
+    """The device that this rank computes on.
+
+    Attributes:
+        handle: the GPU, or the MIG device; memory is read from it.
+        parent: the physical GPU; power, temperature and clocks are read from it. Equal to ``handle`` without MIG.
+        gpu_instance: the id of the MIG GPU instance, None without MIG.
+        index: NVML's index of the physical GPU.
+    """
+
+    handle: Handle
+    parent: Handle
+    gpu_instance: int | None
+    index: int
+    uuid: str
+    name: str
+
+
+def find_device(driver: Driver, uuid: str | None, environ: Mapping[str, str]) -> GpuDevice:
+    """This rank's device.
+
+    Args:
+        driver: an initialised NVML.
+        uuid: what torch reports (with or without ``GPU-``, or ``MIG-…``); None before CUDA is initialised.
+        environ: where ``CUDA_VISIBLE_DEVICES`` and ``CUDA_DEVICE_ORDER`` are read.
+
+    Raises:
+        NoGpuError: this process cannot use a GPU.
+        CollectorError: it is not known yet which GPU it uses.
+        NvmlError: NVML failed.
+    """
+    handle = _by_uuid(driver, uuid) if uuid else _by_environment(driver, environ)
+    found = driver.call("nvmlDeviceGetUUID", handle)
+    if not _is_mig(found) and mig_enabled(driver, handle):
+        handle = _only_mig_device(driver, handle, environ)
+    return _describe(driver, handle)
+
+
+def visible_entries(environ: Mapping[str, str]) -> list[int] | list[str] | None:
+    """``CUDA_VISIBLE_DEVICES`` as CUDA reads it: indexes, or UUIDs, or None when all devices are visible.
+
+    The first invalid entry ends the list, and a repeated one empties it.
+    """
+    text = environ.get("CUDA_VISIBLE_DEVICES")
+    if text is None:
+        return None
+    entries = [entry.strip() for entry in text.split(",")]
+    prefix = entries[0][:4]
+    if prefix in ("GPU-", "MIG-"):
+        uuids = _leading([entry if entry.startswith(prefix) else None for entry in entries])
+        return uuids if len(set(uuids)) == len(uuids) else []
+    indexes = _leading([_leading_number(entry) for entry in entries])
+    return indexes if len(set(indexes)) == len(indexes) else []
+
+
+def mig_enabled(driver: Driver, gpu: Handle) -> bool:
+    """Whether the GPU is partitioned. A GPU or driver without MIG answers with an error."""
+    try:
+        current, _pending = driver.call("nvmlDeviceGetMigMode", gpu)
+    except NvmlError as error:
+        if error.code in (NOT_SUPPORTED, FUNCTION_NOT_FOUND, INVALID_ARGUMENT, NO_PERMISSION):
+            return False
+        raise
+    return bool(current)
+
+
+def _by_uuid(driver: Driver, uuid: str) -> Handle:
+    """Find a device by torch's UUID. torch gives it without the prefix for GPU or MIG devices, so both are tried."""
+    names = [uuid] if uuid.startswith(("GPU-", "MIG-")) else [f"GPU-{uuid}", f"MIG-{uuid}"]
+    for name in names:
+        handle = _handle_of(driver, name)
+        if handle is not None:
+            return handle
+    raise CollectorError(f"NVML knows no device with the UUID {uuid} that torch reports")
+
+
+def _by_environment(driver: Driver, environ: Mapping[str, str]) -> Handle:
+    """The only device that CUDA can choose.
+
+    An index refers to CUDA's order. By default the fastest GPU is first, and the order of the others is undefined, even
+    if all are equal. Only CUDA_DEVICE_ORDER=PCI_BUS_ID gives NVML's order. So with several GPUs and the default order
+    an index does not identify a GPU, and the agent waits for torch.
+    """
+    count = driver.call("nvmlDeviceGetCount")
+    if not count:
+        raise NoGpuError("the NVIDIA driver is there, but no GPU is")
+    entries: list[int] | list[str] | None = visible_entries(environ)
+    if entries is None:
+        entries = list(range(count))
+    if entries and isinstance(entries[0], int):
+        entries = _leading([entry if int(entry) < count else None for entry in entries])
+    if not entries:
+        raise NoGpuError("no GPU is visible: CUDA_VISIBLE_DEVICES hides them all")
+    if len(entries) > 1:
+        raise CollectorError(_UNKNOWN)
+    only = entries[0]
+    return _by_index(driver, only, count, environ) if isinstance(only, int) else _by_entry(driver, only)
+
+
+def _by_index(driver: Driver, index: int, count: int, environ: Mapping[str, str]) -> Handle:
+    if count > 1 and environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
+        raise CollectorError(_UNKNOWN)
+    # A partitioned GPU among others changes CUDA's numbering in undocumented ways.
+    if count > 1 and any(mig_enabled(driver, gpu) for _uuid, gpu in _gpus(driver)):
+        raise CollectorError(_UNKNOWN)
+    return driver.call("nvmlDeviceGetHandleByIndex", index)
+
+
+def _by_entry(driver: Driver, entry: str) -> Handle:
+    """The device of ``GPU-<uuid or its beginning>``, ``MIG-<uuid>`` or ``MIG-GPU-<uuid>/<gi>/<ci>``."""
+    handle = _handle_of(driver, entry)
+    if handle is not None:
+        return handle
+    matches = list(_old_style_mig(driver, entry)) if _is_mig(entry) else _beginning_with(driver, entry)
+    if len(matches) != 1:
+        what = "several GPUs" if matches else "no GPU of this machine"
+        raise NoGpuError(f"no GPU is visible: CUDA_VISIBLE_DEVICES={entry} names {what}")
+    return matches[0]
+
+
+def _beginning_with(driver: Driver, prefix: str) -> list[Handle]:
+    return [gpu for uuid, gpu in _gpus(driver) if uuid.lower().startswith(prefix.lower())]
+
+
+def _old_style_mig(driver: Driver, entry: str) -> Iterator[Handle]:
+    """MIG devices named by their GPU and the ids of their instances, as older drivers do without MIG UUIDs."""
+    uuid, _, ids = entry.removeprefix("MIG-").partition("/")
+    parent = _handle_of(driver, uuid)
+    if parent is None:
+        return
+    for device in _mig_devices(driver, parent):
+        gpu_instance = driver.call("nvmlDeviceGetGpuInstanceId", device)
+        compute_instance = driver.call("nvmlDeviceGetComputeInstanceId", device)
+        if ids == f"{gpu_instance}/{compute_instance}":
+            yield device
+
+
+def _only_mig_device(driver: Driver, gpu: Handle, environ: Mapping[str, str]) -> Handle:
+    """The MIG device of a partitioned GPU. Some versions of CUDA give the UUID of the GPU for its MIG device.
+
+    Raises:
+        NoGpuError: the GPU is partitioned, but has no MIG device.
+        CollectorError: it has several, and it is not known which one this rank uses.
+    """
+    devices = list(_mig_devices(driver, gpu))
+    if not devices:
+        raise NoGpuError("no GPU is visible: MIG is enabled, but there is no MIG device")
+    if len(devices) == 1:
+        return devices[0]
+    entries = visible_entries(environ) or []
+    if len(entries) == 1 and isinstance(entries[0], str) and _is_mig(entries[0]):
+        named = _by_entry(driver, entries[0])
+        uuid = driver.call("nvmlDeviceGetUUID", named)
+        if uuid in [driver.call("nvmlDeviceGetUUID", device) for device in devices]:
+            return named
+    raise CollectorError("the GPU of this rank is partitioned (MIG), and which MIG device it uses is not known")
+
+
+def _describe(driver: Driver, handle: Handle) -> GpuDevice:
+    uuid = driver.call("nvmlDeviceGetUUID", handle)
+    parent, gpu_instance = handle, None
+    if _is_mig(uuid):
+        parent = driver.call("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", handle)
+        gpu_instance = driver.call("nvmlDeviceGetGpuInstanceId", handle)
+    return GpuDevice(
+        handle=handle,
+        parent=parent,
+        gpu_instance=gpu_instance,
+        index=driver.call("nvmlDeviceGetIndex", parent),
+        uuid=uuid,
+        name=driver.call("nvmlDeviceGetName", handle),
+    )
+
+
+def _handle_of(driver: Driver, uuid: str) -> Handle | None:
+    """The device with exactly this UUID, GPU or MIG; else None."""
+    try:
+        return driver.call("nvmlDeviceGetHandleByUUID", uuid)
+    except NvmlError as error:
+        if error.code in (NOT_FOUND, INVALID_ARGUMENT):
+            return None
+        raise
+
+
+def _gpus(driver: Driver) -> Iterator[tuple[str, Handle]]:
+    """The physical GPUs that answer. A lost GPU must not hide the others."""
+    for index in range(driver.call("nvmlDeviceGetCount")):
+        try:
+            handle = driver.call("nvmlDeviceGetHandleByIndex", index)
+            uuid = driver.call("nvmlDeviceGetUUID", handle)
+        except NvmlError:
+            continue
+        yield uuid, handle
+
+
+def _mig_devices(driver: Driver, gpu: Handle) -> Iterator[Handle]:
+    for index in range(driver.call("nvmlDeviceGetMaxMigDeviceCount", gpu)):
+        try:
+            handle = driver.call("nvmlDeviceGetMigDeviceHandleByIndex", gpu, index)
+        except NvmlError as error:
+            if error.code in (NOT_FOUND, INVALID_ARGUMENT):  # some of the numbered slots may be empty
+                continue
+            raise
+        yield handle
+
+
+def _is_mig(uuid: str) -> bool:
+    return uuid.startswith("MIG-")
+
+
+def _leading_number(entry: str) -> int | None:
+    """An index as CUDA parses it (with strtoul): ``1gpu2`` is 1. None if there is no number or a negative one."""
+    digits = len(entry) - len(entry.lstrip("0123456789"))
+    return int(entry[:digits]) if digits else None
+
+
+def _leading(entries: list[Any]) -> list[Any]:
+    """The entries before the first None."""
+    return entries[: entries.index(None)] if None in entries else entries
+
+
+# -- activity --------------------------------------------------------------------------------------------------------
+#
+# SM activity of a GPU, from hardware counters if there are any, else from the driver's figures per process.
+#
+# The usual "utilisation" is the share of time in which any kernel ran, even if it used one SM of a hundred. How busy
+# the
+# SMs are is measured by hardware counters (GPM, Hopper and newer) or, less precisely, by the driver for each process.
+#
+# This module imports no third-party library: it receives the ``Driver`` as an argument, as ``device`` does.
+
+_SM_UTIL: Final = 2
+_SM_OCCUPANCY: Final = 3
+_ANY_TENSOR_UTIL: Final = 5
+_DRAM_BW_UTIL: Final = 10
+_GPM_METRICS: Final = (_SM_UTIL, _SM_OCCUPANCY, _ANY_TENSOR_UTIL, _DRAM_BW_UTIL)
+
+_GPM_SHORTEST_NS: Final = 100_000_000
+"""NVML asks for two samples more than 100 ms apart."""
+
+_PROCESS_WINDOW_US: Final = 1_500_000
+"""How far back samples of a process are read. The slowest GPUs are sampled once per second. With a shorter time no
+sample would be found, and a busy process would appear idle."""
+
+_HIGHEST_PERCENT: Final = 101.0
+"""Counters are read one after the other, so a busy GPU may give slightly more than 100. Higher values are invalid."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpmValues:
+    """Ratios (0 to 1) over one window; None if a counter has no value."""
+
+    sm_active: float | None = None
+    sm_occupancy: float | None = None
+    tensor_active: float | None = None
+    memory_bandwidth: float | None = None
+
+
+NO_GPM_VALUES: Final = GpmValues()
+
+
+class GpmReader:
+    """GPU performance monitoring: the hardware counters of Hopper and newer.
+
+    A reading is the difference of two samples. Two buffers are allocated once and swapped at each tick: one holds the
+    previous sample, one the new one.
+    """
+
+    def __init__(self, driver: Driver, device: GpuDevice, *, clock: Callable[[], int], window_ns: int) -> None:
+        self._driver = driver
+        self._device = device
+        self._clock = clock
+        self._window_ns = window_ns
+        self._buffers: list[Handle] = []
+        self._sampled_ns: int | None = None
+        self._values = NO_GPM_VALUES
+        binding = driver.binding
+        self._request = binding.c_nvmlGpmMetricsGet_t()
+        self._request.version = binding.NVML_GPM_METRICS_GET_VERSION
+        self._request.numMetrics = len(_GPM_METRICS)
+        for slot, metric in enumerate(_GPM_METRICS):
+            self._request.metrics[slot].metricId = metric
+
+    def read(self) -> GpmValues:
+        """The ratios since the previous tick; all None on the first tick, and after a long gap.
+
+        Raises:
+            NvmlError: the counters cannot be sampled.
+        """
+        while len(self._buffers) < 2:
+            self._buffers.append(self._driver.call("nvmlGpmSampleAlloc"))
+        now, before = self._clock(), self._sampled_ns
+        if before is not None and now - before <= _GPM_SHORTEST_NS:
+            return self._values
+        self._values = NO_GPM_VALUES
+        previous, spare = self._buffers
+        self._take(spare)
+        self._buffers, self._sampled_ns = [spare, previous], now
+        if before is not None and now - before <= self._window_ns:
+            self._values = self._between(previous, spare)
+        return self._values
+
+    def close(self) -> None:
+        """Free the buffers."""
+        buffers, self._buffers = self._buffers, []
+        for buffer in buffers:
+            self._free(buffer)
+
+    def _free(self, buffer: Handle) -> None:
+        try:
+            self._driver.call("nvmlGpmSampleFree", buffer)
+        except NvmlError:
+            return  # the driver is gone and has freed it
+
+    def _take(self, buffer: Handle) -> None:
+        device = self._device
+        if device.gpu_instance is None:
+            self._driver.call("nvmlGpmSampleGet", device.parent, buffer)
+        else:
+            self._driver.call("nvmlGpmMigSampleGet", device.parent, device.gpu_instance, buffer)
+
+    def _between(self, older: Handle, newer: Handle) -> GpmValues:
+        self._request.sample1, self._request.sample2 = older, newer
+        self._driver.call("nvmlGpmMetricsGet", self._request)
+        # Of the hundreds of entries only the requested ones are filled in, each with its own return code.
+        metrics = [self._request.metrics[slot] for slot in range(len(_GPM_METRICS))]
+        ratios = [ratio(metric.value) if metric.nvmlReturn == SUCCESS else None for metric in metrics]
+        return GpmValues(*ratios)
+
+
+class ProcessReader:
+    """The share of time this process ran a kernel. The driver samples it a few times per second.
+
+    The driver lists only active processes, and answers "not found" if no process is active. If this process is not
+    listed, it is idle, but only if it has been listed before. Otherwise the driver may know it by another pid (in a
+    container it may report the pids of the host), and there is no reading.
+    """
+
+    def __init__(self, driver: Driver, handle: Handle, *, pids: frozenset[int]) -> None:
+        self._driver = driver
+        self._handle = handle
+        self._pids = pids
+        self._seen = False
+
+    def read(self) -> float | None:
+        """The newest ratio of this process; 0.0 when it is known to be idle.
+
+        Raises:
+            NvmlError: the driver does not offer it (MIG, some virtual GPUs).
+        """
+        ours = [entry for entry in self._entries() if entry.pid in self._pids]
+        if not ours:
+            return 0.0 if self._seen else None
+        self._seen = True
+        return ratio(max(ours, key=_time_stamp).smUtil)
+
+    def _entries(self) -> list[Any]:
+        since_us = unix_ns() // 1000 - _PROCESS_WINDOW_US  # the driver stamps with the wall clock
+        try:
+            return list(self._driver.call("nvmlDeviceGetProcessUtilization", self._handle, since_us))
+        except NvmlError as error:
+            # The binding also raises on an empty answer, with the return code for success.
+            if error.code in (NOT_FOUND, SUCCESS):
+                return []
+            raise
+
+
+def gpm_supported(driver: Driver, gpu: Handle) -> bool:
+    """Whether a physical GPU has the hardware counters, and the driver can read them."""
+    try:
+        return bool(driver.call("nvmlGpmQueryDeviceSupport", gpu).isSupportedDevice)
+    except NvmlError as error:
+        if error.code in FATAL:
+            raise
+        return False
+
+
+def process_supported(driver: Driver, handle: Handle) -> bool:
+    """Whether the driver reports the utilisation of each process on the device."""
+    try:
+        ProcessReader(driver, handle, pids=frozenset()).read()
+    except NvmlError as error:
+        if error.code in FATAL:
+            raise
+        return False
+    return True
+
+
+def own_pids(status: Path = Path("/proc/self/status")) -> frozenset[int]:
+    """The pids of this process, from the outermost PID namespace that its ``/proc`` shows down to its own."""
+    pids = {os.getpid()}
+    try:
+        for line in status.read_text(encoding="ascii", errors="replace").splitlines():
+            if line.startswith("NSpid:"):
+                pids.update(int(pid) for pid in line.split()[1:])
+    except (OSError, ValueError):
+        pass
+    return frozenset(pids)
+
+
+def _time_stamp(entry: Any) -> int:
+    return int(entry.timeStamp)
+
+
+def ratio(percent: float) -> float | None:
+    """Convert 0..100 to 0..1; None for an invalid value (NaN, infinite, negative, far too high)."""
+    value = float(percent)
+    return min(value / 100, 1.0) if 0 <= value <= _HIGHEST_PERCENT else None  # NaN compares false
+
+
+# -- readings --------------------------------------------------------------------------------------------------------
+#
+# The readings of one GPU, each of them optional.
+#
+# If the GPU, the driver or a missing permission does not allow a reading, only that reading is None. NVML's units
+# (percent, milliwatts, megahertz) are converted to ratios, watts and hertz.
+#
+# This module imports no third-party library: it receives the ``Driver`` as an argument, as ``device`` does.
+
+T = TypeVar("T")
+
+THROTTLE_BITS: Final[Mapping[str, int]] = MappingProxyType(
+    {
+        "applications_clocks": 0x002,
+        "sw_power_cap": 0x004,
+        "hw_slowdown": 0x008,
+        "sync_boost": 0x010,
+        "sw_thermal": 0x020,
+        "hw_thermal": 0x040,
+        "hw_power_brake": 0x080,
+        "display_clocks": 0x100,
+    }
+)
+"""Every value of the ``reason`` label, with NVML's bit. The bit of an idle GPU (0x001) is left out, because an idle GPU
+is not throttled. Bits that later drivers add are left out until they have a name here."""
+
+_NOT_OFFERED: Final = frozenset({NOT_SUPPORTED, NO_PERMISSION, FUNCTION_NOT_FOUND})
+"""Return codes of a feature that will not become available later."""
+
+
+_IMPLAUSIBLE: Final = 999
+"""NVML's own code for an unknown error."""
+
+_MAX_MEMORY_BYTES: Final = float(1 << 44)
+_MAX_POWER_MILLIWATTS: Final = 20e6
+_MAX_MILLIJOULES: Final = 1e16
+_MAX_CELSIUS: Final = 200.0
+_MAX_MEGAHERTZ: Final = 10_000.0
+_MAX_REASONS: Final = float(1 << 32)
+"""Values that no GPU reaches. A partly failing driver gives all ones, or a negative number read as unsigned: 1.8e19
+bytes used, 4.3e9 degrees."""
+
+
+class DeviceReader:
+    """Reads one device once per tick. Holds the GPM sample buffers, which ``close`` frees.
+
+    Args:
+        driver: an initialised NVML.
+        device: what to read.
+        clock: monotonic nanoseconds.
+        window_ns: the longest time over which the hardware counters may be averaged to count as current.
+        pids: the pids by which the driver may know this process.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        device: GpuDevice,
+        *,
+        clock: Callable[[], int],
+        window_ns: int,
+        pids: frozenset[int],
+    ) -> None:
+        self.device = device
+        self._driver = driver
+        self._failures: list[NvmlError] = []
+        self._gpm = (
+            GpmReader(driver, device, clock=clock, window_ns=window_ns)
+            if gpm_supported(driver, device.parent)
+            else None
+        )
+        self._process = ProcessReader(driver, device.handle, pids=pids)
+        self._clock_max: float | None = None
+
+    def sample(self) -> GpuSample:
+        """Everything that can be read now.
+
+        Raises:
+            NvmlError: the GPU or the driver is gone, or no reading is available.
+        """
+        self._failures.clear()
+        gpm = self._read_gpm()
+        active, source = gpm.sm_active, "gpm"
+        if self._gpm is None:
+            active, source = self._optional(self._process.read), "process"
+        used, total = self._optional(self._memory) or (None, None)
+        sample = GpuSample(
+            index=self.device.index,
+            uuid=self.device.uuid,
+            name=self.device.name,
+            utilization_ratio=self._optional(self._utilization),
+            sm_active_ratio=active,
+            sm_active_source=None if active is None else source,
+            sm_occupancy_ratio=gpm.sm_occupancy,
+            tensor_active_ratio=gpm.tensor_active,
+            memory_bandwidth_ratio=gpm.memory_bandwidth,
+            memory_used_bytes=used,
+            memory_total_bytes=total,
+            power_watts=self._optional(self._power),
+            energy_joules=None if self.device.gpu_instance is not None else self._optional(self._energy),
+            temperature_celsius=self._optional(self._temperature),
+            sm_clock_hertz=self._optional(self._sm_clock),
+            sm_clock_max_hertz=self._optional(self._sm_clock_max),
+            throttled=self._optional(self._throttled),
+        )
+        if self._failures and not _measured(sample):
+            raise self._failures[0]
+        return sample
+
+    def close(self) -> None:
+        """Free the GPM buffers."""
+        if self._gpm is not None:
+            self._gpm.close()
+            self._gpm = None
+
+    def _optional(self, read: Callable[[], T]) -> T | None:
+        """One reading, or None if it is not available. Records the failures of the sample."""
+        try:
+            return read()
+        except NvmlError as error:
+            if error.code in FATAL:
+                raise
+            self._failures.append(error)
+            return None
+
+    def _read_gpm(self) -> GpmValues:
+        """The hardware counters. They are no longer read after a permanent error (virtual GPU, missing permission)."""
+        if self._gpm is None:
+            return NO_GPM_VALUES
+        try:
+            return self._gpm.read()
+        except NvmlError as error:
+            if error.code in FATAL:
+                raise
+            self._failures.append(error)
+            if error.code in _NOT_OFFERED:
+                self.close()
+            return NO_GPM_VALUES
+
+    def _utilization(self) -> float | None:
+        """The share of time any kernel ran. Not available for a MIG device or a partitioned GPU."""
+        return ratio(self._driver.call("nvmlDeviceGetUtilizationRates", self.device.handle).gpu)
+
+    def _memory(self) -> tuple[int, int]:
+        """Bytes used and total.
+
+        Version 1 counts the memory that the driver reserves (hundreds of MiB) as used. Version 2 reports it
+        separately, so version 1 is read only if the driver is too old for version 2.
+        """
+        handle = self.device.handle
+        try:
+            memory = self._driver.call("nvmlDeviceGetMemoryInfo", handle, self._driver.binding.nvmlMemory_v2)
+        except NvmlError as error:
+            if error.code not in _NOT_OFFERED:
+                raise
+            memory = self._driver.call("nvmlDeviceGetMemoryInfo", handle)
+        total = plausible("memory total", memory.total, _MAX_MEMORY_BYTES)
+        return int(plausible("memory used", memory.used, total)), int(total)
+
+    def _power(self) -> float:
+        milliwatts = self._driver.call("nvmlDeviceGetPowerUsage", self.device.parent)
+        return plausible("power", milliwatts, _MAX_POWER_MILLIWATTS) / 1e3
+
+    def _energy(self) -> float | None:
+        """Joules since the driver was loaded, from Volta on. A MIG device has no counter of its own."""
+        millijoules = self._driver.call("nvmlDeviceGetTotalEnergyConsumption", self.device.parent)
+        return plausible("energy", millijoules, _MAX_MILLIJOULES) / 1e3 or None  # 0: a counter that does not count
+
+    def _temperature(self) -> float:
+        sensor = self._driver.binding.NVML_TEMPERATURE_GPU
+        # The first is in every current driver, but deprecated. Its replacement is only in recent drivers.
+        names = ("nvmlDeviceGetTemperature", "nvmlDeviceGetTemperatureV")
+        return plausible("temperature", self._first_offered(names, self.device.parent, sensor), _MAX_CELSIUS)
+
+    def _sm_clock(self) -> float:
+        megahertz = self._driver.call("nvmlDeviceGetClockInfo", self.device.parent, self._driver.binding.NVML_CLOCK_SM)
+        return plausible("SM clock", megahertz, _MAX_MEGAHERTZ) * 1e6
+
+    def _sm_clock_max(self) -> float:
+        if self._clock_max is None:
+            arguments = (self.device.parent, self._driver.binding.NVML_CLOCK_SM)
+            megahertz = self._driver.call("nvmlDeviceGetMaxClockInfo", *arguments)
+            self._clock_max = plausible("highest SM clock", megahertz, _MAX_MEGAHERTZ) * 1e6
+        return self._clock_max
+
+    def _throttled(self) -> tuple[str, ...]:
+        names = ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons")
+        bits = int(plausible("throttle reasons", self._first_offered(names, self.device.parent), _MAX_REASONS))
+        return tuple(reason for reason, bit in THROTTLE_BITS.items() if bits & bit)
+
+    def _first_offered(self, functions: tuple[str, str], *args: Any) -> Any:
+        """Call the first function, or the second if the driver lacks the first. NVML renames functions over time."""
+        try:
+            return self._driver.call(functions[0], *args)
+        except NvmlError as error:
+            if error.code != FUNCTION_NOT_FOUND:
+                raise
+            return self._driver.call(functions[1], *args)
+
+
+def plausible(reading: str, value: float, most: float) -> float:
+    """The value as a number, after a check that it is physically possible.
+
+    Args:
+        reading: name of the reading, for the error.
+        value: as the driver reports it, in the driver's unit.
+        most: upper limit, in the same unit.
+
+    Raises:
+        NvmlError: it is negative, above ``most`` or no number.
+    """
+    number = float(value)
+    if not 0 <= number <= most:  # NaN compares false
+        raise NvmlError(reading, _IMPLAUSIBLE, f"the driver gives {value}, which is not possible")
+    return number
+
+
+def _measured(sample: GpuSample) -> bool:
+    readings = (
+        sample.utilization_ratio,
+        sample.sm_active_ratio,
+        sample.sm_occupancy_ratio,
+        sample.tensor_active_ratio,
+        sample.memory_bandwidth_ratio,
+        sample.memory_used_bytes,
+        sample.power_watts,
+        sample.temperature_celsius,
+        sample.sm_clock_hertz,
+        sample.throttled,
+    )
+    return any(reading is not None for reading in readings)
+
+
+# -- source ----------------------------------------------------------------------------------------------------------
+#
+# This rank's GPU through NVML, sampled on a thread of its own.
+#
+# A wedged driver can block a call forever, so no other thread may make one. The thread stores its newest sample, and
+# ``read`` returns it. The two threads share a few attributes, each replaced as a whole. There is no lock that could be
+# held during a call or inherited by a forked child.
+
+_FRESH_INTERVALS: Final = 3
+_MIN_FRESH_SECONDS: Final = 1.0
+"""A sample is fresh for a few intervals, and for at least one second: a busy machine can delay a thread that long."""
+
+_MAX_RETRY_SECONDS: Final = 30.0
+"""After a failure NVML is initialised again after 1, 2, 4, ... intervals, but after this time at the latest."""
+
+_NOT_YET: Final = "NVML has given no reading yet"
+_FORKED: Final = "a forked child does not sample the GPU"
+_CLOSED: Final = "the NVML source is closed"
+
+
+@dataclass(frozen=True, slots=True)
+class _ReadingOutcome:
+    """The result of a tick: a sample, or the reason why it is missing. ``at_ns`` is the start of the tick."""
+
+    sample: GpuSample | None
+    reason: str | None
+    at_ns: int
+
+
+class NvmlSource:
+    """The newest sample of this rank's GPU.
+
+    Args:
+        device_uuid: returns the UUID that torch reports for the training thread's device; None before CUDA is
+            initialised. It is called on the NVML thread once per tick. It must be quick and must not initialise
+            CUDA.
+        interval_seconds: time from the end of one tick to the next.
+        deadline_seconds: a call that takes longer counts as hung.
+        environ: source of ``CUDA_VISIBLE_DEVICES`` before CUDA is initialised.
+        clock: monotonic nanoseconds.
+
+    Without a driver or a GPU the thread ends by itself, and a later ``read`` starts it again. While a call hangs, no
+    second thread is started.
+    """
+
+    name = "nvml"
+
+    def __init__(
+        self,
+        device_uuid: Callable[[], str | None],
+        *,
+        interval_seconds: float = 1.0,
+        deadline_seconds: float = 5.0,
+        environ: Mapping[str, str] = os.environ,
+        clock: Callable[[], int] = now_ns,
+    ) -> None:
+        self._device_uuid = device_uuid
+        self._interval = interval_seconds
+        self._deadline_seconds = deadline_seconds
+        self._environ = environ
+        self._clock = clock
+        self._fresh_seconds = max(_FRESH_INTERVALS * interval_seconds, _MIN_FRESH_SECONDS)
+        self._inert: str | None = None
+        self._stop = Wake()
+        self._driver = NvmlDriver(clock)
+        self._outcome = _ReadingOutcome(None, _NOT_YET, 0)
+        self._cpu_seconds = 0.0
+        self._thread: OwnThread | None = None
+        try:
+            self._ensure_thread()
+        except CollectorError:
+            pass  # the first read reports it
+
+    def read(self) -> GpuSample:
+        """The newest sample. Never blocks.
+
+        Raises:
+            CollectorError: no driver, no GPU, this rank's GPU is not known yet, a call hangs, or the GPU is lost.
+        """
+        if self._inert is not None:
+            raise CollectorError(self._inert)
+        now = self._clock()
+        call = self._driver.running
+        # The text stays the same while a call hangs, so that the log reports it once.
+        if call is not None and now - call[1] > self._deadline_seconds * NS:
+            raise CollectorError(f"an NVML call has not returned for over {self._deadline_seconds:g} s ({call[0]})")
+        self._ensure_thread()
+        outcome = self._outcome
+        if outcome.sample is None:
+            raise CollectorError(outcome.reason or _NOT_YET)
+        if now - outcome.at_ns > self._fresh_seconds * NS:
+            raise CollectorError(f"the newest NVML reading is over {self._fresh_seconds:g} s old")
+        return outcome.sample
+
+    def close(self) -> None:
+        """Stop the thread, which shuts NVML down itself. Does not wait for it, because a call may hang."""
+        self._inert = self._inert or _CLOSED
+        self._stop.set()
+
+    def cpu_seconds(self) -> float:
+        """CPU seconds of the NVML thread up to its last tick, including earlier threads of this source."""
+        return self._cpu_seconds
+
+    def after_fork_in_child(self) -> None:
+        """Forget the parent's thread, which does not exist in the child. Calls no NVML function and takes no lock.
+
+        The event is replaced, not set, because the parent's thread may have held its lock during the fork.
+        """
+        self._inert = _FORKED
+        self._stop = Wake()
+        self._outcome = _ReadingOutcome(None, _FORKED, 0)
+        self._cpu_seconds = 0.0
+        self._thread = None
+
+    def _ensure_thread(self) -> None:
+        if self._thread is not None and self._thread.is_alive():
+            return
+        thread = OwnThread(self._run, name="telemetry-nvml")
+        try:
+            thread.start()
+        except RuntimeError as error:  # the thread limit is reached, or the interpreter is shutting down
+            raise CollectorError(f"the NVML thread cannot be started: {error}") from error
+        self._thread = thread
+
+    def _run(self) -> None:
+        """The thread. It contains every error."""
+        try:
+            self._sample_until_told()
+        except BaseException as error:
+            self._failed(f"the NVML thread ended: {type(error).__name__}: {error}")
+
+    def _sample_until_told(self) -> None:
+        cpu_before = self._cpu_seconds
+        sampler = _SamplingThread(self._driver, self._device_uuid, self._environ, self._clock, self._fresh_seconds)
+        wait: float | None = 0.0
+        try:
+            while wait is not None and not self._stop.wait(wait):
+                wait = self._tick(sampler, wait)
+                self._cpu_seconds = cpu_before + thread_time()
+        finally:
+            sampler.close()
+
+    def _tick(self, sampler: _SamplingThread, waited: float) -> float | None:
+        """Sample once. Returns the seconds until the next time, None if there is nothing to sample."""
+        started = self._clock()
+        try:
+            sample = sampler.sample()
+        except NoGpuError as error:
+            self._failed(str(error))
+            return None
+        except CollectorError as error:  # the device is not known yet, but NVML works
+            self._failed(str(error))
+            return self._interval
+        except Exception as error:
+            self._failed(str(error) if isinstance(error, NvmlError) else f"{type(error).__name__}: {error}")
+            sampler.close()
+            return max(self._interval, min(2 * max(waited, self._interval), _MAX_RETRY_SECONDS))
+        # The time is that of the start: after a call that hung for a minute, the first readings are a minute old.
+        self._outcome = _ReadingOutcome(sample, None, started)
+        return self._interval
+
+    def _failed(self, reason: str) -> None:
+        self._outcome = _ReadingOutcome(None, reason, self._clock())
+
+
+class _SamplingThread:
+    """An open NVML with the device of this rank. It is used only on the NVML thread."""
+
+    def __init__(
+        self,
+        driver: NvmlDriver,
+        device_uuid: Callable[[], str | None],
+        environ: Mapping[str, str],
+        clock: Callable[[], int],
+        window_seconds: float,
+    ) -> None:
+        self._driver = driver
+        self._device_uuid = device_uuid
+        self._environ = environ
+        self._clock = clock
+        self._window_ns = int(window_seconds * NS)
+        self._pids = own_pids()
+        self._reader: DeviceReader | None = None
+        self._uuid: str | None = None
+
+    def sample(self) -> GpuSample:
+        """One sample of this rank's device. The device is searched first if it is unknown or has changed."""
+        self._driver.open()
+        uuid = self._device_uuid() or self._uuid
+        if uuid != self._uuid:
+            self._forget_device()
+        if self._reader is None:
+            self._reader = self._open_reader(find_device(self._driver, uuid, self._environ))
+            self._uuid = uuid
+        return self._reader.sample()
+
+    def close(self) -> None:
+        """Release everything that NVML has allocated."""
+        self._forget_device()
+        self._driver.close()
+
+    def _open_reader(self, device: GpuDevice) -> DeviceReader:
+        return DeviceReader(self._driver, device, clock=self._clock, window_ns=self._window_ns, pids=self._pids)
+
+    def _forget_device(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+
+
+# -- gpu summary -----------------------------------------------------------------------------------------------------
+#
+# What NVML reports about each GPU of the machine, for ``telemetry doctor``.
+
+
+def device_summary(timeout_seconds: float = 5.0) -> list[dict[str, Any]]:
+    """One dict for each GPU of this machine.
+
+    The keys are ``index``, ``uuid``, ``name``, ``driver_version``, ``sm_source`` (source of SM activity: ``gpm``,
+    ``process`` or None), ``mig`` (whether the GPU is partitioned) and ``error`` (None, or why the other values are
+    missing).
+
+    Raises:
+        CollectorError: there is no driver, or it has not answered within ``timeout_seconds``.
+    """
+    driver = NvmlDriver()
+    answers: list[list[dict[str, Any]] | Exception] = []
+
+    def ask() -> None:
+        try:
+            driver.open()
+            answers.append(_summaries(driver))
+        except Exception as error:
+            answers.append(error)
+        driver.close()
+
+    thread = OwnThread(ask, name="telemetry-nvml-summary")
+    thread.start()
+    thread.join(timeout_seconds)
+    if not answers:
+        function = driver.running[0] if driver.running else "loading the library"
+        raise CollectorError(f"NVML has not answered for {timeout_seconds:g} s ({function})")
+    answer = answers[0]
+    if isinstance(answer, Exception):
+        raise CollectorError(str(answer)) from answer
+    return answer
+
+
+def _summaries(driver: NvmlDriver) -> list[dict[str, Any]]:
+    version = driver.call("nvmlSystemGetDriverVersion")
+    return [_summary(driver, index, version) for index in range(driver.call("nvmlDeviceGetCount"))]
+
+
+def _summary(driver: NvmlDriver, index: int, version: str) -> dict[str, Any]:
+    """One GPU. A lost GPU must not hide the others."""
+    summary: dict[str, Any] = dict.fromkeys(("uuid", "name", "sm_source", "mig", "error"))
+    summary = {"index": index, **summary, "driver_version": version}
+    try:
+        gpu = driver.call("nvmlDeviceGetHandleByIndex", index)
+        summary["uuid"] = driver.call("nvmlDeviceGetUUID", gpu)
+        summary["name"] = driver.call("nvmlDeviceGetName", gpu)
+        summary["mig"] = mig_enabled(driver, gpu)
+        if gpm_supported(driver, gpu):
+            summary["sm_source"] = "gpm"
+        elif process_supported(driver, gpu):
+            summary["sm_source"] = "process"
+    except NvmlError as error:
+        summary["error"] = str(error)
+    return summary

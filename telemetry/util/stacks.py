@@ -1,0 +1,160 @@
+"""Python stacks in the format of faulthandler: file, line number, function. No source file is read."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import sys
+import threading
+from ast import literal_eval
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from itertools import accumulate, chain, islice, repeat, takewhile, tee
+from operator import attrgetter, is_not, methodcaller
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from telemetry.util.threads import named
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import FrameType
+
+MAX_FRAMES: Final = 100
+"""Maximum frames of one stack, innermost first. This is faulthandler's own limit."""
+
+_MAX_TEXT: Final = 500
+_PACKAGE: Final = os.path.dirname(os.path.dirname(__file__))  # noqa: PTH120 - strings to compare
+_LIBRARIES: Final = (os.path.dirname(os.__file__) + os.sep, _PACKAGE + os.sep, "<")  # noqa: PTH120
+_PACKAGES: Final = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+
+_FRAME: Final = re.compile(r", file (.*), line (-?\d+), code (.*)>", re.DOTALL)
+_CALL: Final = methodcaller("__call__")
+_PLACE: Final = attrgetter("f_code.co_filename", "f_lineno", "f_code.co_name")
+_GLOBALS: Final = attrgetter("f_globals")
+_NAME: Final = methodcaller("get", "__name__", "")
+
+
+class Spot(NamedTuple):
+    """The place of a frame. ``module`` is the module of its globals."""
+
+    file: str
+    line: int
+    function: str
+    module: str
+
+
+Stack = tuple[Spot, ...]
+"""Innermost first. One more than `MAX_FRAMES` if there are more."""
+
+
+def stack_of(ident: int, until: dict[str, Any] | None = None) -> Stack:
+    """The stack of a thread; empty if it runs no Python.
+
+    Args:
+        ident: the thread's ident.
+        until: the globals of a module. Its frames, and those that called it, are left out.
+    """
+    read = _at_once(lambda: _described(ident, until))
+    return tuple(_spot(text[text.find(",") :], str(module)) for module, text in read)
+
+
+def own_stack(frame: FrameType | None) -> Stack:
+    """The stack from a frame of the calling thread on."""
+    spots: list[Spot] = []
+    while frame is not None and len(spots) <= MAX_FRAMES:
+        spots.append(Spot(*_PLACE(frame), str(_NAME(frame.f_globals))))
+        frame = frame.f_back
+    return tuple(spots)
+
+
+def _described(ident: int, until: dict[str, Any] | None) -> Iterator[tuple[object, str]]:
+    """The module of the globals and the ``repr``, for each frame of a thread."""
+    frames, same = tee(_frames(ident))
+    inside = takewhile(partial(is_not, until), map(_GLOBALS, same))
+    return zip(map(_NAME, inside), map(repr, frames), strict=False)
+
+
+@lru_cache(maxsize=2048)
+def _spot(text: str, module: str) -> Spot:
+    """The place of a frame, from its ``repr`` without the address. The same places are read again and again."""
+    match = _FRAME.fullmatch(text)
+    if match is None:
+        return Spot("?", 0, "?", module)
+    file, line, function = match.groups()
+    return Spot(str(literal_eval(file)) if "\\" in file else file[1:-1], int(line), function, module)
+
+
+def _frames(ident: int) -> Iterator[Any]:
+    """The frames of a thread, one by one: ``f_back`` of the one before, until that is None. Holds one at a time."""
+    newest = map(methodcaller("get", ident), islice(iter(sys._current_frames, None), 1))
+    return takewhile(partial(is_not, None), accumulate(chain(newest, repeat("f_back", MAX_FRAMES)), getattr))
+
+
+def _at_once(make: Any) -> list[Any]:
+    """The items of an iterator of C functions, read in one call. Only that call holds a reference to the iterator."""
+    # An allocation may start a garbage collection, whose finalizers are Python code, in which threads change. It must
+    # not run in between. From Python 3.12 on, `repr` runs a collection that is due; 3.12 does so even while they are
+    # disabled. So `repr` is called once before the items are read.
+    enabled: list[bool] = []
+    try:
+        ((_, _, _, read, _),) = list(
+            zip(
+                map(enabled.append, map(_CALL, repeat(gc.isenabled, 1))),
+                map(_CALL, repeat(gc.disable, 1)),
+                map(repr, (None,)),
+                map(list, (make(),)),
+                map(_CALL, map((gc.disable, gc.enable).__getitem__, iter(enabled.pop, None))),
+                strict=False,
+            )
+        )
+    except BaseException:
+        if enabled and enabled.pop():
+            gc.enable()
+        raise
+    return read
+
+
+def is_library(file: str) -> bool:
+    """Whether a file belongs to Python, to an installed package or to telemetry, and not to the user."""
+    return file.startswith(_LIBRARIES) or any(part in file for part in _PACKAGES)
+
+
+def users_spot(stack: Stack) -> Spot | None:
+    """The innermost place in the user's own code; else None."""
+    return next((spot for spot in stack if not is_library(spot.file)), None)
+
+
+def line_of(spot: Spot) -> str:
+    """A place as ``augment (train.py:41)``."""
+    return f"{spot.function} ({spot.file.rpartition(os.sep)[2]}:{spot.line})"
+
+
+def stack_text(stack: Stack) -> str:
+    """One line for each frame, the innermost first."""
+    lines = [f'  File "{at.file[-_MAX_TEXT:]}", line {at.line} in {at.function}\n' for at in stack[:MAX_FRAMES]]
+    return "".join((*lines, "  ...\n") if len(stack) > MAX_FRAMES else lines)
+
+
+@dataclass(frozen=True, slots=True)
+class PythonThread:
+    """A thread and its stack. ``native`` is its id for the kernel; None if Python did not start it."""
+
+    ident: int
+    name: str
+    native: int | None
+    stack: Stack
+
+
+def python_threads() -> list[PythonThread]:
+    """Every thread of this process that runs Python, except our own. Takes no lock."""
+    # Reads the dictionary directly: `threading.enumerate` takes a lock, which the thread that hangs may hold.
+    known = dict(getattr(threading, "_active", {}))
+    (idents,) = _at_once(lambda: map(list, islice(iter(sys._current_frames, None), 1)))
+    return [
+        PythonThread(ident, str(known[ident].name), known[ident].native_id, stack)
+        if ident in known
+        else PythonThread(ident, "unknown", None, stack)
+        for ident in idents
+        if named(ident) is None and (stack := stack_of(ident))
+    ]

@@ -1,0 +1,199 @@
+"""How figures and tables are written, and printed safely to any terminal."""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import TextIO
+
+
+# -- formatting ------------------------------------------------------------------------------------------------------
+#
+# How figures and tables are written in the output of the commands. A figure that is absent is shown as ``-``.
+
+
+def percent(ratio: float | None, decimals: int = 1) -> str:
+    """A ratio of 0 to 1 as ``12.3 %``."""
+    return "-" if ratio is None else f"{100 * ratio:.{decimals}f} %"
+
+
+def rounded_percent(ratio: float) -> str:
+    """A ratio of 0 to 1 for a sentence: whole percents from 10 % on, one decimal below."""
+    return percent(ratio, 0 if ratio >= 0.0995 or ratio == 0 else 1)
+
+
+def plain_number(value: float, digits: int = 3) -> str:
+    """A number with at most so many significant digits and never as a power of ten; a large one is whole."""
+    if abs(value) >= 10**digits - 0.5:
+        return f"{value:.0f}"
+    text = f"{value:.{digits}g}"
+    if "e-" not in text:
+        return text
+    exponent = int(text.partition("e-")[2])
+    return f"{value:.{exponent + digits - 1}f}".rstrip("0")
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds in a suitable unit: ``0``, ``12.3 us``, ``12.3 ms`` or ``12.34 s``."""
+    if seconds is None:
+        return "-"
+    if seconds == 0:
+        return "0"
+    if abs(seconds) < 1e-3:
+        return f"{1e6 * seconds:.1f} us"
+    return milliseconds(seconds) if abs(seconds) < 1 else f"{seconds:.2f} s"
+
+
+def rough_duration(seconds: float) -> str:
+    """Seconds for a sentence that says "about": ``40 s``, ``12 min``, ``3 h`` or ``5 days``."""
+    for size, unit in ((86400, "days"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def milliseconds(seconds: float) -> str:
+    """Seconds as ``12.3 ms``, so that several in one sentence can be compared."""
+    return f"{1e3 * seconds:.1f} ms"
+
+
+def megabytes(size: float) -> str:
+    """Bytes as ``12.3 MB`` (10**6), so that several in one sentence can be compared."""
+    return f"{size / 1e6:.1f} MB"
+
+
+def byte_size(size: float) -> str:
+    """Bytes in a suitable decimal unit: ``123 B``, ``123 KB``, ``123 MB`` or ``12.3 GB``."""
+    for unit in ("B", "KB", "MB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}"
+        size /= 1000
+    return f"{size:.1f} GB"
+
+
+def binary_size(size: float) -> str:
+    """Bytes in a suitable binary unit: ``123 B``, ``12.3 KiB``, ``123 MiB`` or ``1.2 GiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def shortened(text: str, width: int) -> str:
+    """Text cut to at most ``width`` characters, with ``...`` at its end where something is missing."""
+    return text if len(text) <= width else text[: width - 3] + "..."
+
+
+def table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, names_first: bool = False) -> list[str]:
+    """The lines of a table, each column as wide as its widest cell.
+
+    Args:
+        headings: one per column.
+        rows: rows of cells, one cell per heading.
+        names_first: align the first column to the left; all others are aligned to the right.
+    """
+    widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
+    return [_table_row(row, widths, names_first=names_first) for row in (headings, *rows)]
+
+
+def _table_row(cells: Sequence[str], widths: Sequence[int], *, names_first: bool) -> str:
+    aligned = [cell.rjust(width) for cell, width in zip(cells, widths, strict=True)]
+    if names_first:
+        aligned[0] = cells[0].ljust(widths[0])
+    return "  ".join(aligned).rstrip()
+
+
+# -- terminal --------------------------------------------------------------------------------------------------------
+#
+# Output of the commands: prints any text safely to any terminal.
+#
+# Names and messages in a log can contain any text. Unescaped control characters could change the window title, move the
+# cursor or forge a line. A character that the terminal's encoding lacks would end the command with a traceback.
+
+_NOT_PLAIN_ASCII: Final = re.compile(r"[^\n\x20-\x7e]")
+
+
+def plain(text: str) -> str:
+    r"""Text with every character escaped that is not printable; line breaks stay. ESC becomes ``\x1b``."""
+    if text.replace("\n", "").isprintable():
+        return text
+    return "".join(c if c == "\n" or c.isprintable() else _escaped(c) for c in text)
+
+
+def one_line(text: str) -> str:
+    """`plain` text in which line breaks are spaces: a value inside a line."""
+    return plain(" ".join(text.splitlines()))
+
+
+def show(text: str) -> int:
+    """Print text for a person on the standard output, escaped as `plain` does.
+
+    Returns:
+        The exit status: 0, or 1 if the text could not be written. It is no error if the reader closes the pipe.
+    """
+    return _to_stdout(plain(text))
+
+
+def show_json(text: str) -> int:
+    """Print a JSON document on the standard output. Characters that its encoding lacks or cannot print are escaped.
+
+    Returns:
+        As `show`.
+    """
+    stdout = sys.stdout
+    encoding = _encoding(stdout) if stdout is not None else "ascii"
+
+    def escaped(match: re.Match[str]) -> str:
+        character = match[0]
+        if character.isprintable() and character.encode(encoding, "ignore"):
+            return character
+        units = character.encode("utf-16-be", "surrogatepass")
+        return "".join(f"\\u{units[at]:02x}{units[at + 1]:02x}" for at in range(0, len(units), 2))
+
+    return _to_stdout(_NOT_PLAIN_ASCII.sub(escaped, text))
+
+
+def complain(message: str) -> None:
+    """Print an error of a command on the standard error: one line that begins with ``telemetry:``."""
+    warn(f"telemetry: {one_line(message)}\n")
+
+
+def warn(text: str) -> None:
+    """Print text with its line breaks on the standard error, escaped as `plain` does."""
+    try:
+        _write(sys.stderr, plain(text))
+    except (OSError, ValueError):
+        sys.stderr = None  # it cannot be reported; the buffer must not fail again at exit, with status 120
+
+
+def _to_stdout(text: str) -> int:
+    try:
+        _write(sys.stdout, text)
+    except BrokenPipeError:
+        sys.stdout = None  # the reader has closed the pipe; Python must not flush it again at exit
+    except (OSError, ValueError) as error:
+        sys.stdout = None
+        complain(f"the standard output cannot be written: {error}")
+        return 1
+    return 0
+
+
+def _write(stream: TextIO | None, text: str) -> None:
+    if stream is None:  # started with the descriptor closed
+        return
+    encoding = _encoding(stream)
+    stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+    stream.flush()
+
+
+def _encoding(stream: TextIO) -> str:
+    return getattr(stream, "encoding", None) or "utf-8"
+
+
+def _escaped(character: str) -> str:
+    return character.encode("unicode_escape").decode("ascii")
