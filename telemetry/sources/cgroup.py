@@ -265,9 +265,6 @@ def _is_limited(folder: Path) -> bool:
 # A cgroup's limit holds for all processes in it and below it. So the groups above this process's own count, too. Page
 # cache is given back when memory is short, so it counts as available.
 
-_NO_MEMORY_LIMIT: Final = 1 << 60
-"""Version 1 writes a number near 2**63 for "no limit"."""
-
 _KIB: Final = 1024
 
 _RECLAIMABLE: Final = frozenset(
@@ -327,7 +324,7 @@ class _MemoryGroup:
     def limit(self) -> MemoryLimit | None:
         """Its limit (version 2 or 1); None if it has none."""
         limit = _number(self._limit)
-        if limit is None or limit >= _NO_MEMORY_LIMIT:
+        if limit is None or limit >= _NO_LIMIT:
             return None
         used = _number(self._used)
         if used is None:

@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from telemetry.records import GpuSample
 from telemetry.sources.collector import CollectorError
@@ -17,6 +17,41 @@ from telemetry.util.threads import OwnThread, Wake
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from types import ModuleType
+
+
+Handle = Any
+"""An opaque ``nvmlDevice_t``."""
+
+T = TypeVar("T")
+
+SUCCESS: Final = 0
+UNINITIALIZED: Final = 1
+INVALID_ARGUMENT: Final = 2
+NOT_SUPPORTED: Final = 3
+NO_PERMISSION: Final = 4
+NOT_FOUND: Final = 6
+DRIVER_NOT_LOADED: Final = 9
+LIBRARY_NOT_FOUND: Final = 12
+FUNCTION_NOT_FOUND: Final = 13
+GPU_IS_LOST: Final = 15
+RESET_REQUIRED: Final = 16
+LIB_RM_VERSION_MISMATCH: Final = 18
+"""NVML's return codes. They are part of its binary interface, so the numbers never change."""
+
+FATAL: Final = frozenset({UNINITIALIZED, DRIVER_NOT_LOADED, GPU_IS_LOST, RESET_REQUIRED, LIB_RM_VERSION_MISMATCH})
+"""After one of these the GPU or the library is gone, so no other reading works either."""
+
+
+class NvmlError(Exception):
+    """An NVML call failed. ``code`` is NVML's return code; the text names the function and the error."""
+
+    def __init__(self, function: str, code: int, text: str) -> None:
+        super().__init__(f"{function}: {text}")
+        self.code = code
+
+
+class NoGpuError(CollectorError):
+    """Nothing to sample on this machine: no driver, no GPU, or none that this process may use."""
 
 
 # -- driver ----------------------------------------------------------------------------------------------------------
@@ -106,54 +141,8 @@ def _binding() -> ModuleType | ImportError:
 # NVML sees every GPU of the machine or container. The rank computes on one of them, or on a MIG device of one. torch
 # knows which one after CUDA is initialised. Before that, ``CUDA_VISIBLE_DEVICES`` decides only if it leaves one choice.
 #
-# This module imports no third-party library: it calls NVML through the ``Driver`` that it receives.
-
-SUCCESS: Final = 0
-UNINITIALIZED: Final = 1
-INVALID_ARGUMENT: Final = 2
-NOT_SUPPORTED: Final = 3
-NO_PERMISSION: Final = 4
-NOT_FOUND: Final = 6
-DRIVER_NOT_LOADED: Final = 9
-LIBRARY_NOT_FOUND: Final = 12
-FUNCTION_NOT_FOUND: Final = 13
-GPU_IS_LOST: Final = 15
-RESET_REQUIRED: Final = 16
-LIB_RM_VERSION_MISMATCH: Final = 18
-"""NVML's return codes. They are part of its binary interface, so the numbers never change."""
-
-FATAL: Final = frozenset({UNINITIALIZED, DRIVER_NOT_LOADED, GPU_IS_LOST, RESET_REQUIRED, LIB_RM_VERSION_MISMATCH})
-"""After one of these the GPU or the library is gone, so no other reading works either."""
 
 _UNKNOWN: Final = "the GPU of this rank is not known before CUDA is initialised"
-
-Handle = Any
-"""An opaque ``nvmlDevice_t``."""
-
-
-class NvmlError(Exception):
-    """An NVML call failed. ``code`` is NVML's return code; the text names the function and the error."""
-
-    def __init__(self, function: str, code: int, text: str) -> None:
-        super().__init__(f"{function}: {text}")
-        self.code = code
-
-
-class NoGpuError(CollectorError):
-    """Nothing to sample on this machine: no driver, no GPU, or none that this process may use."""
-
-
-class Driver(Protocol):
-    """Access to NVML: ``binding`` holds its constants and structures, ``call`` runs one of its functions."""
-
-    binding: Any
-
-    def call(self, function: str, *args: Any) -> Any:
-        """Run one NVML function by name.
-
-        Raises:
-            NvmlError: it failed, or the binding does not have it.
-        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +164,7 @@ class GpuDevice:
     name: str
 
 
-def find_device(driver: Driver, uuid: str | None, environ: Mapping[str, str]) -> GpuDevice:
+def find_device(driver: NvmlDriver, uuid: str | None, environ: Mapping[str, str]) -> GpuDevice:
     """This rank's device.
 
     Args:
@@ -212,7 +201,7 @@ def visible_entries(environ: Mapping[str, str]) -> list[int] | list[str] | None:
     return indexes if len(set(indexes)) == len(indexes) else []
 
 
-def mig_enabled(driver: Driver, gpu: Handle) -> bool:
+def mig_enabled(driver: NvmlDriver, gpu: Handle) -> bool:
     """Whether the GPU is partitioned. A GPU or driver without MIG answers with an error."""
     try:
         current, _pending = driver.call("nvmlDeviceGetMigMode", gpu)
@@ -223,7 +212,7 @@ def mig_enabled(driver: Driver, gpu: Handle) -> bool:
     return bool(current)
 
 
-def _by_uuid(driver: Driver, uuid: str) -> Handle:
+def _by_uuid(driver: NvmlDriver, uuid: str) -> Handle:
     """Find a device by torch's UUID. torch gives it without the prefix for GPU or MIG devices, so both are tried."""
     names = [uuid] if uuid.startswith(("GPU-", "MIG-")) else [f"GPU-{uuid}", f"MIG-{uuid}"]
     for name in names:
@@ -233,7 +222,7 @@ def _by_uuid(driver: Driver, uuid: str) -> Handle:
     raise CollectorError(f"NVML knows no device with the UUID {uuid} that torch reports")
 
 
-def _by_environment(driver: Driver, environ: Mapping[str, str]) -> Handle:
+def _by_environment(driver: NvmlDriver, environ: Mapping[str, str]) -> Handle:
     """The only device that CUDA can choose.
 
     An index refers to CUDA's order. By default the fastest GPU is first, and the order of the others is undefined, even
@@ -256,7 +245,7 @@ def _by_environment(driver: Driver, environ: Mapping[str, str]) -> Handle:
     return _by_index(driver, only, count, environ) if isinstance(only, int) else _by_entry(driver, only)
 
 
-def _by_index(driver: Driver, index: int, count: int, environ: Mapping[str, str]) -> Handle:
+def _by_index(driver: NvmlDriver, index: int, count: int, environ: Mapping[str, str]) -> Handle:
     if count > 1 and environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
         raise CollectorError(_UNKNOWN)
     # A partitioned GPU among others changes CUDA's numbering in undocumented ways.
@@ -265,7 +254,7 @@ def _by_index(driver: Driver, index: int, count: int, environ: Mapping[str, str]
     return driver.call("nvmlDeviceGetHandleByIndex", index)
 
 
-def _by_entry(driver: Driver, entry: str) -> Handle:
+def _by_entry(driver: NvmlDriver, entry: str) -> Handle:
     """The device of ``GPU-<uuid or its beginning>``, ``MIG-<uuid>`` or ``MIG-GPU-<uuid>/<gi>/<ci>``."""
     handle = _handle_of(driver, entry)
     if handle is not None:
@@ -277,11 +266,11 @@ def _by_entry(driver: Driver, entry: str) -> Handle:
     return matches[0]
 
 
-def _beginning_with(driver: Driver, prefix: str) -> list[Handle]:
+def _beginning_with(driver: NvmlDriver, prefix: str) -> list[Handle]:
     return [gpu for uuid, gpu in _gpus(driver) if uuid.lower().startswith(prefix.lower())]
 
 
-def _old_style_mig(driver: Driver, entry: str) -> Iterator[Handle]:
+def _old_style_mig(driver: NvmlDriver, entry: str) -> Iterator[Handle]:
     """MIG devices named by their GPU and the ids of their instances, as older drivers do without MIG UUIDs."""
     uuid, _, ids = entry.removeprefix("MIG-").partition("/")
     parent = _handle_of(driver, uuid)
@@ -294,7 +283,7 @@ def _old_style_mig(driver: Driver, entry: str) -> Iterator[Handle]:
             yield device
 
 
-def _only_mig_device(driver: Driver, gpu: Handle, environ: Mapping[str, str]) -> Handle:
+def _only_mig_device(driver: NvmlDriver, gpu: Handle, environ: Mapping[str, str]) -> Handle:
     """The MIG device of a partitioned GPU. Some versions of CUDA give the UUID of the GPU for its MIG device.
 
     Raises:
@@ -315,7 +304,7 @@ def _only_mig_device(driver: Driver, gpu: Handle, environ: Mapping[str, str]) ->
     raise CollectorError("the GPU of this rank is partitioned (MIG), and which MIG device it uses is not known")
 
 
-def _describe(driver: Driver, handle: Handle) -> GpuDevice:
+def _describe(driver: NvmlDriver, handle: Handle) -> GpuDevice:
     uuid = driver.call("nvmlDeviceGetUUID", handle)
     parent, gpu_instance = handle, None
     if _is_mig(uuid):
@@ -331,7 +320,7 @@ def _describe(driver: Driver, handle: Handle) -> GpuDevice:
     )
 
 
-def _handle_of(driver: Driver, uuid: str) -> Handle | None:
+def _handle_of(driver: NvmlDriver, uuid: str) -> Handle | None:
     """The device with exactly this UUID, GPU or MIG; else None."""
     try:
         return driver.call("nvmlDeviceGetHandleByUUID", uuid)
@@ -341,7 +330,7 @@ def _handle_of(driver: Driver, uuid: str) -> Handle | None:
         raise
 
 
-def _gpus(driver: Driver) -> Iterator[tuple[str, Handle]]:
+def _gpus(driver: NvmlDriver) -> Iterator[tuple[str, Handle]]:
     """The physical GPUs that answer. A lost GPU must not hide the others."""
     for index in range(driver.call("nvmlDeviceGetCount")):
         try:
@@ -352,7 +341,7 @@ def _gpus(driver: Driver) -> Iterator[tuple[str, Handle]]:
         yield uuid, handle
 
 
-def _mig_devices(driver: Driver, gpu: Handle) -> Iterator[Handle]:
+def _mig_devices(driver: NvmlDriver, gpu: Handle) -> Iterator[Handle]:
     for index in range(driver.call("nvmlDeviceGetMaxMigDeviceCount", gpu)):
         try:
             handle = driver.call("nvmlDeviceGetMigDeviceHandleByIndex", gpu, index)
@@ -386,7 +375,6 @@ def _leading(entries: list[Any]) -> list[Any]:
 # the
 # SMs are is measured by hardware counters (GPM, Hopper and newer) or, less precisely, by the driver for each process.
 #
-# This module imports no third-party library: it receives the ``Driver`` as an argument, as ``device`` does.
 
 _SM_UTIL: Final = 2
 _SM_OCCUPANCY: Final = 3
@@ -425,7 +413,7 @@ class GpmReader:
     previous sample, one the new one.
     """
 
-    def __init__(self, driver: Driver, device: GpuDevice, *, clock: Callable[[], int], window_ns: int) -> None:
+    def __init__(self, driver: NvmlDriver, device: GpuDevice, *, clock: Callable[[], int], window_ns: int) -> None:
         self._driver = driver
         self._device = device
         self._clock = clock
@@ -495,7 +483,7 @@ class ProcessReader:
     container it may report the pids of the host), and there is no reading.
     """
 
-    def __init__(self, driver: Driver, handle: Handle, *, pids: frozenset[int]) -> None:
+    def __init__(self, driver: NvmlDriver, handle: Handle, *, pids: frozenset[int]) -> None:
         self._driver = driver
         self._handle = handle
         self._pids = pids
@@ -524,7 +512,7 @@ class ProcessReader:
             raise
 
 
-def gpm_supported(driver: Driver, gpu: Handle) -> bool:
+def gpm_supported(driver: NvmlDriver, gpu: Handle) -> bool:
     """Whether a physical GPU has the hardware counters, and the driver can read them."""
     try:
         return bool(driver.call("nvmlGpmQueryDeviceSupport", gpu).isSupportedDevice)
@@ -534,7 +522,7 @@ def gpm_supported(driver: Driver, gpu: Handle) -> bool:
         return False
 
 
-def process_supported(driver: Driver, handle: Handle) -> bool:
+def process_supported(driver: NvmlDriver, handle: Handle) -> bool:
     """Whether the driver reports the utilisation of each process on the device."""
     try:
         ProcessReader(driver, handle, pids=frozenset()).read()
@@ -574,9 +562,6 @@ def ratio(percent: float) -> float | None:
 # If the GPU, the driver or a missing permission does not allow a reading, only that reading is None. NVML's units
 # (percent, milliwatts, megahertz) are converted to ratios, watts and hertz.
 #
-# This module imports no third-party library: it receives the ``Driver`` as an argument, as ``device`` does.
-
-T = TypeVar("T")
 
 THROTTLE_BITS: Final[Mapping[str, int]] = MappingProxyType(
     {
@@ -623,7 +608,7 @@ class DeviceReader:
 
     def __init__(
         self,
-        driver: Driver,
+        driver: NvmlDriver,
         device: GpuDevice,
         *,
         clock: Callable[[], int],
