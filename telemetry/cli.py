@@ -150,7 +150,7 @@ def _add_top(commands: argparse._SubParsersAction[_Parser]) -> None:
         "top",
         help="watch a running job in the terminal: all ranks, worst first",
         usage="telemetry top [--once] RUN_DIR\n       telemetry top [--once] --url URL [--url URL ...]",
-        description="Shows all ranks of a job, worst first; h lists the keys. Needs rich: "
+        description="Shows all ranks of a job, worst first; h lists the keys. Needs textual: "
         "pip install 'torch-telemetry[top]'.",
         epilog="Without a terminal, or with TERM=dumb, one frame is printed as text.",
     )

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from telemetry.core.endpoint_client import ScrapeError, fetch
 from telemetry.demo import command
 from telemetry.demo.command import DemoPlan, demo
 from telemetry.demo.demo_outcome import DemoOutcome
 from telemetry.demo.scrape import Reading, lines_that_matter
+from telemetry.top.endpoints import ScrapeError, fetch
 
 pytest.importorskip("PIL")
 ROOT = Path(__file__).parents[1]

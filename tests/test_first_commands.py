@@ -97,4 +97,8 @@ def test_a_misspelt_option_names_the_closest(capsys):
 
 def test_a_missing_extra_is_named_once(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr("telemetry.top.command.find_spec", lambda name: None)
-    assert said(capsys, "top", str(tmp_path)) == (1, "telemetry: top needs rich: pip install 'torch-telemetry[top]'\n")
+    monkeypatch.setattr("telemetry.top.command._is_terminal", lambda: True)
+    assert said(capsys, "top", str(tmp_path)) == (
+        1,
+        "telemetry: top needs textual: pip install 'torch-telemetry[top]'; `telemetry top --once` does without it\n",
+    )

@@ -10,7 +10,7 @@ import pytest
 from html_pages import Page, page_of
 from report_logs import START, line, window, write
 from running_agent import log_lines, scrape, wait_for
-from top_screens import ASCII, NOW, text_of
+from top_screens import FRAME, NOW, text_of
 
 import telemetry
 from telemetry.agent.figures import WINDOW_FIGURES
@@ -19,8 +19,7 @@ from telemetry.job.rank_counts import RankCounts, decoded
 from telemetry.records import Totals
 from telemetry.report.log_reader import load
 from telemetry.report.summary import summarize
-from telemetry.top.rank_row import RankFacts, RankRow, row_of
-from telemetry.top.screen_rank import rank_lines
+from telemetry.top.view import RankFacts, RankRow, row_of
 from tests.faults.warm_python import warm_python
 
 SCRIPT = """
@@ -174,9 +173,9 @@ def test_the_live_view_has_the_rates_of_the_last_minute(tmp_path):
         "samples_total": 80,
         "tokens_total": 6000,
     }
-    row = row_of(RankFacts(log, recent=recent), NOW)
+    row = row_of(RankFacts(log, recent=recent), NOW, {}, ())
     assert (row.samples_per_second, row.tokens_per_second) == (2.0, 150.0)
-    assert "throughput 2 samples a second, 150 tokens a second" in text_of(rank_lines(row, ASCII, 80, NOW))
+    assert "throughput 2 samples a second, 150 tokens a second" in text_of(FRAME.rank_lines(row, 80, NOW))
 
 
 def test_rates_of_all_ranks_are_summed_where_each_knows_its_own():

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from telemetry.core.endpoint_client import ScrapeError, fetch, samples
-from telemetry.top.endpoints import Endpoints
+from telemetry.top.endpoints import Endpoints, ScrapeError, fetch, samples
 
 URL = "http://127.0.0.1:1/metrics"
 
@@ -29,11 +28,7 @@ def views(*texts: str):
     """The views after each of some expositions of one endpoint."""
     queue = list(texts)
     endpoints = Endpoints([URL], read=lambda _: queue.pop(0))
-    found = []
-    for _ in texts:
-        endpoints.read_all()
-        found.append(endpoints.view())
-    return found
+    return [endpoints.read() for _ in texts]
 
 
 def test_a_rank_between_two_expositions():
@@ -73,16 +68,14 @@ def test_a_dead_endpoint_is_named_and_the_others_are_shown():
         return exposition(100, rank=1)
 
     endpoints = Endpoints([URL, "http://other:9464/metrics"], read=read)
-    endpoints.read_all()
-    view = endpoints.view()
+    view = endpoints.read()
     assert view.notes[0] == f"{URL} does not answer: refused"
     assert [row.rank for row in view.rows] == [1]
 
 
 def test_nothing_listens_there():
     endpoints = Endpoints([URL])
-    endpoints.read_all()
-    view = endpoints.view()
+    view = endpoints.read()
     assert view.verdict.text.startswith("Waiting for the endpoints")
     assert "does not answer" in view.notes[0]
 

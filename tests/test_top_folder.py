@@ -10,9 +10,8 @@ from top_screens import NOW, iso, log_line, stall, start, window
 
 from telemetry.report.log_reader import load
 from telemetry.report.summary import verdict_of
-from telemetry.top import ended_run
-from telemetry.top.log_tail import FIRST_BYTES, LogTail
-from telemetry.top.run_folder import RunFolder
+from telemetry.top import run_folder
+from telemetry.top.run_folder import FIRST_BYTES, LogTail, RunFolder
 
 
 def dumped(*lines: dict) -> bytes:
@@ -95,19 +94,6 @@ def test_a_stall_that_closes_is_over(run):
     run.add(log_line("stall_close", NOW, cause="gc_pause", closed="2027-01-15T08:00:00.000Z"))
     assert run.row().state == "ok"
     assert run.row().stalls[-1]["closed"] == "2027-01-15T08:00:00.000Z"
-
-
-def test_only_what_is_new_is_read(run, monkeypatch):
-    run.add(start(NOW - 100), window(NOW - 1, 99, steps=9))
-    run.view()
-    read = []
-    real = LogTail._added
-    monkeypatch.setattr(LogTail, "_added", lambda tail, file: read.append(1) or real(tail, file))
-    run.view()
-    assert not read
-    run.add(window(NOW + 9, 109, steps=10))
-    assert run.row().steps == 10
-    assert len(read) == 1
 
 
 def test_of_a_long_log_the_head_and_the_end_are_read(tmp_path):
@@ -291,7 +277,7 @@ def test_a_run_whose_waits_were_not_measured_is_not_good(run):
 def test_the_whole_logs_of_an_ended_run_are_read_once(run, monkeypatch):
     ended(run)
     read = []
-    monkeypatch.setattr(ended_run, "load", lambda path: read.append(path) or load(path))
+    monkeypatch.setattr(run_folder, "load", lambda path: read.append(path) or load(path))
     for _ in range(3):
         run.view(6.0)
     assert len(read) == 1
@@ -299,7 +285,7 @@ def test_the_whole_logs_of_an_ended_run_are_read_once(run, monkeypatch):
 
 def test_an_ended_run_whose_logs_are_gone_is_not_called_good(run, monkeypatch):
     ended(run)
-    monkeypatch.setattr(ended_run, "load", lambda path: load(path / "gone"))
+    monkeypatch.setattr(run_folder, "load", lambda path: load(path / "gone"))
     view = run.view()
     assert view.verdict.level == "unsure"
     assert "their whole cannot be read" in view.notes[0]

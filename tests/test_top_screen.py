@@ -1,20 +1,16 @@
-"""The screen of `telemetry top`, without a terminal: frames, orders, keys, hostile texts."""
+"""The screen of `telemetry top`: what stands on it, and what each key does. Textual's pilot stands in for a terminal."""
 
 from __future__ import annotations
 
-import sys
+import asyncio
+import queue
+import signal
 from dataclasses import replace
 
 import pytest
-from top_screens import ADVICE, ASCII, NOW, text_of
+from top_screens import ADVICE, FRAME, NOW, text_of
 
-from telemetry.top.job_view import JobView, waiting
-from telemetry.top.live_verdict import BAD, Verdict
-from telemetry.top.rank_order import SORTS, arranged
-from telemetry.top.rank_row import RankRow
-from telemetry.top.screen import Frame
-from telemetry.top.screen_state import CONFIRM, HELP, LIST, RANK, TYPING, ScreenState, press, shown_rows
-from telemetry.top.terminal_keys import KeyDecoder
+from telemetry.top.view import BAD, SORTS, Choice, JobView, RankRow, Verdict, waiting
 from telemetry.util.text import rough_duration
 
 STALL = {"rank": 3, "cause": "gc_pause", "opened": "2027-01-15T07:59:00.000Z", "closed": None, "evidence": {},
@@ -31,8 +27,9 @@ def view(*rows, text="Healthy: all is well.", **more) -> JobView:
     return JobView(Verdict(text, BAD), run="r", rows=rows, running=True, seen=NOW, nodes=1, **more)
 
 
-def frame(shown, state=ScreenState(), width=80, height=24):
-    return Frame(ASCII, "RUN").lines(shown, state, width=width, height=height, now=NOW)
+def frame(shown, choice=None, width=80, height=24):
+    """The lines of the list."""
+    return FRAME.list_page(shown, choice or Choice(), width=width, height=height, now=NOW)
 
 
 RANKS = (row(0), row(1, wait_ratio=0.1), row(2, "gone", "gone for 3 min", node="n2"),
@@ -40,15 +37,23 @@ RANKS = (row(0), row(1, wait_ratio=0.1), row(2, "gone", "gone for 3 min", node="
          row(4, "waiting", "waits for rank 3", node="n2"), row(5, "finished"))  # fmt: skip
 
 
+def pages(shown, choice, width=80, height=24):
+    """The lines of each page."""
+    size = {"width": width, "height": height, "now": NOW}
+    return [FRAME.list_page(shown, choice, **size), FRAME.rank_page(shown, choice, 0, **size),
+            FRAME.help_page(shown, **size)]  # fmt: skip
+
+
+# -- lines -------------------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("size", [(80, 24), (40, 10), (20, 5), (200, 60), (1, 1), (80, 2)])
-@pytest.mark.parametrize("page", [LIST, RANK, HELP])
-def test_a_frame_never_exceeds_the_terminal(size, page):
+def test_a_frame_never_exceeds_the_terminal(size):
     width, height = size
-    text = "Starved: rank 3 " + "waits for data " * 30 + "/a/very/long/path" * 20
-    shown = view(*RANKS, text=text, notes=("x" * 300,))
-    lines = frame(shown, ScreenState(page=page, selected=RANKS[3].key), width, height)
-    assert len(lines) == height
-    assert max(len("".join(text for text, _ in line)) for line in lines) <= max(width, 1)
+    text = "Starved: rank 3 " + "waits for data " * 30 + "/a/very/long/path" * 20 + "\u5bbd" * 200
+    for lines in pages(view(*RANKS, text=text, notes=("x" * 300,)), Choice(selected=RANKS[3].key), width, height):
+        assert len(lines) == height
+        assert max(len("".join(text for text, _ in line)) for line in lines) <= max(width, 1)
 
 
 def test_the_first_line_is_the_verdict_and_the_worst_is_on_top():
@@ -65,9 +70,8 @@ def test_the_first_line_is_the_verdict_and_the_worst_is_on_top():
 def test_bars_without_colours_are_letters_in_proportion():
     text = text_of(frame(view(row(0, recent_ledger={"data_wait": 30.0, "compute": 60.0, "checkpoint": 10.0}))))
     bar = next(line for line in text.splitlines() if "www" in line).split()[-1]
-    assert bar.count("w") / len(bar) == pytest.approx(0.3, abs=0.03)
-    assert bar.count("#") / len(bar) == pytest.approx(0.6, abs=0.03)
-    assert bar.count("c") / len(bar) == pytest.approx(0.1, abs=0.03)
+    for sign, share in (("w", 0.3), ("#", 0.6), ("c", 0.1)):
+        assert bar.count(sign) / len(bar) == pytest.approx(share, abs=0.03)
 
 
 def test_columns_for_the_gpu_appear_with_figures():
@@ -85,15 +89,33 @@ def test_hostile_texts_reach_no_terminal(hostile):
     bad = row(0, "stalled", hostile, node=hostile, where=hostile, now_in="compute", stalls=(stall,),
               figures={"name": hostile, "utilization_ratio": 0.5})  # fmt: skip
     shown = replace(view(bad, text=hostile, notes=(hostile,)), run=hostile)
-    for page in (LIST, RANK, HELP):
-        for text in text_of(frame(shown, ScreenState(page=page, selected=bad.key))).split("\n"):
+    for lines in pages(shown, Choice(selected=bad.key, text="")):
+        for text in text_of(lines).split("\n"):
             assert text.isascii()
             assert text.isprintable()
 
 
+def test_old_data_is_no_alarm_before_the_next_look_is_overdue():
+    shown = replace(view(row(0)), seen=NOW - 40, overdue=NOW + 5)
+    for late, why, style in (
+        (shown, "a look takes long", "dim"),
+        (replace(shown, overdue=0.0), "RUN does not answer", "bad"),
+    ):
+        line = next(line for line in frame(late) if f"what is shown is {rough_duration(40)} old" in text_of([line]))
+        assert why in text_of([line])
+        assert line[0][1] == style
+
+
+def test_waiting_for_a_run():
+    assert text_of(frame(waiting("Waiting for the run to begin.", NOW))).startswith("Waiting for the run to begin.")
+
+
+# -- orders ------------------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("sort", SORTS)
 def test_every_order_has_all_ranks_once(sort):
-    assert sorted(row.rank for row in arranged(RANKS, sort)) == [0, 1, 2, 3, 4, 5]
+    assert sorted(row.rank for row in Choice(sort).rows(view(*RANKS))) == [0, 1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize(
@@ -107,138 +129,247 @@ def test_every_order_has_all_ranks_once(sort):
 )  # fmt: skip
 def test_orders(sort, values, order):
     rows = [row(rank, **fields) for rank, fields in enumerate(values)]
-    assert [row.rank for row in arranged(rows, sort)] == order
+    assert [row.rank for row in Choice(sort).rows(view(*rows))] == order
 
 
-def test_the_filter_and_the_text():
-    assert [r.rank for r in arranged(RANKS, "rank", trouble_only=True)] == [2, 3]
-    assert [r.rank for r in arranged(RANKS, "rank", text="N2")] == [2, 4]
-    assert [r.rank for r in arranged(RANKS, "rank", text="rank 3")] == [3, 4]
+# -- keys --------------------------------------------------------------------------------------------------------------
 
 
-def pressed(state, *keys, rows=RANKS, no_snapshot=""):
-    for key in keys:
-        result = press(state, key, shown_rows(state, rows), page_rows=10, no_snapshot=no_snapshot)
-        state = result.state
-    return result
+class Source:
+    """Gives one view."""
+
+    pause_seconds = 0.01
+
+    def __init__(self, shown):
+        self.shown = shown
+
+    def poll(self):
+        return self.shown
 
 
-def test_keys_move_open_and_go_back():
-    state = pressed(ScreenState(), "down", "enter").state
-    assert (state.page, state.selected) == (RANK, RANKS[3].key)
-    assert "rank 3 on n1, pid 13: gc_pause" in text_of(frame(view(*RANKS), state))
-    assert pressed(state, "q").state.page == LIST
-    assert pressed(state, "q", "q").quit
+class Snapshots:
+    """Notes what is requested."""
+
+    def __init__(self):
+        self.requested, self.said = [], ""
+
+    def begin(self, rank):
+        self.requested.append(rank)
+        return f"requested {rank}"
+
+    def close(self):
+        self.requested.append("closed")
 
 
-def test_the_cursor_stays_on_its_rank():
-    """The list is in another order a moment later."""
-    state = pressed(ScreenState(), "down").state
-    assert state.selected == RANKS[3].key
-    changed = tuple(replace(r, state="ok", finding="ok") if r.rank == 3 else r for r in RANKS)
-    assert pressed(state, "enter", rows=changed).state.selected == RANKS[3].key
+class Screen:
+    """The app under a pilot. ``press`` returns what stands on the screen after some keys."""
+
+    def __init__(self, app, pilot, source, snapshots):
+        self.app, self.pilot, self.source, self.snapshots = app, pilot, source, snapshots
+
+    async def press(self, *keys):
+        await self.pilot.press(*keys)
+        await self.pilot.pause()
+        return self.text()
+
+    async def shows(self, text):
+        """The screen, once a text stands on it."""
+        for _ in range(200):
+            if text in self.text():
+                return self.text()
+            await self.pilot.pause(0.02)
+        raise AssertionError(f"{text!r} did not appear:\n{self.text()}")
+
+    def text(self):
+        strips = self.app.screen._compositor.render_strips()
+        return "\n".join(strip.text.rstrip() for strip in strips)
+
+
+def with_screen(test, *rows, snapshots=True, size=(80, 24), **more):
+    """Run a test with an app that shows these ranks; returns the app's exit status."""
+    pytest.importorskip("textual")
+    from telemetry.top.app import Reader, TopApp
+
+    async def run():
+        source, requests = Source(replace(view(*rows, **more), seen=NOW)), Snapshots() if snapshots else None
+        reader = Reader(source, "Reading")
+        app = TopApp(reader, FRAME, requests)
+        async with app.run_test(size=size) as pilot:
+            screen = Screen(app, pilot, source, requests)
+            await screen.shows("worst first")
+            await screen.shows("Healthy" if rows else "no rank")
+            await test(screen)
+        reader.join(60)
+        return app, requests
+
+    app, requests = asyncio.run(run())
+    return app.return_code, requests
+
+
+def test_keys_open_a_rank_and_go_back():
+    async def test(screen):
+        assert "> " in await screen.press("down")
+        assert "rank 3 on n1, pid 13: gc_pause" in await screen.press("enter")
+        for back in ("q", "escape", "left", "backspace", "enter"):
+            assert "newest stall" in await screen.press(back)
+            assert "rank 3 on n1, pid 13" in await screen.press("right")
+        assert "rank 3 on n1, pid 13" not in await screen.press("down", "down", "end")
+        assert "rank 3 on n1, pid 13" in await screen.press("up", "up")
+        assert "open the rank under the cursor" in await screen.press("q", "h")
+        assert "newest stall" in await screen.press("question_mark")
+        await screen.press("q")
+
+    assert with_screen(test, *RANKS, size=(80, 14))[0] == 0
+
+
+def test_the_cursor_stays_on_its_rank_when_the_order_changes():
+    async def test(screen):
+        assert "\n>   3 n1" in await screen.press("down")
+        changed = tuple(replace(r, state="ok", finding="was 3") if r.rank == 3 else r for r in RANKS)
+        screen.source.shown = replace(screen.source.shown, rows=changed)
+        assert "\n>   3 n1       was 3" in await screen.shows("was 3")
+        assert "\n>   2 n2" in await screen.press("home")
+
+    with_screen(test, *RANKS)
+
+
+def test_keys_move_through_a_thousand_ranks():
+    async def test(screen):
+        assert "\n> 995 n1" in screen.text()
+        assert "of 1000" in screen.text()
+        assert "\n>   5 n1" in await screen.press("G")
+        assert "\n> 995 n1" in await screen.press("g")
+        first = await screen.press("space", "j", "j", "k")
+        assert first != await screen.press("pageup")
+
+    with_screen(test, *(row(rank, wait_ratio=rank / 1000) for rank in range(1000)))
 
 
 def test_a_snapshot_is_asked_for_before():
-    asked = pressed(ScreenState(), "n").state
-    assert asked.mode == CONFIRM
-    assert "Request a snapshot? y: of rank 2" in text_of(frame(view(*RANKS), asked))
-    assert pressed(asked, "y").snapshot == "2"
-    assert pressed(asked, "a").snapshot == "all"
-    for key in ("q", "enter", "escape", "n"):
-        assert pressed(asked, key).snapshot is None
-        assert not pressed(asked, key).quit
+    async def test(screen):
+        for key in ("q", "enter", "escape", "n"):
+            assert "Request a snapshot? y: of rank 2" in await screen.press("n")
+            assert "no snapshot was requested" in await screen.press(key)
+            assert screen.snapshots.requested == []
+        assert "requested 2" in await screen.press("n", "y")
+        assert "requested all" in await screen.press("n", "a")
+        screen.snapshots.said = "snapshot: rank 2 has answered"
+        await screen.shows("rank 2 has answered")
+        assert "rank 2 has answered" not in await screen.press("t")
+
+    assert with_screen(test, *RANKS)[1].requested == ["2", "all", "closed"]
 
 
-def test_without_a_folder_a_snapshot_says_why_not():
-    state = pressed(ScreenState(), "n", no_snapshot="it needs the folder").state
-    assert state.mode == ""
-    assert "it needs the folder" in text_of(frame(view(*RANKS), state))
+def test_without_a_folder_or_a_rank_a_snapshot_says_why_not():
+    async def test(screen):
+        assert "a snapshot is requested through the run folder" in await screen.press("n")
+
+    async def test_none(screen):
+        assert "there is no rank to take a snapshot of" in await screen.press("n")
+
+    with_screen(test, *RANKS, snapshots=False)
+    with_screen(test_none, text="no rank")
 
 
 def test_typing_a_text_to_find():
-    state = pressed(ScreenState(), "/", "n", "2", "backspace", "2").state
-    assert (state.mode, state.text) == (TYPING, "n2")
-    state = pressed(state, "enter").state
-    text = text_of(frame(view(*RANKS), state))
-    assert "gone for 3 min" in text
-    assert "finished" not in text.replace("1 finished", "")
-    assert pressed(state, "escape").state.text == ""
+    async def test(screen):
+        assert "find: n2_" in await screen.press("slash", "n", "2", "x", "backspace")
+        text = await screen.press("enter")
+        assert "gone for 3 min" in text
+        assert "gc_pause  " not in text
+        assert "find n2" in text
+        assert "gc_pause  " in await screen.press("escape")
+        assert "no rank is like that" in await screen.press("slash", "q", "z")
+        assert "gc_pause  " in await screen.press("escape")
+
+    with_screen(test, *RANKS, size=(110, 24))
+
+
+def test_only_ranks_in_trouble_and_the_next_orders():
+    async def test(screen):
+        text = await screen.press("f")
+        assert "trouble only" in text
+        assert "waits for rank 3" not in text
+        assert "waits for rank 3" in await screen.press("f")
+        assert "quit  rank\n" in await screen.press("s") + "\n"
+        assert "quit  memory" in await screen.press("S", "S")
+
+    with_screen(test, *RANKS, size=(110, 24))
 
 
 def test_bars_over_the_whole_run():
-    shown = view(row(0, recent_ledger={"compute": 1.0}, ledger={"checkpoint": 1.0}))
-    assert "ccc" not in text_of(frame(shown))
-    assert "ccc" in text_of(frame(shown, pressed(ScreenState(), "t").state))
+    async def test(screen):
+        assert "ccc" not in screen.text()
+        assert "ccc" in await screen.press("t")
+
+    with_screen(test, row(0, recent_ledger={"compute": 1.0}, ledger={"checkpoint": 1.0}))
 
 
-def test_old_data_is_called_old():
-    shown = replace(view(row(0)), seen=NOW - 40)
-    assert f"what is shown is {rough_duration(40)} old" in text_of(frame(shown))
+def test_ctrl_c_ends_with_its_status_also_while_typing():
+    async def test(screen):
+        await screen.press("slash", "ctrl+c")
+
+    assert with_screen(test, *RANKS)[0] == 128 + signal.SIGINT
 
 
-def test_old_data_is_no_alarm_before_the_next_look_is_overdue():
-    shown = replace(view(row(0)), seen=NOW - 40, overdue=NOW + 5)
-    line = next(line for line in frame(shown) if "40 s old" in text_of([line]))
-    assert "a look takes long" in text_of([line])
-    assert line[0][1] == "dim"
-    late = replace(shown, overdue=NOW - 1)
-    line = next(line for line in frame(late) if "40 s old" in text_of([line]))
-    assert "does not answer" in text_of([line])
-    assert line[0][1] == "bad"
+# -- the reader --------------------------------------------------------------------------------------------------------
 
 
-def test_waiting_for_a_run():
-    assert text_of(frame(waiting("Waiting for the run to begin.", NOW))).startswith("Waiting for the run to begin.")
+class Told:
+    """Gives what it is told to; ``asked`` has an entry for each look."""
+
+    pause_seconds = 0.0
+
+    def __init__(self):
+        self.answers, self.asked = queue.Queue(), queue.Queue()
+
+    def poll(self):
+        self.asked.put(1)
+        answer = self.answers.get(timeout=60)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
 
-def test_of_many_ranks_the_visible_are_drawn():
-    rows = tuple(row(rank, wait_ratio=rank / 1000) for rank in range(1000))
-    text = text_of(frame(view(*rows)))
-    assert "\n> 995 n1" in text
-    assert "of 1000" in text
-    last = pressed(ScreenState(), "end", rows=rows).state
-    assert "\n>   5 n1" in text_of(frame(view(*rows), last))
+def test_a_failed_look_is_a_note_on_the_old_view_until_the_next():
+    pytest.importorskip("textual")
+    from telemetry.top.app import Reader
+
+    source, seen = Told(), replace(view(row(0), notes=("of the job",)))
+    reader = Reader(source, "Reading")
+    reader.start()
+    bad = "cannot be read: ValueError: bad line"
+    source.asked.get(timeout=60)
+    for answer, rows, notes in (
+        (ValueError("bad line"), (), (bad,)),
+        (seen, seen.rows, ("of the job",)),
+        (ValueError("bad line"), seen.rows, (bad, "of the job")),
+        (seen, seen.rows, ("of the job",)),
+    ):
+        source.answers.put(answer)
+        source.asked.get(timeout=60)  # the last answer is taken
+        assert (reader.view.rows, reader.view.notes) == (rows, notes)
+    reader.closed.set()
+    source.answers.put(seen)
+    reader.join(60)
 
 
-@pytest.mark.parametrize(
-    ("sent", "keys"),
-    [
-        ([b"q"], ["q"]),
-        ([b"\x1b[A\x1b[B"], ["up", "down"]),
-        ([b"\x1b", b"[5~"], ["page up"]),
-        ([b"\x1b[", b"6~j"], ["page down", "j"]),
-        ([b"\x1bOH\r\x7f"], ["home", "enter", "backspace"]),
-        ([b"\x1b[1;5C\x1b[200~x"], ["x"]),
-        (["\u00e9".encode()[:1], "\u00e9".encode()[1:]], ["\u00e9"]),
-        ([b"\x00\x01"], []),
-    ],
-)
-def test_keys_come_out_of_bytes(sent, keys):
-    decoder = KeyDecoder()
-    assert [key for part in sent for key in decoder.keys(part)] == keys
+def test_a_look_is_overdue_well_after_it_was_due(monkeypatch):
+    pytest.importorskip("textual")
+    from telemetry.top import app
 
+    class Slow:
+        pause_seconds = 1.0
 
-def test_an_escape_alone_is_a_key():
-    decoder = KeyDecoder()
-    assert decoder.keys(b"\x1b") == []
-    assert decoder.rest() == ["escape"]
-    assert decoder.rest() == []
+        def poll(self):
+            now[0] = 7.0
+            return view(row(0))
 
-
-def test_the_command_loads_no_torch(tmp_path):
-    import subprocess
-
-    code = ("import sys; from telemetry.cli import main; status = main(['top', '--once', sys.argv[1]]); "
-            "assert 'torch' not in sys.modules; sys.exit(status)")  # fmt: skip
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1, done.stderr
-    assert done.stdout.startswith("Waiting for the run to begin")
-
-
-def test_without_rich_the_error_names_the_command(tmp_path, monkeypatch, capsys):
-    from telemetry.top import command
-
-    monkeypatch.setattr(command, "find_spec", lambda _: None)
-    assert command.top(str(tmp_path), [], once=True) == 1
-    assert "pip install 'torch-telemetry[top]'" in capsys.readouterr().err
+    now, rests = [0.0], []
+    reader = app.Reader(Slow(), "Reading")
+    monkeypatch.setattr(app.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(app.time, "time", lambda: NOW)
+    monkeypatch.setattr(reader.closed, "wait", lambda seconds: (rests.append(seconds), reader.closed.set()))
+    reader.run()
+    assert rests == [35.0]
+    assert reader.view.overdue == NOW + 35.0 + 14.0

@@ -1,13 +1,13 @@
-"""What the tests of ``telemetry top`` share: a charset, frames as text, and ranks in the logs of a run folder."""
+"""What the tests of ``telemetry top`` share: frames as text, and ranks in the logs of a run folder."""
 
 from __future__ import annotations
 
 from datetime import datetime, timezone
 
 from telemetry.records import CATEGORIES
-from telemetry.top.screen_text import Charset
+from telemetry.top.text import Frame
 
-ASCII = Charset("ascii", blocks=False, fit=lambda text, width: text[:width].ljust(width), columns=len)
+FRAME = Frame("ascii", False, "RUN")
 NOW = 1_800_000_000.0
 
 

@@ -4,7 +4,7 @@
 
 `stall`: a job of four ranks on two nodes, one with a slow loader, at 100 columns. `rank`: the same, with that rank
 opened, at 80 columns. `ranks`: 1,000 simulated ranks of `benchmarks/top_ranks.py`. `plain`: the stall at 80 columns and
-without colours. Needs tmux and rich.
+without colours. Needs tmux and the extra `top`.
 """
 
 from __future__ import annotations

@@ -8,10 +8,10 @@ import subprocess
 import time
 from typing import TYPE_CHECKING, Final
 
-from telemetry.core.endpoint_client import ScrapeError, fetch
 from telemetry.demo.console import say
 from telemetry.demo.demo_plan import DemoError
 from telemetry.demo.scrape import Reading, lines_that_matter
+from telemetry.top.endpoints import ScrapeError, fetch
 
 if TYPE_CHECKING:
     from pathlib import Path

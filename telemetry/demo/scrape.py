@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
-from telemetry.core.endpoint_client import samples
+from telemetry.top.endpoints import samples
 
 
 @dataclass(frozen=True, slots=True)

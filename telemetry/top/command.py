@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import sys
 import time
 from importlib.util import find_spec
@@ -11,78 +13,73 @@ from typing import TYPE_CHECKING, Final
 
 from telemetry.top.endpoints import Endpoints
 from telemetry.top.run_folder import RunFolder
+from telemetry.top.text import Frame
 from telemetry.util.text import complain, show
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from telemetry.top.job_view import JobView
-    from telemetry.top.painter import Painter
+_DUMB: Final = ("dumb", "unknown")
+"""Values of TERM: such a terminal can place no text and has no colours."""
 
-_PLAIN_ROWS: Final = 64
+_PRINTED_ROWS: Final = 64
 _BEATS_SECONDS: Final = 1.2
 """One frame shows what happens now: the difference of two heartbeats, which come once a second."""
 
 
 def top(run_dir: str | None, urls: Sequence[str], *, once: bool) -> int:
-    """Show a run. Returns the exit status: 1 if there is nothing to show, or if rich is missing.
+    """Show a run. Returns the exit status: 1 if there is nothing to show, or if Textual is missing.
 
     Args:
         run_dir: the run folder, or None with ``urls``.
         urls: metrics endpoints.
         once: print one frame as text.
     """
-    if find_spec("rich") is None:
-        complain("top needs rich: pip install 'torch-telemetry[top]'")
-        return 1
-    from telemetry.top.painter import Painter
-
-    try:
-        painter = Painter(sys.stdout, lambda _: None)
-        if once or not painter.is_capable:
-            return _print(painter, _one_view(run_dir, urls))
-        return _live(Painter, run_dir, urls)
-    except KeyboardInterrupt:
-        return 130
-
-
-def _live(make_painter: type[Painter], run_dir: str | None, urls: Sequence[str]) -> int:
-    from telemetry.top.live_screen import show_live
-    from telemetry.top.poller import ViewPoller
-    from telemetry.top.snapshot_request import SnapshotRequest
-
     source = Endpoints(urls) if run_dir is None else RunFolder(Path(run_dir))
     named = " ".join(urls) if run_dir is None else run_dir
-    poller = ViewPoller(source, f"Reading {named}")
-    poller.start()
+    encoding = getattr(sys.stdout, "encoding", None) or "ascii"  # None: it is closed
+    frame = Frame(encoding, _shows_blocks(encoding), named)
     try:
-        show_live(make_painter, poller, named, None if run_dir is None else SnapshotRequest(Path(run_dir)))
-    finally:
-        poller.stop()
-    return 0
+        if once or not _is_terminal():
+            return _print(source, frame)
+        if find_spec("textual") is None:
+            complain("top needs textual: pip install 'torch-telemetry[top]'; `telemetry top --once` does without it")
+            return 1
+        from telemetry.top.app import Reader, SnapshotRequest, TopApp
+
+        snapshots = None if run_dir is None else SnapshotRequest(Path(run_dir))
+        app = TopApp(Reader(source, f"Reading {named}"), frame, snapshots)
+        app.run(mouse=False)  # the mouse selects text, as in any other command
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    return app.return_code or 0
 
 
-def _one_view(run_dir: str | None, urls: Sequence[str]) -> JobView:
-    if run_dir is not None:
-        folder = RunFolder(Path(run_dir))
-        view = folder.poll()
-        if not view.running:
-            return view
-        time.sleep(_BEATS_SECONDS)
-        return folder.poll()
-    endpoints = Endpoints(urls)
-    endpoints.read_all()
-    view = endpoints.view()
-    if not view.running:
-        return view
-    time.sleep(2 * _BEATS_SECONDS)
-    endpoints.read_all()
-    return endpoints.view()
+def _is_terminal() -> bool:
+    """Whether the view can be shown: Textual reads the standard input, and writes to the standard error."""
+    streams = sys.__stdin__, sys.__stdout__, sys.__stderr__
+    capable = os.environ.get("TERM", "") not in {"", *_DUMB}
+    return capable and all(stream is not None and stream.isatty() for stream in streams)
 
 
-def _print(painter: Painter, view: JobView) -> int:
-    from telemetry.top.screen import Frame
+def _shows_blocks(encoding: str) -> bool:
+    """Whether bars can be made of blocks, which are told apart by their colours."""
+    colours = "NO_COLOR" not in os.environ and os.environ.get("TERM") not in _DUMB
+    if not colours or sys.stdout is None or not sys.stdout.isatty():
+        return False
+    try:
+        "\u2592\u2588\u259a".encode(encoding)
+    except (UnicodeError, LookupError):
+        return False
+    return True
 
-    width = max(80, shutil.get_terminal_size((100, 24)).columns)
-    lines = Frame(painter.charset(), "").plain(view, width=min(width, 200), now=time.time(), rows=_PLAIN_ROWS)
-    return show(painter.plain(lines)) or (0 if view.rows else 1)
+
+def _print(source: Endpoints | RunFolder, frame: Frame) -> int:
+    read = source.read if isinstance(source, Endpoints) else source.poll
+    view = read()
+    if view.running:
+        time.sleep(_BEATS_SECONDS * (2 if isinstance(source, Endpoints) else 1))
+        view = read()
+    width = min(max(80, shutil.get_terminal_size((100, 24)).columns), 200)
+    text = frame.printed(view, width=width, now=time.time(), rows=_PRINTED_ROWS)
+    return show(text) or (0 if view.rows else 1)

@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import http.client
+import re
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from urllib.parse import urlsplit
 
-from telemetry.core.endpoint_client import ScrapeError, fetch, samples
 from telemetry.records import CATEGORIES
 from telemetry.report.attempts import FINISHED, RUNNING
 from telemetry.report.process_log import ProcessLog
-from telemetry.top.job_view import JobView, job_view, waiting
-from telemetry.top.rank_row import RankFacts
-from telemetry.top.recent_totals import RecentTotals
+from telemetry.top.view import JobView, RankFacts, RecentTotals, job_view, most_time, waiting
 from telemetry.util.clock import iso_time
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
+
+_TIMEOUT_SECONDS: Final = 2.0
+"""Of each part of a response."""
+
+_WHOLE_SECONDS: Final = 10.0
+_MAX_BYTES: Final = 64 << 20
+_CHUNK: Final = 1 << 18
+
+_SAMPLE: Final = re.compile(r"(\w+)(?:\{(.*)\})? (\S+)")
+_LABEL: Final = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_ESCAPED: Final = re.compile(r"\\(.)")
 
 _MAX_THREADS: Final = 8
-_MAX_RANKS: Final = 1 << 14
-"""Of all endpoints. An endpoint that tells of more is not what it claims to be."""
-
 _GONE_SECONDS: Final = 600.0
 """A rank that no endpoint has shown for this time is left out."""
 
@@ -35,47 +43,140 @@ _FIGURES: Final = {
     "training_gpu_temperature_celsius": "temperature_celsius",
     "training_process_resident_memory_bytes": "process_resident_memory_bytes",
 }
-_COUNTS: Final = {
+_TOTALS: Final = {
     "training_steps_total": "steps_total",
     "training_samples_total": "samples_total",
     "training_tokens_total": "tokens_total",
+    "training_exposed_wait_seconds_total": "exposed_wait_total_seconds",
 }
+_BY_LABEL: Final = {
+    "training_time_seconds_total": "category",
+    "training_stall_lost_seconds_total": "cause",
+    "training_stall_active": "cause",
+    "training_hang_active": "kind",
+}
+"""Metrics that a rank has several times, and the label in which they differ."""
+
 _NAMES: Final = frozenset(
     {
-        *_FIGURES,
-        "training_run_info",
-        "training_gpu_info",
-        "training_run_ended",
-        *_COUNTS,
-        "training_time_seconds_total",
-        "training_exposed_wait_seconds_total",
-        "training_stall_active",
-        "training_straggler_rank",
-        "training_stall_lost_seconds_total",
-        "training_hang_active",
-        "training_hang_suspect_rank",
+        *_FIGURES, *_TOTALS, *_BY_LABEL, "training_run_info", "training_gpu_info", "training_run_ended",
+        "training_straggler_rank", "training_hang_suspect_rank",
     }
-)
+)  # fmt: skip
 
-_WHERE_TO_LOOK: Final = {"action": "metrics have no advice: run telemetry report or top on the run folder"}
+_ADVICE: Final = {"action": "metrics have no advice: run telemetry report or top on the run folder"}
+
+
+class ScrapeError(Exception):
+    """The endpoint gave no metrics; the text says why."""
+
+
+class ExpositionSample(NamedTuple):
+    """One line of an exposition."""
+
+    name: str
+    labels: dict[str, str]
+    value: float
+
+
+def fetch(url: str) -> str:
+    """The exposition at a URL. A proxy that the environment names is not used.
+
+    Raises:
+        ScrapeError: there is no response within 10 s, it is not status 200, or it is larger than 64 MiB.
+    """
+    try:
+        where = urlsplit(url)
+        kind = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}[where.scheme]
+        connection = kind(where.hostname or "", where.port, timeout=_TIMEOUT_SECONDS)
+    except (KeyError, ValueError) as error:
+        raise ScrapeError(f"{url} is no URL of metrics: it begins with http:// and names a host and a port") from error
+    deadline, body = time.monotonic() + _WHOLE_SECONDS, bytearray()
+    try:
+        connection.request("GET", f"{where.path or '/metrics'}{f'?{where.query}' if where.query else ''}")
+        answer = connection.getresponse()
+        while chunk := answer.read1(_CHUNK):
+            body += chunk
+            if len(body) > _MAX_BYTES or time.monotonic() > deadline:
+                limits = f"{_MAX_BYTES >> 20} MiB, or takes longer than {_WHOLE_SECONDS:.0f} s"
+                raise ScrapeError(f"{url} does not answer: the response is larger than {limits}")
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise ScrapeError(f"{url} does not answer: {error}") from error
+    finally:
+        connection.close()
+    text = body.decode("utf-8", "replace")
+    if answer.status != http.HTTPStatus.OK:
+        raise ScrapeError(f"{url} answers {answer.status}: {text.strip()[:200]}")
+    return text
+
+
+def samples(text: str, names: Collection[str] | None = None) -> Iterator[ExpositionSample]:
+    """The samples of an exposition. Other lines are left out.
+
+    Args:
+        text: the exposition.
+        names: leave out all others.
+    """
+    for line in text.splitlines():
+        if names is not None and line.partition("{")[0].partition(" ")[0] not in names:
+            continue
+        match = _SAMPLE.fullmatch(line)
+        if match is None:
+            continue
+        try:
+            value = float(match[3])
+        except ValueError:
+            continue
+        labels = _LABEL.findall(match[2] or "")
+        yield ExpositionSample(match[1], {name: _unescaped(label) for name, label in labels}, value)
+
+
+def _unescaped(label: str) -> str:
+    r"""A label's value: ``\\``, ``\"`` and ``\n`` stand for one character."""
+    return _ESCAPED.sub(lambda found: "\n" if found[1] == "n" else found[1], label) if "\\" in label else label
 
 
 @dataclass(slots=True)
 class _Scraped:
-    """What one exposition says of one rank."""
+    """What one exposition says of one rank.
+
+    Attributes:
+        values: by metric. ``by_label``: the values of a metric of `_BY_LABEL` by that label.
+        info: labels of ``training_run_info``. ``gpu``: name of the GPU.
+    """
 
     rank: int
-    run: str = ""
+    run: str
+    values: dict[str, float] = field(default_factory=dict)
+    by_label: dict[str, dict[str, float]] = field(default_factory=dict)
     info: dict[str, str] = field(default_factory=dict)
-    ledger: dict[str, float] = field(default_factory=dict)
-    totals: dict[str, Any] = field(default_factory=dict)
-    lost: dict[str, float] = field(default_factory=dict)
-    figures: dict[str, Any] = field(default_factory=dict)
-    stall: str | None = None
-    straggler: int | None = None
-    hang: str | None = None
-    suspect: int | None = None
-    ended: bool = False
+    gpu: str = ""
+
+    def active(self, name: str) -> str | None:
+        """The label of the active stall or hang; None without one."""
+        return next((label for label, value in self.by_label.get(name, {}).items() if value), None)
+
+    def rank_in(self, name: str) -> int | None:
+        """The rank that a metric names."""
+        return int(self.values[name]) if name in self.values else None
+
+
+def _by_rank(text: str) -> list[_Scraped]:
+    found: dict[tuple[str, str], _Scraped] = {}
+    for name, labels, value in samples(text, _NAMES):
+        rank, run = labels.get("rank", ""), labels.get("run", "")
+        if not rank.isdecimal() or len(rank) > 7 or not abs(value) < 1e18:
+            continue
+        scraped = found.setdefault((run, rank), _Scraped(int(rank), run))
+        if name in _BY_LABEL:
+            scraped.by_label.setdefault(name, {})[labels.get(_BY_LABEL[name], "unknown")] = value
+        elif name == "training_run_info":
+            scraped.info = labels
+        elif name == "training_gpu_info":
+            scraped.gpu = labels.get("name", "")
+        else:
+            scraped.values[name] = value
+    return list(found.values())
 
 
 @dataclass(slots=True)
@@ -84,7 +185,7 @@ class _Known:
 
     recent: RecentTotals
     log: ProcessLog
-    facts: RankFacts | None = None
+    facts: RankFacts
     ledger: dict[str, float] = field(default_factory=dict)
     changed: float = 0.0
     now_in: str = ""
@@ -112,21 +213,21 @@ class Endpoints:
         self._started = False
 
     def poll(self) -> JobView:
-        """The view of what the endpoints have said last."""
+        """The view of what the endpoints have said last. The first call starts the threads."""
         if not self._started:
             self._started = True
-            shares = [self._urls[first::_MAX_THREADS] for first in range(min(_MAX_THREADS, len(self._urls)))]
-            for share in shares:
+            for first in range(min(_MAX_THREADS, len(self._urls))):
+                share = self._urls[first::_MAX_THREADS]
                 threading.Thread(target=self._follow, args=(share,), name="telemetry-top-url", daemon=True).start()
-        return self.view()
+        return self._view()
 
-    def read_all(self) -> None:
+    def read(self) -> JobView:
         """Read each endpoint once, here."""
         for url in self._urls:
             self._scrape(url)
+        return self._view()
 
-    def view(self) -> JobView:
-        """The view now."""
+    def _view(self) -> JobView:
         now, here = time.time(), time.monotonic()
         with self._lock:
             answers, errors = dict(self._answers), dict(self._errors)
@@ -136,11 +237,10 @@ class Endpoints:
                 for scraped in _by_rank(text):
                     self._take(scraped, now, at)
         notes = [errors[url] for url in self._urls if url in errors]
-        for key in [key for key, known in self._known.items() if here - known.changed > _GONE_SECONDS]:
-            del self._known[key]
-        facts = [known.facts for known in self._known.values() if known.facts is not None]
+        self._known = {key: known for key, known in self._known.items() if here - known.changed <= _GONE_SECONDS}
+        facts = [known.facts for known in self._known.values()]
         for known in self._known.values():
-            if known.facts is not None and known.facts.how == RUNNING:
+            if known.facts.how == RUNNING:
                 known.facts.silent_seconds = here - known.changed
                 known.facts.seen = now - known.facts.silent_seconds
         if not facts:
@@ -158,12 +258,10 @@ class Endpoints:
     def _scrape(self, url: str) -> None:
         try:
             text = self._read(url)
-        except ScrapeError as error:
-            with self._lock:
-                self._errors[url] = str(error)
         except Exception as error:
+            said = str(error) if isinstance(error, ScrapeError) else f"{url} cannot be read: {type(error).__name__}"
             with self._lock:
-                self._errors[url] = f"{url} cannot be read: {type(error).__name__}"
+                self._errors[url] = said
         else:
             with self._lock:
                 self._errors.pop(url, None)
@@ -173,106 +271,71 @@ class Endpoints:
         key = scraped.run, scraped.rank
         known = self._known.get(key)
         if known is None:
-            if len(self._known) >= _MAX_RANKS:
-                return
             log = ProcessLog(scraped.rank, 0, run=scraped.run)
-            known = self._known[key] = _Known(RecentTotals(from_start=False), log, changed=at)
+            known = self._known[key] = _Known(RecentTotals(from_start=False), log, RankFacts(log), changed=at)
         world = scraped.info.get("world_size", "")
         known.log.head = {
             "node": scraped.info.get("node", ""),
             "local_rank": scraped.info.get("local_rank", ""),
             "world_size": int(world) if world.isdecimal() and len(world) < 8 else None,
         }
-        totals = scraped.totals | {
-            "ledger_total_seconds": scraped.ledger,
-            "wall_seconds": sum(scraped.ledger.values()),
-            "stall_lost_total_seconds": scraped.lost,
+        ledger = {c: s for c, s in scraped.by_label.get("training_time_seconds_total", {}).items() if c in CATEGORIES}
+        totals: dict[str, Any] = {
+            "ledger_total_seconds": ledger,
+            "wall_seconds": sum(ledger.values()),
+            "stall_lost_total_seconds": scraped.by_label.get("training_stall_lost_seconds_total", {}),
         }
-        if scraped.ledger and scraped.ledger != known.ledger:
-            added = {name: s - known.ledger.get(name, 0.0) for name, s in scraped.ledger.items()}
-            known.now_in = max(added, key=lambda name: added[name]) if known.ledger else ""
-            known.ledger, known.changed = scraped.ledger, at
+        for name, ours in _TOTALS.items():
+            if name in scraped.values:
+                totals[ours] = scraped.values[name] if ours.endswith("seconds") else int(scraped.values[name])
+        if ledger and ledger != known.ledger:
+            before = known.ledger
+            known.now_in = most_time({name: s - before.get(name, 0.0) for name, s in ledger.items()}) if before else ""
+            known.ledger, known.changed = ledger, at
             known.recent.add(totals)
         self._note_stall(known, scraped, now)
-        known.log.hangs[:] = [_hang_line(scraped, now)] if scraped.hang is not None else []
+        hang = scraped.active("training_hang_active")
+        known.log.hangs[:] = [] if hang is None else [_hang_line(scraped, hang, now)]
+        figures: dict[str, Any] = {
+            ours: scraped.values[name] for name, ours in _FIGURES.items() if name in scraped.values
+        }
         known.facts = RankFacts(
             log=known.log,
-            how=FINISHED if scraped.ended else RUNNING,
+            how=FINISHED if scraped.values.get("training_run_ended") else RUNNING,
             seen=now,
             totals=totals,
             recent=known.recent.over(),
             live=known.recent.over(),
             now_in=known.now_in,
-            figures=scraped.figures,
+            figures=figures | ({"name": scraped.gpu} if scraped.gpu else {}),
         )
 
     def _note_stall(self, known: _Known, scraped: _Scraped, now: float) -> None:
-        """The stall that is open, as a log would tell it, with the moment at which it was first seen here."""
-        log = known.log
-        if scraped.stall is None:
+        """Put the stall that is open into the log, with the moment at which it was first seen here."""
+        log, cause = known.log, scraped.active("training_stall_active")
+        if cause is None:
             log.stalls.clear()
             known.opened = None
             return
-        if known.opened is None or log.stalls[-1]["cause"] != scraped.stall:
+        if known.opened is None or log.stalls[-1]["cause"] != cause:
             known.opened = now
-        evidence: dict[str, Any] = {} if scraped.straggler is None else {"straggler_rank": scraped.straggler}
+        straggler = scraped.rank_in("training_straggler_rank")
+        evidence = {} if straggler is None else {"straggler_rank": straggler}
         opened = iso_time(known.opened)
         log.stalls[:] = [
-            {"event": "stall_open", "cause": scraped.stall, "opened": opened, "evidence": evidence,
-             "advice": [_WHERE_TO_LOOK]}
-        ]  # fmt: skip
+            {"event": "stall_open", "cause": cause, "opened": opened, "evidence": evidence, "advice": [_ADVICE]}
+        ]
 
 
-def _hang_line(scraped: _Scraped, now: float) -> dict[str, Any]:
+def _hang_line(scraped: _Scraped, kind: str, now: float) -> dict[str, Any]:
     """A hang as a log would tell it. Metrics know its kind, and the first of the ranks that the others wait for."""
-    waits = "" if scraped.suspect is None else f"; the others wait for rank {scraped.suspect}"
+    suspect = scraped.rank_in("training_hang_suspect_rank")
+    waits = "" if suspect is None else f"; the others wait for rank {suspect}"
     return {
         "event": "hang",
         "time": iso_time(now),
-        "verdict": f"the job goes no further ({scraped.hang}){waits}; its logs say why",
-        "kind": scraped.hang,
-        "suspects": [] if scraped.suspect is None else [{"rank": scraped.suspect, "doing": "others wait"}],
+        "verdict": f"the job goes no further ({kind}){waits}; its logs say why",
+        "kind": kind,
+        "suspects": [] if suspect is None else [{"rank": suspect, "doing": "others wait"}],
         "waiting": [{"ranks": [(scraped.rank, scraped.rank)]}],
     }
-
-
-def _by_rank(text: str) -> list[_Scraped]:
-    found: dict[tuple[str, str], _Scraped] = {}
-    for name, labels, value in samples(text, _NAMES):
-        rank, run = labels.get("rank", ""), labels.get("run", "")
-        if not rank.isdecimal() or len(rank) > 7 or not abs(value) < 1e18:
-            continue
-        scraped = found.setdefault((run, rank), _Scraped(int(rank), run))
-        if name == "training_time_seconds_total":
-            if labels.get("category") in CATEGORIES:
-                scraped.ledger[labels["category"]] = value
-        elif name == "training_stall_lost_seconds_total":
-            scraped.lost[labels.get("cause", "")] = value
-        elif name in {"training_stall_active", "training_hang_active"}:
-            if value and name == "training_stall_active":
-                scraped.stall = labels.get("cause", "unknown")
-            elif value:
-                scraped.hang = labels.get("kind", "unknown")
-        else:
-            _take_single(scraped, name, labels, value)
-    return list(found.values())
-
-
-def _take_single(scraped: _Scraped, name: str, labels: dict[str, str], value: float) -> None:
-    """A metric that a rank has once."""
-    if name in _FIGURES:
-        scraped.figures[_FIGURES[name]] = value
-    elif name == "training_run_info":
-        scraped.info = labels
-    elif name == "training_gpu_info":
-        scraped.figures["name"] = labels.get("name", "")
-    elif name == "training_run_ended":
-        scraped.ended = bool(value)
-    elif name in _COUNTS:
-        scraped.totals[_COUNTS[name]] = int(value)
-    elif name == "training_exposed_wait_seconds_total":
-        scraped.totals["exposed_wait_total_seconds"] = value
-    elif name == "training_straggler_rank":
-        scraped.straggler = int(value)
-    elif name == "training_hang_suspect_rank":
-        scraped.suspect = int(value)

@@ -3,35 +3,47 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.core.log_names import LOG_NAME
-from telemetry.records import CATEGORIES
+from telemetry.job.node_report import MAX_BYTES as MAX_REPORT_BYTES
+from telemetry.job.node_report import decoded
 from telemetry.report.attempts import KILLED, RUNNING, lives_of
 from telemetry.report.lines_by_process import ProcessLogs
+from telemetry.report.log_files import NoRunError
 from telemetry.report.log_lines import parsed
-from telemetry.report.log_reader import take_heartbeats
+from telemetry.report.log_reader import load, take_heartbeats
 from telemetry.report.rank_processes import not_replaced
-from telemetry.top.ended_run import EndedRun
-from telemetry.top.job_view import JobView, job_view, waiting
-from telemetry.top.log_tail import LogTail
-from telemetry.top.node_paces import NodePaces
-from telemetry.top.rank_row import RankFacts
-from telemetry.top.recent_totals import RecentTotals
-from telemetry.util.files import caches_folders
+from telemetry.report.summary import judged
+from telemetry.top.view import JobView, RankFacts, RecentTotals, job_view, most_time, waiting
+from telemetry.util.files import caches_folders, open_regular, read_small
+from telemetry.util.text import one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
+    from typing import BinaryIO
 
+    from telemetry.core.hang_records import HangState
+    from telemetry.core.run_verdict import JudgedRun
+    from telemetry.records import RankPace
     from telemetry.report.attempts import Life
     from telemetry.report.lines_by_process import LinesOfFile
     from telemetry.report.process_log import ProcessLog
 
+FIRST_BYTES: Final = 1 << 16
+"""Of the end of a log, read at first: the windows of about two minutes."""
+
+_BACK_BYTES: Final = 1 << 21
+"""Searched backwards for the begin of an open stall."""
+
+_FINDING: Final = re.compile(rb'"event": ?"(stall_open|stall_lines|stall_close|hang)"')
+
 _LIST_SECONDS: Final = 5.0
-"""Between two looks for new files."""
+"""Between two looks for new logs, and for node reports, which are written as often."""
 
 _SAME_TIME_SECONDS: Final = 120.0
 """Of a rank with several logs, those are followed that were written to this shortly before the newest."""
@@ -39,8 +51,133 @@ _SAME_TIME_SECONDS: Final = 120.0
 _SEEN_SECONDS: Final = 30.0
 """A process whose files were seen to change so recently is there, whatever the clock of its machine says."""
 
+_REPORT_ALIVE_SECONDS: Final = 45.0
+"""A node report that has not changed for this time says nothing about now."""
+
+_MAX_REPORTS: Final = 4096
 _MAX_FINDINGS: Final = 40
 """Lines of stalls, hangs and so on, kept of each process."""
+
+
+class LogTail:
+    """Follows one log file: of a large one it reads only the last part, and then what is added.
+
+    Args:
+        path: of the log; the file that was rotated away last has ``.1`` at its end.
+
+    Attributes:
+        from_start: whether all of the file was read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._inode: int | None = None
+        self._at = 0
+        self._first_at = 0  # where the part that was read first begins
+        self.from_start = False
+
+    def read(self) -> list[bytes]:
+        """The whole lines that were added; at first the first line and the last ones. Empty if there is no file."""
+        lines: list[bytes] = []
+        try:
+            status = self._path.stat()
+            if self._inode == status.st_ino and self._at == status.st_size:
+                return []
+            if self._inode not in {None, status.st_ino}:
+                rotated = open_regular(self._path.with_name(f"{self._path.name}.1"))
+                if rotated is not None:
+                    with rotated:
+                        same = os.fstat(rotated.fileno()).st_ino == self._inode
+                        lines = self._added(rotated) if same else []
+                self._at = 0
+            first, self._inode = self._inode is None, status.st_ino
+            file = open_regular(self._path)
+            if file is None:  # a FIFO, a device
+                return lines
+            with file:
+                return lines + (self._first(file) if first else self._added(file))
+        except OSError:
+            return lines
+
+    def older_findings(self) -> list[bytes]:
+        """Lines of stalls and hangs from before the part that was read first: from the newest opened stall on."""
+        try:
+            file = open_regular(self._path)
+            if file is None:
+                return []
+            with file:
+                begin = max(0, self._first_at - _BACK_BYTES)
+                file.seek(begin)
+                content = file.read(self._first_at - begin)
+        except OSError:
+            return []
+        found: list[bytes] = []
+        for line in reversed(content.splitlines()):
+            match = _FINDING.search(line)
+            if match is not None:
+                found.append(line)
+                if match[1] == b"stall_open":
+                    break
+        return found[::-1]
+
+    def _first(self, file: BinaryIO) -> list[bytes]:
+        size = os.fstat(file.fileno()).st_size
+        head = file.readline(FIRST_BYTES)
+        if not head.endswith(b"\n"):
+            return []  # the first line is not whole yet
+        self._at = len(head)
+        self.from_start = size - self._at <= FIRST_BYTES
+        if not self.from_start:
+            file.seek(size - FIRST_BYTES)
+            self._at = self._first_at = size - FIRST_BYTES + len(file.readline(FIRST_BYTES))  # the rest of a line
+        return [head, *self._added(file)]
+
+    def _added(self, file: BinaryIO) -> list[bytes]:
+        size = os.fstat(file.fileno()).st_size
+        if size < self._at:
+            self._at = 0  # it was cut
+        file.seek(self._at)
+        content = file.read(size - self._at)
+        end = content.rfind(b"\n") + 1  # a line without its end is still being written
+        self._at += end
+        return content[:end].splitlines()
+
+
+class NodeReports:
+    """What the nodes of a job report of their ranks: phase, line of code, and the state in a hang.
+
+    Args:
+        folder: ``job`` in the run folder; a job on one node has none.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._next = 0.0
+        # A report has no time that can be compared with this machine's clock: its age is that of its sequence.
+        self._sequences: dict[str, tuple[int, float]] = {}
+        self.paces: dict[int, RankPace] = {}
+        self.hangs: dict[int, HangState] = {}
+
+    def read(self, here: float) -> None:
+        """Read the reports, if it is time by this machine's monotonic clock."""
+        if here < self._next:
+            return
+        self._next = here + _LIST_SECONDS
+        self.paces, self.hangs = {}, {}
+        for path in sorted(self._folder.glob("node-*.json"))[:_MAX_REPORTS]:
+            try:
+                report = decoded(read_small(path, MAX_REPORT_BYTES))
+            except OSError:
+                continue
+            if report is None:
+                continue
+            sequence, changed = self._sequences.get(path.name, (None, here))
+            if sequence != report.sequence:
+                changed = here
+            self._sequences[path.name] = report.sequence, changed
+            if here - changed <= _REPORT_ALIVE_SECONDS:
+                self.paces |= {pace.rank: pace for pace in report.ranks}
+                self.hangs |= {state.rank: state for state in report.hang}
 
 
 @dataclass(slots=True)
@@ -62,7 +199,7 @@ class _Extras:
 
     recent: RecentTotals
     figures: dict[str, Any] = field(default_factory=dict)
-    window: dict[str, Any] = field(default_factory=dict)
+    step_seconds: dict[str, float] = field(default_factory=dict)
     beat: dict[str, Any] = field(default_factory=dict)
     now_in: str = ""
     changed: float | None = None
@@ -77,11 +214,7 @@ class RunFolder:
     """
 
     def __init__(
-        self,
-        path: Path,
-        *,
-        clock: Callable[[], float] = time.time,
-        monotonic: Callable[[], float] = time.monotonic,
+        self, path: Path, *, clock: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic
     ) -> None:
         self._path = path
         self._clock, self._monotonic = clock, monotonic
@@ -89,8 +222,9 @@ class RunFolder:
         self._logs = ProcessLogs()
         self._extras: dict[int, _Extras] = {}
         self._next_list = 0.0
-        self._reports = NodePaces(path / "job", monotonic)
-        self._ended = EndedRun(path)
+        self._reports = NodeReports(path / "job")
+        self._ended_as: tuple[object, ...] = ()
+        self._whole: tuple[JudgedRun | None, list[str]] = None, []
 
     @property
     def pause_seconds(self) -> float:
@@ -110,15 +244,15 @@ class RunFolder:
             return waiting(f"Waiting for the run to begin: there is no log in {self._path / 'logs'} yet.", now)
         current = not_replaced([log for log in self._logs.all if log.head and log.run == newest.run])
         self._beats(current, here)
-        self._reports.read()
+        self._reports.read(here)
         lives = {id(life.log): life for life in lives_of(current, now)}
         facts = [self._facts(log, lives[id(log)], here) for log in current if id(log) in lives]
         if not facts:
             return waiting("Waiting for the first line of the log.", now)
         if any(each.how == RUNNING for each in facts):
             return job_view(facts, now)
-        whole = self._ended.verdict(facts)
-        return job_view(facts, now, [self._ended.note] if self._ended.note else (), whole)
+        whole, notes = self._verdict_of_report(facts)
+        return job_view(facts, now, notes, whole)
 
     def _list(self) -> None:
         """Follow the newest logs of each rank."""
@@ -127,14 +261,10 @@ class RunFolder:
             with os.scandir(self._path / "logs") as entries:
                 for entry in entries:
                     match = LOG_NAME.fullmatch(entry.name)
-                    if match is None or match["rotated"] is not None:
-                        continue
-                    try:
+                    if match is not None and match["rotated"] is None:
                         written = entry.stat().st_mtime
-                    except OSError:
-                        continue
-                    found.setdefault(int(match["rank"]), []).append((written, entry.name, int(match["pid"])))
-        except OSError:
+                        found.setdefault(int(match["rank"]), []).append((written, entry.name, int(match["pid"])))
+        except OSError:  # no folder yet, or a file that has just gone: the next look comes soon
             return
         for rank, files in found.items():
             newest = max(files)[0]
@@ -156,7 +286,7 @@ class RunFolder:
             return
         if began:
             extras.changed = here
-        elif not followed.tail.from_start and extras.recent.loses_time and not _begins_or_ends(log.stalls):
+        elif not followed.tail.from_start and _loses_time(extras.recent) and not _begins_or_ends(log.stalls):
             newer, log.stalls[:] = list(log.stalls), []
             for line in followed.tail.older_findings():
                 self._take(line, followed)
@@ -180,28 +310,27 @@ class RunFolder:
         event = line.get("event")
         if event in {"window", "run_end"}:
             extras.recent.add(line)
-            extras.window = line.get("step_seconds", extras.window)
-            extras.now_in = _most(extras.recent.newest_ledger()) or extras.now_in
+            extras.step_seconds = line.get("step_seconds", extras.step_seconds)
+            extras.now_in = most_time(extras.recent.newest().get("ledger_total_seconds", {})) or extras.now_in
         elif event in {"gpu", "host"}:
             extras.figures |= line
 
     def _beats(self, logs: Iterable[ProcessLog], here: float) -> None:
         take_heartbeats(self._path / "attempts", logs)
         for log in logs:
-            extras = self._extras.get(id(log))
-            beat = log.beat
+            extras, beat = self._extras.get(id(log)), log.beat
             if extras is None or not beat or beat["unix_seconds"] == extras.beat.get("unix_seconds"):
                 continue
             if extras.beat:
                 extras.changed = here
                 before = extras.beat["ledger_total_seconds"]
                 added = {name: s - before.get(name, 0.0) for name, s in beat["ledger_total_seconds"].items()}
-                extras.now_in = _most(added) or extras.now_in
+                extras.now_in = most_time(added) or extras.now_in
             extras.beat = beat
 
     def _facts(self, log: ProcessLog, life: Life, here: float) -> RankFacts:
         extras = self._extras.setdefault(id(log), _Extras(RecentTotals(from_start=False)))
-        pace, hang = self._reports.of(log.rank)
+        pace, hang = self._reports.paces.get(log.rank), self._reports.hangs.get(log.rank)
         silent = max(0.0, self._clock() - life.end)
         there = life.how == RUNNING
         if extras.changed is not None:
@@ -219,17 +348,29 @@ class RunFolder:
             now_in=pace.phase if pace is not None and pace.phase else extras.now_in,
             where=(hang.where if hang is not None else pace.where if pace is not None else None) or "",
             figures=extras.figures,
-            step_seconds=extras.window,
+            step_seconds=extras.step_seconds,
             hang=hang,
         )
+
+    def _verdict_of_report(self, facts: Sequence[RankFacts]) -> tuple[JudgedRun | None, list[str]]:
+        """The report's verdict on the whole logs of a run that has ended, read once for each end, or why not."""
+        ended_as = tuple((each.log.rank, each.log.pid, each.log.started, each.log.last_time) for each in facts)
+        if ended_as != self._ended_as:
+            try:
+                self._whole = judged(not_replaced(load(self._path))), []
+            except (NoRunError, OSError) as error:
+                note = f"the verdict is on the ends of the logs alone; their whole cannot be read: {error}"
+                self._whole = None, [one_line(note)]
+            self._ended_as = ended_as
+        return self._whole
+
+
+def _loses_time(recent: RecentTotals) -> bool:
+    """Whether stalls cost time between the last two totals, or no step ended: a stall is open then."""
+    last = recent.newest()
+    return bool(last) and (any(last.get("stall_lost_total_seconds", {}).values()) or not last.get("steps_total"))
 
 
 def _begins_or_ends(stalls: Iterable[dict[str, Any]]) -> bool:
     """Whether it is known how the newest stall began, or that it is over. Its lines of code alone do not tell."""
     return any(line["event"] != "stall_lines" for line in stalls)
-
-
-def _most(seconds: dict[str, float]) -> str:
-    """The category with most of the time; empty without any."""
-    category = max(seconds, key=lambda name: seconds[name], default="")
-    return category if seconds and seconds[category] > 0 and category in CATEGORIES else ""

@@ -73,9 +73,9 @@ def state():
 """
 
 UNWANTED = (
-    "pydantic", "rich", "pandas", "duckdb", "twisted", "sqlalchemy", "pyarrow", "matplotlib", "better_exceptions",
-    "colorama", "requests", "aiohttp", "tornado", "yaml", "jinja2", "IPython", "tensorboard", "pytest", "setuptools",
-    "pkg_resources", "click", "typer", "attr", "urllib3", "grpc", "opentelemetry", "numpy", "torch", "sqlite3",
+    "pydantic", "rich", "textual", "pandas", "duckdb", "twisted", "sqlalchemy", "pyarrow", "matplotlib",
+    "better_exceptions", "colorama", "requests", "aiohttp", "tornado", "yaml", "jinja2", "IPython", "tensorboard",
+    "pytest", "setuptools", "pkg_resources", "click", "typer", "attr", "urllib3", "grpc", "opentelemetry", "numpy", "torch", "sqlite3",
     "tkinter", "unittest", "pdb", "xmlrpc",
 )  # fmt: skip
 

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from stack.jobs import ROOT, SLOW_RANK, environment, must_have, wait_for
+from stack.jobs import SLOW_RANK, environment, must_have, wait_for
 from telemetry.diagnose.hang_detector import MIN_STEPS
 
 pytestmark = pytest.mark.stack
@@ -104,7 +104,7 @@ def test_the_first_line_blames_and_keys_work(terminal, stalled):
     terminal.keys("Enter", "Enter")
     terminal.shows("rank 1 on", "ledger ", "whole run")
     terminal.keys("q", "Escape")
-    terminal.shows("quit  rank")
+    terminal.shows(">   0 ", "    3 ")  # all ranks again
     terminal.keys("h")
     terminal.shows("exposed wait, as a share of the training loop")
     terminal.keys("q", "q")
@@ -148,22 +148,6 @@ def test_the_screen_follows_the_size_of_the_terminal(terminal, stalled):
     terminal.at_prompt()
 
 
-@pytest.mark.parametrize("how", ["ctrl-c", "term", "exception"])
-def test_the_terminal_is_restored(terminal, stalled, how):
-    failing = {"PYTHONPATH": f"{ROOT}/tests/stack/job/broken_top:{ROOT}"} if how == "exception" else {}
-    terminal.top(str(stalled.run_dir), **failing)
-    if how == "exception":
-        terminal.shows("broken on purpose")
-    else:
-        terminal.shows("newest stall", "q quit")
-    if how == "ctrl-c":
-        terminal.keys("C-c")
-    elif how == "term":
-        (child,) = subprocess.check_output(["pgrep", "-f", f"telemetry top {stalled.run_dir}"]).split()
-        os.kill(int(child), signal.SIGTERM)
-    terminal.at_prompt()
-
-
 def test_ctrl_z_gives_the_shell_back_and_fg_the_screen(terminal, stalled):
     terminal.type("set", "-m")
     terminal.top(str(stalled.run_dir))
@@ -196,14 +180,6 @@ def test_a_dumb_terminal_gets_one_frame_of_text(terminal, stalled):
     terminal.top(str(stalled.run_dir), TERM="dumb")
     terminal.shows(f"waits for rank {SLOW_RANK}", "ready>")
     terminal.at_prompt()
-
-
-def test_a_pipe_gets_one_frame_of_text(stalled):
-    command = [sys.executable, "-m", "telemetry", "top", str(stalled.run_dir)]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert f"waits for rank {SLOW_RANK}" in done.stdout
-    assert "\x1b" not in done.stdout
 
 
 def test_a_run_that_begins_later_appears(terminal, launch, torchrun):

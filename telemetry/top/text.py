@@ -1,0 +1,485 @@
+"""The screen as lines of styled text, for a terminal and for a pipe alike. Knows nothing of terminals."""
+
+from __future__ import annotations
+
+import textwrap
+import unicodedata
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from telemetry.records import CATEGORIES, CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, OTHER, STARTUP
+from telemetry.report.attempts import FAILED, FINISHED, unix
+from telemetry.report.report_text import advice_lines, stall_section
+from telemetry.top.view import (
+    BAD,
+    GONE,
+    GOOD,
+    OK,
+    SILENT,
+    STALLED,
+    STARTING,
+    STARVED,
+    STATES,
+    STUCK,
+    WAITING,
+    Choice,
+    clock,
+)
+from telemetry.util.text import binary_size, byte_size, duration, one_line, percent, plain_number, rough_duration
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from telemetry.top.view import JobView, RankRow
+
+Line = tuple[tuple[str, str], ...]
+"""Texts, each with the name of its style: empty, ``good``, ``bad``, ``warn``, ``dim``, ``strong``, ``cursor``, or a
+category of the ledger."""
+
+SHORT: Final = {category: category.replace("_", " ") for category in CATEGORIES} | {EVALUATION: "eval"}
+
+_STATE_STYLES: Final = (
+    dict.fromkeys((GONE, FAILED, STUCK), "bad")
+    | dict.fromkeys((SILENT, STALLED, STARVED), "warn")
+    | dict.fromkeys((WAITING, STARTING), "dim")
+    | dict.fromkeys((OK, FINISHED), "good")
+)
+
+_LETTERS: Final = {STARTUP: "s", DATA_WAIT: "w", COMPUTE: "#", EVALUATION: "e", CHECKPOINT: "c", OTHER: "."}
+_BLOCKS: Final = {
+    STARTUP: "\u2591", DATA_WAIT: "\u2592", COMPUTE: "\u2588",
+    EVALUATION: "\u2593", CHECKPOINT: "\u259a", OTHER: "\u00b7",
+}  # fmt: skip
+
+_BAR_ORDER: Final = (DATA_WAIT, *(category for category in CATEGORIES if category != DATA_WAIT))
+"""The one that is looked for begins each bar."""
+
+_BAR_COLUMNS: Final = (8, 48)
+_WIDE_COLUMNS: Final = 110
+"""Some columns are shown from this width on."""
+
+_TALL_LINES: Final = 29
+"""From this height on, a long verdict has more lines."""
+
+_OLD_SECONDS: Final = 10.0
+"""From this age on, the screen says how old its data is."""
+
+_MAX_STALLS: Final = 8
+"""Shown of an opened rank."""
+
+KEYS: Final = (
+    ("s", "sort"), ("f", "trouble"), ("/", "find"), ("enter", "open"), ("t", "bars"), ("n", "snapshot"),
+    ("h", "help"), ("q", "quit"),
+)  # fmt: skip
+
+HELP: Final = (
+    "up, down, page up, page down, home, end   move (also k, j, space, g, G)",
+    "enter    open the rank under the cursor; again, or q, goes back",
+    "s, S     the next or the last order of the ranks",
+    "f        only ranks in trouble, or all",
+    "/        find ranks: a text in their number, node, state or activity; esc: all",
+    "t        bars over the last minute, or over the whole run",
+    "n        request a snapshot of this rank or of all; it asks first",
+    "q        quit",
+    "",
+    "rank, node    a node is one machine",
+    "state         worst first: gone, failed, stuck, silent, the cause of a stall,",
+    "              waits for another rank, no step yet, ok, finished",
+    "now           the category of the ledger that the rank is in",
+    "step/s        steps per second over the last minute; the line above has the median,",
+    "              and samples and tokens per second of all ranks, where they are known",
+    "wait          exposed wait, as a share of the training loop of the last minute;",
+    "              - where it was not measured",
+    "gpu, mem      share of time in which the GPU ran something; memory in use",
+    "bar           where the time went, the last minute or the whole run",
+)
+
+
+# -- texts of a given width --------------------------------------------------------------------------------------------
+
+
+def columns_of(text: str) -> int:
+    """How many columns of a terminal a text takes."""
+    return len(text) if text.isascii() else sum(map(_character_columns, text))
+
+
+def fit(text: str, width: int) -> str:
+    """A text cut or filled to a number of columns."""
+    if text.isascii():
+        return text[:width].ljust(width)
+    taken, kept = 0, ""
+    for character in text:
+        taken += _character_columns(character)
+        if taken > width:
+            break
+        kept += character
+    return kept + " " * (width - columns_of(kept))
+
+
+def _character_columns(character: str) -> int:
+    if unicodedata.category(character) in {"Mn", "Me"}:  # an accent over the character before
+        return 0
+    return 2 if unicodedata.east_asian_width(character) in {"W", "F"} else 1
+
+
+class Column(NamedTuple):
+    """One column of the table: its heading, its least width, whether it is set to the right, and the text of a row."""
+
+    name: str
+    width: int
+    right: bool
+    text: Callable[[RankRow], str]
+
+
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else f"{100 * min(value, 1.0):.0f}%"
+
+
+def _whole(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0f}"
+
+
+def _rate(row: RankRow) -> str:
+    rate = row.steps_per_second
+    return "-" if rate is None else f"{rate:.2f}" if rate < 100 else f"{rate:.0f}"
+
+
+def _memory_used(row: RankRow) -> str:
+    used, total = row.figures.get("memory_used_bytes"), row.figures.get("memory_total_bytes")
+    return _ratio(used / total if used is not None and total else None)
+
+
+def _resident(row: RankRow) -> str:
+    resident = row.figures.get("process_resident_memory_bytes")
+    return "-" if resident is None else byte_size(resident)
+
+
+_COLUMNS: Final = (
+    Column("rank", 4, True, lambda row: str(row.rank)),
+    Column("node", 8, False, lambda row: row.node),
+    Column("state", 18, False, lambda row: row.finding),
+    Column("now", 10, False, lambda row: SHORT.get(row.now_in, "-")),
+    Column("step/s", 6, True, _rate),
+    Column("wait", 4, True, lambda row: _ratio(row.wait_ratio)),
+)
+_GPU_COLUMNS: Final = (
+    Column("gpu", 4, True, lambda row: _ratio(row.figures.get("utilization_ratio"))),
+    Column("mem", 4, True, _memory_used),
+)
+_WIDE_GPU_COLUMNS: Final = (
+    Column("watt", 4, True, lambda row: _whole(row.figures.get("power_watts"))),
+    Column("C", 3, True, lambda row: _whole(row.figures.get("temperature_celsius"))),
+)
+_WIDE: Final = (Column("rss", 7, True, _resident),)
+
+
+def _columns(width: int, rows: Sequence[RankRow]) -> list[Column]:
+    """The columns that fit. GPU columns are left out if no rank has a figure for them."""
+    gpu, wide = any("utilization_ratio" in row.figures for row in rows), width >= _WIDE_COLUMNS
+    found = [*_COLUMNS, *(_GPU_COLUMNS if gpu else ()), *(_WIDE_GPU_COLUMNS if gpu and wide else ())]
+    found += _WIDE if wide else ()
+    found[0] = found[0]._replace(width=max(4, len(str(max((row.rank for row in rows), default=0)))))
+    spare = width - 1 - sum(column.width + 1 for column in found) - _BAR_COLUMNS[0]
+    for place, longest, room in (
+        (1, max((len(row.node) for row in rows), default=0), spare // 2),
+        (2, max((len(row.finding) for row in rows), default=0), None),
+    ):
+        more = max(0, min(longest - found[place].width, spare - 4 if room is None else room))
+        spare -= more
+        found[place] = found[place]._replace(width=found[place].width + more)
+    return found
+
+
+# -- the frame ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """Makes the lines of a screen.
+
+    Attributes:
+        encoding: of the terminal. What it lacks is escaped.
+        blocks: whether bars are made of blocks. Without colours, letters are easier to tell apart.
+        source: the run folder or the endpoints, as a person gave them.
+    """
+
+    encoding: str
+    blocks: bool
+    source: str = ""
+
+    def list_page(self, view: JobView, choice: Choice, *, width: int, height: int, now: float) -> list[Line]:
+        """The verdict, the ranks and the newest stall: exactly ``height`` lines, none wider than ``width``.
+
+        Args:
+            view: the job.
+            choice: which ranks, and in which order.
+            width: columns of the terminal.
+            height: lines of the terminal.
+            now: Unix time.
+        """
+        head = self._head(view, width, _verdict_lines(height), now)
+        if not view.rows:
+            return self._exactly(head, width, height)
+        room = max(0, height - len(head))
+        rows = choice.rows(view)
+        panel = self._stall(view, width, min(max(3 if room < 26 else 8, room - len(rows) - 2), 16), now)
+        visible = max(1, min(len(rows), room - len(panel) - 2))  # the headings and the legend
+        at = choice.cursor(rows)
+        first = max(0, min(at - visible // 2, len(rows) - visible))
+        shown = rows[first : first + visible]
+        lines = self._table(shown, at - first, view, width, whole_run=choice.whole_run or not view.running)
+        if not rows:
+            lines.append((("no rank is like that; esc shows all", "warn"),))
+        lines += [()] * (room - len(lines) - len(panel) - 1)
+        where = f"{first + 1}-{first + len(shown)} of {len(rows)}  " if len(rows) > visible else ""
+        return self._exactly([*head, *lines, ((where, "dim"), *self._legend()), *panel], width, height)
+
+    def rank_page(
+        self, view: JobView, choice: Choice, scrolled: int, *, width: int, height: int, now: float
+    ) -> list[Line]:
+        """All that is known of the selected rank, without the first ``scrolled`` lines; else as `list_page`."""
+        head = self._head(view, width, _verdict_lines(height), now)
+        row = next((row for row in view.rows if row.key == choice.selected), None)
+        if row is None:
+            return self._exactly([*head, (("this rank is no longer there; q goes back", "warn"),)], width, height)
+        lines = self.rank_lines(row, width, now)
+        start = min(scrolled, max(0, len(lines) - (height - len(head))))
+        return self._exactly([*head, *lines[start:]], width, height)
+
+    def help_page(self, view: JobView, *, width: int, height: int, now: float) -> list[Line]:
+        """The keys and the words, as `list_page`."""
+        lines: list[Line] = [((self._cell(text, width), ""),) for text in HELP]
+        return self._exactly([*self._head(view, width, _verdict_lines(height), now), *lines], width, height)
+
+    def printed(self, view: JobView, *, width: int, now: float, rows: int) -> str:
+        """One frame as plain text: the verdict whole, and the worst ranks."""
+        lines = self._head(view, width, 20, now)
+        shown = sorted(view.rows, key=lambda row: row.rank)
+        if len(shown) > rows:
+            shown = Choice().rows(view)[:rows]
+        if shown:
+            lines += self._table(shown, -1, view, width, whole_run=not view.running)
+            if len(shown) < len(view.rows):
+                lines.append(((f"the worst {len(shown)} of {len(view.rows)} ranks", "dim"),))
+            lines += self._stall(view, width, 20, now)
+        return "".join(f"{''.join(text for text, _ in line).rstrip()}\n" for line in lines)
+
+    def foot(self, choice: Choice, width: int) -> Line:
+        """The keys, and what is chosen."""
+        chosen = f"{choice.sort}{', trouble only' if choice.trouble_only else ''}"
+        chosen += f", find {choice.text}" if choice.text else ""
+        keys = [span for key, does in KEYS for span in ((key, "strong"), (f" {does} ", "dim"))]
+        return self._cut((*keys, (f" {chosen}", "dim")), width)
+
+    def note(self, text: str, width: int) -> Line:
+        """A question or a message, in place of the foot."""
+        return ((self._cell(text, width), "cursor"),)
+
+    def _head(self, view: JobView, width: int, most: int, now: float) -> list[Line]:
+        """The verdict in at most ``most`` lines, a summary of the ranks, and notes."""
+        style = {GOOD: "good", BAD: "bad"}.get(view.verdict.level, "warn")
+        lines: list[Line] = [((line, style),) for line in self._wrapped(view.verdict.text, width, most)]
+        if view.rows:
+            lines.append(((self._cell(_summary(view, now), width), "dim"),))
+        age = now - view.seen
+        if age > _OLD_SECONDS:
+            late = now > view.overdue
+            why = f"{self.source} does not answer" if late else "a look takes long, so there are few"
+            old = self._cell(f"what is shown is {rough_duration(age)} old: {why}", width)
+            lines.append(((old, "bad" if late else "dim"),))
+        return lines + [((self._cell(note, width), "warn"),) for note in view.notes[:2]]
+
+    def _table(self, rows: Sequence[RankRow], at: int, view: JobView, width: int, *, whole_run: bool) -> list[Line]:
+        """The headings, and a line for each of ``rows``; the one at ``at`` has the cursor."""
+        columns = _columns(width, view.rows)
+        bar_width = max(0, min(width - 1 - sum(column.width + 1 for column in columns), _BAR_COLUMNS[1]))
+        headings = "".join(f"{self._in_column(column.name, column)} " for column in columns)
+        bars = "whole run" if whole_run else "last minute"
+        lines: list[Line] = [((self._cell(f" {headings}{bars}", width), "strong"),)]
+        for place, row in enumerate(rows):
+            style = "cursor" if place == at else ""
+            spans = [(">" if style else " ", style)]
+            for column in columns:
+                state = _STATE_STYLES[row.state] if column.name == "state" else style
+                spans.append((f"{self._in_column(column.text(row), column)} ", state))
+            lines.append((*spans, *self._bar(row.ledger if whole_run else row.recent_ledger, bar_width)))
+        return lines
+
+    def _stall(self, view: JobView, width: int, most: int, now: float) -> list[Line]:
+        """The newest stall with its advice, at most ``most`` lines; one line if there was none."""
+        found = view.newest_stall()
+        if found is None:
+            return [(("no stall in what was read", "dim"),)]
+        row, stall = found
+        opened, closed = unix(str(stall["opened"])), unix(str(stall["closed"] or ""))
+        began, ended = ("-" if at is None else clock(at) for at in (opened, closed))
+        when, style = f"{began} to {ended}", "dim"
+        if stall["closed"] is None:
+            when, style = "open", "warn"
+            if opened is not None:
+                when += f" for {rough_duration(max(0.0, now - opened))} (since {began.removesuffix(' UTC')})"
+        on = f" on {row.node}" if row.node and view.nodes > 1 else ""
+        lines: list[Line] = [
+            ((self._cell(f"newest stall: rank {row.rank}{on}: {stall['cause']}, {when}", width), style),)
+        ]
+        texts = [text.strip() for text in advice_lines(stall["advice"])]
+        line = stall["evidence"].get("line_verdict")
+        for text in [*texts, line] if isinstance(line, str) else texts:
+            if len(lines) < most:
+                lines += [((f"  {part}", ""),) for part in self._wrapped(text, width - 2, most - len(lines))]
+        return lines
+
+    def rank_lines(self, row: RankRow, width: int, now: float) -> list[Line]:
+        """All that is known of one rank, the newest stall first. There may be more lines than fit."""
+        since = "" if row.since is None else f", since {clock(row.since)} ({rough_duration(max(0.0, now - row.since))})"
+        pid = f", pid {row.pid}" if row.pid else ""
+        title = f"rank {row.rank} on {row.node or 'an unknown node'}{pid}: {row.finding}{since}"
+        lines: list[Line] = [((line, _STATE_STYLES[row.state]),) for line in self._wrapped(title, width, 3)]
+        lines += [((self._cell(text, width), ""),) for text in _facts(row)]
+        lines += [(), (("ledger          last minute     whole run", "strong"),)]
+        recent, whole = sum(row.recent_ledger.values()), sum(row.ledger.values())
+        for category in CATEGORIES:
+            now_in, all_in = row.recent_ledger.get(category, 0.0), row.ledger.get(category, 0.0)
+            shares = percent(now_in / recent) if recent else "-", percent(all_in / whole) if whole else "-"
+            size = round(max(0, min(30, width - 46)) * now_in / recent) if recent else 0
+            figures = f"{SHORT[category]:<12}   {shares[0]:>12}{shares[1]:>14}   "
+            lines.append(((figures, ""), *(self._bar({category: now_in}, size) if size else ())))
+        for stall in reversed(row.stalls[-_MAX_STALLS:]):
+            lines.append(())
+            for text in stall_section(stall):
+                indent = len(text) - len(text.lstrip())
+                style = "warn" if indent == 0 and stall["closed"] is None else ""
+                for part in self._wrapped(text.strip(), width - indent, 6):
+                    lines.append(((" " * indent + part, style),))
+        return lines
+
+    def _safe(self, text: str) -> str:
+        """A text from a log or an endpoint as one line without control characters, in the terminal's encoding."""
+        shown = text if text.isascii() and text.isprintable() else one_line(text)
+        return shown if shown.isascii() else shown.encode(self.encoding, "backslashreplace").decode(self.encoding)
+
+    def _cell(self, text: str, width: int) -> str:
+        """A text of exactly this width; one that is longer ends in two dots."""
+        shown, width = self._safe(text), max(0, width)
+        cut = columns_of(shown) > width > 3
+        return fit(shown, width - 2) + ".." if cut else fit(shown, width)
+
+    def _in_column(self, text: str, column: Column) -> str:
+        return text.rjust(column.width)[: column.width] if column.right else self._cell(text, column.width)
+
+    def _wrapped(self, text: str, width: int, most: int) -> list[str]:
+        """A text in lines, at most ``most``; the last one ends in dots if something is missing."""
+        return textwrap.wrap(
+            self._safe(text), max(8, width), max_lines=most, placeholder=" ...", break_on_hyphens=False
+        ) or [""]
+
+    def _bar(self, seconds: dict[str, float], width: int) -> Line:
+        """A ledger as a bar. A category that takes less than a column may be left out."""
+        total = sum(each for each in seconds.values() if each > 0)
+        signs = _BLOCKS if self.blocks else _LETTERS
+        spans: list[tuple[str, str]] = []
+        done, at = 0.0, 0
+        for category in _BAR_ORDER if total > 0 else ():
+            done += max(0.0, seconds.get(category, 0.0))
+            until = round(width * done / total)
+            if until > at:
+                spans.append((signs[category] * (until - at), category))
+                at = until
+        return (*spans, (" " * (width - at), "")) if at < width else tuple(spans)
+
+    def _legend(self) -> Line:
+        """What the parts of a bar mean."""
+        signs = _BLOCKS if self.blocks else _LETTERS
+        return tuple(span for c in _BAR_ORDER for span in ((signs[c], c), (f" {SHORT[c]}  ", "dim")))
+
+    def _exactly(self, lines: list[Line], width: int, height: int) -> list[Line]:
+        return [self._cut(line, width) for line in (lines + [()] * height)[:height]]
+
+    def _cut(self, line: Line, width: int) -> Line:
+        """A line that is no wider than the screen."""
+        spans: list[tuple[str, str]] = []
+        for text, style in line:
+            shown = self._safe(text)
+            spans.append((fit(shown, width) if columns_of(shown) > width else shown, style))
+            width -= columns_of(spans[-1][0])
+            if width <= 0:
+                break
+        return tuple(spans)
+
+
+def _verdict_lines(height: int) -> int:
+    return 3 if height < _TALL_LINES else 5
+
+
+def _summary(view: JobView, now: float) -> str:
+    """The line under the verdict: the run, its ranks by state, steps, rates, the time."""
+    rows = view.rows
+    counts = Counter(row.state for row in rows)
+    trouble = [row.node for row in rows if row.in_trouble]
+    states = ", ".join(f"{counts[state]} {state}" for state in STATES if counts[state])
+    if view.nodes > 1 and len(trouble) > 1 and len(set(trouble)) == 1:
+        states += f" (trouble on {trouble[0]} alone)"
+    steps = [row.steps for row in rows if row.steps is not None]
+    running = [row for row in rows if row.steps_per_second is not None]
+    rates = sorted(row.steps_per_second or 0.0 for row in running)
+    parts = [
+        f"run {view.run}",
+        f"{len(rows)} rank{'s' if len(rows) > 1 else ''} on {view.nodes} node{'s' if view.nodes > 1 else ''}",
+        states,
+        f"step {max(steps)}" if steps else "",
+        f"{rates[len(rates) // 2]:.2f} steps/s" if rates else "",
+    ]
+    for name in ("samples", "tokens"):
+        known = [getattr(row, f"{name}_per_second") for row in running]
+        if known and None not in known:  # the sum of some ranks would look like that of the job
+            parts.append(f"{plain_number(sum(known), 4)} {name}/s")
+    return "  ".join(part for part in [*parts, clock(now).removesuffix(" UTC")] if part)
+
+
+def _facts(row: RankRow) -> list[str]:
+    """The figures of an opened rank, a line for each topic that is known."""
+    rate = "-" if row.steps_per_second is None else f"{row.steps_per_second:.2f}"
+    times = ", ".join(f"{name} {duration(row.step_seconds.get(name))}" for name in ("p50", "p95", "p99", "max"))
+    throughput = [
+        f"{plain_number(each, 4)} {name} a second"
+        for each, name in ((row.samples_per_second, "samples"), (row.tokens_per_second, "tokens"))
+        if each is not None
+    ]
+    topics = {
+        "now": [row.now_in.replace("_", " "), f"at {row.where}" if row.where else ""] if row.now_in else [],
+        "steps": [f"{'-' if row.steps is None else row.steps}, {rate} a second"
+                  + (f"; a step takes {times}" if row.step_seconds else "")],
+        "wait": [f"{percent(row.wait_ratio)} of the training loop was exposed wait"],
+        "throughput": throughput,
+        "GPU": _gpu(row.figures),
+        "memory": _memory(row),
+    }  # fmt: skip
+    return [f"{topic:<10} {', '.join(filter(None, parts))}" for topic, parts in topics.items() if parts]
+
+
+def _gpu(figures: dict[str, Any]) -> list[str]:
+    busy, active = figures.get("utilization_ratio"), figures.get("sm_active_ratio")
+    used, total = figures.get("memory_used_bytes"), figures.get("memory_total_bytes")
+    watts, celsius = figures.get("power_watts"), figures.get("temperature_celsius")
+    if busy is None and used is None:
+        return []
+    return [
+        str(figures.get("name") or ""),
+        "" if busy is None else f"busy {percent(busy, 0)}",
+        "" if active is None else f"SMs active {percent(active, 0)}",
+        "" if used is None or total is None else f"memory {binary_size(used)} of {binary_size(total)}",
+        "" if watts is None else f"{watts:.0f} W",
+        "" if celsius is None else f"{celsius:.0f} C",
+    ]
+
+
+def _memory(row: RankRow) -> list[str]:
+    resident = row.figures.get("process_resident_memory_bytes")
+    grows, ends = row.memory.get("growth_bytes_per_hour"), row.memory.get("exhausted_in_seconds")
+    texts = [] if resident is None else [f"resident {binary_size(resident)}"]
+    if grows:
+        texts.append(f"{row.memory.get('where', '')} grows by {binary_size(grows)} an hour".strip())
+    if ends is not None:
+        texts.append(f"exhausted in {rough_duration(ends)}")
+    return texts

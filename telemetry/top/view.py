@@ -1,0 +1,560 @@
+"""What is known of a job and its ranks, and what it means: states, the verdict, the order of the ranks.
+
+A source (`run_folder`, `endpoints`) makes `RankFacts`; `job_view` makes a `JobView` of them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from telemetry.core.hang_records import ENDED, LEFT
+from telemetry.core.rank_ranges import named
+from telemetry.core.run_verdict import HANGS, HEALTHY, HUNG, NO_STEPS, STARVED_RATIO
+from telemetry.core.run_verdict import STALLED as RUN_STALLED
+from telemetry.core.run_verdict import STARVED as RUN_STARVED
+from telemetry.core.run_verdict import STUCK as RUN_STUCK
+from telemetry.records import CATEGORIES, COMPUTE, DATA_WAIT, STARTUP
+from telemetry.report.attempts import FAILED, FINISHED, KILLED, RUNNING, unix
+from telemetry.report.hang_report import hang_of
+from telemetry.report.process_log import ProcessLog
+from telemetry.report.summary import judged, stalls_of
+from telemetry.util.text import rough_duration
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
+
+    from telemetry.core.hang_records import HangState
+    from telemetry.core.run_verdict import JudgedRun
+
+GONE: Final = "gone"
+STUCK: Final = "stuck"
+SILENT: Final = "silent"
+STALLED: Final = "stalled"
+STARVED: Final = "starved"
+"""The rank waits for data, and no stall is open: not yet, or no longer."""
+
+WAITING: Final = "waiting"
+"""The rank waits for another one, which is to blame."""
+
+STARTING: Final = "starting"
+OK: Final = "ok"
+
+STATES: Final = (GONE, FAILED, STUCK, SILENT, STALLED, STARVED, WAITING, STARTING, OK, FINISHED)
+"""The worst first."""
+
+SILENT_SECONDS: Final = 15.0
+"""A rank without a sign of life for this time is shown as silent. Heartbeats come every second or two."""
+
+RECENT_SECONDS: Final = 60.0
+"""What is called the last minute."""
+
+_RECENT_STEPS: Final = 3
+_RECENT_LONGEST_SECONDS: Final = 600.0
+"""If steps are long, the last minute is longer: it has some steps, but ends here."""
+
+_SUMS: Final = (
+    *("steps_total", "wall_seconds", "exposed_wait_total_seconds", "unseen_steps_total", "first_wait_seconds"),
+    *("samples_total", "tokens_total"),
+)
+_SUMS_BY_NAME: Final = ("ledger_total_seconds", "stall_lost_total_seconds")
+_KEPT: Final = (*_SUMS, *_SUMS_BY_NAME, "exposed_wait_absent")
+
+
+# -- what a source knows ---------------------------------------------------------------------------------------------
+
+
+class RecentTotals:
+    """The totals of one process over its last minute: differences of the totals of its log lines.
+
+    Args:
+        from_start: whether the first totals that are added are the first of the process.
+    """
+
+    def __init__(self, *, from_start: bool) -> None:
+        self._kept: deque[dict[str, Any]] = deque()
+        self._from_start = from_start
+
+    def add(self, line: dict[str, Any]) -> None:
+        """Add newer totals, named as in a ``window`` line."""
+        if "wall_seconds" not in line or "ledger_total_seconds" not in line:
+            return
+        totals: dict[str, Any] = {name: line[name] for name in _KEPT if name in line}
+        if self._kept and totals["wall_seconds"] < self._kept[-1]["wall_seconds"]:
+            self._kept.clear()  # another process
+            self._from_start = False
+        self._kept.append(totals)
+        while len(self._kept) > 2 and _is_enough(_difference(totals, self._kept[1])):
+            self._kept.popleft()
+            self._from_start = False
+
+    def over(self, newest: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The totals over the last minute, named as in a ``window`` line; empty where they are not known yet.
+
+        Args:
+            newest: totals that are newer than the last that were added, such as those of a heartbeat.
+        """
+        if not self._kept:
+            return {}
+        now, before = newest or self._kept[-1], self._kept[0]
+        if self._from_start:
+            return dict(now)
+        return _difference(now, before) if now["wall_seconds"] > before["wall_seconds"] else {}
+
+    def newest(self) -> dict[str, Any]:
+        """The difference of the last two totals; empty before there are two."""
+        return _difference(self._kept[-1], self._kept[-2]) if len(self._kept) > 1 else {}
+
+
+def _difference(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    """What was added to totals. What one of them lacks is absent; a sum by name begins at 0."""
+    added: dict[str, Any] = {name: now[name] - before[name] for name in _SUMS if name in now and name in before}
+    for name in _SUMS_BY_NAME:
+        if name in now:
+            old = before.get(name, {})
+            added[name] = {key: max(0.0, value - old.get(key, 0.0)) for key, value in now[name].items()}
+    if "exposed_wait_absent" in now:
+        added["exposed_wait_absent"] = now["exposed_wait_absent"]
+    return added
+
+
+def _is_enough(added: dict[str, Any]) -> bool:
+    seconds, steps = added["wall_seconds"], added.get("steps_total", 0)
+    return bool(seconds >= RECENT_SECONDS and (steps >= _RECENT_STEPS or seconds >= _RECENT_LONGEST_SECONDS))
+
+
+def most_time(seconds: dict[str, float]) -> str:
+    """The category of the ledger with most of the time; empty if none has any."""
+    category = max(seconds, key=lambda name: seconds[name], default="")
+    return category if category in CATEGORIES and seconds[category] > 0 else ""
+
+
+@dataclass(slots=True)
+class RankFacts:
+    """What a source knows of one rank.
+
+    Attributes:
+        log: its log so far: head, totals of the whole run, stalls, hangs.
+        how: how it ended, or `RUNNING`.
+        seen: Unix time of its newest sign of life. ``silent_seconds``: how long ago that is, by this machine's clocks.
+        totals: of the whole run, as new as they are known. ``recent``: those of the last minute, empty if not known.
+            ``live``: the same up to a newer moment, perhaps without exposed wait.
+        now_in: the category of the ledger that it is in; empty if not known. ``where``: the line of code.
+        figures: its newest GPU and memory readings, by the names of log fields.
+        step_seconds: percentiles of its steps in the newest window.
+        hang: its state while the job hangs.
+    """
+
+    log: ProcessLog
+    how: str = RUNNING
+    seen: float = 0.0
+    silent_seconds: float = 0.0
+    totals: dict[str, Any] = field(default_factory=dict)
+    recent: dict[str, Any] = field(default_factory=dict)
+    live: dict[str, Any] = field(default_factory=dict)
+    now_in: str = ""
+    where: str = ""
+    figures: dict[str, Any] = field(default_factory=dict)
+    step_seconds: dict[str, float] = field(default_factory=dict)
+    hang: HangState | None = None
+
+    @property
+    def node(self) -> str:
+        """Where it runs."""
+        return str(self.log.head.get("node") or "")
+
+
+# -- one rank ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RankRow:
+    """One rank as it is shown.
+
+    Attributes:
+        state: from `STATES`. ``since``: Unix time from which it is in it, None if not known.
+        finding: the state in a few words.
+        now_in: the category of the ledger that it is in; empty if not known or no longer. ``where``: the line of code.
+        steps: that have ended, in the whole run; None before the first reading.
+        steps_per_second, samples_per_second, tokens_per_second: over the last minute, without startup.
+        wait_ratio: exposed wait of its training loop over the last minute; None if not known.
+        recent_ledger: seconds by category over the last minute. ``ledger``: over the whole run.
+        figures, step_seconds: as in `RankFacts`.
+        stalls: as ``report --json`` has them, the newest last.
+        memory: how it grows, as the log has it.
+    """
+
+    rank: int
+    node: str
+    pid: int
+    state: str
+    since: float | None
+    finding: str
+    now_in: str = ""
+    where: str = ""
+    steps: int | None = None
+    steps_per_second: float | None = None
+    samples_per_second: float | None = None
+    tokens_per_second: float | None = None
+    wait_ratio: float | None = None
+    recent_ledger: dict[str, float] = field(default_factory=dict)
+    ledger: dict[str, float] = field(default_factory=dict)
+    figures: dict[str, Any] = field(default_factory=dict)
+    step_seconds: dict[str, float] = field(default_factory=dict)
+    stalls: tuple[dict[str, Any], ...] = ()
+    memory: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def key(self) -> tuple[int, str, int]:
+        """Differs from that of every other row, also where two processes claim one rank."""
+        return self.rank, self.node, self.pid
+
+    @property
+    def in_trouble(self) -> bool:
+        """Whether a person should look at it. A rank that waits for another one is all right."""
+        return STATES.index(self.state) < STATES.index(WAITING)
+
+
+def row_of(facts: RankFacts, now: float, suspects: dict[int, str], waits: Collection[int]) -> RankRow:
+    """The row of a rank.
+
+    Args:
+        facts: of this rank.
+        now: Unix time.
+        suspects: while the job hangs, the ranks that the others wait for, and what each does.
+        waits: the ranks that wait for them.
+    """
+    log, live = facts.log, facts.live
+    stalls = tuple(stalls_of(log)) if log.stalls else ()
+    state, since, finding = _state(facts, stalls, now, suspects, waits)
+    running = facts.how == RUNNING and state != SILENT
+    return RankRow(
+        rank=log.rank,
+        node=facts.node,
+        pid=log.pid,
+        state=state,
+        since=since,
+        finding=finding,
+        now_in=facts.now_in if running else "",
+        where=facts.where if running else "",
+        steps=facts.totals.get("steps_total"),
+        steps_per_second=_rate(live, "steps_total") if running else None,
+        samples_per_second=_rate(facts.recent, "samples_total") if running else None,
+        tokens_per_second=_rate(facts.recent, "tokens_total") if running else None,
+        wait_ratio=_wait_ratio(facts.recent if facts.how == RUNNING else facts.totals),
+        recent_ledger=live.get("ledger_total_seconds", {}),
+        ledger=facts.totals.get("ledger_total_seconds", {}),
+        figures=facts.figures if running else {},
+        step_seconds=facts.step_seconds,
+        stalls=stalls,
+        memory=facts.totals.get("memory", {}),
+    )
+
+
+def _rate(totals: dict[str, Any], name: str) -> float | None:
+    """How many per second, without startup; None if it is not known."""
+    wall = totals.get("wall_seconds", 0.0) - totals.get("ledger_total_seconds", {}).get(STARTUP, 0.0)
+    return totals[name] / wall if wall > 0 and name in totals else None
+
+
+def _wait_ratio(totals: dict[str, Any]) -> float | None:
+    """The share of the training loop that was exposed wait; None if it was not measured."""
+    exposed, ledger = totals.get("exposed_wait_total_seconds"), totals.get("ledger_total_seconds", {})
+    loop = ledger.get(DATA_WAIT, 0.0) + ledger.get(COMPUTE, 0.0)
+    return min(1.0, exposed / loop) if exposed is not None and loop > 0 else None
+
+
+def _state(  # noqa: PLR0911, one return for each state
+    facts: RankFacts,
+    stalls: tuple[dict[str, Any], ...],
+    now: float,
+    suspects: dict[int, str],
+    waits: Collection[int],
+) -> tuple[str, float | None, str]:
+    rank, hang = facts.log.rank, facts.hang
+    if facts.how != RUNNING:
+        return _end(facts, now)
+    hung_since = None if hang is None else now - hang.seconds
+    if rank in suspects:
+        return STUCK, hung_since, f"held up: {suspects[rank]}"
+    stall = stalls[-1] if stalls and stalls[-1]["closed"] is None else None
+    opened = None if stall is None else unix(str(stall["opened"]))
+    if rank in waits:
+        return WAITING, opened, "waits for others"
+    if stall is not None and "stuck_in" in stall["evidence"]:
+        return STUCK, opened, f"stuck in {str(stall['evidence']['stuck_in']).replace('_', ' ')}"
+    if hang is not None and hang.stuck and hang.doing not in {LEFT, ENDED}:
+        if hang.waits:
+            return WAITING, hung_since, "waits for others"
+        return STUCK, hung_since, f"stuck in {hang.doing.replace('_', ' ')}"
+    if facts.silent_seconds > SILENT_SECONDS:
+        return SILENT, facts.seen, f"silent for {rough_duration(facts.silent_seconds)}"
+    if stall is not None:
+        slow = stall["evidence"].get("straggler_rank")
+        if stall["cause"] == "straggler" and isinstance(slow, int):
+            return WAITING, opened, f"waits for rank {slow}"
+        return STALLED, opened, str(stall["cause"])
+    if not facts.totals.get("steps_total"):
+        return STARTING, unix(facts.log.started), "no step yet"
+    enter = facts.log.head.get("settings", {}).get("stall_enter_ratio", STARVED_RATIO)
+    if (_wait_ratio(facts.recent) or 0.0) >= enter:
+        return STARVED, None, "waits for data"
+    return OK, None, "ok"
+
+
+def _end(facts: RankFacts, now: float) -> tuple[str, float, str]:
+    if facts.how == FINISHED:
+        return FINISHED, facts.seen, "finished"
+    if facts.how == FAILED:
+        why = facts.log.end.get("exception") or f"status {facts.log.end.get('exit_status', 0):.0f}"
+        return FAILED, facts.seen, f"failed: {why}"
+    return GONE, facts.seen, f"gone for {rough_duration(max(0.0, now - facts.seen))}"
+
+
+# -- the job -----------------------------------------------------------------------------------------------------------
+
+GOOD: Final = "good"
+BAD: Final = "bad"
+UNSURE: Final = "unsure"
+
+_LEVELS: Final = {HEALTHY: GOOD} | dict.fromkeys((RUN_STARVED, RUN_STALLED, RUN_STUCK, HANGS, HUNG), BAD)
+"""By the kind of a verdict; the others are `UNSURE`."""
+
+_RANK: Final = re.compile(r"\b[Rr]ank (\d+)\b(?! on )")
+
+
+class Verdict(NamedTuple):
+    """What the first line says, and how it is meant: `GOOD`, `BAD` or `UNSURE`."""
+
+    text: str
+    level: str
+
+
+@dataclass(frozen=True, slots=True)
+class JobView:
+    """All that is shown.
+
+    Attributes:
+        verdict: the first line.
+        run: name of the run.
+        rows: the ranks, in no order. ``nodes``: how many nodes they are on.
+        notes: what is missing or cannot be read.
+        running: whether any rank runs.
+        seen: Unix time of this state.
+        overdue: Unix time from which a newer one is overdue; 0 if it is not known when the next one comes.
+    """
+
+    verdict: Verdict
+    run: str = ""
+    rows: tuple[RankRow, ...] = ()
+    notes: tuple[str, ...] = ()
+    running: bool = False
+    seen: float = 0.0
+    overdue: float = 0.0
+    nodes: int = 0
+
+    def newest_stall(self) -> tuple[RankRow, dict[str, Any]] | None:
+        """The newest open stall, else the newest; of ranks that wait for another one only where there is no other."""
+        found = [(row, row.stalls[-1]) for row in self.rows if row.stalls]
+        return max(
+            found,
+            key=lambda each: (each[1]["closed"] is None, each[1]["cause"] != "straggler", str(each[1]["opened"])),
+            default=None,
+        )
+
+
+def waiting(text: str, now: float, notes: Sequence[str] = ()) -> JobView:
+    """A view without a rank: nothing is there yet."""
+    return JobView(Verdict(text, UNSURE), notes=tuple(notes), seen=now)
+
+
+def job_view(
+    facts: Sequence[RankFacts], now: float, notes: Sequence[str] = (), whole: JudgedRun | None = None
+) -> JobView:
+    """The view of a job.
+
+    Args:
+        facts: of the processes that no later one has replaced, at least one.
+        now: Unix time.
+        notes: what cannot be read.
+        whole: the report's verdict, if the run has ended and its logs can be read.
+    """
+    running = any(each.how == RUNNING for each in facts)
+    hang = hang_of([each.log for each in facts]) if running else None
+    suspects = {s["rank"]: str(s.get("doing") or "others wait") for s in hang["suspects"]} if hang else {}
+    waits = {rank for group in hang["waiting"] for rank in group["ranks"]} if hang else set()
+    return JobView(
+        verdict=_verdict(facts, now, whole),
+        run=facts[-1].log.run,
+        rows=tuple(row_of(each, now, suspects, waits) for each in facts),
+        notes=(*notes, *_missing(facts)) if running else tuple(notes),
+        running=running,
+        seen=now,
+        nodes=len({each.node for each in facts}),
+    )
+
+
+def _missing(facts: Sequence[RankFacts]) -> list[str]:
+    size = max((each.log.head.get("world_size") or 0 for each in facts), default=0)
+    if size > 1 << 17:  # a damaged log
+        return []
+    ranks = set(range(size)) - {each.log.rank for each in facts}
+    return [f"nothing is known of {named(ranks)}: the job has {size} ranks"] if ranks else []
+
+
+def _verdict(facts: Sequence[RankFacts], now: float, whole: JudgedRun | None) -> Verdict:
+    """The verdict in the words of the report, with the node of the first rank that it names."""
+    said = _ended(facts, now, whole) if all(each.how != RUNNING for each in facts) else _going_on(facts, now)
+    nodes = {each.log.rank: each.node for each in facts}
+    if len(set(nodes.values())) == 1:
+        return said
+
+    def on_node(found: re.Match[str]) -> str:
+        node = nodes.get(int(found[1]))
+        return f"{found[0]} on {node}" if node else found[0]
+
+    return said._replace(text=_RANK.sub(on_node, said.text, count=1))
+
+
+def _going_on(facts: Sequence[RankFacts], now: float) -> Verdict:
+    kind, text = judged([_recent_log(each) for each in facts])
+    if kind == NO_STEPS and any(each.totals.get("steps_total") for each in facts):
+        doing = Counter(each.now_in for each in facts if each.now_in).most_common(1)
+        in_ = f"; most ranks are in {doing[0][0].replace('_', ' ')}" if doing else ""
+        text = f"No training step has ended in the last {rough_duration(RECENT_SECONDS)}{in_}."
+    if kind in {HANGS, RUN_STUCK}:
+        return Verdict(text, BAD)
+    ended = _who_ended(facts, now)
+    return Verdict(f"{ended} {text}", BAD) if ended else Verdict(text, _LEVELS.get(kind, UNSURE))
+
+
+def _ended(facts: Sequence[RankFacts], now: float, whole: JudgedRun | None) -> Verdict:
+    kind, said = whole or judged([_log_with(each, each.totals, each.log.stalls) for each in facts])
+    level = _LEVELS.get(kind, UNSURE)
+    if whole is None and level == GOOD:
+        level = UNSURE  # stalls that are over may not be known
+    if any(each.how != FINISHED for each in facts):
+        return Verdict(f"The run has ended. {_who_ended(facts, now)} {said}", BAD)
+    who = "the rank has" if len(facts) == 1 else f"all {len(facts)} ranks have"
+    return Verdict(f"The run has ended: {who} finished, at {clock(max(each.seen for each in facts))}. {said}", level)
+
+
+def _who_ended(facts: Sequence[RankFacts], now: float) -> str:
+    """The rank that failed first, and those that are gone; empty without any. Others may fail because of it."""
+    failed = [each for each in facts if each.how == FAILED]
+    gone = [each for each in facts if each.how == KILLED]
+    own = [each for each in failed if not each.log.end.get("lost_peer")]
+    text = ""
+    if own or (failed and not gone):
+        first = min(own or failed, key=lambda each: each.seen)
+        end = first.log.end
+        why = end.get("exception") or f"exit status {end.get('exit_status', 0):.0f}"
+        more = f"; {len(failed) - 1} more failed" if len(failed) > 1 else ""
+        text = f"Rank {first.log.rank} failed at {clock(first.seen)} with {why}{more}."
+    if gone:
+        first = min(gone, key=lambda each: each.seen)
+        who = named(each.log.rank for each in gone)
+        ago = rough_duration(max(0.0, now - first.seen))
+        said = f"{who[:1].upper()}{who[1:]} did not end by {'itself' if len(gone) == 1 else 'themselves'}"
+        text += f"{' ' if text else ''}{said}; the newest sign of life is of {clock(first.seen)}, {ago} ago."
+    return text
+
+
+def _recent_log(facts: RankFacts) -> ProcessLog:
+    """A rank over the last minute, as the report takes it: only the stall that is open."""
+    totals = facts.recent or facts.totals
+    ledger = totals.get("ledger_total_seconds", {})
+    if not ledger.get(DATA_WAIT) and facts.totals.get("ledger_total_seconds", {}).get(DATA_WAIT):
+        # No wait in a minute of long steps. The report takes no wait at all as batches that it cannot see.
+        totals = totals | {"ledger_total_seconds": ledger | {DATA_WAIT: 1e-9}}
+    stalls: list[dict[str, Any]] = []
+    for line in facts.log.stalls if facts.how != KILLED else ():
+        if line.get("event") in {"stall_open", "stall_close"}:
+            stalls.clear()
+        if line.get("event") != "stall_close":
+            stalls.append(line)
+    return _log_with(facts, totals, stalls)
+
+
+def _log_with(facts: RankFacts, totals: dict[str, Any], stalls: list[dict[str, Any]]) -> ProcessLog:
+    log = facts.log
+    return ProcessLog(log.rank, log.pid, log.head, totals, log.last_time, log.ended, stalls=stalls, hangs=log.hangs)
+
+
+def clock(unix_seconds: float) -> str:
+    """A time of day, such as ``03:12:45 UTC``."""
+    return f"{datetime.fromtimestamp(unix_seconds, tz=timezone.utc):%H:%M:%S} UTC"
+
+
+# -- which ranks are shown, and in which order -------------------------------------------------------------------------
+
+WORST: Final = "worst first"
+
+_UNKNOWN_LAST: Final = float("inf")
+
+
+def _worst(row: RankRow) -> Any:
+    # By whole percents, so that ranks which are alike do not change places all the time.
+    return STATES.index(row.state), -round(100 * (row.wait_ratio or 0.0)), row.rank
+
+
+def _slowest(row: RankRow) -> Any:
+    return _UNKNOWN_LAST if row.steps_per_second is None else row.steps_per_second, row.rank
+
+
+def _largest(value: float | None, row: RankRow) -> Any:
+    return _UNKNOWN_LAST if value is None else -value, row.rank
+
+
+SORTS: Final[dict[str, Callable[[RankRow], Any]]] = {
+    WORST: _worst,
+    "rank": lambda row: (row.rank, row.node, row.pid),
+    "node": lambda row: (row.node, row.rank),
+    "slowest first": _slowest,
+    "wait": lambda row: _largest(row.wait_ratio, row),
+    "GPU, idle first": lambda row: (row.figures.get("utilization_ratio", _UNKNOWN_LAST), row.rank),
+    "memory": lambda row: _largest(row.figures.get("process_resident_memory_bytes"), row),
+}
+"""The orders, by the name that is shown."""
+
+
+@dataclass(slots=True)
+class Choice:
+    """What the person has chosen to see of the ranks.
+
+    Attributes:
+        sort: from `SORTS`.
+        trouble_only: leave out ranks that are all right.
+        text: leave out ranks without this text in their number, node, state, finding or activity.
+        selected: key of the rank under the cursor; None: the first row, whichever that is.
+        whole_run: whether the bars are of the whole run.
+    """
+
+    sort: str = WORST
+    trouble_only: bool = False
+    text: str = ""
+    selected: tuple[int, str, int] | None = None
+    whole_run: bool = False
+
+    def rows(self, view: JobView) -> list[RankRow]:
+        """The rows that are shown, in their order."""
+        wanted = self.text.casefold()
+        return sorted(
+            (
+                row
+                for row in view.rows
+                if (row.in_trouble or not self.trouble_only) and (not wanted or wanted in _searched(row).casefold())
+            ),
+            key=SORTS[self.sort],
+        )
+
+    def cursor(self, rows: Sequence[RankRow]) -> int:
+        """The place of the cursor among the rows that are shown. It stays on its rank when the order changes."""
+        return next((place for place, row in enumerate(rows) if row.key == self.selected), 0)
+
+
+def _searched(row: RankRow) -> str:
+    return f"rank {row.rank} {row.node} {row.state} {row.finding} {row.now_in.replace('_', ' ')}"
