@@ -23,8 +23,8 @@ def measure(*, rounds: int, steps: int, folder: Path) -> dict[str, Any]:
     """Milliseconds of each step and of each part of a snapshot, bytes of each trace, by mode."""
     import torch
 
-    from telemetry.snapshot import protocol as p
-    from telemetry.snapshot.session import Session
+    from telemetry.snapshot import agree
+    from telemetry.snapshot.capture import Session
 
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -42,7 +42,8 @@ def measure(*, rounds: int, steps: int, folder: Path) -> dict[str, Any]:
 
     for _ in range(20):
         step()
-    plan = p.Plan(p.Request("1-a", p.API, p.REQUEST, None, steps, "a measurement"), None, 1, steps, (0,), "x-step1", 1)
+    request = agree.Request("1-a", agree.API, agree.REQUEST, None, steps, "a measurement")
+    plan = agree.Plan(request, None, 1, steps, (0,), "x-step1", 1)
     found: dict[str, Any] = {mode: {"step": [], "stop": [], "save": [], "bytes": []} for mode in _MODES}
     for number in range(rounds):
         for mode in _MODES[number % 3 :] + _MODES[: number % 3]:

@@ -8,15 +8,15 @@ import torch
 from torch.profiler import record_function
 from torch.utils.data import DataLoader
 
-from telemetry.snapshot import protocol as p
+from telemetry.snapshot import agree
 from telemetry.snapshot.budget import Budget, BudgetWatch
 from telemetry.snapshot.capture import Capture
 from tests.data_sets import Numbers
 
 
-def plan(first: int, last: int) -> p.Plan:
-    request = p.Request("1700000000000-a", p.API, p.REQUEST, None, last - first + 1, "a test")
-    return p.Plan(request, None, first, last, (0,), f"request-step{first}", 1)
+def plan(first: int, last: int) -> agree.Plan:
+    request = agree.Request("1700000000000-a", agree.API, agree.REQUEST, None, last - first + 1, "a test")
+    return agree.Plan(request, None, first, last, (0,), f"request-step{first}", 1)
 
 
 class Taken:

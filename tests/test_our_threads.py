@@ -261,7 +261,7 @@ SILENT = """
 import os, sys
 import torch
 from types import SimpleNamespace
-from telemetry.snapshot.session import Session
+from telemetry.snapshot.capture import Session
 
 written = []
 sys.addaudithook(lambda event, _: written.append(event) if event in {"os.putenv", "os.unsetenv"} else None)

@@ -1,19 +1,28 @@
-"""A recording in a real loop has the right steps, whatever happens in them."""
+"""A recording in a real loop has the right steps, and harms neither the script's own profilers nor the training."""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import os
+import statistics
 import threading
+import time
 
 import pytest
 import torch
 from torch import nn
 from torch.autograd import profiler as autograd_profiler
+from torch.profiler import ProfilerActivity, profile, schedule
 from torch.utils.data import DataLoader
 
-from telemetry.records import OTHER, RECORDED, SKIPPED
+from telemetry.records import FAILED, OTHER, RECORDED, REFUSED, SKIPPED
+from telemetry.snapshot.budget import Budget
+from telemetry.snapshot.capture import Session
 from tests.data_sets import Numbers
-from tests.snapshot_recording import mark, marks, train
+from tests.snapshot_recording import mark, marks, plan, train
+
+CPU = [ProfilerActivity.CPU]
 
 
 def test_exactly_the_agreed_steps_are_recorded(taken):
@@ -155,3 +164,336 @@ def test_the_end_of_the_run_keeps_what_was_recorded(taken):
     taken.observed.tracker.boundaries.interrupt("the end of the run")
     outcome = taken.outcome()
     assert (outcome.result, outcome.last_step) == (RECORDED, 6)
+
+
+@pytest.mark.parametrize("first", [2, 5])
+def test_a_worker_forked_during_a_recording_or_a_count_collects_nothing(taken, capfd, first):
+    taken.arm(first, 20)
+    taken.observed.attachment.profilers.before_theirs = taken.capture.give_way
+    iterator = iter(DataLoader(Numbers(30)))
+    for _ in range(4):
+        next(iterator)
+    readable, writable = os.pipe()
+    child = os.fork()
+    if child == 0:
+        taken.capture.after_fork_in_child()
+        for _ in range(2):  # the first time around the allocator grows, profiler or not
+            before = resident()
+            for _ in range(30_000):
+                torch.ones(1)
+        os.write(writable, str(resident() - before).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    grown = int(os.read(readable, 100))
+    os.close(readable), os.close(writable)
+    assert grown < 1 << 20, "30,000 operations recorded take 18 MB"
+    assert capfd.readouterr() == ("", "")
+    taken.observed.tracker.boundaries.interrupt("the end")
+    assert taken.outcome().result == (RECORDED if first == 2 else SKIPPED)
+
+
+def resident() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def test_compiled_steps_are_recorded_and_compiled_once(taken):
+    compiled = torch.compile(lambda x: (x * 2).sum(), backend="eager")
+    counts = torch._dynamo.utils.counters["stats"]
+    taken.arm(4, 6)
+    for step, _ in enumerate(DataLoader(Numbers(10)), 1):
+        mark(step)
+        compiled(torch.ones(8))
+    outcome = taken.outcome()
+    assert marks(taken.events(outcome)) == [4, 5, 6]
+    assert counts["unique_graphs"] == 1
+
+
+def test_a_recording_has_no_shapes_unless_they_are_asked_for(taken):
+    taken.arm(2, 3)
+    for _ in DataLoader(Numbers(6)):
+        torch.ones(3, 5) @ torch.ones(5, 7)
+    taken.events(taken.outcome())
+    assert not any("Input Dims" in event.get("args", {}) for event in taken.trace["traceEvents"])
+
+
+def operators() -> None:
+    first = torch.ones(4)
+    for _ in range(1000):
+        first.add(first)
+
+
+def lists_of_tensors() -> None:
+    tensors = [torch.ones(1, 1, 1, 1, 1, 1, 2) for _ in range(30)]
+    for _ in range(1000):
+        torch.stack(tensors)
+
+
+@pytest.mark.parametrize("shapes", [False, True])
+@pytest.mark.parametrize("work", [operators, lists_of_tensors])
+def test_a_trace_is_smaller_than_the_memory_that_its_budget_counts(tmp_path, work, shapes):
+    """There must be room on the disk for that."""
+    session = Session(plan(1, 2), {"run": "a run", "rank": 0, "world_size": 1}, shapes=shapes)
+    session.prepare()
+    session.start()
+    work()
+    session.stop().save(tmp_path / "trace.json")
+    budget = Budget.now(256 << 20, 1.0, ranks=1, shapes=shapes)
+    events = len(json.loads((tmp_path / "trace.json").read_text())["traceEvents"])
+    assert events >= 1000
+    assert (tmp_path / "trace.json").stat().st_size < events * budget.trace_bytes / budget.operators
+
+
+# -- beside the user's own profilers ------------------------------------------------------------------------------
+
+
+def user_marks(prof) -> list[str]:
+    return sorted({e.name for e in prof.events() if e.name.startswith("work ")})
+
+
+def wanted(*steps: int) -> list[str]:
+    return sorted(f"work {step}" for step in steps)
+
+
+def test_ours_is_refused_while_theirs_records(taken):
+    taken.arm(4, 5)
+    with profile(activities=CPU) as theirs:
+        train(9)
+    outcome = taken.outcome()
+    assert outcome.result == REFUSED
+    assert "profiler" in outcome.why
+    assert user_marks(theirs) == wanted(*range(1, 10))
+
+
+def test_ours_is_refused_while_theirs_warms_up(taken):
+    taken.arm(4, 5)
+    with profile(activities=CPU, schedule=schedule(wait=1, warmup=4, active=4, repeat=1)) as theirs:
+        for step, _ in enumerate(DataLoader(Numbers(9)), 1):
+            mark(step)
+            theirs.step()
+    assert taken.outcome().result == REFUSED
+    assert user_marks(theirs) == wanted(6, 7, 8, 9)
+
+
+def test_ours_may_record_while_theirs_waits(taken):
+    traces = []
+    taken.arm(2, 3)
+    with profile(activities=CPU, schedule=schedule(wait=6, warmup=1, active=2), on_trace_ready=traces.append) as theirs:
+        for step, _ in enumerate(DataLoader(Numbers(12)), 1):
+            mark(step)
+            theirs.step()
+            if traces:
+                break
+    outcome = taken.outcome()
+    assert marks(taken.events(outcome)) == [2, 3]
+    assert user_marks(theirs) == wanted(8, 9)
+
+
+def begin_torch():
+    return profile(activities=CPU)
+
+
+def begin_autograd():
+    return autograd_profiler.profile(use_kineto=True)
+
+
+def begin_low_level():
+    return LowLevel(activities=CPU)
+
+
+class LowLevel(torch.profiler._KinetoProfile):
+    def __enter__(self):
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+@pytest.mark.parametrize("begin", [begin_torch, begin_autograd, begin_low_level])
+@pytest.mark.parametrize("state", ["armed", "prepared", "recording"])
+def test_theirs_that_begins_is_whole_and_ours_is_over_before(taken, begin, state):
+    taken.arm({"armed": 9, "prepared": 4, "recording": 2}[state], 12)
+    iterator = iter(DataLoader(Numbers(12)))
+    for step in (1, 2, 3):
+        next(iterator)
+        mark(step)
+    with begin() as theirs:
+        for step in range(4, 11):
+            mark(step)
+            next(iterator)
+    events = theirs.function_events if isinstance(theirs, autograd_profiler.profile) else theirs.events()
+    assert sorted({e.name for e in events if e.name.startswith("work ")}) == wanted(*range(4, 11))
+    outcome = taken.outcome()
+    if state == "recording":
+        assert (outcome.result, outcome.last_step) == (RECORDED, 2)
+        assert "script's own" in outcome.why
+        assert marks(taken.events(outcome)) == [2, 3]  # the step that was open is in it, too
+    else:
+        assert outcome.result == REFUSED
+
+
+@pytest.mark.parametrize("state", ["prepared", "recording"])
+def test_theirs_on_another_thread_waits_until_ours_has_ended(taken, state):
+    """Two sessions on two threads crash the process, whichever stops last."""
+    taken.arm(4 if state == "prepared" else 3, 12)
+    iterator = iter(DataLoader(Numbers(12)))
+    for step in (1, 2, 3):
+        next(iterator)
+        mark(step)
+    found: list[str] = []
+
+    def theirs() -> None:
+        with profile(activities=CPU) as prof:
+            mark(100)
+        found.extend(user_marks(prof))
+
+    thread = threading.Thread(target=theirs)
+    thread.start()
+    while taken.capture._asked is None:
+        thread.join(0.01)
+    next(iterator)
+    thread.join(30)
+    assert found == wanted(100)
+    assert taken.outcome().result == (REFUSED if state == "prepared" else RECORDED)
+    train(3)  # and nothing is broken for the next
+
+
+def test_off_the_main_thread_ours_is_refused(taken):
+    def run() -> None:
+        taken.observed.tracker.thread = threading.get_ident()
+        taken.arm(3, 4)
+        train(8)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(30)
+    outcome = taken.outcome()
+    assert (outcome.result, "main thread" in outcome.why) == (REFUSED, True)
+
+
+def test_nothing_begins_where_a_daemon_profiles(taken, monkeypatch):
+    monkeypatch.setenv("KINETO_USE_DAEMON", "1")
+    taken.arm(3, 4)
+    train(8)
+    outcome = taken.outcome()
+    assert (outcome.result, "KINETO_USE_DAEMON" in outcome.why) == (REFUSED, True)
+
+
+@pytest.mark.parametrize("where", ["_prepare_trace", "_start_trace", "__exit__"])
+@pytest.mark.parametrize("error", [RuntimeError("kineto"), KeyboardInterrupt()])
+def test_a_profiler_that_fails_does_not_fail_the_training(taken, monkeypatch, where, error):
+    original = getattr(autograd_profiler.profile, where)
+
+    def fail(self, *args):
+        monkeypatch.setattr(autograd_profiler.profile, where, original)  # the clean-up does not fail too
+        original(self, *args)
+        raise error
+
+    monkeypatch.setattr(autograd_profiler.profile, where, fail)
+    taken.arm(3, 4)
+    if isinstance(error, KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt):
+            train(8)
+    else:
+        train(8)
+    assert taken.outcome().result == FAILED
+    assert not torch.autograd._profiler_enabled()
+    with profile(activities=CPU) as theirs:
+        mark(1)
+    assert user_marks(theirs) == wanted(1)
+
+
+def test_the_stop_makes_no_python_object_of_each_event(taken, monkeypatch):
+    """Torch 2.4 would make them at once, on the training thread."""
+    made = []
+    monkeypatch.setattr(autograd_profiler.profile, "_parse_kineto_results", made.append)
+    taken.arm(3, 4)
+    train(8)
+    assert taken.outcome().result == RECORDED
+    assert not made
+
+
+# -- on a GPU -----------------------------------------------------------------------------------------------------
+
+
+def on_gpu(test):
+    absent = not torch.cuda.is_available()
+    return pytest.mark.gpu(pytest.mark.skipif(absent, reason="needs an NVIDIA GPU and a torch built for it")(test))
+
+
+@on_gpu
+def test_kernels_are_in_the_trace(taken):
+    matrix = torch.randn(256, 256, device="cuda")
+    taken.arm(4, 6)
+    for _ in DataLoader(Numbers(12)):
+        matrix = (matrix @ matrix).tanh()
+    outcome = taken.outcome()
+    assert outcome.result == RECORDED
+    assert any(event.get("cat") == "kernel" for event in taken.events(outcome))
+
+
+@on_gpu
+def test_a_captured_graph_is_replayed_before_during_and_after(taken):
+    static = torch.ones(64, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    (static * 2).sum()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        out = (static * 2).sum()
+    taken.arm(4, 6)
+    for step, _ in enumerate(DataLoader(Numbers(12)), 1):
+        static.fill_(step)
+        graph.replay()
+        assert out.item() == 128 * step
+    assert taken.outcome().result == RECORDED
+
+
+@pytest.mark.parametrize("at", [2, 4, 5, 6, 7])
+@on_gpu
+def test_a_capture_over_a_boundary_stays_valid(taken, at):
+    """Batches requested while a graph is being captured: ours neither begins nor ends in there."""
+    iterator = iter(DataLoader(Numbers(20)))
+    torch.ones(1, device="cuda")
+    taken.arm(5, 6)
+    for step in range(1, 16):
+        if step == at:
+            graph = torch.cuda.CUDAGraph()
+            static = torch.ones(8, device="cuda")
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph):
+                next(iterator)
+                out = static * 3
+            graph.replay()
+            assert out.sum().item() == 24
+        else:
+            next(iterator)
+    assert taken.outcome().result in {RECORDED, REFUSED}
+
+
+@on_gpu
+def test_what_a_finished_profile_leaves_behind(taken, record_property):
+    """Launch-bound steps before and after ten snapshots: measured, and told; the policy switches off above 10 %."""
+    tensor = torch.ones(16, device="cuda")
+
+    def steps(count: int) -> float:
+        times = []
+        for _ in DataLoader(Numbers(count)):
+            start = time.perf_counter()
+            for _ in range(200):
+                tensor.add_(1)
+            torch.cuda.synchronize()
+            times.append(time.perf_counter() - start)
+        return statistics.median(times)
+
+    steps(50)
+    before = steps(200)
+    for _ in range(10):
+        first = taken.observed.tracker.ring.closed + 4
+        taken.arm(first, first + 4)
+        steps(12)
+        assert taken.outcome().result == RECORDED
+    after = steps(200)
+    record_property("slowdown_ratio", after / before)
+    print(f"steps of {1e3 * before:.3f} ms before, {1e3 * after:.3f} ms after ten snapshots")
+    assert after < 2 * before

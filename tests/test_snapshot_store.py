@@ -1,4 +1,4 @@
-"""A trace is published whole or not at all, and nothing planted in the folder leads out of it."""
+"""A trace is published whole or not at all, only where there is room for it, and with its manifest."""
 
 from __future__ import annotations
 
@@ -9,13 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from telemetry.snapshot import protocol as p
-from telemetry.snapshot.manifest import add_to_manifest
-from telemetry.snapshot.private_folder import checked, open_folder
-from telemetry.snapshot.store import StoreError, TraceStore, sweep, trace_name
+from telemetry.snapshot import agree, store
+from telemetry.snapshot.agree import Plan, Request
+from telemetry.snapshot.store import MIN_FREE_BYTES, RankPart, StoreError, TraceStore, add_to_manifest, trace_name
+from telemetry.util.processes import pid_namespace, start_ticks
 
 CONTENT = b'{"baseTimeNanoseconds": 1700000000000000000, "traceEvents": [' + b"1," * 100_000 + b"1]}"
 NAME = trace_name(0, "node", 7, 1700000000000)
+MIB = 1 << 20
+
+
+def plan_of(ranks: tuple[int, ...] = (0,), stall: dict | None = None) -> Plan:
+    request = Request("1700000000000-a", agree.STALL, "checkpoint", None, 5, "rank 1", stall)
+    return Plan(request, None, 3, 7, ranks, "request-step5", 1)
 
 
 class Trace:
@@ -25,12 +31,6 @@ class Trace:
         self.content = content
         self.freed = False
         self.saved_to: Path | None = None
-
-    def max_bytes(self) -> int:
-        return len(self.content)
-
-    def estimate(self) -> tuple[int, int, float]:
-        return len(self.content), len(self.content), 0.001
 
     def save(self, path: Path) -> float:
         self.saved_to = path
@@ -43,74 +43,138 @@ class Trace:
 
 
 @pytest.fixture
-def trace_store(tmp_path):
-    (tmp_path / "shared").mkdir(mode=0o700)
-    return TraceStore(tmp_path / "run" / "snapshots", tmp_path / "shared", "node-7-99", 1 << 20, 1 << 20)
+def snapshots(tmp_path):
+    return tmp_path / "run" / "snapshots"
+
+
+@pytest.fixture
+def trace_store(snapshots):
+    return TraceStore(snapshots, "node", max_bytes=MIB, disk_bytes=MIB)
+
+
+@pytest.fixture
+def free(monkeypatch):
+    """Sets how much is free."""
+    return lambda amount: monkeypatch.setattr(store, "_free_bytes", lambda _: amount)
 
 
 def tree(path: Path) -> list[str]:
     return sorted(str(found.relative_to(path)) for found in path.rglob("*"))
 
 
-def test_it_is_there_and_nothing_else(trace_store, tmp_path):
+def test_it_is_there_and_nothing_else(trace_store, snapshots):
     trace = Trace()
-    stored = trace_store.publish(trace, "request-step5", NAME)
-    path = trace_store.snapshots / "request-step5" / NAME
+    stored = trace_store.publish(trace, plan_of(), NAME, most_bytes=MIB)
+    path = snapshots / "request-step5" / NAME
     assert gzip.decompress(path.read_bytes()) == CONTENT
     assert (stored.raw_bytes, stored.size, stored.zero_ns) == (len(CONTENT), path.stat().st_size, 1700000000 * 10**9)
+    assert stored.held == {"save": 0.001, "free": 0.001}
     assert trace.freed
-    assert trace.saved_to.is_relative_to(trace_store.snapshots), "not in memory, which others need"
-    assert tree(tmp_path) == sorted(
-        ["shared", "run", "run/snapshots", "run/snapshots/request-step5", f"run/snapshots/request-step5/{NAME}"]
-    )
-    for folder in ("shared", "run/snapshots", "run/snapshots/request-step5"):
-        assert (tmp_path / folder).stat().st_mode & 0o777 == 0o700
+    assert trace.saved_to.is_relative_to(snapshots), "not in memory, which others need"
+    assert tree(snapshots) == ["request-step5", f"request-step5/{NAME}"]
+    for folder in (snapshots, snapshots / "request-step5"):
+        assert folder.stat().st_mode & 0o777 == 0o700
 
 
-def test_more_events_come_first(trace_store):
+def test_more_events_come_first(trace_store, snapshots):
     events = [{"name": f"number {n}"} for n in range(10_000)]  # more than is read in one go
     content = b'{"baseTimeNanoseconds": 7, "traceEvents": [\n  ' + json.dumps(events)[1:].encode() + b"}"
     stored = trace_store.publish(
-        Trace(content), "request-step5", NAME, extra_events=lambda zero: b'{"name": "at %d"},\n' % zero
+        Trace(content), plan_of(), NAME, most_bytes=MIB, extra_events=lambda zero: b'{"name": "at %d"},\n' % zero
     )
-    text = gzip.decompress((trace_store.snapshots / "request-step5" / NAME).read_bytes())
+    text = gzip.decompress((snapshots / "request-step5" / NAME).read_bytes())
     assert json.loads(text)["traceEvents"] == [{"name": "at 7"}, *events]
     assert stored.raw_bytes == len(text)
 
 
 @pytest.mark.parametrize("content", [b'{"traceEvents": [{}]}', b'{"baseTimeNanoseconds": 7, "traceEvents": []}'])
-def test_nothing_is_added_where_there_is_no_place_for_it(trace_store, content):
-    trace_store.publish(Trace(content), "request-step5", NAME, extra_events=lambda _: b"{},")
-    assert gzip.decompress((trace_store.snapshots / "request-step5" / NAME).read_bytes()) == content
+def test_nothing_is_added_where_there_is_no_place_for_it(trace_store, snapshots, content):
+    trace_store.publish(Trace(content), plan_of(), NAME, most_bytes=MIB, extra_events=lambda _: b"{},")
+    assert gzip.decompress((snapshots / "request-step5" / NAME).read_bytes()) == content
 
 
 @pytest.mark.parametrize(
     ("content", "why"),
-    [(CONTENT[:-1], "to its end"), (b"", "to its end"), (b"{" + b" " * (1 << 20) + b"}", "snapshot_max_bytes")],
+    [(CONTENT[:-1], "to its end"), (b"", "to its end"), (b"{" + b" " * MIB + b"}", "snapshot_max_bytes")],
 )
-def test_what_is_not_whole_or_too_large_is_not_published(trace_store, content, why):
+def test_what_is_not_whole_or_too_large_is_not_published(trace_store, snapshots, content, why):
     trace = Trace(content)
     with pytest.raises(StoreError, match=why):
-        trace_store.publish(trace, "request-step5", NAME)
+        trace_store.publish(trace, plan_of(), NAME, most_bytes=MIB)
     assert trace.freed
-    assert tree(trace_store.snapshots) == []
+    assert tree(snapshots) == []
 
 
-def test_what_is_read_back_must_be_what_was_written(trace_store, monkeypatch):
-    def corrupt(stage: str) -> None:
-        if stage == "compressed":
-            (path,) = trace_store.snapshots.glob(".partial-*/packed")
-            content = bytearray(path.read_bytes())
-            content[len(content) // 2] ^= 1
-            path.write_bytes(content)
+def test_what_is_read_back_must_be_what_was_written(trace_store, snapshots, monkeypatch):
+    original = store._unpacked_size
 
+    def corrupted(path: Path) -> int:
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+        return original(path)
+
+    monkeypatch.setattr(store, "_unpacked_size", corrupted)
     with pytest.raises(StoreError, match="read back"):
-        trace_store.publish(Trace(), "request-step5", NAME, on_stage=corrupt)
-    assert tree(trace_store.snapshots) == []
+        trace_store.publish(Trace(), plan_of(), NAME, most_bytes=MIB)
+    assert tree(snapshots) == []
 
 
-def old(trace_store: TraceStore, name: str, age: int, size: int = 400_000) -> Path:
-    folder = trace_store.snapshots / name
+def test_a_copy_of_the_raw_trace_in_a_forked_worker_holds_no_disk_space(trace_store, monkeypatch):
+    copies: list[int] = []
+    original = store._deflate
+    monkeypatch.setattr(
+        store, "_deflate", lambda begin, raw, file: copies.append(os.dup(raw)) or original(begin, raw, file)
+    )
+    trace_store.publish(Trace(), plan_of(), NAME, most_bytes=MIB)
+    assert os.fstat(copies[0]).st_size == os.fstat(copies[0]).st_blocks == 0
+    os.close(copies[0])
+
+
+# -- room ----------------------------------------------------------------------------------------------------------
+
+
+def test_without_room_nothing_is_written(trace_store, snapshots, free):
+    free(MIN_FREE_BYTES + MIB)  # not for what it is compressed to
+    trace = Trace()
+    with pytest.raises(StoreError, match="no room: it may take 1 MiB, 1024 MiB must stay free, and 1025 MiB are free"):
+        trace_store.publish(trace, plan_of(), NAME, most_bytes=MIB)
+    assert trace.saved_to is None
+    assert trace.freed
+    assert tree(snapshots) == []
+
+
+def test_there_must_be_room_for_the_traces_of_all_ranks(trace_store, free):
+    free(MIN_FREE_BYTES + 5 * MIB)
+    trace_store.publish(Trace(), plan_of((0, 1, 2, 3)), NAME, most_bytes=MIB)
+    with pytest.raises(StoreError, match="1 MiB, and so may those of 4 other ranks, 1024 MiB must stay free"):
+        trace_store.publish(Trace(), plan_of((0, 1, 2, 3, 4)), NAME, most_bytes=MIB)
+
+
+def test_a_slow_disk_is_not_written_to(trace_store, snapshots, monkeypatch):
+    """torch holds the GIL while it writes, so the training would wait for the disk."""
+    clock = iter(range(0, 10**12, 3 * 10**9))
+    monkeypatch.setattr(store, "now_ns", lambda: next(clock))
+    trace = Trace()
+    with pytest.raises(StoreError, match="too slow"):
+        trace_store.publish(trace, plan_of(), NAME, most_bytes=MIB)
+    assert trace.saved_to is None
+    assert tree(snapshots) == []
+
+
+def test_a_folder_in_memory_has_no_more_than_the_machine_has_to_give(tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "free_memory", lambda: 1234)
+    monkeypatch.setattr(store, "file_system_of", lambda _: "ext4")
+    on_disk = store._free_bytes(tmp_path)
+    monkeypatch.setattr(store, "file_system_of", lambda _: "tmpfs")
+    assert store._free_bytes(tmp_path) == min(1234, on_disk)
+
+
+# -- what is removed -----------------------------------------------------------------------------------------------
+
+
+def old(snapshots: Path, name: str, age: int, size: int = 400_000) -> Path:
+    folder = snapshots / name
     (folder / "about").mkdir(parents=True)
     (folder / "x.gz").write_bytes(b"x" * size)
     (folder / "about" / "snapshot.json").write_text("{}")
@@ -118,126 +182,73 @@ def old(trace_store: TraceStore, name: str, age: int, size: int = 400_000) -> Pa
     return folder
 
 
-def test_the_oldest_go_first(trace_store):
-    trace_store.snapshots.mkdir(parents=True, mode=0o700)
-    newer, oldest, newest = (
-        old(trace_store, "request-step2", 20),
-        old(trace_store, "request-step1", 30),
-        old(trace_store, "request-step3", 1),
-    )
-    mine = trace_store.snapshots / "notes-step9"
+def test_the_oldest_go_first(trace_store, snapshots):
+    newer, oldest, newest = (old(snapshots, f"request-step{n}", age) for n, age in ((2, 20), (1, 30), (3, 1)))
+    mine = snapshots / "notes-step9"
     mine.mkdir()
     (mine / "file").write_bytes(b"x" * 1_000_000)
-    trace_store.publish(Trace(), "request-step5", NAME)
+    trace_store.publish(Trace(), plan_of(), NAME, most_bytes=MIB)
     assert [path.exists() for path in (oldest, newer, newest, mine)] == [False, True, True, True]
 
 
-def test_a_snapshot_larger_than_the_budget_removes_nothing(trace_store):
-    small = TraceStore(trace_store.snapshots, None, trace_store.owner, 1 << 20, 300)
-    trace_store.snapshots.mkdir(parents=True, mode=0o700)
-    others = old(trace_store, "request-step5", 0, 250)
+def test_a_snapshot_larger_than_the_limit_removes_nothing(snapshots):
+    small = TraceStore(snapshots, "node", max_bytes=MIB, disk_bytes=300)
+    others = old(snapshots, "request-step5", 0, 250), old(snapshots, "request-step4", 0, 40)
     with pytest.raises(StoreError, match="snapshot_disk_bytes"):
-        small.publish(Trace(), "request-step5", NAME)
-    assert (others / "x.gz").exists()
+        small.publish(Trace(), plan_of(), NAME, most_bytes=MIB)
+    assert all((folder / "x.gz").exists() for folder in others)
 
 
-def test_links_are_removed_and_not_followed(trace_store, tmp_path):
-    outside = tmp_path / "outside"
-    outside.mkdir()
-    (outside / "precious").write_text("x")
-    trace_store.snapshots.mkdir(parents=True, mode=0o700)
-    (trace_store.snapshots / ".partial-node-7-99").symlink_to(outside)
-    folder = old(trace_store, "request-step1", 50, 2_000_000)
-    (folder / "away").symlink_to(outside)
-    (folder / "about" / "up").symlink_to("../../../../outside")
-    (trace_store.snapshots / "request-step2").symlink_to(outside)
-    trace_store.publish(Trace(), "request-step5", NAME)
+def test_links_are_not_followed(trace_store, snapshots, tmp_path):
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "precious").write_text("x")
+    folder = old(snapshots, "request-step1", 50, 2_000_000)
+    (folder / "away").symlink_to(tmp_path / "outside")
+    (snapshots / "request-step2").symlink_to(tmp_path / "outside")
+    trace_store.publish(Trace(), plan_of(), NAME, most_bytes=MIB)
     assert not folder.exists()
-    assert (outside / "precious").read_text() == "x"
-    assert sweep((trace_store.snapshots, trace_store.shared), lambda *_: True) == 0
+    assert (tmp_path / "outside" / "precious").read_text() == "x"
 
 
-def test_a_link_in_the_place_of_the_folder_is_refused(trace_store, tmp_path):
-    outside = tmp_path / "outside"
-    outside.mkdir(mode=0o700)
-    trace_store.snapshots.mkdir(parents=True, mode=0o700)
-    (trace_store.snapshots / "request-step5").symlink_to(outside)
-    with pytest.raises(OSError):
-        trace_store.publish(Trace(), "request-step5", NAME)
-    assert tree(outside) == []
-    assert tree(trace_store.snapshots) == ["request-step5"]
+def test_what_ended_processes_of_the_run_have_left_is_removed(trace_store, snapshots):
+    ours, namespace = f"{os.getpid()}-{start_ticks(os.getpid())}", pid_namespace()
+    gone = [f"node-{namespace}-{os.getpid()}-1", f"node-{namespace}-{2**22 + 1}-5", "other-1-5-5", "no owner"]
+    kept = [f"node-{namespace}-{ours}", "other-1-6-5", f"node-{namespace + 1}-7-7"]
+    for owner in gone + kept:
+        (snapshots / f".partial-{owner}").mkdir(parents=True)
+        (snapshots / f".partial-{owner}" / "trace.json").write_text("x")
+    for owner in gone[2:]:  # of another machine or container: nobody knows, so they are removed after an hour
+        os.utime(snapshots / f".partial-{owner}", (1e9, 1e9))
+    (snapshots / "kept").mkdir()
+    trace_store.sweep()
+    assert sorted(os.listdir(snapshots)) == sorted([f".partial-{owner}" for owner in kept] + ["kept"])
 
 
-@pytest.mark.parametrize("mode", [0o750, 0o777, 0o705])
-def test_a_folder_that_others_may_enter_is_refused(tmp_path, mode):
-    folder = tmp_path / "snapshots"
-    folder.mkdir()
-    folder.chmod(mode)
-    with pytest.raises(OSError, match="this user alone"), open_folder(folder):
-        pass
+# -- the manifest --------------------------------------------------------------------------------------------------
 
 
-def test_a_link_to_a_folder_is_refused(tmp_path):
-    (tmp_path / "real").mkdir(mode=0o700)
-    (tmp_path / "link").symlink_to("real")
-    with pytest.raises(OSError), open_folder(tmp_path / "link"):
-        pass
+def part(rank: int, started: int) -> RankPart:
+    return RankPart(
+        rank=rank, local_rank=rank, node="node", pid=7, tid=7, file="x.gz", size_bytes=1, trace_bytes=2,
+        trace_zero_unix_seconds=None, first_step=3, last_step=7, why=None,
+        started=f"2026-01-01T00:00:{started:02}.000Z", ended=f"2026-01-01T00:00:{started + 10:02}.000Z",
+        log="../x", pause_seconds={}, held_seconds={},
+    )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", "../x", "a/b", "/etc", "a\0b", "x" * 256])
-def test_a_name_is_one_component(tmp_path, name):
-    with pytest.raises(OSError):
-        checked(name)
-    with open_folder(tmp_path / "f", make=True) as folder:
-        for call in (folder.read, folder.create, folder.remove, folder.size, lambda n: folder.write(n, b"")):
-            with pytest.raises(OSError):
-                call(name)
-
-
-def test_what_the_gone_have_left_is_swept_and_nothing_else(trace_store, tmp_path):
-    trace_store.snapshots.mkdir(parents=True, mode=0o700)
-    for root in (trace_store.snapshots, trace_store.shared):
-        for owner in ("node-1-5", "node-2-6"):
-            (root / f".partial-{owner}" / "deep").mkdir(parents=True, mode=0o700)
-            (root / f".partial-{owner}" / "deep" / "file").write_text("x")
-        (root / "kept").mkdir()
-    assert sweep((trace_store.snapshots, trace_store.shared), lambda owner, _: owner == "node-1-5") == 2
-    for root in (trace_store.snapshots, trace_store.shared):
-        assert sorted(os.listdir(root)) == [".partial-node-2-6", "kept"]
-
-
-def test_a_description_has_the_parts_of_all_ranks(tmp_path):
-    snapshots = tmp_path / "snapshots"
-    plan = p.Plan(
-        p.Request("1700000000000-a", p.STALL, "checkpoint", None, 5, "rank 1", {"cause": "checkpoint"}),
-        None,
-        3,
-        7,
-        (0, 1, 2),
-        "checkpoint-step3",
-        1,
-    )
-    with open_folder(snapshots, make=True) as folder, folder.sub(plan.folder, make=True):
-        pass
+def test_a_manifest_has_the_parts_of_all_ranks(snapshots):
+    plan = plan_of((0, 1, 2), {"cause": "checkpoint"})
+    folder = snapshots / plan.folder
+    folder.mkdir(parents=True)
     for rank, second in ((2, 0), (0, 1), (1, 9)):
-        add_to_manifest(
-            snapshots,
-            plan,
-            {"rank": rank, "started": f"2026-01-01T00:00:0{second}.000Z", "ended": f"2026-01-01T00:00:1{second}.000Z"},
-        )
-    (snapshots / plan.folder / "about" / "rank-9.json").write_text("{torn")
-    add_to_manifest(
-        snapshots, plan, {"rank": 1, "started": "2026-01-01T00:00:30.000Z", "ended": "2026-01-01T00:00:40.000Z"}
-    )
-    about = json.loads((snapshots / plan.folder / "about" / "snapshot.json").read_text())
-    assert [part["rank"] for part in about["ranks"]] == [0, 1, 2]
-    assert (about["reason"], about["stall"], about["ranks_expected"]) == (
-        "checkpoint",
-        {"cause": "checkpoint"},
-        [0, 1, 2],
-    )
+        add_to_manifest(snapshots, plan, part(rank, second))
+    (folder / "about" / "rank-9.json").write_text("{torn")
+    add_to_manifest(snapshots, plan, part(1, 30))
+    about = json.loads((folder / "about" / "snapshot.json").read_text())
+    assert [each["rank"] for each in about["ranks"]] == [0, 1, 2]
+    assert about["reason"] == "checkpoint"
+    assert about["stall"] == {"cause": "checkpoint"}
+    assert about["ranks_expected"] == [0, 1, 2]
     assert (about["log_from"], about["log_until"]) == ("2026-01-01T00:00:00.000Z", "2026-01-01T00:00:40.000Z")
     assert about["together"] is False
-    assert not [name for name in os.listdir(snapshots / plan.folder) if name.endswith(".json")], (
-        "Holistic Trace Analysis would take it for the trace of rank 0"
-    )
+    assert not [*folder.glob("*.json")], "Holistic Trace Analysis would take it for the trace of rank 0"

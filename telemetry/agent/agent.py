@@ -28,7 +28,6 @@ from telemetry.agent.run_counts import RunCounts
 from telemetry.agent.run_environment import RunEnvironment
 from telemetry.agent.run_losses import RunLosses
 from telemetry.agent.run_view import RunViewBuilder
-from telemetry.agent.snapshot_control import SnapshotControl
 from telemetry.agent.stall_report import StallCounts
 from telemetry.agent.stalls import LineMonitor, StallMonitor
 from telemetry.agent.start_line import absolute, say_start
@@ -45,6 +44,7 @@ from telemetry.publish.discovery import TargetFile
 from telemetry.publish.exposition import Exposition
 from telemetry.publish.node import NodeService
 from telemetry.records import COMPUTE, DATA_WAIT
+from telemetry.snapshot.control import SnapshotControl
 from telemetry.sources.proc import is_running
 from telemetry.util.clock import NS, WallClock, now_ns, sleep
 from telemetry.util.errors import ErrorLog, let_pass, say

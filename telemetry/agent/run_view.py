@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from telemetry.agent.accounting import Accounting
     from telemetry.agent.run_counts import RunCounts
     from telemetry.agent.run_losses import RunLosses
-    from telemetry.agent.snapshot_control import SnapshotControl
     from telemetry.agent.stalls import StallMonitor
     from telemetry.agent.totals import CollectorPoller
     from telemetry.agent.trends import ChangeMonitor, MemoryWatch
     from telemetry.core.views import HangView
     from telemetry.records import GpuSample, Totals
+    from telemetry.snapshot.control import SnapshotControl
     from telemetry.util.clock import WallClock
     from telemetry.util.errors import ErrorLog
     from telemetry.util.processes import Identity

@@ -1,55 +1,238 @@
-"""Carries out a plan on the training thread: prepares, starts and stops a profiler at step boundaries.
+"""Records steps with torch's profiler: prepares, starts and stops it on the training thread, at step boundaries.
 
-Only the training thread stops the profiler. If that thread never reaches another boundary, the recording is never
-stopped. When a profiler of the user's ("theirs") starts, ours ends first; see `attach.profiler_watch`.
+This is the only file that imports `torch.profiler`. What was measured about it (torch 2.13, and pytorch#64795):
+
+* Stopping a session on another thread than the one that started it crashes the process. So does an exit while a
+  session is on, so one that is left is stopped at the exit. If the training thread never reaches another boundary, the
+  recording is never stopped.
+* If the first session of a process is not on the main thread, Kineto says so on stderr, whatever its log level.
+* `_KinetoProfile` is used because `torch.profiler.profile` also starts an execution trace if an environment variable
+  asks for one. That trace would belong to the script.
+* `_KinetoProfile.prepare_trace` first imports all of Inductor, which takes 1.2 s. `Session.prepare` does the rest. In
+  torch 2.4 `_KinetoProfile.start_trace` imports it.
+* Before torch 2.13 (seen in 2.4 and 2.9), if Kineto is prepared and not started, every later profiler of the process
+  fails: "Can't disable Kineto profiler when it's not running". So does one that starts on another thread than ours.
+* Kineto writes two lines to stderr for each session. Only ``KINETO_LOG_LEVEL`` silences it. Kineto reads it once, with
+  the first profiler, for the whole process. So the user sets it, and not we: it would silence the script's own, too.
+
+When a profiler of the user's ("theirs") starts, ours ends first; see `attach.profiler_watch`.
 """
 
 from __future__ import annotations
 
+import atexit
+import json
+import sys
 import threading
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
+from telemetry.hooks.tracker import SNAPSHOT
 from telemetry.records import FAILED, RECORDED, REFUSED, SKIPPED
-from telemetry.snapshot.session import Session, capturing, starts_beside_ours, stop_collecting, stop_collecting_in_child
-from telemetry.snapshot.snapshot_outcome import SnapshotOutcome
+from telemetry.snapshot.budget import drop_unexpanded, on_gpu
 from telemetry.util.clock import NS, now_ns
 from telemetry.util.errors import let_pass
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
+    from telemetry.hooks.profilers import ProfilerWatch
+    from telemetry.hooks.tracker import StepTracker
+    from telemetry.snapshot.agree import Plan
     from telemetry.snapshot.budget import BudgetWatch
-    from telemetry.snapshot.capture_interfaces import Hooks, Profilers
-    from telemetry.snapshot.protocol import Plan
 
-_IDLE, _ARMED, _PREPARED, _RECORDING = range(4)
+_PLAIN: Final = dict.fromkeys(range(32), " ") | {ord('"'): "'", ord("\\"): "/"}
+"""Torch writes the names of ranges into its JSON as they are (2.13): a quotation mark made the file unreadable."""
 
 _GIVE_WAY_SECONDS: Final = 60.0
-"""The longest that a profiler of the user's on another thread waits for the training thread to end ours.
-
-If this torch cannot start it beside ours, it waits until the training has ended.
-"""
-
-_TRIES_WHERE_THEIRS_WOULD_FAIL: Final = 5
-"""Before torch 2.13 a profiler that starts beside ours raises in the script, so it waits longer."""
+"""The longest that a profiler of the user's on another thread waits for the training thread to end ours. A training
+thread that itself waits for that thread never does."""
 
 _GIVEN_WAY: Final = "a profiler of the script's own began"
 _CAPTURING: Final = "a CUDA graph is being captured"
+_OFF_MAIN: Final = "the training does not run on the main thread; on any other, torch's profiler writes to stderr"
 
-_SNAPSHOT: Final = "snapshot"
-"""Why the hooks leave their fast path, in the words of `attach.fast_path`."""
+
+class RecordedTrace:
+    """A recording that has ended: a ``_KinetoProfile`` with its events. It is saved at most once, and then freed."""
+
+    def __init__(self, profiler: Any) -> None:
+        self._profiler = profiler
+
+    def save(self, path: Path) -> float:
+        """Write it as a Chrome trace. Returns for how many seconds this held the GIL."""
+        start = now_ns()
+        self._profiler.export_chrome_trace(str(path))
+        return (now_ns() - start) / NS
+
+    def free(self) -> float:
+        """Free the memory of the events. Returns for how many seconds this held the GIL."""
+        start = now_ns()
+        self._profiler = None
+        return (now_ns() - start) / NS
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a plan ended on the training thread.
+
+    Attributes:
+        result: one of `SNAPSHOT_RESULTS`.
+        why: the reason in words, if there is no recording or it was cut short.
+        first_step, last_step: the steps that were recorded in full; None without a recording.
+        thread: native id of the training thread.
+        started_ns, ended_ns: when the recording started and ended, monotonic.
+        pauses: seconds that the training thread spent on ``prepare``, ``start`` and ``stop``.
+        trace: the recording; None without one.
+    """
+
+    plan: Plan
+    result: str
+    why: str | None = None
+    first_step: int | None = None
+    last_step: int | None = None
+    thread: int = 0
+    started_ns: int = 0
+    ended_ns: int = 0
+    pauses: dict[str, float] = field(default_factory=dict)
+    trace: RecordedTrace | None = None
+
+
+class Session:
+    """One recording of the profiler. It is prepared, started and stopped once each, on one thread.
+
+    Args:
+        plan: which steps are recorded, and why.
+        metadata: written into the trace; it has at least ``rank`` and ``world_size``.
+        shapes: whether the shapes of the operators' inputs are recorded. Floating-point operations are counted from
+            them; torch's own count (``with_flops``) is not in the file that it exports.
+    """
+
+    def __init__(self, plan: Plan, metadata: dict[str, Any], *, shapes: bool = False) -> None:
+        from torch.profiler import ProfilerActivity
+        from torch.profiler.profiler import _KinetoProfile
+
+        activities = [ProfilerActivity.CPU]
+        if on_gpu():
+            activities.append(ProfilerActivity.CUDA)
+        self._autograd: Any = sys.modules["torch.autograd.profiler"]
+        self._shapes = shapes
+        self._profiler = _KinetoProfile(activities=activities, record_shapes=shapes)
+        self._start_imports_inductor = not hasattr(self._profiler, "has_cudagraphs")
+        self._may_be_prepared = False  # and not started
+        if self._profiler._get_distributed_info() is None:  # without a process group torch does not name the rank
+            ranks = {"backend": "none", "rank": metadata["rank"], "world_size": metadata["world_size"]}
+            self._profiler.preset_metadata_json("distributedInfo", json.dumps(ranks))
+        steps = {"reason": plan.request.reason, "first_step": plan.first_step, "last_step": plan.last_step}
+        self._profiler.preset_metadata_json("telemetry", json.dumps(metadata | steps))
+
+    def prepare(self) -> None:
+        """Do the slow part of a start. It is slowest on a GPU, where tracing has to warm up."""
+        inductor: Any = sys.modules.get("torch._inductor.config")
+        profiler = self._profiler
+        profiler.has_cudagraphs = bool(getattr(getattr(inductor, "triton", None), "cudagraphs", False))
+        profiler.profiler = self._autograd.profile(
+            use_cpu=True, use_device=profiler.use_device, use_kineto=True, record_shapes=self._shapes
+        )
+        profiler.profiler._parse_kineto_results = _parse_nothing
+        self._may_be_prepared = True
+        profiler.profiler._prepare_trace()
+
+    def start(self) -> None:
+        """Start to record. The session must be prepared."""
+        profiler = self._profiler
+        if self._start_imports_inductor and "torch._inductor.config" not in sys.modules:
+            profiler.profiler._start_trace()
+            distributed = profiler._get_distributed_info()
+            if distributed:
+                profiler.add_metadata_json("distributedInfo", json.dumps(distributed))
+            for name, value in profiler.preset_metadata.items():
+                profiler.add_metadata_json(name, value)
+        else:
+            profiler.start_trace()
+        self._may_be_prepared = False
+
+    def stop(self) -> RecordedTrace:
+        """Stop to record. Must be called on the thread that started the session."""
+        self._profiler.stop_trace()
+        return RecordedTrace(self._profiler)
+
+    def discard(self) -> None:
+        """End the recording, and drop what was recorded: a stop would first expand it, which takes time and memory.
+
+        Kineto's part ends with another recording, which is empty. Must be called on the thread that started this one.
+        """
+        drop_unexpanded()
+        self.cancel()
+
+    def cancel(self) -> None:
+        """End a session that is prepared and not started.
+
+        It is started first: torch writes a complaint to stderr when a session is stopped that was never started.
+        """
+        self.start()
+        self._profiler.stop_trace()
+
+    def stop_after_theirs(self) -> None:
+        """Stop after a profiler of the user's has ended Kineto's session.
+
+        Without a session in Kineto, stopping crashes the process. So another one is prepared first.
+        """
+        self.prepare()
+        self._profiler.stop_trace()
+
+    def abort(self) -> None:
+        """Stop after an error, if it records or is prepared. Raises nothing."""
+        autograd: Any = sys.modules["torch.autograd"]
+        try:
+            if not autograd._profiler_enabled() and self._may_be_prepared:
+                self._prepare_again()
+                self.start()
+            if autograd._profiler_enabled():
+                self.discard()
+        except Exception:
+            pass  # nothing more can be done, and the snapshot has failed already
+
+    def _prepare_again(self) -> None:
+        """Prepare a session that may be prepared already. Without it, a start would crash the process."""
+        try:
+            self._profiler.profiler._prepare_trace()
+        except RuntimeError as error:
+            if "when it's not running" not in str(error):  # before torch 2.13 it is the sign of one that is prepared
+                raise
+
+    def begin_range(self, name: str) -> Callable[[], None]:
+        """Begin a named range of the trace. Returns the function that ends it."""
+        range_ = self._autograd.record_function(name.translate(_PLAIN))
+        range_.__enter__()
+        return lambda: range_.__exit__(None, None, None)
+
+
+def _parse_nothing(_results: object) -> list[Any]:
+    """Replace what makes a Python object of each event. Older versions of torch do that when a recording stops.
+
+    Nothing reads these objects: the trace is saved without them. With them, a stop took 8 times as long (torch 2.4).
+    """
+    return []
+
+
+def capturing() -> bool:
+    """Whether a CUDA graph is being captured on this thread's stream. Nothing may synchronise during a capture."""
+    return on_gpu() and bool(sys.modules["torch.cuda"].is_current_stream_capturing())
+
+
+_IDLE, _ARMED, _PREPARED, _RECORDING = range(4)
 
 
 class Capture:
-    """Takes one snapshot at a time.
+    """Carries out one plan at a time.
 
     The agent thread calls `arm`, `hold`, `take`, `end` and `drop`. The training thread calls `boundary` and
     `interrupt`. The thread that starts a profiler of the user's calls `give_way`.
 
     Args:
-        hooks: those of the training thread.
-        profilers: tells whether a profiler of the user's is on.
         max_seconds: a recording that takes longer is stopped at the next boundary.
         metadata: written into each trace; it has at least ``rank`` and ``world_size``.
         shapes: see `Session`.
@@ -57,10 +240,17 @@ class Capture:
     Attributes:
         metadata: as above; replaced as a whole if the rank becomes known later.
         when_over: called once, on the training thread, after a session that outlived the agent has ended.
+        abandoned: whether a session of ours could not be ended. Then no other is started.
     """
 
     def __init__(
-        self, hooks: Hooks, *, profilers: Profilers, max_seconds: float, metadata: dict[str, Any], shapes: bool = False
+        self,
+        hooks: StepTracker,
+        *,
+        profilers: ProfilerWatch,
+        max_seconds: float,
+        metadata: dict[str, Any],
+        shapes: bool = False,
     ) -> None:
         self._hooks, self._profilers, self._shapes = hooks, profilers, shapes
         self._most_ns = int(max_seconds * NS)
@@ -70,7 +260,7 @@ class Capture:
         self._last_step = 0  # the last step that fits into the budget
         self._fewer: str | None = None  # why that is not the plan's last step
         self._state = _IDLE
-        self._outcome: SnapshotOutcome | None = None
+        self._outcome: Outcome | None = None
         self._session: Session | None = None
         self._range: Callable[[], None] | None = None
         self._range_step = self._thread = self._ended = self._started_ns = 0
@@ -82,19 +272,9 @@ class Capture:
         self._asked: str | None = None  # why the session must end at the next boundary
         self._gate = threading.Lock()
         self.when_over: Callable[[], object] = lambda: None
-        self._abandoned = False
+        self.abandoned = False
 
     # -- the agent thread --------------------------------------------------------------------------------------
-
-    @property
-    def busy(self) -> bool:
-        """Whether a plan is not finished yet, or its outcome has not been taken."""
-        return self._plan is not None or self._outcome is not None
-
-    @property
-    def abandoned(self) -> bool:
-        """Whether a session of ours could not be ended. Then no other is started."""
-        return self._abandoned
 
     def arm(self, plan: Plan, watch: BudgetWatch) -> None:
         """Record the steps of a plan when they come, or fewer of them if the budget allows no more."""
@@ -109,16 +289,19 @@ class Capture:
         """
         if self._plan is not None:
             self._hooks.recorder = self
-            self._hooks.fast_path.disable(_SNAPSHOT)
+            self._hooks.fast_path.disable(SNAPSHOT)
 
     def after_fork_in_child(self) -> None:
-        """The child has a copy of the session that nobody will end: stop it from collecting."""
+        """The child has a copy of the session that nobody will end: stop it from collecting.
+
+        No profiler sees what this thread of the child does. torch's switch for one session writes a warning.
+        """
         if self._watch is not None:
             self._watch.after_fork_in_child()
         if self._state == _RECORDING:
-            stop_collecting_in_child()
+            sys.modules["torch._C"]._autograd._enable_record_function(False)
 
-    def take(self) -> SnapshotOutcome | None:
+    def take(self) -> Outcome | None:
         """The outcome of the plan, returned once; None before that."""
         outcome, self._outcome = self._outcome, None
         return outcome
@@ -132,7 +315,7 @@ class Capture:
         """The run has ended: skip a plan whose steps have not come. A session that is on is left alone."""
         plan = self._plan
         if plan is not None and self._state == _ARMED:
-            self._finish(SnapshotOutcome(plan, SKIPPED, why))
+            self._finish(Outcome(plan, SKIPPED, why))
 
     # -- the training thread -----------------------------------------------------------------------------------
 
@@ -154,10 +337,10 @@ class Capture:
         if self._state == _RECORDING:
             return self._recording(plan, opens=opens)
         if self._asked:
-            return self._cancel(plan, REFUSED, self._asked)
+            return self._end(plan, self._asked, result=REFUSED)
         counted = plan.first_step - 1  # the step whose operators are counted
         if ended > (counted if self._state == _PREPARED else counted - 1):
-            return self._cancel(plan, SKIPPED, f"this rank had begun step {counted} before it read the plan")
+            return self._end(plan, f"this rank had begun step {counted} before it read the plan")
         return opens and ended >= counted - 1 and self._begin(plan)
 
     def interrupt(self, ended: int, why: str) -> bool:
@@ -166,18 +349,18 @@ class Capture:
         if plan is None or self._state == _ARMED:
             return False
         if self._state == _RECORDING:
-            return self._stop(plan, f"cut short by {why}")
-        return self._cancel(plan, SKIPPED, f"{why} came before step {plan.first_step}")
+            return self._end(plan, f"cut short by {why}")
+        return self._end(plan, f"{why} came before step {plan.first_step}")
 
     def _recording(self, plan: Plan, *, opens: bool) -> bool:
         if self._ended >= self._range_step:  # the request that ends an epoch opens no step, so the range stays open
             self._leave_range()
-        if self._ended >= self._last_step or (self._watch is not None and self._watch.exceeded()):
-            return self._stop(plan, self._fewer)
+        if self._ended >= self._last_step or self._exceeded():
+            return self._end(plan, self._fewer)
         if self._asked:
-            return self._stop(plan, f"cut short: {self._asked}")
+            return self._end(plan, f"cut short: {self._asked}")
         if now_ns() - self._started_ns > self._most_ns:
-            return self._stop(plan, f"cut short: it had taken more than {self._most_ns / NS:g} s")
+            return self._end(plan, f"cut short: it had taken more than {self._most_ns / NS:g} s")
         if opens and self._range is None and self._session is not None:
             self._enter_range(self._session)
         return False
@@ -194,14 +377,14 @@ class Capture:
         self._over.clear()
         refused = self._profilers.theirs() or (_CAPTURING if capturing() else None)
         if threading.current_thread() is not threading.main_thread():
-            refused = "the training does not run on the main thread; on any other, torch's profiler writes to stderr"
+            refused = _OFF_MAIN
         if refused is not None:
-            self._finish(SnapshotOutcome(plan, REFUSED, refused))
+            self._finish(Outcome(plan, REFUSED, refused))
             return
         with self._contained(plan, "prepare"):
             self._thread = threading.get_native_id()
             session = self._session = Session(plan, self.metadata, shapes=self._shapes)
-            session.at_exit(self._exit)
+            atexit.register(self._exit)
             with self._profilers.ours():
                 session.prepare()
             if self._watch is not None:
@@ -210,7 +393,7 @@ class Capture:
 
     def _start(self, plan: Plan, session: Session) -> None:
         if capturing():
-            self._cancel(plan, REFUSED, _CAPTURING)
+            self._end(plan, _CAPTURING, result=REFUSED)
             return
         watch, steps = self._watch, plan.last_step - plan.first_step + 1
         if watch is not None:
@@ -218,7 +401,7 @@ class Capture:
             why = watch.budget.why_more(operators, at_least=more)
             fit = 0 if more else min(steps, watch.budget.operators // max(1, operators))
             if fit == 0:
-                self._cancel(plan, REFUSED, why)
+                self._end(plan, why, result=REFUSED)
                 return
             self._fewer, steps = (None if fit == steps else f"cut short: {why}"), fit
         self._last_step = plan.first_step + steps - 1
@@ -231,24 +414,53 @@ class Capture:
             self._hooks.profiler_ranges.makers += (session.begin_range,)
             self._enter_range(session)
 
-    def _stop(self, plan: Plan, why: str | None) -> bool:
-        """Stop the recording. Returns whether it has stopped."""
-        return self._end(plan, "stop", lambda session: self._stop_session(plan, session, why))
+    def _end(self, plan: Plan, why: str | None, *, result: str = SKIPPED) -> bool:
+        """End the plan: keep what is recorded, or cancel it with this ``result`` if the recording has not begun.
 
-    def _stop_session(self, plan: Plan, session: Session, why: str | None) -> SnapshotOutcome:
+        A session is not ended on another thread, and not while a CUDA graph is captured.
+
+        Returns:
+            Whether a session has ended.
+        """
+        if self._state == _ARMED:
+            self._finish(Outcome(plan, result, why))
+            return False
+        session = self._session
+        if session is None or threading.get_native_id() != self._thread or capturing():
+            return False
+        if not self._gate.acquire(blocking=False):
+            return False
+        try:
+            if self.abandoned:
+                return self._end_abandoned(plan, session)
+            recording = self._state == _RECORDING
+            with self._contained(plan, "stop" if recording else "cancel"):
+                with self._profilers.ours():
+                    if recording:
+                        outcome = self._stop(plan, session, why)
+                    else:
+                        self._end_watch()
+                        session.cancel()
+                        outcome = Outcome(plan, result, why)
+                self._finish(outcome)
+        finally:
+            self._gate.release()
+        return True
+
+    def _stop(self, plan: Plan, session: Session, why: str | None) -> Outcome:
         ended_ns, whole = now_ns(), self._ended >= plan.first_step
         self._leave_range()
-        dropped = self._watch.exceeded() if self._watch is not None else None
+        dropped = self._exceeded()
         self._end_watch()
         if dropped is not None:
             session.discard()
             self._pauses["stop"] = (now_ns() - ended_ns) / NS
-            return SnapshotOutcome(plan, REFUSED, dropped, pauses=self._pauses)
+            return Outcome(plan, REFUSED, dropped, pauses=self._pauses)
         trace = session.stop()
         self._pauses["stop"] = (now_ns() - ended_ns) / NS
         if not whole:
-            return SnapshotOutcome(plan, SKIPPED, why, pauses=self._pauses)
-        return SnapshotOutcome(
+            return Outcome(plan, SKIPPED, why, pauses=self._pauses)
+        return Outcome(
             plan,
             RECORDED,
             why,
@@ -261,63 +473,38 @@ class Capture:
             trace=trace,
         )
 
-    def _cancel(self, plan: Plan, result: str, why: str) -> bool:
-        """End a plan before it records. Returns as `boundary`."""
-        if self._state == _PREPARED:
-            return self._end(plan, "cancel", lambda session: self._cancel_session(plan, session, result, why))
-        self._finish(SnapshotOutcome(plan, result, why))
-        return False
-
-    def _cancel_session(self, plan: Plan, session: Session, result: str, why: str) -> SnapshotOutcome:
-        self._end_watch()
-        session.cancel()
-        return SnapshotOutcome(plan, result, why)
-
-    def _end(self, plan: Plan, doing: str, end: Callable[[Session], SnapshotOutcome]) -> bool:
-        """End our session, but not on another thread and not while a CUDA graph is captured. Returns whether it has."""
-        session = self._session
-        if session is None or threading.get_native_id() != self._thread or capturing():
-            return False
-        if not self._gate.acquire(blocking=False):
-            return False
-        try:
-            if self._abandoned:
-                return self._end_abandoned(plan, session)
-            with self._contained(plan, doing):
-                with self._profilers.ours():
-                    outcome = end(session)
-                self._finish(outcome)
-        finally:
-            self._gate.release()
-        return True
-
     def _end_abandoned(self, plan: Plan, session: Session) -> bool:
         """End our session after theirs has started without waiting any longer. Not while theirs is on: it crashes."""
         self._end_watch()
         if self._profilers.at_work():
-            stop_collecting()
+            try:  # stop it from collecting on this thread
+                autograd: Any = sys.modules["torch.autograd"]
+                autograd._toggle_collection_dynamic(False, {autograd.ProfilerActivity.CPU})
+            except Exception as error:
+                let_pass(error)  # else it is a torch that has no such switch
             return False
         with self._contained(plan, "end"):
             with self._profilers.ours():
                 session.stop_after_theirs()
-            self._finish(SnapshotOutcome(plan, FAILED, f"{_GIVEN_WAY} while this thread reached no step boundary"))
+            self._finish(Outcome(plan, FAILED, f"{_GIVEN_WAY} while this thread reached no step boundary"))
         return True
+
+    def _exceeded(self) -> str | None:
+        return None if self._watch is None else self._watch.exceeded()
 
     def _end_watch(self) -> None:
         if self._watch is not None:
             self._watch.end()
 
-    def _finish(self, outcome: SnapshotOutcome) -> None:
+    def _finish(self, outcome: Outcome) -> None:
         self._end_watch()
         self._state, self._plan = _IDLE, None
         self._outcome = outcome
         self._hooks.recorder = None
         if self._session is not None:
-            ours = self._session.begin_range
-            self._hooks.profiler_ranges.makers = tuple(
-                maker for maker in self._hooks.profiler_ranges.makers if maker != ours
-            )
-            self._session.not_at_exit()
+            ours, ranges = self._session.begin_range, self._hooks.profiler_ranges
+            ranges.makers = tuple(maker for maker in ranges.makers if maker != ours)
+            atexit.unregister(self._exit)
             self._session = None
         self._over.set()
         then, self.when_over = self.when_over, lambda: None
@@ -336,7 +523,7 @@ class Capture:
                 with self._profilers.ours():
                     session.abort()
             if self._plan is not None:
-                self._finish(SnapshotOutcome(plan, FAILED, f"{doing}: {type(error).__name__}: {error}"))
+                self._finish(Outcome(plan, FAILED, f"{doing}: {type(error).__name__}: {error}"))
             let_pass(error)
         finally:
             self._pauses.setdefault(doing, (now_ns() - start) / NS)
@@ -366,17 +553,10 @@ class Capture:
             return
         plan = self._plan
         if threading.get_native_id() == self._thread:
-            if plan is not None and self._state == _RECORDING:
-                self._stop(plan, f"cut short: {_GIVEN_WAY}")
-            elif plan is not None:
-                self._cancel(plan, REFUSED, _GIVEN_WAY)
+            if plan is not None:
+                recording = self._state == _RECORDING
+                self._end(plan, f"cut short: {_GIVEN_WAY}" if recording else _GIVEN_WAY, result=REFUSED)
             return
-        # A training thread that itself waits for this one never ends ours. So there is a limit on every torch.
-        tries = 1 if starts_beside_ours() else _TRIES_WHERE_THEIRS_WOULD_FAIL
-        for _ in range(tries):
-            if self.end(_GIVEN_WAY, _GIVE_WAY_SECONDS):
-                return
-            if not threading.main_thread().is_alive():
-                break
-        with self._gate:
-            self._abandoned = not self._over.is_set()
+        if not self.end(_GIVEN_WAY, _GIVE_WAY_SECONDS):
+            with self._gate:
+                self.abandoned = not self._over.is_set()

@@ -5,25 +5,21 @@ It must be called by the same user, on the same file system. Nothing is requeste
 
 from __future__ import annotations
 
-import getpass
 import os
 import time
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.core.log_names import LOG_NAME
 from telemetry.records import RECORDED
-from telemetry.snapshot import protocol as p
-from telemetry.snapshot.private_folder import Folder, open_folder
-from telemetry.snapshot.rendezvous import CACHED_SECONDS
-from telemetry.snapshot.request_files import RENDEZVOUS_FOLDER, RequestFiles, clear, dump, load, new_id, scan
+from telemetry.snapshot import agree
+from telemetry.snapshot.agree import InvalidMessageError, Plan, Request, RequestFolder, Result, ranks_of
 from telemetry.util.files import caches_folders, open_regular, parse_object
 from telemetry.util.text import complain
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable
 
 _POLL_SECONDS: Final = 0.1
 _TAIL_BYTES: Final = 1 << 16
@@ -50,8 +46,8 @@ class SnapshotOptions:
         """
         if rank != "all" and not rank.isdecimal():
             raise ValueError(f"--rank {rank}: allowed is all, or the number of a rank")
-        if not steps.isdecimal() or not 1 <= int(steps) <= p.MAX_STEPS:
-            raise ValueError(f"--steps {steps}: allowed is a number of steps, from 1 to {p.MAX_STEPS}")
+        if not steps.isdecimal() or not 1 <= int(steps) <= agree.MAX_STEPS:
+            raise ValueError(f"--steps {steps}: allowed is a number of steps, from 1 to {agree.MAX_STEPS}")
         try:
             seconds = float(timeout)
         except ValueError:
@@ -64,9 +60,9 @@ class SnapshotOptions:
 def snapshot(run_dir: str, wanted: SnapshotOptions, say: Callable[[str], object]) -> int:
     """Request a snapshot, wait for it, and print where the traces are. Returns the exit status: 1 without a trace."""
     try:
-        interval = _running(Path(run_dir))
-        results = _ask(Path(run_dir), wanted, interval, say)
-    except (SnapshotCommandError, OSError) as error:
+        interval = _interval_of_running(Path(run_dir))
+        results = _Asking(Path(run_dir), wanted, say).results(interval)
+    except (SnapshotCommandError, InvalidMessageError, OSError) as error:
         complain(str(error))
         return 1
     except KeyboardInterrupt:
@@ -81,74 +77,71 @@ def snapshot(run_dir: str, wanted: SnapshotOptions, say: Callable[[str], object]
     return 0 if any(result.result == RECORDED for result in results) else 1
 
 
-def _ask(run_dir: Path, wanted: SnapshotOptions, interval: float, say: Callable[[str], object]) -> list[p.Result]:
-    request = p.Request(
-        id=new_id(time.time()),
-        kind=p.COMMAND,
-        reason=p.REQUEST,
-        rank=wanted.rank,
-        steps=wanted.steps,
-        asked_by=f"telemetry snapshot, pid {os.getpid()}",
-    )
-    with _rendezvous(run_dir) as folder:
-        folder.write(f"{request.id}.request.json", dump(request))
+class _Asking:
+    """One request, from asking until the results are there."""
+
+    def __init__(self, run_dir: Path, wanted: SnapshotOptions, say: Callable[[str], object]) -> None:
+        self._snapshots = run_dir / "snapshots"
+        if not self._snapshots.is_dir():
+            raise SnapshotCommandError(
+                f"there is no {self._snapshots}: this run takes no snapshots (max_snapshots is 0)"
+            )
+        self._files = RequestFolder(self._snapshots)
+        self._wanted = wanted
+        self._say = say
+        who = f"telemetry snapshot, pid {os.getpid()}"
+        self._request = Request(agree.new_id(time.time()), agree.COMMAND, agree.REQUEST, wanted.rank, wanted.steps, who)
+        # Ranks on other nodes may answer, agree and record later by this, because they see the folder late.
+        self._late_seconds = 2 * agree.CACHED_SECONDS if caches_folders(self._snapshots) else 0.0
+
+    def results(self, interval: float) -> list[Result]:
+        """Ask, and wait for the results. ``interval``: how often the ranks poll, in seconds."""
+        self._files.write(self._request.id, "request", self._request)
         try:
-            plan = _agreed(folder, request, wanted, interval)
+            plan = self._agreed(interval)
             if plan.refused is not None:
                 raise SnapshotCommandError(f"refused: {plan.refused}")
-            ranks = ", ".join(map(str, plan.ranks))
-            say(f"steps {plan.first_step} to {plan.last_step}, agreed on by rank {ranks}")
-            return _results(folder, plan, wanted)
+            self._say(f"steps {plan.first_step} to {plan.last_step}, agreed on by rank {_listed(plan.ranks)}")
+            return self._recorded(plan)
         finally:
-            files = scan(folder).get(request.id, RequestFiles())
-            if not files.plan:  # withdraw the request: nobody waits for it any more
-                clear(folder, request.id, files)
+            names = self._names()
+            if "plan" not in names:  # withdraw the request: nobody waits for it any more
+                self._files.remove(self._request.id, names)
+
+    def _agreed(self, interval: float) -> Plan:
+        patience = min(self._wanted.timeout, 5 + 10 * interval) + self._late_seconds
+        if not _until(lambda: "plan" in self._names(), patience):
+            answered = ranks_of("answer", self._names())
+            if answered:
+                raise SnapshotCommandError(f"rank {_listed(answered)} answered, but wrote no plan")
+            rank = self._request.rank
+            who = "no rank answers" if rank is None else f"rank {rank} does not answer"
+            raise SnapshotCommandError(
+                f"{who} within {patience:.0f} s: the run makes no steps yet, is taking another snapshot, has another "
+                "run folder, or its processes have ended; `telemetry report` shows the newest lines of its logs"
+            )
+        return self._files.read(self._request.id, "plan", Plan)
+
+    def _recorded(self, plan: Plan) -> list[Result]:
+        timeout = self._wanted.timeout + self._late_seconds
+        whole = _until(lambda: ranks_of("result", self._names()) >= set(plan.ranks), timeout)
+        ranks = sorted(ranks_of("result", self._names()))
+        results = [self._files.read(self._request.id, f"result-{rank}", Result) for rank in ranks]
+        if whole:
+            self._files.remove(self._request.id, self._names())
+        else:
+            complain(
+                f"rank {_listed(set(plan.ranks) - set(ranks))} has not reached step {plan.last_step} within "
+                f"{timeout:g} s; when it does, its trace will be in {self._snapshots / plan.folder}"
+            )
+        return results
+
+    def _names(self) -> set[str]:
+        return self._files.scan().get(self._request.id, set())
 
 
-def _agreed(folder: Folder, request: p.Request, wanted: SnapshotOptions, interval: float) -> p.Plan:
-    patience = min(wanted.timeout, 5 + 10 * interval) + _notice(folder)
-    if not _until(lambda: _files(folder, request).plan, patience):
-        answered = sorted(_files(folder, request).answers)
-        if answered:
-            raise SnapshotCommandError(f"rank {', '.join(map(str, answered))} answered, but wrote no plan")
-        who = "no rank answers" if request.rank is None else f"rank {request.rank} does not answer"
-        raise SnapshotCommandError(
-            f"{who} within {patience:.0f} s: the run makes no steps yet, is taking another snapshot, has another run "
-            "folder, or its processes have ended; `telemetry report` shows the newest lines of its logs"
-        )
-    try:
-        return p.plan_from(load(folder, f"{request.id}.plan.json"))
-    except p.InvalidError as error:
-        raise SnapshotCommandError(f"the plan cannot be read: {error}") from None
-
-
-def _results(folder: Folder, plan: p.Plan, wanted: SnapshotOptions) -> list[p.Result]:
-    timeout = wanted.timeout + _notice(folder)
-    whole = _until(lambda: _files(folder, plan.request).results >= set(plan.ranks), timeout)
-    results = []
-    for rank in sorted(_files(folder, plan.request).results):
-        try:
-            results.append(p.result_from(load(folder, f"{plan.request.id}.result-{rank}.json")))
-        except p.InvalidError as error:
-            raise SnapshotCommandError(f"the result of rank {rank} cannot be read: {error}") from None
-    if not whole:
-        missing = sorted(set(plan.ranks) - {result.rank for result in results})
-        complain(
-            f"rank {', '.join(map(str, missing))} has not reached step {plan.last_step} within "
-            f"{timeout:g} s; when it does, its trace will be in {folder.path.parent / plan.folder}"
-        )
-    else:
-        clear(folder, plan.request.id, _files(folder, plan.request))
-    return results
-
-
-def _notice(folder: Folder) -> float:
-    """Seconds by which ranks on other nodes may answer, agree and record later, because they see the folder late."""
-    return 2 * CACHED_SECONDS if caches_folders(folder.path) else 0.0
-
-
-def _files(folder: Folder, request: p.Request) -> RequestFiles:
-    return scan(folder).get(request.id, RequestFiles())
+def _listed(ranks: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(ranks)))
 
 
 def _until(condition: Callable[[], bool], seconds: float) -> bool:
@@ -160,36 +153,20 @@ def _until(condition: Callable[[], bool], seconds: float) -> bool:
     return True
 
 
-@contextmanager
-def _rendezvous(run_dir: Path) -> Iterator[Folder]:
-    snapshots = run_dir / "snapshots"
-    try:
-        owner = snapshots.lstat().st_uid
-    except FileNotFoundError:
-        raise SnapshotCommandError(
-            f"there is no {snapshots}: this run takes no snapshots (max_snapshots is 0)"
-        ) from None
-    if owner != os.getuid():
-        raise SnapshotCommandError(f"{snapshots} belongs to another user (uid {owner}); this is {getpass.getuser()}")
-    with open_folder(snapshots), open_folder(snapshots / RENDEZVOUS_FOLDER, make=True) as folder:
-        yield folder
-
-
-def _running(run_dir: Path) -> float:
+def _interval_of_running(run_dir: Path) -> float:
     """Check that the run is still going on. Returns how often its ranks poll, in seconds."""
     logs = run_dir / "logs"
     paths = [path for path in logs.iterdir() if _is_newest_log(path.name)] if logs.is_dir() else []
     if not paths:
         raise SnapshotCommandError(f"{run_dir} is not a run folder: there is no log in {logs}")
-    logs_read = [ends for path in paths if (ends := _ends_of(path)) is not None]
-    if not logs_read:
+    read = [ends for path in paths if (ends := _ends_of(path)) is not None]
+    if not read:
         raise SnapshotCommandError(f"no log in {logs} can be read")
-    newest = [line for _, line in logs_read]
-    if all(line.get("event") == "run_end" for line in newest):
-        last = max(str(line.get("time")) for line in newest)
+    running = [first for first, newest in read if newest.get("event") != "run_end"]
+    if not running:
+        last = max(str(newest.get("time")) for _, newest in read)
         raise SnapshotCommandError(f"the run in {run_dir} has ended, at {last}")
-    first = next(first for first, line in logs_read if line.get("event") != "run_end")
-    settings = first.get("settings")
+    settings = running[0].get("settings")
     interval = settings.get("interval_seconds") if isinstance(settings, dict) else None
     return float(interval) if isinstance(interval, (int, float)) else 1.0
 

@@ -1,16 +1,16 @@
-"""Turns a recording into a trace file. The file gets its name only after it was compressed and read back.
+"""Turns a recording into a trace file, and writes the manifest of the snapshot.
 
     snapshots/REASON-stepN/rank-R.HOST_PID.MS.pt.trace.json.gz     one per rank, named as TensorBoard's plugin needs it
     snapshots/REASON-stepN/about/snapshot.json, rank-R.json        the manifest: why, which steps, and when
     snapshots/.partial-OWNER/                                      an unfinished export
-    snapshots/.claim-BYTES-DEVICE-OWNER                            space reserved by an export; see `export_space`
 
-Holistic Trace Analysis takes every ``.json`` in a folder for a trace (and one without a rank for that of rank 0). So
-the manifest has a folder of its own.
+A trace gets its name only after it was compressed and read back. Holistic Trace Analysis takes every ``.json`` in a
+folder for a trace (and one without a rank for that of rank 0). So the manifest has a folder of its own.
 
 An unfinished trace is on the same disk, never in memory: /dev/shm is small, and all trainings of the machine pass
-their batches through it. torch holds the GIL while it writes. So the disk is tried first: if it takes too long to
-write one mebibyte, it would block the training.
+their batches through it. torch writes a whole trace before its size is known, and holds the GIL meanwhile. So the disk
+must have room for the most that all ranks of the snapshot may write, and is tried first: if it takes too long to write
+one mebibyte, it would block the training.
 """
 
 from __future__ import annotations
@@ -19,28 +19,36 @@ import errno
 import gzip
 import os
 import re
+import shutil
+import stat
 import zlib
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.snapshot import protocol as p
-from telemetry.snapshot.export_space import ExportSpace, NoSpaceError, Reservation, age_seconds, destination
-from telemetry.snapshot.private_folder import Folder, open_folder
-from telemetry.util.clock import NS, now_ns
-from telemetry.util.files import raised
+import msgspec
+
+from telemetry.snapshot.agree import is_snapshot_folder
+from telemetry.snapshot.budget import free_memory
+from telemetry.util.clock import NS, now_ns, unix_time
+from telemetry.util.files import file_system_of, opened, read_small, replace_file
+from telemetry.util.processes import pid_namespace, start_ticks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
-    from telemetry.snapshot.snapshot_outcome import RecordedTrace
+    from telemetry.core.worker_records import WorkerCounters
+    from telemetry.snapshot.agree import Plan
+    from telemetry.snapshot.capture import RecordedTrace
 
-PARTIAL: Final = ".partial-"
+MIN_FREE_BYTES: Final = 1 << 30
+"""What an export leaves free: for checkpoints, for other programs, and for an estimate that was too low."""
+
+_PARTIAL: Final = ".partial-"
+_STALE_SECONDS: Final = 3600.0
+"""An unfinished export of another machine or container that is older than this was left behind: one takes seconds."""
+
 _CHUNK: Final = 1 << 18
-_RAW: Final = "trace.json"
-_PROBE: Final = "probe"
-_COMPRESSED: Final = "packed"  # not a name that a reader of traces would look for
 _LEVEL: Final = 4
 _MIN_COMPRESSION: Final = 5
 """A trace gets at least this many times smaller; measured: 15 to 25."""
@@ -49,11 +57,14 @@ _PROBE_BYTES: Final = 1 << 20
 _PROBE_SECONDS: Final = 2.0
 """If a disk takes longer for `_PROBE_BYTES`, no trace is written: torch would hold the GIL meanwhile."""
 
-_MAX_OVERSHOOT: Final = 10
-"""If the upper bound of a trace is above this many times `TraceStore.max_bytes`, its events are counted first."""
-
 _HEAD: Final = re.compile(rb'"baseTimeNanoseconds": (\d+)')
 _EVENTS: Final = re.compile(rb'"traceEvents": \[\s*(\{)')
+
+_MAX_MANIFESTS: Final = 8
+_MAX_PART_BYTES: Final = 1 << 16
+
+WORKER_CATEGORY: Final = "dataloader_worker"
+"""Category of our events. The profiler has no such category, so no reader takes them for the training process's."""
 
 
 class StoreError(Exception):
@@ -65,10 +76,9 @@ class StoredTrace:
     """A trace file that is complete.
 
     Attributes:
-        name: name of the file.
-        size: its bytes; ``raw_bytes``: uncompressed.
+        size: bytes of the file; ``raw_bytes``: uncompressed.
         zero_ns: Unix time in nanoseconds from which the trace's microseconds count; None if the trace does not say.
-        held: for how many seconds the GIL was held, by what was done: ``count``, ``save``, ``free``.
+        held: for how many seconds the GIL was held, by what was done: ``save``, ``free``.
     """
 
     name: str
@@ -78,186 +88,203 @@ class StoredTrace:
     held: dict[str, float]
 
 
-@dataclass(frozen=True, slots=True)
+def trace_name(rank: int, host: str, pid: int, stamp_ms: int) -> str:
+    """Name of a rank's trace file. TensorBoard's plugin reads the worker and the span from it."""
+    return f"rank-{rank}.{host}_{pid}.{stamp_ms}.pt.trace.json.gz"
+
+
 class TraceStore:
     """Publishes the traces of one process.
 
-    Attributes:
+    Args:
         snapshots: the folder ``RUN_DIR/snapshots``.
-        shared: a folder that all runs of this user on this machine share; None without one.
-        owner: name of this process, see `export_owner`.
+        host: name of the node, as it may stand in the name of a file.
         max_bytes: limit of one trace, uncompressed.
-        budget_bytes: limit of all snapshots of the run, on disk.
-        is_gone: whether the process of an owner has ended, given the seconds since it wrote its file.
+        disk_bytes: limit of all snapshots of the run, on disk.
     """
 
-    snapshots: Path
-    shared: Path | None
-    owner: str
-    max_bytes: int
-    budget_bytes: int
-    is_gone: Callable[[str, float], bool] = lambda _owner, _age: False
+    def __init__(self, snapshots: Path, host: str, *, max_bytes: int, disk_bytes: int) -> None:
+        self._snapshots = snapshots
+        self._max_bytes = max_bytes
+        self._disk_bytes = disk_bytes
+        # Two containers on a node may both have a process 7, and a later process may have the same pid.
+        namespace, pid = pid_namespace(), os.getpid()
+        self._work = snapshots / f"{_PARTIAL}{host}-{namespace}-{pid}-{start_ticks(pid)}"
+        self._local = re.compile(rf"{re.escape(_PARTIAL + host)}-{namespace}-(\d+)-(\d+|None)")
+
+    def sweep(self) -> None:
+        """Remove unfinished exports of processes of this run that have ended."""
+        for path in self._snapshots.glob(f"{_PARTIAL}*"):
+            found = self._local.fullmatch(path.name)
+            if found is None:
+                gone = unix_time() - path.lstat().st_mtime > _STALE_SECONDS
+            else:
+                gone = str(start_ticks(int(found[1]))) != found[2]
+            if gone:
+                shutil.rmtree(path, ignore_errors=True)
 
     def publish(
         self,
         trace: RecordedTrace,
-        folder: str,
+        plan: Plan,
         name: str,
         *,
+        most_bytes: int,
         extra_events: Callable[[int], bytes] = lambda _: b"",
-        on_stage: Callable[[str], None] = lambda _: None,
     ) -> StoredTrace:
         """Save a trace and make it visible once it is complete. It is freed in any case.
 
         Args:
             trace: the recording.
-            folder: name of the snapshot's folder.
+            plan: it names the folder, and all ranks that export at the same time.
             name: name of the file.
+            most_bytes: the most bytes that it may take, uncompressed.
             extra_events: given `StoredTrace.zero_ns`, events to insert first: JSON objects, a comma after each.
-            on_stage: called with the name of each stage when it is reached.
 
         Raises:
             StoreError: there is no space, or the trace is too large or incomplete.
             OSError: a file cannot be read or written.
         """
         held: dict[str, float] = {}
-        with open_folder(self.snapshots, make=True) as snapshots:
-            partial = f"{PARTIAL}{self.owner}"
-            snapshots.remove(partial)
+        try:
+            self._snapshots.mkdir(0o700, parents=True, exist_ok=True)
+            shutil.rmtree(self._work, ignore_errors=True)
+            self._work.mkdir(0o700)
+            self._check_room(most_bytes, len(plan.ranks))
+            self._probe_disk()
+            raw = self._save(trace, held)
             try:
-                with snapshots.sub(partial, make=True) as work:
-                    on_stage("begun")
-                    space = ExportSpace(self.snapshots, self.shared, self.owner, self.is_gone)
-                    with self._space_reserved(space, trace, held):
-                        _probe_disk(work)
-                        raw = self._save(trace, work, held)
-                        try:
-                            on_stage("saved")
-                            size, zero_ns = self._compress(raw, work, extra_events, on_stage)
-                        finally:
-                            work.close(raw, discard=True)
-                        stored = StoredTrace(name, os.stat(_COMPRESSED, dir_fd=work.fd).st_size, size, zero_ns, held)
-                        self._remove_oldest(snapshots, folder, stored.size)
-                        with snapshots.sub(folder, make=True) as final:
-                            on_stage("verified")
-                            os.rename(_COMPRESSED, name, src_dir_fd=work.fd, dst_dir_fd=final.fd)
-                            final.sync()
-                snapshots.sync()
-                on_stage("published")
+                packed, size, zero_ns = self._compress(raw, extra_events)
             finally:
-                if "free" not in held:
-                    held["free"] = trace.free()
-                snapshots.remove(partial)
+                os.ftruncate(raw, 0)  # a worker that was forked meanwhile has the file open, too
+                os.close(raw)
+            stored = StoredTrace(name, packed.stat().st_size, size, zero_ns, held)
+            self._remove_oldest(plan.folder, stored.size)
+            folder = self._snapshots / plan.folder
+            folder.mkdir(0o700, exist_ok=True)
+            packed.rename(folder / name)
+        finally:
+            if "free" not in held:
+                held["free"] = trace.free()
+            shutil.rmtree(self._work, ignore_errors=True)
         return stored
 
-    @contextmanager
-    def _space_reserved(self, space: ExportSpace, trace: RecordedTrace, held: dict[str, float]) -> Iterator[None]:
-        """Reserve space for the trace and for the compressed file, or raise before anything is written."""
-        upper = trace.max_bytes()
-        try:
-            if upper <= _MAX_OVERSHOOT * self.max_bytes:
-                with space.reserved(upper + upper // _MIN_COMPRESSION):
-                    yield
-                return
-        except NoSpaceError:
-            pass  # this bound is high: count the events for a lower one
-        lower, upper, held["count"] = trace.estimate()
-        if lower > self.max_bytes:
-            raise StoreError(f"it has at least {lower} bytes, more than snapshot_max_bytes = {self.max_bytes}")
-        try:
-            with space.reserved(upper + upper // _MIN_COMPRESSION):
-                yield
-        except NoSpaceError as error:
-            raise StoreError(str(error)) from None
+    def _check_room(self, most_bytes: int, ranks: int) -> None:
+        """Raise if the disk may not have room for the traces of all ranks at once, and for the compressed files."""
+        free = _free_bytes(self._snapshots)
+        if ranks * (most_bytes + most_bytes // _MIN_COMPRESSION) + MIN_FREE_BYTES > free:
+            many = f", and so may those of {ranks - 1} other ranks" if ranks > 1 else ""
+            raise StoreError(
+                f"no room: it may take {most_bytes >> 20} MiB{many}, {MIN_FREE_BYTES >> 20} MiB must stay free, "
+                f"and {free >> 20} MiB are free"
+            )
 
-    @staticmethod
-    def _save(trace: RecordedTrace, work: Folder, held: dict[str, float]) -> int:
-        """Have torch write the trace. Returns the open file. Its name is removed, so a crash leaves nothing behind."""
+    def _probe_disk(self) -> None:
+        start = now_ns()
+        path = self._work / "probe"
+        file = opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
-            held["save"] = trace.save(work.path / _RAW)
+            _write(file, bytes(_PROBE_BYTES))
+            os.fsync(file)
+        finally:
+            os.close(file)
+            path.unlink()
+        seconds = (now_ns() - start) / NS
+        if seconds > _PROBE_SECONDS:
+            size = f"{_PROBE_BYTES >> 20} MiB"
+            raise StoreError(f"the disk is too slow: {seconds:.1f} s for {size}, and the training would wait for it")
+
+    def _save(self, trace: RecordedTrace, held: dict[str, float]) -> int:
+        """Have torch write the trace. Returns the open file. Its name is removed, so a kill leaves no raw trace."""
+        path = self._work / "trace.json"
+        try:
+            held["save"] = trace.save(path)
         finally:
             held["free"] = trace.free()
-        raw = work.reopen(_RAW)
-        work.remove(_RAW)
+        raw = opened(path, os.O_RDWR)
+        path.unlink()
         return raw
 
-    def _compress(
-        self, raw: int, work: Folder, extra_events: Callable[[int], bytes], on_stage: Callable[[str], None]
-    ) -> tuple[int, int | None]:
-        """Compress the trace and read it back. Returns its uncompressed size and `StoredTrace.zero_ns`."""
+    def _compress(self, raw: int, extra_events: Callable[[int], bytes]) -> tuple[Path, int, int | None]:
+        """Compress the trace and read it back. Returns the file, its uncompressed size and `StoredTrace.zero_ns`."""
         size = os.fstat(raw).st_size
-        if size > self.max_bytes:
-            raise StoreError(f"it has {size} bytes, more than snapshot_max_bytes = {self.max_bytes}")
-        head = os.pread(raw, _CHUNK, 0)
-        zero, events = _HEAD.search(head), _EVENTS.search(head)
+        if size > self._max_bytes:
+            raise StoreError(f"it has {size} bytes, more than snapshot_max_bytes = {self._max_bytes}")
         if os.pread(raw, 64, max(0, size - 64)).rstrip()[-1:] != b"}":
             raise StoreError("torch did not write it to its end")
-        file, complete = work.create(_COMPRESSED), False
+        head, begin = os.pread(raw, _CHUNK, 0), b""
+        zero, events = _HEAD.search(head), _EVENTS.search(head)
+        if zero is not None and events is not None:
+            begin = os.read(raw, events.start(1)) + extra_events(int(zero[1]))
+            size += len(begin) - events.start(1)
+        packed = self._work / "packed"  # not a name that a reader of traces would look for
+        file = opened(packed, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
-            on_stage("compressing")
-            begin, added = b"", b""
-            if zero is not None and events is not None:
-                begin, added = os.read(raw, events.start(1)), extra_events(int(zero[1]))
-                size += len(added)
-            checksum = _deflate(begin + added, raw, file)
+            _deflate(begin, raw, file)
             os.fsync(file)
-            on_stage("compressed")
-            os.lseek(file, 0, os.SEEK_SET)
-            if _inflate(file) != (size, checksum):
-                raise StoreError("what was read back is not what was written")
-            complete = True
         finally:
-            work.close(file, discard=not complete)
-        return size, None if zero is None else int(zero[1])
+            os.close(file)
+        if _unpacked_size(packed) != size:
+            raise StoreError("what was read back is not what was written")
+        return packed, size, None if zero is None else int(zero[1])
 
-    def _remove_oldest(self, snapshots: Folder, current: str, added: int) -> None:
-        """Remove the oldest snapshots until ``added`` bytes fit the budget. The current one stays, on all ranks."""
-        found: list[tuple[float, str, int]] = []
-        for name in snapshots.names():
-            if p.valid_folder(name):
+    def _remove_oldest(self, current: str, added: int) -> None:
+        """Remove the oldest snapshots until ``added`` bytes fit the limit. The current one stays, on all ranks."""
+        total, current_bytes = added, added
+        others: list[tuple[float, Path, int]] = []
+        for path in self._snapshots.iterdir():
+            if is_snapshot_folder(path.name) and not path.is_symlink():
                 try:
-                    size, changed = snapshots.size(name)
+                    changed, size = path.stat().st_mtime, _folder_bytes(path)
                 except OSError:
-                    continue  # removed by another rank, or not our folder
-                found.append((float("inf") if name == current else changed, name, size))
-        total = added + sum(size for _, _, size in found)
-        for _, name, size in sorted(found):
-            if total <= self.budget_bytes:
+                    continue  # another rank has removed it
+                total += size
+                if path.name == current:
+                    current_bytes += size
+                else:
+                    others.append((changed, path, size))
+        if current_bytes > self._disk_bytes:
+            raise StoreError(f"this snapshot alone is larger than snapshot_disk_bytes = {self._disk_bytes}")
+        for _, path, size in sorted(others):
+            if total <= self._disk_bytes:
                 return
-            if name == current:
-                break
-            snapshots.remove(name)
+            shutil.rmtree(path, ignore_errors=True)
             total -= size
-        if total > self.budget_bytes:
-            raise StoreError(f"this snapshot alone is larger than snapshot_disk_bytes = {self.budget_bytes}")
 
 
-def _deflate(begin: bytes, raw: int, file: int) -> int:
-    """Compress ``begin`` and the rest of ``raw`` into ``file``, gzip. Returns the checksum of the uncompressed bytes.
+def _free_bytes(path: Path) -> int:
+    """Bytes that can still be written to a folder's file system. If that is in memory, free memory limits it too."""
+    found = os.statvfs(path)
+    free = found.f_bavail * found.f_frsize
+    in_memory = file_system_of(path) in {"tmpfs", "ramfs"}
+    memory = free_memory() if in_memory else None
+    return free if memory is None else min(free, memory)
 
-    zlib releases the GIL while it works.
-    """
+
+def _folder_bytes(folder: Path) -> int:
+    found = [path.lstat() for path in folder.rglob("*")]
+    return sum(status.st_size for status in found if stat.S_ISREG(status.st_mode))
+
+
+def _deflate(begin: bytes, raw: int, file: int) -> None:
+    """Compress ``begin`` and the rest of ``raw`` into ``file``, gzip. zlib releases the GIL while it works."""
     compressor = zlib.compressobj(_LEVEL, zlib.DEFLATED, 16 + zlib.MAX_WBITS)
-    checksum = zlib.crc32(begin)
     _write(file, compressor.compress(begin))
     while chunk := os.read(raw, _CHUNK):
-        checksum = zlib.crc32(chunk, checksum)
         _write(file, compressor.compress(chunk))
     _write(file, compressor.flush())
-    return checksum
 
 
-def _inflate(file: int) -> tuple[int, int]:
-    """Read a gzip file as a stream. Returns its uncompressed size and checksum; -1 and 0 if it is damaged."""
-    size = checksum = 0
+def _unpacked_size(packed: Path) -> int:
+    """Read a gzip file, which compares its checksum. Returns its uncompressed size; -1 if it is damaged."""
+    size = 0
     try:
-        with gzip.open(os.fdopen(raised(os.dup(file)), "rb")) as stream:
+        with os.fdopen(opened(packed, os.O_RDONLY), "rb") as file, gzip.GzipFile(fileobj=file) as stream:
             while chunk := stream.read(_CHUNK):
                 size += len(chunk)
-                checksum = zlib.crc32(chunk, checksum)
     except (EOFError, zlib.error, gzip.BadGzipFile):
-        return -1, 0
-    return size, checksum
+        return -1
+    return size
 
 
 def _write(file: int, content: bytes) -> None:
@@ -269,63 +296,141 @@ def _write(file: int, content: bytes) -> None:
         view = view[written:]
 
 
-def _probe_disk(work: Folder) -> None:
-    """Write and sync `_PROBE_BYTES`.
-
-    Raises:
-        StoreError: it takes too long.
-        OSError: the bytes cannot be written.
-    """
-    start = now_ns()
-    file = work.create(_PROBE)
-    try:
-        _write(file, bytes(_PROBE_BYTES))
-        os.fsync(file)
-    finally:
-        work.close(file, discard=True)
-        work.remove(_PROBE)
-    seconds = (now_ns() - start) / NS
-    if seconds > _PROBE_SECONDS:
-        raise StoreError(
-            f"the disk is too slow: {seconds:.1f} s for {_PROBE_BYTES >> 20} MiB, and the training would wait for it"
-        )
+# -- what the DataLoader workers did -------------------------------------------------------------------------------
 
 
-def sweep(roots: Iterable[Path | None], is_gone: Callable[[str, float], bool]) -> int:
-    """Remove unfinished exports and reservations of processes that have ended. Returns how many.
+def worker_tracks(counters: Iterable[WorkerCounters], first_ns: int, last_ns: int, zero_ns: int) -> bytes:
+    """The fetches that were in progress during a recording, as events of a Chrome trace: tracks of their own.
 
-    A reservation that names another run's folder stays for `leftovers`.
+    The profiler records the training process only. Each worker remembers its newest fetches only.
 
     Args:
-        roots: the folders to search: the run's, and the machine's, where earlier versions saved.
-        is_gone: whether the process of an owner has certainly ended, given the seconds since it wrote its file.
+        counters: the counters of the workers.
+        first_ns: start of the recording, monotonic.
+        last_ns: its end, monotonic.
+        zero_ns: monotonic time from which the trace's microseconds count.
 
-    Raises:
-        OSError: a folder does not belong to this user alone; the others are swept nevertheless.
+    Returns:
+        JSON objects, a comma after each.
     """
-    removed, failed, roots = 0, None, list(roots)
-    for root in roots:
-        if root is None or not root.exists():
+    events = (event for worker in counters for event in _worker_track(worker, first_ns, last_ns, zero_ns))
+    return b"".join(msgspec.json.encode(event) + b",\n" for event in events)
+
+
+def _worker_track(worker: WorkerCounters, first_ns: int, last_ns: int, zero_ns: int) -> Iterator[dict[str, Any]]:
+    where = {"pid": worker.pid, "tid": worker.tid}
+    kept = len(worker.recent_finished_ns)
+    named = False
+    for number in range(max(0, worker.ended - kept), worker.ended):
+        began, ended = worker.recent_started_ns[number % kept], worker.recent_finished_ns[number % kept]
+        if not (first_ns <= ended and began <= min(last_ns, ended)):
             continue
-        try:
-            with open_folder(root) as folder:
-                for name in folder.names():
-                    reservation = Reservation.parse(name)
-                    owner = reservation.owner if reservation else ""
-                    if name.startswith(PARTIAL):
-                        owner = name.removeprefix(PARTIAL)
-                    if owner and is_gone(owner, age_seconds(folder.fd, name)):
-                        if reservation and destination(folder, name) not in (None, *roots):
-                            continue
-                        folder.remove(name)
-                        removed += 1
-        except OSError as error:
-            failed = error
-    if failed is not None:
-        raise failed
-    return removed
+        if not named:
+            named = True
+            name = {"name": f"DataLoader worker {worker.worker}"}
+            yield {"ph": "M", "name": "process_name", "ts": 0, **where, "args": name}
+        yield {
+            "ph": "X",
+            "cat": WORKER_CATEGORY,
+            "name": "fetch",
+            **where,
+            "ts": (began - zero_ns) / 1e3,
+            "dur": (ended - began) / 1e3,
+            "args": {"worker": worker.worker, "number": number},
+        }
 
 
-def trace_name(rank: int, host: str, pid: int, stamp_ms: int) -> str:
-    """Name of a rank's trace file. TensorBoard's plugin reads the worker and the span from it."""
-    return f"rank-{rank}.{host}_{pid}.{stamp_ms}.pt.trace.json.gz"
+# -- the manifest --------------------------------------------------------------------------------------------------
+
+
+class RankPart(msgspec.Struct):
+    """A rank's part of the manifest: where its trace and its log lines are. Times are ISO-8601, in UTC."""
+
+    rank: int
+    local_rank: int
+    node: str
+    pid: int
+    tid: int
+    file: str
+    size_bytes: int
+    trace_bytes: int
+    trace_zero_unix_seconds: float | None
+    first_step: int | None
+    last_step: int | None
+    why: str | None
+    started: str
+    ended: str
+    log: str
+    pause_seconds: dict[str, float]
+    held_seconds: dict[str, float]
+
+
+class Manifest(msgspec.Struct):
+    """The manifest of a snapshot: why it was taken, which steps it has, and where they are in the logs.
+
+    Attributes:
+        together: whether the recordings of all ranks overlap. Ranks that count their steps differently record at
+            different times.
+    """
+
+    id: str
+    reason: str
+    kind: str
+    asked_by: str
+    stall: dict[str, Any] | None
+    first_step: int
+    last_step: int
+    ranks_expected: tuple[int, ...]
+    log_from: str
+    log_until: str
+    together: bool
+    ranks: list[RankPart]
+
+
+def add_to_manifest(snapshots: Path, plan: Plan, part: RankPart) -> None:
+    """Add a rank's part to the manifest of a snapshot.
+
+    Each rank writes its part to a file of its own. Then it combines all parts that are there into the manifest, and
+    checks afterwards for parts that were added meanwhile. So the manifest is complete whichever rank writes it last.
+    """
+    folder = snapshots / plan.folder / "about"
+    folder.mkdir(0o700, exist_ok=True)
+    _write_json(folder / f"rank-{part.rank}.json", part)
+    written: list[Path] = []
+    for _ in range(_MAX_MANIFESTS):
+        paths = sorted(folder.glob("rank-*.json"))
+        if paths == written:
+            return
+        parts = {each.rank: each for each in (part, *map(_read_part, paths)) if each is not None}
+        _write_json(folder / "snapshot.json", _manifest(plan, [parts[rank] for rank in sorted(parts)]))
+        written = paths
+
+
+def _manifest(plan: Plan, parts: list[RankPart]) -> Manifest:
+    request = plan.request
+    started, ended = [part.started for part in parts], [part.ended for part in parts]
+    return Manifest(
+        id=request.id,
+        reason=request.reason,
+        kind=request.kind,
+        asked_by=request.asked_by,
+        stall=request.stall,
+        first_step=plan.first_step,
+        last_step=plan.last_step,
+        ranks_expected=plan.ranks,
+        log_from=min(started),
+        log_until=max(ended),
+        together=max(started) <= min(ended),  # ISO-8601 in one form sorts as text
+        ranks=parts,
+    )
+
+
+def _read_part(path: Path) -> RankPart | None:
+    try:
+        return msgspec.json.decode(read_small(path, _MAX_PART_BYTES), type=RankPart)
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
+def _write_json(path: Path, record: msgspec.Struct) -> None:
+    replace_file(path, msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")

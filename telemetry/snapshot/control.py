@@ -1,0 +1,556 @@
+"""Controls the snapshots of one rank: when one is taken, and what happens to what was recorded.
+
+The agent thread decides, agrees with the other ranks and counts. The training thread records (`snapshot.capture`). A
+thread of its own exports, because an export takes seconds and the agent thread must go on sampling meanwhile.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from array import array
+from collections import deque
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from telemetry.core.views import SnapshotsView
+from telemetry.publish.log_fields import rounded
+from telemetry.records import FAILED, RECORDED, REFUSED, SKIPPED, SLOWER, SNAPSHOT_RESULTS
+from telemetry.snapshot import agree
+from telemetry.snapshot.agree import Agreement, Plan, Request, Result
+from telemetry.snapshot.budget import Budget, BudgetWatch, on_gpu
+from telemetry.snapshot.capture import Capture, Outcome
+from telemetry.snapshot.store import (
+    RankPart,
+    StoredTrace,
+    StoreError,
+    TraceStore,
+    add_to_manifest,
+    trace_name,
+    worker_tracks,
+)
+from telemetry.util.clock import NS, now_ns, unix_ns, unix_time
+from telemetry.util.files import caches_folders
+from telemetry.util.processes import slug
+from telemetry.util.threads import OwnThread, Wake
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from pathlib import Path
+
+    from telemetry.agent.accounting import Accounting
+    from telemetry.agent.event_log import EventLog
+    from telemetry.config import Config
+    from telemetry.hooks.profilers import ProfilerWatch
+    from telemetry.hooks.tracker import StepTracker
+    from telemetry.publish.node import NodeService
+    from telemetry.records import Step
+    from telemetry.snapshot.capture import RecordedTrace
+    from telemetry.util.clock import WallClock
+    from telemetry.util.errors import ErrorLog
+    from telemetry.util.processes import Identity
+
+_WINDOW_STEPS: Final = 50
+_WINDOW_SECONDS: Final = 2.0
+"""Steps are compared in windows of at least this many steps and seconds: shorter windows are noise."""
+
+_KEPT_STEPS: Final = 4096
+_MIN_STEPS: Final = 10
+"""With fewer steps before a snapshot no comparison is made."""
+
+_PACE_STEPS: Final = 3
+_PACES: Final = 5
+"""The pace is the shortest of the last `_PACES` mean step times, each of at least `_PACE_STEPS` steps."""
+
+_SETTLING_STEPS: Final = 3
+_SLOW_WINDOWS: Final = 3
+_SLOW_RATIO: Final = 1.10
+"""A slowdown lasts if steps are slower by a tenth in this many windows in a row. On GPUs, steps were seen to stay 10 to
+20 % slower after a profile (pytorch#144455)."""
+
+_END_SECONDS: Final = 1.0
+"""How long the end of the run waits for the training thread to end a recording."""
+
+_LONG_SECONDS: Final = 3600.0
+
+
+# -- when a snapshot is taken --------------------------------------------------------------------------------------
+
+
+class Trigger:
+    """One rank's policy. It reads no clock.
+
+    Args:
+        settle_seconds: how long a stall must last before it triggers a snapshot.
+        cooldown_seconds: least time between two snapshots that stalls trigger.
+        max_snapshots: how many one run may take.
+
+    Attributes:
+        taken: snapshots so far, with those that failed on this rank.
+        off: why this run takes no more snapshots; None if it may.
+    """
+
+    def __init__(self, *, settle_seconds: float, cooldown_seconds: float, max_snapshots: int) -> None:
+        self._settle = settle_seconds
+        self._cooldown = cooldown_seconds
+        self._max = max_snapshots
+        self._stall_since: float | None = None
+        self._fired = False
+        self._last: float | None = None
+        self.taken = 0
+        self.off: str | None = None
+
+    def stalled(self, now: float, cause: str | None) -> bool:
+        """Whether the open stall triggers a snapshot now. Called at each tick.
+
+        A stall triggers one snapshot, after the settle time and if the cooldown is over. A stall caused by checkpoints
+        triggers none, because a trace of steps does not show them.
+
+        Args:
+            now: monotonic seconds.
+            cause: the cause of the open stall; None without one.
+        """
+        if cause is None or cause == "checkpoint":
+            self._stall_since, self._fired = None, False
+            return False
+        if self._stall_since is None:
+            self._stall_since = now
+        held = now - self._stall_since
+        # A rank that waits for a straggler waits longer: the straggler's own snapshot shows the reason.
+        settle = self._settle * (2 if cause == "straggler" else 1)
+        if self._fired or held < settle or self.refuses(now, agree.STALL) is not None:
+            return False
+        self._fired = True
+        return True
+
+    def refuses(self, now: float, kind: str) -> str | None:
+        """Why a request is refused; None if it is not. The cooldown holds for stalls, not for a person's request."""
+        if self.off is not None:
+            return self.off
+        if self.taken >= self._max:
+            return f"this run has taken its max_snapshots = {self._max}"
+        if kind == agree.STALL and self._last is not None and now - self._last < self._cooldown:
+            left = self._cooldown - (now - self._last)
+            return f"the cooldown since the last snapshot has {left:.0f} s to go"
+        return None
+
+    def took(self, now: float) -> None:
+        """A snapshot was agreed on. It also shows the open stall, even if a person requested it."""
+        self.taken += 1
+        self._fired = self._stall_since is not None
+        self._last = now
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Median step seconds before and after a snapshot; ``slower`` if that is a lasting slowdown."""
+
+    before: float
+    after: float
+    slower: bool
+
+
+class StepWatch:
+    """Compares step times before and after a snapshot."""
+
+    def __init__(self) -> None:
+        self._recent = array("d")  # seconds of the newest steps; a list of numbers takes a MiB
+        self._count = 0
+        self._paces: deque[float] = deque(maxlen=_PACES)
+        self._from: int | None = None  # steps from here on are after the snapshot
+        self._before = 0.0
+        self._window: list[float] = []
+        self._window_seconds = 0.0
+        self._slow = 0
+
+    def add(self, seconds: Iterable[float]) -> Comparison | None:
+        """Add the seconds of steps that have ended. Returns a comparison once one is complete."""
+        found, added, number = None, [*seconds], self._count
+        self._count += len(added)
+        self._recent.extend(added)
+        if self._from is not None:
+            for step in added:
+                number += 1
+                if self._from is not None and number >= self._from:
+                    found = self._after(step) or found
+        if len(self._recent) > 2 * _KEPT_STEPS:
+            del self._recent[:-_KEPT_STEPS]
+        if len(added) >= _PACE_STEPS:
+            self._paces.append(sum(added) / len(added))
+        return found
+
+    def compare(self, first: int, last: int) -> None:
+        """Start a comparison: the profiler was on from step ``first`` to step ``last``, counted from 1."""
+        before, total = [], 0.0
+        for ago, seconds in enumerate(reversed(self._recent)):
+            if self._count - ago < first:
+                before.append(seconds)
+                total += seconds
+                if len(before) >= _WINDOW_STEPS and total >= _WINDOW_SECONDS:
+                    break
+        if len(before) < _MIN_STEPS:
+            return
+        self._before, self._window, self._window_seconds, self._slow = median(before), [], 0.0, 0
+        self._from = last + 1 + _SETTLING_STEPS
+
+    def _after(self, step: float) -> Comparison | None:
+        self._window.append(step)
+        self._window_seconds += step
+        if len(self._window) < _WINDOW_STEPS or self._window_seconds < _WINDOW_SECONDS:
+            return None
+        after, self._window, self._window_seconds = median(self._window), [], 0.0
+        self._slow = self._slow + 1 if after > _SLOW_RATIO * self._before else 0
+        if 0 < self._slow < _SLOW_WINDOWS:
+            return None
+        self._from = None
+        return Comparison(self._before, after, slower=self._slow > 0)
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Seconds of a step at the fastest recent pace; None as long as there are too few steps."""
+        newest = self._recent[-_PACE_STEPS:]
+        return min([*self._paces, sum(newest) / len(newest)]) if len(newest) == _PACE_STEPS else None
+
+
+# -- the export ----------------------------------------------------------------------------------------------------
+
+
+class _Export:
+    """A thread that watches what the recording of one plan takes, waits for its outcome, and saves the trace.
+
+    It is started before the recording, because Python 3.12 and later start no thread while the process exits.
+
+    Attributes:
+        outcome: how the plan ended on the training thread; None before that.
+        error: why there is no trace, or no manifest of it.
+        finished: whether the trace was saved, or could not be.
+
+    Raises:
+        RuntimeError: no thread can be started.
+    """
+
+    def __init__(self, control: SnapshotControl, watch: BudgetWatch) -> None:
+        self._control, self._watch = control, watch
+        self._submitted = Wake()
+        self.outcome: Outcome | None = None
+        self.stored: StoredTrace | None = None
+        self.error: str | None = None
+        self.finished = False
+        self.thread = OwnThread(self._main, name="telemetry-export")
+        self.thread.start()
+
+    def submit(self, outcome: Outcome | None) -> None:
+        """Save an outcome that has a trace, and end the thread. Without an outcome it just ends. Called once."""
+        self._watch.close()
+        self.outcome = outcome
+        self._submitted.set()
+
+    def _main(self) -> None:
+        self._watch.run()
+        while not self._submitted.wait(_LONG_SECONDS):
+            pass
+        outcome = self.outcome
+        if outcome is not None and outcome.trace is not None:
+            try:
+                self.stored = self._control.save(outcome, outcome.trace, self._watch.budget.trace_bytes)
+                self._control.describe(outcome, self.stored)
+            except (StoreError, OSError) as error:
+                self.error = str(error)
+            except Exception as error:
+                self.error = f"{type(error).__name__}: {error}"
+        self.finished = True
+
+
+# -- one rank ------------------------------------------------------------------------------------------------------
+
+
+class SnapshotControl:
+    """Built by the agent. `tick` is called on the agent thread.
+
+    Args:
+        accounting: knows how many steps have ended.
+        event_log: gets a line for each snapshot. The manifest names the log file.
+        ranks_elsewhere: whether the job has ranks on other nodes.
+
+    Attributes:
+        node: knows how many ranks of the node may record at the same time. Set by the agent; None without a board.
+        counts: snapshots so far, by result.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        identity: Identity,
+        run_dir: Path,
+        *,
+        tracker: StepTracker,
+        profilers: ProfilerWatch,
+        errors: ErrorLog,
+        wall: WallClock,
+        accounting: Accounting,
+        event_log: EventLog,
+        ranks_elsewhere: Callable[[], bool],
+    ) -> None:
+        self._config = config
+        self._identity = identity
+        self._folder = run_dir / "snapshots"
+        self._tracker = tracker
+        self._errors = errors
+        self._wall = wall
+        self._accounting = accounting
+        self._event_log = event_log
+        self.node: NodeService | None = None
+        self.counts = dict.fromkeys(SNAPSHOT_RESULTS, 0)
+        self._asked: deque[tuple[int | None, int]] = deque(maxlen=16)
+        self._trigger = Trigger(
+            settle_seconds=config.snapshot_settle_seconds,
+            cooldown_seconds=config.snapshot_cooldown_seconds,
+            max_snapshots=config.max_snapshots,
+        )
+        self._watch = StepWatch()
+        self._agreement = Agreement(
+            self._folder,
+            rank=identity.rank,
+            world_size=identity.world_size,
+            tick_seconds=config.interval_seconds,
+            refuses=lambda request: self._trigger.refuses(now_ns() / NS, request.kind),
+            far=lambda: ranks_elsewhere() and caches_folders(self._folder),
+        )
+        self._capture = Capture(
+            tracker,
+            profilers=profilers,
+            max_seconds=config.snapshot_max_seconds,
+            metadata={"run": identity.run, "rank": identity.rank, "world_size": identity.world_size},
+            shapes=config.snapshot_shapes,
+        )
+        profilers.before_theirs = self._capture.give_way
+        self._store = TraceStore(
+            self._folder,
+            slug(identity.node),
+            max_bytes=config.snapshot_max_bytes,
+            disk_bytes=config.snapshot_disk_bytes,
+        )
+        self._export: _Export | None = None  # from a plan until its outcome is counted
+        self._usable = False
+
+    # -- life --------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Make the folder, and remove what ended processes of this run have left there.
+
+        Raises:
+            OSError: the folder cannot be used. There will be no snapshots.
+        """
+        if self._config.max_snapshots:
+            self._folder.parent.mkdir(parents=True, exist_ok=True)
+            self._folder.mkdir(0o700, exist_ok=True)
+            if not os.access(self._folder, os.R_OK | os.W_OK | os.X_OK):
+                raise PermissionError(f"{self._folder} may not be written")
+            self._usable = True
+        self._store.sweep()
+
+    def adopt(self, identity: Identity) -> None:
+        """Use another rank: the rank of this process has become known or has changed. Called on the agent thread."""
+        self._identity = identity
+        self._agreement.adopt(identity.rank, identity.world_size)
+        self._capture.metadata = self._capture.metadata | {"rank": identity.rank, "world_size": identity.world_size}
+
+    def request(self, rank: int | None, steps: int | None) -> bool:
+        """Request a snapshot from this process. Can be called on any thread; the next tick handles it."""
+        if self._usable:
+            self._asked.append((rank, steps or self._config.snapshot_steps))
+        return self._usable
+
+    def end_recording(self, detach: Callable[[], object]) -> bool:
+        """Keep what is recorded when the run ends. Called while the hooks are still in place.
+
+        Returns:
+            Whether no profiler session is left. If one is left, the training thread has not reached a step boundary
+            in time. It ends the session when it does, and then calls ``detach``.
+        """
+        if threading.get_ident() == self._tracker.thread:
+            self._tracker.boundaries.interrupt("the end of the run")
+            return True
+        self._capture.when_over = detach
+        if not self._capture.end("the end of the run", _END_SECONDS):
+            return False
+        self._capture.when_over = lambda: None
+        return True
+
+    def end(self) -> None:
+        """The last tick, after the hooks are removed. An export may go on."""
+        self._capture.drop("the run ended before the step")
+        self._settle()
+        if self._export is not None and self._export.outcome is None:
+            self._export.submit(None)
+
+    def wait(self, seconds: float) -> None:
+        """Wait for an export that goes on, at most this many seconds, and log its outcome."""
+        if self._export is not None:
+            self._export.thread.join(seconds)
+            if self._export.outcome is not None:
+                self._settle()
+
+    def after_fork_in_child(self) -> None:
+        """Stop a recording that was copied by a fork, so that it does not grow. Takes no lock."""
+        self._usable = False
+        self._capture.after_fork_in_child()
+
+    def view(self) -> SnapshotsView:
+        """Snapshots so far, for the endpoint."""
+        return SnapshotsView(dict(self.counts), SLOWER if self._trigger.off is not None else None)
+
+    # -- the agent thread --------------------------------------------------------------------------------------
+
+    def add_steps(self, steps: Iterable[Step]) -> None:
+        """Count steps that have closed."""
+        found = self._watch.add(step.seconds for step in steps)
+        if found is not None and found.slower:
+            slower = f"{100 * (found.after / found.before - 1):.0f} % slower"
+            times = f"{1e3 * found.before:.2f} ms before, {1e3 * found.after:.2f} ms after"
+            self._trigger.off = f"steps stayed {slower} after a snapshot ({times}); no more are taken"
+            self._errors.tell("snapshot", self._trigger.off)
+
+    def tick(self, cause: str | None, stall_fields: Callable[[], dict[str, Any] | None]) -> None:
+        """Agree with the other ranks, and handle what has been recorded.
+
+        Args:
+            cause: the cause of the open stall; None without one.
+            stall_fields: returns the fields of the open stall, as in the log.
+        """
+        if not self._usable:
+            return
+        self._settle()
+        now = now_ns() / NS
+        if self._config.snapshot_on_stall == "off" or (self._config.snapshot_on_stall == "auto" and on_gpu()):
+            cause = None
+        if self._trigger.stalled(now, cause) and cause is not None:
+            self._ask("stall", cause, None, self._config.snapshot_steps, stall_fields())
+        while self._asked:
+            rank, steps = self._asked.popleft()
+            self._ask("api", agree.REQUEST, rank, steps, None)
+        pace = self._watch.step_seconds if self._export is None else None
+        plan = self._agreement.poll(self._accounting.steps_total, pace)
+        if plan is not None:
+            self._follow(plan, now)
+        self._capture.hold()
+
+    def _ask(
+        self, kind: Literal["stall", "api"], reason: str, rank: int | None, steps: int, stall: dict[str, Any] | None
+    ) -> None:
+        who = f"rank {self._identity.rank}, pid {os.getpid()}"
+        self._agreement.ask(Request(agree.new_id(unix_time()), kind, reason, rank, steps, who, stall))
+
+    def _follow(self, plan: Plan, now: float) -> None:
+        if plan.refused is not None:
+            self._conclude(Outcome(plan, REFUSED, plan.refused))
+        elif self._export is not None:
+            self._conclude(Outcome(plan, SKIPPED, "another snapshot is in progress"))
+        elif self._capture.abandoned:
+            self._conclude(Outcome(plan, REFUSED, "a recording could not be ended; there will be no other one"))
+        else:
+            config = self._config
+            budget = Budget.now(
+                config.snapshot_memory_bytes,
+                config.snapshot_pause_seconds,
+                ranks=max(1, self.node.live_ranks()) if self.node is not None else 1,
+                shapes=config.snapshot_shapes,
+            )
+            watch = BudgetWatch(budget)
+            try:
+                self._export = _Export(self, watch)
+            except RuntimeError as error:
+                self._conclude(Outcome(plan, REFUSED, f"there is no thread to save it: {error}"))
+                return
+            self._trigger.took(now)
+            self._capture.arm(plan, watch)
+
+    def _settle(self) -> None:
+        """Hand on what has been recorded, and count what has been saved."""
+        export = self._export
+        if export is None:
+            return
+        if export.outcome is None:
+            outcome = self._capture.take()
+            if outcome is None:
+                return
+            if outcome.pauses:
+                self._watch.compare(outcome.plan.first_step - 1, outcome.last_step or outcome.plan.last_step)
+            export.submit(outcome)
+        outcome = export.outcome
+        if outcome is not None and (outcome.trace is None or export.finished):
+            self._export = None
+            self._conclude(outcome, export.stored, export.error)
+
+    def _conclude(self, outcome: Outcome, stored: StoredTrace | None = None, error: str | None = None) -> None:
+        """Count the outcome, log it, and report it to the other ranks. ``error``: as `_Export.error`."""
+        plan = outcome.plan
+        result = FAILED if error is not None and stored is None else outcome.result
+        why = error or outcome.why
+        path = None if stored is None else f"snapshots/{plan.folder}/{stored.name}"
+        self.counts[result] += 1
+        line: dict[str, Any] = {
+            "result": result,
+            "why": why,
+            "id": plan.request.id,
+            "reason": plan.request.reason,
+            "asked_by": plan.request.asked_by,
+            "first_step": outcome.first_step if result == RECORDED else None,
+            "last_step": outcome.last_step if result == RECORDED else None,
+            "path": path,
+            "pause_seconds": rounded(outcome.pauses),
+        }
+        if stored is not None:
+            line |= {
+                "started": self._wall.iso(outcome.started_ns),
+                "ended": self._wall.iso(outcome.ended_ns),
+                "size_bytes": stored.size,
+                "trace_bytes": stored.raw_bytes,
+                "held_seconds": rounded(stored.held),
+            }
+        self._event_log.emit("snapshot", line)
+        self._agreement.report(
+            plan, Result(self._identity.rank, result, why, path, outcome.first_step, outcome.last_step)
+        )
+
+    # -- the export thread -------------------------------------------------------------------------------------
+
+    def save(self, outcome: Outcome, trace: RecordedTrace, most_bytes: int) -> StoredTrace:
+        """Save a trace, with the fetches of the workers during the recording. Raises as `TraceStore.publish`."""
+        identity, plan = self._identity, outcome.plan
+        # Read now, because workers keep only their newest fetches.
+        blocks = [loader.block for loader in self._tracker.sources.live() if loader.block is not None]
+        counters = [worker for block in blocks for worker in block.read()]
+        monotonic = now_ns() - unix_ns()
+        return self._store.publish(
+            trace,
+            plan,
+            trace_name(identity.rank, slug(identity.node), identity.pid, plan.stamp_ms),
+            most_bytes=most_bytes,
+            extra_events=lambda zero: worker_tracks(counters, outcome.started_ns, outcome.ended_ns, zero + monotonic),
+        )
+
+    def describe(self, outcome: Outcome, stored: StoredTrace) -> None:
+        """Add this rank's part to the manifest. Raises as `add_to_manifest`."""
+        identity = self._identity
+        part = RankPart(
+            rank=identity.rank,
+            local_rank=identity.local_rank,
+            node=identity.node,
+            pid=identity.pid,
+            tid=outcome.thread,
+            file=stored.name,
+            size_bytes=stored.size,
+            trace_bytes=stored.raw_bytes,
+            trace_zero_unix_seconds=None if stored.zero_ns is None else stored.zero_ns / NS,
+            first_step=outcome.first_step,
+            last_step=outcome.last_step,
+            why=outcome.why,
+            started=self._wall.iso(outcome.started_ns),
+            ended=self._wall.iso(outcome.ended_ns),
+            log=f"../../../logs/{self._event_log.log.file.path.name}",
+            pause_seconds=rounded(outcome.pauses),
+            held_seconds=rounded(stored.held),
+        )
+        add_to_manifest(self._folder, outcome.plan, part)
