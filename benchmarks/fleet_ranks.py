@@ -14,7 +14,7 @@ from telemetry import records  # RECORDS
 from telemetry._version import __version__
 from telemetry.config import STEP_BUCKETS
 from telemetry.core.views import AttemptView, RunView, SnapshotsView, StallView
-from telemetry.core.worker_records import FETCH_BUCKETS, Deliveries, WorkersSample
+from telemetry.hooks.worker_block import FETCH_BUCKETS
 from telemetry.publish.board import RankState
 from telemetry.publish.endpoint import join
 from telemetry.publish.exposition import Exposition
@@ -32,6 +32,7 @@ from telemetry.records import (
     TorchMemorySample,
     Totals,
 )
+from telemetry.sources.workers import Deliveries, WorkersSample
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader, Dataset
 
 import telemetry
 from benchmarks import machine
-from telemetry.agent import gil_turns
 from telemetry.agent.agent import Agent
+from telemetry.util import gil
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 RESULTS: Final = ROOT / "benchmarks" / "results"
@@ -52,7 +52,7 @@ def loop(kind: str, seconds: float) -> str:
         spans[-1][1] = time.monotonic()
 
     if kind == KINDS[2]:
-        gil_turns._LATE_NS = 1 << 62  # type: ignore[misc]
+        gil._LATE_NS = 1 << 62  # type: ignore[misc]
     Agent._tick = timed  # type: ignore[assignment,method-assign]
     with tempfile.TemporaryDirectory() as folder:
         if kind != KINDS[0]:

@@ -25,11 +25,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from benchmarks import machine
-from telemetry.attach.worker_block import WorkerBlock
-from telemetry.attach.worker_probe import WorkerProbe
-from telemetry.core.stack_profile import StackProfile
+from telemetry.hooks.worker import WorkerProbe
+from telemetry.hooks.worker_block import WorkerBlock
 from telemetry.util import threads
 from telemetry.util.clock import NS, now_ns
+from telemetry.util.sampling import StackProfile
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -141,7 +141,7 @@ def measure(kind: str, rounds: int, seconds: float) -> str:
 
 def looking() -> float:
     """Nanoseconds of a look at the request."""
-    words, start = WorkerBlock(1).words, now_ns()
+    words, start = WorkerBlock(1).slot(0), now_ns()
     looks = timeit.repeat("words[15] > start", globals={"words": words, "start": start}, number=200_000, repeat=5)
     nothing = timeit.repeat("start > start", globals={"start": start}, number=200_000, repeat=5)
     return (min(looks) - min(nothing)) / 200_000 * NS

@@ -190,14 +190,14 @@ def _filled(hint: Any, name: str) -> Any:
     """A value of an annotated type with every field filled, including fields that are added later."""
     from telemetry import records
     from telemetry.config import STEP_BUCKETS
-    from telemetry.core import worker_records
     from telemetry.records import CATEGORIES, Histogram
+    from telemetry.sources import workers
 
     if hint is Histogram:
         return Histogram(STEP_BUCKETS, tuple(range(1000, 1001 + len(STEP_BUCKETS))), 123456.789)
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         # Modules import the records only for type checking, so their names are given here.
-        modules = (records, records, records, worker_records)
+        modules = (records, records, records, workers)
         names = {name: value for module in modules for name, value in vars(module).items()} | {"Histogram": Histogram}
         hints = typing.get_type_hints(hint, localns=names)
         return hint(**{field.name: _filled(hints[field.name], field.name) for field in dataclasses.fields(hint)})

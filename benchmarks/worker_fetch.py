@@ -9,7 +9,6 @@ loader whose samples are counted in each fetch.
 
 from __future__ import annotations
 
-import functools
 import random
 import statistics
 from time import perf_counter_ns
@@ -19,9 +18,8 @@ import torch
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from benchmarks import child
-from telemetry.attach.batch_table import WANTED, BatchWriter
-from telemetry.attach.worker_block import WorkerBlock
-from telemetry.attach.worker_probe import timed_fetch
+from telemetry.hooks.worker import BatchCounter, timed_fetch
+from telemetry.hooks.worker_block import SAMPLES_WANTED, WorkerBlock
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,12 +51,8 @@ def _floor(original: Callable[[Any, Any], Any], words: memoryview) -> Callable[[
     return fetch
 
 
-def _worker_loop(measured: Callable[[], float]) -> float:
-    """Called as torch's own loop is: the number of the batch and what else a worker has stand in the frame."""
-    idx, index, r, fetcher, dataset, iteration_end = 7, [0], (7, [0]), measured, measured, False
-    took = measured()
-    del idx, index, r, fetcher, dataset, iteration_end
-    return took
+def _timed(fetch: Callable[[Any, Any], Any], block: WorkerBlock) -> Callable[[Any, Any], Any]:
+    return timed_fetch(fetch, block, 0, BatchCounter(block, 0, stream=False))
 
 
 def measure(hot_rounds: int, cold_rounds: int) -> dict[str, Any]:
@@ -68,20 +62,20 @@ def measure(hot_rounds: int, cold_rounds: int) -> dict[str, Any]:
     """
     torch.set_num_threads(1)
     block = WorkerBlock(1)
-    block.words[0] = 1  # as in a worker that has begun
+    block.slot(0)[0] = 1  # as in a worker that has begun
     ids = torch.zeros(8, 512, dtype=torch.long)
     plain, texts = (
         _MapDatasetFetcher(Ready(batch), False, lambda batch: batch, False)
         for batch in ([torch.zeros(8, 3), torch.zeros(8)], {"input_ids": ids, "attention_mask": ids, "labels": ids})
     )
     bare, counted, sized = _MapDatasetFetcher.fetch, WorkerBlock(1), WorkerBlock(1)
-    sized.batches.set(WANTED)
+    sized.set(SAMPLES_WANTED)
     kinds = {
         "bare": (bare, plain),
-        "floor": (_floor(bare, WorkerBlock(1).words), plain),
-        "timed": (timed_fetch(bare, block.words, batches=BatchWriter(block.batches, stream=False)), plain),
-        "tokens": (timed_fetch(bare, counted.words, batches=BatchWriter(counted.batches, stream=False)), texts),
-        "samples": (timed_fetch(bare, sized.words, batches=BatchWriter(sized.batches, stream=False)), plain),
+        "floor": (_floor(bare, WorkerBlock(1).slot(0)), plain),
+        "timed": (_timed(bare, block), plain),
+        "tokens": (_timed(bare, counted), texts),
+        "samples": (_timed(bare, sized), plain),
     }
     indices = [0]  # the fetchers make no batches: they pass it on to the data set
     image, kernel = torch.rand(1, 3, 256, 256), torch.rand(8, 3, 5, 5)
@@ -105,10 +99,7 @@ def measure(hot_rounds: int, cold_rounds: int) -> dict[str, Any]:
     for name, loop, rounds in (("hot", hot, hot_rounds), ("cold", cold, cold_rounds)):
         added: dict[str, list[float]] = {"floor": [], "timed": [], "tokens": [], "samples": []}
         for _ in range(rounds):
-            taken = {
-                kind: _worker_loop(functools.partial(loop, *kinds[kind]))
-                for kind in random.sample([*kinds], len(kinds))
-            }
+            taken = {kind: loop(*kinds[kind]) for kind in random.sample([*kinds], len(kinds))}
             for kind, readings in added.items():
                 readings.append(taken[kind] - taken["bare"])
         answer[name] = added

@@ -9,7 +9,7 @@ from operator import attrgetter, sub
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar, cast
 
 from telemetry.core.log_kind import NEWEST
-from telemetry.core.worker_records import Deliveries
+from telemetry.sources.workers import Deliveries
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable

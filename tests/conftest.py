@@ -15,9 +15,9 @@ from torch.utils.data._utils import worker as worker_module
 
 import telemetry
 from telemetry.agent.accounting import Ledger, spans
-from telemetry.attach.batch_numbering import BatchNumbering
 from telemetry.hooks.attachment import Attachment
 from telemetry.hooks.ring import Ring
+from telemetry.hooks.samples import BatchNumbering
 from telemetry.hooks.timers import GarbageTimer
 from telemetry.hooks.tracker import StepTracker
 from telemetry.records import PhaseSpan, Step

@@ -4,7 +4,6 @@ import dataclasses
 
 from telemetry.config import STEP_BUCKETS
 from telemetry.core.views import AttemptView, HangView, RunView, SnapshotsView, StallView
-from telemetry.core.worker_records import WorkersSample
 from telemetry.publish.metrics.agent_metrics import COLLECTOR
 from telemetry.records import (
     CATEGORIES,
@@ -22,6 +21,7 @@ from telemetry.records import (
     TorchMemorySample,
     Totals,
 )
+from telemetry.sources.workers import WorkersSample
 
 
 def all_families(exposition, view):

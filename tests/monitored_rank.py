@@ -10,10 +10,10 @@ from telemetry.agent.agent import TrainingThread
 from telemetry.agent.stall_report import StallCounts
 from telemetry.agent.stalls import StallMonitor
 from telemetry.agent.totals import Overhead, TotalsBuilder
-from telemetry.collect.thread_sampler import ThreadSampler
 from telemetry.config import Config
 from telemetry.hooks.tracker import StepTracker
 from telemetry.records import CHECKPOINT, COMPUTE, DATA_WAIT, OTHER, RankPace
+from telemetry.sources.lines import ThreadSampler
 from telemetry.util.errors import ErrorLog
 from tests.slice_cases import IDLE
 

@@ -6,8 +6,9 @@ import dataclasses
 
 from hypothesis import strategies as st
 
-from telemetry.core.worker_records import FETCH_BUCKETS, WorkersSample
+from telemetry.hooks.worker_block import FETCH_BUCKETS
 from telemetry.records import CAUSES, Histogram, RankPace
+from telemetry.sources.workers import WorkersSample
 from tests.slices import Slice
 
 IDLE = WorkersSample(

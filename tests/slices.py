@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from telemetry.agent.totals import Readings, integrated
-from telemetry.core.worker_records import Deliveries, WorkersSample
 from telemetry.diagnosis.evidence import Evidence, RecurringCosts, aggregate
 from telemetry.diagnosis.stalls import Change, Stall, StallDetector
 from telemetry.records import (
@@ -24,6 +23,7 @@ from telemetry.records import (
     Tick,
     Totals,
 )
+from telemetry.sources.workers import Deliveries, WorkersSample
 
 
 @dataclass(frozen=True)

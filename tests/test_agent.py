@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 import telemetry
 from telemetry.config import SettingError
-from telemetry.core.worker_records import FETCH_BUCKETS
+from telemetry.hooks.worker_block import FETCH_BUCKETS
 from telemetry.report.log_reader import load
 from telemetry.report.summary import summarize
 from telemetry.util import threads

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from telemetry.agent.accounting import Ledger, spans
-from telemetry.attach.batch_numbering import BatchNumbering
 from telemetry.hooks import ring as r
 from telemetry.hooks.loaders import LoaderHandle
 from telemetry.hooks.ring import CAPACITY, Ring
+from telemetry.hooks.samples import BatchNumbering
 from telemetry.records import CATEGORIES, CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION
 
 CODES = (

@@ -8,11 +8,9 @@ from types import SimpleNamespace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from telemetry.agent.sample_counter import SampleCounter
-from telemetry.attach.batch_numbering import BatchNumbering
-from telemetry.attach.batch_sizes import BatchMark, BatchSizes
 from telemetry.hooks.loaders import LoaderHandle
 from telemetry.hooks.ring import BATCH, BEGINS, JOINS, S_COMPUTE, S_DATA_WAIT, S_OTHER, STEP, STRIDE, code
+from telemetry.hooks.samples import BatchCounts, BatchMark, BatchNumbering, BatchSizes, SampleCounter
 
 JOINED = code(S_DATA_WAIT, S_COMPUTE, BATCH | JOINS)
 BEGUN = code(S_OTHER, S_OTHER, BEGINS)
@@ -21,10 +19,8 @@ BEGUN = code(S_OTHER, S_OTHER, BEGINS)
 class Lengths:
     """Tokens: batch ``n`` has ``n + 1``."""
 
-    ended = False
-
-    def of(self, number: int, batches: int = 1) -> int:
-        return sum(range(number + 1, number + batches + 1))
+    def of(self, number: int, batches: int) -> tuple[None, int]:
+        return None, sum(range(number + 1, number + batches + 1))
 
 
 def pieces(entries: list, cuts: list[int]) -> list[tuple[int, list]]:
@@ -45,7 +41,7 @@ def test_samples_and_tokens(epochs, cuts, joined, replayed):
     entries: list = []
     marks: list[BatchMark] = []
     for size, total, batches in epochs:
-        marks.append(BatchMark(len(entries) * STRIDE, BatchSizes(size, total), Lengths(), 0))
+        marks.append(BatchMark(len(entries) * STRIDE, BatchCounts(BatchSizes(size, total), Lengths(), False), 0))
         for _ in range(batches):
             number = len(entries)
             entries.append((10 * number, 10 * number + 5, JOINED if number in joined else STEP, None))

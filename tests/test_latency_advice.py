@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from telemetry.core.worker_records import FETCH_BUCKETS
 from telemetry.diagnosis.advice import advise
+from telemetry.hooks.worker_block import FETCH_BUCKETS
 from telemetry.records import Histogram
 from tests.advice_cases import HELD, first, uneven
 from tests.slice_cases import CASES, STARVED, with_workers

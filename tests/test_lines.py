@@ -6,14 +6,14 @@ import os
 
 import pytest
 
-from telemetry.core.sample_area import HALF_BYTES
-from telemetry.core.stack_profile import MAX_STACKS, StackProfile
 from telemetry.diagnosis import lines as work
 from telemetry.diagnosis.lines import line_shares
+from telemetry.hooks.worker_block import SharedArea
 from telemetry.publish.profile_folder import MAX_BYTES, MAX_FILES, ProfileFolder
 from telemetry.report.log_reader import load
 from telemetry.report.report_text import render
 from telemetry.report.summary import summarize
+from telemetry.util.sampling import MAX_STACKS, StackProfile
 from telemetry.util.stacks import Spot
 from tests.report_logs import START, line, totals, window, write
 
@@ -44,7 +44,7 @@ def profile_of(*stacks: tuple[tuple[Spot, ...], int]) -> StackProfile:
 def test_a_packed_profile_is_the_same_when_it_is_unpacked():
     profile = profile_of(((RESIZE, ITEM, FETCHER), 30), ((ITEM, FETCHER), 70))
     profile.times[ITEM, FETCHER] = profile.times[ITEM, FETCHER]._replace(gil_ns=7_000_000)
-    back = StackProfile.unpacked(profile.packed(HALF_BYTES))
+    back = StackProfile.unpacked(profile.packed(SharedArea.HALF_BYTES))
     assert (back.times, back.samples, back.other_ns) == (profile.times, 100, 0)
 
 
@@ -52,7 +52,7 @@ def test_a_long_path_is_whole_and_is_written_once():
     path = f"/scratch/{'experiment-with-a-long-name/' * 30}train.py"
     stacks = [((Spot(path, n, "item", "__main__"), FETCHER), 1) for n in range(100)]
     profile = profile_of(*stacks, ((Spot("/short/" + "x" * 5000, 1, "f", "m"),), 1))
-    packed = profile.packed(HALF_BYTES)
+    packed = profile.packed(SharedArea.HALF_BYTES)
     back = StackProfile.unpacked(packed)
     assert {stack[0].file for stack in back.times} == {path, "x" * 1000}
     assert len(back.times) == 101
@@ -79,7 +79,7 @@ def test_a_profile_has_a_limited_number_of_stacks():
 def test_names_that_would_break_the_format_are_kept_apart():
     odd = Spot("/a;b\t\nc.py", 1, "f;g", "m")
     profile = profile_of(((odd,), 50))
-    ((stack, _),) = StackProfile.unpacked(profile.packed(HALF_BYTES)).times.items()
+    ((stack, _),) = StackProfile.unpacked(profile.packed(SharedArea.HALF_BYTES)).times.items()
     assert len(stack) == 1
     (text,) = profile.folded("root", MAX_BYTES).decode().splitlines()
     assert text.count(";") == 1

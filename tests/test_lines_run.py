@@ -13,14 +13,14 @@ from torch.utils.data import DataLoader, Dataset
 
 import telemetry
 from telemetry.agent.stalls import LineMonitor
-from telemetry.attach.worker_block import SAMPLE_UNTIL, WorkerBlock
-from telemetry.core.stack_profile import StackProfile
 from telemetry.diagnosis import lines as work
 from telemetry.diagnosis.stalls import Stall
 from telemetry.hooks.ring import S_COMPUTE, Ring
 from telemetry.hooks.tracker import StepTracker
+from telemetry.hooks.worker_block import WorkerBlock
 from telemetry.util.clock import NS, now_ns
 from telemetry.util.errors import ErrorLog
+from telemetry.util.sampling import StackProfile
 from tests.slice_cases import a_slice
 from tests.slices import evidence_over
 
@@ -226,6 +226,6 @@ def test_what_is_sampled_in_stalls_that_no_run_above_has(tmp_path, cause, kinds,
         monitor.tick(Stall(cause, 0, {cause: 1.0}, 1.0, None, evidence_over([a_slice()])))
         monitor.sampler.sample(now_ns())
         assert monitor.sampler.profiles.keys() == kinds
-        assert (block.words[SAMPLE_UNTIL] > now_ns()) == asked
+        assert (block.samples_asked(0)[1] > now_ns()) == asked
     finally:
         monitor.close()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 from telemetry import records
-from telemetry.core import worker_records
 from telemetry.core.log_kind import LOG_KIND
 from telemetry.publish.log_fields import mean_of
 from telemetry.records import GpuSample, ProcessSample
+from telemetry.sources import workers
 from tests.slice_cases import IDLE
 
 
@@ -39,10 +39,7 @@ def test_counters_of_a_sample_are_not_averaged():
 
 
 SAMPLES = [
-    kind
-    for module in (records, records, worker_records)
-    for name, kind in vars(module).items()
-    if name.endswith("Sample")
+    kind for module in (records, records, workers) for name, kind in vars(module).items() if name.endswith("Sample")
 ]
 
 

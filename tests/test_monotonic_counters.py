@@ -10,13 +10,13 @@ import pytest
 from torch.utils.data import DataLoader
 
 import telemetry
-from telemetry.collect.worker_source import WorkersSource
-from telemetry.core.worker_records import FETCH_BUCKETS, WorkerCounters
+from telemetry.hooks.worker_block import FETCH_BUCKETS, WorkerCounters
 from telemetry.records import GpuSample
 from telemetry.sources.cgroup import PressureSource
 from telemetry.sources.collector import CollectorError
 from telemetry.sources.nvml import NvmlSource
 from telemetry.sources.proc import HostSource
+from telemetry.sources.workers import WorkersSource
 from tests.data_sets import Numbers
 from tests.running_agent import log_lines, scrape, wait_for
 

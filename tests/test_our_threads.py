@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from telemetry.collect.stack_capture import all_stacks
-from telemetry.collect.thread_sampler import ThreadSampler
+from telemetry.sources.lines import ThreadSampler
 from telemetry.util import threads
 from telemetry.util.stacks import stack_of
 from tests.faults.processes import HANG

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from telemetry.core.worker_records import Deliveries
 from telemetry.hooks.ring import Ring
 from telemetry.hooks.tracker import StepTracker
 from telemetry.records import ProcessSample
+from telemetry.sources.workers import Deliveries
 from tests.monitored_rank import Run
 
 

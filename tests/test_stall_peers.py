@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from telemetry.collect.thread_sampler import ThreadSamples
 from telemetry.diagnosis.stalls import StallDetector
 from telemetry.hooks.ring import Ring
 from telemetry.hooks.tracker import StepTracker
 from telemetry.records import CHECKPOINT, HostSample, ProcessSample, RankPace
+from telemetry.sources.lines import ThreadSamples
 from telemetry.util.stacks import stack_of
 from tests.monitored_rank import SECOND, Run
 from tests.running_agent import wait_for

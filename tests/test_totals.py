@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from telemetry.core.worker_records import Deliveries
 from telemetry.records import EpochTotals, Sampled, SampledTotals, Totals, WorkerTotals
+from telemetry.sources.workers import Deliveries
 
 
 def test_counters_are_subtracted_in_every_group():

@@ -11,11 +11,11 @@ import dataclasses
 from pathlib import Path
 from typing import Any, Final
 
-from telemetry.core.worker_records import WorkersSample
 from telemetry.diagnose.evidence_log import evidence_field
 from telemetry.diagnosis import evidence as records
 from telemetry.publish.log_fields import mean_of
 from telemetry.records import RankPace
+from telemetry.sources.workers import WorkersSample
 
 PAGE: Final = Path(__file__).resolve().parents[1] / "output.md"
 BEGIN: Final = "<!-- begin generated: `make docs-reference` writes this part from docs/tools/generate_evidence.py -->\n"

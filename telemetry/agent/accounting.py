@@ -9,10 +9,9 @@ from functools import cache
 from statistics import median
 from typing import TYPE_CHECKING, Final
 
-from telemetry.agent.sample_counter import SampleCounter
-from telemetry.attach.batch_numbering import BatchNumbering
 from telemetry.hooks import accelerator
 from telemetry.hooks.ring import BATCH, CLOSES, JOINS, LEAVES, OPENS, STEP
+from telemetry.hooks.samples import BatchNumbering, SampleCounter
 from telemetry.records import (
     CATEGORIES,
     CHECKPOINT,

@@ -18,7 +18,6 @@ from telemetry.agent.end_line import EndLine
 from telemetry.agent.endpoint_address import EndpointAddress
 from telemetry.agent.event_log import EventLog
 from telemetry.agent.figures import FigureOutput
-from telemetry.agent.gil_turns import GilTurns
 from telemetry.agent.job_hang import HangSurroundings, JobHang
 from telemetry.agent.job_link import JobLink
 from telemetry.agent.peer_paces import PeerPaces
@@ -33,7 +32,6 @@ from telemetry.agent.stalls import LineMonitor, StallMonitor
 from telemetry.agent.start_line import absolute, say_start
 from telemetry.agent.totals import CollectorPoller, Overhead, TotalsBuilder
 from telemetry.agent.trends import ChangeMonitor, MemoryWatch
-from telemetry.collect.thread_sampler import ThreadSampler
 from telemetry.config import TRIAL_VARIABLE
 from telemetry.hooks.attachment import Attachment
 from telemetry.hooks.patching import Patches, keep
@@ -45,10 +43,12 @@ from telemetry.publish.exposition import Exposition
 from telemetry.publish.node import NodeService
 from telemetry.records import COMPUTE, DATA_WAIT
 from telemetry.snapshot.control import SnapshotControl
+from telemetry.sources.lines import ThreadSampler
 from telemetry.sources.proc import is_running
 from telemetry.util.clock import NS, WallClock, now_ns, sleep
 from telemetry.util.errors import ErrorLog, let_pass, say
 from telemetry.util.files import StandardStreams
+from telemetry.util.gil import GilTurns
 from telemetry.util.processes import identify, slug
 from telemetry.util.threads import OwnThread, Wake
 
@@ -56,11 +56,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from telemetry.agent.trial_run import TrialRun
-    from telemetry.collect.line_sampler import LineSampler
     from telemetry.config import Config
     from telemetry.core.hang_records import HangState
     from telemetry.core.views import RunView
     from telemetry.records import RankPace, Step
+    from telemetry.sources.lines import LineSampler
 
 
 # -- training thread -------------------------------------------------------------------------------------------------

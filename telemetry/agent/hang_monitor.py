@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from telemetry.collect.stuck_place import StuckPlace
     from telemetry.config import Config
     from telemetry.core.recommendation import Advice
-    from telemetry.core.worker_records import StackPort
     from telemetry.hooks.tracker import StepTracker
+    from telemetry.hooks.worker_block import StackPort
     from telemetry.records import RankPace
 
 

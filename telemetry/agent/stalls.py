@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.agent.hang_monitor import HangMonitor
 from telemetry.agent.stall_report import slow_rank, stall_fields
-from telemetry.collect.line_sampler import LineSampler
 from telemetry.core.run_verdict import batches_unseen, costliest, lost_seconds, weight
-from telemetry.core.stack_profile import StackProfile
 from telemetry.core.views import StallView
 from telemetry.diagnose.hang_detector import EXPECTED, OVERDUE, longest_phase, paused
 from telemetry.diagnosis import lines as work
@@ -20,8 +18,10 @@ from telemetry.diagnosis.stalls import StallDetector
 from telemetry.diagnosis.stragglers import held_up_by, mostly_in_sync, short_of_cores
 from telemetry.publish.profile_folder import MAX_BYTES, ProfileFolder
 from telemetry.records import CHECKPOINT, DATA_WAIT, DEBUGGED, EVALUATION, Tick
+from telemetry.sources.lines import LineSampler
 from telemetry.util.clock import NS, now_ns, sleep
 from telemetry.util.errors import kind_of
+from telemetry.util.sampling import StackProfile
 from telemetry.util.threads import OwnThread
 
 if TYPE_CHECKING:

@@ -6,7 +6,6 @@ import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from telemetry.collect.worker_source import WorkersSource
 from telemetry.diagnosis.stalls import MIN_STEPS_OF_A_RUN
 from telemetry.publish import log_fields
 from telemetry.records import (
@@ -27,14 +26,13 @@ from telemetry.sources.collector import Collector, CollectorError, Poller
 from telemetry.sources.memory import MemorySource, TorchMemorySource, cuda
 from telemetry.sources.nvml import NvmlSource
 from telemetry.sources.proc import HostSource, ProcessSource
+from telemetry.sources.workers import WorkersSource
 from telemetry.util.clock import NS, sleep, thread_time
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from telemetry.agent.accounting import Accounting
-    from telemetry.collect.thread_sampler import ThreadSampler, ThreadSamples
-    from telemetry.core.worker_records import WorkersSample
     from telemetry.hooks.tracker import StepTracker
     from telemetry.records import (
         CollectorHealth,
@@ -45,6 +43,8 @@ if TYPE_CHECKING:
         ProcessSample,
         RankPace,
     )
+    from telemetry.sources.lines import ThreadSampler, ThreadSamples
+    from telemetry.sources.workers import WorkersSample
     from telemetry.util.errors import ErrorLog
 
 

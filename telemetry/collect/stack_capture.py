@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from telemetry.collect.worker_stack_requests import ask_workers
 from telemetry.sources.proc import thread_state
+from telemetry.sources.workers import ask_workers
 from telemetry.util.stacks import Stack, line_of, python_threads, stack_text, users_spot
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from telemetry.core.worker_records import StackPort
+    from telemetry.hooks.worker_block import StackPort
 
 MAX_BYTES: Final = 1 << 16
 """Of all stacks together."""

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from telemetry.core.worker_records import WorkersSample
     from telemetry.records import (
         CollectorHealth,
         GpuSample,
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
         TorchMemorySample,
         Totals,
     )
+    from telemetry.sources.workers import WorkersSample
 
 
 @dataclass(frozen=True, slots=True)

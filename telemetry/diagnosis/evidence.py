@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.core.worker_records import FETCH_BUCKETS
+from telemetry.hooks.worker_block import FETCH_BUCKETS
 from telemetry.records import CHECKPOINT, EVALUATION, OTHER, ROUNDING_SECONDS, RankPace, Totals
 
 if TYPE_CHECKING:

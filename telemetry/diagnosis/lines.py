@@ -7,11 +7,10 @@ import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.core.fetch_stacks import LOADER_CODE, is_fetcher
 from telemetry.core.recommendation import Advice, factor_text
-from telemetry.core.stack_profile import StackTime
 from telemetry.diagnosis.causes import own_time
 from telemetry.diagnosis.model import gain_of, gain_over_window, predicted_step, step_seconds, supply_seconds
+from telemetry.util.sampling import LOADER_CODE, StackTime, is_fetcher
 from telemetry.util.stacks import is_library
 from telemetry.util.text import milliseconds as ms
 from telemetry.util.text import rounded_percent
@@ -19,8 +18,8 @@ from telemetry.util.text import rounded_percent
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from telemetry.core.stack_profile import StackProfile
     from telemetry.diagnosis.evidence import Evidence
+    from telemetry.util.sampling import StackProfile
     from telemetry.util.stacks import Spot, Stack
 
 

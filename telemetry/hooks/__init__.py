@@ -1,1 +1,1 @@
-"""All that runs on the training thread or in a worker."""
+"""What runs on the training thread, or in a DataLoader worker: hooks that stamp and store."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from telemetry.attach import worker_patch
 from telemetry.hooks import accelerator, checkpoints, watch
 from telemetry.hooks import dataloader as loader_hooks
 from telemetry.hooks.gpu import GpuClock
 from telemetry.hooks.patching import ImportWatch, Patches
 from telemetry.hooks.profilers import ProfilerWatch
 from telemetry.hooks.tracker import GPU_CLOCK, optimizer_hook
+from telemetry.hooks.worker import patch_workers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -124,7 +124,7 @@ class Attachment:
         tracker = self._tracker
         dataloader = sys.modules["torch.utils.data.dataloader"]
         places: tuple[Callable[[], None], ...] = (
-            lambda: worker_patch.patch_workers(dataloader._MultiProcessingDataLoaderIter, tracker, self._patches),
+            lambda: patch_workers(dataloader._MultiProcessingDataLoaderIter, tracker, self._patches),
             lambda: loader_hooks.patch_loader(dataloader, tracker, torch.is_grad_enabled, self._patches),
             lambda: self._optimizer(sys.modules["torch.optim.optimizer"]),
             lambda: self._profilers(torch),
@@ -156,7 +156,7 @@ class Attachment:
 
     def _stateful_loader(self, module: Any) -> None:
         stateful, iterators = module.StatefulDataLoader, module._StatefulMultiProcessingDataLoaderIter
-        worker_patch.patch_workers(iterators, self._tracker, self._patches)
+        patch_workers(iterators, self._tracker, self._patches)
         loader_hooks.patch_epoch_boundaries(stateful, iterators, self._tracker, self._patches)
 
     def _with_patches(self, patch: Callable[[Any, StepTracker, Patches], None]) -> Callable[[ModuleType], None]:

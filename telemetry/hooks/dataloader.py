@@ -400,7 +400,7 @@ def _timed_reset(original: Callable[..., Any], tracker: StepTracker) -> Callable
         try:
             loader = tracker.sources.known(iterator)
             if loader is not None and loader.block is not None:
-                loader.block.batches.begin_again(vars(iterator).get("_send_idx", 0))
+                loader.block.next_iteration()
             return _timed(tracker, iterator) if _at_boundary(tracker) and timeable(iterator) else None
         except Exception as error:
             tracker.fault(error)

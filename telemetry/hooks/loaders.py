@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from telemetry.attach.worker_block import WorkerBlock
-    from telemetry.core.worker_records import Arrival
+    from telemetry.hooks.samples import Arrival
+    from telemetry.hooks.worker_block import WorkerBlock
 
 
 # -- loader types ----------------------------------------------------------------------------------------------------

@@ -8,13 +8,13 @@ import weakref
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from telemetry.attach.batch_sizes import BatchMarks
 from telemetry.hooks import ring as r
 from telemetry.hooks.evaluation import EvaluationDetector
 from telemetry.hooks.loaders import ON_THREAD, WATCHED, LoaderRegistry, is_loader_iterator
 from telemetry.hooks.patching import WeakMap, around
 from telemetry.hooks.profilers import ProfilerRanges
 from telemetry.hooks.resume import ResumeState
+from telemetry.hooks.samples import BatchMarks
 from telemetry.hooks.state import NO_THREAD, StepState
 from telemetry.hooks.timers import BatchRelease, GarbageTimer, SamplerTimer
 from telemetry.records import CHECKPOINT, EVALUATION, OTHER, PhaseSpan

@@ -7,7 +7,7 @@ from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
 from telemetry.core.log_kind import LOG_KIND
-from telemetry.core.worker_records import Deliveries
+from telemetry.sources.workers import Deliveries
 
 if TYPE_CHECKING:
     from telemetry.records import Percentiles, PhaseSpan, Totals

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
-    from telemetry.core.worker_records import WorkerCounters
+    from telemetry.hooks.worker_block import WorkerCounters
     from telemetry.snapshot.agree import Plan
     from telemetry.snapshot.capture import RecordedTrace
 

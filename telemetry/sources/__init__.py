@@ -1,1 +1,1 @@
-"""What is polled on the agent thread, one file each."""
+"""What the agent thread polls, one file for each source."""

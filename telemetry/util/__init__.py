@@ -1,1 +1,1 @@
-"""Tools that know nothing of training."""
+"""Helpers that every part of the package may use."""

@@ -90,7 +90,7 @@ def test_no_descriptor_of_ours_is_a_standard_one(tmp_path):
         while not agent._node.endpoint or not agent.event_log.log.file._file:
             agent._thread.join(0.01)
         assert urllib.request.urlopen(agent.metrics_url).status == 200
-        from telemetry.attach.worker_block import WorkerBlock
+        from telemetry.hooks.worker_block import WorkerBlock
         ours = [
             WorkerBlock(1)._descriptor(),
             agent.event_log.log.file._file.number,

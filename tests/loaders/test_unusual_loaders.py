@@ -16,9 +16,8 @@ from torch.utils.data import dataloader as torch_dataloader
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 import telemetry
-from telemetry.attach.worker_block import WorkerBlock
-from telemetry.attach.worker_probe import WorkerProbe
-from telemetry.hooks.profilers import MarkedWorker
+from telemetry.hooks.worker import WorkerProbe
+from telemetry.hooks.worker_block import WorkerBlock
 from telemetry.records import DATA_WAIT, EVALUATION
 from tests.faults.processes import HANG, environment
 from tests.loaders.observe import depth, layers
@@ -92,8 +91,7 @@ class Nvtx:
 
 def be_worker_again_and_again(block: WorkerBlock, answer) -> None:
     sys.modules["torch.cuda.nvtx"] = Nvtx  # type: ignore[assignment]
-    probe = WorkerProbe(MarkedWorker(None), block)
-    probe.user._maker = block.owner
+    probe = WorkerProbe(None, block, nvtx=True)
     for _ in range(5):
         probe(0)
     answer.put([depth(kind.fetch) for kind in KINDS])

@@ -1,0 +1,637 @@
+"""What runs in a DataLoader worker, and how it gets there.
+
+While the constructor of an iterator runs, `patch_workers` lets it read a `WorkerProbe` instead of the loader's
+``worker_init_fn``. In each worker the probe wraps the ``fetch`` of torch's fetchers (`timed_fetch`) and starts a thread
+that answers requests for the worker's stacks. What a worker counts is in a `WorkerBlock` of shared memory, which the
+agent reads without waiting for anybody.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import struct
+import sys
+import threading
+import weakref
+from collections import UserDict
+from typing import TYPE_CHECKING, Any, Final
+
+from telemetry.hooks.patching import WeakMap, forget_frame, unseen
+from telemetry.hooks.worker_block import (
+    COUNTS,
+    EPOCH,
+    EPOCHS,
+    EPOCHS_AT,
+    FETCH_BUCKETS,
+    FETCHES,
+    HISTOGRAM_AT,
+    MAX_WORKERS,
+    PID,
+    RAISED,
+    RECENT,
+    RECENT_AT,
+    SAMPLE_UNTIL,
+    SAMPLES_WANTED,
+    SINCE,
+    SPAN,
+    STACK_INODE,
+    STACK_PIPE,
+    STACK_THREAD,
+    TID,
+    TOKENS_FOUND,
+    TOKENS_LEFT,
+    UNKNOWN,
+    SharedArea,
+    WorkerBlock,
+)
+from telemetry.util import threads as fork_warning
+from telemetry.util.clock import now_ns
+from telemetry.util.errors import let_pass
+from telemetry.util.files import Descriptor, raised
+from telemetry.util.sampling import WorkerSampler
+from telemetry.util.stacks import python_threads, stack_text
+from telemetry.util.threads import OwnThread, rest, work
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from telemetry.hooks.patching import Patches
+    from telemetry.hooks.tracker import StepTracker
+
+# -- what a batch has ----------------------------------------------------------------------------------------------
+
+_IDS: Final = "input_ids"
+_MAX_PARTS: Final = 16
+_LOOKS: Final = 16
+"""A worker whose first so many batches have no tokens does not look at any more."""
+
+_PLAIN: Final = frozenset({int, float, bool, str, bytes, type(None)})
+_SEQUENCES: Final = frozenset({list, tuple, range})
+"""Others may have a method of the user's."""
+
+
+def tokens_in(batch: object) -> int | None:
+    """How many tokens a batch has: the positions of its ``input_ids``, padding included.
+
+    Only shapes and types are read, never values, and no code of the user's class is called.
+
+    Args:
+        batch: a mapping or an object with a tensor of integers as ``input_ids``; or a list, tuple or mapping of such
+            ones. It is not looked for any deeper.
+
+    Returns:
+        0 without ``input_ids``. None if it is not known: the batch is of an unknown class, or its ``input_ids`` are no
+        tensor of integers.
+    """
+    fields = _fields_of(batch)
+    if fields is None:
+        return None
+    holders = [fields] if _IDS in fields else list(map(_fields_of, [*fields.values()][:_MAX_PARTS]))
+    tokens = 0
+    for holder in holders:
+        if holder is not None and _IDS in holder:
+            size = _integers_in(holder[_IDS])
+            if size is None:
+                return None
+            tokens += size
+    return tokens
+
+
+def _fields_of(batch: Any) -> dict[Any, Any] | None:
+    """What a mapping, a sequence or an object holds; nothing for tensors and plain values; None for anything else."""
+    kind = type(batch)
+    if issubclass(kind, dict):
+        return dict(dict.items(batch))  # not the methods of its class
+    if issubclass(kind, (list, tuple)):
+        own: Any = tuple if issubclass(kind, tuple) else list
+        return dict(enumerate(own.__getitem__(batch, slice(_MAX_PARTS))))
+    if kind in _PLAIN or kind in {_class("torch", "Tensor"), _class("numpy", "ndarray")}:
+        return {}
+    try:
+        held = object.__getattribute__(batch, "__dict__")
+    except AttributeError:  # it has slots only
+        return None
+    if UserDict in kind.__mro__:
+        held = held.get("data")
+        return held if type(held) is dict else None
+    return held if _IDS in held else None
+
+
+def _integers_in(ids: Any) -> int | None:
+    """The positions of a tensor or an array of integers; None for anything else."""
+    if type(ids) is _class("torch", "Tensor"):
+        kind = ids.dtype
+        integers = not (kind.is_floating_point or kind.is_complex or kind is sys.modules["torch"].bool)
+        return int(ids.numel()) if integers else None
+    if type(ids) is _class("numpy", "ndarray"):
+        return int(ids.size) if ids.dtype.kind in "iu" else None
+    return None
+
+
+class FetchedSamples:
+    """Counts the samples of each batch: as many as there were indices, or items of an iterable data set.
+
+    No value and no code of the user is looked at: only the list that torch's fetcher gets, or makes.
+
+    Args:
+        stream: the data set is iterable, so that its items are counted. Such a batch may be shorter than asked for.
+    """
+
+    __slots__ = ("_items", "_stream")
+
+    def __init__(self, *, stream: bool) -> None:
+        self._stream = stream
+        self._items: int | None = None
+
+    def begin(self, fetcher: Any) -> None:
+        """This fetcher makes the next batches."""
+        if not self._stream:
+            return
+        collate = fetcher.collate_fn
+
+        @unseen
+        def noting(items: Any) -> Any:  # torch's fetcher passes a list
+            self._items = len(items) if type(items) is list else None
+            try:
+                return collate(items)
+            except BaseException as error:
+                forget_frame(error)
+                raise
+
+        fetcher.collate_fn = noting
+
+    def of(self, indices: Any) -> int | None:
+        """Samples of the batch that was made last; None if that is not known. ``indices``: what was asked for."""
+        if self._stream:
+            items, self._items = self._items, None
+            return items
+        if type(indices) in _SEQUENCES:
+            return len(indices)
+        if type(indices) in {_class("torch", "Tensor"), _class("numpy", "ndarray")}:
+            return int(indices.shape[0]) if indices.ndim else None
+        return None
+
+
+def _class(module: str, name: str) -> Any:
+    """A class of a library; something that is no class if the library is not imported."""
+    return getattr(sys.modules.get(module), name, _class)
+
+
+class BatchCounter:
+    """Notes the samples and tokens of the batches that a worker makes. Its methods never raise.
+
+    Args:
+        block: of its loader.
+        worker: the number of the worker.
+        stream: the data set is iterable.
+    """
+
+    __slots__ = ("_block", "_looking", "_looks_left", "_samples", "_worker")
+
+    def __init__(self, block: WorkerBlock, worker: int, *, stream: bool) -> None:
+        self._block = block
+        self._worker = worker
+        self._samples = FetchedSamples(stream=stream) if block.has(SAMPLES_WANTED) else None
+        self._looking = True
+        self._looks_left = _LOOKS
+
+    def iteration_begins(self, fetcher: object) -> None:
+        """The next fetch is the worker's first of an iteration."""
+        try:
+            if self._samples is not None:
+                self._samples.begin(fetcher)
+        except Exception as error:
+            let_pass(error)  # no samples are found, so they are unknown
+
+    def made(self, fetch: int, indices: object, batch: object) -> bool:
+        """Fetch number ``fetch`` has made this batch. Returns whether to be told of more of them."""
+        samples = tokens = None
+        try:
+            samples = None if self._samples is None else self._samples.of(indices)
+            tokens = self._tokens_of(batch) if self._looking else None
+        except Exception as error:
+            let_pass(error)
+        self._note(fetch, UNKNOWN if samples is None else samples, UNKNOWN if tokens is None else tokens)
+        return self._looking or self._samples is not None
+
+    def raised(self, fetch: int) -> None:
+        """Fetch number ``fetch`` has raised. Its number is used up."""
+        self._note(fetch, RAISED, UNKNOWN)
+
+    def _tokens_of(self, batch: object) -> int | None:
+        tokens = tokens_in(batch)
+        if tokens != 0:
+            self._looks_left = 0
+            self._block.set(TOKENS_FOUND)
+        elif self._looks_left:
+            self._looks_left -= 1
+            if not self._looks_left and not self._block.has(TOKENS_FOUND):
+                self._block.set(TOKENS_LEFT)
+                self._looking = False
+        return tokens
+
+    def _note(self, fetch: int, samples: int, tokens: int) -> None:
+        try:
+            self._block.note_batch(self._worker, fetch, samples, tokens)
+        except Exception as error:
+            let_pass(error)  # the batch is not there, so its counts are unknown
+
+
+# -- in the worker -------------------------------------------------------------------------------------------------
+
+
+class WorkerProbe:
+    """A ``worker_init_fn`` that times the fetches of its worker, and then runs the user's own function.
+
+    With any start method, it runs in every worker before its fetcher is made. If a worker is a thread of the training
+    process, nothing is patched and its fetches are not timed.
+
+    Args:
+        user: the loader's ``worker_init_fn``; None if it has none.
+        block: gets the counters.
+        nvtx: make each fetch an NVTX range.
+    """
+
+    def __init__(self, user: Callable[[int], None] | None, block: WorkerBlock, *, nvtx: bool = False) -> None:
+        self.user = user
+        self.block: WorkerBlock | None = block
+        self._nvtx = nvtx
+
+    def __getstate__(self) -> tuple[Any, Any, bool]:
+        return (self.user, self.block.address if self.block is not None else None, self._nvtx)
+
+    def __setstate__(self, state: tuple[Any, Any, bool]) -> None:
+        self.user, address, self._nvtx = state
+        try:
+            self.block = WorkerBlock.opened(address)
+        except Exception:  # no /proc, or another user's process: the worker runs, but its fetches are not timed
+            self.block = None
+
+    def __call__(self, worker_id: int) -> None:
+        """Called by the DataLoader in the worker."""
+        block = self.block
+        try:
+            # Workers that are threads share the fetchers' classes with all other threads.
+            alone = threading.current_thread() is threading.main_thread()
+            if block is not None and os.getpid() != block.owner and alone:
+                _wrap_fetches(block, worker_id, nvtx=self._nvtx)
+                _offer_stacks(block, worker_id)
+        except Exception as error:
+            let_pass(error)  # it cannot be reported from here; the agent sees a worker without counters
+        if self.user is None:
+            return
+        try:
+            self.user(worker_id)
+        except BaseException as error:
+            forget_frame(error)
+            raise
+
+
+_wrappers: Final[WeakMap[None]] = WeakMap()
+"""Our wrappers around a ``fetch``. An attribute would not do: ``functools.wraps`` copies it to a wrapper of others."""
+
+
+def _wrap_fetches(block: WorkerBlock, worker: int, *, nvtx: bool) -> None:
+    """Patch the fetchers of this worker process."""
+    from torch.utils.data._utils import fetch
+
+    slot = block.slot(worker)
+    slot[TID] = threading.get_native_id()
+    slot[PID] = os.getpid()
+    sample = WorkerSampler(block, worker).ask
+    ranges = _ranges() if nvtx else None
+    for kind in (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher):
+        original = kind.fetch
+        while original in _wrappers:  # a process may be used for several workers, one after another
+            original = original.__wrapped__
+        if ranges is not None:
+            original = _marked(original, ranges, f"fetch, worker {worker}")
+        counter = BatchCounter(block, worker, stream=kind is fetch._IterableDatasetFetcher)
+        kind.fetch = timed_fetch(original, block, worker, counter, sample)
+
+
+def _ranges() -> Any:
+    """``torch.cuda.nvtx``; None if this torch has no NVTX."""
+    nvtx: Any = sys.modules.get("torch.cuda.nvtx")
+    try:
+        nvtx.range_push("telemetry")  # if NVTX is missing, this raises now and not during a fetch
+        nvtx.range_pop()
+    except Exception as error:
+        let_pass(error)
+        return None
+    return nvtx
+
+
+def _marked(original: Callable[[Any, Any], Any], nvtx: Any, name: str) -> Callable[[Any, Any], Any]:
+    """``fetch`` as an NVTX range."""
+
+    @functools.wraps(original)
+    @unseen
+    def fetch(self: Any, possibly_batched_index: Any) -> Any:
+        nvtx.range_push(name)
+        try:
+            return original(self, possibly_batched_index)
+        except BaseException as error:
+            forget_frame(error)
+            raise
+        finally:
+            nvtx.range_pop()
+
+    _wrappers[fetch] = None
+    return fetch
+
+
+def _nothing() -> None:
+    return None
+
+
+def timed_fetch(
+    original: Callable[[Any, Any], Any],
+    block: WorkerBlock,
+    worker: int,
+    counter: BatchCounter | None,
+    sample: Callable[[], None] = _nothing,
+) -> Callable[[Any, Any], Any]:
+    """``fetch``, counted in one worker's slot.
+
+    The counts are kept in the closure and stored together, because each store into the memory is a call. CPU time is
+    not counted here: the kernel counts it (schedstat), and reading it twice per fetch would double the cost.
+
+    Args:
+        original: the fetcher's method.
+        block: of the worker's loader.
+        worker: the number of the worker.
+        counter: gets each batch, after its fetch was counted.
+        sample: called at the start of each fetch while the agent asks for samples.
+    """
+    slot, last_bucket, counts_at = block.slot(worker), len(FETCH_BUCKETS), 8 * FETCHES
+    memory, store, store_span = slot.cast("B"), COUNTS.pack_into, SPAN.pack_into
+    fetches = wall = ended = 0
+    current: Callable[[], Any] = _nothing  # weak: a reference to the fetcher would delay the clean-up of its iterator
+
+    def begin(fetcher: Any) -> None:
+        """Each iteration has a new fetcher. A worker that had no index of an iteration has made no batch of it."""
+        nonlocal current
+        current = weakref.ref(fetcher)
+        epoch = block.iteration
+        for begun in range(min(max(slot[EPOCH] + 1, epoch - EPOCHS + 1), epoch), epoch + 1):
+            slot[EPOCHS_AT + begun % EPOCHS] = ended
+        slot[EPOCH] = epoch
+        if counter is not None:
+            counter.iteration_begins(fetcher)
+
+    @functools.wraps(original)
+    @unseen
+    def fetch(self: Any, possibly_batched_index: Any) -> Any:
+        nonlocal fetches, wall, ended, counter
+        if slot[SINCE]:  # of a loader that the data set reads: a part of the fetch in progress
+            return original(self, possibly_batched_index)
+        if current() is not self:
+            begin(self)
+        slot[SINCE] = start = now_ns()
+        if slot[SAMPLE_UNTIL] > start:
+            sample()
+        try:
+            data = original(self, possibly_batched_index)
+        except BaseException as error:
+            if not isinstance(error, StopIteration):  # the end of an iterable data set is not a batch
+                store_span(memory, 8 * RECENT_AT + ended % RECENT * SPAN.size, start, now_ns())
+                if counter is not None:
+                    counter.raised(ended)
+                ended += 1
+            store(memory, counts_at, fetches, wall, 0, ended)
+            forget_frame(error)
+            raise
+        end = now_ns()
+        took = end - start
+        store_span(memory, 8 * RECENT_AT + ended % RECENT * SPAN.size, start, end)
+        slot[HISTOGRAM_AT + min((took >> 20).bit_length(), last_bucket)] += 1
+        fetches += 1
+        wall += took
+        store(memory, counts_at, fetches, wall, 0, ended + 1)
+        if counter is not None and not counter.made(ended, possibly_batched_index, data):
+            counter = None
+        ended += 1
+        return data
+
+    _wrappers[fetch] = None
+    return fetch
+
+
+STACK_REQUEST: Final = struct.Struct("=q")
+"""What the agent writes into a worker's pipe: the number of its request, which the answer repeats."""
+
+_MAX_THREADS: Final = 32
+_MAX_REQUESTS_BYTES: Final = 4096
+
+
+class _StackResponder:
+    """A thread of the worker that answers the agent's requests for the worker's stacks. Made on its main thread.
+
+    The agent must not interrupt a worker: a signal makes system calls fail that C libraries do not repeat. So the
+    thread waits in a read of a pipe. The agent opens that pipe through /proc and writes the number of its request; the
+    thread writes the stacks into the shared block. While a call of another thread holds the GIL, it cannot answer.
+
+    A child that the user's code forks has the pipe, but no thread that reads it.
+
+    Raises:
+        OSError: the kernel gives no pipe.
+        RuntimeError: no thread can be started.
+    """
+
+    def __init__(self, area: SharedArea) -> None:
+        self.area = area
+        self.pid = os.getpid()
+        self.pipe = _own_pipe()
+        self._main = threading.get_ident()
+        self.thread = OwnThread(self._run, name="telemetry-stacks")
+        try:
+            self.thread.start()
+        except RuntimeError:
+            self.pipe.close()
+            raise
+
+    def _run(self) -> None:
+        while self.pipe.is_ours():
+            try:
+                rest()
+                requests = os.read(self.pipe.number, _MAX_REQUESTS_BYTES)
+            except OSError:  # the worker's code has closed it at this moment
+                return
+            finally:
+                work()
+            try:
+                (number,) = STACK_REQUEST.unpack(requests[-STACK_REQUEST.size :])
+                # No call in here gives up the GIL, so one turn is enough beside a thread that hardly ever gives it up.
+                self.area.write(number, self.pid, now_ns(), self._stacks())
+            except Exception:
+                pass  # it cannot be reported from here; the agent times out and goes on
+
+    def _stacks(self) -> bytes:
+        """The main thread's first, which has no heading."""
+        threads = {thread.ident: thread for thread in python_threads()}
+        main = threads.pop(self._main, None)
+        parts = [stack_text(main.stack)] if main is not None else []
+        parts += [f"thread {thread.name}\n{stack_text(thread.stack)}" for thread in [*threads.values()][:_MAX_THREADS]]
+        return "".join(parts).encode("utf-8", "backslashreplace")
+
+
+_responder: _StackResponder | None = None
+
+
+def _offer_stacks(block: WorkerBlock, worker: int) -> None:
+    """Answer requests for the stacks of this worker from now on, and write into the block how to ask.
+
+    A process that is used for several workers, one after another, keeps its thread.
+    """
+    global _responder  # noqa: PLW0603
+    area = block.stack_area(worker)
+    if _responder is None or _responder.pid != os.getpid() or not _responder.pipe.is_ours():
+        fork_warning.register()
+        fork_warning.begin()
+        _responder = _StackResponder(area)
+    _responder.area = area
+    slot = block.slot(worker)
+    slot[STACK_INODE] = _responder.pipe.identity[1]
+    slot[STACK_THREAD] = _responder.thread.native
+    slot[STACK_PIPE] = _responder.pipe.number  # last: it shows that the others are set
+
+
+def _own_pipe() -> Descriptor:
+    """A pipe as one descriptor for both of its ends: a read never sees the end of it, and there is one less to leak."""
+    ends = os.pipe2(os.O_CLOEXEC)
+    try:
+        return Descriptor(raised(os.open(f"/proc/self/fd/{ends[0]}", os.O_RDWR | os.O_CLOEXEC)))
+    finally:
+        for end in ends:
+            os.close(end)
+
+
+# -- in the training process: how the probe gets into the workers --------------------------------------------------
+
+_NAME: Final = "_worker_init_fn"
+
+
+def patch_workers(iterators: Any, tracker: StepTracker, patches: Patches) -> None:
+    """Patch a class of iterators with workers: its constructor starts them.
+
+    The constructor takes ``worker_init_fn`` from its loader, keeps it as ``_worker_init_fn`` and passes that to each
+    worker. While it runs, the descriptor `_InitFunction` returns a probe instead. Nothing is set on the loader or kept
+    in the iterator: loaders are shared between threads, copied, pickled and sealed, and their iterators are made inside
+    one another.
+
+    Args:
+        iterators: the class.
+        tracker: its sources get each iterator.
+        patches: undo it.
+
+    Raises:
+        AttributeError: the class itself has a ``_worker_init_fn``, so this version of torch is unknown.
+    """
+    for kind in iterators.__mro__:
+        if not isinstance(vars(kind).get(_NAME), _InitFunction | None):  # after a fork the parent's may still be there
+            raise AttributeError(f"{kind.__name__} has {_NAME} already")  # noqa: TRY004
+    init_function = _InitFunction(tracker)
+    patches.put(iterators, _NAME, init_function)
+    patches.replace(iterators, "__init__", lambda original: _probed(original, init_function, tracker))
+
+
+def _probed(original: Callable[..., None], init_function: _InitFunction, tracker: StepTracker) -> Callable[..., None]:
+    begun: WeakMap[None] = WeakMap()  # loaders
+
+    @functools.wraps(original)
+    @unseen
+    def __init__(self: Any, loader: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        if tracker.active:
+            init_function.making[id(self)] = []
+        try:
+            original(self, loader, *args, **kwargs)
+        except BaseException as error:
+            init_function.making.pop(id(self), None)
+            forget_frame(error)
+            _forget_notes(error)
+            raise
+        making = init_function.making.pop(id(self), None)
+        if making is None or not tracker.active:
+            return
+        try:
+            tracker.sources.register(self, making[0] if making else None, again=loader in begun)
+            begun[loader] = None
+        except Exception as error:
+            tracker.fault(error)
+
+    return __init__
+
+
+def _forget_notes(error: BaseException) -> None:
+    """Drop the probe from what Python 3.14 notes of a function of the user's that cannot be pickled for a worker.
+
+    From the inside out, each note names an object that holds the one before it; two of them are a probe's state and the
+    probe. The note before its state says which part of that state it was.
+    """
+    kept: list[str] = []
+    for note in getattr(error, "__notes__", ()):
+        if not str(note).startswith(f"when serializing {__name__}."):
+            kept.append(note)
+        elif str(note).endswith(" state"):
+            del kept[-1:]
+    if kept:
+        error.__notes__ = kept  # type: ignore[attr-defined]
+
+
+class _InitFunction:
+    """``_worker_init_fn`` of a class of iterators: the user's function, with a probe around it in the constructor.
+
+    Attributes:
+        making: the iterators whose constructors run, on any thread, by id; each with its block, or None if none can be
+            made. It is empty until the constructor has read the function.
+    """
+
+    def __init__(self, tracker: StepTracker) -> None:
+        self.making: dict[int, list[WorkerBlock | None]] = {}
+        self._tracker = tracker
+
+    def __get__(self, iterator: Any, kind: type) -> Any:
+        if iterator is None:
+            raise AttributeError(f"type object {kind.__name__!r} has no attribute {_NAME!r}")
+        try:
+            user = vars(iterator)[_NAME]
+        except KeyError:
+            raise AttributeError(f"{kind.__name__!r} object has no attribute {_NAME!r}") from None
+        making = self.making.get(id(iterator))
+        if making is None:
+            return user
+        try:
+            if not making:
+                making.append(None)  # stays if no block can be made, so that it is tried only once
+                making[0] = self._block_for(iterator)
+            block = making[0]
+            return user if block is None else WorkerProbe(user, block, nvtx=self._tracker.profiler_ranges.nvtx)
+        except Exception as error:
+            self._tracker.fault(error)
+            return user
+
+    def __set__(self, iterator: Any, value: Any) -> None:
+        vars(iterator)[_NAME] = _without_probe(value)
+
+    def __delete__(self, iterator: Any) -> None:
+        del vars(iterator)[_NAME]
+
+    def _block_for(self, iterator: Any) -> WorkerBlock | None:
+        if not 0 < iterator._num_workers <= MAX_WORKERS:
+            return None
+        block = WorkerBlock(iterator._num_workers)
+        if self._tracker.marks.counts_samples(iterator):
+            block.set(SAMPLES_WANTED)
+        session, until = self._tracker.sources.sampling
+        if until:
+            block.ask_samples(session, until)
+        return block
+
+
+def _without_probe(value: Any) -> Any:
+    """The user's function. For a data pipe the constructor reads the probe and keeps it in a ``partial``."""
+    if type(value) is functools.partial and any(isinstance(argument, WorkerProbe) for argument in value.args):
+        return functools.partial(value.func, *map(_without_probe, value.args), **value.keywords)
+    return value.user if isinstance(value, WorkerProbe) else value

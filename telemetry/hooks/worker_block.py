@@ -1,0 +1,378 @@
+"""The block of shared memory in which the DataLoader workers of one iterator count, and which the agent reads.
+
+The agent never waits for a worker, and no worker for the agent.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from telemetry.util.clock import NS
+from telemetry.util.files import LOWEST, identity_of, memory_file, raised
+
+FETCH_BUCKETS: Final = tuple((1 << 20 + power) / NS for power in range(17))
+"""Upper bounds of the fetch histogram, seconds: 1.05 ms, doubling up to 68.7 s. So a worker finds the bucket from the
+highest bit of the nanoseconds."""
+
+_SLOT_WORDS: Final = 192
+"""1.5 KiB per worker, so that no two workers share a cache line."""
+
+# The words of a worker's slot.
+PID, TID, EPOCH, FETCHES, WALL, SINCE, ENDED = range(7)
+STACK_PIPE, STACK_INODE, STACK_THREAD = range(10, 13)
+SAMPLE_SESSION, SAMPLE_UNTIL = 14, 15
+HISTOGRAM_AT: Final = 16
+EPOCHS_AT: Final = 40
+EPOCHS: Final = 24
+"""The number of the first fetch is kept for this many epochs."""
+RECENT_AT: Final = 64
+RECENT: Final = 64
+"""The start and the end are kept for this many of a worker's newest fetches."""
+
+SPAN: Final = struct.Struct("=2q")
+COUNTS: Final = struct.Struct("=4q")
+"""Fetches, wall, since and ended, which are adjacent."""
+
+MAX_WORKERS: Final = 4096
+"""A loader with more workers is not probed."""
+
+_MAX_SAMPLED: Final = 16
+"""This many workers of a loader are sampled. The others do the same."""
+
+_BATCHES: Final = 4096
+"""The samples and tokens are kept for this many of the newest batches of a loader: as many as the ring has entries."""
+_MIN_BATCHES: Final = 64
+_BATCH: Final = struct.Struct("=3q")
+"""The number of its fetch plus 1, samples, tokens."""
+_HEAD_BYTES: Final = 64
+_ITERATION: Final = struct.Struct("=q")
+_ITERATION_AT: Final = 8
+
+UNKNOWN: Final = -1
+"""Samples or tokens of a batch for which they are not known, or not asked for."""
+RAISED: Final = -2
+"""In place of the samples, if the fetch has raised."""
+
+SAMPLES_WANTED, TOKENS_FOUND, TOKENS_LEFT = range(3)
+"""Bytes of the head of a block. SAMPLES_WANTED: count the samples of each batch; set before the workers start. Some
+worker has found tokens; some worker does not look for them any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerCounters:
+    """What one DataLoader worker has recorded about itself. Stamps are monotonic nanoseconds, 0 for none.
+
+    Attributes:
+        wall_ns: time of the fetches that have ended. ``fetching_since_ns``: start of the one in progress.
+        ended: fetches that have ended, including those that raised. The first is number 0.
+        epoch: how many epochs it has begun. Epoch ``e`` began with fetch number ``epoch_began[e % len]``.
+        recent_started_ns, recent_finished_ns: stamps of the newest ended fetches. Number ``n`` is at ``n % len``.
+    """
+
+    worker: int
+    pid: int
+    tid: int
+    fetches: int
+    wall_ns: int
+    fetching_since_ns: int
+    epoch: int
+    ended: int
+    epoch_began: tuple[int, ...]
+    histogram: tuple[int, ...]
+    recent_started_ns: tuple[int, ...]
+    recent_finished_ns: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StackPort:
+    """How a worker can be asked for its Python stacks.
+
+    Attributes:
+        pipe, inode: the worker's descriptor of the pipe, and the inode that it must have.
+        thread: the kernel's number of the thread that answers.
+        area: gets the answer.
+    """
+
+    pipe: int
+    inode: int
+    thread: int
+    area: SharedArea
+
+
+class AreaContent(NamedTuple):
+    """What a worker has written into a `SharedArea`.
+
+    Attributes:
+        session: the stamp of the request. A later stall is another session.
+        pid: the worker's pid. ``began_ns``: when its sampling began.
+        content: the profile of the session so far, see `StackProfile.packed`; or the stacks, as text.
+    """
+
+    session: int
+    pid: int
+    began_ns: int
+    content: bytes
+
+
+class SharedArea:
+    """A part of the block into which one worker writes, and from which the agent reads: its profile, or its stacks.
+
+    It has two halves. The worker writes into the half that is not in use, and then the head, which names that half from
+    then on. If the head has changed while the agent read, the agent drops what it has read and reads again a second
+    later. The kernel gives memory for these pages only when they are written. They outlive the worker.
+
+    Args:
+        memory: the block.
+        start: offset of the area.
+    """
+
+    BYTES: Final = 1 << 16
+    HALF_BYTES: Final = (BYTES - _HEAD_BYTES) // 2
+    """Maximum size of the content."""
+
+    _HEAD: Final = struct.Struct("=5q")
+    __slots__ = ("_memory", "_start")
+
+    def __init__(self, memory: mmap.mmap, start: int) -> None:
+        self._memory = memory
+        self._start = start
+
+    def write(self, session: int, pid: int, began_ns: int, content: bytes) -> None:
+        """Replace the content. Used by one worker at a time."""
+        content = content[: self.HALF_BYTES]
+        version = self._HEAD.unpack_from(self._memory, self._start)[0] + 1
+        at = self._half(version)
+        self._memory[at : at + len(content)] = content
+        self._HEAD.pack_into(self._memory, self._start, version, session, pid, began_ns, len(content))
+
+    def read(self) -> AreaContent | None:
+        """The newest content; None before the first, or if it changed meanwhile."""
+        head = self._memory[self._start : self._start + self._HEAD.size]
+        version, session, pid, began, length = self._HEAD.unpack(head)
+        if not version or not 0 < length <= self.HALF_BYTES:
+            return None
+        at = self._half(version)
+        content = self._memory[at : at + length]
+        if self._memory[self._start : self._start + self._HEAD.size] != head:
+            return None
+        return AreaContent(session, pid, began, content)
+
+    def _half(self, version: int) -> int:
+        return self._start + _HEAD_BYTES + (version % 2) * self.HALF_BYTES
+
+
+class WorkerBlock:
+    """What the workers of one iterator count, in shared memory.
+
+    It is an anonymous file in memory (memfd). A forked worker inherits it, a spawned one opens it through /proc, and it
+    is freed with the last process that has it open. If a worker is killed during a write, at worst one count misses one
+    fetch.
+
+    Args:
+        workers: number of workers.
+
+    Attributes:
+        owner: pid of the process that made it.
+        retired: whether the iterator is gone. Set in the process that made it.
+
+    Raises:
+        OSError: the kernel gives no such memory.
+    """
+
+    def __init__(self, workers: int) -> None:
+        self.owner = os.getpid()
+        self._lay_out(workers)
+        file = memory_file("telemetry-workers")
+        try:
+            os.ftruncate(file, self._size)
+            self._map(file)
+        finally:
+            os.close(file)
+        self.next_iteration()
+
+    @classmethod
+    def opened(cls, address: tuple[int, int, int, tuple[int, int]]) -> WorkerBlock:
+        """In a spawned worker: the owner's block, from its `address`.
+
+        Raises:
+            OSError: it cannot be opened.
+            ValueError: the number belongs to another file by now, or ``address`` is not one of our blocks.
+        """
+        workers, owner, number, identity = address
+        if not 0 < workers <= MAX_WORKERS:
+            raise ValueError("not a block of ours")
+        block = cls.__new__(cls)
+        block.owner = owner
+        block._lay_out(workers)
+        file = raised(os.open(f"/proc/{owner}/fd/{number}", os.O_RDWR | os.O_CLOEXEC))  # that path is a link
+        try:
+            if identity_of(file) != identity:
+                raise ValueError("the owner has another file under this number now")
+            block._map(file)
+        finally:
+            os.close(file)
+        return block
+
+    def _lay_out(self, workers: int) -> None:
+        """The slots come first, then the profiles, the batches and the stacks, which take memory only when used."""
+        self.workers = workers
+        self.retired = False
+        self.kept_batches = max(_MIN_BATCHES, _BATCHES // workers)
+        self._profiles_at = workers * _SLOT_WORDS * 8
+        self._batches_at = self._profiles_at + min(workers, _MAX_SAMPLED) * SharedArea.BYTES
+        self._stacks_at = self._batches_at + _HEAD_BYTES + workers * self.kept_batches * _BATCH.size
+        self._size = self._stacks_at + workers * SharedArea.BYTES
+
+    def _map(self, file: int) -> None:
+        # `mmap` keeps a duplicate of it, under the lowest free number. That must not be one of a standard stream.
+        numbers = [os.dup(file)]
+        try:
+            while numbers[-1] < LOWEST:
+                numbers.append(os.dup(file))
+            os.close(numbers.pop())
+            self._memory = mmap.mmap(file, self._size)
+        finally:
+            for number in numbers:
+                os.close(number)
+        self._identity = identity_of(file)
+        self._words = memoryview(self._memory).cast("q")
+
+    @property
+    def address(self) -> tuple[int, int, int, tuple[int, int]]:
+        """Where another process finds it: workers, owner, descriptor, and the identity of the file."""
+        return (self.workers, self.owner, self._descriptor(), self._identity)
+
+    def _descriptor(self) -> int:
+        """The descriptor that `mmap` keeps of the file, and closes; -1 if other code has closed it.
+
+        A descriptor of our own would have to be closed by a finalizer in Python, in which Ctrl-C would be lost.
+        """
+        for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
+            try:
+                if identity_of(int(name)) == self._identity:
+                    return int(name)
+            except OSError:
+                pass  # that of this listing, or closed meanwhile
+        return -1
+
+    def slot(self, worker: int) -> memoryview:
+        """The words of one worker, 64-bit integers."""
+        return self._words[worker * _SLOT_WORDS : (worker + 1) * _SLOT_WORDS]
+
+    def read(self) -> tuple[WorkerCounters, ...]:
+        """The counters of the workers that have begun."""
+        counters = []
+        for worker in range(self.workers):
+            slot = self.slot(worker).tolist()
+            if not slot[PID]:
+                continue
+            counters.append(
+                WorkerCounters(
+                    worker=worker,
+                    pid=slot[PID],
+                    tid=slot[TID],
+                    fetches=slot[FETCHES],
+                    wall_ns=slot[WALL],
+                    fetching_since_ns=slot[SINCE],
+                    epoch=slot[EPOCH],
+                    ended=slot[ENDED],
+                    epoch_began=tuple(slot[EPOCHS_AT : EPOCHS_AT + EPOCHS]),
+                    histogram=tuple(slot[HISTOGRAM_AT : HISTOGRAM_AT + len(FETCH_BUCKETS) + 1]),
+                    recent_started_ns=tuple(slot[RECENT_AT : RECENT_AT + 2 * RECENT : 2]),
+                    recent_finished_ns=tuple(slot[RECENT_AT + 1 : RECENT_AT + 2 * RECENT : 2]),
+                )
+            )
+        return tuple(counters)
+
+    # -- batches
+
+    @property
+    def iteration(self) -> int:
+        """How many iterations have begun with these workers."""
+        iteration: int = _ITERATION.unpack_from(self._memory, self._batches_at + _ITERATION_AT)[0]
+        return iteration
+
+    def next_iteration(self) -> None:
+        """Another iteration begins. Used by the thread that begins it, before the workers get an index of it."""
+        _ITERATION.pack_into(self._memory, self._batches_at + _ITERATION_AT, self.iteration + 1)
+
+    def has(self, what: int) -> bool:
+        """Whether a byte of the head is set."""
+        return self._memory[self._batches_at + what] != 0
+
+    def set(self, what: int) -> None:
+        """Set a byte of the head."""
+        self._memory[self._batches_at + what] = 1
+
+    def note_batch(self, worker: int, fetch: int, samples: int, tokens: int) -> None:
+        """Note what a fetch has made. Used by the worker, before it sends the batch. ``fetch``: its number."""
+        _BATCH.pack_into(self._memory, self._batch_at(worker, fetch), fetch + 1, samples, tokens)
+
+    def batch(self, iteration: int, number: int) -> tuple[int, int] | None:
+        """Samples and tokens of a batch that has been delivered.
+
+        The DataLoader deals batch ``number`` of an iteration to worker ``number % workers``, whose fetch
+        ``number // workers`` it is, as long as no worker has come to the end of an iterable data set.
+
+        Returns:
+            None if they are not there: the worker has not counted, its data set had ended, or it has made too many
+            batches since. `UNKNOWN` and `RAISED` as for `note_batch`.
+        """
+        place, worker = divmod(number, self.workers)
+        slot = self.slot(worker)
+        newest = slot[EPOCH]
+        if not newest - EPOCHS < iteration <= newest:
+            return None
+        fetch = slot[EPOCHS_AT + iteration % EPOCHS] + place
+        if newest > iteration and fetch >= slot[EPOCHS_AT + (iteration + 1) % EPOCHS]:
+            return None  # of a later iteration
+        noted, samples, tokens = _BATCH.unpack_from(self._memory, self._batch_at(worker, fetch))
+        return (samples, tokens) if noted == fetch + 1 else None
+
+    def _batch_at(self, worker: int, fetch: int) -> int:
+        place = worker * self.kept_batches + fetch % self.kept_batches
+        return self._batches_at + _HEAD_BYTES + place * _BATCH.size
+
+    # -- profiles and stacks
+
+    def ask_samples(self, session: int, until_ns: int) -> None:
+        """Ask workers to sample their fetches until a stamp, for one session. They see it at their next fetch."""
+        for worker in range(min(self.workers, _MAX_SAMPLED)):
+            SPAN.pack_into(self._memory, 8 * (worker * _SLOT_WORDS + SAMPLE_SESSION), session, until_ns)
+
+    def samples_asked(self, worker: int) -> tuple[int, int]:
+        """The newest request for samples: its session, and the stamp until which to sample."""
+        slot = self.slot(worker)
+        return slot[SAMPLE_SESSION], slot[SAMPLE_UNTIL]
+
+    def is_fetching(self, worker: int) -> bool:
+        """Whether a fetch of this worker is in progress."""
+        return self.slot(worker)[SINCE] > 0
+
+    def profile_area(self, worker: int) -> SharedArea:
+        """Where a worker writes the profile of its fetches."""
+        return SharedArea(self._memory, self._profiles_at + worker * SharedArea.BYTES)
+
+    def sampled(self) -> list[AreaContent]:
+        """The profiles that the workers have written."""
+        areas = (self.profile_area(worker).read() for worker in range(min(self.workers, _MAX_SAMPLED)))
+        return [found for found in areas if found is not None]
+
+    def stack_area(self, worker: int) -> SharedArea:
+        """Where a worker writes its stacks when it is asked for them."""
+        return SharedArea(self._memory, self._stacks_at + worker * SharedArea.BYTES)
+
+    def stack_ports(self) -> dict[int, StackPort]:
+        """How to ask each worker for its stacks, by pid."""
+        ports = {}
+        for worker in range(self.workers):
+            slot = self.slot(worker)
+            if slot[PID] and slot[STACK_PIPE]:
+                ports[slot[PID]] = StackPort(
+                    slot[STACK_PIPE], slot[STACK_INODE], slot[STACK_THREAD], self.stack_area(worker)
+                )
+        return ports

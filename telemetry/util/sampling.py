@@ -1,0 +1,666 @@
+"""Samples of a thread's stack: when they are taken, how much time each stands for, and for which line it counts.
+
+`SampleTimes` and `SampleBursts` say when. `AttributedSamples` gives late samples back to the call that made them late.
+`StackProfile` is the result, which a worker sends and the agent stores. `WorkerSampler` does it in a DataLoader worker;
+`sources.lines` samples the threads of the training process.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from telemetry.util.clock import NS, clock_gettime_ns, now_ns, pthread_getcpuclockid, sleep, thread_time_ns
+from telemetry.util.errors import let_pass
+from telemetry.util.gil import SWITCH_SECONDS, restore_switch_interval, shorten_switch_interval, thread_waits
+from telemetry.util.stacks import Spot, Stack, stack_of
+from telemetry.util.threads import OwnThread, rest, work
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from telemetry.hooks.worker_block import WorkerBlock
+
+LOADER_CODE: Final = f"{os.sep}torch{os.sep}utils{os.sep}data{os.sep}"
+_FETCHER: Final = f"{LOADER_CODE}_utils{os.sep}fetch.py"
+
+
+def is_fetcher(spot: Spot) -> bool:
+    """Whether this is the frame in which a DataLoader makes a batch."""
+    return spot.function == "fetch" and spot.file.endswith(_FETCHER)
+
+
+def fetch_part(stack: Stack) -> Stack:
+    """The frames of the fetch, the fetcher's own last; empty if the thread is in no fetch."""
+    for number in range(len(stack) - 1, -1, -1):
+        if is_fetcher(stack[number]):
+            return stack[: number + 1]
+    return ()
+
+
+# -- profiles ------------------------------------------------------------------------------------------------------
+
+MAX_STACKS: Final = 500
+"""Maximum different stacks of a profile. The time of others is only summed up."""
+
+_MAX_FILE: Final = 1000
+"""A path that is cut names no file, so only a very long one is cut."""
+
+_MAX_NAME: Final = 200
+_UNREADABLE: Final = {ord(character): "?" for character in "\t\r\n;"}
+"""These separate fields, lines and frames."""
+
+
+class StackTime(NamedTuple):
+    """Nanoseconds spent in a stack: of wall clock, on a core, and with the GIL held, as far as that is known."""
+
+    wall_ns: int
+    cpu_ns: int
+    gil_ns: int = 0
+
+    def plus(self, other: StackTime) -> StackTime:
+        """Both together."""
+        return StackTime(self.wall_ns + other.wall_ns, self.cpu_ns + other.cpu_ns, self.gil_ns + other.gil_ns)
+
+
+class StackProfile:
+    """The time spent in each stack.
+
+    Attributes:
+        times: by stack, innermost frame first.
+        samples: number of samples.
+        other_ns, other_cpu_ns: time in stacks that are not in ``times``, because there are too many.
+    """
+
+    __slots__ = ("other_cpu_ns", "other_ns", "samples", "times")
+
+    def __init__(self) -> None:
+        self.times: dict[Stack, StackTime] = {}
+        self.samples = 0
+        self.other_ns = 0
+        self.other_cpu_ns = 0
+
+    def add(self, stack: Stack, wall_ns: int, cpu_ns: int, samples: int = 1) -> None:
+        """Add time in a stack, seen by this many samples."""
+        self.samples += samples
+        self._count(stack, StackTime(wall_ns, cpu_ns))
+
+    def merge(self, other: StackProfile) -> None:
+        """Add everything in another profile."""
+        self.samples += other.samples
+        self.other_ns += other.other_ns
+        self.other_cpu_ns += other.other_cpu_ns
+        for stack, time in other.times.items():
+            self._count(stack, time)
+
+    def _count(self, stack: Stack, time: StackTime) -> None:
+        before = self.times.get(stack)
+        if before is not None:
+            self.times[stack] = before.plus(time)
+        elif len(self.times) < MAX_STACKS:
+            self.times[stack] = time
+        else:
+            self.other_ns += time.wall_ns
+            self.other_cpu_ns += time.cpu_ns
+
+    @property
+    def wall_ns(self) -> int:
+        """All of its time."""
+        return self.other_ns + sum(time.wall_ns for time in self.times.values())
+
+    def longest_first(self) -> list[tuple[Stack, StackTime]]:
+        """The stacks and their times."""
+        return sorted(self.times.items(), key=lambda item: -item[1].wall_ns)
+
+    def packed(self, most: int) -> bytes:
+        """The profile in at most ``most`` bytes. If they are too few, short times are only summed up."""
+        stacks = self.longest_first()
+        kept = len(stacks)
+        while len(content := self._text(stacks[:kept], stacks[kept:])) > most and kept:
+            kept = kept * 3 // 4
+        return content
+
+    def _text(self, stacks: list[tuple[Stack, StackTime]], others: list[tuple[Stack, StackTime]]) -> bytes:
+        files: dict[str, int] = {}
+        spots: dict[Spot, int] = {}
+        for stack, _ in stacks:
+            for spot in stack:
+                files.setdefault(spot.file, len(files))
+                spots.setdefault(spot, len(spots))
+        other = self.other_ns + sum(time.wall_ns for _, time in others)
+        other_cpu = self.other_cpu_ns + sum(time.cpu_ns for _, time in others)
+        lines = [f"{self.samples} {other} {other_cpu} {len(files)} {len(spots)}"]
+        lines += [_cleaned(file[-_MAX_FILE:]) for file in files]
+        lines += [
+            f"{files[spot.file]}\t{spot.line}\t{_cleaned(spot.function[:_MAX_NAME])}\t{_cleaned(spot.module[-_MAX_NAME:])}"
+            for spot in spots
+        ]
+        lines += [" ".join(map(str, (*time, *(spots[spot] for spot in stack)))) for stack, time in stacks]
+        return "\n".join(lines).encode("utf-8", "backslashreplace")
+
+    @classmethod
+    def unpacked(cls, content: bytes) -> StackProfile:
+        """The profile from what `packed` has returned.
+
+        Raises:
+            ValueError: the content is damaged.
+        """
+        profile = cls()
+        head, *lines = content.decode("utf-8", "replace").split("\n")
+        try:
+            profile.samples, profile.other_ns, profile.other_cpu_ns, files, places = map(int, head.split(" "))
+            spots = []
+            for place in lines[files : files + places]:
+                file, number, function, module = place.split("\t")
+                spots.append(Spot(lines[int(file)], int(number), function, module))
+            for line in lines[files + places :]:
+                wall, cpu, gil, *numbers = map(int, line.split(" "))
+                profile._count(tuple(spots[number] for number in numbers), StackTime(wall, cpu, gil))
+        except IndexError:
+            raise ValueError("a stack names a place that is not there") from None
+        return profile
+
+    def folded(self, root: str, most: int) -> bytes:
+        """The stacks as folded text of at most ``most`` bytes, below a frame named ``root``. The longest come first."""
+        lines: list[bytes] = []
+        size, other = 0, self.other_ns
+        for stack, (wall, *_) in self.longest_first():
+            line = ";".join((root, *_frame_names(stack))) + f" {max(1, wall // 1000)}\n"
+            encoded = line.encode("utf-8", "backslashreplace")
+            if size + len(encoded) > most - _HEAD_BYTES:
+                other += wall
+                continue
+            size += len(encoded)
+            lines.append(encoded)
+        if other >= 1000:
+            lines.append(f"{root};(other) {other // 1000}\n".encode())
+        return b"".join(lines)
+
+
+_HEAD_BYTES: Final = 128
+
+
+def _cleaned(name: str) -> str:
+    return name.translate(_UNREADABLE)
+
+
+def _frame_names(stack: Stack) -> Iterator[str]:
+    for spot in reversed(stack):
+        yield _cleaned(f"{spot.function} ({spot.file.rpartition(os.sep)[2]}:{spot.line})")
+
+
+# -- when ----------------------------------------------------------------------------------------------------------
+
+_MAX_OWN_SHARE: Final = 0.008
+"""The gaps grow until the sampling thread takes at most this share of a core."""
+
+BURST_SECONDS: Final = 0.1
+"""Length of a burst. After it the next sample is the last one."""
+
+_SECONDS_PER_FETCH: Final = 0.0004
+_MAX_SHARE: Final = 0.009
+_MAX_SHARE_OF_FETCHES: Final = 0.005
+"""What a sampled worker takes more: CPU seconds per fetch, for the short switch interval; the largest share of a core
+in all; and that of the fetches. The samples take the rest. The target is 1 %."""
+
+_MIN_PART: Final = 0.1
+_MAX_REST_SECONDS: Final = 2.0
+
+_MAX_DELAY_NS: Final = 20 * NS
+"""A longer delay is no C call: the process was stopped."""
+
+
+class SampleTimes:
+    """The times of the samples that one thread takes, and how much time each stands for. Used on that thread.
+
+    The gaps between samples are random, exponentially distributed. So every moment is sampled equally often, also in
+    code that repeats in a fixed rhythm, and it does not matter where the sampling pauses. A sample stands for the mean
+    gap, and also for the time from the moment that was due to the moment of the sample: the sampling thread waited for
+    the GIL then, which one C call may have held all that time.
+
+    While a thread runs Python, another one gets the GIL after the switch interval, 5 ms by default, or earlier, when
+    the thread makes a call that releases the GIL. So Python code of less than 5 ms would hardly be seen: its time would
+    count for the call after it. Therefore the interval is shortened while a process is sampled.
+
+    Args:
+        gap_seconds: mean gap between samples.
+
+    Attributes:
+        max_share: the largest share of a core that samples take.
+        part: the part of the time in which samples are taken, in bursts. The weights make up for the rest.
+    """
+
+    def __init__(self, gap_seconds: float) -> None:
+        self._least = self._mean = gap_seconds
+        self.max_share = _MAX_OWN_SHARE
+        self.part = 1.0
+        self._random = random.Random()  # noqa: S311 - of our own, so that the training's numbers stay the same
+        self._samples = 0
+        self._cpu_ns = 0
+        self._began_ns = thread_time_ns()
+
+    def gap(self) -> float:
+        """Seconds to wait for the next sample."""
+        return self._random.expovariate(1 / self._mean)
+
+    def weight_ns(self, due_ns: int, taken_ns: int) -> int:
+        """The time that a sample stands for, which was due at one stamp and was taken at another."""
+        return int((self._mean * NS + self.delay_ns(due_ns, taken_ns)) / self.part)
+
+    @staticmethod
+    def delay_ns(due_ns: int, taken_ns: int) -> int:
+        """The time by which a thread was late."""
+        return min(max(0, taken_ns - due_ns), _MAX_DELAY_NS)
+
+    def taken(self, samples: int = 1) -> None:
+        """Count a sample that was taken now. If samples cost too much CPU time, the mean gap grows.
+
+        ``samples`` is 0 if it was not due after a gap: then only its cost counts.
+        """
+        self._samples += samples
+        self._cpu_ns = thread_time_ns() - self._began_ns
+        self._mean = max(self._least, self.part * self._cpu_ns / max(1, self._samples) / NS / self.max_share)
+
+    def starts(self) -> None:
+        """Count the cost of samples from now on: what this thread did before was something else."""
+        self._began_ns = thread_time_ns() - self._cpu_ns
+
+
+class SampleBursts:
+    """Says when a worker rests between samples, with its own switch interval. Used on the sampling thread.
+
+    The short interval has a cost: threads that send batches wake and switch more often, which takes up to 0.4 ms of CPU
+    per batch (`benchmarks.line_cost`). So a worker that fetches many batches per second is sampled in bursts.
+
+    Args:
+        times: gets the part of the time in which samples are taken: all of it until the rate of fetches is known, and
+            while it is low; and the largest share of a core for it.
+        now: the stamp at which the first burst begins.
+        fetches: how many fetches have begun so far.
+    """
+
+    def __init__(self, times: SampleTimes, now: int, fetches: int) -> None:
+        self._times = times
+        self._random = random.Random()  # noqa: S311 - of our own, so that the training's numbers stay the same
+        self._first = now, fetches
+        self._began_ns = now
+
+    def rest(self, now: int) -> float | None:
+        """Seconds to rest at this stamp; None if the burst goes on. The length is random, for an equal chance."""
+        passed = (now - self._began_ns) / NS
+        if passed < BURST_SECONDS:
+            return None
+        return min(_MAX_REST_SECONDS, passed * (1 / self._times.part - 1) * (0.5 + self._random.random()))
+
+    def begin(self, now: int, fetches: int) -> None:
+        """Begin a burst. ``fetches``: how many have begun so far.
+
+        Their rate says how much of the time is sampled. It is the rate since the first burst: if each burst had a rate
+        of its own, fetches that are short for a moment would decide how much their neighbours count.
+        """
+        first_ns, before = self._first
+        share = _SECONDS_PER_FETCH * (fetches - before) / max(1, now - first_ns) * NS
+        part = max(_MIN_PART, _MAX_SHARE_OF_FETCHES / max(share, _MAX_SHARE_OF_FETCHES))
+        self._times.part = part
+        self._times.max_share = min(_MAX_OWN_SHARE, _MAX_SHARE - min(part * share, _MAX_SHARE_OF_FETCHES))
+        self._began_ns = now
+
+
+# -- which line ----------------------------------------------------------------------------------------------------
+
+LATE_WAITS: Final = 4
+"""A thread waits for the GIL in pieces of the switch interval. Python code gives it up after one or two of them."""
+
+_LATE_NS: Final = int(LATE_WAITS * SWITCH_SECONDS * 1e9)
+_MIN_LATE: Final = 3
+_FEW: Final = 3.0
+"""A line holds the GIL if at most this many times as many samples are in time as of one call that always holds it."""
+
+_PART: Final = 1 / 3
+"""The largest part of the late samples of a call that are seen at the line behind it."""
+
+_MIN_INSIDE: Final = 3
+"""So many pairs of samples tell how much of its time a line is on a core."""
+
+_MIN_FREE: Final = 5
+_MAX_TURNS: Final = 0.25
+"""A line releases the GIL if at most this part as many of its samples waited for it as did not."""
+
+_MIN_ON_CORE: Final = 0.2
+"""Who holds the GIL is on a core for at least this part of its time, by the CPU clock. Else another thread holds it."""
+
+_MAX_TURNS_BACK: Final = 0.5
+"""Code gets at most this part of its own time back: another thread may be why a sample waited."""
+
+_AS_LATE: Final = 0.5
+"""A sample of a call is, in the mean, at least this part as late where another line is seen."""
+
+
+@dataclass(slots=True)
+class _Late:
+    """Late samples: how many, the time that they stand for, how much of it was on a core, and how late they were."""
+
+    samples: int = 0
+    wall_ns: int = 0
+    cpu_ns: int = 0
+    delay_ns: int = 0
+
+    def add(self, samples: int, wall_ns: int, cpu_ns: int, delay_ns: int) -> None:
+        self.samples += samples
+        self.wall_ns += wall_ns
+        self.cpu_ns += cpu_ns
+        self.delay_ns += delay_ns
+
+    @property
+    def mean_delay_ns(self) -> float:
+        return self.delay_ns / max(self.samples, 1)
+
+
+class _SamplesOfStack:
+    """The samples of a stack. Times are in nanoseconds.
+
+    Attributes:
+        inside, inside_ns, inside_cpu_ns: samples that follow one of the same stack in the same fetch.
+        free: samples that did not wait for the GIL. ``turns``: those that did, and were in time.
+    """
+
+    __slots__ = (
+        "_late", "cpu_ns", "free", "inside", "inside_cpu_ns", "inside_ns", "turns", "turns_ns", "wall_ns",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.wall_ns = self.cpu_ns = 0
+        self.inside = self.inside_ns = self.inside_cpu_ns = 0
+        self.free = self.turns = self.turns_ns = 0
+        self._late: dict[int, _Late] = {}  # by the length of the delay, each about twice the one before
+
+    def add_late(self, wall_ns: int, cpu_ns: int, delay_ns: int) -> None:
+        """Add a late sample."""
+        self._late.setdefault(delay_ns.bit_length(), _Late()).add(1, wall_ns, cpu_ns, delay_ns)
+
+    def late(self, least_ns: float = 0.0) -> _Late:
+        """The samples that are at least about this late."""
+        found = _Late()
+        for each in self._late.values():
+            if each.mean_delay_ns >= least_ns:
+                found.add(each.samples, each.wall_ns, each.cpu_ns, each.delay_ns)
+        return found
+
+    @property
+    def releases_the_gil(self) -> bool:
+        return self.free >= _MIN_FREE and self.turns + self.late().samples <= _MAX_TURNS * self.free
+
+    @property
+    def takes_turns(self) -> bool:
+        return self.turns > max(_MIN_FREE, self.free) and self._is_on_core
+
+    @property
+    def _is_on_core(self) -> bool:
+        """Whether it may be what others wait for."""
+        return self._clocked(self.wall_ns, self.cpu_ns) >= _MIN_ON_CORE * self.wall_ns
+
+    def _clocked(self, wall_ns: int, cpu_ns: int) -> int:
+        """The CPU time of this wall clock, by the CPU clock. ``cpu_ns``: with that of the lines before it."""
+        return wall_ns * self.inside_cpu_ns // self.inside_ns if self.inside >= _MIN_INSIDE else cpu_ns
+
+    def time(self, wall_ns: int, cpu_ns: int) -> StackTime:
+        """What becomes of its time, after samples have been moved."""
+        late = self.late().samples
+        waited = (self.turns + late) / max(self.free + self.turns + late, 1)
+        on_core = wall_ns if self.takes_turns else self._clocked(wall_ns, cpu_ns)
+        return StackTime(wall_ns, on_core, int(waited * wall_ns) if self._is_on_core else 0)
+
+    def holds_the_gil(self, *, without: _Late | None = None) -> bool:
+        """Whether its late samples are those of a call that holds the GIL. ``without``: late samples of another one."""
+        late = self.late()
+        if without is not None:
+            late.add(-without.samples, -without.wall_ns, -without.cpu_ns, -without.delay_ns)
+        call_ns = 2 * late.mean_delay_ns - _LATE_NS  # late samples are due anywhere before its last 2 ms
+        if late.samples < _MIN_LATE or call_ns <= _LATE_NS:
+            return False
+        expected = late.samples * _LATE_NS / max(call_ns - _LATE_NS, _LATE_NS)
+        return self.free + self.turns <= _FEW * expected + 1
+
+
+class AttributedSamples:
+    """Samples, and how each was taken: for which line each counts. Used by the thread that samples.
+
+    A sample is late if a C call holds the GIL when it is due. After the call the sampling thread is not alone in
+    waiting: another thread may get the GIL first, and after it the sampled thread, which goes on to its next call. The
+    sample then sees that call. In a DataLoader worker the thread that sends batches waits from the beginning of each
+    fetch: a quarter of the late samples of a first call were seen behind it (`python -m tests.lines`).
+
+    All samples of a line tell whether it holds the GIL. If a call holds it for 20 ms, nearly all of its samples are
+    late. If most samples of a line are in time, the line does not hold the GIL. Its late samples then count for the
+    call, if they are about as late as those of the call. So do the few late samples of the line that follows the call
+    in the same function.
+
+    Python code holds the GIL as well, but gives it up after the switch interval. A sample that is due shortly before it
+    calls something that releases the GIL, a read for example, is seen at that call. Samples of such a call need not
+    wait at all. So those that waited count for the code that made them wait.
+
+    The CPU clock tells what was used since the sample before, perhaps by another line. A line that waits for 30 ms
+    would get half of the CPU time of the 8 ms before it. So where two samples in a row see the same line in the same
+    fetch, these say how much of its time a line is on a core. Python code that others wait for is on a core all the
+    time.
+    """
+
+    def __init__(self) -> None:
+        self._profile = StackProfile()
+        self._seen: dict[Stack, _SamplesOfStack] = {}
+        self._before: tuple[Stack, int] | None = None
+
+    @property
+    def samples(self) -> int:
+        """Number of samples."""
+        return self._profile.samples
+
+    def add(self, stack: Stack, wall_ns: int, cpu_ns: int, *, delay_ns: int, waits: int, fetch: int) -> None:
+        """Add a sample.
+
+        Args:
+            stack: what was seen.
+            wall_ns: the time that it stands for.
+            cpu_ns: how much of that was CPU time.
+            delay_ns: how late it was.
+            waits: how often this thread has waited for the GIL before it.
+            fetch: the number of the fetch in which it was taken.
+        """
+        inside, self._before = self._before == (stack, fetch), (stack, fetch)
+        self._profile.add(stack, wall_ns, cpu_ns)
+        if stack not in self._profile.times:
+            return  # one of too many
+        seen = self._seen.setdefault(stack, _SamplesOfStack())
+        seen.wall_ns += wall_ns
+        seen.cpu_ns += cpu_ns
+        if inside:
+            seen.inside += 1
+            seen.inside_ns += wall_ns
+            seen.inside_cpu_ns += cpu_ns
+        if waits < 1:
+            seen.free += 1
+        elif waits < LATE_WAITS:
+            seen.turns += 1
+            seen.turns_ns += wall_ns
+        else:
+            seen.add_late(wall_ns, cpu_ns, delay_ns)
+
+    def profile(self) -> StackProfile:
+        """The time of each stack, after all samples so far."""
+        profile = StackProfile()
+        profile.merge(self._profile)
+        self._count_late(profile)
+        self._count_turns(profile)
+        for stack, seen in self._seen.items():
+            wall, cpu, _ = profile.times[stack]
+            profile.times[stack] = seen.time(wall, cpu)
+        return profile
+
+    def _count_late(self, profile: StackProfile) -> None:
+        """Give late samples back to the calls that hold the GIL, if there are such calls."""
+        holders = {stack: seen for stack, seen in self._seen.items() if seen.holds_the_gil()}
+        holders = {stack: seen for stack, seen in holders.items() if not _is_behind(stack, seen, holders)}
+        held = {stack: seen.late() for stack, seen in holders.items()}
+        held_ns = sum(late.wall_ns for late in held.values())
+        if not held_ns:
+            return
+        least_ns = _AS_LATE * min(late.mean_delay_ns for late in held.values())
+        moved = StackTime(0, 0)
+        for stack, seen in self._seen.items():
+            if stack not in held and (late := seen.late(least_ns)).samples:
+                profile.times[stack] = profile.times[stack].plus(StackTime(-late.wall_ns, -late.cpu_ns))
+                moved = moved.plus(StackTime(late.wall_ns, late.cpu_ns))
+        for stack, late in held.items():
+            more = StackTime(moved.wall_ns * late.wall_ns // held_ns, moved.cpu_ns * late.wall_ns // held_ns)
+            profile.times[stack] = profile.times[stack].plus(more)
+
+    def _count_turns(self, profile: StackProfile) -> None:
+        """Give samples that waited at lines that release the GIL back to the code that they waited for."""
+        releasing = {stack: seen for stack, seen in self._seen.items() if seen.releases_the_gil and seen.turns}
+        turning = {stack: seen.turns_ns for stack, seen in self._seen.items() if seen.takes_turns}
+        moved = sum(seen.turns_ns for seen in releasing.values())
+        if not moved or not turning:
+            return
+        all_turns = sum(turning.values())
+        more = {stack: min(moved * ns // all_turns, int(_MAX_TURNS_BACK * ns)) for stack, ns in turning.items()}
+        back = sum(more.values())
+        for stack, seen in releasing.items():
+            less = back * seen.turns_ns // moved
+            profile.times[stack] = profile.times[stack].plus(StackTime(-less, 0))
+        for stack, more_ns in more.items():
+            profile.times[stack] = profile.times[stack].plus(StackTime(more_ns, 0))
+
+
+def _is_behind(stack: Stack, seen: _SamplesOfStack, holders: dict[Stack, _SamplesOfStack]) -> bool:
+    """Whether a line is only seen since it follows a call of the same function that holds the GIL."""
+    here = stack[0]
+    for other, call in holders.items():
+        same_function = other[1:] == stack[1:] and (other[0].file, other[0].function) == (here.file, here.function)
+        if same_function and other[0].line < here.line:
+            held = call.late()
+            behind = seen.late(_AS_LATE * held.mean_delay_ns)
+            if 0 < behind.wall_ns <= _PART * held.wall_ns and not seen.holds_the_gil(without=behind):
+                return True
+    return False
+
+
+# -- in a worker ---------------------------------------------------------------------------------------------------
+
+_GAP_SECONDS: Final = 0.008
+"""Mean time between samples."""
+
+_USER: Final = "lines"
+
+_FIRST_WRITE_NS: Final = NS // 10
+_WRITE_NS: Final = NS
+"""The profile is written after 0.1 s, and then at intervals that double up to 1 s: a worker may live for one short
+epoch."""
+
+
+class WorkerSampler:
+    """Samples the fetches of a DataLoader worker while the agent asks for it. Made on the thread that fetches.
+
+    The worker's probe looks at the request once per fetch, and calls `ask` while there is one. A thread of the worker
+    then reads the stack of the fetching thread at random moments, and writes the profile into the shared block. It ends
+    when the request is over. A thread does not survive a fork, and this one holds no lock at which a child could hang.
+
+    Args:
+        block: has the requests, and gets the profile.
+        worker: the number of the worker.
+    """
+
+    def __init__(self, block: WorkerBlock, worker: int) -> None:
+        self._block = block
+        self._worker = worker
+        self._area = block.profile_area(worker)
+        self._pid = os.getpid()
+        self._fetcher = threading.get_ident()
+        self._running = False
+        self._fetches = 0
+        self._session = 0
+        self._began_ns = 0
+        self._samples = AttributedSamples()
+        module = sys.modules.get("torch.utils.data._utils.worker")
+        self._loop = vars(module) if module is not None else None
+
+    def ask(self) -> None:
+        """Start the thread, if it does not run. Called at the start of a fetch."""
+        self._fetches += 1
+        if self._running or os.getpid() != self._pid:
+            return
+        self._running = True
+        try:
+            OwnThread(self._run, name="telemetry-lines").start()
+        except Exception as error:
+            let_pass(error)  # no thread can be started: not tried again in this worker
+
+    def _run(self) -> None:
+        shorten_switch_interval(_USER)
+        try:
+            self._sample()
+        except Exception:
+            pass  # it cannot be reported from here; the agent sees a worker without a profile
+        finally:
+            restore_switch_interval(_USER)
+            self._running = False
+
+    def _sample(self) -> None:
+        times = SampleTimes(_GAP_SECONDS)
+        cpu_clock = pthread_getcpuclockid(self._fetcher)
+        before_ns, cpu_before = now_ns(), clock_gettime_ns(cpu_clock)
+        write_after = _FIRST_WRITE_NS
+        written_ns = before_ns
+        bursts = SampleBursts(times, before_ns, self._fetches)
+        while True:
+            gap = times.gap()
+            waits = thread_waits()
+            due = now_ns() + int(gap * NS)
+            rest()
+            sleep(gap)
+            work()
+            now = now_ns()
+            waits = thread_waits() - waits - 1  # for the GIL; one was the sleep
+            session, until = self._block.samples_asked(self._worker)
+            if session != self._session:
+                self._session, self._began_ns, self._samples = session, now, AttributedSamples()
+            if now >= until:
+                break
+            fetching = self._block.is_fetching(self._worker)
+            stack = fetch_part(stack_of(self._fetcher, self._loop)) if fetching else ()
+            cpu = clock_gettime_ns(cpu_clock)
+            if stack:
+                wall = times.weight_ns(due, now)
+                on_core = min(1.0, (cpu - cpu_before) / max(1, now - before_ns))
+                delay = times.delay_ns(due, now)
+                cpu_ns = int(wall * on_core)
+                self._samples.add(stack, wall, cpu_ns, delay_ns=delay, waits=waits, fetch=self._fetches)
+            before_ns, cpu_before = now, cpu
+            if now - written_ns >= write_after:
+                written_ns, write_after = now, min(2 * write_after, _WRITE_NS)
+                self._write()
+            times.taken()
+            pause = bursts.rest(now_ns())
+            if pause is not None:
+                if pause:
+                    _pause(pause)
+                    before_ns, cpu_before = now_ns(), clock_gettime_ns(cpu_clock)
+                bursts.begin(now_ns(), self._fetches)
+        self._write()
+
+    def _write(self) -> None:
+        if self._samples.samples:
+            content = self._samples.profile().packed(self._area.HALF_BYTES)
+            self._area.write(self._session, self._pid, self._began_ns, content)
+
+
+def _pause(seconds: float) -> None:
+    """Wait, with the switch interval that this process has without samples."""
+    restore_switch_interval(_USER)
+    rest()
+    sleep(seconds)
+    work()
+    shorten_switch_interval(_USER)

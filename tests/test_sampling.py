@@ -1,0 +1,685 @@
+"""Samples of threads: when they are taken, for which line they count, in workers and in this process; turns of the GIL."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+import telemetry
+from telemetry.agent.agent import BetweenTicks
+from telemetry.diagnosis import lines as work
+from telemetry.diagnosis.lines import line_shares
+from telemetry.hooks.worker import WorkerProbe
+from telemetry.hooks.worker_block import WorkerBlock
+from telemetry.sources.lines import FETCH, LineSampler, ThreadSampler
+from telemetry.sources.proc import is_running
+from telemetry.util import gil, sampling, threads
+from telemetry.util.clock import NS, now_ns
+from telemetry.util.errors import ErrorLog
+from telemetry.util.gil import SWITCH_SECONDS, GilTurns, restore_switch_interval, shorten_switch_interval, thread_waits
+from telemetry.util.sampling import LATE_WAITS, AttributedSamples, StackProfile
+from telemetry.util.stacks import Spot
+from tests.running_agent import wait_for
+
+# -- when --------------------------------------------------------------------------------------------------------------
+
+# -- in the workers ----------------------------------------------------------------------------------------------
+
+
+NUMBERS = [(i * 7919) % 1000003 for i in range(400_000)]
+
+
+class Planted(Dataset):
+    """Each batch: a long C call that holds the GIL, a short wait, and the names of our threads in the worker."""
+
+    def __len__(self) -> int:
+        return 1_000_000
+
+    def __getitem__(self, index: int) -> tuple[str, ...]:
+        sorted(NUMBERS)  # planted
+        time.sleep(0.001)
+        return tuple(threads.running())
+
+
+class Planted2(Planted):
+    """The same in another class, whose interval is told too."""
+
+    def __getitem__(self, index: int) -> float:
+        super().__getitem__(index)
+        return sys.getswitchinterval()
+
+
+class Short(Dataset):
+    """Fetches of 2 ms, which tell the switch interval."""
+
+    def __len__(self) -> int:
+        return 1_000_000
+
+    def __getitem__(self, index: int) -> float:
+        time.sleep(0.002)  # planted
+        return sys.getswitchinterval()
+
+
+SHORT_LINE = Short.__getitem__.__code__.co_firstlineno + 1
+PLANTED_LINE = Planted.__getitem__.__code__.co_firstlineno + 1
+
+
+def loader_of(block: WorkerBlock, method: str, data: Dataset) -> DataLoader:
+    probe = WorkerProbe(None, block)
+    return DataLoader(
+        data, batch_size=None, num_workers=block.workers, worker_init_fn=probe, multiprocessing_context=method
+    )
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_a_worker_that_is_asked_tells_its_line(method):
+    block = WorkerBlock(1)
+    batches = iter(loader_of(block, method, Planted()))
+    assert "telemetry-lines" not in next(batches)
+    assert block.sampled() == []
+    session = now_ns()
+    block.ask_samples(session, session + 600 * NS)
+
+    def enough():
+        next(batches)
+        return [
+            lines
+            for found in block.sampled()
+            if found.session == session and (lines := line_shares(StackProfile.unpacked(found.content), work.FETCH))
+        ]
+
+    ((first, *_),) = wait_for(enough, 60)
+    assert (first.file, first.line, first.calls) == (__file__, PLANTED_LINE, None)
+    assert first.share > 0.5
+    wait_for(lambda: "telemetry-lines" in next(batches))
+    block.ask_samples(session, 1)
+    wait_for(lambda: "telemetry-lines" not in next(batches))
+
+
+def test_workers_that_are_not_asked_do_nothing():
+    block = WorkerBlock(2)
+    batches = iter(loader_of(block, "fork", Planted()))
+    seen = {name for _ in range(20) for name in next(batches)}
+    assert "telemetry-lines" not in seen
+    assert block.sampled() == []
+
+
+def test_a_new_session_forgets_the_one_before():
+    block = WorkerBlock(1)
+    batches = iter(loader_of(block, "fork", Planted()))
+
+    def sampled_in(session):
+        next(batches)
+        return [found for found in block.sampled() if found.session == session]
+
+    block.ask_samples(1, now_ns() + 600 * NS)
+    (first,) = wait_for(lambda: sampled_in(1))
+    block.ask_samples(2, now_ns() + 600 * NS)
+    (second,) = wait_for(lambda: sampled_in(2))
+    assert second.began_ns > first.began_ns
+    assert second.pid == first.pid
+
+
+def test_the_switch_interval_of_a_worker_is_restored():
+    block = WorkerBlock(1)
+    batches = iter(loader_of(block, "fork", Planted2()))
+    usual = next(batches)
+    block.ask_samples(1, now_ns() + 600 * NS)
+    wait_for(lambda: next(batches) == pytest.approx(SWITCH_SECONDS))
+    block.ask_samples(1, 1)
+    wait_for(lambda: next(batches) == usual)
+
+
+def test_a_worker_of_short_fetches_rests_most_of_the_time():
+    """With the switch interval of the process, which costs least. Its line is told nevertheless."""
+    block = WorkerBlock(1)
+    batches = iter(loader_of(block, "fork", Short()))
+    usual = next(batches)
+    block.ask_samples(1, now_ns() + 600 * NS)
+    intervals = []
+
+    def named():
+        intervals.append(next(batches))
+        return [
+            lines
+            for found in block.sampled()
+            if (lines := line_shares(StackProfile.unpacked(found.content), work.FETCH))
+        ]
+
+    ((first, *_),) = wait_for(named, 60)
+    assert (first.file, first.line) == (__file__, SHORT_LINE)
+    assert min(intervals) == pytest.approx(SWITCH_SECONDS)
+    assert intervals.count(usual) > len(intervals) / 2
+
+
+# -- the switch interval, in a process ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def interval():
+    before = sys.getswitchinterval()
+    yield before
+    restore_switch_interval("lines")
+    sys.setswitchinterval(before)
+
+
+def test_an_interval_that_other_code_has_set_stays(interval):
+    shorten_switch_interval("lines")
+    assert sys.getswitchinterval() == pytest.approx(SWITCH_SECONDS)
+    sys.setswitchinterval(2 * interval)
+    restore_switch_interval("lines")
+    assert sys.getswitchinterval() == pytest.approx(2 * interval)
+
+
+def test_the_interval_stays_short_while_somebody_needs_it(interval):
+    shorten_switch_interval("lines")
+    shorten_switch_interval("agent")
+    restore_switch_interval("lines")
+    assert sys.getswitchinterval() == pytest.approx(SWITCH_SECONDS)
+    restore_switch_interval("agent")
+    assert sys.getswitchinterval() == pytest.approx(interval)
+
+
+def test_a_forked_child_has_the_usual_interval(interval):
+    shorten_switch_interval("lines")
+    pid = os.fork()
+    if not pid:
+        os._exit(0 if abs(sys.getswitchinterval() - interval) < 1e-6 else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_a_sample_that_a_c_call_delayed_stands_for_the_delay_too():
+    times = sampling.SampleTimes(0.01)
+    at_once, late = times.weight_ns(5 * NS, 5 * NS), times.weight_ns(5 * NS, 5 * NS + NS // 4)
+    assert at_once == NS // 100
+    assert late == at_once + NS // 4
+    assert times.weight_ns(0, 3600 * NS) < 60 * NS  # the process was stopped
+
+
+def test_a_worker_with_many_fetches_per_second_is_sampled_in_bursts():
+    """The rest makes up for the part of the time: fetches that are sampled are about as many as with few per second."""
+    for rate, part in ((5, 1.0), (12.5, 1.0), (25, 0.5), (125, 0.1), (1000, 0.1)):
+        times = sampling.SampleTimes(0.01)
+        bursts = sampling.SampleBursts(times, 0, 7)
+        usual, share = times.weight_ns(0, 0), times.max_share
+        assert bursts.rest(NS // 100) is None
+        assert bursts.rest(NS // 5) == 0, "the rate is not known yet"
+        bursts.begin(2 * NS, 7 + 2 * rate)
+        assert times.part == pytest.approx(part)
+        assert times.weight_ns(0, 0) == pytest.approx(usual / part)
+        assert bursts.rest(2 * NS + NS // 100) is None
+        rests = [bursts.rest(2 * NS + NS // 10) for _ in range(1000)]
+        assert sum(rests) / len(rests) == pytest.approx(0.1 / part - 0.1, rel=0.1)
+        assert (len(set(rests)) > 900) == (part < 1)
+        assert times.max_share + part * rate * 0.0004 < 0.01 or rate > 125
+        assert times.max_share <= share
+        bursts.begin(3 * NS, 7 + 3 * rate)
+        assert times.part == pytest.approx(part)
+        bursts.begin(3 * NS + NS // 10, 7 + 3 * rate)
+        assert times.part == pytest.approx(part, rel=0.05), "a moment without a fetch changes it by little"
+
+
+def test_gaps_are_random_and_their_mean_is_the_weight():
+    times = sampling.SampleTimes(0.01)
+    gaps = [times.gap() for _ in range(20_000)]
+    assert sum(gaps) / len(gaps) == pytest.approx(0.01, rel=0.05)
+    assert len(set(gaps)) > 19_000
+
+
+def test_gaps_grow_until_samples_cost_less_than_1_percent(monkeypatch):
+    """Samples of 1 ms of CPU, and then of 0.01 ms."""
+    spent = iter([*range(0, 101_000_000, 1_000_000), *range(100_010_000, 2_000_000_000, 10_000)])
+    monkeypatch.setattr(sampling, "thread_time_ns", lambda: next(spent))
+    times = sampling.SampleTimes(0.01)
+    for _ in range(100):
+        times.taken()
+    mean = times.weight_ns(0, 0) / NS
+    assert 0.1 < mean < 1  # less than 1 % of a core, and not much less
+    gaps = [times.gap() for _ in range(20_000)]
+    assert sum(gaps) / len(gaps) == pytest.approx(mean, rel=0.05)
+    for _ in range(50_000):
+        times.taken()
+    assert times.weight_ns(0, 0) < NS * mean / 10  # the samples have become cheap
+    assert times.weight_ns(0, 0) >= NS / 100
+
+
+# -- on the agent thread -----------------------------------------------------------------------------------------
+
+
+def test_threads_that_fetch_are_sampled_as_workers():
+    """As the workers of a loader that uses threads, or that reads ahead."""
+    over = threading.Event()
+
+    def read_ahead() -> None:
+        for _ in DataLoader(Planted(), batch_size=None):
+            if over.is_set():
+                return
+
+    thread = threading.Thread(target=read_ahead)
+    thread.start()
+    sampler = LineSampler(lambda: threading.get_ident(), lambda: None)
+    sampler.want(frozenset({FETCH}))
+
+    def lines():
+        due = now_ns()
+        time.sleep(sampler.gap())
+        sampler.sample(due)
+        return line_shares(sampler.profiles.get(FETCH, StackProfile()), work.FETCH)
+
+    try:
+        first = wait_for(lines)[0]
+    finally:
+        sampler.want(frozenset())
+        over.set()
+        thread.join()
+    assert (first.file, first.line) == (__file__, PLANTED_LINE)
+
+
+def test_nothing_is_sampled_that_is_not_wanted():
+    sampler = LineSampler(threading.get_ident, lambda: work.STEP)
+    assert sampler.gap() == float("inf")
+    sampler.want(frozenset({work.WAIT}))
+    sampler.sample(now_ns())
+    sampler.want(frozenset())
+    sampler.sample(now_ns())
+    assert sampler.profiles == {}
+
+
+# -- which line --------------------------------------------------------------------------------------------------------
+
+MS = 1_000_000
+GAP_MS = 10
+
+
+def stack(line: int) -> tuple[Spot, ...]:
+    return (Spot("/home/me/train.py", line, "item", "__main__"),)
+
+
+def sampled(*lines: tuple[int, int, int, int]) -> dict[int, int]:
+    """Milliseconds of each line, given (line, samples in time, late samples, ms that these are late in the mean)."""
+    samples = AttributedSamples()
+    for line, in_time, late, delay in lines:
+        for _ in range(in_time):
+            samples.add(stack(line), GAP_MS * MS, 0, delay_ns=MS // 10, waits=1, fetch=1)
+        for _ in range(late):
+            samples.add(stack(line), (GAP_MS + delay) * MS, 0, delay_ns=delay * MS, waits=LATE_WAITS, fetch=1)
+    profile = samples.profile()
+    assert profile.samples == sum(in_time + late for _, in_time, late, _ in lines)
+    return {spot.line: wall // MS for (spot,), (wall, *_) in profile.times.items()}
+
+
+def test_a_line_that_waits_gives_late_samples_back_to_the_call():
+    """A call of 24 ms, and then 15 ms of sleep. Another thread got the GIL first in a third of the cases."""
+    assert sampled((1, 10, 100, 13), (2, 90, 50, 13)) == {1: 10 * 10 + 150 * 23, 2: 900}
+
+
+def test_two_calls_that_hold_the_gil_get_their_parts():
+    assert sampled((1, 5, 60, 13), (2, 3, 30, 13), (3, 200, 30, 13)) == {1: 50 + 80 * 23, 2: 30 + 40 * 23, 3: 2000}
+
+
+def test_the_next_line_of_the_function_is_no_call_that_holds_it():
+    """It is the first at which Python looks whether another thread waits."""
+    assert sampled((1, 5, 100, 13), (2, 1, 20, 13), (3, 50, 0, 0)) == {1: 50 + 120 * 23, 2: 10, 3: 500}
+    shorter_call = ((1, 5, 100, 13), (2, 10, 20, 4))
+    assert sampled(*shorter_call) == {1: 50 + 100 * 23, 2: 100 + 20 * 14}
+
+
+def test_the_next_line_may_have_waited_for_others_as_well():
+    """Most of its late samples are a little late, and some as late as the call."""
+    assert sampled((1, 1, 60, 18), (2, 2, 2, 18), (2, 0, 4, 2)) == {1: 10 + 62 * 28, 2: 20 + 4 * 12}
+
+
+def test_the_next_line_may_be_a_shorter_call():
+    """Then its longest samples stay there: nothing tells whose they are."""
+    assert sampled((1, 1, 60, 18), (2, 1, 2, 18), (2, 0, 20, 6)) == {1: 10 + 60 * 28, 2: 10 + 2 * 28 + 20 * 16}
+
+
+def test_python_code_that_is_late_since_others_wait_too_keeps_its_samples():
+    assert sampled((1, 5, 60, 13), (2, 100, 30, 2)) == {1: 50 + 60 * 23, 2: 1000 + 30 * 12}
+
+
+@pytest.mark.parametrize("lines", [((1, 100, 20, 5), (2, 90, 50, 13)), ((1, 100, 0, 0), (2, 90, 2, 13))])
+def test_without_a_call_that_holds_it_each_line_keeps_its_samples(lines):
+    assert sampled(*lines) == {line: in_time * 10 + late * (10 + delay) for line, in_time, late, delay in lines}
+
+
+def test_a_line_that_waits_gets_no_cpu_time_of_the_line_before_it():
+    """In each fetch line 1 computes for 10 ms, and line 2 waits for 30."""
+    samples = AttributedSamples()
+    for fetch in range(20):
+        for line, on_core in ((1, 0.2), (1, 1.0), (2, 0.8), (2, 0.0), (2, 0.0)):
+            cpu_ns = int(on_core * GAP_MS * MS)
+            samples.add(stack(line), GAP_MS * MS, cpu_ns, delay_ns=0, waits=0, fetch=fetch)
+    assert samples.profile().times == {stack(1): (400 * MS, 400 * MS, 0), stack(2): (600 * MS, 0, 0)}
+
+
+def test_python_code_that_others_wait_for_is_on_a_core():
+    samples = AttributedSamples()
+    for fetch in range(20):
+        samples.add(stack(1), GAP_MS * MS, 4 * MS, delay_ns=0, waits=1, fetch=fetch)
+    assert samples.profile().times == {stack(1): (200 * MS, 200 * MS, 200 * MS)}
+
+
+def test_the_first_sample_of_a_fetch_says_nothing_about_its_line():
+    """The CPU time before it is that of the fetch before."""
+    samples = AttributedSamples()
+    for fetch in range(20):
+        samples.add(stack(1), GAP_MS * MS, 4 * MS, delay_ns=0, waits=0, fetch=fetch)
+    assert samples.profile().times == {stack(1): (200 * MS, 80 * MS, 0)}, "as long as nothing else tells"
+    for fetch in range(20, 25):
+        samples.add(stack(1), GAP_MS * MS, 4 * MS, delay_ns=0, waits=0, fetch=fetch)
+        samples.add(stack(1), GAP_MS * MS, 0, delay_ns=0, waits=0, fetch=fetch)
+    assert samples.profile().times == {stack(1): (300 * MS, 0, 0)}
+
+
+def in_turns(*lines: tuple[int, int, int], on_core: float = 0.5) -> dict[int, int]:
+    """Milliseconds of each line, given (line, samples that did not wait for the GIL, samples that did)."""
+    samples = AttributedSamples()
+    for line, free, waited in lines:
+        for waits in (*[0] * free, *[1] * waited):
+            samples.add(stack(line), GAP_MS * MS, int(on_core * GAP_MS * MS), delay_ns=0, waits=waits, fetch=1)
+    return {spot.line: wall // MS for (spot,), (wall, *_) in samples.profile().times.items()}
+
+
+def test_samples_that_waited_count_for_the_code_that_made_them_wait():
+    """Lines 1 and 2 are Python code, line 3 is a read behind them."""
+    assert in_turns((1, 0, 30), (2, 1, 10), (3, 100, 8)) == {1: 300 + 60, 2: 110 + 20, 3: 1000}
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [((1, 0, 30), (2, 100, 40)), ((1, 20, 10), (2, 100, 8)), ((1, 0, 3), (2, 100, 8))],
+    ids=["both hold the GIL at times", "neither holds it most of the time", "too few samples"],
+)
+def test_else_samples_that_waited_stay_where_they_are(lines):
+    assert in_turns(*lines) == {line: GAP_MS * (free + waited) for line, free, waited in lines}
+
+
+def test_code_that_is_not_on_a_core_does_not_hold_the_gil():
+    """It waits, perhaps for the thread that does."""
+    assert in_turns((1, 0, 30), (2, 100, 8), on_core=0.1) == {1: 300, 2: 1080}
+
+
+def test_code_gets_at_most_half_of_its_time_back():
+    """Then another thread may be what the samples waited for."""
+    assert in_turns((1, 0, 10), (2, 100, 20)) == {1: 150, 2: 1150}
+    assert in_turns((1, 0, 10), (2, 0, 90), (3, 400, 90)) == {1: 150, 2: 1350, 3: 4900 - 500}
+
+
+def test_a_line_that_waits_for_who_holds_the_gil_does_not_hold_it():
+    """Line 1 computes for 8 ms, and others hold the GIL while line 2 waits for them for 8 ms."""
+    samples = AttributedSamples()
+    for fetch in range(40):
+        for line, on_core in ((1, 1.0), (2, 0.7), (2, 0.0)):
+            cpu_ns = int(on_core * GAP_MS * MS)
+            samples.add(stack(line), GAP_MS * MS, cpu_ns, delay_ns=0, waits=1, fetch=fetch)
+    assert samples.profile().times[stack(2)] == (800 * MS, 0, 0)
+
+
+def test_a_call_that_is_sampled_late_holds_the_gil():
+    samples = AttributedSamples()
+    for waits in (1, *[LATE_WAITS] * 9, *[0] * 10):
+        late = waits == LATE_WAITS
+        samples.add(stack(1 if waits else 2), GAP_MS * MS, GAP_MS * MS, delay_ns=20 * MS * late, waits=waits, fetch=1)
+    assert {spot.line: time.gil_ns // MS for (spot,), time in samples.profile().times.items()} == {1: 100, 2: 0}
+
+
+def test_waits_of_a_thread_are_counted():
+    before = thread_waits()
+    for _ in range(5):
+        time.sleep(0.001)
+    assert thread_waits() - before >= 5
+
+
+def test_a_worker_notices_that_a_call_held_the_gil(monkeypatch):
+    numbers = [(i * 7919) % 1000003 for i in range(400_000)]
+    waited, fetches = [], set()
+
+    class Recording(AttributedSamples):
+        def add(self, stack, wall_ns, cpu_ns, *, delay_ns, waits, fetch) -> None:
+            waited.append(waits)
+            fetches.add(fetch)
+
+    monkeypatch.setattr(sampling, "AttributedSamples", Recording)
+    monkeypatch.setattr(sampling, "fetch_part", lambda stack: stack)
+    block = WorkerBlock(1)
+    block.ask_samples(1, now_ns() + 600 * NS)
+    monkeypatch.setattr(block, "is_fetching", lambda worker: True)
+    sampling.WorkerSampler(block, 0).ask()
+    (thread,) = [each for each in threads._running.values() if each.name == "telemetry-lines"]
+    try:
+        wait_for(lambda: sorted(numbers) and max(waited, default=0) >= LATE_WAITS, 60)
+    finally:
+        block.ask_samples(1, 1)
+        thread.join(60)
+    assert not thread.is_alive()
+    assert fetches == {1}, "the first one since samples were asked for"
+
+
+# -- on the agent thread -----------------------------------------------------------------------------------------
+
+
+def test_what_holds_up_another_wake_up_counts_as_well():
+    """The agent thread has more to do than sample. What is due then may be as late as a sample."""
+    sampler = LineSampler(threading.get_ident, lambda: "step")
+    sampler.late(now_ns() - NS)
+    assert sampler.profiles == {}
+    sampler.want(frozenset({"step"}))
+    try:
+        sampler.late(now_ns())
+        assert sampler.profiles == {}
+        sampler.late(now_ns() - NS)
+        ((seen, (wall, *_)),) = sampler.profiles["step"].times.items()
+        assert sampler.profiles["step"].samples == 0
+    finally:
+        sampler.want(frozenset())
+    assert sys._getframe().f_code.co_name in {spot.function for spot in seen}
+    assert NS <= wall < 2 * NS
+
+
+class NeverDue(LineSampler):
+    """Samples are due in a thousand seconds. Tells how late the agent thread was with anything else."""
+
+    def __init__(self) -> None:
+        super().__init__(threading.get_ident, lambda: None)
+        self.due: list[int] = []
+
+    def gap(self) -> float:
+        return 1000.0
+
+    def late(self, due_ns: int) -> None:
+        self.due.append(due_ns)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_the_end_of_a_wait_may_be_late_as_well(alone):
+    lines, errors = NeverDue(), ErrorLog()
+
+    class Often:
+        sample_seconds = 0.002
+
+    class Threads:
+        def sample(self) -> None:
+            pass
+
+    ends = now_ns() + NS // 5
+    BetweenTicks(1.0, Often(), Threads(), lines, errors).wait_until(ends, alone=alone)
+    assert errors.counts == {}
+    assert ends - 3 * MS < lines.due[-1] < ends + 10 * NS, "the next wake-up would be due at most 3 ms later"
+    assert (len(lines.due) > 1) is not alone
+
+
+# -- the training thread -----------------------------------------------------------------------------------------------
+
+
+class Backward:
+    """A thread that goes back through large products until it is told to end."""
+
+    def __init__(self) -> None:
+        self.over = threading.Event()
+        self.thread = threading.Thread(target=self.run)
+        self.thread.start()
+
+    def run(self) -> None:
+        torch.set_num_threads(1)
+        while not self.over.is_set():
+            a = torch.rand(700, 700, requires_grad=True)
+            loss = (a @ a @ a).sum()
+            loss.backward()
+
+
+@pytest.fixture
+def backward():
+    made = Backward()
+    yield made
+    made.over.set()
+    made.thread.join()
+
+
+def sampler_of(backward, running) -> ThreadSampler:
+    return ThreadSampler(lambda: backward.thread.ident, lambda: True, running)
+
+
+def seen(sampler: ThreadSampler, what) -> bool:
+    sampler.sample()
+    return what(sampler.take())
+
+
+def test_a_backward_pass_that_computes_waits_for_no_other_rank(backward):
+    sampler = sampler_of(backward, lambda: is_running(backward.thread.native_id))
+    line = Backward.run.__code__.co_firstlineno + 5
+    place = f"run (test_sampling.py:{line})"
+    assert wait_for(lambda: seen(sampler, lambda now: (now.in_sync, now.where) == (0, place)))
+
+
+def test_a_backward_pass_that_is_on_no_core_waits_for_the_others(backward):
+    sampler = sampler_of(backward, lambda: False)
+    assert wait_for(lambda: seen(sampler, lambda now: now.in_sync == 1))
+
+
+def test_a_thread_that_waits_is_not_running():
+    over = threading.Event()
+    waiting = threading.Thread(target=over.wait)
+    waiting.start()
+    try:
+        assert wait_for(lambda: not is_running(waiting.native_id))
+    finally:
+        over.set()
+        waiting.join()
+    assert wait_for(lambda: not is_running(waiting.native_id))  # it is gone
+
+
+# -- turns of the GIL --------------------------------------------------------------------------------------------------
+
+
+class Thread:
+    """The agent thread. Its clock, and how often it has waited, are those of the test."""
+
+    def __init__(self):
+        self.now, self.waits, self.turns = 1000 * NS, 7, GilTurns()
+
+    def wait(self, seconds, *, wakes):
+        self.turns.begin()
+        self.now += int(seconds * NS)
+        self.waits += wakes
+        self.turns.check()
+
+    @property
+    def short(self):
+        return sys.getswitchinterval() == pytest.approx(SWITCH_SECONDS)
+
+
+@pytest.fixture
+def thread(monkeypatch):
+    usual, thread = sys.getswitchinterval(), Thread()
+    monkeypatch.setattr(gil, "now_ns", lambda: thread.now)
+    monkeypatch.setattr(gil, "thread_waits", lambda: thread.waits)
+    yield thread
+    thread.turns.end()
+    assert sys.getswitchinterval() == pytest.approx(usual)
+
+
+def test_a_long_wait_for_the_gil_shortens_the_interval_for_a_while(thread):
+    thread.wait(0.1, wakes=30)
+    assert not thread.short, "other threads had their turns"
+    thread.wait(2, wakes=500)
+    assert thread.short
+    for _ in range(55):
+        thread.wait(1, wakes=10)
+        assert thread.short
+    for _ in range(10):
+        thread.wait(1, wakes=10)
+    assert not thread.short
+
+
+def test_who_needs_it_again_has_it_for_longer(thread):
+    thread.wait(2, wakes=500)
+    thread.wait(61, wakes=10)
+    assert not thread.short
+    thread.wait(2, wakes=500)
+    thread.wait(61, wakes=10)
+    assert thread.short
+    thread.wait(60, wakes=10)
+    assert not thread.short
+
+
+def test_a_hung_file_system_is_no_wait_for_the_gil(thread):
+    thread.wait(30, wakes=1)
+    assert not thread.short
+
+
+def test_where_it_does_not_help_it_is_not_tried_again_for_an_hour(thread):
+    """C calls of seconds hold the GIL."""
+    thread.wait(2, wakes=500)
+    thread.wait(2, wakes=4000)
+    assert not thread.short
+    for _ in range(30):
+        thread.wait(100, wakes=4000)
+        assert not thread.short
+    thread.wait(700, wakes=10)
+    thread.wait(2, wakes=500)
+    assert thread.short
+
+
+def test_beside_many_threads_it_stays(thread):
+    """Each of them waits for the others, and with a short interval they would take turns ten times as often."""
+    over = threading.Event()
+    others = [threading.Thread(target=over.wait) for _ in range(8)]
+    for other in others:
+        other.start()
+    thread.wait(2, wakes=500)
+    over.set()
+    for other in others:
+        other.join()
+    assert not thread.short
+    thread.wait(2, wakes=500)
+    assert thread.short
+
+
+def test_a_sleep_is_not_counted(thread):
+    """The stamp at which the sleep ends is said beforehand."""
+    thread.turns.begin(thread.now + 10 * NS)
+    thread.now += 10 * NS
+    thread.waits += 500
+    thread.turns.check()
+    assert not thread.short
+
+
+def test_the_agent_says_how_late_its_thread_is(tmp_path, monkeypatch):
+    """Its clock goes forward by two seconds at each look, in which the thread has waited a hundred times."""
+    looks, told = itertools.count(), threading.Event()
+    monkeypatch.setattr(gil, "now_ns", lambda: now_ns() + 2 * NS * next(looks))
+    monkeypatch.setattr(gil, "thread_waits", lambda: 100 * next(looks))
+    monkeypatch.setattr(gil, "shorten_switch_interval", lambda _: told.set())
+    telemetry.start(tmp_path, port="off", start_line=False)
+    try:
+        assert told.wait(60)
+    finally:
+        telemetry.stop()
