@@ -22,6 +22,7 @@ from telemetry.records import (
     CAUSES,
     MEMORY_PARTS,
     CollectorHealth,
+    Deliveries,
     GpuSample,
     Histogram,
     HostSample,
@@ -31,8 +32,8 @@ from telemetry.records import (
     ProcessSample,
     TorchMemorySample,
     Totals,
+    WorkersSample,
 )
-from telemetry.sources.workers import Deliveries, WorkersSample
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -2,9 +2,11 @@
 
     python -m benchmarks.job_exchange [--nodes 1250] [--ranks 8] [--cycles 10] [--folder DIR]
 
-The files of the other nodes are simulated, and all of them change before each cycle. The second row adds 20 ms to each
-file operation, like a busy shared file system. During that time the thread of the exchange sleeps.
-In the third row the job hangs, and each node writes the states of its ranks. The last line is the verdict on them.
+The files of the other nodes are simulated, and all of them change before each cycle. In a large job one node reads the
+files of all nodes and writes the digest (``reads all``), and each other one reads the digest (``follows``). Rows with a
+latency add 20 ms to each file operation, like a busy shared file system. During that time the thread of the exchange
+sleeps. In the last rows the job hangs, and each node writes the states of its ranks. The last line is the verdict on
+them.
 """
 
 from __future__ import annotations
@@ -18,12 +20,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from telemetry.core.hang_records import Collective, HangState
-from telemetry.diagnose.hang_verdict import decide, with_sentence
-from telemetry.job import exchange
-from telemetry.job.candidates import candidates, of_node
-from telemetry.job.hang_states import to_rows
-from telemetry.job.node_report import MAX_BYTES, NodeReport, encoded
+import msgspec
+
+from telemetry.diagnosis.hangs import Collective, HangState, decide, with_sentence
+from telemetry.node import peers
+from telemetry.node.peers import JobExchange, NodeReport, candidates, of_node
 from telemetry.records import RankPace
 from telemetry.util.files import read_small, replace_file
 
@@ -42,31 +43,35 @@ def main() -> None:
     parser.add_argument("--cycles", type=int, default=10)
     parser.add_argument("--folder", type=Path, help="run folder to use (default: a temporary one)")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        job = Job(Path(folder), options.nodes, options.ranks)
-        print(f"{options.nodes} nodes of {options.ranks} ranks, median (and worst) of {options.cycles} cycles")
-        for name, latency in (("as this file system is", 0.0), ("20 ms for each operation on a file", 0.02)):
-            cpu, wall, files, heard = job.measured(options.cycles if not latency else 3, latency)
-            busy = f"{statistics.median(cpu) * 1e3:.1f} ms ({max(cpu) * 1e3:.1f}) of CPU"
-            took = f"{statistics.median(wall):.2f} s ({max(wall):.2f}) of wall time"
-            print(f"  {name}: {busy}, {took}, {files} files, {heard} ranks passed on")
-        job.hang()
-        cpu, wall, files, _ = job.measured(options.cycles, 0.0)
-        busy = f"{statistics.median(cpu) * 1e3:.1f} ms ({max(cpu) * 1e3:.1f}) of CPU"
-        print(f"  while the job hangs: {busy}, {files} files")
-        seconds, peak, sentence = verdict(job)
-        print(f"  the verdict: {seconds * 1e3:.1f} ms, {peak / 2**20:.1f} MiB: {sentence}")
+    print(f"{options.nodes} nodes of {options.ranks} ranks, median (and worst) of {options.cycles} cycles")
+    for role in ("reads all", "follows"):
+        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+            job = Job(Path(folder), options.nodes, options.ranks, follows=role == "follows")
+            report(f"{role}, as this file system is", *job.measured(options.cycles, 0.0))
+            if role == "follows":
+                report(f"{role}, 20 ms for each operation on a file", *job.measured(3, 0.02))
+            job.hang()
+            report(f"{role}, while the job hangs", *job.measured(options.cycles, 0.0))
+            seconds, peak, sentence = verdict(job)
+    print(f"  the verdict: {seconds * 1e3:.1f} ms, {peak / 2**20:.1f} MiB: {sentence}")
+
+
+def report(what: str, cpu: list[float], wall: list[float], files: int, heard: int) -> None:
+    """Print a row."""
+    busy = f"{statistics.median(cpu) * 1e3:.1f} ms ({max(cpu) * 1e3:.1f}) of CPU"
+    took = f"{statistics.median(wall):.2f} s ({max(wall):.2f}) of wall time"
+    print(f"  {what}: {busy}, {took}, {files} files, {heard} ranks passed on")
 
 
 class Job:
     """A run folder with the files of all nodes except the one whose exchange is measured."""
 
-    def __init__(self, folder: Path, nodes: int, ranks: int) -> None:
-        self.run_dir, self.folder = folder, folder / "job"
+    def __init__(self, folder: Path, nodes: int, ranks: int, *, follows: bool) -> None:
+        self.run_dir, self.folder, self.follows = folder, folder / "job", follows
         self.folder.mkdir()
         self.sequence = 0
         self.nodes = {name: _paces(name, n * ranks, ranks) for n in range(nodes) for name in [f"n{n:05d}"]}
-        self.own = f"n{nodes // 2:05d}"
+        self.own = f"n{nodes // 2:05d}" if follows else "n00000"
         self.states: dict[str, tuple[HangState, ...]] = {}
         self.heard: tuple[HangState, ...] = ()
 
@@ -79,23 +84,22 @@ class Job:
         }
 
     def advance(self) -> None:
-        """All other nodes write their files again, and each group its own."""
+        """All other nodes write their files again, and the first one the digest."""
         self.sequence += 1
-        groups: dict[int, list[RankPace]] = {}
-        states: dict[int, list[HangState]] = {}
         for name, paces in self.nodes.items():
-            file = f"node-{name}.json"
             if name != self.own:
-                (self.folder / file).write_bytes(encoded(self._report(name, paces)))
-            groups.setdefault(exchange._group_of(file), []).extend(paces)
-            states.setdefault(exchange._group_of(file), []).extend(self.states.get(name, ()))
-        for group, paces in groups.items():
-            all_ranks = to_rows(exchange.gone(paces))
-            report = NodeReport("n", self.sequence, len(paces), candidates(paces), tuple(states[group]), all_ranks)
-            (self.folder / exchange._group_file(group)).write_bytes(encoded(report))
+                self._write(
+                    f"node-{name}.json", NodeReport(name, self.sequence, tuple(paces), self.states.get(name, ()))
+                )
+        if self.follows:
+            everyone = [pace for paces in self.nodes.values() for pace in paces]
+            states = tuple(state for those in self.states.values() for state in those)
+            first, nodes = next(iter(self.nodes)), len(self.nodes)
+            digest = NodeReport(first, self.sequence, candidates(everyone), states, nodes, f"node-{first}.json")
+            self._write("digest.json", digest)
 
-    def _report(self, name: str, paces: list[RankPace]) -> NodeReport:
-        return NodeReport(name, self.sequence, 1, tuple(paces), self.states.get(name, ()))
+    def _write(self, name: str, report: NodeReport) -> None:
+        (self.folder / name).write_bytes(msgspec.json.encode(report))
 
     def measured(self, cycles: int, latency: float) -> tuple[list[float], list[float], int, int]:
         """CPU and wall seconds of each cycle, files used in the last one, and ranks received."""
@@ -108,22 +112,30 @@ class Job:
                 time.sleep(operations * latency)
             return call(*args)
 
-        node = exchange.JobExchange(
-            self.run_dir,
-            self.own,
-            read=partial(slow, OPERATIONS_OF_A_READ, lambda path: read_small(path, MAX_BYTES)),
-            write=partial(slow, OPERATIONS_OF_A_WRITE, replace_file),
-        )
+        node = JobExchange(self.run_dir, self.own)
         cpu, wall = [], []
-        for number in range(cycles + 2):  # a writer is known to be alive from the second cycle on
-            self.advance()
-            files, began, busy = 0, time.perf_counter(), time.thread_time()
-            heard = node.cycle(self.nodes[self.own], self.states.get(self.own, ()))
-            if number >= 2:
-                cpu.append(time.thread_time() - busy)
-                wall.append(time.perf_counter() - began)
+        try:
+            for number in range(cycles + 2):  # a writer is known to be alive from the second cycle on
+                self.advance()
+                if number == 2 or not latency:
+                    use(
+                        partial(slow, OPERATIONS_OF_A_READ, read_small),
+                        partial(slow, OPERATIONS_OF_A_WRITE, replace_file),
+                    )
+                files, began, busy = 0, time.perf_counter(), time.thread_time()
+                heard = node.cycle(self.nodes[self.own], self.states.get(self.own, ()))
+                if number >= 2:
+                    cpu.append(time.thread_time() - busy)
+                    wall.append(time.perf_counter() - began)
+        finally:
+            use(read_small, replace_file)
         self.heard = node.hang
         return cpu, wall, files, len(heard)
+
+
+def use(read: Callable[..., Any], write: Callable[..., Any]) -> None:
+    """Let the exchange read and write files with these functions."""
+    vars(peers).update(read_small=read, replace_file=write)
 
 
 def verdict(job: Job) -> tuple[float, int, str]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, fields
 from functools import cache
 from operator import attrgetter, sub
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar, cast
 
-from telemetry.core.log_kind import NEWEST
-from telemetry.sources.workers import Deliveries
+import msgspec
+
+from telemetry.core.log_kind import MEAN, NEWEST, SKIP
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
@@ -398,6 +398,93 @@ class StepChange:
         return self.after_seconds / self.before_seconds
 
 
+@dataclass(frozen=True, slots=True)
+class Deliveries:
+    """Batches that were taken, by what was waited for. Sums over the batches that could be matched with their fetch.
+
+    Attributes:
+        batches: how many. ``slack_seconds``: how long they had been ready when they were requested.
+        fetch_wait_seconds: waits until their fetch had ended. ``transfer_wait_seconds``: waits after that (pickling,
+            sending, pinning, unpickling).
+        from_busy: batches whose worker was in another fetch during their transfer.
+            ``transfer_wait_busy_worker_seconds``: the transfer wait for these. ``transfer_wait_long_fetch_seconds``:
+            the part of it in which the worker was in a fetch much longer than its usual ones.
+        head_of_line_wait_seconds: fetch wait during which a later batch was finished. ``head_of_line_worker_seconds``:
+            by the number of the worker that was waited for.
+    """
+
+    batches: int = 0
+    slack_seconds: float = 0.0
+    fetch_wait_seconds: float = 0.0
+    transfer_wait_seconds: float = 0.0
+    from_busy: int = 0
+    transfer_wait_busy_worker_seconds: float = 0.0
+    transfer_wait_long_fetch_seconds: float = 0.0
+    head_of_line_wait_seconds: float = 0.0
+    head_of_line_worker_seconds: dict[int, float] = field(default_factory=dict)
+
+    def __add__(self, more: Deliveries) -> Deliveries:
+        """Add the sums of other batches."""
+        by_worker = dict(self.head_of_line_worker_seconds)
+        for worker, seconds in more.head_of_line_worker_seconds.items():
+            by_worker[worker] = by_worker.get(worker, 0.0) + seconds
+        names = (each.name for each in fields(self) if each.name != "head_of_line_worker_seconds")
+        sums = {name: getattr(self, name) + getattr(more, name) for name in names}
+        return Deliveries(**sums, head_of_line_worker_seconds=by_worker)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkersSample:
+    """The live DataLoader workers of this rank.
+
+    Ratios are means over the training workers, as shares of the wall clock since the last sample. They are None at the
+    first sample, and if the kernel or the workers do not report them.
+
+    Attributes:
+        workers: all workers. ``training_workers``: workers of loaders that give training batches, without the idle ones
+            of an evaluation. While no loader has given a training batch, all workers.
+        busy_ratio: in a fetch. It is the sum of the next three.
+        cpu_ratio: running. ``runnable_ratio``: ready to run, without a core. ``blocked_ratio``: waiting for something
+            else, mostly storage or network.
+        pickling_ratio: running outside of fetches. A thread of each worker pickles its finished batches.
+        ready_batches: batches that are ready in the result queues; None if the queue cannot report it.
+        fetching_seconds: duration so far of the longest fetch in progress.
+        fetches_total, fetch_duration: all workers of the run so far.
+        slack_seconds: how long a batch had been ready when it was requested, mean since the last sample.
+        deliveries: sums over the run so far.
+        head_of_line_batches: finished batches that wait right now behind an unfinished one. ``head_of_line_worker``:
+            the worker that fetches it. ``head_of_line_since_seconds``: how long that fetch has taken.
+        read_bytes_per_second: read from storage by all workers.
+        written_bytes_per_second: written by all workers: files, and the pickled part of batches, which goes through a
+            pipe to the training process. The tensors of a batch are in shared memory and do not count.
+        fetched: for each training worker, by pid: fetches so far, and their seconds.
+        allowed_cores: number of cores that all training workers together may use; None if the kernel does not report
+            it.
+    """
+
+    workers: int
+    training_workers: int
+    resident_memory_bytes: int
+    ready_batches: int | None
+    fetching_seconds: float = field(metadata=MEAN)
+    fetches_total: int = field(metadata=NEWEST)
+    fetch_duration: Histogram | None = field(metadata=SKIP)
+    cpu_ratio: float | None
+    busy_ratio: float | None
+    runnable_ratio: float | None
+    blocked_ratio: float | None
+    read_bytes_per_second: float | None
+    slack_seconds: float | None = field(default=None, metadata=MEAN)
+    deliveries: Deliveries = field(default=Deliveries(), metadata=NEWEST)
+    head_of_line_batches: int = 0
+    head_of_line_worker: int | None = field(default=None, metadata=NEWEST)
+    head_of_line_since_seconds: float | None = field(default=None, metadata=NEWEST)
+    pickling_ratio: float | None = None
+    written_bytes_per_second: float | None = None
+    fetched: dict[int, tuple[int, float]] = field(default_factory=dict, metadata=SKIP)
+    allowed_cores: int | None = field(default=None, metadata=NEWEST)
+
+
 # -- totals ----------------------------------------------------------------------------------------------------------
 #
 # The counters of one rank: `Totals`, which the agent makes once a tick.
@@ -719,8 +806,7 @@ DEBUGGED: Final = "debugger"
 """The phase of a rank whose training thread a debugger has paused."""
 
 
-@dataclass(frozen=True, slots=True)
-class RankPace:
+class RankPace(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """One rank over its newest window, as its peers see it.
 
     Attributes:
@@ -785,42 +871,20 @@ class RankPace:
     run_lost_seconds: float = 0.0
 
 
-_PACE_NUMBERS: Final = frozenset({
-    "rank", "seconds", "steps", "compute_seconds", "away_seconds", "samples", "in_sync_samples", "seconds_without_step",
-    "node_ranks", "last_step", "run_wait_seconds", "run_loop_seconds", "run_first_wait_seconds", "run_lost_seconds",
-})  # fmt: skip
-_PACE_DEFAULTS: Final = {field.name: field.default for field in fields(RankPace)}
-
-
 def pace_fields(pace: RankPace) -> dict[str, Any]:
-    """A pace as JSON values, without fields that have their default. `pace_from` makes it again.
-
-    In a job of 1,250 nodes a node reads 1,400 paces every 10 s.
-    """
-    return {name: value for name in _PACE_DEFAULTS if (value := getattr(pace, name)) != _PACE_DEFAULTS[name]}
+    """A pace as JSON values, without fields that have their default. `pace_from` makes it again."""
+    fields: dict[str, Any] = msgspec.to_builtins(pace)
+    return fields
 
 
 def pace_from(found: dict[str, Any]) -> RankPace:
-    """A pace as another process has written it. Fields that a newer version has added are left out.
+    """A pace as another process has written it.
 
     Raises:
-        TypeError: a field is missing or is not a number although it must be one.
-        ValueError: a number is infinite, or none.
+        ValueError: a field is missing or of another type, or a number is infinite or none.
     """
-    newer = found.keys() - _PACE_DEFAULTS.keys()
-    pace = RankPace(**({name: found[name] for name in found.keys() - newer} if newer else found))
-    for name in found.keys() & _PACE_NUMBERS:
-        value = found[name]
-        if not isinstance(value, (int, float)):
-            raise TypeError(name)
-        if not abs(value) < math.inf:  # NaN compares false
-            raise ValueError(name)
-    exposed = pace.run_exposed_seconds
-    if exposed is not None and not (isinstance(exposed, (int, float)) and abs(exposed) < math.inf):
-        raise TypeError("run_exposed_seconds")
-    if pace.run_cause is not None and pace.run_cause not in CAUSES:
-        raise ValueError("run_cause")
-    return pace
+    # As JSON, NaN and infinity are null, which is no number.
+    return msgspec.json.decode(msgspec.json.encode(found), type=RankPace)
 
 
 @dataclass(frozen=True, slots=True)

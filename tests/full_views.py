@@ -20,8 +20,8 @@ from telemetry.records import (
     ProcessSample,
     TorchMemorySample,
     Totals,
+    WorkersSample,
 )
-from telemetry.sources.workers import WorkersSample
 
 
 def all_families(exposition, view):

@@ -7,8 +7,7 @@ import dataclasses
 from hypothesis import strategies as st
 
 from telemetry.hooks.worker_block import FETCH_BUCKETS
-from telemetry.records import CAUSES, Histogram, RankPace
-from telemetry.sources.workers import WorkersSample
+from telemetry.records import CAUSES, Histogram, RankPace, WorkersSample
 from tests.slices import Slice
 
 IDLE = WorkersSample(

@@ -15,6 +15,7 @@ from telemetry.records import (
     EVALUATION,
     STARTUP,
     Conditions,
+    Deliveries,
     EpochTotals,
     GarbageTotals,
     OwnTotals,
@@ -22,8 +23,8 @@ from telemetry.records import (
     SamplerTotals,
     Tick,
     Totals,
+    WorkersSample,
 )
-from telemetry.sources.workers import Deliveries, WorkersSample
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from msgspec import structs
 
-from telemetry.diagnose.hang_detector import hang_advice
 from telemetry.diagnosis.advice import advise
+from telemetry.diagnosis.hangs import hang_advice
 from telemetry.diagnosis.model import step_seconds
 from telemetry.diagnosis.stalls import MIN_STEPS
 from tests.advice_cases import HELD, first
@@ -190,7 +191,7 @@ def test_the_slowest_rank_decides_what_a_change_is_worth():
 def test_the_slowest_rank_decides_that_whatever_the_cause(cause, lost):
     part = a_slice(compute=1.0, samples=100, in_sync=50, **lost)
     assert first(cause, part).predicted_speedup > 1.6
-    busy = dataclasses.replace(pace(1, samples=100), seconds=part.seconds, compute_seconds=part.seconds)
+    busy = structs.replace(pace(1, samples=100), seconds=part.seconds, compute_seconds=part.seconds)
     kept_up = advise(cause, evidence_over([dataclasses.replace(part, peers=(busy,))]))
     assert all(advice.predicted_speedup is None for advice in kept_up)  # none that would win nothing
 
@@ -199,7 +200,7 @@ def test_what_an_idle_gpu_could_win_at_most_is_no_prediction():
     advice = first("host_bound", a_slice(compute=1.0, gpu_utilization_ratio=0.5))
     assert advice.predicted_speedup is None
     assert "2 times as fast at most" in advice.because
-    busy = dataclasses.replace(pace(1, samples=100, gpu_busy_ratio=0.5), on_gpu=True, compute_seconds=1.0)
+    busy = structs.replace(pace(1, samples=100, gpu_busy_ratio=0.5), on_gpu=True, compute_seconds=1.0)
     kept_up = a_slice(compute=1.0, gpu_utilization_ratio=0.5, samples=100, in_sync=50, peers=(busy,))
     assert advise("host_bound", evidence_over([kept_up])) == ()
 

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import telemetry
-from telemetry.diagnose.replay import ReplayWatch
+from telemetry.agent.restarts import ReplayWatch
 from telemetry.hooks.resume import step_of
 from tests.small_training import Lazy, Training
 

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from telemetry.demo import command
-from telemetry.demo.command import DemoPlan, demo
+from telemetry.demo.command import demo
 from telemetry.demo.demo_outcome import DemoOutcome
+from telemetry.demo.demo_plan import DemoPlan
 from telemetry.demo.scrape import Reading, lines_that_matter
 from telemetry.top.endpoints import ScrapeError, fetch
 

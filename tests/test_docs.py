@@ -10,11 +10,10 @@ import tokenize
 import pytest
 
 from telemetry.agent import agent
-from telemetry.agent.hang_monitor import Hang
+from telemetry.agent.hangs import Hang
 from telemetry.agent.stalls import LineFindings
 from telemetry.config import Config
-from telemetry.diagnose import hang_detector
-from telemetry.diagnosis import stalls, stragglers
+from telemetry.diagnosis import hangs, stalls, stragglers
 from telemetry.diagnosis.causes import Thresholds
 from telemetry.records import CAUSES
 from tests.doc_pages import DOCS, ROOT, table, text_of
@@ -176,7 +175,7 @@ def test_the_documented_thresholds_of_a_stuck_run_are_those_of_the_code():
     rows = table(text_of(DOCS / "hangs.md"), "## When a run is stuck")[1:]
     for _, value, where in rows:
         name = where.split("`")[0]
-        assert float(value.removesuffix(" s")) == getattr(hang_detector, name), name
+        assert float(value.removesuffix(" s")) == getattr(hangs, name), name
 
 
 def test_every_cause_has_a_section():

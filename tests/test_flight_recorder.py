@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from telemetry.collect.flight_recorder import FlightRecorder
-from telemetry.core.hang_records import Collective
+from telemetry.diagnosis.hangs import Collective
+from telemetry.sources.flight_recorder import FlightRecorder
 
 
 def entry(number: int, name: str = "gloo:all_reduce", *, retired: bool = False, **fields) -> dict:

@@ -7,8 +7,7 @@ from torch.utils.data import DataLoader
 
 from telemetry.hooks import dataloader, state, tracker
 from telemetry.hooks import gpu as gpu_clock
-from telemetry.hooks.accelerator import DeviceStream
-from telemetry.hooks.gpu import BUDGET_RATIO, GpuClock
+from telemetry.hooks.gpu import BUDGET_RATIO, DeviceStream, GpuClock
 from tests.data_sets import Numbers
 
 MS = 1_000_000

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
-from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+from msgspec.structs import replace
 
-from telemetry.agent.job_hang import HangSurroundings, JobHang
-from telemetry.core.hang_records import Collective, HangState
+from telemetry.agent.hangs import JobHang
 from telemetry.core.views import HangView
+from telemetry.diagnosis.hangs import Collective, HangState
 from telemetry.publish.board import Board
 from telemetry.publish.hang_board import HangBoard
-from telemetry.util.clock import NS
+from telemetry.util.clock import NS, WallClock
+from telemetry.util.processes import Identity
 from tests.faults.processes import Child, write
 
 WAITS = HangState(
@@ -25,27 +27,30 @@ FETCHES = HangState(1, "n1", "data_wait", stuck=True, seconds=31.0, where="data.
 class Rank:
     """A rank of a job with its part in the hang; all of them share one board and this process."""
 
+    node_hangs, recorder_is_off = True, True
+
     def __init__(self, board: HangBoard, state: HangState, world_size: int = 2, *, leads: bool = True) -> None:
-        self.state, self.board, self.world_size, self.leads = state, board, world_size, leads
-        self.elsewhere: tuple[HangState, ...] = ()
+        self.state, self.steps = state, 7
+        self.node = SimpleNamespace(hang_board=board, leads=leads)
+        self.job = SimpleNamespace(local=(), elsewhere=(), stuck_elsewhere=False)
+        self.identity = Identity("run", state.rank, 0, world_size, "n1", os.getpid(), "plain")
         self.lines: list[dict] = []
         self.seconds, self.asked = 100.0, 0
-        self.part = JobHang(
-            self.read,
-            lambda event, fields: self.lines.append({"event": event} | fields),
-            lambda ago: f"2026-01-01T00:{int(self.seconds - ago) // 60:02d}:00.000Z",
-            lambda: "off",
-            mono_ns=lambda: int(self.seconds * NS),
-        )
+        wall = WallClock(wall_ns=lambda: self.now_ns() + 1_767_225_600 * NS, mono_ns=self.now_ns)
+        self.part = JobHang(self, lambda event, fields: self.lines.append({"event": event} | fields), wall,
+                            mono_ns=self.now_ns)  # fmt: skip
 
-    def read(self) -> HangState:
+    def now_ns(self) -> int:
+        return int(self.seconds * NS)
+
+    def read(self, identity: Identity) -> HangState:
         self.asked += 1
         return self.state
 
     def tick(self, *, hangs: bool = True, steps: int = 7, seconds: float = 1.0) -> list[dict]:
         self.seconds += seconds
-        around = HangSurroundings(self.leads, self.board, self.elsewhere, self.world_size)
-        self.part.tick(hangs=hangs, steps=steps, around=lambda: around)
+        self.node_hangs, self.steps = hangs, steps
+        self.part.tick(self.identity, self.node, self.job)
         return self.lines
 
 
@@ -60,14 +65,14 @@ def test_on_a_calm_run_nothing_is_read_and_nothing_written(board):
         assert rank.tick(hangs=False) == []
     assert rank.asked == 0
     assert board.states() == []
-    assert (rank.part.view(), rank.part.local) == (None, ())
+    assert (rank.part.view(), rank.job.local) == (None, ())
 
 
 def test_the_serving_rank_writes_one_line_when_it_knows_all_ranks(board):
     rank = Rank(board, WAITS)
     for _ in range(5):
         assert rank.tick() == [], "nothing is known of rank 1"
-    rank.elsewhere = (replace(FETCHES, node="n2"),)
+    rank.job.elsewhere = (replace(FETCHES, node="n2"),)
     for _ in range(30):
         rank.tick()
     (line,) = rank.lines
@@ -84,15 +89,15 @@ def test_a_silent_rank_does_not_hold_the_line_back_which_comes_again(board):
     (line,) = rank.lines
     assert (line["kind"], line["suspects"], line["silent_ranks"]) == ("unknown", [], 1)
     assert line["verdict"].endswith("nothing is known of rank 1")
-    rank.elsewhere = (replace(FETCHES, node="n2"),)
+    rank.job.elsewhere = (replace(FETCHES, node="n2"),)
     assert [line["kind"] for line in rank.tick()] == ["unknown", "fetch"]
 
 
 def test_a_rank_that_may_still_go_on_is_given_time(board):
     rank = Rank(board, WAITS)
-    rank.elsewhere = (replace(FETCHES, stuck=False),)
+    rank.job.elsewhere = (replace(FETCHES, stuck=False),)
     assert rank.tick() == rank.tick() == []
-    rank.elsewhere = (replace(WAITS, rank=1),)
+    rank.job.elsewhere = (replace(WAITS, rank=1),)
     rank.tick()
     (line,) = rank.lines
     assert line["kind"] == "unknown"
@@ -103,7 +108,7 @@ def test_another_rank_says_what_it_does_and_decides_nothing(board):
     for _ in range(20):
         assert rank.tick() == []
     (row,) = board.states()
-    assert (row["where"], row["pid"]) == ("data.py:88", os.getpid())
+    assert (row["state"]["where"], row["pid"]) == ("data.py:88", os.getpid())
     rank.tick(hangs=False)
     assert board.states() == []
 
@@ -200,4 +205,4 @@ def test_a_file_of_the_board_that_makes_no_sense_is_passed_over(board, name, con
     os.mkfifo(board._folder / f"{name.split('-')[0]}-8")
     (board._folder / f"{name.split('-')[0]}-7").symlink_to("/dev/zero")
     rank.tick()
-    assert [state.rank for state in rank.part.local] == [0]
+    assert [state.rank for state in rank.job.local] == [0]

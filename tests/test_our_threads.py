@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from telemetry.collect.stack_capture import all_stacks
 from telemetry.sources.lines import ThreadSampler
+from telemetry.sources.stacks import all_stacks
 from telemetry.util import threads
 from telemetry.util.stacks import stack_of
 from tests.faults.processes import HANG

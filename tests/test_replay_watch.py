@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from telemetry.diagnose.replay import ReplayWatch
+from telemetry.agent.restarts import ReplayWatch
 from telemetry.records import Step
 
 STEP, DRAWN = (0.001, 0.1), (0.02, 0.0005)

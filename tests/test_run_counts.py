@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 from html_pages import Page, page_of
 from report_logs import START, line, window, write
@@ -14,13 +15,14 @@ from top_screens import FRAME, NOW, text_of
 
 import telemetry
 from telemetry.agent.figures import WINDOW_FIGURES
+from telemetry.agent.restarts import RankCounts, read_record
 from telemetry.core.log_window import LogWindow
-from telemetry.job.rank_counts import RankCounts, decoded
 from telemetry.records import Totals
 from telemetry.report.log_reader import load
 from telemetry.report.summary import summarize
 from telemetry.top.view import RankFacts, RankRow, row_of
 from tests.faults.warm_python import warm_python
+from tests.test_restarts import beat, write_beat
 
 SCRIPT = """
 import json, os, signal, sys, time
@@ -87,8 +89,8 @@ def test_counts_go_on_over_attempts_and_are_the_scripts_own(tmp_path):
 def test_the_endpoint_goes_on_where_the_attempt_before_ended(tmp_path):
     folder = tmp_path / "run" / "attempts"
     folder.mkdir(parents=True)
-    (folder / "rank-0.json").write_bytes(RankCounts("run", "ab", 1000, 20_000, 5, 7).encoded())
-    (folder / "ab.beat").write_text(json.dumps({"life": "ab", "samples_total": 8, "tokens_total": 90}))
+    (folder / "rank-0.json").write_bytes(msgspec.json.encode(RankCounts("run", "ab", 1000, 20_000, 0, 5, 7)))
+    write_beat(folder, beat(samples_total=8, tokens_total=90))
     agent = telemetry.start(tmp_path / "run", port=0, interval_seconds=0.1, start_line=False)
     try:
         assert "training_tokens_total" not in {name for name, *_ in scrape(agent)}
@@ -97,7 +99,7 @@ def test_the_endpoint_goes_on_where_the_attempt_before_ended(tmp_path):
         assert found == {"training_tokens_total": 20_093.0}
     finally:
         telemetry.stop()
-    left = decoded((folder / "rank-0.json").read_bytes())
+    left = read_record(folder / "rank-0.json", RankCounts)
     assert (left.samples_before, left.tokens_before, left.samples, left.tokens) == (1008, 20_090, 0, 3)
 
 

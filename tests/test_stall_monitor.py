@@ -8,8 +8,7 @@ import pytest
 
 from telemetry.hooks.ring import Ring
 from telemetry.hooks.tracker import StepTracker
-from telemetry.records import ProcessSample
-from telemetry.sources.workers import Deliveries
+from telemetry.records import Deliveries, ProcessSample
 from tests.monitored_rank import Run
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from telemetry.diagnosis.stragglers import OwnPaces, short_of_cores, straggler
-from telemetry.job.candidates import candidates, of_node
+from telemetry.node.peers import candidates, of_node
 from telemetry.records import RankPace
 
 

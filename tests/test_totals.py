@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from telemetry.records import EpochTotals, Sampled, SampledTotals, Totals, WorkerTotals
-from telemetry.sources.workers import Deliveries
+from telemetry.records import Deliveries, EpochTotals, Sampled, SampledTotals, Totals, WorkerTotals
 
 
 def test_counters_are_subtracted_in_every_group():

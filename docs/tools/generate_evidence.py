@@ -14,8 +14,7 @@ from typing import Any, Final
 from telemetry.diagnose.evidence_log import evidence_field
 from telemetry.diagnosis import evidence as records
 from telemetry.publish.log_fields import mean_of
-from telemetry.records import RankPace
-from telemetry.sources.workers import WorkersSample
+from telemetry.records import RankPace, WorkersSample
 
 PAGE: Final = Path(__file__).resolve().parents[1] / "output.md"
 BEGIN: Final = "<!-- begin generated: `make docs-reference` writes this part from docs/tools/generate_evidence.py -->\n"
@@ -212,7 +211,7 @@ def written_evidence() -> dict[str, Any]:
         for spec in dataclasses.fields(records.Evidence)
         if hasattr(records, str(spec.type))
     }
-    pace = _filled(RankPace)
+    pace = RankPace(**dict.fromkeys(RankPace.__struct_fields__, 1))
     told: dict[str, Any] = {name: _filled(kind) for name, kind in groups.items() if name != "pace"}
     told |= {"pace": pace, "peers": (pace,), "earlier_paces": (pace,)}
     told["workers"] = dataclasses.replace(told["workers"], long_fetch_seconds=(1.0,))

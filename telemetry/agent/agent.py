@@ -13,19 +13,14 @@ from threading import get_ident
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.agent.accounting import Accounting
-from telemetry.agent.attempt_log import FOLDER, AttemptLog
 from telemetry.agent.end_line import EndLine
 from telemetry.agent.endpoint_address import EndpointAddress
 from telemetry.agent.event_log import EventLog
 from telemetry.agent.figures import FigureOutput
-from telemetry.agent.job_hang import HangSurroundings, JobHang
-from telemetry.agent.job_link import JobLink
-from telemetry.agent.peer_paces import PeerPaces
+from telemetry.agent.hangs import JobHang, OwnState
 from telemetry.agent.rank_membership import Membership
-from telemetry.agent.rank_state import RankStateReader
-from telemetry.agent.run_counts import RunCounts
+from telemetry.agent.restarts import FOLDER, AttemptLog, RunCounts, RunLosses
 from telemetry.agent.run_environment import RunEnvironment
-from telemetry.agent.run_losses import RunLosses
 from telemetry.agent.run_view import RunViewBuilder
 from telemetry.agent.stall_report import StallCounts
 from telemetry.agent.stalls import LineMonitor, StallMonitor
@@ -37,6 +32,7 @@ from telemetry.hooks.attachment import Attachment
 from telemetry.hooks.patching import Patches, keep
 from telemetry.hooks.ring import Ring
 from telemetry.hooks.tracker import StepTracker
+from telemetry.node.peers import JobLink, PeerPaces
 from telemetry.publish.board import Board
 from telemetry.publish.discovery import TargetFile
 from telemetry.publish.exposition import Exposition
@@ -57,7 +53,6 @@ if TYPE_CHECKING:
 
     from telemetry.agent.trial_run import TrialRun
     from telemetry.config import Config
-    from telemetry.core.hang_records import HangState
     from telemetry.core.views import RunView
     from telemetry.records import RankPace, Step
     from telemetry.sources.lines import LineSampler
@@ -366,13 +361,8 @@ class AgentParts:
             rank=self.identity.rank,
             node=self.identity.node,
         )
-        self._rank_state = RankStateReader(self.tracker, self.accounting)
-        self.job_hang = JobHang(
-            self._state_in_hang,
-            self.event_log.emit,
-            lambda seconds: self._wall.iso(now_ns() - int(seconds * NS)),
-            lambda: self._rank_state.recorder,
-        )
+        own_state = OwnState(self.tracker, self.accounting, self._stall_monitor)
+        self.job_hang = JobHang(own_state, self.event_log.emit, self._wall)
         self.snapshots = SnapshotControl(
             config,
             self.identity,
@@ -423,8 +413,6 @@ class AgentParts:
         ledger, stalls = self.accounting.ledger, self._stall_monitor
         self._losses.tick(
             self.identity,
-            ledger.seconds(),
-            ledger.first_wait_ns / NS,
             has_batch=ledger.batches > 0,
             stuck_for_seconds=stalls.stuck_for_seconds,
             stuck_in=stalls.stuck_in,
@@ -446,27 +434,6 @@ class AgentParts:
         source = self.tracker.sources.newest()
         anew = source is not None and source.settings.get("persistent_workers") is False
         return anew and self.accounting.ledger.epoch_boundaries < 1
-
-    def _state_in_hang(self) -> HangState:
-        stalls = self._stall_monitor
-        return self._rank_state.read(self.identity, stalls.hang, stalls.fetch, stalls.still_seconds)
-
-    def _follow_hang(self) -> None:
-        """During a hang, share the state of this rank and find the cause. On a calm run this does nothing."""
-        elsewhere = self._job.elsewhere if self._job is not None else ()
-        hangs = self._stall_monitor.job_hangs or any(state.stuck for state in elsewhere)
-        self.job_hang.tick(hangs=hangs, steps=self.accounting.steps_total, around=self._around_hang)
-        if self._job is not None:
-            self._job.local = self.job_hang.local
-
-    def _around_hang(self) -> HangSurroundings:
-        node, job = self._node, self._job
-        return HangSurroundings(
-            leads=node is not None and node.leads,
-            board=node.hang_board if node is not None else None,
-            elsewhere=job.elsewhere if job is not None else (),
-            world_size=self.identity.world_size,
-        )
 
     def _lead(self) -> None:
         if self._node is not None:
@@ -746,7 +713,7 @@ class Agent(AgentParts):
             self._stall_monitor.tick(tick, self.accounting, intervals=self._tick_pace.intervals)
             self._changes.tick(tick.totals)
             self.tracker.time_next_batch(self._stall_monitor.waits_to_time)
-            self._follow_hang()
+            self.job_hang.tick(self.identity, self._node, self._job)
         with self.errors.contained("lines"):
             stalls = self._stall_monitor
             if self._line_monitor.tick(stalls.open_stall, holds_others_up=stalls.holds_others_up):

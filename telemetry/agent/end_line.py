@@ -32,15 +32,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from telemetry.agent.accounting import Accounting
-    from telemetry.agent.attempt_log import AttemptLog
     from telemetry.agent.event_log import EventLog
-    from telemetry.agent.hang_monitor import Hang
-    from telemetry.agent.job_hang import JobHang
-    from telemetry.agent.peer_paces import PeerPaces
+    from telemetry.agent.hangs import Hang, JobHang
+    from telemetry.agent.restarts import AttemptLog
     from telemetry.agent.stalls import StallMonitor
     from telemetry.agent.totals import TotalsBuilder
     from telemetry.config import Config
     from telemetry.core.run_verdict import RunFinding
+    from telemetry.node.peers import PeerPaces
     from telemetry.records import RankPace, Totals
     from telemetry.util.processes import Identity
 

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from telemetry.agent.accounting import Accounting
-    from telemetry.agent.attempt_log import AttemptLog
     from telemetry.agent.endpoint_address import EndpointAddress
+    from telemetry.agent.restarts import AttemptLog
     from telemetry.agent.run_environment import RunEnvironment
     from telemetry.agent.stall_report import StallCounts
     from telemetry.agent.totals import CollectorPoller, TotalsBuilder

@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from telemetry.agent.accounting import Accounting
-    from telemetry.agent.run_counts import RunCounts
-    from telemetry.agent.run_losses import RunLosses
+    from telemetry.agent.restarts import RunCounts, RunLosses
     from telemetry.agent.stalls import StallMonitor
     from telemetry.agent.totals import CollectorPoller
     from telemetry.agent.trends import ChangeMonitor, MemoryWatch

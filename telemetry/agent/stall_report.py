@@ -14,7 +14,7 @@ from telemetry.records import CAUSES
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from telemetry.agent.hang_monitor import Hang
+    from telemetry.agent.hangs import Hang
     from telemetry.agent.stalls import LineFindings
     from telemetry.core.recommendation import Advice
     from telemetry.diagnosis.causes import CauseShare

@@ -7,12 +7,14 @@ from collections import deque
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.agent.hang_monitor import HangMonitor
+from msgspec import structs
+
+from telemetry.agent.hangs import HangMonitor
 from telemetry.agent.stall_report import slow_rank, stall_fields
 from telemetry.core.run_verdict import batches_unseen, costliest, lost_seconds, weight
 from telemetry.core.views import StallView
-from telemetry.diagnose.hang_detector import EXPECTED, OVERDUE, longest_phase, paused
 from telemetry.diagnosis import lines as work
+from telemetry.diagnosis.hangs import EXPECTED, OVERDUE, longest_phase, paused
 from telemetry.diagnosis.lines import line_advice, line_verdict, verdict_part
 from telemetry.diagnosis.stalls import StallDetector
 from telemetry.diagnosis.stragglers import held_up_by, mostly_in_sync, short_of_cores
@@ -29,9 +31,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from telemetry.agent.accounting import Accounting
-    from telemetry.agent.hang_monitor import Hang
+    from telemetry.agent.hangs import Hang
     from telemetry.agent.stall_report import StallCounts
-    from telemetry.collect.stuck_place import StuckPlace
     from telemetry.config import Config
     from telemetry.core.recommendation import Advice
     from telemetry.diagnosis.lines import LineShare
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from telemetry.hooks.loaders import LoaderHandle
     from telemetry.hooks.tracker import StepTracker
     from telemetry.records import RankPace, Totals
+    from telemetry.sources.stacks import StuckPlace
     from telemetry.util.errors import ErrorLog
 
 
@@ -609,7 +611,7 @@ class StallMonitor:
         if pace is None:
             return None
         now, then = self._last.totals, self._last_step.totals
-        return replace(
+        return structs.replace(
             pace,
             phase=self._phase,
             seconds_without_step=(now.wall_seconds - then.wall_seconds) - (now.startup_seconds - then.startup_seconds),

@@ -42,9 +42,9 @@ if TYPE_CHECKING:
         PressureSample,
         ProcessSample,
         RankPace,
+        WorkersSample,
     )
     from telemetry.sources.lines import ThreadSampler, ThreadSamples
-    from telemetry.sources.workers import WorkersSample
     from telemetry.util.errors import ErrorLog
 
 

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
         ProcessSample,
         TorchMemorySample,
         Totals,
+        WorkersSample,
     )
-    from telemetry.sources.workers import WorkersSample
 
 
 @dataclass(frozen=True, slots=True)

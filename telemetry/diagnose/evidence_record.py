@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields
+from dataclasses import fields
 from typing import Any, Final
+
+import msgspec
 
 from telemetry.diagnosis.evidence import (
     CheckpointEvidence,
@@ -32,7 +34,8 @@ _PARTS: Final[dict[str, Any]] = {
 
 def to_record(evidence: Evidence) -> dict[str, Any]:
     """All figures, as values for JSON."""
-    return asdict(evidence)
+    record: dict[str, Any] = msgspec.to_builtins(evidence)
+    return record
 
 
 def from_record(record: dict[str, Any]) -> Evidence:

@@ -1,1 +1,1 @@
-"""From evidence to causes and advice: pure functions, without a clock, files or torch."""
+"""Pure functions: from figures to causes, verdicts and advice."""

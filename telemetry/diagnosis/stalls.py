@@ -6,6 +6,8 @@ from collections import deque
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Final
 
+from msgspec import structs
+
 from telemetry.diagnosis.causes import WAITS, costs
 from telemetry.diagnosis.evidence import RecurringCostsWatch, aggregate
 from telemetry.diagnosis.stragglers import OwnPaces, straggler
@@ -226,14 +228,14 @@ class StallDetector:
         window = self.window
         if window is None:
             return None
-        return replace(window.pace, rank=self.rank, cause=None if self.stall is None else self.stall.cause)
+        return structs.replace(window.pace, rank=self.rank, cause=None if self.stall is None else self.stall.cause)
 
     def _aggregate(self) -> Evidence:
         if self._evidence is None:
             cause = self.stall.cause if self.stall is not None else None
             costs_so_far = self._recurring.costs
             found = aggregate(tuple(self._ticks), rank=self.rank, cause=cause, recurring=costs_so_far)
-            pace = replace(found.pace, last_step=self._steps)
+            pace = structs.replace(found.pace, last_step=self._steps)
             self._own_paces.add(pace, self._ticks[-1].totals.wall_seconds)
             earlier = self._own_paces.at_the_time_of(found.peers)
             self._evidence = replace(found, pace=pace, earlier_paces=earlier)

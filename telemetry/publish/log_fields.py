@@ -7,7 +7,7 @@ from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
 from telemetry.core.log_kind import LOG_KIND
-from telemetry.sources.workers import Deliveries
+from telemetry.records import Deliveries
 
 if TYPE_CHECKING:
     from telemetry.records import Percentiles, PhaseSpan, Totals

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.core.hang_records import HANG_KINDS, UNKNOWN
 from telemetry.core.run_verdict import HANGS, HUNG, JudgedRun
+from telemetry.diagnosis.hangs import HANG_KINDS, UNKNOWN
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -7,7 +7,8 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.trace.flops_usage import FlopsUsage, sentence
-from telemetry.trace.reader import TraceError, read_trace
+from telemetry.trace.read_limits import TraceError
+from telemetry.trace.reader import read_trace
 from telemetry.util.text import percent
 
 if TYPE_CHECKING:

@@ -8,15 +8,14 @@ sleeps. So all its CPU time belongs to its fetches, including that of its other 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from operator import add, sub
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.core.log_kind import MEAN, NEWEST, SKIP
 from telemetry.hooks.worker import STACK_REQUEST
 from telemetry.hooks.worker_block import FETCH_BUCKETS, StackPort, WorkerBlock, WorkerCounters
-from telemetry.records import Histogram
+from telemetry.records import Deliveries, Histogram, WorkersSample
 from telemetry.sources.proc import is_worker_of_ours, read_io, read_schedule, read_stat, thread_state
 from telemetry.util.clock import NS, now_ns, sleep
 from telemetry.util.files import raised
@@ -27,96 +26,6 @@ if TYPE_CHECKING:
     from telemetry.hooks.loaders import LoaderHandle
     from telemetry.hooks.samples import Arrival
     from telemetry.sources.proc import Io, Schedule, Stat
-
-# -- records -------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Deliveries:
-    """Batches that were taken, by what was waited for. Sums over the batches that could be matched with their fetch.
-
-    Attributes:
-        batches: how many. ``slack_seconds``: how long they had been ready when they were requested.
-        fetch_wait_seconds: waits until their fetch had ended. ``transfer_wait_seconds``: waits after that (pickling,
-            sending, pinning, unpickling).
-        from_busy: batches whose worker was in another fetch during their transfer.
-            ``transfer_wait_busy_worker_seconds``: the transfer wait for these. ``transfer_wait_long_fetch_seconds``:
-            the part of it in which the worker was in a fetch much longer than its usual ones.
-        head_of_line_wait_seconds: fetch wait during which a later batch was finished. ``head_of_line_worker_seconds``:
-            by the number of the worker that was waited for.
-    """
-
-    batches: int = 0
-    slack_seconds: float = 0.0
-    fetch_wait_seconds: float = 0.0
-    transfer_wait_seconds: float = 0.0
-    from_busy: int = 0
-    transfer_wait_busy_worker_seconds: float = 0.0
-    transfer_wait_long_fetch_seconds: float = 0.0
-    head_of_line_wait_seconds: float = 0.0
-    head_of_line_worker_seconds: dict[int, float] = field(default_factory=dict)
-
-    def __add__(self, more: Deliveries) -> Deliveries:
-        """Add the sums of other batches."""
-        by_worker = dict(self.head_of_line_worker_seconds)
-        for worker, seconds in more.head_of_line_worker_seconds.items():
-            by_worker[worker] = by_worker.get(worker, 0.0) + seconds
-        names = (each.name for each in fields(self) if each.name != "head_of_line_worker_seconds")
-        sums = {name: getattr(self, name) + getattr(more, name) for name in names}
-        return Deliveries(**sums, head_of_line_worker_seconds=by_worker)
-
-
-@dataclass(frozen=True, slots=True)
-class WorkersSample:
-    """The live DataLoader workers of this rank.
-
-    Ratios are means over the training workers, as shares of the wall clock since the last sample. They are None at the
-    first sample, and if the kernel or the workers do not report them.
-
-    Attributes:
-        workers: all workers. ``training_workers``: workers of loaders that give training batches, without the idle ones
-            of an evaluation. While no loader has given a training batch, all workers.
-        busy_ratio: in a fetch. It is the sum of the next three.
-        cpu_ratio: running. ``runnable_ratio``: ready to run, without a core. ``blocked_ratio``: waiting for something
-            else, mostly storage or network.
-        pickling_ratio: running outside of fetches. A thread of each worker pickles its finished batches.
-        ready_batches: batches that are ready in the result queues; None if the queue cannot report it.
-        fetching_seconds: duration so far of the longest fetch in progress.
-        fetches_total, fetch_duration: all workers of the run so far.
-        slack_seconds: how long a batch had been ready when it was requested, mean since the last sample.
-        deliveries: sums over the run so far.
-        head_of_line_batches: finished batches that wait right now behind an unfinished one. ``head_of_line_worker``:
-            the worker that fetches it. ``head_of_line_since_seconds``: how long that fetch has taken.
-        read_bytes_per_second: read from storage by all workers.
-        written_bytes_per_second: written by all workers: files, and the pickled part of batches, which goes through a
-            pipe to the training process. The tensors of a batch are in shared memory and do not count.
-        fetched: for each training worker, by pid: fetches so far, and their seconds.
-        allowed_cores: number of cores that all training workers together may use; None if the kernel does not report
-            it.
-    """
-
-    workers: int
-    training_workers: int
-    resident_memory_bytes: int
-    ready_batches: int | None
-    fetching_seconds: float = field(metadata=MEAN)
-    fetches_total: int = field(metadata=NEWEST)
-    fetch_duration: Histogram | None = field(metadata=SKIP)
-    cpu_ratio: float | None
-    busy_ratio: float | None
-    runnable_ratio: float | None
-    blocked_ratio: float | None
-    read_bytes_per_second: float | None
-    slack_seconds: float | None = field(default=None, metadata=MEAN)
-    deliveries: Deliveries = field(default=Deliveries(), metadata=NEWEST)
-    head_of_line_batches: int = 0
-    head_of_line_worker: int | None = field(default=None, metadata=NEWEST)
-    head_of_line_since_seconds: float | None = field(default=None, metadata=NEWEST)
-    pickling_ratio: float | None = None
-    written_bytes_per_second: float | None = None
-    fetched: dict[int, tuple[int, float]] = field(default_factory=dict, metadata=SKIP)
-    allowed_cores: int | None = field(default=None, metadata=NEWEST)
-
 
 # -- the source ----------------------------------------------------------------------------------------------------
 

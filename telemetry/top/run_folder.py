@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.core.log_names import LOG_NAME
-from telemetry.job.node_report import MAX_BYTES as MAX_REPORT_BYTES
-from telemetry.job.node_report import decoded
+from telemetry.node.peers import read_report
 from telemetry.report.attempts import KILLED, RUNNING, lives_of
 from telemetry.report.lines_by_process import ProcessLogs
 from telemetry.report.log_files import NoRunError
@@ -19,7 +18,7 @@ from telemetry.report.log_reader import load, take_heartbeats
 from telemetry.report.rank_processes import not_replaced
 from telemetry.report.summary import judged
 from telemetry.top.view import JobView, RankFacts, RecentTotals, job_view, most_time, waiting
-from telemetry.util.files import caches_folders, open_regular, read_small
+from telemetry.util.files import caches_folders, open_regular
 from telemetry.util.text import one_line
 
 if TYPE_CHECKING:
@@ -27,8 +26,8 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import BinaryIO
 
-    from telemetry.core.hang_records import HangState
     from telemetry.core.run_verdict import JudgedRun
+    from telemetry.diagnosis.hangs import HangState
     from telemetry.records import RankPace
     from telemetry.report.attempts import Life
     from telemetry.report.lines_by_process import LinesOfFile
@@ -165,10 +164,7 @@ class NodeReports:
         self._next = here + _LIST_SECONDS
         self.paces, self.hangs = {}, {}
         for path in sorted(self._folder.glob("node-*.json"))[:_MAX_REPORTS]:
-            try:
-                report = decoded(read_small(path, MAX_REPORT_BYTES))
-            except OSError:
-                continue
+            report = read_report(path)
             if report is None:
                 continue
             sequence, changed = self._sequences.get(path.name, (None, here))

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from telemetry.core.hang_records import ENDED, LEFT
 from telemetry.core.rank_ranges import named
 from telemetry.core.run_verdict import HANGS, HEALTHY, HUNG, NO_STEPS, STARVED_RATIO
 from telemetry.core.run_verdict import STALLED as RUN_STALLED
 from telemetry.core.run_verdict import STARVED as RUN_STARVED
 from telemetry.core.run_verdict import STUCK as RUN_STUCK
+from telemetry.diagnosis.hangs import ENDED, LEFT
 from telemetry.records import CATEGORIES, COMPUTE, DATA_WAIT, STARTUP
 from telemetry.report.attempts import FAILED, FINISHED, KILLED, RUNNING, unix
 from telemetry.report.hang_report import hang_of
@@ -27,8 +27,8 @@ from telemetry.util.text import rough_duration
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
-    from telemetry.core.hang_records import HangState
     from telemetry.core.run_verdict import JudgedRun
+    from telemetry.diagnosis.hangs import HangState
 
 GONE: Final = "gone"
 STUCK: Final = "stuck"

@@ -126,8 +126,9 @@ def users_spot(stack: Stack) -> Spot | None:
 
 
 def line_of(spot: Spot) -> str:
-    """A place as ``augment (train.py:41)``."""
-    return f"{spot.function} ({spot.file.rpartition(os.sep)[2]}:{spot.line})"
+    """A place as ``augment (train.py:41)``. Valid UTF-8, also if the file's name is not: other processes read it."""
+    text = f"{spot.function} ({spot.file.rpartition(os.sep)[2]}:{spot.line})"
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def stack_text(stack: Stack) -> str:

@@ -27,8 +27,8 @@ JOB = """
     import telemetry
     import torch
     import torch.distributed as dist
-    from telemetry.agent import job_hang, job_link
-    from telemetry.job import exchange
+    from telemetry.agent import hangs
+    from telemetry.node import peers
     from torch.utils.data import DataLoader, Dataset
 
     rank, world, odd, what = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
@@ -109,9 +109,9 @@ JOB = """
 
     AT = int(os.environ.get("AT", "12"))
     QUIET = {"evaluate", "one_evaluates", "compile", "debugger", "slow"}
-    job_link.CYCLE_SECONDS = job_link._SETTLE_SECONDS = 0.5
-    job_hang._PATIENCE_SECONDS = 6.0
-    exchange._ALIVE_SECONDS, exchange._LOST_SECONDS = 4.5, 6.0
+    peers.CYCLE_SECONDS = peers._SETTLE_SECONDS = 0.5
+    hangs._PATIENCE_SECONDS = 6.0
+    peers._ALIVE_SECONDS, peers._LOST_SECONDS = 4.5, 6.0
     sys.path.insert(0, sys.argv[5] + "/site-packages/torch/distributed")
     import unnoticed
 

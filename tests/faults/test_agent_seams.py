@@ -56,7 +56,7 @@ AGENT_SEAMS = {
     "_losses.tick": "attempts",
     "_counts.tick": "attempts",
     "_losses.view": "exposition",
-    "_follow_hang": "diagnose",
+    "job_hang.tick": "diagnose",
     "_tick": "agent",
     "_lead": "agent",
     "_collectors._pollers.host.source.read": "host",

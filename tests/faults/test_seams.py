@@ -12,7 +12,7 @@ import torch
 import telemetry
 from faults.processes import events
 from faults.small_run import BATCHES, Dataset, train
-from telemetry.hooks.accelerator import DeviceStream
+from telemetry.hooks.gpu import DeviceStream
 from tests.faults.broken_seams import HOOKS, break_, break_seam, counted
 
 

@@ -9,7 +9,7 @@ from telemetry.records import Histogram
 
 if TYPE_CHECKING:
     from telemetry.core.views import RunView
-    from telemetry.sources.workers import WorkersSample
+    from telemetry.records import WorkersSample
 
 _NO_PROC: Final = "without `/proc`"
 _NO_WORKERS: Final = "without workers, and at their first reading"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from telemetry.core.hang_records import HANG_KINDS
+from telemetry.diagnosis.hangs import HANG_KINDS
 from telemetry.publish.metrics.metric import COUNTER, GAUGE, Metric, MetricGroup, MetricLabel
 from telemetry.records import CAUSES, SNAPSHOT_OFF_REASONS, SNAPSHOT_RESULTS
 

@@ -18,7 +18,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.core.hang_records import Collective
+from telemetry.diagnosis.hangs import Collective
 
 if TYPE_CHECKING:
     from collections.abc import Callable

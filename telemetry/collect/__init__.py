@@ -1,1 +1,0 @@
-"""Collectors, one file each. They run on the agent thread."""

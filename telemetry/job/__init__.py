@@ -1,1 +1,0 @@
-"""What the nodes of a job know about each other."""

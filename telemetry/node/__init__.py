@@ -1,0 +1,1 @@
+"""What the processes of a job know of each other."""

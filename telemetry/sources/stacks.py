@@ -1,0 +1,181 @@
+"""Where threads and workers stand: as text for a person, and as a few fields that can be compared between ranks."""
+
+from __future__ import annotations
+
+import os
+import re
+import zlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from telemetry.sources.proc import thread_state
+from telemetry.sources.workers import ask_workers
+from telemetry.util.stacks import Stack, is_library, line_of, python_threads, stack_text, users_spot
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from telemetry.hooks.worker_block import StackPort
+
+MAX_BYTES: Final = 1 << 16
+"""Of all stacks together."""
+
+Places = frozenset[tuple[str, str]]
+"""Modules and functions."""
+
+DEBUGGER: Final[Places] = frozenset(
+    {("bdb", "trace_dispatch"), ("pdb", "_cmdloop"), ("pydevd", "do_wait_suspend"), ("pydevd", "_do_wait_suspend")}
+)
+"""On the stack of a thread that a debugger has paused."""
+
+EPOCH_END: Final[Places] = frozenset({("torch.utils.data.dataloader", "_shutdown_workers")})
+"""On the stack of a thread that waits for workers to end; for each up to five seconds (torch 2.13)."""
+
+
+def inside(stack: Stack, places: Places) -> bool:
+    """Whether one of these places is on the stack."""
+    return any((spot.module, spot.function) in places for spot in stack)
+
+
+def place(stack: Stack) -> str:
+    """A stack in a few words: its innermost frame and the innermost frame of the user's own code.
+
+    ``wait (threading.py:320) < ... < train (train.py:40)``
+    """
+    if not stack:
+        return ""
+    own = users_spot(stack)
+    if own is None or own is stack[0]:
+        return line_of(stack[0])
+    return f"{line_of(stack[0])} < {'' if own is stack[1] else '... < '}{line_of(own)}"
+
+
+def all_stacks(training: int, workers: Sequence[tuple[int, int, float | None, StackPort | None]]) -> list[str]:
+    """One text per stack: of the training thread, the workers and the other threads except the agent's.
+
+    Stacks at the same place share one text.
+
+    Args:
+        training: ident of the training thread.
+        workers: number, pid, seconds of the fetch in progress (None: unknown, 0: none) and port of each worker.
+    """
+    first, *others = _threads(training) or [("training thread, which has ended", "")]
+    headings: dict[str, list[str]] = {}
+    for heading, stack in [first, *_workers(workers), *others]:
+        headings.setdefault(stack, []).append(heading)
+    return _bounded([f"{', '.join(those)}\n{stack}" for stack, those in headings.items()])
+
+
+def _threads(training: int) -> list[tuple[str, str]]:
+    """Heading and stack of every thread except the agent's, the training thread first."""
+    stacks = []
+    for thread in sorted(python_threads(), key=lambda thread: thread.ident != training):
+        kind = "training thread" if thread.ident == training else "thread"
+        state = thread_state("self", thread.native) if thread.native is not None else ""
+        stacks.append((f"{kind} {thread.name}{f' ({state})' if state else ''}", stack_text(thread.stack)))
+    return stacks
+
+
+def _workers(workers: Sequence[tuple[int, int, float | None, StackPort | None]]) -> list[tuple[str, str]]:
+    """Heading and stack of every worker, the one with the longest running fetch first."""
+    oldest = sorted(workers, key=lambda worker: -(worker[2] or 0.0))
+    answers = ask_workers([(pid, port) for _, pid, _, port in oldest])
+    return [
+        (_heading(number, pid, seconds, answer.state), answer.stack or f"  no stack: {answer.missing}\n")
+        for (number, pid, seconds, _), answer in zip(oldest, answers, strict=True)
+    ]
+
+
+def _heading(number: int, pid: int, seconds: float | None, state: str) -> str:
+    doing = "" if seconds is None else f"in a fetch for {seconds:.1f} s" if seconds else "in no fetch"
+    return f"worker {number} ({', '.join(part for part in (f'pid {pid}', doing, state) if part)})"
+
+
+def _bounded(texts: Sequence[str]) -> list[str]:
+    kept: list[str] = []
+    left = MAX_BYTES
+    for number, text in enumerate(texts):
+        if left <= 0:
+            kept.append(f"{len(texts) - number} more are left out")
+            break
+        clean = text.encode("utf-8", "backslashreplace")[:left]
+        left -= len(clean)
+        kept.append(clean.decode("utf-8", "ignore").rstrip("\n"))
+    return kept
+
+
+# -- one place -------------------------------------------------------------------------------------------------------
+
+_DISTRIBUTED: Final = f"{os.sep}torch{os.sep}distributed{os.sep}"
+_NO_WAITING: Final = tuple(f"{_DISTRIBUTED}{part}{os.sep}" for part in ("checkpoint", "elastic", "rpc"))
+_DDP: Final = f"{os.sep}torch{os.sep}nn{os.sep}parallel{os.sep}distributed.py"
+_BACKWARD: Final = f"{os.sep}torch{os.sep}autograd{os.sep}graph.py"
+_WRAPPERS: Final = frozenset({"wrapper", "inner", "_fn", "<lambda>"})
+
+_WORKER: Final = re.compile(r"worker \d+ \(pid \d+, in a fetch for [0-9.]+ s(?:, ([^)]*))?\)")
+_FRAME: Final = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class StuckPlace:
+    """The innermost line of the user's own code (``data.py:88``), the function called there, and the thread's state.
+
+    The texts are valid UTF-8, also where a file has a name that is not: other nodes read them.
+    """
+
+    where: str | None
+    call: str | None
+    state: str = ""
+
+
+def place_of(stack: Stack) -> StuckPlace:
+    """Where a thread of this process stands."""
+    own = users_spot(stack)
+    if own is None:
+        return StuckPlace(None, stack[0].function if stack else None)
+    return StuckPlace(_line(own.file, own.line), stack[0].function)
+
+
+def collective_in(stack: Stack) -> str | None:
+    """The name of the collective that a thread is in, by its innermost frames; empty for a backward pass or DDP.
+
+    None where it is in neither. A backward pass may also compute.
+    """
+    file = stack[0].file if stack else ""
+    if file.endswith((_BACKWARD, _DDP)):
+        return ""
+    if _DISTRIBUTED not in file or any(part in file for part in _NO_WAITING):
+        return None
+    inner = [spot for spot in stack if _DISTRIBUTED in spot.file]
+    return next((spot.function for spot in inner if spot.function not in _WRAPPERS), "")
+
+
+def in_backward(stack: Stack) -> bool:
+    """Whether the innermost frame is the backward pass, which may wait for other ranks or compute."""
+    return bool(stack) and stack[0].file.endswith(_BACKWARD)
+
+
+def fetch_in(texts: Sequence[str]) -> StuckPlace | None:
+    """Where the worker stands that has been in a fetch for longest, by the stacks of a stuck run; None without one."""
+    for text in texts:
+        heading, _, frames = text.partition("\n")
+        worker = _WORKER.search(heading)
+        if worker is None:
+            continue
+        found = _FRAME.findall(frames)
+        own = next(((file, line) for file, line, _ in found if not is_library(file)), None)
+        if own is not None:
+            return StuckPlace(_line(*own), found[0][2], worker.group(1) or "")
+        return StuckPlace(None, found[0][2] if found else None, worker.group(1) or "")
+    return None
+
+
+def _line(file: str, line: int | str) -> str:
+    name = f"{os.path.basename(file)}:{line}"  # noqa: PTH119 - text
+    return name.encode("utf-8", "backslashreplace").decode()
+
+
+def stack_hash(stack: Stack) -> str:
+    """The same on all ranks that are at the same place of the same code."""
+    text = "\n".join(f"{os.path.basename(s.file)}:{s.line}:{s.function}" for s in stack)  # noqa: PTH119 - text
+    return f"{zlib.crc32(text.encode('utf-8', 'backslashreplace')):08x}"

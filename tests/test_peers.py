@@ -1,0 +1,473 @@
+"""Nodes of a job tell one another of their ranks through files in the run folder, with real boards and real files."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import time
+from collections.abc import Callable
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from telemetry.diagnosis.hangs import Collective, HangState
+from telemetry.node import peers
+from telemetry.node.peers import JobExchange, JobLink, NodeReport, candidates, read_report
+from telemetry.publish.board import Board
+from telemetry.publish.node import NodeService
+from telemetry.records import RankPace
+from telemetry.util import threads
+from telemetry.util.clock import NS
+from telemetry.util.errors import ErrorLog
+from tests.rank_paces import pace
+
+
+class Job:
+    """Nodes with one run folder and one clock."""
+
+    def __init__(self, folder, nodes: int, ranks: int = 2) -> None:
+        self.seconds, self.folder = 0.0, folder
+        self.paces = {f"n{node:04d}": [pace(node * ranks + rank) for rank in range(ranks)] for node in range(nodes)}
+        self.exchanges = {name: self.exchange(name) for name in self.paces}
+        self.hang: dict[str, tuple[HangState, ...]] = {}
+        self.heard: dict[str, tuple[RankPace, ...]] = {}
+
+    def exchange(self, name: str) -> JobExchange:
+        return JobExchange(self.folder, name, mono_ns=lambda: int(self.seconds * NS))
+
+    def cycles(self, count: int, but: str = "") -> None:
+        for _ in range(count):
+            self.seconds += 5
+            for name, exchange in self.exchanges.items():
+                if name != but:
+                    self.heard[name] = exchange.cycle(self.paces[name], self.hang.get(name, ()))
+
+    def gone(self, of: str = "n0000") -> set[tuple[str, int]]:
+        return {(state.node, state.rank) for state in self.exchanges[of].hang if state.process == "gone"}
+
+    def hangs(self) -> None:
+        self.hang = {name: states(int(name[1:])) for name in self.exchanges}
+
+
+def states(node: int, ranks: int = 2, **fields) -> tuple[HangState, ...]:
+    told = dict(doing="compute", stuck=True, seconds=30.0, waits=True, where="train.py:4", steps=7)
+    told["collective"] = Collective("all_reduce", 5, "0", "4x8 Float")
+    return tuple(HangState(node * ranks + rank, f"n{node:04d}", **told | fields) for rank in range(ranks))
+
+
+@pytest.fixture
+def large(monkeypatch) -> int:
+    """A job of 10 nodes is large enough for a digest."""
+    monkeypatch.setattr(peers, "_LARGE", 8)
+    return 10
+
+
+def test_a_node_hears_of_the_ranks_of_another(tmp_path):
+    job = Job(tmp_path, nodes=2)
+    job.cycles(3)
+    assert {(p.rank, p.node) for p in job.heard["n0000"]} == {(2, "n0001"), (3, "n0001")}
+    assert {(p.rank, p.node) for p in job.heard["n0001"]} == {(0, "n0000"), (1, "n0000")}
+    assert job.exchanges["n0000"].nodes == 2
+    job.exchanges["n0000"].leave()
+    assert [path.name for path in (tmp_path / "job").iterdir()] == ["node-n0001.json"]
+
+
+def test_the_files_of_an_earlier_attempt_are_nobody(tmp_path):
+    before = Job(tmp_path, nodes=3)
+    before.cycles(2)
+    after = Job(tmp_path, nodes=2)
+    after.cycles(4)
+    assert {p.node for p in after.heard["n0000"]} == {"n0001"}
+    assert after.exchanges["n0000"].nodes == 2
+
+
+def test_two_containers_of_one_machine_have_a_file_each(tmp_path):
+    seconds = [0.0]
+    ours, theirs = (
+        JobExchange(tmp_path, "host", board, mono_ns=lambda: int(seconds[0] * NS)) for board in ("one", "two")
+    )
+    for _ in range(3):
+        seconds[0] += 5
+        heard = ours.cycle([pace(0)]), theirs.cycle([pace(1)])
+    assert [[p.rank for p in ranks] for ranks in heard] == [[1], [0]]
+
+
+def test_a_node_that_is_gone_is_forgotten_and_one_that_joins_is_found(tmp_path):
+    job = Job(tmp_path, nodes=3)
+    job.cycles(3)
+    assert {p.node for p in job.heard["n0000"]} == {"n0001", "n0002"}
+    job.paces["late"], job.exchanges["late"] = [pace(9)], job.exchange("late")
+    job.cycles(20, but="n0002")
+    assert {p.node for p in job.heard["n0000"]} == {"n0001", "late"}
+
+
+def test_a_folder_that_is_not_shared_is_told_apart(tmp_path):
+    alone = Job(tmp_path, nodes=1)
+    alone.cycles(2)
+    assert alone.exchanges["n0000"].shared is None
+    alone.cycles(20)
+    assert alone.exchanges["n0000"].shared is False
+    together = Job(tmp_path / "shared", nodes=2)
+    together.cycles(3)
+    assert together.exchanges["n0000"].shared is True
+
+
+def test_files_of_killed_attempts_are_removed_after_an_hour(tmp_path):
+    folder = tmp_path / "job"
+    folder.mkdir()
+    killed = folder / "node-n0009-00000000.json"
+    killed.write_bytes(msgspec.json.encode(NodeReport("n0009", 7, (pace(9),))))
+    job = Job(tmp_path, nodes=2)
+    job.cycles(30)
+    assert killed.exists()
+    job.seconds += 3600
+    job.cycles(30)
+    assert {path.name for path in folder.iterdir()} == {"node-n0000.json", "node-n0001.json"}
+    assert job.exchanges["n0000"].nodes == 2
+
+
+# -- large jobs --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("slow", [0, 4, 9])
+def test_in_a_large_job_all_hear_of_the_one_slow_rank(tmp_path, large, slow):
+    job = Job(tmp_path, nodes=large, ranks=1)
+    job.paces[f"n{slow:04d}"] = [pace(slow, compute=1.0)]
+    job.cycles(6)
+    deaf = [name for name, heard in job.heard.items() if name != f"n{slow:04d}" and slow not in {p.rank for p in heard}]
+    assert deaf == []
+    assert {exchange.nodes for exchange in job.exchanges.values()} == {large}
+
+
+def test_in_a_large_job_one_node_reads_for_all(tmp_path, large, monkeypatch):
+    job, read = Job(tmp_path, nodes=large), []
+    job.cycles(6)
+    monkeypatch.setattr(peers, "read_small", lambda path, _: read.append(path) or b"")
+    job.cycles(1)
+    each = [path for path in read if not path.endswith("digest.json")]
+    assert len(read) - len(each) == large
+    assert len(each) == 2 * (large - 1), "the first node reads all, and each other one the file of the first"
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_another_node_reads_for_all_if_the_first_one_is_lost(tmp_path, large, hangs):
+    job = Job(tmp_path, nodes=large)
+    job.cycles(6)
+    if hangs:
+        job.hangs()
+    job.cycles(40, but="n0000")
+    assert read_report(tmp_path / "job" / "digest.json").node == "n0001"
+    assert {job.exchanges[name].nodes for name in [*job.exchanges][1:]} == {large - 1}
+    expected = {("n0000", 0), ("n0000", 1)} if hangs else set()
+    assert [job.gone(name) for name in [*job.exchanges][1:]] == [expected] * (large - 1)
+
+
+def test_a_node_that_leaves_lets_another_one_read(tmp_path, large):
+    job = Job(tmp_path, nodes=large)
+    job.cycles(6)
+    job.exchanges["n0000"].leave()
+    assert not (tmp_path / "job" / "digest.json").exists()
+    del job.exchanges["n0000"]
+    job.cycles(40)
+    assert read_report(tmp_path / "job" / "digest.json").node == "n0001"
+    job.hangs()
+    job.cycles(4)
+    assert job.gone("n0005") == set()
+
+
+# -- damaged files -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(b"", b"{", b"[]", b'{"version": 2}', bytes(range(128, 192)), b"[" * 50_000, b'{"ranks":' + b"[" * 50_000),
+        b'{"node": "n", "sequence": 1, "ranks": [{"rank": 0}]}',
+        b'{"node": "n", "sequence": 1, "ranks": 7}',
+        b'{"node": "n", "sequence": 1, "ranks": [3]}',
+        b'{"node": "n", "sequence": 1e999, "ranks": []}',
+    ],
+)
+def test_a_file_that_makes_no_sense_is_no_report(tmp_path, content):
+    (tmp_path / "report").write_bytes(content)
+    assert read_report(tmp_path / "report") is None
+
+
+@pytest.mark.parametrize("number", [b"1e999", b"NaN", b"-1e999", b'"x"'])
+def test_a_pace_with_a_damaged_figure_is_no_report(tmp_path, number):
+    whole = msgspec.json.encode(NodeReport("x", 1, (pace(3),)))
+    (tmp_path / "whole").write_bytes(whole)
+    (tmp_path / "damaged").write_bytes(re.sub(rb'"compute_seconds":[^,}]+', b'"compute_seconds":' + number, whole))
+    assert read_report(tmp_path / "whole") is not None
+    assert read_report(tmp_path / "damaged") is None
+
+
+def test_a_pace_without_an_end_on_the_board_is_passed_over(tmp_path):
+    board = Board("run", str(tmp_path / "run"), "n", root=tmp_path / "boards")
+    board.publish(3, [], pace=pace(3, where="f (a.py:1)", stuck=True))
+    assert board.paces() == (pace(3, where="f (a.py:1)", stuck=True),)
+    board.publish(3, [], pace=replace(pace(3), seconds=math.nan))
+    assert board.paces() == ()
+
+
+def test_what_a_newer_version_adds_is_left_out(tmp_path):
+    report = NodeReport("n", 3, (pace(0, node="n"),), states(0))
+    content = json.loads(msgspec.json.encode(report))
+    content["ranks"][0]["from_the_future"] = 1
+    (tmp_path / "report").write_text(json.dumps(content))
+    assert read_report(tmp_path / "report") == report
+
+
+@pytest.mark.parametrize("nodes", [2, 80])
+def test_files_of_others_in_the_folder_hide_no_node(tmp_path, nodes):
+    """Names that are no UTF-8, contents that nobody can read, a folder, a FIFO, a link."""
+    folder = tmp_path / "job"
+    folder.mkdir()
+    names = [f"node-{kind}.json".encode() for kind in ("deep", "folder", "fifo", "link")]
+    deep, inner, fifo, link = (os.path.join(os.fsencode(folder), name) for name in names)
+    for place in (os.path.join(os.fsencode(folder), b"node-\xff\xfe.json"), deep):
+        with open(place, "wb") as file:
+            file.write(b'{"ranks": ' + b"[" * 50_000)
+    os.mkdir(inner)
+    os.mkfifo(fifo)
+    os.symlink("/dev/zero", link)
+    job = Job(tmp_path, nodes=nodes)
+    job.cycles(5)
+    assert job.exchanges["n0000"].nodes == nodes
+    assert job.heard["n0000"]
+
+
+# -- who is passed on --------------------------------------------------------------------------------------------------
+
+ranks = st.lists(
+    st.builds(
+        pace,
+        rank=st.integers(0, 500),
+        compute=st.floats(0, 10),
+        samples=st.integers(0, 50),
+        in_sync_samples=st.integers(0, 50),
+        seconds_without_step=st.sampled_from([0.0, 3.0, 70.0]),
+        waits_for_ranks=st.booleans(),
+        phase=st.sampled_from([None, "checkpoint"]),
+    ),
+    unique_by=lambda p: p.rank,
+    max_size=60,
+)
+
+
+@given(ranks, st.integers(1, 5))
+def test_candidates_of_candidates_hold_the_extremes(paces, parts):
+    groups = [candidates(paces[part::parts]) for part in range(parts)]
+    chosen = {p.rank for p in candidates(p for group in groups for p in group)}
+    assert chosen <= {p.rank for p in paces}
+    if paces:
+        shortest = min(p.compute_seconds for p in paces)
+        assert shortest in {p.compute_seconds for p in paces if p.rank in chosen}
+    missing = [p for p in paces if p.seconds_without_step and not p.waits_for_ranks]
+    assert not missing or any(p.rank in chosen for p in missing)
+
+
+def test_at_most_a_few_ranks_of_each_kind_are_passed_on():
+    paces = [pace(rank, compute=rank / 100, samples=30, in_sync_samples=rank % 30) for rank in range(1000)]
+    chosen = candidates(replace(p, phase="evaluation", seconds_without_step=5.0) for p in paces)
+    assert len(chosen) <= 32
+    assert [p.rank for p in chosen] == sorted(p.rank for p in chosen)
+
+
+# -- while the job hangs -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nodes", [2, 80])
+def test_each_node_hears_what_all_ranks_do(tmp_path, nodes):
+    job = Job(tmp_path, nodes=nodes)
+    job.cycles(4)
+    assert all(exchange.hang == () for exchange in job.exchanges.values())
+    job.hangs()
+    job.cycles(4)
+    everyone = {(2 * node + rank, f"n{node:04d}") for node in range(nodes) for rank in range(2)}
+    for number, exchange in enumerate(job.exchanges.values()):
+        own = {(state.rank, state.node) for state in states(number)}
+        assert {(state.rank, state.node) for state in exchange.hang} == everyone - own
+        assert {state.collective for state in exchange.hang} == {Collective("all_reduce", 5, "0", "4x8 Float")}
+    job.hang = {}
+    job.cycles(4)
+    assert all(exchange.hang == () for exchange in job.exchanges.values())
+
+
+@pytest.mark.parametrize("nodes", [3, 10])
+def test_the_ranks_of_a_node_that_is_lost_are_gone(tmp_path, large, nodes):
+    job = Job(tmp_path, nodes=nodes)
+    job.cycles(6)
+    job.cycles(14, but="n0001")
+    assert job.exchanges["n0002"].hang == (), "nothing hangs"
+    job.hangs()
+    job.cycles(4, but="n0001")
+    others = [name for name in job.exchanges if name != "n0001"]
+    assert [job.gone(name) for name in others] == [{("n0001", 2), ("n0001", 3)}] * (nodes - 1)
+
+
+@pytest.mark.parametrize("nodes", [3, 10])
+def test_the_ranks_of_a_node_that_has_left_are_not_gone(tmp_path, large, nodes):
+    job = Job(tmp_path, nodes=nodes)
+    job.cycles(5)
+    job.exchanges["n0001"].leave()
+    job.hangs()
+    job.cycles(15, but="n0001")
+    assert job.gone() == set()
+    assert "n0001" not in {state.node for state in job.exchanges["n0000"].hang}
+
+
+def test_nodes_that_were_read_while_few_had_come_are_not_gone(tmp_path, large):
+    """Later only one node reads their files."""
+    job = Job(tmp_path, nodes=large)
+    every = job.exchanges
+    job.exchanges = dict([*every.items()][:5])
+    job.cycles(5)
+    job.exchanges = every
+    job.cycles(14)
+    job.hangs()
+    for _ in range(4):
+        job.cycles(1)
+        assert all(job.gone(name) == set() for name in every)
+
+
+# -- the link of a rank ------------------------------------------------------------------------------------------------
+
+
+def until(what: str, found: Callable[[], object], seconds: float = 20.0):
+    deadline = time.monotonic() + seconds
+    while not (value := found()):
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)
+    return value
+
+
+class Node:
+    """One node of a job with one rank, which is this process."""
+
+    def __init__(self, name: str, rank: int, run_dir, boards) -> None:
+        self.board = Board("job", str(run_dir), name, root=boards)
+        self.service = NodeService(self.board, None, host="127.0.0.1", port=None, node=name, errors=ErrorLog())
+        self.errors = ErrorLog()
+        self.seconds = 0.0
+        self.rank = rank
+        self.link = JobLink(run_dir, name, self.service, self.errors, mono_ns=lambda: int(self.seconds * NS))
+
+    def tick(self, world_size: int = 2):
+        self.seconds += 1
+        self.service.publish(self.rank, [], [], pace=pace(self.rank), ended=False)
+        self.service.lead_if_vacant()
+        self.link.tick(world_size)
+        return self.link.paces()
+
+
+@pytest.fixture
+def node(tmp_path, monkeypatch):
+    monkeypatch.setattr(peers, "CYCLE_SECONDS", 0.01)
+    nodes = []
+
+    def make(name: str, rank: int, run_dir: str = "run") -> Node:
+        (tmp_path / "boards").mkdir(mode=0o700, exist_ok=True)
+        nodes.append(Node(name, rank, tmp_path / run_dir, tmp_path / "boards"))
+        return nodes[-1]
+
+    yield make
+    for one in nodes:
+        one.link.close(5)
+        one.service.leave()
+
+
+def test_each_node_learns_of_the_rank_of_the_other_and_of_its_hang(node):
+    first, second = node("n1", 0), node("n2", 1)
+    (seen,) = until("rank 1", lambda: (second.tick(), first.tick())[1])
+    assert (seen.rank, seen.node) == (1, "n2")
+    (seen,) = until("rank 0", lambda: (first.tick(), second.tick())[1])
+    assert (seen.rank, seen.node) == (0, "n1")
+    assert (first.link.elsewhere, first.link.stuck_elsewhere) == ((), False)
+    second.link.local = (HangState(1, "n2", "data_wait", stuck=True),)
+    until("the hang", lambda: (second.tick(), first.tick(), first.link.stuck_elsewhere)[2])
+    assert [state.rank for state in first.link.elsewhere] == [1]
+
+
+def test_a_job_of_one_node_has_no_thread_and_no_file(node, tmp_path):
+    alone = node("n1", 0)
+    for _ in range(3):
+        assert alone.tick(world_size=1) == ()
+    live = [2]
+    alone.service.live_ranks = lambda: live[0]
+    alone.tick(world_size=2)
+    live[0] = 1  # a rank has ended before the others
+    alone.tick(world_size=2)
+    assert not (tmp_path / "run" / "job").exists()
+    assert "telemetry-job" not in threads.running()
+
+
+def test_closing_the_link_removes_the_file_of_the_node(node, tmp_path):
+    first = node("n1", 0)
+    folder = tmp_path / "run" / "job"
+    until("its file", lambda: (first.tick(), list(folder.glob("node-n1-*.json")))[1])
+    first.link.close(5)
+    until("the end of its thread", lambda: not first.link._thread.is_alive())
+    assert list(folder.glob("node-*")) == []
+
+
+def test_a_folder_that_is_not_shared_is_told_once(node, monkeypatch):
+    monkeypatch.setattr(peers, "_ALONE_SECONDS", 5.0)
+    first = node("n1", 0)
+    lines = []
+
+    def told():
+        first.tick()
+        lines.extend(first.errors.take_lines())
+        return lines
+
+    (line,) = until("a line in the log", told)
+    assert line["source"] == "job"
+    assert "put run_dir on a file system that all nodes share" in line["message"]
+    for _ in range(200):
+        told()
+    assert len(lines) == 1
+
+
+def test_what_was_learned_is_dropped_when_nothing_new_comes(node):
+    first, second = node("n1", 0), node("n2", 1)
+    until("rank 1", lambda: (second.tick(), first.tick())[1])
+    first.link.close(5)
+    until("the thread to end", lambda: not first.link._thread.is_alive())
+    first.link.tick = lambda world_size: None
+    for _ in range(62):
+        last = first.tick()
+    assert last == ()
+
+
+def test_files_that_cannot_be_written_are_told_once_and_hurt_nobody(node, tmp_path):
+    (tmp_path / "run").write_text("a file where the folder should be")
+    first = node("n1", 0)
+    lines = until("a line in the log", lambda: (first.tick(), first.errors.take_lines())[1])
+    assert "the other nodes cannot be told" in lines[0]["message"]
+    for _ in range(50):
+        first.tick()
+        lines += first.errors.take_lines()
+        time.sleep(0.002)  # cycles of the exchange, each of which fails
+    assert len(lines) == 1
+
+
+def test_without_a_thread_to_be_had_there_is_none_to_wait_for(node, monkeypatch):
+    """A limit on processes counts threads, too. Each tick tries again."""
+    first = node("n1", 0)
+
+    def refused(*_) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threads, "start_new_thread", refused)
+        with pytest.raises(RuntimeError):
+            for _ in range(30):
+                first.tick()
+        first.link.close(5)
+    until("the thread", lambda: first.tick() is not None and first.link._thread)
