@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Final
 from benchmarks import machine
 from telemetry.compare.pace_interval import MIN_BLOCKS, PaceBlock, ratio_interval
 from telemetry.compare.run_pace import pace_of
-from telemetry.report.log_reader import load
+from telemetry.report.logs import load
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -14,7 +14,7 @@ from benchmarks import machine
 from benchmarks.compare_pairs import ROOT, write_runs
 from telemetry.compare.pace_interval import MIN_BLOCKS, PaceBlock
 from telemetry.compare.run_pace import pace_of
-from telemetry.report.log_reader import load
+from telemetry.report.logs import load
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

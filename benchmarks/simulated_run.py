@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, Final
 
-import orjson
+import msgspec
 
 from telemetry.util.sketch import Sketch
 
@@ -121,7 +121,7 @@ class _Shapes:
         stamp = _stamp(at)
         shape = self._random.randrange(_SHAPES)
         before, between, after = self._windows[slow][shape]
-        totals = orjson.dumps(self._totals(at))[1:-1]
+        totals = msgspec.json.encode(self._totals(at))[1:-1]
         window = b"".join((b'{"time":"', stamp, before, between, totals, after))
         samples = b"".join(b'{"time":"' + stamp + rest for rest in self._samples[slow][shape])
         return b"".join((window, samples, *self._events(at)))
@@ -263,7 +263,7 @@ class _Shapes:
         return [self._line(0, event, fields)[33:] for event, fields in events]
 
     def _line(self, at: float, event: str, fields: dict[str, Any]) -> bytes:
-        return orjson.dumps({"time": _stamp(at).decode(), "event": event} | self._base | fields) + b"\n"
+        return msgspec.json.encode({"time": _stamp(at).decode(), "event": event} | self._base | fields) + b"\n"
 
 
 def _gpu_uuid(rank: int) -> str:

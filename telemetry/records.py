@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, fields
 from functools import cache
 from operator import attrgetter, sub
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar, cast
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, TypedDict, TypeVar, cast
 
 import msgspec
 
-from telemetry.core.log_kind import MEAN, NEWEST, SKIP
-
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
+    from collections.abc import Callable, Hashable, Mapping, Sequence
 
 
 # -- labels ----------------------------------------------------------------------------------------------------------
@@ -196,6 +196,24 @@ class SavedCheckpoint(NamedTuple):
     complete: bool
     holds_optimizer: bool
     background: bool = False
+
+
+# -- what the log writes of a sample ---------------------------------------------------------------------------------
+
+LOG_KIND: Final = "log"
+"""In the metadata of a sample's field: what the log writes for the several samples of a window.
+
+If a field names no kind, a number is averaged; of everything else the newest value is written.
+"""
+
+MEAN: Final[Mapping[str, str]] = MappingProxyType({LOG_KIND: "mean"})
+"""The mean of the samples: a state, such as a ratio or a size."""
+
+NEWEST: Final[Mapping[str, str]] = MappingProxyType({LOG_KIND: "newest"})
+"""The newest value that is known: a counter over the run, or a number whose mean makes no sense (a worker's number)."""
+
+SKIP: Final[Mapping[str, str]] = MappingProxyType({LOG_KIND: "skip"})
+"""Nothing: it grows during the run, and so would every log line."""
 
 
 # -- samples ---------------------------------------------------------------------------------------------------------
@@ -431,6 +449,18 @@ class Deliveries:
         names = (each.name for each in fields(self) if each.name != "head_of_line_worker_seconds")
         sums = {name: getattr(self, name) + getattr(more, name) for name in names}
         return Deliveries(**sums, head_of_line_worker_seconds=by_worker)
+
+    def log_fields(self) -> dict[str, float]:
+        """The sums as fields of the log. The waits have the names of their metrics; the other names are older."""
+        return {
+            "fetch_wait_seconds_total": self.fetch_wait_seconds,
+            "transfer_wait_seconds_total": self.transfer_wait_seconds,
+            "head_of_line_seconds_total": self.head_of_line_wait_seconds,
+            "matched_total": self.batches,
+            "from_busy_total": self.from_busy,
+            "transfer_wait_busy_worker_seconds_total": self.transfer_wait_busy_worker_seconds,
+            "transfer_wait_long_fetch_seconds_total": self.transfer_wait_long_fetch_seconds,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -763,6 +793,21 @@ class Totals:
         return self.ledger_seconds.get(STARTUP, 0.0) + self.first_wait_seconds
 
 
+@dataclass(frozen=True, slots=True)
+class LogWindow:
+    """The newest window of the log, as the figures and the sinks need it.
+
+    Attributes:
+        added: what the window has added to the totals. ``added.wall_seconds`` is its length.
+        step: durations of its steps, seconds; None without a step.
+        wait: how long its steps waited for their batches, seconds; None without a step.
+    """
+
+    added: Totals
+    step: Percentiles | None
+    wait: Percentiles | None
+
+
 @cache
 def _getter(kind: Hashable) -> Callable[[Any], tuple[Any, ...]]:
     return attrgetter(*(spec.name for spec in fields(cast("Any", kind))))
@@ -959,3 +1004,588 @@ class SinkItem:
     def key(self, name: str) -> str:
         """The key of a figure. It contains the rank if several ranks may write into the same run."""
         return f"{NAMESPACE}/rank-{self.rank}/{name}" if self.several else f"{NAMESPACE}/{name}"
+
+
+# -- records ---------------------------------------------------------------------------------------------------------
+#
+# The records that are written and read: each line of the log, and the heartbeat of a process.
+#
+# The agent writes these types (`telemetry.agent.log`) and the report reads them (`telemetry.report.logs`). They are
+# typed dictionaries, because a log line distinguishes what is null (it was not measured) from what is absent (it does
+# not
+# apply), and because the totals of a heartbeat are merged over those of a line.
+#
+# Times are ISO-8601 in UTC unless the name says ``unix``. ``_seconds``, ``_bytes``, ``_hertz``, ``_watts``, ``_joules``
+# and ``_celsius`` are units. ``_ratio`` is from 0 to 1. ``_total`` counts since the process started. Dictionaries of
+# seconds are by category of the ledger unless it is said otherwise.
+
+_LARGEST: Final = 10**15
+"""No seconds, bytes or steps of a run are larger. A field with a larger number is damaged."""
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=_LARGEST)]
+Number = (
+    Annotated[int, msgspec.Meta(ge=-_LARGEST, le=_LARGEST)] | Annotated[float, msgspec.Meta(ge=-_LARGEST, le=_LARGEST)]
+)
+UnixSeconds = Annotated[float, msgspec.Meta(ge=0, le=2e11)]
+"""Up to the year 8307, the last that a calendar has."""
+
+Scalar = str | bool | Number
+SketchCounts = dict[Annotated[int, msgspec.Meta(ge=-9999, le=9999)], Count]
+"""A `Sketch` of durations: counts by bucket."""
+
+
+class Line(TypedDict, total=False):
+    """What every line has. ``step``: ended steps of the process."""
+
+    time: str
+    event: str
+    run: str
+    rank: Count
+    local_rank: Count
+    node: str
+    pid: Count
+    tid: Count
+    step: Count
+
+
+class Memory(TypedDict, total=False):
+    """How the memory grows. ``where``: what grows, see `MEMORY_PARTS`; ``exhausted``: what will be used up."""
+
+    growth_bytes_per_hour: Number
+    where: str
+    exhausted_in_seconds: Number
+    exhausted: str
+    copied_on_write: bool
+    advice: str
+
+
+class Resumption(TypedDict, total=False):
+    """How this attempt began. What did not happen is absent.
+
+    Attributes:
+        optimizers: how many optimizers step; absent for one.
+        restore_seconds: in loading functions before the first step.
+        resumed_step: position in optimizer steps of the whole training. ``resumed_from``: what tells it.
+        resumed_at_optimizer_steps: steps of this process's optimizers before it loaded that state.
+        replayed_batches: batches that were drawn and thrown away. ``replay_seconds``: the loop's time for them, of
+            which ``replay_wait_seconds`` was waiting.
+    """
+
+    optimizers: Count
+    restore_seconds: Number
+    resumed_step: Count
+    resumed_from: str
+    resumed_at_optimizer_steps: Count
+    replayed_batches: Count
+    replay_seconds: Number
+    replay_wait_seconds: Number
+
+
+class RunTotals(TypedDict, total=False):
+    """The process so far, in every window, in the last line and in the heartbeat.
+
+    Attributes:
+        wall_seconds: since the agent started; the sum of ``ledger_total_seconds``.
+        exposed_wait_total_seconds: null where it was not measured; ``exposed_wait_absent`` says why.
+        first_wait_seconds: the wait for the first batch, a part of the ledger's ``data_wait``.
+        unseen_steps_total: steps whose batches the hooks did not see.
+        overhead_seconds: what the agent costs, by thread: ``training`` and ``agent``.
+        stall_lost_total_seconds: seconds lost in stalls, by cause.
+        child_processes: processes that the script has started with multiprocessing.
+        samples_total, tokens_total: that were trained on; null where they are not known.
+        gpu_energy_total_joules: of the whole GPU ``gpu_uuid``.
+        cpu_total_seconds: CPU time in the training loop by who used it: ``used``, the process and its workers;
+            ``others``, all others of the machine; ``known``, the wall clock over which these two were measured;
+            ``thread`` and ``thread_delay``, the training thread's and its run-queue delay, over its whole life;
+            ``worker`` and ``worker_delay``, of the mean worker. Null before the first are known.
+        oom_kills_total: processes of this cgroup that the OOM killer has killed.
+    """
+
+    steps_total: Count
+    wall_seconds: Number
+    ledger_total_seconds: dict[str, Number]
+    exposed_wait_total_seconds: Number | None
+    exposed_wait_absent: str | None
+    first_wait_seconds: Number
+    overhead_seconds: dict[str, Number]
+    stall_lost_total_seconds: dict[str, Number]
+    dropped_steps_total: Count
+    child_processes: Count
+    unseen_steps_total: Count
+    samples_total: Count | None
+    tokens_total: Count | None
+    gpu_energy_total_joules: dict[str, Number] | None
+    gpu_uuid: str | None
+    cpu_total_seconds: dict[str, Number] | None
+    memory: Memory
+    optimizer_steps_total: Count
+    oom_kills_total: Count
+    resumption: Resumption
+
+
+class Heartbeat(RunTotals, total=False):
+    """The newest state of a process that has not ended by itself. ``life`` names the process, as in its log.
+
+    Attributes:
+        time: ``unix_seconds`` as in a log line; the reader sets it.
+        seconds_before: how long the process had been there when the agent started.
+        kept_seconds: of the training loop up to the newest checkpoint that can be resumed from.
+        saves_completed: how many such checkpoints there are.
+    """
+
+    life: str
+    unix_seconds: UnixSeconds
+    time: str
+    seconds_before: Number
+    kept_seconds: Number
+    saves_completed: Count
+
+
+class Settings(TypedDict, total=False):
+    """The settings that a report needs. The line has all of them."""
+
+    interval_seconds: Number
+    log_interval_seconds: Number
+    stall_enter_ratio: Number
+    gpu_hour_price: Number | None
+
+
+class Surroundings(TypedDict, total=False):
+    """Versions, cores and the script; the settings of the DataLoader. In a window only if they have changed."""
+
+    environment: dict[str, Scalar | None]
+    loader: dict[str, Scalar | None]
+
+
+class RunStart(Line, Surroundings, total=False):
+    """The first line of a process, and of each of its files.
+
+    Attributes:
+        started: when the agent started. ``process_started``: when the process did.
+        continued: whether the process goes on here in another file, or as another rank.
+        claimed_rank: the rank that the process itself claims; ``rank`` may differ where several claim the same.
+        life: tells this agent's lines from those of other agents.
+        launcher, launch, restarts: what started the process, which start it was, and how often it restarted.
+        memory_group, memory_events: the cgroup, and its file with the counter of OOM kills.
+        step_sketch, step_max_seconds: steps of the process so far. ``data_wait_…``: their waits. Absent before a step.
+    """
+
+    started: str
+    world_size: Count
+    launcher: str
+    rank_source: str
+    claimed_rank: Count
+    life: str
+    process_started: str | None
+    launch: str | None
+    restarts: Count | None
+    memory_group: str | None
+    memory_events: str | None
+    oom_kills_total: Count
+    telemetry_version: str
+    python_version: str
+    cpu_count: Count | None
+    metrics_url: str | None
+    settings: Settings
+    step_sketch: SketchCounts
+    step_max_seconds: Number
+    data_wait_sketch: SketchCounts
+    data_wait_max_seconds: Number
+    continued: bool
+
+
+class Window(Line, RunTotals, Surroundings, total=False):
+    """One logging interval, with the totals of the run at its end.
+
+    Attributes:
+        exposed_wait_ratio: of the training loop, wait and compute. ``exposed_wait_source``: what measured it.
+        step_seconds, data_wait_seconds: ``p50``, ``p95``, ``p99`` and ``max`` of its steps; null without a step.
+    """
+
+    window_seconds: Number
+    steps: Count
+    optimizer_steps: Count
+    ledger_seconds: dict[str, Number]
+    exposed_wait_seconds: Number | None
+    exposed_wait_ratio: Number | None
+    exposed_wait_source: str | None
+    step_seconds: dict[str, Number] | None
+    data_wait_seconds: dict[str, Number] | None
+    step_sketch: SketchCounts
+    data_wait_sketch: SketchCounts
+
+
+class Gpu(Line, total=False):
+    """The samples of a window of this rank's GPU, see `GpuSample`."""
+
+    index: Count
+    uuid: str
+    name: str
+    utilization_ratio: Number | None
+    sm_active_ratio: Number | None
+    sm_active_source: str | None
+    sm_occupancy_ratio: Number | None
+    tensor_active_ratio: Number | None
+    memory_bandwidth_ratio: Number | None
+    memory_used_bytes: Number | None
+    memory_total_bytes: Number | None
+    power_watts: Number | None
+    energy_joules: Number | None
+    temperature_celsius: Number | None
+    sm_clock_hertz: Number | None
+    sm_clock_max_hertz: Number | None
+    throttled: list[str] | None
+    allocated_bytes: Number
+    reserved_bytes: Number
+
+
+class Host(Line, total=False):
+    """The samples of a window of machine, cgroup, memory and process: `HostSample`, `PressureSample` and so on."""
+
+    cpu_ratio: Number | None
+    cpu_count: Count
+    memory_used_bytes: Number
+    memory_total_bytes: Number
+    process_cpu_seconds: Number
+    process_resident_memory_bytes: Number
+    process_threads: Count
+    process_runnable_seconds: Number | None
+    process_running_seconds: Number | None
+    process_children_cpu_seconds: Number
+    pressure_ratio: dict[str, Number]
+    cgroup_cpu_limit: Number | None
+    cgroup_cpu_used: Number | None
+    cgroup_throttled_ratio: Number | None
+    cgroup_memory_limit_bytes: Number | None
+    cgroup_memory_used_bytes: Number | None
+    training_bytes: Number | None
+    workers_bytes: Number | None
+    workers_shared_bytes: Number | None
+    shared_memory_bytes: Number | None
+    shared_memory_free_bytes: Number | None
+    memory_available_bytes: Number | None
+    memory_limit_bytes: Number | None
+
+
+class Workers(Line, total=False):
+    """The samples of a window of the DataLoader workers, see `WorkersSample` and `Deliveries`."""
+
+    workers: Count
+    training_workers: Count
+    resident_memory_bytes: Number
+    ready_batches: Number | None
+    fetching_seconds: Number
+    fetches_total: Count
+    cpu_ratio: Number | None
+    busy_ratio: Number | None
+    runnable_ratio: Number | None
+    blocked_ratio: Number | None
+    read_bytes_per_second: Number | None
+    slack_seconds: Number | None
+    fetch_wait_seconds_total: Number
+    transfer_wait_seconds_total: Number
+    head_of_line_seconds_total: Number
+    matched_total: Count
+    from_busy_total: Count
+    transfer_wait_busy_worker_seconds_total: Number
+    transfer_wait_long_fetch_seconds_total: Number
+    head_of_line_batches: Count
+    head_of_line_worker: Count | None
+    head_of_line_since_seconds: Number | None
+    packing_ratio: Number | None
+    written_bytes_per_second: Number | None
+    allowed_cores: Count | None
+
+
+class Phase(Line, total=False):
+    """An evaluation, checkpoint or named phase that has ended. The last five are those of a checkpoint.
+
+    Attributes:
+        complete: whether everything is written. ``holds_optimizer``: whether training can be resumed from it.
+        loop_seconds: the training loop so far; absent if it was completed on another thread.
+    """
+
+    name: str
+    category: str
+    started: str
+    seconds: Number
+    complete: bool
+    holds_optimizer: bool
+    optimizer_steps_total: Count
+    steps_total: Count
+    loop_seconds: dict[str, Number]
+
+
+class AdviceFields(TypedDict, total=False):
+    """An `Advice` of a line. Null where there is no setting or no prediction."""
+
+    action: str
+    setting: str | None
+    value: Scalar | None
+    predicted_speedup: Number | None
+    predicted_low: Number | None
+    because: str
+
+
+class HotLine(TypedDict, total=False):
+    """A line of the user's code, and the library function that it was in. ``share_ratio``: of the time of the stall."""
+
+    file: str
+    line: Count
+    function: str | None
+    calls: str | None
+    share_ratio: Number
+
+
+class OtherCause(TypedDict, total=False):
+    """A cause of similar size at the time of a stall."""
+
+    cause: str
+    share_ratio: Number
+    advice: list[AdviceFields]
+
+
+class StallEvidence(TypedDict, total=False):
+    """What a report reads of the evidence of a stall. The rest, see `evidence_field`, it passes on as it is.
+
+    Attributes:
+        lost_seconds: seconds lost, by cause.
+        stuck_in: category of the ledger in which the rank is stuck; only of a hang, as the next three.
+        lines, lines_of: the lines in which the time went, and the time of what: fetch, wait, sampler, step, checkpoint.
+        line_verdict: what the lines say, in words.
+        share_ratio: of the cause, where there are others of similar size: ``also``.
+    """
+
+    lost_seconds: dict[str, Number]
+    stuck_in: str
+    stuck_at: str | None
+    stuck_for_seconds: Number
+    stacks: list[str]
+    lines: list[HotLine]
+    lines_of: str
+    line_verdict: str | None
+    share_ratio: Number
+    also: list[OtherCause]
+
+
+class StallLine(Line, total=False):
+    """A stall when it opens (``stall_open``), is open (``stall_lines``), and closes (``stall_close``)."""
+
+    cause: str
+    first_step: Count
+    last_step: Count
+    exposed_wait_ratio: Number | None
+    evidence: dict[str, Any]
+    advice: list[AdviceFields]
+    opened: str
+    closed: str
+
+
+class ChangedFigure(TypedDict, total=False):
+    """What changed together with the steps: a figure with its unit in its name."""
+
+    what: str
+    before: Number
+    after: Number
+
+
+_With = TypedDict("_With", {"with": list[ChangedFigure]}, total=False)  # the word cannot be a field of a class
+
+
+class Change(Line, _With, total=False):
+    """A lasting change of the steps. ``ratio``: step time after it over step time before it; ``at``: when.
+
+    ``part``: what of a step changed most, ``data_wait`` or ``compute``.
+    """
+
+    at: str
+    first_step: Count
+    ratio: Number
+    part: str
+    step_before_seconds: Number
+    step_after_seconds: Number
+
+
+class StragglerLines(Line, total=False):
+    """The lines in which a rank spends its steps while other ranks wait for it."""
+
+    evidence: dict[str, Any]
+
+
+class SuspectFields(TypedDict, total=False):
+    """A `HangSuspect`."""
+
+    rank: Count
+    node: str | None
+    where: str | None
+    doing: str
+
+
+class WaitingFields(TypedDict, total=False):
+    """`WaitingRanks`: the first and the last rank of each range."""
+
+    ranks: list[tuple[Count, Count]]
+    collective: str | None
+    sequence: Count | None
+
+
+class HangLine(Line, total=False):
+    """Why the job hangs, see `HangVerdict`; with ``over``, that it goes on. ``since``: when it began."""
+
+    since: str | None
+    verdict: str
+    kind: str
+    over: bool
+    suspects: list[SuspectFields]
+    suspects_total: Count
+    waiting: list[WaitingFields]
+    silent_ranks: Count
+    recorder: str
+
+
+class Snapshot(Line, total=False):
+    """A snapshot that has ended. ``path``: of its trace in the run folder; null without one, ``why`` says why."""
+
+    result: str
+    why: str | None
+    id: str
+    reason: str | None
+    asked_by: str
+    first_step: Count | None
+    last_step: Count | None
+    path: str | None
+    pause_seconds: dict[str, Number]
+    started: str
+    ended: str
+    size_bytes: Number
+    trace_bytes: Number
+    held_seconds: dict[str, Number]
+    breakdown: dict[str, Number]
+
+
+class ErrorLine(Line, total=False):
+    """A failure of the agent's own parts, or news of them. ``errors_total``: of this source so far; 0 for news."""
+
+    source: str
+    message: str
+    errors_total: Count
+
+
+class RunEnd(Line, RunTotals, total=False):
+    """The last line of a process that ended by itself.
+
+    Attributes:
+        exception: type of the exception that ended the script. ``lost_peer``: whether that tells of another rank's end.
+        replaced: the process has executed another program.
+        stuck_for_seconds: how long it had been stuck when it ended.
+        log_lines_dropped: lines that could not be written.
+    """
+
+    exit_status: Number
+    exception: str
+    lost_peer: bool
+    replaced: bool
+    stuck_for_seconds: Number
+    errors_total: dict[str, Count]
+    log_lines_dropped: Count
+
+
+EVENTS: Final[Mapping[str, type]] = MappingProxyType(
+    {
+        "run_start": RunStart,
+        "window": Window,
+        "gpu": Gpu,
+        "host": Host,
+        "workers": Workers,
+        "phase": Phase,
+        "stall_open": StallLine,
+        "stall_lines": StallLine,
+        "stall_close": StallLine,
+        "straggler_lines": StragglerLines,
+        "hang": HangLine,
+        "change": Change,
+        "snapshot": Snapshot,
+        "error": ErrorLine,
+        "run_end": RunEnd,
+    }
+)
+"""The type of the lines of each event."""
+
+LOG_NAME: Final = re.compile(r"rank-(?P<rank>\d+)\.(?P<pid>\d+)(?:\.(?P<number>\d+))?\.jsonl(?:\.(?P<rotated>\d+))?")
+"""The name of a log file. ``number`` counts the processes that have had this rank and pid (none for the first).
+``rotated`` is the number of an older file of the same log; the oldest has the highest."""
+
+
+def rounded(value: Any, digits: int = 6) -> Any:
+    """Round floats to microseconds. More digits are noise, and would make the log of a long run larger."""
+    if isinstance(value, float):
+        return round(value, digits)
+    if isinstance(value, dict):
+        return {key: rounded(item, digits) for key, item in value.items()}
+    return value
+
+
+def mean_of(samples: Sequence[Any]) -> dict[str, Any]:
+    """One set of fields for the samples of a window. Each field's kind decides, see `LOG_KIND`.
+
+    A number is null if no sample has it. If some samples have it, it is their mean.
+    """
+    newest = samples[-1]
+    merged: dict[str, Any] = {}
+    for spec in fields(newest):
+        kind = spec.metadata.get(LOG_KIND)
+        values = [v for s in samples if (v := getattr(s, spec.name)) is not None]
+        last = values[-1] if values and kind == "newest" else getattr(newest, spec.name)
+        if kind == "skip":
+            continue
+        if hasattr(last, "log_fields"):
+            merged |= rounded(last.log_fields())
+        elif kind != "newest" and values and all(map(_is_number, values)):
+            mean = sum(values) / len(values)
+            merged[spec.name] = round(mean) if isinstance(values[-1], int) else rounded(mean)
+        else:
+            merged[spec.name] = list(last) if isinstance(last, tuple) else rounded(last)
+    if "pickling_ratio" in merged:
+        merged["packing_ratio"] = merged.pop("pickling_ratio")
+    return merged
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def phase(span: PhaseSpan, started: str) -> Phase:
+    """The fields of an evaluation, checkpoint or named phase that has ended."""
+    return {"name": span.name, "category": span.category, "started": started, "seconds": rounded(span.seconds)}
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """One recommended change.
+
+    Attributes:
+        action: what to do, in words; ``setting`` and ``value`` as a person types them, None if no setting is changed.
+            A value without a setting is the factor named in the action.
+        predicted_speedup: factor on the run's steps per second; None if there is no prediction.
+        because: the reason, with its figures.
+        predicted_low: the least factor, where the measurements allow a range from it to ``predicted_speedup``; None if
+            there is no range.
+    """
+
+    action: str
+    setting: str | None
+    value: str | None
+    predicted_speedup: float | None
+    because: str
+    predicted_low: float | None = None
+
+
+def speedup_text(advice: Mapping[str, Any]) -> str:
+    """The predicted speed-up of an advice of the log or of a report, such as 1.9 or 1.2 to 1.9; empty without one."""
+    high = advice.get("predicted_speedup")
+    return "" if high is None else factor_text(high, advice.get("predicted_low"))
+
+
+def factor_text(high: float, low: float | None) -> str:
+    """A factor, such as 1.9, or a range of it, such as 1.2 to 1.9."""
+    return f"{high:g}" if low is None or low >= high else f"{low:g} to {high:g}"

@@ -21,7 +21,7 @@ from telemetry.hooks.samples import BatchNumbering
 from telemetry.hooks.timers import GarbageTimer
 from telemetry.hooks.tracker import StepTracker
 from telemetry.records import PhaseSpan, Step
-from telemetry.report.log_reader import load
+from telemetry.report.logs import load
 from telemetry.report.summary import summarize
 from telemetry.util import threads
 from telemetry.util.clock import now_ns

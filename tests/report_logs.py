@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import orjson
+import msgspec
 
 from telemetry.records import CATEGORIES
 from telemetry.util.sketch import Sketch
@@ -40,7 +40,7 @@ def window(rank: int = 0, *, seconds=(), **kwargs) -> dict:
 def write(folder: Path, rank: int, *lines: dict, pid: int | None = None, suffix: str = "") -> Path:
     (folder / "logs").mkdir(exist_ok=True)
     path = folder / "logs" / f"rank-{rank}.{pid or 10 + rank}.jsonl{suffix}"
-    path.write_bytes(b"".join(orjson.dumps(each) + b"\n" for each in lines))
+    path.write_bytes(b"".join(msgspec.json.encode(each) + b"\n" for each in lines))
     return path
 
 

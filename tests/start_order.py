@@ -8,11 +8,11 @@ from __future__ import annotations
 LONG = """
     stack/cluster faults/test_job_hangs stack/job faults/test_space test_alerts test_tune faults/test_attempts stack/
     loaders/test_unchanged_loaders faults/test_last_line test_samples faults/test_identity_processes test_demo
-    faults/test_leaks zoo/test_zoo test_fleet_benchmark faults/test_not_stuck test_report_damaged faults/test_stuck
+    faults/test_leaks zoo/test_zoo test_fleet_benchmark faults/test_not_stuck test_report_logs faults/test_stuck
     faults/test_exits faults/test_snapshot test_workers faults/test_blocked_agent
-    test_stall_properties faults/test_restart faults/test_agent_seams faults/test_stopped_leader test_html_charts
+    test_stall_properties faults/test_restart faults/test_agent_seams faults/test_stopped_leader test_html
     faults/test_budget faults/test_ends_from_outside faults/test_oom_killer faults/test_no_space_no_right
-    test_html_figures faults/test_fork_loader frameworks/test_resume frameworks/test_loader_epochs frameworks/
+     faults/test_fork_loader frameworks/test_resume frameworks/test_loader_epochs frameworks/
     test_sampling test_benchmarks test_lines_run test_trace_ faults/test_unnoticed
     faults/test_standard_streams test_compare test_descriptor_leaks test_sink_settings
     test_run_counts test_terminal

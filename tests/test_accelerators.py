@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 import telemetry
 from telemetry.hooks import accelerator
-from telemetry.report.log_reader import load
+from telemetry.report.logs import load
 from telemetry.report.summary import summarize
 from tests.data_sets import Numbers
 from tests.fakes.device import Device, Event

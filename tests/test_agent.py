@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 import telemetry
 from telemetry.config import SettingError
 from telemetry.hooks.worker_block import FETCH_BUCKETS
-from telemetry.report.log_reader import load
+from telemetry.report.logs import load
 from telemetry.report.summary import summarize
 from telemetry.util import threads
 from tests.data_sets import Numbers

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 import telemetry
 from telemetry.hooks.resume import holds_optimizer
-from telemetry.report.log_reader import load
+from telemetry.report.logs import load
 from tests.small_training import Lazy, Training
 
 

@@ -166,7 +166,7 @@ class TestVersions:
     def test_nothing_installed(self, monkeypatch):
         monkeypatch.setattr(package_checks, "version_of", lambda package: None)
         assert found("versions").status == PROBLEM
-        assert "pip install structlog psutil orjson" in found("packages").text
+        assert "pip install structlog psutil msgspec orjson" in found("packages").text
         assert found("cuda events").status == ABSENT
 
     def test_the_package_that_overwrites_the_binding(self, monkeypatch):

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 import telemetry
 from telemetry.agent.end_line import RunEnd, end_line
 from telemetry.agent.hangs import Hang
-from telemetry.core.run_verdict import RankWaits, costliest
+from telemetry.diagnosis.verdict import RankWaits, costliest
 from telemetry.node.peers import PeerPaces
 from telemetry.records import RankPace, Totals
 from telemetry.report.command import report

@@ -16,10 +16,9 @@ from torch.utils.data import DataLoader
 
 import telemetry
 from telemetry.agent.figures import STATE_FIGURES, WINDOW_FIGURES, figures, metric_figures
-from telemetry.core.log_window import LogWindow
 from telemetry.core.views import RunView
 from telemetry.publish.exposition import Exposition
-from telemetry.records import CATEGORIES, Histogram, Totals
+from telemetry.records import CATEGORIES, Histogram, LogWindow, Totals
 from tests.full_views import all_families
 from tests.running_agent import log_lines, wait_for
 

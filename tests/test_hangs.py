@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from telemetry.core.rank_ranges import named, ranges
 from telemetry.diagnosis.hangs import (
     ENDED,
     EXPECTED,
@@ -30,6 +29,7 @@ from telemetry.diagnosis.hangs import (
     with_sentence,
 )
 from telemetry.records import CATEGORIES, CAUSES
+from telemetry.util.text import named, ranges
 from tests.slice_cases import STARVED, a_slice
 from tests.slices import Detector
 

@@ -12,10 +12,9 @@ import pytest
 from torch.utils.data import DataLoader
 
 import telemetry
-from telemetry.diagnose.evidence_log import evidence_field
 from telemetry.diagnosis.advice import advise
 from telemetry.diagnosis.causes import costs
-from telemetry.diagnosis.evidence import RecurringCostsWatch
+from telemetry.diagnosis.evidence import RecurringCostsWatch, evidence_field
 from telemetry.records import Tick
 from tests.data_sets import Numbers
 from tests.slice_cases import a_slice, with_workers

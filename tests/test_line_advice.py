@@ -162,7 +162,7 @@ def test_no_line_is_predicted_to_slow_a_run_down(cause, part):
 
 
 def test_ranks_that_wait_have_the_lines_of_the_slow_one(tmp_path):
-    from telemetry.report.log_reader import load
+    from telemetry.report.logs import load
     from telemetry.report.summary import summarize
 
     code = {"file": "/home/me/train.py", "line": 7, "function": "main", "calls": None, "share_ratio": 0.8}

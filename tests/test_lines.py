@@ -10,9 +10,9 @@ from telemetry.diagnosis import lines as work
 from telemetry.diagnosis.lines import line_shares
 from telemetry.hooks.worker_block import SharedArea
 from telemetry.publish.profile_folder import MAX_BYTES, MAX_FILES, ProfileFolder
-from telemetry.report.log_reader import load
-from telemetry.report.report_text import render
+from telemetry.report.logs import load
 from telemetry.report.summary import summarize
+from telemetry.report.text import render
 from telemetry.util.sampling import MAX_STACKS, StackProfile
 from telemetry.util.stacks import Spot
 from tests.report_logs import START, line, totals, window, write

@@ -14,7 +14,7 @@ import pytest
 
 from grafana import colours
 from telemetry.records import CAUSES
-from telemetry.report.html import palette, time_charts
+from telemetry.report.html import charts, palette
 
 MACHADO = {
     "normal": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
@@ -89,7 +89,7 @@ def test_a_chart_has_each_colour_of_the_palette_once(name):
 
 
 def test_two_lines_of_a_chart_differ_in_their_colour():
-    for chart in (*time_charts.GPU, *time_charts.WORKERS, *time_charts.HOST):
+    for chart in (*charts.GPU, *charts.WORKERS, *charts.HOST):
         lines = [curve.colour for curve in chart.curves]
         assert len(set(lines)) == len(lines), chart.key
         assert set(lines) <= set(OF_THE_PAGE.values())

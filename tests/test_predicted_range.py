@@ -8,9 +8,9 @@ import json
 import pytest
 
 from telemetry.cli import main
-from telemetry.core.recommendation import Advice
-from telemetry.core.run_verdict import recommended
 from telemetry.diagnosis.advice import advise
+from telemetry.diagnosis.verdict import recommended
+from telemetry.records import Advice
 from tests.advice_cases import first
 from tests.report_logs import START, line, totals, write
 from tests.slice_cases import a_slice, with_workers

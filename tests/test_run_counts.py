@@ -16,9 +16,8 @@ from top_screens import FRAME, NOW, text_of
 import telemetry
 from telemetry.agent.figures import WINDOW_FIGURES
 from telemetry.agent.restarts import RankCounts, read_record
-from telemetry.core.log_window import LogWindow
-from telemetry.records import Totals
-from telemetry.report.log_reader import load
+from telemetry.records import LogWindow, Totals
+from telemetry.report.logs import load
 from telemetry.report.summary import summarize
 from telemetry.top.view import RankFacts, RankRow, row_of
 from tests.faults.warm_python import warm_python

@@ -32,7 +32,7 @@ import telemetry
 from telemetry.hooks.samples import WorkerCounts
 from telemetry.hooks.worker import FetchedSamples, timed_fetch, tokens_in
 from telemetry.hooks.worker_block import WorkerBlock
-from telemetry.report.log_reader import load
+from telemetry.report.logs import load
 from telemetry.report.summary import summarize
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")

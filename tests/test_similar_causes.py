@@ -11,9 +11,9 @@ import pytest
 from telemetry.agent.stall_report import stall_fields
 from telemetry.diagnosis.causes import costs, shares_of
 from telemetry.diagnosis.stalls import Stall
-from telemetry.report.log_reader import load
-from telemetry.report.report_text import render
+from telemetry.report.logs import load
 from telemetry.report.summary import summarize
+from telemetry.report.text import render
 from tests.report_logs import START, line, window, write
 from tests.zoo.test_replay import RECORDED, evidence_of
 

@@ -9,8 +9,7 @@ from torch.utils.data import DataLoader
 
 import telemetry
 from benchmarks.simulated_run import SimulatedRun, write_run
-from telemetry.publish.log_fields import mean_of
-from telemetry.records import GpuSample
+from telemetry.records import GpuSample, mean_of
 from tests.data_sets import Numbers
 from tests.running_agent import log_lines, wait_for
 from tests.slice_cases import IDLE

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import orjson
+import msgspec
 import pytest
 
 from telemetry.util.text import one_line, plain
@@ -45,7 +45,7 @@ def hostile_run(tmp_path: Path) -> Path:
         common | dict(event="run_end") | totals,
     ]
     (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "rank-0.7.jsonl").write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
+    (tmp_path / "logs" / "rank-0.7.jsonl").write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
     return tmp_path
 
 

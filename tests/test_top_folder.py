@@ -8,7 +8,7 @@ import os
 import pytest
 from top_screens import NOW, iso, log_line, stall, start, window
 
-from telemetry.report.log_reader import load
+from telemetry.report.logs import load
 from telemetry.report.summary import verdict_of
 from telemetry.top import run_folder
 from telemetry.top.run_folder import FIRST_BYTES, LogTail, RunFolder
@@ -256,7 +256,7 @@ def test_the_verdict_on_an_ended_run_is_the_reports(run):
     over = log_line("stall_close", NOW - 2800, cause="gc_pause", opened=iso(NOW - 2900), closed=iso(NOW - 2800),
                     evidence={"lost_seconds": {"gc_pause": 90.0}}, advice=[])  # fmt: skip
     ended(run, stall(NOW - 2900, "gc_pause"), over)
-    said = verdict_of(load(run.path))
+    said = verdict_of(load(run.path)).text
     assert "rank 0 stalled" in said
     assert run.view().verdict.text.endswith(said)
     assert run.view().verdict.level == "bad"

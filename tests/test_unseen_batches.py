@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import telemetry
-from telemetry.report.log_reader import load
+from telemetry.report.logs import load
 from telemetry.report.summary import summarize
 from tests.data_sets import Numbers
 from tests.report_logs import START, line, totals, write

@@ -1,7 +1,7 @@
 """Writes the generated part of output.md: ``python docs/tools/generate_evidence.py``.
 
-The names come from the code that writes the log: `telemetry.diagnose.evidence_log` and
-`telemetry.publish.log_fields`. What each is stands here. A name without a meaning is an error, and so is a meaning
+The names come from the code that writes the log: `telemetry.diagnosis.evidence` and
+`telemetry.records`. What each is stands here. A name without a meaning is an error, and so is a meaning
 without a name.
 """
 
@@ -11,10 +11,9 @@ import dataclasses
 from pathlib import Path
 from typing import Any, Final
 
-from telemetry.diagnose.evidence_log import evidence_field
 from telemetry.diagnosis import evidence as records
-from telemetry.publish.log_fields import mean_of
-from telemetry.records import RankPace, WorkersSample
+from telemetry.diagnosis.evidence import evidence_field
+from telemetry.records import RankPace, WorkersSample, mean_of
 
 PAGE: Final = Path(__file__).resolve().parents[1] / "output.md"
 BEGIN: Final = "<!-- begin generated: `make docs-reference` writes this part from docs/tools/generate_evidence.py -->\n"

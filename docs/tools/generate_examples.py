@@ -10,11 +10,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from telemetry.core.recommendation import speedup_text
 from telemetry.diagnosis.advice import advise
+from telemetry.records import speedup_text
 
 if TYPE_CHECKING:
-    from telemetry.core.recommendation import Advice
+    from telemetry.records import Advice
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 PAGE: Final = ROOT / "docs" / "causes.md"

@@ -13,18 +13,16 @@ from threading import get_ident
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.agent.accounting import Accounting
-from telemetry.agent.end_line import EndLine
+from telemetry.agent.end_line import EndLine, absolute, say_start
 from telemetry.agent.endpoint_address import EndpointAddress
-from telemetry.agent.event_log import EventLog
 from telemetry.agent.figures import FigureOutput
 from telemetry.agent.hangs import JobHang, OwnState
+from telemetry.agent.log import EventLog, RunEnvironment
 from telemetry.agent.rank_membership import Membership
 from telemetry.agent.restarts import FOLDER, AttemptLog, RunCounts, RunLosses
-from telemetry.agent.run_environment import RunEnvironment
 from telemetry.agent.run_view import RunViewBuilder
 from telemetry.agent.stall_report import StallCounts
 from telemetry.agent.stalls import LineMonitor, StallMonitor
-from telemetry.agent.start_line import absolute, say_start
 from telemetry.agent.totals import CollectorPoller, Overhead, TotalsBuilder
 from telemetry.agent.trends import ChangeMonitor, MemoryWatch
 from telemetry.config import TRIAL_VARIABLE

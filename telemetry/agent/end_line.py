@@ -1,8 +1,4 @@
-"""The line that rank 0 writes to stderr when the run ends: what it lost most to, or a short ledger.
-
-It is made from what the agent has in memory. The decision and the figures are those of the report's verdict. Of other
-ranks it tells what they last put on the board, where a rank that waits more than this one is known.
-"""
+"""The lines that the agent writes to stderr: where metrics and logs are, and at the end what the run lost most to."""
 
 from __future__ import annotations
 
@@ -10,7 +6,7 @@ import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.core.run_verdict import (
+from telemetry.diagnosis.verdict import (
     HEALTHY,
     NO_STEPS,
     STALLED,
@@ -25,6 +21,7 @@ from telemetry.core.run_verdict import (
     recommended,
 )
 from telemetry.records import COMPUTE, DATA_WAIT, stuck_in_words
+from telemetry.util.errors import say
 from telemetry.util.text import rough_duration, rounded_percent
 
 if TYPE_CHECKING:
@@ -32,16 +29,43 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from telemetry.agent.accounting import Accounting
-    from telemetry.agent.event_log import EventLog
     from telemetry.agent.hangs import Hang, JobHang
+    from telemetry.agent.log import EventLog
     from telemetry.agent.restarts import AttemptLog
     from telemetry.agent.stalls import StallMonitor
     from telemetry.agent.totals import TotalsBuilder
     from telemetry.config import Config
-    from telemetry.core.run_verdict import RunFinding
+    from telemetry.diagnosis.verdict import RunFinding
     from telemetry.node.peers import PeerPaces
     from telemetry.records import RankPace, Totals
     from telemetry.util.processes import Identity
+
+
+def say_start(identity: Identity, *, metrics_url: str | None, trouble: str, logs: str) -> bool:
+    """Print where the metrics and the logs are. Returns whether stderr could be written.
+
+    Args:
+        identity: the identity of this process.
+        metrics_url: the URL of the metrics; None without an endpoint.
+        trouble: why there is no endpoint; empty if that is unknown.
+        logs: where the logs are, or why there are no logs.
+    """
+    where = f"metrics at {metrics_url}" if metrics_url else "no metrics endpoint" + f" ({trouble})" * bool(trouble)
+    return say(f"telemetry: run {identity.run}, rank {identity.rank}: {where}, {logs}")
+
+
+def absolute(folder: Path) -> Path:
+    """The absolute path of a folder, so that the script may change its working folder.
+
+    Raises:
+        OSError: the path is relative, and the working folder no longer exists.
+    """
+    try:
+        return folder.absolute()
+    except FileNotFoundError:
+        text = f"the working folder has been removed, so there is no {folder}: set run_dir to an absolute path"
+        raise OSError(text) from None
+
 
 _MIN_SHARE: Final = 0.005
 """Categories with a smaller share of the wall clock are not in the ledger of the line."""
@@ -98,12 +122,7 @@ class RunEnd:
 
 
 def end_line(end: RunEnd, run_dir: Path | None) -> str:
-    """The line, without its line break.
-
-    Args:
-        end: what is known.
-        run_dir: the run folder; None if it has no log.
-    """
+    """The line, without its line break."""
     see = "" if run_dir is None else f"; see: telemetry report {shlex.quote(str(run_dir))}"
     return f"telemetry: {_finding(end)}{see}"
 

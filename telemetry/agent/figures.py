@@ -17,11 +17,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from telemetry.agent.event_log import EventLog
+    from telemetry.agent.log import EventLog
     from telemetry.config import Config
-    from telemetry.core.log_window import LogWindow
     from telemetry.core.views import RunView
-    from telemetry.records import Percentiles
+    from telemetry.records import LogWindow, Percentiles
     from telemetry.sinks.thread import SinkThread
     from telemetry.util.clock import WallClock
     from telemetry.util.errors import ErrorLog

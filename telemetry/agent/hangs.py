@@ -57,14 +57,13 @@ if TYPE_CHECKING:
     from telemetry.agent.accounting import Accounting
     from telemetry.agent.stalls import StallMonitor
     from telemetry.config import Config
-    from telemetry.core.recommendation import Advice
     from telemetry.diagnosis.hangs import HangVerdict
     from telemetry.hooks.tracker import StepTracker
     from telemetry.hooks.worker_block import StackPort
     from telemetry.node.peers import JobLink
     from telemetry.publish.hang_board import HangBoard, RankProcess
     from telemetry.publish.node import NodeService
-    from telemetry.records import RankPace
+    from telemetry.records import Advice, RankPace
     from telemetry.sources.stacks import StuckPlace
     from telemetry.util.clock import WallClock
     from telemetry.util.processes import Identity

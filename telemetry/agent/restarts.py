@@ -21,8 +21,7 @@ import msgspec
 from msgspec import Meta, structs
 
 from telemetry.core.views import AttemptView
-from telemetry.publish import log_fields
-from telemetry.records import CHECKPOINT, COMPUTE, DATA_WAIT, OTHER, PhaseSpan
+from telemetry.records import CHECKPOINT, COMPUTE, DATA_WAIT, OTHER, PhaseSpan, phase
 from telemetry.records import STARTUP as LEDGER_STARTUP
 from telemetry.sources.cgroup import OomCounter
 from telemetry.util import processes as identities
@@ -561,7 +560,7 @@ class AttemptLog:
         self._before_last = self._waiting
 
     def _line(self, span: PhaseSpan) -> dict[str, Any]:
-        return log_fields.phase(span, self._wall.iso(span.start_ns))
+        return {**phase(span, self._wall.iso(span.start_ns))}
 
     def _of(self, save: SavedCheckpoint, loop: tuple[float, float] | None) -> dict[str, Any]:
         self._count(save, None if loop is None else sum(loop))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from telemetry.diagnose.evidence_log import evidence_field
 from telemetry.diagnosis.advice import advise
 from telemetry.diagnosis.causes import shares_of, with_what_remains
+from telemetry.diagnosis.evidence import evidence_field
 from telemetry.diagnosis.stragglers import absent_rank, straggler
 from telemetry.records import CAUSES
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
     from telemetry.agent.hangs import Hang
     from telemetry.agent.stalls import LineFindings
-    from telemetry.core.recommendation import Advice
     from telemetry.diagnosis.causes import CauseShare
     from telemetry.diagnosis.stalls import Stall
     from telemetry.diagnosis.stragglers import Straggler
+    from telemetry.records import Advice
 
 
 @dataclass(slots=True)

@@ -11,13 +11,13 @@ from msgspec import structs
 
 from telemetry.agent.hangs import HangMonitor
 from telemetry.agent.stall_report import slow_rank, stall_fields
-from telemetry.core.run_verdict import batches_unseen, costliest, lost_seconds, weight
 from telemetry.core.views import StallView
 from telemetry.diagnosis import lines as work
 from telemetry.diagnosis.hangs import EXPECTED, OVERDUE, longest_phase, paused
 from telemetry.diagnosis.lines import line_advice, line_verdict, verdict_part
 from telemetry.diagnosis.stalls import StallDetector
 from telemetry.diagnosis.stragglers import held_up_by, mostly_in_sync, short_of_cores
+from telemetry.diagnosis.verdict import batches_unseen, costliest, lost_seconds, weight
 from telemetry.publish.profile_folder import MAX_BYTES, ProfileFolder
 from telemetry.records import CHECKPOINT, DATA_WAIT, DEBUGGED, EVALUATION, Tick
 from telemetry.sources.lines import LineSampler
@@ -34,12 +34,11 @@ if TYPE_CHECKING:
     from telemetry.agent.hangs import Hang
     from telemetry.agent.stall_report import StallCounts
     from telemetry.config import Config
-    from telemetry.core.recommendation import Advice
     from telemetry.diagnosis.lines import LineShare
     from telemetry.diagnosis.stalls import Stall
     from telemetry.hooks.loaders import LoaderHandle
     from telemetry.hooks.tracker import StepTracker
-    from telemetry.records import RankPace, Totals
+    from telemetry.records import Advice, RankPace, Totals
     from telemetry.sources.stacks import StuckPlace
     from telemetry.util.errors import ErrorLog
 

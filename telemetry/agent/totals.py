@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from telemetry.diagnosis.stalls import MIN_STEPS_OF_A_RUN
-from telemetry.publish import log_fields
 from telemetry.records import (
     Conditions,
     CpuTotals,
@@ -20,6 +19,7 @@ from telemetry.records import (
     Tick,
     Totals,
     WorkerTotals,
+    mean_of,
 )
 from telemetry.sources.cgroup import PressureSource
 from telemetry.sources.collector import Collector, CollectorError, Poller
@@ -390,7 +390,7 @@ class CollectorPoller:
         for name, samples in self._gathered.items():
             if samples:
                 prefix = "process_" if name == "process" else ""
-                merged = {f"{prefix}{key}": value for key, value in log_fields.mean_of(samples).items()}
+                merged = {f"{prefix}{key}": value for key, value in mean_of(samples).items()}
                 if name == "workers" and not samples[-1].workers and not any(s.workers for s in samples):
                     merged = {}
                 if merged:

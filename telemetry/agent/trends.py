@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.diagnosis.changes import BlockBuilder, ChangeDetector
 from telemetry.diagnosis.memory import MEMORY, MemoryReadings, ReadingHistory, memory_advice, memory_outlook
-from telemetry.publish import log_fields
-from telemetry.records import CUDA, SHARED_MEMORY, TRAINING, WORKERS, MemoryGrowth, MemorySample
+from telemetry.records import CUDA, SHARED_MEMORY, TRAINING, WORKERS, MemoryGrowth, MemorySample, rounded
 from telemetry.util.clock import NS, now_ns
 
 if TYPE_CHECKING:
@@ -235,7 +234,7 @@ def change_fields(change: StepChange, at: str) -> dict[str, Any]:
         "step_before_seconds": round(change.before_seconds, _DIGITS),
         "step_after_seconds": round(change.after_seconds, _DIGITS),
         "with": [
-            {"what": each.what, "before": log_fields.rounded(each.before), "after": log_fields.rounded(each.after)}
+            {"what": each.what, "before": rounded(each.before), "after": rounded(each.after)}
             for each in change.companions
         ],
     }

@@ -12,8 +12,7 @@ from telemetry.compare.comparison import NOT_COMPARABLE, compare_runs, slower_th
 from telemetry.compare.comparison_text import render
 from telemetry.compare.notes import notes_on
 from telemetry.compare.run_pair import Run
-from telemetry.report.log_files import NoRunError
-from telemetry.report.log_reader import load
+from telemetry.report.logs import NoRunError, load
 from telemetry.util.text import complain, show, show_json
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from telemetry.compare.repeated_pairs import mean_ratio
 from telemetry.compare.run_facts import SAME_STEP, differences, facts_of
 from telemetry.compare.run_pair import Pair, Run, turns_of
 from telemetry.records import CATEGORIES
-from telemetry.report.stall_losses import lost_by_cause
+from telemetry.report.process_log import lost_by_cause
 from telemetry.util.text import percent
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from telemetry.compare.pace_interval import FEWEST_BLOCKS, MIN_BLOCKS
 from telemetry.compare.run_pair import turns_of
-from telemetry.report.rank_processes import child_processes
+from telemetry.report.process_log import child_processes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from telemetry.compare.pace_interval import PaceBlock
 from telemetry.records import CATEGORIES, COMPUTE, DATA_WAIT
-from telemetry.report.pace_series import CpuSeconds, PacePoint
+from telemetry.report.process_log import CpuSeconds, PacePoint
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -11,7 +11,7 @@ from telemetry.compare.pace_interval import ratio_interval
 from telemetry.compare.run_facts import facts_of
 from telemetry.compare.run_pace import pace_of
 from telemetry.compare.same_load import without_others
-from telemetry.report.rank_processes import not_replaced
+from telemetry.report.process_log import not_replaced
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -99,13 +99,12 @@ def _show(base: Path, plan: DemoPlan) -> int:
 
 def _write_page(run: Path) -> int:
     """Write the report of the first training as a page. Returns the exit status."""
-    from telemetry.report import page_command
-    from telemetry.report.command import report
+    from telemetry.report.command import PageError, page_recorder, report
 
     say("", "7. The report as a page, to open in a browser or to send to somebody:", "")
     try:
-        page_command.recorder()
-    except page_command.PageError as error:
+        page_recorder()
+    except PageError as error:
         say(f"   it was not written: {error}")
         return 0
     return report(str(run), as_json=False, html=str(run / "report.html"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from telemetry.report.log_reader import load
+from telemetry.report.logs import load
 from telemetry.report.summary import costliest_of, summarize
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def outcome(run: Path) -> DemoOutcome:
     """Read a run's log.
 
     Raises:
-        telemetry.report.log_files.NoRunError: there is no log.
+        telemetry.report.logs.NoRunError: there is no log.
     """
     processes = load(run)
     report = summarize(processes)

@@ -6,7 +6,6 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from telemetry.core.recommendation import Advice
 from telemetry.diagnosis.causes import THRESHOLDS, costs, crowded_out, less, own_time, without_own_time
 from telemetry.diagnosis.model import (
     best_workers,
@@ -22,6 +21,7 @@ from telemetry.diagnosis.model import (
     with_transfer,
 )
 from telemetry.diagnosis.stragglers import straggler
+from telemetry.records import Advice
 from telemetry.util.text import milliseconds as ms
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from telemetry.util.text import rounded_percent
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from telemetry.core.recommendation import Advice
     from telemetry.diagnosis.evidence import Evidence
+    from telemetry.records import Advice
 
 
 # -- own time --------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,7 +18,14 @@ if TYPE_CHECKING:
 
 # -- evidence --------------------------------------------------------------------------------------------------------
 #
-# The evidence from which causes are named: one rank over one window.
+# The evidence from which causes are named: one rank over one window; and the same as a field of the log.
+
+_LOG_NAME: Final = "log"
+
+
+def _log(name: str) -> dict[str, str]:
+    """The name of a figure in the log, where it is another one. Users' queries and stored logs rely on these names."""
+    return {_LOG_NAME: name}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +41,11 @@ class EpochEvidence:
             that has not been seen.
     """
 
-    boundaries: int
+    boundaries: int = field(metadata=_log("edges"))
     left: int
-    boundary_wait_seconds: float
-    near_boundary_wait_seconds: float
-    boundary_ratio: float
+    boundary_wait_seconds: float = field(metadata=_log("edge_wait_seconds"))
+    near_boundary_wait_seconds: float = field(metadata=_log("around_edges_seconds"))
+    boundary_ratio: float = field(metadata=_log("edge_share"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +69,12 @@ class DeliveryEvidence:
     fetch_wait_seconds: float
     transfer_wait_seconds: float
     transfer_wait_long_fetch_seconds: float
-    head_of_line_wait_seconds: float
+    head_of_line_wait_seconds: float = field(metadata=_log("head_of_line_seconds"))
     blocking_worker: int | None
-    transfer_seconds: float | None
-    transfer_from_busy_seconds: float | None
-    release_seconds: float | None
-    receive_cpu_seconds: float | None
+    transfer_seconds: float | None = field(metadata=_log("moving_seconds"))
+    transfer_from_busy_seconds: float | None = field(metadata=_log("moving_from_busy_seconds"))
+    release_seconds: float | None = field(metadata=_log("freeing_seconds"))
+    receive_cpu_seconds: float | None = field(metadata=_log("receiving_cpu_seconds"))
     ready_batches: float | None
     slack_seconds: float | None
 
@@ -83,10 +90,10 @@ class SamplerEvidence:
         cpu_ratio: share of its time on a core.
     """
 
-    wait_seconds: float | None
-    boundary_wait_seconds: float
-    boundary_ratio: float
-    cpu_ratio: float | None
+    wait_seconds: float | None = field(metadata=_log("sampler_seconds"))
+    boundary_wait_seconds: float = field(metadata=_log("edge_sampler_seconds"))
+    boundary_ratio: float = field(metadata=_log("edge_share_of_sampler"))
+    cpu_ratio: float | None = field(metadata=_log("sampler_cpu_ratio"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +109,11 @@ class CheckpointEvidence:
             checkpoint other than writing it.
     """
 
-    seconds: float
-    steps: int
-    interval_seconds: float
-    first_seconds: float
-    extra_compute_seconds: float
+    seconds: float = field(metadata=_log("checkpoint_seconds"))
+    steps: int = field(metadata=_log("checkpoints"))
+    interval_seconds: float = field(metadata=_log("checkpoint_interval_seconds"))
+    first_seconds: float = field(metadata=_log("early_checkpoint_seconds"))
+    extra_compute_seconds: float = field(metadata=_log("around_checkpoints_seconds"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +125,9 @@ class GarbageEvidence:
             epoch boundaries.
     """
 
-    seconds: float
-    wait_seconds: float
-    boundary_wait_seconds: float
+    seconds: float = field(metadata=_log("garbage_seconds"))
+    wait_seconds: float = field(metadata=_log("garbage_wait_seconds"))
+    boundary_wait_seconds: float = field(metadata=_log("edge_garbage_seconds"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,22 +149,22 @@ class WorkerEvidence:
         pickling_cores: cores that they use outside of fetches, to pickle finished batches.
     """
 
-    count: int
-    allowed_cores: int | None
+    count: int = field(metadata=_log("workers"))
+    allowed_cores: int | None = field(metadata=_log("worker_cores"))
     fetches: int | None
     fetch_seconds: float | None
     fetch_cpu_seconds: float | None
     longest_fetch_seconds: float | None
     slowest_fetch_seconds: float | None
-    long_fetch_seconds: tuple[float, ...]
+    long_fetch_seconds: tuple[float, ...] = field(metadata=_log("long_fetches"))
     fetching_seconds: float
     read_bytes: float | None
     written_bytes: float | None
     busy_ratio: float | None
-    cpu_ratio: float | None
-    runnable_ratio: float | None
-    blocked_ratio: float | None
-    pickling_cores: float | None
+    cpu_ratio: float | None = field(metadata=_log("worker_cpu_ratio"))
+    runnable_ratio: float | None = field(metadata=_log("worker_runnable_ratio"))
+    blocked_ratio: float | None = field(metadata=_log("worker_blocked_ratio"))
+    pickling_cores: float | None = field(metadata=_log("packing_cores"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,9 +182,9 @@ class CpuEvidence:
 
     cores: float
     cores_of_others: float | None
-    host_ratio: float | None
-    process_seconds_per_step: float | None
-    run_queue_delay_seconds: float | None
+    host_ratio: float | None = field(metadata=_log("host_cpu_ratio"))
+    process_seconds_per_step: float | None = field(metadata=_log("process_cpu_per_step_seconds"))
+    run_queue_delay_seconds: float | None = field(metadata=_log("own_runnable_seconds"))
     throttled_ratio: float | None
 
 
@@ -190,9 +197,9 @@ class GpuEvidence:
         slowed_seconds: time lost because the GPU's clock was throttled.
     """
 
-    utilization_ratio: float | None
-    idle_seconds: float | None
-    slowed_seconds: float | None
+    utilization_ratio: float | None = field(metadata=_log("gpu_utilization_ratio"))
+    idle_seconds: float | None = field(metadata=_log("gpu_idle_seconds"))
+    slowed_seconds: float | None = field(metadata=_log("gpu_slowed_seconds"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,11 +216,11 @@ class Evidence:
             at the time of the peers' paces that are older.
     """
 
-    seconds: float
+    seconds: float = field(metadata=_log("window_seconds"))
     steps: int
     batches_per_step: float
     wait_seconds: float
-    exposed_wait_seconds: float | None
+    exposed_wait_seconds: float | None = field(metadata=_log("exposed_seconds"))
     compute_seconds: float
     evaluation_seconds: float
     source: str | None
@@ -250,6 +257,61 @@ class Evidence:
     def on_gpu(self) -> bool:
         """Whether the run is known to use a GPU."""
         return self.gpu.utilization_ratio is not None
+
+
+def evidence_field(evidence: Evidence) -> dict[str, Any]:
+    """The evidence as a field of the log: the figures that were measured. The others are left out."""
+    workers = evidence.workers
+    told: dict[str, Any] = {}
+    for record in (
+        evidence, evidence.epochs, evidence.checkpoints, evidence.garbage, evidence.delivery, evidence.sampler, workers,
+        evidence.cpu, evidence.gpu,
+    ):  # fmt: skip
+        figures = {spec.metadata.get(_LOG_NAME, spec.name): getattr(record, spec.name) for spec in fields(record)}
+        told |= {name: value for name, value in figures.items() if not is_dataclass(value)}
+    del told["peers"], told["earlier_paces"]
+    told |= {
+        "where": evidence.pace.where,
+        "long_fetches": [round(seconds, 3) for seconds in workers.long_fetch_seconds],
+    }
+    if evidence.peers:
+        told["paces"] = [_pace_fields(pace) for pace in (evidence.pace, *evidence.peers)]
+    if evidence.earlier_paces:
+        told["earlier_paces"] = [_pace_fields(pace) for pace in evidence.earlier_paces]
+    told = {name: round(value, 6) if isinstance(value, float) else value for name, value in told.items()}
+    told = {name: value for name, value in told.items() if value is not None}
+    if workers.cpu_ratio is not None and workers.runnable_ratio is None:
+        told["worker_runnable_ratio"] = None  # no schedstat: blocked time may be run-queue delay
+    return told
+
+
+def _pace_fields(pace: RankPace) -> dict[str, Any]:
+    told = {
+        "last_step": pace.last_step or None,
+        "away_in": pace.away_in,
+        "core_wait": pace.core_wait_seconds,
+        "cores_busy": pace.cores_busy_ratio,
+        "node": pace.node,
+        "node_ranks": pace.node_ranks or None,
+        "node_fastest": pace.node_fastest or None,
+    }
+    return {
+        "rank": pace.rank,
+        "seconds": pace.seconds,
+        "steps": pace.steps,
+        "compute": pace.compute_seconds,
+        "exposed": pace.exposed_wait_seconds,
+        "away": pace.away_seconds,
+        "samples": pace.samples,
+        "in_sync": pace.in_sync_samples,
+        "on_gpu": pace.on_gpu,
+        "cause": pace.cause,
+        "where": pace.where,
+        "phase": pace.phase,
+        "still": pace.seconds_without_step,
+        "still_in_sync": pace.waits_for_ranks,
+        "gpu_busy": pace.gpu_busy_ratio,
+    } | {name: value for name, value in told.items() if value is not None}
 
 
 # -- recurring costs -------------------------------------------------------------------------------------------------

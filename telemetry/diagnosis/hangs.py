@@ -20,11 +20,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from telemetry.core.rank_ranges import named, ranges
-from telemetry.core.recommendation import Advice
 from telemetry.diagnosis.causes import NAMED_BY_SOURCE
 from telemetry.diagnosis.stragglers import absent_rank
-from telemetry.records import CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, STARTUP, stuck_in_words
+from telemetry.records import CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, STARTUP, Advice, stuck_in_words
+from telemetry.util.text import named, ranges
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -7,9 +7,9 @@ import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.core.recommendation import Advice, factor_text
 from telemetry.diagnosis.causes import own_time
 from telemetry.diagnosis.model import gain_of, gain_over_window, predicted_step, step_seconds, supply_seconds
+from telemetry.records import Advice, factor_text
 from telemetry.util.sampling import LOADER_CODE, StackTime, is_fetcher
 from telemetry.util.stacks import is_library
 from telemetry.util.text import milliseconds as ms

@@ -1,27 +1,56 @@
-"""The attempts of a run: which processes belong together, and how each attempt ended.
-
-A run that is killed or fails is started again in the same run folder. Nothing relies on a last line: a killed process
-has none, and its newest stamp tells when it was killed.
-
-A process that executes another program, such as its own script anew, is not killed: it keeps its pid and its start. Its
-attempt is finished, and what it goes on as is the next one.
-"""
+"""The attempts of a run: which processes belong together, how each ended, where it resumed and what was lost."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from telemetry.report.log_schema import RESUMPTION, checked_fields
+from telemetry.records import CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION
+from telemetry.report.process_log import Point
+from telemetry.sources.cgroup import EVENTS, group_id, oom_kills
 from telemetry.util.processes import clean_name, node_name, process_started
+from telemetry.util.text import named
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from telemetry.report.oom_end import OomEnd
-    from telemetry.report.process_log import ProcessLog
+    from telemetry.report.process_log import ProcessLog, Save
+
+
+@dataclass(frozen=True, slots=True)
+class OomEnd:
+    """What the OOM killer has to do with the end of an attempt.
+
+    Attributes:
+        ranks: those that may have been killed by it, or whose process has failed after it has killed another.
+        kills: how many processes it has killed.
+        killed: whether the ranks were killed. Otherwise they failed: it killed a process that they needed.
+        sure: whether the counter was read soon after.
+    """
+
+    ranks: tuple[int, ...]
+    kills: int
+    killed: bool
+    sure: bool
+
+    @property
+    def all_ranks(self) -> bool:
+        """Whether it has killed each of the ranks."""
+        return self.killed and self.kills >= len(self.ranks)
+
+    @property
+    def text(self) -> str:
+        """As it is said in the report."""
+        probably = "" if self.sure else "probably "
+        ranks = named(self.ranks)
+        if self.all_ranks:
+            return f"{ranks} {probably}killed by the OOM killer"
+        of = f"{self.kills} of {ranks}" if self.killed else f"a process of {ranks}"
+        return f"the OOM killer {probably}killed {of}"
+
 
 FINISHED: Final = "finished"
 FAILED: Final = "failed"
@@ -160,12 +189,7 @@ def _death(killed: Sequence[Life]) -> float:
 
 
 def lives_of(processes: Sequence[ProcessLog], now: float) -> list[Life]:
-    """The processes as lives; one without any time is left out.
-
-    Args:
-        processes: of one run.
-        now: Unix time of the report.
-    """
+    """The processes as lives; one without any time is left out."""
     lives = _chained([life for process in processes if (life := _life(process, now)) is not None])
     newest: dict[int, float] = {}
     for life in lives:
@@ -229,7 +253,7 @@ def _life(log: ProcessLog, now: float) -> Life | None:
     totals, beat = log.totals, log.beat
     if not log.ended and beat and beat["wall_seconds"] >= totals.get("wall_seconds", 0.0):
         totals = totals | beat
-    totals = totals | checked_fields(totals.get("resumption", {}), RESUMPTION)[0]
+    totals = totals | totals.get("resumption", {})
     started, end = unix(log.started), unix(totals.get("time", "")) or unix(log.last_time)
     if started is None or end is None:
         return None
@@ -273,3 +297,374 @@ def unix(text: str) -> float | None:
         return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()
     except ValueError:
         return None
+
+
+ASSUMED: Final = "assumed"
+
+_FIRST_STEP_BATCHES: Final = 2
+"""So many batches without a step of an optimizer are no replay yet."""
+
+_TELLING_POSITION: Final = 2
+"""From this step of its optimizers on, a process has logged how much of its loop was replay."""
+
+_TOLERANCE: Final = 0.02
+"""Steps and optimizer steps that differ by no more are the same steps: the last one may be open."""
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """The way of an attempt through the training.
+
+    Attributes:
+        attempt: which.
+        resumed: position at which it began. ``source``: ``optimizer``, ``told``, or ``assumed``.
+        end: position that it reached.
+        kept: position up to which its steps were kept; ``end`` if nothing was lost.
+        per_position: steps of the loop for one position, as with gradient accumulation.
+        axis: figure of `Point` that positions are counted by.
+        rate: how much of that figure makes one position: several optimizers each step once.
+        replayed: batches that were drawn and thrown away.
+        in_replay: whether it ended before it had come to its first new step.
+    """
+
+    attempt: Attempt
+    resumed: float
+    source: str
+    end: float
+    kept: float
+    per_position: float
+    axis: int
+    rate: float
+    replayed: int
+    in_replay: bool = False
+
+    @property
+    def lost_steps(self) -> int:
+        """Steps of the loop that were done in vain."""
+        return round(max(0.0, self.end - max(self.kept, self.resumed)) * self.per_position)
+
+    @property
+    def steps(self) -> int:
+        """Steps of the loop, without the replay."""
+        return max(0, max(int(life.totals.get("steps_total", 0)) for life in self.attempt.lives) - self.replayed)
+
+    def cut(self, life: Life) -> Point:
+        """Where a process was when it came to the last position that was kept."""
+        save = self.save_at_cut(life)
+        if save is not None and save.point is not None:
+            return save.point
+        return life.log.points.at(self.axis, self._cut_value(life), first_point(life), last_point(life))
+
+    def save_at_cut(self, life: Life) -> Save | None:
+        """The checkpoint that a process wrote at the last position that was kept; None if it wrote none there."""
+        value = self._cut_value(life)
+        for save in reversed(life.log.saves):
+            if save.point is not None and save.point[self.axis] == value:
+                return save
+        return None
+
+    def _cut_value(self, life: Life) -> float:
+        """The last position that was kept, as a process counts."""
+        value = max(0.0, (self.kept - self.resumed) * self.rate)
+        return value + (offset(life) if self.axis == 0 else first_point(life).steps)
+
+
+def courses_of(attempts: Sequence[Attempt]) -> list[Course]:
+    """The way of each attempt, oldest first."""
+    courses: list[Course] = []
+    for attempt in attempts:
+        course = _course(attempt, courses)
+        # What an earlier attempt did beyond this position is done again, unless it had come to its end.
+        for index, earlier in enumerate(courses):
+            done = earlier.attempt.how == FINISHED and not earlier.attempt.replaced
+            if _has_position(course) and not done and earlier.kept > course.resumed:
+                courses[index] = replace(earlier, kept=course.resumed)
+        courses.append(course)
+    # No later attempt tells where the newest of those with steps is resumed: at its newest checkpoint.
+    last = max((i for i, course in enumerate(courses) if _has_position(course)), default=None)
+    if last is not None and attempts[last].how not in {FINISHED, RUNNING}:
+        newest = newest_checkpoint(courses[last])
+        at = courses[last].resumed if newest is None else newest
+        courses[last] = replace(courses[last], kept=min(courses[last].kept, at))
+    return courses
+
+
+def _has_position(course: Course) -> bool:
+    return course.source != ASSUMED or course.steps > 0
+
+
+def newest_checkpoint(course: Course) -> float | None:
+    """Position of the newest checkpoint that was complete when an attempt ended; None if it has written none.
+
+    A checkpoint that several ranks write is complete when all have written it, and it counts only if it holds an
+    optimizer's state, where any does.
+    """
+    by_position: dict[float, set[int]] = {}
+    saves = [(life, save) for life in course.attempt.lives for save in life.log.saves if save.complete]
+    resumable = [pair for pair in saves if pair[1].holds_optimizer] or saves
+    for life, save in resumable:
+        value = save.optimizer_steps - offset(life) if course.axis == 0 else save.steps - course.replayed
+        by_position.setdefault(course.resumed + max(0.0, value) / course.rate, set()).add(life.rank)
+    writers = max((len(ranks) for ranks in by_position.values()), default=0)
+    return max((position for position, ranks in by_position.items() if len(ranks) == writers), default=None)
+
+
+def _course(attempt: Attempt, earlier: Sequence[Course]) -> Course:
+    leading = max(attempt.lives, key=lambda life: (life.totals.get("optimizer_steps_total", 0), -life.rank))
+    totals = leading.totals
+    done = totals.get("optimizer_steps_total", 0) - offset(leading)
+    replayed = int(totals.get("replayed_batches", 0))
+    steps = max(0, totals.get("steps_total", 0) - replayed)
+    axis = 0 if done > 0 else 1
+    rate = float(max(1, totals.get("optimizers", 1))) if axis == 0 else 1.0
+    position = done / rate if axis == 0 else float(steps)
+    resumed, source = _resumed(attempt, earlier)
+    drawn = 0 if replayed else _drawn(steps, position if axis == 0 else 0.0, earlier)
+    of_first_step = max([_FIRST_STEP_BATCHES, *(course.per_position for course in earlier)])
+    in_replay = resumed > 0 and drawn > of_first_step
+    if in_replay:
+        replayed += drawn
+    if in_replay or (axis == 1 and drawn):
+        steps, position = steps - drawn, position if axis == 0 else 0.0
+    per_position = 1.0 if abs(steps - position) <= 2 + _TOLERANCE * position or not position else steps / position
+    end = resumed + position
+    return Course(attempt, resumed, source, end, end, per_position, axis, rate, replayed, in_replay)
+
+
+def _drawn(steps: int, position: float, earlier: Sequence[Course]) -> int:
+    """Batches that were drawn before the first optimizer step: a replay, or part of that step.
+
+    The second optimizer step tells what was replay. Before it, the steps of earlier attempts tell.
+    """
+    stepped = [course.per_position for course in earlier if course.axis == 0 and course.end > course.resumed]
+    if not stepped or position >= _TELLING_POSITION:
+        return 0
+    return max(0, steps - round(position * stepped[-1]))
+
+
+def _resumed(attempt: Attempt, earlier: Sequence[Course]) -> tuple[float, str]:
+    """Where an attempt began, and what tells it."""
+    for life in sorted(attempt.lives, key=lambda life: life.rank):
+        if "resumed_step" in life.totals and "resumed_from" in life.totals:
+            return float(life.totals["resumed_step"]), str(life.totals["resumed_from"])
+    restored = any(life.totals.get("restore_seconds") for life in attempt.lives)
+    if not restored:
+        return 0.0, ASSUMED  # it has loaded nothing, or was killed before
+    newest = [position for course in earlier if (position := newest_checkpoint(course)) is not None]
+    return (newest[-1] if newest else 0.0), ASSUMED
+
+
+def offset(life: Life) -> int:
+    """Optimizer steps of a process before it loaded the state from which positions are counted."""
+    return int(life.totals.get("resumed_at_optimizer_steps", 0))
+
+
+def first_point(life: Life) -> Point:
+    """How far a process had come when its first step began: the first wait and the replay are over."""
+    totals = life.totals
+    replay, wait = totals.get("replay_seconds", 0.0), totals.get("replay_wait_seconds", 0.0)
+    first_wait = totals.get("first_wait_seconds", 0.0)
+    return Point(offset(life), totals.get("replayed_batches", 0), first_wait + wait, max(0.0, replay - wait))
+
+
+def last_point(life: Life) -> Point:
+    """How far a process had come at its end."""
+    totals = life.totals
+    spent = totals.get("ledger_total_seconds", {})
+    return Point(
+        totals.get("optimizer_steps_total", 0),
+        totals.get("steps_total", 0),
+        spent.get("data_wait", 0.0),
+        spent.get("compute", 0.0),
+    )
+
+
+BEGINNING: Final = "beginning"
+REPLAYED: Final = "replayed"
+KEPT: Final = "kept"
+LOST_STEPS: Final = "lost"
+
+_PHASES: Final = (EVALUATION, CHECKPOINT)
+
+Part = tuple[str, str]
+"""The wait for the first batch (`BEGINNING`), the replay, the steps that were kept and those that were lost; and of
+these `DATA_WAIT` or `COMPUTE`."""
+
+
+class Stuck(NamedTuple):
+    """A time without progress.
+
+    Attributes:
+        opened: when it was noticed. ``closed``: when it was over; None: never.
+        before: seconds that it had lasted when it was noticed.
+        steps: of the loop that had ended before it.
+        category: what the training thread was doing, as in the ledger.
+    """
+
+    opened: str
+    closed: str | None
+    before: float
+    steps: int
+    category: str
+
+    @property
+    def since(self) -> float | None:
+        """Unix time of its start."""
+        opened = unix(self.opened)
+        return None if opened is None else opened - self.before
+
+    def seconds(self, end: float) -> float:
+        """How long it lasted, in a process that ended at a Unix time."""
+        opened, closed = unix(self.opened), end if self.closed is None else unix(self.closed)
+        return 0.0 if opened is None or closed is None else max(0.0, closed - opened) + self.before
+
+
+def stuck_of(log: ProcessLog) -> list[Stuck]:
+    """The times a process was stuck."""
+    found: list[Stuck] = []
+    for line in log.stalls:
+        evidence = line.get("evidence", {})
+        opened = line.get("opened") or line.get("time", "")
+        if line.get("event") == "stall_open" and "stuck_in" in evidence:
+            before = float(evidence.get("stuck_for_seconds") or 0.0)
+            found.append(Stuck(opened, None, before, line.get("first_step", 0), evidence["stuck_in"]))
+        elif line.get("event") == "stall_close" and found and found[-1].opened == opened:
+            found[-1] = found[-1]._replace(closed=line.get("closed") or line.get("time"))
+    return found
+
+
+def loop_parts(life: Life, course: Course) -> tuple[dict[Part, float], float]:
+    """The seconds of each part of the training loop without the times it was stuck, and how long it was stuck."""
+    first, last = first_point(life), last_point(life)
+    end = Point(*(max(own, begun) for own, begun in zip(last, first, strict=True)))
+    cut = _cut(life, course, first, end)
+    parts = {
+        (KEPT, DATA_WAIT): cut.wait_seconds - first.wait_seconds,
+        (KEPT, COMPUTE): cut.compute_seconds - first.compute_seconds,
+        (LOST_STEPS, DATA_WAIT): end.wait_seconds - cut.wait_seconds,
+        (LOST_STEPS, COMPUTE): end.compute_seconds - cut.compute_seconds,
+        (REPLAYED, DATA_WAIT): life.totals.get("replay_wait_seconds", 0.0),
+        (REPLAYED, COMPUTE): first.compute_seconds,
+        (BEGINNING, DATA_WAIT): min(life.totals.get("first_wait_seconds", 0.0), last.wait_seconds),
+    }
+    total = 0.0
+    for stuck in stuck_of(life.log):
+        if stuck.category in _PHASES:
+            continue
+        left, there = stuck.seconds(life.end), _place(stuck, life, course, cut, end)
+        # A tick knows late that the run goes on: then the part may be shorter.
+        for part in sorted(parts, key=lambda part: (part[0] != there, part[1] != stuck.category)):
+            taken = max(0.0, min(left, parts[part]))
+            parts[part] -= taken
+            total += taken
+            left -= taken
+    return parts, total
+
+
+def stuck_in_phases(life: Life) -> dict[str, float]:
+    """How long a process was stuck in evaluations and in checkpoints, of the time in them."""
+    spent = life.totals.get("ledger_total_seconds", {})
+    stuck = dict.fromkeys(_PHASES, 0.0)
+    for each in stuck_of(life.log):
+        if each.category in stuck:
+            stuck[each.category] += each.seconds(life.end)
+    return {phase: min(seconds, spent.get(phase, 0.0)) for phase, seconds in stuck.items()}
+
+
+def stuck_in_saves(log: ProcessLog) -> float:
+    """Seconds for which a process was stuck in checkpoints that it went on from. They are no usual cost of one."""
+    hangs = [each for each in stuck_of(log) if each.category == CHECKPOINT and each.closed is not None]
+    return min(log.save_seconds, sum(each.seconds(0.0) for each in hangs))
+
+
+def _cut(life: Life, course: Course, first: Point, end: Point) -> Point:
+    """Where the steps that were kept end."""
+    if course.end <= course.resumed and course.attempt.how not in {FINISHED, RUNNING}:
+        return first  # it has not come to the end of a step
+    if course.kept >= course.end:
+        return end
+    return Point(*(min(most, max(at, least)) for at, least, most in zip(course.cut(life), first, end, strict=True)))
+
+
+def _place(stuck: Stuck, life: Life, course: Course, cut: Point, end: Point) -> str:
+    """Where a process was stuck."""
+    if stuck.steps == 0 and stuck.category == DATA_WAIT:
+        return BEGINNING
+    if stuck.steps < life.totals.get("replayed_batches", 0):
+        return REPLAYED
+    if cut == end:
+        return KEPT
+    if stuck.closed is None or stuck.steps >= cut.steps:
+        return LOST_STEPS
+    save = course.save_at_cut(life)
+    if save is None or stuck.steps + 1 != save.steps:
+        return KEPT
+    saved, since = unix(save.started), stuck.since  # both in one step
+    return LOST_STEPS if saved is not None and since is not None and saved <= since else KEPT
+
+
+_SURE_SECONDS: Final = 60.0
+"""If the counter is read later, it may have counted something else in the meantime."""
+
+
+def oom_end(ended: Sequence[Life], lives: Sequence[Life], now: float, read: Callable[..., int | None]) -> OomEnd | None:
+    """Whether the OOM killer ended an attempt; None if nothing tells so.
+
+    Args:
+        ended: the processes of the attempt.
+        lives: all processes of the run, whose readings tell what the counter was later.
+        now: Unix time of the report.
+        read: gives the counter of a process's cgroup now, as `counter_now`.
+    """
+    victims = [(life, found) for life in ended if life.how == KILLED and (found := _after(life, lives, now, read))]
+    if not victims:
+        own = [life for life in ended if life.how == FAILED and not life.log.end.get("lost_peer")]
+        victims = [(life, found) for life in own if (found := _before_end(life))]
+    if not victims:
+        return None
+    return OomEnd(
+        ranks=tuple(sorted({life.rank for life, _ in victims})),
+        kills=max(kills for _, (kills, _) in victims),
+        killed=victims[0][0].how == KILLED,
+        sure=all(late <= _SURE_SECONDS for _, (_, late) in victims),
+    )
+
+
+def counter_now(log: ProcessLog) -> int | None:
+    """The counter of the cgroup of a process now; None if that is gone, or on another machine."""
+    path = Path(log.head.get("memory_events", ""))
+    if path.name not in EVENTS:
+        return None
+    try:
+        same = group_id(path.parent, Path("/proc")) == log.head.get("memory_group")
+    except (OSError, ValueError):
+        return None
+    return oom_kills(path) if same else None
+
+
+def _after(life: Life, lives: Sequence[Life], now: float, read: Callable[..., int | None]) -> tuple[int, float] | None:
+    """How many were killed when this one was, and how late that was read; None if it was not the OOM killer."""
+    group, before = life.log.head.get("memory_group"), life.oom_kills
+    if group is None or before is None:
+        return None
+    readings = [each for other in lives if other.log.head.get("memory_group") == group for each in other.oom_readings]
+    current = read(life.log)
+    if current is not None:
+        readings.append(OomReading(now, current))
+    dead = life.end + 2 * life.heartbeat_seconds  # it would have written another heartbeat
+    for reading in sorted(readings):
+        if reading.time > life.end and reading.kills > before:
+            return reading.kills - before, reading.time - life.end
+        if reading.time > dead:
+            return None  # it was dead, and no one had been killed by the OOM killer
+    return None
+
+
+def _before_end(life: Life) -> tuple[int, float] | None:
+    """The same for a process that failed, by what it has read itself shortly before its end."""
+    before: OomReading | None = None
+    for reading in sorted(life.oom_readings):
+        if before is not None and reading.kills > before.kills and life.end - reading.time <= _SURE_SECONDS:
+            return reading.kills - before.kills, 0.0
+        before = reading
+    return None

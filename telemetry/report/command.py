@@ -2,40 +2,85 @@
 
 from __future__ import annotations
 
+import os
+import stat
 import time
-from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Final
 
-import orjson
+import msgspec
 
-from telemetry.report import page_command
-from telemetry.report.attempts import KILLED, MISSED_WINDOWS, RUNNING, log_interval
-from telemetry.report.energy_cost import (
-    cost_lines,
-    cost_of,
-    energy_lines,
-    energy_of,
-    throughput_lines,
-    throughput_of,
-)
-from telemetry.report.goodput import as_job, goodput_of
-from telemetry.report.goodput_text import ended_by_oom, section, verdict
-from telemetry.report.log_files import NoRunError
-from telemetry.report.log_reader import load
-from telemetry.report.memory_report import memory_lines, memory_verdict
-from telemetry.report.rank_processes import not_replaced
-from telemetry.report.report_text import render
-from telemetry.report.snapshot_traces import read_snapshots, verdict_of
-from telemetry.report.stall_losses import lost_by_cause
-from telemetry.report.summary import summarize
-from telemetry.util.text import complain, show, show_json
+from telemetry.report.logs import NoRunError, load
+from telemetry.report.summary import report_of
+from telemetry.report.text import as_text
+from telemetry.util.files import replace_file
+from telemetry.util.text import byte_size, complain, show, show_json
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from telemetry.report.html.recorder import RunRecorder
+    from telemetry.report.summary import Report
+_PACKAGES: Final = frozenset({"bokeh", "jinja2", "markupsafe", "numpy"})
+_READABLE: Final = 0o644
 
-    from telemetry.report.goodput import Goodput
-    from telemetry.report.process_log import ProcessLog
+
+class PageError(Exception):
+    """The page cannot be made; the text says why."""
+
+
+def page_recorder() -> RunRecorder:
+    """What gathers the figures of the page while the logs are read.
+
+    Raises:
+        PageError: the packages that draw the page are missing.
+    """
+    try:
+        from telemetry.report.html import page
+        from telemetry.report.html.recorder import RunRecorder
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] not in _PACKAGES:
+            raise
+        raise PageError(f"--html needs {error.name}: pip install 'torch-telemetry[html]'") from error
+    del page
+    return RunRecorder()
+
+
+def _write_page(path: str, found: Report, recorder: RunRecorder) -> int:
+    """Write the page and print its path. Returns the exit status: 1 if it cannot be written.
+
+    A regular file that is there is replaced, also through a symbolic link; nothing else is.
+    """
+    from telemetry.report.html.page import html_page
+
+    try:
+        _replaceable(path)  # before the work, and again after it
+        content = html_page(found, recorder).encode("utf-8", "backslashreplace")
+        replace_file(_replaceable(path), content, _READABLE)
+    except (OSError, ValueError) as error:
+        complain(f"the page cannot be written to {path}: {error}")
+        return 1
+    return show(f"{path} ({byte_size(len(content))})\n")
+
+
+def _replaceable(path: str) -> str:
+    """The path, or the real one if it is a symbolic link. A device, such as ``/dev/null``, must not be replaced.
+
+    Raises:
+        OSError: something is there that is no regular file; a link leads nowhere.
+        ValueError: no file can have this name.
+    """
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return path
+    if stat.S_ISLNK(mode):
+        try:
+            path = os.path.realpath(path, strict=True)
+        except FileNotFoundError:
+            raise OSError("it is a link that leads to no file") from None
+        mode = os.lstat(path).st_mode
+    if not stat.S_ISREG(mode):
+        raise OSError("it is there, and is no regular file")
+    return path
 
 
 def report(run_dir: str, *, as_json: bool, html: str | None = None) -> int:
@@ -50,89 +95,14 @@ def report(run_dir: str, *, as_json: bool, html: str | None = None) -> int:
         The exit status: 1 if there is no run in the folder, or the page cannot be written.
     """
     try:
-        recorder = None if html is None else page_command.recorder()
+        recorder = None if html is None else page_recorder()
         processes = load(Path(run_dir), recorder, side_by_side=True)
-    except (NoRunError, page_command.PageError) as error:
+    except (NoRunError, PageError) as error:
         complain(str(error))
         return 1
-    goodput = goodput_of(processes, time.time())
-    summary = summarize(processes) | {"job": as_job(processes, goodput)}
-    _name_attempts(summary["ranks"], processes, goodput)
-    summary["throughput"] = throughput_of(summary["ranks"])
-    summary["gpu_energy_joules"] = energy_of(summary["ranks"], processes)
-    summary["cost"] = cost_of(summary["ranks"], processes, goodput)
-    problems = read_snapshots(Path(run_dir), summary["snapshots"])
-    summary["verdict"] += verdict_of(summary["snapshots"])
-    over = {id(life.log) for course in goodput.courses for life in course.attempt.lives if life.how != RUNNING}
-    growth = memory_verdict(not_replaced(processes), over)
-    for sentence in (verdict(goodput), ended_by_oom(goodput), growth):
-        summary["verdict"] += f" {sentence}" if sentence else ""
-    notes = [*_notes(processes, goodput), *problems]
-    memory = memory_lines(processes, over)
+    found = report_of(Path(run_dir), processes, time.time())
     if html is not None and recorder is not None:
-        return page_command.write(
-            html,
-            summary=summary,
-            processes=processes,
-            goodput=goodput,
-            recorder=recorder,
-            notes=[*(line for line in memory if line), *notes],
-        )
+        return _write_page(html, found, recorder)
     if as_json:
-        return show_json(orjson.dumps(summary, option=orjson.OPT_INDENT_2).decode() + "\n")
-    spent = [
-        *throughput_lines(summary["throughput"]),
-        *energy_lines(summary["gpu_energy_joules"]),
-        *cost_lines(summary["cost"]),
-    ]
-    sections = [*memory, *spent, *section(goodput)]
-    return show(render(summary, [*sections, *([""] if notes else []), *notes], lost_by_cause(processes)))
-
-
-def _name_attempts(ranks: Sequence[dict[str, Any]], processes: Sequence[ProcessLog], goodput: Goodput) -> None:
-    """Tell of each entry of a rank, of which there is one for each process, which attempt it was in."""
-    number = {id(life.log): course.attempt.number for course in goodput.courses for life in course.attempt.lives}
-    for rank, process in zip(ranks, processes, strict=True):
-        rank["attempt"] = number.get(id(process))
-
-
-def _notes(processes: Sequence[ProcessLog], goodput: Goodput) -> list[str]:
-    """What is missing or damaged in the logs, a line each."""
-    notes: list[str] = []
-    now = datetime.now(tz=timezone.utc)
-    lives = [life for course in goodput.courses for life in course.attempt.lives]
-    killed = {id(life.log) for life in lives if life.how == KILLED}
-    replaced = {id(life.log) for life in lives if life.replaced}
-    by_oom = {
-        id(life.log)
-        for course in goodput.courses
-        if (oom := course.attempt.oom) is not None and oom.all_ranks and oom.sure
-        for life in course.attempt.lives
-        if life.how == KILLED and life.rank in oom.ranks
-    }
-    for process in processes:
-        who = f"rank {process.rank} (pid {process.pid})"
-        if not process.ended and id(process) not in replaced:
-            age = _age_seconds(process.last_time, now)
-            gone = age is None or id(process) in killed or age > MISSED_WINDOWS * log_interval(process)
-            how = "was killed by the OOM killer" if id(process) in by_oom else "did not end by itself"
-            notes.append(f"{who} {how if gone else 'is running'}; newest line {process.last_time}")
-        if process.torn_lines:
-            notes.append(f"{who}: {process.torn_lines} line(s) of its log are torn and were skipped")
-        if process.wrong_fields:
-            notes.append(f"{who}: {process.wrong_fields} field(s) of its log are of the wrong type and were left out")
-        notes += [f"{name} is no regular file and was not read" for name in process.skipped]
-        failures = [line for line in process.errors if line.get("errors_total")]
-        if failures:
-            newest = failures[-1]
-            notes.append(
-                f"{who}: {len(failures)} failure(s) of the agent's own parts, the newest: {newest.get('message')}"
-            )
-    return notes
-
-
-def _age_seconds(time: str, now: datetime) -> float | None:
-    try:
-        return (now - datetime.fromisoformat(time.replace("Z", "+00:00"))).total_seconds()
-    except ValueError:
-        return None
+        return show_json(msgspec.json.format(msgspec.json.encode(found.values)).decode() + "\n")
+    return show(as_text(found))

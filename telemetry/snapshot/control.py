@@ -15,8 +15,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from telemetry.core.views import SnapshotsView
-from telemetry.publish.log_fields import rounded
-from telemetry.records import FAILED, RECORDED, REFUSED, SKIPPED, SLOWER, SNAPSHOT_RESULTS
+from telemetry.records import FAILED, RECORDED, REFUSED, SKIPPED, SLOWER, SNAPSHOT_RESULTS, rounded
 from telemetry.snapshot import agree
 from telemetry.snapshot.agree import Agreement, Plan, Request, Result
 from telemetry.snapshot.budget import Budget, BudgetWatch, on_gpu
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from telemetry.agent.accounting import Accounting
-    from telemetry.agent.event_log import EventLog
+    from telemetry.agent.log import EventLog
     from telemetry.config import Config
     from telemetry.hooks.profilers import ProfilerWatch
     from telemetry.hooks.tracker import StepTracker

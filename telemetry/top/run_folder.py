@@ -8,15 +8,12 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.core.log_names import LOG_NAME
 from telemetry.node.peers import read_report
+from telemetry.records import LOG_NAME
 from telemetry.report.attempts import KILLED, RUNNING, lives_of
-from telemetry.report.lines_by_process import ProcessLogs
-from telemetry.report.log_files import NoRunError
-from telemetry.report.log_lines import parsed
-from telemetry.report.log_reader import load, take_heartbeats
-from telemetry.report.rank_processes import not_replaced
-from telemetry.report.summary import judged
+from telemetry.report.logs import NoRunError, ProcessLogs, load, parsed, take_heartbeats
+from telemetry.report.process_log import not_replaced
+from telemetry.report.summary import verdict_of
 from telemetry.top.view import JobView, RankFacts, RecentTotals, job_view, most_time, waiting
 from telemetry.util.files import caches_folders, open_regular
 from telemetry.util.text import one_line
@@ -26,11 +23,11 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import BinaryIO
 
-    from telemetry.core.run_verdict import JudgedRun
     from telemetry.diagnosis.hangs import HangState
+    from telemetry.diagnosis.verdict import Verdict
     from telemetry.records import RankPace
     from telemetry.report.attempts import Life
-    from telemetry.report.lines_by_process import LinesOfFile
+    from telemetry.report.logs import LinesOfFile
     from telemetry.report.process_log import ProcessLog
 
 FIRST_BYTES: Final = 1 << 16
@@ -220,7 +217,7 @@ class RunFolder:
         self._next_list = 0.0
         self._reports = NodeReports(path / "job")
         self._ended_as: tuple[object, ...] = ()
-        self._whole: tuple[JudgedRun | None, list[str]] = None, []
+        self._whole: tuple[Verdict | None, list[str]] = None, []
 
     @property
     def pause_seconds(self) -> float:
@@ -348,12 +345,12 @@ class RunFolder:
             hang=hang,
         )
 
-    def _verdict_of_report(self, facts: Sequence[RankFacts]) -> tuple[JudgedRun | None, list[str]]:
+    def _verdict_of_report(self, facts: Sequence[RankFacts]) -> tuple[Verdict | None, list[str]]:
         """The report's verdict on the whole logs of a run that has ended, read once for each end, or why not."""
         ended_as = tuple((each.log.rank, each.log.pid, each.log.started, each.log.last_time) for each in facts)
         if ended_as != self._ended_as:
             try:
-                self._whole = judged(not_replaced(load(self._path))), []
+                self._whole = verdict_of(not_replaced(load(self._path))), []
             except (NoRunError, OSError) as error:
                 note = f"the verdict is on the ends of the logs alone; their whole cannot be read: {error}"
                 self._whole = None, [one_line(note)]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from telemetry.records import CATEGORIES, CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, OTHER, STARTUP
 from telemetry.report.attempts import FAILED, FINISHED, unix
-from telemetry.report.report_text import advice_lines, stall_section
+from telemetry.report.text import advice_lines, stall_section
 from telemetry.top.view import (
     BAD,
     GONE,

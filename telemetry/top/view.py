@@ -11,24 +11,22 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from telemetry.core.rank_ranges import named
-from telemetry.core.run_verdict import HANGS, HEALTHY, HUNG, NO_STEPS, STARVED_RATIO
-from telemetry.core.run_verdict import STALLED as RUN_STALLED
-from telemetry.core.run_verdict import STARVED as RUN_STARVED
-from telemetry.core.run_verdict import STUCK as RUN_STUCK
 from telemetry.diagnosis.hangs import ENDED, LEFT
+from telemetry.diagnosis.verdict import HANGS, HEALTHY, HUNG, NO_STEPS, STARVED_RATIO
+from telemetry.diagnosis.verdict import STALLED as RUN_STALLED
+from telemetry.diagnosis.verdict import STARVED as RUN_STARVED
+from telemetry.diagnosis.verdict import STUCK as RUN_STUCK
 from telemetry.records import CATEGORIES, COMPUTE, DATA_WAIT, STARTUP
 from telemetry.report.attempts import FAILED, FINISHED, KILLED, RUNNING, unix
-from telemetry.report.hang_report import hang_of
-from telemetry.report.process_log import ProcessLog
-from telemetry.report.summary import judged, stalls_of
-from telemetry.util.text import rough_duration
+from telemetry.report.process_log import ProcessLog, stalls_of
+from telemetry.report.summary import hang_of, verdict_of
+from telemetry.util.text import named, rough_duration
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
-    from telemetry.core.run_verdict import JudgedRun
     from telemetry.diagnosis.hangs import HangState
+    from telemetry.diagnosis.verdict import Verdict as RunVerdict
 
 GONE: Final = "gone"
 STUCK: Final = "stuck"
@@ -372,7 +370,7 @@ def waiting(text: str, now: float, notes: Sequence[str] = ()) -> JobView:
 
 
 def job_view(
-    facts: Sequence[RankFacts], now: float, notes: Sequence[str] = (), whole: JudgedRun | None = None
+    facts: Sequence[RankFacts], now: float, notes: Sequence[str] = (), whole: RunVerdict | None = None
 ) -> JobView:
     """The view of a job.
 
@@ -405,7 +403,7 @@ def _missing(facts: Sequence[RankFacts]) -> list[str]:
     return [f"nothing is known of {named(ranks)}: the job has {size} ranks"] if ranks else []
 
 
-def _verdict(facts: Sequence[RankFacts], now: float, whole: JudgedRun | None) -> Verdict:
+def _verdict(facts: Sequence[RankFacts], now: float, whole: RunVerdict | None) -> Verdict:
     """The verdict in the words of the report, with the node of the first rank that it names."""
     said = _ended(facts, now, whole) if all(each.how != RUNNING for each in facts) else _going_on(facts, now)
     nodes = {each.log.rank: each.node for each in facts}
@@ -420,7 +418,8 @@ def _verdict(facts: Sequence[RankFacts], now: float, whole: JudgedRun | None) ->
 
 
 def _going_on(facts: Sequence[RankFacts], now: float) -> Verdict:
-    kind, text = judged([_recent_log(each) for each in facts])
+    found = verdict_of([_recent_log(each) for each in facts])
+    kind, text = found.kind, found.text
     if kind == NO_STEPS and any(each.totals.get("steps_total") for each in facts):
         doing = Counter(each.now_in for each in facts if each.now_in).most_common(1)
         in_ = f"; most ranks are in {doing[0][0].replace('_', ' ')}" if doing else ""
@@ -431,8 +430,9 @@ def _going_on(facts: Sequence[RankFacts], now: float) -> Verdict:
     return Verdict(f"{ended} {text}", BAD) if ended else Verdict(text, _LEVELS.get(kind, UNSURE))
 
 
-def _ended(facts: Sequence[RankFacts], now: float, whole: JudgedRun | None) -> Verdict:
-    kind, said = whole or judged([_log_with(each, each.totals, each.log.stalls) for each in facts])
+def _ended(facts: Sequence[RankFacts], now: float, whole: RunVerdict | None) -> Verdict:
+    found = whole or verdict_of([_log_with(each, each.totals, each.log.stalls) for each in facts])
+    kind, said = found.kind, found.text
     level = _LEVELS.get(kind, UNSURE)
     if whole is None and level == GOOD:
         level = UNSURE  # stalls that are over may not be known

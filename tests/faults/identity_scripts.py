@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from telemetry.report.log_reader import load
+from telemetry.report.logs import load
 from telemetry.report.summary import summarize
 
 from .processes import environment

@@ -133,13 +133,13 @@ def test_an_error_in_the_start_leaves_the_rest(part, start, unharmed, monkeypatc
 
     import telemetry.agent.agent as module
     from telemetry.agent import agent as parts
-    from telemetry.agent import event_log
+    from telemetry.agent import log
 
     places = {
         "attach": (parts.Attachment, "attach"),
         "board": (module, "Board"),
         "endpoint": (module.NodeService, "lead_if_vacant"),
-        "run_start": (event_log.JsonLog, "emit"),
+        "run_start": (log.JsonLog, "emit"),
         "atexit": (atexit, "register"),
         "line": (sys, "stderr"),
     }

@@ -100,7 +100,7 @@ def trained(tmp_path_factory):
                            torch.utils.data.dataloader._BaseDataLoaderIter.__next__]
         originals = patched()
         import telemetry
-        from telemetry.core import own_threads
+        from telemetry.util import threads as own_threads
         agent = telemetry.start("run", interval_seconds=0.1, log_interval_seconds=0.1, start_line=False)
         started = state()
         while started["gc"] != before["gc"]:  # a thread of ours was at work
@@ -159,7 +159,7 @@ def test_modules_beyond_torch(trained):
     _, found = trained
     roots = {name.split(".")[0] for name in found["modules"]}
     assert roots & set(UNWANTED) <= {"torch"}, "the loop itself may load more of torch"
-    assert {"telemetry", "psutil", "orjson"} <= roots
+    assert {"telemetry", "psutil", "msgspec"} <= roots
     assert "prometheus_client" not in roots
     assert "structlog" not in roots, "ours is not in the script's way"
     for command in ("telemetry.cli", "telemetry.report", "telemetry.demo", "telemetry.doctor", "argparse"):
@@ -231,7 +231,7 @@ def test_packages_that_structlog_would_load_stay_out(tmp_path):
         import rich  # nothing of ours is in the way of the script's own imports
         import structlog, structlog.dev
         assert structlog.dev.rich is rich
-        assert structlog is not sys.modules.get("telemetry.publish.jsonl").__dict__.get("structlog")
+        assert structlog is not sys.modules.get("telemetry.agent.log").__dict__.get("structlog")
         structlog.configure(processors=[structlog.processors.JSONRenderer()])
         structlog.get_logger().info("the script's own", x=1)
         structlog.contextvars.bind_contextvars(theirs=1)

@@ -17,7 +17,7 @@ from faults.processes import (
     samples,
     write,
 )
-from telemetry.report.log_reader import load
+from telemetry.report.logs import load
 from telemetry.report.summary import summarize
 from telemetry.util.clock import NS, WallClock
 from tests.faults.surroundings import QUIET

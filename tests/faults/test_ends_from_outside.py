@@ -201,7 +201,7 @@ def test_the_exit_does_not_wait_for_an_agent_that_hangs(part, tmp_path):
     """A file system hangs: the agent's thread is abandoned."""
     places = {
         "tick": "telemetry.agent.agent.Agent._tick",
-        "log": "telemetry.publish.log_file.LogFile.write",
+        "log": "telemetry.agent.log.LogFile.write",
         "board": "telemetry.publish.board.Board.publish",
     }
     source = f"""
@@ -224,7 +224,7 @@ def test_the_exit_does_not_wait_for_an_agent_that_hangs(part, tmp_path):
 def test_stop_and_start_again_within_a_script(tmp_path):
     source = """
         import telemetry
-        from telemetry.core import own_threads
+        from telemetry.util import threads as own_threads
         telemetry.stop()
         for _ in range(3):
             telemetry.start("run", start_line=False)
@@ -242,7 +242,7 @@ def test_stop_and_start_again_within_a_script(tmp_path):
 def test_an_agent_that_cannot_start_is_undone(tmp_path):
     source = """
         import json, os, sys, telemetry, telemetry.agent.agent
-        from telemetry.core import own_threads
+        from telemetry.util import threads as own_threads
         from telemetry.util.processes import identify
         from telemetry.publish.board import Board
         start = own_threads.start_new_thread

@@ -9,7 +9,7 @@ import shutil
 import pytest
 
 from faults.processes import environment, events, log_lines, python, run_script, without_start_line, write
-from telemetry.publish.log_file import LogFile
+from telemetry.agent.log import LogFile
 
 HEAD = b'{"event": "run_start"}\n'
 

@@ -74,7 +74,7 @@ def held(tmp_path_factory):
         """
         import json, os, socket, sys, threading, time, urllib.request
         import telemetry, telemetry.api
-        from telemetry.core import own_threads
+        from telemetry.util import threads as own_threads
         from look import in_child, look
         from locks import Held, locks_below
 
@@ -184,7 +184,7 @@ def test_a_child_forked_in_the_middle_of_the_start_is_inert_too(moment, tmp_path
     done = run_script(
         f"""
         import json, sys, threading, telemetry, telemetry.agent.agent
-        from telemetry.core import own_threads
+        from telemetry.util import threads as own_threads
         from look import in_child, look
 
         reached, go_on = threading.Event(), threading.Event()
@@ -193,7 +193,7 @@ def test_a_child_forked_in_the_middle_of_the_start_is_inert_too(moment, tmp_path
             assert go_on.wait(60)
 
         if {moment!r} == "log":
-            from telemetry.publish.log_file import LogFile
+            from telemetry.agent.log import LogFile
             write = LogFile.write
             LogFile.write = lambda self, line: stop_here() or write(self, line)
         else:

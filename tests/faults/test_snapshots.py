@@ -16,7 +16,7 @@ from torch import nn
 from telemetry.hooks.attachment import Attachment
 from telemetry.hooks.ring import Ring
 from telemetry.hooks.tracker import StepTracker
-from telemetry.core import own_threads
+from telemetry.util import threads as own_threads
 from telemetry.snapshot import agree
 from telemetry.snapshot.budget import Budget, BudgetWatch
 from telemetry.snapshot.capture import Capture
@@ -75,7 +75,7 @@ def test_nothing_is_left_of_a_snapshot_but_its_files(tmp_path):
     done = run_loop(
         tmp_path,
         """
-        from telemetry.core import own_threads
+        from telemetry.util import threads as own_threads
         agent, before = start(), dict(os.environ)
         loop(recorded)
         assert "telemetry-export" not in own_threads.running()
@@ -238,7 +238,7 @@ def test_a_profiler_on_another_thread_does_not_wait_for_ever(tmp_path, then):
 # -- the thread that exports ---------------------------------------------------------------------------------------
 
 REFUSE = """
-from telemetry.core import own_threads
+from telemetry.util import threads as own_threads
 
 
 def refuse(*_):

@@ -99,7 +99,7 @@ def test_disabled_leaves_nothing_of_us(said, how, tmp_path):
             pass
         telemetry.stop()
         heavy = ("telemetry.agent.agent", "telemetry.attach", "telemetry.publish", "telemetry.collect", "structlog",
-                 "prometheus_client", "psutil", "pynvml", "orjson")
+                 "prometheus_client", "psutil", "pynvml", "msgspec")
         assert [name for name in sys.modules if name.startswith(heavy)] == []
         assert len(os.listdir("/proc/self/task")) == 1
         assert sys.meta_path == before

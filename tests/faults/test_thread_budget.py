@@ -25,7 +25,7 @@ def test_a_rank_that_does_not_serve_has_no_thread_for_it(tmp_path):
         "script.py",
         """
         import json, sys, telemetry
-        from telemetry.core import own_threads
+        from telemetry.util import threads as own_threads
         agent = telemetry.start("run", run="r", start_line=False, interval_seconds=0.1)
         names = sorted(own_threads.running())
         print(json.dumps([agent.metrics_url, [name for name in names if name != "telemetry-nvml"]]), flush=True)
@@ -50,7 +50,7 @@ def test_without_an_endpoint_there_is_one_thread(tmp_path):
     run_script(
         """
         import telemetry
-        from telemetry.core import own_threads
+        from telemetry.util import threads as own_threads
         agent = telemetry.start("run", start_line=False, port="off")
         assert agent.metrics_url is None
         names = set(own_threads.running()) - {"telemetry-nvml"}
@@ -64,7 +64,7 @@ def test_the_nvml_thread_is_there_with_a_driver_only(tmp_path):
     fake = nvml.subprocess_environment(tmp_path)
     source = """
         import sys, telemetry
-        from telemetry.core import own_threads
+        from telemetry.util import threads as own_threads
         agent = telemetry.start("run", start_line=False, interval_seconds=0.1)
         def names():
             return sorted(own_threads.running())

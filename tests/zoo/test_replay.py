@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from telemetry.diagnose.evidence_log import evidence_field
 from telemetry.diagnosis.causes import costs
 from telemetry.diagnosis.evidence import (
     CheckpointEvidence,
@@ -18,6 +17,7 @@ from telemetry.diagnosis.evidence import (
     GpuEvidence,
     SamplerEvidence,
     WorkerEvidence,
+    evidence_field,
 )
 from telemetry.diagnosis.stragglers import straggler
 from telemetry.records import RankPace

@@ -1,4 +1,4 @@
-"""The report reads what it can of logs that are damaged, hostile or no files at all."""
+"""The report reads what it can of logs that are damaged or hostile, and large logs quickly."""
 
 from __future__ import annotations
 
@@ -8,20 +8,27 @@ import os
 import subprocess
 import sys
 import tracemalloc
+from datetime import datetime, timezone
 from pathlib import Path
 
-import orjson
+import msgspec
 import pytest
 
 import telemetry
+from benchmarks.simulated_run import SimulatedRun, write_run
 from telemetry.config import Config
-from telemetry.records import CATEGORIES
+from telemetry.records import CATEGORIES, EVENTS
+from telemetry.report import logs
 from telemetry.report.command import report
-from telemetry.report.log_reader import load
-from telemetry.report.log_schema import FIELDS
+from telemetry.report.logs import load
+from telemetry.report.process_log import ProcessLog
 from telemetry.report.summary import summarize
-from tests.report_logs import START, line, window
-from tests.report_logs import write as write_log
+from telemetry.util.sketch import Sketch
+from tests.report_logs import START, line, window, write
+
+pytest.importorskip("bokeh")  # what draws the page
+
+from telemetry.report.html.recorder import RunRecorder
 
 JUNK = [None, True, -1, 1e300, 2.5, "", "\x1b]0;x\x07", [], [1], {}, {"a": "b"}, [[{}]], [None], {"p50": []}]
 JUNK += ["0001-01-01T00:00:00", "9999-12-31T23:59:59.999Z", 1e15]
@@ -133,9 +140,11 @@ def replaced(value, path, junk):
     return changed
 
 
-def write(folder: Path, lines) -> None:
+def write_lines(folder: Path, lines) -> None:
     (folder / "logs").mkdir(exist_ok=True)
-    (folder / "logs" / "rank-0.10.jsonl").write_bytes(b"".join(orjson.dumps(COMMON | each) + b"\n" for each in lines))
+    (folder / "logs" / "rank-0.10.jsonl").write_bytes(
+        b"".join(msgspec.json.encode(COMMON | each) + b"\n" for each in lines)
+    )
 
 
 @pytest.mark.parametrize("number", range(len(LINES)), ids=lambda number: f"{number}-{LINES[number]['event']}")
@@ -144,7 +153,7 @@ def test_no_field_of_a_log_can_break_the_report(tmp_path, capsys, number):
     for path in places(whole):
         for junk in JUNK:
             lines = [*LINES[:number], replaced(whole, path, junk), *LINES[number + 1 :]]
-            write(tmp_path, lines)
+            write_lines(tmp_path, lines)
             assert report(str(tmp_path), as_json=True) == 0, (path, junk)
             found = json.loads(capsys.readouterr().out)
             for rank in found["ranks"]:
@@ -156,7 +165,7 @@ def test_no_field_of_a_log_can_break_the_report(tmp_path, capsys, number):
 
 
 def test_no_field_of_a_heartbeat_can_break_the_report(tmp_path, capsys):
-    write(tmp_path, LINES[:-1])  # it was killed
+    write_lines(tmp_path, LINES[:-1])  # it was killed
     folder = tmp_path / "attempts"
     folder.mkdir()
     beats = [replaced(BEAT, path, junk) for path in places(BEAT) for junk in [*JUNK, float("inf"), float("nan")]]
@@ -172,30 +181,34 @@ def test_no_field_of_a_heartbeat_can_break_the_report(tmp_path, capsys):
 
 
 def test_a_damaged_line_leaves_the_totals_before_it(tmp_path, capsys):
-    write(tmp_path, [*LINES[:-1], LINES[-1] | {"ledger_total_seconds": {"data_wait": "much"}}])
+    write_lines(tmp_path, [*LINES[:-1], LINES[-1] | {"ledger_total_seconds": {"data_wait": "much"}}])
     assert summarize(load(tmp_path))["ranks"][0]["ledger"]["data_wait"] == 5.0
     report(str(tmp_path), as_json=False)
     assert "1 field(s) of its log are of the wrong type" in capsys.readouterr().out
 
 
-def test_what_the_agent_writes_is_all_of_the_right_type(agent):
+def test_what_the_agent_writes_is_of_the_types_of_the_records(agent):
     """A field that is renamed, or changes its type, must not vanish from the report."""
     import torch
 
     for _ in torch.utils.data.DataLoader(range(8), batch_size=2):
         pass
-    log = agent.run_dir
+    run_dir = agent.run_dir
     telemetry.stop()
-    (process,) = load(log)
+    (process,) = load(run_dir)
     assert process.wrong_fields == 0
-    may_be_absent = {"exposed_wait_total_seconds", "exposed_wait_absent"}
-    may_be_absent |= {"resumption", "exception", "exit_status", "lost_peer", "replaced", "stuck_for_seconds", "memory"}
-    may_be_absent |= {"tokens_total", "gpu_energy_total_joules", "gpu_uuid"}
-    assert set(FIELDS["run_end"]) - set(process.totals) <= may_be_absent
+    (log,) = (run_dir / "logs").iterdir()
+    lines = [json.loads(raw) for raw in log.read_text().splitlines()]
+    for each in lines:
+        kind = EVENTS[each["event"]]
+        assert each.keys() <= {*kind.__annotations__}, each["event"]
+    assert {"run_start", "window", "run_end"} <= {each["event"] for each in lines}
+    may_be_absent = {"memory", "resumption", "exit_status", "exception", "lost_peer", "replaced", "stuck_for_seconds"}
+    assert {*EVENTS["run_end"].__annotations__} - lines[-1].keys() <= may_be_absent
 
 
 def test_a_fifo_named_like_a_log_is_not_waited_for(tmp_path):
-    write(tmp_path, LINES)
+    write_lines(tmp_path, LINES)
     os.mkfifo(tmp_path / "logs" / "rank-1.11.jsonl")
     (tmp_path / "logs" / "rank-2.12.jsonl").mkdir()
     done = subprocess.run(
@@ -212,7 +225,7 @@ def test_a_fifo_named_like_a_log_is_not_waited_for(tmp_path):
 
 @pytest.mark.parametrize("name", ["logs/rank-1.11.jsonl", "attempts/ab.beat"])
 def test_a_link_to_a_device_without_an_end_is_not_read(tmp_path, name):
-    write(tmp_path, LINES[:-1])
+    write_lines(tmp_path, LINES[:-1])
     (tmp_path / "attempts").mkdir()
     (tmp_path / name).symlink_to("/dev/zero")
     limited = 'ulimit -v 1000000; exec "$0" -m telemetry report "$1"'
@@ -225,7 +238,7 @@ def test_a_link_to_a_device_without_an_end_is_not_read(tmp_path, name):
 @pytest.mark.parametrize(("ratio", "starved"), [(0.6, False), (0.4, True), (None, True)])
 def test_the_verdict_uses_the_threshold_of_the_run(tmp_path, ratio, starved):
     settings = {} if ratio is None else dict(settings=dict(stall_enter_ratio=ratio))
-    write(tmp_path, [LINES[0] | {"settings": None} | settings, LINES[1], LINES[-1]])
+    write_lines(tmp_path, [LINES[0] | {"settings": None} | settings, LINES[1], LINES[-1]])
     assert summarize(load(tmp_path))["verdict"].startswith("Starved") is starved
 
 
@@ -242,7 +255,7 @@ def test_a_rotated_log_still_knows_its_threshold(tmp_path):
 
 
 def test_a_sparse_file_without_a_line_break_is_not_read_into_memory(tmp_path):
-    log = write_log(tmp_path, 0, line("run_start", **START), window(wait=1, compute=9, steps=9))
+    log = write(tmp_path, 0, line("run_start", **START), window(wait=1, compute=9, steps=9))
     os.truncate(log, 128 << 20)
     tracemalloc.start()
     try:
@@ -256,7 +269,7 @@ def test_a_sparse_file_without_a_line_break_is_not_read_into_memory(tmp_path):
 
 def test_a_line_of_code_in_an_open_stall_may_lack_fields(tmp_path, capsys):
     evidence = {"lines": [dict(file="/a/b.py", line=7, share_ratio=0.8), dict(file="/a/c.py")], "lines_of": "fetch"}
-    write_log(
+    write(
         tmp_path, 0,
         line("run_start", **START),
         window(wait=5, compute=5, steps=9),
@@ -266,3 +279,176 @@ def test_a_line_of_code_in_an_open_stall_may_lack_fields(tmp_path, capsys):
     assert "b.py:7" in capsys.readouterr().out
     (stall,) = summarize(load(tmp_path))["stalls"]
     assert [each["calls"] for each in stall["evidence"]["lines"]] == [None]
+
+
+FILES, WINDOWS = 3, 60
+
+
+def time_at(seconds: float) -> str:
+    stamp = datetime.fromtimestamp(1_767_225_600 + seconds, tz=timezone.utc)
+    return stamp.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def rotated_log(folder, rank: int, life: str, *, pid: int | None = None) -> None:
+    """Three files of one process. Each window has one step of its own length; the heads have the sums before them."""
+    sums, number = Sketch(), 0
+    for file in range(FILES):
+        head = line("run_start", rank, started=time_at(0), life=life, continued=file > 0) | {
+            "time": time_at(10 * number)
+        }
+        if file:
+            sketch = {"step_sketch": sums.as_log_field(), "step_max_seconds": sums.largest}
+            head |= sketch | {"data_wait_sketch": {}, "data_wait_max_seconds": 0.0}
+        lines = [head]
+        for _ in range(WINDOWS):
+            number += 1
+            seconds = 0.1 + number / 1000 + rank
+            sums.add([seconds])
+            lines.append(window(rank, seconds=(seconds,), wait=1.0 * number, compute=9.0 * number, steps=number))
+            lines[-1] |= {"time": time_at(10 * number), "life": life}
+            if number in {30, 90, 150}:
+                lines.append(line("stall_open", rank, cause="unknown", life=life) | {"time": time_at(10 * number)})
+        suffix = f".{FILES - 1 - file}" if file < FILES - 1 else ""
+        write(folder, rank, *lines, pid=pid, suffix=suffix)
+
+
+def told(process: ProcessLog) -> dict:
+    sums = {"step": process.step.as_log_field(), "largest": process.step.largest, "totals": process.totals}
+    return sums | {"stalls": process.stalls, "last": process.last_time, "rank": process.rank, "head": process.head}
+
+
+def parsed_lines(monkeypatch) -> list[dict]:
+    seen: list[dict] = []
+    parse = logs.parsed
+
+    def noting(raw: bytes):
+        found = parse(raw)
+        seen.append(found[0])
+        return found
+
+    monkeypatch.setattr("telemetry.report.logs.parsed", noting)
+    return seen
+
+
+def test_windows_of_rotated_files_are_skipped_and_nothing_is_lost(tmp_path, monkeypatch):
+    rotated_log(tmp_path, 0, "a")
+    (whole,) = load(tmp_path, all_windows=True)
+    seen = parsed_lines(monkeypatch)
+    (thinned,) = load(tmp_path)
+    assert told(thinned) == told(whole)
+    assert len(thinned.stalls) == 3
+    windows = sum(each["event"] == "window" for each in seen)
+    assert WINDOWS < windows < WINDOWS + 10, "those of the newest file, and a few of the older ones"
+
+
+def test_the_last_window_before_a_rotation_counts(tmp_path):
+    """The process may have been killed, or the report may come, before there is a window in the new file."""
+    rotated_log(tmp_path, 0, "a")
+    newest = tmp_path / "logs" / "rank-0.10.jsonl"
+    newest.write_text(newest.read_text().splitlines(keepends=True)[0])
+    (whole,) = load(tmp_path, all_windows=True)
+    (thinned,) = load(tmp_path)
+    assert told(thinned) == told(whole)
+
+
+@pytest.fixture
+def side_by_side(monkeypatch):
+    """However small the logs are; the processes that read."""
+    used: list[int] = []
+    pool = logs.ProcessPoolExecutor
+
+    def noting(workers, context):
+        used.append(workers)
+        return pool(workers, context)
+
+    monkeypatch.setattr(logs, "_MIN_BYTES_SIDE_BY_SIDE", 0)
+    monkeypatch.setattr(logs.os, "sched_getaffinity", lambda _: {0, 1, 2})
+    monkeypatch.setattr(logs, "ProcessPoolExecutor", noting)
+    return used
+
+
+def test_several_processes_read_the_same(tmp_path, side_by_side):
+    for rank in range(5):
+        rotated_log(tmp_path, rank, f"life{rank}")
+    alone = load(tmp_path)
+    assert not side_by_side
+    assert [told(each) for each in load(tmp_path, side_by_side=True)] == [told(each) for each in alone]
+    assert side_by_side == [3]
+
+
+def test_a_process_that_got_another_rank_stays_one(tmp_path, side_by_side):
+    for rank in range(3):
+        rotated_log(tmp_path, rank, f"life{rank}")
+    before = dict(started=time_at(0), life="life2", claimed_rank=0)
+    early = window(7, seconds=(9.0,), wait=0.1, compute=0.9, steps=0) | {"time": time_at(1), "life": "life2"}
+    write(tmp_path, 7, line("run_start", 7, **before), early, pid=12)
+    alone, together = load(tmp_path), load(tmp_path, side_by_side=True)
+    assert side_by_side == [3]
+    assert len(together) == 3
+    assert sorted(map(str, map(told, together))) == sorted(map(str, map(told, alone)))
+
+
+def test_a_life_that_the_heads_do_not_tell_is_read_once_more(tmp_path, side_by_side):
+    start = line("run_start", 0, started=time_at(0), life="x")
+    other = line("run_start", 1, started=time_at(5), life="y")
+    again = line("run_start", 1, started=time_at(0), life="x", continued=True)
+    write(tmp_path, 0, start, window(0, seconds=(1.0,), wait=1.0, compute=1.0, steps=1))
+    write(tmp_path, 1, other, again, window(1, seconds=(2.0,), wait=2.0, compute=2.0, steps=2))
+    assert [told(p) for p in load(tmp_path, side_by_side=True)] == [told(p) for p in load(tmp_path)]
+    assert side_by_side == [2]
+
+
+def test_where_no_process_can_be_started_it_reads_alone(tmp_path, side_by_side, monkeypatch):
+    for rank in range(2):
+        rotated_log(tmp_path, rank, f"life{rank}")
+
+    def refused(*_args):
+        raise BlockingIOError("Resource temporarily unavailable")
+
+    monkeypatch.setattr(logs, "ProcessPoolExecutor", refused)
+    assert len(load(tmp_path, side_by_side=True)) == 2
+
+
+def recorded(recorder: RunRecorder) -> tuple[dict, dict]:
+    """What a recorder has for the page: sums by name, rank and time bin; and all else."""
+    recorder.finish()
+    grid = recorder.grid
+    sums = {
+        (name, rank, at): value
+        for name in sorted(grid._arrays)
+        for (_, rank), row in recorder.rows.items()
+        for at, value in zip(grid.begins(), grid.sums(name)[row], strict=True)
+    }
+    sketches = {name: [s and s.as_log_field() for s in grid.sketches(name)] for name in ("step", "wait")}
+    phases = {kind: [*phases] for kind, phases in recorder.phases.items()}
+    return sums, {"sketches": sketches, "phases": phases, "seen": recorder.phases_seen, "cut": recorder.cut}
+
+
+def test_several_processes_see_the_same_figures_for_the_page(tmp_path, side_by_side):
+    write_run(tmp_path, SimulatedRun(ranks=5, seconds=3000))
+    alone, together = RunRecorder(), RunRecorder()
+    load(tmp_path, alone)
+    assert not side_by_side
+    load(tmp_path, together, side_by_side=True)
+    assert side_by_side == [3]
+    (sums, rest), (expected_sums, expected) = recorded(together), recorded(alone)
+    assert sums == pytest.approx(expected_sums, rel=1e-4, abs=1e-3)
+    assert len(sums) > 5 * 200
+    assert rest == expected
+
+
+def test_the_evaluations_of_both_attempts_of_a_rank_are_marked(tmp_path, side_by_side):
+    for attempt, pid in enumerate((12, 11)):
+        phases = [
+            line("phase", 0, category="evaluation", started=time_at(100 * attempt + at), seconds=1.0) for at in range(3)
+        ]
+        write(
+            tmp_path, 0, line("run_start", 0, started=time_at(100 * attempt), life=f"life{attempt}"), *phases, pid=pid
+        )
+    write(tmp_path, 1, line("run_start", 1, started=time_at(0), life="other"), phases[0] | {"rank": 1})
+    recorder = RunRecorder()
+    load(tmp_path, recorder, side_by_side=True)
+    assert side_by_side == [3]
+    begins = [phase.begin - 1_767_225_600 for phase in recorder.phases["evaluation"]]
+    assert begins == [0, 1, 2, 100, 101, 102]
+    assert recorder.phases_seen == {"evaluation": 6}

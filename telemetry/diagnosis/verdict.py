@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from telemetry.core.recommendation import speedup_text
+from telemetry.records import speedup_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -117,11 +117,19 @@ class RunFinding:
     stalled: RankStall | None = None
 
 
-class JudgedRun(NamedTuple):
-    """The verdict on a run, and its kind: that of a `RunFinding`, `STUCK`, `HANGS`, or `HUNG` if it has ended so."""
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether a run is all right, and else what it loses most to.
+
+    Attributes:
+        kind: that of the finding, `STUCK`, `HANGS`, or `HUNG` if it has ended so.
+        text: in words.
+        finding: what it lost most to, hangs aside.
+    """
 
     kind: str
     text: str
+    finding: RunFinding
 
 
 def find(ranks: Sequence[RankWaits], stalls: Sequence[RankStall]) -> RunFinding:

@@ -8,33 +8,38 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from telemetry.records import CATEGORIES
-from telemetry.report.energy_cost import KWH, cost_lines, energy_lines, throughput_lines
+from telemetry.report.goodput import KWH, cost_lines, energy_lines, throughput_lines
 from telemetry.report.goodput import SECONDS as GOODPUT_SECONDS
-from telemetry.report.html import chart_specs as specs
+from telemetry.report.html import charts as specs
 from telemetry.report.html import palette
-from telemetry.report.html.chart_specs import BarChart, Curve, HeatMap, TimeChart, shown
-from telemetry.report.html.marks import mark_chart
-from telemetry.report.html.rank_charts import heat_map, ledger_by_rank
-from telemetry.report.html.time_charts import (
+from telemetry.report.html.charts import (
     GPU,
     HOST,
     WORKERS,
+    BarChart,
+    Curve,
+    HeatMap,
+    TimeChart,
     agent_cost,
+    heat_map,
+    ledger_by_rank,
     ledger_shares,
+    mark_chart,
     not_measured,
     sampled_charts,
+    shown,
     step_percentiles,
     steps_per_second,
     throughput,
 )
-from telemetry.report.snapshot_traces import flops_of
+from telemetry.report.summary import flops_of
 from telemetry.util.text import duration, percent, plain_number
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from telemetry.report.html.chart_specs import Chart
-    from telemetry.report.html.run_recorder import RunRecorder
+    from telemetry.report.html.charts import Chart
+    from telemetry.report.html.recorder import RunRecorder
     from telemetry.report.process_log import ProcessLog
 
 _MAX_TABLE_ROWS: Final = 64

@@ -7,14 +7,165 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+import numpy as np
+
 from telemetry.records import CATEGORIES, CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION
 from telemetry.report.attempts import unix
-from telemetry.report.html.time_grid import TimeGrid
-from telemetry.report.sample_names import GPU_NUMBERS, HOST_NUMBERS, WORKERS_NUMBERS
-from telemetry.util.sketch import parse_counts
+from telemetry.util.sketch import Sketch
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from telemetry.report.process_log import ProcessLog
+
+_FIRST_WIDTH_SECONDS: Final = 1.0
+
+Array = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
+"""Figures by row and bin."""
+
+
+class TimeGrid:
+    """Named arrays of sums, of the same rows and bins, and sketches by bin over all rows.
+
+    Bin ``i`` begins at ``(first + i) * width_seconds``, Unix time. If a time does not fit, bins are merged in pairs.
+
+    Args:
+        rows: how many.
+        bins: the most bins. At least half of them are used by a run that is longer than ``bins`` seconds.
+
+    Attributes:
+        width_seconds: of a bin.
+        used: how many bins have been used, counted from the first.
+    """
+
+    def __init__(self, rows: int, bins: int) -> None:
+        self.rows, self.bins = rows, bins
+        self.width_seconds = _FIRST_WIDTH_SECONDS
+        self.used = 0
+        self._first = 0
+        self._arrays: dict[str, Array] = {}
+        self._sketches: dict[str, list[Sketch | None]] = {}
+
+    def index_of(self, time: float) -> int:
+        """The bin of a Unix time. Bins are moved or merged to make room for it."""
+        index = int(time // self.width_seconds) - self._first
+        while not 0 <= index < self.bins:
+            if not self.used:
+                self._first += index
+            elif index < 0 and self.used - index <= self.bins:
+                self._move(-index)
+            else:
+                self._merge_pairs()
+            index = int(time // self.width_seconds) - self._first
+        self.used = max(self.used, index + 1)
+        return index
+
+    def widen(self, seconds: float, least: int) -> None:
+        """Merge bins until each is so wide, as long as there remain more than ``least``."""
+        while self.width_seconds < seconds and self.used > 2 * least:
+            self._merge_pairs()
+
+    def add(self, name: str, row: int, index: int, value: float) -> None:
+        """Add to one sum."""
+        self._array(name)[row, index] += value
+
+    def spread(self, row: int, begin: float, end: float, amounts: dict[str, float]) -> None:
+        """Add amounts that were spent evenly between two Unix times."""
+        self.index_of(begin)
+        last = self.index_of(end)
+        first = self.index_of(begin)  # the end may have widened or moved the bins
+        edges = (np.arange(first, last + 2) + self._first) * self.width_seconds
+        shares = np.diff(np.clip(edges, begin, end)) / (end - begin)
+        for name, amount in amounts.items():
+            if amount:
+                self._array(name)[row, first : last + 1] += (amount * shares).astype(np.float32)
+
+    def sketch(self, name: str, index: int) -> Sketch:
+        """The sketch of a bin."""
+        sketches = self._sketches.setdefault(name, [None] * self.bins)
+        found = sketches[index]
+        if found is None:
+            found = sketches[index] = Sketch()
+        return found
+
+    def add_grid(self, other: TimeGrid, rows: Mapping[int, int]) -> None:
+        """Add the sums and sketches of another grid, whose bins may become wider by this.
+
+        Args:
+            other: a grid of any width and number of bins. Its bins may become wider, too.
+            rows: its rows that are added, each with the row of this grid.
+        """
+        if not other.used:
+            return
+        begins = other.begins()
+        for time in (begins[0], begins[-1]):
+            self.index_of(time)
+        while self.width_seconds < other.width_seconds:
+            self._merge_pairs()
+        while other.width_seconds < self.width_seconds:
+            other._merge_pairs()
+        at = other._first - self._first
+        theirs, own = [*rows.keys()], [*rows.values()]
+        for name in other._arrays:
+            self._array(name)[own, at : at + other.used] += other.sums(name)[theirs]
+        for name in other._sketches:
+            for index, sketch in enumerate(other.sketches(name)):
+                if sketch is not None:
+                    self.sketch(name, at + index).merge(sketch.counts.items(), sketch.largest)
+
+    def sums(self, name: str) -> Array:
+        """The sums of all rows in the used bins; zeros without any."""
+        array = self._arrays.get(name)
+        return np.zeros((self.rows, self.used), np.float32) if array is None else array[:, : self.used]
+
+    def sketches(self, name: str) -> list[Sketch | None]:
+        """The sketches of the used bins, None for a bin without values."""
+        return self._sketches.get(name, [None] * self.used)[: self.used]
+
+    def begins(self) -> list[float]:
+        """Where each used bin begins, Unix time."""
+        return [(self._first + index) * self.width_seconds for index in range(self.used)]
+
+    def _array(self, name: str) -> Array:
+        array = self._arrays.get(name)
+        if array is None:
+            array = self._arrays[name] = np.zeros((self.rows, self.bins), np.float32)
+        return array
+
+    def _move(self, by: int) -> None:
+        """Make room for earlier bins."""
+        for name, array in self._arrays.items():
+            moved = np.zeros_like(array)
+            moved[:, by:] = array[:, : self.bins - by]
+            self._arrays[name] = moved
+        for name, sketches in self._sketches.items():
+            self._sketches[name] = ([None] * by + sketches)[: self.bins]
+        self._first -= by
+        self.used += by
+
+    def _merge_pairs(self) -> None:
+        odd = self._first % 2
+        for name, array in self._arrays.items():
+            merged = np.zeros_like(array)
+            for offset in (0, 1):  # the first and the second of each pair
+                half = array[:, max(0, offset - odd) :: 2] if offset >= odd else array[:, 2 - odd :: 2]
+                at = 0 if offset >= odd else 1
+                merged[:, at : at + half.shape[1]] += half
+            self._arrays[name] = merged
+        for name, sketches in self._sketches.items():
+            pairs: list[Sketch | None] = [None] * self.bins
+            for index, sketch in enumerate(sketches):
+                at = (index + odd) // 2
+                kept = pairs[at] if at < self.bins else None
+                if sketch is not None and kept is not None:
+                    kept.merge(sketch.counts.items(), sketch.largest)
+                elif sketch is not None:
+                    pairs[at] = sketch
+            self._sketches[name] = pairs
+        self.used = (self.used + odd + 1) // 2
+        self._first //= 2
+        self.width_seconds *= 2
+
 
 STEP: Final = "step"
 WAIT: Final = "wait"
@@ -31,7 +182,19 @@ THROUGHPUT_OF: Final = {SAMPLES: "samples_of", TOKENS: "tokens_of"}
 AGENT: Final = "agent"
 HOOKS: Final = "hooks"
 
-_SAMPLES: Final = {"gpu": GPU_NUMBERS, "host": HOST_NUMBERS, "workers": WORKERS_NUMBERS}
+_SAMPLES: Final = {
+    "gpu": (
+        "utilization_ratio", "sm_active_ratio", "memory_used_bytes", "memory_total_bytes", "power_watts",
+        "sm_clock_hertz", "temperature_celsius",
+    ),
+    "host": (
+        "cpu_ratio", "memory_used_bytes", "memory_total_bytes", "process_resident_memory_bytes", "workers_bytes",
+        "shared_memory_bytes",
+    ),
+    "workers": ("workers", "ready_batches", "cpu_ratio", "runnable_ratio", "blocked_ratio"),
+}  # fmt: skip
+"""The figures of the samples that are in a chart."""
+
 _MAX_CELLS: Final = 1 << 18
 _MAX_BINS: Final = 512
 _MIN_BINS: Final = 32
@@ -64,7 +227,7 @@ class _Newest:
 
 
 class RunRecorder:
-    """A `LineObserver`. Its memory does not depend on the length of the run.
+    """Sees the lines while `load` reads them. Its memory does not depend on the length of the run.
 
     Attributes:
         grid: the sums. A sample ``x`` has two: the sum of its values, ``event.x``, and their number, ``event.x#``.
@@ -78,7 +241,7 @@ class RunRecorder:
         self.begin(1)
 
     def begin(self, ranks: int) -> None:
-        """See `LineObserver`."""
+        """Called before the first line, with the number of ranks that have a log. If called again, all begins anew."""
         rows = _rows_for(ranks)
         self.grid = TimeGrid(rows, max(_MIN_BINS, min(_MAX_BINS, _MAX_CELLS // rows)))
         self.phases: dict[str, deque[Phase]] = {}
@@ -91,13 +254,13 @@ class RunRecorder:
         self._phases_of: int | None = None
 
     def part(self, ranks: int) -> RunRecorder:
-        """See `LineObserver`."""
+        """A recorder of the logs of so many ranks, for another process. It is pickled before and after its lines."""
         part = RunRecorder()
         part.grid = TimeGrid(_rows_for(ranks), self.grid.bins)  # as many bins, so that it needs as many windows
         return part
 
     def add(self, part: RunRecorder) -> None:
-        """See `LineObserver`."""
+        """Take all that a part has seen. The part is not used any more after that."""
         part.finish()
         rows = {theirs: self._row_of(*key) for key, theirs in part.rows.items()}
         self.grid.add_grid(part.grid, {theirs: own for theirs, own in rows.items() if own is not None})
@@ -118,11 +281,11 @@ class RunRecorder:
                 self.phases_seen[category] = self.phases_seen.get(category, 0) + part.phases_seen[category]
 
     def spacing_seconds(self) -> float:
-        """See `LineObserver`."""
+        """Time between two windows, or two samples, that it needs to see."""
         return self.grid.width_seconds / _WINDOWS_PER_BIN
 
     def take(self, line: dict[str, Any], log: ProcessLog) -> None:
-        """See `LineObserver`."""
+        """Take a line of a process, which `load` has taken in already."""
         event = line.get("event")
         if event == "phase":
             self._take_phase(line, log)
@@ -185,7 +348,7 @@ class RunRecorder:
         self.grid.spread(row, begin, time, added)
         index = self.grid.index_of(time)
         for name, field in ((STEP, "step"), (WAIT, "data_wait")):
-            counts = parse_counts(line.get(f"{field}_sketch"))
+            counts = line.get(f"{field}_sketch", {}).items()
             if counts:
                 largest = line.get(f"{field}_seconds", {}).get("max", 0.0)
                 self.grid.sketch(name, index).merge(counts, largest)

@@ -1,8 +1,4 @@
-"""Draws the charts with Bokeh. Only this file imports it.
-
-No text of a log becomes part of a drawing: Bokeh fetches a library over the network to set text such as ``$$x$$``.
-Legends, labels and values are in the page, which shows text as text.
-"""
+"""Draws the charts with Bokeh. Only this file imports it."""
 
 from __future__ import annotations
 
@@ -12,34 +8,18 @@ from typing import TYPE_CHECKING, Any, Final
 import bokeh
 import numpy as np
 from bokeh.embed import json_item
-from bokeh.models import (
-    BoxZoomTool,
-    ColumnDataSource,
-    FixedTicker,
-    LinearColorMapper,
-    NumeralTickFormatter,
-    Range1d,
-)
+from bokeh.models import BoxZoomTool, ColumnDataSource, FixedTicker, LinearColorMapper, NumeralTickFormatter, Range1d
 from bokeh.models.annotations import Span
 from bokeh.palettes import Viridis256
 from bokeh.plotting import figure
 
-from telemetry.report.html import chart_specs as specs
+from telemetry.report.html import charts as specs
 from telemetry.report.html import palette
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from telemetry.report.html.chart_specs import (
-        BarChart,
-        Chart,
-        Figures,
-        HeatMap,
-        Mark,
-        MarkChart,
-        TimeAxis,
-        TimeChart,
-    )
+    from telemetry.report.html.charts import BarChart, Chart, Figures, HeatMap, Mark, MarkChart, TimeAxis, TimeChart
 
 _HEIGHT: Final = 210
 _MARK_ROW: Final = 22
@@ -74,13 +54,7 @@ def scale_of(unit: str, largest: float) -> tuple[float, str]:
 
 
 def drawing(chart: Chart, axis: TimeAxis, marks: Sequence[Mark]) -> dict[str, Any]:
-    """A chart as the object that the page gives to the library, and the units of its figures.
-
-    Args:
-        chart: what to draw.
-        axis: of all charts over time.
-        marks: what to mark in the charts of steps.
-    """
+    """A chart as the object that the page gives to the library, and the units of its figures."""
     if isinstance(chart, specs.TimeChart):
         plot, unit, factor = _time_chart(chart, axis, marks)
     elif isinstance(chart, specs.BarChart):

@@ -1,0 +1,534 @@
+"""Reads the log files of a run. They may be damaged, of a killed process, still growing, or of a newer version."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+import re
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from functools import partial
+from itertools import repeat
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import msgspec
+
+from telemetry.records import EVENTS, LOG_NAME, Heartbeat, Line, StallEvidence
+from telemetry.report.attempts import unix
+from telemetry.report.process_log import ProcessLog, take_line
+from telemetry.util.clock import iso_time
+from telemetry.util.files import open_regular, read_small
+from telemetry.util.text import one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+    from pathlib import Path
+
+    from telemetry.report.html.recorder import RunRecorder
+
+_DECODERS: Final[dict[bytes, msgspec.json.Decoder[Any]]] = {
+    event.encode(): msgspec.json.Decoder(kind) for event, kind in EVENTS.items()
+}
+_BEGINNING: Final = re.compile(rb'\{"time":"[^"]*","event":"(\w+)"')
+"""How a line begins that the agent has written."""
+
+_WRONG_PLACE: Final = re.compile(r"`\$((?:\.\w+|\[\d+\])+)")
+_STEP: Final = re.compile(r"\.(\w+)|\[(\d+)\]")
+"""The place of a wrong value in the message of msgspec, such as ``$.advice[0].value``, and each step on the way."""
+
+_FREQUENT: Final = frozenset({b"window", b"gpu", b"host", b"workers"})
+"""The events that come with every window. Of their lines some are skipped unparsed.
+
+A week of 64 ranks is 8 GB of logs. Parsing one line takes 5 us, reading and skipping it 0.7 us.
+"""
+
+_WINDOW_SECONDS: Final = 300.0
+"""Time between two windows that are read if nobody else needs them. Between them a process is taken to go on evenly."""
+
+_MAX_SKIPPED: Final = 1 << 30
+_MAX_HEAD_BYTES: Final = 1 << 20
+_MAX_LINE_BYTES: Final = 1 << 24
+_BUFFER_BYTES: Final = 1 << 17
+"""With 8 KiB, a line that is skipped took half as long again."""
+
+_MIN_BYTES_SIDE_BY_SIDE: Final = 1 << 28
+"""Smaller logs are read in a second or two, by this process alone."""
+
+_MAX_PROCESSES: Final = 16
+"""The storage becomes the limit."""
+
+_MAX_READINGS: Final = 2
+"""Of the logs: a second one if the newest run is in the middle of a file."""
+
+
+class NoRunError(Exception):
+    """The folder has no run; the text says what is missing."""
+
+
+# -- one line ------------------------------------------------------------------------------------------------------
+
+
+def parsed(raw: bytes) -> tuple[dict[str, Any] | None, int] | None:
+    """A line of a log, without fields that are null; None if it is empty or no object.
+
+    Returns:
+        Its fields, of the type that `EVENTS` names for its event, None if it cannot be read; and how many were left out
+        because of a wrong type.
+    """
+    wrong = 0
+    try:
+        begins = _BEGINNING.match(raw)
+        try:
+            line = _DECODERS[begins[1] if begins else b""].decode(raw)
+        except (KeyError, msgspec.ValidationError):  # an event of a newer version, another order, or a wrong field
+            line = msgspec.json.decode(raw)
+            if not isinstance(line, dict):
+                return None
+            event = line.get("event")
+            line, wrong = _sound(line, EVENTS.get(event, Line) if isinstance(event, str) else Line)
+        if "evidence" in line:
+            line["evidence"], damaged = _sound(line["evidence"], StallEvidence, keep_others=True)
+            wrong += damaged
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        return (None, 0) if raw.strip() else None
+    if b"\\" in raw or not raw.isascii():
+        line = _printable(line)
+    return {name: value for name, value in line.items() if value is not None}, wrong
+
+
+def _sound(fields: dict[str, Any], kind: Any, *, keep_others: bool = False) -> tuple[dict[str, Any], int]:
+    """The fields of a record whose types are right, and how many are not."""
+    wrong, left = 0, dict(fields)
+    while True:
+        try:
+            sound = msgspec.convert(left, kind, str_keys=True)
+        except msgspec.ValidationError as error:
+            place = _WRONG_PLACE.search(str(error))
+            if place is None:
+                raise
+            *way, last = [name or int(at) for name, at in _STEP.findall(place[1])]
+            inner: Any = left
+            for step in way:
+                inner = inner[step]
+            wrong += inner.pop(last) is not None
+            continue
+        others = {name: value for name, value in left.items() if name not in sound} if keep_others else {}
+        return others | {name: sound[name] for name in kind.__annotations__ if name in sound}, wrong
+
+
+def _printable(value: Any) -> Any:
+    """The value with each text on one line, and escaped. The stacks of a stuck run have line breaks."""
+    if isinstance(value, str):
+        return value if value.isprintable() else one_line(value)
+    if isinstance(value, (list, tuple)):
+        return [_printable(each) for each in value]
+    if isinstance(value, dict):
+        return {_printable(name): each if name == "stacks" else _printable(each) for name, each in value.items()}
+    return value
+
+
+def take_heartbeats(folder: Path, processes: Iterable[ProcessLog]) -> None:
+    """Give each process that did not end by itself its newest heartbeat.
+
+    Args:
+        folder: ``attempts`` in the run folder.
+        processes: those that are to be looked at.
+    """
+    for process in processes:
+        life = process.head.get("life")
+        if not process.ended and life and life.isalnum():
+            process.beat = _heartbeat(folder, life) or process.beat
+
+
+def _heartbeat(folder: Path, life: str) -> dict[str, Any] | None:
+    """The newest heartbeat of a process, with its ``time`` as in a log line; None without a sound one."""
+    try:
+        found = msgspec.json.decode(read_small(folder / f"{life}.beat"))
+        beat, _wrong = _sound(found if isinstance(found, dict) else {}, Heartbeat)
+    except (OSError, msgspec.DecodeError, ValueError, RecursionError):
+        return None
+    beat = {name: value for name, value in _printable(beat).items() if value is not None}
+    if beat.get("life") != life or not beat.keys() >= {"unix_seconds", "ledger_total_seconds", "wall_seconds"}:
+        return None
+    return beat | {"time": iso_time(beat["unix_seconds"])}
+
+
+# -- the files of a folder -----------------------------------------------------------------------------------------
+
+
+class RotatedLog(NamedTuple):
+    """One log. ``paths``: its file, and those that were rotated away from it, the oldest first."""
+
+    rank: int
+    pid: int
+    paths: list[Path]
+
+
+def find_logs(run_dir: Path) -> tuple[list[RotatedLog], list[str]]:
+    """The logs in a run folder, by rank, pid and number; and the names of those that are no regular files.
+
+    Raises:
+        NoRunError: the folder does not exist, or has no log.
+    """
+    folder = run_dir / "logs"
+    if not folder.is_dir():
+        raise NoRunError(f"{run_dir} is not a run folder: there is no {folder}{_instead_of(run_dir)}")
+    files: dict[tuple[int, int, int], list[tuple[int, Path]]] = {}
+    skipped: list[str] = []
+    for path in folder.iterdir():
+        match = LOG_NAME.fullmatch(path.name)
+        if match and not path.is_file():  # a FIFO would be waited for
+            skipped.append(path.name)
+        elif match:
+            key = (int(match["rank"]), int(match["pid"]), int(match["number"] or 1))
+            files.setdefault(key, []).append((int(match["rotated"] or 0), path))
+    if not files:
+        raise NoRunError(f"there is no log in {folder}: no file is named rank-<rank>.<pid>.jsonl")
+    # The highest number is the oldest.
+    logs = [
+        RotatedLog(rank, pid, [path for _, path in sorted(parts, reverse=True)])
+        for (rank, pid, _), parts in sorted(files.items())
+    ]
+    return logs, sorted(skipped)
+
+
+def _instead_of(folder: Path) -> str:
+    """The run folder that was probably meant: the one of these logs, or the newest of this folder of runs."""
+    try:
+        if any(LOG_NAME.fullmatch(path.name) for path in folder.iterdir()):
+            return f"; its run folder is {folder.absolute().parent}"
+        inside = [(logs.stat().st_mtime, logs.parent) for logs in folder.glob("*/logs") if logs.is_dir()]
+    except OSError:
+        return ""
+    return f"; the newest run in it is {max(inside)[1]}" if inside else ""
+
+
+def _head_of(path: Path) -> dict[str, Any]:
+    """The first line of a file, if it is a ``run_start``; else an empty object."""
+    try:
+        file = open_regular(path)
+        if file is None:
+            return {}
+        with file:
+            found = parsed(file.readline(_MAX_HEAD_BYTES))
+    except OSError:
+        return {}
+    head = (found and found[0]) or {}
+    return head if head.get("event") == "run_start" else {}
+
+
+def _newest_run(logs: Sequence[RotatedLog]) -> tuple[str, int]:
+    """The run that started last, as far as the first lines of the files say, and how many ranks have a log of it."""
+    ranks: dict[str, set[int]] = {}
+    began: dict[str, str] = {}
+    for log in logs:
+        for head in map(_head_of, log.paths):
+            run = head.get("run", "")
+            ranks.setdefault(run, set()).add(log.rank)
+            began[run] = max(began.get(run, ""), head.get("started") or head.get("time") or "")
+    run = max(began, key=began.__getitem__)
+    return run, len(ranks[run])
+
+
+# -- which process a line is of ------------------------------------------------------------------------------------
+
+
+class ProcessLogs:
+    """Sorts log lines by process, whichever file they are in.
+
+    Several processes write to one file if a container is restarted with the same pid, or if two nodes share the folder.
+    A ``run_start`` that does not continue a log begins another process.
+
+    Attributes:
+        all: the processes so far.
+    """
+
+    def __init__(self) -> None:
+        self.all: list[ProcessLog] = []
+        self._by_life: dict[str, ProcessLog] = {}
+
+    @property
+    def lives(self) -> set[str]:
+        """The lives of these processes."""
+        return {*self._by_life}
+
+    def of_file(self, rank: int, pid: int) -> LinesOfFile:
+        """Takes the lines of one log, with those of the files that were rotated away from it."""
+        unused = ProcessLog(rank, pid)
+        self.all.append(unused)
+        return LinesOfFile(self, unused)
+
+    def leave_out_if_empty(self, file: LinesOfFile) -> None:
+        """All lines of a file are there: it has no process of its own if they belong to processes of other files."""
+        if file.by_node and not file.unused.head and not file.unused.torn_lines:
+            self.all = [log for log in self.all if log is not file.unused]
+
+    def log_of(self, line: dict[str, Any], log: ProcessLog | None, fresh: ProcessLog) -> ProcessLog:
+        """The process of a ``run_start``. ``log``: that of the line before; ``fresh``: for the lines of a new one."""
+        life = line.get("life")
+        if life in self._by_life:
+            return self._by_life[life]
+        if log is None or not line.get("continued"):
+            log = fresh
+            if all(each is not fresh for each in reversed(self.all)):
+                self.all.append(fresh)
+        if life is not None:
+            self._by_life[life] = log
+        return log
+
+
+class LinesOfFile:
+    """The lines of one log, in the order in which they were written.
+
+    Attributes:
+        newest: the process of the newest line.
+        by_node: the processes by node. ``unused``: the process of this file, before its first line.
+    """
+
+    def __init__(self, logs: ProcessLogs, unused: ProcessLog) -> None:
+        self._logs = logs
+        self.newest = self.unused = unused
+        self.by_node: dict[str, ProcessLog] = {}
+
+    def add(self, line: dict[str, Any] | None, wrong: int) -> None:
+        """Add a line, as `parsed` returns it."""
+        if line is None:
+            self.newest.torn_lines += 1
+            return
+        node = line.get("node")
+        log = self.newest if node is None else self.by_node.get(node)  # a line without a node is damaged
+        if log is None or line.get("event") == "run_start":
+            fresh = ProcessLog(self.unused.rank, self.unused.pid) if self.by_node else self.unused
+            log = self._logs.log_of(line, log, fresh)
+        self.newest = log
+        if node is not None:
+            self.by_node[node] = log
+        log.wrong_fields += wrong
+        take_line(line, log)
+
+
+# -- the lines of one log ------------------------------------------------------------------------------------------
+
+
+class _Selection:
+    """Decides which lines of one file are parsed. All are, but for those of the frequent events.
+
+    Of these, the first of each event is parsed, and then one in so many seconds as the recorder needs.
+
+    Args:
+        recorder: the page's; None if only the sums are needed.
+        windows: whether windows may be skipped: a later line of the process has their sums.
+
+    Attributes:
+        left: how many of the next lines of an event to skip.
+        skipped_windows: whether a window was skipped. ``newest_skipped``: the newest window, if it was; else empty.
+    """
+
+    def __init__(self, recorder: RunRecorder | None, *, windows: bool) -> None:
+        self._recorder = recorder
+        self._windows = windows
+        self.left: dict[bytes, int] = {}
+        self._newest: dict[bytes, tuple[float, int]] = {}
+        self.skipped_windows = False
+        self.newest_skipped = b""
+
+    def note_parsed(self, event: bytes, line: dict[str, Any]) -> None:
+        """A line of a frequent event was parsed: decide how many after it are skipped, from the time since the last."""
+        if event == b"window":
+            self.newest_skipped = b""
+            if not self._windows:
+                return
+        if self._recorder is not None:
+            spacing = self._recorder.spacing_seconds()
+        else:
+            spacing = _WINDOW_SECONDS if event == b"window" else math.inf
+        time = unix(line.get("time", ""))
+        if time is None or spacing == math.inf:
+            self.left[event] = 0 if time is None else _MAX_SKIPPED
+            return
+        before, skipped = self._newest.get(event, (time, 0))
+        each = (time - before) / (skipped + 1)
+        self.left[event] = min(max(0, int(spacing / each) - 1), _MAX_SKIPPED) if each > 0 else 0
+        self._newest[event] = time, self.left[event]
+
+    def keep_windows(self) -> None:
+        """From now on, no window is skipped."""
+        self._windows = False
+        self.left.pop(b"window", None)
+
+
+def _selected_lines(path: Path, selection: _Selection) -> Iterator[tuple[dict[str, Any] | None, int]]:
+    """The lines of a file that are not skipped, each as `parsed` returns it; a torn one if it cannot be read."""
+    try:
+        file = open_regular(path, buffer_bytes=_BUFFER_BYTES)
+        if file is None:
+            return
+        left = selection.left
+        with file:
+            for raw in iter(partial(file.readline, _MAX_LINE_BYTES), b""):
+                begins = _BEGINNING.match(raw)
+                event = begins[1] if begins else b""
+                if left.get(event) and raw.endswith(b"}\n"):  # a torn line is counted
+                    left[event] -= 1
+                    if event == b"window":
+                        selection.skipped_windows, selection.newest_skipped = True, raw
+                    continue
+                if len(raw) == _MAX_LINE_BYTES and not raw.endswith(b"\n"):
+                    yield None, 0  # damaged, as a sparse file is; the rest counts as one torn line
+                    return
+                found = parsed(raw)
+                if found is not None:
+                    if event in _FREQUENT and found[0] is not None:
+                        selection.note_parsed(event, found[0])
+                    yield found
+        newest = parsed(selection.newest_skipped) if selection.newest_skipped else None
+        if newest is not None:  # the next file may have no window yet, and its head no totals
+            yield newest
+    except OSError:
+        yield None, 0  # rotated away or unreadable; the other files still count
+
+
+def _read_log(file: LinesOfFile, paths: Sequence[Path], recorder: RunRecorder | None, run: str, *, all_: bool) -> None:
+    """Read one log: its file and those that were rotated away from it. The recorder is shown the lines of one run."""
+    skipped = False
+    for path, later in zip(paths, [*paths[1:], None], strict=True):
+        selection = _Selection(recorder, windows=not all_ and _has_sums_of(later, path))
+        for line, wrong in _selected_lines(path, selection):
+            before = file.newest
+            file.add(line, wrong)
+            if line is None:
+                continue
+            if file.newest is not before and before is not file.unused:
+                selection.keep_windows()  # of several processes in one file
+            if skipped and line.get("event") == "run_start":
+                file.newest.take_sums(line)
+                skipped = False
+            if recorder is not None and file.newest.run == run:
+                recorder.take(line, file.newest)
+        skipped = selection.skipped_windows
+
+
+def _has_sums_of(later: Path | None, path: Path) -> bool:
+    """Whether the head of a later file has the sums of the windows of a file: it is of the same process."""
+    if later is None:
+        return False
+    life, head = _head_of(path).get("life"), _head_of(later)
+    return life is not None and head.get("life") == life and {"step_sketch", "data_wait_sketch"} <= head.keys()
+
+
+# -- all logs ------------------------------------------------------------------------------------------------------
+
+
+def load(
+    run_dir: Path, recorder: RunRecorder | None = None, *, all_windows: bool = False, side_by_side: bool = False
+) -> list[ProcessLog]:
+    """All processes of the newest run in a folder, by rank and then by start.
+
+    Args:
+        run_dir: the run folder.
+        recorder: sees every line of that run that is not skipped.
+        all_windows: whether every window is read. Otherwise some are skipped where a later line of the process has
+            their sums.
+        side_by_side: whether other processes may be started to read large logs.
+
+    Raises:
+        NoRunError: the folder does not exist, or has no log.
+    """
+    logs, skipped = find_logs(run_dir)
+    run, ranks = ("", 0) if recorder is None else _newest_run(logs)
+    for _ in range(_MAX_READINGS):
+        if recorder is not None:
+            recorder.begin(ranks)
+        processes = (side_by_side and not all_windows and _read_side_by_side(logs, recorder, run)) or _read(
+            logs, recorder, run, all_windows=all_windows
+        ).all
+        newest = max(processes, key=lambda process: process.started)
+        own = [process for process in processes if process.run == newest.run]
+        there = len({process.rank for process in own})
+        if recorder is None or (newest.run == run and there <= ranks):
+            break
+        run, ranks = newest.run, there  # the heads of the files did not tell all
+    take_heartbeats(run_dir / "attempts", own)
+    newest.skipped = skipped
+    return sorted(own, key=lambda process: (process.rank, process.started))
+
+
+def _read(
+    logs: Sequence[RotatedLog], recorder: RunRecorder | None, run: str, *, all_windows: bool = False
+) -> ProcessLogs:
+    processes = ProcessLogs()
+    for log in logs:
+        file = processes.of_file(log.rank, log.pid)
+        _read_log(file, log.paths, recorder, run, all_=all_windows)
+        processes.leave_out_if_empty(file)
+    return processes
+
+
+def _read_side_by_side(logs: Sequence[RotatedLog], recorder: RunRecorder | None, run: str) -> list[ProcessLog] | None:
+    """Read with several processes: parsing takes one core, and most machines have more.
+
+    Returns:
+        None if it is not worth it, or not possible: then read them one by one. The recorder has seen nothing then.
+    """
+    cores = min(len(os.sched_getaffinity(0)), _MAX_PROCESSES)
+    if cores < 2 or sum(map(_size, logs)) < _MIN_BYTES_SIDE_BY_SIDE:
+        return None
+    groups = _groups(_parts(logs), cores)
+    if len(groups) < 2:
+        return None
+    recorders = [None if recorder is None else recorder.part(len({log.rank for log in group})) for group in groups]
+    try:
+        # Forked: a new interpreter would import all of this again. The commands have no threads.
+        with ProcessPoolExecutor(len(groups), multiprocessing.get_context("fork")) as pool:
+            found = [*pool.map(_read_group, groups, recorders, repeat(run))]
+    except (OSError, BrokenProcessPool):  # no process can be started, or one was killed
+        return None
+    lives = [life for processes, _ in found for life in processes.lives]
+    if len(lives) > len({*lives}):
+        return None  # a process is in files whose heads did not tell
+    for _, part in found:
+        if recorder is not None and part is not None:
+            recorder.add(part)
+    return [log for processes, _ in found for log in processes.all]
+
+
+def _read_group(
+    logs: Sequence[RotatedLog], recorder: RunRecorder | None, run: str
+) -> tuple[ProcessLogs, RunRecorder | None]:
+    return _read(logs, recorder, run), recorder
+
+
+def _parts(logs: Sequence[RotatedLog]) -> list[list[RotatedLog]]:
+    """The logs in parts that have no process in common: one that gets another rank continues in another log."""
+    part_of: dict[str, list[RotatedLog]] = {}
+    parts: dict[int, list[RotatedLog]] = {}
+    for log in logs:
+        lives = {life for path in log.paths if (life := _head_of(path).get("life")) is not None}
+        before = {id(part): part for life in lives if (part := part_of.get(life)) is not None}
+        joined = [*(each for part in before.values() for each in part), log]
+        for number in before:
+            del parts[number]
+        parts[id(joined)] = joined
+        known = {life for life, part in part_of.items() if id(part) in before} if before else set()
+        part_of |= dict.fromkeys(known | lives, joined)
+    return [*parts.values()]
+
+
+def _groups(parts: Sequence[Sequence[RotatedLog]], groups: int) -> list[list[RotatedLog]]:
+    """The parts in at most so many groups of about the same size, each in the order of the logs."""
+    found: list[list[RotatedLog]] = [[] for _ in range(min(groups, len(parts)))]
+    sizes = [0] * len(found)
+    for size, part in sorted(((sum(map(_size, part)), part) for part in parts), key=itemgetter(0), reverse=True):
+        smallest = min(range(len(found)), key=sizes.__getitem__)
+        found[smallest] += part
+        sizes[smallest] += max(size, 1)
+    return [sorted(group) for group in found]
+
+
+def _size(log: RotatedLog) -> int:
+    try:
+        return sum(path.stat().st_size for path in log.paths)
+    except OSError:
+        return 0
