@@ -1,6 +1,6 @@
 """Simulated ranks: what the agent of each would show at a moment, with everything measured and changing values.
 
-The exposition is the real one (`telemetry.publish.exposition`). Only the view that it renders is simulated.
+The exposition is the real one (`telemetry.node.prometheus`). Only the view that it renders is simulated.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Final
 from telemetry import records  # RECORDS
 from telemetry._version import __version__
 from telemetry.config import STEP_BUCKETS
-from telemetry.core.views import AttemptView, RunView, SnapshotsView, StallView
 from telemetry.hooks.worker_block import FETCH_BUCKETS
-from telemetry.publish.board import RankState
-from telemetry.publish.endpoint import join
-from telemetry.publish.exposition import Exposition
+from telemetry.node.board import RankHead, RankState
+from telemetry.node.metrics import AttemptView, RunView, SnapshotsView, StallView
+from telemetry.node.prometheus import numbers_of, rendered
 from telemetry.records import (
     CAUSES,
     MEMORY_PARTS,
@@ -102,6 +101,7 @@ class SimulatedRank:
                 "account": "research",
                 "partition": "gpu",
             },
+            started_unix_seconds=self.began,
             ended=False,
             totals=Totals(
                 steps=steps,
@@ -225,18 +225,19 @@ def fleet(ranks: int, ranks_per_node: int, began: float) -> list[list[SimulatedR
 
 
 class Node:
-    """The answer of a node's endpoint: the families of its ranks, rendered and joined as the agents do it."""
+    """The answer of a node's endpoint: the metrics of its ranks, rendered as the rank that serves does it."""
 
     def __init__(self, ranks: Iterable[SimulatedRank]) -> None:
         self.ranks = tuple(ranks)
-        self._expositions = [Exposition(rank.run, rank.rank, rank.node) for rank in self.ranks]
 
     def expose(self, views: Iterable[RunView]) -> bytes:
         """The exposition of one view of each rank. The first one serves, so it shows the machine."""
-        views = list(views)
-        parts = zip(self.ranks, self._expositions, views, strict=True)
-        states = [RankState(rank.rank, 0, tuple(exposition.render(view))) for rank, exposition, view in parts]
-        return join([*states, RankState(0, 0, tuple(self._expositions[0].render_node(views[0])))])
+        views, first = list(views), self.ranks[0]
+        states = [
+            RankState(RankHead(rank=rank.rank, pid=0, ticks=0), numbers_of(view))
+            for rank, view in zip(self.ranks, views, strict=True)
+        ]
+        return rendered(states, numbers_of(views[0], of_node=True), run=first.run, node=first.node).body
 
 
 def _histogram(bounds: tuple[float, ...], count: int, value: float) -> Histogram:

@@ -11,7 +11,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any, Final
 
 from benchmarks.fleet_ranks import Node, fleet
-from telemetry.publish.exposition import CONTENT_TYPE
 
 if TYPE_CHECKING:
     from benchmarks.fleet_ranks import SimulatedRank
@@ -46,7 +45,7 @@ class _Handler(BaseHTTPRequestHandler):
         now = time.time()
         body = node.expose(rank.view(now) for rank in node.ranks)
         self.send_response(200)
-        self.send_header("Content-Type", CONTENT_TYPE)
+        self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)

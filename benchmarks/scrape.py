@@ -1,7 +1,7 @@
 """Measures what a scrape costs: the scraper's wait, and the steps of the training process that serves it.
 
 The training process is rank 0 of a node of eight, with the real agent. It leads the node and serves all ranks. One
-helper process renders real families for the other seven ranks and puts their states on the same board once a second.
+helper process puts the numbers of the other seven ranks on the same board once a second.
 Another process scrapes. Quiet and scraped segments of the same loop alternate.
 """
 
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 from benchmarks import child
 
 if TYPE_CHECKING:
-    from telemetry.core.views import RunView
+    from telemetry.node.metrics import RunView
 
 RANKS: Final = 8
 _STEP_MS: Final = 3.0
@@ -166,21 +166,20 @@ def _get(url: str) -> bytes:
 
 def publish_ranks(run: str, scope: str, node: str) -> None:
     """Put the states of ranks 1 to 7 on a board once a second, until terminated."""
-    from telemetry.publish.board import Board
-    from telemetry.publish.exposition import Exposition
+    from telemetry.node.board import Board
+    from telemetry.node.prometheus import numbers_of
 
     board = Board(run, scope, node)
     while True:
         view = full_view()
         for rank in range(1, RANKS):
-            families = Exposition(run, rank, node).render(view)  # a new one, so that every family is rendered
-            board.publish(rank, list(families))
+            board.publish(rank, numbers_of(view))
         time.sleep(1.0)
 
 
 def full_view() -> RunView:
     """A view in which everything is measured, of a job that does not hang. No rank publishes more for long."""
-    from telemetry.core.views import RunView
+    from telemetry.node.metrics import RunView
 
     view: RunView = _filled(RunView, "view")
     return dataclasses.replace(view, hang=None)
@@ -190,14 +189,14 @@ def _filled(hint: Any, name: str) -> Any:
     """A value of an annotated type with every field filled, including fields that are added later."""
     from telemetry import records
     from telemetry.config import STEP_BUCKETS
+    from telemetry.node import metrics
     from telemetry.records import CATEGORIES, Histogram
-    from telemetry.sources import workers
 
     if hint is Histogram:
         return Histogram(STEP_BUCKETS, tuple(range(1000, 1001 + len(STEP_BUCKETS))), 123456.789)
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         # Modules import the records only for type checking, so their names are given here.
-        modules = (records, records, records, workers)
+        modules = (records, metrics, records, records)
         names = {name: value for module in modules for name, value in vars(module).items()} | {"Histogram": Histogram}
         hints = typing.get_type_hints(hint, localns=names)
         return hint(**{field.name: _filled(hints[field.name], field.name) for field in dataclasses.fields(hint)})

@@ -2,9 +2,12 @@
 
 import dataclasses
 
+import msgspec
+
 from telemetry.config import STEP_BUCKETS
-from telemetry.core.views import AttemptView, HangView, RunView, SnapshotsView, StallView
-from telemetry.publish.metrics.agent_metrics import COLLECTOR
+from telemetry.node.board import Numbers, RankHead, RankState
+from telemetry.node.metrics import COLLECTOR, AttemptView, HangView, RunView, SnapshotsView, StallView
+from telemetry.node.prometheus import numbers_of, rendered
 from telemetry.records import (
     CATEGORIES,
     CAUSES,
@@ -23,10 +26,22 @@ from telemetry.records import (
     WorkersSample,
 )
 
+OPENMETRICS = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"
 
-def all_families(exposition, view):
-    """The families of a rank that serves its node."""
-    return [*exposition.render(view), *exposition.render_node(view)]
+
+def published(numbers):
+    """As another rank reads it from the board."""
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(numbers), type=Numbers)
+
+
+def page(*views, run="a run", node="n1", first=7, accept=""):
+    """What a scrape gets from a node with these ranks. The first one serves."""
+    states = [
+        RankState(RankHead(rank=rank, pid=1, ticks=1), published(numbers_of(view)))
+        for rank, view in enumerate(views, first)
+    ]
+    machine = numbers_of(views[0], of_node=True)
+    return rendered(states, machine, run=run, node=node, accept=accept).body.decode()
 
 
 def full_view():
@@ -39,6 +54,7 @@ def full_view():
             ),
             "x",
         ),
+        started_unix_seconds=1.6e9,
         ended=False,
         totals=Totals(
             steps=3, ledger_seconds=dict.fromkeys(CATEGORIES, 1.5), exposed_wait_seconds=0.5, optimizer_steps=3,

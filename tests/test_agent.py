@@ -187,7 +187,7 @@ def test_a_rank_that_has_ended_is_shown_as_ended_while_others_run(tmp_path):
 
 
 def test_two_jobs_of_one_name_do_not_share_a_target_file(tmp_path):
-    from telemetry.publish.board import Board
+    from telemetry.node.board import Board
 
     paths = {Board("r", *of, tmp_path / "boards").path for of in (("/a/r", "n"), ("/b/r", "n"), ("/b/r", "m"))}
     assert len(paths) == 3, "nor do two nodes that are one machine"

@@ -80,7 +80,7 @@ class TestEndpoint:
 
     def test_no_port_at_all(self, monkeypatch, taken):
         monkeypatch.setenv("TELEMETRY_PORT", str(taken))
-        monkeypatch.setattr("telemetry.publish.listen_address.PORTS_TRIED", 1)
+        monkeypatch.setattr("telemetry.node.endpoint.PORTS_TRIED", 1)
         assert found("endpoint").status == PROBLEM
 
     def test_an_address_that_is_not_ours(self, monkeypatch):

@@ -16,10 +16,9 @@ from torch.utils.data import DataLoader
 
 import telemetry
 from telemetry.agent.figures import STATE_FIGURES, WINDOW_FIGURES, figures, metric_figures
-from telemetry.core.views import RunView
-from telemetry.publish.exposition import Exposition
+from telemetry.node.metrics import RunView
 from telemetry.records import CATEGORIES, Histogram, LogWindow, Totals
-from tests.full_views import all_families
+from tests.full_views import page
 from tests.running_agent import log_lines, wait_for
 
 NAMES = [figure.name for figure in (*WINDOW_FIGURES, *STATE_FIGURES, *metric_figures())]
@@ -47,6 +46,7 @@ def empty_view(**changes) -> RunView:
     none = Histogram((), (0,), 0.0)
     values = {
         "info": {},
+        "started_unix_seconds": 0.0,
         "ended": False,
         "totals": Totals(exposed_wait_seconds=None),
         "step_duration": none,
@@ -91,7 +91,7 @@ def test_figures_agree_with_the_endpoint(agent):
 
     wait_for(lambda: telemetry.metrics().get("steps_total") == 20)
     view = agent._view()
-    text = b"".join(part for family in all_families(Exposition("r", 0, "n1"), view) for part in family).decode()
+    text = page(view)
     shown = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:

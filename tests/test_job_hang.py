@@ -10,10 +10,9 @@ import pytest
 from msgspec.structs import replace
 
 from telemetry.agent.hangs import JobHang
-from telemetry.core.views import HangView
 from telemetry.diagnosis.hangs import Collective, HangState
-from telemetry.publish.board import Board
-from telemetry.publish.hang_board import HangBoard
+from telemetry.node.board import Board, HangBoard
+from telemetry.node.metrics import HangView
 from telemetry.util.clock import NS, WallClock
 from telemetry.util.processes import Identity
 from tests.faults.processes import Child, write
@@ -135,9 +134,9 @@ def test_a_second_hang_has_a_line_of_its_own(board):
 OTHER = """
 import sys
 from pathlib import Path
-from telemetry.publish.board import Board
+from telemetry.node.board import Board, Numbers
 board = Board("r", "x", "n1", root=Path(sys.argv[1]))
-board.publish(1, [], ended=sys.argv[2] == "ended")
+board.publish(1, Numbers(), ended=sys.argv[2] == "ended")
 print("published", flush=True)
 sys.stdin.readline()
 """

@@ -6,10 +6,10 @@ import os
 
 import pytest
 
+from telemetry.agent.stalls import MAX_BYTES, MAX_FILES, ProfileFolder
 from telemetry.diagnosis import lines as work
 from telemetry.diagnosis.lines import line_shares
 from telemetry.hooks.worker_block import SharedArea
-from telemetry.publish.profile_folder import MAX_BYTES, MAX_FILES, ProfileFolder
 from telemetry.report.logs import load
 from telemetry.report.summary import summarize
 from telemetry.report.text import render

@@ -17,9 +17,8 @@ from msgspec.structs import replace
 
 from telemetry.diagnosis.hangs import Collective, HangState
 from telemetry.node import peers
+from telemetry.node.board import Board, Numbers
 from telemetry.node.peers import JobExchange, JobLink, NodeReport, candidates, read_report
-from telemetry.publish.board import Board
-from telemetry.publish.node import NodeService
 from telemetry.records import RankPace
 from telemetry.util import threads
 from telemetry.util.clock import NS
@@ -352,16 +351,18 @@ class Node:
 
     def __init__(self, name: str, rank: int, run_dir, boards) -> None:
         self.board = Board("job", str(run_dir), name, root=boards)
-        self.service = NodeService(self.board, None, host="127.0.0.1", port=None, node=name, errors=ErrorLog())
+            self.board, None, run="job", host="127.0.0.1", port=None, node=name, errors=ErrorLog()
+        )
         self.errors = ErrorLog()
         self.seconds = 0.0
         self.rank = rank
-        self.link = JobLink(run_dir, name, self.service, self.errors, mono_ns=lambda: int(self.seconds * NS))
+        self.link = JobLink(run_dir, name, self.board, self.errors, mono_ns=lambda: int(self.seconds * NS))
 
     def tick(self, world_size: int = 2):
         self.seconds += 1
-        self.service.publish(self.rank, [], [], pace=pace(self.rank), ended=False)
-        self.service.lead_if_vacant()
+        self.board.publish(self.rank, Numbers(), pace=pace(self.rank))
+        if self.board.lead():
+            self.board.server_lock.beat()
         self.link.tick(world_size)
         return self.link.paces()
 
@@ -379,7 +380,7 @@ def node(tmp_path, monkeypatch):
     yield make
     for one in nodes:
         one.link.close(5)
-        one.service.leave()
+        one.board.leave()
 
 
 def test_each_node_learns_of_the_rank_of_the_other_and_of_its_hang(node):
@@ -399,7 +400,7 @@ def test_a_job_of_one_node_has_no_thread_and_no_file(node, tmp_path):
     for _ in range(3):
         assert alone.tick(world_size=1) == ()
     live = [2]
-    alone.service.live_ranks = lambda: live[0]
+    alone.board.live_ranks = lambda **_: live[0]
     alone.tick(world_size=2)
     live[0] = 1  # a rank has ended before the others
     alone.tick(world_size=2)

@@ -23,7 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from telemetry.hooks.samples import Arrival
+from telemetry.hooks.loaders import Arrival
 from telemetry.hooks.worker import WorkerProbe
 from telemetry.hooks.worker_block import FETCH_BUCKETS, WorkerBlock, WorkerCounters
 from telemetry.sources.proc import read_schedule

@@ -7,7 +7,7 @@ import sys
 import traceback
 
 FRAMES_STAY = sys.version_info < (3, 11)
-"""See `telemetry.attach.frames`."""
+"""See `telemetry.hooks.patching`."""
 
 _OURS = re.compile(r'  File "[^"]*/telemetry/attach/[^"]*", line .*\n    .*\n')
 

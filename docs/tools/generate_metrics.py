@@ -1,6 +1,6 @@
 """Writes the generated part of METRICS.md: ``python docs/tools/generate_metrics.py``.
 
-The tables come from `telemetry.publish.metrics`. The text around them is written by hand, in METRICS.md itself.
+The tables come from `telemetry.node.metrics`. The text around them is written by hand, in METRICS.md itself.
 """
 
 from __future__ import annotations
@@ -8,15 +8,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from telemetry.publish.metrics.table import SECTIONS
+from telemetry.node.metrics import SECTIONS, metrics
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from telemetry.publish.metrics.metric import Metric, MetricGroup, MetricSection
+    from telemetry.node.metrics import Metric, MetricGroup, MetricSection
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "METRICS.md"
-BEGIN = "<!-- begin generated: `make docs-reference` writes this part from telemetry/publish/metrics/ -->\n"
+BEGIN = "<!-- begin generated: `make docs-reference` writes this part from telemetry/node/metrics.py -->\n"
 END = "<!-- end generated -->\n"
 
 METRICS_HEAD = "| Name | Type | Unit | Labels | Meaning | Absent |\n|---|---|---|---|---|---|\n"
@@ -69,7 +67,7 @@ def _row(group: MetricGroup[Any], metric: Metric[Any]) -> str:
 def _label_values() -> str:
     """One row for each label with a closed set of values, and the metrics that have it."""
     users: dict[tuple[str, tuple[str, ...]], list[str]] = {}
-    for metric in _metrics():
+    for _, metric in metrics():
         if metric.label is not None and metric.label.values:
             users.setdefault((metric.label.name, metric.label.values), []).append(metric.name)
     rows = (
@@ -77,12 +75,6 @@ def _label_values() -> str:
         for (label, values), names in users.items()
     )
     return LABELS_HEAD + "".join(rows)
-
-
-def _metrics() -> Iterator[Metric[Any]]:
-    for section in SECTIONS:
-        for group in section.groups:
-            yield from group.metrics
 
 
 if __name__ == "__main__":

@@ -14,11 +14,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.agent.accounting import Accounting
 from telemetry.agent.end_line import EndLine, absolute, say_start
-from telemetry.agent.endpoint_address import EndpointAddress
 from telemetry.agent.figures import FigureOutput
 from telemetry.agent.hangs import JobHang, OwnState
 from telemetry.agent.log import EventLog, RunEnvironment
-from telemetry.agent.rank_membership import Membership
 from telemetry.agent.restarts import FOLDER, AttemptLog, RunCounts, RunLosses
 from telemetry.agent.run_view import RunViewBuilder
 from telemetry.agent.stall_report import StallCounts
@@ -30,16 +28,15 @@ from telemetry.hooks.attachment import Attachment
 from telemetry.hooks.patching import Patches, keep
 from telemetry.hooks.ring import Ring
 from telemetry.hooks.tracker import StepTracker
+from telemetry.node.board import Board, Membership
+from telemetry.node.endpoint import EndpointAddress, NodeService
 from telemetry.node.peers import JobLink, PeerPaces
-from telemetry.publish.board import Board
-from telemetry.publish.discovery import TargetFile
-from telemetry.publish.exposition import Exposition
-from telemetry.publish.node import NodeService
+from telemetry.node.prometheus import TargetFile
 from telemetry.records import COMPUTE, DATA_WAIT
 from telemetry.snapshot.control import SnapshotControl
 from telemetry.sources.lines import ThreadSampler
 from telemetry.sources.proc import is_running
-from telemetry.util.clock import NS, WallClock, now_ns, sleep
+from telemetry.util.clock import NS, WallClock, now_ns
 from telemetry.util.errors import ErrorLog, let_pass, say
 from telemetry.util.files import StandardStreams
 from telemetry.util.gil import GilTurns
@@ -51,7 +48,7 @@ if TYPE_CHECKING:
 
     from telemetry.agent.trial_run import TrialRun
     from telemetry.config import Config
-    from telemetry.core.views import RunView
+    from telemetry.node.metrics import RunView
     from telemetry.records import RankPace, Step
     from telemetry.sources.lines import LineSampler
 
@@ -283,7 +280,6 @@ class AgentParts:
         self._tick_pace = TickPace(config, self.accounting)
         self._node: NodeService | None = None  # set by `start`
         self._job: JobLink | None = None  # set by `start`
-        self._exposition = Exposition(self.identity.run, self.identity.rank, self.identity.node)
         self._collectors = CollectorPoller(self.tracker, config.interval_seconds, self.errors)
         self._address = EndpointAddress(config, self.identity.node)
         self.overhead = Overhead(self.tracker, self._collectors)
@@ -407,6 +403,10 @@ class AgentParts:
         )
         self.accounting.on_steps = self._on_steps
 
+    @property
+    def _board(self) -> Board | None:
+        return self._node.board if self._node is not None else None
+
     def _count_losses(self) -> None:
         ledger, stalls = self.accounting.ledger, self._stall_monitor
         self._losses.tick(
@@ -445,10 +445,10 @@ class AgentParts:
         return self._job is not None and self._job.ranks_elsewhere(self.identity.world_size)
 
     def _paces_of_others(self) -> tuple[RankPace, ...]:
-        if self._node is None or self.identity.world_size < 2:
+        if self._board is None or self.identity.world_size < 2:
             return ()
         elsewhere = self._job.paces() if self._job is not None else ()
-        return (*self._node.paces(self.identity.rank), *elsewhere)
+        return (*self._board.paces(self.identity.rank), *elsewhere)
 
 
 # -- agent -----------------------------------------------------------------------------------------------------------
@@ -465,9 +465,6 @@ _RANK_SECONDS: Final = 0.9
 _PUBLISH_SECONDS: Final = 2.0
 """If two ticks are closer than this, only one of them publishes the state. Publishing is 40 % of the cost of a tick,
 and Prometheus scrapes only once in many seconds."""
-
-_FAMILIES_AT_A_TIME: Final = 24
-"""Families that are rendered at a time, in 0.1 ms. Then the training thread gets its turn, which costs 20 us."""
 
 _STOP_SECONDS: Final = 2.0
 """The most that ``stop`` takes: for a tick in progress, the end of the log, and then for what others still do: the
@@ -528,13 +525,15 @@ class Agent(AgentParts):
             self._node = NodeService(
                 board,
                 targets,
+                run=self.identity.run,
                 host=self.config.host,
                 port=self.config.port,
                 node=self.identity.node,
                 errors=self.errors,
             )
-            self.overhead.node = self._address.node = self.snapshots.node = self._node
-            self._job = self.overhead.job = JobLink(self.run_dir, self.identity.node, self._node, self.errors)
+            self.overhead.node = self._address.node = self._node
+            self.snapshots.board = board
+            self._job = self.overhead.job = JobLink(self.run_dir, self.identity.node, board, self.errors)
             board.sweep()
         self.figures.start(self.run_dir)
         self._settle_rank()
@@ -665,16 +664,15 @@ class Agent(AgentParts):
     def _settle_rank(self) -> None:
         """Follow the rank of this process: series, log, stalls and snapshots continue under the current rank."""
         self._rank_due_ns = now_ns() + int(_RANK_SECONDS * NS)
-        before, identity = self.identity, self._membership.look(self._node, steps=self.accounting.steps_total)
+        before, identity = self.identity, self._membership.look(self._board, steps=self.accounting.steps_total)
         if identity == before:
             return
         self.identity = identity
-        self._exposition = Exposition(identity.run, identity.rank, identity.node)
         self._stall_monitor.adopt(identity.rank)
         self.snapshots.adopt(identity)
         with self.errors.contained("board"):
-            if self._node is not None and before.rank != identity.rank:
-                self._node.move(before.rank, identity.rank)
+            if self._board is not None and before.rank != identity.rank:
+                self._board.move(before.rank, identity.rank)
         self.event_log.adopt(identity, self._membership.claim.rank)
         self._published = False  # so that the next tick publishes
 
@@ -711,7 +709,7 @@ class Agent(AgentParts):
             self._stall_monitor.tick(tick, self.accounting, intervals=self._tick_pace.intervals)
             self._changes.tick(tick.totals)
             self.tracker.time_next_batch(self._stall_monitor.waits_to_time)
-            self.job_hang.tick(self.identity, self._node, self._job)
+            self.job_hang.tick(self.identity, self._board, self._job)
         with self.errors.contained("lines"):
             stalls = self._stall_monitor
             if self._line_monitor.tick(stalls.open_stall, holds_others_up=stalls.holds_others_up):
@@ -802,13 +800,8 @@ class Agent(AgentParts):
         self.figures.update(view)
         if self._node is None:
             return
-        own: list[tuple[bytes, bytes]] = []
-        for number, family in enumerate(self._exposition.render(view), 1):
-            own.append(family)
-            if number % _FAMILIES_AT_A_TIME == 0:
-                sleep(0)
         pace = self._stall_monitor.pace() if self.identity.world_size > 1 else None
-        self._node.publish(self.identity.rank, own, self._exposition.render_node(view), pace=pace, ended=self._ended)
+        self._node.publish(self.identity.rank, view, pace=pace, ended=self._ended)
 
     def _view(self) -> RunView:
         return self._views.view(self._builder.current(), self.identity, ended=self._ended)

@@ -8,8 +8,7 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.config import TRIAL_VARIABLE
-from telemetry.publish.metrics.metric import HISTOGRAM, NEVER
-from telemetry.publish.metrics.table import SECTIONS
+from telemetry.node.metrics import GROUPS, NEVER, metrics
 from telemetry.records import CATEGORIES, COMPUTE, DATA_WAIT, SinkItem
 from telemetry.util.clock import now_ns
 
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
     from telemetry.agent.log import EventLog
     from telemetry.config import Config
-    from telemetry.core.views import RunView
+    from telemetry.node.metrics import RunView
     from telemetry.records import LogWindow, Percentiles
     from telemetry.sinks.thread import SinkThread
     from telemetry.util.clock import WallClock
@@ -194,20 +193,19 @@ class MetricFigure:
 def _metric_figures() -> tuple[tuple[Callable[[RunView], Any], tuple[tuple[str, Callable[[Any], Any]], ...]], ...]:
     """By group: what gets its record, and for each figure its name and what reads it from the record."""
     found = []
-    for section in SECTIONS:
-        for group in section.groups:
-            readers = tuple(
-                (metric.name.removeprefix(_PREFIX), metric.read) for metric in group.metrics if _is_figure(metric)
-            )
-            if readers:
-                found.append((group.record, readers))
+    for group in GROUPS:
+        readers = tuple(
+            (metric.name.removeprefix(_PREFIX), metric.read) for metric in group.metrics if _is_figure(metric)
+        )
+        if readers:
+            found.append((group.record, readers))
     return tuple(found)
 
 
 def _is_figure(metric: Any) -> bool:
     return (
         metric.name.startswith(_PREFIX)
-        and metric.type != HISTOGRAM
+        and metric.type != "histogram"
         and metric.label is None
         and not metric.name.endswith("_info")
         and metric.name not in _LEFT_OUT
@@ -227,9 +225,7 @@ def metric_figures() -> tuple[MetricFigure, ...]:
             group.absent if metric.absent is None else metric.absent,
             metric.name,
         )
-        for section in SECTIONS
-        for group in section.groups
-        for metric in group.metrics
+        for group, metric in metrics()
         if _is_figure(metric)
     )
 

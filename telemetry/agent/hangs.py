@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 from msgspec import structs
 
-from telemetry.core.views import HangView
 from telemetry.diagnosis.hangs import (
     ALIVE,
     ENDED,
@@ -33,6 +32,7 @@ from telemetry.diagnosis.hangs import (
     hang_cause,
     with_sentence,
 )
+from telemetry.node.metrics import HangView
 from telemetry.records import CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, OTHER
 from telemetry.sources.flight_recorder import OFF, FlightRecorder
 from telemetry.sources.proc import thread_state
@@ -60,9 +60,8 @@ if TYPE_CHECKING:
     from telemetry.diagnosis.hangs import HangVerdict
     from telemetry.hooks.tracker import StepTracker
     from telemetry.hooks.worker_block import StackPort
+    from telemetry.node.board import Board, HangBoard, RankProcess
     from telemetry.node.peers import JobLink
-    from telemetry.publish.hang_board import HangBoard, RankProcess
-    from telemetry.publish.node import NodeService
     from telemetry.records import Advice, RankPace
     from telemetry.sources.stacks import StuckPlace
     from telemetry.util.clock import WallClock
@@ -357,7 +356,7 @@ class JobHang:
         self._over: dict[str, Any] | None = None
         self._verdict: HangVerdict | None = None
 
-    def tick(self, identity: Identity, node: NodeService | None, job: JobLink | None) -> None:
+    def tick(self, identity: Identity, node: Board | None, job: JobLink | None) -> None:
         """While a rank of the job is stuck: publish the state of this rank. The rank that serves its node decides.
 
         On a calm run this does nothing.

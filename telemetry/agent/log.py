@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from telemetry.agent.accounting import Accounting
-    from telemetry.agent.endpoint_address import EndpointAddress
     from telemetry.agent.restarts import AttemptLog
     from telemetry.agent.stall_report import StallCounts
     from telemetry.agent.totals import CollectorPoller, TotalsBuilder
     from telemetry.agent.trends import MemoryWatch
     from telemetry.config import Config
+    from telemetry.node.endpoint import EndpointAddress
     from telemetry.records import Percentiles
     from telemetry.util.clock import WallClock
     from telemetry.util.errors import ErrorLog

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 import msgspec
 from msgspec import Meta, structs
 
-from telemetry.core.views import AttemptView
+from telemetry.node.metrics import AttemptView
 from telemetry.records import CHECKPOINT, COMPUTE, DATA_WAIT, OTHER, PhaseSpan, phase
 from telemetry.records import STARTUP as LEDGER_STARTUP
 from telemetry.sources.cgroup import OomCounter

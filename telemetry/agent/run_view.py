@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from telemetry._version import __version__
-from telemetry.core.views import RunView
+from telemetry.node.metrics import RunView
 from telemetry.util.processes import job_labels
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from telemetry.agent.stalls import StallMonitor
     from telemetry.agent.totals import CollectorPoller
     from telemetry.agent.trends import ChangeMonitor, MemoryWatch
-    from telemetry.core.views import HangView
+    from telemetry.node.metrics import HangView
     from telemetry.records import GpuSample, Totals
     from telemetry.snapshot.control import SnapshotControl
     from telemetry.util.clock import WallClock
@@ -67,6 +67,7 @@ class RunViewBuilder:
         accounting, collectors, last = self._accounting, self._collectors, self._accounting.ledger.last_step_ns
         return RunView(
             info=_info_labels(identity) | self._job_labels,
+            started_unix_seconds=self._wall.unix_seconds(accounting.ledger.start_ns),
             ended=ended,
             totals=totals,
             step_duration=accounting.stats.histogram(),

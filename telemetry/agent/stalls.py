@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import re
 from collections import deque
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
@@ -11,18 +13,18 @@ from msgspec import structs
 
 from telemetry.agent.hangs import HangMonitor
 from telemetry.agent.stall_report import slow_rank, stall_fields
-from telemetry.core.views import StallView
 from telemetry.diagnosis import lines as work
 from telemetry.diagnosis.hangs import EXPECTED, OVERDUE, longest_phase, paused
 from telemetry.diagnosis.lines import line_advice, line_verdict, verdict_part
 from telemetry.diagnosis.stalls import StallDetector
 from telemetry.diagnosis.stragglers import held_up_by, mostly_in_sync, short_of_cores
 from telemetry.diagnosis.verdict import batches_unseen, costliest, lost_seconds, weight
-from telemetry.publish.profile_folder import MAX_BYTES, ProfileFolder
+from telemetry.node.metrics import StallView
 from telemetry.records import CHECKPOINT, DATA_WAIT, DEBUGGED, EVALUATION, Tick
 from telemetry.sources.lines import LineSampler
 from telemetry.util.clock import NS, now_ns, sleep
 from telemetry.util.errors import kind_of
+from telemetry.util.files import remove_file, replace_file
 from telemetry.util.sampling import StackProfile
 from telemetry.util.threads import OwnThread
 
@@ -110,6 +112,45 @@ def _resolve(callback: Callable[[dict[str, Any]], Any] | str) -> Callable[[dict[
     module, _, name = callback.rpartition(".")
     found: Callable[[dict[str, Any]], Any] = getattr(importlib.import_module(module), name)
     return found
+
+
+# -- profiles of stalls: folded stacks in the run folder, one file per stall and rank ----------------------------------
+
+MAX_BYTES: Final = 1 << 18
+"""Maximum size of a file."""
+
+MAX_FILES: Final = 20
+"""Maximum number of files of a rank, over all attempts of the run. The oldest are removed."""
+
+
+class ProfileFolder:
+    """Writes the profiles of one process.
+
+    Args:
+        path: the folder; made with the first profile.
+        pid: pid of the process.
+    """
+
+    def __init__(self, path: Path, pid: int) -> None:
+        self._path = path
+        self._pid = pid
+
+    def write(self, rank: int, number: int, cause: str, content: bytes) -> None:
+        """Write the profile of a stall over the one before. ``number``: of the stall in this process.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        self._path.mkdir(parents=True, exist_ok=True)
+        replace_file(self._path / f"rank-{rank}.{self._pid}.stall-{number}.{cause}.folded", content[:MAX_BYTES], 0o644)
+        self._remove_oldest(rank)
+
+    def _remove_oldest(self, rank: int) -> None:
+        name = re.compile(rf"rank-{rank}\.\d+\.stall-\d+\.\w+\.folded")
+        own = [entry for entry in os.scandir(self._path) if name.fullmatch(entry.name)]
+        if len(own) > MAX_FILES:
+            for entry in sorted(own, key=lambda entry: entry.stat().st_mtime_ns)[:-MAX_FILES]:
+                remove_file(entry.path)
 
 
 # -- line monitor ----------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from telemetry.util.files import dump_object, replace_file
 if TYPE_CHECKING:
     from telemetry.agent.agent import AgentParts
     from telemetry.core.trial_records import LoaderFacts, TrialPlan
-    from telemetry.publish.node import NodeService
+    from telemetry.node.endpoint import NodeService
     from telemetry.records import Tick
     from telemetry.util.processes import Identity
 

@@ -17,7 +17,7 @@ from telemetry.util.text import binary_size
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from telemetry.publish.listen_address import Address
+    from telemetry.node.endpoint import Address
 
 _BOARD_BYTES: Final = 16 << 20
 _RESOLVER_SECONDS: Final = 5.0
@@ -25,7 +25,7 @@ _RESOLVER_SECONDS: Final = 5.0
 
 def check_endpoint(place: CheckContext) -> Iterable[Finding]:
     """Whether the port is free, and if not, which port a run would use."""
-    from telemetry.publish.listen_address import PORTS_TRIED, explained
+    from telemetry.node.endpoint import PORTS_TRIED, explained
 
     host, port = place.config.host, place.config.port
     if port is None:
@@ -57,7 +57,7 @@ def _address_of(host: str) -> Address:
     Raises:
         OSError: the name has no address, or the resolver does not answer.
     """
-    from telemetry.publish.listen_address import Lookup, numeric
+    from telemetry.node.endpoint import Lookup, numeric
 
     address = numeric(host)
     if address is not None:
@@ -114,7 +114,7 @@ def _nearest(folder: Path) -> Path:
 def check_board(place: CheckContext) -> Iterable[Finding]:
     """Whether a board can be created and locked. It is removed again."""
     del place
-    from telemetry.publish.board import Board, board_root
+    from telemetry.node.board import Board, board_root
 
     root = board_root()
     try:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 OLDEST_PYTHON: Final = (3, 10)
 OLDEST_TORCH: Final = (2, 4)
-NEEDED: Final = ("structlog", "psutil", "msgspec", "orjson", "nvidia-ml-py")
+NEEDED: Final = ("structlog", "psutil", "orjson", "msgspec", "prometheus-client", "nvidia-ml-py")
 
 
 def check_enabled(place: CheckContext) -> Iterable[Finding]:

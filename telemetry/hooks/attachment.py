@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from telemetry.hooks import accelerator, checkpoints, watch
 from telemetry.hooks import dataloader as loader_hooks
+from telemetry.hooks.dataloader import patch_workers
 from telemetry.hooks.gpu import GpuClock
 from telemetry.hooks.patching import ImportWatch, Patches
 from telemetry.hooks.profilers import ProfilerWatch
 from telemetry.hooks.tracker import GPU_CLOCK, optimizer_hook
-from telemetry.hooks.worker import patch_workers
 
 if TYPE_CHECKING:
     from collections.abc import Callable

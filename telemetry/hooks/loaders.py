@@ -6,18 +6,31 @@ import sys
 import threading
 import weakref
 from collections import deque
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from telemetry.hooks.samples import Arrival
     from telemetry.hooks.worker_block import WorkerBlock
 
 
 # -- loader types ----------------------------------------------------------------------------------------------------
 #
 # Recognises an object by its type only: its attributes prove nothing, and reading one may raise.
+
+
+class Arrival(NamedTuple):
+    """A batch that the training thread has taken from its workers. A tuple, because one is made for each batch.
+
+    Attributes:
+        epoch: epoch of the loader's iterator, the first is 1. ``number``: of the batch in the epoch, the first is 0.
+        requested_ns, arrived_ns: start and end of the wait, monotonic.
+    """
+
+    epoch: int
+    number: int
+    requested_ns: int
+    arrived_ns: int
 
 
 class Wrapper:

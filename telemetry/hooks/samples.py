@@ -18,7 +18,7 @@ from itertools import count, repeat
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from telemetry.hooks import loaders
-from telemetry.hooks.loaders import ON_THREAD, BatchSource, LoaderHandle, own_value
+from telemetry.hooks.loaders import ON_THREAD, Arrival, BatchSource, LoaderHandle, own_value
 from telemetry.hooks.patching import WeakMap, forget_frame, unseen
 from telemetry.hooks.ring import BATCH, BEGINS, CLOSES, GAP, JOINS, OPENS, S_DATA_WAIT, STEP, STRIDE
 from telemetry.hooks.worker import FetchedSamples, tokens_in
@@ -561,20 +561,6 @@ class _TrainedSum:
     def trained(self) -> int | None:
         """The sum; None if it is not known, or not yet."""
         return self._sum if self._known and self._settled else None
-
-
-class Arrival(NamedTuple):
-    """A batch that the training thread has taken from its workers. A tuple, because one is made for each batch.
-
-    Attributes:
-        epoch: epoch of the loader's iterator, the first is 1. ``number``: of the batch in the epoch, the first is 0.
-        requested_ns, arrived_ns: start and end of the wait, monotonic.
-    """
-
-    epoch: int
-    number: int
-    requested_ns: int
-    arrived_ns: int
 
 
 class BatchNumbering:

@@ -1,6 +1,6 @@
 """What runs in a DataLoader worker, and how it gets there.
 
-While the constructor of an iterator runs, `patch_workers` lets it read a `WorkerProbe` instead of the loader's
+While the constructor of an iterator runs, `hooks.dataloader` lets it read a `WorkerProbe` instead of the loader's
 ``worker_init_fn``. In each worker the probe wraps the ``fetch`` of torch's fetchers (`timed_fetch`) and starts a thread
 that answers requests for the worker's stacks. What a worker counts is in a `WorkerBlock` of shared memory, which the
 agent reads without waiting for anybody.
@@ -26,7 +26,6 @@ from telemetry.hooks.worker_block import (
     FETCH_BUCKETS,
     FETCHES,
     HISTOGRAM_AT,
-    MAX_WORKERS,
     PID,
     RAISED,
     RECENT,
@@ -56,8 +55,6 @@ from telemetry.util.threads import OwnThread, rest, work
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from telemetry.hooks.patching import Patches
-    from telemetry.hooks.tracker import StepTracker
 
 # -- what a batch has ----------------------------------------------------------------------------------------------
 
@@ -506,132 +503,3 @@ def _own_pipe() -> Descriptor:
     finally:
         for end in ends:
             os.close(end)
-
-
-# -- in the training process: how the probe gets into the workers --------------------------------------------------
-
-_NAME: Final = "_worker_init_fn"
-
-
-def patch_workers(iterators: Any, tracker: StepTracker, patches: Patches) -> None:
-    """Patch a class of iterators with workers: its constructor starts them.
-
-    The constructor takes ``worker_init_fn`` from its loader, keeps it as ``_worker_init_fn`` and passes that to each
-    worker. While it runs, the descriptor `_InitFunction` returns a probe instead. Nothing is set on the loader or kept
-    in the iterator: loaders are shared between threads, copied, pickled and sealed, and their iterators are made inside
-    one another.
-
-    Args:
-        iterators: the class.
-        tracker: its sources get each iterator.
-        patches: undo it.
-
-    Raises:
-        AttributeError: the class itself has a ``_worker_init_fn``, so this version of torch is unknown.
-    """
-    for kind in iterators.__mro__:
-        if not isinstance(vars(kind).get(_NAME), _InitFunction | None):  # after a fork the parent's may still be there
-            raise AttributeError(f"{kind.__name__} has {_NAME} already")  # noqa: TRY004
-    init_function = _InitFunction(tracker)
-    patches.put(iterators, _NAME, init_function)
-    patches.replace(iterators, "__init__", lambda original: _probed(original, init_function, tracker))
-
-
-def _probed(original: Callable[..., None], init_function: _InitFunction, tracker: StepTracker) -> Callable[..., None]:
-    begun: WeakMap[None] = WeakMap()  # loaders
-
-    @functools.wraps(original)
-    @unseen
-    def __init__(self: Any, loader: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-        if tracker.active:
-            init_function.making[id(self)] = []
-        try:
-            original(self, loader, *args, **kwargs)
-        except BaseException as error:
-            init_function.making.pop(id(self), None)
-            forget_frame(error)
-            _forget_notes(error)
-            raise
-        making = init_function.making.pop(id(self), None)
-        if making is None or not tracker.active:
-            return
-        try:
-            tracker.sources.register(self, making[0] if making else None, again=loader in begun)
-            begun[loader] = None
-        except Exception as error:
-            tracker.fault(error)
-
-    return __init__
-
-
-def _forget_notes(error: BaseException) -> None:
-    """Drop the probe from what Python 3.14 notes of a function of the user's that cannot be pickled for a worker.
-
-    From the inside out, each note names an object that holds the one before it; two of them are a probe's state and the
-    probe. The note before its state says which part of that state it was.
-    """
-    kept: list[str] = []
-    for note in getattr(error, "__notes__", ()):
-        if not str(note).startswith(f"when serializing {__name__}."):
-            kept.append(note)
-        elif str(note).endswith(" state"):
-            del kept[-1:]
-    if kept:
-        error.__notes__ = kept  # type: ignore[attr-defined]
-
-
-class _InitFunction:
-    """``_worker_init_fn`` of a class of iterators: the user's function, with a probe around it in the constructor.
-
-    Attributes:
-        making: the iterators whose constructors run, on any thread, by id; each with its block, or None if none can be
-            made. It is empty until the constructor has read the function.
-    """
-
-    def __init__(self, tracker: StepTracker) -> None:
-        self.making: dict[int, list[WorkerBlock | None]] = {}
-        self._tracker = tracker
-
-    def __get__(self, iterator: Any, kind: type) -> Any:
-        if iterator is None:
-            raise AttributeError(f"type object {kind.__name__!r} has no attribute {_NAME!r}")
-        try:
-            user = vars(iterator)[_NAME]
-        except KeyError:
-            raise AttributeError(f"{kind.__name__!r} object has no attribute {_NAME!r}") from None
-        making = self.making.get(id(iterator))
-        if making is None:
-            return user
-        try:
-            if not making:
-                making.append(None)  # stays if no block can be made, so that it is tried only once
-                making[0] = self._block_for(iterator)
-            block = making[0]
-            return user if block is None else WorkerProbe(user, block, nvtx=self._tracker.profiler_ranges.nvtx)
-        except Exception as error:
-            self._tracker.fault(error)
-            return user
-
-    def __set__(self, iterator: Any, value: Any) -> None:
-        vars(iterator)[_NAME] = _without_probe(value)
-
-    def __delete__(self, iterator: Any) -> None:
-        del vars(iterator)[_NAME]
-
-    def _block_for(self, iterator: Any) -> WorkerBlock | None:
-        if not 0 < iterator._num_workers <= MAX_WORKERS:
-            return None
-        block = WorkerBlock(iterator._num_workers)
-        if self._tracker.marks.counts_samples(iterator):
-            block.set(SAMPLES_WANTED)
-        session, until = self._tracker.sources.sampling
-        if until:
-            block.ask_samples(session, until)
-        return block
-
-
-def _without_probe(value: Any) -> Any:
-    """The user's function. For a data pipe the constructor reads the probe and keeps it in a ``partial``."""
-    if type(value) is functools.partial and any(isinstance(argument, WorkerProbe) for argument in value.args):
-        return functools.partial(value.func, *map(_without_probe, value.args), **value.keywords)
-    return value.user if isinstance(value, WorkerProbe) else value

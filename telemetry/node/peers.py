@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
 
-    from telemetry.publish.node import NodeService
+    from telemetry.node.board import Board
     from telemetry.util.errors import ErrorLog
 
 CYCLE_SECONDS: Final = 5.0
@@ -380,7 +380,7 @@ class JobLink:
         self,
         run_dir: Path,
         node_name: str,
-        node: NodeService,
+        node: Board,
         errors: ErrorLog,
         *,
         mono_ns: Callable[[], int] = now_ns,
@@ -476,7 +476,7 @@ class JobLink:
         self._thread = None
 
     def _run(self, stop: Wake) -> None:
-        exchange = JobExchange(self._run_dir, self._node_name, self._node.board_name, mono_ns=self._now)
+        exchange = JobExchange(self._run_dir, self._node_name, self._node.name, mono_ns=self._now)
         while not stop.is_set():
             try:
                 found = exchange.cycle(self._node.paces(), self.local)

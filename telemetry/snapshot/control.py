@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from telemetry.core.views import SnapshotsView
+from telemetry.node.metrics import SnapshotsView
 from telemetry.records import FAILED, RECORDED, REFUSED, SKIPPED, SLOWER, SNAPSHOT_RESULTS, rounded
 from telemetry.snapshot import agree
 from telemetry.snapshot.agree import Agreement, Plan, Request, Result
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from telemetry.config import Config
     from telemetry.hooks.profilers import ProfilerWatch
     from telemetry.hooks.tracker import StepTracker
-    from telemetry.publish.node import NodeService
+    from telemetry.node.board import Board
     from telemetry.records import Step
     from telemetry.snapshot.capture import RecordedTrace
     from telemetry.util.clock import WallClock
@@ -273,7 +273,7 @@ class SnapshotControl:
         ranks_elsewhere: whether the job has ranks on other nodes.
 
     Attributes:
-        node: knows how many ranks of the node may record at the same time. Set by the agent; None without a board.
+        board: knows how many ranks of the node may record at the same time. Set by the agent; None without a board.
         counts: snapshots so far, by result.
     """
 
@@ -299,7 +299,7 @@ class SnapshotControl:
         self._wall = wall
         self._accounting = accounting
         self._event_log = event_log
-        self.node: NodeService | None = None
+        self.board: Board | None = None
         self.counts = dict.fromkeys(SNAPSHOT_RESULTS, 0)
         self._asked: deque[tuple[int | None, int]] = deque(maxlen=16)
         self._trigger = Trigger(
@@ -453,7 +453,7 @@ class SnapshotControl:
             budget = Budget.now(
                 config.snapshot_memory_bytes,
                 config.snapshot_pause_seconds,
-                ranks=max(1, self.node.live_ranks()) if self.node is not None else 1,
+                ranks=max(1, self.board.live_ranks()) if self.board is not None else 1,
                 shapes=config.snapshot_shapes,
             )
             watch = BudgetWatch(budget)

@@ -23,8 +23,7 @@ from telemetry.util.files import raised
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from telemetry.hooks.loaders import LoaderHandle
-    from telemetry.hooks.samples import Arrival
+    from telemetry.hooks.loaders import Arrival, LoaderHandle
     from telemetry.sources.proc import Io, Schedule, Stat
 
 # -- the source ----------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 import telemetry
 from faults.processes import HANG, events, fetch, value, wait_for
 from faults.small_run import BATCHES, train
-from telemetry.publish import exposition
+from telemetry.node import endpoint, prometheus
 from tests.faults.broken_seams import HOOKS, break_, break_seam, counted
 
 
@@ -92,14 +92,13 @@ def test_an_error_on_the_agent_s_thread_stays_there(seam, start, unharmed, monke
     assert sum(end["ledger_total_seconds"].values()) == pytest.approx(end["wall_seconds"], abs=1e-4)
 
 
-@pytest.mark.parametrize("seam", ["view", "render", "board"])
+@pytest.mark.parametrize("seam", ["view", "board"])
 def test_an_error_in_the_rendering_leaves_the_log(seam, start, unharmed, monkeypatch, tmp_path):
     agent = start()
     ticked(agent)
     places = {
         "view": (agent, "_view"),
-        "render": (agent._exposition, "render"),
-        "board": (agent._node._board, "publish"),
+        "board": (agent._node.board, "publish"),
     }
     with monkeypatch.context() as patch:
         patch.setattr(*places[seam], break_)
@@ -114,11 +113,9 @@ def test_an_error_in_the_rendering_leaves_the_log(seam, start, unharmed, monkeyp
 def test_a_board_that_cannot_be_read_is_an_error_of_one_request(start, monkeypatch):
     import urllib.error
 
-    from telemetry.publish import endpoint
-
     agent = start()
     with monkeypatch.context() as patch:
-        patch.setattr(endpoint, "join", break_)
+        patch.setattr(prometheus, "rendered", break_)
         with pytest.raises(urllib.error.HTTPError) as failed:
             fetch(agent.metrics_url)
         assert failed.value.code == 500
@@ -218,9 +215,9 @@ def test_hooks_of_other_threads_pass_through_whatever_fails(start, unharmed, mon
     assert seen == [unharmed[False]]
 
 
-def test_a_family_that_cannot_be_rendered_is_an_error_of_the_agent_alone(start, monkeypatch):
+def test_metrics_that_cannot_be_read_are_an_error_of_the_agent_alone(start, monkeypatch):
     agent = start()
-    monkeypatch.setattr(exposition._FamilyText, "render", break_)
+    monkeypatch.setattr(endpoint, "numbers_of", break_)
     ticked(agent)
     wait_for(lambda: agent.errors.counts.get("exposition"), "an error in the exposition")
     assert agent._thread.is_alive()

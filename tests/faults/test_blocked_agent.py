@@ -67,7 +67,7 @@ HANGS = """
         hanging.clear()
         armed.set()
         if what == "resolver" and agent._node.endpoint is not None:
-            os.close(agent._node.endpoint._server.listening.number)  # so that it looks for a port again
+            os.close(agent._node.endpoint._listening.number)  # so that it looks for a port again
 
     def end():
         armed.clear()
@@ -77,6 +77,7 @@ HANGS = """
 SCRIPT = """
     import io, json, sys, time, torch, telemetry
     from quick_optimizers import QuickSGD
+    from full_views import page
     import telemetry.hooks.ring as ring
     # A small ring, so that steps can be long enough for two clocks to agree on them.
     ring.CAPACITY, ring.WORDS, ring.MASK = 256, 1024, 1023
@@ -162,9 +163,9 @@ SCRIPT = """
     at = agent.accounting.ledger.start_ns  # the imports before it are not the agent's to know
     publish = agent._node.publish
 
-    def publishing(rank, rendered, machine, **more):
-        published.append("".join(part.decode() for family in rendered for part in family))
-        return publish(rank, rendered, machine, **more)
+    def publishing(rank, view, **more):
+        published.append(view)
+        return publish(rank, view, **more)
 
     agent._node.publish = publishing
     epoch(50)
@@ -198,7 +199,7 @@ SCRIPT = """
     with open("results.json", "w") as file:
         seconds = {k: v / 1e9 for k, v in spent.items()}
         errors = agent.errors.counts
-        json.dump([steps, dropped, went_on, served, seconds, published, errors, waited_for_a_core()], file)
+        json.dump([steps, dropped, went_on, served, seconds, [*map(page, published)], errors, waited_for_a_core()], file)
     """
 
 

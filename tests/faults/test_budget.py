@@ -174,8 +174,8 @@ def test_modules_of_a_process_without_torch(tmp_path):
         before = set(sys.modules)
         import telemetry
         assert {{n for n in set(sys.modules) - before if n.startswith("telemetry")}} <= {{
-            "telemetry", "telemetry._version", "telemetry.api", "telemetry.config",
-            "telemetry.core", "telemetry.util.clock", "telemetry.util.errors", "telemetry.util.threads",
+            "telemetry", "telemetry._version", "telemetry.api", "telemetry.config", "telemetry.util", "telemetry.hooks",
+            "telemetry.util.clock", "telemetry.util.errors", "telemetry.util.threads",
             "telemetry.config", "telemetry.hooks.patching"}}
         assert len(os.listdir("/proc/self/task")) == 1
         agent = telemetry.start("run", interval_seconds=0.1, log_interval_seconds=0.1)
@@ -203,7 +203,7 @@ def test_without_a_port_there_is_no_http_server(tmp_path):
         while agent.accounting.stats.steps < 3:
             agent._thread.join(0.01)
         telemetry.stop()
-        assert not {"http.server", "telemetry.publish.endpoint"} & set(sys.modules)
+        assert not {"http.server", "prometheus_client"} & set(sys.modules)
         """,
         tmp_path,
     )

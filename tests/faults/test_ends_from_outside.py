@@ -129,20 +129,21 @@ def test_a_scraper_that_hangs_up_ends_no_run_by_sigpipe(tmp_path):
         import os, signal, socket, sys, threading, telemetry
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         agent = telemetry.start("run", start_line=False)
-        from telemetry.publish import endpoint
-        join, send_all = endpoint.join, socket.socket.sendall
-        def slow(states):
+        from telemetry.node import endpoint, prometheus
+        rendered, send = prometheus.rendered, endpoint._Connection.send
+        def slow(*arguments, **named):
             print("asked", flush=True)
             while not os.path.exists("gone"):
                 threading.Event().wait(0.01)
-            return join(states) + b"#" * (8 << 20)  # more than the buffers between us take
-        def sendall(self, *arguments):
+            page = rendered(*arguments, **named)
+            return page._replace(body=page.body + b"#" * (8 << 20))  # more than the buffers between us take
+        def sending(self):
             try:
-                send_all(self, *arguments)
+                send(self)
             except BrokenPipeError as error:
                 print(error.strerror, flush=True)
                 raise
-        endpoint.join, socket.socket.sendall = slow, sendall
+        prometheus.rendered, endpoint._Connection.send = slow, sending
         print(agent.metrics_url, flush=True)
         sys.stdin.readline()
         """
@@ -202,7 +203,7 @@ def test_the_exit_does_not_wait_for_an_agent_that_hangs(part, tmp_path):
     places = {
         "tick": "telemetry.agent.agent.Agent._tick",
         "log": "telemetry.agent.log.LogFile.write",
-        "board": "telemetry.publish.board.Board.publish",
+        "board": "telemetry.node.board.Board.publish",
     }
     source = f"""
         import atexit, sys, threading, telemetry, telemetry.agent.agent
@@ -244,7 +245,7 @@ def test_an_agent_that_cannot_start_is_undone(tmp_path):
         import json, os, sys, telemetry, telemetry.agent.agent
         from telemetry.util import threads as own_threads
         from telemetry.util.processes import identify
-        from telemetry.publish.board import Board
+        from telemetry.node.board import Board
         start = own_threads.start_new_thread
         def refuse(main, arguments):
             if main.__self__.name == "telemetry-agent":

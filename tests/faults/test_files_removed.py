@@ -75,8 +75,8 @@ def test_the_log_and_the_target_file_of_a_run_folder_that_is_removed(tmp_path):
         """
         import os, shutil, telemetry
         from pathlib import Path
-        from telemetry.publish import node
-        node._TARGETS_SECONDS = 0.1
+        from telemetry.node import endpoint
+        endpoint._TARGETS_SECONDS = 0.1
         agent = telemetry.start("run", run="r", interval_seconds=0.1, log_interval_seconds=0.1, start_line=False)
         os.rename("run", "gone")  # in one piece: the agent may be about to write a file into it
         shutil.rmtree("gone")

@@ -85,7 +85,7 @@ def held(tmp_path_factory):
         watched = telemetry.watch(list(range(5)))
         list(watched)
         client = socket.create_connection(("127.0.0.1", agent._node.port))  # one connection is open, and not answered
-        while not agent._node.endpoint._server._open:
+        while not agent._node.endpoint._connections:
             threading.Event().wait(0.01)
         before = agent.tracker.ring.head
 
@@ -127,7 +127,6 @@ def held(tmp_path_factory):
         locks = locks_below(agent, telemetry.api._starting, own_threads._guard)
         assert telemetry.api._starting in locks
         assert agent._between_ticks._wake._gate in locks
-        assert agent._node.endpoint._server._guard in locks
         with Held(locks):
             answer = in_child(child)
         answer["locks"] = len(locks)

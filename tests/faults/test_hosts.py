@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import errno
 import json
-import shutil
 import socket
-import subprocess
-import sys
 import threading
 
 import pytest
 
-from faults.processes import HANG, environment, events, fetch, results, run_script, value, wait_for, write
-from telemetry.publish import listen_address
-from telemetry.publish.board import Board
-from telemetry.publish.discovery import TargetFile
-from telemetry.publish.endpoint import Endpoint
-from telemetry.publish.exposition import CONTENT_TYPE
-from telemetry.publish.host_names import HostNames
-from telemetry.publish.node import NodeService
+from faults.processes import environment, events, fetch, results, run_script, value, wait_for
+from telemetry.node import endpoint as module
+from telemetry.node.board import Board
+from telemetry.node.endpoint import HostNames, NodeService
+from telemetry.node.prometheus import TargetFile
 from telemetry.util import threads
 from telemetry.util.errors import ErrorLog
 
@@ -37,7 +31,7 @@ class Service:
         self.service = NodeService(
             self.board,
             self.targets,
-            **({"port": 0, "node": "n"} | settings),
+            **({"run": "r", "port": 0, "node": "n"} | settings),
             errors=self.errors,
             mono_ns=lambda: self.now,
         )
@@ -105,7 +99,7 @@ def binds(monkeypatch):
         tried.append(where)
         return real(self, where)
 
-    monkeypatch.setattr("socketserver.socket.socket.bind", bind, raising=False)
+    monkeypatch.setattr(module.socket.socket, "bind", bind)
     return tried
 
 
@@ -173,23 +167,21 @@ def test_an_address_needs_no_resolver(host, service, lookups):
     assert asked == []
 
 
-def test_only_a_port_that_is_taken_leads_to_the_next(monkeypatch):
-    where, tried = listen_address.numeric("127.0.0.1"), []
+def test_only_a_port_that_is_taken_leads_to_the_next(service, monkeypatch):
+    tried = []
 
-    class Refused:
-        def __init__(self, listen_address, port):
-            tried.append(port)
-            raise OSError(errno.EADDRINUSE if port < 3 else errno.EACCES, "refused")
+    def bind(_, where):
+        tried.append(where[1])
+        raise OSError(errno.EADDRINUSE if where[1] < 9466 else errno.EACCES, "refused")
 
-    monkeypatch.setattr("telemetry.publish.endpoint.Server", Refused)
-    with pytest.raises(OSError, match="refused"):
-        Endpoint("127.0.0.1", range(1, 10), list, "n", CONTENT_TYPE, address=where)
-    assert tried == [1, 2, 3]
+    monkeypatch.setattr(module.socket.socket, "bind", bind)
+    assert "refused" in service(host="127.0.0.1", port=9464).tick()
+    assert tried == [9464, 9465, 9466]
 
 
 def test_a_port_for_root_alone_says_what_to_do():
     error = PermissionError(errno.EACCES, "Permission denied")
-    assert listen_address.explained(error, "127.0.0.1", 80)[1] == "set port to one above 1023"
+    assert module.explained(error, "127.0.0.1", 80)[1] == "set port to one above 1023"
 
 
 def test_the_training_starts_at_once_with_a_silent_resolver(tmp_path):
@@ -210,7 +202,7 @@ def test_the_training_starts_at_once_with_a_silent_resolver(tmp_path):
 
         socket.getaddrinfo = getaddrinfo
         agent = telemetry.start("run", host="node.example", port=9464, interval_seconds=0.1, log_interval_seconds=0.1)
-        ticks = agent._node._board.path
+        ticks = agent._node.board.path
         while not any(ticks.glob("rank-0.*")):
             pass
         for _ in telemetry.watch(range(100)):
@@ -302,49 +294,3 @@ def etc(tmp_path):
 )
 def test_names_of_a_node_are_exact(header, known, etc):
     assert HostNames(["metrics.example", "n1"], etc).knows(header) is known
-
-
-def _can_make_a_network() -> bool:
-    if shutil.which("unshare") is None:
-        return False
-    probe = ["unshare", "-rmn", "sh", "-c", "mount --bind /etc/hostname /etc/resolv.conf"]
-    return subprocess.run(probe, capture_output=True, check=False).returncode == 0
-
-
-@pytest.mark.skipif(not _can_make_a_network(), reason="no namespaces can be had here")
-def test_a_resolver_that_never_answers_holds_nothing_up(tmp_path):
-    """The system's own resolver, in a network where the name server does not answer for minutes."""
-    write(tmp_path, "resolv.conf", "nameserver 127.0.0.1\noptions timeout:30 attempts:5\n")
-    script = write(
-        tmp_path,
-        "script.py",
-        """
-        import fcntl, socket, struct
-        import telemetry
-
-        server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        fcntl.ioctl(server, 0x8914, struct.pack("16sH14x", b"lo", 0x1 | 0x40))  # SIOCSIFFLAGS: up and running
-        server.bind(("127.0.0.1", 53))
-        agent = telemetry.start("run", host="node.example", interval_seconds=0.1, log_interval_seconds=0.1)
-        assert b"example" in server.recv(512), "it is asked"
-        for _ in telemetry.watch(range(100)):
-            pass
-        while agent.accounting.stats.steps < 99:
-            agent._thread.join(0.01)
-        print(agent._node.trouble)
-        telemetry.stop()
-        """,
-    )
-    line = f'mount --bind {tmp_path}/resolv.conf /etc/resolv.conf && exec "$0" "$@"'
-    done = subprocess.run(
-        ["unshare", "-rmn", "sh", "-c", line, sys.executable, script],
-        cwd=tmp_path,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=HANG,
-        check=False,
-    )
-    assert (done.returncode, done.stdout) == (0, "the name node.example is still being looked up\n"), done.stderr
-    assert "no metrics endpoint (the name node.example is still being looked up)" in done.stderr
-    assert events(tmp_path / "run", "run_end")[0]["steps_total"] == 100

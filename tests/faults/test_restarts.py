@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from telemetry.publish.board import Board
+from telemetry.node.board import Board
 from tests.faults.identity_scripts import TRAIN, env, ranks_of, report
 
 from .processes import HANG, Child, log_lines, wait_for, write
@@ -145,14 +145,14 @@ def test_a_log_written_by_two_lives_is_read_as_two(tmp_path):
 HOLDER = """
     import os, sys
     from pathlib import Path
-    from telemetry.publish.board import Board
+    from telemetry.node.board import Board, Numbers
     board = Board("r", "s", "n", Path(sys.argv[1]))
     for line in sys.stdin:
         claimed, told, world = line.split()
         number = board.rank_for(int(claimed), rank_given=told == "told", world_size=int(world))
         if board._mine is not None and board._mine.name != f"rank-{number}.{os.getpid()}":
             board.move(int(board._mine.name.split(".")[0][5:]), number)
-        board.publish(number, [(b"h", b"s")])
+        board.publish(number, Numbers())
         print(number, flush=True)
 """
 
@@ -169,11 +169,11 @@ def test_ranks_on_a_board_are_distinct_and_the_told_comes_first(tmp_path):
         one, two, three = (stack.enter_context(Child(script, tmp_path / "board", cwd=tmp_path)) for _ in range(3))
         assert [ask(child, "0 default 1") for child in (one, two, three)] == [0, 1, 2]
         assert ask(two, "0 told 2") == 0  # torch.distributed has given this rank
-        assert sorted(state.pid for state in board.states()) == sorted([two.pid, three.pid])
+        assert sorted(state.head.pid for state in board.states()) == sorted([two.pid, three.pid])
         assert ask(one, "0 default 1") == 1  # gives way, and keeps its new number
         assert ask(three, "1 told 2") == 1
         assert ask(one, "0 default 1") == 2
-        states = {state.rank: state.pid for state in board.states()}
+        states = {state.head.rank: state.head.pid for state in board.states()}
         assert states == {0: two.pid, 1: three.pid, 2: one.pid}
         assert [ask(child, line) for child, line in ((two, "0 told 2"), (three, "1 told 2"))] == [0, 1]
 

@@ -18,6 +18,7 @@ from telemetry.hooks.ring import Ring
 from telemetry.hooks.tracker import StepTracker
 from telemetry.util import threads as own_threads
 from telemetry.snapshot import agree
+from telemetry.node.board import board_root
 from telemetry.snapshot.budget import Budget, BudgetWatch
 from telemetry.snapshot.capture import Capture
 from telemetry.snapshot.store import TraceStore

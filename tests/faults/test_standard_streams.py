@@ -85,7 +85,7 @@ def test_no_descriptor_of_ours_is_a_standard_one(tmp_path):
         os.close(1)
         os.close(2)
         agent.event_log.log.file.forget()  # both are opened anew, and find the numbers free
-        agent._node._board.server_lock.close()
+        agent._node.board.server_lock.close()
         agent._node._close()
         while not agent._node.endpoint or not agent.event_log.log.file._file:
             agent._thread.join(0.01)
@@ -94,8 +94,8 @@ def test_no_descriptor_of_ours_is_a_standard_one(tmp_path):
         ours = [
             WorkerBlock(1)._descriptor(),
             agent.event_log.log.file._file.number,
-            agent._node.endpoint._server.listening.number,
-            agent._node._board.server_lock._file.number,
+            agent._node.endpoint._listening.number,
+            agent._node.board.server_lock._file.number,
         ]
         theirs = [os.open(f"theirs-{number}", os.O_CREAT | os.O_WRONLY) for number in range(2)]
         telemetry.stop()
@@ -231,7 +231,7 @@ def test_two_writers_of_a_file_never_meet(tmp_path):
     source = """
         import os, sys
         from pathlib import Path
-        from telemetry.publish.discovery import TargetFile
+        from telemetry.node.prometheus import TargetFile
         from telemetry.util.files import replace_file
         os.getpid = lambda: 77
         content = (sys.argv[1] * 2000).encode()
@@ -239,7 +239,7 @@ def test_two_writers_of_a_file_never_meet(tmp_path):
         for number in range(700):
             Path("shared").mkdir(exist_ok=True)
             replace_file("shared/plan.json", content)
-            targets.write("host", [number])
+            targets.write("host", number)
         """
     write(tmp_path, "writer.py", source)
     writers = [

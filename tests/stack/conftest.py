@@ -24,7 +24,7 @@ from stack.jobs import (
     environment,
     must_have,
 )
-from telemetry.publish.board import Board
+from telemetry.node.board import Board
 from tests.faults.warm_python import ForkedProcess
 from tests.free_ports import free_ports
 

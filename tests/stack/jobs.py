@@ -16,7 +16,7 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from telemetry.publish.board import Board
+from telemetry.node.board import Board
 from telemetry.util.processes import identify
 
 ROOT = Path(__file__).resolve().parents[2]

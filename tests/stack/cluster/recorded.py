@@ -15,7 +15,6 @@ from fakes import nvml
 
 from benchmarks.fleet_ranks import Node, SimulatedRank
 from stack.jobs import wait_for
-from telemetry.publish.exposition import CONTENT_TYPE
 from telemetry.records import CollectorHealth
 from telemetry.sources.collector import CollectorError
 from telemetry.sources.nvml import NvmlSource
@@ -84,7 +83,7 @@ class Recorded:
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self):
                 self.send_response(200)
-                self.send_header("Content-Type", CONTENT_TYPE)
+                self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
                 self.end_headers()
                 self.wfile.write(endpoint.text())
 

@@ -11,7 +11,7 @@ import pytest
 from stack.cluster.slurm import NODES, SlurmJob
 from stack.jobs import environment, wait_for
 from stack.test_snapshot_ranks import recorded_steps, traces
-from telemetry.publish.board import Board
+from telemetry.node.board import Board
 
 pytestmark = pytest.mark.stack
 

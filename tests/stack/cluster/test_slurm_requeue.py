@@ -13,7 +13,7 @@ import pytest
 from stack.cluster import shipped
 from stack.cluster.slurm import NODES
 from stack.jobs import environment, wait_for
-from telemetry.publish.board import Board
+from telemetry.node.board import Board
 from tests.faults.restarting_jobs import FINISHED, KILLED, TrueAttempt, alive, attempted, heard, true_books
 
 pytestmark = pytest.mark.stack

@@ -8,7 +8,7 @@ import pytest
 
 from stack.cluster.slurm import NODES, SlurmJob
 from stack.jobs import SCRIPT, wait_for
-from telemetry.publish.board import Board
+from telemetry.node.board import Board
 
 pytestmark = pytest.mark.stack
 

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import urllib.error
 from pathlib import Path
 
@@ -14,13 +13,9 @@ import psutil
 import pytest
 
 from faults.memory_cgroup import LIMIT, limited_group
-from faults.processes import Child, environment, events, fetch, samples, value, wait_for, write
-from telemetry.publish.board import Board
-from telemetry.publish.discovery import TargetFile
-from telemetry.publish.listen_address import PORTS_TRIED
-from telemetry.publish.node import NodeService
-from telemetry.publish.server_lock import STILL_SECONDS, ServerLock
-from telemetry.util.errors import ErrorLog
+from faults.processes import Child, environment, events, fetch, samples, wait_for, write
+from telemetry.node.board import STILL_SECONDS, Board, ServerLock
+from telemetry.node.endpoint import PORTS_TRIED
 from telemetry.util.processes import identify
 from tests.free_ports import free_ports
 
@@ -63,10 +58,12 @@ class Job:
     def stop(self, rank: int, signum: int = signal.SIGSTOP) -> None:
         os.kill(self.ranks[rank].pid, signum)
 
-    def targets(self) -> list[str]:
+    def target(self) -> str:
+        """Where the node is served, according to the target file."""
         (path,) = (self.folder / "run" / "targets").glob("*.json")
         (entry,) = json.loads(path.read_text())
-        return entry["targets"]
+        (target,) = entry["targets"]
+        return target
 
     def page(self, target: str) -> str | None:
         """The page that is served there; None if nothing is served."""
@@ -80,8 +77,13 @@ class Job:
         alive = [rank for rank, child in enumerate(self.ranks) if child.process.poll() is None]
         return [r for r in alive if any(_listens(self.ranks[r].pid, self.port + n) for n in range(PORTS_TRIED))]
 
-    def wait_for_targets(self, count: int) -> list[str]:
-        return wait_for(lambda: len(self.targets()) == count and self.targets(), f"{count} targets")
+    def moved_from(self, *targets: str) -> str:
+        """The target once the node is served at another port than these."""
+        wait_for(lambda: self.target() not in targets, f"served elsewhere than at {targets}")
+        return self.target()
+
+    def returned_to(self, target: str) -> None:
+        wait_for(lambda: self.target() == target and self.page(target), f"served at {target}")
 
     def end(self) -> None:
         for child in self.ranks:
@@ -139,11 +141,11 @@ def test_the_machine_is_shown_once_however_many_ranks_and_runs_are_on_it(job):
     assert {labels["rank"] for labels, _ in samples(page)["training_process_threads"]} == {"0", "1", "2"}
     assert_machine_once(read_page(second, f"127.0.0.1:{second.port}", "0", "1"), "s")
 
+    at = first.target()
     first.stop(0)
-    target = first.wait_for_targets(2)[1]
-    assert_machine_once(read_page(first, target, "0", "1", "2"), "r")  # nothing of what rank 0 had read
+    assert_machine_once(read_page(first, first.moved_from(at), "0", "1", "2"), "r")  # nothing of what rank 0 had read
     first.stop(0, signal.SIGCONT)
-    first.wait_for_targets(1)
+    first.returned_to(at)
     first.end()
     second.end()
 
@@ -162,76 +164,63 @@ def test_ranks_in_different_cgroups_show_the_one_of_the_serving_rank(job):
         job.end()
 
 
-def test_another_rank_serves_while_the_first_is_stopped(job, tmp_path):
+@pytest.mark.parametrize("how", ["stopped", "holds the GIL"])
+def test_another_rank_serves_while_the_first_one_does_not_answer(how, job, tmp_path):
     job = job(2)
-    first = f"127.0.0.1:{job.port}"
-    assert job.targets() == [first]
+    first = job.target()
+    assert first == f"127.0.0.1:{job.port}"
     wait_for(lambda: steps_of(job.page(first)) == {"0", "1"}, "steps of both ranks")
-    job.stop(0)
-    both = job.wait_for_targets(2)
-    assert both[0] == first
-    assert job.page(first) is None
-    page = job.page(both[1])
-    last = {labels["rank"]: stamp for labels, stamp in samples(page)["training_last_step_timestamp_seconds"]}
-    assert set(last) == {"0", "1"}, "the last state of the stopped rank is shown, and how old it is"
+    if how == "stopped":
+        job.stop(0)
+    else:
+        job.ranks[0].tell("hold")
+    second = job.moved_from(first)
+    assert job.page(first) is None, "nobody answers there"
+    assert steps_of(job.page(second)) == {"0", "1"}, "the last state of the first rank is shown, and how old it is"
 
-    job.stop(0, signal.SIGCONT)
-    assert job.wait_for_targets(1) == [first]
-    wait_for(lambda: job.page(both[1]) is None, "the second one serves no more")
-    assert value(job.page(first), "training_steps_total", rank="1") == 4
+    if how == "stopped":
+        job.stop(0, signal.SIGCONT)
+    else:
+        os.write(job.ranks[0].process.stdin.fileno(), b"x")
+    job.returned_to(first)
+    wait_for(lambda: job.page(second) is None, "the second one serves no more")
+    assert steps_of(job.page(first)) == {"0", "1"}
     job.end()
     errors = [line for line in events(tmp_path / "run", "error") if line["source"] == "endpoint"]
     said = [line["message"] for line in errors if line["rank"] == 1]
-    port = both[1].rpartition(":")[2]
+    held = "is still held by a rank that does not answer, or by another program; until it is free"
     assert said == [
-        "the rank that serves this node does not answer; until it does, the metrics of this run are at port " + port,
+        f"port {job.port}, at which this node was served, {held}, the metrics of this run are at port {second[10:]}",
         f"the metrics of this run are at port {job.port} again",
     ]
     assert list((tmp_path / "run" / "targets").iterdir()) == []
 
 
-def test_another_rank_serves_while_the_first_holds_the_gil(job):
-    job = job(2)
-    first = f"127.0.0.1:{job.port}"
-    wait_for(lambda: steps_of(job.page(first)) == {"0", "1"}, "steps of both ranks")
-    job.ranks[0].tell("hold")
-    both = job.wait_for_targets(2)
-    assert both[0] == first
-    assert job.page(first) is None, "nobody answers there: the thread of the endpoint needs the GIL, too"
-    assert steps_of(job.page(both[1])) == {"0", "1"}
-
-    os.write(job.ranks[0].process.stdin.fileno(), b"x")
-    assert job.wait_for_targets(1) == [first]
-    wait_for(lambda: job.page(both[1]) is None, "the second one serves no more")
-    assert steps_of(job.page(first)) == {"0", "1"}
-    job.end()
-
-
 def test_a_stopped_leader_that_is_killed_is_followed_at_its_port(job):
     job = job(2)
-    first = f"127.0.0.1:{job.port}"
+    first = job.target()
     job.stop(0)
-    job.wait_for_targets(2)
+    job.moved_from(first)
     job.ranks[0].process.kill()
-    assert job.wait_for_targets(1) == [first]
-    page = wait_for(lambda: job.page(first), "it serves at the first port")
-    assert {labels["rank"] for labels, _ in samples(page)["training_steps_total"]} == {"1"}
+    job.returned_to(first)
+    assert {labels["rank"] for labels, _ in samples(job.page(first))["training_steps_total"]} == {"1"}
     job.end()
 
 
 def test_two_ranks_may_be_stopped(job):
     job = job(3)
+    first = job.target()
     job.stop(0)
-    second = job.wait_for_targets(2)[1]
+    second = job.moved_from(first)
     server = next(r for r in (1, 2) if _listens(job.ranks[r].pid, int(second.rpartition(":")[2])))
     job.stop(server)
-    three = job.wait_for_targets(3)
-    page = job.page(three[2])
+    third = job.moved_from(first, second)
+    page = job.page(third)
     assert {labels["rank"] for labels, _ in samples(page)["training_steps_total"]} == {"0", "1", "2"}
     job.stop(server, signal.SIGCONT)
     job.stop(0, signal.SIGCONT)
-    assert job.wait_for_targets(1) == [f"127.0.0.1:{job.port}"]
-    for target in three[1:]:
+    job.returned_to(first)
+    for target in (second, third):
         wait_for(lambda target=target: job.page(target) is None, "one serves")
     job.end()
 
@@ -245,7 +234,7 @@ def test_ranks_meet_again_on_a_board_that_was_removed(job, tmp_path):
     for _ in range(2):
         shutil.rmtree(board.rename(board.with_name(f"removed-{os.getpid()}")))  # at one moment
         wait_for(lambda: steps_of(job.page(first)) == {"0", "1"}, "both are back")
-        assert job.targets() == [first]
+        assert job.target() == first
         assert job.serving() == [0]
     job.add(2, 3)
     wait_for(lambda: steps_of(job.page(first)) == {"0", "1", "2"}, "the new one is there")
@@ -268,7 +257,7 @@ def _listens(pid: int, port: int) -> bool:
 HOLDER = """
 import sys
 from pathlib import Path
-from telemetry.publish.server_lock import ServerLock
+from telemetry.node.board import ServerLock
 taken = ServerLock(Path(sys.argv[1]))
 for line in sys.stdin:
     if line.startswith("take"):
@@ -321,48 +310,11 @@ def test_the_lock_of_a_holder_that_stands_still_is_taken(other, lock):
         clock.pass_(1)
         seconds += 1
     assert STILL_SECONDS < seconds <= 8, "within 10 s, with a second for each look and each sign"
-    assert mine.took_over
     assert mine.take(), "it is kept"
     assert other.ask("take") == "False", "it goes on, and sees that its lock counts no more"
     other.ask("beat")
     clock.pass_(1)
     assert mine.take()
-
-
-def test_another_rank_is_named_in_the_target_file_within_ten_seconds(tmp_path):
-    clock = Clock()
-    board = Board("r", "scope", "n", root=tmp_path / "boards")
-    board.server_lock = ServerLock(board.path / "endpoint.lock", clock)
-    targets = TargetFile(tmp_path / "targets", "r", "n")
-    port = free_ports()
-    service = NodeService(board, targets, host="127.0.0.1", port=port, node="n", errors=ErrorLog(clock), mono_ns=clock)
-
-    def named() -> list[str]:
-        return json.loads(targets.path.read_text())[0]["targets"] if targets.path.exists() else []
-
-    holder = write(tmp_path, "holder.py", HOLDER)
-    with Other(holder, board.path / "endpoint.lock", cwd=tmp_path) as other, socket.socket() as stopped:
-        stopped.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        stopped.bind(("127.0.0.1", port))  # the kernel goes on accepting connections for a process that is stopped
-        stopped.listen()
-        assert other.ask("take") == "True"
-        board.announce([port])
-        for _ in range(20):
-            clock.pass_(1)
-            other.ask("beat")
-            service.lead_if_vacant()
-            assert (service.endpoint, named()) == (None, []), "the first one lives"
-        seconds = 0
-        while service.endpoint is None and seconds < 60:
-            clock.pass_(1)
-            seconds += 1
-            service.lead_if_vacant()
-        assert seconds <= 10
-        assert service.endpoint is not None
-        assert service.endpoint.port in range(port + 1, port + PORTS_TRIED), "the next one that is free"
-        assert named() == [f"127.0.0.1:{port}", f"127.0.0.1:{service.endpoint.port}"]
-        assert steps_of(fetch(f"http://{named()[1]}/metrics")) == set()
-        service.leave()
 
 
 def test_who_stood_still_himself_waits_again(other, lock):
@@ -384,7 +336,6 @@ def test_a_lock_whose_holder_dies_is_free_at_once(other, lock):
     other.process.kill()
     other.process.wait()
     assert mine.take()
-    assert not mine.took_over
 
 
 def test_a_forked_child_releases_no_lock(other, lock):

@@ -1,0 +1,672 @@
+"""The board: a node-local folder in which each rank publishes its newest state, with the lock of the serving rank.
+
+It is in /dev/shm if possible. It belongs to one user and one run. Each rank has one small file, replaced as a whole: a
+line of JSON that says who the rank is and how it goes (`RankHead`), then its numbers (`Numbers`) as MessagePack.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import itertools
+import json
+import os
+import shutil
+import stat
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from telemetry.records import Histogram, RankPace
+from telemetry.util.clock import NS, monotonic_ns, now_ns, unix_time
+from telemetry.util.files import Descriptor, opened, parse_object, read_small, remove_file, replace_file
+from telemetry.util.processes import adopt, outer_uid, pid_namespace, slug, start_ticks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from telemetry.util.errors import ErrorLog
+    from telemetry.util.processes import Identity
+
+STILL_SECONDS: Final = 4.0
+"""A sign of life comes once a second. A rank without one for this long is treated as stopped or hung."""
+
+_STALE_SECONDS: Final = 3600.0
+_PREFIX: Final = "torch-telemetry"
+_MAX_FILE_BYTES: Final = 4 << 20
+_MAX_HEAD_BYTES: Final = 4096
+
+_ROOTS: Final = 8
+"""How many names the folder of all boards may have. Others can take a name in a folder that is open to everyone."""
+
+_ENDPOINT: Final = "endpoint.json"
+_LASTING: Final = "training_run_info"
+"""The metric that stays true while a rank cannot publish: it says that the rank is there, and counts nothing."""
+
+
+class Numbers(msgspec.Struct, frozen=True, kw_only=True):
+    """The readings of the metrics of a rank, or of its machine, by the name of the metric.
+
+    Attributes:
+        values: a number, or for a metric with a label a number for each of its values.
+        labels: the labels that all metrics of a group carry, by the name of the group.
+        started: Unix time since when the counters count.
+    """
+
+    values: dict[str, float | dict[str, float]] = {}
+    histograms: dict[str, Histogram] = {}
+    labels: dict[str, dict[str, str]] = {}
+    started: float = 0.0
+
+
+class RankHead(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Who has published a file.
+
+    Attributes:
+        ticks: start of the process, see `start_ticks`. With the pid it identifies the process.
+        ended: whether the agent has ended by itself.
+        rank_given: whether a launcher gave this process its rank. ``since``: when it took the rank, monotonic ns.
+        pace: for the other ranks; None in a job of one rank.
+    """
+
+    rank: int
+    pid: int
+    ticks: int | None
+    ended: bool = False
+    rank_given: bool = False
+    since: int = 0
+    pace: RankPace | None = None
+
+    @property
+    def order(self) -> tuple[bool, int, int]:
+        """A sort key for processes that claim the same rank. The one with the smallest key keeps it."""
+        return (not self.rank_given, self.since, self.pid)
+
+    @property
+    def lives(self) -> bool:
+        """Whether the process is alive and has not ended its part."""
+        return not self.ended and start_ticks(self.pid) == self.ticks
+
+
+class RankState(msgspec.Struct, frozen=True):
+    """What one rank has published."""
+
+    head: RankHead
+    numbers: Numbers
+
+
+class Announcement(msgspec.Struct, frozen=True):
+    """Where the node is served: the port now, and the port at which it was served first."""
+
+    port: int
+    first: int
+
+
+class RankProcess(msgspec.Struct, frozen=True):
+    """The process of a rank. ``state``: its letter of proc(5), empty where it is gone; ``ended``: by itself."""
+
+    rank: int
+    pid: int
+    state: str
+    ended: bool
+
+
+_encode_head: Final = msgspec.json.Encoder().encode
+_decode_head: Final = msgspec.json.Decoder(RankHead).decode
+_encode_numbers: Final = msgspec.msgpack.Encoder().encode
+_decode_numbers: Final = msgspec.msgpack.Decoder(Numbers).decode
+
+
+def _content(head: RankHead, numbers: Numbers) -> bytes:
+    return _encode_head(head) + b"\n" + _encode_numbers(numbers)
+
+
+def _head(path: str | os.PathLike[str]) -> RankHead | None:
+    """Who has published a file; None if it is no such file."""
+    try:
+        return _decode_head(read_small(path, _MAX_HEAD_BYTES).partition(b"\n")[0])
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
+def _state(path: str) -> RankState | None:
+    """What a rank has published; None if it is gone, or of another version."""
+    try:
+        head, _, numbers = read_small(path, _MAX_FILE_BYTES).partition(b"\n")
+        return RankState(_decode_head(head), _decode_numbers(numbers))
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
+def board_root() -> Path:
+    """The folder of all boards of this user on this machine: the first name that is ours, else the first free one.
+
+    All ranks of a user come to the same folder, in a container without privileges too: there the user has another uid,
+    such as 0. So the name has the uid outside of it.
+    """
+    roots = _possible_roots()
+    return next((root for root in roots if _is_ours(root)), None) or next(
+        (root for root in roots if not os.path.lexists(root)), roots[0]
+    )
+
+
+def _possible_roots() -> list[Path]:
+    shared = Path("/dev/shm")  # noqa: S108 - a folder of our own, mode 0700, is made below it
+    base = shared if os.access(shared, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
+    name = f"{_PREFIX}-{outer_uid()}"
+    return [base / name, *(base / f"{name}-{number}" for number in range(2, _ROOTS + 1))]
+
+
+def _own_folder(path: Path) -> None:
+    try:
+        path.mkdir(mode=0o700)
+    except FileExistsError:
+        pass
+    if not _is_ours(path):
+        raise OSError(f"{path} is not a folder of this user alone; remove it")
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether it is a folder that this user has made, and nobody else may use.
+
+    Every user that a user namespace does not know has the same uid in it. So the right to write is tested, too.
+    """
+    try:
+        status = path.lstat()
+    except OSError:
+        return False
+    alone = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
+    return alone and os.access(path, os.W_OK | os.X_OK)
+
+
+class Board:
+    """The board of one run on this node.
+
+    Args:
+        run: name of the run.
+        scope: distinguishes two runs of the same name: the run folder. It is the same on all ranks.
+        node: this machine's name according to the launcher. One machine may stand for several nodes.
+        root: folder of all boards; `board_root` by default.
+
+    Attributes:
+        path: the folder. ``name``: its name. It distinguishes two containers of one machine with the same node name.
+        notice: for the log, if the folder of all boards could not have its usual name; else empty.
+        server_lock: decides which rank serves the node.
+        leads: whether it is this rank's turn to act for its node, with or without an endpoint.
+        hang_board: what the ranks say during a hang.
+
+    Raises:
+        OSError: the folder cannot be made, or does not belong to this user alone.
+    """
+
+    def __init__(self, run: str, scope: str, node: str, root: Path | None = None) -> None:
+        self._root = root or board_root()
+        # Containers started with --ipc=host share /dev/shm but not their process ids. Each gets its own boards.
+        where = f"{run}\0{scope}\0{node}\0{pid_namespace()}"
+        digest = hashlib.sha256(where.encode("utf-8", "surrogateescape")).hexdigest()[:12]
+        self.path = self._root / f"{slug(run)[:48]}-{digest}"
+        self.name = self.path.name
+        self._make()
+        usual = _possible_roots()[0]
+        taken = root is None and self._root != usual
+        self.notice = f"{usual} is not a folder of this user alone; the board is in {self._root}" if taken else ""
+        self.server_lock = ServerLock(self.path / "endpoint.lock")
+        self.leads = False
+        self.hang_board = HangBoard(self.path)
+        self._number: int | None = None  # the rank that this process is shown under
+        self._since = 0  # when it took that number
+        self._rank_given = False  # whether a launcher gave it that number
+        self._ticks = start_ticks(os.getpid())
+        self._mine: Path | None = None
+        self._own: RankState | None = None  # the newest state of this process, even if it could not be written
+
+    def _make(self) -> None:
+        _own_folder(self._root)
+        _own_folder(self.path)
+
+    def _replace(self, path: Path, content: bytes) -> None:
+        try:
+            replace_file(path, content)
+        except FileNotFoundError:  # the folder was removed, as systemd's RemoveIPC does at a logout
+            self._make()
+            replace_file(path, content)
+
+    # -- a rank's state ----------------------------------------------------------------------------------------
+
+    def publish(self, rank: int, numbers: Numbers, *, pace: RankPace | None = None, ended: bool = False) -> None:
+        """Replace this rank's state. A rank that has ended is still shown as long as others of the run are there.
+
+        If it cannot be written, the old state is taken back, because nobody could tell it from a new one. What is left
+        says that the rank is there.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        pid = os.getpid()
+        head = RankHead(
+            rank=rank,
+            pid=pid,
+            ticks=self._ticks,
+            ended=ended,
+            rank_given=self._rank_given,
+            since=self._since,
+            pace=pace,
+        )
+        path = self.path / f"rank-{rank}.{pid}"
+        self._mine, self._own = path, RankState(head, numbers)
+        try:
+            self._replace(path, _content(head, numbers))
+        except OSError:
+            remove_file(path)  # makes the room that is needed now
+            values = {name: value for name, value in numbers.values.items() if name == _LASTING}
+            lasting = msgspec.structs.replace(numbers, values=values, histograms={})
+            try:
+                replace_file(path, _content(msgspec.structs.replace(head, pace=None), lasting))
+            except OSError:
+                pass
+            raise
+
+    def states(self) -> list[RankState]:
+        """The state of every living rank, sorted by rank. Removes the file of a dead rank.
+
+        Until their next publication, two processes may have the same rank. Then only the one that will keep it is
+        shown, because duplicate series would fail the scrape. See `rank_for`.
+        """
+        found: dict[int, RankState] = {}
+        entries, mine = self._entries(), str(self._mine)
+        if self._own is not None and mine not in entries:
+            entries.append(mine)
+        for entry in entries:
+            own = self._own if entry == mine else None
+            state = own or _state(entry)
+            if state is None:
+                continue
+            head = state.head
+            if own is None and not head.ended and not head.lives:
+                mark_gone(entry, head.rank)
+                continue
+            other = found.get(head.rank)
+            if other is None or (head.ended, *head.order) < (other.head.ended, *other.head.order):
+                found[head.rank] = state
+        return [found[rank] for rank in sorted(found)]
+
+    def rank_for(self, claimed: int, *, rank_given: bool, world_size: int) -> int:
+        """The rank under which this process is shown: a number that no other living process of this board has.
+
+        It is the claimed rank, unless another process has priority. A process whose rank was given by a launcher has
+        priority over one without. Of two equal processes, the one that has had the number for longer has priority. The
+        other one takes a free number above the ranks of the job. Must be called before each publication. No lock is
+        needed: if two processes take the same number at once, one of them gives way at its next publication.
+
+        Args:
+            claimed: the rank that this process claims.
+            rank_given: whether a launcher or torch.distributed has given it.
+            world_size: number of ranks of the job.
+        """
+        wanted = claimed if rank_given or self._number is None else self._number
+        if self._claimants_before(wanted, rank_given=rank_given and wanted == claimed):
+            kept = self._number
+            if kept is None or kept == wanted or self._claimants_before(kept, rank_given=False):
+                wanted = self._free_number(wanted, max(world_size, 1))
+            else:
+                wanted = kept
+        if wanted != self._number:
+            self._since = monotonic_ns()
+        self._number, self._rank_given = wanted, rank_given and wanted == claimed
+        return wanted
+
+    def move(self, before: int, rank: int) -> None:
+        """Show this process under another rank from now on. Its file is renamed, so it never exists twice."""
+        pid = os.getpid()
+        old, new = self.path / f"rank-{before}.{pid}", self.path / f"rank-{rank}.{pid}"
+        try:
+            old.replace(new)
+        except FileNotFoundError:
+            return  # nothing has been published yet
+        self._mine, self._own = new, None
+
+    def _claimants_before(self, number: int, *, rank_given: bool) -> int:
+        """How many living processes claim a number and have priority over this one."""
+        since = self._since if number == self._number else monotonic_ns()
+        mine = (not rank_given, since, os.getpid())
+        start = f"{self.path}/rank-{number}."
+        return sum(1 for entry, head in self._others() if entry.startswith(start) and head.order < mine)
+
+    def _free_number(self, wanted: int, first: int) -> int:
+        """A free number from ``first`` on. Processes that give way at the same time take different ones."""
+        taken = {head.rank for _, head in self._others()} | {wanted}
+        free = (number for number in itertools.count(first) if number not in taken)
+        before = self._claimants_before(wanted, rank_given=False)
+        return next(itertools.islice(free, max(0, before - 1), None))
+
+    def _others(self) -> list[tuple[str, RankHead]]:
+        """The files of other living processes."""
+        own = f".{os.getpid()}"
+        heads = ((entry, _head(entry)) for entry in self._entries() if not entry.endswith(own))
+        return [(entry, head) for entry, head in heads if head is not None and head.lives]
+
+    def paces(self, but: int | None = None) -> tuple[RankPace, ...]:
+        """The paces of the living ranks, without rank ``but``."""
+        heads = [head for entry in self._entries() if (head := _head(entry)) is not None and head.lives]
+        return tuple(head.pace for head in heads if head.pace is not None and head.pace.rank != but)
+
+    def live_ranks(self, but: Path | None = None) -> int:
+        """How many living processes publish here. The file ``but`` does not count."""
+        return sum(1 for entry in self._entries() if entry != str(but) and _alive(entry))
+
+    def _entries(self) -> list[str]:
+        try:
+            with os.scandir(self.path) as entries:
+                return [e.path for e in entries if e.name.startswith("rank-")]
+        except OSError:
+            return []
+
+    # -- what ranks tell each other ----------------------------------------------------------------------------
+
+    def put(self, name: str, content: bytes) -> None:
+        """Write a file for the other ranks of this node.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        replace_file(self.path / name, content)
+
+    def get(self, name: str) -> bytes | None:
+        """Read a file that a rank of this node has written; else None."""
+        try:
+            return read_small(self.path / name, _MAX_FILE_BYTES)
+        except OSError:
+            return None
+
+    def stamp(self, name: str) -> int:
+        """A number that changes when a file changes; 0 if there is no file."""
+        try:
+            return (self.path / name).stat(follow_symlinks=False).st_mtime_ns
+        except OSError:
+            return 0
+
+    # -- who serves --------------------------------------------------------------------------------------------
+
+    def lead(self) -> bool:
+        """Whether this rank serves the node from now on: take or keep the lock, see `ServerLock.take`.
+
+        Raises:
+            OSError: the lock file cannot be made.
+        """
+        try:
+            self.leads = self.server_lock.take()
+        except FileNotFoundError:  # the folder was removed
+            self._make()
+            self.leads = self.server_lock.take()
+        return self.leads
+
+    def announce(self, port: int, first: int) -> None:
+        """Publish where the node is served, see `Announcement`.
+
+        Raises:
+            OSError: the board cannot be written.
+        """
+        content = msgspec.json.encode(Announcement(port, first))
+        if self.get(_ENDPOINT) != content:
+            self._replace(self.path / _ENDPOINT, content)
+
+    def announced(self) -> Announcement | None:
+        """What the rank that serves, or has served last, has announced; None if nothing is known."""
+        content = self.get(_ENDPOINT)
+        try:
+            return None if content is None else msgspec.json.decode(content, type=Announcement)
+        except msgspec.MsgspecError:
+            return None
+
+    # -- the end -----------------------------------------------------------------------------------------------
+
+    def leave(self) -> bool:
+        """Close the lock. If this was the last rank, removes the board and returns True."""
+        last = self.live_ranks(but=self._mine) == 0
+        if last:
+            shutil.rmtree(self.path, ignore_errors=True)
+        self.forget()
+        return last
+
+    def forget(self) -> None:
+        """Close the lock file: in ``leave``, and in a forked child, which has a copy."""
+        self.server_lock.close()
+
+    def sweep(self) -> int:
+        """Remove boards of this user that no living process has written to for an hour. Returns how many."""
+        removed = 0
+        with os.scandir(self._root) as boards:
+            for board in boards:
+                try:
+                    if board.path == str(self.path) or not board.is_dir(follow_symlinks=False):
+                        continue
+                    old = unix_time() - board.stat(follow_symlinks=False).st_mtime > _STALE_SECONDS
+                    if old and not any(_alive(e.path) for e in os.scandir(board.path) if e.name.startswith("rank-")):
+                        shutil.rmtree(board.path, ignore_errors=True)
+                        removed += 1
+                except OSError:
+                    continue
+        return removed
+
+
+def _alive(entry: str) -> bool:
+    """Whether the process that wrote a file is alive and has not ended its part."""
+    head = _head(entry)
+    return head is not None and head.lives
+
+
+class ServerLock:
+    """The lock of the rank that serves. The ranks of a run share its file, and never wait for each other.
+
+    It is a POSIX record lock: the kernel releases it when its holder dies, and a forked DataLoader worker does not
+    inherit it. A process that is stopped, by SIGSTOP or in a debugger, keeps its lock and does not answer. So the
+    holder also gives a sign of life: the modification time of the file. If that has not changed for `STILL_SECONDS`,
+    another rank removes the file and locks a new one in its place. Only the lock on the file that is in place counts.
+    So a holder whose file was removed, by another rank or with the whole board, is one no longer.
+
+    Args:
+        path: the lock file.
+        mono_ns: the clock that times the signs of life.
+    """
+
+    def __init__(self, path: Path, mono_ns: Callable[[], int] = now_ns) -> None:
+        self._path = path
+        self._now = mono_ns
+        self._file: Descriptor | None = None
+        self._held = False
+        self._looked_ns = mono_ns()
+        self._sign = 0  # the holder's newest sign of life
+        self._sign_ns = 0  # when it was first seen
+        self._left_until_ns = 0  # until then, the lock is left to the rank that held it
+
+    def take(self) -> bool:
+        """Take or keep the lock if it is free, or if its holder gives no sign of life. Never blocks.
+
+        Raises:
+            OSError: the lock file cannot be made.
+        """
+        now = self._now()
+        if now - self._looked_ns > STILL_SECONDS * NS:
+            self._sign_ns = now  # this process itself was stopped, and perhaps the holder, too
+        self._looked_ns = now
+        if not self._in_place():
+            # Who removed the board ended no rank: the one that serves keeps its port if the others let it be first.
+            left = self._file is not None and not self._held
+            self._left_until_ns = now + int(STILL_SECONDS * NS) if left else 0
+            self._open(now)
+        self._held = now >= self._left_until_ns and self._lock()
+        if not self._held and self._is_still(now):
+            remove_file(self._path)
+            self._open(now)
+            self._held = self._lock()
+        return self._held
+
+    def beat(self) -> None:
+        """Give a sign of life; the holder calls this about once a second, on any thread."""
+        file = self._file
+        if file is not None and file.is_ours():
+            stamp = self._now()
+            os.utime(file.number, ns=(stamp, stamp))
+
+    def close(self) -> None:
+        """Close the file, which releases the lock. A forked child has a copy: the parent keeps its lock."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+    def _open(self, now: int) -> None:
+        file = Descriptor(opened(self._path, os.O_RDWR | os.O_CREAT))
+        self.close()
+        self._file, self._sign_ns = file, now
+
+    def _in_place(self) -> bool:
+        """Whether the open file is the one that is found under its name.
+
+        It is not opened again for this: closing any descriptor of a file releases the locks of the process on it.
+        """
+        try:
+            status = self._path.lstat()
+        except FileNotFoundError:
+            return False
+        file = self._file
+        return file is not None and file.is_ours() and file.identity == (status.st_dev, status.st_ino)
+
+    def _lock(self) -> bool:
+        assert self._file is not None  # noqa: S101 - opened by the caller
+        try:
+            fcntl.lockf(self._file.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        return self._in_place()  # another rank may have replaced it meanwhile
+
+    def _is_still(self, now: int) -> bool:
+        """Whether the holder has given no sign of life for `STILL_SECONDS`."""
+        assert self._file is not None  # noqa: S101 - opened by the caller
+        sign = os.fstat(self._file.number).st_mtime_ns
+        if sign != self._sign:
+            self._sign, self._sign_ns = sign, now
+        return now - self._sign_ns > STILL_SECONDS * NS
+
+
+# -- during a hang -------------------------------------------------------------------------------------------------
+
+_GONE: Final = "gone-"
+_HANG: Final = "hang-"
+_MAX_STATE_BYTES: Final = 1 << 16
+
+
+def mark_gone(path: str, rank: int) -> None:
+    """Keep the file of a process that is gone under another name. Nothing else tells that it was there."""
+    try:
+        os.replace(path, os.path.join(os.path.dirname(path), f"{_GONE}{rank}"))  # noqa: PTH105, PTH118, PTH120
+    except OSError:
+        remove_file(path)
+
+
+class HangBoard:
+    """What the ranks of a node say while the job hangs, and which of their processes are gone or stopped.
+
+    Args:
+        folder: of the board.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def processes(self) -> list[RankProcess]:
+        """Every process that has published here, those that are gone included, by rank."""
+        heads = (_head(self._folder / name) for name in self._names() if name.startswith(("rank-", _GONE)))
+        return sorted((_process(head) for head in heads if head is not None), key=lambda process: process.rank)
+
+    def put(self, rank: int, state: dict[str, Any]) -> None:
+        """Say what this rank does.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        content = json.dumps(state | {"pid": os.getpid()}).encode()
+        replace_file(self._folder / f"{_HANG}{rank}.json", content)
+
+    def states(self) -> list[dict[str, Any]]:
+        """The newest that each rank has said, with the ``pid`` of its process."""
+        found = []
+        for name in self._names():
+            if name.startswith(_HANG):
+                try:
+                    state = parse_object(read_small(self._folder / name, _MAX_STATE_BYTES))
+                except OSError:
+                    continue
+                if state is not None:
+                    found.append(state)
+        return found
+
+    def take_back(self, rank: int) -> None:
+        """Remove what this rank has said."""
+        remove_file(self._folder / f"{_HANG}{rank}.json")
+
+    def _names(self) -> list[str]:
+        try:
+            return os.listdir(self._folder)  # noqa: PTH208 - names alone
+        except OSError:
+            return []
+
+
+def _process(head: RankHead) -> RankProcess:
+    try:
+        fields = read_small(f"/proc/{head.pid}/stat").rpartition(b")")[2].split()
+        letter = fields[0].decode()
+        gone = letter in "ZX" or int(fields[19]) != head.ticks
+    except (OSError, OverflowError):
+        letter, gone = "", True
+    return RankProcess(head.rank, head.pid, "" if gone else letter, head.ended)
+
+
+# -- the rank of this process --------------------------------------------------------------------------------------
+
+_REMEDY: Final = (
+    "give each process RANK and WORLD_SIZE, or call torch.distributed.init_process_group; a separate job needs a "
+    "run folder of its own"
+)
+
+
+class Membership:
+    """Follows the rank of this process while it runs: the one that it claims, and the number that it is shown under.
+
+    Args:
+        identity: the identity at the start.
+        errors: reports that another process claims the same rank.
+
+    Attributes:
+        claim: the identity that this process claims.
+    """
+
+    def __init__(self, identity: Identity, errors: ErrorLog) -> None:
+        self.claim = identity
+        self._errors = errors
+        self._seen: int | None = None
+
+    def look(self, board: Board | None, *, steps: int) -> Identity:
+        """The current identity of this process.
+
+        The rank comes from torch.distributed once that is initialised. If another living process of this node already
+        has this rank, this process is shown under a free number.
+
+        Args:
+            board: knows the other processes; None without a board.
+            steps: steps that have ended. A process without steps gets its number without a message in the log.
+        """
+        with self._errors.contained("rank"):
+            self.claim, self._seen = adopt(self.claim, self._seen)
+        claim, number = self.claim, self.claim.rank
+        with self._errors.contained("board"):
+            if board is not None:
+                number = board.rank_for(claim.rank, rank_given=claim.rank_given, world_size=claim.world_size)
+        if number == claim.rank:
+            return claim
+        if steps:
+            others = f"another process of this node is rank {claim.rank} too"
+            self._errors.tell("rank", f"{others}; this one is shown as {number}: {_REMEDY}")
+        return replace(claim, rank=number, rank_source="assigned")

@@ -1,0 +1,819 @@
+"""The endpoint of a node: an HTTP server for the metrics, and which rank of the node runs it.
+
+The server answers only GET /metrics and GET /healthz, so nothing can be triggered from outside. It listens on loopback
+by default, has one thread, few connections, and a deadline for each. The ranks of a run agree through the board on
+which one serves. Another one takes over when that rank ends, dies, or stops answering.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import re
+import select
+import socket
+from dataclasses import dataclass
+from http import HTTPStatus
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from telemetry.hooks.patching import WeakMap
+from telemetry.node.prometheus import Exposition, Page, numbers_of
+from telemetry.util.clock import NS, now_ns, sleep, thread_time_ns
+from telemetry.util.files import Descriptor, raised_socket, read_small
+from telemetry.util.threads import OwnThread, Wake, rest, work
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from telemetry.config import Config
+    from telemetry.node.board import Board, ServerLock
+    from telemetry.node.metrics import RunView
+    from telemetry.node.prometheus import TargetFile
+    from telemetry.records import RankPace
+    from telemetry.util.errors import ErrorLog
+
+# -- the setting `host` --------------------------------------------------------------------------------------------
+
+PORTS_TRIED: Final = 64
+"""If the port is taken, up to this many higher ports are tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """An IP address to listen on.
+
+    Attributes:
+        family: AF_INET or AF_INET6.
+        host: the numeric address.
+        rest: what follows the port in a socket address: nothing, or flow and scope of IPv6.
+    """
+
+    family: int
+    host: str
+    rest: tuple[Any, ...] = ()
+
+    def at(self, port: int) -> tuple[Any, ...]:
+        """The socket address with a port."""
+        return (self.host, port, *self.rest)
+
+    @property
+    def is_any(self) -> bool:
+        """Whether it means all addresses of this machine."""
+        return ipaddress.ip_address(self.host.partition("%")[0]).is_unspecified
+
+
+def numeric(host: str) -> Address | None:
+    """The address of a numeric ``host`` or ``localhost``; None for any other name. Asks no resolver."""
+    if host.lower() in {"localhost", "localhost."}:
+        host = "127.0.0.1"
+    try:
+        return _first_address(host, socket.AI_NUMERICHOST)
+    except OSError:
+        return None
+
+
+def _first_address(host: str, flags: int) -> Address:
+    """The first address of a name, one of IPv4 before those of IPv6.
+
+    Raises:
+        OSError: it has none.
+    """
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=flags)
+    except UnicodeError:
+        raise socket.gaierror(socket.EAI_NONAME, "not a name of a host") from None
+    usable = [each for each in found if each[0] in {socket.AF_INET, socket.AF_INET6}]
+    if not usable:
+        raise socket.gaierror(socket.EAI_NONAME, "no IP address")
+    family, _, _, _, address = min(usable, key=lambda each: each[0] != socket.AF_INET)
+    return Address(family, str(address[0]), tuple(address[2:]))
+
+
+class Lookup:
+    """A name that is being looked up. That can take minutes if the resolver does not answer, so it has its own thread.
+
+    Args:
+        name: name of a host.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._address: Address | None = None
+        self._error: OSError | None = None
+        self._done = Wake()
+        OwnThread(self._run, name="telemetry-resolver").start()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait at most this many seconds for the answer. Returns whether it has come."""
+        return self._done.wait(max(0.0, seconds))
+
+    def result(self) -> Address:
+        """The answer; only once it is there.
+
+        Raises:
+            OSError: the name has no address.
+        """
+        if self._address is None:
+            raise self._error or OSError(f"{self._name} has no address")
+        return self._address
+
+    def _run(self) -> None:
+        try:
+            self._address = _first_address(self._name, 0)
+        except OSError as error:
+            self._error = error
+        finally:
+            self._done.set()
+
+
+def explained(error: OSError, host: str, port: int) -> tuple[str, str]:
+    """Why an address cannot be listened on, and what to do, in words.
+
+    Args:
+        error: the error of the attempt.
+        host: the setting.
+        port: the setting; 0 for any.
+    """
+    why = error.strerror or str(error)
+    if error.errno == errno.EADDRINUSE:
+        ports = f"every port from {port} to {min(65536, port + PORTS_TRIED) - 1}" if port else "every port"
+        return f"{ports} is taken on {host}", "set port to another one, or to 0 for any"
+    if error.errno == errno.EACCES:
+        return f"port {port} may not be listened on ({why})", "set port to one above 1023"
+    what = "be resolved" if isinstance(error, socket.gaierror) else "be listened on"
+    return f"{host} cannot {what} ({why})", "set host to an address of this machine, such as 127.0.0.1 or 0.0.0.0"
+
+
+# -- the names of a node -------------------------------------------------------------------------------------------
+
+
+class HostNames:
+    """The names by which a request may address this node: the node's names, localhost, and any IP address.
+
+    Only exact names count, because a web page may rebind its own name to this node. The node's full name counts, too.
+    A resolver may not answer, so the full name comes from files: the names beside the short name in /etc/hosts, and the
+    search domains of /etc/resolv.conf.
+
+    Args:
+        given: the configured host and the node's name.
+        etc: the folder of ``hosts`` and ``resolv.conf``.
+    """
+
+    def __init__(self, given: Iterable[str], etc: Path = Path("/etc")) -> None:
+        given = {_plain(name) for name in (*given, socket.gethostname())}
+        own = {name for name in given if name not in {"", "localhost"} and not _is_address(name)}
+        own |= {name.partition(".")[0] for name in own}
+        self._names = {*own, "localhost"}
+        for line in _lines(etc / "hosts"):
+            names = {_plain(word) for word in line.split("#")[0].split()[1:]}
+            if names & own:
+                self._names |= {name for name in names if name in own or name.partition(".")[0] in own}
+        for line in _lines(etc / "resolv.conf"):
+            word, *domains = line.split() or [""]
+            if word in {"search", "domain"}:
+                self._names |= {f"{name}.{_plain(domain)}" for name in own for domain in domains if _plain(domain)}
+
+    def knows(self, header: str) -> bool:
+        """Whether a Host header names this node."""
+        name = _name_of(header)
+        return name is not None and (name in self._names or _is_address(name))
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        # Not `read_small` on the path itself, because the file may be a link.
+        return read_small(path.resolve(), 1 << 16).decode("ascii", "replace").splitlines()
+    except (OSError, RuntimeError):
+        return []
+
+
+def _plain(name: str) -> str:
+    """A name in the form for comparison: lower case, without a trailing dot."""
+    return name.strip().lower().removesuffix(".")
+
+
+def _name_of(header: str) -> str | None:
+    """The name in ``name``, ``name:port``, ``[address]`` or ``[address]:port``; None for anything else."""
+    text = header.strip()
+    if text.startswith("["):
+        name, bracket, port = text[1:].partition("]")
+        if not bracket or not _is_address(name.lower()) or (port and not port.startswith(":")):
+            return None
+        port = port[1:]
+    elif text.count(":") > 1:
+        name, port = text, ""  # an IPv6 address without its brackets
+    else:
+        name, _, port = text.partition(":")
+    return _plain(name) if not port or (port.isascii() and port.isdigit()) else None
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+# -- the HTTP server -----------------------------------------------------------------------------------------------
+
+CONNECTION_SECONDS: Final = 5.0
+"""The deadline of a connection, for request and answer together."""
+
+MAX_CONNECTIONS: Final = 8
+"""Connections above this number are closed at once."""
+
+_POLL_SECONDS: Final = 1.0
+_PAUSE_SECONDS: Final = 0.1
+"""The pause after a connection could not be accepted. Without it, repeated errors would use a core."""
+
+_MAX_REQUEST_BYTES: Final = 8192
+_MAX_UNSENT_BYTES: Final = 1 << 20  # in the kernel, of one answer
+_PLAIN_TEXT: Final = "text/plain; charset=utf-8"
+_REQUEST_LINE: Final = re.compile(r"([A-Za-z]+) ([!-~]+) HTTP/1\.[01]")
+_FIELD: Final = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*(.*?)[ \t]*")
+_UNKNOWN_HOST: Final = (
+    b"unknown host: ask by IP address, by localhost or by the name of the node, or set host to the name you ask by\n"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """A request. ``headers`` have names in lower case; values of the same name are joined by commas."""
+
+    method: str
+    path: str
+    headers: dict[str, str]
+
+
+def _parsed(head: bytes) -> _Request | None:
+    """The request at the beginning of a text; None for anything else.
+
+    The parsers of the standard library are not used: the one for mail, which reads the headers, holds the interpreter
+    for half a millisecond on a cold cache.
+    """
+    head, end, _ = head.partition(b"\r\n\r\n")
+    line, *fields = head.decode("latin-1").split("\r\n")
+    request = _REQUEST_LINE.fullmatch(line)
+    if request is None or not end:
+        return None
+    headers: dict[str, str] = {}
+    for text in fields:
+        field = _FIELD.fullmatch(text)
+        if field is None:
+            return None
+        name = field[1].lower()
+        headers[name] = f"{headers[name]},{field[2]}" if name in headers else field[2]
+    return _Request(request[1], request[2].partition("?")[0], headers)
+
+
+class _Connection:
+    """A connection: what was received, and then the part of the answer that the kernel has not taken yet."""
+
+    __slots__ = ("answer", "descriptor", "received", "since_ns", "socket")
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket = connection
+        self.descriptor = Descriptor(connection.fileno())
+        self.since_ns = now_ns()
+        self.received = b""
+        self.answer = memoryview(b"")
+
+    @property
+    def whole(self) -> bool:
+        """Whether a request has arrived, or so much that it cannot be one."""
+        return b"\r\n\r\n" in self.received or len(self.received) >= _MAX_REQUEST_BYTES
+
+    def receive(self) -> bool:
+        """Read until the request is whole. Returns False if its end does not come.
+
+        Raises:
+            BlockingIOError: more may come.
+            OSError: the client has closed the connection.
+        """
+        while not self.whole:
+            part = self.socket.recv(_MAX_REQUEST_BYTES)
+            if not part:
+                return False
+            self.received += part
+        return True
+
+    def respond(self, answer: bytes) -> None:
+        """Take the answer, with room for it in the kernel: then a slow client needs no further turn."""
+        self.answer = memoryview(answer)
+        room = min(len(answer), _MAX_UNSENT_BYTES)
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, room)
+
+    def send(self) -> None:
+        """Send what the kernel takes at once. The rest stays in ``answer``.
+
+        Raises:
+            OSError: the client has closed the connection.
+        """
+        self.answer = self.answer[self.socket.send(self.answer) :]
+
+    def close(self, *, copy: bool = False) -> None:
+        """Close it, unless other code has closed it and its number belongs to another file by now.
+
+        Args:
+            copy: whether it is a forked child's copy: then the connection itself goes on.
+        """
+        if not self.descriptor.is_ours():
+            self.socket.detach()
+            return
+        try:
+            if not copy:
+                self.socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # the client has closed it
+        self.socket.close()
+
+
+class Endpoint:
+    """The HTTP server of this node. One thread answers, one connection after another, and waits for no client.
+
+    Args:
+        address: the address to listen on.
+        ports: ports to try in this order until one is free; 0 is any free port.
+        exposition: makes the answer.
+        names: names that a request may use for this host.
+        lock: gets a sign of life about once a second, as long as requests are answered; None for no lock.
+        errors: counts requests that failed because of an error in the agent.
+
+    Attributes:
+        port: the port that it listens on.
+        cpu_seconds: CPU time of its thread.
+
+    Raises:
+        OSError: the address cannot be listened on, or every port is taken (EADDRINUSE).
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        ports: Iterable[int],
+        exposition: Exposition,
+        names: HostNames,
+        *,
+        lock: ServerLock | None,
+        errors: ErrorLog,
+    ) -> None:
+        self.exposition = exposition
+        self._names = names
+        self._lock = lock
+        self._errors = errors
+        self._ended = False
+        self._connections: dict[int, _Connection] = {}
+        self.cpu_seconds = 0.0
+        self._socket = raised_socket(socket.socket(address.family, socket.SOCK_STREAM))
+        self._listening = Descriptor(self._socket.fileno())
+        _endpoints[self] = None  # before it has a port: a child may be forked at any moment
+        try:
+            self._listen(address, ports)
+            self.port: int = self._socket.getsockname()[1]
+            self._thread = OwnThread(self._serve, name="telemetry-endpoint")
+            self._thread.start()
+        except BaseException:
+            self._socket.close()
+            raise
+
+    def _listen(self, address: Address, ports: Iterable[int]) -> None:
+        self._socket.setblocking(False)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken: OSError | None = None
+        for port in ports:
+            try:
+                self._socket.bind(address.at(port))
+                self._socket.listen(2 * MAX_CONNECTIONS)
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise  # it would be the same at every port
+                taken = error
+            else:
+                return
+        raise taken or OSError("no port to try")
+
+    @property
+    def serves(self) -> bool:
+        """Whether it still serves. False if other code in the process has closed its socket."""
+        return self._thread.is_alive() and self._listening.is_ours()
+
+    def close(self) -> None:
+        """Stop serving at once."""
+        self._ended = True
+        try:
+            if self._listening.is_ours():
+                self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        except OSError:
+            pass
+        self._thread.join(_POLL_SECONDS)
+        self._socket.detach()
+        self._listening.close()
+
+    def abandon(self) -> None:
+        """Close a forked child's copies of the sockets."""
+        for connection in [*self._connections.values()]:
+            connection.close(copy=True)
+        self._socket.detach()
+        self._listening.close()
+
+    # -- its thread ------------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        """Serve until `close`, or until the listening socket belongs to other code."""
+        poll = select.poll()
+        poll.register(self._listening.number, select.POLLIN)
+        try:
+            while not self._ended:
+                rest()
+                ready = poll.poll(1000 * _POLL_SECONDS)
+                work()
+                if self._ended or not self._listening.is_ours():
+                    break
+                for number, _ in ready:
+                    if number == self._listening.number:
+                        self._accept(poll)
+                    elif number in self._connections:
+                        self._proceed(poll, number)
+                self._end_late(poll)
+                self.cpu_seconds = thread_time_ns() / NS
+                self._beat()
+        except Exception as error:  # the agent starts another endpoint
+            self._errors.note("endpoint", error)
+        finally:
+            for connection in self._connections.values():
+                connection.close()
+
+    def _beat(self) -> None:
+        try:
+            if self._lock is not None:
+                self._lock.beat()
+        except OSError:
+            pass
+
+    def _accept(self, poll: select.poll) -> None:
+        try:
+            accepted = raised_socket(self._socket.accept()[0])
+        except BlockingIOError:
+            return  # the client has gone
+        except OSError:
+            sleep(_PAUSE_SECONDS)  # the usual reason: no descriptor is left
+            return
+        if len(self._connections) >= MAX_CONNECTIONS:
+            accepted.close()
+            return
+        accepted.setblocking(False)
+        number = accepted.fileno()
+        if number in self._connections:  # other code has closed that one
+            self._drop(poll, number, closed=True)
+        self._connections[number] = _Connection(accepted)
+        poll.register(number, select.POLLIN)
+        self._proceed(poll, number)  # the request is often there already
+
+    def _proceed(self, poll: select.poll, number: int) -> None:
+        """Read what has arrived of a request, and send what the kernel takes of the answer."""
+        connection = self._connections[number]
+        try:
+            if connection.descriptor.is_ours() and connection.receive():
+                if not connection.answer:
+                    connection.respond(self._answer(connection.received))
+                    poll.modify(number, select.POLLOUT)
+                connection.send()
+                if connection.answer:
+                    return
+        except BlockingIOError:
+            return
+        except OSError:
+            pass  # the client has closed the connection
+        self._drop(poll, number)
+
+    def _drop(self, poll: select.poll, number: int, *, closed: bool = False) -> None:
+        poll.unregister(number)
+        connection = self._connections.pop(number)
+        if closed:
+            connection.socket.detach()
+        else:
+            connection.close()
+
+    def _end_late(self, poll: select.poll) -> None:
+        limit = now_ns() - int(CONNECTION_SECONDS * NS)
+        for number in [number for number, each in self._connections.items() if each.since_ns < limit]:
+            self._drop(poll, number)
+
+    def _answer(self, received: bytes) -> bytes:
+        """The answer to a request, as HTTP/1.0: the connection is closed after it."""
+        request = _parsed(received)
+        if request is None:
+            return _response(400, Page(_PLAIN_TEXT, "", b"this is no request\n"))
+        try:
+            status, page = self._respond(request)
+        except Exception as error:
+            self._errors.note("endpoint", error)
+            status, page = 500, Page(_PLAIN_TEXT, "", b"the metrics could not be rendered\n")
+        return _response(status, page, with_body=request.method != "HEAD")
+
+    def _respond(self, request: _Request) -> tuple[int, Page]:
+        headers = request.headers
+        if not self._names.knows(headers.get("host", "")):
+            return 403, Page(_PLAIN_TEXT, "", _UNKNOWN_HOST)
+        if request.method not in {"GET", "HEAD"}:
+            return 405, Page(_PLAIN_TEXT, "", b"only GET is served here\n")
+        if request.path == "/metrics":
+            return 200, self.exposition.page(headers.get("accept", ""), headers.get("accept-encoding", ""))
+        if request.path == "/healthz":
+            return 200, Page(_PLAIN_TEXT, "", b"ok\n")
+        return 404, Page(_PLAIN_TEXT, "", b"see /metrics and /healthz\n")
+
+
+def _response(status: int, page: Page, *, with_body: bool = True) -> bytes:
+    head = [
+        f"HTTP/1.0 {status} {HTTPStatus(status).phrase}",
+        f"Content-Type: {page.content_type}",
+        f"Content-Length: {len(page.body)}",
+        "X-Content-Type-Options: nosniff",
+    ]
+    if page.encoding:
+        head.append(f"Content-Encoding: {page.encoding}")
+    if status == 405:
+        head.append("Allow: GET, HEAD")
+    return "\r\n".join([*head, "\r\n"]).encode() + (page.body if with_body else b"")
+
+
+_endpoints: Final[WeakMap[None]] = WeakMap()
+
+
+# -- which rank serves ---------------------------------------------------------------------------------------------
+
+_ANNOUNCED_SECONDS: Final = 0.2
+"""Ranks start together. A rank that does not serve waits this long for the serving rank to announce its port. A
+resolver gets the same time."""
+
+_SLOW_LOOKUP_SECONDS: Final = 5.0
+"""A lookup that takes longer is reported."""
+
+_FIRST_PAUSE_SECONDS: Final = 1.0
+_LONGEST_PAUSE_SECONDS: Final = 60.0
+"""Between two attempts to listen, after the first one failed. Each pause is twice as long as the one before."""
+
+_TARGETS_SECONDS: Final = 10.0
+"""How often the agent checks that the target file exists and names the right port."""
+
+
+class NodeService:
+    """This rank's part in serving its node.
+
+    Args:
+        board: the board of this run on this node.
+        targets: the target file; None for none.
+        run: name of the run.
+        host: address to listen on.
+        port: the setting; None for off, 0 for any.
+        node: this machine's name.
+        errors: takes messages for the user, and counts requests that failed because of an error in the agent.
+        mono_ns: the clock for pauses, monotonic nanoseconds.
+
+    Attributes:
+        endpoint: the endpoint of this rank, if it serves.
+        trouble: why there is no endpoint although it is this rank's turn; empty if there is no problem.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        targets: TargetFile | None,
+        *,
+        run: str,
+        host: str,
+        port: int | None,
+        node: str,
+        errors: ErrorLog,
+        mono_ns: Callable[[], int] = now_ns,
+    ) -> None:
+        self.board = board
+        self._targets = targets
+        self._host = host
+        self._port = port
+        self._node = node
+        self._errors = errors
+        self._now = mono_ns
+        self._exposition = Exposition(board, run, node)
+        self._settled_ns = mono_ns() + int(_ANNOUNCED_SECONDS * NS)
+        self._ended = False
+        self._first = 0  # the port at which this node was served first; 0 if it was not served yet
+        self._lookup: Lookup | None = None
+        self._lookup_ns = 0
+        self._address: Address | None = None
+        self._retry_ns = -(1 << 62)
+        self._pause = _FIRST_PAUSE_SECONDS
+        self._told: set[str] = set()
+        self._targets_ns = -(1 << 62)
+        self.endpoint: Endpoint | None = None
+        self._closed_cpu_seconds = 0.0
+        self.trouble = ""
+
+    def publish(self, rank: int, view: RunView, *, pace: RankPace | None = None, ended: bool) -> None:
+        """Put this rank's numbers, and its pace, on the board. Those of the machine are kept for a scrape here.
+
+        Raises:
+            OSError: the board cannot be written.
+        """
+        self._ended = ended
+        self._exposition.machine = numbers_of(view, of_node=True)
+        self.board.publish(rank, numbers_of(view), pace=pace, ended=ended)
+
+    def lead_if_vacant(self) -> None:
+        """Serve if no other rank does, or if the rank that does is stopped.
+
+        Cheap enough for every tick. Called at least once a second. It waits neither for another rank nor for a
+        resolver.
+
+        Raises:
+            OSError: the address cannot be listened on (raised once), or the target file cannot be written. In the
+                latter case the endpoint serves nevertheless.
+        """
+        if self._ended:  # other ranks do not wait for an ended one: the board may be removed
+            if self.endpoint is not None:
+                self._exposition.keep()
+            return
+        led = self.board.leads
+        if not self.board.lead():
+            self._close()
+            if self._port is not None:
+                self._wait_for_announcement()
+            return
+        if self._port is None:
+            self.board.server_lock.beat()
+            return
+        if not led:
+            announced = self.board.announced()
+            self._first = announced.first if announced is not None else 0
+        if self.endpoint is not None and not self.endpoint.serves:
+            self._close()
+        if self.endpoint is None:
+            self.board.server_lock.beat()
+            self._serve()
+        elif self.endpoint.port != self._first:
+            self._return()
+        self._name_endpoint()
+
+    @property
+    def port(self) -> int | None:
+        """The port at which any rank serves this node's metrics; None if no rank does."""
+        if self.endpoint is not None:
+            return self.endpoint.port
+        announced = self.board.announced()
+        return None if announced is None else announced.port
+
+    @property
+    def cpu_seconds(self) -> float:
+        """CPU seconds for the answers, including endpoints that were replaced."""
+        endpoint = self.endpoint
+        return self._closed_cpu_seconds + (endpoint.cpu_seconds if endpoint is not None else 0.0)
+
+    def leave(self) -> None:
+        """Remove this rank from the board. The last rank also removes the target file."""
+        self._close()
+        if self.board.leave() and self._targets is not None:
+            self._targets.remove()
+
+    def after_fork_in_child(self) -> None:
+        """Close the copies of the parent's files and sockets, including those of an endpoint that is being made."""
+        for endpoint in _endpoints.objects():
+            endpoint.abandon()
+        self.board.forget()
+
+    # -- the endpoint ------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        """Listen, unless that has just failed or the name of the address is not resolved yet."""
+        if self._now() < self._retry_ns:
+            return
+        ports = range(self._port, min(65536, self._port + PORTS_TRIED)) if self._port else [0]
+        try:
+            if self._address is None:
+                self._address = self._found()
+            if self._address is None:
+                return
+            # The port of the rank before comes first, so that scrapes continue.
+            endpoint = self._listen(self._address, [*filter(None, [self._first]), *ports])
+        except OSError as error:
+            self._give_up(error)
+            return
+        self.trouble = ""
+        self._pause, self._told = _FIRST_PAUSE_SECONDS, set()
+        self._adopt(endpoint)
+        if self._first not in {0, endpoint.port}:
+            who = "by a rank that does not answer, or by another program"
+            text = f"port {self._first}, at which this node was served, is still held {who}; until it is free"
+            self._errors.tell("endpoint", f"{text}, the metrics of this run are at port {endpoint.port}")
+        elif self._port not in {0, endpoint.port}:
+            self._errors.tell(
+                "endpoint", f"port {self._port} is taken; the metrics of this run are at port {endpoint.port}"
+            )
+        self._first = self._first or endpoint.port
+
+    def _return(self) -> None:
+        """Serve at the first port again, once the rank that has it goes on or dies."""
+        assert self._address is not None  # noqa: S101 - there is an endpoint
+        try:
+            endpoint = self._listen(self._address, [self._first])
+        except OSError:
+            return
+        self._close()
+        self._adopt(endpoint)
+        self._errors.tell("endpoint", f"the metrics of this run are at port {endpoint.port} again")
+
+    def _listen(self, address: Address, ports: Iterable[int]) -> Endpoint:
+        names = HostNames([self._host, self._node])
+        return Endpoint(address, ports, self._exposition, names, lock=self.board.server_lock, errors=self._errors)
+
+    def _adopt(self, endpoint: Endpoint) -> None:
+        self.endpoint = endpoint
+        self._targets_ns = -(1 << 62)
+
+    def _found(self) -> Address | None:
+        """The address to listen on; None while its name is being resolved."""
+        address = numeric(self._host)
+        if address is not None:
+            return address
+        if self._lookup is None:
+            self._lookup, self._lookup_ns = Lookup(self._host), self._now()
+        if not self._lookup.wait((self._settled_ns - self._now()) / NS):
+            self.trouble = f"the name {self._host} is still being looked up"
+            text = f"no metrics yet: {self.trouble}; set host to an address instead of a name"
+            if self._now() - self._lookup_ns > _SLOW_LOOKUP_SECONDS * NS and text not in self._told:
+                self._told.add(text)
+                self._errors.tell("endpoint", text)
+            return None
+        lookup, self._lookup = self._lookup, None
+        return lookup.result()
+
+    def _give_up(self, error: OSError) -> None:
+        """Try again later, with increasing pauses.
+
+        Raises:
+            OSError: the problem and what to do about it, unless it was already reported.
+        """
+        self._retry_ns = self._now() + int(self._pause * NS)
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE_SECONDS)
+        self._address = None  # a name may have another address by then
+        self.trouble, remedy = explained(error, self._host, self._port or 0)
+        text = f"no metrics: {self.trouble}; {remedy}. It is tried again after a while"
+        if text not in self._told:
+            self._told.add(text)
+            raise OSError(text)
+
+    def _close(self) -> None:
+        endpoint, self.endpoint = self.endpoint, None
+        if endpoint is not None:
+            try:
+                endpoint.close()
+            finally:
+                self._closed_cpu_seconds += endpoint.cpu_seconds
+
+    def _wait_for_announcement(self) -> None:
+        while self._now() < self._settled_ns and self.board.announced() is None:
+            sleep(0.002)
+
+    def _name_endpoint(self) -> None:
+        """Keep the announcement and the target file correct: both may be removed, or written by another rank."""
+        if self.endpoint is None:
+            return
+        try:
+            self.board.announce(self.endpoint.port, self._first)
+        finally:
+            if self._targets is not None and self._now() - self._targets_ns >= _TARGETS_SECONDS * NS:
+                self._targets_ns = self._now()
+                self._targets.write(self._reachable_host(), self.endpoint.port)
+
+    def _reachable_host(self) -> str:
+        address = numeric(self._host)
+        return self._node if address is not None and address.is_any else self._host
+
+
+_EVERYWHERE: Final = frozenset({"0.0.0.0", "::"})  # noqa: S104 - compared with, not bound to
+
+
+class EndpointAddress:
+    """Follows the endpoint: another rank of the node may serve it, and on another port than was asked for.
+
+    Attributes:
+        node: the rank's part in the endpoint. It serves, or knows which rank does; None without a board.
+    """
+
+    def __init__(self, config: Config, node_name: str) -> None:
+        self._host = config.host
+        self._off = config.port is None
+        self._node_name = node_name
+        self.node: NodeService | None = None
+
+    @property
+    def url(self) -> str | None:
+        """The URL of the metrics; None without an endpoint, or before any rank serves it."""
+        port = None if self.node is None or self._off else self.node.port
+        if port is None:
+            return None
+        host = self._host
+        shown = self._node_name if host in _EVERYWHERE else f"[{host}]" if ":" in host else host
+        return f"http://{shown}:{port}/metrics"

@@ -1,0 +1,423 @@
+"""The endpoint: its answers, bytes that are no request, and clients that misbehave."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gzip
+import os
+import re
+import socket
+import struct
+import threading
+import time
+
+import pytest
+
+from faults.processes import HANG, fetch, results, run_script, wait_for
+from telemetry.node import endpoint as module
+from telemetry.node.endpoint import MAX_CONNECTIONS, Endpoint, HostNames, numeric
+from telemetry.node.prometheus import Page
+from telemetry.util import threads
+from telemetry.util.errors import ErrorLog
+
+PAGE = b'# HELP x X.\n# TYPE x gauge\nx{rank="0"} 1.0\n'
+GOOD = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+class Exposition:
+    """Gives the same page at each scrape, or what ``make`` returns."""
+
+    make = staticmethod(lambda: PAGE)
+
+    def page(self, accept, accept_encoding):
+        return Page("text/plain; version=0.0.4", "", self.make())
+
+
+@contextlib.contextmanager
+def serving():
+    """An endpoint. Checks at the end that its thread has ended, and that it had no error."""
+    errors = ErrorLog()
+    made = Endpoint(
+        numeric("127.0.0.1"), [0], Exposition(), HostNames(["127.0.0.1", "the-node"]), lock=None, errors=errors
+    )
+    yield made
+    made.close()
+    assert "telemetry-endpoint" not in threads.running()
+    assert dict(errors.counts) == {}
+
+
+@pytest.fixture
+def endpoint(capfd):
+    with serving() as made:
+        yield made
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr(module, "CONNECTION_SECONDS", 0.3)
+    monkeypatch.setattr(module, "_POLL_SECONDS", 0.05)
+
+
+@contextlib.contextmanager
+def client(endpoint):
+    with socket.create_connection(("127.0.0.1", endpoint.port), timeout=HANG) as connection:
+        yield connection
+
+
+def received(connection) -> bytes:
+    """Everything that is received until the other side closes or resets the connection."""
+    parts = []
+    while True:
+        try:
+            part = connection.recv(65536)
+        except ConnectionResetError:
+            break
+        if not part:
+            break
+        parts.append(part)
+    return b"".join(parts)
+
+
+def ask(endpoint, request: bytes) -> bytes:
+    with client(endpoint) as connection:
+        try:
+            connection.sendall(request)
+        except (ConnectionResetError, BrokenPipeError):
+            pass  # the endpoint has closed the connection meanwhile
+        return received(connection)
+
+
+def status(answer: bytes) -> int:
+    match = re.match(rb"HTTP/1\.0 (\d{3}) ", answer)
+    assert match, answer[:200]
+    return int(match[1])
+
+
+def serves(endpoint) -> bool:
+    answer = ask(endpoint, GOOD)
+    return status(answer) == 200 and answer.endswith(b"\r\n\r\n" + PAGE)
+
+
+# -- what is answered ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("request_line", "expected"),
+    [
+        ("GET /metrics HTTP/1.1", 200),
+        ("GET /metrics HTTP/1.0", 200),
+        ("GET /metrics?name[]=x HTTP/1.1", 200),
+        ("GET /healthz HTTP/1.1", 200),
+        ("GET / HTTP/1.1", 404),
+        ("GET /metrics/ HTTP/1.1", 404),
+        ("GET /metrics/../healthz HTTP/1.1", 404),
+        ("GET //metrics HTTP/1.1", 404),
+        ("GET /%6detrics HTTP/1.1", 404),
+        ("GET http://localhost/metrics HTTP/1.1", 404),
+        ("POST /metrics HTTP/1.1", 405),
+        ("DELETE /metrics HTTP/1.1", 405),
+        ("get /metrics HTTP/1.1", 405),
+        ("CONNECT localhost:80 HTTP/1.1", 405),
+        ("GET /metrics HTTP/3.0", 400),
+        ("GET", 400),
+        ("GET /a b c HTTP/1.1", 400),
+    ],
+)
+def test_status(request_line, expected, endpoint):
+    answer = ask(endpoint, f"{request_line}\r\nHost: localhost\r\n\r\n".encode())
+    assert status(answer) == expected
+    assert (b"\r\nAllow: GET, HEAD\r\n" in answer) == (expected == 405)
+    assert serves(endpoint)
+
+
+@pytest.mark.parametrize(
+    ("extra", "expected"),
+    [
+        (b"X: a\tb\r\n", 200),
+        (b"X: \xff\r\n", 200),
+        (b"Expect: 100-continue\r\n", 200),
+        (b"Host: evil.example\r\n", 403),  # the second one
+        (b"X: y\r\n z\r\n", 400),
+        (b"X y: z\r\n", 400),
+    ],
+)
+def test_headers(extra, expected, endpoint):
+    assert status(ask(endpoint, GOOD[:-2] + extra + b"\r\n")) == expected
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/healthz", "/nowhere"])
+def test_head_is_get_without_the_body(path, endpoint):
+    get, head = (
+        ask(endpoint, f"{method} {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()) for method in ("GET", "HEAD")
+    )
+    assert head == get.partition(b"\r\n\r\n")[0] + b"\r\n\r\n"
+
+
+def test_of_requests_in_a_row_one_is_answered(endpoint):
+    answer = ask(endpoint, GOOD * 5)
+    assert answer.count(b"HTTP/1.0 200 OK") == 1
+    assert answer.endswith(PAGE)
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        ("LocalHost:9464", 200),
+        ("127.0.0.1", 200),
+        ("10.1.2.3:9464", 200),
+        ("[::1]:9464", 200),
+        ("::1", 200),
+        ("The-Node.:9464", 200),
+        ("the-node.evil.example", 403),
+        ("the-node:evil", 403),
+        ("[::1", 403),
+        ("[::1]evil", 403),
+        ("[the-node]", 403),
+        ("127.0.0.1.evil.example", 403),
+        ("localhost.evil.example", 403),
+        ("0x7f000001", 403),
+        ("2130706433", 403),
+        ("", 403),
+        (None, 403),
+        ("\xff\xfe", 403),
+        ("a" * 2000, 403),
+    ],
+)
+def test_a_page_that_rebinds_its_name_to_us_is_not_answered(host, expected, endpoint):
+    header = b"" if host is None else b"Host: " + host.encode("latin-1") + b"\r\n"
+    for path in (b"/metrics", b"/healthz"):
+        assert status(ask(endpoint, b"GET " + path + b" HTTP/1.1\r\n" + header + b"\r\n")) == expected
+
+
+def test_a_scraper_gets_the_format_and_the_encoding_that_it_accepts(tmp_path):
+    run_script(
+        """
+        import json, telemetry, urllib.request
+        agent = telemetry.start("run", port=0, start_line=False)
+        found = []
+        for headers in (
+            {},
+            {"Accept": "application/openmetrics-text;version=1.0.0,*/*;q=0.1"},
+            {"Accept-Encoding": "deflate, gzip;q=1.0"},
+        ):
+            answer = urllib.request.urlopen(urllib.request.Request(agent.metrics_url, headers=headers))
+            body = answer.read()
+            assert int(answer.headers["Content-Length"]) == len(body)
+            found.append([answer.headers["Content-Type"], answer.headers["Content-Encoding"], body.decode("latin-1")])
+        telemetry.stop()
+        with open("results.json", "w") as file:
+            json.dump(found, file)
+        """,
+        tmp_path,
+    )
+    (kind, encoding, text), (open_kind, _, open_text), (_, zipped, packed) = results(tmp_path)
+    assert (kind, encoding) == ("text/plain; version=0.0.4; charset=utf-8", None)
+    assert open_kind.startswith("application/openmetrics-text; version=1.0.0")
+    assert open_text.endswith("# EOF\n")
+    assert "# UNIT training_time_seconds seconds\n" in open_text
+    assert zipped == "gzip"
+    unpacked = gzip.decompress(packed.encode("latin-1")).decode()
+    assert unpacked.splitlines()[:3] == text.splitlines()[:3]
+    assert unpacked.endswith("\n")
+
+
+def test_an_error_of_ours_is_a_500_and_counted(endpoint, capfd):
+    endpoint.exposition.make = lambda: 1 / 0
+    answer = ask(endpoint, GOOD)
+    assert status(answer) == 500
+    assert b"division" not in answer
+    assert endpoint._errors.counts.pop("endpoint") == 1
+    del endpoint.exposition.make
+    assert serves(endpoint)
+
+
+# -- bytes that are no request -------------------------------------------------------------------------------------
+
+GARBAGE = {
+    "tls": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(range(256)) * 2,
+    "zeros": b"\0" * 4096 + b"\r\n\r\n",
+    "newlines": b"\r\n" * 1000,
+    "binary": bytes(range(256)) + b"\r\n\r\n",
+    "huge line": b"GET /" + b"a" * 200_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    "huge header": b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 200_000 + b"\r\n\r\n",
+    "many headers": b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n" + b"X: y\r\n" * 5000 + b"\r\n",
+    "bad headers": b"GET /metrics HTTP/1.1\r\nHost localhost\r\n: \r\n \t\r\n\r\n",
+    "ssh": b"SSH-2.0-OpenSSH_9.6\r\n",
+    "http/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    "format": b"GET /%s%n{0} HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    "injection": b"GET /metrics\r\nX: y HTTP/1.1\r\n\r\n",
+    "body": b"POST /metrics HTTP/1.1\r\nHost: localhost\r\nContent-Length: 999999999\r\n\r\n" + b"x" * 100_000,
+}
+
+
+@pytest.mark.parametrize("kind", GARBAGE)
+def test_garbage_harms_nobody(kind, endpoint, impatient):
+    assert PAGE not in ask(endpoint, GARBAGE[kind])
+    assert serves(endpoint)
+
+
+# -- clients that misbehave ----------------------------------------------------------------------------------------
+
+
+def test_silent_half_open_and_dripping_clients_are_ended(endpoint, impatient):
+    """No client holds a connection past the deadline, and other clients are served meanwhile."""
+    with contextlib.ExitStack() as stack:
+        silent, half, drip, shut = (stack.enter_context(client(endpoint)) for _ in range(4))
+        half.sendall(GOOD[:-2])
+        shut.shutdown(socket.SHUT_WR)
+        assert serves(endpoint)
+        ended = threading.Event()
+
+        def dripping():
+            for byte in b"GET /metrics HTTP/1.1\r\nX: " + b"y" * 10_000:
+                try:
+                    drip.sendall(bytes([byte]))
+                except OSError:
+                    break
+                if ended.wait(0.05):
+                    break
+
+        thread = threading.Thread(target=dripping)
+        thread.start()
+        for connection in (silent, half, drip, shut):
+            assert PAGE not in received(connection), "its end came"
+        ended.set()
+        thread.join(HANG)
+    assert serves(endpoint)
+
+
+def test_a_client_that_does_not_read_is_ended(endpoint, impatient):
+    endpoint.exposition.make = lambda: b"x 1.0\n" * 3_000_000
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", endpoint.port))
+        connection.sendall(GOOD)
+        wait_for(lambda: any(each.answer for each in endpoint._connections.values()), "it is being answered")
+        del endpoint.exposition.make
+        assert serves(endpoint)
+        wait_for(lambda: not endpoint._connections, "it is ended")
+
+
+def test_an_answer_that_is_not_taken_at_once_comes_whole(endpoint):
+    page = b"x 1.0\n" * 3_000_000
+    endpoint.exposition.make = lambda: page
+    with client(endpoint) as connection:
+        connection.sendall(GOOD)
+        wait_for(lambda: any(each.answer for each in endpoint._connections.values()), "the rest of it waits")
+        assert received(connection).endswith(b"\r\n\r\n" + page)
+
+
+def test_a_client_that_hangs_up_in_the_middle_of_the_answer(endpoint):
+    release, asked = threading.Event(), threading.Event()
+
+    def make():
+        asked.set()
+        release.wait(HANG)
+        return b"x 1.0\n" * 1_000_000
+
+    endpoint.exposition.make = make
+    with client(endpoint) as connection:
+        connection.sendall(GOOD)
+        assert asked.wait(HANG), "it is being answered"
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
+    release.set()
+    del endpoint.exposition.make
+    assert serves(endpoint)
+
+
+def test_more_clients_than_the_cap_are_turned_away(endpoint, monkeypatch):
+    with contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(client(endpoint)) for _ in range(MAX_CONNECTIONS)]
+        wait_for(lambda: len(endpoint._connections) == MAX_CONNECTIONS, "the cap is reached")
+        for _ in range(20):
+            with client(endpoint) as connection:
+                assert received(connection) == b"", "closed at once"
+        silent[0].close()
+        wait_for(lambda: len(endpoint._connections) < MAX_CONNECTIONS, "one is free again")
+        assert serves(endpoint)
+        monkeypatch.setattr(module, "CONNECTION_SECONDS", 0.1)  # the deadline ends all of them
+        for connection in silent[1:]:
+            assert PAGE not in received(connection)
+    assert serves(endpoint)
+
+
+def test_a_crowd_of_scrapers_is_served_or_turned_away(endpoint):
+    answers: list[bytes] = []
+
+    def scrape():
+        for _ in range(10):
+            try:
+                answers.append(ask(endpoint, GOOD))
+            except OSError:
+                answers.append(b"")
+
+    crowd = [threading.Thread(target=scrape) for _ in range(12)]
+    for thread in crowd:
+        thread.start()
+    for thread in crowd:
+        thread.join(HANG)
+    assert all(answer == b"" or answer.endswith(PAGE) for answer in answers)
+    assert sum(answer.endswith(PAGE) for answer in answers) >= 10
+    assert threads.running().count("telemetry-endpoint") == 1
+
+
+def test_closing_ends_what_is_open(endpoint):
+    with client(endpoint) as silent, client(endpoint) as half:
+        half.sendall(GOOD[:10])
+        wait_for(lambda: len(endpoint._connections) == 2, "both are connected")
+        endpoint.close()
+        for connection in (silent, half):
+            assert received(connection) == b""
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", endpoint.port), timeout=HANG)
+
+
+def test_a_default_timeout_of_the_script_changes_nothing():
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(0.001)
+    try:
+        with serving() as made:
+            socket.setdefaulttimeout(before)
+            assert serves(made)
+    finally:
+        socket.setdefaulttimeout(before)
+
+
+# -- descriptors ---------------------------------------------------------------------------------------------------
+
+
+def test_a_connection_that_others_close_ends_in_silence(endpoint, tmp_path):
+    """Its number belongs to another file then, which is neither read nor closed."""
+    with client(endpoint) as connection:
+        connection.sendall(GOOD[:-2])
+        wait_for(lambda: endpoint._connections, "it is accepted")
+        (number,) = endpoint._connections
+        os.close(number)
+        file = os.open(tmp_path / "theirs", os.O_CREAT | os.O_RDWR)
+        if file != number:
+            os.dup2(file, number)
+            os.close(file)
+        assert serves(endpoint)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, "CONNECTION_SECONDS", 0.0)
+            wait_for(lambda: not endpoint._connections, "it is given up")
+    os.close(number)  # it is still open
+
+
+def test_a_connection_that_cannot_be_accepted_is_retried_with_a_pause(monkeypatch):
+    """For example, no descriptor is left: then poll reports the connection as ready again and again."""
+    tried = []
+    accept = socket.socket.accept
+
+    def failing(listening):
+        tried.append(time.monotonic())
+        if len(tried) > 3:
+            return accept(listening)
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(socket.socket, "accept", failing)
+    with serving() as made:
+        assert fetch(f"http://127.0.0.1:{made.port}/metrics") == PAGE.decode()
+    assert all(later - earlier > 0.05 for earlier, later in zip(tried[:3], tried[1:4], strict=True))

@@ -1,0 +1,301 @@
+"""The metrics: what a scrape shows of them, that absent is what was not measured, and docs/METRICS.md."""
+
+import dataclasses
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
+from prometheus_client.parser import text_string_to_metric_families
+
+from telemetry.agent.totals import CollectorPoller
+from telemetry.hooks.ring import Ring
+from telemetry.hooks.tracker import StepTracker
+from telemetry.node.metrics import COLLECTOR, GROUPS, metrics
+from telemetry.util.errors import ErrorLog
+from tests.full_views import OPENMETRICS, full_view, page
+
+ROOT = Path(__file__).resolve().parents[1]
+
+CONTRACT = set(
+    """
+    training_steps_total training_step_duration_seconds training_time_seconds_total
+    training_exposed_wait_seconds_total training_last_step_timestamp_seconds training_run_ended training_run_info
+    training_stall_active training_stalls_total training_snapshots_total
+    training_gpu_utilization_ratio training_gpu_sm_active_ratio training_gpu_sm_occupancy_ratio
+    training_gpu_tensor_active_ratio training_gpu_memory_bandwidth_ratio
+    training_gpu_memory_used_bytes training_gpu_memory_total_bytes
+    training_gpu_power_watts training_gpu_temperature_celsius training_gpu_sm_clock_hertz training_gpu_throttled
+    training_cuda_memory_allocated_bytes training_cuda_memory_reserved_bytes
+    training_process_cpu_seconds_total training_process_resident_memory_bytes training_process_threads
+    training_host_cpu_ratio training_host_memory_used_bytes training_host_memory_total_bytes
+    training_host_pressure_ratio
+    training_loader_workers training_loader_ready_batches training_loader_worker_busy_ratio
+    training_loader_worker_cpu_ratio training_loader_worker_blocked_ratio training_loader_worker_runnable_ratio
+    training_loader_fetch_duration_seconds training_loader_slack_seconds training_loader_workers_memory_bytes
+    telemetry_overhead_seconds_total telemetry_collector_up telemetry_collector_duration_seconds
+    telemetry_errors_total telemetry_dropped_steps_total
+    training_run_attempt training_run_lost_seconds_total training_step_change_ratio
+    training_memory_growth_bytes_per_second training_memory_exhausted_in_seconds
+    training_samples_total training_tokens_total training_gpu_energy_joules_total
+    """.split()
+)
+"""The names that dashboards and alerts rely on."""
+
+
+UNITS = {
+    "_seconds": "seconds",
+    "_seconds_total": "seconds",
+    "_bytes": "bytes",
+    "_bytes_per_second": "bytes",
+    "_ratio": "ratio",
+    "_watts": "watts",
+    "_celsius": "celsius",
+    "_hertz": "hertz",
+    "_cores": "cores",
+    "_steps_total": "steps",
+    "_samples_total": "samples",
+    "_tokens_total": "tokens",
+    "_joules_total": "joules",
+}
+
+
+METRICS = [metric for _, metric in metrics()]
+
+
+def changed(view=None, **parts):
+    return dataclasses.replace(view or full_view(), **parts)
+
+
+def shown(*views, **more):
+    """``{name: [sample]}`` of what a scrape gets."""
+    found = {}
+    for family in text_string_to_metric_families(page(*views, **more)):
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        assert name not in found, "each family is there once"
+        found[name] = family.samples
+    return found
+
+
+def value(view, name):
+    (sample,) = shown(view)[name]
+    return sample.value
+
+
+# -- the exposition ------------------------------------------------------------------------------------------------
+
+
+def test_each_metric_is_shown_with_its_type_and_labels():
+    found = {}
+    for family in text_string_to_metric_families(page(full_view())):
+        labels = set().union(*(sample.labels for sample in family.samples))
+        assert {(s.labels["run"], s.labels.get("rank", "7")) for s in family.samples} == {("a run", "7")}
+        found[f"{family.name}_total" if family.type == "counter" else family.name] = (family.type, labels - {"run"})
+    of_machine = {name for name, (_, labels) in found.items() if "rank" not in labels}
+
+    assert found == {
+        metric.name: (
+            metric.type,
+            {*group.labels, "node" if group.of_node else "rank"}
+            | ({metric.label.name} if metric.label else set())
+            | ({"le"} if metric.type == "histogram" else set()),
+        )
+        for group, metric in metrics()
+    }
+    assert found.keys() >= CONTRACT
+    assert of_machine == {name for name in found if name.startswith(("training_host_", "training_cgroup_"))}
+
+
+def test_ranks_of_a_node_share_families_and_the_machine_is_shown_once():
+    found = shown(full_view(), full_view(), full_view(), first=0)
+    assert {sample.labels["rank"] for sample in found["training_steps_total"]} == {"0", "1", "2"}
+    assert [sample.labels for sample in found["training_host_cpu_ratio"]] == [{"run": "a run", "node": "n1"}]
+
+
+def test_values_are_exact():
+    view = full_view()
+    totals = dataclasses.replace(view.totals, steps=12_345_678_901)
+    view = changed(view, totals=totals, last_step_unix_seconds=1.7e9 + 1e-6)
+    assert value(view, "training_steps_total") == 12_345_678_901
+    assert value(view, "training_last_step_timestamp_seconds") == 1.7e9 + 1e-6
+    buckets = shown(view)["training_loader_fetch_duration_seconds"]  # two fetches in the first, one in each other
+    assert [(s.labels.get("le"), s.value) for s in buckets] == [
+        ("0.1", 2), ("1.0", 3), ("+Inf", 4), (None, 4), (None, 3.1),
+    ]  # fmt: skip
+
+
+def test_openmetrics_has_units_and_the_time_since_when_a_counter_counts():
+    families = {family.name: family for family in openmetrics_families(page(full_view(), accept=OPENMETRICS))}
+    text = {family.name for family in text_string_to_metric_families(page(full_view()))}
+    assert families.keys() == text
+
+    units = {name: family.unit for name, family in families.items() if family.unit}
+    assert units["training_time_seconds"] == "seconds"
+    assert "training_memory_growth_bytes_per_second" not in units, "a unit is the end of the name"
+    created = {
+        name: {s.value for s in family.samples if s.name.endswith("_created")} for name, family in families.items()
+    }
+    created = {name: values for name, values in created.items() if values}
+    assert set.union(*created.values()) == {1.6e9}
+    assert {"training_steps", "training_step_duration_seconds"} <= created.keys()
+    assert not created.keys() & {"training_samples", "training_process_cpu_seconds", "training_stalls"}
+
+
+@pytest.mark.parametrize("text", ['a "run"', "back\\slash", "two\nlines", "é€", "\udce9"])
+def test_label_values_are_escaped(text):
+    view = full_view()
+    view = changed(view, info=view.info | {"job": text}, hang=dataclasses.replace(view.hang, place=text))
+    expected = text.encode("utf-8", "replace").decode()
+    found = shown(view)
+    assert found["training_run_info"][0].labels["job"] == expected
+    assert found["training_hang_place_info"][0].labels["place"] == expected
+
+
+def test_the_energy_counter_stays_while_nvml_is_down():
+    up, down = shown(full_view()), shown(changed(gpu=None))
+    assert {sample.labels["uuid"] for sample in up["training_gpu_energy_joules_total"]} == {"GPU-1"}
+    assert down["training_gpu_energy_joules_total"] == up["training_gpu_energy_joules_total"]
+    assert "training_gpu_power_watts" not in down
+
+
+@pytest.mark.parametrize("price", [2.5, 0.0, None])
+def test_a_price_is_shown_only_if_there_is_one(price):
+    found = shown(changed(gpu_hour_price=price)).get("training_gpu_hour_price", [])
+    assert [sample.value for sample in found] == [price] * (price is not None)
+
+
+def test_what_was_not_measured_is_absent():
+    view = full_view()
+    gone = {spec.name: None for spec in dataclasses.fields(view) if spec.default is None}
+    totals = dataclasses.replace(view.totals, exposed_wait_seconds=None)
+    names = shown(changed(view, **gone, totals=totals, collectors=(), last_step_unix_seconds=None)).keys()
+
+    assert "training_steps_total" in names
+    pattern = "training_(gpu|cuda|loader|host|process|cgroup|stall|snapshot)"
+    assert not {name for name in names if re.match(pattern, name)}
+    assert not names & {"training_exposed_wait_seconds_total", "training_last_step_timestamp_seconds"}
+
+
+@pytest.mark.parametrize(
+    ("part", "always"),
+    [
+        ("gpu", {"training_gpu_info"}),
+        ("host", {"training_host_memory_used_bytes", "training_host_memory_total_bytes"}),
+        ("pressure", set()),
+        ("workers", {"training_loader_workers", "training_loader_workers_memory_bytes"}),
+    ],
+)
+def test_a_reading_that_a_sample_lacks_is_absent(part, always):
+    view = full_view()
+    sample = getattr(view, part)
+    lacking = {spec.name: None for spec in dataclasses.fields(sample) if "None" in str(spec.type)}
+    lacking |= {"pressure_ratio": {}} if part == "pressure" else {}
+    names = {metric.name for group in GROUPS if group.record(view) is sample for metric in group.metrics}
+
+    found = shown(changed(view, **{part: dataclasses.replace(sample, **lacking)})).keys() & names
+    assert {name for name in found if not name.endswith("_total") and "head_of_line" not in name} == always
+
+
+@pytest.mark.parametrize("first", ["ours", "theirs"])
+def test_nothing_of_ours_is_in_a_registry_of_the_script(first, tmp_path):
+    """In any order of the imports, and with the folder that makes the library write values into files."""
+    script = """
+import os, sys
+if sys.argv[1] == "theirs":
+    import prometheus_client
+from tests.full_views import full_view, page
+assert "training_steps_total" in page(full_view())
+import prometheus_client
+mine = prometheus_client.Counter("training_steps", "A metric of the script's, of the same name.")
+mine.inc()
+text = prometheus_client.generate_latest().decode()
+assert "training_steps_total 1.0" in text
+assert "telemetry_" not in text and "training_time" not in text
+assert len(os.listdir(os.environ["PROMETHEUS_MULTIPROC_DIR"])) == 1, "of the script's counter"
+"""
+    env = os.environ | {"PYTHONPATH": str(ROOT), "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", script, first], env=env, check=True, timeout=60)
+
+
+def test_a_process_forked_during_the_import_can_import_the_library(tmp_path):
+    """Without a wait, the child would have the lock of a module that nobody is going to release there."""
+    script = """
+import os, sys, threading, time
+from tests.full_views import full_view, page
+began = threading.Event()
+class Slow:
+    def find_spec(self, name, path, target=None):
+        if name == "prometheus_client.registry":
+            began.set()
+            time.sleep(0.3)
+sys.meta_path.insert(0, Slow())
+thread = threading.Thread(target=lambda: page(full_view()))
+thread.start()
+began.wait()
+pid = os.fork()
+if not pid:
+    import prometheus_client
+    os._exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+thread.join()
+"""
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", script], env=env, check=True, timeout=30)
+
+
+# -- the table and the document ------------------------------------------------------------------------------------
+
+
+def test_the_document_is_as_generated():
+    generate = runpy.run_path(str(ROOT / "docs" / "tools" / "generate_metrics.py"))
+
+    assert (ROOT / "docs" / "METRICS.md").read_text() == generate["text"](), "run make docs-reference"
+
+
+def test_entries_of_the_table_are_complete():
+    for metric in METRICS:
+        assert metric.help.endswith(".")
+        assert "\n" not in metric.help
+        assert metric.details == "" or metric.details.endswith(".")
+        assert not set("|\n") & {*metric.help, *metric.details, *(metric.absent or "")}, (
+            "it breaks the table of the document"
+        )
+        assert (metric.type == "counter") == metric.name.endswith("_total")
+        suffixes = [suffix for suffix in UNITS if metric.name.endswith(suffix)]
+        if suffixes:
+            assert metric.unit == UNITS[max(suffixes, key=len)]
+        else:
+            assert metric.unit in {"", "threads", "processes", "batches", "errors", "samples"}
+
+
+def test_label_values_are_those_of_the_table():
+    closed = {metric.name: metric.label for metric in METRICS if metric.label is not None and metric.label.values}
+    for name, samples in shown(full_view()).items():
+        if name in closed:
+            label = closed[name]
+            assert [sample.labels[label.name] for sample in samples] == list(label.values), name
+
+
+def test_collectors_are_those_of_the_agent():
+    sampler = CollectorPoller(StepTracker(Ring()), 1.0, ErrorLog())
+    try:
+        assert {health.name for health in sampler.health()} == set(COLLECTOR.values)
+    finally:
+        sampler.close()
+
+
+@pytest.mark.stack
+def test_promtool_has_nothing_to_say():
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        missing = pytest.fail if os.environ.get("TELEMETRY_TEST_REQUIRE_STACK") == "1" else pytest.skip
+        missing("promtool is not installed (Debian's package prometheus has it)")
+    check = subprocess.run(
+        [promtool, "check", "metrics"], input=page(full_view()), capture_output=True, text=True, timeout=30
+    )
+    assert (check.returncode, check.stdout, check.stderr) == (0, "", "")
