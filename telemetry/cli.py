@@ -6,20 +6,20 @@ import argparse
 import os
 import shlex
 import sys
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from telemetry import api, launch
 from telemetry._version import __version__
 from telemetry.config import GROUPS, TRIAL_VARIABLE, Config, SettingDoc, SettingError, closest, disabled, setting_docs
-from telemetry.tune import tune_options
 from telemetry.util.text import complain, show, show_json, warn
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from _typeshed import SupportsWrite
 
 USAGE_ERROR: Final = 2
+_UNITS: Final = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     report.set_defaults(command=_report)
 
     _add_compare(commands)
-    tune_options.add_tune(commands)
+    _add_tune(commands)
 
     trace = commands.add_parser(
         "trace", help="show what the steps of a torch.profiler trace consist of, and what to change"
@@ -189,6 +189,75 @@ def _add_compare(commands: argparse._SubParsersAction[_Parser]) -> None:
     compare.set_defaults(command=_compare)
 
 
+def _add_tune(commands: Any) -> None:
+    """Add the command to those of the parser."""
+    tune = commands.add_parser(
+        "tune",
+        help="find better DataLoader settings with short trials of a script",
+        usage="telemetry tune [OPTIONS] SCRIPT [ARGS...]\n       telemetry tune [OPTIONS] -m MODULE [ARGS...]",
+        description="Runs short trials of the unchanged script with other DataLoader settings, and prints the lines to "
+        "change. Put telemetry's options before the script and the script's own after it.",
+        epilog="A trial ends before the script does, and writes no checkpoint. What else the script writes, it writes.",
+    )
+    tune.add_argument("-m", dest="module", action="store_true", help="SCRIPT is the dotted name of a module")
+    tune.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    length = tune.add_argument_group("length", "how long a trial takes")
+    _add(length, "--seconds", "S", _above(0.0), 10.0, "training time that is measured, without the warm-up")
+    _add(length, "--steps", "N", _whole, None, "a trial also ends after this many measured steps")
+    _add(length, "--warm-up", "S", _above(-1.0), 3.0, "time after the first step that is not measured")
+    _add(length, "--start-seconds", "S", _above(0.0), 600.0, "maximum time until the first step has ended")
+    search = tune.add_argument_group("search", "which settings are tried")
+    _add(search, "--trials", "N", _whole, 5, "maximum number of trials, that of the script as it is included")
+    search.add_argument(
+        "--grid",
+        metavar="NAME=V,V",
+        action="append",
+        default=[],
+        help="try all combinations instead, such as num_workers=0,2,4 prefetch_factor=2,4; may be repeated",
+    )
+    _add(search, "--memory", "BYTES", _size, None, "maximum memory of a trial, such as 8G (default: what there is)")
+    _add(search, "--nproc-per-node", "N", _whole, None, "start N ranks with torchrun, and tune all")
+    files = tune.add_argument_group("files", "what a trial writes")
+    files.add_argument("--scratch", action="store_true", help="run each trial in an empty working folder")
+    files.add_argument("--no-protection", action="store_true", help="let trials write checkpoints")
+    tune.add_argument("target", metavar="SCRIPT", help="the training script")
+    rest = tune.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="the script's arguments")
+    rest.required = False  # else argparse names it with what is missing
+    tune.set_defaults(command=_tune)
+
+
+def _add(  # noqa: PLR0917 - a row of the tables above
+    group: Any, name: str, metavar: str, kind: Callable[[str], Any], default: Any, text: str
+) -> None:
+    shown = "" if default is None else f" (default: {default:g})"
+    group.add_argument(name, metavar=metavar, type=kind, default=default, help=text + shown)
+
+
+def _above(low: float) -> Callable[[str], float]:
+    def number(text: str) -> float:
+        value = float(text)
+        if not low < value < float("inf"):
+            raise argparse.ArgumentTypeError(f"{text} is not above {low:g}")
+        return value
+
+    return number
+
+
+def _whole(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return number
+
+
+def _size(text: str) -> int:
+    factor = _UNITS.get(text[-1:].upper(), 1)
+    value = int(float(text[:-1] if factor > 1 else text) * factor)
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
+
+
 def _placeholder(doc: SettingDoc) -> str:
     """The placeholder for a value in --help: its unit, else its type."""
     return (doc.unit or doc.type).upper() if "|" not in doc.type else doc.type.replace(" ", "")
@@ -216,7 +285,7 @@ def _run(options: argparse.Namespace) -> int:
     sys.argv = [program.argv0, *options.arguments]  # before the start: the script names a run without a name
     agent = api.start(**settings)
     if TRIAL_VARIABLE in os.environ and agent.trial is None:
-        complain("the files of this trial cannot be protected, so the script was not started")
+        complain("this trial cannot be set up, so the script was not started")
         return 1
     try:
         launch.run(program, options.arguments)
@@ -252,6 +321,12 @@ def _percent(text: str) -> float:
     if not 0 <= number < 100:
         raise argparse.ArgumentTypeError(f"{text} is not between 0 and 100")
     return number
+
+
+def _tune(options: argparse.Namespace) -> int:
+    from telemetry.tune import command
+
+    return command.tune(options)
 
 
 def _trace(options: argparse.Namespace) -> int:

@@ -351,8 +351,6 @@ class Node:
 
     def __init__(self, name: str, rank: int, run_dir, boards) -> None:
         self.board = Board("job", str(run_dir), name, root=boards)
-            self.board, None, run="job", host="127.0.0.1", port=None, node=name, errors=ErrorLog()
-        )
         self.errors = ErrorLog()
         self.seconds = 0.0
         self.rank = rank

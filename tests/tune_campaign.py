@@ -2,7 +2,7 @@
 
     $ python -m tests.tune_campaign                 # all: about half an hour on an idle machine
     $ python -m tests.tune_campaign --only main-    # some
-    $ python -m tests.tune_campaign --journal tune.jsonl --write    # go on where it was stopped; write the results
+    $ python -m tests.tune_campaign --write         # write the results
 
 For each script: the grid, then tune, then the best of both in turn. The ratio comes from these last runs alone: the
 fastest of many noisy trials looks faster than it is.
@@ -16,16 +16,10 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from telemetry.tune import command
-from telemetry.tune.settings_grid import settings_grid
-from telemetry.tune.trial_process import Launch
-from telemetry.tune.trial_result import Settings
-from telemetry.tune.tune_text import settings_text
+from telemetry.tune.command import settings_text
 from tests.zoo.processes import SCRIPTS
 from tests.zoo.specimens import chosen
 
@@ -56,86 +50,67 @@ CAPS = {"memory-700": 700, "memory-1400": 1400}
 """Memory limits in MiB."""
 
 
-@dataclass(frozen=True)
-class Result:
-    """One script. Rates are in steps per second; ``spread`` is the largest difference of two runs with equal settings."""
-
-    name: str
-    grid_best: str
-    tune_best: str
-    trials: int
-    grid_rates: dict[str, float | None]
-    before: float
-    grid_rate: float
-    tune_rate: float
-    ratio: float
-    spread: float
+def tuned(*command: str, prefix: tuple[str, ...] = ()) -> dict:
+    """What ``telemetry tune --json`` prints."""
+    found = subprocess.run(
+        [*prefix, sys.executable, "-m", "telemetry", "tune", "--json", *command],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    if found.returncode:
+        raise SystemExit(f"tune ended with {found.returncode}: {found.stderr[-2000:]}")
+    return json.loads(found.stdout)
 
 
-def measure(name: str, rounds: int, seconds: float, warm_up: float) -> Result:
+def measured(name: str, rounds: int, seconds: float, warm_up: float) -> dict[str, object]:
+    """One script. Rates are in steps per second; ``spread``: the largest difference of two runs with equal settings."""
     (specimen,) = chosen([name])
     if specimen.cores is not None:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: specimen.cores])
-    script = str(SCRIPTS / f"{specimen.script}.py")
-    launch = Launch(script, ("--seconds", "100000", *specimen.arguments))
-    options = command.TuneOptions(launch, seconds=seconds, warm_up_seconds=warm_up, trials=MAX_TRIALS)
-    with tempfile.TemporaryDirectory(prefix="tune-campaign-") as folder:
-        (Path(folder) / "grid").mkdir()
-        (Path(folder) / "tune").mkdir()
-        whole = command.Tuning(options, Path(folder) / "grid", 20)
-        first = whole.run(Settings())
-        for settings in settings_grid(GRIDS[name]):
-            if settings_text(settings.loader) != settings_text({k: first.settings.get(k) for k in settings.loader}):
-                whole.run(settings)
-        best_of_grid = max(whole.trials, key=lambda trial: trial.steps_per_second or 0.0)
-        search = command.Tuning(options, Path(folder) / "tune", MAX_TRIALS)
-        search.run(Settings())
-        command.search_settings(search, MAX_TRIALS, [])
-        best = command.simplest_of_the_best(search.trials)
-        rates: dict[str, list[float]] = {"grid": [], "tune": []}
-        same = best.wanted.key() == best_of_grid.wanted.key() or best.settings == best_of_grid.settings
-        for number in range(rounds):
-            pair = [("grid", best_of_grid), ("tune", best)]
-            for which, trial in pair if number % 2 else reversed(pair):
-                if not (same and which == "tune"):
-                    rates[which].append(whole.run(trial.wanted).steps_per_second or 0.0)
-    if same:
-        rates["tune"] = rates["grid"]
+    script = [str(SCRIPTS / f"{specimen.script}.py"), "--seconds", "100000", *specimen.arguments]
+    length = ["--seconds", str(seconds), "--warm-up", str(warm_up), "--trials", str(MAX_TRIALS)]
+    whole = tuned(*length, "--grid", *GRIDS[name], *script)
+    search = tuned(*length, *script)
+    best = {
+        "grid": max(whole["trials"], key=lambda trial: trial["steps_per_second"] or 0.0)["settings"],
+        "tune": search["best"]["settings"],
+    }
+    rates: dict[str, list[float]] = {"grid": [], "tune": []}
+    for number in range(rounds):
+        for which in ("grid", "tune") if number % 2 else ("tune", "grid"):
+            if which == "grid" or best["tune"] != best["grid"]:
+                grid = [f"{setting}={value}" for setting, value in best[which].items() if value is not None]
+                rates[which].append(tuned(*length, "--grid", *grid, *script)["trials"][-1]["steps_per_second"] or 0.0)
+    rates["tune"] = rates["tune"] or rates["grid"]
     grid_rate, tune_rate = statistics.mean(rates["grid"]), statistics.mean(rates["tune"])
-    return Result(
-        name=name,
-        grid_best=settings_text(best_of_grid.settings),
-        tune_best=settings_text(best.settings),
-        trials=len(search.trials),
-        grid_rates={settings_text(trial.settings): trial.steps_per_second for trial in whole.trials},
-        before=first.steps_per_second or 0.0,
-        grid_rate=round(grid_rate, 3),
-        tune_rate=round(tune_rate, 3),
-        ratio=1.0 if same else round(tune_rate / grid_rate, 3),
-        spread=round(max((max(r) - min(r)) / statistics.mean(r) for r in rates.values()), 3),
-    )
+    return {
+        "name": name,
+        "grid_best": settings_text(best["grid"]),
+        "tune_best": settings_text(best["tune"]),
+        "trials": len(search["trials"]),
+        "grid_rates": {settings_text(trial["settings"]): trial["steps_per_second"] for trial in whole["trials"]},
+        "before": whole["baseline"]["steps_per_second"],
+        "grid_rate": round(grid_rate, 3),
+        "tune_rate": round(tune_rate, 3),
+        "ratio": round(tune_rate / grid_rate, 3),
+        "spread": round(max((max(r) - min(r)) / statistics.mean(r) for r in rates.values()), 3),
+    }
 
 
-def capped(megabytes: int) -> dict[str, object]:
+def capped(name: str) -> dict[str, object]:
     """Tune a script whose workers need much memory, in a cgroup with too little for many. Needs root."""
-    group = memory_group(megabytes << 20)
+    group = memory_group(CAPS[name] << 20)
     try:
-        arguments = [sys.executable, "-m", "telemetry", "tune", "--json", "--seconds", "3", "--warm-up", "1"]
-        found = subprocess.run(
-            ["sh", "-c", 'echo $$ > "$0/cgroup.procs" && exec "$@"', str(group), *arguments, str(CAPPED)],
-            capture_output=True,
-            text=True,
-            check=False,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
-        )
+        inside = ("sh", "-c", 'echo $$ > "$0/cgroup.procs" && exec "$@"', str(group))
+        told = tuned("--seconds", "3", "--warm-up", "1", str(CAPPED), prefix=inside)
         killed = oom_kills(group)
     finally:
         remove_group(group)
-    if found.returncode:
-        raise SystemExit(f"tune ended with {found.returncode}: {found.stderr[-2000:]}")
-    told = json.loads(found.stdout)
     return {
-        "megabytes": megabytes,
+        "name": name,
+        "megabytes": CAPS[name],
         "oom_kills": killed,
         "best": settings_text(told["best"]["settings"]),
         "speedup": told["speedup"],
@@ -190,8 +165,9 @@ def oom_kills(group: Path) -> int:
     raise OSError("this cgroup does not count kills")
 
 
-def page(results: list[Result], caps: list[dict[str, object]]) -> str:
+def page(results: list[dict], caps: list[dict]) -> str:
     """The results as a page."""
+    good = sum(one["ratio"] >= GOAL for one in results)
     lines = [
         "# tune against an exhaustive grid, and under memory limits",
         "",
@@ -199,37 +175,32 @@ def page(results: list[Result], caps: list[dict[str, object]]) -> str:
         "",
         "## Grids",
         "",
-    ]
-    if results:
-        lines += [
-            "Rates are steps per second, measured in turn after the search. *Spread*: the largest difference of two runs",
-            "with equal settings.",
-            "",
-            "| Script | Before | Best of the grid | steps/s | tune's choice | steps/s | Ratio | Trials | Spread |",
-            "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-        ]
-    for one in results:
-        lines.append(
-            f"| {one.name} | {one.before:.2f} | {one.grid_best} | {one.grid_rate:.2f} | {one.tune_best} | "
-            f"{one.tune_rate:.2f} | {one.ratio:.2f} | {one.trials} | {100 * one.spread:.0f} % |"
-        )
-    good = sum(one.ratio >= GOAL for one in results)
-    told = f"Within 5 % of the grid's best: {good} of {len(results)} scripts, in at most {MAX_TRIALS} trials each."
-    lines += ["", told] if results else ["Not measured yet."]
-    lines += ["", "## Memory limits", ""]
-    if caps:
-        lines += [
-            "A script whose workers take 150 MB each, in a cgroup with a memory limit:",
-            "",
-            "| Limit | Killed for memory | Best that was found | Speed-up | Most workers tried | Most memory |",
-            "| --- | --- | --- | --- | --- | --- |",
-        ]
-    for cap in caps:
-        lines.append(
+        "Rates are steps per second, measured in turn after the search. *Spread*: the largest difference of two runs",
+        "with equal settings.",
+        "",
+        "| Script | Before | Best of the grid | steps/s | tune's choice | steps/s | Ratio | Trials | Spread |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        *(
+            f"| {one['name']} | {one['before']:.2f} | {one['grid_best']} | {one['grid_rate']:.2f} | {one['tune_best']} | "
+            f"{one['tune_rate']:.2f} | {one['ratio']:.2f} | {one['trials']} | {100 * one['spread']:.0f} % |"
+            for one in results
+        ),
+        "",
+        f"Within 5 % of the grid's best: {good} of {len(results)} scripts, in at most {MAX_TRIALS} trials each.",
+        "",
+        "## Memory limits",
+        "",
+        "A script whose workers take 150 MB each, in a cgroup with a memory limit:",
+        "",
+        "| Limit | Killed for memory | Best that was found | Speed-up | Most workers tried | Most memory |",
+        "| --- | --- | --- | --- | --- | --- |",
+        *(
             f"| {cap['megabytes']} MiB | {cap['oom_kills']} | {cap['best']} | {cap['speedup']:.2f} | "
             f"{cap['most_workers_tried']} | {cap['most_memory_bytes'] / 1e6:.0f} MB |"
-        )
-    return "\n".join(lines if caps else [*lines, "Not measured yet."]) + "\n"
+            for cap in caps
+        ),
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def main() -> int:
@@ -238,34 +209,22 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=2, help="how often the best of both are run in turn")
     parser.add_argument("--seconds", type=float, default=4.0, help="measured in a trial")
     parser.add_argument("--warm-up", type=float, default=2.0, help="not measured, in seconds")
-    parser.add_argument("--journal", type=Path, help="results so far; scripts in it are not run again")
     parser.add_argument("--write", action="store_true", help="write the results into benchmarks/results/")
     options = parser.parse_args()
-    known = {}
-    if options.journal is not None and options.journal.exists():
-        known = {line["name"]: line for line in map(json.loads, options.journal.read_text().splitlines())}
     cores = os.sched_getaffinity(0)
+    found = []
     for name in [*GRIDS, *CAPS]:
-        if name in known or not name.startswith(tuple(options.only)):
-            continue
-        os.sched_setaffinity(0, cores)
-        if name in CAPS:
-            found = {"name": name, **capped(CAPS[name])}
-        else:
-            found = asdict(measure(name, options.rounds, options.seconds, options.warm_up))
-        known[name] = found
-        print(json.dumps(found), flush=True)
-        if options.journal is not None:
-            with options.journal.open("a") as file:
-                file.write(json.dumps(found) + "\n")
-    caps = [known[name] for name in CAPS if name in known]
-    results = [Result(**known[name]) for name in GRIDS if name in known]
+        if name.startswith(tuple(options.only)):
+            os.sched_setaffinity(0, cores)
+            capping = name in CAPS
+            found.append(capped(name) if capping else measured(name, options.rounds, options.seconds, options.warm_up))
+            print(json.dumps(found[-1]), flush=True)
+    results, caps = [one for one in found if "ratio" in one], [one for one in found if "megabytes" in one]
     print(page(results, caps))
     if options.write:
-        (RESULTS / f"{NAME}.json").write_text(json.dumps(list(known.values()), indent=1) + "\n")
+        (RESULTS / f"{NAME}.json").write_text(json.dumps(found, indent=1) + "\n")
         (RESULTS / f"{NAME}.md").write_text(page(results, caps))
-    good = all(one.ratio >= GOAL for one in results) and not any(cap["oom_kills"] for cap in caps)
-    return 0 if good else 1
+    return 0 if all(one["ratio"] >= GOAL for one in results) and not any(cap["oom_kills"] for cap in caps) else 1
 
 
 if __name__ == "__main__":

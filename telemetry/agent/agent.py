@@ -46,7 +46,7 @@ from telemetry.util.threads import OwnThread, Wake
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from telemetry.agent.trial_run import TrialRun
+    from telemetry.agent.trial import TrialRun
     from telemetry.config import Config
     from telemetry.node.metrics import RunView
     from telemetry.records import RankPace, Step
@@ -505,9 +505,9 @@ class Agent(AgentParts):
         """Attach, publish the first state and start the agent thread. Nothing here can fail the training."""
         self.running = True
         if TRIAL_VARIABLE in os.environ:
-            from telemetry.agent.trial_run import begin
+            from telemetry.agent.trial import TrialRun
 
-            self.trial = begin(os.environ[TRIAL_VARIABLE], self)
+            self.trial = TrialRun(os.environ[TRIAL_VARIABLE], self.identity, self.tracker, self.accounting, self.errors)
         with self.errors.contained("descriptors"):
             self._streams.keep()
         if self.config.patch:

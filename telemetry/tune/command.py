@@ -1,245 +1,371 @@
-"""``telemetry tune SCRIPT``: runs the trials and prints what was found."""
+"""``telemetry tune SCRIPT``: the trials, and what it prints of them."""
 
 from __future__ import annotations
 
+import dataclasses
+import os
+import shutil
+import sys
 import tempfile
-from dataclasses import dataclass
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.core.trial_records import SHARING, TrialPlan
-from telemetry.tune import tune_text
-from telemetry.tune.memory_room import MemoryRoom, shared_memory_left
-from telemetry.tune.next_trial import Search, Stop, as_run, fastest
-from telemetry.tune.progress import Progress
-from telemetry.tune.settings_grid import settings_grid
-from telemetry.tune.settings_limits import Limits, usable_cores
-from telemetry.tune.trial_process import Launch, remove_folder, run_trial
-from telemetry.tune.trial_result import Settings, Trial, result_of, settings_for, tuned_loaders
+from telemetry.hooks.trial import LOADER_SETTINGS, SHARING
+from telemetry.tune.search import GridError, Limits, Search, as_run, is_grid, settings_grid
+from telemetry.tune.trial import Candidate, run_trial, settings_for
 from telemetry.util.files import dump_object
-from telemetry.util.text import complain, show, show_json, warn
+from telemetry.util.text import byte_size, complain, milliseconds, rounded_percent, show, show_json, table, warn
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Sequence
+
+    from telemetry.hooks.trial import LoaderFacts
+    from telemetry.tune.trial import Settings, Trial
 
 _START_SECONDS: Final = 10.0
 """What a trial is expected to take before its first step, for the first estimate."""
 
-_MAX_SHARE: Final = 6.0
-"""A trial may take this many times the seconds that it measures: evaluations do not count as measured."""
-
 _INTERRUPTED: Final = 130
+_USAGE_ERROR: Final = 2
+
+_REDRAW_SECONDS: Final = 0.5
+_HEADINGS: Final = ("settings", "loading", "training", "steps/s", "predicted", "memory", "trial")
+_BAR: Final = 40
+
+_SAME: Final = 1.02
+"""Paces that differ by less are the same: two trials with equal settings differ as much."""
+
+_AS_GOOD: Final = 0.98
+"""Of trials whose pace is this close to the fastest, the one with the fewest workers is the best."""
+
+_MUCH_EVALUATION: Final = 0.2
 
 
-@dataclass(frozen=True, slots=True)
-class TuneOptions:
-    """The command's options.
+def tune(options: argparse.Namespace) -> int:
+    """Run the command. Returns the exit status."""
+    if int(os.environ.get("WORLD_SIZE") or 1) > 1 or "TORCHELASTIC_RUN_ID" in os.environ:
+        return _usage_error("start tune once on the node, without torchrun: telemetry tune --nproc-per-node N SCRIPT")
+    script, parts = [options.target, *options.arguments], list(options.grid)
+    while options.grid and script and is_grid(script[0]):  # --grid num_workers=0,2 prefetch_factor=2,4 SCRIPT
+        parts.append(script.pop(0))
+    if not script:
+        return _usage_error("there is no script to tune")
+    if not options.module and not Path(script[0]).is_file():
+        return _usage_error(f"cannot open {script[0]}: there is no such file")
+    try:
+        grid = settings_grid(parts) if parts else []
+    except GridError as error:
+        return _usage_error(str(error))
+    options.script = script
+    with tempfile.TemporaryDirectory(prefix="telemetry-tune-", ignore_cleanup_errors=True) as folder:
+        return Tuning(options, Path(folder), grid).run()
 
-    Attributes:
-        launch: how the script is started.
-        seconds, steps, warm_up_seconds, start_seconds: see `TrialPlan`.
-        trials: the most trials, the first included.
-        grid: parts of an exhaustive grid; empty to let the model choose.
-        memory: the most bytes that a trial may take; None for what the machine has.
-        writable: files and folders that a trial may change. ``protect``: whether others are protected.
-        as_json: print one JSON object.
-    """
 
-    launch: Launch
-    seconds: float = 10.0
-    steps: int | None = None
-    warm_up_seconds: float = 3.0
-    start_seconds: float = 600.0
-    trials: int = 5
-    grid: tuple[str, ...] = ()
-    memory: int | None = None
-    writable: tuple[str, ...] = ()
-    protect: bool = True
-    as_json: bool = False
+def _usage_error(message: str) -> int:
+    complain(message)
+    return _USAGE_ERROR
+
+
+# -- trials ------------------------------------------------------------------------------------------------------
 
 
 class Tuning:
     """The trials of one command.
 
     Args:
-        options: the command's options.
+        options: the command's options; ``script`` is the script and its arguments.
         folder: for the files of the trials.
-        most_trials: how many trials there will be at most.
+        grid: the settings to run; empty to let the model choose.
     """
 
-    def __init__(self, options: TuneOptions, folder: Path, most_trials: int) -> None:
+    def __init__(self, options: argparse.Namespace, folder: Path, grid: Sequence[Settings]) -> None:
         self._options = options
         self._folder = folder
-        self._memory = MemoryRoom(options.memory)
-        self._progress = Progress(most_trials)
-        self.trials: list[Trial] = []
-        self.room = self._memory.now()
+        self._grid = grid
+        self._progress = Progress(1 + len(grid) if grid else options.trials)
+        self._trials: list[Trial] = []
+        self._notes: list[str] = []
 
-    def run(self, wanted: Settings, predicted: float | None = None) -> Trial:
+    def run(self) -> int:
+        """Run the trials and print the result. Returns the exit status."""
+        interrupted = False
+        limits = Limits.measured(self._options.memory, self._options.nproc_per_node or 1)
+        try:
+            first = self._run_trial(Candidate({}))
+            if first.failed or not first.tuned:
+                _explain(first)
+                return 1
+            if self._grid:
+                why = self._run_grid(first)
+            else:
+                why = self._search(dataclasses.replace(limits, loaders=len(first.tuned)))
+        except KeyboardInterrupt:
+            interrupted, why = True, "stopped before the end"
+        except OSError as error:
+            complain(f"a trial cannot be started: {error}")
+            return 1
+        if not self._trials:
+            complain("stopped before the first trial has ended")
+            return _INTERRUPTED
+        status = self._print(why)
+        return _INTERRUPTED if interrupted else status
+
+    def _run_trial(self, candidate: Candidate) -> Trial:
         """Run one trial.
 
         Raises:
             OSError: it cannot be started.
             KeyboardInterrupt: the user wants no more.
         """
-        options, number = self._options, len(self.trials) + 1
+        wanted, number = candidate.settings, len(self._trials) + 1
         folder = self._folder / str(number)
-        folder.mkdir()
-        shown = wanted.loader | ({} if wanted.sharing is None else {SHARING: wanted.sharing})
-        name = tune_text.settings_text(shown) if shown else "the script's own settings"
-        self._progress.begin(number, name, _START_SECONDS + options.warm_up_seconds + options.seconds)
-        plan = TrialPlan(
-            folder=str(folder),
-            seconds=options.seconds,
-            steps=options.steps,
-            warm_up_seconds=options.warm_up_seconds,
-            start_seconds=options.start_seconds,
-            max_seconds=options.warm_up_seconds + _MAX_SHARE * options.seconds,
-            loaders={facts.place: settings_for(facts, wanted) for facts in self._tuned()},
-            sharing_strategy=wanted.sharing,
-            protect=options.protect,
-            writable=tuple(str(Path(path).absolute()) for path in options.writable),
-        )
+        name = settings_text(wanted) if wanted else "the script's own settings"
+        self._progress.begin(number, name, _START_SECONDS + self._options.warm_up + self._options.seconds)
+        tuned = self._trials[0].tuned if self._trials else []
         try:
-            ended = run_trial(options.launch, plan, self._memory, self._progress.tick)
+            trial = run_trial(self._options, folder, candidate, tuned, self._progress.tick)
         finally:
             self._progress.end()
-        place = next((facts.place for facts in self._tuned()), None)
-        trial = result_of(number, wanted, predicted, ended, place)
-        self.trials.append(trial)
-        remove_folder(folder)
+        self._trials.append(trial)
+        shutil.rmtree(folder, ignore_errors=True)
         return trial
 
-    def limits(self) -> Limits:
-        """What the machine can hold, after the first trial."""
-        ranks = self._options.launch.ranks or 1
-        return Limits(self.room, shared_memory_left(), usable_cores(), ranks, max(1, len(self._tuned())))
-
-    def _tuned(self) -> Sequence[Any]:
-        return tuned_loaders(self.trials[0].loaders) if self.trials else ()
-
-
-def tune(options: TuneOptions) -> int:
-    """Run the trials and print the result. Returns the exit status.
-
-    Raises:
-        GridError: the grid cannot be understood.
-    """
-    grid = settings_grid(options.grid) if options.grid else []
-    most = 1 + len(grid) if grid else options.trials
-    with tempfile.TemporaryDirectory(prefix="telemetry-tune-", ignore_cleanup_errors=True) as folder:
-        tuning = Tuning(options, Path(folder), most)
-        notes: list[str] = []
-        interrupted = False
-        why = "the grid is complete"
-        try:
-            if not _first(tuning):
-                return 1
-            if grid:
-                _all_of(tuning, grid, notes)
-            else:
-                why = search_settings(tuning, options.trials, notes)
-        except KeyboardInterrupt:
-            interrupted, why = True, "stopped before the end"
-        except OSError as error:
-            complain(f"a trial cannot be started: {error}")
-            return 1
-    if not tuning.trials:
-        complain("stopped before the first trial has ended")
-        return _INTERRUPTED
-    status = _print(tuning, why, notes, as_json=options.as_json, grid=bool(grid))
-    return _INTERRUPTED if interrupted else status
-
-
-def _first(tuning: Tuning) -> bool:
-    """Run the script as it is. Returns whether it can be tuned; if not, the reason was printed."""
-    trial = tuning.run(Settings())
-    if trial.failed:
-        complain(f"nothing can be tuned: {trial.failed}")
-        if trial.output:
-            warn("".join(f"  | {line}\n" for line in trial.output))
-        warn(_help_with(trial))
-        return False
-    if not tuned_loaders(trial.loaders):
-        complain("nothing can be tuned: no batch of a DataLoader was used for training")
-        return False
-    return True
-
-
-def _help_with(trial: Trial) -> str:
-    text = "\n".join(trial.output)
-    if "ProtectedFileError" in text:
-        return "Allow the change with --writable PATH, or give the script another folder for its output.\n"
-    if "DataLoader" in trial.failed:
-        return "Only DataLoaders of torch can be tuned. Draw at least a few batches, in this process or its ranks.\n"
-    if "steps" in trial.failed:
-        return "Give it more time with --start-seconds, or a shorter trial with --seconds and --warm-up.\n"
-    return "Run it without `telemetry tune` first: `python SCRIPT` must work with the same arguments.\n"
-
-
-def _all_of(tuning: Tuning, grid: Sequence[Settings], notes: list[str]) -> None:
-    """Run the grid, without what the first trial has run already. Settings that a loader does not get are noted."""
-    first = tuning.trials[0]
-    own, tuned = as_run(first), tuned_loaders(first.loaders)
-    left_out = {
-        f"{name} is left alone at line {facts.line} of {Path(facts.file).name}: {facts.refused[name]}"
-        for facts in tuned
-        for settings in grid
-        for name in settings.loader.keys() - settings_for(facts, settings).keys()
-    }
-    notes += sorted(left_out)
-    run = {own.key()}
-    for settings in grid:
-        applied = dict(setting for facts in tuned for setting in settings_for(facts, settings).items())
-        key = Settings(own.loader | applied, settings.sharing).key()
-        if key not in run:
-            run.add(key)
-            tuning.run(settings)
-
-
-def search_settings(tuning: Tuning, most: int, notes: list[str]) -> str:
-    """Run trials until no improvement is in sight. Returns why it stopped."""
-    search = Search(tuning.limits())
-    try:
-        while len(tuning.trials) < most:
-            found = search.next(tuning.trials)
-            if isinstance(found, Stop):
-                return found.because
-            tuning.run(found.settings, found.predicted)
-        return "all trials were run"
-    finally:
-        notes += search.notes
-
-
-def _print(tuning: Tuning, why: str, notes: Sequence[str], *, as_json: bool, grid: bool) -> int:
-    first, best = tuning.trials[0], simplest_of_the_best(tuning.trials)
-    if as_json:
-        gain = tune_text.speedup(first, best)
-        found = {
-            "baseline": first.as_json(),
-            "best": best.as_json(),
-            "speedup": None if gain is None else round(gain, 4),
-            "trials": [trial.as_json() for trial in tuning.trials],
-            "changes": tune_text.changed_lines(first, best) if best is not first else [],
-            "stopped": why,
-            "notes": list(notes),
+    def _run_grid(self, first: Trial) -> str:
+        """Run the grid, without what the first trial has run already. Settings that a loader does not get are noted."""
+        left_out = {
+            f"{name} is left alone at line {facts.line} of {Path(facts.file).name}: {facts.refused[name]}"
+            for facts in first.tuned
+            for settings in self._grid
+            for name in settings.keys() - settings_for(facts, settings).keys()
         }
-        return show_json(dump_object(found, indent=2).decode())
-    text = tune_text.trial_table(tuning.trials)
-    text += "\n" + tune_text.bars(tuning.trials) if grid else ""
-    text += "\n" + tune_text.verdict(first, best, why) + tune_text.evaluation_note(first)
-    text += "".join(f"Note: {note}.\n" for note in notes)
-    return show(text)
+        self._notes = sorted(left_out)
+        own = as_run(first)
+        run = [own]
+        for settings in self._grid:
+            applied = own.copy()
+            for facts in first.tuned:
+                applied |= settings_for(facts, settings)
+            if applied not in run:
+                run.append(applied)
+                self._run_trial(Candidate(settings))
+        return "the grid is complete"
 
+    def _search(self, limits: Limits) -> str:
+        """Run trials until no improvement is in sight. Returns why it stopped."""
+        search = Search(limits)
+        self._notes = search.notes
+        while len(self._trials) < self._options.trials:
+            found = search.next(self._trials)
+            if isinstance(found, str):
+                return found
+            self._run_trial(found)
+        return "all trials were run"
 
-_AS_GOOD: Final = 0.98
-"""Of trials whose pace is this close to the fastest, the one with the fewest workers is the best."""
+    def _print(self, why: str) -> int:
+        first, best = self._trials[0], simplest_of_the_best(self._trials)
+        if self._options.json:
+            gain = _speedup(first, best)
+            found = {
+                "baseline": first.as_json(),
+                "best": best.as_json(),
+                "speedup": None if gain is None else round(gain, 4),
+                "trials": [trial.as_json() for trial in self._trials],
+                "changes": _changed_lines(first, best) if best is not first else [],
+                "stopped": why,
+                "notes": self._notes,
+            }
+            return show_json(dump_object(found, indent=2).decode())
+        text = _trial_table(self._trials)
+        text += "\n" + _bars(self._trials) if self._grid else ""
+        text += "\n" + _verdict(first, best, why) + _evaluation_note(first)
+        text += "".join(f"Note: {note}.\n" for note in self._notes)
+        return show(text)
 
 
 def simplest_of_the_best(trials: Sequence[Trial]) -> Trial:
     """The best trial: of those about as fast as the fastest, the script's own or the one with the fewest workers."""
-    top = fastest(trials)
-    if top is None or top.steps_per_second is None:
-        return trials[0]
-    close = [trial for trial in trials if (trial.steps_per_second or 0.0) >= _AS_GOOD * top.steps_per_second]
-    return min(close, key=lambda trial: (trial.number != 1, int(trial.settings.get("num_workers") or 0), trial.number))
+    top = max(trial.steps_per_second or 0.0 for trial in trials)
+    close = [trial for trial in trials if (trial.steps_per_second or 0.0) >= _AS_GOOD * top]
+    return close[0] if close[0] is trials[0] else min(close, key=lambda t: int(t.settings.get("num_workers") or 0))
+
+
+def _explain(trial: Trial) -> None:
+    """Say why a script cannot be tuned, and what may help."""
+    if not trial.failed:
+        complain("nothing can be tuned: no batch of a DataLoader was used for training")
+        return
+    complain(f"nothing can be tuned: {trial.failed}")
+    warn("".join(f"  | {line}\n" for line in trial.output))
+    if any("FileNotFoundError" in line for line in trial.output) and trial.outcome.saves:
+        warn("A trial writes no checkpoint, so none can be renamed or read. Let it write them with --no-protection.\n")
+    elif "DataLoader" in trial.failed:
+        warn("Only DataLoaders of torch can be tuned. Draw at least a few batches, in this process or its ranks.\n")
+    elif "steps" in trial.failed:
+        warn("Give it more time with --start-seconds, or a shorter trial with --seconds and --warm-up.\n")
+    else:
+        warn("Run it without `telemetry tune` first: `python SCRIPT` must work with the same arguments.\n")
+
+
+class Progress:
+    """Which trial runs, and how long the rest will take, on the standard error.
+
+    One line, rewritten in place on a terminal. Elsewhere there is one line for each trial.
+
+    Args:
+        most_trials: how many trials there are at most.
+    """
+
+    def __init__(self, most_trials: int) -> None:
+        self._most = most_trials
+        self._took: list[float] = []
+        self._began = self._shown = self._expected = 0.0
+        self._name = ""
+        self._in_place = sys.stderr is not None and sys.stderr.isatty()
+
+    def begin(self, number: int, name: str, expected_seconds: float) -> None:
+        """A trial begins. ``expected_seconds``: how long it takes, before any has ended."""
+        self._began = time.monotonic()
+        self._expected = sum(self._took) / len(self._took) if self._took else expected_seconds
+        self._name = f"trial {number} of at most {self._most}: {name}"
+        if not self._in_place:
+            warn(f"{self._name}; {self._left(0.0)}\n")
+
+    def tick(self) -> None:
+        """The trial goes on."""
+        now = time.monotonic()
+        if self._in_place and now - self._shown >= _REDRAW_SECONDS:
+            self._shown = now
+            passed = now - self._began
+            self._draw(f"{self._name}; {passed:.0f} s, {self._left(passed)}")
+
+    def end(self) -> None:
+        """The trial has ended."""
+        self._took.append(time.monotonic() - self._began)
+        if self._in_place:
+            self._draw("")
+
+    def _draw(self, line: str) -> None:
+        sys.stderr.write(f"\r\x1b[K{line}")
+        sys.stderr.flush()
+
+    def _left(self, passed: float) -> str:
+        more = max(0, self._most - len(self._took) - 1)
+        return f"at most {max(0.0, self._expected - passed) + more * self._expected:.0f} s left"
+
+
+# -- text --------------------------------------------------------------------------------------------------------
+
+
+def settings_text(settings: Settings) -> str:
+    """Settings as a person types them, the number of workers first. Those without a meaning are left out."""
+    workers = settings.get("num_workers")
+    shown = [f"num_workers={workers}"] if workers is not None else []
+    for name in (*LOADER_SETTINGS[1:], SHARING):
+        value = settings.get(name)
+        default = (name, value) in {("in_order", True), ("persistent_workers", False), ("pin_memory", False)}
+        if value is not None and not default and (workers or name == "pin_memory"):
+            shown.append(f"{name}={value}")
+    return " ".join(shown) or "as in the script"
+
+
+def _trial_table(trials: Sequence[Trial]) -> str:
+    """A row for each trial."""
+    rows, remarks = [], []
+    for trial in trials:
+        name, rate = settings_text(trial.settings), trial.steps_per_second
+        wait, compute = ("-", "-") if trial.step_seconds is None else map(milliseconds, trial.step_seconds)
+        rows.append((
+            name + (" (the script's own)" if trial is trials[0] else ""),
+            wait,
+            compute,
+            "failed" if rate is None else f"{rate:.2f}",
+            "-" if trial.candidate.predicted is None else f"{trial.candidate.predicted:.2f}",
+            byte_size(trial.memory_bytes) if trial.memory_bytes else "-",
+            f"{trial.seconds:.0f} s",
+        ))  # fmt: skip
+        if trial.failed:
+            last = next((line.strip() for line in reversed(trial.output) if line.strip()), "")
+            remarks.append(f"  {name}: {trial.failed}{last and f'; its last line: {last}'}")
+        remarks += [f"  {name}: {remark}" for remark in trial.remarks]
+    return "\n".join(dict.fromkeys([*table(_HEADINGS, rows, names_first=True), *remarks])) + "\n"
+
+
+def _bars(trials: Sequence[Trial]) -> str:
+    """The pace of each trial as a bar."""
+    most = max(trial.steps_per_second or 0.0 for trial in trials)
+    names = [settings_text(trial.settings) for trial in trials]
+    lines = []
+    for trial, name in zip(trials, names, strict=True):
+        rate = trial.steps_per_second
+        bar = "failed" if rate is None else f"{'#' * max(1, round(_BAR * rate / most))} {rate:.2f}"
+        lines.append(f"{name.ljust(max(map(len, names)))}  {bar}\n")
+    return "".join(lines)
+
+
+def _verdict(first: Trial, best: Trial, why: str) -> str:
+    """What to do, in one or a few lines."""
+    gain = _speedup(first, best)
+    if gain is None:
+        return ""
+    changes = _changed_lines(first, best)
+    if best is first or gain < _SAME or not changes:
+        return f"The script's own settings are the best that was found ({why}).\n"
+    lines = [f"{gain:.2f} times the steps per second of the script's own settings ({why}). Change:"]
+    for change in changes:
+        lines += [f"  {_shown(change['file'])}:{change['line']}", f"    {change['code']}"]
+        if change["library"] is not None:
+            lines.append(f"    {change['library']} makes this loader: use its own options for these settings")
+    return "\n".join(lines) + "\n"
+
+
+def _speedup(first: Trial, best: Trial) -> float | None:
+    """Steps per second of the best trial over those of the first; None if one of them has none."""
+    before, after = first.steps_per_second, best.steps_per_second
+    return after / before if before and after else None
+
+
+def _changed_lines(first: Trial, best: Trial) -> list[dict[str, Any]]:
+    """The lines to change: file, line, code, and the library that makes the loader, if the script does not."""
+    changes: list[dict[str, Any]] = []
+    for facts in best.tuned:
+        before = next((other.applied for other in first.outcome.loaders if other.place == facts.place), {})
+        new = _changed_settings(before, facts)
+        if new:
+            call = ", ".join(f"{name}={value!r}" for name, value in new.items())
+            code = f"DataLoader(..., {call})"
+            changes.append({"file": facts.file, "line": facts.line, "code": code, "library": facts.library})
+    if SHARING in best.candidate.settings:
+        code = f"torch.multiprocessing.set_sharing_strategy({best.candidate.settings[SHARING]!r})"
+        facts = best.tuned[0]
+        changes.append({"file": facts.file, "line": facts.line, "code": code, "library": None})
+    return changes
+
+
+def _changed_settings(before: Settings, facts: LoaderFacts) -> Settings:
+    """The arguments that differ from the script's own and have a meaning."""
+    workers = facts.applied.get("num_workers")
+    return {
+        name: value
+        for name, value in facts.applied.items()
+        if value is not None
+        and value != before.get(name)
+        and (workers or name in {"num_workers", "pin_memory"})
+        and not (name == "prefetch_factor" and value == 2 and before.get(name) is None)
+    }
+
+
+def _evaluation_note(first: Trial) -> str:
+    """A line on evaluations that take long; empty if they do not."""
+    evidence, others = first.evidence, [f for f in first.outcome.loaders if f.evaluation_batches and not f.trains]
+    ratio = 0.0 if evidence is None else evidence.evaluation_seconds / evidence.seconds
+    if ratio < _MUCH_EVALUATION or not others:
+        return ""
+    places = ", ".join(f"{_shown(facts.file)}:{facts.line}" for facts in others)
+    return f"Evaluations took {rounded_percent(ratio)} of the time. Their loader ({places}) was left as it is.\n"
+
+
+def _shown(file: str) -> str:
+    relative = os.path.relpath(file)
+    return file if relative.startswith("..") else relative

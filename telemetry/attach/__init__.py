@@ -1,1 +1,0 @@
-"""Runs on the training thread and in the DataLoader workers. So does `snapshot.capture`, on the training thread."""

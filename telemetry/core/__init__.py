@@ -1,1 +1,0 @@
-"""Records, names and helpers that every other folder may import."""

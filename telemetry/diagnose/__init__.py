@@ -1,1 +1,0 @@
-"""Finds causes and advice from records. Uses no clock, no I/O and no torch."""
