@@ -18,12 +18,35 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from benchmarks import child, hta, machine, report, spread
+from benchmarks import child, machine, report, spread
 from benchmarks.report import AT_LEAST, Row, Target
-from benchmarks.tool_environment import ToolError
+from benchmarks.tool_environment import ToolEnvironment, ToolError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+HTA_VERSION: Final = "0.5.0"
+HTA: Final = "Holistic Trace Analysis"
+
+HTA_SCRIPT: Final = """
+import logging, sys
+logging.disable(logging.CRITICAL)
+from hta.trace_analysis import TraceAnalysis
+analysis = TraceAnalysis(trace_files={0: sys.argv[1]}, trace_dir="/")
+print(analysis.get_temporal_breakdown(visualize=False).to_json())
+print(analysis.get_comm_comp_overlap(visualize=False).to_json())
+print(analysis.get_idle_time_breakdown(visualize=False)[0].to_json())
+"""
+"""Its documentation recommends this for the temporal breakdown, the overlap and the idle time of one rank."""
+
+HTA_ENVIRONMENT: Final = ToolEnvironment(
+    tool=HTA,
+    package="HolisticTraceAnalysis",
+    version=HTA_VERSION,
+    variable="HTA_PYTHON",
+    folder=".venv-hta",
+    packages=lambda: (f"HolisticTraceAnalysis=={HTA_VERSION}", "pandas==2.2.3", "numpy<2.3"),
+)
 
 RESULTS: Final = Path(__file__).parent / "results"
 EVENTS: Final = child.ROOT / "tests" / "traces" / "v100_resnet50_workers0.json.gz"
@@ -107,14 +130,14 @@ def compare(file: Path, rounds: int, hta_python: Path | None, missing: str) -> l
     for _ in range(rounds):
         ours.append(measure([sys.executable, "-m", "telemetry", "trace", str(file), "--json"]))
         if hta_python is not None:
-            theirs.append(measure([str(hta_python), "-c", hta.SCRIPT, str(file)]))
+            theirs.append(measure([str(hta_python), "-c", HTA_SCRIPT, str(file)]))
     figures: list[tuple[str, str, Callable[[Cost], float], Target | None]] = [
         ("", "s", lambda cost: cost.seconds, Target(AT_LEAST, 5.0)),
         (", CPU time", "s", lambda cost: cost.cpu_seconds, None),
         (", peak memory", "MiB", lambda cost: cost.mib, Target(AT_LEAST, 5.0)),
     ]
     rows = []
-    name = f"{hta.HTA} {hta.VERSION}"
+    name = f"{HTA} {HTA_VERSION}"
     for what, unit, figure, target in figures:
         below, above = [figure(cost) for cost in ours], [figure(cost) for cost in theirs]
         rows.append(Row(_SECTION, f"telemetry trace --json{what}", unit, spread.spread(below)))
@@ -134,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     hta_python, missing = None, ""
     try:
-        hta_python = hta.ENVIRONMENT.python(install=True)
+        hta_python = HTA_ENVIRONMENT.python(install=True)
     except ToolError as error:
         missing = str(error)
     about = machine.describe()

@@ -310,10 +310,10 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    from telemetry.compare import command
+    from telemetry.compare import compare
 
     pairs = [(options.run_a, options.run_b), *((a, b) for a, b in options.again)]
-    return command.compare(pairs, as_json=options.json, fail_over=options.fail_over)
+    return compare(pairs, as_json=options.json, fail_over=options.fail_over)
 
 
 def _percent(text: str) -> float:
@@ -330,11 +330,9 @@ def _tune(options: argparse.Namespace) -> int:
 
 
 def _trace(options: argparse.Namespace) -> int:
-    from telemetry.trace import command, read_limits
+    from telemetry.trace import command, reader
 
-    caps = (
-        read_limits.ReadLimits() if options.max_bytes is None else read_limits.ReadLimits(max_bytes=options.max_bytes)
-    )
+    caps = reader.ReadLimits() if options.max_bytes is None else reader.ReadLimits(max_bytes=options.max_bytes)
     outcome = command.trace(options.path, as_json=options.json, limits=caps)
     for problem in outcome.problems:
         complain(problem)
@@ -366,9 +364,9 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from telemetry.doctor import command
+    from telemetry.doctor import doctor
 
-    return command.doctor(options.run_dir)
+    return doctor(options.run_dir)
 
 
 def _usage_error(message: str) -> int:

@@ -1,21 +1,18 @@
 """The benchmarks' parts run and give what the report needs. Nothing here judges a time."""
 
 import json
-import sys
 from array import array
 
 import pytest
 
 from benchmarks import (
     agent_cpu,
-    compare_loads,
-    compare_sets,
+    compare,
     instruments,
     loops,
     machine,
     memory,
     overhead,
-    recorded_runs,
     report,
     scrape,
     sink_cost,
@@ -24,7 +21,6 @@ from benchmarks import (
     worker_fetch,
 )
 from benchmarks.effort import QUICK
-from telemetry.compare.pace_interval import PaceBlock
 from tests.full_views import page
 
 TINY = {"hot_rounds": 1, "hot_steps": 40, "cold_rounds": 1, "cold_steps": 2}
@@ -153,70 +149,9 @@ def test_a_fetch_in_a_worker():
     assert [len(readings) for kind in ("hot", "cold") for readings in answer[kind].values()] == [2] * 8
 
 
-@pytest.mark.parametrize(("options", "burners"), [(["--beside", "0"], []), (["--beside", "0.5"], [0.5])])
-def test_comparisons_are_recorded_beside_the_load_that_is_asked_for(tmp_path, monkeypatch, options, burners):
-    started = []
-    nothing = [sys.executable, "-c", ""]
-    monkeypatch.setattr(recorded_runs, "burner", lambda share, _: (started.append(share), nothing)[1])
-    monkeypatch.setattr(recorded_runs, "command", lambda *_: nothing)
-    monkeypatch.setattr(recorded_runs, "recorded_run", lambda *run: {"beside": run[-1]})
-    file = tmp_path / "runs.json"
-    monkeypatch.setattr(sys, "argv", ["", "--record", str(file), "--minutes", "0.01", "--together", "1", *options])
-    compare_loads.main()
-    assert set(started) == set(burners)
-    assert {run["beside"] for run in json.loads(file.read_text())["runs"]} == {float(options[1])}
-
-
-def test_pairs_of_runs_are_told_apart_by_their_load_and_length():
-    def run(seconds, held_up):
-        return (PaceBlock(10.0, seconds / 2, held_up=held_up), PaceBlock(10.0, seconds / 2, held_up=0.0))
-
-    short, long, disturbed = run(40.0, 1.0), run(180.0, 1.0), run(180.0, 30.0)
-    assert recorded_runs.load_of(short, short) == recorded_runs.load_of(short, long) == "calm"
-    assert recorded_runs.load_of(long, long) == "calm, long"
-    assert recorded_runs.load_of(long, disturbed) == "changing"
-
-
-def recorded(paces, slower=1.0, held_up=0.0):
-    """Runs of 30 s without scatter, one of each pace."""
-    return [
-        {"loader": "thread", "slower": slower, "blocks": [[pace, 1.0, 0.0, held_up, 0.0] for _ in range(30)]}
-        for pace in paces
-    ]
-
-
-def test_sets_are_of_calm_runs_in_the_order_of_recording():
-    runs = recorded([100, 101, 102, 103, 104, 105]) + recorded([50], held_up=0.5)
-    (only,) = compare_sets.sets_of(runs, "thread", 1.0, 3)
-    first_paces = [[run[0].steps for run in pair] for pair in only]
-    assert first_paces == [[100, 101], [103, 102], [104, 105]]  # which of a pair runs first changes
-    assert compare_sets.sets_of(runs[:5], "thread", 1.0, 3) == []
-    more = compare_sets.sets_of([*runs, *recorded([90, 91, 92], slower=1.05)], "thread", 1.05, 3)
-    assert len(more) == 20  # three of six runs of A
-    assert all([b[0].steps for _, b in each] == [90, 91, 92] for each in more)
-
-
-def test_of_many_runs_sets_are_drawn(monkeypatch):
-    monkeypatch.setattr(compare_sets, "MOST_SETS", 50)
-    runs = recorded(range(100, 112))
-    drawn = compare_sets.sets_of(runs, "thread", 1.0, 3)
-    paces = [tuple(sorted(run[0].steps for pair in each for run in pair)) for each in drawn]
-    assert len(set(paces)) == len(paces) == 50
-    assert all(len(set(each)) == 6 for each in paces)
-    more = compare_sets.sets_of([*runs, *recorded(range(90, 95), slower=1.05)], "thread", 1.05, 3)
-    assert len(more) == 50
-    assert {a[0].steps for each in more for a, _ in each} == set(range(100, 112))
-    assert all(len({run[0].steps for pair in each for run in pair}) == 6 for each in more)
-
-
-def test_a_slow_down_is_found_in_sets():
-    told = compare_sets.figures_of_sets([recorded([100.0] * 7)], "thread")
-    equal, longer = told["calm; 3"]["1.00"], told["calm; 3"]["1.05 longer"]
-    assert (equal["sets"], equal["slower"], equal["faster"], equal["covered"]) == (7, 0, 0, 7)
-    assert (longer["sets"], longer["slower"], longer["covered"]) == (7, 7, 7)
-    assert all(set(told[none].values()) == {None} for none in ("calm; 5", "calm, long; 3", "calm, long; 5"))
-    rows = compare_sets.rows_of_sets({"thread": told})
-    assert [row for row in rows if row.startswith("| thread")] == [
-        f"| thread | calm; 3 | {name} | 7 | {found} | 0 | ± {100 * each['median_half']:.1f} % | 7 |"
-        for name, found, each in (("equal", 0, equal), ("5 % longer", 7, longer))
-    ]
+def test_comparisons_of_recorded_runs():
+    runs = [{"loader": "thread", "slower": 1.0, "blocks": [[100.0, 1.0]] * 30} for _ in range(7)]
+    for pairs, sets in ((1, 21), (3, 500), (5, 0)):
+        equal, longer = (compare.recorded([{"runs": runs}], pairs, longer=longer)["thread"] for longer in (False, True))
+        assert (equal.pairs, equal.covered, equal.slower, equal.faster) == (sets, sets, 0, 0)
+        assert (longer.pairs, longer.covered, longer.slower) == (sets, sets, sets)

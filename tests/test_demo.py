@@ -12,10 +12,7 @@ from pathlib import Path
 import pytest
 
 from telemetry.demo import command
-from telemetry.demo.command import demo
-from telemetry.demo.demo_outcome import DemoOutcome
-from telemetry.demo.demo_plan import DemoPlan
-from telemetry.demo.scrape import Reading, lines_that_matter
+from telemetry.demo.command import DemoOutcome, DemoPlan, Reading, demo, lines_that_matter
 from telemetry.top.endpoints import ScrapeError, fetch
 
 pytest.importorskip("PIL")

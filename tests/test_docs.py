@@ -210,7 +210,7 @@ SECOND_WORDS = {
 }
 """Words that the documentation and the comments must not use, with the word to use instead."""
 
-PACKED_BYTES = {"trace_events.py", "store.py"}
+PACKED_BYTES = {"events.py", "store.py"}
 """These pack bytes, which is not pickling."""
 
 

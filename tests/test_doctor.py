@@ -11,10 +11,9 @@ import pytest
 from fakes import nvml as fake
 from fakes.nvml import Gpu, State
 
+from telemetry import doctor as module
 from telemetry.config import Config
-from telemetry.doctor import command, folder_checks, gpu_checks, package_checks
-from telemetry.doctor.command import HEIGHT, WIDTH, doctor, examine, render
-from telemetry.doctor.finding import ABSENT, OK, PROBLEM, CheckContext, Finding
+from telemetry.doctor import ABSENT, HEIGHT, OK, PROBLEM, WIDTH, CheckContext, Finding, doctor, examine, render
 from telemetry.sources.collector import CollectorError
 
 ROOT = Path(__file__).parents[1]
@@ -110,8 +109,8 @@ class TestRunFolder:
         assert doctor(str(tmp_path / "file")) == 1
 
     def test_no_room_for_the_log(self, tmp_path, monkeypatch):
-        usage = folder_checks.shutil.disk_usage(tmp_path)
-        monkeypatch.setattr(folder_checks.shutil, "disk_usage", lambda path: usage._replace(free=1 << 20))
+        usage = module.shutil.disk_usage(tmp_path)
+        monkeypatch.setattr(module.shutil, "disk_usage", lambda path: usage._replace(free=1 << 20))
         finding = found("run folder", str(tmp_path))
         assert finding.status == PROBLEM
         assert "1.0 MiB free" in finding.text
@@ -148,12 +147,12 @@ class TestSettings:
 
 class TestVersions:
     def test_old_torch(self, monkeypatch):
-        monkeypatch.setattr(package_checks, "version_of", lambda package: {"torch": "2.3.1+cu121"}.get(package, "99.0"))
+        monkeypatch.setattr(module, "version_of", lambda package: {"torch": "2.3.1+cu121"}.get(package, "99.0"))
         assert found("versions").status == PROBLEM
         assert "2.4 or newer" in found("versions").text
 
     def test_a_newer_python_than_any_tested(self, monkeypatch):
-        monkeypatch.setattr(package_checks.sys, "version_info", (3, 99, 0, "final", 0))
+        monkeypatch.setattr(module.sys, "version_info", (3, 99, 0, "final", 0))
         assert found("versions").status == OK
 
     def test_a_python_without_its_gil(self, monkeypatch):
@@ -164,13 +163,13 @@ class TestVersions:
         assert found("versions").status == OK
 
     def test_nothing_installed(self, monkeypatch):
-        monkeypatch.setattr(package_checks, "version_of", lambda package: None)
+        monkeypatch.setattr(module, "version_of", lambda package: None)
         assert found("versions").status == PROBLEM
-        assert "pip install structlog psutil msgspec orjson" in found("packages").text
+        assert "pip install structlog psutil msgspec prometheus-client" in found("packages").text
         assert found("cuda events").status == ABSENT
 
     def test_the_package_that_overwrites_the_binding(self, monkeypatch):
-        monkeypatch.setattr(package_checks, "version_of", lambda package: "11.5.3" if package == "pynvml" else "99.0")
+        monkeypatch.setattr(module, "version_of", lambda package: "11.5.3" if package == "pynvml" else "99.0")
         texts = [f.text for f in examine(None) if f.name == "packages" and f.status == PROBLEM]
         assert len(texts) == 1
         assert "pip uninstall pynvml" in texts[0]
@@ -209,14 +208,14 @@ class TestGpu:
 
         monkeypatch.setattr(torch.version, "cuda", None)
         place = CheckContext(Config.load({}, environ={}), gpus=True)
-        (finding,) = gpu_checks.check_cuda_events(place)
+        (finding,) = module.check_cuda_events(place)
         assert finding.status == PROBLEM
         assert "install a CUDA build" in finding.text
 
     def test_cuda_that_hangs(self, monkeypatch):
         release = threading.Event()
-        monkeypatch.setattr(gpu_checks, "_time_with_events", lambda gpus: release.wait())
-        monkeypatch.setattr(gpu_checks, "_CUDA_SECONDS", 0.1)
+        monkeypatch.setattr(module, "_time_with_events", lambda gpus: release.wait())
+        monkeypatch.setattr(module, "_CUDA_SECONDS", 0.1)
         finding = found("cuda events")
         release.set()
         for thread in threading.enumerate():
@@ -260,7 +259,7 @@ class TestTheScreen:
         def check_the_weather(place):
             raise RuntimeError("it\nrains")
 
-        monkeypatch.setattr(command, "CHECKS", (check_the_weather,))
+        monkeypatch.setattr(module, "CHECKS", (check_the_weather,))
         assert doctor(None) == 1
         assert capsys.readouterr().out.startswith("!! the weather this check failed itself: RuntimeError: it rains\n")
 

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from telemetry.doctor import package_checks
+from telemetry import doctor
 from tests.matrix.__main__ import COMBINATIONS
 
 tomllib = pytest.importorskip("tomllib", reason="from Python 3.11 on")
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-OLDEST = "{}.{}".format(*package_checks.OLDEST_PYTHON)
+OLDEST = "{}.{}".format(*doctor.OLDEST_PYTHON)
 
 
 def test_no_newer_python_is_refused():
@@ -30,12 +30,12 @@ def test_the_classifiers_are_the_pythons_that_are_tested():
 
 def test_the_needed_packages_are_those_that_the_doctor_looks_for():
     needed = {re.match(r"[\w-]+", requirement)[0]: requirement for requirement in PROJECT["dependencies"]}
-    assert needed.pop("torch") == "torch>={}.{}".format(*package_checks.OLDEST_TORCH)
-    assert set(needed) == set(package_checks.NEEDED)
+    assert needed.pop("torch") == "torch>={}.{}".format(*doctor.OLDEST_TORCH)
+    assert set(needed) == set(doctor.NEEDED)
 
 
 @pytest.mark.parametrize("page", ["docs/quickstart.md", "docs/production.md", "docs/versions.md"])
 def test_the_pages_say_the_supported_versions(page):
     text = (ROOT / page).read_text()
     assert f"Python {OLDEST} or newer" in text
-    assert "torch {}.{} or newer".format(*package_checks.OLDEST_TORCH) in text
+    assert "torch {}.{} or newer".format(*doctor.OLDEST_TORCH) in text

@@ -1,4 +1,4 @@
-"""``telemetry trace`` as it is used: real processes, real files, real recordings."""
+"""``telemetry trace`` as it is used: real files, real recordings."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import json
 import os
 import subprocess
 import sys
+from collections import namedtuple
 from pathlib import Path
 
 import pytest
+
+from telemetry.cli import main
 
 ROOT = Path(__file__).parents[1]
 TRACES = Path(__file__).parent / "traces"
@@ -21,19 +24,38 @@ KEYS = [
 ]  # fmt: skip
 
 
-def run(*arguments, **variables):
+Done = namedtuple("Done", "returncode stdout stderr")
+
+
+@pytest.fixture
+def run(capsys):
+    def ran(*arguments):
+        try:
+            status = main(["trace", *map(str, arguments)])
+        except SystemExit as leaving:
+            status = leaving.code
+        return Done(status, *capsys.readouterr())
+
+    return ran
+
+
+@pytest.fixture
+def as_json(run):
+    def read(*arguments):
+        done = run(*arguments, "--json")
+        assert (done.returncode, done.stderr) == (0, "")
+        return json.loads(done.stdout)
+
+    return read
+
+
+def process(*arguments, **variables):
     environment = os.environ | {"PYTHONPATH": str(ROOT)} | variables
     command = [sys.executable, "-m", "telemetry", "trace", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, errors="replace")
 
 
-def as_json(*arguments):
-    done = run(*arguments, "--json")
-    assert (done.returncode, done.stderr) == (0, "")
-    return json.loads(done.stdout)
-
-
-def test_json_of_a_file_is_the_contract():
+def test_json_of_a_file_is_the_contract(as_json):
     trace = as_json(WORKERS0)
     assert set(KEYS) <= set(trace)
     assert trace["file"] == str(WORKERS0)
@@ -50,7 +72,7 @@ def test_json_of_a_file_is_the_contract():
     assert trace["advice"][0].keys() == {"action", "because", "share_ratio"}
 
 
-def test_text_is_one_screen_and_then_the_tables():
+def test_text_is_one_screen_and_then_the_tables(run):
     done = run(WORKERS0)
     assert (done.returncode, done.stderr) == (0, "")
     screen, _, tables = done.stdout.partition("\n\nstep ")
@@ -65,11 +87,11 @@ def test_text_is_one_screen_and_then_the_tables():
 def test_neither_torch_nor_numpy_is_needed(tmp_path):
     for name in ("torch", "numpy", "pandas"):
         (tmp_path / f"{name}.py").write_text("raise ImportError('not needed')")
-    done = run(WORKERS0, "--json", PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
+    done = process(WORKERS0, "--json", PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_folder_is_a_list_by_rank_and_what_is_no_trace_is_passed_over(tmp_path):
+def test_a_folder_is_a_list_by_rank_and_what_is_no_trace_is_passed_over(tmp_path, run, as_json):
     (tmp_path / "b.json").write_text(json.dumps({"not": "a trace"}))
     (tmp_path / "deep").mkdir()
     for rank in (1, 0):
@@ -82,7 +104,7 @@ def test_a_folder_is_a_list_by_rank_and_what_is_no_trace_is_passed_over(tmp_path
     assert text.splitlines()[0].split()[:2] == ["rank", "file"]
 
 
-def test_links_in_a_folder_are_not_followed(tmp_path):
+def test_links_in_a_folder_are_not_followed(tmp_path, run, as_json):
     outside = tmp_path / "outside"
     outside.mkdir()
     secret = outside / "secret.json"
@@ -116,7 +138,7 @@ def test_links_in_a_folder_are_not_followed(tmp_path):
     ],
 )
 @pytest.mark.parametrize("in_folder", [False, True])
-def test_a_file_that_cannot_be_read_is_a_clear_error(tmp_path, content, says, in_folder):
+def test_a_file_that_cannot_be_read_is_a_clear_error(tmp_path, content, says, in_folder, run):
     file = tmp_path / "bad.json"
     file.write_bytes(content)
     if in_folder:
@@ -133,7 +155,7 @@ def test_a_file_that_cannot_be_read_is_a_clear_error(tmp_path, content, says, in
     assert "Traceback" not in done.stderr
 
 
-def test_what_is_no_file_is_a_clear_error(tmp_path):
+def test_what_is_no_file_is_a_clear_error(tmp_path, run):
     os.mkfifo(tmp_path / "fifo")
     for path, says in (
         (tmp_path / "none", "cannot be opened: No such file or directory"),
@@ -149,7 +171,7 @@ def test_what_is_no_file_is_a_clear_error(tmp_path):
     assert run(WORKERS0, "--max-bytes", "-1").returncode == 2
 
 
-def test_names_cannot_command_the_terminal(tmp_path):
+def test_names_cannot_command_the_terminal(tmp_path, as_json):
     name = "evil\x1b]0;title\x07\x9b31m\u202e\n"
     events = [
         {"ph": "X", "cat": "cpu_op", "name": name, "ts": 1, "dur": 2, "tid": 1},
@@ -158,7 +180,7 @@ def test_names_cannot_command_the_terminal(tmp_path):
     file = tmp_path / "a\x1bb.json"
     file.write_text(json.dumps({"traceEvents": events}))
     for encoding in ("utf-8", "ascii"):
-        done = run(file, PYTHONIOENCODING=encoding)
+        done = process(file, PYTHONIOENCODING=encoding)
         assert done.returncode == 0
         assert not {c for c in done.stdout if not c.isprintable()} - {"\n"}
     assert as_json(file)["operators"][0]["name"] == name
@@ -213,7 +235,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(("workers", "iterator"), [(0, "SingleProcess"), (2, "MultiProcessing")])
-def test_a_live_recording_of_this_torch_shows_the_data_loader(tmp_path, workers, iterator):
+def test_a_live_recording_of_this_torch_shows_the_data_loader(tmp_path, workers, iterator, as_json):
     """In traces of newer torch the wait for a batch is an annotation, for which TensorBoard's tool shows 0."""
     script, file = tmp_path / "train.py", tmp_path / "rank7.pt.trace.json.gz"
     script.write_text(RECORD)

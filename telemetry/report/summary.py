@@ -50,8 +50,8 @@ from telemetry.report.process_log import (
     not_replaced,
     stalls_of,
 )
-from telemetry.trace.flops_usage import FlopsUsage, sentence
-from telemetry.trace.read_limits import TraceError
+from telemetry.trace.files import TraceError
+from telemetry.trace.flops import FlopsUsage
 from telemetry.trace.reader import read_trace
 from telemetry.util.text import byte_size, percent, rough_duration, rounded_percent
 
@@ -216,7 +216,7 @@ def shown_by(snapshot: dict[str, Any]) -> str:
 
 def flops_of(snapshot: dict[str, Any]) -> str:
     """Floating-point operations of a step and MFU in words, or why they are not known; empty if it was not read."""
-    return sentence(FlopsUsage(**snapshot["flops"])) if "flops" in snapshot else ""
+    return str(FlopsUsage(**snapshot["flops"])) if "flops" in snapshot else ""
 
 
 def verdict_of_snapshots(snapshots: Sequence[dict[str, Any]]) -> str:

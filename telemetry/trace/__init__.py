@@ -1,1 +1,1 @@
-"""Reads traces of torch.profiler. Imports nothing of this package but `core`."""
+"""Reads traces of torch.profiler. It needs neither torch nor numpy."""

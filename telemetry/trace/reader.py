@@ -12,23 +12,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from telemetry.trace import (
-    avoidable_time,
-    device_waits,
-    flops_usage,
-    launch_gaps,
-    operator_links,
-    operator_tables,
-    step_breakdown,
-    stream_analysis,
-)
-from telemetry.trace import device_usage as devices
-from telemetry.trace.file_stream import open_stream
-from telemetry.trace.intervals import SECONDS_PER_US
-from telemetry.trace.json_scanner import Scanner
-from telemetry.trace.read_limits import NoTraceError, ReadLimits, TraceError
-from telemetry.trace.trace_advice import Hardware, Suggestion, advise
-from telemetry.trace.trace_events import TraceEvents
+from telemetry.trace import device as devices
+from telemetry.trace import flops as counts
+from telemetry.trace import operators as tables
+from telemetry.trace import steps as breakdowns
+from telemetry.trace.advice import Advisor, Hardware, Suggestion
+from telemetry.trace.events import TraceEvents
+from telemetry.trace.files import NoTraceError, ReadLimits, Scanner, TraceError, open_stream
+from telemetry.trace.steps import SECONDS_PER_US
 
 __all__ = ["NoTraceError", "ReadLimits", "Trace", "TraceError", "TraceStep", "read_trace"]
 
@@ -67,7 +58,7 @@ class Trace:
         gpu: how well the GPUs were used over the steps.
         flops: floating-point operations of a step, and their share of the device's peak (MFU).
         temporal, overlap_ratio, idle: as Holistic Trace Analysis defines them.
-        operators, kernels, memcpy, synchronizations: those that took longest; see `trace.operator_tables`.
+        operators, kernels, memcpy, synchronizations: those that took longest; see `trace.operators`.
         launch_bound: stretches in which the GPU waits for each launch.
         layout_conversions: those of `kernels` that only change a tensor's layout.
         advice: what to change; the change that wins most is first.
@@ -83,16 +74,16 @@ class Trace:
     steps: tuple[TraceStep, ...]
     average: Average
     gpu: devices.GpuUsage
-    flops: flops_usage.FlopsUsage
-    temporal: stream_analysis.TemporalBreakdown
+    flops: counts.FlopsUsage
+    temporal: devices.TemporalBreakdown
     overlap_ratio: float | None
-    idle: tuple[stream_analysis.StreamIdle, ...]
-    operators: tuple[operator_tables.Operator, ...]
-    kernels: tuple[operator_tables.Kernel, ...]
-    memcpy: tuple[operator_tables.Copy, ...]
-    synchronizations: tuple[operator_tables.Synchronization, ...]
-    launch_bound: tuple[launch_gaps.LaunchBoundStretch, ...]
-    layout_conversions: tuple[operator_tables.Kernel, ...]
+    idle: tuple[devices.StreamIdle, ...]
+    operators: tuple[tables.Operator, ...]
+    kernels: tuple[tables.Kernel, ...]
+    memcpy: tuple[tables.Copy, ...]
+    synchronizations: tuple[tables.Synchronization, ...]
+    launch_bound: tuple[devices.LaunchBoundStretch, ...]
+    layout_conversions: tuple[tables.Kernel, ...]
     advice: tuple[Suggestion, ...]
     notes: tuple[str, ...]
 
@@ -134,17 +125,16 @@ def read_trace(path: str | os.PathLike[str], limits: ReadLimits | None = None, *
 
 
 def _analyse(file: Path, events: TraceEvents, scanner: Scanner) -> Trace:
-    found = step_breakdown.find_steps(events)
+    found = breakdowns.find_steps(events)
     if found is None or found.length <= 0:
         raise NoTraceError(f"{file} is no trace of torch.profiler: it has no operator, runtime call or kernel")
-    parts = step_breakdown.exclusive(found, step_breakdown.find_categories(events))
-    each = step_breakdown.breakdown(found, parts)
-    average = {name: sum(step[name] for step in each) / found.length for name in step_breakdown.CATEGORIES}
-    temporal, overlap, idle = stream_analysis.measure(events)
-    owner = operator_links.owners(events)
-    bound = launch_gaps.find(events, found)
-    waiting = device_waits.find(events, found)
-    lost = avoidable_time.measure(events, found, parts=parts, owner=owner, waits=waiting, gaps=bound.gaps)
+    parts = breakdowns.exclusive(found, breakdowns.find_categories(events))
+    each = breakdowns.breakdown(found, parts)
+    average = {name: sum(step[name] for step in each) / found.length for name in breakdowns.CATEGORIES}
+    temporal, overlap, idle = devices.streams(events)
+    owner = tables.owners(events)
+    gaps = devices.launch_gaps(events, found)
+    waits = tables.device_waits(events, found)
     number = devices.main_device(events)
     properties = _properties(scanner.metadata.get("deviceProperties"), number)
     hardware = Hardware(
@@ -155,7 +145,7 @@ def _analyse(file: Path, events: TraceEvents, scanner: Scanner) -> Trace:
     distributed = scanner.metadata.get("distributedInfo")
     distributed = distributed if isinstance(distributed, dict) else {}
     rank = _integer(distributed.get("rank"))
-    kernels = operator_tables.kernels(events)
+    kernels = tables.kernels(events)
     return Trace(
         file=os.fsencode(file).decode("utf-8", "replace"),
         rank=_rank_of(file) if rank is None else rank,
@@ -172,18 +162,18 @@ def _analyse(file: Path, events: TraceEvents, scanner: Scanner) -> Trace:
             for span, step in zip(found.spans, each, strict=True)
         ),
         average=Average(found.length * SECONDS_PER_US / len(found.spans), average),
-        gpu=devices.measure(events, found),
-        flops=flops_usage.measure(events, found, owner, _text(properties.get("name"))),
+        gpu=devices.usage(events, found),
+        flops=counts.measure(events, found, _text(properties.get("name"))),
         temporal=temporal,
         overlap_ratio=overlap,
         idle=idle,
-        operators=tuple(operator_tables.operators(events, owner)),
+        operators=tuple(tables.operators(events, owner)),
         kernels=tuple(kernels),
-        memcpy=tuple(operator_tables.copies(events)),
-        synchronizations=tuple(operator_tables.synchronizations(waiting)),
-        launch_bound=bound.stretches[:_MAX_STRETCHES],
+        memcpy=tuple(tables.copies(events)),
+        synchronizations=tuple(tables.synchronizations(waits)),
+        launch_bound=tuple(devices.launch_bound(gaps, found)[:_MAX_STRETCHES]),
         layout_conversions=tuple(kernel for kernel in kernels if kernel.layout_conversion),
-        advice=advise(lost, average, hardware),
+        advice=Advisor(events, found, parts, average, hardware).advise(owner, waits, gaps),
         notes=tuple(_notes(events, scanner, found)),
     )
 
@@ -196,7 +186,7 @@ def _properties(listed: object, number: int | None) -> dict[str, Any]:
     return {}
 
 
-def _notes(events: TraceEvents, scanner: Scanner, found: step_breakdown.TraceSteps) -> list[str]:
+def _notes(events: TraceEvents, scanner: Scanner, found: breakdowns.TraceSteps) -> list[str]:
     notes: list[str] = []
     if not found.marked:
         notes.append("no step is marked (ProfilerStep#…): all of the trace is taken as one step")

@@ -10,11 +10,9 @@ import struct
 from array import array
 from dataclasses import dataclass
 from struct import Struct
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from telemetry.trace.event_names import COPY, LIGHTNING, MARKS, MATRIX, STEP, SYNCHRONIZING, EventNames, user_frame
-from telemetry.trace.matrix_operators import MatrixOperators
-from telemetry.trace.read_limits import ReadLimits, TraceError
+from telemetry.trace.files import ReadLimits, TraceError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -44,6 +42,8 @@ _KINDS: Final = {
 _RUNTIME: Final = re.compile(r".+_(runtime|driver)")  # cuda_runtime, cuda_driver, xpu_runtime, mtia_runtime ...
 _MAX_CATEGORIES: Final = 4096
 _MAX_KEPT: Final = 100_000
+_MAX_SIGNATURES: Final = 20_000
+_MAX_SIGNATURE: Final = 4000
 _LATEST_US: Final = 1e17
 """Valid timestamps are below this (the year 5138)."""
 
@@ -52,6 +52,161 @@ _NO_ARGS: Final[dict[str, Any]] = {}
 _WORK: Final = Struct("<ddqqddqqqq")
 _CALL: Final = Struct("<ddqqqq")
 _SPAN: Final = Struct("<ddqqq")
+
+STEP, LOADER, COMMUNICATION, LIGHTNING, ZERO_GRAD, COPY, SYNCHRONIZING, ELIGIBLE, MATRIX = (
+    1 << bit for bit in range(9)
+)
+"""Traits of a host event: a step's annotation; the wait for a batch; a collective; an annotation of Lightning; clearing
+the gradients; an operator that copies; one that waits for the device; one whose work tensor cores can do; one that
+multiplies matrices, convolves or attends, or may do so."""
+
+_MARKS: Final = STEP | LOADER | COMMUNICATION | ZERO_GRAD
+_STEP_MARK: Final = re.compile(r"ProfilerStep#(\d{1,18})")
+_LOADER: Final = re.compile(r"enumerate\(DataLoader\)#.*\.__next__|enumerate\(DataPipe\)#.*", re.DOTALL)
+_COLLECTIVE: Final = re.compile(r"(nccl|gloo|mpi|ucc|rccl|hccl|xccl):")
+_COPIES: Final = frozenset({"aten::copy_", "aten::to", "aten::_to_copy"})
+_WAITS: Final = _COPIES | {
+    "aten::item", "aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::equal",
+    "aten::masked_select", "aten::unique2", "aten::_unique2",
+}  # fmt: skip
+_ELIGIBLE: Final = re.compile(
+    r"aten::_?(cudnn_|miopen_|thnn_)?conv(olution|_tbc|_transpose|\d)|aten::(addmm|addmv|addr|addbmm|baddbmm|bmm|mm|mv|"
+    r"matmul|linear|prelu|chain_matmul|linalg_multi_dot|gru_cell|lstm_cell|rnn_(tanh|relu)_cell|_thnn_fused_\w+|"
+    r"_scaled_dot_product|_flash_attention|_efficient_attention|_addmm_activation|_scaled_mm|_cudnn_rnn)"
+    r"|(Cudnn)?Convolution(Transpose)?Backward|(Bmm|Mm|Mv|Addmm|Addmv|Addbmm)Backward"
+)
+_MATRIX: Final = re.compile(
+    r"conv(?!ert)|matmul|einsum|attention|attn|(?<!fb)gemm|rnn|lstm|(?<![a-z])(gru|linear|mv|addmv|dot|(b?add)?b?mm)(?![a-z])",
+    re.IGNORECASE,
+)
+_NO_MATRIX: Final = re.compile(r"^autograd::|reorder|Backward\d*$")
+_TENSOR_CORE: Final = re.compile(
+    # The names that NVIDIA's PyProf and torch-tb-profiler go by, and those of Hopper and newer.
+    r"h884|s884|h1688|s1688|c1688|hmma|i8816|16816|16832|dgrad_1x1_stride_2x2|first_layer_wgrad_kernel|conv1x1|"
+    r"conv2d_c1_k1|direct_group|xmma_(implicit_gemm|sparse_conv|warp_specialized_implicit_gemm|gemm|sparse_gemm)|"
+    r"tensorop|tensor\d+x\d+|wgmma|gmma|nvjet|flash_(fwd|bwd)|flash::|fmha"
+)
+_LAYOUT: Final = re.compile(
+    r"nchwto|nhwcto|nchw_?2_?nhwc|nhwc_?2_?nchw|convert_?tensor|batched_transpose", re.IGNORECASE
+)
+_COMMUNICATION_KERNEL: Final = re.compile(r"nccl.*Kernel")
+_NO_COMPUTE: Final = re.compile(r"(nccl.*Kernel)|(.*(Memcpy)|(Memset))|(.*Sync)")
+_MEMORY_KERNEL: Final = re.compile(r"Memcpy|Memset|dma")
+_BLOCKING: Final = re.compile(r"(cuda|hip|cu|xpu)\w*Synchronize|cudaMemcpy|hipMemcpy(WithStream)?")
+_COPY: Final = re.compile(r"Memcpy (\w+)(?: \((\w+) -> (\w+)\))?")
+_USER_FRAME: Final = re.compile(r".+\.py\(\d+\): .+")
+_LIBRARY_FRAME: Final = re.compile(
+    r"(^|/)(torch|site-packages|dist-packages|python\d[\d.]*)/|^(threading|contextlib)\.py\("
+)
+
+
+def step_number(name: str) -> int | None:
+    """The number in the annotation of a step; None for any other name."""
+    match = _STEP_MARK.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def is_communication(name: str) -> bool:
+    """Whether a kernel is a collective's."""
+    return _COMMUNICATION_KERNEL.match(name) is not None
+
+
+def is_compute(name: str) -> bool:
+    """Whether a device event is computation, by its name, as Holistic Trace Analysis defines it."""
+    return not (is_communication(name) or _MEMORY_KERNEL.match(name) or _NO_COMPUTE.match(name))
+
+
+def uses_tensor_cores(name: str) -> bool:
+    """Whether a kernel runs on tensor cores, by its name."""
+    return _TENSOR_CORE.search(name) is not None
+
+
+def converts_layout(name: str) -> bool:
+    """Whether a kernel only changes the memory layout of a tensor."""
+    return _LAYOUT.search(name) is not None
+
+
+def is_blocking(name: str) -> bool:
+    """Whether a runtime call waits until the device has finished its work."""
+    return _BLOCKING.fullmatch(name) is not None
+
+
+def copy_kind(name: str) -> tuple[str, bool | None]:
+    """The direction of a copy, and whether its host memory is pageable; None if the name does not tell."""
+    match = _COPY.match(name)
+    if match is None:
+        return ("other", None)
+    ends = {match[2], match[3]}
+    return match[1], True if "Pageable" in ends else False if "Pinned" in ends else None
+
+
+def user_frame(frame: str) -> bool:
+    """Whether a frame, ``file.py(12): function``, is in the user's own code and not in a library."""
+    return _USER_FRAME.fullmatch(frame) is not None and _LIBRARY_FRAME.search(frame) is None
+
+
+def _traits(name: str) -> int:
+    found = {
+        STEP: _STEP_MARK.fullmatch(name),
+        LOADER: _LOADER.fullmatch(name),
+        COMMUNICATION: _COLLECTIVE.match(name),
+        LIGHTNING: name.startswith("[pl]"),
+        ZERO_GRAD: name.startswith("Optimizer.zero_grad"),
+        COPY: name in _COPIES,
+        SYNCHRONIZING: name in _WAITS,
+        ELIGIBLE: _ELIGIBLE.match(name),
+        MATRIX: _MATRIX.search(name) and not _NO_MATRIX.search(name),
+    }
+    return sum(trait for trait, true in found.items() if true)
+
+
+class EventNames:
+    """Gives each name a number, so that each is kept once, with the traits that follow from it.
+
+    Attributes:
+        ids: number by name. Look a name up there, and `add` it if it is missing.
+        traits: traits by number.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.ids: dict[str, int] = {}
+        self.traits: list[int] = []
+        self._texts: list[str] = []
+        self._bytes = 0
+        self._max_bytes = max_bytes
+
+    def __getitem__(self, number: int) -> str:
+        return self._texts[number]
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    def __iter__(self) -> Iterator[str]:
+        """The names in the order of their numbers."""
+        return iter(self._texts)
+
+    def get(self, number: int) -> str | None:
+        """The name of a number; None for -1."""
+        return self._texts[number] if number >= 0 else None
+
+    def add(self, name: str) -> int:
+        """Number a new name.
+
+        Raises:
+            TypeError: it is not a text.
+            TraceError: all names together are longer than the limit.
+        """
+        if not isinstance(name, str):
+            raise TypeError
+        self._bytes += len(name) + 100  # about what the objects for one name take
+        if self._bytes > self._max_bytes:
+            raise TraceError(
+                f"its names are longer than {self._max_bytes} bytes together: that is no trace of a training"
+            )
+        number = self.ids[name] = len(self._texts)
+        self._texts.append(name if name.isascii() else name.encode("utf-8", "replace").decode())
+        self.traits.append(_traits(name))
+        return number
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +258,18 @@ class Spans:
     thread: array[int]
 
 
+class Signature(NamedTuple):
+    """What calls of a matrix operator have in common: its name, and the shapes, first type and values of its inputs.
+
+    The values come from the file as they are, and may be anything.
+    """
+
+    name: str
+    shapes: Any
+    kind: str
+    values: Any
+
+
 class TraceEvents:
     """The kept events of one trace.
 
@@ -118,7 +285,8 @@ class TraceEvents:
         operators: operators; in old traces annotations too, but not those of steps.
         marks: steps, waits for a batch, collectives and clearing of gradients, as operators or annotations.
         frames: Python functions of the user's own code.
-        matrices: the operators whose floating-point operations can be counted.
+        products: matrix operators. Here ``external`` is the number in ``signatures``, or -1 if there were too many.
+        signatures: the distinct signatures of ``products``.
         malformed: how many events were skipped because a field is invalid.
     """
 
@@ -127,6 +295,7 @@ class TraceEvents:
     operators: Spans
     marks: Spans
     frames: Spans
+    products: Spans
 
     def __init__(self, limits: ReadLimits) -> None:
         self.names = EventNames(limits.max_name_bytes)
@@ -135,16 +304,18 @@ class TraceEvents:
         self.input_types: dict[int, str] = {}
         self.call_sites: dict[int, str] = {}
         self.reserved_bytes: dict[int, int] = {}
+        self.signatures: list[Signature] = []
         self.malformed = 0
-        self.matrices = MatrixOperators()
         self._limits = limits
         self._kinds: dict[Any, int] = {None: MEMORY}
         self._threads: dict[Any, int] = {}
+        self._signature_numbers: dict[str, int] = {}
         self._work_rows = bytearray()
         self._call_rows = bytearray()
         self._operator_rows = bytearray()
         self._mark_rows = bytearray()
         self._frame_rows = bytearray()
+        self._product_rows = bytearray()
         self._keepers: dict[int, Callable[[dict[str, Any], float, float, int], None]] = {
             OPERATOR: self._host,
             ANNOTATION: self._host,
@@ -164,11 +335,11 @@ class TraceEvents:
         while True:
             try:
                 self._add(left)
-            except (KeyError, TypeError, ValueError, AttributeError, struct.error, OverflowError):
+            except (KeyError, TypeError, ValueError, AttributeError, struct.error, OverflowError, RecursionError):
                 self.malformed += 1  # no part of its row was packed; go on with the next event
             else:
                 break
-        if self._count() > self._limits.max_events:
+        if len(self) > self._limits.max_events:
             raise TraceError(f"it holds more than {self._limits.max_events} events: record fewer steps")
 
     def close(self) -> None:
@@ -178,11 +349,9 @@ class TraceEvents:
         self.operators = Spans(*_columns(_SPAN, self._operator_rows, "ddqii"))
         self.marks = Spans(*_columns(_SPAN, self._mark_rows, "ddqii"))
         self.frames = Spans(*_columns(_SPAN, self._frame_rows, "ddqii"))
+        self.products = Spans(*_columns(_SPAN, self._product_rows, "ddqii"))
 
     def __len__(self) -> int:
-        return self._count()
-
-    def _count(self) -> int:
         host = len(self._operator_rows) + len(self._mark_rows) + len(self._frame_rows)
         return len(self._work_rows) // _WORK.size + len(self._call_rows) // _CALL.size + host // _SPAN.size
 
@@ -216,15 +385,17 @@ class TraceEvents:
         if external is None:
             external = args.get("external id", NOTHING)
         thread = self._threads.get(tid)
-        row = _SPAN.pack(start, duration, external, number, self._thread(tid) if thread is None else thread)
-        if trait & MARKS:
+        if thread is None:
+            thread = self._thread(tid)
+        row = _SPAN.pack(start, duration, external, number, thread)
+        if trait & _MARKS:
             self._mark_rows += row
         if kind == OPERATOR and not trait & (STEP | LIGHTNING):
             self._operator_rows += row
             if trait & (COPY | SYNCHRONIZING):
                 self._keep_details(external, args)
             elif trait & MATRIX:
-                self.matrices.add(event, number, self._thread(tid))
+                self._product_rows += _SPAN.pack(start, duration, self._signature(name, args), number, thread)
 
     def _call(self, event: dict[str, Any], start: float, duration: float, _kind: int) -> None:
         args = event.get("args") or _NO_ARGS
@@ -295,6 +466,20 @@ class TraceEvents:
             self._threads[raw] = number
             if plain != NOTHING:
                 self._threads[plain] = number
+        return number
+
+    def _signature(self, name: str, args: dict[str, Any]) -> int:
+        shapes, types, values = args.get("Input Dims", args.get("Input dims")), args.get("Input type"), None
+        if "conv" in name or "attention" in name:  # elsewhere values do not count, and may differ in each call
+            values = args.get("Concrete Inputs")
+        kind = types[0] if isinstance(types, list) and types and isinstance(types[0], str) else ""
+        text = f"{name} {shapes} {kind} {values}"
+        number = self._signature_numbers.get(text)
+        if number is None:
+            if len(text) > _MAX_SIGNATURE or len(self.signatures) >= _MAX_SIGNATURES:
+                return NOTHING
+            number = self._signature_numbers[text] = len(self.signatures)
+            self.signatures.append(Signature(name, shapes, kind, values))
         return number
 
     def _keep_details(self, external: int, args: dict[str, Any]) -> None:

@@ -8,15 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import orjson
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from telemetry.trace import json_scanner as scanner_module
-from telemetry.trace.file_stream import open_stream
-from telemetry.trace.json_scanner import Scanner
-from telemetry.trace.read_limits import NoTraceError, ReadLimits, TraceError
+from telemetry.trace import files as scanner_module
+from telemetry.trace.files import ReadLimits, Scanner, TraceError, open_stream
+from telemetry.trace.reader import read_trace
 
 
 class Pieces:
@@ -68,7 +67,7 @@ def test_any_json_cut_anywhere_is_read_as_a_whole_would_be(trace, head, layout, 
             found, scanner = read(data, sizes)
         finally:
             scanner_module.CHUNK = kept
-        assert found == orjson.loads(data)["traceEvents"]
+        assert found == msgspec.json.decode(data)["traceEvents"]
         assert scanner.metadata == {"distributedInfo": {"rank": 3}, "deviceProperties": [{"id": 0}]}
         assert scanner.repaired == 0
 
@@ -140,19 +139,13 @@ def test_gzip_of_several_members_with_padding(tmp_path):
     assert source(file) == b"one two"
 
 
-def test_a_damaged_or_cut_off_gzip(tmp_path):
+def test_a_gzip_that_is_cut_off_anywhere(tmp_path):
     whole = gzip.compress(bytes(range(256)) * 4000)
     file = tmp_path / "a.json.gz"
     for size in (2, 12, len(whole) // 2, len(whole) - 1):
         file.write_bytes(whole[:size])
         with pytest.raises(TraceError, match="cut off"):
             source(file)
-    file.write_bytes(whole[:300] + b"\xff" * 50 + whole[350:])
-    with pytest.raises(TraceError, match="damaged near byte"):
-        source(file)
-    file.write_bytes(b"")
-    with pytest.raises(TraceError, match="is empty"):
-        source(file)
 
 
 def test_a_link_is_not_opened_where_it_must_not_be_followed(tmp_path):
@@ -212,8 +205,6 @@ def test_a_gzip_bomb_is_refused_with_bounded_memory(tmp_path, head, body):
 
 
 def test_the_number_and_the_names_of_events_are_capped(tmp_path):
-    from telemetry.trace.reader import read_trace
-
     def write(count, name):
         rows = ({"ph": "X", "cat": "cpu_op", "name": name(i), "ts": i, "dur": 1, "tid": 1} for i in range(count))
         (tmp_path / "t.json").write_text(json.dumps({"traceEvents": list(rows)}))
@@ -223,12 +214,3 @@ def test_the_number_and_the_names_of_events_are_capped(tmp_path):
         read_trace(write(1000, lambda i: "op"), ReadLimits(max_events=500))
     with pytest.raises(TraceError, match="names are longer than 1000 bytes"):
         read_trace(write(1000, lambda i: f"op {i}"), ReadLimits(max_name_bytes=1000))
-
-
-def test_sound_json_that_is_no_trace(tmp_path):
-    from telemetry.trace.reader import read_trace
-
-    for document in ({"traceEvents": []}, [1, [2], None, "x"], {"traceEvents": [{"ph": "M", "name": "a"}]}, {}):
-        (tmp_path / "t.json").write_text(json.dumps(document))
-        with pytest.raises(NoTraceError):
-            read_trace(tmp_path / "t.json")

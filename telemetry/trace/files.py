@@ -1,25 +1,35 @@
-"""A trace's JSON as a stream: batches of events, and the few other values that are needed.
+"""Reads a trace file as a stream of events: within limits, whatever is in the file.
 
-The events are one array. A batch is cut where the text looks like the border between two events, and then parsed. If
-that succeeds, it was a border, because the parsed text begins at one and consists of complete values. If it fails, the
-events of that stretch are found one by one, by a scanner that knows strings and brackets.
+The events are one JSON array. A batch is cut where the text looks like the border between two events, and then parsed.
+If that succeeds, it was a border, because the parsed text begins at one and consists of complete values. If it fails,
+the events of that stretch are found one by one, by a scanner that knows strings and brackets.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gzip
 import json
+import os
 import re
-from typing import TYPE_CHECKING, Any, Final
+import stat
+import zlib
+from dataclasses import dataclass
+from typing import IO, TYPE_CHECKING, Any, Final
 
-import orjson
-
-from telemetry.trace.file_stream import CHUNK
-from telemetry.trace.read_limits import NoTraceError, ReadLimits, TraceError
+import msgspec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
-    from telemetry.trace.file_stream import FileStream
+CHUNK: Final = 1 << 16
+"""Bytes read at a time. Batches of this size are parsed 3.5 times faster than a whole file: they stay in the cache."""
+
+_MIB: Final = 1 << 20
+_GZIP: Final = b"\x1f\x8b"
+_RATIO_COUNTS_FROM: Final = 16 * _MIB
+"""Uncompressed bytes from which `ReadLimits.max_ratio` applies. Short files may compress better."""
 
 _WANTED: Final = frozenset({"deviceProperties", "distributedInfo"})
 _BORDER: Final = re.compile(rb"\}\s*,\s*\{")
@@ -31,8 +41,119 @@ _SCALAR: Final = re.compile(rb'[^\s,:"{}\[\]]+')
 _NO_NUMBER: Final = re.compile(
     rb'("[^"\\]*(?:\\.[^"\\]*)*")|[-+]?(?:inf(?:inity)?|nan|N/A)\b', re.DOTALL | re.IGNORECASE
 )
-_OPEN: Final = b"{["
 _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
+_NO_JSON: Final = (msgspec.DecodeError, ValueError, RecursionError)
+
+
+class TraceError(Exception):
+    """A file cannot be read as a trace; the text says what is wrong, where, and what to do."""
+
+
+class NoTraceError(TraceError):
+    """The file is valid JSON, but not a trace."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadLimits:
+    """Limits for one file. They bound the memory that a hostile file can take.
+
+    Attributes:
+        max_bytes: size of the file, uncompressed.
+        max_ratio: uncompressed bytes per compressed byte. Real traces reach 30, a gzip bomb 1,000.
+        max_depth: nesting of brackets, when events are read one by one. Otherwise the parser's own limit holds.
+        max_event_bytes: size of one event, and of one value beside the events.
+        max_events: how many events are kept. A trace of 540,000 events took 130 MiB to analyse.
+        max_name_bytes: size of all distinct names together.
+    """
+
+    max_bytes: int = 4096 * _MIB
+    max_ratio: float = 250.0
+    max_depth: int = 64
+    max_event_bytes: int = 16 * _MIB
+    max_events: int = 5_000_000
+    max_name_bytes: int = 64 * _MIB
+
+
+class FileStream:
+    """The uncompressed bytes of a file. Its first bytes decide whether it is gzip, not its name.
+
+    Attributes:
+        path: the path, for error messages.
+        produced: uncompressed bytes that were read so far.
+    """
+
+    def __init__(self, file: IO[bytes], path: Path, limits: ReadLimits) -> None:
+        self.path = path
+        self.produced = 0
+        self._file = file
+        self._limits = limits
+        first = self._contained(lambda: file.read(len(_GZIP)))
+        if not first:
+            raise TraceError(f"{path} is empty: the trace was not written, or not yet")
+        file.seek(0)
+        self._plain: IO[bytes] | gzip.GzipFile = gzip.GzipFile(fileobj=file, mode="rb") if first == _GZIP else file
+
+    def read(self) -> bytes:
+        """The next uncompressed bytes, at most `CHUNK` of them; empty at the end.
+
+        Raises:
+            TraceError: the file is damaged, cut off or beyond the limits.
+        """
+        chunk = self._contained(lambda: self._plain.read(CHUNK))
+        self.produced += len(chunk)
+        if self.produced > self._limits.max_bytes:
+            raise TraceError(
+                f"{self.path} is larger than {self._limits.max_bytes} bytes uncompressed: raise the limit with "
+                "--max-bytes, or record fewer steps"
+            )
+        if self.produced > _RATIO_COUNTS_FROM and self.produced > self._limits.max_ratio * self._file.tell():
+            raise TraceError(
+                f"{self.path} grows more than {self._limits.max_ratio:g}-fold when it is uncompressed: that is no "
+                "trace; uncompress it by hand if you trust it"
+            )
+        return chunk
+
+    def _contained(self, read: Any) -> bytes:
+        """What a call reads; its errors as a `TraceError`."""
+        try:
+            found: bytes = read()
+        except EOFError:
+            raise TraceError(
+                f"{self.path} is cut off after {self._file.tell()} compressed bytes: it was not written to its end, "
+                "or not copied whole"
+            ) from None
+        except (zlib.error, gzip.BadGzipFile) as error:
+            where = f"near byte {self._file.tell()} of the compressed file"
+            raise TraceError(f"{self.path} is damaged {where} ({error}): record the trace again") from None
+        except OSError as error:
+            raise TraceError(f"{self.path} cannot be read: {error.strerror}") from None
+        return found
+
+
+@contextlib.contextmanager
+def open_stream(path: Path, limits: ReadLimits, *, follow: bool = True) -> Iterator[FileStream]:
+    """Open a trace file.
+
+    Args:
+        path: the file.
+        limits: the limits for reading it.
+        follow: whether it may be a symbolic link. It may not if it was found in a folder.
+
+    Raises:
+        TraceError: it cannot be opened, or is not a regular file.
+    """
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)  # a FIFO is not waited for
+    try:
+        descriptor = os.open(path, flags)
+    except OSError as error:
+        raise TraceError(f"{path} cannot be opened: {error.strerror}") from None
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise TraceError(f"{path} is no regular file: name a trace, or a folder with traces")
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
+            yield FileStream(file, path, limits)
+    finally:
+        os.close(descriptor)
 
 
 class Scanner:
@@ -123,8 +244,8 @@ class Scanner:
         else:
             return []
         try:
-            batch: list[Any] = orjson.loads(b"[" + memoryview(buffer)[self._at : end + 1] + b"]")
-        except orjson.JSONDecodeError:
+            batch: list[Any] = msgspec.json.decode(b"[" + memoryview(buffer)[self._at : end + 1] + b"]")
+        except _NO_JSON:
             return []
         self._at = end + 1
         self._one_by_one_to = 0
@@ -158,7 +279,7 @@ class Scanner:
         depth = 0
         for match in _STRUCTURE.finditer(buffer, at):
             mark = buffer[match.start()]
-            if mark in _OPEN:
+            if mark in b"{[":
                 depth += 1
                 if depth > self._limits.max_depth:
                     raise self._damaged(f"brackets are nested more than {self._limits.max_depth} deep")
@@ -171,14 +292,12 @@ class Scanner:
         return -1
 
     def _parse(self, value: bytes) -> Any:
-        try:
-            return orjson.loads(value)
-        except orjson.JSONDecodeError:
-            pass
+        with contextlib.suppress(*_NO_JSON):
+            return msgspec.json.decode(value)
         try:
             text = _NO_NUMBER.sub(lambda found: found[1] or b"null", value).decode("utf-8", "replace")
             parsed = json.loads(text, strict=False)
-        except (ValueError, RecursionError):
+        except _NO_JSON:
             raise self._damaged("an event is no JSON", len(value)) from None
         self.repaired += 1
         return parsed

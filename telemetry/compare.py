@@ -1,0 +1,683 @@
+"""``telemetry compare RUN_A RUN_B [--again RUN_A RUN_B] …``: whether B is faster than A, and where they differ.
+
+Steps are not independent. They are slow together: another process takes a core, a file system is busy, a clock is
+reduced. So the scatter of single steps says too little about that of their mean. The interval of the ratio is that of a
+block bootstrap over the windows of the log, plus what no window shows. benchmarks/compare.py measures how often it is
+right.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from bisect import bisect_left
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import pairwise
+from operator import itemgetter
+from pathlib import Path
+from statistics import fmean, median
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import msgspec
+
+from telemetry.records import CATEGORIES, COMPUTE, DATA_WAIT
+from telemetry.report.logs import NoRunError, load
+from telemetry.report.process_log import CpuSeconds, PacePoint, lost_by_cause, not_replaced
+from telemetry.util.text import complain, duration, percent, show, show_json, table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from telemetry.report.process_log import ProcessLog
+
+FEWEST_WINDOWS: Final = 2
+"""A run with fewer has no scatter at all."""
+
+MANY_WINDOWS: Final = 8
+"""Fewer windows say too little about how neighbours resemble each other. Then it is taken to be as usual."""
+
+_USUAL_CORRELATION: Final = 0.5
+"""Of neighbouring windows. In the recorded runs it is 0.4 to 0.5 of windows of a second, and 0.3 of windows of ten."""
+
+_MAX_CORRELATION: Final = 0.95
+_CAUTION: Final = 0.5
+"""The correlation is estimated with a standard error of about 1 / sqrt(number of windows). This much of it is added."""
+
+_MIN_BLOCKS: Final = 3
+_TENTHS: Final = 10
+
+_BETWEEN_RUNS: Final = 0.005
+_UNSEEN: Final = 0.012
+_UNSEEN_SECONDS: Final = 1800.0
+"""What no window shows, as standard deviations of a run's pace. Where its memory lies and which core it runs on makes
+0.5 %. Programs of other virtual machines on the same processor come and go for many minutes: calm runs of 35 s to three
+minutes scattered by 1.0 to 1.7 %. Only a run of hours has less of it."""
+
+_Z: Final = 1.959964
+_T: Final = ((1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (6, 2.447), (10, 2.228), (20, 2.086), (math.inf, _Z))
+"""97.5 % quantiles of Student's distribution, by degrees of freedom; the last is the normal distribution's."""
+
+_BEFORE: Final = 10.0
+"""The intervals of single pairs count like so many degrees of freedom: the scatter of three or four pairs alone says
+little."""
+
+
+class Window(NamedTuple):
+    """A stretch of a run: steps that ended in it, and seconds of its training loop, of the mean rank."""
+
+    steps: float
+    seconds: float
+
+
+class Ratio(NamedTuple):
+    """Steps per second of one run over another's, and half of the 95 % interval of its logarithm."""
+
+    ratio: float
+    half: float
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The 95 % interval of the ratio."""
+        return round(self.ratio * math.exp(-self.half), 5), round(self.ratio * math.exp(self.half), 5)
+
+
+def pace(windows: Sequence[Window]) -> float:
+    """Steps per second of the training loop."""
+    return sum(window.steps for window in windows) / sum(window.seconds for window in windows)
+
+
+def ratio_interval(a: Sequence[Window], b: Sequence[Window]) -> Ratio:
+    """The ratio of the pace of B over that of A. Each has at least `FEWEST_WINDOWS` windows with steps."""
+    sides = [_deviations(a), _deviations(b)]
+    few = min(len(a), len(b)) < MANY_WINDOWS
+    correlation = _USUAL_CORRELATION if few else _correlation(*sides, caution=_CAUTION)
+    (in_a, free_a), (in_b, free_b) = (_bootstrap(each, correlation) for each in sides)
+    # Welch and Satterthwaite: degrees of freedom of a sum of two variances.
+    freedom = (in_a + in_b) ** 2 / (in_a**2 / free_a + in_b**2 / free_b) if in_a + in_b > 0 else math.inf
+    unseen = 2 * _BETWEEN_RUNS**2 + _slow_variance(*sides)
+    for windows in (a, b):
+        seconds = sum(window.seconds for window in windows)
+        unseen += _UNSEEN**2 * _UNSEEN_SECONDS / (_UNSEEN_SECONDS + seconds)
+    half = math.hypot(t_quantile(freedom) * math.sqrt(in_a + in_b), _Z * math.sqrt(unseen))
+    return Ratio(pace(b) / pace(a), half)
+
+
+def _deviations(windows: Sequence[Window]) -> list[float]:
+    """How many steps more each window has than the run's pace gives, relative to the mean window's steps.
+
+    The mean of such deviations has the error of the run's pace, for windows of different lengths as well.
+    """
+    whole = pace(windows)
+    mean = sum(window.steps for window in windows) / len(windows)
+    return [(window.steps - whole * window.seconds) / mean for window in windows]
+
+
+def _bootstrap(deviations: Sequence[float], correlation: float) -> tuple[float, float]:
+    """The variance of the mean by a circular block bootstrap, and its degrees of freedom.
+
+    Random draws of blocks converge to this variance, so none are drawn. A block is as long as is best for an
+    autoregressive series (Carlstein 1986). What such blocks do not show of the correlation is added.
+    """
+    count = len(deviations)
+    best = (2 * correlation / (1 - correlation**2)) ** (2 / 3) * count ** (1 / 3)
+    size = max(1, min(math.ceil(best), count // _MIN_BLOCKS))
+    ahead = [0.0]
+    for value in [*deviations, *deviations[: size - 1]]:
+        ahead.append(ahead[-1] + value)
+    blocks = [ahead[start + size] - ahead[start] for start in range(count)]
+    variance = sum(block * block for block in blocks) / (size * count * (count - size))
+    whole = (1 + correlation) / (1 - correlation)
+    shown = whole - 2 * correlation * (1 - correlation**size) / (size * (1 - correlation) ** 2)
+    return variance * whole / shown, max(1.0, count / size - 1)
+
+
+def _slow_variance(a: Sequence[float], b: Sequence[float]) -> float:
+    """The variance between two runs that comes from what is slower than a run.
+
+    Where tenths of a run still resemble their neighbours, the disturbances last as long as a run. Then whole runs
+    differ by about as much as these tenths do.
+    """
+    size = min(len(a), len(b)) // _TENTHS
+    if size < 2:  # then these are the windows, and the blocks show how alike they are
+        return 0.0
+    sides = [[sum(each[at : at + size]) / size for at in range(0, len(each) - size + 1, size)] for each in (a, b)]
+    variance = sum(value * value / (len(side) - 1) for side in sides for value in side)
+    return _correlation(*sides) * variance
+
+
+def _correlation(a: Sequence[float], b: Sequence[float], *, caution: float = 0.0) -> float:
+    """Of neighbours in either series, corrected for its bias in short series (Kendall 1954).
+
+    ``caution``: how many standard errors to add.
+    """
+    count = len(a) + len(b)
+    squares = sum(value * value for value in (*a, *b))
+    products = sum(one * next_ for side in (a, b) for one, next_ in pairwise(side))
+    found = (products / squares + 2 / count) / (1 - 6 / count) if squares > 0 else 0.0
+    return min(_MAX_CORRELATION, max(0.0, found + caution / math.sqrt(count)))
+
+
+def mean_ratio(pairs: Sequence[Ratio], turns: int) -> Ratio:
+    """The mean of the ratios of at least one pair, and its interval.
+
+    A pair with a shorter interval weighs more. If the pairs scatter by more than their intervals allow, the interval
+    becomes longer; by less, a little shorter. ``turns``: how often runs of A and of B took turns. If less often than
+    there are pairs, a disturbance of many minutes may be in several runs of one side. Then the interval is no shorter
+    than that of so many pairs.
+    """
+    if len(pairs) == 1:
+        return pairs[0]
+    logs = [math.log(pair.ratio) for pair in pairs]
+    weights = [(_Z / pair.half) ** 2 for pair in pairs]
+    total = sum(weights)
+    mean = sum(weight * each for weight, each in zip(weights, logs, strict=True)) / total
+    squares = sum(weight * (each - mean) ** 2 for weight, each in zip(weights, logs, strict=True))
+    freedom = _BEFORE + len(pairs) - 1
+    half = t_quantile(freedom) * math.sqrt((_BEFORE + squares) / freedom / total)
+    if turns < len(pairs):
+        half = max(half, min(pair.half for pair in pairs) / math.sqrt(turns))
+    return Ratio(math.exp(mean), half)
+
+
+def t_quantile(freedom: float) -> float:
+    """The 97.5 % quantile of Student's distribution: up to 3 % too long below 2 degrees of freedom, else exact."""
+    for (few, wide), (many, narrow) in pairwise(_T):
+        if freedom <= many:
+            share = (1 / few - 1 / max(1.0, freedom)) / (1 / few - 1 / many)
+            return float(wide ** (1 - share) * narrow**share)
+    return _Z
+
+
+_FIRST_STEPS: Final = 10
+_FIRST_RATIO: Final = 0.1
+_FIRST_SECONDS: Final = 300.0
+"""The first steps are left out: this many at least, and this share of the training loop, but no more seconds of it.
+They fill caches, start workers and choose kernels."""
+
+_MOSTLY_KNOWN: Final = 0.5
+"""How long threads waited for a core is known if it was measured over this share of the time."""
+
+_WAIT: Final = CATEGORIES.index(DATA_WAIT)
+_LOOP: Final = tuple(CATEGORIES.index(name) for name in (DATA_WAIT, COMPUTE))
+
+_HEAD: Final = ("world_size", "launcher", "telemetry_version", "python_version", "cpu_count", "node")
+_NOT_COMPARED: Final = "loader_used_again"  # it tells what has happened, not what was set
+_MAX_NAMED: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run, of the processes that no later one has replaced.
+
+    Attributes:
+        name, started: empty if it has no process.
+        windows: those after its first steps in which the training loop ran. ``steps``: in all of them.
+        per_step_seconds: by category of the ledger: seconds of a rank for each of these steps.
+        without_core_ratio: the share of the training loop that waited for a CPU core; None if that is not known.
+        causes: seconds lost in stalls for each step of the whole run, by cause.
+        facts: size, settings and environment by name; in one text where ranks differ. What is not known is missing.
+        torn_lines: how many lines of its logs could not be read.
+        ended: whether all of its processes ended by themselves.
+    """
+
+    name: str
+    started: str
+    windows: tuple[Window, ...]
+    steps: float
+    per_step_seconds: dict[str, float]
+    without_core_ratio: float | None
+    causes: dict[str, float]
+    facts: dict[str, Any]
+    processes: Sequence[ProcessLog]
+    torn_lines: int
+    ended: bool
+
+    @classmethod
+    def of(cls, folder: str) -> Run:
+        """Read the logs in a run folder.
+
+        Raises:
+            NoRunError: it holds no run.
+        """
+        logs = load(Path(folder), all_windows=True)
+        processes = not_replaced(logs)
+        series = [_Series(process) for process in processes if process.totals.get("steps_total")]
+        points = _points(series)
+        windows = [_window(*each) for each in pairwise(points)]
+        steps = sum(window.steps for window in windows)
+        spent = dict.fromkeys(CATEGORIES, 0.0)
+        for begin, end in zip(points[0], points[-1], strict=True) if steps else ():
+            for at, name in enumerate(CATEGORIES):
+                spent[name] += (end.ledger[at] - begin.ledger[at]) / steps / len(series)
+        all_steps = sum(process.totals.get("steps_total", 0) for process in processes)
+        lost = lost_by_cause(processes)
+        delay = fmean(map(_without_core, points[0], points[-1])) if steps else math.nan
+        return cls(
+            name=processes[-1].run if processes else "",
+            started=min((process.started for process in processes), default=""),
+            windows=tuple(window for window in windows if window.seconds > 0),
+            steps=steps,
+            per_step_seconds=spent,
+            without_core_ratio=None if math.isnan(delay) else delay,
+            causes={cause: seconds / all_steps for cause, seconds in lost.items()} if all_steps else {},
+            facts=facts_of(processes),
+            processes=processes,
+            torn_lines=sum(process.torn_lines for process in logs),
+            ended=all(process.ended for process in logs),
+        )
+
+
+class _Series:
+    """The points of one process, on the clock of its node."""
+
+    def __init__(self, process: ProcessLog) -> None:
+        self.started = 0.0
+        with contextlib.suppress(ValueError):  # of a damaged log
+            self.started = datetime.fromisoformat(process.started.replace("Z", "+00:00")).timestamp()
+        self._points = [PacePoint(0.0, 0.0, (0.0,) * len(CATEGORIES)), *process.pace.points()]
+        self._walls = [point.wall_seconds for point in self._points]
+
+    def compared(self) -> list[PacePoint]:
+        """The points from the end of the first steps on."""
+        left_out = min(_FIRST_RATIO * _loop(self._points[-1]), _FIRST_SECONDS)
+        return [point for point in self._points if point.steps >= _FIRST_STEPS and _loop(point) >= left_out]
+
+    def at(self, moment: float) -> PacePoint:
+        """The totals at a moment: between two points in a straight line."""
+        wall = moment - self.started
+        after = min(bisect_left(self._walls, wall), len(self._points) - 1)
+        low, high = self._points[max(0, after - 1)], self._points[after]
+        span = high.wall_seconds - low.wall_seconds
+        share = min(1.0, max(0.0, (wall - low.wall_seconds) / span)) if span > 0 else 1.0
+        return PacePoint(
+            wall,
+            low.steps + share * (high.steps - low.steps),
+            tuple(a + share * (b - a) for a, b in zip(low.ledger, high.ledger, strict=True)),
+            CpuSeconds(*(a + share * (b - a) for a, b in zip(low.cpu, high.cpu, strict=True))),
+        )
+
+
+def _points(series: Sequence[_Series]) -> list[list[PacePoint]]:
+    """The totals of all ranks at the ends of the first rank's windows.
+
+    A window that is shorter than half of the usual one, as the last may be, joins its neighbour: two windows of which
+    one has hardly any weight would say nothing about the scatter.
+    """
+    ends = series[0].compared() if series else []
+    if len(ends) > 2:
+        least = median(_loop(end) - _loop(begin) for begin, end in pairwise(ends)) / 2
+        kept = ends[:1]
+        for point in ends[1:]:
+            if _loop(point) - _loop(kept[-1]) >= least:
+                kept.append(point)
+        ends = [*kept[:-1], ends[-1]]
+    return [[each.at(series[0].started + end.wall_seconds) for each in series] for end in ends]
+
+
+def _window(before: Sequence[PacePoint], after: Sequence[PacePoint]) -> Window:
+    ranks = list(zip(before, after, strict=True))
+    return Window(
+        fmean(end.steps - begin.steps for begin, end in ranks), fmean(_loop(end) - _loop(begin) for begin, end in ranks)
+    )
+
+
+def _without_core(begin: PacePoint, end: PacePoint) -> float:
+    """The share of a rank's training loop in which a thread that it needed was ready to run and had no core.
+
+    In the compute that is the training thread, in the waits for data the mean worker. NaN: the kernel does not tell.
+    """
+    if math.isnan(begin.cpu.thread_delay):  # the first window of a run has no such figures: count from its start
+        begin = PacePoint(0.0, 0.0, (0.0,) * len(CATEGORIES), CpuSeconds(thread=0.0, thread_delay=0.0))
+    cpu = CpuSeconds(*(high - low for low, high in zip(begin.cpu, end.cpu, strict=True)))
+    wall, loop = end.wall_seconds - begin.wall_seconds, _loop(end) - _loop(begin)
+    if loop <= 0 or cpu.known <= _MOSTLY_KNOWN * wall:
+        return math.nan
+    waited = (end.ledger[_WAIT] - begin.ledger[_WAIT]) / loop
+    return min(1.0, (1 - waited) * cpu.thread_delay / wall + waited * cpu.worker_delay / cpu.known)
+
+
+def _loop(point: PacePoint) -> float:
+    return sum(point.ledger[index] for index in _LOOP)
+
+
+def facts_of(processes: Sequence[ProcessLog]) -> dict[str, Any]:
+    """What is recorded besides the pace, by name: what all processes say, in one text where they differ."""
+    named: dict[str, list[Any]] = {}
+    for process in processes:
+        told = {name: process.head.get(name) for name in _HEAD} | process.environment | process.loader
+        for name, value in told.items():
+            if value is not None and name != _NOT_COMPARED and value not in named.setdefault(name, []):
+                named[name].append(value)
+    found = {}
+    for name, values in named.items():
+        texts = sorted(map(str, values))
+        more = f" and {len(texts) - _MAX_NAMED} more" if len(texts) > _MAX_NAMED else ""
+        found[name] = values[0] if len(values) == 1 else ", ".join(texts[:_MAX_NAMED]) + more
+    return found
+
+
+FASTER: Final = "faster"
+SLOWER: Final = "slower"
+NO_DIFFERENCE: Final = "no difference"
+NOT_COMPARABLE: Final = "not comparable"
+
+MIN_STEPS: Final = 20
+SAME_STEP: Final = ("world_size", "batch_size")
+"""A step is another amount of work where these differ."""
+
+_MAX_DELAY_APART: Final = 0.01
+_MAY_DIFFER: Final = frozenset({"node"})  # between runs of one version
+
+
+class Sides(msgspec.Struct, frozen=True):
+    """A figure of A and of B; None if it is not known."""
+
+    a: Any
+    b: Any
+
+
+class Difference(Sides, frozen=True):
+    """Seconds for each step of A and of B, and B's minus A's."""
+
+    difference: float | None
+
+
+class PairRatio(msgspec.Struct, frozen=True):
+    """The names of two runs, and the steps per second of the second over those of the first."""
+
+    a: str
+    b: str
+    ratio: float | None
+    interval: tuple[float, float] | None
+
+
+class Comparison(msgspec.Struct, frozen=True):
+    """B against A: what ``compare --json`` prints. What is unknown is None.
+
+    docs/compare.md explains each field. ``notes``: what a reader must know about the logs and the runs.
+    """
+
+    a: str
+    b: str
+    verdict: str
+    why: str | None
+    ratio: float | None
+    interval: tuple[float, float] | None
+    warning: str | None
+    without_core_ratio: Sides
+    turns: int
+    pairs: list[PairRatio]
+    steps: Sides
+    differences: list[dict[str, Any]]
+    per_step_seconds: dict[str, Difference]
+    causes: dict[str, Sides]
+    notes: list[str]
+
+
+def compare_runs(pairs: Sequence[tuple[Run, Run]]) -> Comparison:
+    """B against A, from one or more pairs of runs."""
+    sides = list(zip(*pairs, strict=True))
+    turns, why = _turns(pairs), _not_comparable(pairs)
+    each = [None if why else ratio_interval(a.windows, b.windows) for a, b in pairs]
+    known = [ratio for ratio in each if ratio is not None]
+    found = mean_ratio(known, turns) if known else None
+    delay = Sides(*(_rounded(_mean(run.without_core_ratio for run in runs)) for runs in sides))
+    return Comparison(
+        ", ".join(run.name for run in sides[0]),
+        ", ".join(run.name for run in sides[1]),
+        _verdict(found),
+        why=why,
+        ratio=found and round(found.ratio, 5),
+        interval=found and found.interval,
+        warning=_warning(delay) if found is not None else None,
+        without_core_ratio=delay,
+        turns=turns,
+        pairs=[
+            PairRatio(a.name, b.name, ratio and round(ratio.ratio, 5), ratio and ratio.interval)
+            for (a, b), ratio in zip(pairs, each, strict=True)
+        ],
+        steps=Sides(*(round(sum(run.steps for run in runs)) for runs in sides)),
+        differences=_differences(*sides),
+        per_step_seconds=_per_step(*sides),
+        causes=_causes(*sides),
+        notes=[*_notes(pairs, turns)],
+    )
+
+
+def _verdict(found: Ratio | None) -> str:
+    if found is None:
+        return NOT_COMPARABLE
+    low, high = found.interval
+    return FASTER if low > 1 else SLOWER if high < 1 else NO_DIFFERENCE
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 9)
+
+
+def _turns(pairs: Sequence[tuple[Run, Run]]) -> int:
+    """How often a run of one side started next after a run of the other: 1 if all of A ran before all of B.
+
+    What takes many minutes to pass cannot be told from a difference between the versions more often than this.
+    """
+    in_order = sorted(((run.started, side) for pair in pairs for side, run in enumerate(pair)), key=itemgetter(0))
+    return sum(before != after for (_, before), (_, after) in pairwise(in_order))
+
+
+def _warning(delay: Sides) -> str | None:
+    if delay.a is None or delay.b is None or abs(delay.b - delay.a) <= _MAX_DELAY_APART:
+        return None
+    return (
+        f"the training loop waited for a CPU core for {percent(delay.a)} of its time in A and {percent(delay.b)} in B. "
+        "If other programs used the cores, a part of the difference is theirs: run both on a machine that nobody else "
+        "uses"
+    )
+
+
+def _not_comparable(pairs: Sequence[tuple[Run, Run]]) -> str | None:
+    """Why a pair cannot be compared, or is no pair of the same two versions; None if all can."""
+    first: dict[str, tuple[Any, int]] = {}
+    for number, (a, b) in enumerate(pairs, 1):
+        why = _too_short("A", a) or _too_short("B", b)
+        for name in SAME_STEP:
+            if not why and name in a.facts and name in b.facts and a.facts[name] != b.facts[name]:
+                why = f"a step is not the same work: {name} is {a.facts[name]} in A and {b.facts[name]} in B"
+        if why:
+            return why if len(pairs) == 1 else f"pair {number}: {why}"
+        for name in (each for each in SAME_STEP if each in a.facts):
+            value, where = first.setdefault(name, (a.facts[name], number))
+            if value != a.facts[name]:
+                here = f"{value} in pair {where} and {a.facts[name]} in pair {number}"
+                return f"the pairs are not of the same work: {name} is {here}"
+    return None
+
+
+def _too_short(which: str, run: Run) -> str | None:
+    if len(run.windows) < FEWEST_WINDOWS:
+        count = "one window" if run.windows else "no window"
+        return (
+            f"{which} has {count} after its first steps, and two are needed to see how its pace scatters; run it for "
+            "longer (with the default settings a minute is enough), or with a smaller log_interval_seconds"
+        )
+    if run.steps < MIN_STEPS:
+        return f"{which} has {run.steps:.0f} steps after its first ones, and {MIN_STEPS} are needed; run it for longer"
+    return None
+
+
+def _differences(a: Sequence[Run], b: Sequence[Run]) -> list[dict[str, Any]]:
+    """Where two sides differ, what makes a step another amount of work first.
+
+    What is known of one side alone is left out: an older version may not have recorded it.
+    """
+    facts_a, facts_b = (facts_of([process for run in runs for process in run.processes]) for runs in (a, b))
+    both = [name for name in facts_a if name in facts_b and facts_a[name] != facts_b[name]]
+    both.sort(key=lambda name: (name not in SAME_STEP, name))
+    return [{"what": name, "a": facts_a[name], "b": facts_b[name]} for name in both]
+
+
+def _per_step(a: Sequence[Run], b: Sequence[Run]) -> dict[str, Difference]:
+    """The means of the runs: a long run does not count more, as in the ratio."""
+    found = {}
+    for name in CATEGORIES:
+        of_a, of_b = (_mean(run.per_step_seconds[name] if run.steps else None for run in runs) for runs in (a, b))
+        apart = None if of_a is None or of_b is None else of_b - of_a
+        found[name] = Difference(_rounded(of_a), _rounded(of_b), _rounded(apart))
+    return found
+
+
+def _causes(a: Sequence[Run], b: Sequence[Run]) -> dict[str, Sides]:
+    lost: dict[str, list[float]] = {}
+    for side, runs in enumerate((a, b)):
+        for run in runs:
+            for cause, seconds in run.causes.items():
+                lost.setdefault(cause, [0.0, 0.0])[side] += seconds / len(runs)
+    order = sorted(sorted(lost), key=lambda cause: -max(lost[cause]))
+    return {cause: Sides(*(round(seconds, 9) for seconds in lost[cause])) for cause in order}
+
+
+def _notes(pairs: Sequence[tuple[Run, Run]], turns: int) -> Iterable[str]:
+    for number, pair in enumerate(pairs, 1):
+        for which, run in zip("AB", pair, strict=True):
+            name = which if len(pairs) == 1 else f"{which} of pair {number}"
+            if run.torn_lines:
+                yield f"{name} has {run.torn_lines} torn line(s) in its logs; they were skipped"
+            if not run.ended:
+                yield f"{name} has not ended, or was killed: its newest window counts as its end"
+            if FEWEST_WINDOWS <= len(run.windows) < MANY_WINDOWS:
+                yield f"{name} has {len(run.windows)} windows after its first steps; more make the interval shorter"
+    if turns < len(pairs):
+        yield (
+            f"the runs of A and B did not take turns often enough, and the machine may have changed in between: so the "
+            f"{len(pairs)} pairs count as {turns}"
+        )
+    for which, runs in zip("AB", zip(*pairs, strict=True), strict=True):
+        first = runs[0].facts
+        differ = {name for run in runs for name, value in run.facts.items() if name in first and value != first[name]}
+        if differ - _MAY_DIFFER:
+            yield f"the runs of {which} differ in {', '.join(sorted(differ - _MAY_DIFFER))}: are all of one version?"
+
+
+_MIN_SHOWN_SECONDS: Final = 5e-7
+"""Half a microsecond per step: less is not shown."""
+
+_MORE_PAIRS: Final = (
+    "To see a smaller difference, run both once more, in the other order, and add --again RUN_A RUN_B: further pairs "
+    "make the interval shorter."
+)
+
+
+def compare(pairs: Sequence[tuple[str, str]], *, as_json: bool, fail_over: float | None) -> int:
+    """Print the comparison.
+
+    Args:
+        pairs: the run folder of A and that of B, of one or more pairs. Of several pairs, no folder may be
+            named twice.
+        as_json: print one JSON object instead of text.
+        fail_over: fail if B is slower by more than this, in percent; None: never.
+
+    Returns:
+        The exit status: 0; 1 if B is slower than ``fail_over`` allows; 2 if the runs cannot be compared.
+    """
+    twice = _used_twice(pairs)
+    if twice is not None:
+        complain(f"{twice} is named twice: with --again, each pair needs two runs of its own")
+        return 2
+    try:
+        runs = [(Run.of(a), Run.of(b)) for a, b in pairs]
+    except NoRunError as error:
+        complain(str(error))
+        return 2
+    found = compare_runs(runs)
+    if as_json:
+        written = show_json(msgspec.json.format(msgspec.json.encode(found), indent=2).decode() + "\n")
+    else:
+        written = show(render(found))
+    if written or found.verdict == NOT_COMPARABLE:
+        return 2
+    # Chance must not explain it: the whole interval is below.
+    return int(fail_over is not None and found.interval is not None and found.interval[1] < 1 - fail_over / 100)
+
+
+def _used_twice(pairs: Sequence[tuple[str, str]]) -> str | None:
+    """A folder that is named twice among several pairs: its errors would be taken for independent ones."""
+    seen: set[str] = set()
+    for folder in (folder for pair in pairs for folder in pair if len(pairs) > 1):
+        real = os.path.realpath(folder)
+        if real in seen:
+            return folder
+        seen.add(real)
+    return None
+
+
+def render(found: Comparison) -> str:
+    """What differs in the settings, the verdict, and two tables: by category of the ledger and by cause."""
+    counted = "; {} steps in all" if len(found.pairs) > 1 else ", {} steps"
+    lines = [f"A: {found.a}{counted.format(found.steps.a)}", f"B: {found.b}{counted.format(found.steps.b)}"]
+    lines += [*found.notes, ""]
+    if found.differences:
+        rows = [[str(value) for value in each.values()] for each in found.differences]
+        lines += [*table(["settings and environment", "A", "B"], rows, names_first=True), ""]
+    else:
+        lines += ["No recorded setting differs, and no recorded part of the environment.", ""]
+    lines.append(_sentence(found))
+    if found.warning:
+        lines.append(f"Warning: {found.warning}.")
+    elif found.verdict == NO_DIFFERENCE:
+        lines.append(_MORE_PAIRS)
+    if len(found.pairs) > 1 and found.verdict != NOT_COMPARABLE:
+        rows = [
+            [f"{number}: {each.a}, {each.b}", f"{each.ratio:.3f}", _range(each.interval)]
+            for number, each in enumerate(found.pairs, 1)
+        ]
+        lines += ["", *table(["pair", "ratio", "95 % interval"], rows, names_first=True)]
+    lines += _table("seconds for each step", found.per_step_seconds)
+    lines += _table("lost in stalls, for each step", found.causes)
+    return "\n".join(lines) + "\n"
+
+
+def _sentence(found: Comparison) -> str:
+    """The verdict, its figures, and the category that differs most."""
+    if found.verdict == NOT_COMPARABLE:
+        return f"Not comparable: {found.why}."
+    figures = f"{found.ratio:.3f} times the steps per second of A (95 % interval: {_range(found.interval)})"
+    if found.verdict == NO_DIFFERENCE:
+        return f"No difference that can be told from chance: B does {figures}."
+    return f"B is {found.verdict}: it does {figures}.{_most(found)}"
+
+
+def _range(interval: tuple[float, float] | None) -> str:
+    low, high = interval or (0.0, 0.0)
+    return f"{low:.3f} to {high:.{3 if high < 100 else 0}f}"
+
+
+def _most(found: Comparison) -> str:
+    """Where the difference is: in the wait for data, or in the compute. Empty if the means of the runs do not tell."""
+    loop = {name: found.per_step_seconds[name].difference or 0.0 for name in (DATA_WAIT, COMPUTE)}
+    total = sum(loop.values())
+    name = max(loop, key=lambda name: loop[name] * (1 if total > 0 else -1))
+    if not total or (total > 0) != (found.verdict != FASTER) or loop[name] / total < 0.5:
+        return ""
+    share = min(1.0, loop[name] / total)
+    return f" {percent(share, 0)} of the difference is {name.replace('_', ' ')}: {_signed(loop[name])} a step."
+
+
+def _table(heading: str, figures: Mapping[str, Sides]) -> list[str]:
+    rows = []
+    for name, sides in figures.items():
+        known = [value for value in (sides.a, sides.b) if value is not None]
+        if any(abs(value) >= _MIN_SHOWN_SECONDS for value in known):
+            apart = sides.b - sides.a if len(known) == 2 else None
+            label = name.replace("_", " ") if name in CATEGORIES else name
+            rows.append([label, duration(sides.a), duration(sides.b), _signed(apart)])
+    return ["", *table([heading, "A", "B", "difference"], rows, names_first=True)] if rows else []
+
+
+def _signed(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{'+' if seconds > 0 else ''}{duration(seconds)}"

@@ -1,1 +1,0 @@
-"""`telemetry compare`: whether one run is faster than another, and why."""

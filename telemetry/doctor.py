@@ -1,0 +1,523 @@
+"""``telemetry doctor``: check what works on this machine, and what to do about the rest.
+
+Each small check answers one question. A check that raises becomes a finding itself. A check leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import socket
+import sys
+import tempfile
+import textwrap
+import threading
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from telemetry._version import __version__
+from telemetry.config import DISABLED_VARIABLE, ENV_PREFIX, Config, SettingError, disabled, unknown_variables
+from telemetry.util.processes import runs_without_gil
+from telemetry.util.text import binary_size, show
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from telemetry.node.endpoint import Address
+
+OK: Final = "ok"
+ABSENT: Final = "--"
+PROBLEM: Final = "!!"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The result of a check. ``status`` is ``ok``, ``--`` (optional and missing) or ``!!`` (a problem)."""
+
+    status: str
+    name: str
+    text: str
+
+
+@dataclass(slots=True)
+class CheckContext:
+    """The input of the checks, and results that later checks use.
+
+    Attributes:
+        config: the settings; the defaults if the settings are not valid.
+        error: why the settings are not valid.
+        gpus: whether NVML has found any.
+    """
+
+    config: Config
+    error: SettingError | None = None
+    gpus: bool = False
+
+
+WIDTH: Final = 100
+HEIGHT: Final = 24
+"""Size of a terminal. The output always fits."""
+
+_NAME_WIDTH: Final = 11
+
+
+def doctor(run_dir: str | None) -> int:
+    """Print the findings. Returns 1 if there is a problem, else 0."""
+    findings = examine(run_dir)
+    show(render(findings) + "\n")
+    return int(any(finding.status == PROBLEM for finding in findings))
+
+
+def examine(run_dir: str | None) -> list[Finding]:
+    """Run all checks.
+
+    Args:
+        run_dir: the run folder to check; by default that of the settings.
+    """
+    given = {} if run_dir is None else {"run_dir": run_dir}
+    try:
+        place = CheckContext(Config.load(given))
+    except SettingError as error:
+        folder = given if _valid(given) else {}
+        place = CheckContext(Config.load(folder, environ={}), error)
+    return [finding for check in CHECKS for finding in _contained(check, place)]
+
+
+def render(findings: Sequence[Finding]) -> str:
+    """The findings as lines that fit a terminal: at most two lines each, or one if there are many."""
+    problems = sum(finding.status == PROBLEM for finding in findings)
+    verdict = (
+        "no problem found" if not problems else f"{problems} problem{'s' * (problems != 1)}, see the lines with !!"
+    )
+    last = f"{verdict}. Lines with -- are optional: the agent works without them."
+    for most in (2, 1):
+        lines = [line for finding in findings for line in _lines(finding, most)]
+        if len(lines) < HEIGHT:
+            break
+    return "\n".join([*lines[: HEIGHT - 1], last])
+
+
+def _lines(finding: Finding, most: int) -> list[str]:
+    text = " ".join(finding.text.split())  # an error message may have several lines
+    first = f"{finding.status} {finding.name:<{_NAME_WIDTH}} "
+    width = WIDTH - len(first)
+    wrapped = textwrap.wrap(text, width, max_lines=most, placeholder=" ...") or [""]
+    return [(" " * len(first) if number else first) + line for number, line in enumerate(wrapped)]
+
+
+def _valid(given: dict[str, str]) -> bool:
+    try:
+        Config.load(given, environ={})
+    except SettingError:
+        return False
+    return True
+
+
+def _contained(check: Callable[[CheckContext], Iterable[Finding]], place: CheckContext) -> list[Finding]:
+    """Run a check. If it raises, the error becomes its finding."""
+    try:
+        return list(check(place))
+    except Exception as error:
+        name = check.__name__.removeprefix("check_").replace("_", " ")
+        return [Finding(PROBLEM, name, f"this check failed itself: {type(error).__name__}: {error}")]
+
+
+OLDEST_PYTHON: Final = (3, 10)
+OLDEST_TORCH: Final = (2, 4)
+NEEDED: Final = ("structlog", "psutil", "msgspec", "prometheus-client", "nvidia-ml-py")
+
+
+def check_enabled(_place: CheckContext) -> Iterable[Finding]:
+    """Whether telemetry is turned off."""
+    if disabled():
+        text = f"{DISABLED_VARIABLE}={os.environ[DISABLED_VARIABLE]} turns everything off; unset it"
+        yield Finding(PROBLEM, "enabled", text)
+    else:
+        yield Finding(OK, "enabled", f"telemetry is on: {DISABLED_VARIABLE} is not set")
+
+
+def check_settings(place: CheckContext) -> Iterable[Finding]:
+    """Whether the settings are valid, and which variables name no setting."""
+    ignored = unknown_variables()
+    used = [name for name in sorted(os.environ) if name.startswith(ENV_PREFIX) and name not in ignored]
+    used = [name for name in used if name != DISABLED_VARIABLE]
+    if place.error is not None:
+        yield Finding(PROBLEM, "settings", f"{place.error}. No run will start; the other checks use the defaults")
+    else:
+        yield Finding(OK, "settings", f"valid; set by environment variables: {', '.join(used) or 'none'}")
+    if ignored:
+        shown = [f"{name} (did you mean {close}?)" if close else name for name, close in ignored.items()]
+        yield Finding(ABSENT, "settings", f"ignored, because they name no setting: {', '.join(shown)}")
+
+
+def check_versions(_place: CheckContext) -> Iterable[Finding]:
+    """Whether the versions of Python and torch are supported."""
+    python, torch = sys.version_info[:2], version_of("torch")
+    text = f"python {platform.python_version()}, torch {torch or 'missing'}, telemetry {__version__}"
+    if python < OLDEST_PYTHON:
+        yield Finding(PROBLEM, "versions", f"{text}; use Python {_dotted(OLDEST_PYTHON)} or newer")
+    elif runs_without_gil():
+        yield Finding(PROBLEM, "versions", f"{text}; Python's GIL is off, and no run will start; set PYTHON_GIL=1")
+    elif torch is None:
+        yield Finding(PROBLEM, "versions", f"{text}; run pip install torch")
+    elif _release(torch) < OLDEST_TORCH:
+        yield Finding(PROBLEM, "versions", f"{text}; use torch {_dotted(OLDEST_TORCH)} or newer")
+    else:
+        yield Finding(OK, "versions", text)
+
+
+def check_packages(_place: CheckContext) -> Iterable[Finding]:
+    """Whether the packages that the agent needs are installed, and no conflicting package is."""
+    found = {package: version_of(package) for package in NEEDED}
+    missing = [package for package, version in found.items() if version is None]
+    if missing:
+        yield Finding(PROBLEM, "packages", f"missing: {', '.join(missing)}; run pip install {' '.join(missing)}")
+    else:
+        yield Finding(OK, "packages", ", ".join(f"{package} {version}" for package, version in found.items()))
+    deprecated = version_of("pynvml")
+    if deprecated is not None and _release(deprecated) < (12, 0):  # it contains a module of the same name
+        text = f"pynvml {deprecated} overwrites nvidia-ml-py; run pip uninstall pynvml, then reinstall nvidia-ml-py"
+        yield Finding(PROBLEM, "packages", text)
+
+
+def version_of(package: str) -> str | None:
+    """The version of an installed package, without importing it, which can take seconds."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        # Some distributions ship torch without its metadata.
+        return "of unknown version" if importlib.util.find_spec(package.replace("-", "_")) else None
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """The first two numbers of a version. A version without numbers counts as new enough."""
+    numbers = [part for part in version.split(".")[:2] if part.isdecimal()]
+    return tuple(int(number) for number in numbers) if len(numbers) == 2 else (sys.maxsize,)
+
+
+_CUDA_SECONDS: Final = 60.0
+"""A wedged driver hangs. But importing torch from a slow disk can take half a minute, too."""
+
+_MAX_GPU_LINES: Final = 4
+
+
+def check_gpu(place: CheckContext) -> Iterable[Finding]:
+    """What NVML reports. Identical GPUs share a line."""
+    from telemetry.sources.collector import CollectorError
+    from telemetry.sources.nvml import NoGpuError, device_summary
+
+    try:
+        devices = device_summary()
+    except CollectorError as error:
+        harmless = isinstance(error.__cause__, NoGpuError)
+        text = f"{error}: there are no GPU metrics" if harmless else f"{error}; run nvidia-smi, it should fail too"
+        yield Finding(ABSENT if harmless else PROBLEM, "gpu", text)
+        return
+    place.gpus = bool(devices)
+    alike: dict[tuple[str, str], list[int]] = {}
+    for device in devices:
+        alike.setdefault(_about(device), []).append(device["index"])
+    for (status, text), indexes in list(alike.items())[:_MAX_GPU_LINES]:
+        yield Finding(status, "gpu", f"{_ranges(indexes)}: {text}")
+    if not devices:
+        yield Finding(ABSENT, "gpu", "the NVIDIA driver works, but finds no GPU: there are no GPU metrics")
+    if len(alike) > _MAX_GPU_LINES:
+        yield Finding(ABSENT, "gpu", f"and {len(alike) - _MAX_GPU_LINES} more kinds of GPU")
+
+
+_SM_SOURCES: Final = {
+    "gpm": "SM activity is read from hardware counters",
+    "process": "SM activity is estimated by the driver (only Hopper and newer have hardware counters)",
+    None: "SM activity is not available, only utilization",
+}
+
+
+def _about(device: dict[str, Any]) -> tuple[str, str]:
+    """Status and text for one GPU; the same for identical GPUs."""
+    if device["error"] is not None:
+        return PROBLEM, f"{device['error']}; run nvidia-smi -q for details"
+    partitioned = ", partitioned (MIG)" if device["mig"] else ""
+    text = f"{device['name']}, driver {device['driver_version']}{partitioned}; {_SM_SOURCES[device['sm_source']]}"
+    return OK if device["sm_source"] else ABSENT, text
+
+
+def _ranges(indexes: Sequence[int]) -> str:
+    """``0-3,6`` for 0, 1, 2, 3, 6."""
+    parts: list[list[int]] = []
+    for index in indexes:
+        if parts and index == parts[-1][-1] + 1:
+            parts[-1].append(index)
+        else:
+            parts.append([index])
+    return ",".join(str(p[0]) if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in parts)
+
+
+def check_cuda_events(place: CheckContext) -> Iterable[Finding]:
+    """Whether waits can be measured on the GPU. It runs on its own thread, because a wedged driver hangs."""
+    name = "cuda events"
+    if place.config.gpu_events == "off":
+        yield Finding(ABSENT, name, "turned off by the setting gpu_events: the exposed wait is not measured on GPUs")
+        return
+    if version_of("torch") is None:
+        yield Finding(ABSENT, name, "torch is not installed")
+        return
+    answers: list[Finding] = []
+
+    def ask() -> None:
+        try:
+            status, text = _time_with_events(gpus=place.gpus)
+        except BaseException as error:  # any error is the result of the check
+            status, text = PROBLEM, f"{type(error).__name__}: {error}"
+        answers.append(Finding(status, name, text))
+
+    thread = threading.Thread(target=ask, name="telemetry-doctor-cuda", daemon=True)
+    thread.start()
+    thread.join(_CUDA_SECONDS)
+    hung = Finding(PROBLEM, name, f"CUDA has not answered for {_CUDA_SECONDS:g} s; check whether nvidia-smi answers")
+    yield answers[0] if answers else hung
+
+
+def _time_with_events(*, gpus: bool) -> tuple[str, str]:
+    """Record two events and read the time between them, as the agent would."""
+    with warnings.catch_warnings():  # torch warns if there is no NumPy, which telemetry does not need
+        warnings.simplefilter("ignore")
+        import torch
+
+    if not (torch.version.cuda or torch.version.hip):
+        why = "this build of torch has no CUDA, so waits are measured on the host"
+        return (PROBLEM, f"{why}, although there is a GPU; install a CUDA build of torch") if gpus else (ABSENT, why)
+    with warnings.catch_warnings(record=True) as caught:  # torch warns about the reason and returns False
+        warnings.simplefilter("always")
+        usable = torch.cuda.is_available()
+    if not usable:
+        why = str(caught[-1].message).partition("(Triggered")[0] if caught else "torch finds no GPU"
+        return (PROBLEM if gpus else ABSENT), f"{why}, so waits are measured on the host"
+    before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    before.record()
+    after.record()
+    after.synchronize()
+    apart = 1e3 * before.elapsed_time(after)
+    return OK, f"work on {torch.cuda.get_device_name()}; two events in a row are {apart:.1f} us apart"
+
+
+_BOARD_BYTES: Final = 16 << 20
+_RESOLVER_SECONDS: Final = 5.0
+
+
+def check_endpoint(place: CheckContext) -> Iterable[Finding]:
+    """Whether the port is free, and if not, which port a run would use."""
+    from telemetry.node.endpoint import PORTS_TRIED, explained
+
+    host, port = place.config.host, place.config.port
+    if port is None:
+        yield Finding(ABSENT, "endpoint", "turned off by the setting port: there are no Prometheus metrics")
+        return
+    try:
+        address = _address_of(host)
+        refused = _bind(address, port)
+        free = None
+        if refused is not None and refused.errno == errno.EADDRINUSE:
+            others = range(port + 1, min(port + PORTS_TRIED, 65536)) if port else ()
+            free = next((other for other in others if _bind(address, other) is None), None)
+    except OSError as error:
+        refused, free = error, None
+    if refused is None:
+        yield Finding(OK, "endpoint", f"port {port} is free on {host}" if port else f"a free port was found on {host}")
+    elif free is not None:
+        text = f"port {port} is taken on {host} ({refused.strerror}); a run will use port {free} instead"
+        yield Finding(ABSENT, "endpoint", text)
+    else:
+        why, remedy = explained(refused, host, port)
+        text = f"no metrics: {why}; {remedy} ({ENV_PREFIX}HOST, {ENV_PREFIX}PORT)"
+        yield Finding(PROBLEM, "endpoint", text)
+
+
+def _address_of(host: str) -> Address:
+    """The address that a run would listen on.
+
+    Raises:
+        OSError: the name has no address, or the resolver does not answer.
+    """
+    from telemetry.node.endpoint import Lookup, numeric
+
+    address = numeric(host)
+    if address is not None:
+        return address
+    lookup = Lookup(host)
+    if not lookup.wait(_RESOLVER_SECONDS):
+        raise socket.gaierror(socket.EAI_AGAIN, f"the resolver did not answer for {_RESOLVER_SECONDS:g} s")
+    return lookup.result()
+
+
+def _bind(address: Address, port: int) -> OSError | None:
+    """Bind a port as the endpoint does, and release it. Returns the error; None if the port is free."""
+    try:
+        with socket.socket(address.family, socket.SOCK_STREAM) as trial:
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            trial.bind(address.at(port))
+    except OSError as error:
+        return error
+    return None
+
+
+def check_run_folder(place: CheckContext) -> Iterable[Finding]:
+    """Whether the run folder is writable, with enough space for the log."""
+    config = place.config
+    folder = (config.run_dir or Path("telemetry-runs")).absolute()
+    try:
+        there = _nearest(folder)
+        with tempfile.TemporaryFile(dir=there) as trial:
+            trial.write(b"x")
+        free = shutil.disk_usage(there).free
+    except OSError as error:
+        text = f"{folder} is not writable ({error.strerror or error}): there is no log; choose another --run-dir"
+        yield Finding(PROBLEM, "run folder", text)
+        return
+    logs = config.log_max_bytes * config.log_max_files
+    text = f"{folder} {'is writable' if there == folder else 'can be created'}, {binary_size(free)} free"
+    if free < logs:
+        yield Finding(
+            PROBLEM, "run folder", f"{text}: the log of one rank can grow to {binary_size(logs)}; free some space"
+        )
+    else:
+        yield Finding(OK, "run folder", text)
+
+
+def _nearest(folder: Path) -> Path:
+    """The folder if it exists, else its nearest existing parent."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    if not folder.is_dir():
+        raise OSError(f"{folder} is a file")
+    return folder
+
+
+def check_board(_place: CheckContext) -> Iterable[Finding]:
+    """Whether a board can be created and locked. It is removed again."""
+    from telemetry.node.board import Board, board_root
+
+    root = board_root()
+    try:
+        board = Board("doctor", str(os.getpid()), "")
+        try:
+            board.lead()
+        finally:
+            board.leave()
+        free = shutil.disk_usage(root).free
+    except OSError as error:
+        yield Finding(
+            PROBLEM,
+            "board",
+            f"the shared folder {root} does not work: there are no metrics; make it writable ({error})",
+        )
+        return
+    text = f"the ranks of this node share {root}, {binary_size(free)} free"
+    if board.notice:
+        text += f" ({board.notice.partition(';')[0]})"
+    if free < _BOARD_BYTES:
+        yield Finding(PROBLEM, "board", f"{text}: free some space (for a container, raise --shm-size)")
+    else:
+        yield Finding(OK, "board", text)
+
+
+def check_workers(_place: CheckContext) -> Iterable[Finding]:
+    """How DataLoader workers are started, and on how many cores they may run."""
+    import multiprocessing
+
+    method = multiprocessing.get_start_method()
+    cores = len(os.sched_getaffinity(0))
+    yield Finding(
+        OK,
+        "workers",
+        f"DataLoader workers are started by {method}; this process may use {cores} of {os.cpu_count()} cores",
+    )
+
+
+def check_schedstat(_place: CheckContext) -> Iterable[Finding]:
+    """Whether the kernel reports run-queue delay."""
+    from telemetry.sources.proc import read_schedule
+
+    schedule = read_schedule(os.getpid(), threading.get_native_id())
+    if schedule is None or schedule.run_ns == 0:
+        text = "the kernel reports no run-queue delay (CONFIG_SCHED_INFO is off): causes of slow workers are less exact"
+        yield Finding(ABSENT, "schedstat", text)
+    else:
+        yield Finding(OK, "schedstat", "the kernel tells running, runnable and blocked workers apart")
+
+
+def check_pressure(_place: CheckContext) -> Iterable[Finding]:
+    """Whether the kernel reports pressure (PSI)."""
+    folder = Path("/proc/pressure")
+    there = [name for name in ("cpu", "io", "memory") if _readable(folder / name)]
+    if there:
+        yield Finding(OK, "pressure", f"{folder} reports {', '.join(there)}")
+    else:
+        yield Finding(
+            ABSENT, "pressure", f"there is no {folder}: the kernel has no PSI, or it is turned off (boot with psi=1)"
+        )
+
+
+def check_cgroup(_place: CheckContext) -> Iterable[Finding]:
+    """The CPU and memory limits of this process's cgroup."""
+    from telemetry.sources.cgroup import PressureSource
+    from telemetry.sources.collector import CollectorError
+
+    try:
+        sample = PressureSource().read()
+    except CollectorError as error:
+        yield Finding(ABSENT, "cgroup", f"{error}: limits are unknown")
+        return
+    cpu, memory, used = sample.cgroup_cpu_limit, sample.cgroup_memory_limit_bytes, sample.cgroup_memory_used_bytes
+    cores = "no CPU limit" if cpu is None else f"CPU limit {cpu:g} cores"
+    of_it = f", {binary_size(used)} used" if used is not None else ""
+    room = "no memory limit" if memory is None else f"memory limit {binary_size(memory)}"
+    yield Finding(OK, "cgroup", f"{cores}, {room}{of_it}")
+
+
+def check_memory(_place: CheckContext) -> Iterable[Finding]:
+    """How much memory is left, and whether the kernel tells which pages workers share."""
+    from telemetry.sources.memory import MemorySource
+
+    available, limit = (sample := MemorySource(tuple).read()).memory_available_bytes, sample.memory_limit_bytes
+    left = "unknown" if available is None or limit is None else f"{binary_size(available)} of {binary_size(limit)}"
+    if _readable(Path("/proc/self/smaps_rollup")):
+        yield Finding(OK, "memory", f"left for this process: {left}")
+    else:
+        text = "no /proc/PID/smaps_rollup: memory that workers copy on write is seen as growth of no part of the run"
+        yield Finding(ABSENT, "memory", f"left for this process: {left}; {text}")
+
+
+def _readable(path: Path) -> bool:
+    try:
+        return bool(path.read_bytes())
+    except OSError:
+        return False
+
+
+CHECKS: Final[tuple[Callable[[CheckContext], Iterable[Finding]], ...]] = (
+    check_enabled,
+    check_settings,
+    check_versions,
+    check_packages,
+    check_gpu,
+    check_cuda_events,
+    check_endpoint,
+    check_run_folder,
+    check_board,
+    check_workers,
+    check_schedstat,
+    check_pressure,
+    check_cgroup,
+    check_memory,
+)
+"""In the order of the output. `check_cuda_events` uses a result of `check_gpu`."""
