@@ -7,8 +7,7 @@ from types import SimpleNamespace
 
 from telemetry.agent.accounting import Ledger, StepStats
 from telemetry.agent.agent import TrainingThread
-from telemetry.agent.stall_report import StallCounts
-from telemetry.agent.stalls import StallMonitor
+from telemetry.agent.stalls import StallCounts, StallMonitor
 from telemetry.agent.totals import Overhead, TotalsBuilder
 from telemetry.config import Config
 from telemetry.hooks.tracker import StepTracker

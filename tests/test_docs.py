@@ -11,7 +11,7 @@ import pytest
 
 from telemetry.agent import agent
 from telemetry.agent.hangs import Hang
-from telemetry.agent.stalls import LineFindings
+from telemetry.agent.lines import LineFindings
 from telemetry.config import Config
 from telemetry.diagnosis import hangs, stalls, stragglers
 from telemetry.diagnosis.causes import Thresholds

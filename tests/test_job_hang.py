@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from msgspec.structs import replace
 
-from telemetry.agent.hangs import JobHang
+from telemetry.agent.job_hang import JobHang
 from telemetry.diagnosis.hangs import Collective, HangState
 from telemetry.node.board import Board, HangBoard
 from telemetry.node.metrics import HangView

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from telemetry.agent.stalls import MAX_BYTES, MAX_FILES, ProfileFolder
+from telemetry.agent.lines import MAX_BYTES, MAX_FILES, ProfileFolder
 from telemetry.diagnosis import lines as work
 from telemetry.diagnosis.lines import line_shares
 from telemetry.hooks.worker_block import SharedArea

@@ -12,7 +12,7 @@ import pytest
 from torch.utils.data import DataLoader, Dataset
 
 import telemetry
-from telemetry.agent.stalls import LineMonitor
+from telemetry.agent.lines import LineMonitor
 from telemetry.diagnosis import lines as work
 from telemetry.diagnosis.stalls import Stall
 from telemetry.hooks.ring import S_COMPUTE, Ring

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from telemetry.agent.stall_report import stall_fields
+from telemetry.agent.stalls import stall_fields
 from telemetry.diagnosis.causes import costs, shares_of
 from telemetry.diagnosis.stalls import Stall
 from telemetry.report.logs import load

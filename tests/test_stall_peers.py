@@ -196,7 +196,7 @@ def test_a_checkpoint_that_stands_still_is_a_hang_of_its_own_rank(run, monkeypat
         run.tick(second + 0.5)
     run.accounting.ledger.fold([(20 * SECOND,) * 2 + (CHECKPOINT, CHECKPOINT, *[False] * 4)])
     monkeypatch.setattr(StepTracker, "loop_left", loop_left)
-    monkeypatch.setattr("telemetry.agent.hangs.stack_of", lambda _: stack)
+    monkeypatch.setattr("telemetry.agent.job_hang.stack_of", lambda _: stack)
     stack = stack_of(threading.get_ident())
     hung = []
     for second in range(20, 600):

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, Final
 from telemetry.agent.accounting import Accounting
 from telemetry.agent.end_line import EndLine, absolute, say_start
 from telemetry.agent.figures import FigureOutput
-from telemetry.agent.hangs import JobHang, OwnState
+from telemetry.agent.job_hang import JobHang, OwnState
+from telemetry.agent.lines import LineMonitor
 from telemetry.agent.log import EventLog, RunEnvironment
 from telemetry.agent.restarts import FOLDER, AttemptLog, RunCounts, RunLosses
 from telemetry.agent.run_view import RunViewBuilder
-from telemetry.agent.stall_report import StallCounts
-from telemetry.agent.stalls import LineMonitor, StallMonitor
+from telemetry.agent.stalls import StallCounts, StallMonitor
 from telemetry.agent.totals import CollectorPoller, Overhead, TotalsBuilder
 from telemetry.agent.trends import ChangeMonitor, MemoryWatch
 from telemetry.config import TRIAL_VARIABLE

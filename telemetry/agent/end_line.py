@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from telemetry.agent.accounting import Accounting
-    from telemetry.agent.hangs import Hang, JobHang
+    from telemetry.agent.hangs import Hang
+    from telemetry.agent.job_hang import JobHang
     from telemetry.agent.log import EventLog
     from telemetry.agent.restarts import AttemptLog
     from telemetry.agent.stalls import StallMonitor

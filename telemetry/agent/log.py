@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from telemetry.agent.accounting import Accounting
     from telemetry.agent.restarts import AttemptLog
-    from telemetry.agent.stall_report import StallCounts
+    from telemetry.agent.stalls import StallCounts
     from telemetry.agent.totals import CollectorPoller, TotalsBuilder
     from telemetry.agent.trends import MemoryWatch
     from telemetry.config import Config

@@ -1,0 +1,301 @@
+"""Why the whole job hangs: every rank says what it does, and the rank that serves its node decides."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+from msgspec import structs
+
+from telemetry.diagnosis.hangs import (
+    ALIVE,
+    ENDED,
+    GONE,
+    LEFT,
+    SILENT,
+    STOPPED,
+    Collective,
+    HangState,
+    decide,
+    with_sentence,
+)
+from telemetry.node.metrics import HangView
+from telemetry.records import CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, OTHER
+from telemetry.sources.flight_recorder import OFF, FlightRecorder
+from telemetry.sources.proc import thread_state
+from telemetry.sources.stacks import (
+    collective_in,
+    in_backward,
+    place_of,
+    stack_hash,
+)
+from telemetry.util.clock import NS, now_ns
+from telemetry.util.stacks import stack_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from telemetry.agent.accounting import Accounting
+    from telemetry.agent.stalls import StallMonitor
+    from telemetry.diagnosis.hangs import HangVerdict
+    from telemetry.hooks.tracker import StepTracker
+    from telemetry.node.board import Board, HangBoard, RankProcess
+    from telemetry.node.peers import JobLink
+    from telemetry.util.clock import WallClock
+    from telemetry.util.processes import Identity
+
+
+_REFRESH_SECONDS: Final = 5.0
+"""How often a rank says what it does, while the job hangs."""
+
+_OLD_SECONDS: Final = 20.0
+"""What a living rank said this long ago is of an earlier hang."""
+
+_SETTLE_SECONDS: Final = 3.0
+"""Ranks do not all become stuck at the same moment. For this time after the first one, a picture in which a rank may
+still go on is not used."""
+
+_PATIENCE_SECONDS: Final = 15.0
+"""After this time, a verdict is written without the ranks of which nothing is known yet. Collectives end after minutes,
+and with them the processes."""
+
+_MAX_LINES: Final = 20
+"""Lines of one hang. The picture may change while ranks end one after the other."""
+
+_RECORDER_OFF: Final = (
+    "off; start the job with TORCH_FR_BUFFER_SIZE=2000, and torch records the collectives of each rank"
+)
+
+
+class OwnState:
+    """What the training thread of this rank does while the job hangs.
+
+    Args:
+        tracker: the training thread.
+        accounting: what it does, in the words of the ledger.
+        stalls: whether this rank hangs.
+    """
+
+    def __init__(self, tracker: StepTracker, accounting: Accounting, stalls: StallMonitor) -> None:
+        self._tracker = tracker
+        self._accounting = accounting
+        self._stalls = stalls
+        self._flight_recorder = FlightRecorder()
+        self.recorder_is_off = False
+
+    @property
+    def node_hangs(self) -> bool:
+        """Whether this rank or one of its node is stuck."""
+        return self._stalls.job_hangs
+
+    @property
+    def steps(self) -> int:
+        """Steps of this rank that have ended."""
+        return self._accounting.steps_total
+
+    def read(self, identity: Identity) -> HangState:
+        """The state at this moment. Takes about a tenth of a millisecond."""
+        tracker, stalls = self._tracker, self._stalls
+        hang, fetch = stalls.hang, stalls.fetch
+        stack = stack_of(tracker.thread)
+        recorded = self._flight_recorder.read()
+        self.recorder_is_off = recorded is not None and recorded.recorder == OFF
+        called = collective_in(stack)
+        waits, newest = called is not None, recorded.newest if recorded is not None else None
+        pending = recorded.pending if recorded is not None else None
+        state = thread_state("self", tracker.native_thread)
+        if in_backward(stack):  # it computes, unless a collective has not ended or the thread is off the CPU
+            waits = pending if pending is not None else not state.startswith("running")
+        elif pending and called is None and self._accounting.ledger.category != DATA_WAIT:
+            waits = True  # a GPU's collective: the thread itself may be anywhere
+        if waits and called and (newest is None or not newest.name):
+            newest = Collective(called, newest.sequence if newest is not None else None, newest.group if newest else "")
+        doing = self._doing()
+        at = fetch if fetch is not None and doing == DATA_WAIT else place_of(stack)
+        return HangState(
+            rank=identity.rank,
+            node=identity.node,
+            doing=doing,
+            process=ALIVE,
+            stuck=hang is not None,
+            seconds=round(max(stalls.still_seconds, hang.seconds if hang is not None else 0.0), 1),
+            waits=waits,
+            where=at.where,
+            call=at.call,
+            state=at.state or state,
+            stack=stack_hash(stack),
+            steps=self._accounting.steps_total,
+            collective=newest if waits else None,
+        )
+
+    def _doing(self) -> str:
+        """What it does, in the words of the ledger; `LEFT` after a loop."""
+        tracker, category = self._tracker, self._accounting.ledger.category
+        in_no_loop = category == OTHER and not tracker.explicit and not tracker.in_phase
+        left = tracker.loop_left and category not in {EVALUATION, CHECKPOINT, DATA_WAIT}
+        return LEFT if left or in_no_loop else category
+
+
+# -- the job -----------------------------------------------------------------------------------------------------------
+
+
+class _OnBoard(msgspec.Struct, frozen=True):
+    """What a rank says on the board. ``at_ns``: when it said so, monotonic nanoseconds."""
+
+    pid: int
+    at_ns: int
+    state: HangState
+
+
+class JobHang:
+    """One rank's part in finding out why the job hangs. Runs on the agent thread.
+
+    Args:
+        own: reads the state of this rank.
+        emit: writes a line of the log.
+        wall: for the time at which the hang began.
+        mono_ns: the clock.
+    """
+
+    def __init__(
+        self,
+        own: OwnState,
+        emit: Callable[[str, dict[str, Any]], Any],
+        wall: WallClock,
+        *,
+        mono_ns: Callable[[], int] = now_ns,
+    ) -> None:
+        self._own = own
+        self._emit = emit
+        self._wall = wall
+        self._now = mono_ns
+        self._began_ns: int | None = None
+        self._said_ns: int | None = None
+        self._rank: int | None = None
+        self._written: object = None
+        self._lines = 0
+        self._since = ""
+        self._steps = 0
+        self._over: dict[str, Any] | None = None
+        self._verdict: HangVerdict | None = None
+
+    def tick(self, identity: Identity, node: Board | None, job: JobLink | None) -> None:
+        """While a rank of the job is stuck: publish the state of this rank. The rank that serves its node decides.
+
+        On a calm run this does nothing.
+        """
+        board = node.hang_board if node is not None else None
+        if not (self._own.node_hangs or (job is not None and job.stuck_elsewhere)):
+            self._end(board, job)
+            return
+        if self._began_ns is None:
+            self._began_ns, self._steps, self._over = self._now(), self._own.steps, None
+        passed = (self._now() - self._began_ns) / NS
+        own = self._own.read(identity)
+        self._publish(own, board)
+        if identity.world_size == 1 or (node is not None and node.leads):
+            local = self._of_node(own, board, name_silent=passed > _PATIENCE_SECONDS)
+            elsewhere: tuple[HangState, ...] = ()
+            if job is not None:
+                job.local, elsewhere = local, job.elsewhere
+            self._decide((*local, *elsewhere), identity.world_size, passed)
+
+    def view(self) -> HangView | None:
+        """For the endpoint; None while nothing hangs, and on ranks that do not serve their node."""
+        verdict = self._verdict
+        if verdict is None:
+            return None
+        first = next(iter(verdict.suspects), None)
+        if first is None:
+            return HangView(verdict.kind, None)
+        return HangView(verdict.kind, first.rank, first.where and first.where.rpartition("/")[2])
+
+    @property
+    def sentence(self) -> str:
+        """Why the job hangs, on the rank that serves its node. Empty if it does not, or no rank waits for another."""
+        verdict = self._verdict
+        return verdict.sentence if verdict is not None and verdict.waiting else ""
+
+    def _publish(self, own: HangState, board: HangBoard | None) -> None:
+        now = self._now()
+        if board is not None and (self._said_ns is None or now - self._said_ns >= _REFRESH_SECONDS * NS):
+            board.put(own.rank, {"at_ns": now, "state": msgspec.to_builtins(own)})
+            self._said_ns, self._rank = now, own.rank
+
+    def _of_node(self, own: HangState, board: HangBoard | None, *, name_silent: bool) -> tuple[HangState, ...]:
+        """The state of each rank of this node; ``name_silent``: also of those that are alive and say nothing."""
+        if board is None:
+            return (own,)
+        said = dict(self._said(board.states()))
+        found = {own.rank: own}
+        for process in board.processes():
+            state = _state_of(process, said.get(process.pid), own.node)
+            if state is None and name_silent:
+                state = HangState(process.rank, own.node, COMPUTE, state=SILENT)
+            known = found.get(process.rank)
+            if state is not None and (known is None or (known.process != ALIVE and state.process == ALIVE)):
+                found[process.rank] = state
+        return tuple(found[rank] for rank in sorted(found))
+
+    def _said(self, records: Iterable[dict[str, Any]]) -> Iterable[tuple[int, HangState]]:
+        for record in records:
+            try:
+                said = msgspec.convert(record, _OnBoard)
+            except ValueError:
+                continue
+            # For a process that is stopped, what it said last is all there is.
+            old = self._now() - said.at_ns >= _OLD_SECONDS * NS
+            yield (
+                said.pid,
+                structs.replace(said.state, stuck=False, waits=False, where=None, call=None) if old else said.state,
+            )
+
+    def _decide(self, states: tuple[HangState, ...], world_size: int, passed: float) -> None:
+        states = tuple(state for state in states if state.rank < max(world_size, 1))
+        found = decide(states, world_size)
+        if found is None:
+            return
+        if passed < (_PATIENCE_SECONDS if found.silent else _SETTLE_SECONDS if any(map(_may_go_on, states)) else 0.0):
+            return
+        ranks = tuple(suspect.rank for suspect in found.suspects)  # not their places: one that computes has many
+        key = (found.kind, ranks, tuple((w.ranks, w.collective, w.sequence) for w in found.waiting))
+        if key == self._written:
+            return
+        self._since = self._since or self._wall.iso(self._now() - int(found.seconds * NS))
+        self._verdict = with_sentence(found, self._since[11:19])
+        self._written = key
+        if self._lines < _MAX_LINES:
+            self._lines += 1
+            recorder = {"recorder": _RECORDER_OFF} if self._own.recorder_is_off else {}
+            self._emit("hang", {"since": self._since} | self._verdict.fields() | recorder)
+
+    def _end(self, board: HangBoard | None, job: JobLink | None) -> None:
+        """Nothing hangs any more. It is over once steps end again; else the processes are about to end."""
+        if self._began_ns is not None:
+            if board is not None and self._rank is not None:
+                board.take_back(self._rank)
+            if job is not None:
+                job.local = ()
+            if self._verdict is not None:
+                self._over = {"since": self._since, "kind": self._verdict.kind, "over": True}
+            self._began_ns = self._said_ns = self._rank = self._written = self._verdict = None
+            self._lines, self._since = 0, ""
+        if self._over is not None and self._own.steps > self._steps:
+            self._emit("hang", self._over)
+            self._over = None
+
+
+def _may_go_on(state: HangState) -> bool:
+    return state.process == ALIVE and not state.stuck and not state.waits and state.doing in {COMPUTE, DATA_WAIT}
+
+
+def _state_of(process: RankProcess, said: HangState | None, node: str) -> HangState | None:
+    """What is known of a process of this node; None of one that is alive and has said nothing yet."""
+    if process.ended:
+        return HangState(process.rank, node, ENDED)
+    if not process.state:
+        return HangState(process.rank, node, COMPUTE, GONE)
+    if process.state in "Tt":
+        known = said or HangState(process.rank, node, COMPUTE)
+        return structs.replace(known, rank=process.rank, process=STOPPED, stuck=False)
+    return said

@@ -1,0 +1,334 @@
+"""Follows which lines of the user's code a stall spends its time in, and writes the profiles of stalls."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from telemetry.diagnosis import lines as work
+from telemetry.diagnosis.lines import line_advice, line_verdict, verdict_part
+from telemetry.sources.lines import LineSampler
+from telemetry.util.clock import NS, now_ns, sleep
+from telemetry.util.files import remove_file, replace_file
+from telemetry.util.sampling import StackProfile
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from telemetry.diagnosis.lines import LineShare
+    from telemetry.diagnosis.stalls import Stall
+    from telemetry.hooks.loaders import LoaderHandle
+    from telemetry.hooks.tracker import StepTracker
+    from telemetry.records import Advice
+    from telemetry.util.errors import ErrorLog
+
+
+# -- profiles of stalls: folded stacks in the run folder, one file per stall and rank ----------------------------------
+
+MAX_BYTES: Final = 1 << 18
+"""Maximum size of a file."""
+
+MAX_FILES: Final = 20
+"""Maximum number of files of a rank, over all attempts of the run. The oldest are removed."""
+
+
+class ProfileFolder:
+    """Writes the profiles of one process.
+
+    Args:
+        path: the folder; made with the first profile.
+        pid: pid of the process.
+    """
+
+    def __init__(self, path: Path, pid: int) -> None:
+        self._path = path
+        self._pid = pid
+
+    def write(self, rank: int, number: int, cause: str, content: bytes) -> None:
+        """Write the profile of a stall over the one before. ``number``: of the stall in this process.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        self._path.mkdir(parents=True, exist_ok=True)
+        replace_file(self._path / f"rank-{rank}.{self._pid}.stall-{number}.{cause}.folded", content[:MAX_BYTES], 0o644)
+        self._remove_oldest(rank)
+
+    def _remove_oldest(self, rank: int) -> None:
+        name = re.compile(rf"rank-{rank}\.\d+\.stall-\d+\.\w+\.folded")
+        own = [entry for entry in os.scandir(self._path) if name.fullmatch(entry.name)]
+        if len(own) > MAX_FILES:
+            for entry in sorted(own, key=lambda entry: entry.stat().st_mtime_ns)[:-MAX_FILES]:
+                remove_file(entry.path)
+
+
+# -- line monitor ----------------------------------------------------------------------------------------------------
+#
+# Follows which lines of the user's code a stall spends its time in. Works only while a stall is open.
+
+_AHEAD_NS: Final = 5 * NS
+"""Workers are asked for this long at a time. If the agent ends, they stop sampling then."""
+
+_FIRST_SECONDS: Final = 60
+_EVERY_SECONDS: Final = 60
+_PART_SECONDS: Final = 10
+"""Samples are taken in the first minute of a stall, and then in ten seconds of each minute."""
+
+_MAX_FIRST_SECONDS: Final = 600
+"""The first minute is extended up to ten, until there are enough samples to name a line. Checkpoints may be rare, and
+where C calls hold the GIL all the time, the agent thread gets few turns."""
+
+_FIRST_LINES_SECONDS: Final = 10.0
+_MAX_BETWEEN_SECONDS: Final = 600.0
+"""The lines are logged 10 s after a stall has opened, or once there are enough samples. After that they are logged at
+intervals that double up to ten minutes."""
+
+
+@dataclass(frozen=True, slots=True)
+class LineFindings:
+    """The lines of a stall.
+
+    Attributes:
+        lines: the lines, largest share first. ``work``: of what these are shares.
+        samples: number of samples.
+        verdict: a sentence on the first line.
+        advice: what a change of the first line would bring.
+    """
+
+    lines: tuple[LineShare, ...]
+    work: str
+    samples: int
+    verdict: str
+    advice: tuple[Advice, ...]
+
+    def evidence(self) -> dict[str, Any]:
+        """The lines as fields of the evidence in the log."""
+        return {
+            "lines": [line.as_field() for line in self.lines],
+            "lines_of": self.work,
+            "line_samples": self.samples,
+            "line_verdict": self.verdict,
+        }
+
+
+class LineMonitor:
+    """Follows one rank. Runs on the agent thread.
+
+    Args:
+        tracker: state of the training thread, and its loaders.
+        folder: gets the folded stacks.
+        pid: pid of this process.
+        errors: counts profiles that cannot be written.
+        emit: writes a line of the log.
+        rank: returns the rank.
+
+    Attributes:
+        sampler: samples the threads of this process.
+    """
+
+    def __init__(
+        self,
+        tracker: StepTracker,
+        folder: Path,
+        pid: int,
+        *,
+        errors: ErrorLog,
+        emit: Callable[[str, dict[str, Any]], Any],
+        rank: Callable[[], int],
+    ) -> None:
+        self.sampler = LineSampler(lambda: tracker.thread, lambda: _doing(tracker))
+        self._tracker = tracker
+        self._files = ProfileFolder(folder, pid)
+        self._errors = errors
+        self._emit = emit
+        self._rank = rank
+        self._session = 0
+        self._slow = False
+        self._number = 0
+        self._lines_due = _FIRST_LINES_SECONDS
+        self._named: tuple[str, ...] = ()  # the kinds of work whose samples are enough to name a line
+        self._asked: dict[int, LoaderHandle] = {}
+        self._ended_workers = StackProfile()
+
+    def tick(self, stall: Stall | None, *, holds_others_up: bool = False) -> bool:
+        """Follow the open stall; None without one. Returns whether its lines should be logged now.
+
+        Args:
+            stall: the open stall.
+            holds_others_up: whether other ranks wait for this one, which has no stall itself. Then its steps are
+                sampled, and their lines are logged for the report, which shows them with the stalls of those ranks.
+        """
+        slow = holds_others_up and stall is None
+        kinds = work.SLOW_RANK if slow else ()
+        if stall is not None and not stall.is_hang:
+            kinds = work.WORK.get(stall.cause, ())
+        elif not slow:
+            self._forget()
+        self._keep_ended()
+        if not kinds:
+            self._pause()
+            return False
+        if not self._session or slow != self._slow:
+            self._begin(slow=slow)
+        passed = (now_ns() - self._session) / NS
+        if self._samples_at(passed, stall, kinds):
+            self._sample(kinds, stall.evidence.source if stall is not None else None)
+        else:
+            self._pause()
+        if passed < self._lines_due or not self._names_a_line(stall, kinds):
+            return False
+        self._lines_due = passed + min(passed, _MAX_BETWEEN_SECONDS)
+        if slow:
+            self._log_slow_steps()
+        return not slow
+
+    def close(self) -> None:
+        """End the sampling, also that of the workers, at the end of the run."""
+        self._pause()
+        self._forget()
+
+    def findings(self, stall: Stall) -> LineFindings | None:
+        """The lines of a stall so far, also written as folded stacks. None if there are too few samples."""
+        if not self._session or stall.is_hang or self._slow:
+            return None
+        profile, kind = self._profile_of(stall)
+        if profile is None:
+            return None
+        self._write(profile, kind, stall.cause)
+        lines = work.line_shares(profile, kind)
+        if not lines:
+            return None
+        return LineFindings(
+            lines,
+            kind,
+            profile.samples,
+            line_verdict(stall.evidence, kind, lines[0], cause=stall.cause),
+            line_advice(stall.evidence, kind, lines[0], cause=stall.cause),
+        )
+
+    def _samples_at(self, passed: float, stall: Stall | None, kinds: tuple[str, ...]) -> bool:
+        """Whether samples are taken so many seconds after the stall has opened."""
+        if passed < _FIRST_SECONDS or passed % _EVERY_SECONDS < _PART_SECONDS:
+            return True
+        return passed < _MAX_FIRST_SECONDS and not self._names_a_line(stall, kinds)
+
+    def _names_a_line(self, stall: Stall | None, kinds: tuple[str, ...]) -> bool:
+        """Whether there are enough samples to name a line."""
+        if self._named != kinds:
+            profile, kind = self._slow_steps() if stall is None else self._profile_of(stall)
+            if profile is not None and work.line_shares(profile, kind):
+                self._named = kinds
+        return self._named == kinds
+
+    def _slow_steps(self) -> tuple[StackProfile | None, str]:
+        return self.sampler.profiles.get(work.STEP), work.STEP
+
+    def _log_slow_steps(self) -> None:
+        profile, _ = self._slow_steps()
+        lines = work.line_shares(profile, work.STEP) if profile is not None else ()
+        if profile is None or not lines:
+            return
+        self._write(profile, work.STEP, "straggler")
+        text = f"{verdict_part(lines[0], work.STEP)} of rank {self._rank()} is {lines[0].named}"
+        found = LineFindings(lines, work.STEP, profile.samples, text, ())
+        self._emit("straggler_lines", {"evidence": found.evidence()})
+
+    def _write(self, profile: StackProfile, kind: str, cause: str) -> None:
+        with self._errors.contained("profiles"):
+            content = profile.folded(f"rank {self._rank()} {kind}", MAX_BYTES)
+            self._files.write(self._rank(), self._number, cause, content)
+
+    def _begin(self, *, slow: bool) -> None:
+        self._forget()
+        self._slow = slow
+        self._session = now_ns()
+        self._number += 1
+        self._named = ()
+        self._lines_due = _FIRST_LINES_SECONDS
+
+    def _forget(self) -> None:
+        """Forget a stall that has closed, and end the sampling of its workers."""
+        if self._session:
+            for handle in self._asked.values():
+                if handle.block is not None:
+                    handle.block.ask_samples(self._session, 1)
+            self._session = 0
+            self._asked = {}
+            self._ended_workers = StackProfile()
+            self.sampler.begin()
+
+    def _sample(self, wanted: tuple[str, ...], source: str | None) -> None:
+        kinds = frozenset(wanted)
+        sources = self._tracker.sources
+        live = sources.live()
+        if wanted[0] == work.FETCH:
+            sources.sampling = self._session, now_ns() + _AHEAD_NS
+            self._ask(live)
+        threads = any(handle.threads for handle in live) or source == "read_ahead"
+        self.sampler.want(kinds if threads else kinds - {work.FETCH})
+
+    def _pause(self) -> None:
+        self._tracker.sources.sampling = (0, 0)
+        self._tracker.sources.asked.clear()
+        self.sampler.want(frozenset())
+
+    def _ask(self, live: list[LoaderHandle]) -> None:
+        """Ask the workers of all training loaders."""
+        sources = self._tracker.sources
+        while sources.asked:
+            handle = sources.asked.popleft()
+            self._asked[id(handle)] = handle
+        trained = any(handle.training for handle in live)
+        for handle in live:
+            if handle.block is not None and (handle.training or not trained):
+                handle.block.ask_samples(*sources.sampling)
+                self._asked[id(handle)] = handle
+
+    def _keep_ended(self) -> None:
+        """Keep what workers have written whose loader has ended, but not the loader."""
+        alive = set(map(id, self._tracker.sources.live()))
+        for key in [key for key in self._asked if key not in alive]:
+            self._ended_workers.merge(self._sampled_by(self._asked.pop(key)))
+
+    def _sampled_by(self, handle: LoaderHandle) -> StackProfile:
+        """What the workers of an iterator have written in this session."""
+        profile = StackProfile()
+        if handle.block is None or not handle.training:
+            return profile
+        for found in handle.block.sampled():
+            if found.session == self._session:
+                try:
+                    profile.merge(StackProfile.unpacked(found.content))
+                except ValueError:
+                    continue  # it was read while the worker wrote it
+                sleep(0)  # the training thread gets its turn
+        return profile
+
+    def _profile_of(self, stall: Stall) -> tuple[StackProfile | None, str]:
+        """The samples that count for a stall, else None; and of what they are."""
+        kinds, profiles = work.WORK.get(stall.cause, ()), self.sampler.profiles
+        if kinds[:1] == (work.WAIT,) and stall.evidence.source != "read_ahead":
+            kind = work.SAMPLER if stall.evidence.source == "workers" else work.WAIT
+            return profiles.get(work.WAIT), kind
+        profile = StackProfile()
+        for each in kinds:
+            if each in profiles:
+                profile.merge(profiles[each])
+        if work.FETCH in kinds:
+            profile.merge(self._ended_workers)
+            for handle in self._asked.values():
+                profile.merge(self._sampled_by(handle))
+        kind = work.FETCH if work.FETCH in kinds else kinds[0] if kinds else ""
+        return (profile if profile.samples else None), kind
+
+
+def _doing(tracker: StepTracker) -> str | None:
+    """What the training thread does now: a kind of work that can be sampled; None for anything else."""
+    if tracker.waiting_since > 0:
+        return work.WAIT
+    if tracker.checkpointing:
+        return work.CHECKPOINT
+    return work.STEP if tracker.stepping and not tracker.waiting_since else None
