@@ -45,7 +45,7 @@ def _no_option(given: str) -> str:
 
 
 class _Parser(argparse.ArgumentParser):
-    """An argparse parser that prints with `core.terminal`, because an argument may contain unprintable text."""
+    """An argparse parser that prints with `util.text`, because an argument may contain unprintable text."""
 
     def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
         if file is sys.stdout:

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
 
-# -- setting types ---------------------------------------------------------------------------------------------------
-#
+# -- setting types -----------------------------------------------------------------------------------------------------
 # Types of settings: how a value is parsed, and how its type and range read in a message, in --help and in the docs.
 
 TRUE_WORDS: Final = frozenset({"1", "true", "yes", "on"})
@@ -222,13 +221,10 @@ BOUNDS: Final = SettingType("list of numbers", "increasing, at most 64", _parse_
 CALLBACK: Final = SettingType("function", "a function, or its dotted name", _parse_callback)
 
 
-# -- config ----------------------------------------------------------------------------------------------------------
-#
-# Settings: one frozen dataclass, from keywords and TELEMETRY_* variables, validated once.
-#
-# A value that is not allowed raises `SettingError` before the agent starts. The error names the setting, the value
-# and what is allowed. The fields of `Config` are the only table of settings: ``telemetry run --help`` and the
-# documentation are made from it, by `setting_docs`.
+# -- settings: one frozen dataclass, from keywords and TELEMETRY_* variables, validated once ---------------------------
+# A value that is not allowed raises `SettingError` before the agent starts. The error names the setting, the value and
+# what is allowed. The fields of `Config` are the only table of settings: ``telemetry run --help`` and the documentation
+# are made from it, by `setting_docs`.
 
 __all__ = [
     "DISABLED_VARIABLE",

@@ -15,9 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
 
 
-# -- labels ----------------------------------------------------------------------------------------------------------
-#
-# Label values: the closed sets of categories, causes, events and reasons.
+# -- label values: the closed sets of categories, causes, events and reasons -------------------------------------------
 
 STARTUP: Final = "startup"
 
@@ -88,9 +86,7 @@ SNAPSHOT_OFF_REASONS: Final = (SLOWER,)
 """Why a run takes no more snapshots: the values of the ``reason`` label. ``slower``: steps stayed slower after one."""
 
 
-# -- distribution ----------------------------------------------------------------------------------------------------
-#
-# Distributions: percentiles and histograms.
+# -- distributions: percentiles and histograms -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +108,7 @@ class Histogram:
     total: float
 
 
-# -- spans -----------------------------------------------------------------------------------------------------------
-#
-# The results of reading the ring: steps, phases and dropped spans.
+# -- the results of reading the ring: steps, phases and dropped spans --------------------------------------------------
 
 
 class Step(NamedTuple):
@@ -216,9 +210,7 @@ SKIP: Final[Mapping[str, str]] = MappingProxyType({LOG_KIND: "skip"})
 """Nothing: it grows during the run, and so would every log line."""
 
 
-# -- samples ---------------------------------------------------------------------------------------------------------
-#
-# One reading of each polled source.
+# -- one reading of each polled source ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,9 +309,7 @@ class CollectorHealth:
     reason: str | None
 
 
-# -- memory records --------------------------------------------------------------------------------------------------
-#
-# Readings of the memory of a run, and what is concluded from them.
+# -- readings of the memory of a run, and what is concluded from them --------------------------------------------------
 
 TRAINING: Final = "training"
 WORKERS: Final = "workers"
@@ -379,9 +369,7 @@ class MemoryGrowth:
     copied_on_write: bool = False
 
 
-# -- step changes ----------------------------------------------------------------------------------------------------
-#
-# A lasting change of how long the steps of a rank take.
+# -- A lasting change of how long the steps of a rank take -------------------------------------------------------------
 
 
 class Companion(NamedTuple):
@@ -515,13 +503,9 @@ class WorkersSample:
     allowed_cores: int | None = field(default=None, metadata=NEWEST)
 
 
-# -- totals ----------------------------------------------------------------------------------------------------------
-#
-# The counters of one rank: `Totals`, which the agent makes once a tick.
-#
+# -- the counters of one rank: `Totals`, which the agent makes once a tick ---------------------------------------------
 # The endpoint shows the newest `Totals`. The log writes the difference since its last window. The stall monitor
-# compares
-# the newest with the oldest of its window. All three use ``newest - oldest``.
+# compares the newest with the oldest of its window. All three use ``newest - oldest``.
 #
 # Two others keep figures of earlier ticks: `TickPace` takes differences of ledgers, because a skipped tick has no
 # `Totals`, and `RunLosses` adds up the hangs that have ended.
@@ -843,9 +827,7 @@ def _fieldwise(later: _T, earlier: _T) -> _T:
     )
 
 
-# -- tick ------------------------------------------------------------------------------------------------------------
-#
-# One tick of the agent, the conditions at it, and the pace of a rank as its peers see it.
+# -- one tick of the agent, the conditions at it, and the pace of a rank as its peers see it ---------------------------
 
 DEBUGGED: Final = "debugger"
 """The phase of a rank whose training thread a debugger has paused."""
@@ -974,9 +956,7 @@ class Tick:
     conditions: Conditions = Conditions()
 
 
-# -- sink item -------------------------------------------------------------------------------------------------------
-#
-# What the agent hands to the sinks.
+# -- what the agent hands to the sinks ---------------------------------------------------------------------------------
 
 NAMESPACE: Final = "telemetry"
 """Every key begins with it, so that it cannot be one of the user's."""
@@ -1006,14 +986,10 @@ class SinkItem:
         return f"{NAMESPACE}/rank-{self.rank}/{name}" if self.several else f"{NAMESPACE}/{name}"
 
 
-# -- records ---------------------------------------------------------------------------------------------------------
-#
-# The records that are written and read: each line of the log, and the heartbeat of a process.
-#
+# -- the records that are written and read: each line of the log, and the heartbeat of a process -----------------------
 # The agent writes these types (`telemetry.agent.log`) and the report reads them (`telemetry.report.logs`). They are
 # typed dictionaries, because a log line distinguishes what is null (it was not measured) from what is absent (it does
-# not
-# apply), and because the totals of a heartbeat are merged over those of a line.
+# not apply), and because the totals of a heartbeat are merged over those of a line.
 #
 # Times are ISO-8601 in UTC unless the name says ``unix``. ``_seconds``, ``_bytes``, ``_hertz``, ``_watts``, ``_joules``
 # and ``_celsius`` are units. ``_ratio`` is from 0 to 1. ``_total`` counts since the process started. Dictionaries of

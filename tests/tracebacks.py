@@ -9,7 +9,7 @@ import traceback
 FRAMES_STAY = sys.version_info < (3, 11)
 """See `telemetry.hooks.patching`."""
 
-_OURS = re.compile(r'  File "[^"]*/telemetry/attach/[^"]*", line .*\n    .*\n')
+_OURS = re.compile(r'  File "[^"]*/telemetry/hooks/[^"]*", line .*\n    .*\n')
 
 
 def traceback_of(action) -> str:

@@ -38,13 +38,9 @@ if TYPE_CHECKING:
     from telemetry.util.errors import ErrorLog
 
 
-# -- ledger ----------------------------------------------------------------------------------------------------------
-#
-# The ledger: turns spans of the training thread into seconds by category, steps and phases.
-#
+# -- the ledger: turns spans of the training thread into seconds by category, steps and phases -------------------------
 # The ledger has one current category and only moves forward. Each instant is booked once. So the categories always add
-# up
-# to the time since the start, with any spans. What is booked stays booked: no category ever decreases.
+# up to the time since the start, with any spans. What is booked stays booked: no category ever decreases.
 
 _PHASES: Final = frozenset({EVALUATION, CHECKPOINT})
 
@@ -380,9 +376,7 @@ class _Epoch:
         return int(at_boundaries - 2 * near * usual)
 
 
-# -- step stats ------------------------------------------------------------------------------------------------------
-#
-# Turns steps into distributions: the histogram of the run, and the sketches of a window.
+# -- turns steps into distributions: the histogram of the run, and the sketches of a window ----------------------------
 
 _LATE: Final = 3.0
 """A wait is late from this many times the median of the steps that were read together with it."""
@@ -518,9 +512,7 @@ class ExposedWait:
         self._seen = (exposed, waited, exact_exposed, exact_waited)
 
 
-# -- accounting ------------------------------------------------------------------------------------------------------
-#
-# Accounting of one rank: from the spans in the ring to the ledger, the steps and the exposed wait.
+# -- accounting of one rank: from the spans in the ring to the ledger, the steps and the exposed wait ------------------
 
 _CHUNK: Final = 32
 """Spans that are folded at a time. That takes at most 0.2 ms, and then the training thread gets its turn. With steps of

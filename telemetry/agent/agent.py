@@ -53,9 +53,7 @@ if TYPE_CHECKING:
     from telemetry.sources.lines import LineSampler
 
 
-# -- training thread -------------------------------------------------------------------------------------------------
-#
-# The training thread, as the thread sampler needs it.
+# -- the training thread, as the thread sampler needs it ---------------------------------------------------------------
 
 
 class TrainingThread:
@@ -78,15 +76,11 @@ class TrainingThread:
         return tracker.device is None and tracker.accelerator is None and is_running(tracker.native_thread)
 
 
-# -- tick pace -------------------------------------------------------------------------------------------------------
-#
-# Skips ticks while nothing changes.
-#
+# -- skips ticks while nothing changes ---------------------------------------------------------------------------------
 # While no stall is open and the loop goes on as before, every second tick is skipped; after a while, four of five, or
 # fewer if `stall_window_seconds` is short. The ring is emptied nevertheless. If it shows that the training thread lost
 # more time in the last second than before, or ended no step, the tick is not skipped. So a new stall is seen as early
-# as
-# with every tick. What only samples show (GPU clocks, other ranks) is seen at most four intervals later.
+# as with every tick. What only samples show (GPU clocks, other ranks) is seen at most four intervals later.
 
 _MIN_INTERVAL_SECONDS: Final = 0.5
 _MAX_INTERVAL_SECONDS: Final = 1.0
@@ -170,8 +164,7 @@ class TickPace:
         return self._trains and self._lost_ratio <= self._lost_before + self._max_rise
 
 
-# -- between ticks ---------------------------------------------------------------------------------------------------
-#
+# -- between ticks -----------------------------------------------------------------------------------------------------
 # What the agent thread does between two ticks: it sleeps, and takes samples of threads of this process.
 
 
@@ -240,9 +233,7 @@ class BetweenTicks:
             self.turns.end()
 
 
-# -- parts -----------------------------------------------------------------------------------------------------------
-#
-# Makes every part of an agent and connects them.
+# -- makes every part of an agent and connects them --------------------------------------------------------------------
 
 
 class AgentParts:
@@ -451,9 +442,7 @@ class AgentParts:
         return (*self._board.paces(self.identity.rank), *elsewhere)
 
 
-# -- agent -----------------------------------------------------------------------------------------------------------
-#
-# The life of an agent: it starts, its thread ticks, and it stops in bounded time.
+# -- the life of an agent: it starts, its thread ticks, and it stops in bounded time -----------------------------------
 
 _LEAD_SECONDS: Final = 1.0
 """Time between two readings of the ring, and two checks whether a rank serves the node. It does not depend on the

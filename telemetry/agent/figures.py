@@ -26,10 +26,7 @@ if TYPE_CHECKING:
     from telemetry.util.processes import Identity
 
 
-# -- figures ---------------------------------------------------------------------------------------------------------
-#
-# The flat table of figures: what `telemetry.metrics()`, the callbacks and the sinks give to a logger.
-#
+# -- the flat table of figures: what `telemetry.metrics()`, the callbacks and the sinks give to a logger ---------------
 # Most figures are metrics without a label. They have the metric's name without ``training_``, and are read as the
 # endpoint reads them. The others are computed from the newest window of the log.
 
@@ -256,9 +253,7 @@ def _put(found: dict[str, float], name: str, value: float | None) -> None:
         found[name] = float(value)
 
 
-# -- figure output ---------------------------------------------------------------------------------------------------
-#
-# The newest figures of this rank, for `telemetry.metrics()` and the sinks.
+# -- the newest figures of this rank, for `telemetry.metrics()` and the sinks ------------------------------------------
 
 _SOURCE: Final = "sinks"
 

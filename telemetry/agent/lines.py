@@ -65,9 +65,8 @@ class ProfileFolder:
                 remove_file(entry.path)
 
 
-# -- line monitor ----------------------------------------------------------------------------------------------------
-#
-# Follows which lines of the user's code a stall spends its time in. Works only while a stall is open.
+# -- follows which lines of the user's code a stall spends its time in -------------------------------------------------
+# Works only while a stall is open.
 
 _AHEAD_NS: Final = 5 * NS
 """Workers are asked for this long at a time. If the agent ends, they stop sampling then."""

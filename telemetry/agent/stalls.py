@@ -38,9 +38,7 @@ if TYPE_CHECKING:
     from telemetry.util.errors import ErrorLog
 
 
-# -- stall callback --------------------------------------------------------------------------------------------------
-#
-# The user's callback for stalls: called on a thread of its own, one call at a time.
+# -- the user's callback for stalls: called on a thread of its own, one call at a time ---------------------------------
 
 _SOURCE: Final = "on_stall"
 
@@ -191,9 +189,7 @@ def slow_rank(stall: Stall, hang: Hang | None) -> Straggler | None:
     return straggler(evidence.pace, evidence.peers, evidence.earlier_paces)
 
 
-# -- stall monitor ---------------------------------------------------------------------------------------------------
-#
-# Follows whether this rank stalls, and why: turns ticks into stalls with a cause and advice.
+# -- follows whether this rank stalls, and why: turns ticks into stalls with a cause and advice ------------------------
 
 _WORTH_TIMING: Final = 0.02
 _TIMED_WAITS: Final = 32

@@ -48,10 +48,7 @@ if TYPE_CHECKING:
     from telemetry.util.errors import ErrorLog
 
 
-# -- energy ----------------------------------------------------------------------------------------------------------
-#
-# Splits the energy of the GPU over the categories of the ledger.
-#
+# -- splits the energy of the GPU over the categories of the ledger ----------------------------------------------------
 # The GPU counts its energy itself, so the sum is exact. The split is an estimate: between two readings, each category
 # gets the share that it had of the time. A GPU that waits draws less than one that computes. So waits that are short
 # against an interval get too much.
@@ -98,10 +95,7 @@ def added_energy(
     return {category: so_far.get(category, 0.0) + joules * part / seconds for category, part in spent.items()}
 
 
-# -- integrals -------------------------------------------------------------------------------------------------------
-#
-# Adds samples to counters: a sampled value enters `Totals` as its integral over the time of its tick.
-#
+# -- adds samples to counters: a sampled value enters `Totals` as its integral over the time of its tick ---------------
 # The meaning of a sample depends on how the time of the tick was spent, for example whether the training loop ran. Only
 # this module decides that. Code that reads the totals does not have to.
 
@@ -262,9 +256,7 @@ def _gpu(before: GpuTotals, tick: Readings) -> GpuTotals:
     )
 
 
-# -- overhead --------------------------------------------------------------------------------------------------------
-#
-# The cost of the agent itself.
+# -- the cost of the agent itself --------------------------------------------------------------------------------------
 
 
 class HasThread(Protocol):
@@ -312,9 +304,7 @@ class Overhead:
         }
 
 
-# -- collector poller ------------------------------------------------------------------------------------------------
-#
-# Polls the collectors of one agent, and gathers their samples for the log and the endpoint.
+# -- polls the collectors of one agent, and gathers their samples for the log and the endpoint -------------------------
 
 _LOGGED_AS: Final = {
     "nvml": "gpu",
@@ -438,9 +428,7 @@ class CollectorPoller:
             return None
 
 
-# -- totals builder --------------------------------------------------------------------------------------------------
-#
-# Makes the `Totals` of a tick from the hooks' figures, the accounting and the samples.
+# -- makes the `Totals` of a tick from the hooks' figures, the accounting and the samples ------------------------------
 
 _WORKING_RATIO: Final = 0.5
 """If a GPU runs something for at least this share of the time, its clock counts as its working clock."""

@@ -16,9 +16,7 @@ if TYPE_CHECKING:
     from telemetry.records import GpuSample, PressureSample, StepChange, TorchMemorySample, Totals
 
 
-# -- memory watch ----------------------------------------------------------------------------------------------------
-#
-# Follows the memory of the run: keeps the histories, judges them now and then, and shows the result.
+# -- follows the memory of the run: keeps the histories, judges them now and then, and shows the result ----------------
 
 READ_SECONDS: Final = 2.0
 """Readings that come faster are merged."""
@@ -166,9 +164,7 @@ def _minus(value: int | None) -> int | None:
     return None if value is None else -value
 
 
-# -- change monitor --------------------------------------------------------------------------------------------------
-#
-# Follows whether the steps of this rank became slower or faster for good, and logs it.
+# -- follows whether the steps of this rank became slower or faster for good, and logs it ------------------------------
 
 _DIGITS = 6
 

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from telemetry.diagnosis.evidence import CpuEvidence, Evidence
 
 
-# -- throughput ------------------------------------------------------------------------------------------------------
-#
+# -- throughput --------------------------------------------------------------------------------------------------------
 # Advice for data sources that deliver fewer batches than the training loop could use, one function per cause.
 
 ON_CPU: Final = 0.5
@@ -338,10 +337,7 @@ def _faster_storage(because: str) -> Advice:
     return Advice("read from faster storage, or cache the data set locally", None, None, None, because)
 
 
-# -- latency ---------------------------------------------------------------------------------------------------------
-#
-# Advice for batches that are fetched fast enough on average, but arrive late.
-#
+# -- advice for batches that are fetched fast enough on average, but arrive late ---------------------------------------
 # They are late at the start of an epoch, behind a single slow batch, in the transfer from the worker, or because a
 # worker is stuck.
 
@@ -603,11 +599,8 @@ def stuck_worker(evidence: Evidence) -> list[Advice]:
     ]
 
 
-# -- advise ----------------------------------------------------------------------------------------------------------
-#
-# Advice for each cause: what to change, and the predicted speed-up.
-#
-# A change is left out when the model of a step (`diagnose.model`) predicts no gain from it.
+# -- advice for each cause: what to change, and the predicted speed-up -------------------------------------------------
+# A change is left out when the model of a step (`diagnosis.model`) predicts no gain from it.
 
 WORTH_IT: Final = 1.05
 """Advice with a smaller predicted speed-up is left out: it is not worth a person's time."""
@@ -747,8 +740,7 @@ _BY_CAUSE: Final = {
 }
 
 
-# -- what if ---------------------------------------------------------------------------------------------------------
-#
+# -- what if -----------------------------------------------------------------------------------------------------------
 # What a step would take with other settings of the loader: predictions that `tune` compares with each other.
 
 _NAMES: Final = frozenset({"num_workers", "prefetch_factor", "persistent_workers", "pin_memory", "in_order"})

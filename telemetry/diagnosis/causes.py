@@ -17,13 +17,11 @@ if TYPE_CHECKING:
     from telemetry.records import Advice
 
 
-# -- own time --------------------------------------------------------------------------------------------------------
-#
+# -- own time ----------------------------------------------------------------------------------------------------------
 # Time that the training thread itself spends while it requests batches: the sampler, and garbage collections.
 #
 # This is not waiting: more workers or smaller batches do not shorten it. So it is subtracted from the waits before
-# their
-# causes are found, and added to the compute, during which workers can fetch.
+# their causes are found, and added to the compute, during which workers can fetch.
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,13 +107,10 @@ def less(seconds: float | None, by: float) -> float | None:
     return None if seconds is None else max(0.0, seconds - by)
 
 
-# -- causes ----------------------------------------------------------------------------------------------------------
-#
-# Names the cause: computes from the evidence what each cause has cost in a window.
-#
-# The thresholds are in `Thresholds`. Those of stragglers and of hangs are in `straggler` and `hang_detector`, next to
-# the
-# code that checks them. A cause is named only if the evidence shows it. Time without an explanation is ``unknown``.
+# -- names the cause: computes from the evidence what each cause has cost in a window ----------------------------------
+# The thresholds are in `Thresholds`. Those of stragglers and of hangs are in `diagnosis.stragglers` and
+# `diagnosis.hangs`, next to the code that checks them. A cause is named only if the evidence shows it. Time without an
+# explanation is ``unknown``.
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,9 +322,7 @@ def _what_limits_them(evidence: Evidence) -> str:
     return "workers_io_bound" if blocked > cpu else "workers_cpu_bound"
 
 
-# -- similar causes --------------------------------------------------------------------------------------------------
-#
-# Two causes at once: those that cost nearly as much as the one that a stall is named after.
+# -- two causes at once: those that cost nearly as much as the one that a stall is named after -------------------------
 
 _SIMILAR: Final = 0.5
 """A cause is also named if it costs at least this share of what the first one costs ..."""

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from telemetry.records import Totals
 
 
-# -- loop blocks -----------------------------------------------------------------------------------------------------
-#
+# -- loop blocks -------------------------------------------------------------------------------------------------------
 # Joins ticks to blocks of the training loop: how long a step takes, without what interrupts the loop now and then.
 
 BLOCK_SECONDS: Final = 30.0
@@ -151,10 +150,7 @@ def signals_of(added: Totals) -> dict[str, float]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-# -- change detector -------------------------------------------------------------------------------------------------
-#
-# Finds lasting changes of how long steps take: sudden ones, and slow drifts.
-#
+# -- finds lasting changes of how long steps take: sudden ones, and slow drifts ----------------------------------------
 # All blocks of the run are kept, old ones joined two by two. So their number stays small, and a run of weeks is
 # remembered to its start. A change must be clear against the scatter of the blocks, in which neighbours resemble each
 # other. And steps must take longer than nearly all steps before: what the run has done before is no change. So a

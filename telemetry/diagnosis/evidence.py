@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from telemetry.records import Conditions, GpuTotals, Sampled, Tick, WorkerTotals
 
 
-# -- evidence --------------------------------------------------------------------------------------------------------
-#
+# -- evidence ----------------------------------------------------------------------------------------------------------
 # The evidence from which causes are named: one rank over one window; and the same as a field of the log.
 
 _LOG_NAME: Final = "log"
@@ -314,14 +313,10 @@ def _pace_fields(pace: RankPace) -> dict[str, Any]:
     } | {name: value for name, value in told.items() if value is not None}
 
 
-# -- recurring costs -------------------------------------------------------------------------------------------------
-#
-# Costs that recur less often than once in a window: checkpoints, and epoch boundaries.
-#
+# -- costs that recur less often than once in a window: checkpoints, and epoch boundaries ------------------------------
 # A window contains one of them or none, so its share of the window is not that of the run. A checkpoint of 45 s every
 # half hour fills a whole window. If workers take 12 s to start for each epoch of a minute, only every other window has
-# a
-# start.
+# a start.
 
 _FIRST_CHECKPOINTS: Final = 2
 """The first checkpoints are written to new files. Later ones may reuse space of the file that they replace."""
@@ -418,8 +413,7 @@ def _checkpoint(totals: Totals) -> float:
     return totals.ledger_seconds.get(CHECKPOINT, 0.0)
 
 
-# -- aggregate -------------------------------------------------------------------------------------------------------
-#
+# -- aggregate ---------------------------------------------------------------------------------------------------------
 # Aggregates a window of ticks into evidence: the difference of its last and first totals, and the conditions.
 
 _LONG_FETCH_SECONDS: Final = 1.0

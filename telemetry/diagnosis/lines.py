@@ -23,10 +23,7 @@ if TYPE_CHECKING:
     from telemetry.util.stacks import Spot, Stack
 
 
-# -- line shares -----------------------------------------------------------------------------------------------------
-#
-# From a profile to lines: which line of the user's code a fetch, or a step, spends its time in.
-#
+# -- from a profile to lines: which line of the user's code a fetch, or a step, spends its time in ---------------------
 # A line is named together with the library function that it called, if the time was spent in one. The innermost line of
 # the user's code counts, so a helper is named and not its caller. If a library makes the batch without the user's code,
 # the library's line is named: the outermost one outside of the DataLoader.
@@ -50,7 +47,7 @@ _NEVER_SEEN: Final = 1.5**2
 _NOTHING: Final = StackTime(0, 0)
 _MIN_SHARE: Final = 0.01
 _LOADER_FILE: Final = f"{LOADER_CODE}dataloader.py"
-_OURS: Final = f"{os.sep}telemetry{os.sep}attach{os.sep}"
+_OURS: Final = f"{os.sep}telemetry{os.sep}hooks{os.sep}"
 _PASSED_ON: Final = frozenset({"forward", "wrapper", "wrapped", "inner", "decorate_context", "decorated"})
 """Functions that only call another one. ``_call_impl`` and ``__call__`` begin with an underscore."""
 
@@ -217,8 +214,7 @@ def _name(spot: Spot) -> str:
     return f"{module}.{spot.function}" if module and module != "main" else spot.function
 
 
-# -- line advice -----------------------------------------------------------------------------------------------------
-#
+# -- line advice -------------------------------------------------------------------------------------------------------
 # What a faster line, or a batch without it, would bring: the predicted speed-up, and the sentence of the verdict.
 
 _WORTH_IT: Final = 1.05

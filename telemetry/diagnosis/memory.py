@@ -14,9 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 
-# -- reading history -------------------------------------------------------------------------------------------------
-#
-# The history of one figure in a fixed amount of memory, however long the run.
+# -- the history of one figure in a fixed amount of memory, however long the run ---------------------------------------
 
 MAX_READINGS: Final = 64
 """Of one history."""
@@ -91,14 +89,10 @@ class ReadingHistory:
         return TimedReading((a.seconds + b.seconds) / 2, value)
 
 
-# -- lasting growth --------------------------------------------------------------------------------------------------
-#
-# Whether a figure grows for good, and how fast.
-#
+# -- whether a figure grows for good, and how fast ---------------------------------------------------------------------
 # Memory also grows at the start of a run, up to a cache's size, in steps, and in a saw-tooth while workers live. None
-# of
-# that is a leak. So growth only counts if it goes on evenly, and if it is large compared with what the figure has ever
-# fallen by.
+# of that is a leak. So growth only counts if it goes on evenly, and if it is large compared with what the figure has
+# ever fallen by.
 
 SHARES: Final = (2 / 3, 1 / 3, 1 / 6)
 """The newest part of the history that is judged. The first third of a run is always left out: it is its start-up."""
@@ -245,9 +239,7 @@ def _largest_fall(readings: Sequence[TimedReading]) -> float:
     return fall
 
 
-# -- memory outlook --------------------------------------------------------------------------------------------------
-#
-# When the memory of a run is used up, and by which of its parts.
+# -- when the memory of a run is used up, and by which of its parts ----------------------------------------------------
 
 MEMORY: Final = "memory"
 
@@ -368,9 +360,7 @@ def _levels_off(growth: LastingGrowth | None, free: float | None) -> bool:
     return growth is not None and free is not None and growth.seconds_to(free) == math.inf
 
 
-# -- memory ----------------------------------------------------------------------------------------------------------
-#
-# What to do about memory that grows.
+# -- what to do about memory that grows --------------------------------------------------------------------------------
 
 _COPIED: Final = (
     "a list or dict of Python objects is copied on write, because reading an object changes its reference count; keep "

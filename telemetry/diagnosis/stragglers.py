@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from telemetry.records import RankPace
 
 
-# -- own paces -------------------------------------------------------------------------------------------------------
-#
+# -- own paces ---------------------------------------------------------------------------------------------------------
 # The paces of this rank in the last minute: those of other nodes are some seconds old, and are compared with these.
 
 _KEPT: Final = 90
@@ -61,8 +60,7 @@ def _nearest(ends: list[int], step: int) -> int:
     return place - 1 if place and step - ends[place - 1] < ends[place] - step else place
 
 
-# -- straggler -------------------------------------------------------------------------------------------------------
-#
+# -- straggler ---------------------------------------------------------------------------------------------------------
 # Stragglers of a synchronised job: which rank is the slowest, what it costs the others, and why it is slow.
 #
 # A rank that finishes early waits for the others inside its compute, where its own clock cannot tell waiting from work.
@@ -77,8 +75,7 @@ def _nearest(ends: list[int], step: int) -> int:
 #   only while the thread is off the CPU. On GPUs the slow rank's own GPU must be idle as well.
 #
 # Both signs also show a rank whose training thread waits for a core while all cores of its machine are busy. Its own
-# work
-# is not slow then, and a moment later another rank may be the one without a core. So that time does not count.
+# work is not slow then, and a moment later another rank may be the one without a core. So that time does not count.
 
 MIN_STEPS: Final = 5
 _SAME_PACE: Final = 0.15

@@ -19,9 +19,7 @@ if TYPE_CHECKING:
     from telemetry.hooks.tracker import StepTracker
 
 
-# -- checkpoint hooks ------------------------------------------------------------------------------------------------
-#
-# Times checkpoints: a call of a saving function on the training thread is a checkpoint.
+# -- times checkpoints: a call of a saving function on the training thread is a checkpoint -----------------------------
 
 SAVING_FUNCTIONS: Final = {
     "torch": ("save",),
@@ -99,8 +97,7 @@ def _holds_optimizer(original: Callable[..., Any], args: tuple[Any, ...], kwargs
     return holds_optimizer(args[0] if args else kwargs.get("obj"))
 
 
-# -- restore hooks ---------------------------------------------------------------------------------------------------
-#
+# -- restore hooks -----------------------------------------------------------------------------------------------------
 # Restoring: a call of a loading function before the first step, and the state that an optimizer has loaded.
 
 LOADING_FUNCTIONS: Final = {

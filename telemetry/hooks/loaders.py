@@ -14,9 +14,7 @@ if TYPE_CHECKING:
     from telemetry.hooks.worker_block import WorkerBlock
 
 
-# -- loader types ----------------------------------------------------------------------------------------------------
-#
-# Recognises an object by its type only: its attributes prove nothing, and reading one may raise.
+# -- recognises an object by its type only: its attributes prove nothing, and reading one may raise --------------------
 
 
 class Arrival(NamedTuple):
@@ -111,9 +109,7 @@ def _is_a(candidate: object, name: str, module: str = "torch.utils.data.dataload
     return isinstance(kind, type) and issubclass(type(candidate), kind)
 
 
-# -- loader handle ---------------------------------------------------------------------------------------------------
-#
-# Describes where batches come from, without keeping the iterator alive.
+# -- describes where batches come from, without keeping the iterator alive ---------------------------------------------
 
 _MAX_ARRIVALS: Final = 512
 """Maximum number of arrivals between two readings. In a faster loop only the newest are used."""
@@ -203,9 +199,7 @@ def _is_forked(worker: Any) -> bool:
     return getattr(getattr(worker, "_popen", None), "method", None) == "fork"
 
 
-# -- loader registry -------------------------------------------------------------------------------------------------
-#
-# Registers the iterators that give batches, without keeping them alive.
+# -- registers the iterators that give batches, without keeping them alive ---------------------------------------------
 
 _MAX_ITERATORS: Final = 64
 
@@ -254,7 +248,10 @@ class LoaderRegistry:
         if key in self._live:
             return
         handle = LoaderHandle(iterator, block, again=again)
-        self._live[key] = (weakref.KeyedRef(iterator, self._gone.append, key), handle)  # C code: see `core.weak_map`
+        self._live[key] = (
+            weakref.KeyedRef(iterator, self._gone.append, key),
+            handle,
+        )  # C code: see `hooks.patching.WeakMap`
         if block is not None and self.sampling[1]:
             self.asked.append(handle)
 

@@ -19,9 +19,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 
-# -- traceback frames ------------------------------------------------------------------------------------------------
-#
-# Keeps our frames out of what the user sees: tracebacks, and the places that warnings name.
+# -- keeps our frames out of what the user sees: tracebacks, and the places that warnings name -------------------------
 
 F = TypeVar("F", bound="Callable[..., Any]")
 
@@ -51,13 +49,9 @@ def forget_frame(error: BaseException) -> None:
         error.__traceback__ = trace.tb_next
 
 
-# -- weak map --------------------------------------------------------------------------------------------------------
-#
-# Values by object, which does not keep the objects alive and runs no Python when one of them is freed.
-#
+# -- values by object, which does not keep the objects alive and runs no Python when one of them is freed --------------
 # The dictionaries and sets of `weakref` have Python callbacks. A signal that arrives while an object is freed is
-# handled
-# at the first bytecode of such a callback, and Python drops what a callback raises: Ctrl-C would be lost.
+# handled at the first bytecode of such a callback, and Python drops what a callback raises: Ctrl-C would be lost.
 
 V = TypeVar("V")
 
@@ -99,9 +93,7 @@ class WeakMap(Generic[V]):
         self._entries.clear()
 
 
-# -- patches ---------------------------------------------------------------------------------------------------------
-#
-# Replaces attributes of modules and classes that are not ours, and restores them.
+# -- replaces attributes of modules and classes that are not ours, and restores them -----------------------------------
 
 _MISSING: Final = object()
 
@@ -202,13 +194,9 @@ class Patches:
         return left
 
 
-# -- import watch ----------------------------------------------------------------------------------------------------
-#
-# Calls a function when a module has been imported, without importing it.
-#
+# -- calls a function when a module has been imported, without importing it --------------------------------------------
 # Under ``telemetry run`` the script has not imported torch yet. The script must import torch itself: before that, it
-# may
-# set variables that torch reads while it loads (OMP_NUM_THREADS, CUDA_VISIBLE_DEVICES).
+# may set variables that torch reads while it loads (OMP_NUM_THREADS, CUDA_VISIBLE_DEVICES).
 
 
 class ImportWatch(MetaPathFinder):
@@ -299,15 +287,11 @@ class _Announcing(Loader):
         self._then(module)
 
 
-# -- fork keepalive --------------------------------------------------------------------------------------------------
-#
-# Keeps objects that own a resource of a device from being destroyed in a forked child.
-#
+# -- keeps objects that own a resource of a device from being destroyed in a forked child ------------------------------
 # A child inherits a copy of such objects. The destructor of a CUDA event calls the driver, which does not work in a
 # forked child: the call fails, or ends the process. Many things can drop the last reference: code, the garbage
-# collector,
-# or the interpreter when it exits and clears every module. So an object that is kept here has one more reference, which
-# Python does not know of. Only `release` drops it, in the process that made the object.
+# collector, or the interpreter when it exits and clears every module. So an object that is kept here has one more
+# reference, which Python does not know of. Only `release` drops it, in the process that made the object.
 
 _KEPT: Final[dict[int, Any]] = {}
 # This reference is never dropped: the dictionary and its contents outlive the interpreter, in the parent, too.

@@ -20,10 +20,7 @@ if TYPE_CHECKING:
     Maker = Callable[[str], End]
 
 
-# -- profiler watch --------------------------------------------------------------------------------------------------
-#
-# Tracks which of the user's own profilers record, and calls a function before one begins.
-#
+# -- tracks which of the user's own profilers record, and calls a function before one begins ---------------------------
 # Kineto has one session per process. A second session empties the first. Then the session that stops last ends the
 # process with a segmentation fault (torch 2.13, sessions on two threads). So our profiler never begins while one of the
 # user's ("theirs") records, and ours ends before one of theirs begins.
@@ -109,14 +106,13 @@ class ProfilerWatch:
         self._theirs.discard(profiler)
 
 
-# -- profiler ranges -------------------------------------------------------------------------------------------------
-#
+# -- profiler ranges ---------------------------------------------------------------------------------------------------
 # Named ranges in the traces of profilers: ``record_function`` and NVTX.
 #
 # While a snapshot records, phases and waits for watched iterables are ranges of its trace. Torch itself marks the waits
 # for a DataLoader. With the setting ``nvtx``, steps, waits, phases and the workers' fetches are always NVTX ranges,
-# which
-# Nsight Systems shows (those of the fetches come from `hooks.worker`). Then no step takes the fast path of the hooks.
+# which Nsight Systems shows (those of the fetches come from `hooks.worker`). Then no step takes the fast path of the
+# hooks.
 
 
 class ProfilerRanges:

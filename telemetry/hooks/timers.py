@@ -29,14 +29,10 @@ if TYPE_CHECKING:
     """The thread; monotonic ns; the ring's head; end and code of the entry after the batch's own; the statement."""
 
 
-# -- gc timer --------------------------------------------------------------------------------------------------------
-#
-# Times garbage collections that stop the training thread.
-#
+# -- times garbage collections that stop the training thread -----------------------------------------------------------
 # The callback in ``gc.callbacks`` consists of C functions that only take stamps. A signal that arrives during a
 # collection waits for the next bytecode. If that were ours, the exception of its handler (Ctrl-C) would be raised in
-# the
-# callback, and Python drops what a callback raises.
+# the callback, and Python drops what a callback raises.
 
 _MAX_STAMPS: Final = 1 << 12
 """Two for each collection. With one reading a second this is enough for a collection every 0.5 ms."""
@@ -194,16 +190,13 @@ def _collection(began: _Stamp, ended: _Stamp, *, workers: bool) -> _Collection |
     return _Collection(began.at_ns, ended.at_ns, lost, not elsewhere, asking, began.at_boundary)
 
 
-# -- sampler timer ---------------------------------------------------------------------------------------------------
-#
-# Times what the training thread itself does inside ``next()`` if workers fetch. Mostly it runs the sampler.
+# -- times what the training thread itself does inside ``next()`` if workers fetch -------------------------------------
+# Mostly it runs the sampler.
 #
 # A DataLoader with workers asks its sampler for the next indices on the thread that requests batches, before it returns
-# a
-# batch. That time is added to every step, however many workers there are. The iterator does it in ``_next_index``. To
+# a batch. That time is added to every step, however many workers there are. The iterator does it in ``_next_index``. To
 # time it, a callable of ours is put into the iterator's own ``__dict__`` during one call of ``next()``: for a few
-# batches
-# a second, and at the start of an epoch. All other steps run torch's own code.
+# batches a second, and at the start of an epoch. All other steps run torch's own code.
 
 _NAME: Final = "_next_index"
 
@@ -333,16 +326,11 @@ def timeable(iterator: object) -> bool:
     )
 
 
-# -- batch release ---------------------------------------------------------------------------------------------------
-#
-# How long the training thread takes to free a batch.
-#
+# -- how long the training thread takes to free a batch ----------------------------------------------------------------
 # ``for batch in loader`` frees a batch when the next one replaces it. That time is measured as compute, although it is
-# a
-# cost of the batch: to unmap hundreds of small tensors takes 13 ms where the step itself takes 9 ms. So one batch a
-# tick
-# is followed with weak references, whose callbacks record when it is freed. A batch that is freed in another way (kept,
-# moved to a GPU, taken apart) is not counted.
+# a cost of the batch: to unmap hundreds of small tensors takes 13 ms where the step itself takes 9 ms. So one batch a
+# tick is followed with weak references, whose callbacks record when it is freed. A batch that is freed in another way
+# (kept, moved to a GPU, taken apart) is not counted.
 #
 # The advice `batch_transfer` needs this. In the zoo, sending one large graph instead of hundreds of small tensors made
 # steps 10.0 times faster. The prediction was 9.3 with this figure, and would be 4.1 without it.

@@ -30,13 +30,9 @@ if TYPE_CHECKING:
     from telemetry.hooks.patching import Patches
 
 
-# -- fast path -------------------------------------------------------------------------------------------------------
-#
-# The fast path of the hooks, and the one place that switches it on and off.
-#
+# -- the fast path of the hooks, and the one place that switches it on and off -----------------------------------------
 # On the fast path a step costs two stamps and two stores. It handles only ordinary batches of one iterator, and
-# notifies
-# no other part of the agent. Everything else takes the slow path, which notifies every part and decides anew.
+# notifies no other part of the agent. Everything else takes the slow path, which notifies every part and decides anew.
 
 LOOP_CHANGED: Final = "loop_changed"
 STOPPED: Final = "stopped"
@@ -119,9 +115,7 @@ class FastPath:
         return TIMED_BATCH if state.sampler_timer.wanted else None
 
 
-# -- step boundaries -------------------------------------------------------------------------------------------------
-#
-# Passes step boundaries on to a snapshot that is armed or recording, and to NVTX ranges.
+# -- passes step boundaries on to a snapshot that is armed or recording, and to NVTX ranges ----------------------------
 
 
 class StepBoundaries:
@@ -181,8 +175,7 @@ class StepBoundaries:
             state.ring.push(start, end, r.code(r.S_OTHER, state.category))
 
 
-# -- scopes ----------------------------------------------------------------------------------------------------------
-#
+# -- scopes ------------------------------------------------------------------------------------------------------------
 # Phases, steps and checkpoints that the script marks: ``telemetry.phase(...)``, ``telemetry.step()``, saving.
 
 _CATEGORY_OF: Final = {EVALUATION: r.S_EVALUATION, CHECKPOINT: r.S_CHECKPOINT}
@@ -298,10 +291,7 @@ class Scopes:
         self._boundaries.passed()
 
 
-# -- optimizer hook --------------------------------------------------------------------------------------------------
-#
-# The hook that runs after every optimizer step.
-#
+# -- the hook that runs after every optimizer step ---------------------------------------------------------------------
 # It counts the steps, which distinguishes training from evaluation. If no batch is requested on the training thread,
 # because another thread prefetches, then each step of the optimizer is a training step.
 #
@@ -322,7 +312,7 @@ _MAX_OPTIMIZERS: Final = 64
 def optimizer_hook(tracker: StepTracker) -> Callable[[object, object, object], None]:
     """The hook to register with torch. Outside the fast path it calls `OptimizerSteps.stepped`."""
 
-    # The tracker is a default value and not a closure variable: see `loader_hooks.timed_next`.
+    # The tracker is a default value and not a closure variable: see `hooks.dataloader.timed_next`.
     def stepped(optimizer: object, _args: object, _kwargs: object, tracker: StepTracker = tracker) -> None:
         if tracker.fast_path_iterator_id and not tracker.nested_steps:
             tracker.optimizer_steps += 1
@@ -444,15 +434,10 @@ def _device_of(optimizer: Any) -> str | None:
         return None
 
 
-# -- graph captures --------------------------------------------------------------------------------------------------
-#
-# Tracks captures of CUDA graphs in progress in this process, on any thread.
-#
+# -- tracks captures of CUDA graphs in progress in this process, on any thread -----------------------------------------
 # In torch's default capture mode, "global", a capture fails if any thread of the process makes a call that CUDA
-# considers
-# unsafe, such as the query of an event. Torch only reports captures on the calling thread's own stream. So the start
-# and
-# the end of every capture are recorded here.
+# considers unsafe, such as the query of an event. Torch only reports captures on the calling thread's own stream. So
+# the start and the end of every capture are recorded here.
 #
 # Where the step of an optimizer is captured, a replay of the graph is that step: Python no longer calls the optimizer.
 
@@ -537,12 +522,9 @@ class Captures:
         self._graphs.discard(graph)
 
 
-# -- step tracker ----------------------------------------------------------------------------------------------------
-#
-# What the training thread is doing: the state machine behind the hooks.
-#
-# The hooks of `loader_hooks`, `optimizer_hook` and `checkpoint_hooks` report what happens, and it writes spans into the
-# ring. It runs on the training thread, so it only compares and stores. The rules:
+# -- what the training thread is doing: the state machine behind the hooks ---------------------------------------------
+# The hooks of `hooks.dataloader`, `hooks.checkpoints` and the optimizer report what happens, and it writes spans into
+# the ring. It runs on the training thread, so it only compares and stores. The rules:
 #
 # * A step opens with the request for a batch and closes with the next request. If a second loader is asked before the
 #   first one is asked again (or before the optimizer steps), its batch adds to the same step.
@@ -551,9 +533,6 @@ class Captures:
 # * A checkpoint, or a phase that the user names, is a span of its own. Afterwards the previous category continues.
 # * If no batch is requested on this thread (a prefetching thread does it), the optimizer's steps are the steps.
 # * After the first call of `step()`, only calls of it open and close steps.
-#
-# The shared state is in `step_state`. Parts with a topic of their own: `fast_path`, `scopes` (phases, explicit steps),
-# `optimizer_hook`, `step_boundaries` (snapshots, NVTX).
 
 _SAME_STEP: Final = r.code(r.S_DATA_WAIT, r.S_COMPUTE, r.JOINS)
 _EVALUATION: Final = r.code(r.S_EVALUATION, r.S_EVALUATION)
@@ -812,7 +791,7 @@ class StepTracker(StepState):
     def _follow(self, iterator: object) -> None:
         """Note when the iterator is freed, without keeping it alive and without ever holding it on another thread."""
         self.iterator_id, self.iterator_gone = id(iterator), []
-        self._iterator_alive = weakref.ref(iterator, self.iterator_gone.append)  # C code: see `core.weak_map`
+        self._iterator_alive = weakref.ref(iterator, self.iterator_gone.append)  # C code: see `hooks.patching.WeakMap`
 
     def _enter_evaluation(self, own: int = 0) -> None:
         """Change to evaluation. ``own``: id of an iterator that is only now known to evaluate; its step ends here."""

@@ -27,10 +27,7 @@ if TYPE_CHECKING:
     Tracker = Callable[[], StepTracker | None]
 
 
-# -- watched iterable ------------------------------------------------------------------------------------------------
-#
-# A wrapper around a watched iterable: it behaves like the object inside, and its waits are timed.
-#
+# -- A wrapper around a watched iterable: it behaves like the object inside, and its waits are timed -------------------
 # Python looks up special methods on the class. So for each class of watched objects a class of wrappers is made, with
 # exactly the same special methods. Everything else is passed to the object by ``getattr``.
 
@@ -307,8 +304,7 @@ def _bound(inside: Any, name: str) -> Callable[..., Any]:
     raise AttributeError(f"{kind.__name__!r} object has no attribute {name!r}")
 
 
-# -- prefetchers -----------------------------------------------------------------------------------------------------
-#
+# -- prefetchers -------------------------------------------------------------------------------------------------------
 # Times libraries that read ahead on their own threads: the training thread waits for their queue, not a DataLoader.
 #
 # Each library is patched when it is imported, where the training thread takes its next batch. A request there is timed

@@ -16,9 +16,7 @@ if TYPE_CHECKING:
     from telemetry.records import SinkItem
 
 
-# -- sink ------------------------------------------------------------------------------------------------------------
-#
-# What every sink must be able to do.
+# -- what every sink must be able to do --------------------------------------------------------------------------------
 
 
 class SinkWaits(Exception):  # noqa: N818 - no error: the sink has nothing to write into yet
@@ -50,13 +48,9 @@ class Sink(Protocol):
         """In a forked child: close descriptors, and write nothing."""
 
 
-# -- sink thread -----------------------------------------------------------------------------------------------------
-#
-# Writes into all sinks, on one thread, because a service may block.
-#
+# -- writes into all sinks, on one thread, because a service may block -------------------------------------------------
 # A sink that fails is tried again after a time that doubles. Meanwhile its items wait, up to a limit; then the oldest
-# are
-# dropped and counted.
+# are dropped and counted.
 
 MAX_ITEMS: Final = 360
 """Items that wait for one sink: an hour, at one every 10 s."""

@@ -14,10 +14,7 @@ if TYPE_CHECKING:
     from telemetry.records import SinkItem
 
 
-# -- wandb sink ------------------------------------------------------------------------------------------------------
-#
-# Weights & Biases: the figures join the row that the script logs next, in its own active run.
-#
+# -- weights & Biases: the figures join the row that the script logs next, in its own active run -----------------------
 # The script numbers its rows. A row of ours would take a number, and W&B drops rows whose number is smaller than the
 # newest. So ours are logged with ``commit=False`` and without a step: W&B stores them with the script's next row. The
 # charts have an axis of their own, ``telemetry/step``.
@@ -65,10 +62,7 @@ class WandbSink:
         """Nothing to forget."""
 
 
-# -- mlflow sink -----------------------------------------------------------------------------------------------------
-#
-# MLflow: the figures become metrics of the script's active run.
-#
+# -- MLflow: the figures become metrics of the script's active run -----------------------------------------------------
 # An active run of MLflow belongs to a thread. The thread of the sinks has none, so the newest run of all threads is
 # used.
 

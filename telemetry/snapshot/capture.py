@@ -15,7 +15,7 @@ This is the only file that imports `torch.profiler`. What was measured about it 
 * Kineto writes two lines to stderr for each session. Only ``KINETO_LOG_LEVEL`` silences it. Kineto reads it once, with
   the first profiler, for the whole process. So the user sets it, and not we: it would silence the script's own, too.
 
-When a profiler of the user's ("theirs") starts, ours ends first; see `attach.profiler_watch`.
+When a profiler of the user's ("theirs") starts, ours ends first; see `hooks.profilers`.
 """
 
 from __future__ import annotations

@@ -10,9 +10,7 @@ from telemetry.sources.collector import CollectorError
 from telemetry.util.clock import now_ns
 from telemetry.util.files import read_small
 
-# -- pressure --------------------------------------------------------------------------------------------------------
-#
-# Pressure stall information of the kernel, and the limits of this process's cgroup (v2 or v1).
+# -- pressure stall information of the kernel, and the limits of this process's cgroup (v2 or v1) ----------------------
 
 _RESOURCES: Final = ("cpu", "io", "memory")
 _QUOTA: Final = "cpu.cfs_quota_us"
@@ -161,9 +159,7 @@ def _read(path: str) -> str | None:
         return None
 
 
-# -- memory groups ---------------------------------------------------------------------------------------------------
-#
-# A memory cgroup: which one it is, and how many of its processes the kernel's OOM killer has killed.
+# -- A memory cgroup: which one it is, and how many of its processes the kernel's OOM killer has killed ----------------
 
 EVENTS: Final = ("memory.events", "memory.oom_control")
 """The file that counts, in cgroup version 2 and in version 1."""
@@ -198,10 +194,7 @@ def oom_kills(path: str | Path) -> int | None:
     return None
 
 
-# -- oom counter -----------------------------------------------------------------------------------------------------
-#
-# How many processes the OOM killer has killed in the cgroup of this process.
-#
+# -- how many processes the OOM killer has killed in the cgroup of this process ----------------------------------------
 # A killed process cannot tell. But the kernel counts, and the other ranks, the next attempt and the report can read the
 # counter of the same group after the kill.
 
@@ -258,8 +251,7 @@ def _is_limited(folder: Path) -> bool:
         return False
 
 
-# -- memory limit ----------------------------------------------------------------------------------------------------
-#
+# -- memory limit ------------------------------------------------------------------------------------------------------
 # How much memory can still be allocated before the kernel kills a process: on the machine, and in each memory cgroup.
 #
 # A cgroup's limit holds for all processes in it and below it. So the groups above this process's own count, too. Page

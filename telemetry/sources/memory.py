@@ -20,16 +20,13 @@ if TYPE_CHECKING:
     from telemetry.sources.proc import Stat
 
 
-# -- memory source ---------------------------------------------------------------------------------------------------
-#
+# -- memory source -----------------------------------------------------------------------------------------------------
 # The memory of the training process and its DataLoader workers, of /dev/shm, and what is left of the limits.
 #
 # Most of it is cheap: `statm` takes 7 µs and no lock. It cannot tell which pages a forked worker still shares with the
 # training process, and only then shows memory that is copied on write. `smaps_rollup` tells. But the kernel goes
-# through
-# all pages for it (12 ms for each GiB of small pages) and keeps the process from mapping memory meanwhile. So it is
-# read
-# of a few workers, one at a time, and seldom. It is never read of the training process.
+# through all pages for it (12 ms for each GiB of small pages) and keeps the process from mapping memory meanwhile. So
+# it is read of a few workers, one at a time, and seldom. It is never read of the training process.
 
 READ_SECONDS: Final = 2.0
 """Between two readings at first. The time grows with the age of the run, because its trend is what matters."""
@@ -177,9 +174,8 @@ def _kib(value: bytes | None) -> int:
     return int(words[0]) if words and words[0].isdigit() else 0
 
 
-# -- torch memory ----------------------------------------------------------------------------------------------------
-#
-# Memory of PyTorch's CUDA caching allocator. Never imports torch and never initialises CUDA.
+# -- memory of PyTorch's CUDA caching allocator ------------------------------------------------------------------------
+# Never imports torch and never initialises CUDA.
 
 
 def cuda() -> Any | None:

@@ -54,10 +54,7 @@ class NoGpuError(CollectorError):
     """Nothing to sample on this machine: no driver, no GPU, or none that this process may use."""
 
 
-# -- driver ----------------------------------------------------------------------------------------------------------
-#
-# Calls of the NVML binding.
-#
+# -- calls of the NVML binding -----------------------------------------------------------------------------------------
 # The only module that imports ``pynvml``, the binding of the package ``nvidia-ml-py``. The import happens on the thread
 # that makes the driver, not on the sampling thread: a child forked during an import inherits the lock of that module
 # without the thread that would release it, and hangs when it imports the module itself.
@@ -134,13 +131,9 @@ def _binding() -> ModuleType | ImportError:
     return pynvml  # type: ignore[no-any-return]
 
 
-# -- device ----------------------------------------------------------------------------------------------------------
-#
-# Finds the GPU of this rank by UUID, never by a guessed index.
-#
+# -- finds the GPU of this rank by UUID, never by a guessed index ------------------------------------------------------
 # NVML sees every GPU of the machine or container. The rank computes on one of them, or on a MIG device of one. torch
 # knows which one after CUDA is initialised. Before that, ``CUDA_VISIBLE_DEVICES`` decides only if it leaves one choice.
-#
 
 _UNKNOWN: Final = "the GPU of this rank is not known before CUDA is initialised"
 
@@ -367,14 +360,12 @@ def _leading(entries: list[Any]) -> list[Any]:
     return entries[: entries.index(None)] if None in entries else entries
 
 
-# -- activity --------------------------------------------------------------------------------------------------------
-#
+# -- activity ----------------------------------------------------------------------------------------------------------
 # SM activity of a GPU, from hardware counters if there are any, else from the driver's figures per process.
 #
 # The usual "utilisation" is the share of time in which any kernel ran, even if it used one SM of a hundred. How busy
-# the
-# SMs are is measured by hardware counters (GPM, Hopper and newer) or, less precisely, by the driver for each process.
-#
+# the SMs are is measured by hardware counters (GPM, Hopper and newer) or, less precisely, by the driver for each
+# process.
 
 _SM_UTIL: Final = 2
 _SM_OCCUPANCY: Final = 3
@@ -555,13 +546,9 @@ def ratio(percent: float) -> float | None:
     return min(value / 100, 1.0) if 0 <= value <= _HIGHEST_PERCENT else None  # NaN compares false
 
 
-# -- readings --------------------------------------------------------------------------------------------------------
-#
-# The readings of one GPU, each of them optional.
-#
+# -- the readings of one GPU, each of them optional --------------------------------------------------------------------
 # If the GPU, the driver or a missing permission does not allow a reading, only that reading is None. NVML's units
 # (percent, milliwatts, megahertz) are converted to ratios, watts and hertz.
-#
 
 THROTTLE_BITS: Final[Mapping[str, int]] = MappingProxyType(
     {
@@ -785,10 +772,7 @@ def _measured(sample: GpuSample) -> bool:
     return any(reading is not None for reading in readings)
 
 
-# -- source ----------------------------------------------------------------------------------------------------------
-#
-# This rank's GPU through NVML, sampled on a thread of its own.
-#
+# -- this rank's GPU through NVML, sampled on a thread of its own ------------------------------------------------------
 # A wedged driver can block a call forever, so no other thread may make one. The thread stores its newest sample, and
 # ``read`` returns it. The two threads share a few attributes, each replaced as a whole. There is no lock that could be
 # held during a call or inherited by a forked child.
@@ -995,9 +979,7 @@ class _SamplingThread:
             self._reader = None
 
 
-# -- gpu summary -----------------------------------------------------------------------------------------------------
-#
-# What NVML reports about each GPU of the machine, for ``telemetry doctor``.
+# -- what NVML reports about each GPU of the machine, for ``telemetry doctor`` -----------------------------------------
 
 
 def device_summary(timeout_seconds: float = 5.0) -> list[dict[str, Any]]:

@@ -16,9 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-# -- procfs ----------------------------------------------------------------------------------------------------------
-#
-# Direct reads of /proc/PID. They take 7 µs; a general library takes milliseconds.
+# -- direct reads of /proc/PID. They take 7 µs; a general library takes milliseconds -----------------------------------
 
 _TICKS: Final = os.sysconf("SC_CLK_TCK")
 _PAGE: Final = os.sysconf("SC_PAGE_SIZE")
@@ -148,9 +146,7 @@ def parsed_io(content: bytes) -> Io | None:
     return Io(int(fields[9]), int(fields[3])) if told else None
 
 
-# -- child processes -------------------------------------------------------------------------------------------------
-#
-# Counts child processes that the script has started with multiprocessing and that may train.
+# -- counts child processes that the script has started with multiprocessing and that may train ------------------------
 
 
 def started() -> int:
@@ -164,10 +160,7 @@ def started() -> int:
     return sum(1 for child in children if not child.daemon and "Manager" not in child.name)
 
 
-# -- host ------------------------------------------------------------------------------------------------------------
-#
-# The machine and this process.
-#
+# -- the machine and this process --------------------------------------------------------------------------------------
 # psutil for the machine; for processes the raw `/proc/PID/stat` and `statm`, which take 7 µs where psutil's richer
 # calls take milliseconds.
 

@@ -21,10 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 
-# -- errors ----------------------------------------------------------------------------------------------------------
-#
-# Failures of the agent's own code: counted by source, and each logged at most once a minute.
-#
+# -- failures of the agent's own code: counted by source, and each logged at most once a minute ------------------------
 # What is no failure of ours is raised again, see `let_pass`.
 
 _QUIET_SECONDS: Final = 60.0
@@ -153,9 +150,7 @@ def kind_of(error: BaseException) -> str:
     return " from ".join(kinds) + place
 
 
-# -- stderr ----------------------------------------------------------------------------------------------------------
-#
-# Writes the few lines of the agent to the training's stderr.
+# -- writes the few lines of the agent to the training's stderr --------------------------------------------------------
 
 
 def say(text: str) -> bool:

@@ -16,10 +16,7 @@ if TYPE_CHECKING:
     from typing import BinaryIO
 
 
-# -- filesystem ------------------------------------------------------------------------------------------------------
-#
-# Small files that are read or replaced whole, and descriptors that stay open.
-#
+# -- small files that are read or replaced whole, and descriptors that stay open ---------------------------------------
 # The functions here use descriptors directly because that is faster. The built-in `open` takes 1.5 times as long for a
 # file of /proc and twice as long for one in memory. `Path.read_text` takes three to five times as long.
 
@@ -299,9 +296,7 @@ def identity_of(number: int) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-# -- json object -----------------------------------------------------------------------------------------------------
-#
-# Small JSON objects, as ranks and processes exchange them through files.
+# -- small JSON objects, as ranks and processes exchange them through files --------------------------------------------
 
 
 def parse_object(content: bytes) -> dict[str, Any] | None:

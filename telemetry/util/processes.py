@@ -22,9 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-# -- processes -------------------------------------------------------------------------------------------------------
-#
-# What tells one process from another with the same pid, and what kind of process this is.
+# -- what tells one process from another with the same pid, and what kind of process this is ---------------------------
 
 
 def start_ticks(pid: int) -> int | None:
@@ -96,8 +94,7 @@ def is_loader_worker() -> bool:
     return False
 
 
-# -- identity --------------------------------------------------------------------------------------------------------
-#
+# -- identity ----------------------------------------------------------------------------------------------------------
 # Identity of this process: run, rank, local rank and node, from the launcher's variables or torch.distributed.
 #
 # All ranks must use the same run name without communicating. So the name comes from variables that the launcher gives
@@ -361,9 +358,7 @@ def launch_of(environ: Mapping[str, str] | None = None) -> tuple[str, int | None
     return f"{parent}-{start_ticks(parent) or 0}", next((count for count in counts if count is not None), None)
 
 
-# -- job labels ------------------------------------------------------------------------------------------------------
-#
-# What the scheduler says of the job: its id, user, account and partition.
+# -- what the scheduler says of the job: its id, user, account and partition -------------------------------------------
 
 _VARIABLES: Final = {
     # The scheduler's own come first, then what a pod or a script can set for itself.

@@ -11,9 +11,8 @@ if TYPE_CHECKING:
     from typing import TextIO
 
 
-# -- formatting ------------------------------------------------------------------------------------------------------
-#
-# How figures and tables are written in the output of the commands. A figure that is absent is shown as ``-``.
+# -- how figures and tables are written in the output of the commands --------------------------------------------------
+# A figure that is absent is shown as ``-``.
 
 
 def percent(ratio: float | None, decimals: int = 1) -> str:
@@ -130,10 +129,7 @@ def named(ranks: Iterable[int], most: int = 6) -> str:
     return f"ranks {', '.join(texts)}{f' and {left} more' if left else ''}"
 
 
-# -- terminal --------------------------------------------------------------------------------------------------------
-#
-# Output of the commands: prints any text safely to any terminal.
-#
+# -- output of the commands: prints any text safely to any terminal ----------------------------------------------------
 # Names and messages in a log can contain any text. Unescaped control characters could change the window title, move the
 # cursor or forge a line. A character that the terminal's encoding lacks would end the command with a traceback.
 

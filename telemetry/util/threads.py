@@ -22,10 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-# -- own threads -----------------------------------------------------------------------------------------------------
-#
-# The agent's own threads, which the training does not notice.
-#
+# -- the agent's own threads, which the training does not notice -------------------------------------------------------
 # * `threading` does not know them. A script may join every thread that `threading.enumerate` returns, or wait until
 #   `threading.active_count` is 1.
 # * They block all signals, because signals are meant for the training. If they did not, the kernel could deliver a
@@ -298,18 +295,14 @@ def _after_fork_in_child() -> None:
     harmless.clear()
 
 
-# -- fork warning ----------------------------------------------------------------------------------------------------
-#
-# Hides Python's warning of a fork with several threads, if all the other threads are the agent's own.
-#
+# -- hides Python's warning of a fork with several threads, if all the other threads are the agent's own ---------------
 # From Python 3.12 on `os.fork` warns when the process has more than one thread. If the training has a second thread
 # itself, the warning is shown as without the agent. If all other threads are the agent's, the warning is hidden: they
 # hold no lock that a child needs, and the user did not start them. The decision is made when Python warns, because a
 # library may end its threads right before the fork (OpenBLAS does).
 #
 # What runs during a fork consists of C functions. Python drops an exception that is raised there, and a signal handler
-# of
-# the script runs at the first bytecode after its signal.
+# of the script runs at the first bytecode after its signal.
 
 WARNS: Final = sys.version_info >= (3, 12)
 """Whether this Python warns about a fork with several threads."""

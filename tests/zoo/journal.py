@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .specimen import Specimen
 
 _AGENT: Final = Path(__file__).resolve().parents[2] / "telemetry"
-_JUDGES: Final = ("agent", "attach", "collect", "core", "diagnose", "report")
+_JUDGES: Final = ("agent", "diagnosis", "hooks", "report", "sources", "util")
 _SHARED: Final = ("common.py", "samples.py", "store_server.py")
 
 
